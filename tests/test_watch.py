@@ -667,6 +667,33 @@ def test_cpu_time_without_evidence_of_work_is_a_hang_at_its_timeout(cause: str, 
     assert (cause_of(ends[0][1].stall), ends[0][1].stall.rank) == (cause, 1)
 
 
+A_LITTLE_CPU: Look = {**SLEEPING, "main_cpu": 0.001}
+EARLY_SIGNS: dict[str, Callable[[float, int], Look]] = {
+    "a slow reader": lambda s, n: {**A_LITTLE_CPU, "main_bytes": int(s * 80_000)},
+    "a child that computes": lambda s, n: {**IN_POOL, "workers": [child(3, values=f"{n}")]},
+    "one child after the other": lambda s, n: {**IN_POOL, "children_before": [6 + n], "children": [7 + n]},
+}
+
+
+@pytest.mark.parametrize("look", EARLY_SIGNS.values(), ids=EARLY_SIGNS)
+def test_a_rank_that_used_cpu_is_looked_at_twice_before_it_is_suspected(look: Callable[[float, int], Look]) -> None:
+    watch, now = watched(timeout=60.0)
+    actions = looks(watch, now, 50, look)
+    assert not any(isinstance(action, Suspect) for _, action in actions), actions
+
+
+def test_a_rank_that_used_cpu_and_does_nothing_else_is_suspected_at_the_second_look() -> None:
+    watch, now = watched(timeout=60.0)
+    when, suspicion = looks(watch, now, 10, lambda seconds, n: A_LITTLE_CPU)[0]
+    assert isinstance(suspicion, Suspect) and suspicion.stall.rank == 1 and 4 <= when <= 6
+
+
+def test_a_line_printed_after_the_last_step_is_evidence_at_the_first_look() -> None:
+    watch, now = watched(timeout=60.0)
+    actions = drive(watch, now, 10, WAITING, SLEEPING, printing=2.0)
+    assert [when for when, action in actions if isinstance(action, Suspect) and when < 6] == []
+
+
 def test_a_rank_that_stops_working_is_a_hang_one_timeout_later() -> None:
     watch, now = watched(timeout=20.0, busy_timeout=1800.0)
     until = 60.0

@@ -231,7 +231,7 @@ class _Look:
         one = processes.process(self.rank.pid)
         took = max(time.monotonic() - self._since, 0.01)
         last = self._meter(self.rank.pid)
-        share = {key: round((last[key] - value) / took, 3) for key, value in self._first.items() if key != "swap"}
+        share = {key: round((last[key] - value) / took, 5) for key, value in self._first.items() if key != "swap"}
         return {
             **share,
             "pid": self.rank.pid,
@@ -284,11 +284,11 @@ class _Look:
     def _meter(pid: int) -> dict[str, float]:
         # None where it is gone, or the kernel has none.
         faults = of_kernel(f"/proc/{pid}/stat").rpartition(")")[2].split()[9:10]  # major ones: they went to the disk
-        delay = of_kernel(f"/proc/{pid}/schedstat").split()[1:2]  # the main thread's, on the run queue and not running
+        ran, delayed = processes.main_thread_seconds(pid)
         return {
             "cpu": processes.cpu_seconds(pid) or 0.0,
-            "main_cpu": processes.cpu_seconds(pid, pid) or 0.0,
-            "waiting_for_core": sum(map(int, delay)) / 1e9,
+            "main_cpu": ran,
+            "waiting_for_core": delayed,
             "faults": sum(map(int, faults)),
             "moved": processes.bytes_moved(pid) or 0,
             "swap": int(status(pid, "VmSwap:") or 0) * 1024,

@@ -128,6 +128,17 @@ def cpu_seconds(pid: int, thread: int | None = None) -> float | None:
     return sum(map(int, ticks)) / _TICKS if ticks else None
 
 
+def main_thread_seconds(pid: int) -> tuple[float, float]:
+    """Return the time that the main thread has run, and that it was ready to run but had no core.
+
+    A kernel without scheduler statistics knows only the first, in steps of a clock tick.
+    """
+    fields = of_kernel(f"/proc/{pid}/schedstat").split()[:2]
+    if len(fields) < 2:
+        return cpu_seconds(pid, pid) or 0.0, 0.0
+    return int(fields[0]) / 1e9, int(fields[1]) / 1e9
+
+
 def bytes_moved(pid: int, thread: int | None = None) -> int | None:
     """Return the bytes a process, or one thread of it, has read and written by system calls, pipes and sockets included."""
     lines = kernel_lines(f"/proc/{pid}/io" if thread is None else f"/proc/{pid}/task/{thread}/io")

@@ -23,6 +23,9 @@ from stoker.control.watch.straggler import Stragglers
 
 STOPPED_S = 0.5  # a stopped process is worth a look after this
 AGAIN_S = 3.0  # a proof is looked at a second time, this much later
+SECOND_LOOK_S = 1.0  # from a first look at which a silent rank used CPU to the second, before it is suspected
+PRINTS_AFTER_S = 1.0  # a line printed this long after the last step shows that the rank goes on
+IDLE_CPU = 0.0002  # of a core, measured in nanoseconds: less is the inspection itself
 ANSWER_S = 12.0  # an inspection that has not been answered by then is given up
 PHASE_TIMES = 6.0  # --hang-timeout in an announced phase, and before the first step
 START_STOP_S = 60.0
@@ -292,6 +295,9 @@ class Watcher:
             if self._reported_busy != stall.rank and (self._said or stall.silent_s >= report_after):
                 self._reported_busy, self._said = stall.rank, ()  # it takes back what was suspected
                 actions.append(Busy(stall, self._stops_in(stall, now)))
+        elif self._looks == 1 and not self._said and self._may_work(stall):
+            self._next_look = now + SECOND_LOOK_S
+            return []
         # Said once, and again when it turns out worse.
         elif not self._said or stall.rank != self._said[0] or stall.proof > self._said[1]:
             self._said = stall.rank, stall.proof
@@ -316,11 +322,19 @@ class Watcher:
                 doing = activity(before, one, now - at if at is not None else 0.0)
             if doing:
                 progress_.works(doing, now)
-            elif at is not None and progress_.shown > at and not stacks.in_collective(one.main):
+            elif not stacks.in_collective(one.main) and progress_.shown > (at or progress_.heard + PRINTS_AFTER_S):
                 doing = progress_.doing
             if doing:
                 self._busy[rank] = doing
             self._inspected[rank] = now
+
+    def _may_work(self, stall: Stall) -> bool:
+        """Return whether the first look at a rank leaves open that it works: it, or a process it waits for, used some CPU."""
+        seen = self.snapshots.get(stall.rank) if stall.rank is not None else None
+        if seen is None or stall.proof or stall.kind in ("spin", "kernel", "stopped", "debugged"):
+            return False
+        changed = seen.children != seen.children_before
+        return seen.main_cpu > IDLE_CPU or changed or any(worker.cpu > IDLE_CPU for worker in seen.workers)
 
     def _as_busy(self, stall: Stall, now: float) -> Stall:
         """Return the stall as the work of a busy rank, if that is who the others wait for; else as it is."""

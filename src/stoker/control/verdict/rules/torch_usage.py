@@ -15,7 +15,7 @@ torch.device-mismatch: An operation was given tensors that are on different devi
       Input type \(torch\.(?:cuda\.)?\w+\) and (?:weight|bias) type \(torch\.(?:cuda\.)?\w+\) should be the same|
       is on (?:CPU|GPU), but expected (?:it|them) to be on (?:CPU|GPU)|
       Expected object of (?:device|backend) type \w+ but got|Tensor on device \S+ is not on the expected device
-  summary: {who}: tensors are on different devices{at}: {line}
+  summary: {who}: tensors are on different devices{at}: {raised}
   seen: torch's "Expected all tensors to be on the same device", "found at least two devices", or another of its
       messages that names two devices
   unless: the GPU number does not exist: gpu.ordinal
@@ -30,7 +30,7 @@ torch.dtype-mismatch: An operation was given tensors of different or unsupported
       result type \w+ can't be cast to the desired output type|to have one of the following scalar types|
       tensors used as indices must be|Expected dtype int\S+ for index|[Ee]xpected dtype \w+ for `|
       expected target dtype to be|Expected self\.dtype to be equal to src\.dtype|"\w+" not implemented for '\w+'
-  summary: {who}: tensors have dtypes that don't fit{at}: {line}
+  summary: {who}: tensors have dtypes that don't fit{at}: {raised}
   seen: torch's "expected scalar type … but found …", "must have the same dtype", "not implemented for 'Half'" and the
       like
   fix: print the .dtype of every tensor in {place}; run it under torch.autocast, or cast at one place
@@ -43,7 +43,7 @@ torch.shape-mismatch: An operation was given tensors whose shapes don't fit.
       Expected input batch_size \(\d+\) to match target batch_size|Expected size for first two dimensions of batch2|
       Target size \(torch\.Size\([^)\n]*\)\) must be the same as input size|size mismatch, got input|
       Given (?:normalized_shape=|groups=\d+, weight of size)[^\n]{0,80}expected input
-  summary: {who}: shapes of tensors don't fit{at}: {line}
+  summary: {who}: shapes of tensors don't fit{at}: {raised}
   seen: torch's "shapes cannot be multiplied", "must match the size of tensor b", "is invalid for input of size" and
       the like
   unless: ranks that give a collective different shapes: hang.shape-mismatch, gloo.shape
@@ -53,7 +53,7 @@ torch.shape-mismatch: An operation was given tensors whose shapes don't fit.
 torch.state-dict: A checkpoint does not fit the model or the optimizer that it is loaded into.
   said: Error\(s\) in loading state_dict for|(?:Missing|Unexpected) key\(s\) in state_dict|
       loaded state dict (?:contains a parameter group|has a different number of parameter groups)
-  summary: {who}: the checkpoint does not fit{at}: {line}
+  summary: {who}: the checkpoint does not fit{at}: {raised}
   seen: torch's "Error(s) in loading state_dict", missing or unexpected keys, or an optimizer state with other parameter
       groups
   unless: the file itself is damaged: data.corrupt
@@ -67,7 +67,7 @@ torch.autograd: The backward pass is not possible the way the program asks for i
       does not require grad and does not have a grad_fn|leaf Variable that requires grad is being used in an in-place|
       grad can be implicitly created only for scalar outputs|
       Expected to have finished reduction in the prior iteration|Expected to mark a variable ready only once
-  summary: {who}: the backward pass failed{at}: {line}
+  summary: {who}: the backward pass failed{at}: {raised}
   seen: torch's messages about a graph used twice, a value changed in place, a result without a gradient, or DDP's about
       parameters that took no part
   fix: "Expected to have finished reduction": parameters without a gradient in some step; DDP(...,
