@@ -745,6 +745,15 @@ def test_an_announced_phase_takes_as_long_as_it_gives_signs() -> None:
     assert stops and 1500 + 350 <= stops[0] <= 1500 + 370, "six times the timeout after its last line"
 
 
+def test_ranks_that_are_seen_right_after_a_failure_are_not_suspected_of_standing_still() -> None:
+    watch, now = watched(world=3, timeout=60.0)
+    watch.ended(2, -6)
+    watch.failing()
+    dying = {"state": "R", "main_cpu": 0.9, "cpu": 0.9, "groups": [DONE], "samples": [[{"main": True, "frames": []}]]}
+    assert drive(watch, now, 1.5, WAITING, dying) == []
+    assert watch.looked and watch.stall is None
+
+
 def test_nothing_seen_is_stopped_all_the_same() -> None:
     watch, now = watched(timeout=60.0)
     stops = [action for _, action in drive(watch, now, 120) if isinstance(action, Stop)]

@@ -390,6 +390,8 @@ class Watcher:
         """Before the first step only who keeps others waiting, or can't go on, counts; never a starting interpreter."""
         if not stall.where and not stall.waiting and not stall.proof and stall.kind not in ("disk", "stopped"):
             return False
+        if self._failing and not stall.proof and stall.kind != "stopped" and stall.silent_s < progress.FLOOR_S:
+            return False  # another rank has just failed: this one may be on its way to report the same
         if stall.kind == "spin" and not stall.waiting:
             return stall.silent_s >= min(COMPUTES_S, self._limit(stall) / 2)
         if stall.rank is not None and not any(one.steps for one in self._ranks.values()):
