@@ -534,6 +534,25 @@ NEAR: list[tuple[str, RankEnd, str]] = [
 ]  # fmt: skip
 
 
+def test_a_failed_check_of_the_number_of_ranks_says_how_many_there_are_and_which_option_sets_it() -> None:
+    trace = '  File "t.py", line 9, in check\n    assert dist.get_world_size() == 4\nAssertionError'
+    found = verdict(end(err("AssertionError", "", trace)))
+    assert found.cause == "rank.exception" and "--nproc-per-node" in found.fix[0]
+    other = verdict(end(err("AssertionError", "", "assert loss > 0\nAssertionError")))
+    assert not any("--nproc-per-node sets" in line for line in other.fix)
+
+
+@pytest.mark.parametrize(
+    ("file", "checkpoint", "pointer"),
+    [("/x/rows.jsonl", False, True), ("/x/a.pt", True, True), ("/x/a.npy", False, False)],
+)
+def test_advice_about_a_damaged_file_is_about_files_of_its_kind(file: str, checkpoint: bool, pointer: bool) -> None:
+    message = "Failed to read all data for array. Expected (5000,) = 5000 elements"
+    found = verdict(end(RankError("ValueError", message, "/x/t.py", 1, "load", "", files=(file,))))
+    text = " ".join(found.fix)
+    assert (file in text, "a checkpoint:" in text, "git-lfs" in text) == (True, checkpoint, pointer)
+
+
 MISUSES: list[tuple[str, str]] = [
     ("torch.device-mismatch", "torch.ones(2, 2) + torch.ones(2, 2, device='meta')"),
     ("torch.dtype-mismatch", "torch.ones(2, 2) @ torch.ones(2, 2, dtype=torch.float64)"),

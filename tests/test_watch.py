@@ -12,9 +12,9 @@ import pytest
 from stoker.contract.collectives import digest
 from stoker.contract.quantities import ranks_text
 from stoker.contract.shape import replace
-from stoker.contract.shapes import BadNumber
+from stoker.contract.shapes import BadNumber, Stall
 from stoker.control.agent.spy import conditions_around
-from stoker.control.verdict.hang import cause_of, summary
+from stoker.control.verdict.hang import cause_of, summary, trouble
 from stoker.control.verdict.rules import numbers
 from stoker.control.watch.culprit import explain
 from stoker.control.watch.numbers import Losses
@@ -1229,3 +1229,25 @@ def test_the_rank_whose_loss_was_bad_first_is_named() -> None:
     losses.read(0, b"step 30: loss 0.51\n")
     reports = [bad for step in (31, 32, 33) for bad in losses.read(0, b"step %d: loss nan\n" % step)]
     assert [(bad.rank, bad.step) for bad in reports if bad.firm] == [(1, 30)]
+
+
+SEND = ((0,), "gloo:send to rank 1 of 16 elements", "/x/t.py:3, in send")
+RECEIVE = ((1,), "gloo:recv from rank 0 of 8 elements", "/x/t.py:9, in receive")
+SHARDED_SAVE = ("rank 0: all_gather (distributed_c10d.py:9) < get_model_state_dict (t.py:3)",)
+
+
+@pytest.mark.parametrize(
+    ("stall", "present", "absent"),
+    [
+        (Stall("diverged", None, (), (0, 1), parties=(SEND, RECEIVE)), "tag", "seeds"),
+        (Stall("diverged", 0, (0,), (1,), parties=(((0,), "gloo:all_reduce", "t.py:3"),)), "seeds", "tag"),
+        (Stall("shape-mismatch", 0, (0,), (1,), "t.py:3", "dtype"), "dtype", "last batch"),
+        (Stall("shape-mismatch", 0, (0,), (1,), "t.py:3", ""), "last batch", "loader"),
+        (Stall("rank-only", 0, (0,), (1,), "t.py:3", "if rank == 0"), "all ranks must make this call", "sharded"),
+        (Stall("rank-only", 0, (0,), (1,), "t.py:3", "if rank == 0", evidence=SHARDED_SAVE), "sharded", "loader"),
+    ],
+    ids=["messages", "collectives", "dtypes", "shapes", "a plain call", "a sharded save"],
+)
+def test_advice_applies_to_the_calls_in_question(stall: Stall, present: str, absent: str) -> None:
+    text = " ".join(trouble(stall, "CPU0", "proof")["fix"])
+    assert present in text and absent not in text, text

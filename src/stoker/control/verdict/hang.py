@@ -212,6 +212,30 @@ def _crashed_thread(printed: str) -> str:
     return f"its thread {crash['name']} ended with {crash['error'][:200]}{where}"
 
 
+_MESSAGE = re.compile(r"\bi?(?:send|recv)\b")
+_SAVES_SHARDS = re.compile(r"state_dict|full_tensor|save_model|save_pretrained")
+
+
+def _advice(stall: Stall) -> tuple[str, ...]:
+    """Return what to do, of the cause's advice what applies to this program."""
+    advice = named(cause_of(stall)).fix
+    if stall.detail == "messages":
+        return (
+            "look at {where}: of two ranks one must send first and the other receive first; or use isend, irecv or"
+            " batch_isend_irecv",
+        )
+    if stall.kind == "diverged" and any(_MESSAGE.search(entered) for _, entered, _ in stall.parties):
+        pairs = (
+            "look at {where}: each send needs a receive on its peer, with the same group and tag and in the same order"
+        )
+        return (pairs, _STACKS)
+    if stall.kind == "shape-mismatch" and stall.detail == "dtype":
+        return ("look at {where}: the tensors must have one dtype on all ranks", _STACKS)
+    if stall.kind == "rank-only" and not any(_SAVES_SHARDS.search(line) for line in stall.evidence):
+        return tuple(line for line in advice if not line.startswith("saving a sharded model"))
+    return advice
+
+
 def trouble(stall: Stall, label: str, why: str, printed: str = "") -> dict[str, Any]:
     """Stoker stops the job for it. `printed`: the guilty rank's last lines: its workers' end may be in them."""
     more = {"rank": stall.rank, "at_once": True, "where": stall.where, "step": stall.step}
@@ -227,10 +251,6 @@ def trouble(stall: Stall, label: str, why: str, printed: str = "") -> dict[str, 
         more_fix = [f"look at {stall.where}: what it waits for may have been the work of that thread"]
         return report(cause_of(stall), told, [stopped, *stall.evidence], fix=more_fix, **more)
     place = _places(stall) or "the stacks"
-    advice = named(cause_of(stall)).fix
-    if stall.detail == "messages":
-        advice = ("look at {where}: of two ranks one must send first and the other receive first; or use isend, irecv or"
-                  " batch_isend_irecv",)  # fmt: skip
-    fix = [line.replace("{where}", place).replace("{rank}", str(stall.rank)) for line in advice]
+    fix = [line.replace("{where}", place).replace("{rank}", str(stall.rank)) for line in _advice(stall)]
     evidence = [stopped if stall.silent_s else why, *stall.evidence]
     return report(cause_of(stall), summary(stall, label), evidence, fix=fix, **more)

@@ -220,7 +220,7 @@ def _outlier(snapshots: Snapshots, waiters: set[int]) -> Stall:
     if len(groups) == 1:
         return Stall("together", None, (), everybody, where, "every rank waits in a collective")
     parties = tuple(
-        (members, first.main[0].name if first.main else "?", str(stacks.users_frame(first.main) or ""))
+        (members, stacks.collective_name(first.main) or "a collective", str(stacks.users_frame(first.main) or ""))
         for members, first in groups
     )
     if 2 * len(groups[-1][0]) <= len(snapshots):

@@ -40,6 +40,19 @@ def in_collective(frames: Iterable[Frame]) -> bool:
     return False
 
 
+def collective_name(frames: Iterable[Frame]) -> str:
+    """Return the function of torch.distributed that the script called, "backward" inside of the backward pass, else ""."""
+    name = ""
+    for frame in frames:
+        if is_users(frame):
+            break
+        if any(part in frame.file for part in _COLLECTIVES):
+            name = frame.name
+        elif frame.function == "_engine_run_backward":
+            name = "backward"
+    return name
+
+
 def in_rendezvous(frames: Iterable[Frame]) -> bool:
     joining = ("init_process_group", "rendezvous", "_store_based_barrier", "_create_c10d_store")
     return any(frame.function in joining for frame in frames)

@@ -146,6 +146,10 @@ def _complete_outputs(case: Case) -> list[str]:
     return paths
 
 
+_CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
+_BINARY = (".gz", ".npy", ".npz", ".zip", ".parquet")  # a failed download may be text in any other file
+
+
 @family.cause(r"""
 data.corrupt: A checkpoint or a data file is damaged, or not the kind of file it is taken for.
   perhaps: Error while deserializing header[^\n]*|MetadataIncompleteBuffer|InvalidHeader|
@@ -157,8 +161,8 @@ data.corrupt: A checkpoint or a data file is damaged, or not the kind of file it
       pickle, a zip, a JSON or Parquet file
   unless: a pickle with classes that torch won't load (weights_only): the file is whole. An EOFError or JSON error of
       a stream, without a file: rank.exception
-  fix: ls -l the file, and compare size and sha256sum with the source: 0 bytes or too few is a write or download that
-      was cut off
+  fix: ls -l the file; compare size and sha256sum with the source: 0 bytes or too few is a write or download that was
+      cut off
   fix: a text that begins with `version https://git-lfs` is a pointer: git lfs pull. An HTML page is a failed download
   fix: a checkpoint: resume from the one before; write to another name, then rename, so that an incomplete file is never found
 """)
@@ -172,8 +176,13 @@ def corrupt(case: Case, found: Match | None) -> Found | None:
     file = _damaged_file(case, line_of(found) if found else what)
     lfs = " (a git-lfs pointer?)" if "invalid load key, 'v'" in what or "Unsupported operand 118" in what else ""
     summary = f"{case.who}: {file or 'a file'} is damaged: {what}{lfs}{at(case)}"
-    look = (f"ls -l {shlex.quote(file)}", *CATALOGUE["data.corrupt"].fix) if file else ()
-    return Found(summary, traced_line(case, line_of(found) if found else what), look)
+    general, pointer, checkpoint = CATALOGUE["data.corrupt"].fix
+    fix = (
+        general.replace("the file", shlex.quote(file), 1) if file else general,
+        *((pointer,) if lfs or not file.endswith(_BINARY) else ()),
+        *((checkpoint,) if not file or file.endswith(_CHECKPOINTS) else ()),
+    )
+    return Found(summary, traced_line(case, line_of(found) if found else what), fix)
 
 
 def _damaged_file(case: Case, line: str) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from typing import Any
 
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_NOPERM, EX_USAGE
+from stoker.contract.quantities import counted
 from stoker.contract.shapes import RankEnd
 from stoker.contract.stacktext import is_library, threads_of
 from stoker.control.verdict.catalogue import Case, Family, Found
@@ -21,6 +23,7 @@ _DETERMINISTIC = ("NameError", "UnboundLocalError", "AttributeError", "TypeError
                   "RecursionError")  # fmt: skip
 _LOGS = "stoker logs --rank {rank}"
 _REFUSED = (EX_USAGE, EX_DATAERR, EX_NOINPUT, EX_NOPERM, EX_CONFIG)  # the same when it is tried again
+_WORLD_SIZE = re.compile(r"(?i)world[ _]?size|num(?:ber)?[ _](?:of[ _])?(?:ranks|gpus|processes)")
 family = Family(__name__, LOGS=_LOGS)
 
 
@@ -50,9 +53,15 @@ def exception(case: Case) -> Found | None:
     if error is None:
         return None
     said = first_line(error.message)
+    trace = error.traceback.strip().splitlines()
+    checks_ranks = error.type == "AssertionError" and _WORLD_SIZE.search("\n".join(trace[-3:]))
+    ranks = (
+        f"this run has {counted(case.evidence.world_size, 'rank')}; --nproc-per-node sets how many there are per host"
+    )
     return Found(
         f"{case.who}: {error.type}{': ' + said if said else ''} at {place(case.end)}",
-        (f"exception {error.type} at {place(case.end)}", *error.traceback.strip().splitlines()[-12:]),
+        (f"exception {error.type} at {place(case.end)}", *trace[-12:]),
+        (ranks, f"look at {place(case.end)}") if checks_ranks else (),
         retryable=False if error.type in _DETERMINISTIC and error.module == "builtins" else None,
     )
 
