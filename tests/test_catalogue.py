@@ -553,6 +553,19 @@ def test_advice_about_a_damaged_file_is_about_files_of_its_kind(file: str, check
     assert (file in text, "a checkpoint:" in text, "git-lfs" in text) == (True, checkpoint, pointer)
 
 
+def test_advice_for_one_message_of_a_cause_is_left_out_for_the_others() -> None:
+    twice = verdict(
+        end(
+            err("RuntimeError", "Trying to backward through the graph a second time (or directly access saved tensors)")
+        )
+    )
+    assert any(".detach() it" in line for line in twice.fix) and not any("find_unused" in line for line in twice.fix)
+    half = verdict(end(err("RuntimeError", "\"addmm\" not implemented for 'Half'")))
+    assert any("bfloat16" in line for line in half.fix)
+    other = verdict(end(err("RuntimeError", "expected scalar type Half but found Float")))
+    assert other.fix and not any("bfloat16" in line for line in other.fix)
+
+
 MISUSES: list[tuple[str, str]] = [
     ("torch.device-mismatch", "torch.ones(2, 2) + torch.ones(2, 2, device='meta')"),
     ("torch.dtype-mismatch", "torch.ones(2, 2) @ torch.ones(2, 2, dtype=torch.float64)"),

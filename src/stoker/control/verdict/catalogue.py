@@ -172,10 +172,21 @@ def named(id: str) -> Cause:
     return CATALOGUE[id]
 
 
+def _is_about(advice: str, printed: str) -> bool:
+    """Return whether advice applies: a line that begins with a quoted message is only for that message."""
+    quoted = re.match(r'"([^"]+)"', advice)
+    return quoted is None or quoted[1] in printed
+
+
 def verdict_of(cause_: Cause, case: Case, found: Found) -> Verdict:
     end = case.end
     where = place(end)
-    fix = found.fix or tuple(line.replace("{rank}", str(end.rank)).replace("{place}", where) for line in cause_.fix)
+    printed = "\n".join((found.summary, *found.evidence, end.error.message if end.error else ""))
+    fix = found.fix or tuple(
+        line.replace("{rank}", str(end.rank)).replace("{place}", where)
+        for line in cause_.fix
+        if _is_about(line, printed)
+    )
     return Verdict(
         "failed",
         cause_.id,

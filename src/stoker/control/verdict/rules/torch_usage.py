@@ -70,6 +70,7 @@ torch.autograd: The backward pass is not possible the way the program asks for i
   summary: {who}: the backward pass failed{at}: {raised}
   seen: torch's messages about a graph used twice, a value changed in place, a result without a gradient, or DDP's about
       parameters that took no part
+  fix: look at {place}, and at how the loss was made
   fix: "Expected to have finished reduction": parameters without a gradient in some step; DDP(...,
       find_unused_parameters=True), or leave them out of the model
   fix: "modified by an inplace operation": torch.autograd.set_detect_anomaly(True) names the operation
