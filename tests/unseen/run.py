@@ -101,6 +101,7 @@ FAMILIES = {
     "raised": ("rank.exception", "torch.*"),
 }
 NAMES_NO_CAUSE = ("unknown", "hang.together", "gloo.timeout", "nccl.timeout", "none")
+TORCH_ABORT = "terminate called without an active exception"  # a thread of gloo's, at the end of about one run in ten
 SCORES = ("right", "half", "wrong", "undecided", "invalid")
 
 
@@ -338,10 +339,10 @@ def names_line(place: str, text: str) -> bool:
     return re.search(rf"\b{re.escape(place)}(?!\d)", text) is not None
 
 
-def score(program: Program, verdict: Verdict, code: int | None) -> tuple[str, str]:
+def score(program: Program, verdict: Verdict, code: int | None, console: str = "") -> tuple[str, str]:
     """Compare a verdict with the expected answer; return a score of SCORES and the reason for it."""
     if program.kind == "healthy":
-        return score_healthy(verdict, code)
+        return score_healthy(verdict, code, console)
     if program.outcome == "completes" or (program.outcome == "any" and verdict.status == "completed"):
         return score_suspicion(program, verdict)
     if verdict.status == "completed":
@@ -386,9 +387,11 @@ def false_suspicions(program: Program, verdict: Verdict) -> list[dict[str, Any]]
     return [event for event in events if event["rank"] not in guilty]
 
 
-def score_healthy(verdict: Verdict, code: int | None) -> tuple[str, str]:
+def score_healthy(verdict: Verdict, code: int | None, console: str) -> tuple[str, str]:
     if code is None:
         return "invalid", "not done within the limit"
+    if code != 0 and TORCH_ABORT in console:
+        return "invalid", "torch aborted a process while it shut down, as it does under torchrun now and then"
     if verdict.status == "completed":
         return "right", ""
     return "wrong", f"blamed: {verdict.cause}, rank {verdict.rank}: {verdict.summary}"
@@ -433,7 +436,7 @@ def run_program(program: Program, launcher: Sequence[str], keep: Path | None, wi
         command += [*OPTIONS[program.kind], str(script), *program.args]
         code, seconds, console = run_limited(command, folder, program.limit)
         verdict = read_verdict(folder / "runs")
-        points, reason = score(program, verdict, code)
+        points, reason = score(program, verdict, code, console)
         result: dict[str, Any] = {
             "program": program.name,
             "class": program.group,
@@ -474,7 +477,7 @@ def run_program(program: Program, launcher: Sequence[str], keep: Path | None, wi
 def score_again(row: dict[str, Any], program: Program) -> dict[str, Any]:
     """Score a recorded verdict by the program's present header."""
     verdict = Verdict(**row["verdict"])
-    points, reason = score(program, verdict, row["code"])
+    points, reason = score(program, verdict, row["code"], row["console"])
     return {**row, "score": points, "reason": reason, "false_suspicions": false_suspicions(program, verdict)}
 
 
