@@ -275,6 +275,7 @@ class _Look:
         cpu = (processes.cpu_seconds(pid) or 0.0) - self._below_first[pid]
         return {
             "pid": pid,
+            "parent": one.parent if one else 0,
             "name": one.name if one else "?",
             "state": one.state if one else "Z",
             "cpu": round(cpu / took, 3),

@@ -28,7 +28,7 @@ def explain(one: Snapshot, snapshots: Mapping[int, Snapshot]) -> InnerWait | Non
     if stacks.at_shutdown(one.main):
         return None
     frame = stacks.users_frame(one.main)
-    at = f" at {frame}" if frame is not None else ""
+    at = f" at {frame}," if frame is not None else ""
     if one.syscall == "futex" or "futex" in one.wchan:
         return _lock(one)
     if one.syscall in ("wait4", "waitid"):
@@ -42,7 +42,7 @@ def explain(one: Snapshot, snapshots: Mapping[int, Snapshot]) -> InnerWait | Non
         children = [other for other in wait.others if other.rank == one.rank and not other.is_rank]
         if children and len(children) == len([other for other in wait.others if not _is_self(other, one.rank)]):
             doing = _doing(children[0].pid, one)
-            return InnerWait("child", f"it waits{at} for the output of {_process(children[0])}{doing}", "child-output")
+            return InnerWait("child", f"it waits{at} for the output of its child {_process(children[0])}{doing}", "child-output")
     about = {"lock": "file-lock", "file": ""}.get(wait.kind, wait.kind)
     return InnerWait("io", f"it waits{at} {_purpose(wait, one.rank, snapshots)}", about)
 
@@ -181,8 +181,9 @@ def _child(one: Snapshot, at: str) -> InnerWait | None:
         return None
     detail, about = f"it waits{at} for its child process {child.pid}{_command(child.command)}", ""
     for _ in range(3):
-        next_child = below.get(child.awaited_pid)
-        if next_child is None:
+        own = [worker for worker in one.workers if worker.parent == child.pid and worker.state != "Z"]
+        next_child = below.get(child.awaited_pid) or (own[0] if len(own) == 1 else None)
+        if next_child is None or child.syscall not in ("wait4", "waitid"):
             break
         child = next_child
         detail += f", which waits for process {child.pid}{_command(child.command)}"
@@ -273,7 +274,9 @@ def _other(other: OtherProcess, rank: int, snapshots: Mapping[int, Snapshot]) ->
         seen = snapshots.get(other.rank)
         frame = stacks.users_frame(seen.main) if seen is not None else None
         return f"rank {other.rank} (process {other.pid}{f', now at {frame}' if frame is not None else ''})"
-    return _process(other)
+    if other.rank is None:
+        return _process(other)
+    return f"its child {_process(other)}" if other.rank == rank else f"{_process(other)} of rank {other.rank}"
 
 
 def _process(other: OtherProcess) -> str:

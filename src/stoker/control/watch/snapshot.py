@@ -179,6 +179,7 @@ class BlockedOn:
 @shape
 class Worker:
     pid: int
+    parent: int = 0
     name: str = "?"
     state: str = "?"
     cpu: float = 0.0
