@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from conftest import wait_for
+from localuser import ATTACKER, do_as
 from stoker.contract.names import PY_SPY, STACK_SIGNAL
 from stoker.contract.process import process
 from stoker.contract.shapes import Stall
 from stoker.control.agent.questions import inspect
 from stoker.control.agent.spawn import Rank
-from stoker.control.machine.blocked import OpenFiles, read_wait
 from stoker.control.verdict.hang import trouble
 from stoker.control.watch import snapshot
 from stoker.control.watch.culprit import explain
@@ -156,6 +156,7 @@ def test_a_lock_that_another_thread_holds_names_that_thread_and_its_line(start: 
             pass
     """)
     _, report = look_when(lambda stall: stall.waits_for == "held-lock", rank)
+    assert "seems" not in report["summary"]
     assert "uploader" in report["summary"] and "train0.py:9, in upload" in report["summary"]
 
 
@@ -189,8 +190,9 @@ def test_a_condition_that_is_waited_for_is_not_called_a_held_lock(start: Start) 
         with CONDITION:
             CONDITION.wait()
     """)
-    stall, _ = look_when(lambda stall: "producer" in stall.detail, rank)
-    assert stall.kind == "lock" and stall.waits_for == ""
+    stall, report = look_when(lambda stall: "producer" in stall.detail, rank)
+    assert stall.kind == "lock" and stall.waits_for == "event" and "Condition.wait" in report["summary"]
+    assert "fork" not in " ".join(report["fix"])
 
 
 CHILDREN = {
@@ -310,7 +312,7 @@ def test_a_socket_names_its_peer_and_the_process_there(start: Start, timeout: st
             print("blocks", flush=True)
             connection.recv(1)
         """)
-        accepted = lambda stall: f"127.0.0.1:{port} (process {os.getpid()}" in stall.detail  # noqa: E731
+        accepted = lambda stall: f"127.0.0.1:{port}" in stall.detail and f"process {os.getpid()} " in stall.detail  # noqa: E731
         stall, report = look_when(accepted, rank)
         assert report["cause"] == "hang.io" and stall.waits_for == "socket" and "not accepted" in report["summary"]
         connection, _ = listener.accept()
@@ -340,6 +342,14 @@ def test_a_stack_that_nobody_can_read_is_said_once_with_both_reasons(
     assert "no handler" in line and "py-spy is not installed" in line
 
 
-def test_a_process_that_may_not_be_inspected_is_reported_as_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = read_wait(1 << 30, OpenFiles(), {})  # no such process
-    assert seen["blocked"] == [] and seen["syscall"] == "" and "No such file" in seen["wait_unseen"]
+def test_a_rank_of_another_user_is_less_evidence_and_says_so(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PY_SPY, "")
+    rank = start("print('blocks', flush=True)\nimport os; read, write = os.pipe(); os.read(read, 1)\n")
+
+    def body() -> None:
+        _, report = look(rank)
+        unread = [line for line in report["evidence"] if "could not be read" in line]
+        assert len(unread) == 2 and "stack of rank 0" in unread[0], report
+        assert "system call of rank 0" in unread[1] and "ermission" in unread[1], report
+
+    do_as(ATTACKER, body)

@@ -108,11 +108,11 @@ def conditions_around(file: str, line: int) -> list[list[Any]]:
     return [[at, text] for begin, end, at, text in _conditions(file) if begin <= line <= end]
 
 
-def locks_of(frames: list[list[Any]], variables: list[dict[str, int]]) -> list[list[Any]]:
+def locks_of(frames: list[list[Any]], variables: list[dict[str, int] | None]) -> list[list[Any]]:
     """Return the locks that a thread waits for or seems to hold, by the source around its lines, innermost first.
 
     Each is [text, key, held, function, file, line]: `with self.lock:` is held inside of its block, and waited for at its
-    first line. `variables`: for each frame the addresses of its local variables, none where they can't be read. Two
+    first line. `variables`: for each frame the addresses of its local variables, None where they can't be read. Two
     locks with the same key are the same object; without a key only the text can be compared.
     """
     found = []
@@ -123,11 +123,10 @@ def locks_of(frames: list[list[Any]], variables: list[dict[str, int]]) -> list[l
             if use == "gives up" and innermost and first <= line <= last:
                 given_up.add(text)
             elif first <= line <= last and (innermost or use == "holds"):
-                address = addresses.get(root)
                 key = ""
-                if address is not None:
-                    key = f"{address:x}{text[len(root) :]}"
-                elif addresses and root in _module_names(file):
+                if addresses is not None and root in addresses:
+                    key = f"{addresses[root]:x}{text[len(root) :]}"
+                elif addresses is not None and root in _module_names(file):
                     key = f"{file}:{text}"
                 found.append([text, key, use == "holds", name, file, line])
         innermost = innermost and file.endswith("/threading.py")
@@ -272,7 +271,7 @@ def _thread(one: dict[str, Any]) -> dict[str, Any]:
     ]
     main = one.get("os_thread_id") == one.get("pid")
     variables = [
-        {local["name"]: local["addr"] for local in frame.get("locals") or () if "name" in local and "addr" in local}
+        None if frame.get("locals") is None else {local["name"]: local["addr"] for local in frame["locals"]}
         for frame in one.get("frames") or ()
     ]
     return {
@@ -332,7 +331,7 @@ def _by_faulthandler(pid: int, path: str) -> tuple[list[dict[str, Any]], str]:
         )
         return [], state
     for thread in threads:  # File "x.py", line 3 in work
-        thread["locks"] = locks_of(thread["frames"], [{}] * len(thread["frames"]))
+        thread["locks"] = locks_of(thread["frames"], [None] * len(thread["frames"]))
     return (threads[:THREADS] if len(threads) <= THREADS else [*threads[: THREADS - 1], threads[-1]]), ""
 
 

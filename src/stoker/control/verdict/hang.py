@@ -126,6 +126,7 @@ _ADVICE = {
     "lock-order": "look at {where}: threads that need the same locks must take them in the same order",
     "own-lock": "look at {where}: a threading.Lock can't be taken twice by one thread: use threading.RLock, or take it once",
     "held-lock": "look at {where}: the thread that holds the lock must release it before it waits for anything",
+    "event": "look at {where}: which thread should end, set, notify or put what this call waits for, and where is that thread?",
     "file-lock": "look at {where}: the holder must release the lock or end; to fail instead, lock with LOCK_NB and a time limit",
     "fifo": "look at {where}: open and serve the other end of the named pipe, or open it with O_NONBLOCK",
     "pipe": "look at {where}: the other end of the pipe must be read, written or closed",

@@ -42,7 +42,9 @@ def explain(one: Snapshot, snapshots: Mapping[int, Snapshot]) -> InnerWait | Non
         children = [other for other in wait.others if other.rank == one.rank and not other.is_rank]
         if children and len(children) == len([other for other in wait.others if not _is_self(other, one.rank)]):
             doing = _doing(children[0].pid, one)
-            return InnerWait("child", f"it waits{at} for the output of its child {_process(children[0])}{doing}", "child-output")
+            return InnerWait(
+                "child", f"it waits{at} for the output of its child {_process(children[0])}{doing}", "child-output"
+            )
     about = {"lock": "file-lock", "file": ""}.get(wait.kind, wait.kind)
     return InnerWait("io", f"it waits{at} {_purpose(wait, one.rank, snapshots)}", about)
 
@@ -80,7 +82,7 @@ def _lock(one: Snapshot) -> InnerWait | None:
         has = "already holds" if certain else "seems to hold already"
         taken = f"at {held.where}"
         return InnerWait(
-            "lock", f"it waits at {wanted.where} for {wanted.text}, which the same thread {has} {taken}", "own-lock"
+            "lock", f"it waits at {wanted.where}, for {wanted.text}, which the same thread {has} {taken}", "own-lock"
         )
     chain, links = [main], [(main, wanted)]
     current, proven = holder, certain
@@ -104,10 +106,10 @@ def _lock(one: Snapshot) -> InnerWait | None:
                 "lock", f"{len(circle)} of its threads {verb} for each other's locks: {each}", "lock-order"
             )
         current = next_holder
-    at = f" at {stacks.users_frame(holder.frames)}" if holder.frames else ""
+    now = f", now at {stacks.users_frame(holder.frames)}" if holder.frames else ""
     holds = "holds" if certain else "seems to hold"
     return InnerWait(
-        "lock", f"it waits at {wanted.where} for {wanted.text}, which {_name(holder)}{at} {holds}", "held-lock"
+        "lock", f"it waits at {wanted.where}, for {wanted.text}, which {_name(holder)} {holds}{now}", "held-lock"
     )
 
 
@@ -164,11 +166,16 @@ def _waiting_threads(one: Snapshot, threads: list[Thread]) -> InnerWait | None:
     """Without a known holder: where the main thread and the others of the script wait."""
     frame = stacks.users_frame(one.main)
     others = [thread for thread in threads if not thread.main and any(map(stacks.is_users, thread.frames))]
-    if frame is None or not others:
+    inside = stacks.waits_for_threads(one)
+    if frame is None or not (others or inside):
         return None
     each = [f"{_name(thread)} is at {stacks.users_frame(thread.frames)}" for thread in others[:3]]
     more = f", and {len(others) - 3} more" if len(others) > 3 else ""
-    return InnerWait("lock", f"it waits at {frame} for a lock or another thread; {', '.join(each)}{more}", "")
+    there = f"; {', '.join(each)}{more}" if each else ""
+    if not inside:
+        return InnerWait("lock", f"it waits at {frame}, for a lock or another thread{there}", "")
+    call = one.main[max(one.main.index(frame) - 1, 0)]
+    return InnerWait("lock", f"it waits in {call.name}(), called at {frame}{there}", "event")
 
 
 # ---- children ----
@@ -230,31 +237,32 @@ def _purpose(wait: BlockedOn, rank: int, snapshots: Mapping[int, Snapshot]) -> s
     if wait.call == "open":
         other = "reading" if wait.writes else "writing"
         return f"to open {kind}: no process on this host has it open for {other}"
+    has = _verb(wait, "has", "have")
     if wait.writes:
-        reads = (
-            f"{owners} {_verb(wait, 'has', 'have')} it open for reading" if owners else "its reader could not be seen"
-        )
+        reads = f"{owners} {has} it open for reading" if owners else "its reader could not be seen"
         return f"to write to {kind}: the pipe is full, and {reads}"
-    writes = (
-        f"which {owners} {_verb(wait, 'has', 'have')} open for writing" if owners else "whose writer could not be seen"
-    )
-    return f"to read from {kind}, {writes}"
+    if not owners:
+        return f"to read from {kind}, whose writer could not be seen"
+    which = ", which" if wait.kind == "fifo" else " that"
+    return f"to read from {kind}{which} {owners} {has} open for writing"
 
 
 def _pipe(fd: int) -> str:
-    return f"{_STANDARD[fd]}, a pipe" if 0 <= fd < 3 else f"a pipe (file descriptor {fd})"
+    return f"{_STANDARD[fd]}, a pipe" if 0 <= fd < 3 else "a pipe"
 
 
 def _for_socket(wait: BlockedOn, owners: str) -> str:
-    there = f" ({owners})" if owners else ""
+    has = _verb(wait, "has", "have")
+    there = f", whose other end {owners} {has} open" if owners else ""
     if wait.state == "listening":
-        return f"for somebody to connect to {wait.name}"
+        return f"for a client to connect to {wait.name}"
     if wait.state == "connecting":
         return f"for a connection to {wait.name}, which does not answer"
     if wait.state == "not accepted":
-        return f"for {wait.name}{there}, which has not accepted the connection"
+        listener = f"where {owners} listens and" if owners else "which"
+        return f"for {wait.name}, {listener} has not accepted the connection"
     if wait.state == "closed":
-        return f"for {wait.name}{there}, which has closed the connection"
+        return f"for {wait.name}, which has closed the connection"
     return f"{'to send data to' if wait.writes else 'for data from'} {wait.name}{there}"
 
 
