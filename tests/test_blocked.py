@@ -353,3 +353,23 @@ def test_a_rank_of_another_user_is_less_evidence_and_says_so(start: Start, monke
         assert "system call of rank 0" in unread[1] and "ermission" in unread[1], report
 
     do_as(ATTACKER, body)
+
+
+def test_a_data_set_that_waits_in_the_rank_itself_gets_no_advice_about_loader_workers() -> None:
+    """With num_workers=0 torch calls the data set in the rank."""
+    loader = "/usr/lib/python3.11/site-packages/torch/utils/data"
+    frames = [
+        ["Condition.wait", "/usr/lib/python3.11/threading.py", 327],
+        ["Images.__getitem__", "/home/user/train.py", 8],
+        ["_MapDatasetFetcher.fetch", f"{loader}/_utils/fetch.py", 52],
+        ["_SingleProcessDataLoaderIter._next_data", f"{loader}/dataloader.py", 757],
+        ["<module>", "/home/user/train.py", 20],
+    ]
+    thread = {"main": True, "frames": frames}
+    seen = snapshot.read(0, {"state": "S", "syscall": "futex", "samples": [[thread], [thread]], "stacks_by": "py-spy"})
+    stall = explain({0: seen}, 1, {}, {}, {0: 4.0}, {0: 20})
+    assert stall is not None
+    report = trouble(stall, "CPU0", "the time is over")
+    assert report["cause"] == "hang.lock" and "train.py:8" in report["summary"]
+    text = " ".join([report["summary"], *report["fix"]]).replace("all ranks and their workers", "")
+    assert "DataLoader" not in text and "worker" not in text and "fork" not in text

@@ -18,6 +18,7 @@ from stoker.control.machine import processes
 
 COMMAND = 120  # characters of a command line
 MAX_FILES = 8  # descriptors of one poll() that are described
+MAX_OTHERS = 8  # processes at the other end: forked workers inherit the pipes of the others
 _POLLIN, _POLLOUT = 1, 4
 _CLOSE_WAIT, _LISTEN, _SYN_SENT = "08", "0A", "02"
 
@@ -184,7 +185,7 @@ def _describe(pid: int, fd: int, name: str, writes: bool, files: OpenFiles, rank
     else:
         return None  # an event descriptor: nothing to name
     holders = found.pop("holders", [])
-    return {**found, "others": [_shown(one, rank_of) for one in holders], "hidden": files.hidden}
+    return {**found, "others": [_shown(one, rank_of) for one in holders[:MAX_OTHERS]], "hidden": files.hidden}
 
 
 def _shown(pid: int, rank_of: RankOf) -> dict[str, Any]:

@@ -269,7 +269,7 @@ def _for_socket(wait: BlockedOn, owners: str) -> str:
 def _others(wait: BlockedOn, rank: int, snapshots: Mapping[int, Snapshot]) -> str:
     shown = [_other(other, rank, snapshots) for other in wait.others[:2]]
     if len(wait.others) > 2:
-        shown.append(f"{len(wait.others) - 2} more")
+        shown = [*shown[:1], "others"]
     if len(wait.others) == 1 and _is_self(wait.others[0], rank):
         return "only the rank itself"
     return " and ".join(shown)
