@@ -283,6 +283,36 @@ def test_a_named_pipe_without_a_writer_is_named(start: Start, tmp_path: Path) ->
     assert "no process" in report["summary"] and "for writing" in report["summary"]
 
 
+def test_a_name_that_is_no_text_is_shown_in_one_printable_line(start: Start, tmp_path: Path) -> None:
+    os.mkfifo(os.fsencode(tmp_path) + b"/a\nb\xff")
+    rank = start("print('blocks', flush=True)\nopen(b'a\\nb\\xff').read()\n")
+    _, report = look_when(lambda stall: stall.waits_for == "fifo", rank)
+    assert report["summary"].isprintable() and report["summary"].encode()
+
+
+def test_a_child_in_python_is_named_with_its_line(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "prepare.py").write_text("import time\n\ntime.sleep(1000)\n")
+    rank = start("""
+        import subprocess, sys
+        print("blocks", flush=True)
+        subprocess.run([sys.executable, "prepare.py"])
+    """)
+    _, report = look_when(lambda stall: "which sleeps at" in stall.detail, rank)
+    assert "prepare.py:3" in report["summary"] and "train0.py:5" in report["summary"]
+
+
+def test_an_event_loop_whose_future_nobody_finishes(start: Start) -> None:
+    rank = start("""
+        import asyncio
+        async def main():
+            print("blocks", flush=True)
+            await asyncio.get_running_loop().create_future()
+        asyncio.run(main())
+    """)
+    _, report = look_when(lambda stall: stall.waits_for == "coroutine", rank)
+    assert report["cause"] == "hang.io" and "asyncio" in report["summary"]
+
+
 def test_a_named_pipe_names_the_process_that_has_its_other_end(start: Start, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "commands")
     rank = start("print('blocks', flush=True)\nopen('commands').read()\n")

@@ -9,15 +9,18 @@ import os
 import re
 import stat
 import struct
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stoker.contract.process import kernel_lines, of_kernel, process
-from stoker.contract.untrusted import is_count
+from stoker.contract.untrusted import is_count, printable
 from stoker.control.machine import processes
 
 COMMAND = 120  # characters of a command line
 MAX_FILES = 8  # descriptors of one poll() that are described
+SCAN_S = 1.0  # for the open files of all processes: one of them may have a million
+PATH = 300  # characters
 MAX_OTHERS = 8  # processes at the other end: forked workers inherit the pipes of the others
 _POLLIN, _POLLOUT = 1, 4
 _CLOSE_WAIT, _LISTEN, _SYN_SENT = "08", "0A", "02"
@@ -63,19 +66,23 @@ class OpenFiles:
     def __init__(self) -> None:
         self._holders: dict[str, list[tuple[int, int]]] = {}
         self._is_read = False
-        self.hidden = 0  # processes whose files may not be read
+        self.hidden = 0  # processes whose files may not be read, or not in that time
 
     def holders(self, target: str) -> list[tuple[int, int]]:
         """Return (pid, descriptor) of all who have it open. `target`: as /proc/PID/fd shows it: a path, pipe:[7], socket:[7]."""
         if not self._is_read:
             self._is_read = True
+            deadline = time.monotonic() + SCAN_S
             for pid in processes.pids_here():
-                self._read(pid)
+                self._read(pid, deadline)
         return self._holders.get(target, [])
 
-    def _read(self, pid: int) -> None:
+    def _read(self, pid: int, deadline: float) -> None:
         try:
             for fd in os.listdir(f"/proc/{pid}/fd"):
+                if time.monotonic() > deadline:
+                    self.hidden += 1
+                    return
                 target = _target(pid, int(fd))
                 if target:
                     self._holders.setdefault(target, []).append((pid, int(fd)))
@@ -153,7 +160,8 @@ def _opened_fifo(pid: int, name: str, arguments: list[int]) -> dict[str, Any] | 
     if not path:
         return None
     writes = flags & os.O_ACCMODE == os.O_WRONLY
-    return {"call": "open", "kind": "fifo", "name": os.path.normpath(os.path.join(base, path)), "writes": writes}
+    whole = printable(os.path.normpath(os.path.join(base, path)), PATH)
+    return {"call": "open", "kind": "fifo", "name": whole, "writes": writes}
 
 
 def _text(pid: int, address: int) -> bytes:
@@ -171,7 +179,7 @@ def _describe(pid: int, fd: int, name: str, writes: bool, files: OpenFiles, rank
     target = _target(pid, fd)
     if not target:
         return None
-    found: dict[str, Any] = {"call": name, "fd": fd, "writes": writes, "name": target}
+    found: dict[str, Any] = {"call": name, "fd": fd, "writes": writes, "name": printable(target, PATH)}
     if name in _LOCKS:
         found.update(kind="lock", holders=_lock_holders(pid, fd, target, files))
     elif target.startswith("socket:["):
@@ -311,4 +319,4 @@ def _address(address: tuple[str, int]) -> str:
 def _unix_path(pid: int, inode: str) -> str:
     """Return the path of a Unix socket; most clients have none."""
     lines = [line.split(None, 7) for line in kernel_lines(f"/proc/{pid}/net/unix")]
-    return next((words[7] for words in lines if len(words) > 7 and words[6] == inode), "")
+    return next((printable(words[7], PATH) for words in lines if len(words) > 7 and words[6] == inode), "")

@@ -34,6 +34,8 @@ def explain(one: Snapshot, snapshots: Mapping[int, Snapshot]) -> InnerWait | Non
     if one.syscall in ("wait4", "waitid"):
         return _child(one, at)
     named = [wait for wait in one.blocked if wait.name or wait.kind == "pipe"]
+    if not named and any("/asyncio/" in frame.file for frame in one.main):
+        return InnerWait("io", f"it waits{at} in the event loop of asyncio: nothing it awaits finishes", "coroutine")
     if not named:
         return None
     # poll() may name several; one whose other end is in another process says most
@@ -205,19 +207,21 @@ def _doing(pid: int, one: Snapshot) -> str:
     child: Worker | None = next((worker for worker in one.workers if worker.pid == pid), None)
     if child is None:
         return ""
+    frame = stacks.users_frame(child.frames)
+    at = f" at {frame}" if frame is not None else ""
     states = {"T": "is stopped", "t": "is held by a debugger", "D": "is in uninterruptible sleep", "Z": "has ended"}
     if child.state in states:
-        return f", which {states[child.state]}{f' ({child.wchan})' if child.state == 'D' and child.wchan else ''}"
+        return f", which {states[child.state]}{f' ({child.wchan})' if child.state == 'D' and child.wchan else ''}{at}"
     if child.blocked:
-        return f", which waits {_purpose(child.blocked[0], one.rank, {})}"
+        return f", which waits{at} {_purpose(child.blocked[0], one.rank, {})}"
     if "nanosleep" in child.syscall or "nanosleep" in child.wchan:
-        return ", which sleeps"
+        return f", which sleeps{at}"
     if child.cpu > _BUSY:
-        return f", which computes ({child.cpu:.1f} cores)"
+        return f", which computes{at} ({child.cpu:.1f} cores)"
     if child.syscall in ("wait4", "waitid"):
-        return ", which waits for a child of its own"
+        return f", which waits{at} for a child of its own"
     inside = child.syscall if child.syscall not in ("", "running") else child.wchan
-    return f", which is in {inside}" if inside else ""
+    return f", which is in {inside}{at}" if inside else ""
 
 
 # ---- files, pipes and sockets ----
