@@ -234,30 +234,41 @@ def test_a_child_is_named_with_what_it_waits_for(start: Start, case: str) -> Non
     assert stall.waits_for == waits_for
 
 
+def test_of_several_children_none_is_named_alone_where_the_rank_waits_for_any(start: Start) -> None:
+    rank = start("""
+        import os, subprocess
+        children = [subprocess.Popen(["sleep", str(seconds)]) for seconds in (1001, 1002)]
+        print("blocks", flush=True)
+        os.wait()
+    """)
+    _, report = look_when(lambda stall: "1001" in stall.detail, rank)
+    assert report["cause"] == "hang.child" and "2 are alive" in report["summary"] and "1002" in report["summary"]
+
+
 HOLDS = """
-import fcntl, os, sys, time
+import fcntl, time
 file = open("cache.lock", "w")
 fcntl.{lock}(file, fcntl.LOCK_EX)
-{then}
 print("holds", flush=True)
 time.sleep(1000)
 """
-WANTS = (
-    HOLDS.replace('print("holds"', "")
-    .replace("fcntl.{lock}", 'print("blocks", flush=True); fcntl.{lock}')
-    .replace(", flush=True)\ntime", "\ntime")
-)
+WANTS = """
+import fcntl
+file = open("cache.lock", "w")
+print("blocks", flush=True)
+fcntl.{lock}(file, fcntl.LOCK_EX)
+"""
 
 
 @pytest.mark.parametrize("lock", ["flock", "lockf"])
 def test_a_file_lock_names_the_file_and_the_rank_that_holds_it(start: Start, lock: str, tmp_path: Path) -> None:
-    holder = start(HOLDS.format(lock=lock, then=""))
-    waiter = start(WANTS.format(lock=lock, then=""), 1)
+    holder = start(HOLDS.format(lock=lock))
+    waiter = start(WANTS.format(lock=lock), 1)
     _, report = look_when(lambda stall: stall.waits_for == "file-lock", holder, waiter, accused=1)
     summary = report["summary"]
     assert report["cause"] == "hang.io" and report["rank"] == 1
     assert str(tmp_path / "cache.lock") in summary and f"rank 0 (process {holder.pid}" in summary
-    assert "train1.py:5" in summary and "train0.py:8" in summary
+    assert "train1.py:6" in summary and "train0.py:7" in summary
 
 
 def test_a_file_lock_that_was_inherited_names_the_process_that_kept_it(start: Start) -> None:

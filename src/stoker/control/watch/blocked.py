@@ -31,7 +31,7 @@ def explain(one: Snapshot, snapshots: Mapping[int, Snapshot]) -> InnerWait | Non
     at = f" at {frame}," if frame is not None else ""
     if one.syscall == "futex" or "futex" in one.wchan:
         return _lock(one)
-    if one.syscall in ("wait4", "waitid"):
+    if one.syscall in ("wait4", "waitid") or one.wchan == "do_wait":
         return _child(one, at)
     named = [wait for wait in one.blocked if wait.name or wait.kind == "pipe"]
     if not named and any("/asyncio/" in frame.file for frame in one.main):
@@ -185,9 +185,16 @@ def _waiting_threads(one: Snapshot, threads: list[Thread]) -> InnerWait | None:
 
 def _child(one: Snapshot, at: str) -> InnerWait | None:
     below = {worker.pid: worker for worker in one.workers}
-    child = below.get(one.awaited_pid) or next((worker for worker in one.workers if worker.state != "Z"), None)
+    direct = [worker for worker in one.workers if worker.parent not in below and worker.state != "Z"]
+    child = below.get(one.awaited_pid) or (direct[0] if direct else None)
     if child is None:
         return None
+    if child.pid != one.awaited_pid and len(direct) > 1:
+        each = ", ".join(f"process {worker.pid}{_command(worker.command)}" for worker in direct[:3])
+        more = ", …" if len(direct) > 3 else ""
+        return InnerWait(
+            "child", f"it waits{at} for the end of a child process; {len(direct)} are alive: {each}{more}", ""
+        )
     detail, about = f"it waits{at} for its child process {child.pid}{_command(child.command)}", ""
     for _ in range(3):
         own = [worker for worker in one.workers if worker.parent == child.pid and worker.state != "Z"]
