@@ -19,14 +19,14 @@ from typing import Any
 
 from stoker.contract import protocol
 from stoker.contract.process import of_kernel, process, send, status
-from stoker.contract.untrusted import is_count, printable
+from stoker.contract.untrusted import printable
 from stoker.control.agent import kernel
 from stoker.control.agent.relay import Relay
 from stoker.control.agent.spawn import Rank
 from stoker.control.agent.spy import CALLS, LOOK_S, SPY_S, Spy, flight_recorder, newest_calls, timings, with_source
 from stoker.control.agent.sweep import Sweeper
 from stoker.control.agent.vitals import children
-from stoker.control.machine import processes
+from stoker.control.machine import blocked, processes
 
 LIMIT_S = 60.0  # where the order does not say
 _MORE, _LAST = b"+", b"="
@@ -185,7 +185,9 @@ def inspect(order: dict[str, Any], ranks: list[Rank]) -> dict[str, Any]:
         return {str(rank.rank): {"timings": timings(rank.files["server"])} for rank in ranks}
     samples, gap = int(order.get("samples", SAMPLES)), float(order.get("gap", GAP_S))
     spy = Spy()
-    found = {rank.rank: _Look(rank, spy) for rank in ranks}
+    files = blocked.OpenFiles()
+    rank_of = {pid: (rank.rank, pid == rank.pid) for rank in ranks for pid in (*children(rank.pid), rank.pid)}
+    found = {rank.rank: _Look(rank, spy, files, rank_of) for rank in ranks}
     for look in found.values():
         look.begin()
     deadline = spy.deadline = time.monotonic() + LOOK_S
@@ -202,9 +204,11 @@ def inspect(order: dict[str, Any], ranks: list[Rank]) -> dict[str, Any]:
 class _Look:
     """One rank, over the time of an inspection."""
 
-    def __init__(self, rank: Rank, spy: Spy) -> None:
+    def __init__(self, rank: Rank, spy: Spy, files: blocked.OpenFiles, rank_of: blocked.RankOf) -> None:
         self.rank = rank
         self._spy = spy
+        self._files = files
+        self._rank_of = rank_of
         self._samples: list[list[dict[str, Any]]] = []
 
     def begin(self) -> None:
@@ -213,7 +217,9 @@ class _Look:
         before = processes.process(self.rank.pid)
         self._state = before.state if before else "Z"
         self._children = children(self.rank.pid)
-        self._below = self._children[:WORKERS]
+        awaited = blocked.awaited_child(self.rank.pid)
+        below = sorted(self._children, key=lambda pid: pid != awaited)  # the one that the rank waits for first
+        self._below = below[:WORKERS]
         self._below_first = {pid: processes.cpu_seconds(pid) or 0.0 for pid in self._below}
         self._groups: list[dict[str, Any]] = []
         self._no_groups = "its process is stopped"
@@ -238,12 +244,12 @@ class _Look:
             "state": _steady(self._state, one.state if one else "Z"),
             "took": round(took, 2),
             "swap": last["swap"],
-            "wchan": _wchan(self.rank.pid),
-            "syscall": _syscall(self.rank.pid),
+            **blocked.read_wait(self.rank.pid, self._files, self._rank_of),
             **self._counters(),
             "cpus": len(os.sched_getaffinity(self.rank.pid)) if one else 0,
             "samples": self._samples,
             "stacks_by": self._spy.how,
+            "stacks_unseen": "" if any(self._samples) else self._spy.problems.get(self.rank.pid, ""),
             "groups": self._groups,
             "no_groups": self._no_groups,
             "calls": newest_calls(self.rank.calls(CALLS)),
@@ -269,13 +275,13 @@ class _Look:
         cpu = (processes.cpu_seconds(pid) or 0.0) - self._below_first[pid]
         return {
             "pid": pid,
+            "parent": one.parent if one else 0,
             "name": one.name if one else "?",
             "state": one.state if one else "Z",
             "cpu": round(cpu / took, 3),
             "moved": processes.bytes_moved(pid) or 0,
             "faults": processes.page_faults(pid),
-            "wchan": _wchan(pid),
-            "syscall": _syscall(pid),
+            **blocked.read_wait(pid, self._files, self._rank_of),
             "command": (processes.command(pid) or "")[:120],
             "threads": self._spy.stacks(pid, self.rank.files["asked"]) if _is_python(pid) else [],
         }
@@ -307,18 +313,6 @@ def _is_python(pid: int) -> bool:
         return False
 
 
-def _wchan(pid: int) -> str:
-    return of_kernel(f"/proc/{pid}/wchan").strip().strip("0")
-
-
-def _syscall(pid: int) -> str:
-    """The system call its main thread is in, by name; "running" where it is in none."""
-    word = of_kernel(f"/proc/{pid}/syscall").split(" ")[0].strip()
-    if not is_count(word.removeprefix("-")):
-        return word
-    return SYSCALLS.get(os.uname().machine, {}).get(int(word), f"system call {word}")
-
-
 _ASK_NVML = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -344,18 +338,6 @@ def _cards(uuids: list[str]) -> dict[str, dict[str, Any]]:
     except (subprocess.SubprocessError, ValueError):
         return {}
     return found
-
-
-SYSCALLS: dict[str, dict[int, str]] = {
-    "x86_64": {
-        0: "read", 1: "write", 7: "poll", 23: "select", 35: "nanosleep", 42: "connect", 43: "accept", 45: "recvfrom", 47: "recvmsg", 61: "wait4", 73: "flock",
-        74: "fsync", 202: "futex", 230: "clock_nanosleep", 232: "epoll_wait", 247: "waitid", 257: "openat", 270: "pselect6", 271: "ppoll", 281: "epoll_pwait",
-    },
-    "aarch64": {
-        63: "read", 64: "write", 72: "pselect6", 73: "ppoll", 101: "nanosleep", 203: "connect", 202: "accept", 207: "recvfrom", 212: "recvmsg", 260: "wait4",
-        32: "flock", 82: "fsync", 98: "futex", 115: "clock_nanosleep", 22: "epoll_pwait", 95: "waitid", 56: "openat",
-    },
-}  # fmt: skip
 
 
 # ---- the probes. Adding one: a file with a function of the probe's name, and its line here ----

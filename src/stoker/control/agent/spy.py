@@ -17,7 +17,7 @@ from typing import Any
 from stoker.contract import collectives, names
 from stoker.contract.process import send
 from stoker.contract.stacktext import threads_of
-from stoker.contract.untrusted import parse_json
+from stoker.contract.untrusted import parse_json, printable
 from stoker.control.machine import processes
 
 TYPE_CHECKING = False
@@ -29,6 +29,7 @@ ASK_S = 1.0
 LOOK_S = 6.0  # all stacks of one look
 FRAMES = 60  # per thread
 THREADS = 24
+LOCKS = 32  # per thread
 CALLS = 48  # newest calls of torch.distributed that are sent
 CALLS_WITH_SOURCE = 8
 
@@ -45,16 +46,22 @@ class Spy:
         self._program = os.environ.get(names.PY_SPY, found)
         self.how = "py-spy" if self._program else "faulthandler (py-spy is not installed)"
         self.deadline = time.monotonic() + LOOK_S
+        self.problems: dict[int, str] = {}  # pid -> why its stack could not be read
 
     def stacks(self, pid: int, asked: str) -> list[dict[str, Any]]:
         """Nothing once the inspection's time is over: what was seen by then is the answer."""
         if time.monotonic() > self.deadline:
+            self.problems.setdefault(pid, f"the inspection took longer than {LOOK_S:g} s")
             return []
+        refusal = self.how.partition("(")[2].rstrip(")")
         if self._program:
-            found = self._by_py_spy(pid)
+            found, refusal = self._by_py_spy(pid)
             if found:
                 return found
-        return _by_faulthandler(pid, asked)
+        found, problem = _by_faulthandler(pid, asked)
+        if not found:
+            self.problems[pid] = f"{problem}; {refusal or 'py-spy saw no Python in it'}"
+        return found
 
     def _dump(self, pid: int, *more: str) -> subprocess.CompletedProcess[bytes]:
         import subprocess
@@ -63,7 +70,8 @@ class Spy:
         command = [self._program, "dump", "--json", *more, "--nonblocking", "--pid", str(pid)]
         return subprocess.run(command, capture_output=True, timeout=SPY_S, check=False)
 
-    def _by_py_spy(self, pid: int) -> list[dict[str, Any]]:
+    def _by_py_spy(self, pid: int) -> tuple[list[dict[str, Any]], str]:
+        """Return the threads, and why there are none."""
         import subprocess
 
         try:
@@ -73,17 +81,19 @@ class Spy:
         except (subprocess.TimeoutExpired, OSError) as problem:
             why = "no answer" if isinstance(problem, subprocess.TimeoutExpired) else problem
             self._program, self.how = None, f"faulthandler (py-spy: {why})"
-            return []
+            return [], f"py-spy: {why}"
         if done.returncode != 0:
             said = done.stderr.decode("utf-8", "replace")
             if "ermission" in said:  # PermissionDenied, or EPERM's text
                 self._program = None
-                self.how = "faulthandler (py-spy may not read the ranks: it needs CAP_SYS_PTRACE here)"
-            return []
+                refusal = "py-spy may not read the ranks: it needs CAP_SYS_PTRACE here"
+                self.how = f"faulthandler ({refusal})"
+                return [], refusal
+            return [], f"py-spy: {printable(' '.join(said.split()), 200)}"
         try:
-            return [_thread(one) for one in json.loads(done.stdout)][:THREADS]
+            return [_thread(one) for one in json.loads(done.stdout)][:THREADS], ""
         except ValueError:
-            return []
+            return [], "py-spy's answer can't be read"
 
 
 def loops_around(file: str, line: int) -> list[int]:
@@ -96,6 +106,84 @@ def loops_around(file: str, line: int) -> list[int]:
 def conditions_around(file: str, line: int) -> list[list[Any]]:
     """[first line, text] of the script's conditions on the rank that a line depends on, outermost first."""
     return [[at, text] for begin, end, at, text in _conditions(file) if begin <= line <= end]
+
+
+def locks_of(frames: list[list[Any]], variables: list[dict[str, int] | None]) -> list[list[Any]]:
+    """Return the locks that a thread waits for or seems to hold, by the source around its lines, innermost first.
+
+    Each is [text, key, held, function, file, line]: `with self.lock:` is held inside of its block, and waited for at its
+    first line. `variables`: for each frame the addresses of its local variables, None where they can't be read. Two
+    locks with the same key are the same object; without a key only the text can be compared.
+    """
+    found = []
+    given_up: set[str] = set()  # the locks of conditions that the thread waits on
+    innermost = True  # no frame of the script is inside this one
+    for (name, file, line), addresses in zip(frames, variables):  # noqa: B905  an agent's Python may be 3.9
+        for first, last, text, root, use in _lock_uses(file):
+            if use == "gives up" and innermost and first <= line <= last:
+                given_up.add(text)
+            elif first <= line <= last and (innermost or use == "holds"):
+                key = ""
+                if addresses is not None and root in addresses:
+                    key = f"{addresses[root]:x}{text[len(root) :]}"
+                elif addresses is not None and root in _module_names(file):
+                    key = f"{file}:{text}"
+                found.append([text, key, use == "holds", name, file, line])
+        innermost = innermost and file.endswith("/threading.py")
+    return [one for one in found if one[0] not in given_up][:LOCKS]
+
+
+@functools.cache
+def _module_names(file: str) -> frozenset[str]:
+    """Return the variables that the source assigns at its top level."""
+    import ast
+
+    module = next(iter(_nodes(file)), None)
+    assigned = [one for one in getattr(module, "body", ()) if isinstance(one, (ast.Assign, ast.AnnAssign))]
+    names = (node.id for one in assigned for node in ast.walk(one) if isinstance(node, ast.Name))
+    return frozenset(names)
+
+
+@functools.cache
+def _lock_uses(file: str) -> list[tuple[int, int, str, str, str]]:
+    """Return (first line, last line, expression, its first name, what a thread at these lines does with the lock).
+
+    A lock is what `with` is given without a call, what `.acquire()` is called on, and what a `finally` releases. A
+    thread "waits" for it or "holds" it; in `.wait()` it "gives up" the lock of the condition.
+    """
+    import ast
+
+    found = []
+
+    def add(first: int, last: int, lock: Any, use: str) -> None:
+        root = lock
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if isinstance(root, ast.Name):
+            found.append((first, last, ast.unparse(lock), root.id, use))
+
+    for node in _nodes(file):
+        if isinstance(node, (ast.With, ast.AsyncWith)):
+            for item in node.items:
+                lock, begins = item.context_expr, node.body[0].lineno
+                add(lock.lineno, lock.end_lineno or lock.lineno, lock, "waits")
+                if begins > lock.lineno:
+                    add(begins, node.end_lineno or begins, lock, "holds")
+        elif isinstance(node, ast.Try):
+            for call in (one.value for one in node.finalbody if isinstance(one, ast.Expr)):
+                if _method(call) == "release":
+                    add(node.lineno, node.body[-1].end_lineno or node.lineno, call.func.value, "holds")  # type: ignore[attr-defined]
+        elif _method(node) in ("acquire", "wait", "wait_for"):
+            use = "waits" if node.func.attr == "acquire" else "gives up"
+            add(node.lineno, node.end_lineno or node.lineno, node.func.value, use)
+    return found
+
+
+def _method(node: Any) -> str:
+    """Return the name of the method that an expression calls; empty if it calls none."""
+    import ast
+
+    return node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
 
 
 def with_source(frame: list[Any]) -> list[Any]:
@@ -182,6 +270,10 @@ def _thread(one: dict[str, Any]) -> dict[str, Any]:
         for frame in one.get("frames") or ()
     ]
     main = one.get("os_thread_id") == one.get("pid")
+    variables = [
+        None if frame.get("locals") is None else {local["name"]: local["addr"] for local in frame["locals"]}
+        for frame in one.get("frames") or ()
+    ]
     return {
         "name": one.get("thread_name") or "",
         "main": main,
@@ -189,6 +281,7 @@ def _thread(one: dict[str, Any]) -> dict[str, Any]:
         "active": bool(one.get("active")),
         "gil": bool(one.get("owns_gil")),
         "frames": frames[:FRAMES],
+        "locks": locks_of(frames[:FRAMES], variables),
     }
 
 
@@ -205,14 +298,18 @@ def _digest_of_locals(thread: dict[str, Any]) -> str:
     return format(zlib.crc32(repr(shown).encode("utf-8", "replace")), "08x") if shown else ""
 
 
-def _by_faulthandler(pid: int, path: str) -> list[dict[str, Any]]:
-    """By a signal that the process catches, unless it is stopped. Text: `File "x.py", line 3 in work`."""
+def _by_faulthandler(pid: int, path: str) -> tuple[list[dict[str, Any]], str]:
+    """Return the threads, and why there are none. By a signal that the process catches, unless it is stopped."""
     one = processes.process(pid)
-    if one is None or one.state in "TtZ" or not processes.catches(pid, names.STACK_SIGNAL) or not _has_open(pid, path):
-        return []
+    if one is None or one.state == "Z":
+        return [], "its process has ended"
+    if one.state in "Tt":
+        return [], "its process is stopped and can't answer a signal"
+    if not processes.catches(pid, names.STACK_SIGNAL) or not _has_open(pid, path):
+        return [], f"it has no handler for signal {names.STACK_SIGNAL}"
     before = _size(path)
     if not send(one, names.STACK_SIGNAL):
-        return []
+        return [], "it may not be signalled (another user's process)"
     deadline = time.monotonic() + ASK_S
     size = before
     while time.monotonic() < deadline:
@@ -225,10 +322,17 @@ def _by_faulthandler(pid: int, path: str) -> list[dict[str, Any]]:
         with open(path, "rb") as file:
             file.seek(before)
             text = file.read(1 << 18).decode("utf-8", "replace")
-    except OSError:
-        return []
+    except OSError as problem:
+        return [], str(problem)
     threads = threads_of(text)
-    return threads[:THREADS] if len(threads) <= THREADS else [*threads[: THREADS - 1], threads[-1]]
+    if not threads:
+        state = (
+            "it is in uninterruptible sleep" if one.state == "D" else f"it did not answer a signal within {ASK_S:g} s"
+        )
+        return [], state
+    for thread in threads:  # File "x.py", line 3 in work
+        thread["locks"] = locks_of(thread["frames"], [None] * len(thread["frames"]))
+    return (threads[:THREADS] if len(threads) <= THREADS else [*threads[: THREADS - 1], threads[-1]]), ""
 
 
 def _has_open(pid: int, path: str) -> bool:

@@ -27,15 +27,18 @@ hang.sleep, again: A rank sleeps while the others wait for it.
   unless: it beats, prints or reports a phase: then it makes progress
   fix: look at {where}
 hang.lock, again: A rank waits for a lock or another of its threads.
-  seen: {SILENT}its main thread is in futex, outside of any collective
+  seen: {SILENT}its main thread is in futex, outside of any collective. Which thread holds the lock is read from the
+      source around the lines of all threads; it is certain where py-spy shows that it is the same object
   unless: it is in a collective like the others
   fix: look at {where}: who holds the lock? a fork while a thread held it is the classic case
 hang.io, again: A rank waits for a file, a pipe or a socket.
-  seen: {SILENT}its main thread is in read, poll, recv, connect or the like
+  seen: {SILENT}its main thread is in read, poll, recv, connect, flock or the like. /proc names the file, the lock or the
+      peer's address, and the processes of this host that hold the lock or have the other end open
   unless: bytes move: then it is slow, not stuck
   fix: look at {where}: what does it read from, and who should write?
 hang.child, again: A rank waits for a process it started.
-  seen: {SILENT}its main thread is in wait4, and a child of it lives
+  seen: {SILENT}its main thread is in wait4, and a child of it lives; or it reads a pipe that only its children write to.
+      /proc names the child and what that waits for
   unless: the child reads, writes, touches new memory, prints, or its stack changes: then it is slow, not stuck (rank.busy)
   fix: look at {where}: give the call a timeout
 hang.gil, again: Native code holds the GIL and does not come back.
@@ -118,6 +121,20 @@ _PARTED = """
 """
 for _backend in ("gloo", "nccl"):
     family.entries(_PARTED.replace("{backend}", _backend))
+# By Stall.waits_for: instead of the cause's own advice, which has to fit what was not seen.
+_ADVICE = {
+    "lock-order": "look at {where}: threads that need the same locks must take them in the same order",
+    "own-lock": "look at {where}: a threading.Lock can't be taken twice by one thread: use threading.RLock, or take it once",
+    "held-lock": "look at {where}: the thread that holds the lock must release it before it waits for anything",
+    "event": "look at {where}: which thread or process should finish, set or put what this call waits for, and what does it do?",
+    "coroutine": "look at {where}: who should finish what is awaited there? asyncio.wait_for() makes it fail instead",
+    "file-lock": "look at {where}: the holder must release the lock or end; to fail instead, lock with LOCK_NB and a time limit",
+    "fifo": "look at {where}: open and serve the other end of the named pipe, or open it with O_NONBLOCK",
+    "pipe": "look at {where}: the other end of the pipe must be read, written or closed",
+    "socket": "look at {where}: check the peer, and give the socket a timeout (settimeout) so that this call fails instead",
+    "child-input": "look at {where}: close the child's standard input before waiting, or use communicate()",
+    "child-output": "look at {where}: read the child's output before waiting (communicate()), and give the call a timeout",
+}
 _IDS = {"busy": "rank.busy", "kernel": "hang.gpu-kernel", "left": "rank.early-exit"}
 
 
@@ -218,6 +235,8 @@ _SAVES_SHARDS = re.compile(r"state_dict|full_tensor|save_model|save_pretrained")
 
 def _advice(stall: Stall) -> tuple[str, ...]:
     """Return what to do, of the cause's advice what applies to this program."""
+    if stall.waits_for in _ADVICE:
+        return (_ADVICE[stall.waits_for], _STACKS)
     advice = named(cause_of(stall)).fix
     if stall.detail == "messages":
         return (

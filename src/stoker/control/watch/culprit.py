@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from stoker.contract.quantities import ranks_text
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Stall
-from stoker.control.watch import call_paths, rank_only, stacks
+from stoker.control.watch import blocked, call_paths, rank_only, stacks
 from stoker.control.watch.diverged import at_odds, mismatched
 from stoker.control.watch.snapshot import Frame, Members, Snapshot, Snapshots, Thread, Worker, main_thread
 from stoker.control.watch.waits import Waits, waits
@@ -39,6 +39,7 @@ def explain(
     lines = [*found.evidence, *stacks.told(one for one in snapshots.values() if one.state != "Z")]
     missing = sorted({one.no_groups for one in snapshots.values() if one.no_groups})
     lines += [f"no flight recorder: {why}" for why in missing[:1] if world > 1]
+    lines += blocked.unseen(snapshots, rank)
     how = {one.stacks_by for one in snapshots.values() if one.stacks_by.startswith("faulthandler")}
     lines += [f"stacks by {one}" for one in sorted(how)]
     if found.kind == "spin" and how:
@@ -107,6 +108,9 @@ def _operation(graph: Waits, rank: int) -> tuple[str, str]:
 def _alone(guilty: list[int], snapshots: Snapshots, graph: Waits) -> Stall:
     rank = guilty[0]
     kind, frame, detail = reason(snapshots[rank])
+    wait = blocked.explain(snapshots[rank], snapshots) if kind in ("lock", "io", "child", "place") else None
+    if wait is not None:
+        kind, detail = wait.kind, wait.detail
     operation, backend = _operation(graph, rank)
     waiting = tuple(sorted(graph.behind(rank) - set(guilty)))
     lone = len(snapshots) == 1 and not waiting
@@ -124,14 +128,15 @@ def _alone(guilty: list[int], snapshots: Snapshots, graph: Waits) -> Stall:
     edge = next((edge for edge in graph.edges if edge.target == rank), None)
     lines = []
     if waiting and edge is not None:
-        wait = f"{ranks_text(waiting)} wait{'s' if len(waiting) == 1 else ''}"
-        lines.append(f"{wait} in {operation}, which rank {rank} has not entered")
+        those = f"{ranks_text(waiting)} wait{'s' if len(waiting) == 1 else ''}"
+        lines.append(f"{those} in {operation}, which rank {rank} has not entered")
     if edge is not None and edge.other is not None:
         last = f"rank {rank}'s last operation there: number {edge.other.seq}, {edge.other}"
         lines.append(f"{last}; the others are at number {edge.op.seq}")
     return Stall(
-        kind, rank, tuple(guilty), waiting, str(frame or ""), detail, operation, backend, proof, evidence=tuple(lines)
-    )
+        kind, rank, tuple(guilty), waiting, str(frame or ""), detail, operation, backend, proof, evidence=tuple(lines),
+        waits_for=wait.about if wait is not None and detail == wait.detail else "",
+    )  # fmt: skip
 
 
 def _left(rank: int, ended: Mapping[int, int], graph: Waits) -> Stall:
@@ -236,7 +241,7 @@ _CONNECTING = "{} is still connecting, waiting for a name lookup, a port or anot
 _SLEEPS = ("nanosleep", "clock_nanosleep")
 _CHILD = ("wait4", "waitid")
 _IO = ("read", "write", "poll", "ppoll", "select", "pselect6", "connect", "accept", "recvfrom", "recvmsg", "epoll_wait", "epoll_pwait", "openat", "fsync",
-       "flock")  # fmt: skip
+       "flock", "fcntl", "open", "readv", "writev", "sendto", "sendmsg", "accept4")  # fmt: skip
 
 
 def reason(one: Snapshot) -> tuple[str, Frame | None, str]:

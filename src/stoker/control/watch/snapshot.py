@@ -42,6 +42,24 @@ class Frame:
 
 
 @shape
+class LockUse:
+    """A lock that a thread waits for, or holds as far as the source around its line says."""
+
+    text: str  # self.lock
+    key: str  # two uses with the same key are of the same object; empty: the object is not known
+    held: bool
+    name: str  # the function
+    file: str
+    line: int
+
+    as_list = True  # it travels as [text, key, held, name, file, line]
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}:{self.line}, in {self.name}"
+
+
+@shape
 class Thread:
     main: bool
     frames: tuple[Frame, ...]  # innermost first
@@ -50,6 +68,7 @@ class Thread:
     name: str = ""
     current: bool = False  # it crashed
     values: str = ""  # digest of the local variables of its frames; empty where they can't be read
+    locks: tuple[LockUse, ...] = ()  # innermost first
 
 
 @shape
@@ -134,8 +153,33 @@ class Call:
 
 
 @shape
+class OtherProcess:
+    """A process that holds a file lock, or has the other end of a pipe or a socket open."""
+
+    pid: int
+    command: str = ""
+    rank: int | None = None  # whose process it is; None: it belongs to no rank of this run on this host
+    is_rank: bool = False  # it is the rank itself, not a child
+
+
+@shape
+class BlockedOn:
+    """A file, pipe, socket or file lock that a process waits for (control/machine/blocked.py)."""
+
+    kind: str  # lock, pipe, fifo, socket, file
+    call: str = ""  # the system call
+    fd: int = -1
+    name: str = ""  # path of the file, address of the socket
+    writes: bool = False
+    state: str = ""  # of a socket: listening, connecting, not accepted, closed
+    others: tuple[OtherProcess, ...] = ()
+    hidden: int = 0  # processes whose files may not be read: one of them may be at the other end
+
+
+@shape
 class Worker:
     pid: int
+    parent: int = 0
     name: str = "?"
     state: str = "?"
     cpu: float = 0.0
@@ -143,6 +187,9 @@ class Worker:
     faults: int = 0  # page faults since it started
     wchan: str = ""
     syscall: str = ""
+    blocked: tuple[BlockedOn, ...] = ()
+    awaited_pid: int = 0  # the child whose end it waits for
+    wait_unseen: str = ""
     command: str = ""
     threads: tuple[Thread, ...] = ()
 
@@ -168,8 +215,12 @@ class Snapshot:
     cpus: int = 0  # it may run on
     wchan: str = ""
     syscall: str = ""
+    blocked: tuple[BlockedOn, ...] = ()
+    awaited_pid: int = 0  # the child whose end the main thread waits for; 0: any, or none
+    wait_unseen: str = ""  # why the system call could not be read
     samples: tuple[tuple[Thread, ...], ...] = ()
     stacks_by: str = ""
+    stacks_unseen: str = ""  # why there is no stack
     groups: tuple[Group, ...] = ()
     no_groups: str = ""
     calls: tuple[Call, ...] = ()  # its newest, oldest first

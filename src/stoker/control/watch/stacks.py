@@ -133,7 +133,8 @@ def full(snapshot: Snapshot) -> str:
     doing = f"state {snapshot.state}, {snapshot.cpu:.2f} cores, in {snapshot.syscall or snapshot.wchan or '?'}"
     lines = [f"rank {snapshot.rank}: {doing}; by {snapshot.stacks_by}"]
     for thread in snapshot.samples[-1] if snapshot.samples else ():
-        lines.append(f"{'main thread' if thread.main else 'thread'}{', holds the GIL' if thread.gil else ''}:")
+        name = "main thread" if thread.main else f"thread {thread.name}".rstrip()
+        lines.append(f"{name}{', holds the GIL' if thread.gil else ''}:")
         lines += [f'  File "{frame.file}", line {frame.line} in {frame.name}' for frame in thread.frames]
     for worker in snapshot.workers:
         doing = f"state {worker.state}, {worker.cpu:.2f} cores, in {worker.syscall or '?'}"
