@@ -122,7 +122,7 @@ _PARTED = """
 for _backend in ("gloo", "nccl"):
     family.entries(_PARTED.replace("{backend}", _backend))
 # By Stall.waits_for: instead of the cause's own advice, which has to fit what was not seen.
-_ADVICE = {
+_ADVICE_BY_WAIT = {
     "lock-order": "look at {where}: threads that need the same locks must take them in the same order",
     "own-lock": "look at {where}: a threading.Lock can't be taken twice by one thread: use threading.RLock, or take it once",
     "held-lock": "look at {where}: the thread that holds the lock must release it before it waits for anything",
@@ -235,8 +235,8 @@ _SAVES_SHARDS = re.compile(r"state_dict|full_tensor|save_model|save_pretrained")
 
 def _advice(stall: Stall) -> tuple[str, ...]:
     """Return what to do, of the cause's advice what applies to this program."""
-    if stall.waits_for in _ADVICE:
-        return (_ADVICE[stall.waits_for], _STACKS)
+    if stall.waits_for in _ADVICE_BY_WAIT:
+        return (_ADVICE_BY_WAIT[stall.waits_for], _STACKS)
     advice = named(cause_of(stall)).fix
     if stall.detail == "messages":
         return (
