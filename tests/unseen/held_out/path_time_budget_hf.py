@@ -4,7 +4,7 @@ class: common-path
 kind: hang
 ranks: 3
 needs: transformers
-expect: @diverged, rank.early-exit
+expect: @diverged
 rank: 2
 line: required
 """
