@@ -1,4 +1,4 @@
-"""The process group gets a fixed port of its own, which the metrics server of rank 0 has opened just before.
+"""The process group gets a store with a port of its own, which the metrics server of rank 0 has opened just before.
 
 class: environment
 kind: crash
@@ -35,8 +35,8 @@ def serve_metrics() -> None:
 
 
 def connect(rank: int, world_size: int) -> None:
-    address = f"tcp://127.0.0.1:{PORT}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)  # FAULT
+    store = dist.TCPStore("127.0.0.1", PORT, world_size, is_master=rank == 0)  # FAULT
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 
 def main() -> None:
