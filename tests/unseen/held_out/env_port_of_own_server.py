@@ -3,7 +3,7 @@
 class: environment
 kind: crash
 ranks: 3
-expect: env.*, launch.*, @raised, *port*, gloo.*
+expect: env.*, launch.*, net.*, @raised
 rank: 0
 line: required
 """

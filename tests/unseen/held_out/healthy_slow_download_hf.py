@@ -26,7 +26,7 @@ class SlowServer(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         for _ in range(SIZE // CHUNK):
             time.sleep(0.25)
-            self.wfile.write(os.urandom(CHUNK))
+            self.wfile.write(bytes(range(100)) * (CHUNK // 100))
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -60,6 +60,7 @@ def main() -> None:
     args = TrainingArguments(
         tempfile.mkdtemp(),
         max_steps=80,
+        learning_rate=1e-2,
         per_device_train_batch_size=4,
         use_cpu=True,
         logging_steps=10,
