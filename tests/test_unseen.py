@@ -15,7 +15,11 @@ PROGRAMS = {program.name: program for program in programs()}
 DEFAULT = {"path_rank0_gather", "inside_child_sleeps", "crash_collate_key", "healthy_constant_by_design"}
 
 
-@pytest.mark.parametrize("name", at_length_but(DEFAULT, PROGRAMS))
+# The held-out programs are scored by tests/unseen/run.py alone, so that no rule is written to make them pass.
+NOT_HELD_OUT = [name for name in PROGRAMS if not name.startswith("held_out_")]
+
+
+@pytest.mark.parametrize("name", at_length_but(DEFAULT, NOT_HELD_OUT))
 def test_the_verdict_names_cause_rank_and_line(name: str) -> None:
     program = PROGRAMS[name]
     if missing := program.missing():

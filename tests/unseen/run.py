@@ -1,6 +1,7 @@
 """Runs the programs of this folder under `stoker run` and scores how well the verdict names cause, rank and line.
 
     python tests/unseen/run.py --only path_ --out results.jsonl     # programs whose name contains path_
+    python tests/unseen/run.py --only held_out_                     # the held-out set; --skip held_out_ runs the other one
     python tests/unseen/run.py --report results.jsonl               # print the tables of results again
     python tests/unseen/run.py --torchrun --repeats 3               # each program three times, and once under torchrun
 
@@ -202,9 +203,15 @@ def parse(path: Path, name: str) -> Program:
 
 
 def programs() -> list[Program]:
-    """Return all programs: the scripts of this folder, and train.py of each folder in it."""
-    found = [(path, path.stem) for path in HERE.glob("*.py") if path.name not in ("run.py", "__init__.py")]
-    found += [(path, path.parent.name) for path in HERE.glob("*/train.py")]
+    """Return all programs: the scripts of this folder and of held_out/, and train.py of each folder in them.
+
+    The names of the programs in held_out/ begin with `held_out_`, so that `--only held_out_` runs them alone.
+    """
+    found = []
+    for folder, prefix in ((HERE, ""), (HERE / "held_out", "held_out_")):
+        scripts = [path for path in folder.glob("*.py") if path.name not in ("run.py", "__init__.py")]
+        found += [(path, prefix + path.stem) for path in scripts]
+        found += [(path, prefix + path.parent.name) for path in folder.glob("*/train.py")]
     return [parse(path, name) for path, name in sorted(found, key=lambda item: item[1])]
 
 
@@ -514,6 +521,7 @@ def main() -> int:
     parser.add_argument(
         "--only", action="append", help="run programs whose name or class contains this; may be given several times"
     )
+    parser.add_argument("--skip", default=None, help="skip programs whose name contains this, such as held_out_")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=1, help="run so many programs at the same time")
     parser.add_argument(
@@ -539,7 +547,10 @@ def main() -> int:
         )
         return 0
     chosen = [
-        p for p in programs() if not options.only or any(word in p.name or word == p.group for word in options.only)
+        p
+        for p in programs()
+        if (not options.only or any(word in p.name or word == p.group for word in options.only))
+        and (not options.skip or options.skip not in p.name)
     ]
     if options.list:
         for program in chosen:
