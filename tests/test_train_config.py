@@ -29,6 +29,7 @@ from stoker.training.config.presets import ABOUT, PRESETS
 from stoker.training.config.resolve import SHAPE, Resolved, combine, flags, model_shape, recipe_settings, settle
 from stoker.training.config.schema import Config, NeedsConfig
 from stoker.training.model.config import ModelConfig
+from stoker.training.reward.pairs import PairRows, pairs_of
 from stoker.training.stages import docs, table
 from stoker.training.stages.registry import STAGES, learning
 from stoker.training.stages.situation import with_defaults
@@ -564,9 +565,28 @@ def test_files_are_counted_before_they_are_prepared(tmp_path: Path) -> None:
         and 60 <= found.samples <= 90
     )
     assert amount.estimated(config("--data", "someone/data-set"), 1024) is None
-    made = config("--grpo.prompts", str(chats), "--reward.pairs", str(chats), "--max-samples", "30")
-    assert amount.of_prompts(made).count == 30 and amount.of_pairs(made, 1024).count == 90
-    assert amount.of_pairs(replace(made, reward=replace(made.reward, held_out="x")), 1024).count == 100
+    made = config("--grpo.prompts", str(chats), "--max-samples", "30")
+    assert amount.of_prompts(made).count == 30
+
+
+def test_pairs_are_counted_as_training_packs_them(tmp_path: Path) -> None:
+    """Some pairs are short, some long, some too long for a row."""
+    rows = [{"prompt": "how many?", "chosen": "two " * n, "rejected": "ten"} for n in (1, 30, 5, 60, 2, 200) for _ in range(20)]
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for held_out in ("", str(pairs)):
+        for stage in ("dpo", "reward"):
+            flags = (f"--{stage}.pairs", str(pairs), f"--{stage}.held_out", held_out, "--context-length", "400")
+            made = config(*flags, "--tokenizer.path", "bytes")
+            train, measured = pairs_of(str(pairs), held_out, bytes_tokenizer(), 400, stage, lambda line: None)
+            found = amount.of_pairs(made, stage, "bytes", 272)
+            assert found.exact and found.count == len(train) == (100 if held_out else 90)
+            assert found.samples == len(PairRows(train, 400, 0)) < found.count
+            assert found.tokens == sum(pair.size for pair in train) and found.held_out == sum(p.size for p in measured)
+            limited = replace(made, data=replace(made.data, max_samples=3))
+            assert amount.of_pairs(limited, stage, "bytes", 272).samples == 3
+            guess = amount.of_pairs(made, stage, "", 272)
+            assert not guess.exact and guess.how and guess.count == found.count
 
 
 # ---- refusals ----
