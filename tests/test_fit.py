@@ -779,8 +779,8 @@ def rows_for(stage: str, folder: Path) -> tuple[str, Path]:
     question, reply = "how many are one and one? " * 3, "two, I think. " * 20
     rows: dict[str, tuple[str, dict[str, Any]]] = {
         "pretrain": ("--data", {"text": question + reply}),
-        "dpo": ("--dpo.pairs", {"prompt": question, "chosen": reply, "rejected": reply * 2}),
-        "reward": ("--reward.pairs", {"prompt": question, "chosen": reply, "rejected": reply * 2}),
+        "dpo": ("--dpo.pairs", {"prompt": "1 + 1?", "chosen": "two", "rejected": "two or three"}),
+        "reward": ("--reward.pairs", {"prompt": "1 + 1?", "chosen": "two", "rejected": "two or three"}),
         "grpo": ("--grpo.prompts", {"prompt": question, "answer": "2"}),
     }
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]

@@ -327,6 +327,17 @@ def test_a_job_that_waits_for_a_server_without_end_says_so(stoker: Stoker) -> No
     assert job.communicate(timeout=60) and job.returncode == 0
 
 
+def test_roles_that_end_one_after_the_other_print_no_claim_about_the_rest(stoker: Stoker) -> None:
+    stoker.script("short.py", "")
+    stoker.script("next.py", "import os, time\nwhile not os.path.exists('done'): time.sleep(0.05)\n")
+    job = stoker.start("run", "--role", "first:1:short.py", "--role", "second:1:next.py")
+    assert wait_for(lambda: events(stoker, "role-end") or None, 60)
+    stoker.script("done", "")
+    said = job.communicate(timeout=60)[0].decode()
+    assert job.returncode == 0 and "first and second ended with exit code 0" in said
+    assert "continues until" not in said, said
+
+
 # As people write them: the standard library's server in a process of its own, on the port that the role was given.
 SERVE = """
 import os, subprocess, sys

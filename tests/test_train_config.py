@@ -541,6 +541,13 @@ def test_no_case_of_the_table_is_absurd() -> None:
         assert stage != "sft" or preset == "debug" or float(passes) == 3, line
 
 
+def test_a_debug_run_of_grpo_samples_few_short_completions() -> None:
+    made = config("--debug")
+    assert made.train.max_steps * made.grpo.prompts_per_step * made.grpo.group <= 160 and made.generate.new_tokens <= 32
+    given = config("--debug", "--grpo.group", "8")
+    assert given.grpo.group == 8, "what is set wins"
+
+
 def test_files_are_counted_before_they_are_prepared(tmp_path: Path) -> None:
     chats = tmp_path / "chats.jsonl"
     chats.write_text(('{"messages": ' + "x" * 387 + "}\n") * 100 + "\n")
