@@ -134,7 +134,7 @@ def dry_run(stoker: Stoker, stage: str, *words: str) -> str:
 def model_used(stoker: Stoker, command: str, which: str) -> str:
     """What a command prints when it is given a model."""
     if command == "export":
-        done = stoker.torch("export", which, "out")
+        done = stoker.torch("export", which, "out", "--force")
         assert done.code == 0, done.err
         weights = (stoker.cwd / "out" / "model.safetensors").read_bytes()
         same = [path for path in stoker.cwd.glob("runs/2*/hf/model.safetensors") if path.read_bytes() == weights]
