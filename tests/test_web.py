@@ -702,6 +702,19 @@ def test_a_run_is_followed_hangs_is_explained_and_stopped(chromium: Browser, sto
         job.wait(60)
 
 
+def test_a_rank_reported_as_busy_is_among_the_events(stoker: Stoker) -> None:
+    run = finished(stoker, "works")
+    when = json.loads((run / "events.jsonl").read_text().splitlines()[-1])["time"]
+    seen = {"rank": 1, "cause": "rank.busy", "summary": "rank 1 computes since step 2", "evidence": ["42 s of CPU"]}
+    with open(run / "events.jsonl", "a") as file:
+        file.write(json.dumps({"schema": 1, "time": when, "event": "busy", "attempt": 0, **seen}) + "\n")
+    with web(stoker) as page:
+        (mark,) = [one for one in page.ask("ranks", run=run.name)["marks"] if one["kind"] == "busy"]
+        assert mark["rank"] == 1 and mark["text"] == seen["summary"]
+        (told,) = [one for one in page.ask("ending", run=run.name)["told"] if one["kind"] == "busy"]
+        assert told["text"] == seen["summary"] and told["evidence"] == seen["evidence"]
+
+
 def test_save_takes_the_newest_run_where_none_is_named(stoker: Stoker) -> None:
     for name in ("old", "new"):
         finished(stoker, name)
