@@ -93,7 +93,7 @@ _SHORT = """--help-all lists the other {more} keys and every option of `stoker r
 A key whose name is clear without its section may be given without it, with - or _: --max-steps 10.
 preset < the stage's defaults (printed at the start) < config file < environment (STOKER_TRAIN_OPTIM_LEARNING_RATE) < flags"""
 _OF_LOADING = ("load", "engine", "trust_remote_code", "vocab_size")  # keys of `model` that count where one is loaded
-_RUN_MOST = ("nproc_per_node", "gpus", "hosts", "name", "max_restarts", "detach", "dry_run")
+_RUN_MOST = ("nproc_per_node", "gpus", "hosts", "name", "again", "max_restarts", "detach", "dry_run")
 
 
 def parser(stage: str | None = None, *, short: bool = False, default: Callable[[str], str] | None = None) -> Parser:
