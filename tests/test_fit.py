@@ -649,7 +649,10 @@ def test_the_summary_names_both_memory_needs(stoker: Stoker, folder: Path, tmp_p
     given = ("fit", str(folder), "--stage", "dpo", "--gpus", "H100", "--data", str(tmp_path / "pairs.jsonl"))
     (gpu,) = json.loads(stoker(*given, "--json").out)["gpus"]
     (line,) = [line for line in stoker(*given).out.splitlines() if line.startswith("memory plan: ")]
-    assert f"{amount(gpu['planned_bytes'])} of tensors" in line and f"{amount(gpu['needs_bytes'])} with the CUDA context" in line, line
+    assert (
+        f"{amount(gpu['planned_bytes'])} of tensors" in line
+        and f"{amount(gpu['needs_bytes'])} with the CUDA context" in line
+    ), line
 
 
 def test_exit_code_1_and_the_smallest_change_where_it_does_not_fit(stoker: Stoker, folder: Path) -> None:

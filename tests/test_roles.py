@@ -290,9 +290,14 @@ def test_a_role_that_does_not_continue_says_why(stoker: Stoker) -> None:
 
 
 def test_the_attempts_of_a_job_are_listed(stoker: Stoker) -> None:
-    stoker.script("once.py", "import os\nif not os.path.exists('tried'): open('tried', 'w').close(); raise SystemExit(3)\n")
+    stoker.script(
+        "once.py", "import os\nif not os.path.exists('tried'): open('tried', 'w').close(); raise SystemExit(3)\n"
+    )
     stoker.script("short.py", "")
-    for name, scripts, options, attempts in (("plain", ("short.py", "short.py"), (), 1), ("again", ("short.py", "once.py"), ("--max-restarts", "1"), 2)):
+    for name, scripts, options, attempts in (
+        ("plain", ("short.py", "short.py"), (), 1),
+        ("again", ("short.py", "once.py"), ("--max-restarts", "1"), 2),
+    ):
         roles = [word for at, script in enumerate(scripts) for word in ("--role", f"part{at}:1:{script}")]
         assert stoker("run", "--name", name, *options, *roles).code == 0
         row = json.loads(stoker("runs", "--json", "--filter", f"name={name}").out)["runs"][0]

@@ -738,7 +738,11 @@ def test_compare_two_runs(finished: Stoker) -> None:
 
 def test_compare_shows_other_data_and_another_stage(finished: Stoker) -> None:
     runs = finished.cwd / "runs"
-    for name, stage, data, prepared in (("a", "sft", "x.jsonl", "1" * 32), ("b", "sft", "x.jsonl", "2" * 32), ("c", "midtrain", "x.jsonl", "1" * 32)):
+    for name, stage, data, prepared in (
+        ("a", "sft", "x.jsonl", "1" * 32),
+        ("b", "sft", "x.jsonl", "2" * 32),
+        ("c", "midtrain", "x.jsonl", "1" * 32),
+    ):
         shutil.copytree(finished.latest, runs / name)
         (runs / name / "config.yaml").write_text(f"data:\n  path: {data}\n")
         about = json.loads((runs / name / "run.json").read_text())

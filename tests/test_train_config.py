@@ -502,6 +502,20 @@ def test_ranks_are_told_all_that_was_derived_and_derive_nothing(stage: str) -> N
         assert found.config == made and set(derivable(STAGES[stage].learning)) <= set(found.given)
 
 
+def test_the_start_prints_when_it_validates() -> None:
+    def row(*argv: str, held_out: int | None = 500) -> str:
+        found = settle(gather(parse(["--model.load", "hf", *argv]), {}), False, STAGES["sft"].defaults)
+        at = Situation(TINY, Amount(40, 200, "conversations", held_out=held_out), 1)
+        lines = with_defaults("sft", found.config, found.given, at, True)[2]
+        (line,) = [line for line in lines if line.split()[0] == "validation"]
+        return line
+
+    assert "at the end only" in row("--preset", "small", "--max-steps", "63"), "preset small validates every 100 steps"
+    assert "at the end only" in row("--max-steps", "20", "--eval-every", "20")
+    assert "every 20 steps, 4 times" in row("--max-steps", "63", "--eval-every", "20")
+    assert "none" in row(held_out=0) and "--data.validation" in row(held_out=0)
+
+
 def test_automatic_validations_of_adapters_take_a_tenth_of_the_run_at_most() -> None:
     """By tokens: a validation reads what is held out, and answers 3 prompts with a pass over them for each of 64 tokens."""
     made, lines = staged("sft", "--lora")  # 40 rows: a validation would cost as much as 20 steps
@@ -578,7 +592,11 @@ def test_files_are_counted_before_they_are_prepared(tmp_path: Path) -> None:
 
 def test_pairs_are_counted_as_training_packs_them(tmp_path: Path) -> None:
     """Some pairs are short, some long, some too long for a row."""
-    rows = [{"prompt": "how many?", "chosen": "two " * n, "rejected": "ten"} for n in (1, 30, 5, 60, 2, 200) for _ in range(20)]
+    rows = [
+        {"prompt": "how many?", "chosen": "two " * n, "rejected": "ten"}
+        for n in (1, 30, 5, 60, 2, 200)
+        for _ in range(20)
+    ]
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for held_out in ("", str(pairs)):

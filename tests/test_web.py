@@ -718,7 +718,11 @@ def test_a_rank_reported_as_busy_is_among_the_events(stoker: Stoker) -> None:
 def test_save_takes_the_newest_run_where_none_is_named(stoker: Stoker) -> None:
     for name in ("old", "new"):
         finished(stoker, name)
-    for words, name in ((["--save", "a.html"], "new"), (["old", "--save", "b.html"], "old"), (["--save", "old", "c.html"], "old")):
+    for words, name in (
+        (["--save", "a.html"], "new"),
+        (["old", "--save", "b.html"], "old"),
+        (["--save", "old", "c.html"], "old"),
+    ):
         done = stoker("web", *words)
         (run,) = (stoker.cwd / "runs").glob(f"*-{name}")
         text = (stoker.cwd / words[-1]).read_text()

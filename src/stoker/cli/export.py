@@ -28,9 +28,7 @@ def parser() -> Parser:
         "MODEL",
         "a folder with weights, a run (path, id, name or latest), a speedrun's folder, or a checkpoint",
     )
-    made.option(
-        "out", "OUT", "the folder to write, or with --gguf the file; what exists is refused, see --force"
-    )
+    made.option("out", "OUT", "the folder to write, or with --gguf the file; what exists is refused, see --force")
     made.option("--stage", "NAME", "which stage of a speedrun")
     made.add_argument(
         "--dtype",

@@ -389,8 +389,10 @@ def _check_inputs(stage: str, config: Config) -> None:
         located(config.checkpoint.resume)
     for key, path in kind.files(values):
         if not path:
-            wrong = f", and does not read --data: --{key} {config.data.path[0]}" if config.data.path else ""
-            raise Refusal(f"stage {stage} needs --{key}{wrong}: {KEYS[key].spec.help}", EX_USAGE)
+            line = f"stage {stage} needs --{key}"
+            if config.data.path:
+                line = f"stage {stage} does not read --data: give --{key} {config.data.path[0]}"
+            raise Refusal(f"{line}: {KEYS[key].spec.help}", EX_USAGE)
         if not os.path.exists(path) and not is_hub_id(path):
             raise Refusal(f"{key} {path}: no such file or folder", EX_NOINPUT)
 

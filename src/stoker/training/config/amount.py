@@ -40,7 +40,7 @@ class Amount:
     unit: str  # tokens, conversations, pairs or prompts
     tokens: int = 0  # 0: nobody counted them
     exact: bool = True
-    held_out: int = 0  # tokens of a validation; 0: nobody counted them, or there are none
+    held_out: int | None = None  # tokens of a validation; None: nobody counted them
     how: str = ""  # an estimate was made, in words
 
 
@@ -78,7 +78,8 @@ def estimated(config: Config, vocabulary: int) -> Amount | None:
     tokens = int(all_tokens * (1 - held_out))
     context = config.data.context_length
     samples = max(int(tokens / context / (FILL if chat else 1.0)), 1)
-    aside = int(tokens * held_out / (1 - held_out))
+    share = share_of(config.data.validation)
+    aside = None if share is None else int(tokens * share / (1 - share))
     limit = config.data.max_samples
     if limit and limit < samples:
         tokens, samples = tokens * limit // samples, limit
@@ -137,7 +138,8 @@ def of_pairs(config: Config, stage: str, tokenizer: str, vocabulary: int) -> Amo
     rows = pack_in_order(train, context)[: config.data.max_samples or None]
     used = train[: sum(len(row) for row in rows)]
     how = "" if tokenizer else GUESSED
-    return Amount(max(len(rows), 1), max(len(used), 1), "pairs", sum(used), bool(tokenizer), sum(held_out), how)
+    aside = sum(held_out) if tokenizer or not given.held_out else None
+    return Amount(max(len(rows), 1), max(len(used), 1), "pairs", sum(used), bool(tokenizer), aside, how)
 
 
 def _guessed_pair_sizes(path: str, config: Config, vocabulary: int) -> list[int]:

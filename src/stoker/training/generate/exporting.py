@@ -30,7 +30,15 @@ from stoker.training.model.config import AdapterConfig, ModelConfig, check_optio
 from stoker.training.model.hf_config import base_of, kept_text, shape_for, shape_of, tokenizer_in
 from stoker.training.model.hf_files import places, refuse_holes, refuse_large_tensors
 from stoker.training.model.hf_read import Added, Source, added_by
-from stoker.training.model.hf_write import CARD, CARD_MARK, EXPORTED, SCORE, beside, refuse_existing, refuse_other_models
+from stoker.training.model.hf_write import (
+    CARD,
+    CARD_MARK,
+    EXPORTED,
+    SCORE,
+    beside,
+    refuse_existing,
+    refuse_other_models,
+)
 from stoker.training.tokenizer.chat import write_template
 from stoker.training.tokenizer.tokenizer import Tokenizer
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer

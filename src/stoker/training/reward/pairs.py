@@ -160,7 +160,9 @@ def iterate_pairs(
         except Unusable as problem:
             wrong.add(str(problem), number)
             if is_hopeless(wrong.count, usable):
-                line = f"{where}: {wrong.count:,} of its first {wrong.count + usable:,} rows are not usable pairs: {wrong}"
+                line = (
+                    f"{where}: {wrong.count:,} of its first {wrong.count + usable:,} rows are not usable pairs: {wrong}"
+                )
                 raise Refusal(line, EX_DATAERR) from problem
             continue
         if pair.size > context:

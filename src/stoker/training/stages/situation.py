@@ -74,8 +74,12 @@ def _choices(
         "--epochs or --max-steps",
         ("train.max_steps", "train.epochs"),
     )
-    if not learning.prompts and at.amount is not None and config.train.eval_every <= steps:
-        yield Choice("validation", _validation(config.train.eval_every, steps), "--eval-every", ("train.eval_every",))
+    if not learning.prompts and at.amount is not None:
+        if at.amount.held_out == 0:
+            yield Choice("validation", "none: no data is held out", "--data.validation", ("data.validation",))
+        else:
+            when = _validation(config.train.eval_every, steps)
+            yield Choice("validation", when, "--eval-every", ("train.eval_every",))
     yield Choice("row length", f"{counted(context, 'token')}", "--context-length", (CONTEXT,))
     dtype = {"auto": "fp32" if on_cpu else "bf16, or fp16 with loss scaling on a card without it"}.get(
         config.compute.dtype, config.compute.dtype
@@ -100,7 +104,9 @@ def _count(amount: Amount) -> str:
 
 
 def _validation(every: int, steps: int) -> str:
-    return f"every {counted(every, 'step')}, {counted(-(-steps // every), 'time')}" if every else "at the end only"
+    if not every or every >= steps:
+        return "at the end only"
+    return f"every {counted(every, 'step')}, {counted(-(-steps // every), 'time')}"
 
 
 def _amount(at: Situation) -> str:
