@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from stoker.contract.effort import looking_at_file
 from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.progress import Progress
 from stoker.contract.shape import shape
 from stoker.training.config.schema import Config
 from stoker.training.data.formats.table import TEXT
@@ -130,7 +131,10 @@ def of_pairs(config: Config, stage: str, tokenizer: str, vocabulary: int) -> Amo
     if tokenizer:
         from stoker.training.tokenizer.tokenizer import load
 
-        train, held_out = pair_sizes(given.pairs, given.held_out, load(tokenizer), context, stage)
+        total = sum(lines_in(path) for path in (given.pairs, given.held_out) if path)
+        with Progress("tokenizing pairs", total, unit="pairs") as progress:
+            files = given.pairs, given.held_out
+            train, held_out = pair_sizes(*files, load(tokenizer), context, stage, progress.tick)
     else:
         train = _guessed_pair_sizes(given.pairs, config, vocabulary)
         count = 0 if given.held_out else max(len(train) // 10, 1)

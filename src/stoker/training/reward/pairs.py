@@ -100,14 +100,19 @@ def pairs_of(
 
 
 def pair_sizes(
-    path: str, held_out: str, tokenizer: Tokenizer, context: int, section: str
+    path: str, held_out: str, tokenizer: Tokenizer, context: int, section: str, tick: Callable[[], None]
 ) -> tuple[list[int], list[int]]:
-    """Return the tokens of each pair that `pairs_of` returns, without keeping the pairs in memory."""
-    sizes, measured = (
-        [pair.size for pair in pairs]
-        for pairs in _usable_pairs(path, held_out, tokenizer, context, section, lambda line: None)
-    )
-    return _split(sizes, measured, f"{section}.pairs {path}", section, lambda line: None)
+    """Return the tokens of each pair that `pairs_of` returns, without keeping the pairs in memory.
+
+    Calls `tick` after each pair.
+    """
+    sizes: tuple[list[int], list[int]] = ([], [])
+    files = _usable_pairs(path, held_out, tokenizer, context, section, lambda line: None)
+    for own, pairs in zip(sizes, files, strict=True):
+        for pair in pairs:
+            own.append(pair.size)
+            tick()
+    return _split(*sizes, f"{section}.pairs {path}", section, lambda line: None)
 
 
 def _usable_pairs(
