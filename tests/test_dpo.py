@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conftest import Stoker, at_length, at_length_but, wait_for
+from stoker.contract.names import EX_DATAERR
 from stoker.training.data.formats.preferences import preference
 from stoker.training.model import hf
 from stoker.training.model.attention import documents
@@ -354,3 +356,27 @@ def test_pairs_as_published_are_used_or_listed_with_the_reason(stage: str, stoke
     assert f"{path}: 297 pairs in the format preference" in said
     (run,) = (stoker.cwd / "runs").glob(f"*-{stage}")
     assert json.loads((run / "result.json").read_text())["metrics"]["total"] == 40, "every row of the other file"
+
+
+@pytest.mark.parametrize("stage", ["dpo", "reward"])
+def test_the_announced_steps_are_the_steps_of_the_run(stage: str, stoker: Stoker, begin: Path) -> None:
+    """Short and long pairs: the prompt is read twice, and rows have padding."""
+    some = [{"prompt": "what? " * (n % 7), "chosen": "yes " * (1 + n % 11), "rejected": "no"} for n in range(1, 200)]
+    (begin / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    given = ["--model.load", str(begin / "begin"), f"--{stage}.pairs", str(begin / "pairs.jsonl")]
+    given += ["--context_length", str(CONTEXT), "--parallel.device", "cpu", "--eval_every", "0", "--name", "counted"]
+    done = stoker.torch("train", stage, "--preset", "small", *given)
+    assert done.code == 0, done.out + done.err
+    (announced,) = re.findall(r"length +(about )?([\d,]+) steps", done.out + done.err)
+    lines = [json.loads(line) for line in (stoker.result().run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = 1 + max(line["step"] for line in lines if "loss" in line)
+    assert announced == ("", f"{steps}") and steps > 5
+
+
+@pytest.mark.parametrize("stage", ["dpo", "reward"])
+def test_rows_that_are_no_pairs_are_refused_before_a_run_starts(stage: str, stoker: Stoker, begin: Path) -> None:
+    (begin / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n' * 20)
+    given = ["--model.load", str(begin / "begin"), f"--{stage}.pairs", str(begin / "chats.jsonl")]
+    done = stoker.torch("train", stage, "--preset", "small", "--parallel.device", "cpu", *given)
+    assert done.code == EX_DATAERR and "chats.jsonl" in done.err and "Traceback" not in done.err, done.err
+    assert not (stoker.cwd / "runs").exists(), "nothing started"

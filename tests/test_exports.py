@@ -94,7 +94,7 @@ def test_fine_tuning_keeps_the_loaded_models_values_and_adds_what_it_taught(stok
     assert "chats.jsonl" in card and "loss" in card and "learning_rate" in card and "library_name: transformers" in card
     out = tmp_path / "out"
     for dtype, kind in ((), torch.bfloat16), (("--dtype", "fp32"), torch.float32):
-        assert exporting.main([str(run), str(out), *dtype]) == 0
+        assert exporting.main([str(run), str(out), *dtype, "--force"]) == 0
         assert (
             json_of(out / "generation_config.json") == generation
             and json_of(out / "config.json")["max_position_embeddings"] == 4096

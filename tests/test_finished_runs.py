@@ -252,3 +252,16 @@ def test_a_finished_evaluation_is_refused_when_its_questions_or_model_changed(st
     assert_nothing_to_do(stoker, *command)
     questions.write_text('{"prompt": "the quick", "answer": "fox"}\n')
     assert_refused(stoker, "evaluate.tasks questions.jsonl changed since", *command)
+
+
+@pytest.mark.parametrize("words", [("job.py",), ("--role", "a:1:job.py", "--role", "b:1:job.py")], ids=["run", "job"])
+def test_a_dry_run_prints_what_its_name_means_as_the_start_does(stoker: Stoker, words: tuple[str, ...]) -> None:
+    stoker.script("job.py", "")
+    more = ("other",) if words == ("job.py",) else ("--role", "c:1:job.py")
+    assert stoker("run", "--name", "exp", *words).code == 0
+    (first,) = run_ids(stoker)
+    dry = stoker("run", "--name", "exp", "--dry-run", *words, *more)
+    assert dry.code == 0 and run_ids(stoker) == [first]
+    real = stoker("run", "--name", "exp", *words, *more)
+    (notice,) = [line for line in real.err.splitlines() if first in line]
+    assert real.code == 0 and notice in dry.err.splitlines() and len(run_ids(stoker)) == 2

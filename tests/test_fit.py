@@ -643,6 +643,18 @@ def test_pairs_are_counted_for_time_and_cost(stoker: Stoker, folder: Path, tmp_p
     assert done.code == 0 and "no cost of an epoch (--price): the cost of an epoch needs --data" in done.out, done.out
 
 
+def test_the_summary_names_both_memory_needs(stoker: Stoker, folder: Path, tmp_path: Path) -> None:
+    row = {"prompt": "hi " * 50, "chosen": "ho " * 200, "rejected": "hu " * 100}
+    (tmp_path / "pairs.jsonl").write_text((json.dumps(row) + "\n") * 50)
+    given = ("fit", str(folder), "--stage", "dpo", "--gpus", "H100", "--data", str(tmp_path / "pairs.jsonl"))
+    (gpu,) = json.loads(stoker(*given, "--json").out)["gpus"]
+    (line,) = [line for line in stoker(*given).out.splitlines() if line.startswith("memory plan: ")]
+    assert (
+        f"{amount(gpu['planned_bytes'])} of tensors" in line
+        and f"{amount(gpu['needs_bytes'])} with the CUDA context" in line
+    ), line
+
+
 def test_exit_code_1_and_the_smallest_change_where_it_does_not_fit(stoker: Stoker, folder: Path) -> None:
     done = stoker("fit", str(folder), "--gpus", "24GB", "--method", "full")
     assert done.code == 1 and "smallest change: --method lora" in done.out
@@ -770,8 +782,8 @@ def rows_for(stage: str, folder: Path) -> tuple[str, Path]:
     question, reply = "how many are one and one? " * 3, "two, I think. " * 20
     rows: dict[str, tuple[str, dict[str, Any]]] = {
         "pretrain": ("--data", {"text": question + reply}),
-        "dpo": ("--dpo.pairs", {"prompt": question, "chosen": reply, "rejected": reply * 2}),
-        "reward": ("--reward.pairs", {"prompt": question, "chosen": reply, "rejected": reply * 2}),
+        "dpo": ("--dpo.pairs", {"prompt": "1 + 1?", "chosen": "two", "rejected": "two or three"}),
+        "reward": ("--reward.pairs", {"prompt": "1 + 1?", "chosen": "two", "rejected": "two or three"}),
         "grpo": ("--grpo.prompts", {"prompt": question, "answer": "2"}),
     }
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]

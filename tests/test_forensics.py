@@ -17,7 +17,7 @@ from stoker.contract.names import Refusal
 from stoker.contract.shapes import Evidence, RankEnd, RankError
 from stoker.control.verdict.judge import judge
 from stoker.training.forensics.config import parse
-from stoker.training.forensics.culprit import NonFinite, banner, decide
+from stoker.training.forensics.culprit import NonFinite, banner, decide, worded
 from stoker.training.forensics.report import Report, TensorStats
 
 torch = pytest.importorskip("torch")
@@ -442,8 +442,20 @@ def test_an_injected_value_is_found_where_it_was_put_and_only_at_its_step_and_ra
         said.verdict
     )
     other = made(dtype)
-    Drill(parse(f"{kind}{where}@12@0"), other, 1).step = 12
-    assert report_of(other).phase == "clean"
+    elsewhere = Drill(parse(f"{kind}{where}@12@0"), other, 1)
+    elsewhere.step = 12
+    assert report_of(other).phase == "clean" and not elsewhere.injected
+    assert drill.injected == f"{kind}{where}@12@0"
+
+
+def test_an_injected_fault_is_called_that_and_gets_no_advice_for_a_real_one() -> None:
+    real, injected = told(2, "forward"), worded(told(2, "forward", injected="layers.3.attention@12"))
+    assert "nan.inject" not in decide([real]).summary and "nan.inject" not in " ".join(worded(real).advice)
+    assert "injected by nan.inject layers.3.attention@12" in decide([told(1, "clean"), injected]).summary
+    assert len(injected.advice) == 1 and "nan.inject layers.3.attention@12" in injected.advice[0]
+    later = told(2, "parameters", parameter="head.weight", what="NaN")
+    assert "nan.inject" not in decide([later]).summary
+    assert Report.from_json(injected.to_json()).injected == injected.injected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from published import PUBLISHED
 from stoker.cli import export
-from stoker.contract.names import Refusal
+from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.training.tokenizer.tokenizer import Tokenizer, load
 
 BANDS = {
@@ -159,6 +159,23 @@ def test_the_file_holds_tokenizer_template_and_weights_as_they_are_stored(tmp_pa
     assert [told["ggml.token_type"][one["id"]] for one in stored["added_tokens"]] == [3] * len(stored["added_tokens"])
     assert len(tokens) == words.vocab_size + 5 and told["ggml.token_type"][-5:] == [5] * 5
     assert told["ggml.merges"] == [" ".join(pair) for pair in stored["model"]["merges"]]
+
+
+@pytest.mark.parametrize("flags", [[], ["--gguf"]], ids=["folder", "file"])
+def test_an_earlier_export_is_replaced_only_with_force(flags: list[str], tmp_path: Path) -> None:
+    if flags:
+        pytest.importorskip("gguf", reason=NO_GGUF)
+    saved(tmp_path / "model", "llama")
+    out = tmp_path / ("out.gguf" if flags else "out")
+    given = [str(tmp_path / "model"), str(out), *flags]
+    assert export.main([*given, "--dtype", "fp32"]) == 0
+    written = out if flags else out / "model.safetensors"
+    before = written.read_bytes()
+    with pytest.raises(Refusal, match="--force") as refused:
+        export.main([*given, "--dtype", "bf16"])
+    assert refused.value.code == EX_CANTCREAT and "\n" not in refused.value.line and written.read_bytes() == before
+    assert export.main([*given, "--dtype", "bf16", "--force"]) == 0
+    assert len(written.read_bytes()) < len(before)
 
 
 def test_what_it_can_not_hold_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

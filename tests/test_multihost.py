@@ -19,7 +19,7 @@ from netcluster import NetCluster
 TELL = """
 import json, os, sys, time
 names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS",
-         "NCCL_X", "HF_TOKEN", "MY_OWN", "CUDA_VISIBLE_DEVICES")
+         "NCCL_X", "HF_TOKEN", "MY_OWN", "CUDA_VISIBLE_DEVICES", "STOKER_MEMORY_PLAN")
 print(json.dumps({"cwd": os.getcwd(), **{name: os.environ.get(name) for name in names}}), flush=True)
 if "MEET" in os.environ:
     open(os.path.join(os.environ["MEET"], os.environ["RANK"]), "w").close()
@@ -242,6 +242,7 @@ def test_every_rank_is_given_its_hosts_own_and_a_failure_names_host_and_rank(
         (host.workdir / "tell.py").write_text(TELL)
     file = netcluster.file(per_host=[{}, {"interface": "lo"}, {}])
     env = {"NCCL_X": "travels", "HF_TOKEN": "hf_secretsecretsecretsecret", "CUDA_VISIBLE_DEVICES": ""}
+    env["STOKER_MEMORY_PLAN"] = '{"micro": 4}'  # as `stoker train` leaves it for its ranks
     (meet := stoker.cwd / "meet").mkdir()
     done = stoker(
         "run", "--no-preflight", "--hosts", str(file), "--env", "MY_OWN=2", "--env", f"MEET={meet}", "tell.py", env=env
@@ -274,6 +275,7 @@ def test_every_rank_is_given_its_hosts_own_and_a_failure_names_host_and_rank(
     assert {(one["NCCL_X"], one["HF_TOKEN"], one["MY_OWN"], one["CUDA_VISIBLE_DEVICES"]) for one in told} == {
         ("travels", "hf_secretsecretsecretsecret", "2", None)
     }
+    assert {one["STOKER_MEMORY_PLAN"] for one in told} == {'{"micro": 4}'}
     assert f"{second}/CPU0:" in done.out
     assert "hf_secret" not in (done.run_dir / "run.json").read_text()
 

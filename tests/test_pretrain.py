@@ -598,7 +598,11 @@ def test_a_nan_in_one_ranks_attention_is_traced_by_the_run_the_record_and_the_co
     kept = {path.name for path in (done.run_dir / "checkpoints").glob("step-*")}  # on a slow disk some are skipped
     assert kept and kept <= {f"step-{step:08d}" for step in (1, 2, 3)}, "the bad step is in no checkpoint"
     assert "step-00000003" in kept or "the one before is still being written" in done.out, done.out
+    fix = done.verdict["fix"]
+    assert "nan.inject layers.1.attention@3@1" in done.verdict["summary"] and "nan.inject" in fix[0]
+    assert not any("--preset stable" in line for line in fix), "no advice for a real fault"
     shown = stoker("nan")
+    assert "nothing to fix: nan.inject layers.1.attention@3@1" in shown.out and "--preset stable" not in shown.out
     assert shown.code == 0 and done.verdict["summary"] in shown.out and "rank 0 [CPU 0]: fine here" in shown.out
     report = json.loads(stoker("nan", "--json").out)["reports"][1]
     assert (report["step"], report["rank"], report["module"], report["phase"], report["what"]) == (

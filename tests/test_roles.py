@@ -289,6 +289,21 @@ def test_a_role_that_does_not_continue_says_why(stoker: Stoker) -> None:
     assert f"is unfinished but {why} of that name" in again.err, again.err
 
 
+def test_the_attempts_of_a_job_are_listed(stoker: Stoker) -> None:
+    stoker.script(
+        "once.py", "import os\nif not os.path.exists('tried'): open('tried', 'w').close(); raise SystemExit(3)\n"
+    )
+    stoker.script("short.py", "")
+    for name, scripts, options, attempts in (
+        ("plain", ("short.py", "short.py"), (), 1),
+        ("again", ("short.py", "once.py"), ("--max-restarts", "1"), 2),
+    ):
+        roles = [word for at, script in enumerate(scripts) for word in ("--role", f"part{at}:1:{script}")]
+        assert stoker("run", "--name", name, *options, *roles).code == 0
+        row = json.loads(stoker("runs", "--json", "--filter", f"name={name}").out)["runs"][0]
+        assert row["status"] == "completed" and row["attempts"] == attempts, row
+
+
 def test_a_killed_job_takes_its_roles_with_it(stoker: Stoker) -> None:
     job = stoker.start("run", "--roles", file_of(stoker, server=rules(), trainer={"command": "trainer.py"}))
     assert ready(stoker, 1) and wait_for(lambda: pids(stoker, "trainer") or None, 60)
@@ -325,6 +340,17 @@ def test_a_job_that_waits_for_a_server_without_end_says_so(stoker: Stoker) -> No
     assert wait_for(lambda: True if log.exists() and line in log.read_text() else None, 60)
     stoker.script("done", "")
     assert job.communicate(timeout=60) and job.returncode == 0
+
+
+def test_roles_that_end_one_after_the_other_print_no_claim_about_the_rest(stoker: Stoker) -> None:
+    stoker.script("short.py", "")
+    stoker.script("next.py", "import os, time\nwhile not os.path.exists('done'): time.sleep(0.05)\n")
+    job = stoker.start("run", "--role", "first:1:short.py", "--role", "second:1:next.py")
+    assert wait_for(lambda: events(stoker, "role-end") or None, 60)
+    stoker.script("done", "")
+    said = job.communicate(timeout=60)[0].decode()
+    assert job.returncode == 0 and "first and second ended with exit code 0" in said
+    assert "continues until" not in said, said
 
 
 # As people write them: the standard library's server in a process of its own, on the port that the role was given.

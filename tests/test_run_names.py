@@ -134,7 +134,7 @@ def dry_run(stoker: Stoker, stage: str, *words: str) -> str:
 def model_used(stoker: Stoker, command: str, which: str) -> str:
     """What a command prints when it is given a model."""
     if command == "export":
-        done = stoker.torch("export", which, "out")
+        done = stoker.torch("export", which, "out", "--force")
         assert done.code == 0, done.err
         weights = (stoker.cwd / "out" / "model.safetensors").read_bytes()
         same = [path for path in stoker.cwd.glob("runs/2*/hf/model.safetensors") if path.read_bytes() == weights]
@@ -219,7 +219,9 @@ def test_a_failed_fine_tuning_after_a_good_one(two_runs: Stoker) -> None:
         assert chat.code == 0 and f"runs/{good} (stage sft)" in chat.err and failed.run_dir.name in chat.err, chat.err
     refused = two_runs.torch("chat", f"runs/{failed.run_dir.name}", "--prompt", "x")
     assert refused.code == EX_NOINPUT, "a run that is named by its folder is that run"
-    text = dry_run(two_runs, "dpo", "--model.load", "runs/latest/hf", "--dpo.pairs", "chats.jsonl")
+    pair = {"prompt": "1 + 1?", "chosen": "two", "rejected": "three"}
+    (two_runs.cwd / "pairs.jsonl").write_text((json.dumps(pair) + "\n") * 10)
+    text = dry_run(two_runs, "dpo", "--model.load", "runs/latest/hf", "--dpo.pairs", "pairs.jsonl")
     assert f"load: runs/{good}/hf" in text, text
 
 

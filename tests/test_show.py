@@ -736,6 +736,31 @@ def test_compare_two_runs(finished: Stoker) -> None:
     assert about and "\n " not in about.partition("\n\n")[0], "a paragraph, not a list"
 
 
+def test_compare_shows_other_data_and_another_stage(finished: Stoker) -> None:
+    runs = finished.cwd / "runs"
+    for name, stage, data, prepared in (
+        ("a", "sft", "x.jsonl", "1" * 32),
+        ("b", "sft", "x.jsonl", "2" * 32),
+        ("c", "midtrain", "x.jsonl", "1" * 32),
+    ):
+        shutil.copytree(finished.latest, runs / name)
+        (runs / name / "config.yaml").write_text(f"data:\n  path: {data}\n")
+        about = json.loads((runs / name / "run.json").read_text())
+        about["script"] = f"stoker.training.recipes.{stage}"
+        about["contents"] = [["the prepared data", prepared], [f"data.path {data}", "3" * 64]]
+        (runs / name / "run.json").write_text(json.dumps(about))
+    other_data = json.loads(finished("compare", "a", "b", "--json").out)["settings"]
+    assert list(other_data.values()) == [["1" * 12, "2" * 12]] and "prepared data" in next(iter(other_data))
+    assert json.loads(finished("compare", "a", "c", "--json").out)["settings"] == {"stage": ["sft", "midtrain"]}
+
+
+def test_compare_shows_a_script_that_changed(stoker: Stoker) -> None:
+    for name, text in (("a", "print(1)"), ("b", "print(2)")):
+        stoker.script("same.py", text)
+        assert stoker("run", "--name", name, "same.py").code == 0
+    assert list(json.loads(stoker("compare", "a", "b", "--json").out)["settings"]) == ["digest of script"]
+
+
 def test_runs_of_different_length_are_compared_at_equal_steps(finished: Stoker) -> None:
     runs = finished.cwd / "runs"
     for name, count in (("short", 40), ("long", 100)):

@@ -236,6 +236,26 @@ def test_help_is_two_screens_of_the_stages_own_keys(stoker: Stoker, stage: str) 
     assert "--optim.beta2" in whole.out and "--optim.beta2" not in short.out
 
 
+@pytest.mark.parametrize(
+    ("stage", "flag"), [("dpo", "--dpo.pairs"), ("reward", "--reward.pairs"), ("grpo", "--grpo.prompts")]
+)
+def test_data_given_to_a_stage_that_reads_another_flag_names_that_flag(stoker: Stoker, stage: str, flag: str) -> None:
+    refused = stoker("train", stage, "--model.load", "owner/model", "--data", "rows.jsonl")
+    (line,) = refused.err.splitlines()
+    assert refused.code == 64 and "--data" in line and f"{flag} rows.jsonl" in line, line
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "grpo"])
+def test_help_lists_the_flag_that_runs_a_complete_run_again(stoker: Stoker, stage: str) -> None:
+    assert "  --again " in stoker("train", stage, "--help").out
+
+
+def test_run_help_has_every_exit_code_of_a_refusal(stoker: Stoker) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "launching.md").read_text()
+    (codes,) = re.findall(r"^\| (6[\d ]+) \| refused: ", page, re.M)
+    assert set(codes.split()) <= set(re.findall(r"\b\d\d\b", stoker("run", "--help").out.partition("refusals:")[2]))
+
+
 def test_a_flag_of_another_stage_is_refused_and_a_shared_config_file_is_not(stoker: Stoker, tmp_path: Path) -> None:
     refused = stoker("train", "tokenizer", "--data", "absent.txt", "--grpo.kl", "0.1")
     (line,) = refused.err.splitlines()

@@ -29,6 +29,7 @@ from stoker.training.config.presets import ABOUT, PRESETS
 from stoker.training.config.resolve import SHAPE, Resolved, combine, flags, model_shape, recipe_settings, settle
 from stoker.training.config.schema import Config, NeedsConfig
 from stoker.training.model.config import ModelConfig
+from stoker.training.reward.pairs import PairRows, pairs_of
 from stoker.training.stages import docs, table
 from stoker.training.stages.registry import STAGES, learning
 from stoker.training.stages.situation import with_defaults
@@ -501,6 +502,20 @@ def test_ranks_are_told_all_that_was_derived_and_derive_nothing(stage: str) -> N
         assert found.config == made and set(derivable(STAGES[stage].learning)) <= set(found.given)
 
 
+def test_the_start_prints_when_it_validates() -> None:
+    def row(*argv: str, held_out: int | None = 500) -> str:
+        found = settle(gather(parse(["--model.load", "hf", *argv]), {}), False, STAGES["sft"].defaults)
+        at = Situation(TINY, Amount(40, 200, "conversations", held_out=held_out), 1)
+        lines = with_defaults("sft", found.config, found.given, at, True)[2]
+        (line,) = [line for line in lines if line.split()[0] == "validation"]
+        return line
+
+    assert "at the end only" in row("--preset", "small", "--max-steps", "63"), "preset small validates every 100 steps"
+    assert "at the end only" in row("--max-steps", "20", "--eval-every", "20")
+    assert "every 20 steps, 4 times" in row("--max-steps", "63", "--eval-every", "20")
+    assert "none" in row(held_out=0) and "--data.validation" in row(held_out=0)
+
+
 def test_automatic_validations_of_adapters_take_a_tenth_of_the_run_at_most() -> None:
     """By tokens: a validation reads what is held out, and answers 3 prompts with a pass over them for each of 64 tokens."""
     made, lines = staged("sft", "--lora")  # 40 rows: a validation would cost as much as 20 steps
@@ -540,6 +555,13 @@ def test_no_case_of_the_table_is_absurd() -> None:
         assert stage != "sft" or preset == "debug" or float(passes) == 3, line
 
 
+def test_a_debug_run_of_grpo_samples_few_short_completions() -> None:
+    made = config("--debug")
+    assert made.train.max_steps * made.grpo.prompts_per_step * made.grpo.group <= 160 and made.generate.new_tokens <= 32
+    given = config("--debug", "--grpo.group", "8")
+    assert given.grpo.group == 8, "what is set wins"
+
+
 def test_files_are_counted_before_they_are_prepared(tmp_path: Path) -> None:
     chats = tmp_path / "chats.jsonl"
     chats.write_text(('{"messages": ' + "x" * 387 + "}\n") * 100 + "\n")
@@ -564,9 +586,32 @@ def test_files_are_counted_before_they_are_prepared(tmp_path: Path) -> None:
         and 60 <= found.samples <= 90
     )
     assert amount.estimated(config("--data", "someone/data-set"), 1024) is None
-    made = config("--grpo.prompts", str(chats), "--reward.pairs", str(chats), "--max-samples", "30")
-    assert amount.of_prompts(made).count == 30 and amount.of_pairs(made, 1024).count == 90
-    assert amount.of_pairs(replace(made, reward=replace(made.reward, held_out="x")), 1024).count == 100
+    made = config("--grpo.prompts", str(chats), "--max-samples", "30")
+    assert amount.of_prompts(made).count == 30
+
+
+def test_pairs_are_counted_as_training_packs_them(tmp_path: Path) -> None:
+    """Some pairs are short, some long, some too long for a row."""
+    rows = [
+        {"prompt": "how many?", "chosen": "two " * n, "rejected": "ten"}
+        for n in (1, 30, 5, 60, 2, 200)
+        for _ in range(20)
+    ]
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for held_out in ("", str(pairs)):
+        for stage in ("dpo", "reward"):
+            flags = (f"--{stage}.pairs", str(pairs), f"--{stage}.held_out", held_out, "--context-length", "400")
+            made = config(*flags, "--tokenizer.path", "bytes")
+            train, measured = pairs_of(str(pairs), held_out, bytes_tokenizer(), 400, stage, lambda line: None)
+            found = amount.of_pairs(made, stage, "bytes", 272)
+            assert found.exact and found.count == len(train) == (100 if held_out else 90)
+            assert found.samples == len(PairRows(train, 400, 0)) < found.count
+            assert found.tokens == sum(pair.size for pair in train) and found.held_out == sum(p.size for p in measured)
+            limited = replace(made, data=replace(made.data, max_samples=3))
+            assert amount.of_pairs(limited, stage, "bytes", 272).samples == 3
+            guess = amount.of_pairs(made, stage, "", 272)
+            assert not guess.exact and guess.how and guess.count == found.count
 
 
 # ---- refusals ----

@@ -702,6 +702,37 @@ def test_a_run_is_followed_hangs_is_explained_and_stopped(chromium: Browser, sto
         job.wait(60)
 
 
+def test_a_rank_reported_as_busy_is_among_the_events(stoker: Stoker) -> None:
+    run = finished(stoker, "works")
+    when = json.loads((run / "events.jsonl").read_text().splitlines()[-1])["time"]
+    seen = {"rank": 1, "cause": "rank.busy", "summary": "rank 1 computes since step 2", "evidence": ["42 s of CPU"]}
+    with open(run / "events.jsonl", "a") as file:
+        file.write(json.dumps({"schema": 1, "time": when, "event": "busy", "attempt": 0, **seen}) + "\n")
+    with web(stoker) as page:
+        (mark,) = [one for one in page.ask("ranks", run=run.name)["marks"] if one["kind"] == "busy"]
+        assert mark["rank"] == 1 and mark["text"] == seen["summary"]
+        (told,) = [one for one in page.ask("ending", run=run.name)["told"] if one["kind"] == "busy"]
+        assert told["text"] == seen["summary"] and told["evidence"] == seen["evidence"]
+
+
+def test_save_takes_the_newest_run_where_none_is_named(stoker: Stoker) -> None:
+    for name in ("old", "new"):
+        finished(stoker, name)
+    for words, name in (
+        (["--save", "a.html"], "new"),
+        (["old", "--save", "b.html"], "old"),
+        (["--save", "old", "c.html"], "old"),
+    ):
+        done = stoker("web", *words)
+        (run,) = (stoker.cwd / "runs").glob(f"*-{name}")
+        text = (stoker.cwd / words[-1]).read_text()
+        other = {"new": "old", "old": "new"}[name]
+        assert done.code == 0 and run.name in text and f"-{other}" not in text, done.err
+    for words in (["--save", "old", "new", "d.html"], ["old", "--save", "new", "d.html"]):
+        done = stoker("web", *words)
+        assert done.code == 64 and done.err.count("\n") == 1 and not (stoker.cwd / "d.html").exists(), done.err
+
+
 def test_a_saved_run_needs_no_server(chromium: Browser, stoker: Stoker) -> None:
     (stoker.cwd / "said.txt").write_text(FOREIGN + "</script><script>document.title='owned'</script>\nlast line")
     losses(finished(stoker, "kept", "x"), 5000)

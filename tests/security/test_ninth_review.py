@@ -26,7 +26,7 @@ from stoker.contract import memory
 from stoker.contract.diskroom import DiskRoom
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
 from stoker.training.checkpoint.manifest import Manifest, encode
-from stoker.training.config import layers
+from stoker.training.config import files, layers
 from stoker.training.config.flags import parse
 from stoker.training.config.keys import KEYS
 from stoker.training.data import crew, sources, units, unpack
@@ -58,10 +58,12 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("text", SPELLINGS.values(), ids=SPELLINGS)
-def test_a_config_file_cant_let_a_models_code_run(tmp_path: Path, text: str) -> None:
+def test_only_the_users_own_config_file_lets_a_models_code_run(tmp_path: Path, text: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
-    with pytest.raises(Refusal, match=r"not taken from a file.*--model\.trust_remote_code") as problem:
+    assert layers.gather(parse(["--config", str(path)]), {}).told("model.trust_remote_code")[0] is True  # type: ignore[index]
+    path.chmod(0o666)  # others can write it
+    with pytest.raises(Refusal, match=r"config file of your own.*--model\.trust_remote_code") as problem:
         layers.gather(parse(["--config", str(path)]), {})
     assert problem.value.code == EX_CONFIG and str(path) in problem.value.line
     given = layers.gather(parse(["--config", str(path), "--trust-remote-code"]), {})
@@ -70,10 +72,22 @@ def test_a_config_file_cant_let_a_models_code_run(tmp_path: Path, text: str) -> 
     assert layers.gather(parse(["--config", str(path)]), environment).told("model.trust_remote_code")[0] is False  # type: ignore[index]
 
 
-def test_what_a_file_may_not_set_are_keys_and_their_defaults_may_stand_there(tmp_path: Path) -> None:
-    assert set(layers.NOT_IN_A_FILE) <= set(KEYS)
+def test_a_downloaded_or_shipped_config_file_lets_no_code_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    downloaded = tmp_path / "models--owner--name" / "snapshots" / "abc" / "c.yaml"
+    downloaded.parent.mkdir(parents=True)
+    downloaded.write_text("model:\n  trust_remote_code: true\n")
+    with pytest.raises(Refusal, match="downloaded from the hub"):
+        layers.gather(parse(["--config", str(downloaded)]), {})
+    monkeypatch.setattr(files, "_NAMED", str(downloaded.parent))
+    with pytest.raises(Refusal, match="comes with Stoker"):
+        layers.gather(parse(["--config", "c"]), {})
+
+
+def test_what_only_an_own_file_may_set_are_keys_and_their_defaults_may_stand_in_any(tmp_path: Path) -> None:
+    assert set(layers.ONLY_IN_OWN_FILE) <= set(KEYS)
     path = tmp_path / "c.yaml"
     path.write_text("model:\n  trust_remote_code: false\n")
+    path.chmod(0o666)
     assert layers.gather(parse(["--config", str(path)]), {}).told("model.trust_remote_code")[0] is False  # type: ignore[index]
 
 

@@ -47,10 +47,12 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("server", ELSEWHERE.values(), ids=ELSEWHERE)
-def test_a_config_file_sends_no_key_to_another_machine(tmp_path: Path, server: str) -> None:
+def test_only_the_users_own_config_file_names_a_server_elsewhere(tmp_path: Path, server: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(f'grpo:\n  server: "{server}"\n')
-    with pytest.raises(Refusal, match=r"not taken from a file.*--grpo\.server") as problem:
+    assert layers.gather(parse(["--config", str(path)]), {}).told("grpo.server")[0] == server  # type: ignore[index]
+    path.chmod(0o666)
+    with pytest.raises(Refusal, match=r"config file of your own.*--grpo\.server") as problem:
         layers.gather(parse(["--config", str(path)]), {})
     assert problem.value.code == EX_CONFIG and str(path) in problem.value.line
     given = layers.gather(parse(["--config", str(path), "--grpo.server", server]), {})

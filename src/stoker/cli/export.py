@@ -1,4 +1,4 @@
-"""stoker export [MODEL] OUT [--stage NAME] [--dtype bf16|fp32] [--merge] [--gguf] [--tokenizer DIR] [--trust-remote-code]"""
+"""stoker export [MODEL] OUT [--stage NAME] [--dtype bf16|fp32] [--merge] [--gguf] [--force] [--tokenizer DIR] [--trust-remote-code]"""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ def parser() -> Parser:
         "MODEL",
         "a folder with weights, a run (path, id, name or latest), a speedrun's folder, or a checkpoint",
     )
-    made.option(
-        "out", "OUT", "the folder to write, or with --gguf the file; an earlier export there is replaced, nothing else"
-    )
+    made.option("out", "OUT", "the folder to write, or with --gguf the file; what exists is refused, see --force")
     made.option("--stage", "NAME", "which stage of a speedrun")
     made.add_argument(
         "--dtype",
@@ -39,6 +37,7 @@ def parser() -> Parser:
     )
     made.switch("--merge", "merge an adapter into the weights it was trained on, and write the whole model")
     made.switch("--gguf", "OUT is one GGUF file, not a folder; needs the package gguf")
+    made.switch("--force", "replace an earlier export at OUT; other files are never replaced")
     made.option("--tokenizer", "DIR", "the tokenizer's folder, if the model's folder has none")
     made.switch("--trust-remote-code", "run Python code of the folder that a checkpoint's model was loaded from")
     made.runs_dir()
@@ -60,9 +59,9 @@ def main(argv: list[str]) -> int:
             raise Refusal(line, EX_USAGE)
         from stoker.training.generate.gguf_file import write
 
-        write(found.folder, told.out, told.dtype, told.tokenizer, say)
+        write(found.folder, told.out, told.dtype, told.tokenizer, say, told.force)
         return 0
     from stoker.training.generate.exporting import export  # torch: seconds, and only once it is known what to do
 
-    export(found, told.out, told.dtype, told.tokenizer, say, told.trust_remote_code, told.merge)
+    export(found, told.out, told.dtype, told.tokenizer, say, told.trust_remote_code, told.merge, told.force)
     return 0

@@ -306,12 +306,12 @@ def _rows(told: argparse.Namespace, config: Config, folder: str, model: ModelCon
     from stoker.training.config import amount
 
     check_there(told.data)
+    tokenizer = config.tokenizer.path or tokenizer_in(folder)
     if told.stage == GRPO:
         return _Rows(amount.of_prompts(config))
     if told.stage in (REWARD, DPO):
-        pairs = config.dpo if told.stage == DPO else config.reward
-        return _Rows(amount.of_pairs(config, model.vocab_size, pairs))
-    tokenizer = config.tokenizer.path or tokenizer_in(folder)
+        here = os.path.isfile(os.path.join(tokenizer, hf_hub.TOKENIZER_FILES[0]))
+        return _Rows(amount.of_pairs(config, told.stage, tokenizer if here else "", model.vocab_size))
     if not os.path.isfile(os.path.join(tokenizer, hf_hub.TOKENIZER_FILES[0])):
         return _Rows(amount.estimated(config, model.vocab_size))
     config = replace(config, tokenizer=replace(config.tokenizer, path=tokenizer))
@@ -329,5 +329,5 @@ def _epoch(amount: Amount | None, config: Config) -> tuple[int, bool]:
     if amount is None or amount.unit == "prompts":
         return 0, True  # how long completions get is not known
     if amount.unit == "pairs":
-        return amount.samples * config.data.context_length, False
+        return amount.samples * config.data.context_length, False  # padding takes as long as tokens
     return amount.tokens, amount.exact

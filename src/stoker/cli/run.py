@@ -34,7 +34,7 @@ _EXAMPLES = """examples:
 
 exit codes: the guilty rank's own; 128+n for a signal; 70 where that would be 0 or was our doing; 0 only if every rank ended with exit code 0.
 refusals: 64 usage, 65 syntax error in script or config, 66 not found, 69 GPUs, driver or port not available, 71 system error,
-          73 runs folder can't be written, 75 --wait ran out, 78 bad config value."""
+          73 runs folder can't be written, 75 --wait ran out, 77 no permission, 78 bad config value."""
 
 
 def parser() -> Parser:

@@ -93,7 +93,7 @@ _SHORT = """--help-all lists the other {more} keys and every option of `stoker r
 A key whose name is clear without its section may be given without it, with - or _: --max-steps 10.
 preset < the stage's defaults (printed at the start) < config file < environment (STOKER_TRAIN_OPTIM_LEARNING_RATE) < flags"""
 _OF_LOADING = ("load", "engine", "trust_remote_code", "vocab_size")  # keys of `model` that count where one is loaded
-_RUN_MOST = ("nproc_per_node", "gpus", "hosts", "name", "max_restarts", "detach", "dry_run")
+_RUN_MOST = ("nproc_per_node", "gpus", "hosts", "name", "again", "max_restarts", "detach", "dry_run")
 
 
 def parser(stage: str | None = None, *, short: bool = False, default: Callable[[str], str] | None = None) -> Parser:
@@ -389,7 +389,10 @@ def _check_inputs(stage: str, config: Config) -> None:
         located(config.checkpoint.resume)
     for key, path in kind.files(values):
         if not path:
-            raise Refusal(f"stage {stage} needs --{key}: {KEYS[key].spec.help}", EX_USAGE)
+            line = f"stage {stage} needs --{key}"
+            if config.data.path:
+                line = f"stage {stage} does not read --data: give --{key} {config.data.path[0]}"
+            raise Refusal(f"{line}: {KEYS[key].spec.help}", EX_USAGE)
         if not os.path.exists(path) and not is_hub_id(path):
             raise Refusal(f"{key} {path}: no such file or folder", EX_NOINPUT)
 

@@ -1,4 +1,4 @@
-"""stoker web [RUN] [--port N] [--host ADDRESS] [--hosts FILE]; stoker web --save RUN FILE.html"""
+"""stoker web [RUN] [--port N] [--host ADDRESS] [--hosts FILE]; stoker web --save [RUN] FILE.html"""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ The page is for this machine only; from elsewhere use the `ssh -L` line that it 
 
 def parser() -> Parser:
     made = Parser(
-        "stoker web", "Runs, curves, ranks, GPUs and logs as a live page in the browser, until Ctrl-C.", _EXAMPLES
+        "stoker web",
+        "Runs, curves, ranks, GPUs and logs as a live page in the browser, until Ctrl-C.",
+        _EXAMPLES,
+        usage="stoker web [RUN] [options]",
     )
     made.run_argument("a run to open at once", default="the list of runs")
     made.option("--port", "N", f"port to listen on (default: {PORT}; 0: a free one)", int, default=PORT)
@@ -45,7 +48,9 @@ def parser() -> Parser:
     made.option("--hosts", "FILE|A,B", "these hosts instead of this machine: a hosts file, or a,b,c reached by ssh")
     made.option("--ssh-option", "OPT", "an option for the ssh client: --ssh-option=-p2222", action="append", default=[])
     made.option("--interval", "TIME", "look this often while a page is open (default: 2s)", duration, default=2.0)
-    made.add_argument("--save", nargs=2, metavar=("RUN", "FILE"), help="write a run as one HTML file, and end")
+    made.add_argument(
+        "--save", nargs="+", metavar="[RUN] FILE", help="write a run (default: the newest) as one HTML file, and end"
+    )
     made.switch("--all", "other users' runs in the folder, too (default: your own)")
     made.runs_dir()
     return made
@@ -58,17 +63,22 @@ def main(argv: list[str]) -> int:
         raise Refusal(f"--interval {told.interval:g}s is too short: at least {_LEAST_S}s", EX_USAGE)
     root = os.path.abspath(layout.runs_root(told.runs_dir, os.environ))
     if told.save:
-        return _save(root, *told.save)
+        *named, path = told.save
+        if len(named) + bool(told.run) > 1:
+            raise Refusal("--save takes one run and one file: stoker web --save [RUN] FILE", EX_USAGE)
+        return _save(root, named[0] if named else told.run, path)
     return _serve(told, root)
 
 
-def _save(root: str, which: str, path: str) -> int:
+def _save(root: str, which: str | None, path: str) -> int:
     from stoker.cli.why import verdict_of
     from stoker.contract.wholefile import refuse_other_kind, write_whole
     from stoker.control.show.web.saved import saved_page
 
     refuse_other_kind(path, b"<!doctype html", "an HTML page")
     run = finder.find(which, root)
+    if which is None:
+        say(f"the newest run: {printable(run.id)}")
     data = saved_page(run, verdict_of)
     try:
         write_whole(path, data)

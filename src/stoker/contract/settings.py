@@ -26,6 +26,12 @@ class Help(argparse.RawDescriptionHelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return wrapped(super()._fill_text(text, width, indent), width, hanging=0)
 
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        """Print a metavar of several words, such as "[RUN] FILE", once."""
+        if isinstance(action.metavar, str) and " " in action.metavar:
+            return action.metavar
+        return super()._format_args(action, default_metavar)
+
 
 class Parser(argparse.ArgumentParser):
     """Raises Refusal instead of exiting, and suggests a flag. With an `epilog` line breaks of texts stay."""

@@ -148,6 +148,7 @@ class Coordinator:
             abandon(place)
             raise
         if self.options.dry_run:
+            self._say_place(place)
             self._print_plan(plan, place)
             return None
         try:
@@ -266,6 +267,12 @@ class Coordinator:
                 self._say(f"stoker: what to do: {_inline(verdict.fix[0])}", colour=colour)
             why = f"`stoker why {shlex.quote(place.id)}` says more"
             self._say(f"stoker: {verdict.status} after {took}, exit code {verdict.exit_code}; {why}", colour=colour)
+
+    def _say_place(self, place: RunPlace) -> None:
+        """Print where a dry run would record, and what its --name means, as the start does."""
+        if self.options.quiet is False:
+            for line in filter(None, (place.elsewhere, *place.notice.splitlines())):
+                self._say(line)
 
     def _print_plan(self, plan: RunPlan, place: RunPlace) -> None:
         import json

@@ -305,7 +305,8 @@ def rank_argv(place: Place, plan: RunPlan) -> list[str]:
     return [plan.pythons.get(place.host, words[0]), *words[1:]]
 
 
-_TRAVEL = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "HF_", "OMP_", "STOKER_ROLE_")
+# Beginnings of variables that ranks on other hosts are given, too.
+_TRAVEL = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "HF_", "OMP_", "STOKER_ROLE_", names.MEMORY_PLAN)
 _STAY = ("CUDA_VISIBLE_DEVICES",)  # says which of this machine's GPUs are meant
 
 

@@ -99,6 +99,7 @@ class JobCoordinator(Coordinator):
             ports = free_ports(specs, here=found.described is None)
             shown = planned(specs, dealt, found.lines, found.hosts)
             if self.options.dry_run:
+                self._say_place(place)
                 self._print_job(shown, place, order_lines(specs, dealt, ports))
                 return None
             environment = self._lock(dealt, place)

@@ -25,6 +25,7 @@ TICK_S = 0.1
 REDRAW_S = 1.0  # a rank writes no sooner down where it is
 LONGEST_WAIT_S = 30.0
 SERVICES_S = 1.0  # between two searches for roles that have become services
+REPORT_LEFT_S = 10.0  # after a role has ended: the others may be ending, too, or be servers that don't listen yet
 LIVED_S = 60.0  # one that lived as long was no crash loop
 LOOP, LOOP_S = 5, 600.0  # the same failure so often within this time is a loop
 _CHANCE = ("rank.killed", "rank.signal", "hang.stopped")  # somebody's doing from outside: no sign of a loop
@@ -62,6 +63,8 @@ class Running:
         self._stop = 0  # a signal that we got
         self._watched, self._drawn = watched, 0.0
         self._searched_services = 0.0
+        self._ended_unreported: list[RoleRun] = []  # completed roles, until it is reported what the job waits for
+        self._report_left_at = 0.0
 
     def run(self) -> Verdict:
         self._warn_if_all_are_services()
@@ -74,6 +77,7 @@ class Running:
             for role in self._roles.values():
                 self._look_at(role)
             self._find_services()
+            self._report_what_is_left()
             self._draw()
             self._outcome = self._outcome or self._blame.decided()
             if all(role.child is None for role in self._roles.values()) and (self._outcome or self._again):
@@ -207,21 +211,29 @@ class Running:
         if verdict.status == "completed" and role.spec.restart != ALWAYS:
             self._say(f"✓ role {role.name}: {verdict.summary}")
             self._settle()
-            self._say_what_is_left(role)
+            if not self._ended_unreported:
+                self._report_left_at = time.monotonic() + REPORT_LEFT_S
+            self._ended_unreported.append(role)
             return
         self._fail(role, verdict)
 
-    def _say_what_is_left(self, ended: RoleRun) -> None:
-        """Say which roles the job still waits for, and how a server is left out of that.
+    def _report_what_is_left(self) -> None:
+        """Report which roles the job still waits for some seconds after a role has completed.
 
         The clients of a server that ended with exit code 0 are left alone: they may have told it to end.
         """
-        asking = [role.name for role in self._living() if ended.name in role.spec.after]
-        if asking and ended.spec.serves and self._outcome is None:
-            line = f"role {ended.name} has ended with exit code 0 while {' and '.join(asking)} may still need it"
-            self._say(f"stoker: {line}", colour=WARNING)
+        if not self._ended_unreported or time.monotonic() < self._report_left_at:
+            return
+        ended, self._ended_unreported = self._ended_unreported, []
+        if self._outcome is not None or self._again or self._stop:
+            return
+        for server in (role for role in ended if role.spec.serves and role.state == ENDED):
+            clients = [role.name for role in self._living() if server.name in role.spec.after]
+            if clients:
+                line = f"role {server.name} has ended with exit code 0 while {' and '.join(clients)} may still need it"
+                self._say(f"stoker: {line}", colour=WARNING)
         left = [role.name for role in self._required() if role.child is not None]
-        if left and self._outcome is None:
+        if left:
             hint = "a server is not waited for if it listens on STOKER_PORT or calls stoker.mark('READY')"
             line = f"the job continues until {' and '.join(left)} {_has(left)} ended, too"
             self._say(f"stoker: {line}; {hint} (`stoker docs roles`)")

@@ -20,6 +20,8 @@ FEWEST = 5  # of them that must hold points of both
 # Student's t, two-sided 95 %, by degrees of freedom.
 _T = {4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 _LARGEST = 1e150  # of a value that is compared: the squares of these are numbers, too
+_RECIPES = "stoker.training.recipes."  # the module of a stage's program
+_DIGEST = 12  # characters of a digest that are shown
 # Where a run is, and what it derives from that: no settings.
 _LEFT_OUT = ("checkpoint.folder", "run.name", "name")
 
@@ -97,13 +99,16 @@ def at_equal_step(curves: Sequence[Curve]) -> tuple[int, list[float]] | None:
 
 
 def settings_of(run: reader.Run) -> dict[str, str]:
-    """Dotted name -> value as text: the keys of a run that trains; else its command; and what it ran on."""
+    """Return dotted name -> value as text: the keys of a run that trains, else its command; its files; its machine."""
     found = {name: value for name, value in _config(run.dir).items() if name not in _LEFT_OUT}
     data = run.data
-    if not found:
+    if found:
+        found["stage"] = str(data.get("script")).removeprefix(_RECIPES)
+    else:
         found["command"] = " ".join(map(str, [data.get("script"), *_listed(data.get("args"))]))
         request = data.get("request") or {}
         found |= {f"run.{name}": _text(value) for name, value in request.items() if name != "name"}
+    found |= _digests(data, found)
     plan, versions = data.get("plan") or {}, data.get("versions") or {}
     found["ranks"] = _text(plan.get("world_size"))
     found |= {f"version.{name}": _text(value) for name, value in versions.items()}
@@ -117,6 +122,22 @@ def settings_of(run: reader.Run) -> dict[str, str]:
     ]
     found["gpus"] = ", ".join(sorted({f"{cards.count(name)}x {name}" for name in cards})) or "none"
     return {name: printable(value, 200) for name, value in found.items()}
+
+
+def _digests(data: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, str]:
+    """Return the digests of the files that the run read, by the setting that names them: the file may have changed."""
+    digests: dict[str, list[str]] = {}
+    for pair in _listed(data.get("contents")):
+        if not isinstance(pair, list) or len(pair) != 2:
+            continue
+        label = str(pair[0])
+        name = label.partition(" ")[0]  # "dpo.pairs pairs.jsonl"
+        if label == data.get("script"):
+            name = "script"
+        elif name not in settings:
+            name = label.replace(f" that {data.get('script')} imports", "")
+        digests.setdefault(f"digest of {name}", []).append(str(pair[1])[:_DIGEST])
+    return {name: ", ".join(values) for name, values in digests.items()}
 
 
 def _listed(value: Any) -> list[Any]:

@@ -60,6 +60,8 @@ class JobFolder(RunFolder):
         if main is not None:
             learned = parts[main.record.name]
             made = replace(made, **{name: getattr(learned, name) for name in _TOLD}, curve=learned.curve)
+        started = 1 + sum(made.restarts.values()) if parts else 0  # all roles together
+        made = replace(made, attempts=max([started, *(part.attempts for part in parts.values())]))
         restarts = dict(made.restarts)
         for cause, count in ((cause, count) for part in parts.values() for cause, count in part.restarts.items()):
             restarts[cause] = restarts.get(cause, 0) + count

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from stoker.contract.effort import looking_at_file
 from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.progress import Progress
 from stoker.contract.shape import shape
 from stoker.training.config.schema import Config
 from stoker.training.data.formats.table import TEXT
@@ -29,7 +30,6 @@ PARQUET = 2.5
 PARQUET_ROW = 500  # bytes of the file for a row, where nobody counts them
 CHAT_TEXT = 0.75  # of a chat's row is text, the rest JSON
 FILL = 0.95  # of packed rows is not padding
-PAIR_TOKENS = 1.2  # a pair's row has its prompt once, and the model reads it twice
 
 
 @shape
@@ -41,7 +41,7 @@ class Amount:
     unit: str  # tokens, conversations, pairs or prompts
     tokens: int = 0  # 0: nobody counted them
     exact: bool = True
-    held_out: int = 0  # tokens of a validation; 0: nobody counted them, or there are none
+    held_out: int | None = None  # tokens of a validation; None: nobody counted them
     how: str = ""  # an estimate was made, in words
 
 
@@ -79,7 +79,8 @@ def estimated(config: Config, vocabulary: int) -> Amount | None:
     tokens = int(all_tokens * (1 - held_out))
     context = config.data.context_length
     samples = max(int(tokens / context / (FILL if chat else 1.0)), 1)
-    aside = int(tokens * held_out / (1 - held_out))
+    share = share_of(config.data.validation)
+    aside = None if share is None else int(tokens * share / (1 - share))
     limit = config.data.max_samples
     if limit and limit < samples:
         tokens, samples = tokens * limit // samples, limit
@@ -117,15 +118,48 @@ def _encoded(config: Config, files: Sequence[str]) -> tuple[int, int] | None:
     return sum(one.tokens for one in shown), sum(one.rows for one in shown)
 
 
-def of_pairs(config: Config, vocabulary: int, given: RewardConfig | DpoConfig | None = None) -> Amount:
-    """The pairs are counted; how many rows they fill is estimated. `given`: the section that names them."""
-    given = given or config.reward
-    path, held_out, context = given.pairs, given.held_out, config.data.context_length
-    pairs = max(lines_in(path), 1)
-    trained = pairs if held_out else pairs - max(pairs // 10, 1)
-    tokens = _unpacked(path) * trained / pairs * PAIR_TOKENS / _bytes_per_token(config, vocabulary)
-    aside = 0 if held_out else int(tokens * (pairs - trained) / max(trained, 1))
-    return Amount(max(int(tokens / context), 1), max(trained, 1), "pairs", exact=False, held_out=aside)
+def of_pairs(config: Config, stage: str, tokenizer: str, vocabulary: int) -> Amount:
+    """Count the pairs of stage `reward` or `dpo` and the rows that they fill, as training packs them.
+
+    `tokenizer` is a folder or `bytes`. If it is empty, the tokens are a guess from the length of the texts.
+    Raises Refusal where training would refuse the files.
+    """
+    from stoker.training.reward.pairs import pack_in_order, pair_sizes
+
+    given: RewardConfig | DpoConfig = getattr(config, stage)
+    context = config.data.context_length
+    if tokenizer:
+        from stoker.training.tokenizer.tokenizer import load
+
+        total = sum(lines_in(path) for path in (given.pairs, given.held_out) if path)
+        with Progress("tokenizing pairs", total, unit="pairs") as progress:
+            files = given.pairs, given.held_out
+            train, held_out = pair_sizes(*files, load(tokenizer), context, stage, progress.tick)
+    else:
+        train = _guessed_pair_sizes(given.pairs, config, vocabulary)
+        count = 0 if given.held_out else max(len(train) // 10, 1)
+        train, held_out = train[: len(train) - count], train[len(train) - count :]
+    rows = pack_in_order(train, context)[: config.data.max_samples or None]
+    used = train[: sum(len(row) for row in rows)]
+    how = "" if tokenizer else GUESSED
+    aside = sum(held_out) if tokenizer or not given.held_out else None
+    return Amount(max(len(rows), 1), max(len(used), 1), "pairs", sum(used), bool(tokenizer), aside, how)
+
+
+def _guessed_pair_sizes(path: str, config: Config, vocabulary: int) -> list[int]:
+    """Return about how many tokens each pair has that fits the context length: both answers, each with the prompt."""
+    from stoker.training.data.formats.format import Unusable
+    from stoker.training.data.formats.preferences import preference
+
+    sizes = []
+    for _, row in rows(path):
+        try:
+            pair = preference(row)
+        except Unusable:
+            continue
+        texts = [text for _, text in (*pair.prompt, *pair.chosen, *pair.prompt, *pair.rejected)]
+        sizes.append(round(sum(len(text.encode()) for text in texts) / _bytes_per_token(config, vocabulary)))
+    return [size for size in sizes if size <= config.data.context_length]
 
 
 def of_prompts(config: Config) -> Amount:

@@ -89,7 +89,7 @@ def _eval_every(learning: Learning, config: Config, at: Situation) -> int:
     every = max(min(-(-steps // EVALUATIONS), config.train.eval_every or steps), 1)
     if config.train.patience:  # whoever gave it wants to hear often
         return every
-    context, held_out = config.data.context_length, at.amount.held_out
+    context, held_out = config.data.context_length, at.amount.held_out or 0
     read = min(held_out, config.train.eval_tokens or held_out)
     typical = at.amount.samples * context // max(at.amount.count, 1)
     answers = config.train.samples * ANSWERED * min(typical + ANSWERED, context)

@@ -19,11 +19,11 @@ from stoker.training.config.schema import SECTIONS
 from stoker.training.rl.config import names_code, reaches_elsewhere
 
 PREFIX = "STOKER_TRAIN_"
-# A config file may come from anybody: what it may not switch on, by whatever name or alias. Flags and variables may.
-NOT_IN_A_FILE: dict[str, Callable[[Any], bool]] = {
-    "model.trust_remote_code": bool, "grpo.server": reaches_elsewhere,
+# Values that let code run, or send the API key and the prompts to another machine: taken from flags, variables and the
+# user's own config file, not from one that somebody else wrote.
+ONLY_IN_OWN_FILE: dict[str, Callable[[Any], bool]] = {
+    "model.trust_remote_code": bool, "grpo.server": reaches_elsewhere, "grpo.reward": names_code,
 }  # fmt: skip
-REWARD = "grpo.reward"  # may name code in a file of the user's own
 _HUB_CACHE = re.compile(r"/(?:models|datasets|spaces)--[^/]+/(?:snapshots|blobs)/")
 
 
@@ -77,33 +77,29 @@ def gather(flags: Sequence[Flag], environment: Mapping[str, str]) -> Layers:
     path = files[0].text if files else ""
     file, run = from_file(path) if path else (Layer(), {})
     layers = Layers(file, from_environment(environment), from_flags(flags), run, path)
-    _refuse_not_in_a_file(layers)
-    if names_code(file.values.get(REWARD, ())) and layers.told(REWARD) == (file.values[REWARD], file.origins[REWARD]):
-        _refuse_foreign_code(path, file.origins[REWARD])
+    _refuse_from_foreign_file(layers)
     return layers
 
 
-def _refuse_foreign_code(path: str, origin: Origin) -> None:
-    """Raise Refusal unless the config file that names code is the user's own."""
-    if path in shipped():
-        why = "comes with Stoker"
-    elif _HUB_CACHE.search(os.path.realpath(path)):
-        why = "was downloaded from the hub"
-    else:
-        why = why_not_ours_alone(path)
-    if why:
-        line = f"{origin.words} names code, which is taken only from a config file of your own, and this one is not"
-        raise Refusal(f"{line}: it {why.removeprefix('it ')}; copy it, or give --{REWARD}", origin.code)
-
-
-def _refuse_not_in_a_file(layers: Layers) -> None:
-    """A run's own config.yaml holds every key: the default is no harm, nor what a flag or variable says anyway."""
+def _refuse_from_foreign_file(layers: Layers) -> None:
+    """Raise Refusal where a value in ONLY_IN_OWN_FILE counts that stands in a config file which is not the user's own."""
     given = layers.environment.values.keys() | layers.flags.values.keys()
-    for dotted, is_harmful in NOT_IN_A_FILE.items():
-        if is_harmful(layers.file.values.get(dotted, KEYS[dotted].default)) and dotted not in given:
-            where = layers.file.origins[dotted]
-            line = f"{where.words} is not taken from a file, which another person may have written: if you want it, give --{dotted}"
-            raise Refusal(line, where.code)
+    for dotted, is_harmful in ONLY_IN_OWN_FILE.items():
+        if dotted in given or not is_harmful(layers.file.values.get(dotted, KEYS[dotted].default)):
+            continue
+        if why := _why_not_own(layers.path):
+            origin = layers.file.origins[dotted]
+            line = f"{origin.words} is taken only from a config file of your own, and this one is not: it {why}"
+            raise Refusal(f"{line}; copy the file, or give --{dotted}", origin.code)
+
+
+def _why_not_own(path: str) -> str:
+    """Return why a config file may be somebody else's; empty if it is the user's own."""
+    if path in shipped():
+        return "comes with Stoker"
+    if _HUB_CACHE.search(os.path.realpath(path)):
+        return "was downloaded from the hub"
+    return why_not_ours_alone(path).removeprefix("it ")
 
 
 def from_flags(flags: Sequence[Flag]) -> Layer:

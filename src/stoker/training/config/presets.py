@@ -17,7 +17,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "model.depth": 2, "tokenizer.vocab_size": 1024, "tokenizer.train_megabytes": 8, "data.context_length": 256, "batch.tokens": 512, "batch.micro": 2,
         "optim.learning_rate": 1e-3, "optim.warmup_ratio": 0.1, "compute.compile": "off", "compute.deterministic": True,
         "train.max_steps": 10, "train.log_every": 1, "train.eval_every": 5, "train.eval_tokens": 16_384, "train.log_samples": True, "train.debug": True, "train.samples": 0,
-        "checkpoint.every_steps": 5,
+        "checkpoint.every_steps": 5, "grpo.prompts_per_step": 4, "grpo.group": 4, "generate.new_tokens": 32,
     },
     "small": {
         "model.depth": 4, "tokenizer.vocab_size": 4096, "tokenizer.train_megabytes": 32, "data.context_length": 256, "batch.tokens": 4096, "batch.micro": 8,

@@ -54,8 +54,8 @@ def summary(plan: Plan) -> str:
     step = f"{size:,} tokens a step" if size else f"{plan.wish.samples:,} completions a step"
     about = f" ({plan.about})" if plan.about else ""
     return (
-        f"memory plan: {amount(share.planned.total)} of {amount(share.card.free)} free on {card} with micro-batch"
-        f" {plan.settings.micro}, {step}{about}"
+        f"memory plan: {amount(share.planned.total)} of tensors, {amount(share.needs)} with the CUDA context and a margin,"
+        f" of {amount(share.card.free)} free on {card}, micro-batch {plan.settings.micro}, {step}{about}"
     )
 
 

@@ -34,6 +34,7 @@ class Injection:
     rank: int | None = None  # None: all of them
     value: float = math.nan
     gradient: bool = False
+    text: str = ""  # as nan.inject has it
 
 
 def parse(text: str) -> Injection | None:
@@ -49,7 +50,7 @@ def parse(text: str) -> Injection | None:
         )
     value = math.nan if found["kind"] in (None, "nan") else math.inf
     rank = int(found["rank"]) if found["rank"] else None
-    return Injection(found["where"], int(found["step"]), rank, value, found["kind"] == "grad")
+    return Injection(found["where"], int(found["step"]), rank, value, found["kind"] == "grad", text.strip())
 
 
 def misplaced(told: Injection, layers: int) -> str:

@@ -47,6 +47,9 @@ def decide(reports: Sequence[Report]) -> Culprits:
     first = [one for one in ordered if PHASES.index(one.phase) == worst]
     ranks = tuple(one.rank for one in first)
     line = f"step {step}: {_what(first[0])} {_ranks(ranks, ordered[0].world)}{_ids(first)}{_others(first)}"
+    injected = next((one.injected for one in first if one.injected), "")
+    if injected:
+        line += f"; injected by nan.inject {injected}, to test"
     return Culprits(ranks, line)
 
 
@@ -147,6 +150,8 @@ def _last_line(problem: str) -> str:
 
 
 def advice(report: Report) -> tuple[str, ...]:
+    if report.injected:
+        return (f"nothing to fix: nan.inject {report.injected} put this value there, to test; leave it out to train",)
     if report.phase == phases.PARAMETERS:
         return (_LAST_GOOD, _GENTLER, "if it is there at the first step: the loaded weights are damaged")
     if report.phase == phases.TARGETS:

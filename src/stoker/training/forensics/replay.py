@@ -49,6 +49,11 @@ class Drill:
             modules = {name: module for name, module in model.named_modules() if name}
             _of_name(modules, self._injection.where, "module").register_forward_hook(self._spoil)
 
+    @property
+    def injected(self) -> str:
+        """The value of nan.inject if this rank injects a fault into this step, else empty."""
+        return self._injection.text if self._injection is not None and self._due() else ""
+
     def _due(self) -> bool:
         return self._injection is not None and self.step == self._injection.step
 

@@ -66,6 +66,7 @@ class Report:
     verdict: str = ""
     advice: tuple[str, ...] = ()
     problem: str = ""  # the traceback of a replay that raised
+    injected: str = ""  # the value of nan.inject, where it put a bad value into this step on this rank
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:

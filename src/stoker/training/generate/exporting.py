@@ -30,7 +30,15 @@ from stoker.training.model.config import AdapterConfig, ModelConfig, check_optio
 from stoker.training.model.hf_config import base_of, kept_text, shape_for, shape_of, tokenizer_in
 from stoker.training.model.hf_files import places, refuse_holes, refuse_large_tensors
 from stoker.training.model.hf_read import Added, Source, added_by
-from stoker.training.model.hf_write import CARD, CARD_MARK, EXPORTED, SCORE, beside, refuse_other_models
+from stoker.training.model.hf_write import (
+    CARD,
+    CARD_MARK,
+    EXPORTED,
+    SCORE,
+    beside,
+    refuse_existing,
+    refuse_other_models,
+)
 from stoker.training.tokenizer.chat import write_template
 from stoker.training.tokenizer.tokenizer import Tokenizer
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
@@ -92,12 +100,16 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def export(
     found: Found, out: str, dtype: str | None, tokenizer: str | None, say: Say, trust_remote_code: bool = False,
-    merge: bool = False,
+    merge: bool = False, overwrite: bool = True,
 ) -> None:  # fmt: skip
-    """`trust_remote_code`: Python code of the folder that a checkpoint's model was loaded from may run. `merge`: an adapter
-    becomes part of the weights.
+    """Write the model to the folder `out`, in transformers' format.
+
+    `trust_remote_code` allows Python code of the folder that a checkpoint's model was loaded from. `merge` makes an adapter
+    part of the weights. Without `overwrite` an earlier export in `out` is refused; other files always are.
     """
     refuse_other_models(out)
+    if not overwrite:
+        refuse_existing(out)
     with reading(found.folder):
         _export(found, out, dtype, tokenizer, say, trust_remote_code, merge)
 

@@ -30,7 +30,7 @@ from stoker.training.model.config import ModelConfig, lacking
 from stoker.training.model.families import family_of
 from stoker.training.model.hf_config import Stored, base_of, is_quantized, shape_of
 from stoker.training.model.hf_files import check, places, refuse_holes, refuse_large_tensors
-from stoker.training.model.hf_write import refuse_anothers
+from stoker.training.model.hf_write import refuse_anothers, refuse_existing
 from stoker.training.tokenizer.definition import GGUF_BYTE_LEVEL, GGUF_SPLITTERS, GGUF_SPLITTERS_WHOLE_WORDS
 from stoker.training.tokenizer.template import DEFAULT, templates_of
 from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -52,8 +52,13 @@ class _Entry:
     dtype: torch.dtype  # vectors are always fp32 there
 
 
-def write(folder: str, out: str, dtype: str | None, tokenizer: str | None, say: Say) -> None:
-    """`out`: there when it is complete; an earlier one is replaced."""
+def write(
+    folder: str, out: str, dtype: str | None, tokenizer: str | None, say: Say, overwrite: bool = True
+) -> None:  # fmt: skip
+    """Write the model to the file `out`, which appears when it is complete.
+
+    Without `overwrite` an earlier export there is refused; any other file always is.
+    """
     if not out.endswith(ENDING):
         raise Refusal(f"{out}: a GGUF file's name ends in {ENDING}", EX_CANTCREAT)
     if os.path.isdir(out):
@@ -63,6 +68,8 @@ def write(folder: str, out: str, dtype: str | None, tokenizer: str | None, say: 
         raise Refusal(line, EX_CANTCREAT)
     if os.path.lexists(out):
         refuse_anothers(out)
+    if not overwrite:
+        refuse_existing(out)
     if base_of(folder) != folder or is_quantized(folder):
         what = "an adapter: export it with --merge first" if base_of(folder) != folder else "in 4 bits: export it first"
         raise Refusal(f"{folder} is {what}, then export that folder with --gguf", EX_USAGE)

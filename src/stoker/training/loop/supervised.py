@@ -13,7 +13,7 @@ from torch import Tensor
 
 import stoker
 from stoker.contract import layout
-from stoker.contract.shape import shape
+from stoker.contract.shape import replace, shape
 from stoker.contract.untrusted import printable_lines
 from stoker.contract.wholefile import APPEND, write_whole
 from stoker.training.balance.plan import Balancer
@@ -171,6 +171,7 @@ class Supervised(Task):
         ]
         again = replay.Replay(micro_batches, after=parts.drill.spoil_gradients)
         known = Report(batch.step, group.rank, group.world, group.label, numbers.loss, numbers.norm)
+        known = replace(known, injected=parts.drill.injected)
         found = replay.investigate(parts.model, again, known)
         culprits = decide([Report.from_json(one) for one in group.all(found.report.to_json())])
         where = ""

@@ -232,6 +232,13 @@ def refuse_other_models(folder: str) -> None:
         )
 
 
+def refuse_existing(out: str) -> None:
+    """Raise Refusal if there is an earlier export at `out`. An empty folder is none."""
+    if os.path.lexists(out) and not (os.path.isdir(out) and not os.listdir(out)):
+        line = f"{out} already exists: give another name, or --force to replace it"
+        raise Refusal(line, EX_CANTCREAT)
+
+
 def refuse_anothers(path: str) -> None:
     """An export that bears our mark may be another user's, which root could replace."""
     owner = os.lstat(path).st_uid

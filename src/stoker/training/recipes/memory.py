@@ -169,7 +169,7 @@ class MemoryRecord:
     def __init__(
         self, c: Config, stage: str, held: Holding, own: tuple[Planned | None, str], folder: str, voice: Voice
     ) -> None:
-        """`own`: this rank's plan, for runs that `stoker train` has not planned (torchrun, other hosts)."""
+        """`own`: this rank's plan, for runs that `stoker train` has not planned, such as those of torchrun."""
         self._c, self._stage, self._held, self._voice = c, stage, held, voice
         self._path = os.path.join(folder, layout.MEMORY)
         device = held.group.device

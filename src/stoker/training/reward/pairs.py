@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from stoker.training.tokenizer.tokenizer import Tokenizer
 # All of them are in every rank's memory, 1.5 KB each, besides their tokens: so many in any case, and one for so many of the file's bytes.
 MOST_PAIRS, BYTES_A_PAIR = 1_000_000, 32
 Say = Callable[[str], None]
+T = TypeVar("T")
 Prompt = str | Sequence[dict[str, Any]]
 
 
@@ -43,6 +44,11 @@ class Pair:
     kind: str
     learned: NDArray[np.bool_]  # of `better`: the tokens of the answer
     learned_worse: NDArray[np.bool_]
+
+    @property
+    def size(self) -> int:
+        """The tokens of both answers with their prompts."""
+        return len(self.better) + len(self.worse)
 
 
 def messages_of(prompt: Prompt) -> list[tuple[str, bytes]]:
@@ -81,33 +87,75 @@ def lengths_of(path: str, tokenizer: Tokenizer) -> list[int]:
                 pair = encode(preference(row), tokenizer)
         except Unusable:
             continue
-        found.append(len(pair.better) + len(pair.worse))
+        found.append(pair.size)
     return found
 
 
 def pairs_of(
     path: str, held_out: str, tokenizer: Tokenizer, context: int, section: str, say: Say
 ) -> tuple[list[Pair], list[Pair]]:
-    """(those to learn from, those to measure by): two files, or the last tenth of one is held out."""
+    """Return the pairs to train on and the pairs to measure by: two files, or the last tenth of one is held out."""
+    pairs, measured = _usable_pairs(path, held_out, tokenizer, context, section, say)
+    return _split(list(pairs), list(measured), f"{section}.pairs {path}", section, say)
+
+
+def pair_sizes(
+    path: str, held_out: str, tokenizer: Tokenizer, context: int, section: str, tick: Callable[[], None]
+) -> tuple[list[int], list[int]]:
+    """Return the tokens of each pair that `pairs_of` returns, without keeping the pairs in memory.
+
+    Calls `tick` after each pair.
+    """
+    sizes: tuple[list[int], list[int]] = ([], [])
+    files = _usable_pairs(path, held_out, tokenizer, context, section, lambda line: None)
+    for own, pairs in zip(sizes, files, strict=True):
+        for pair in pairs:
+            own.append(pair.size)
+            tick()
+    return _split(*sizes, f"{section}.pairs {path}", section, lambda line: None)
+
+
+def _usable_pairs(
+    path: str, held_out: str, tokenizer: Tokenizer, context: int, section: str, say: Say
+) -> tuple[Iterable[Pair], Iterable[Pair]]:
+    """Return the pairs of both files as iterators; that of an unnamed held-out file is empty."""
     if not path:
         raise Refusal(f"{section}.pairs is empty: name a file of rows with chosen and rejected", EX_USAGE)
-    pairs = read_pairs(_rows(path), tokenizer, context, f"{section}.pairs {path}", say)
-    say(f"{section}.pairs {path}: {counted(len(pairs), 'pair')} in the format preference (chosen and rejected answers)")
+    pairs = iterate_pairs(_rows(path), tokenizer, context, f"{section}.pairs {path}", say)
+    if not held_out:
+        return pairs, ()
+    return pairs, iterate_pairs(_rows(held_out), tokenizer, context, f"{section}.held_out {held_out}", say)
+
+
+def _split(pairs: list[T], held_out: list[T], where: str, section: str, say: Say) -> tuple[list[T], list[T]]:
+    """Hold out the last tenth of `pairs` unless there are held-out ones."""
+    say(f"{where}: {counted(len(pairs), 'pair')} in the format preference (chosen and rejected answers)")
     if held_out:
-        return pairs, read_pairs(_rows(held_out), tokenizer, context, f"{section}.held_out {held_out}", say)
+        return pairs, held_out
     if len(pairs) < 2:
-        line = f"{section}.pairs {path} has one pair, and one must be held out"
+        line = f"{where} has one pair, and one must be held out"
         raise Refusal(f"{line}: give more, or {section}.held_out", EX_DATAERR)
-    kept = max(len(pairs) // 10, 1)
-    return pairs[:-kept], pairs[-kept:]
+    count = max(len(pairs) // 10, 1)
+    return pairs[:-count], pairs[-count:]
 
 
 def read_pairs(
     numbered: Iterable[tuple[int, Mapping[str, Any]]], tokenizer: Tokenizer, context: int, where: str, say: Say
 ) -> list[Pair]:
-    """Rows that are no pair are refused from 1 % on; pairs that are too long where more than half of them are."""
+    """Return the usable pairs of these rows; see `iterate_pairs`."""
+    return list(iterate_pairs(numbered, tokenizer, context, where, say))
+
+
+def iterate_pairs(
+    numbered: Iterable[tuple[int, Mapping[str, Any]]], tokenizer: Tokenizer, context: int, where: str, say: Say
+) -> Iterator[Pair]:
+    """Yield the usable pairs of these rows.
+
+    At the end it reports what was left out. Raises Refusal if 1 % of the rows or more are no pairs, or if more than half
+    of them are longer than `context`.
+    """
     chat.check(tokenizer)
-    pairs: list[Pair] = []
+    usable = 0
     wrong = Reasons()
     long = Reasons()
     for number, row in numbered:
@@ -116,15 +164,18 @@ def read_pairs(
                 pair = encode(preference(row), tokenizer)
         except Unusable as problem:
             wrong.add(str(problem), number)
-            if is_hopeless(wrong.count, len(pairs)):
-                line = f"{where}: {wrong.count:,} of its first {wrong.count + len(pairs):,} rows are not usable pairs: {wrong}"
+            if is_hopeless(wrong.count, usable):
+                line = (
+                    f"{where}: {wrong.count:,} of its first {wrong.count + usable:,} rows are not usable pairs: {wrong}"
+                )
                 raise Refusal(line, EX_DATAERR) from problem
             continue
-        if (size := len(pair.better) + len(pair.worse)) > context:
-            long.add(too_long(context), number, size)
+        if pair.size > context:
+            long.add(too_long(context), number, pair.size)
         else:
-            pairs.append(pair)
-    total = len(pairs) + wrong.count + long.count
+            usable += 1
+            yield pair
+    total = usable + wrong.count + long.count
     if wrong.count:
         line = f"{where}: {wrong.count:,} of {total:,} rows are not usable pairs: {wrong}"
         if wrong.count >= TOLERATED * total:
@@ -132,12 +183,11 @@ def read_pairs(
         say(f"{line}; left out")
     if long.count:
         line = f"{where}: {long.count:,} of {total:,} pairs are too long: {long}"
-        if not pairs or long.count > MOST_LONG * total:
+        if not usable or long.count > MOST_LONG * total:
             raise Refusal(f"{line}; raise data.context_length: the longest needs {long.largest:,}", EX_DATAERR)
         say(f"{line}; left out, and the longest needs data.context_length {long.largest:,}")
-    if not pairs:
+    if not usable:
         raise Refusal(f"{where} has no rows", EX_NOINPUT)
-    return pairs
 
 
 def too_long(context: int) -> str:
@@ -147,6 +197,19 @@ def too_long(context: int) -> str:
 def encode(pair: Preference, tokenizer: Tokenizer) -> Pair:
     (better, learned), (worse, learned_worse) = pair_ids(pair, tokenizer)
     return Pair(better, worse, pair.kind, learned, learned_worse)
+
+
+def pack_in_order(sizes: Sequence[int], context: int) -> list[list[int]]:
+    """Return the indices of the pairs in each row: a new row begins where the next pair does not fit."""
+    rows: list[list[int]] = []
+    free = 0
+    for index, size in enumerate(sizes):
+        if size > free:
+            rows.append([])
+            free = context
+        rows[-1].append(index)
+        free -= size
+    return rows
 
 
 class PairRows:
@@ -160,15 +223,8 @@ class PairRows:
 
     def __init__(self, pairs: Sequence[Pair], context: int, pad: int, answers: bool = False) -> None:
         self.context, self._pad, self.pairs, self._answers = context, pad, pairs, answers
-        self._rows: list[list[Pair]] = []
-        room = 0
-        for pair in pairs:
-            size = len(pair.better) + len(pair.worse)
-            if size > room:
-                self._rows.append([])
-                room = context
-            self._rows[-1].append(pair)
-            room -= size
+        rows = pack_in_order([pair.size for pair in pairs], context)
+        self._rows = [[pairs[index] for index in row] for row in rows]
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -74,8 +74,12 @@ def _choices(
         "--epochs or --max-steps",
         ("train.max_steps", "train.epochs"),
     )
-    if not learning.prompts and at.amount is not None and config.train.eval_every <= steps:
-        yield Choice("validation", _validation(config.train.eval_every, steps), "--eval-every", ("train.eval_every",))
+    if not learning.prompts and at.amount is not None:
+        if at.amount.held_out == 0:
+            yield Choice("validation", "none: no data is held out", "--data.validation", ("data.validation",))
+        else:
+            when = _validation(config.train.eval_every, steps)
+            yield Choice("validation", when, "--eval-every", ("train.eval_every",))
     yield Choice("row length", f"{counted(context, 'token')}", "--context-length", (CONTEXT,))
     dtype = {"auto": "fp32" if on_cpu else "bf16, or fp16 with loss scaling on a card without it"}.get(
         config.compute.dtype, config.compute.dtype
@@ -100,7 +104,9 @@ def _count(amount: Amount) -> str:
 
 
 def _validation(every: int, steps: int) -> str:
-    return f"every {counted(every, 'step')}, {counted(-(-steps // every), 'time')}" if every else "at the end only"
+    if not every or every >= steps:
+        return "at the end only"
+    return f"every {counted(every, 'step')}, {counted(-(-steps // every), 'time')}"
 
 
 def _amount(at: Situation) -> str:
@@ -137,21 +143,24 @@ UNKNOWN_VOCABULARY = 32_768  # of a tokenizer that is not read before the start
 
 
 def situation(stage: str, config: Config, ranks: int | None, ready: Prepared | None = None) -> Situation:
-    """`ready`: without it the amount is estimated."""
+    """Return the model, the amount of data and the number of ranks that the derived defaults depend on.
+
+    Without `ready` the rows of `data.path` are estimated. Raises Refusal for pairs that training would refuse.
+    """
     model = _model(config, ready)
-    learning = STAGES[stage].learning
-    prompts = learning is not None and learning.prompts
-    pairs = config.dpo if stage == "dpo" else config.reward
-    source = config.grpo.prompts if prompts else pairs.pairs
     if ready is not None:
         return Situation(model, amount.of_prepared(ready, config), ranks)
     if STAGES[stage].prepares:
         return Situation(model, amount.estimated(config, model.vocab_size), ranks)
-    if not os.path.isfile(source):  # the recipe refuses it, and says why
+    learning = STAGES[stage].learning
+    prompts = learning is not None and learning.prompts
+    source = config.grpo.prompts if prompts else (config.dpo if stage == "dpo" else config.reward).pairs
+    if not os.path.exists(source):  # a hub id that is not fetched yet
         return Situation(model, None, ranks)
     if prompts:
         return Situation(model, amount.of_prompts(config), ranks)
-    return Situation(model, amount.of_pairs(config, model.vocab_size, pairs), ranks)
+    tokenizer = config.tokenizer.path or hf_config.tokenizer_in(_folder(config))
+    return Situation(model, amount.of_pairs(config, stage, tokenizer, model.vocab_size), ranks)
 
 
 def with_context_of_model(
@@ -215,12 +224,16 @@ def with_defaults(
 
 def _model(config: Config, ready: Prepared | None) -> ModelConfig:
     if config.model.load:
-        folder = hf_hub.folder_of(config.model.load, lambda line: None, code=config.model.trust_remote_code)
-        loaded = hf_config.shape_for(config.model, folder)
+        loaded = hf_config.shape_for(config.model, _folder(config))
         return replace(loaded, vocab_size=config.model.vocab_size or loaded.vocab_size)
     return with_rows(
         config.model, ready.vocab_size if ready is not None else config.model.vocab_size or _vocabulary(config)
     )
+
+
+def _folder(config: Config) -> str:
+    """Return the folder of the model that is loaded."""
+    return hf_hub.folder_of(config.model.load, lambda line: None, code=config.model.trust_remote_code)
 
 
 def _vocabulary(config: Config) -> int:

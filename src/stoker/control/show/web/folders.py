@@ -31,6 +31,7 @@ _MARKS = 200
 _STEPS = ("step", "train", "training")  # phases in which it makes steps
 _TOLD = (
     "suspicion",
+    "busy",
     "relief",
     "straggler",
     "straggler-over",

@@ -134,7 +134,7 @@ def ending(folders: Folders, run: str, explain: Explain) -> dict[str, Any]:
     told = redact.data(verdict.to_json(), OURS) if verdict is not None else None
     suspicions = []
     for event in record.events():
-        if event["event"] in ("suspicion", "straggler", "straggler-over", "numbers", "relief", "restart"):
+        if event["event"] in ("suspicion", "busy", "straggler", "straggler-over", "numbers", "relief", "restart"):
             evidence = event.get("evidence")
             lines = [printable(str(line), 2000) for line in evidence[:50]] if isinstance(evidence, list) else []
             suspicions.append(

@@ -66,7 +66,9 @@ def traced(case: Case) -> Found | None:
     if not _is_traced(case.end):
         return None
     said = first_line(case.message, 500)
-    return Found(said, (f"said by rank {case.end.rank}, which all ranks agree on: {said}",))
+    injected = re.search(r"injected by nan\.inject \S+", said)
+    fix = ("nothing to fix: nan.inject put this value there, to test; leave it out to train",) if injected else ()
+    return Found(said, (f"said by rank {case.end.rank}, which all ranks agree on: {said}",), fix)
 
 
 def _is_traced(end: RankEnd) -> bool:
