@@ -458,6 +458,7 @@ CASES: list[tuple[str, RankEnd, bool, tuple[str, ...]]] = [
     ("torch.device-mismatch", end(err("RuntimeError", "Expected a 'cuda' device type for generator but found 'cpu'")), False, ("generator",)),
     ("torch.dtype-mismatch", end(err("RuntimeError", "expected scalar type Half but found Float")), False, ("Half",)),
     ("torch.dtype-mismatch", end(err("RuntimeError", "\"nll_loss_forward_reduce_cuda_kernel_2d_index\" not implemented for 'Int'")), False, ("'Int'",)),
+    ("torch.state-dict", end(err("RuntimeError", "Error(s) in loading state_dict for Net:\n\tsize mismatch for head.weight: copying a param with shape torch.Size([9, 8]) from checkpoint")), False, ("RuntimeError: Error(s)", "size mismatch for head.weight")),
     ("torch.autograd", end(err("RuntimeError", "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that your module has parameters that were not used in producing loss.")), False, ("finished reduction",)),
     ("torch.autograd", end(err("RuntimeError", "Expected to mark a variable ready only once. This error is caused by one of the following reasons: …")), False, ("ready only once",)),
 ]  # fmt: skip

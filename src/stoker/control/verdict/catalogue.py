@@ -120,7 +120,9 @@ class Family:
         def explain(case: Case, found: Match) -> Found:
             line, path = line_of(found), path_in(line_of(found))
             error = case.end.error
-            raised = f"{error.type}: {line}" if error is not None and error.type not in line else line
+            detail = error.message.partition(line + "\n")[2] if error is not None and line.endswith(":") else ""
+            raised = f"{line} {first_line(detail)}" if detail else line
+            raised = f"{error.type}: {raised}" if error is not None and error.type not in raised else raised
             words = {"who": case.who, "said": first_line(found[0]), "line": first_line(line), "at": at(case)}
             words["raised"] = first_line(raised)
             of_file = {"for_path": f" for {path}" if path else "", "at_path": f" at {path}" if path else ""}
