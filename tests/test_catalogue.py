@@ -567,6 +567,21 @@ def test_advice_for_one_message_of_a_cause_is_left_out_for_the_others() -> None:
     assert other.fix and not any("bfloat16" in line for line in other.fix)
 
 
+def test_a_summary_names_the_line_of_an_exception_unless_it_was_only_noticed_there() -> None:
+    used = verdict(
+        end(
+            err(
+                "DistNetworkError",
+                "The server socket has failed to listen: EADDRINUSE, port: 29500",
+                module="torch.distributed",
+            )
+        )
+    )
+    assert used.cause == "net.port-in-use" and used.summary.count("train.py:7") == 1
+    asynchronous = verdict(end(cuda("an illegal memory access was encountered")))
+    assert asynchronous.cause.startswith("gpu.") and "train.py:7" not in asynchronous.summary
+
+
 MISUSES: list[tuple[str, str]] = [
     ("torch.device-mismatch", "torch.ones(2, 2) + torch.ones(2, 2, device='meta')"),
     ("torch.dtype-mismatch", "torch.ones(2, 2) @ torch.ones(2, 2, dtype=torch.float64)"),

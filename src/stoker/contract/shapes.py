@@ -136,7 +136,7 @@ class Stall:
     # Ranks that wait for each other: (ranks, what they entered, where), the wrong ones first.
     parties: tuple[tuple[tuple[int, ...], str, str], ...] = ()
     # What it waits for, where more than its system call is known: lock-order, own-lock, held-lock, event, coroutine, file-lock, pipe,
-    # fifo, socket, child-input, child-output. It selects the advice.
+    # fifo, socket, child-input, child-output, child-at-exit. It selects the advice.
     waits_for: str = ""
 
 

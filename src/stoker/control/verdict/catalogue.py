@@ -174,6 +174,10 @@ def named(id: str) -> Cause:
     return CATALOGUE[id]
 
 
+# A GPU's errors are noticed later than where they happen: their evidence says "noticed at".
+_ASYNCHRONOUS = ("gpu.", "oom.gpu", "nccl.")
+
+
 def _is_about(advice: str, printed: str) -> bool:
     """Return whether advice applies: a line that begins with a quoted message is only for that message."""
     quoted = re.match(r'"([^"]+)"', advice)
@@ -189,10 +193,15 @@ def verdict_of(cause_: Cause, case: Case, found: Found) -> Verdict:
         for line in cause_.fix
         if _is_about(line, printed)
     )
+    summary = found.summary
+    if end.error is not None and end.error.file and not cause_.id.startswith(_ASYNCHRONOUS):
+        line = f"{end.error.file}:{end.error.line}"
+        if not any(line in text for text in (summary, *fix)):
+            summary += f" at {where}"
     return Verdict(
         "failed",
         cause_.id,
-        found.summary,
+        summary,
         exit_code(end),
         rank=end.rank,
         host=end.host or None,

@@ -133,6 +133,7 @@ _ADVICE_BY_WAIT = {
     "pipe": "look at {where}: the other end of the pipe must be read, written or closed",
     "socket": "look at {where}: check the peer, and give the socket a timeout (settimeout) so that this call fails instead",
     "child-input": "look at {where}: close the child's standard input before waiting, or use communicate()",
+    "child-at-exit": "look at {where}: end the process before the script ends (terminate()), or start it with daemon=True",
     "child-output": "look at {where}: read the child's output before waiting (communicate()), and give the call a timeout",
 }
 _IDS = {"busy": "rank.busy", "kernel": "hang.gpu-kernel", "left": "rank.early-exit"}

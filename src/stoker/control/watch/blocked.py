@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from stoker.contract.shape import shape
 from stoker.control.watch import stacks
-from stoker.control.watch.snapshot import BlockedOn, LockUse, OtherProcess, Snapshot, Thread, Worker
+from stoker.control.watch.snapshot import BlockedOn, Frame, LockUse, OtherProcess, Snapshot, Thread, Worker
 
 _COMMAND = 60  # characters of a command line in a sentence
 _STANDARD = ("its standard input", "its standard output", "its standard error")
@@ -21,6 +21,7 @@ class InnerWait:
     kind: str  # of the stall: lock, io, child
     detail: str  # it waits at train.py:12, in load, for …
     about: str  # Stall.waits_for
+    frame: Frame | None = None  # the line to look at, where it is not the main thread's
 
 
 def explain(one: Snapshot, snapshots: Mapping[int, Snapshot]) -> InnerWait | None:
@@ -28,7 +29,7 @@ def explain(one: Snapshot, snapshots: Mapping[int, Snapshot]) -> InnerWait | Non
     if stacks.at_shutdown(one.main):
         return None
     frame = stacks.users_frame(one.main)
-    at = f" at {frame}," if frame is not None else ""
+    at = f" at {frame}," if frame is not None and stacks.is_users(frame) else ""
     if one.syscall == "futex" or "futex" in one.wchan:
         return _lock(one)
     if one.syscall in ("wait4", "waitid") or one.wchan == "do_wait":
@@ -195,7 +196,8 @@ def _child(one: Snapshot, at: str) -> InnerWait | None:
         return InnerWait(
             "child", f"it waits{at} for the end of a child process; {len(direct)} are alive: {each}{more}", ""
         )
-    detail, about = f"it waits{at} for its child process {child.pid}{_command(child.command)}", ""
+    ended = "its script has ended, and Python" if stacks.in_exit_handlers(one.main) else "it"
+    detail, about = f"{ended} waits{at} for its child process {child.pid}{_command(child.command)}", ""
     for _ in range(3):
         own = [worker for worker in one.workers if worker.parent == child.pid and worker.state != "Z"]
         next_child = below.get(child.awaited_pid) or (own[0] if len(own) == 1 else None)
@@ -206,7 +208,13 @@ def _child(one: Snapshot, at: str) -> InnerWait | None:
     wait = child.blocked[0] if child.blocked else None
     if wait is not None and wait.kind in ("pipe", "fifo") and any(_is_self(other, one.rank) for other in wait.others):
         about = "child-output" if wait.writes else "child-input"
-    return InnerWait("child", detail + _doing(child.pid, one), about)
+    at_exit = stacks.in_exit_handlers(one.main)
+    return InnerWait(
+        "child",
+        detail + _doing(child.pid, one),
+        "child-at-exit" if at_exit else about,
+        stacks.users_frame(child.frames) if at_exit else None,
+    )
 
 
 def _doing(pid: int, one: Snapshot) -> str:
@@ -220,7 +228,7 @@ def _doing(pid: int, one: Snapshot) -> str:
     if child.state in states:
         return f", which {states[child.state]}{f' ({child.wchan})' if child.state == 'D' and child.wchan else ''}{at}"
     if child.blocked:
-        return f", which waits{at} {_purpose(child.blocked[0], one.rank, {})}"
+        return f", which waits{at} {_purpose(child.blocked[0], one.rank, {}, child.pid)}"
     if "nanosleep" in child.syscall or "nanosleep" in child.wchan:
         return f", which sleeps{at}"
     if child.cpu > _BUSY:
@@ -234,9 +242,9 @@ def _doing(pid: int, one: Snapshot) -> str:
 # ---- files, pipes and sockets ----
 
 
-def _purpose(wait: BlockedOn, rank: int, snapshots: Mapping[int, Snapshot]) -> str:
+def _purpose(wait: BlockedOn, rank: int, snapshots: Mapping[int, Snapshot], waiter: int = 0) -> str:
     """Return what a process waits for: "to read from the named pipe /tmp/a, which process 7 (cat) has open for writing"."""
-    owners = _others(wait, rank, snapshots)
+    owners = _others(wait, rank, snapshots, waiter)
     if wait.kind == "lock":
         holds = f"which {owners} {_verb(wait, 'holds', 'hold')}" if owners else "whose holder could not be seen"
         return f"for the lock on {wait.name}, {holds}"
@@ -277,7 +285,9 @@ def _for_socket(wait: BlockedOn, owners: str) -> str:
     return f"{'to send data to' if wait.writes else 'for data from'} {wait.name}{there}"
 
 
-def _others(wait: BlockedOn, rank: int, snapshots: Mapping[int, Snapshot]) -> str:
+def _others(wait: BlockedOn, rank: int, snapshots: Mapping[int, Snapshot], waiter: int) -> str:
+    if [other.pid for other in wait.others] == [waiter]:
+        return "only the process itself"
     shown = [_other(other, rank, snapshots) for other in wait.others[:2]]
     if len(wait.others) > 2:
         shown = [*shown[:1], "others"]

@@ -110,7 +110,7 @@ def _alone(guilty: list[int], snapshots: Snapshots, graph: Waits) -> Stall:
     kind, frame, detail = reason(snapshots[rank])
     wait = blocked.explain(snapshots[rank], snapshots) if kind in ("lock", "io", "child", "place") else None
     if wait is not None:
-        kind, detail = wait.kind, wait.detail
+        kind, detail, frame = wait.kind, wait.detail, wait.frame or frame
     operation, backend = _operation(graph, rank)
     waiting = tuple(sorted(graph.behind(rank) - set(guilty)))
     lone = len(snapshots) == 1 and not waiting

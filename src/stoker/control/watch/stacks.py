@@ -67,6 +67,11 @@ def at_shutdown(frames: Iterable[Frame]) -> bool:
     return any(frame.function == "_shutdown" and frame.file.endswith("/threading.py") for frame in frames)
 
 
+def in_exit_handlers(frames: Iterable[Frame]) -> bool:
+    """Return whether the script has ended and multiprocessing waits for processes that are not daemons."""
+    return any(frame.function == "_exit_function" and "/multiprocessing/" in frame.file for frame in frames)
+
+
 def waits_for_processes(one: Snapshot) -> bool:
     """Return whether the main thread waits for processes it started: for their end, their output or their results."""
     if one.syscall in ("wait4", "waitid") or one.wchan == "do_wait" or "pipe" in one.wchan:
