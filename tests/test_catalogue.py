@@ -582,6 +582,17 @@ def test_a_summary_names_the_line_of_an_exception_unless_it_was_only_noticed_the
     assert asynchronous.cause.startswith("gpu.") and "train.py:7" not in asynchronous.summary
 
 
+@pytest.mark.parametrize(
+    ("how", "present", "absent"),
+    [("Killed", "ulimit -t", "does not survive fork"), ("Segmentation fault", "does not survive fork", "SIGKILL")],
+)
+def test_advice_about_a_dead_worker_is_about_the_signal_that_ended_it(how: str, present: str, absent: str) -> None:
+    found = verdict(end(err("RuntimeError", f"DataLoader worker (pid 5) is killed by signal: {how}.")))
+    text = " ".join(found.fix)
+    assert found.cause == "data.worker-died" and present in text and absent not in text
+    assert "probably" not in text, "nothing is known about the host's memory"
+
+
 MISUSES: list[tuple[str, str]] = [
     ("torch.device-mismatch", "torch.ones(2, 2) + torch.ones(2, 2, device='meta')"),
     ("torch.dtype-mismatch", "torch.ones(2, 2) @ torch.ones(2, 2, dtype=torch.float64)"),

@@ -81,8 +81,8 @@ data.worker-died, again: A data loader's worker process died under the rank.
   unless: the kernel killed it for memory: oom.host. A bus error with a small /dev/shm: data.shm. An exception in the
       worker comes with its own type
   fix: {ALONE}
-  fix: killed: probably the host ran out of memory, but its log can't be read from here (dmesg on the host); use fewer
-      workers
+  fix: Killed: SIGKILL comes from outside the process: the kernel when memory runs out (dmesg on the host says so, then
+      use fewer workers), a limit on CPU time (ulimit -t), a job manager or a person
   fix: aborted or a segmentation fault: a library that does not survive fork (multiprocessing_context='spawn'), or a
       broken file
 """)
@@ -96,11 +96,13 @@ def worker_died(case: Case, found: Match | None) -> Found | None:
         return Found(f"a data-loader worker of {case.who} died while it handed a batch over ({broke})", seen)
     if not found:
         return None
-    how = "exited unexpectedly"
+    how, (alone, killed, crashed) = "exited unexpectedly", CATALOGUE["data.worker-died"].fix
+    fix = (alone, killed, crashed)
     if match := re.search(r"is killed by signal: ([^.\n]+)|with exit code (\d+)", found[0]):
         how = f"was killed by a signal: {match[1]}" if match[1] else f"ended with exit code {match[2]}"
+        fix = (alone, killed) if match[1] == "Killed" else (alone, crashed) if match[1] else (alone,)
     summary = f"a data-loader worker (pid {found[1]}) of {case.who} {how}"
-    return Found(summary, (*traced_line(case, line_of(found)), *memory_trend(case.end.around)))
+    return Found(summary, (*traced_line(case, line_of(found)), *memory_trend(case.end.around)), fix)
 
 
 @family.cause(r"""
