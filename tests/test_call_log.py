@@ -39,6 +39,7 @@ def all_reduce(tensor, op=None, group=None, async_op=False):
         raise ValueError("empty")
 def all_gather_object(object_list, obj, group=None):
     all_reduce(object_list[0])
+def all_gather(tensor_list, tensor, group=None, async_op=False): ...
 def send(tensor, dst=None, group=None, tag=0, group_dst=None): ...
 def barrier(group=None): ...
 """
@@ -62,6 +63,13 @@ def test_a_call_is_recorded_with_its_lines(log: tuple[mmap, call_log.Writer, Any
     assert call["frames"][0] == ["helper", __file__, first + 1]
     assert call["frames"][1][:2] == ["test_a_call_is_recorded_with_its_lines", __file__]
     assert call["left_ns"] > call["entered_ns"]
+
+
+def test_of_all_gather_the_tensor_that_the_rank_gives_is_recorded(log: tuple[mmap, call_log.Writer, Any]) -> None:
+    memory, _, torch = log
+    torch.all_gather([Tensor(1), Tensor(1)], Tensor(5))
+    torch.all_gather([], tensor=Tensor(7))
+    assert [call["elements"] for call in call_log.read_calls(memory, 0)] == [5, 7]
 
 
 def test_calls_within_calls_are_not_recorded(log: tuple[mmap, call_log.Writer, Any]) -> None:

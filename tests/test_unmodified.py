@@ -360,6 +360,17 @@ def test_a_failure_is_printed_as_python_prints_it(pair: Pair, way: str) -> None:
     assert done.verdict["status"] == "failed"
 
 
+def test_a_file_that_hides_a_module_the_report_needs_is_named(pair: Pair) -> None:
+    """linecache and traceback import tokenize, and that imports token."""
+    hiding = pair.stoker.script(
+        "token.py", "from dataclasses import dataclass\n\n@dataclass\nclass Tokens:\n    end: int = 1\n"
+    )
+    script = pair.stoker.script("with_token.py", "import inspect\n")
+    plain, done = pair([str(script)])
+    assert done.log(0) == plain.stdout
+    assert done.verdict["cause"] == "env.shadowed" and str(hiding) in done.verdict["summary"]
+
+
 @pytest.mark.parametrize("way", ["own_hook", "hook_on_top", "original_hook", "broken_hook"])
 def test_a_replaced_excepthook_hides_nothing_from_the_verdict(pair: Pair, way: str) -> None:
     script = SCRIPTS / "fails.py"

@@ -409,6 +409,18 @@ def test_a_receive_without_a_send() -> None:
     assert (stall.kind, stall.rank) == ("sleep", 1)
 
 
+def test_a_cycle_of_requests_names_where_they_are_waited_for_and_where_they_were_started() -> None:
+    def one(number: int) -> Snapshot:
+        call = {"number": 1, "count": 1, "name": "irecv", "group": "0", "entered_ns": 5, "left_ns": 6, "elements": 4,
+                "dtype": "float32", "peer": 1 - number, "frames": [["refresh", "/x/train.py", 31]]}  # fmt: skip
+        return read(number, {"state": "S", "samples": [[{"main": True, "frames": at(32, "refresh")}]], "calls": [call]})
+
+    stall = found(one(0), one(1))
+    assert (stall.kind, stall.rank) == ("diverged", None)
+    for ranks, entered, where in stall.parties:
+        assert f"from rank {1 - ranks[0]}" in entered and "train.py:31" in entered and ":32, in refresh" in where
+
+
 def test_a_rank_that_left_and_one_everybody_is_in() -> None:
     stall = found(waiting(0), waiting(2), world=3, ended={1: 0})
     assert (stall.kind, stall.rank, stall.proof) == ("left", 1, True)

@@ -56,6 +56,7 @@ _CALLS: tuple[tuple[str, int | None, int | None], ...] = (
     ("scatter_object_list", 3, None),
     ("send", 2, 1),
 )
+_TENSOR_AT = {"all_gather": 1}  # index of the rank's own tensor, where it is not the first argument
 # Counted apart, since only some members of a group make them; messages are also counted by peer.
 _KINDS = {"send": "out", "isend": "out", "recv": "in", "irecv": "in", "new_group": "new_group"}
 
@@ -93,6 +94,7 @@ class Writer:
         from sys import _getframe
 
         begin, end, names = self._begin, self._end, inside["_world"].pg_names
+        tensor_at = _TENSOR_AT.get(name, 0)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +109,8 @@ class Writer:
                 peer = args[peer_at] if len(args) > peer_at else kwargs.get("dst", kwargs.get("src"))
             try:
                 group_name = "0" if group is None else names.get(group, "")
-                number = begin(name, frame, group_name, args[0] if args else kwargs.get("tensor"), peer)
+                tensor = args[tensor_at] if len(args) > tensor_at else kwargs.get("tensor")
+                number = begin(name, frame, group_name, tensor, peer)
             except Exception:  # never at the cost of the script: one call less in the log
                 return function(*args, **kwargs)
             try:

@@ -250,12 +250,42 @@ def _report(kind: type[BaseException], value: BaseException, trace: Any, late: b
     when = time.time_ns()
     while _spare_descriptors:  # the rank may have used up all others
         os.close(_spare_descriptors.pop())
-    for last in (False, False, True):
+    for _ in range(2):
         try:
             return _write_report(kind, value, trace, late, when)
-        except Exception:
-            if last:
-                raise
+        except Exception as problem:
+            failure = problem
+    # A file of the script's folder may hide a module that the report needs.
+    _write_short_report(kind, value, trace, when)
+    tell("note", f"the error report of this rank is short: {type(failure).__name__}: {failure}")
+
+
+def _write_short_report(kind: type[BaseException], value: BaseException, trace: Any, when: int) -> None:
+    """Write the exception and its frames without Python's traceback module, and without texts that may hold secrets."""
+    import json
+
+    from stoker.contract.stacktext import is_library
+
+    frames = []
+    while trace is not None:
+        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno, trace.tb_frame.f_code.co_name))
+        trace = trace.tb_next
+    file, line, function = next((frame for frame in reversed(frames) if not is_library(frame[0])), ("", 0, ""))
+    message = str(value)[:1000] if isinstance(value, (ImportError, AttributeError)) else ""
+    report = {
+        "schema": 1,
+        "type": kind.__qualname__,
+        "module": kind.__module__,
+        "message": message,
+        "file": file,
+        "line": line,
+        "function": function,
+        "traceback": "".join(f'  File "{file}", line {line}, in {name}\n' for file, line, name in frames)[-8000:],
+        "time_ns": when,
+        "import_name": (value.name or "") if isinstance(value, ImportError) else "",
+        "module_file": _module_file(value) if isinstance(value, (ImportError, AttributeError)) else "",
+    }
+    tell("error", json.dumps(report))
 
 
 def _write_report(kind: type[BaseException], value: BaseException, trace: Any, late: bool, when: int) -> None:

@@ -250,7 +250,8 @@ def _advice(stall: Stall) -> tuple[str, ...]:
         )
         return (pairs, _STACKS)
     if stall.kind == "shape-mismatch" and stall.detail == "dtype":
-        return ("look at {where}: the tensors must have one dtype on all ranks", _STACKS)
+        where = "look at {where}: the tensors must have one dtype on all ranks"
+        return (f"{where}; or the ranks are in different calls below it: does one leave its loop earlier?", _STACKS)
     if stall.kind == "rank-only" and not any(_SAVES_SHARDS.search(line) for line in stall.evidence):
         return tuple(line for line in advice if not line.startswith("saving a sharded model"))
     return advice

@@ -7,6 +7,7 @@ entered). Where neither decides it is a tie, and nobody is accused.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 
 from stoker.contract.collectives import kind_of, likeness
@@ -338,7 +339,15 @@ def _entered(party: Party, parties: tuple[Party, ...]) -> str:
         return "an operation of another size"
     if len({one.group for one in parties if one.op is not None}) > 1:
         return f"{party.op} of group {party.group}"
+    if _is_request(party.op) and party.op.frames:
+        started = party.op.frames[0]
+        return f"{party.op} (started at {os.path.basename(started.file)}:{started.line})"
     return str(party.op)
+
+
+def _is_request(op: Op) -> bool:
+    """Return whether this is a message whose end is waited for elsewhere, with Work.wait()."""
+    return "isend" in op.name or "irecv" in op.name
 
 
 def _places(party: Party, snapshots: Snapshots) -> set[tuple[Place, ...]]:
@@ -356,6 +365,9 @@ def _party_frame(party: Party, parties: tuple[Party, ...], snapshots: Snapshots)
     differ. A rank that is done with the operation is somewhere else by now: its present stack says nothing about it.
     """
     op = party.op
+    if op is not None and _is_request(op):
+        here = (stacks.users_frame(snapshots[rank].main) for rank in party.ranks if rank in snapshots)
+        return next((frame for frame in here if frame is not None), None)
     if op is not None and op.frames:
         callers = [other.op.frames for other in parties if other.op is not None and other.op.frames]
         common = min(map(len, callers))

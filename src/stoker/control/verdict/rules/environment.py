@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import sys
@@ -15,7 +16,8 @@ ORDER = 55
 _RIGHT_PYTHON = "is it the right Python environment? the ranks use the one that runs Stoker"
 # Packages that training scripts import, and that a file beside the script is often named after.
 _PACKAGES = ("accelerate", "datasets", "deepspeed", "lightning", "numpy", "peft", "tokenizers", "torch", "torchvision", "transformers", "triton", "trl", "wandb")  # fmt: skip
-_FRAME = re.compile(r'^  File "([^"\n]+)", line (\d+)', re.MULTILINE)
+_FRAME = re.compile(r'^  File "([^"\n]+)", line (\d+), in (\S+)', re.MULTILINE)
+_KNOWN = frozenset(sys.stdlib_module_names).union(_PACKAGES)
 family = Family(__name__, traced_line, RIGHT_PYTHON=_RIGHT_PYTHON)
 
 
@@ -70,19 +72,31 @@ env.shadowed: A file of the script's folder hides a module of the same name.
 """)
 def shadowed(case: Case) -> Found | None:
     error = case.end.error
-    file = error.module_file if error is not None else ""
+    file = _imported_by_library(error.traceback) or error.module_file if error is not None else ""
     if error is None or not file or is_library(file):
         return None
-    name = os.path.basename(os.path.dirname(file) if file.endswith("/__init__.py") else file).removesuffix(".py")
-    known = name in sys.stdlib_module_names or name in _PACKAGES
-    if not known and "not a package" not in error.message:
+    name = _module_name(file)
+    if name not in _KNOWN and "not a package" not in error.message:
         return None
     hidden = "standard library's" if name in sys.stdlib_module_names else "installed"
-    importer = next((f"{path}:{line}" for path, line in _FRAME.findall(error.traceback) if not is_library(path)), "")
+    importer = next((f"{path}:{line}" for path, line, _ in _FRAME.findall(error.traceback) if not is_library(path)), "")
     imported = f", which {importer} imports" if importer and importer != f"{error.file}:{error.line}" else ""
     summary = f"{case.who}: {file} hides the {hidden} module {name}{imported}: {first_line(error.message)} at {place(case.end)}"
     fix = (f"rename {file}: Python looks into the script's folder first", "delete the __pycache__ folder beside it")
     return Found(summary, traced(case.end), fix)
+
+
+def _imported_by_library(traceback: str) -> str:
+    """Return the script's file that a library imported in place of a module of its own; empty if there is none."""
+    frames = [frame for frame in _FRAME.findall(traceback) if not frame[0].startswith("<frozen")]
+    for (importer, _, _), (file, _, function) in itertools.pairwise(frames):
+        if function == "<module>" and is_library(importer) and not is_library(file) and _module_name(file) in _KNOWN:
+            return file
+    return ""
+
+
+def _module_name(file: str) -> str:
+    return os.path.basename(os.path.dirname(file) if file.endswith("/__init__.py") else file).removesuffix(".py")
 
 
 @family.cause("""
