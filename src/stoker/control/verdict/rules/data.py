@@ -97,7 +97,7 @@ def worker_died(case: Case, found: Match | None) -> Found | None:
     if not found:
         return None
     how, (alone, killed, crashed) = "exited unexpectedly", CATALOGUE["data.worker-died"].fix
-    fix = (alone, killed, crashed)
+    fix: tuple[str, ...] = (alone, killed, crashed)
     if match := re.search(r"is killed by signal: ([^.\n]+)|with exit code (\d+)", found[0]):
         how = f"was killed by a signal: {match[1]}" if match[1] else f"ended with exit code {match[2]}"
         fix = (alone, killed) if match[1] == "Killed" else (alone, crashed) if match[1] else (alone,)

@@ -89,6 +89,7 @@ def shadowed(case: Case) -> Found | None:
 def _imported_by_library(traceback: str) -> str:
     """Return the script's file that a library imported in place of a module of its own; empty if there is none."""
     frames = [frame for frame in _FRAME.findall(traceback) if not frame[0].startswith("<frozen")]
+    file: str
     for (importer, _, _), (file, _, function) in itertools.pairwise(frames):
         if function == "<module>" and is_library(importer) and not is_library(file) and _module_name(file) in _KNOWN:
             return file
