@@ -614,6 +614,22 @@ def test_pairs_are_counted_as_training_packs_them(tmp_path: Path) -> None:
             assert not guess.exact and guess.how and guess.count == found.count
 
 
+def test_of_a_large_file_of_pairs_a_sample_is_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": "how many?", "chosen": "two " * (1 + n % 37), "rejected": "ten"} for n in range(3000)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = config("--dpo.pairs", str(pairs), "--context-length", "600", "--tokenizer.path", "bytes")
+    exact = amount.of_pairs(made, "dpo", "bytes", 272)
+    monkeypatch.setattr(amount, "ENCODED_PAIRS", 1000)
+    monkeypatch.setattr(amount, "SAMPLED_PAIRS", 300)
+    sample = amount.of_pairs(made, "dpo", "bytes", 272)
+    assert exact.exact and not sample.exact and "300 of its 3,000 pairs" in sample.how
+    for name in ("samples", "count", "tokens", "held_out"):
+        assert getattr(sample, name) == pytest.approx(getattr(exact, name), rel=0.03), name
+    limited = replace(made, data=replace(made.data, max_samples=7))
+    assert amount.of_pairs(limited, "dpo", "bytes", 272).samples == 7
+
+
 # ---- refusals ----
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Sequence
 
@@ -20,6 +21,8 @@ from stoker.training.reward.config import DpoConfig, RewardConfig
 
 COUNTED = 1 << 28  # bytes of a file whose lines are counted; a longer one is taken to go on as it began
 COUNTED_ROWS = 1_000_000
+ENCODED_PAIRS = 1 << 24  # bytes of a file of pairs that are all tokenized before the start: about 7 s
+SAMPLED_PAIRS = 4000  # of a larger one, spread over all of it
 ENCODED = 1 << 21  # bytes of all files that the tokenizer reads before the start: a second or two
 _BLOCK = 1 << 20
 _MARKS = bytes(sign if sign == 10 else ord(".") for sign in range(256))  # every byte of a line becomes a point
@@ -121,29 +124,47 @@ def _encoded(config: Config, files: Sequence[str]) -> tuple[int, int] | None:
 def of_pairs(config: Config, stage: str, tokenizer: str, vocabulary: int) -> Amount:
     """Count the pairs of stage `reward` or `dpo` and the rows that they fill, as training packs them.
 
-    `tokenizer` is a folder or `bytes`. If it is empty, the tokens are a guess from the length of the texts.
+    Of a large file a sample is counted. `tokenizer` is a folder or `bytes`. If it is empty, the tokens are a guess from the length of the texts.
     Raises Refusal where training would refuse the files.
     """
     from stoker.training.reward.pairs import pack_in_order, pair_sizes
 
     given: RewardConfig | DpoConfig = getattr(config, stage)
-    context = config.data.context_length
+    context, every, how = config.data.context_length, 1, ""
     if tokenizer:
         from stoker.training.tokenizer.tokenizer import load
 
-        total = sum(lines_in(path) for path in (given.pairs, given.held_out) if path)
+        files = [path for path in (given.pairs, given.held_out) if path]
+        counts = {path: lines_in(path) for path in files}
+        steps = {path: _sampling_step(path, counts[path]) for path in files}
+        every = steps[given.pairs]
+        total = sum(counts[path] // steps[path] for path in files)
         with Progress("tokenizing pairs", total, unit="pairs") as progress:
-            files = given.pairs, given.held_out
-            train, held_out = pair_sizes(*files, load(tokenizer), context, stage, progress.tick)
+            train, held_out = pair_sizes(
+                given.pairs, given.held_out, load(tokenizer), context, stage, progress.tick, steps
+            )
+        aside: int | None = sum(held_out) * steps.get(given.held_out, every)
+        if every > 1:
+            how = f"from {len(train) + (0 if given.held_out else len(held_out)):,} of its {counts[given.pairs]:,} pairs"
     else:
-        train = _guessed_pair_sizes(given.pairs, config, vocabulary)
+        train, how = _guessed_pair_sizes(given.pairs, config, vocabulary), GUESSED
         count = 0 if given.held_out else max(len(train) // 10, 1)
         train, held_out = train[: len(train) - count], train[len(train) - count :]
-    rows = pack_in_order(train, context)[: config.data.max_samples or None]
+        aside = None if given.held_out else sum(held_out)
+    rows = pack_in_order(train, context)
+    share = min(config.data.max_samples / (len(rows) * every), 1.0) if config.data.max_samples and rows else 1.0
+    rows = rows[: math.ceil(share * len(rows))]
     used = train[: sum(len(row) for row in rows)]
-    how = "" if tokenizer else GUESSED
-    aside = sum(held_out) if tokenizer or not given.held_out else None
-    return Amount(max(len(rows), 1), max(len(used), 1), "pairs", sum(used), bool(tokenizer), aside, how)
+    samples = len(rows) * every
+    if config.data.max_samples:
+        samples = min(samples, config.data.max_samples)
+    exact = bool(tokenizer) and every == 1
+    return Amount(max(samples, 1), max(len(used) * every, 1), "pairs", sum(used) * every, exact, aside, how)
+
+
+def _sampling_step(path: str, count: int) -> int:
+    """Return 1 if all pairs of a file are tokenized before the start, else the distance between those that are."""
+    return 1 if _unpacked(path) <= ENCODED_PAIRS else max(count // SAMPLED_PAIRS, 1)
 
 
 def _guessed_pair_sizes(path: str, config: Config, vocabulary: int) -> list[int]:

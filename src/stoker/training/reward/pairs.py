@@ -6,6 +6,7 @@ The target at the better answer's last token is the place of the worse answer's 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -100,14 +101,20 @@ def pairs_of(
 
 
 def pair_sizes(
-    path: str, held_out: str, tokenizer: Tokenizer, context: int, section: str, tick: Callable[[], None]
+    path: str,
+    held_out: str,
+    tokenizer: Tokenizer,
+    context: int,
+    section: str,
+    tick: Callable[[], None],
+    steps: Mapping[str, int],
 ) -> tuple[list[int], list[int]]:
     """Return the tokens of each pair that `pairs_of` returns, without keeping the pairs in memory.
 
-    Calls `tick` after each pair.
+    Of a file whose entry in `steps` is N only every Nth row is tokenized. Calls `tick` after each pair.
     """
     sizes: tuple[list[int], list[int]] = ([], [])
-    files = _usable_pairs(path, held_out, tokenizer, context, section, lambda line: None)
+    files = _usable_pairs(path, held_out, tokenizer, context, section, lambda line: None, steps)
     for own, pairs in zip(sizes, files, strict=True):
         for pair in pairs:
             own.append(pair.size)
@@ -116,15 +123,25 @@ def pair_sizes(
 
 
 def _usable_pairs(
-    path: str, held_out: str, tokenizer: Tokenizer, context: int, section: str, say: Say
+    path: str,
+    held_out: str,
+    tokenizer: Tokenizer,
+    context: int,
+    section: str,
+    say: Say,
+    steps: Mapping[str, int] | None = None,
 ) -> tuple[Iterable[Pair], Iterable[Pair]]:
     """Return the pairs of both files as iterators; that of an unnamed held-out file is empty."""
+
+    def sampled(file: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        return itertools.islice(_rows(file), 0, None, (steps or {}).get(file, 1))
+
     if not path:
         raise Refusal(f"{section}.pairs is empty: name a file of rows with chosen and rejected", EX_USAGE)
-    pairs = iterate_pairs(_rows(path), tokenizer, context, f"{section}.pairs {path}", say)
+    pairs = iterate_pairs(sampled(path), tokenizer, context, f"{section}.pairs {path}", say)
     if not held_out:
         return pairs, ()
-    return pairs, iterate_pairs(_rows(held_out), tokenizer, context, f"{section}.held_out {held_out}", say)
+    return pairs, iterate_pairs(sampled(held_out), tokenizer, context, f"{section}.held_out {held_out}", say)
 
 
 def _split(pairs: list[T], held_out: list[T], where: str, section: str, say: Say) -> tuple[list[T], list[T]]:
