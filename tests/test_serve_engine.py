@@ -212,8 +212,8 @@ def test_log_probabilities_are_the_models_and_those_who_want_none_get_none(turn:
 def test_a_prompts_own_log_probabilities_are_the_models_however_it_is_cut_and_shared() -> None:
     """Prompts that begin alike, in pieces of few tokens, with memory for little more than one."""
     model, draw = made(BLOCKS["windows, caps and norms behind"]), random.Random(4)
-    requests = [replace(one, echo=True) for one in requests_of(draw, 12, (Sampling(0.0), Sampling(0.7)))]
-    plain = [replace(one, id=f"plain {one.id}", echo=False) for one in requests]
+    requests = [replace(one, prompt_logprobs=3) for one in requests_of(draw, 12, (Sampling(0.0), Sampling(0.7)))]
+    plain = [replace(one, id=f"plain {one.id}", prompt_logprobs=-1) for one in requests]
     engine = PagedEngine(model, Sizes(slots=4, length=64, memory=72, block=4, prompt_tokens=10))
     first: dict[str, Event] = {}
     tokens: dict[str, list[int | None]] = {}
@@ -224,14 +224,20 @@ def test_a_prompts_own_log_probabilities_are_the_models_however_it_is_cut_and_sh
         for event in engine.step():
             first.setdefault(event.id, event)
             tokens.setdefault(event.id, []).append(event.token)
-            assert event is first[event.id] or not event.echo
+            assert event is first[event.id] or not event.prompt
     assert engine.schedule.preemptions > 0
     for request in requests:
         with torch.no_grad():
             logits = model(torch.tensor([request.prompt]))[0, :-1] / (request.sampling.temperature or 1.0)
         want = torch.log_softmax(logits, -1)[range(len(request.prompt) - 1), request.prompt[1:]]
-        torch.testing.assert_close(torch.tensor(first[request.id].echo), want, rtol=1e-4, atol=1e-4)
-        assert tokens[request.id] == tokens[f"plain {request.id}"] and not first[f"plain {request.id}"].echo
+        scores = first[request.id].prompt
+        torch.testing.assert_close(torch.tensor([score.logprob for score in scores]), want, rtol=1e-4, atol=1e-4)
+        for score, token in zip(scores, request.prompt[1:], strict=True):
+            values = [value for _, value in score.alternatives]
+            assert len(values) == 3 and values == sorted(values, reverse=True)
+            assert (score.rank == 1) == (score.logprob == values[0])
+            assert (score.rank <= 3) == ((token, score.logprob) in score.alternatives)
+        assert tokens[request.id] == tokens[f"plain {request.id}"] and not first[f"plain {request.id}"].prompt
 
 
 @pytest.mark.parametrize("turn", [1, 4])

@@ -48,6 +48,7 @@ from stoker.training.serve.request import (
     STOP,
     Answer,
     Event,
+    PromptLogprob,
     Request,
     Run,
     answer_of,
@@ -62,7 +63,8 @@ class _Open:
     def __init__(self, request: Request, writing: Writing, text: Text | None, turn: int) -> None:
         self.request, self.writing, self.text = request, writing, text
         self.is_fed = False  # its slot has its last token
-        self.echo = [float("nan")] * (len(request.prompt) - 1 if request.echo else 0)
+        scored = len(request.prompt) - 1 if request.prompt_logprobs >= 0 else 0
+        self.prompt = [PromptLogprob(float("nan"), 0)] * scored
         count = 0 if request.sampling.greedy else request.new_tokens
         drawn = uniforms(request.seed, [request.index], count)[:, 0]
         self._turn, self._uniforms = turn, np.concatenate([drawn, np.zeros(turn, dtype=np.float32)])
@@ -73,7 +75,7 @@ class _Open:
 
     def following(self, begin: int, end: int) -> Sequence[int]:
         """Of the prompt's tokens, those behind the ones from `begin` to `end`, where they are to be told."""
-        return self.request.prompt[begin + 1 : end + 1] if self.request.echo else ()
+        return self.request.prompt[begin + 1 : end + 1] if self.request.prompt_logprobs >= 0 else ()
 
     def row(self, end: int) -> Row:
         how, writing = self.request.sampling, self.writing
@@ -167,7 +169,7 @@ class PagedEngine:
     def add(self, request: Request) -> None:
         """Refused where it can't be answered."""
         self._check(request)
-        writing = self.schedule.add(request.prompt, request.echo, request.new_tokens)
+        writing = self.schedule.add(request.prompt, request.prompt_logprobs >= 0, request.new_tokens)
         text = None if self._text_of is None else self._text_of(request)
         self._open[request.id] = self._of[writing] = _Open(request, writing, text, self._at_once)
 
@@ -216,6 +218,7 @@ class PagedEngine:
                 piece.writing.tokens[piece.begin : piece.end],
                 piece.is_last,
                 self._of[piece.writing].following(piece.begin, piece.end),
+                max(self._of[piece.writing].request.prompt_logprobs, 0),
             )
             for piece in plan.pieces
         ]
@@ -223,19 +226,28 @@ class PagedEngine:
         stepped = [self._of[writing] for writing in plan.rows]
         written: list[tuple[_Open, Written, int]] = []
         if parts:
+            self._load_adjustments(prompted)
             made = self._paged.prompts(parts, _kind(prompted))
             for piece, values in zip(plan.pieces, made.following, strict=True):
-                self._of[piece.writing].echo[piece.begin : piece.begin + len(values)] = values
+                self._of[piece.writing].prompt[piece.begin : piece.begin + len(values)] = values
             written += [(asked, made, place) for place, asked in enumerate(prompted)]
         if stepped:
             for asked in stepped:
                 if not asked.is_fed:
                     self._paged.start(asked.writing.slot, asked.writing.tokens[-1])
+            self._load_adjustments(stepped)
             rows = [asked.row(len(asked.writing.tokens)) for asked in stepped]
             made = self._paged.step(rows, _kind(stepped), plan.count, _Ended(stepped))
             written += [(asked, made, place) for place, asked in enumerate(stepped)]
         self.schedule.computed(plan)
         return runs + [self._run(*one) for one in written]
+
+    def _load_adjustments(self, rows: Sequence[_Open]) -> None:
+        if all(row.request.adjustments is None for row in rows):
+            return
+        for row in rows:
+            request, generated = row.request, row.writing.tokens[row.writing.prompt :]
+            self._paged.adjuster.load(row.writing.slot, row, request.adjustments, request.prompt, generated)
 
     def _finishes(self, asked: _Open) -> bool:
         return asked.request.on_update == FINISH and asked.writing.begun
@@ -279,8 +291,8 @@ class PagedEngine:
         count, most = len(tokens), request.logprobs
         logprobs = made.logprobs[place][:count] if most >= 0 else ()
         others = [tuple(some[:most]) for some in made.alternatives[place][:count]] if most > 0 else ()
-        echo = () if before else tuple(asked.echo)
-        return Run(request.id, tokens, self.version, self.digest, finish, texts, logprobs, others, echo)
+        prompt = () if before else tuple(asked.prompt)
+        return Run(request.id, tokens, self.version, self.digest, finish, texts, logprobs, others, prompt)
 
     def _close(self, asked: _Open) -> None:
         self.schedule.end(asked.writing)
@@ -302,8 +314,9 @@ class PagedEngine:
             raise Refusal(f"{line}, and the model has {self._embedded}: another tokenizer's?", EX_USAGE)
         if request.stop_texts and self._text_of is None:
             raise Refusal("stop texts need a tokenizer; this engine was given none", EX_USAGE)
-        if not -1 <= request.logprobs <= MOST_ALTERNATIVES:
-            line = f"log-probabilities of {request.logprobs} tokens per position: at most {MOST_ALTERNATIVES}"
+        alternatives = max(request.logprobs, request.prompt_logprobs)
+        if min(request.logprobs, request.prompt_logprobs) < -1 or alternatives > MOST_ALTERNATIVES:
+            line = f"log-probabilities of {alternatives} tokens per position: at most {MOST_ALTERNATIVES}"
             raise Refusal(line, EX_USAGE)
 
 
@@ -350,7 +363,8 @@ def _kind(asked: Sequence[_Open]) -> Kind:
         sampling = FILTERED
     most = max((one.request.logprobs for one in asked), default=-1)
     logprobs = NO_LOGPROBS if most < 0 else OF_TOKENS
-    return Kind(sampling, OF_ALTERNATIVES if most > 0 else logprobs)
+    adjusts = any(one.request.adjustments is not None for one in asked)
+    return Kind(sampling, OF_ALTERNATIVES if most > 0 else logprobs, adjusts)
 
 
 def answers(engine: PagedEngine, requests: Sequence[Request]) -> list[Answer]:
