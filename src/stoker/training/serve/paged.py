@@ -439,7 +439,7 @@ class Paged:
 
 
 def _prompt_logprobs(logits: Tensor, tokens: Tensor, temperature: float, alternatives: int) -> list[PromptLogprob]:
-    """Return how likely each of `tokens` is by the logits in front of it. """
+    """Return how likely each of `tokens` is by the logits in front of it."""
     every = torch.log_softmax(logits.float() / temperature, -1)
     # gather and topk read the same numbers: clients compare the two to see whether a token was the most likely one.
     own = every.gather(-1, tokens[:, None])

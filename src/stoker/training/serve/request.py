@@ -21,7 +21,9 @@ class LogitAdjustments:
     """Changes to a request's logits before a token is sampled, in this order. Each default changes nothing."""
 
     bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
-    repetition_penalty: float = 1.0  # of tokens of the prompt and the completion: divides logits above 0, multiplies others
+    repetition_penalty: float = (
+        1.0  # of tokens of the prompt and the completion: divides logits above 0, multiplies others
+    )
     frequency_penalty: float = 0.0  # subtracted once for each time the completion has the token
     presence_penalty: float = 0.0  # subtracted if the completion has the token
     min_p: float = 0.0  # drops tokens less likely than this share of the most likely token's probability

@@ -166,9 +166,7 @@ class ChatTemplate:
         if not inside:
             raise Unfit("it has every one of Unicode's private characters; one must be free to mark text with")
         if self._pattern.search(texts):
-            messages, tools, values = (
-                self._as_text(value, inside) for value in (list(messages), list(tools), values)
-            )
+            messages, tools, values = (self._as_text(value, inside) for value in (list(messages), list(tools), values))
         name = WITH_TOOLS if tools and WITH_TOOLS in self._sources else DEFAULT
         if name not in self._sources:
             have = ", ".join(self._sources)
