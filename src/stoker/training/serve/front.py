@@ -209,7 +209,7 @@ class App:
     async def _answer(self, request: HttpRequest, send: Send) -> None:
         self._authorize(request)
         if request.path.startswith(f"{MODELS}/"):
-            methods = {"GET": self._model}
+            methods: Mapping[str, Callable[[HttpRequest, Send], Awaitable[None]]] = {"GET": self._model}
         elif request.path in self._routes:
             methods = self._routes[request.path]
         else:
