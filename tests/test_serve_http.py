@@ -172,6 +172,25 @@ def test_beyond_the_queue_a_client_is_told_when_to_come_again(folder: Path) -> N
         assert connection.getresponse().status == 200
 
 
+def test_a_large_answer_reaches_a_client_that_reads_slowly(server: Server) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 200,
+        "n": 8,
+        "logprobs": True,
+        "top_logprobs": 20,
+    }
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+    connection.connect()
+    connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.request("POST", "/v1/chat/completions", json.dumps({**body, "ignore_eos": True}), JSON)
+    response = connection.getresponse()
+    assert wait_for(lambda: server.is_idle() or None, 60)
+    data = response.read()
+    entries = [entry for choice in json.loads(data)["choices"] for entry in choice["logprobs"]["content"]]
+    assert len(data) > 1 << 20 and len(entries) == 1600 and all(len(entry["top_logprobs"]) == 20 for entry in entries)
+
+
 def test_errors_have_openais_form(server: Server) -> None:
     for path, body, status, want in (
         ("/v1/completions", {"prompt": "x", "model": "other"}, 404, ("invalid_request_error", "model", "model_not_found")),

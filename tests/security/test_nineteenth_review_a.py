@@ -8,7 +8,6 @@ import os
 import resource
 import sys
 import threading
-import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +18,6 @@ from conftest import Stoker
 from localuser import ATTACKER, needs_root
 from security.test_viewers import make_run, members, moment
 from stoker.control.record import history, reader
-from stoker.control.show import serving
 from stoker.control.show.top.player import Replay
 from stoker.training.serve import api
 from stoker.training.serve.front import App
@@ -114,25 +112,3 @@ def test_a_body_asks_for_so_many_logprobs_and_no_more(tmp_path: Path) -> None:
     )
     with pytest.raises(api.Problem, match="log-probabilities are too many: at most"):
         api.read(json.dumps({**body, "n": 80}).encode(), True, served)
-
-
-def test_a_large_answer_reaches_who_waits_for_it() -> None:
-    """One of 4,096 tokens with 20 alternatives each has 6 MB: its client was closed as one that reads too slowly."""
-    data = b"x" * (3 * serving.MOST_PENDING)
-
-    def answer(_: serving.Request) -> serving.Stream:
-        stream = serving.Stream("text/plain", (), lambda: None)
-        stream.push(data)
-        stream.end()
-        return stream
-
-    listening = serving.listen("127.0.0.1", 0)
-    over = threading.Event()
-    thread = threading.Thread(target=serving.Server(listening, answer).serve, args=(over.is_set, 0.05))
-    thread.start()
-    try:
-        with urllib.request.urlopen(serving.url(listening, "/"), timeout=60) as told:
-            assert told.read() == data
-    finally:
-        over.set()
-        thread.join()
