@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -244,3 +246,66 @@ def test_an_answer_that_the_sdk_read_can_be_sent_back(server: Server) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="org/small", prompt="x", temperature=-1)
     assert caught.value.param == "temperature" and caught.value.type == "invalid_request_error"
+
+
+# ---- structured output ----
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "ages": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+        "kind": {"enum": ["fox", "dog"]},
+    },
+    "required": ["name", "ages", "kind"],
+    "additionalProperties": False,
+}
+AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA, "strict": True}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_match_their_json_schema_and_change_no_other_answer(server: Server, stream: bool) -> None:
+    """A model that was never trained writes valid JSON, beside requests that are not constrained."""
+    pytest.importorskip("llguidance")
+    messages = [{"role": "user", "content": "an animal"}]
+    body = {"messages": messages, "n": 6, "seed": 2, "max_tokens": 120, "stream": stream}
+    plain = {"prompt": TEXT, "max_tokens": 60, "seed": 1, "return_token_ids": True, "ignore_eos": True}
+    alone = choice(server, **plain)["token_ids"]
+    with ThreadPoolExecutor(4) as pool:
+        beside = [pool.submit(choice, server, **plain) for _ in range(3)]
+        status, answer = server.ask(CHAT, {**body, "response_format": AS_SCHEMA})
+        assert [one.result()["token_ids"] for one in beside] == [alone] * 3
+    assert status == 200
+    texts, reasons = [""] * 6, [""] * 6
+    for part in pieces(answer) if stream else [answer]:
+        for one in part["choices"]:
+            texts[one["index"]] += (one["delta"] if stream else one["message"])["content"]
+            reasons[one["index"]] = one["finish_reason"] or reasons[one["index"]]
+    assert reasons == ["stop"] * 6 and len(set(texts)) == 6
+    for text in texts:
+        animal = json.loads(text)
+        assert set(animal) == {"name", "ages", "kind"} and animal["kind"] in ("fox", "dog") and len(animal["name"]) <= 8
+        assert len(animal["ages"]) <= 3 and all(type(age) is int and 0 <= age <= 99 for age in animal["ages"])
+
+
+def test_a_json_object_ends_where_it_is_complete_and_is_cut_at_max_tokens(server: Server) -> None:
+    pytest.importorskip("llguidance")
+    body = {"prompt": TEXT, "temperature": 0}
+    only = choice(server, **body, max_tokens=60, response_format={"type": "json_object"})
+    assert only["finish_reason"] == "stop" and isinstance(json.loads(only["text"]), dict)
+    cut = choice(server, **body, max_tokens=3, response_format=AS_SCHEMA)
+    assert cut["finish_reason"] == "length" and cut["text"].startswith('{"')
+
+
+def test_a_schema_that_cant_be_compiled_is_refused_in_one_line(server: Server) -> None:
+    pytest.importorskip("llguidance")
+    for form in (
+        {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"name": "a", "schema": 5}}, {"type": "yaml"}, "json",
+        {"type": "json_schema", "json_schema": {"schema": {"type": "strange"}}},
+        {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/nowhere"}}},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": "(" }}},
+    ):  # fmt: skip
+        status, answer = server.ask(COMPLETIONS, {"prompt": TEXT, "response_format": form})
+        assert status == 400 and answer["error"]["param"] == "response_format", form
+        assert "\n" not in answer["error"]["message"] and "Traceback" not in answer["error"]["message"]
+    assert choice(server, prompt=TEXT, response_format={"type": "text"}, max_tokens=2)

@@ -185,6 +185,7 @@ def _opened(told: argparse.Namespace, folder: str) -> tuple[Served, Driver, Deco
     from stoker.training.model.decoder import Decoder
     from stoker.training.model.ready import parameters
     from stoker.training.serve.api import Served
+    from stoker.training.serve.constrain import Grammars
     from stoker.training.serve.driver import Driver
     from stoker.training.serve.engine import PagedEngine, Sizes
     from stoker.training.serve.request import Request
@@ -212,4 +213,8 @@ def _opened(told: argparse.Namespace, folder: str) -> tuple[Served, Driver, Deco
         name = os.path.basename(os.path.dirname(os.path.realpath(folder)))
     size = f"{parameters(model) / 1e6:,.1f} M parameters"
     say(f"{folder}: {size}, {told.slots} slots of {context} tokens, memory for {memory} tokens, on {device.type}")
-    return Served(name, words, context, int(time.time())), Driver(engine, told.slots + told.queue), model
+    return (
+        Served(name, words, context, int(time.time()), Grammars(words)),
+        Driver(engine, told.slots + told.queue),
+        model,
+    )

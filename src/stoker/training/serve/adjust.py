@@ -1,4 +1,4 @@
-"""Penalties, logit biases and min_p: what a step does to the logits of rows that ask for them, before it samples.
+"""Penalties, logit biases, min_p and grammars: what a step does to the logits of rows that ask for it, before it samples.
 
 The counts of generated tokens lie on the device, so that several token steps can follow each other without the host. Nothing is
 allocated, and no step changes, before the first request asks for an adjustment.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.training.serve.request import LogitAdjustments
@@ -24,6 +26,7 @@ class LogitAdjuster:
         self._owners: dict[int, object] = {}  # the row whose state a slot has
         self._counted: dict[int, int] = {}  # how many generated tokens of that row are in `_counts`
         self._numbers = self._bias = self._counts = self._in_prompt = torch.empty(0)
+        self._allowed: Tensor | None = None  # token ids of each slot, once a request had a constraint
 
     def load(
         self,
@@ -51,6 +54,8 @@ class LogitAdjuster:
             ]
         )
         self._bias[slot] = 0.0
+        if self._allowed is not None:
+            self._allowed[slot] = True
         if adjustments.bias:
             ids, values = zip(*adjustments.bias, strict=True)
             self._bias[slot, list(ids)] = torch.tensor(values, device=self._device)
@@ -58,6 +63,14 @@ class LogitAdjuster:
         self._in_prompt[slot, self._known(prompt)] = True
         tokens = self._known(generated)
         self._counts[slot] = torch.bincount(tokens, minlength=self._vocab).to(self._counts.dtype)
+
+    def allow(self, slot: int, allowed: NDArray[np.bool_]) -> None:
+        """Let the slot's next token be one of these only. `load` comes first."""
+        if self._allowed is None:
+            self._allowed = torch.ones(self._slots, self._vocab, dtype=torch.bool, device=self._device)
+        mask = torch.zeros(self._vocab, dtype=torch.bool)
+        mask[: len(allowed)] = torch.from_numpy(allowed[: self._vocab])
+        self._allowed[slot] = mask
 
     def apply(self, logits: Tensor, slots: Tensor | slice, temperature: Tensor) -> Tensor:
         """Return the adjusted logits [rows, vocabulary] of these slots, in fp32."""
@@ -67,6 +80,8 @@ class LogitAdjuster:
         seen = (counts > 0) | self._in_prompt[slots]
         x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
         x = x - frequency * counts - presence * (counts > 0)
+        if self._allowed is not None:
+            x = x.masked_fill(~self._allowed[slots], float("-inf"))
         # p >= min_p * max(p) of the probabilities at the row's temperature; a greedy row (0) keeps its most likely token.
         least = x.amax(-1, keepdim=True) + temperature[:, None].clamp(min=1e-6) * min_p.log()
         return x.masked_fill(x < least, float("-inf"))
@@ -89,6 +104,8 @@ class LogitAdjuster:
             del self._counted[slot]
             self._numbers[slot] = torch.tensor([0.0, 0.0, 1.0, 0.0])
             self._bias[slot] = 0.0
+            if self._allowed is not None:
+                self._allowed[slot] = True
 
     def _allocate(self) -> None:
         self._numbers = torch.tensor([0.0, 0.0, 1.0, 0.0], device=self._device).repeat(self._slots, 1)

@@ -20,6 +20,7 @@ from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import parse_json, printable
 from stoker.training.generate.config import Sampling, checked
+from stoker.training.serve.constrain import GrammarMatcher, Grammars, Unconstrainable
 from stoker.training.serve.request import (
     CONTINUE,
     FINISH,
@@ -49,7 +50,7 @@ _IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key"
 _BOTH = (
     "model", "stream", "stream_options", "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
     "skip_special_tokens", "max_tokens", "logprobs", "prompt_logprobs", "frequency_penalty", "presence_penalty", "repetition_penalty",
-    "logit_bias", "return_token_ids", "on_update", "first_index", *_IGNORED,
+    "logit_bias", "response_format", "return_token_ids", "on_update", "first_index", *_IGNORED,
 )  # fmt: skip
 _TEMPLATE = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 _COMPLETION = (*_BOTH, "prompt", "echo")
@@ -57,7 +58,7 @@ _CHAT = (*_BOTH, *_TEMPLATE, "messages", "max_completion_tokens", "top_logprobs"
 _TOKENIZE = (*_TEMPLATE, "model", "prompt", "messages", "add_special_tokens", "return_token_strs")
 # What OpenAI has and we don't, with the values that change nothing.
 _IDLE: dict[str, tuple[Any, ...]] = {
-    "echo": (False,), "best_of": (1,), "suffix": ("",), "tools": ([],), "tool_choice": ("none",), "response_format": ({"type": "text"},),
+    "echo": (False,), "best_of": (1,), "suffix": ("",), "tools": ([],), "tool_choice": ("none",),
     "parallel_tool_calls": (True, False), "service_tier": ("auto", "default"), "modalities": (["text"],),
 }  # fmt: skip
 _OF_A_MESSAGE = ("role", "content", "name")
@@ -82,6 +83,7 @@ class Served:
     tokenizer: Tokenizer
     length: int
     created: int = 0  # when the server started, in seconds since 1970
+    grammars: Grammars | None = None  # None: completions can't be constrained
 
 
 @shape
@@ -129,6 +131,7 @@ def read(body: bytes, is_chat: bool, served: Served) -> Asked:
     name = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
     seed = _whole(told, "seed", secrets.randbits(63), -(2**63), 2**63 - 1)
     first = _whole(told, "first_index", 0, 0, 2**62)
+    constraint = _constraint(told, served)
     requests: list[Request] = []
     generates = True
     for prompt in prompts:
@@ -140,6 +143,7 @@ def read(body: bytes, is_chat: bool, served: Served) -> Asked:
         tokens, ids = _new_tokens(told, is_chat, room), tuple(prompt)
         generates = tokens > 0
         for index in range(first, first + count):
+            shared["constraint"] = None if constraint is None else constraint.copy()
             number = len(requests)
             requests.append(Request(f"{name}-{number}", ids, max(tokens, 1), seed=seed, index=index, **shared))
     _refuse_much(requests, prompts, with_ids, echo, served.tokenizer)
@@ -370,6 +374,33 @@ def _adjustments(params: Mapping[str, Any], tokenizer: Tokenizer) -> LogitAdjust
         _number(params, "min_p", 0.0, 0.0, 1.0),
     )
     return None if made == LogitAdjustments() else made
+
+
+def _constraint(params: Mapping[str, Any], served: Served) -> GrammarMatcher | None:
+    """Return the grammar of response_format; None: any text."""
+    key = "response_format"
+    form = params.get(key)
+    if form is None or form == {"type": "text"}:
+        return None
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind == "json_object":
+        schema: Any = {"type": "object"}
+    elif kind == "json_schema":
+        about = form.get("json_schema")
+        schema = about.get("schema") if isinstance(about, dict) else None
+        if not isinstance(schema, dict):
+            raise Problem("response_format: json_schema must be an object with a schema, which is an object", key=key)
+    else:
+        line = f"response_format: its type must be text, json_object or json_schema, not {_shown(kind)}"
+        raise Problem(line, key=key)
+    if served.grammars is None:
+        raise Problem(f"{key} is not supported by this server", key=key)
+    if _flag(params, "ignore_eos"):
+        raise Problem("ignore_eos does not go with response_format: the end of the JSON ends the completion", key=key)
+    try:
+        return served.grammars.json_schema(schema)
+    except Unconstrainable as problem:
+        raise Problem(f"response_format: {problem}", key=key) from problem
 
 
 def _is_stop(text: Any) -> bool:

@@ -48,6 +48,7 @@ from stoker.training.serve.request import (
     STOP,
     Answer,
     Event,
+    LogitAdjustments,
     PromptLogprob,
     Request,
     Run,
@@ -150,6 +151,7 @@ class PagedEngine:
         self._of: dict[Writing, _Open] = {}
         self._ended: list[Run] = []
         self._changes: list[_Change] = []
+        self._constrained = 0  # open requests with a constraint
         self.version, self.digest = 0, digest
 
     @property
@@ -171,6 +173,7 @@ class PagedEngine:
         self._check(request)
         writing = self.schedule.add(request.prompt, request.prompt_logprobs >= 0, request.new_tokens)
         text = None if self._text_of is None else self._text_of(request)
+        self._constrained += request.constraint is not None
         self._open[request.id] = self._of[writing] = _Open(request, writing, text, self._at_once)
 
     def abort(self, name: str) -> bool:
@@ -207,8 +210,9 @@ class PagedEngine:
             self._change()
         closing = bool(self._changes)
         plain = self._text_of is None and all(one.request.logprobs <= 0 for one in self._open.values())
-        alone = self._at_once if plain and not closing else 0
-        plan = self.schedule.plan(lambda writing: not closing or self._finishes(self._of[writing]), self._turn, alone)
+        alone = self._at_once if plain and not closing and not self._constrained else 0
+        most = 1 if self._constrained else self._turn  # the host must see each token before the next one is sampled
+        plan = self.schedule.plan(lambda writing: not closing or self._finishes(self._of[writing]), most, alone)
         for writing in plan.left_out:
             self._of[writing].is_fed = False
         self._paged.copy(plan.copies)
@@ -243,11 +247,14 @@ class PagedEngine:
         return runs + [self._run(*one) for one in written]
 
     def _load_adjustments(self, rows: Sequence[_Open]) -> None:
-        if all(row.request.adjustments is None for row in rows):
+        if not any(row.request.changes_logits for row in rows):
             return
         for row in rows:
-            request, generated = row.request, row.writing.tokens[row.writing.prompt :]
-            self._paged.adjuster.load(row.writing.slot, row, request.adjustments, request.prompt, generated)
+            request, slot, generated = row.request, row.writing.slot, row.writing.tokens[row.writing.prompt :]
+            adjustments = request.adjustments or (LogitAdjustments() if request.constraint is not None else None)
+            self._paged.adjuster.load(slot, row, adjustments, request.prompt, generated)
+            if request.constraint is not None:
+                self._paged.adjuster.allow(slot, request.constraint.allowed())
 
     def _finishes(self, asked: _Open) -> bool:
         return asked.request.on_update == FINISH and asked.writing.begun
@@ -278,6 +285,13 @@ class PagedEngine:
         """What of a row's tokens belongs to its answer."""
         request, tokens, before = asked.request, made.tokens[place], asked.written
         tokens, finish, texts = _until_end(tokens[: request.new_tokens - before], asked)
+        if request.constraint is not None:
+            for token in tokens:
+                request.constraint.accept(token)
+            if request.constraint.has_failed:
+                finish = LENGTH  # what is there is a beginning, as where max_tokens cuts it off
+            elif request.constraint.is_complete:
+                finish = STOP
         asked.writing.tokens += tokens
         asked.is_fed = True
         if not finish and asked.written == request.new_tokens:
@@ -296,6 +310,7 @@ class PagedEngine:
 
     def _close(self, asked: _Open) -> None:
         self.schedule.end(asked.writing)
+        self._constrained -= asked.request.constraint is not None
         del self._open[asked.request.id], self._of[asked.writing]
 
     def _check(self, request: Request) -> None:
@@ -363,7 +378,7 @@ def _kind(asked: Sequence[_Open]) -> Kind:
         sampling = FILTERED
     most = max((one.request.logprobs for one in asked), default=-1)
     logprobs = NO_LOGPROBS if most < 0 else OF_TOKENS
-    adjusts = any(one.request.adjustments is not None for one in asked)
+    adjusts = any(one.request.changes_logits for one in asked)
     return Kind(sampling, OF_ALTERNATIVES if most > 0 else logprobs, adjusts)
 
 

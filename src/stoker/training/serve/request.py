@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from stoker.contract.shape import shape
 from stoker.training.generate.config import Sampling
@@ -29,6 +29,17 @@ class LogitAdjustments:
     min_p: float = 0.0  # drops tokens less likely than this share of the most likely token's probability
 
 
+class Constraint(Protocol):
+    """constrain.GrammarMatcher: where one completion is in its grammar. Each request needs one of its own."""
+
+    @property
+    def is_complete(self) -> bool: ...
+    @property
+    def has_failed(self) -> bool: ...
+    def allowed(self) -> Any: ...  # NumPy's bool for each token id
+    def accept(self, token: int) -> None: ...
+
+
 @shape
 class Request:
     id: str
@@ -47,6 +58,11 @@ class Request:
     strips: bool = False  # a blank before the whole text is no part of it
     adjustments: LogitAdjustments | None = None  # None: the logits are sampled as they are
     skip_special_tokens: bool = True  # special tokens add nothing to the text
+    constraint: Constraint | None = None  # tokens that it does not allow are not sampled
+
+    @property
+    def changes_logits(self) -> bool:
+        return self.adjustments is not None or self.constraint is not None
 
 
 class PromptLogprob(NamedTuple):
