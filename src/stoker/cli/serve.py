@@ -197,7 +197,7 @@ def _opened(told: argparse.Namespace, folder: str) -> tuple[Served, Driver, Deco
     marks, strips = frozenset(words.special.values()), words.told.decoding.strips
 
     def text_of(request: Request) -> Text:
-        hidden = marks if request.skip_special_tokens else ()
+        hidden = marks - request.visible if request.skip_special_tokens else ()
         return Text(lambda token: words.decode_bytes([token]), request.stop_texts, hidden, strips and request.strips)
 
     memory = told.memory or max(told.slots * context // 2, context)

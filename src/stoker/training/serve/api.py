@@ -12,7 +12,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from stoker.contract.names import Refusal
 from stoker.contract.quantities import counted
@@ -26,11 +26,13 @@ from stoker.training.serve.request import (
     FINISH,
     LENGTH,
     MOST_ALTERNATIVES,
+    STOP,
     Event,
     LogitAdjustments,
     PromptLogprob,
     Request,
 )
+from stoker.training.serve.tools import ToolCall, ToolFormat, ToolText, checked_tools, format_of, with_parsed_arguments
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
@@ -54,14 +56,16 @@ _BOTH = (
 )  # fmt: skip
 _TEMPLATE = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 _COMPLETION = (*_BOTH, "prompt", "echo")
-_CHAT = (*_BOTH, *_TEMPLATE, "messages", "max_completion_tokens", "top_logprobs")
-_TOKENIZE = (*_TEMPLATE, "model", "prompt", "messages", "add_special_tokens", "return_token_strs")
+_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
+_CHAT = (*_BOTH, *_TEMPLATE, *_TOOLS, "messages", "max_completion_tokens", "top_logprobs")
+_TOKENIZE = (*_TEMPLATE, "tools", "model", "prompt", "messages", "add_special_tokens", "return_token_strs")
 # What OpenAI has and we don't, with the values that change nothing.
 _IDLE: dict[str, tuple[Any, ...]] = {
     "echo": (False,), "best_of": (1,), "suffix": ("",), "tools": ([],), "tool_choice": ("none",),
     "parallel_tool_calls": (True, False), "service_tier": ("auto", "default"), "modalities": (["text"],),
 }  # fmt: skip
 _OF_A_MESSAGE = ("role", "content", "name")
+_WITH_TOOLS = ("tool_calls", "tool_call_id")
 DEVELOPER, SYSTEM = "developer", "system"  # OpenAI's newer name of the system's role, which no published template knows
 
 
@@ -99,6 +103,7 @@ class Asked:
     with_ids: bool
     echo: bool = False
     generates: bool = True  # False: max_tokens is 0, and the token that the engine samples all the same is dropped
+    tools: ToolFormat | None = None  # how completions call tools; None: there are none
     prompt_logprobs: int = -1  # in vLLM's form, with this many alternatives; -1: none
 
     @property
@@ -112,7 +117,8 @@ def read(body: bytes, is_chat: bool, served: Served) -> Asked:
     """Parse and check a body. Raises Problem."""
     told = _object(body, _CHAT if is_chat else _COMPLETION)
     _check_model(told, served)
-    prompts = [_conversation(told, served.tokenizer)] if is_chat else _prompts(told, served.tokenizer)
+    tools = _tools(told, served.tokenizer) if is_chat else _Tools()
+    prompts = [_conversation(told, served.tokenizer, tools)] if is_chat else _prompts(told, served.tokenizer)
     count = _whole(told, "n", 1, 1, MOST_ANSWERS)
     if len(prompts) * count > MOST_ANSWERS:
         raise Problem(
@@ -131,7 +137,10 @@ def read(body: bytes, is_chat: bool, served: Served) -> Asked:
     name = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
     seed = _whole(told, "seed", secrets.randbits(63), -(2**63), 2**63 - 1)
     first = _whole(told, "first_index", 0, 0, 2**62)
-    constraint = _constraint(told, served)
+    constraint = _constraint(told, served, tools)
+    if tools.how is not None:
+        special = served.tokenizer.special
+        shared["visible"] = frozenset(special[mark] for mark in (tools.how.begin, tools.how.end) if mark in special)
     requests: list[Request] = []
     generates = True
     for prompt in prompts:
@@ -161,6 +170,7 @@ def read(body: bytes, is_chat: bool, served: Served) -> Asked:
         with_ids,
         echo,
         generates,
+        tools.how,
         prompt_logprobs,
     )
 
@@ -191,7 +201,7 @@ def tokenize(body: bytes, served: Served) -> dict[str, Any]:
     if ("prompt" in params) == ("messages" in params):
         raise Problem("either prompt or messages is needed", key="prompt")
     if "messages" in params:
-        ids = _conversation(params, tokenizer, answers=False)
+        ids = _conversation(params, tokenizer, _tools(params, tokenizer), answers=False)
     else:
         text = params["prompt"]
         if not isinstance(text, str):
@@ -277,12 +287,49 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
 
 
-def _conversation(told: Mapping[str, Any], tokenizer: Tokenizer, answers: bool = True) -> list[int]:
+class _Tools(NamedTuple):
+    """What a body says about tools."""
+
+    tools: Sequence[dict[str, Any]] = ()
+    how: ToolFormat | None = None
+    must_call: Sequence[dict[str, Any]] = ()  # the completion must call one of these; empty: it need not
+    is_single: bool = False  # one call at most
+
+
+def _tools(params: Mapping[str, Any], tokenizer: Tokenizer) -> _Tools:
+    choice = params.get("tool_choice")
+    try:
+        tools = checked_tools(params.get("tools") or [])
+    except ValueError as problem:
+        raise Problem(str(problem), key="tools") from problem
+    named = None
+    if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("function"), dict):
+        named = [tool for tool in tools if tool["function"]["name"] == choice["function"].get("name")]
+        if not named:
+            raise Problem("tool_choice names a function that is not among the tools", key="tool_choice")
+    elif choice not in (None, "none", "auto", "required"):
+        line = f"tool_choice must be none, auto, required or a function, not {_shown(choice)}"
+        raise Problem(line, key="tool_choice")
+    is_single = not _flag(params, "parallel_tool_calls", True) or named is not None
+    if choice == "required" and not tools:
+        raise Problem("tool_choice required needs tools", key="tool_choice")
+    if not tools or choice == "none":
+        return _Tools()
+    how = format_of(tokenizer)
+    if how is None:
+        raise Problem(
+            "the model's chat template takes no tools, or writes calls in a way that is not known", key="tools"
+        )
+    return _Tools(tools, how, tools if choice == "required" else named or (), is_single)
+
+
+def _conversation(told: Mapping[str, Any], tokenizer: Tokenizer, tools: _Tools, answers: bool = True) -> list[int]:
     """Return the ids of a conversation and the beginning of its answer. `answers`: an answer follows."""
     messages = told.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Problem("messages must be a list of at least one message", key="messages")
-    turns = [(_role(message), _content(message)) for message in messages]
+    turns = chat.Conversation([_turn(message, tokenizer) for message in messages])
+    turns.tools = tools.tools
     continues = _flag(told, "continue_final_message")
     opens_turn = _flag(told, "add_generation_prompt", not continues)
     if continues and opens_turn:
@@ -316,13 +363,28 @@ def _role(message: Any) -> str:
     return str(role)
 
 
-def _content(message: Mapping[str, Any]) -> bytes:
+def _turn(message: Any, tokenizer: Tokenizer) -> tuple[str, bytes]:
+    role = _role(message)
     # A client that sends an answer back sends all keys of the SDK's message, most of them null.
-    extra = [key for key, value in message.items() if key not in _OF_A_MESSAGE and value not in (None, [])]
-    if extra:
+    given = {key: value for key, value in message.items() if value not in (None, []) and key not in _OF_A_MESSAGE}
+    if extra := given.keys() - _WITH_TOOLS:
         raise Problem(
             f"messages: this server does not support the key {_shown(min(extra))} of a message", key="messages"
         )
+    if not given:
+        return role, _content(message)
+    if tokenizer.template is None:
+        raise Problem("messages: tool calls need a model whose chat template takes them", key="messages")
+    if "tool_calls" in given:
+        try:
+            given["tool_calls"] = with_parsed_arguments(given["tool_calls"])
+        except ValueError as problem:
+            raise Problem(f"messages: {problem}", key="messages") from problem
+        message = {**message, "content": message.get("content") or ""}
+    return chat.Turn(role, _content(message), given)
+
+
+def _content(message: Mapping[str, Any]) -> bytes:
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
@@ -376,13 +438,28 @@ def _adjustments(params: Mapping[str, Any], tokenizer: Tokenizer) -> LogitAdjust
     return None if made == LogitAdjustments() else made
 
 
-def _constraint(params: Mapping[str, Any], served: Served) -> GrammarMatcher | None:
-    """Return the grammar of response_format; None: any text."""
+def _constraint(params: Mapping[str, Any], served: Served, tools: _Tools) -> GrammarMatcher | None:
+    """Return the grammar of response_format, or of calls that must be made; None: any text."""
     key = "response_format"
     form = params.get(key)
-    if form is None or form == {"type": "text"}:
+    if form == {"type": "text"}:
+        form = None
+    if form is None and not tools.must_call:
         return None
-    kind = form.get("type") if isinstance(form, dict) else None
+    if served.grammars is None:
+        raise Problem(f"{key} and tool_choice are not supported by this server", key=key)
+    if _flag(params, "ignore_eos"):
+        raise Problem("ignore_eos does not go with response_format or a tool_choice", key="ignore_eos")
+    if tools.must_call:
+        if form is not None:
+            raise Problem("response_format does not go with a tool_choice that requires a call", key=key)
+        assert tools.how is not None
+        try:
+            return served.grammars.lark(tools.how.grammar(tools.must_call, served.tokenizer, tools.is_single))
+        except Unconstrainable as problem:
+            raise Problem(f"tools: {problem}", key="tools") from problem
+    form = form if isinstance(form, dict) else {"type": form}
+    kind = form.get("type")
     if kind == "json_object":
         schema: Any = {"type": "object"}
     elif kind == "json_schema":
@@ -393,10 +470,6 @@ def _constraint(params: Mapping[str, Any], served: Served) -> GrammarMatcher | N
     else:
         line = f"response_format: its type must be text, json_object or json_schema, not {_shown(kind)}"
         raise Problem(line, key=key)
-    if served.grammars is None:
-        raise Problem(f"{key} is not supported by this server", key=key)
-    if _flag(params, "ignore_eos"):
-        raise Problem("ignore_eos does not go with response_format: the end of the JSON ends the completion", key=key)
     try:
         return served.grammars.json_schema(schema)
     except Unconstrainable as problem:
@@ -512,6 +585,8 @@ class Reply:
         self._places = {request.id: place for place, request in enumerate(asked.requests)}
         self._events: list[list[Event]] = [[] for _ in asked.requests]
         self._offsets = [_Offsets() for _ in asked.requests]
+        self._tools = [ToolText(asked.tools) if asked.tools is not None else None for _ in asked.requests]
+        self._calls = [0] * len(asked.requests)  # that were written to the stream
         self._open = set(self._places)
         self._lengths = tokenizer.lengths
         self._room = MOST_SAID + SAID_A_TOKEN * sum(request.new_tokens for request in asked.requests)
@@ -576,20 +651,37 @@ class Reply:
         return {"prompt_tokens": asked, "completion_tokens": written, "total_tokens": asked + written}
 
     def _choice(self, place: int, events: list[Event]) -> dict[str, Any]:
-        text = "".join(event.text for event in events)
-        said = {"message": {"role": chat.LEARNED, "content": text}} if self._asked.is_chat else {"text": text}
-        return self._with_numbers(place, events, said)
+        text, tools = "".join(event.text for event in events), self._tools[place]
+        if not self._asked.is_chat:
+            return self._with_numbers(place, events, {"text": text})
+        message: dict[str, Any] = {"role": chat.LEARNED, "content": text}
+        calls: list[ToolCall] = []
+        if tools is not None:
+            text, calls = tools.feed(text, is_last=True)
+            message["content"] = text
+        if calls:
+            message |= {"content": text.strip() or None, "tool_calls": [call.to_json() for call in calls]}
+        return self._with_numbers(place, events, {"message": message}, bool(calls))
 
     def _piece(self, place: int, events: list[Event], first: bool) -> dict[str, Any]:
         text = "".join(event.text for event in events)
         if not self._asked.is_chat:
             return self._with_numbers(place, events, {"text": text})
-        delta = {"role": chat.LEARNED, "content": text} if first else {"content": text}
-        return self._with_numbers(place, events, {"delta": delta})
+        tools, calls = self._tools[place], list[ToolCall]()
+        if tools is not None:
+            text, calls = tools.feed(text, is_last=bool(events[-1].finish))
+        delta: dict[str, Any] = {"role": chat.LEARNED, "content": text} if first else {"content": text}
+        if calls:
+            begin = self._calls[place]
+            delta["tool_calls"] = [{"index": begin + at, **call.to_json()} for at, call in enumerate(calls)]
+            self._calls[place] += len(calls)
+        return self._with_numbers(place, events, {"delta": delta}, self._calls[place] > 0)
 
-    def _with_numbers(self, place: int, events: list[Event], said: dict[str, Any]) -> dict[str, Any]:
-        request = self._asked.requests[place]
-        choice = {"index": place, **said, "finish_reason": events[-1].finish or None}
+    def _with_numbers(
+        self, place: int, events: list[Event], said: dict[str, Any], has_calls: bool = False
+    ) -> dict[str, Any]:
+        request, finish = self._asked.requests[place], events[-1].finish or None
+        choice = {"index": place, **said, "finish_reason": "tool_calls" if has_calls and finish == STOP else finish}
         echoed = request.prompt if self._asked.echo and events[0] is self._events[place][0] else ()
         if echoed:
             choice["text"] = b"".join(map(self._bytes, echoed)).decode("utf-8", "replace") + choice["text"]

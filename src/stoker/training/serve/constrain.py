@@ -17,7 +17,7 @@ from stoker.contract.untrusted import printable
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 # Free whitespace would let a model write blanks without end.
-_WRITTEN: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Unconstrainable(Exception):
@@ -61,12 +61,15 @@ class Grammars:
 
     def json_schema(self, schema: Mapping[str, Any]) -> GrammarMatcher:
         """Compile a JSON schema. Raises Unconstrainable."""
+        return self.lark(f"start: %json {json.dumps({**schema, 'x-guidance': JSON_STYLE})}")
+
+    def lark(self, grammar: str) -> GrammarMatcher:
+        """Compile a grammar in llguidance's Lark. Raises Unconstrainable."""
         try:
             import llguidance
         except ModuleNotFoundError as problem:
             raise Unconstrainable("the server lacks the package llguidance: pip install llguidance") from problem
         try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_WRITTEN)
             matcher = llguidance.LLMatcher(self._vocabulary(llguidance), grammar, log_level=0)
         except ValueError as problem:
             raise Unconstrainable(_line(str(problem))) from problem

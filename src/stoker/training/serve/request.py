@@ -58,6 +58,7 @@ class Request:
     strips: bool = False  # a blank before the whole text is no part of it
     adjustments: LogitAdjustments | None = None  # None: the logits are sampled as they are
     skip_special_tokens: bool = True  # special tokens add nothing to the text
+    visible: frozenset[int] = frozenset()  # special tokens that are part of the text all the same
     constraint: Constraint | None = None  # tokens that it does not allow are not sampled
 
     @property

@@ -105,7 +105,8 @@ class ChatTemplate:
                 " are the most",
                 EX_DATAERR,
             )
-        self._sources, self._special, self._encoders, self._where = sources, special, encoders, where
+        self.sources = sources  # by name
+        self._special, self._encoders, self._where = special, encoders, where
         self._pattern = any_of(special)
         self._private = set(filter(_PRIVATE_CHARACTER.match, "".join(special)))
         self._process = ConfinedTemplate({"sources": sources, "names": names, "special": list(special)}, where)
@@ -167,9 +168,9 @@ class ChatTemplate:
             raise Unfit("it has every one of Unicode's private characters; one must be free to mark text with")
         if self._pattern.search(texts):
             messages, tools, values = (self._as_text(value, inside) for value in (list(messages), list(tools), values))
-        name = WITH_TOOLS if tools and WITH_TOOLS in self._sources else DEFAULT
-        if name not in self._sources:
-            have = ", ".join(self._sources)
+        name = WITH_TOOLS if tools and WITH_TOOLS in self.sources else DEFAULT
+        if name not in self.sources:
+            have = ", ".join(self.sources)
             raise Refusal(
                 f"tokenizer {self._where}: no chat template is called {DEFAULT}; there are {have}", EX_DATAERR
             )
