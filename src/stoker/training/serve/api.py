@@ -458,7 +458,7 @@ def _constraint(params: Mapping[str, Any], served: Served, tools: _Tools) -> Gra
             return served.grammars.lark(tools.how.grammar(tools.must_call, served.tokenizer, tools.is_single))
         except Unconstrainable as problem:
             raise Problem(f"tools: {problem}", key="tools") from problem
-    form = form if isinstance(form, dict) else {"type": form}
+    form = form if isinstance(form, dict) else {}
     kind = form.get("type")
     if kind == "json_object":
         schema: Any = {"type": "object"}

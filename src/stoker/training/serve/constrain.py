@@ -97,7 +97,8 @@ class _Vocabulary:
         self.special_token_ids = sorted(tokenizer.special.values())
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._tokenizer.encode_bytes(text)
+        """Encode text in the middle of a completion: no blank is put in front of it."""
+        return self._tokenizer.continued(text.decode("utf-8", "replace"))
 
 
 def _line(text: str) -> str:
