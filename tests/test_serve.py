@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,10 @@ CONTEXT = 256
 
 
 class Server:
-    def __init__(self, folder: Path, *flags: str, **variables: str) -> None:
-        argv = [sys.executable, "-m", "stoker", "serve", str(folder), "--port", "0", "--context", str(CONTEXT), *flags]
+    def __init__(
+        self, folder: Path, *flags: str, argv: Sequence[str] = ("-m", "stoker", "serve"), **variables: str
+    ) -> None:
+        argv = [sys.executable, *argv, str(folder), "--port", "0", "--context", str(CONTEXT), *flags]
         # Answers are compared with those in fp32, which a CPU gives; test_serve_kernel.py is about GPUs.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
         self.process = subprocess.Popen(

@@ -138,6 +138,39 @@ def test_an_idle_server_ends_without_delay(folder: Path) -> None:  # noqa: F811
     idle.close()
 
 
+def test_when_the_engine_fails_clients_hear_of_it_and_the_server_ends(folder: Path) -> None:  # noqa: F811
+    code = """
+import sys
+from stoker.cli import serve
+from stoker.contract.names import Refusal
+from stoker.training.serve.engine import PagedEngine
+step = PagedEngine.step
+def failing(engine):
+    if engine.count > 30:
+        raise RuntimeError("broken")
+    return step(engine)
+PagedEngine.step = failing
+try:
+    serve.main(sys.argv[1:])
+except Refusal as refusal:
+    print(refusal.line, file=sys.stderr)
+    sys.exit(refusal.code)
+"""
+    server = Server(folder, "--slots", "64", argv=("-c", code))
+    stream, found = Stream(server, {**LONG, "n": 28}), []
+    whole = {**LONG, "n": 1, "stream": False}
+    waiting = threading.Thread(target=lambda: found.append(server.ask("/v1/completions", {**whole, "n": 20})))
+    waiting.start()
+    with pytest.raises(http.client.IncompleteRead) as caught:
+        stream.rest()
+    waiting.join()
+    (status, told), lines = found[0], caught.value.partial.decode().strip().split("\n\n")
+    assert status == 500 and told["error"]["type"] == "server_error"
+    assert json.loads(lines[-1].removeprefix("data: "))["error"]["type"] == "server_error"
+    _, errors = server.process.communicate(timeout=60)
+    assert server.process.returncode == 70 and "broken" in errors and "Traceback" not in errors
+
+
 def test_as_many_requests_as_the_queue_admits_are_all_answered(server: Server) -> None:
     openai = pytest.importorskip("openai")
 

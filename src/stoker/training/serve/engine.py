@@ -151,7 +151,7 @@ class PagedEngine:
         self._of: dict[Writing, _Open] = {}
         self._ended: list[Run] = []
         self._changes: list[_Change] = []
-        self._constrained = 0  # open requests with a constraint
+        self._adjusted = self._constrained = 0  # open requests whose logits change, and those with a constraint
         self.version, self.digest = 0, digest
 
     @property
@@ -173,6 +173,7 @@ class PagedEngine:
         self._check(request)
         writing = self.schedule.add(request.prompt, request.prompt_logprobs >= 0, request.new_tokens)
         text = None if self._text_of is None else self._text_of(request)
+        self._adjusted += request.changes_logits
         self._constrained += request.constraint is not None
         self._open[request.id] = self._of[writing] = _Open(request, writing, text, self._at_once)
 
@@ -231,7 +232,7 @@ class PagedEngine:
         written: list[tuple[_Open, Written, int]] = []
         if parts:
             self._load_adjustments(prompted)
-            made = self._paged.prompts(parts, _kind(prompted))
+            made = self._paged.prompts(parts, _kind(prompted, self._adjusts(prompted)))
             for piece, values in zip(plan.pieces, made.following, strict=True):
                 self._of[piece.writing].prompt[piece.begin : piece.begin + len(values)] = values
             written += [(asked, made, place) for place, asked in enumerate(prompted)]
@@ -241,15 +242,16 @@ class PagedEngine:
                     self._paged.start(asked.writing.slot, asked.writing.tokens[-1])
             self._load_adjustments(stepped)
             rows = [asked.row(len(asked.writing.tokens)) for asked in stepped]
-            made = self._paged.step(rows, _kind(stepped), plan.count, _Ended(stepped))
+            made = self._paged.step(rows, _kind(stepped, self._adjusts(stepped)), plan.count, _Ended(stepped))
             written += [(asked, made, place) for place, asked in enumerate(stepped)]
         self.schedule.computed(plan)
         return runs + [self._run(*one) for one in written]
 
+    def _adjusts(self, rows: Sequence[_Open]) -> bool:
+        return self._adjusted > 0 and any(row.request.changes_logits for row in rows)
+
     def _load_adjustments(self, rows: Sequence[_Open]) -> None:
-        if not any(row.request.changes_logits for row in rows):
-            return
-        for row in rows:
+        for row in rows if self._adjusts(rows) else ():
             request, slot, generated = row.request, row.writing.slot, row.writing.tokens[row.writing.prompt :]
             adjustments = request.adjustments or (LogitAdjustments() if request.constraint is not None else None)
             self._paged.adjuster.load(slot, row, adjustments, request.prompt, generated)
@@ -310,6 +312,7 @@ class PagedEngine:
 
     def _close(self, asked: _Open) -> None:
         self.schedule.end(asked.writing)
+        self._adjusted -= asked.request.changes_logits
         self._constrained -= asked.request.constraint is not None
         del self._open[asked.request.id], self._of[asked.writing]
 
@@ -370,7 +373,7 @@ def _kernels(model: Decoder, length: int) -> Kernels | None:
     return Kernels(between, import_module("stoker.training.serve.kernel")) if between else None
 
 
-def _kind(asked: Sequence[_Open]) -> Kind:
+def _kind(asked: Sequence[_Open], adjusts: bool) -> Kind:
     """The least that gives all of them what they want."""
     hows = [one.request.sampling for one in asked]
     sampling = GREEDY if all(how.greedy for how in hows) else PLAIN
@@ -378,7 +381,6 @@ def _kind(asked: Sequence[_Open]) -> Kind:
         sampling = FILTERED
     most = max((one.request.logprobs for one in asked), default=-1)
     logprobs = NO_LOGPROBS if most < 0 else OF_TOKENS
-    adjusts = any(one.request.changes_logits for one in asked)
     return Kind(sampling, OF_ALTERNATIVES if most > 0 else logprobs, adjusts)
 
 

@@ -20,6 +20,7 @@ from stoker.training.serve.front import App
 BACKLOG = 2048  # connections that the kernel holds until they are accepted
 # Longer than clients keep idle connections (httpx: 5 s): who closes first must be the client, or its next request is lost.
 KEEP_ALIVE_S = 75
+LAST_WORDS_S = 1.0  # for telling clients that the engine failed
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -59,8 +60,11 @@ class HttpServer:
         while not self._received and not has_failed() and not serving.done():
             await self._changed.wait()
             self._changed.clear()
-        if self._received == [signal.SIGTERM] and not has_failed():
-            await self._drain(has_failed)
+        if has_failed():
+            await self._finish_requests(LAST_WORDS_S, lambda: False)
+        elif self._received == [signal.SIGTERM]:
+            self._app.is_draining = True
+            await self._finish_requests(self._grace_s, lambda: len(self._received) > 1 or has_failed())
         # A response that is complete may still be on its way out: that is what uvicorn waits for, no longer than a second.
         server.should_exit, server.force_exit = True, self._app.active > 0
         await serving
@@ -74,8 +78,7 @@ class HttpServer:
         self._received.append(signum)
         self._changed.set()
 
-    async def _drain(self, has_failed: Callable[[], bool]) -> None:
-        self._app.is_draining = True
-        deadline = time.monotonic() + self._grace_s
-        while self._app.active and len(self._received) < 2 and not has_failed() and time.monotonic() < deadline:
+    async def _finish_requests(self, seconds: float, is_over: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + seconds
+        while self._app.active and not is_over() and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
