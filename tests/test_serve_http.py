@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -222,6 +225,14 @@ def test_a_large_answer_reaches_a_client_that_reads_slowly(server: Server) -> No
     data = response.read()
     entries = [entry for choice in json.loads(data)["choices"] for entry in choice["logprobs"]["content"]]
     assert len(data) > 1 << 20 and len(entries) == 1600 and all(len(entry["top_logprobs"]) == 20 for entry in entries)
+
+
+def test_without_the_http_library_it_is_named(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError(\"No module named 'uvicorn'\", name='uvicorn')\n")
+    command = [sys.executable, "-P", "-m", "stoker", "serve", str(folder), "--port", "0"]
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 69 and "needs the package uvicorn" in done.stderr.splitlines()[-1], done.stderr
 
 
 def test_errors_have_openais_form(server: Server) -> None:
