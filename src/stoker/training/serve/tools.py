@@ -168,7 +168,7 @@ def checked_tools(value: Any) -> list[dict[str, Any]]:
     names = [_function_name(tool) for tool in value]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"tools: {name} is there twice")
+            raise ValueError(f"tools: two functions are called {name}")
     return value
 
 
