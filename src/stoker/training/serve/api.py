@@ -44,6 +44,7 @@ MOST_ECHOED, MOST_IDS = 4 << 20, 1 << 21
 # Of what the answers to a body say, in bytes: in any case, and for each token that they may have. Tokens have 128 at most in published
 # tokenizers; a stranger's have 1,024, each of them up to 21 times in a list of log-probabilities.
 MOST_SAID, SAID_A_TOKEN = 4 << 20, 320
+SHORT = 2000  # numbers in a response that is written in the event loop
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's; a chat's answer may fill the context
 MAX_BIASES = 1024  # entries of logit_bias
 MAX_REPETITION_PENALTY = 100.0
@@ -599,6 +600,13 @@ class Reply:
     @property
     def is_done(self) -> bool:
         return not self._open
+
+    @property
+    def is_short(self) -> bool:
+        """`whole` takes about a millisecond at most."""
+        first = self._asked.requests[0]
+        scores = sum(len(request.prompt) for request in self._asked.requests) * (1 + first.prompt_logprobs)
+        return scores + sum(map(len, self._events)) * (2 + first.logprobs) < SHORT
 
     def take(self, event: Event) -> bytes:
         """Return what the event adds to a stream; empty where there is none."""

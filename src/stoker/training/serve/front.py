@@ -360,7 +360,8 @@ class App:
         if asked.stream:
             await send({"type": "http.response.body", "body": b""})
         else:
-            await _respond(send, 200, await asyncio.to_thread(reply.whole), JSON)
+            body = reply.whole() if reply.is_short else await asyncio.to_thread(reply.whole)
+            await _respond(send, 200, body, JSON)
 
 
 def _has_key(request: HttpRequest, key: str) -> bool:
