@@ -114,6 +114,8 @@ class Load:
         status = top.split()[1].decode()
         if status != "200":
             return "429" if status == "429" else f"status {status}: {body[:200]!r}"
+        if b"transfer-encoding: chunked" in top.lower():
+            body = unchunked(body)
         return self._judged(which, body.decode(), streams)
 
     def _judged(self, which: int, body: str, streams: bool) -> str:
@@ -135,6 +137,18 @@ class Load:
             return f"{found} {reasons} instead of {want} {ends}"
         self.tokens += sum(map(len, found))
         return "right"
+
+
+def unchunked(data: bytes) -> bytes:
+    """Return the body that the chunks hold. Raises ValueError where the last one is missing."""
+    parts: list[bytes] = []
+    while True:
+        size, _, rest = data.partition(b"\r\n")
+        length = int(size, 16)
+        if not length:
+            return b"".join(parts)
+        parts.append(rest[:length])
+        data = rest[length + 2 :]
 
 
 def resident(pid: int) -> int:

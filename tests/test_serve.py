@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,10 @@ CONTEXT = 256
 
 
 class Server:
-    def __init__(self, folder: Path, *flags: str, **variables: str) -> None:
-        argv = [sys.executable, "-m", "stoker", "serve", str(folder), "--port", "0", "--context", str(CONTEXT), *flags]
+    def __init__(
+        self, folder: Path, *flags: str, argv: Sequence[str] = ("-m", "stoker", "serve"), **variables: str
+    ) -> None:
+        argv = [sys.executable, *argv, str(folder), "--port", "0", "--context", str(CONTEXT), *flags]
         # Answers are compared with those in fp32, which a CPU gives; test_serve_kernel.py is about GPUs.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
         self.process = subprocess.Popen(
@@ -200,7 +202,11 @@ BAD: tuple[tuple[Any, int, str], ...] = (
     ({"prompt": "x", "n": 0}, 400, "n must be a whole number from 1 to 128, not 0"), ({"prompt": "x", "n": 10**6}, 400, "not 1000000"), ({"prompt": "x", "n": 9}, 400, "8 at a time"),
     ({"prompt": "x", "max_tokens": 10**6}, 400, "max_tokens"), ({"prompt": "x", "max_tokens": True}, 400, "max_tokens"),
     ({"prompt": "the " * 400}, 400, "tokens"), ({"prompt": "x", "stop": [""]}, 400, "stop"), ({"prompt": "x", "stop": 5}, 400, "stop"),
-    ({"prompt": "x", "logprobs": 99}, 400, "logprobs"), ({"prompt": "x", "presence_penalty": 1}, 400, "presence_penalty"),
+    ({"prompt": "x", "logprobs": 99}, 400, "logprobs"), ({"prompt": "x", "presence_penalty": 3}, 400, "presence_penalty must be from -2 to 2"),
+    ({"prompt": "x", "logit_bias": {"x": 1}}, 400, "token ids"), ({"prompt": "x", "logit_bias": {"99999": 1}}, 400, "token ids"), ({"prompt": "x", "logit_bias": {"5": 101}}, 400, "logit_bias"),
+    ({"prompt": "x", "logit_bias": [5]}, 400, "logit_bias"), ({"prompt": "x", "repetition_penalty": 0}, 400, "repetition_penalty"), ({"prompt": "x", "min_p": 2}, 400, "min_p"),
+    ({"prompt": "x", "top_k": -2}, 400, "top_k"), ({"prompt": "x", "max_tokens": -1}, 400, "max_tokens"), ({"prompt": "x", "ignore_eos": 1}, 400, "ignore_eos"),
+    ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs"),
     ({"prompt": "x", "stream": "yes"}, 400, "stream"), ({"prompt": "x", "seed": 1.5}, 400, "seed"),
     (b'{"prompt": "x", "temperature": NaN}', 400, "temperature"), (b" " * (2 << 20), 413, ""),
 )  # fmt: skip
@@ -229,6 +235,9 @@ def test_bad_input_gets_the_status_and_one_sentence_and_the_server_stays_up(serv
         (("/v1/nothing", None, {}), 404), (("/v1/completions", None, {}), 405), (("/health", good, {}), 405),
         (("/v1/completions", good, {"Content-Type": "text/plain"}), 415),
         (("/v1/completions", good, {"Host": "elsewhere.example"}), 403),
+        (("/v1/completions", good, {"Origin": "https://elsewhere.example"}), 403),
+        (("/v1/completions", good, {"Origin": "null"}), 403),
+        (("/v1/models/other", None, {}), 404), (("/tokenize", {}, {}), 400), (("/detokenize", {"tokens": [-1]}, {}), 400),
     ):  # fmt: skip
         found, told = server.ask(path, body, **headers)
         assert found == status and told["error"]["message"], (path, found, told)

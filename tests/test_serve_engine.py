@@ -21,7 +21,18 @@ from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.serve import paged
 from stoker.training.serve.engine import PagedEngine, Sizes, answers
-from stoker.training.serve.request import ABORTED, CONTINUE, FINISH, LENGTH, STOP, Answer, Event, Request, answer_of
+from stoker.training.serve.request import (
+    ABORTED,
+    CONTINUE,
+    FINISH,
+    LENGTH,
+    STOP,
+    Answer,
+    Event,
+    LogitAdjustments,
+    Request,
+    answer_of,
+)
 from stoker.training.serve.text import Text
 
 SMALL = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ff=48, vocab_size=96, init_std=0.3)
@@ -122,6 +133,69 @@ def without_a_cache(model: Decoder, request: Request, vocab: int = 96) -> list[i
     return ids[len(request.prompt) :]
 
 
+ADJUSTMENTS = (
+    None,
+    None,
+    LogitAdjustments(bias=((7, 100.0),)),
+    LogitAdjustments(bias=tuple((token, -100.0) for token in range(0, 96, 2))),
+    LogitAdjustments(frequency_penalty=1.5, presence_penalty=0.7),
+    LogitAdjustments(repetition_penalty=1.8, min_p=0.1),
+    LogitAdjustments(((11, 3.0),), 1.3, -0.5, 0.4, 0.02),
+)
+
+
+@torch.no_grad()
+def adjusted_without_a_cache(model: Decoder, request: Request) -> list[int]:
+    adjustments, prompt, ids = request.adjustments or LogitAdjustments(), request.prompt, list(request.prompt)
+    for uniform in uniforms(request.seed, [request.index], request.new_tokens):
+        logits = model(torch.tensor([ids]))[0, -1]
+        for token, value in adjustments.bias:
+            logits[token] += value
+        for token in set(ids):
+            times = ids[len(prompt) :].count(token)
+            factor = adjustments.repetition_penalty
+            logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+            logits[token] -= times * adjustments.frequency_penalty + bool(times) * adjustments.presence_penalty
+        chances = torch.softmax(logits / (request.sampling.temperature or 1.0), -1)
+        logits[chances < adjustments.min_p * chances.max()] = float("-inf")
+        ids.append(int(sample_token(logits[None], torch.from_numpy(uniform), request.sampling)))
+        if ids[-1] in request.stop:
+            break
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("turn", [1, 4])
+def test_adjusted_logits_are_those_of_one_at_a_time_and_change_no_other_request(turn: int) -> None:
+    """Requests with and without adjustments share slots, give way and are computed again."""
+    model, draw = made(SMALL), random.Random(11)
+    hows = (Sampling(0.0), Sampling(1.0), Sampling(0.7, top_k=9), Sampling(1.3, top_p=0.8))
+    requests = [
+        replace(request, adjustments=ADJUSTMENTS[number % len(ADJUSTMENTS)])
+        for number, request in enumerate(requests_of(draw, 70, hows))
+    ]
+    engine = PagedEngine(model, Sizes(slots=6, length=64, memory=80, block=4, prompt_tokens=24, turn=turn))
+    found, _ = served(engine, requests, draw)
+    assert engine.schedule.preemptions > 5
+    differ = 0
+    for request in requests:
+        answer, want = found[request.id], tuple(adjusted_without_a_cache(model, request))
+        assert answer.tokens == want[: len(answer.tokens)], request
+        assert answer.finish == ABORTED or answer.tokens == want
+        differ += request.adjustments is not None and want != tuple(without_a_cache(model, request))
+    assert differ > 20
+    assert any(7 in found[request.id].tokens for request in requests if request.adjustments == ADJUSTMENTS[2])
+
+
+def test_log_probabilities_are_those_before_adjustments() -> None:
+    model = made(SMALL)
+    request = Request("a", (3, 17, 40), 3, Sampling(0.0), adjustments=ADJUSTMENTS[2], logprobs=1)
+    (answer,) = answers(PagedEngine(model, Sizes(slots=1, length=64, memory=64)), [request])
+    assert answer.tokens == (7, 7, 7)
+    with torch.no_grad():
+        every = torch.log_softmax(model(torch.tensor([request.prompt + answer.tokens]))[0, 2:-1], -1)
+    torch.testing.assert_close(torch.tensor(answer.logprobs), every[:, 7], rtol=1e-4, atol=1e-4)
+
+
 MANY = [("windows, caps and norms behind", 70), *((block, 200) for block in BLOCKS)]
 
 
@@ -212,8 +286,8 @@ def test_log_probabilities_are_the_models_and_those_who_want_none_get_none(turn:
 def test_a_prompts_own_log_probabilities_are_the_models_however_it_is_cut_and_shared() -> None:
     """Prompts that begin alike, in pieces of few tokens, with memory for little more than one."""
     model, draw = made(BLOCKS["windows, caps and norms behind"]), random.Random(4)
-    requests = [replace(one, echo=True) for one in requests_of(draw, 12, (Sampling(0.0), Sampling(0.7)))]
-    plain = [replace(one, id=f"plain {one.id}", echo=False) for one in requests]
+    requests = [replace(one, prompt_logprobs=3) for one in requests_of(draw, 12, (Sampling(0.0), Sampling(0.7)))]
+    plain = [replace(one, id=f"plain {one.id}", prompt_logprobs=-1) for one in requests]
     engine = PagedEngine(model, Sizes(slots=4, length=64, memory=72, block=4, prompt_tokens=10))
     first: dict[str, Event] = {}
     tokens: dict[str, list[int | None]] = {}
@@ -224,14 +298,20 @@ def test_a_prompts_own_log_probabilities_are_the_models_however_it_is_cut_and_sh
         for event in engine.step():
             first.setdefault(event.id, event)
             tokens.setdefault(event.id, []).append(event.token)
-            assert event is first[event.id] or not event.echo
+            assert event is first[event.id] or not event.prompt
     assert engine.schedule.preemptions > 0
     for request in requests:
         with torch.no_grad():
             logits = model(torch.tensor([request.prompt]))[0, :-1] / (request.sampling.temperature or 1.0)
         want = torch.log_softmax(logits, -1)[range(len(request.prompt) - 1), request.prompt[1:]]
-        torch.testing.assert_close(torch.tensor(first[request.id].echo), want, rtol=1e-4, atol=1e-4)
-        assert tokens[request.id] == tokens[f"plain {request.id}"] and not first[f"plain {request.id}"].echo
+        scores = first[request.id].prompt
+        torch.testing.assert_close(torch.tensor([score.logprob for score in scores]), want, rtol=1e-4, atol=1e-4)
+        for score, token in zip(scores, request.prompt[1:], strict=True):
+            values = [value for _, value in score.alternatives]
+            assert len(values) == 3 and values == sorted(values, reverse=True)
+            assert (score.rank == 1) == (score.logprob == values[0])
+            assert (score.rank <= 3) == ((token, score.logprob) in score.alternatives)
+        assert tokens[request.id] == tokens[f"plain {request.id}"] and not first[f"plain {request.id}"].prompt
 
 
 @pytest.mark.parametrize("turn", [1, 4])

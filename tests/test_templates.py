@@ -61,6 +61,24 @@ def test_a_conversation_is_the_ids_of_transformers(name: str, folders: dict[str,
         assert chat.prompt(mine, ours(asked, tools)) == want, asked
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_turn_that_is_continued_and_templates_variables_give_the_ids_of_transformers(
+    name: str, folders: dict[str, Path]
+) -> None:
+    theirs, mine = transformers.AutoTokenizer.from_pretrained(str(folders[name])), load(str(folders[name]))
+    asked = [{"role": "user", "content": "the river"}]
+    begun = [*asked, {"role": "assistant", "content": " seven boats"}]
+    want = theirs.apply_chat_template(begun, continue_final_message=True, return_dict=True)["input_ids"]
+    assert chat.prompt(mine, ours(begun), continues=True) == want
+    marked = [*asked, {"role": "assistant", "content": f"seven boats and {PUBLISHED[name].end}"}]
+    assert chat.prompt(mine, ours(marked), continues=True)[-1] not in mine.special.values(), "it stays text"
+    for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
+        want = theirs.apply_chat_template(asked, add_generation_prompt=True, return_dict=True, **variables)["input_ids"]
+        assert chat.prompt(mine, ours(asked), variables) == want
+    closed = theirs.apply_chat_template(asked, add_generation_prompt=False, return_dict=True)["input_ids"]
+    assert chat.prompt(mine, ours(asked), opens_turn=False) == closed
+
+
 @pytest.mark.parametrize("name", [name for name, like in PUBLISHED.items() if "turns" in like.learned])
 def test_each_answer_is_learned_up_to_the_token_that_ends_it(name: str, folders: dict[str, Path]) -> None:
     mine = load(str(folders[name]))

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-import queue
 import resource
 import sys
 import threading
-import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from asgi import Exchange
 from conftest import Stoker
 from localuser import ATTACKER, needs_root
 from security.test_viewers import make_run, members, moment
 from stoker.control.record import history, reader
-from stoker.control.show import serving
 from stoker.control.show.top.player import Replay
 from stoker.training.serve import api
-from stoker.training.serve.front import Front
+from stoker.training.serve.front import App
 
 
 def limited() -> None:
@@ -63,50 +61,41 @@ def test_a_replay_finds_cards_without_looking_at_each(stoker: Stoker) -> None:
 # ---- stoker serve ----
 
 
-class Pipes:
-    """Carries nothing; `gone`: what to call where a client leaves."""
-
-    def __init__(self) -> None:
-        self.gone: list[Callable[[], None]] = []
-        self.said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-
-    def pipe(self, gone: Callable[[], None]) -> Pipes:
-        self.gone.append(gone)
-        return self
-
-    def push(self, data: bytes) -> None:
-        self.said.put(data)
-
-    def end(self) -> None:
-        pass
-
-    def to_bytes(self, status: int, body: bytes, _type: str, _headers: object) -> bytes:
-        return body
-
-
 def test_bodies_of_clients_that_left_are_neither_kept_nor_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who sent a megabyte again and again and left made everybody else wait for minutes, and the server hold all of it."""
     bodies: list[bytes] = []
+    is_parsing, may_go_on = threading.Event(), threading.Event()
 
     def read(body: bytes, *_: object) -> None:
         bodies.append(body)
+        is_parsing.set()
+        may_go_on.wait(60)
         raise api.Problem("seen")
 
+    async def clients() -> None:
+        app = App(None, SimpleNamespace(failure="", most=1))  # type: ignore[arg-type]
+        slow, ours = (Exchange("/v1/completions", body) for body in (b"slow", b"ours"))
+        running = [asyncio.create_task(slow.run(app))]
+        while not is_parsing.is_set():
+            await asyncio.sleep(0.01)
+        theirs = b"x" * (1 << 20)
+        held = sys.getrefcount(theirs)
+        left = [Exchange("/v1/completions", theirs) for _ in range(50)]
+        running += [asyncio.create_task(exchange.run(app)) for exchange in left]
+        await asyncio.sleep(0.1)
+        assert sys.getrefcount(theirs) > held
+        for exchange in left:
+            exchange.leave()
+        while sys.getrefcount(theirs) > held:
+            await asyncio.sleep(0.01)
+        running.append(asyncio.create_task(ours.run(app)))
+        may_go_on.set()
+        await asyncio.gather(*running)
+        assert b"seen" in slow.body and b"seen" in ours.body and not any(exchange.status for exchange in left)
+
     monkeypatch.setattr(api, "read", read)
-    pipes, driver = Pipes(), SimpleNamespace(failure="", most=1)
-    front = Front(None, driver, pipes)  # type: ignore[arg-type]
-    theirs, headers = b"x" * (1 << 20), {"content-type": "application/json"}
-    held = sys.getrefcount(theirs)
-    for _ in range(50):
-        front.answer(serving.Request("POST", "/v1/completions", {}, headers, theirs))
-    for leave in pipes.gone:
-        leave()
-    assert sys.getrefcount(theirs) == held
-    front.answer(serving.Request("POST", "/v1/completions", {}, headers, b"ours"))
-    front.start()
-    assert b"seen" in pipes.said.get(timeout=60)
-    front.stop()
-    assert bodies == [b"ours"]
+    asyncio.run(clients())
+    assert bodies == [b"slow", b"ours"]
 
 
 def test_a_body_asks_for_so_many_logprobs_and_no_more(tmp_path: Path) -> None:
@@ -123,25 +112,3 @@ def test_a_body_asks_for_so_many_logprobs_and_no_more(tmp_path: Path) -> None:
     )
     with pytest.raises(api.Problem, match="log-probabilities are too many: at most"):
         api.read(json.dumps({**body, "n": 80}).encode(), True, served)
-
-
-def test_a_large_answer_reaches_who_waits_for_it() -> None:
-    """One of 4,096 tokens with 20 alternatives each has 6 MB: its client was closed as one that reads too slowly."""
-    data = b"x" * (3 * serving.MOST_PENDING)
-
-    def answer(_: serving.Request) -> serving.Stream:
-        stream = serving.Stream("text/plain", (), lambda: None)
-        stream.push(data)
-        stream.end()
-        return stream
-
-    listening = serving.listen("127.0.0.1", 0)
-    over = threading.Event()
-    thread = threading.Thread(target=serving.Server(listening, answer).serve, args=(over.is_set, 0.05))
-    thread.start()
-    try:
-        with urllib.request.urlopen(serving.url(listening, "/"), timeout=60) as told:
-            assert told.read() == data
-    finally:
-        over.set()
-        thread.join()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import bz2
 import json
 import os
 import resource
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asgi import Exchange
 from stoker.contract import effort
 from stoker.contract.memory import used_memory
 from stoker.contract.names import Refusal
@@ -148,35 +152,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return api.Served("m", train([" " * 128 + "x\n"] * 30, 400, str(folder)), 1 << 15)
 
 
-class Pipe:
-    def __init__(self) -> None:
-        self.said, self.ended = b"", False
-
-    def push(self, data: bytes) -> None:
-        assert not self.ended
-        self.said += data
-
-    def end(self) -> None:
-        self.ended = True
-
-
-class Carrier:
-    def __init__(self) -> None:
-        self.made = Pipe()
-
-    def answer(self, status: int, body: bytes, content_type: str, headers: Any) -> Any:
-        return status, body
-
-    def to_bytes(self, status: int, body: bytes, content_type: str, headers: Any) -> bytes:
-        return b"%d " % status + body
-
-    def head(self, content_type: str) -> bytes:
-        return b"200 "
-
-    def pipe(self, gone: Any) -> Pipe:
-        return self.made
-
-
 class Engine:
     """Writes the same token for ever, with alternatives as long as itself."""
 
@@ -188,12 +163,13 @@ class Engine:
     def reserve(self, count: int) -> bool:
         return True
 
-    def give_back(self, count: int) -> None: ...
-
     def abort(self, requests: Any) -> None:
         self.is_over = True
 
     def send(self, requests: Any, sink: Any, failed: Any) -> None:
+        threading.Thread(target=self._write, args=(requests, sink)).start()
+
+    def _write(self, requests: Any, sink: Any) -> None:
         from stoker.training.serve.request import LENGTH, Event
 
         for request in requests:
@@ -204,23 +180,27 @@ class Engine:
                 self.written += 1
                 finish = LENGTH if place + 1 == request.new_tokens else ""
                 sink(Event(request.id, self.token, 0, "", -1.0, others, finish))
+                time.sleep(0.005)
 
 
-def answered(served: Any, token: int, is_chat: bool = True, **body: Any) -> tuple[bytes, Engine]:
-    from types import SimpleNamespace
+def answered(served: Any, token: int, is_chat: bool = True, **body: Any) -> tuple[Exchange, Engine]:
+    from stoker.training.serve.api import Problem
+    from stoker.training.serve.front import App
 
-    from stoker.training.serve.front import Front
+    async def run() -> tuple[Exchange, Engine]:
+        engine = Engine(token)
+        app = App(served, engine)
+        app.calls.open(asyncio.get_running_loop())
+        asked = {"messages": [{"role": "user", "content": "a"}]} if is_chat else {"prompt": "a"}
+        data, path = json.dumps({**asked, **body}).encode(), "/v1/chat/completions" if is_chat else "/v1/completions"
+        exchange = Exchange(path, data)
+        try:
+            await exchange.run(app)
+        except Problem:
+            assert exchange.status == 200, "a stream that has begun is cut"
+        return exchange, engine
 
-    carrier, engine = Carrier(), Engine(token)
-    front = Front(served, engine, carrier)
-    asked = {"messages": [{"role": "user", "content": "a"}]} if is_chat else {"prompt": "a"}
-    data, path = json.dumps({**asked, **body}).encode(), "/v1/chat/completions" if is_chat else "/v1/completions"
-    headers = {"content-type": "application/json"}
-    front.answer(SimpleNamespace(method="POST", path=path, headers=headers, body=data, host="localhost"))
-    front.start()
-    front.stop()
-    assert carrier.made.ended
-    return carrier.made.said, engine
+    return asyncio.run(run())
 
 
 @pytest.fixture
@@ -239,21 +219,21 @@ def test_an_answer_with_log_probabilities_of_long_tokens_ends(served: Any, strea
     longest = int(served.tokenizer.lengths.argmax())
     assert served.tokenizer.lengths[longest] > 100
     asked: dict[str, Any] = {"max_tokens": 200, "logprobs": True, "top_logprobs": 20, "stream": stream}
-    said, engine = answered(served, longest, **asked)
-    assert b"too long" in said and engine.is_over and engine.written < 100
-    assert said.startswith(b"400 ") != stream
-    said, engine = answered(served, 65, **asked)
-    assert said.startswith(b"200 ") and engine.written == 200 and not engine.is_over
+    exchange, engine = answered(served, longest, **asked)
+    assert b"too long" in exchange.body and engine.is_over and engine.written < 150
+    assert exchange.status == (200 if stream else 400)
+    exchange, engine = answered(served, 65, **asked)
+    assert exchange.status == 200 and engine.written == 200 and not engine.is_over
 
 
 @pytest.mark.usefixtures("little")
 def test_answers_of_long_tokens_together_end(served: Any) -> None:
     longest = int(served.tokenizer.lengths.argmax())
     asked: dict[str, Any] = {"max_tokens": 50, "n": 16}
-    said, engine = answered(served, longest, is_chat=False, **asked)
-    assert said.startswith(b"400 ") and b"too long" in said and engine.written < 800
-    said, engine = answered(served, longest, is_chat=False, **{**asked, "n": 1})
-    assert said.startswith(b"200 ") and engine.written == 50
+    exchange, engine = answered(served, longest, is_chat=False, **asked)
+    assert exchange.status == 400 and b"too long" in exchange.body and engine.written < 800
+    exchange, engine = answered(served, longest, is_chat=False, **{**asked, "n": 1})
+    assert exchange.status == 200 and engine.written == 50
 
 
 # ---- prompts that every rank holds ----

@@ -24,17 +24,15 @@ def test_a_body_that_comes_in_small_pieces_is_looked_at_when_it_is_whole(monkeyp
     looked_at: list[int] = []
     parse = serving.parse
 
-    def watched(data: bytes, longest_body: int) -> object:
+    def watched(data: bytes) -> object:
         looked_at.append(len(data))
-        return parse(data, longest_body)
+        return parse(data)
 
     monkeypatch.setattr(serving, "parse", watched)
+    monkeypatch.setattr(serving, "LONGEST_BODY", BODY)
     monkeypatch.setattr(serving, "READ", 64)  # as if each of these pieces came alone
     listening = serving.listen("127.0.0.1", 0)
-    limits = serving.Limits(body=BODY)
-    server = serving.Server(
-        listening, lambda request: serving.Answer(200, str(len(request.body)).encode()), limits=limits
-    )
+    server = serving.Server(listening, lambda request: serving.Answer(200, str(len(request.body)).encode()))
     over = threading.Event()
     thread = threading.Thread(target=server.serve, args=(over.is_set, 0.05))
     thread.start()

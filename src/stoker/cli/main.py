@@ -62,7 +62,7 @@ MEANT = {
 }  # fmt: skip
 
 # Packages of the extra `train`: the launcher works without them.
-EXTRA = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "pyarrow", "huggingface_hub", "jinja2")
+EXTRA = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "pyarrow", "huggingface_hub", "jinja2", "uvicorn")
 
 _HELP = """Stoker trains language models on whatever GPUs there are. One command starts
 only what can work, keeps it running, and explains failures.

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import secrets
 import signal
 import socket
-from collections.abc import Callable
-from typing import Any
+import time
 
 from stoker.contract import layout, redact, sharedweights
 from stoker.contract.names import API_KEY, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal
+from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser, check_port
 from stoker.contract.terminal import say
 from stoker.contract.untrusted import printable, read_text
@@ -25,9 +26,10 @@ if TYPE_CHECKING:
 
 PORT = 8000
 KEY = API_KEY
-LONGEST_BODY = 1 << 20
 TURN = 8  # tokens of each answer between two looks of the host at a GPU: a stream comes in pieces of 20 to 100 ms
-MORE_CLIENTS = 64  # than answers: those who ask for metrics, or are told to come later
+QUEUE = 512
+GRACE_S = 30.0
+MORE_FILES = 512  # than answers: connections of other clients, and the process's own files
 _MODEL = (
     "a folder with weights, a run (path, id, name or latest), a speedrun's folder, or a hub id (default: the newest)"
 )
@@ -37,7 +39,8 @@ _EPILOG = f"""examples:
   {KEY}=… stoker serve my-model --host 0.0.0.0      others need the key: Authorization: Bearer …
   stoker serve my-model --weights-from runs        takes what a training run publishes there
 
-It has /v1/completions, /v1/chat/completions, /v1/models, /v1/weights, /health and /metrics. Ctrl-C ends it."""
+It has /v1/completions, /v1/chat/completions, /v1/models, /v1/weights, /tokenize, /detokenize, /health and /metrics.
+SIGTERM lets it finish what it began; Ctrl-C ends it immediately."""
 
 
 def parser() -> Parser:
@@ -58,7 +61,11 @@ def parser() -> Parser:
     group = "POST /v1/weights may join process groups at these addresses, with commas between them (default: none)"
     made.option("--weights-group", "HOST[:PORT]", group)
     made.option("--slots", "N", "answers written at once (default: 16)", int, default=16)
-    made.option("--queue", "N", "requests that may wait for a slot; more get a 429 (default: 4 per slot)", int)
+    made.option(
+        "--queue", "N", f"requests that may wait for a slot; more get a 429 (default: {QUEUE})", int, default=QUEUE
+    )
+    grace = f"how long running requests may go on after SIGTERM (default: {GRACE_S:g}s)"
+    made.option("--grace", "TIME", grace, duration, default=GRACE_S)
     context = "tokens of a prompt and its answer (default: what the model was trained for, up to 4096)"
     made.option("--context", "N", context, int, default=0)
     memory = "tokens whose keys and values the cache holds, all answers together (default: half of slots × context)"
@@ -73,7 +80,7 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     check_port(told.port)
-    if told.slots < 1 or (told.queue is not None and told.queue < 0):
+    if told.slots < 1 or told.queue < 0:
         raise Refusal(
             f"--slots {told.slots}, --queue {told.queue} is out of range: at least 1 slot, and a queue of 0 or more",
             EX_USAGE,
@@ -112,30 +119,15 @@ def _key(path: str | None) -> str:
     return key
 
 
-class _Http:
-    """training/serve/front.py's Carrier, by the loop of `stoker web`."""
-
-    def answer(self, status: int, body: bytes, content_type: str, headers: Any) -> serving.Answer:
-        return serving.Answer(status, body, content_type, headers)
-
-    def to_bytes(self, status: int, body: bytes, content_type: str, headers: Any) -> bytes:
-        return serving.Answer(status, body, content_type, headers).to_bytes()
-
-    def head(self, content_type: str) -> bytes:
-        return serving.head(200, content_type, ())
-
-    def pipe(self, gone: Callable[[], None]) -> serving.Stream:
-        return serving.Stream("", (), gone)
-
-
 def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key: str) -> int:
     from stoker.training.serve.driver import metrics
-    from stoker.training.serve.front import Front
+    from stoker.training.serve.front import App
+    from stoker.training.serve.http_server import SIGNALS, HttpServer
     from stoker.training.serve.weights import Loader
 
-    over: list[int] = []
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, lambda number, _frame: over.append(number))
+    received: list[int] = []
+    for signum in SIGNALS:
+        signal.signal(signum, lambda number, _frame: received.append(number))
     served, driver, model = _opened(told, folder)
     local = serving.is_loopback(listening)
     addresses = (told.weights_group or "").replace("localhost", "127.0.0.1").split(",")
@@ -143,39 +135,47 @@ def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key:
     takes = told.weights_from is not None or groups
     weights = Loader(model, folder, told.weights_from or "", driver, say, groups) if takes else None
     token = secrets.token_urlsafe(24) if weights is not None and not key else ""
-    front = Front(
+    app = App(
         served,
         driver,
-        _Http(),
         key=key,
         names=serving.LOCAL_NAMES if local else (),
-        numbers=lambda: metrics(driver, front.turned_away),
+        metrics=lambda: metrics(driver, app.turned_away),
         weights=weights,
         token=token,
-        now=lambda: (driver.engine.version, driver.engine.digest),
+        version=lambda: (driver.engine.version, driver.engine.digest),
         about={"shared_memory": sharedweights.identity(), "device": model.device.type},
+        log=lambda line: say(redact.whole(printable(line, 500))),
     )
-    limits = serving.Limits(clients=driver.most + MORE_CLIENTS, body=LONGEST_BODY)
-    server = serving.Server(listening, front.answer, _failed, limits)
+    _allow_open_files(driver.most + MORE_FILES)
+    server = HttpServer(app, listening, received, told.grace)
+    driver.died = server.wake
     driver.start()
-    front.start()
     if weights is not None:
         weights.start()
-    print(f"{serving.url(listening, '/v1')}  model {served.name}", flush=True)
-    if token:
-        print(f"token for POST /v1/weights: {token}", flush=True)
-    if not local:
-        say("anybody who sees the traffic sees the key and the texts: it is not encrypted")
-    server.serve(lambda: bool(over or driver.failure))
-    front.stop()
+
+    url = serving.url(listening, "/v1")
+
+    def started() -> None:
+        print(f"{url}  model {served.name}", flush=True)
+        if token:
+            print(f"token for POST /v1/weights: {token}", flush=True)
+        if not local:
+            say("anybody who sees the traffic sees the key and the texts: it is not encrypted")
+
+    server.run(started, lambda: bool(driver.failure))
     if driver.failure:
         raise Refusal(f"the engine failed: {printable(driver.failure, 500)}", EX_SOFTWARE)
     driver.stop()
     return 0
 
 
-def _failed(problem: Exception) -> None:
-    say(redact.whole(printable(f"stoker serve: an answer failed: {type(problem).__name__}: {problem}", 500)))
+def _allow_open_files(count: int) -> None:
+    """Raise this process's limit of open files, as far as the system lets us: each client's connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _opened(told: argparse.Namespace, folder: str) -> tuple[Served, Driver, Decoder]:
@@ -185,6 +185,7 @@ def _opened(told: argparse.Namespace, folder: str) -> tuple[Served, Driver, Deco
     from stoker.training.model.decoder import Decoder
     from stoker.training.model.ready import parameters
     from stoker.training.serve.api import Served
+    from stoker.training.serve.constrain import Grammars
     from stoker.training.serve.driver import Driver
     from stoker.training.serve.engine import PagedEngine, Sizes
     from stoker.training.serve.request import Request
@@ -196,7 +197,8 @@ def _opened(told: argparse.Namespace, folder: str) -> tuple[Served, Driver, Deco
     marks, strips = frozenset(words.special.values()), words.told.decoding.strips
 
     def text_of(request: Request) -> Text:
-        return Text(lambda token: words.decode_bytes([token]), request.stop_texts, marks, strips and request.strips)
+        hidden = marks - request.visible if request.skip_special_tokens else ()
+        return Text(lambda token: words.decode_bytes([token]), request.stop_texts, hidden, strips and request.strips)
 
     memory = told.memory or max(told.slots * context // 2, context)
     engine = PagedEngine(
@@ -211,5 +213,8 @@ def _opened(told: argparse.Namespace, folder: str) -> tuple[Served, Driver, Deco
         name = os.path.basename(os.path.dirname(os.path.realpath(folder)))
     size = f"{parameters(model) / 1e6:,.1f} M parameters"
     say(f"{folder}: {size}, {told.slots} slots of {context} tokens, memory for {memory} tokens, on {device.type}")
-    queued = 4 * told.slots if told.queue is None else told.queue
-    return Served(name, words, context), Driver(engine, told.slots + queued), model
+    return (
+        Served(name, words, context, int(time.time()), Grammars(words)),
+        Driver(engine, told.slots + told.queue),
+        model,
+    )

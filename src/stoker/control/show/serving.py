@@ -1,9 +1,9 @@
-"""The HTTP server of `stoker metrics`, `stoker web` and `stoker serve`: one thread, one select loop.
+"""The HTTP server of `stoker metrics` and `stoker web`: one thread, one select loop.
 
 A client that sends its request a byte a minute costs a descriptor for 5 s, and where all places are taken it gives up its
 place to the next one: a local user who opens connections and says nothing keeps nobody out. Work that reads files is done by a second
 thread, so that a disk that hangs holds up no other answer. A stream (server-sent events) is an answer that others write,
-piece by piece, until they end it or the client goes.
+piece by piece, until the client goes.
 """
 
 from __future__ import annotations
@@ -35,15 +35,11 @@ REASONS = {
     200: "OK",
     303: "See Other",
     400: "Bad Request",
-    401: "Unauthorized",
     403: "Forbidden",
     404: "Not Found",
     405: "Method Not Allowed",
     409: "Conflict",
     413: "Content Too Large",
-    415: "Unsupported Media Type",
-    422: "Unprocessable Content",
-    429: "Too Many Requests",
     431: "Request Header Fields Too Large",
     500: "Internal Server Error",
     503: "Service Unavailable",
@@ -146,7 +142,7 @@ class More:
     size: int = 0
 
 
-def parse(data: bytes | bytearray, longest_body: int = LONGEST_BODY) -> Request | int | More:
+def parse(data: bytes | bytearray) -> Request | int | More:
     """A whole request, or the status of one that can't be taken."""
     end = min((at for at in (data.find(b"\r\n\r\n"), data.find(b"\n\n")) if at >= 0), default=-1)
     if end < 0:
@@ -166,8 +162,8 @@ def parse(data: bytes | bytearray, longest_body: int = LONGEST_BODY) -> Request 
             return 400
         headers[name] = value.strip()
     size = _body_size(headers)
-    if not 0 <= size <= longest_body:
-        return 413 if size > longest_body else 400
+    if not 0 <= size <= LONGEST_BODY:
+        return 413 if size > LONGEST_BODY else 400
     if len(data) < begin + size:
         return More(begin + size)
     path, _, query = words[1].partition("?")
@@ -190,25 +186,17 @@ def _body_size(headers: Mapping[str, str]) -> int:
 
 
 class Stream:
-    """Pushed to from any thread. `over` is called when the client is gone, or has all of it. Without a content type whoever
-    pushes begins with the head.
-    """
+    """Pushed to from any thread. `over` is called when the client is gone."""
 
     def __init__(self, content_type: str, headers: tuple[tuple[str, str], ...], over: Callable[[], None]) -> None:
         self.over = over
-        self.ended = False
         self._wake: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
-        self._pending = [head(200, content_type, headers)] if content_type else []
+        self._pending = [head(200, content_type, headers)]
 
     def push(self, data: bytes) -> None:
         with self._lock:
             self._pending.append(data)
-        self._wake()
-
-    def end(self) -> None:
-        """After the last push."""
-        self.ended = True
         self._wake()
 
     def bind(self, wake: Callable[[], None]) -> None:
@@ -239,12 +227,6 @@ class _Client:
         self.deadline = time.monotonic() + REQUEST_S
 
 
-@shape
-class Limits:
-    clients: int = MOST_CLIENTS
-    body: int = LONGEST_BODY
-
-
 class Server:
     """`handler` must not block; what it gives as Work may. `failed` gets an exception of either."""
 
@@ -253,9 +235,8 @@ class Server:
         server: socket.socket,
         handler: Handler,
         failed: Callable[[Exception], None] = lambda _: None,
-        limits: Limits = Limits(),  # noqa: B008  frozen
     ) -> None:
-        self._server, self._handler, self._failed, self._limits = server, handler, failed, limits
+        self._server, self._handler, self._failed = server, handler, failed
         self._clients: set[_Client] = set()
         self._selector = selectors.DefaultSelector()
         self._accepting = False
@@ -310,11 +291,8 @@ class Server:
 
     def _refill(self, client: _Client) -> None:
         assert client.stream is not None
-        ended = client.stream.ended  # asked first: what is pushed after the look waits for another
         more = client.stream.take()
         if not more:
-            if ended and client.answer is None:
-                self._close(client)
             return
         left = bytes(client.answer or b"")
         if left and len(left) + len(more) > MOST_PENDING:  # one that is idle gets whatever was pushed at once
@@ -324,7 +302,7 @@ class Server:
 
     def _accept_if_room(self) -> None:
         """Others wait in the kernel's queue where all clients have asked and wait for their answers."""
-        room = len(self._clients) < self._limits.clients or self._idle() is not None
+        room = len(self._clients) < MOST_CLIENTS or self._idle() is not None
         if room and not self._accepting:
             self._selector.register(self._server, selectors.EVENT_READ)
         elif self._accepting and not room:
@@ -340,7 +318,7 @@ class Server:
     def _accept(self) -> None:
         """A few at once: whoever has just come and asks is read before those who follow could make it the oldest."""
         for _ in range(MOST_CLIENTS // 4):
-            full = len(self._clients) >= self._limits.clients
+            full = len(self._clients) >= MOST_CLIENTS
             idle = self._idle() if full else None
             if full and idle is None:
                 return
@@ -383,8 +361,8 @@ class Server:
             return
         client.request += data
         if data and len(client.request) < client.whole:
-            return  # no look at 1 MiB for each byte of it
-        request = parse(client.request, self._limits.body)
+            return  # it is not parsed again for each byte of its body
+        request = parse(client.request)
         if isinstance(request, More):
             client.whole = request.size
             if not data:
@@ -453,5 +431,3 @@ class Server:
         if client.stream is None:
             client.socket.shutdown(socket.SHUT_WR)
             client.deadline = time.monotonic() + REQUEST_S
-        elif client.stream.ended:
-            self._refill(client)

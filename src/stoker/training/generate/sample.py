@@ -75,11 +75,6 @@ def sample_rows(
     return torch.where(temperature > 0, token, greedy)
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """[rows, vocabulary], ids [rows] -> the log-probability that each was sampled with, where nothing is left out."""
-    return torch.log_softmax(logits.float() / temperature, -1).gather(-1, tokens[:, None])[:, 0]
-
-
 def _place(chances: Tensor, uniform: Tensor) -> Tensor:
     """The first whose running sum passes `uniform`, below 1, of the whole: never one of chance 0."""
     running = chances.cumsum(-1)

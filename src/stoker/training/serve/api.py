@@ -1,17 +1,18 @@
-"""OpenAI's completions and chat completions: a body becomes requests, and events become what its clients read. No torch.
+"""OpenAI's completions and chat completions: parses bodies into requests, and writes events as clients read them. No torch.
 
-Beside OpenAI's keys there are `return_token_ids`, `top_k`, `stop_token_ids`, `first_index` and `on_update` (finish, continue). A key that
-nobody here reads is refused: an answer that silently ignores a setting is a wrong one.
+Beside OpenAI's keys it knows some of vLLM's and its own `return_token_ids`, `first_index` and `on_update` (finish, continue). An
+unknown key is refused: an answer that silently ignores a setting is wrong.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from stoker.contract.names import Refusal
 from stoker.contract.quantities import counted
@@ -19,7 +20,19 @@ from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import parse_json, printable
 from stoker.training.generate.config import Sampling, checked
-from stoker.training.serve.request import CONTINUE, FINISH, MOST_ALTERNATIVES, Event, Request
+from stoker.training.serve.constrain import GrammarMatcher, Grammars, Unconstrainable
+from stoker.training.serve.request import (
+    CONTINUE,
+    FINISH,
+    LENGTH,
+    MOST_ALTERNATIVES,
+    STOP,
+    Event,
+    LogitAdjustments,
+    PromptLogprob,
+    Request,
+)
+from stoker.training.serve.tools import ToolCall, ToolFormat, ToolText, checked_tools, format_of, with_parsed_arguments
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
@@ -31,26 +44,40 @@ MOST_ECHOED, MOST_IDS = 4 << 20, 1 << 21
 # Of what the answers to a body say, in bytes: in any case, and for each token that they may have. Tokens have 128 at most in published
 # tokenizers; a stranger's have 1,024, each of them up to 21 times in a list of log-probabilities.
 MOST_SAID, SAID_A_TOKEN = 4 << 20, 320
+SHORT = 2000  # numbers in a response that is written in the event loop
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's; a chat's answer may fill the context
+MAX_BIASES = 1024  # entries of logit_bias
+MAX_REPETITION_PENALTY = 100.0
+# What has no meaning here: any value is accepted, since none changes the answer.
+_IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
 _BOTH = (
-    "model", "stream", "stream_options", "n", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "max_tokens", "logprobs",
-    "return_token_ids", "on_update", "first_index", "user",
+    "model", "stream", "stream_options", "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
+    "skip_special_tokens", "max_tokens", "logprobs", "prompt_logprobs", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "logit_bias", "response_format", "return_token_ids", "on_update", "first_index", *_IGNORED,
 )  # fmt: skip
+_TEMPLATE = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 _COMPLETION = (*_BOTH, "prompt", "echo")
-_CHAT = (*_BOTH, "messages", "max_completion_tokens", "top_logprobs")
+_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
+_CHAT = (*_BOTH, *_TEMPLATE, *_TOOLS, "messages", "max_completion_tokens", "top_logprobs")
+_TOKENIZE = (*_TEMPLATE, "tools", "model", "prompt", "messages", "add_special_tokens", "return_token_strs")
 # What OpenAI has and we don't, with the values that change nothing.
 _IDLE: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "echo": (False,), "best_of": (1,), "suffix": ("",), "tools": ([],),
-    "tool_choice": ("none",), "response_format": ({"type": "text"},), "store": (False,), "metadata": ({},), "parallel_tool_calls": (True, False),
+    "echo": (False,), "best_of": (1,), "suffix": ("",), "tools": ([],), "tool_choice": ("none",),
+    "parallel_tool_calls": (True, False), "service_tier": ("auto", "default"), "modalities": (["text"],),
 }  # fmt: skip
+_OF_A_MESSAGE = ("role", "content", "name")
+_WITH_TOOLS = ("tool_calls", "tool_call_id")
+DEVELOPER, SYSTEM = "developer", "system"  # OpenAI's newer name of the system's role, which no published template knows
 
 
 class Problem(Exception):
-    """What the client did wrong, in one sentence."""
+    """A client's mistake, in one sentence. `code`: OpenAI's word for it, if there is one."""
 
-    def __init__(self, line: str, status: int = 400, key: str = "") -> None:
+    def __init__(
+        self, line: str, status: int = 400, key: str = "", code: str = "", headers: tuple[tuple[str, str], ...] = ()
+    ) -> None:
         super().__init__(line)
-        self.line, self.status, self.key = line, status, key
+        self.line, self.status, self.key, self.code, self.headers = line, status, key, code, headers
 
 
 @shape
@@ -60,6 +87,8 @@ class Served:
     name: str
     tokenizer: Tokenizer
     length: int
+    created: int = 0  # when the server started, in seconds since 1970
+    grammars: Grammars | None = None  # None: completions can't be constrained
 
 
 @shape
@@ -73,6 +102,10 @@ class Asked:
     stream: bool
     with_usage: bool
     with_ids: bool
+    echo: bool = False
+    generates: bool = True  # False: max_tokens is 0, and the token that the engine samples all the same is dropped
+    tools: ToolFormat | None = None  # how completions call tools; None: there are none
+    prompt_logprobs: int = -1  # in vLLM's form, with this many alternatives; -1: none
 
     @property
     def prompt_tokens(self) -> int:
@@ -82,47 +115,76 @@ class Asked:
 
 
 def read(body: bytes, is_chat: bool, served: Served) -> Asked:
-    """Raises Problem."""
+    """Parse and check a body. Raises Problem."""
     told = _object(body, _CHAT if is_chat else _COMPLETION)
-    if told.get("model") not in (None, served.name):
-        raise Problem(f"no model {_shown(told['model'])} here; this server has {served.name}", 404, "model")
-    prompts = [_conversation(told, served.tokenizer)] if is_chat else _prompts(told, served.tokenizer)
+    _check_model(told, served)
+    tools = _tools(told, served.tokenizer) if is_chat else _Tools()
+    prompts = [_conversation(told, served.tokenizer, tools)] if is_chat else _prompts(told, served.tokenizer)
     count = _whole(told, "n", 1, 1, MOST_ANSWERS)
     if len(prompts) * count > MOST_ANSWERS:
         raise Problem(
             f"{counted(len(prompts), 'prompt')} with {count} answers each are too many: at most {MOST_ANSWERS} at once",
             key="n",
         )
-    shared = {**_settings(told, is_chat, served), "echo": not is_chat and _flag(told, "echo")}
+    is_stream, with_ids = (_flag(told, key) for key in ("stream", "return_token_ids"))
+    echo, prompt_logprobs = (
+        not is_chat and _flag(told, "echo"),
+        _whole(told, "prompt_logprobs", -1, 0, MOST_ALTERNATIVES),
+    )
+    if is_stream and prompt_logprobs >= 0:
+        raise Problem("prompt_logprobs can't be streamed: leave out stream, or ask for echo and logprobs", key="stream")
+    shared = _settings(told, is_chat, served)
+    shared["prompt_logprobs"] = max(prompt_logprobs, shared["logprobs"] if echo else -1)
     name = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
     seed = _whole(told, "seed", secrets.randbits(63), -(2**63), 2**63 - 1)
     first = _whole(told, "first_index", 0, 0, 2**62)
+    constraint = _constraint(told, served, tools)
+    if tools.how is not None:
+        special = served.tokenizer.special
+        shared["visible"] = frozenset(special[mark] for mark in (tools.how.begin, tools.how.end) if mark in special)
     requests: list[Request] = []
+    generates = True
     for prompt in prompts:
         room = served.length - len(prompt)
         if room < 1 or not prompt:
             line = f"a prompt of {len(prompt)} tokens: this server takes 1 to {served.length - 1}, so that an answer fits, too"
-            raise Problem(line, key="messages" if is_chat else "prompt")
+            code = "context_length_exceeded" if prompt else ""
+            raise Problem(line, key="messages" if is_chat else "prompt", code=code)
         tokens, ids = _new_tokens(told, is_chat, room), tuple(prompt)
+        generates = tokens > 0
         for index in range(first, first + count):
+            shared["constraint"] = None if constraint is None else constraint.copy()
             number = len(requests)
-            requests.append(Request(f"{name}-{number}", ids, tokens, seed=seed, index=index, strips=is_chat, **shared))
-    is_stream, with_ids = (_flag(told, key) for key in ("stream", "return_token_ids"))
-    _refuse_much(requests, prompts, with_ids, served.tokenizer)
+            requests.append(Request(f"{name}-{number}", ids, max(tokens, 1), seed=seed, index=index, **shared))
+    _refuse_much(requests, prompts, with_ids, echo, served.tokenizer)
     options = told.get("stream_options") or {}
     if not isinstance(options, dict):
         raise Problem("stream_options must be an object", key="stream_options")
     with_usage = options.get("include_usage") is True
-    return Asked(name, is_chat, int(time.time()), tuple(requests), is_stream, with_usage, with_ids)
+    return Asked(
+        name,
+        is_chat,
+        int(time.time()),
+        tuple(requests),
+        is_stream,
+        with_usage,
+        with_ids,
+        echo,
+        generates,
+        tools.how,
+        prompt_logprobs,
+    )
 
 
-def _refuse_much(requests: Sequence[Request], prompts: Sequence[list[int]], with_ids: bool, words: Tokenizer) -> None:
+def _refuse_much(
+    requests: Sequence[Request], prompts: Sequence[list[int]], with_ids: bool, echo: bool, words: Tokenizer
+) -> None:
     """A short body can ask for any number of answers that repeat what it holds. `prompts`: each once, of all these requests."""
     first, times = requests[0], len(requests) // len(prompts)
     repeated = times * sum(map(len, prompts))
     logprobs = sum((1 + request.logprobs) * request.new_tokens for request in requests)
-    logprobs += repeated if first.echo and first.logprobs >= 0 else 0
-    echoed = times * sum(int(words.lengths[prompt].sum()) for prompt in prompts) if first.echo else 0
+    logprobs += repeated * (1 + first.prompt_logprobs)
+    echoed = times * sum(int(words.lengths[prompt].sum()) for prompt in prompts) if echo else 0
     for key, count, most, what in (
         ("logprobs", logprobs, MOST_LOGPROBS, "log-probabilities"),
         ("echo", echoed, MOST_ECHOED, "bytes of prompts in the answers"),
@@ -131,6 +193,51 @@ def _refuse_much(requests: Sequence[Request], prompts: Sequence[list[int]], with
         if count > most:
             line = f"{count} {what} are too many: at most {most} per request"
             raise Problem(f"{line}; ask for fewer answers, tokens or alternatives", key=key)
+
+
+def tokenize(body: bytes, served: Served) -> dict[str, Any]:
+    """Return the ids of a text or a conversation, in the form of vLLM's /tokenize. Raises Problem."""
+    params, tokenizer = _object(body, _TOKENIZE), served.tokenizer
+    _check_model(params, served)
+    if ("prompt" in params) == ("messages" in params):
+        raise Problem("either prompt or messages is needed", key="prompt")
+    if "messages" in params:
+        ids = _conversation(params, tokenizer, _tools(params, tokenizer), answers=False)
+    else:
+        text = params["prompt"]
+        if not isinstance(text, str):
+            raise Problem("prompt must be a text", key="prompt")
+        start = tokenizer.start if _flag(params, "add_special_tokens", True) else ()
+        ids = [*start, *tokenizer.encode(text)]
+    texts = None
+    if _flag(params, "return_token_strs"):
+        texts = [tokenizer.decode_bytes([token]).decode("utf-8", "replace") for token in ids]
+    return {"count": len(ids), "max_model_len": served.length, "tokens": ids, "token_strs": texts}
+
+
+def detokenize(body: bytes, served: Served) -> dict[str, str]:
+    """Return the text of token ids, in the form of vLLM's /detokenize. Raises Problem."""
+    params = _object(body, ("model", "tokens"))
+    _check_model(params, served)
+    ids = params.get("tokens")
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise Problem("tokens must be a list of token ids", key="tokens")
+    _check_ids(ids, served.tokenizer, "tokens")
+    return {"prompt": served.tokenizer.decode(ids)}
+
+
+def model_card(served: Served) -> dict[str, Any]:
+    card = {"id": served.name, "object": "model", "created": served.created, "owned_by": "stoker"}
+    return {**card, "max_model_len": served.length}
+
+
+def _check_model(params: Mapping[str, Any], served: Served) -> None:
+    if params.get("model") not in (None, served.name):
+        raise unknown_model(params["model"], served)
+
+
+def unknown_model(name: Any, served: Served) -> Problem:
+    return Problem(f"no model {_shown(name)} here; this server has {served.name}", 404, "model", "model_not_found")
 
 
 def object_in(body: bytes) -> dict[str, Any]:
@@ -167,26 +274,80 @@ def _prompts(told: Mapping[str, Any], tokenizer: Tokenizer) -> list[list[int]]:
     found = []
     for one in given:
         ids = [*tokenizer.start, *tokenizer.encode(one)] if isinstance(one, str) else list(one)
-        if any(not 0 <= number < tokenizer.vocab_size for number in ids):
-            raise Problem(f"prompt: token ids must be from 0 to {tokenizer.vocab_size - 1}", key="prompt")
+        _check_ids(ids, tokenizer, "prompt")
         found.append(ids)
     return found
+
+
+def _check_ids(ids: Collection[int], tokenizer: Tokenizer, key: str) -> None:
+    if any(not 0 <= number < tokenizer.vocab_size for number in ids):
+        raise Problem(f"{key}: token ids must be from 0 to {tokenizer.vocab_size - 1}", key=key)
 
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
 
 
-def _conversation(told: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
+class _Tools(NamedTuple):
+    """What a body says about tools."""
+
+    tools: Sequence[dict[str, Any]] = ()
+    how: ToolFormat | None = None
+    must_call: Sequence[dict[str, Any]] = ()  # the completion must call one of these; empty: it need not
+    is_single: bool = False  # one call at most
+
+
+def _tools(params: Mapping[str, Any], tokenizer: Tokenizer) -> _Tools:
+    choice = params.get("tool_choice")
+    try:
+        tools = checked_tools(params.get("tools") or [])
+    except ValueError as problem:
+        raise Problem(str(problem), key="tools") from problem
+    named = None
+    if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("function"), dict):
+        named = [tool for tool in tools if tool["function"]["name"] == choice["function"].get("name")]
+        if not named:
+            raise Problem("tool_choice names a function that is not among the tools", key="tool_choice")
+    elif choice not in (None, "none", "auto", "required"):
+        line = f"tool_choice must be none, auto, required or a function, not {_shown(choice)}"
+        raise Problem(line, key="tool_choice")
+    is_single = not _flag(params, "parallel_tool_calls", True) or named is not None
+    if choice == "required" and not tools:
+        raise Problem("tool_choice required needs tools", key="tool_choice")
+    if not tools or choice == "none":
+        return _Tools()
+    how = format_of(tokenizer)
+    if how is None:
+        raise Problem(
+            "the model's chat template takes no tools, or writes calls in a way that is not known", key="tools"
+        )
+    return _Tools(tools, how, tools if choice == "required" else named or (), is_single)
+
+
+def _conversation(told: Mapping[str, Any], tokenizer: Tokenizer, tools: _Tools, answers: bool = True) -> list[int]:
+    """Return the ids of a conversation and the beginning of its answer. `answers`: an answer follows."""
     messages = told.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Problem("messages must be a list of at least one message", key="messages")
-    turns = [(_role(message), _content(message)) for message in messages]
-    if turns[-1][0] == chat.LEARNED:
+    turns = chat.Conversation([_turn(message, tokenizer) for message in messages])
+    turns.tools = tools.tools
+    continues = _flag(told, "continue_final_message")
+    opens_turn = _flag(told, "add_generation_prompt", not continues)
+    if continues and opens_turn:
+        line = "continue_final_message needs add_generation_prompt: false"
+        raise Problem(line, key="add_generation_prompt")
+    if continues and turns[-1][0] != chat.LEARNED:
+        raise Problem(f"continue_final_message: the last message must be the {chat.LEARNED}'s", key="messages")
+    if answers and not continues and turns[-1][0] == chat.LEARNED:
         raise Problem("the last message is the assistant's: there is nothing to answer", key="messages")
+    variables = told.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise Problem("chat_template_kwargs must be an object", key="chat_template_kwargs")
+    if taken := variables.keys() & {"messages", "tools", "add_generation_prompt", *tokenizer.names}:
+        raise Problem(f"chat_template_kwargs can't set {_shown(min(taken))}", key="chat_template_kwargs")
     try:
         chat.check(tokenizer)
-        return chat.prompt(tokenizer, turns)
+        return chat.prompt(tokenizer, turns, variables, opens_turn=opens_turn, continues=continues)
     except chat.Unfit as problem:
         raise Problem(f"messages: {problem.line}", key="messages") from problem
     except Refusal as problem:
@@ -195,16 +356,36 @@ def _conversation(told: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
 
 def _role(message: Any) -> str:
     role = message.get("role") if isinstance(message, dict) else None
+    if role == DEVELOPER:
+        return SYSTEM
     if role not in chat.ROLES:
-        raise Problem(f"messages: a role must be one of {', '.join(chat.ROLES)}, not {_shown(role)}", key="messages")
+        known = ", ".join([*chat.ROLES, DEVELOPER])
+        raise Problem(f"messages: a role must be one of {known}, not {_shown(role)}", key="messages")
     return str(role)
 
 
-def _content(message: Mapping[str, Any]) -> bytes:
-    if extra := message.keys() - {"role", "content", "name"}:
+def _turn(message: Any, tokenizer: Tokenizer) -> tuple[str, bytes]:
+    role = _role(message)
+    # A client that sends an answer back sends all keys of the SDK's message, most of them null.
+    given = {key: value for key, value in message.items() if value not in (None, []) and key not in _OF_A_MESSAGE}
+    if extra := given.keys() - _WITH_TOOLS:
         raise Problem(
             f"messages: this server does not support the key {_shown(min(extra))} of a message", key="messages"
         )
+    if not given:
+        return role, _content(message)
+    if tokenizer.template is None:
+        raise Problem("messages: tool calls need a model whose chat template takes them", key="messages")
+    if "tool_calls" in given:
+        try:
+            given["tool_calls"] = with_parsed_arguments(given["tool_calls"])
+        except ValueError as problem:
+            raise Problem(f"messages: {problem}", key="messages") from problem
+        message = {**message, "content": message.get("content") or ""}
+    return chat.Turn(role, _content(message), given)
+
+
+def _content(message: Mapping[str, Any]) -> bytes:
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
@@ -230,11 +411,70 @@ def _settings(told: Mapping[str, Any], is_chat: bool, served: Served) -> dict[st
     ends = tokenizer.stop_ids if is_chat else (tokenizer.end_id,)
     return {
         "sampling": _sampling(told),
-        "stop": frozenset([*ends, *more]),
+        "stop": frozenset([*(() if _flag(told, "ignore_eos") else ends), *more]),
         "stop_texts": tuple(stops),
         "logprobs": _logprobs(told, is_chat),
         "on_update": on_update,
+        "strips": is_chat and not _flag(told, "continue_final_message"),
+        "adjustments": _adjustments(told, tokenizer),
+        "skip_special_tokens": _flag(told, "skip_special_tokens", True),
     }
+
+
+def _adjustments(params: Mapping[str, Any], tokenizer: Tokenizer) -> LogitAdjustments | None:
+    """Return what changes the logits; None where nothing does: such requests cost the engine nothing."""
+    bias = params.get("logit_bias") or {}
+    if not isinstance(bias, dict) or len(bias) > MAX_BIASES:
+        raise Problem(f"logit_bias must be an object of up to {MAX_BIASES} token ids and numbers", key="logit_bias")
+    if not all(key.isascii() and key.isdigit() and len(key) < 10 for key in bias):
+        raise Problem("logit_bias: its keys must be token ids", key="logit_bias")
+    _check_ids([int(key) for key in bias], tokenizer, "logit_bias")
+    made = LogitAdjustments(
+        tuple((int(key), _number(bias, key, 0.0, -100.0, 100.0, "logit_bias")) for key in bias),
+        _number(params, "repetition_penalty", 1.0, 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+        _number(params, "frequency_penalty", 0.0, -2.0, 2.0),
+        _number(params, "presence_penalty", 0.0, -2.0, 2.0),
+        _number(params, "min_p", 0.0, 0.0, 1.0),
+    )
+    return None if made == LogitAdjustments() else made
+
+
+def _constraint(params: Mapping[str, Any], served: Served, tools: _Tools) -> GrammarMatcher | None:
+    """Return the grammar of response_format, or of calls that must be made; None: any text."""
+    key = "response_format"
+    form = params.get(key)
+    if form == {"type": "text"}:
+        form = None
+    if form is None and not tools.must_call:
+        return None
+    if served.grammars is None:
+        raise Problem(f"{key} and tool_choice are not supported by this server", key=key)
+    if _flag(params, "ignore_eos"):
+        raise Problem("ignore_eos does not go with response_format or a tool_choice", key="ignore_eos")
+    if tools.must_call:
+        if form is not None:
+            raise Problem("response_format does not go with a tool_choice that requires a call", key=key)
+        assert tools.how is not None
+        try:
+            return served.grammars.lark(tools.how.grammar(tools.must_call, served.tokenizer, tools.is_single))
+        except Unconstrainable as problem:
+            raise Problem(f"tools: {problem}", key="tools") from problem
+    form = form if isinstance(form, dict) else {}
+    kind = form.get("type")
+    if kind == "json_object":
+        schema: Any = {"type": "object"}
+    elif kind == "json_schema":
+        about = form.get("json_schema")
+        schema = about.get("schema") if isinstance(about, dict) else None
+        if not isinstance(schema, dict):
+            raise Problem("response_format: json_schema must be an object with a schema, which is an object", key=key)
+    else:
+        line = f"response_format: its type must be text, json_object or json_schema, not {_shown(kind)}"
+        raise Problem(line, key=key)
+    try:
+        return served.grammars.json_schema(schema)
+    except Unconstrainable as problem:
+        raise Problem(f"response_format: {problem}", key=key) from problem
 
 
 def _is_stop(text: Any) -> bool:
@@ -244,7 +484,7 @@ def _is_stop(text: Any) -> bool:
 def _sampling(told: Mapping[str, Any]) -> Sampling:
     temperature, top_p = _number(told, "temperature", 1.0), _number(told, "top_p", 1.0)
     try:
-        return checked(temperature, _whole(told, "top_k", 0, 0, 2**31), top_p)
+        return checked(temperature, max(_whole(told, "top_k", 0, -1, 2**31), 0), top_p)  # -1 and 0: all
     except Refusal as refusal:
         raise Problem(refusal.line, key="temperature") from refusal
 
@@ -263,9 +503,10 @@ def _logprobs(told: Mapping[str, Any], is_chat: bool) -> int:
 
 def _new_tokens(told: Mapping[str, Any], is_chat: bool, room: int) -> int:
     key = "max_completion_tokens" if told.get("max_completion_tokens") is not None else "max_tokens"
-    found = _whole(told, key, min(room, DEFAULT_TOKENS) if not is_chat else room, 1, 2**31)
+    found = _whole(told, key, min(room, DEFAULT_TOKENS) if not is_chat else room, 1 if is_chat else 0, 2**31)
     if found > room:
-        raise Problem(f"{key} {found} is too large: only {room} tokens are left after the prompt", key=key)
+        line = f"{key} {found} is too large: only {room} tokens are left after the prompt"
+        raise Problem(line, key=key, code="context_length_exceeded")
     return found
 
 
@@ -278,20 +519,25 @@ def _whole(told: Mapping[str, Any], key: str, default: int, least: int, most: in
     return value
 
 
-def _number(told: Mapping[str, Any], key: str, default: float) -> float:
+def _number(
+    told: Mapping[str, Any], key: str, default: float, least: float = -math.inf, most: float = math.inf, of: str = ""
+) -> float:
+    """`of`: the key of the body, where `told` is a part of it."""
     value = told.get(key)
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise Problem(f"{key} must be a number, not {_shown(value)}", key=key)
+        raise Problem(f"{of or key} must be a number, not {_shown(value)}", key=of or key)
+    if not least <= value <= most:
+        raise Problem(f"{of or key} must be from {least:g} to {most:g}, not {_shown(value)}", key=of or key)
     return float(value)
 
 
-def _flag(told: Mapping[str, Any], key: str) -> bool:
+def _flag(told: Mapping[str, Any], key: str, default: bool = False) -> bool:
     value = told.get(key)
     if value is not None and not isinstance(value, bool):
         raise Problem(f"{key} must be true or false, not {_shown(value)}", key=key)
-    return bool(value)
+    return default if value is None else value
 
 
 def _shown(value: Any) -> str:
@@ -301,22 +547,49 @@ def _shown(value: Any) -> str:
 # ---- what is answered ----
 
 
-def error(line: str, status: int, key: str = "") -> bytes:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    told = {"message": line, "type": kind, "param": key or None, "code": status}
+def error(line: str, status: int, key: str = "", code: str = "") -> bytes:
+    """Return an error's body in OpenAI's form."""
+    told = {"message": line, "type": _error_type(status), "param": key or None, "code": code or None}
     return json.dumps({"error": told}).encode()
 
 
+def _error_type(status: int) -> str:
+    if status >= 500:
+        return "server_error"
+    return {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(
+        status, "invalid_request_error"
+    )
+
+
+class _Offsets:
+    """Where each token begins in the text of one completion, in characters."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+
+    def next(self, data: bytes) -> int:
+        """Return where these bytes begin; the next ones follow them."""
+        begin = self._length
+        self._length += len(self._decoder.decode(data))
+        return begin
+
+
 class Reply:
-    """A body's answer as its events come: pieces of a stream, or one text at the end."""
+    """Writes the response to one body as its events come: pieces of a stream, or all of it at the end."""
 
     def __init__(self, asked: Asked, served: Served) -> None:
+        tokenizer = served.tokenizer
         self._asked, self._name = asked, served.name
-        self._bytes: Callable[[int], bytes] = lambda token: served.tokenizer.decode_bytes([token])
+        self._bytes: Callable[[int], bytes] = lambda token: tokenizer.decode_bytes([token])
+        self._hidden = frozenset(tokenizer.special.values()) if asked.requests[0].skip_special_tokens else frozenset()
         self._places = {request.id: place for place, request in enumerate(asked.requests)}
         self._events: list[list[Event]] = [[] for _ in asked.requests]
+        self._offsets = [_Offsets() for _ in asked.requests]
+        self._tools = [ToolText(asked.tools) if asked.tools is not None else None for _ in asked.requests]
+        self._calls = [0] * len(asked.requests)  # that were written to the stream
         self._open = set(self._places)
-        self._lengths = served.tokenizer.lengths
+        self._lengths = tokenizer.lengths
         self._room = MOST_SAID + SAID_A_TOKEN * sum(request.new_tokens for request in asked.requests)
 
     @property
@@ -328,8 +601,17 @@ class Reply:
     def is_done(self) -> bool:
         return not self._open
 
+    @property
+    def is_short(self) -> bool:
+        """`whole` takes about a millisecond at most."""
+        first = self._asked.requests[0]
+        scores = sum(len(request.prompt) for request in self._asked.requests) * (1 + first.prompt_logprobs)
+        return scores + sum(map(len, self._events)) * (2 + first.logprobs) < SHORT
+
     def take(self, event: Event) -> bytes:
-        """What it adds to a stream; empty where there is none."""
+        """Return what the event adds to a stream; empty where there is none."""
+        if not self._asked.generates:
+            event = event._replace(token=None, text="", logprob=None, alternatives=(), finish=event.finish and LENGTH)
         place = self._places[event.id]
         first = not self._events[place]
         self._events[place].append(event)
@@ -353,8 +635,16 @@ class Reply:
         return int(self._lengths[event.token]) * (1 + (request.logprobs >= 0)) + others
 
     def whole(self) -> bytes:
+        """Return the body of a response that is not streamed."""
         choices = [self._choice(place, events) for place, events in enumerate(self._events)]
-        return json.dumps({**self._head(""), "choices": choices, "usage": self._usage()}).encode()
+        body = {**self._head(""), "choices": choices, "usage": self._usage()}
+        if self._asked.prompt_logprobs >= 0:
+            if self._asked.is_chat:
+                body["prompt_logprobs"] = self._prompt_logprobs(0)
+            else:
+                for place, choice in enumerate(choices):
+                    choice["prompt_logprobs"] = self._prompt_logprobs(place)
+        return json.dumps(body).encode()
 
     def _head(self, part: str) -> dict[str, Any]:
         kind = f"chat.completion{part}" if self._asked.is_chat else "text_completion"
@@ -369,24 +659,41 @@ class Reply:
         return {"prompt_tokens": asked, "completion_tokens": written, "total_tokens": asked + written}
 
     def _choice(self, place: int, events: list[Event]) -> dict[str, Any]:
-        text = "".join(event.text for event in events)
-        said = {"message": {"role": chat.LEARNED, "content": text}} if self._asked.is_chat else {"text": text}
-        return self._with_numbers(place, events, said)
+        text, tools = "".join(event.text for event in events), self._tools[place]
+        if not self._asked.is_chat:
+            return self._with_numbers(place, events, {"text": text})
+        message: dict[str, Any] = {"role": chat.LEARNED, "content": text}
+        calls: list[ToolCall] = []
+        if tools is not None:
+            text, calls = tools.feed(text, is_last=True)
+            message["content"] = text
+        if calls:
+            message |= {"content": text.strip() or None, "tool_calls": [call.to_json() for call in calls]}
+        return self._with_numbers(place, events, {"message": message}, bool(calls))
 
     def _piece(self, place: int, events: list[Event], first: bool) -> dict[str, Any]:
         text = "".join(event.text for event in events)
         if not self._asked.is_chat:
             return self._with_numbers(place, events, {"text": text})
-        delta = {"role": chat.LEARNED, "content": text} if first else {"content": text}
-        return self._with_numbers(place, events, {"delta": delta})
+        tools, calls = self._tools[place], list[ToolCall]()
+        if tools is not None:
+            text, calls = tools.feed(text, is_last=bool(events[-1].finish))
+        delta: dict[str, Any] = {"role": chat.LEARNED, "content": text} if first else {"content": text}
+        if calls:
+            begin = self._calls[place]
+            delta["tool_calls"] = [{"index": begin + at, **call.to_json()} for at, call in enumerate(calls)]
+            self._calls[place] += len(calls)
+        return self._with_numbers(place, events, {"delta": delta}, self._calls[place] > 0)
 
-    def _with_numbers(self, place: int, events: list[Event], said: dict[str, Any]) -> dict[str, Any]:
-        request = self._asked.requests[place]
-        choice = {"index": place, **said, "finish_reason": events[-1].finish or None}
-        echoed = request.prompt if request.echo and events[0] is self._events[place][0] else ()
+    def _with_numbers(
+        self, place: int, events: list[Event], said: dict[str, Any], has_calls: bool = False
+    ) -> dict[str, Any]:
+        request, finish = self._asked.requests[place], events[-1].finish or None
+        choice = {"index": place, **said, "finish_reason": "tool_calls" if has_calls and finish == STOP else finish}
+        echoed = request.prompt if self._asked.echo and events[0] is self._events[place][0] else ()
         if echoed:
             choice["text"] = b"".join(map(self._bytes, echoed)).decode("utf-8", "replace") + choice["text"]
-        choice["logprobs"] = self._logprobs(events, echoed) if request.logprobs >= 0 else None
+        choice["logprobs"] = self._logprobs(place, events, echoed) if request.logprobs >= 0 else None
         if events[-1].finish:
             choice["weights"] = {"version": events[-1].version, "digest": events[-1].digest}
         if self._asked.with_ids:
@@ -397,8 +704,8 @@ class Reply:
                 choice["prompt_token_ids"] = list(request.prompt)
         return choice
 
-    def _logprobs(self, events: list[Event], echoed: Sequence[int]) -> dict[str, Any]:
-        """`echoed`: the prompt's tokens, where they are told, too: the first has no log-probability."""
+    def _logprobs(self, place: int, events: list[Event], echoed: Sequence[int]) -> dict[str, Any]:
+        """`echoed`: the prompt's tokens, where they are part of the text: the first has no log-probability."""
         written = [event for event in events if event.token is not None]
         if self._asked.is_chat:
             return {
@@ -410,12 +717,46 @@ class Reply:
                     for event in written
                 ]
             }
+        most, offsets = self._asked.requests[place].logprobs, self._offsets[place]
+        tokens: list[int] = list(echoed)
+        logprobs: list[float | None] = [None] * bool(echoed)
+        top: list[dict[str, float | None] | None] = [None] * bool(echoed)
+        text_offset = [offsets.next(self._bytes(token)) for token in echoed]
+        for token, score in zip(echoed[1:], events[0].prompt if echoed else (), strict=True):
+            logprobs.append(_finite(score.logprob))
+            top.append(self._top(token, score.logprob, score.alternatives[:most]))
+        for event in written:
+            assert event.token is not None
+            tokens.append(event.token)
+            logprobs.append(_finite(event.logprob))
+            top.append(self._top(event.token, event.logprob, event.alternatives))
+            text_offset.append(offsets.next(b"" if event.token in self._hidden else self._bytes(event.token)))
+        texts = list(map(self._text, tokens))
+        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": text_offset}
+
+    def _top(
+        self, token: int, logprob: float | None, alternatives: Sequence[tuple[int, float]]
+    ) -> dict[str, float | None]:
+        """The most likely tokens, and the token itself, which may not be one of them."""
+        found: dict[str, float | None] = {}
+        for one, value in (*alternatives, (token, logprob)):
+            found.setdefault(self._text(one), _finite(value))  # the likelier one, where two have the same text
+        return found
+
+    def _prompt_logprobs(self, place: int) -> list[dict[str, Any] | None]:
+        """In vLLM's form: of each token, by its id, and of the most likely ones instead."""
+        most, request = self._asked.prompt_logprobs, self._asked.requests[place]
+        found: list[dict[str, Any] | None] = [None]
+        for token, score in zip(request.prompt[1:], self._events[place][0].prompt, strict=True):
+            found.append(self._ranked(token, score, most))
+        return found
+
+    def _ranked(self, token: int, score: PromptLogprob, most: int) -> dict[str, Any]:
+        ranked = [(token, score.logprob, score.rank)]
+        ranked += [(one, value, place + 1) for place, (one, value) in enumerate(score.alternatives[:most])]
         return {
-            "tokens": [*map(self._text, echoed), *(self._text(event.token) for event in written)],
-            "token_logprobs": [*([None] if echoed else []), *map(_finite, events[0].echo if echoed else ())]
-            + [_finite(event.logprob) for event in written],
-            "top_logprobs": [None for _ in echoed]
-            + [{self._text(token): _finite(value) for token, value in event.alternatives} for event in written],
+            str(one): {"logprob": _finite(value), "rank": rank, "decoded_token": self._text(one)}
+            for one, value, rank in reversed(ranked)  # of two with the same id the token's own rank stays
         }
 
     def _entry(self, token: int | None, logprob: float | None) -> dict[str, Any]:

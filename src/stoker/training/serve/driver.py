@@ -22,10 +22,11 @@ class _Sent(NamedTuple):
 
 
 class Driver:
-    """`most`: requests that run or wait at a time; more are turned away."""
+    """`most`: requests that run or wait at a time; more are turned away. `died` is called in the engine's thread when it fails."""
 
-    def __init__(self, engine: PagedEngine, most: int, died: Callable[[], None] = lambda: None) -> None:
-        self.engine, self.most, self._died = engine, most, died
+    def __init__(self, engine: PagedEngine, most: int) -> None:
+        self.engine, self.most = engine, most
+        self.died: Callable[[], None] = lambda: None
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sent: dict[str, _Sent] = {}
         self._lock = threading.Lock()
@@ -48,14 +49,14 @@ class Driver:
         return self._count
 
     def reserve(self, count: int) -> bool:
-        """Places for so many requests; False: there are not enough. `send` uses them up, or `give_back` does."""
+        """Reserve places for so many requests, which the following `send` uses up; False: there are not enough."""
         with self._lock:
             if self.failure or self._count + count > self.most:
                 return False
             self._count += count
             return True
 
-    def give_back(self, count: int) -> None:
+    def _give_back(self, count: int) -> None:
         with self._lock:
             self._count -= count
 
@@ -78,7 +79,7 @@ class Driver:
                 self.engine.add(request)
             except Refusal as refusal:
                 self._abort(requests[:place])  # their events give their places back
-                self.give_back(len(requests) - place)
+                self._give_back(len(requests) - place)
                 sent.failed(refusal.line, True)
                 return
             self._sent[request.id] = sent
@@ -97,7 +98,7 @@ class Driver:
             self.failure = f"{type(problem).__name__}: {problem}"
             for sent in {id(sent): sent for sent in self._sent.values()}.values():
                 sent.failed("the engine failed; see the server's log", False)
-            self._died()
+            self.died()
 
     def _take_commands(self) -> bool:
         """False: it is over. Waits where there is nothing to compute."""
@@ -116,7 +117,7 @@ class Driver:
         if event.finish:
             self.finished[event.finish] += 1
             del self._sent[event.id]
-            self.give_back(1)
+            self._give_back(1)
         sent.sink(event)
 
 

@@ -48,6 +48,8 @@ from stoker.training.serve.request import (
     STOP,
     Answer,
     Event,
+    LogitAdjustments,
+    PromptLogprob,
     Request,
     Run,
     answer_of,
@@ -62,7 +64,8 @@ class _Open:
     def __init__(self, request: Request, writing: Writing, text: Text | None, turn: int) -> None:
         self.request, self.writing, self.text = request, writing, text
         self.is_fed = False  # its slot has its last token
-        self.echo = [float("nan")] * (len(request.prompt) - 1 if request.echo else 0)
+        scored = len(request.prompt) - 1 if request.prompt_logprobs >= 0 else 0
+        self.prompt = [PromptLogprob(float("nan"), 0)] * scored
         count = 0 if request.sampling.greedy else request.new_tokens
         drawn = uniforms(request.seed, [request.index], count)[:, 0]
         self._turn, self._uniforms = turn, np.concatenate([drawn, np.zeros(turn, dtype=np.float32)])
@@ -73,7 +76,7 @@ class _Open:
 
     def following(self, begin: int, end: int) -> Sequence[int]:
         """Of the prompt's tokens, those behind the ones from `begin` to `end`, where they are to be told."""
-        return self.request.prompt[begin + 1 : end + 1] if self.request.echo else ()
+        return self.request.prompt[begin + 1 : end + 1] if self.request.prompt_logprobs >= 0 else ()
 
     def row(self, end: int) -> Row:
         how, writing = self.request.sampling, self.writing
@@ -148,6 +151,7 @@ class PagedEngine:
         self._of: dict[Writing, _Open] = {}
         self._ended: list[Run] = []
         self._changes: list[_Change] = []
+        self._adjusted = self._constrained = 0  # open requests whose logits change, and those with a constraint
         self.version, self.digest = 0, digest
 
     @property
@@ -167,8 +171,10 @@ class PagedEngine:
     def add(self, request: Request) -> None:
         """Refused where it can't be answered."""
         self._check(request)
-        writing = self.schedule.add(request.prompt, request.echo, request.new_tokens)
+        writing = self.schedule.add(request.prompt, request.prompt_logprobs >= 0, request.new_tokens)
         text = None if self._text_of is None else self._text_of(request)
+        self._adjusted += request.changes_logits
+        self._constrained += request.constraint is not None
         self._open[request.id] = self._of[writing] = _Open(request, writing, text, self._at_once)
 
     def abort(self, name: str) -> bool:
@@ -205,8 +211,9 @@ class PagedEngine:
             self._change()
         closing = bool(self._changes)
         plain = self._text_of is None and all(one.request.logprobs <= 0 for one in self._open.values())
-        alone = self._at_once if plain and not closing else 0
-        plan = self.schedule.plan(lambda writing: not closing or self._finishes(self._of[writing]), self._turn, alone)
+        alone = self._at_once if plain and not closing and not self._constrained else 0
+        most = 1 if self._constrained else self._turn  # the host must see each token before the next one is sampled
+        plan = self.schedule.plan(lambda writing: not closing or self._finishes(self._of[writing]), most, alone)
         for writing in plan.left_out:
             self._of[writing].is_fed = False
         self._paged.copy(plan.copies)
@@ -216,6 +223,7 @@ class PagedEngine:
                 piece.writing.tokens[piece.begin : piece.end],
                 piece.is_last,
                 self._of[piece.writing].following(piece.begin, piece.end),
+                max(self._of[piece.writing].request.prompt_logprobs, 0),
             )
             for piece in plan.pieces
         ]
@@ -223,19 +231,32 @@ class PagedEngine:
         stepped = [self._of[writing] for writing in plan.rows]
         written: list[tuple[_Open, Written, int]] = []
         if parts:
-            made = self._paged.prompts(parts, _kind(prompted))
+            self._load_adjustments(prompted)
+            made = self._paged.prompts(parts, _kind(prompted, self._adjusts(prompted)))
             for piece, values in zip(plan.pieces, made.following, strict=True):
-                self._of[piece.writing].echo[piece.begin : piece.begin + len(values)] = values
+                self._of[piece.writing].prompt[piece.begin : piece.begin + len(values)] = values
             written += [(asked, made, place) for place, asked in enumerate(prompted)]
         if stepped:
             for asked in stepped:
                 if not asked.is_fed:
                     self._paged.start(asked.writing.slot, asked.writing.tokens[-1])
+            self._load_adjustments(stepped)
             rows = [asked.row(len(asked.writing.tokens)) for asked in stepped]
-            made = self._paged.step(rows, _kind(stepped), plan.count, _Ended(stepped))
+            made = self._paged.step(rows, _kind(stepped, self._adjusts(stepped)), plan.count, _Ended(stepped))
             written += [(asked, made, place) for place, asked in enumerate(stepped)]
         self.schedule.computed(plan)
         return runs + [self._run(*one) for one in written]
+
+    def _adjusts(self, rows: Sequence[_Open]) -> bool:
+        return self._adjusted > 0 and any(row.request.changes_logits for row in rows)
+
+    def _load_adjustments(self, rows: Sequence[_Open]) -> None:
+        for row in rows if self._adjusts(rows) else ():
+            request, slot, generated = row.request, row.writing.slot, row.writing.tokens[row.writing.prompt :]
+            adjustments = request.adjustments or (LogitAdjustments() if request.constraint is not None else None)
+            self._paged.adjuster.load(slot, row, adjustments, request.prompt, generated)
+            if request.constraint is not None:
+                self._paged.adjuster.allow(slot, request.constraint.allowed())
 
     def _finishes(self, asked: _Open) -> bool:
         return asked.request.on_update == FINISH and asked.writing.begun
@@ -266,6 +287,13 @@ class PagedEngine:
         """What of a row's tokens belongs to its answer."""
         request, tokens, before = asked.request, made.tokens[place], asked.written
         tokens, finish, texts = _until_end(tokens[: request.new_tokens - before], asked)
+        if request.constraint is not None:
+            for token in tokens:
+                request.constraint.accept(token)
+            if request.constraint.has_failed:
+                finish = LENGTH  # what is there is a beginning, as where max_tokens cuts it off
+            elif request.constraint.is_complete:
+                finish = STOP
         asked.writing.tokens += tokens
         asked.is_fed = True
         if not finish and asked.written == request.new_tokens:
@@ -279,11 +307,13 @@ class PagedEngine:
         count, most = len(tokens), request.logprobs
         logprobs = made.logprobs[place][:count] if most >= 0 else ()
         others = [tuple(some[:most]) for some in made.alternatives[place][:count]] if most > 0 else ()
-        echo = () if before else tuple(asked.echo)
-        return Run(request.id, tokens, self.version, self.digest, finish, texts, logprobs, others, echo)
+        prompt = () if before else tuple(asked.prompt)
+        return Run(request.id, tokens, self.version, self.digest, finish, texts, logprobs, others, prompt)
 
     def _close(self, asked: _Open) -> None:
         self.schedule.end(asked.writing)
+        self._adjusted -= asked.request.changes_logits
+        self._constrained -= asked.request.constraint is not None
         del self._open[asked.request.id], self._of[asked.writing]
 
     def _check(self, request: Request) -> None:
@@ -302,8 +332,9 @@ class PagedEngine:
             raise Refusal(f"{line}, and the model has {self._embedded}: another tokenizer's?", EX_USAGE)
         if request.stop_texts and self._text_of is None:
             raise Refusal("stop texts need a tokenizer; this engine was given none", EX_USAGE)
-        if not -1 <= request.logprobs <= MOST_ALTERNATIVES:
-            line = f"log-probabilities of {request.logprobs} tokens per position: at most {MOST_ALTERNATIVES}"
+        alternatives = max(request.logprobs, request.prompt_logprobs)
+        if min(request.logprobs, request.prompt_logprobs) < -1 or alternatives > MOST_ALTERNATIVES:
+            line = f"log-probabilities of {alternatives} tokens per position: at most {MOST_ALTERNATIVES}"
             raise Refusal(line, EX_USAGE)
 
 
@@ -342,7 +373,7 @@ def _kernels(model: Decoder, length: int) -> Kernels | None:
     return Kernels(between, import_module("stoker.training.serve.kernel")) if between else None
 
 
-def _kind(asked: Sequence[_Open]) -> Kind:
+def _kind(asked: Sequence[_Open], adjusts: bool) -> Kind:
     """The least that gives all of them what they want."""
     hows = [one.request.sampling for one in asked]
     sampling = GREEDY if all(how.greedy for how in hows) else PLAIN
@@ -350,7 +381,7 @@ def _kind(asked: Sequence[_Open]) -> Kind:
         sampling = FILTERED
     most = max((one.request.logprobs for one in asked), default=-1)
     logprobs = NO_LOGPROBS if most < 0 else OF_TOKENS
-    return Kind(sampling, OF_ALTERNATIVES if most > 0 else logprobs)
+    return Kind(sampling, OF_ALTERNATIVES if most > 0 else logprobs, adjusts)
 
 
 def answers(engine: PagedEngine, requests: Sequence[Request]) -> list[Answer]:

@@ -1,288 +1,429 @@
-"""What the server answers to each address, whatever carries it: who may ask, how much, and what is refused. No torch."""
+"""The HTTP interface of `stoker serve`, an ASGI application: routes, who may ask, limits, streams. No torch.
+
+http_server.py runs it under uvicorn. Bodies are parsed in a thread of their own, and the engine runs in another one (driver.py):
+the event loop only moves bytes.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
-import queue
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
+from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
 from stoker.training.serve import api
+from stoker.training.serve.api import Problem
 from stoker.training.serve.request import ABORTED, Event, Request
 
 JSON, EVENTS, PLAIN = "application/json", "text/event-stream; charset=utf-8", "text/plain; version=0.0.4; charset=utf-8"
-Headers = tuple[tuple[str, str], ...]
+MAX_BODY = 1 << 20  # bytes
 RETRY_S = 1
-WEIGHTS = "/v1/weights"
+WEIGHTS, MODELS = "/v1/weights", "/v1/models"
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+T = TypeVar("T")
 
 
-class Incoming(Protocol):
-    @property
-    def method(self) -> str: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def headers(self) -> Mapping[str, str]: ...
-    @property
-    def body(self) -> bytes: ...
-    @property
-    def host(self) -> str: ...
-
-
-class Pipe(Protocol):
-    """To a client that waits: bytes of HTTP."""
-
-    def push(self, data: bytes) -> None: ...
-    def end(self) -> None: ...
-
-
-class Carrier(Protocol):
-    """How HTTP is spoken."""
-
-    def answer(self, status: int, body: bytes, content_type: str, headers: Headers) -> Any: ...
-    def to_bytes(self, status: int, body: bytes, content_type: str, headers: Headers) -> bytes: ...
-    def head(self, content_type: str) -> bytes: ...
-    def pipe(self, gone: Callable[[], None]) -> Pipe: ...
-
-
-class Answerer(Protocol):
+class Engine(Protocol):
     """driver.Driver."""
 
     most: int
     failure: str
 
     def reserve(self, count: int) -> bool: ...
-    def give_back(self, count: int) -> None: ...
     def send(
-        self, requests: tuple[Request, ...], sink: Callable[[Event], None], failed: Callable[[str, bool], None]
+        self, requests: Sequence[Request], sink: Callable[[Event], None], failed: Callable[[str, bool], None]
     ) -> None: ...
-    def abort(self, requests: tuple[Request, ...]) -> None: ...
+    def abort(self, requests: Sequence[Request]) -> None: ...
 
 
-class Weights(Protocol):
+class WeightsLoader(Protocol):
     """weights.Loader."""
 
     def load(self, body: bytes, reply: Callable[[int, bytes], None]) -> None: ...
 
 
-class Front:
-    """`names`: hosts that a client may call us by without a key (empty: any); `key`: the API key (empty: none is needed);
-    `numbers`: the page of /metrics; `weights`: what loads new ones (None: nobody may), and `token`, where there is no key,
-    what those have to send who ask for it; `now`: the version and digest of the weights; `about`: what
-    those are told, too, who ask for it.
+@shape
+class HttpRequest:
+    method: str
+    path: str  # percent-decoded
+    headers: Mapping[str, str]  # names in lower case, values as latin-1
+    receive: Receive
+
+    @property
+    def hostname(self) -> str:
+        """The name in the Host header, in lower case and without the port."""
+        return _hostname(f"//{self.headers.get('host', '')}")
+
+
+class LoopCalls:
+    """Lets other threads call functions in the event loop. Calls that come together wake it once."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+        self._calls: list[Callable[[], None]] = []
+
+    def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def close(self) -> None:
+        """Drop all further calls: the loop ends."""
+        with self._lock:
+            self._loop = None
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Have `call` called in the event loop, after those posted before."""
+        with self._lock:
+            if self._loop is None:
+                return
+            self._calls.append(call)
+            if len(self._calls) == 1:
+                self._loop.call_soon_threadsafe(self._run)
+
+    def _run(self) -> None:
+        with self._lock:
+            calls, self._calls = self._calls, []
+        for call in calls:
+            call()
+
+
+class _Channel:
+    """One body, and what the engine says about its requests, for the task that answers it."""
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body  # until it is parsed, or its client left
+        self.is_gone = False  # the client left
+        self.failure: Problem | None = None
+        self._events: list[Event] = []
+        self._changed = asyncio.Event()
+
+    async def take(self) -> list[Event]:
+        """Wait for events, a failure or the client's leaving, and return the events."""
+        await self._changed.wait()
+        self._changed.clear()
+        events, self._events = self._events, []
+        return events
+
+    def add(self, event: Event) -> None:
+        self._events.append(event)
+        self._changed.set()
+
+    def fail(self, problem: Problem) -> None:
+        self.failure = problem
+        self._changed.set()
+
+    async def watch(self, receive: Receive) -> None:
+        """Wait until the client leaves."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.is_gone, self.body = True, b""
+        self._changed.set()
+
+
+class _Disconnected(Exception):
+    """The client left before its request was complete."""
+
+
+class App:
+    """`names`: hosts that a client without a key may call us by (empty: any); `key`: the API key (empty: none is needed);
+    `metrics`: returns the page of /metrics; `weights`: loads new ones (None: nobody may), and `token` is what a client without
+    a key needs for that; `version`: returns the version and digest of the weights; `about`: more about this server for those
+    who load weights; `log`: gets one line about a bug.
     """
 
     def __init__(
         self,
         served: api.Served,
-        driver: Answerer,
-        carrier: Carrier,
+        engine: Engine,
         *,
         key: str = "",
         names: tuple[str, ...] = (),
-        numbers: Callable[[], str] = str,
-        weights: Weights | None = None,
+        metrics: Callable[[], str] = str,
+        weights: WeightsLoader | None = None,
         token: str = "",
-        now: Callable[[], tuple[int, str]] = lambda: (0, ""),
+        version: Callable[[], tuple[int, str]] = lambda: (0, ""),
         about: Mapping[str, str] | None = None,
+        log: Callable[[str], None] = print,
     ) -> None:
-        self._served, self._driver, self._carrier = served, driver, carrier
-        self._key, self._names, self._numbers = key, names, numbers
-        self._weights, self._token, self._now, self._about = weights, token, now, about or {}
-        self.turned_away = 0
-        self._bodies: queue.SimpleQueue[_Exchange | None] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read_bodies, name="reading", daemon=True)
+        self._served, self._engine = served, engine
+        self._key, self._names, self._token = key, names, token
+        self._metrics_page, self._weights, self._version, self._about = metrics, weights, version, about or {}
+        self._log = log
+        self.calls = LoopCalls()
+        self.turned_away = 0  # requests that got status 429
+        self.active = 0  # requests that are being answered
+        self.is_draining = False  # new requests get status 503
+        # One body after the other: a long prompt delays the next body's parsing, but nobody's stream.
+        self._parser = ThreadPoolExecutor(1, "parsing")
+        self._routes: dict[str, dict[str, Callable[[HttpRequest, Send], Awaitable[None]]]] = {
+            "/v1/completions": {"POST": partial(self._generate, is_chat=False)},
+            "/v1/chat/completions": {"POST": partial(self._generate, is_chat=True)},
+            "/tokenize": {"POST": partial(self._convert, api.tokenize)},
+            "/detokenize": {"POST": partial(self._convert, api.detokenize)},
+            "/health": {"GET": self._health},
+            "/metrics": {"GET": self._metrics},
+            MODELS: {"GET": self._models},
+            WEIGHTS: {"GET": self._weights_version, "POST": self._load_weights},
+        }
 
-    def start(self) -> None:
-        self._reader.start()
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        request = HttpRequest(scope["method"], scope["path"], headers, receive)
+        is_started = False
 
-    def stop(self) -> None:
-        self._bodies.put(None)
-        self._reader.join()
+        async def sending(message: Message) -> None:
+            nonlocal is_started
+            is_started = True
+            await send(message)
 
-    def answer(self, request: Incoming) -> Any:
-        """Without waiting for anything."""
-        if refused := self._refused(request):
-            return self._error(*refused)
-        pages = {"/health": self._health, "/metrics": self._metrics, "/v1/models": self._models}
-        posts = {"/v1/completions": False, "/v1/chat/completions": True}
-        if request.path == WEIGHTS and request.method in ("GET", "POST"):
-            return self._said(self._versions()) if request.method == "GET" else self._new_weights(request)
-        if request.path in pages or request.path in posts:
-            wanted = "GET" if request.path in pages else "POST"
-            if request.method != wanted:
-                return self._error(405, f"{request.path} takes {wanted}", (("Allow", wanted),))
-            return pages[request.path]() if wanted == "GET" else self._ask(request, posts[request.path])
-        if request.path == WEIGHTS:
-            return self._error(405, f"{WEIGHTS} takes GET and POST", (("Allow", "GET, POST"),))
-        there = ", ".join([*posts, *pages, WEIGHTS])
-        return self._error(404, f"no such path: {printable(request.path, 80)}; there are {there}")
+        self.active += 1
+        try:
+            await self._answer(request, sending)
+        except Problem as problem:
+            if is_started:
+                raise  # uvicorn cuts the connection: the client must not take what it has for the whole
+            await _respond(send, problem.status, _error(problem), JSON, problem.headers)
+        except _Disconnected:
+            return
+        except Exception as problem:  # one request must not end the server
+            self._log(f"stoker serve: {request.path} failed: {type(problem).__name__}: {problem}")
+            if is_started:
+                raise
+            await _respond(send, 500, api.error("internal error; see the server's log", 500), JSON)
+        finally:
+            self.active -= 1
 
-    def _refused(self, request: Incoming) -> tuple[int, str] | None:
+    def close(self) -> None:
+        self.calls.close()
+        self._parser.shutdown(wait=False, cancel_futures=True)
+
+    async def _answer(self, request: HttpRequest, send: Send) -> None:
+        self._authorize(request)
+        if request.path.startswith(f"{MODELS}/"):
+            methods: Mapping[str, Callable[[HttpRequest, Send], Awaitable[None]]] = {"GET": self._model}
+        elif request.path in self._routes:
+            methods = self._routes[request.path]
+        else:
+            line = f"no such path: {printable(request.path, 80)}; there are {', '.join(self._routes)}"
+            raise Problem(line, 404)
+        if request.method not in methods:
+            allowed = ", ".join(methods)
+            raise Problem(f"{request.path} takes {allowed}", 405, headers=(("Allow", allowed),))
+        if request.method == "POST":
+            self._refuse_unfit(request)
+        await methods[request.method](request, send)
+
+    def _authorize(self, request: HttpRequest) -> None:
         if self._key:
             if not _has_key(request, self._key) and request.path != "/health":
-                return 401, "wrong or missing API key: send it as `Authorization: Bearer KEY`"
-        elif self._names and request.host not in self._names:
-            # a page of another site whose name was turned to this machine
-            return 403, f"this server answers to {', '.join(self._names)} only"
-        return None
+                line = "wrong or missing API key: send it as `Authorization: Bearer KEY`"
+                raise Problem(line, 401, code="invalid_api_key")
+            return
+        if not self._names:
+            return
+        # Pages of other sites may turn their own name to this machine (Host), or post from a browser (Origin).
+        origin = request.headers.get("origin")
+        if request.hostname not in self._names or (origin is not None and _hostname(origin) not in self._names):
+            raise Problem(f"without an API key this server answers {', '.join(self._names)} only", 403)
 
-    def _unfit(self, request: Incoming) -> Any:
-        """What is wrong with a POST as such; None: nothing."""
+    def _refuse_unfit(self, request: HttpRequest) -> None:
+        """Refuse a POST before its body is read."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != JSON:  # a page of another site can't send this without asking first
-            return self._error(415, f"the body must be {JSON}")
-        if self._driver.failure:
-            return self._error(503, "the engine failed; see the server's log")
-        return None
+            raise Problem(f"the body must be {JSON}", 415)
+        self._refuse_unready()
 
-    def _versions(self) -> dict[str, Any]:
-        version, digest = self._now()
-        told: dict[str, Any] = {"version": version, "digest": digest}
-        return told if self._weights is None else {**told, **self._about}
+    def _refuse_unready(self) -> None:
+        if self._engine.failure:
+            raise Problem("the engine failed; see the server's log", 503)
+        if self.is_draining:
+            line = "this server is being stopped: it finishes what it began, and takes no new requests"
+            raise Problem(line, 503, headers=(("Retry-After", str(RETRY_S)), ("Connection", "close")))
 
-    def _new_weights(self, request: Incoming) -> Any:
+    # ---- pages ----
+
+    async def _health(self, _: HttpRequest, send: Send) -> None:
+        self._refuse_unready()
+        await _respond_json(send, {"status": "ok"})
+
+    async def _models(self, _: HttpRequest, send: Send) -> None:
+        await _respond_json(send, {"object": "list", "data": [api.model_card(self._served)]})
+
+    async def _model(self, request: HttpRequest, send: Send) -> None:
+        name = request.path.removeprefix(f"{MODELS}/")
+        if name != self._served.name:
+            raise api.unknown_model(name, self._served)
+        await _respond_json(send, api.model_card(self._served))
+
+    async def _metrics(self, _: HttpRequest, send: Send) -> None:
+        await _respond(send, 200, self._metrics_page().encode(), PLAIN)
+
+    # ---- weights ----
+
+    async def _weights_version(self, _: HttpRequest, send: Send) -> None:
+        version, digest = self._version()
+        about = self._about if self._weights is not None else {}
+        await _respond_json(send, {"version": version, "digest": digest, **about})
+
+    async def _load_weights(self, request: HttpRequest, send: Send) -> None:
         if self._weights is None:
-            return self._error(
-                403, "this server accepts no new weights: start it with --weights-from FOLDER or --weights-group HOST"
-            )
+            line = "this server accepts no new weights: start it with --weights-from FOLDER or --weights-group HOST"
+            raise Problem(line, 403)
         if not self._key and not (self._token and _has_key(request, self._token)):
-            return self._error(401, "wrong or missing token: the server printed it when it started")
-        if unfit := self._unfit(request):
-            return unfit
-        pipe = self._carrier.pipe(lambda: None)  # who leaves does not change what was asked for
+            line = "wrong or missing token: the server printed it when it started"
+            raise Problem(line, 401, code="invalid_api_key")
+        body = await _read_body(request)
+        replies: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
+        # A client that leaves does not undo its request.
+        self._weights.load(body, lambda *reply: self.calls.post(partial(replies.put_nowait, reply)))
+        status, data = await replies.get()
+        await _respond(send, status, data, JSON)
 
-        def reply(status: int, body: bytes) -> None:
-            pipe.push(self._carrier.to_bytes(status, body, JSON, ()))
-            pipe.end()
+    # ---- tokens ----
 
-        self._weights.load(request.body, reply)
-        return pipe
+    async def _convert(
+        self, convert: Callable[[bytes, api.Served], Mapping[str, Any]], request: HttpRequest, send: Send
+    ) -> None:
+        body = await _read_body(request)
+        await _respond_json(send, await self._parsed(lambda: convert(body, self._served)))
 
-    def _ask(self, request: Incoming, is_chat: bool) -> Any:
-        if unfit := self._unfit(request):
-            return unfit
-        exchange = _Exchange(self, request.body, is_chat)
-        exchange.pipe = self._carrier.pipe(exchange.gone)
-        self._bodies.put(exchange)
-        return exchange.pipe
+    async def _parsed(self, parse: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._parser, parse)
 
-    def _read_bodies(self) -> None:
-        """Long prompts take their time: in a thread of their own, so that nobody else waits."""
-        while (exchange := self._bodies.get()) is not None:
-            exchange.begin()
+    async def _generate(self, request: HttpRequest, send: Send, is_chat: bool) -> None:
+        channel = _Channel(await _read_body(request))
+        watching = asyncio.create_task(channel.watch(request.receive))
+        try:
+            asked = await self._parsed(lambda: self._read(channel, is_chat))
+            if asked is not None and not channel.is_gone:
+                await self._complete(asked, channel, send)
+        finally:
+            watching.cancel()
 
-    def _health(self) -> Any:
-        if self._driver.failure:
-            return self._error(503, "the engine failed; see the server's log")
-        return self._said({"status": "ok"})
+    def _read(self, channel: _Channel, is_chat: bool) -> api.Asked | None:
+        """Parse a body, in the parser's thread. None: its client left; it must not make others wait."""
+        body, channel.body = channel.body, b""
+        if channel.is_gone:
+            return None
+        asked, most = api.read(body, is_chat, self._served), self._engine.most
+        if len(asked.requests) > most:
+            line = f"{len(asked.requests)} answers are too many: this server takes {most} at a time"
+            raise Problem(line, key="n")
+        return asked
 
-    def _models(self) -> Any:
-        model = {"id": self._served.name, "object": "model", "created": 0, "owned_by": "stoker"}
-        return self._said({"object": "list", "data": [{**model, "max_model_len": self._served.length}]})
+    async def _complete(self, asked: api.Asked, channel: _Channel, send: Send) -> None:
+        engine, post = self._engine, self.calls.post
+        if not engine.reserve(len(asked.requests)):
+            self.turned_away += 1
+            line = f"the queue is full ({engine.most} answers): try again later"
+            raise Problem(line, 429, code="rate_limit_exceeded", headers=(("Retry-After", str(RETRY_S)),))
 
-    def _metrics(self) -> Any:
-        return self._carrier.answer(200, self._numbers().encode(), PLAIN, ())
+        def failed(line: str, is_clients: bool) -> None:
+            post(partial(channel.fail, Problem(line, 400 if is_clients else 500)))
 
-    def _said(self, told: dict[str, Any]) -> Any:
-        return self._carrier.answer(200, json.dumps(told).encode(), JSON, ())
+        reply = api.Reply(asked, self._served)
+        engine.send(asked.requests, lambda event: post(partial(channel.add, event)), failed)
+        try:
+            await self._write(asked, reply, channel, send)
+        finally:
+            if not reply.is_done:
+                engine.abort(asked.requests)
 
-    def _error(self, status: int, line: str, headers: Headers = ()) -> Any:
-        return self._carrier.answer(status, api.error(line, status), JSON, headers)
+    async def _write(self, asked: api.Asked, reply: api.Reply, channel: _Channel, send: Send) -> None:
+        is_begun = False
+        while not reply.is_done:
+            events = await channel.take()
+            data = b"".join([reply.take(event) for event in events if event.finish != ABORTED])
+            if channel.is_gone:
+                return
+            failure = channel.failure
+            if reply.is_too_long:
+                failure = Problem("the answer's tokens are too long: ask for fewer answers, tokens or alternatives")
+            if failure is not None:
+                if is_begun:
+                    await send({"type": "http.response.body", "body": _event(_error(failure)), "more_body": True})
+                raise failure
+            if data:
+                if not is_begun:
+                    await send(_start(200, EVENTS))
+                    is_begun = True
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        if asked.stream:
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            body = reply.whole() if reply.is_short else await asyncio.to_thread(reply.whole)
+            await _respond(send, 200, body, JSON)
 
 
-def _has_key(request: Incoming, key: str) -> bool:
+def _has_key(request: HttpRequest, key: str) -> bool:
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    # headers are read as latin-1, whatever their bytes mean
+    # Headers are read as latin-1, whatever their bytes mean.
     is_known = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
     return scheme.lower() == "bearer" and is_known
 
 
-class _Exchange:
-    """A body, from its reading to the last piece of its answer. Threads: the reader's, then the engine's; `gone` from any."""
+def _hostname(url: str) -> str:
+    """Return the URL's host in lower case, an IPv6 address in brackets; empty where it has none."""
+    try:
+        name = urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+    return f"[{name}]" if ":" in name else name
 
-    def __init__(self, front: Front, body: bytes, is_chat: bool) -> None:
-        self._front, self._body, self._is_chat = front, body, is_chat
-        self._lock = threading.Lock()
-        self._asked: api.Asked | None = None
-        self._reply: api.Reply | None = None
-        self._is_gone = self._is_begun = False
-        self.pipe: Any = None
 
-    def gone(self) -> None:
-        """The client left, or has everything."""
-        with self._lock:
-            self._is_gone = True
-            asked, self._body = self._asked, b""
-        if asked is not None and self._reply is not None and not self._reply.is_done:
-            self._front._driver.abort(asked.requests)
+async def _read_body(request: HttpRequest) -> bytes:
+    """Read all of the body. Raises Problem where it is too large."""
+    too_large = Problem(f"the body is too large: at most {MAX_BODY} bytes", 413)
+    if int(request.headers.get("content-length", 0)) > MAX_BODY:  # h11 has checked that it is a number
+        raise too_large
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise _Disconnected
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > MAX_BODY:
+            raise too_large
+        if not message.get("more_body", False):
+            return b"".join(parts)
 
-    def _taken(self) -> bytes | None:
-        """The body. None: its client left; who sends bodies and leaves must not make others wait."""
-        with self._lock:
-            body, self._body = self._body, b""
-            return None if self._is_gone else body
 
-    def begin(self) -> None:
-        front, driver = self._front, self._front._driver
-        body = self._taken()
-        if body is None:
-            return
-        try:
-            asked = api.read(body, self._is_chat, front._served)
-            if len(asked.requests) > driver.most:
-                raise api.Problem(
-                    f"{len(asked.requests)} answers are too many: this server takes {driver.most} at a time", key="n"
-                )
-        except api.Problem as problem:
-            self._fail(problem.line, problem.status, problem.key)
-            return
-        except Exception as problem:  # one body must not end the thread that reads all
-            self._fail(f"the request could not be read: {type(problem).__name__}", 500)
-            return
-        if not driver.reserve(len(asked.requests)):
-            front.turned_away += 1
-            line = f"the queue is full ({driver.most} answers): try again later"
-            self._fail(line, 429, headers=(("Retry-After", str(RETRY_S)),))
-            return
-        with self._lock:
-            if self._is_gone:
-                driver.give_back(len(asked.requests))
-                return
-            self._asked, self._reply = asked, api.Reply(asked, front._served)
-            driver.send(asked.requests, self._take, self._failed)
+def _start(status: int, content_type: str, headers: Sequence[tuple[str, str]] = ()) -> Message:
+    every = (
+        ("Content-Type", content_type),
+        *headers,
+        ("Cache-Control", "no-store"),
+        ("X-Content-Type-Options", "nosniff"),
+    )
+    encoded = [(name.lower().encode(), value.encode("latin-1")) for name, value in every]
+    return {"type": "http.response.start", "status": status, "headers": encoded}
 
-    def _take(self, event: Event) -> None:
-        assert self._reply is not None and self._asked is not None
-        data = self._reply.take(event)
-        carrier = self._front._carrier
-        if self._is_gone or event.finish == ABORTED:
-            return
-        if self._reply.is_too_long:
-            self._is_gone = True
-            self._failed("the tokens of its answers are too long: ask for fewer answers, tokens or alternatives", True)
-            self._front._driver.abort(self._asked.requests)
-            return
-        if data:
-            if not self._is_begun:
-                self._is_begun = True
-                data = carrier.head(EVENTS) + data
-            self.pipe.push(data)
-        if self._reply.is_done:
-            if not self._asked.stream:
-                self.pipe.push(carrier.to_bytes(200, self._reply.whole(), JSON, ()))
-            self.pipe.end()
 
-    def _failed(self, line: str, theirs: bool) -> None:
-        if self._is_begun:
-            self.pipe.push(b"data: " + api.error(line, 500) + b"\n\n")
-            self.pipe.end()
-        else:
-            self._fail(line, 400 if theirs else 500)
+async def _respond(
+    send: Send, status: int, body: bytes, content_type: str, headers: Sequence[tuple[str, str]] = ()
+) -> None:
+    await send(_start(status, content_type, (*headers, ("Content-Length", str(len(body))))))
+    await send({"type": "http.response.body", "body": body})
 
-    def _fail(self, line: str, status: int, key: str = "", headers: Headers = ()) -> None:
-        self.pipe.push(self._front._carrier.to_bytes(status, api.error(line, status, key), JSON, headers))
-        self.pipe.end()
+
+async def _respond_json(send: Send, value: Mapping[str, Any]) -> None:
+    await _respond(send, 200, json.dumps(value).encode(), JSON)
+
+
+def _error(problem: Problem) -> bytes:
+    return api.error(problem.line, problem.status, problem.key, problem.code)
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"

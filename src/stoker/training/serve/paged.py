@@ -21,11 +21,12 @@ from stoker.training.generate import plain
 from stoker.training.generate.cached import Attention, Blocks, Cache, Weights, as_mask, seen
 from stoker.training.generate.config import BUCKET
 from stoker.training.generate.graphed import captured
-from stoker.training.generate.sample import sample_rows, token_logprobs
+from stoker.training.generate.sample import sample_rows
 from stoker.training.model import attention as within
 from stoker.training.model.attention import Documents, Seen, attend, documents, seen_behind, seen_by
+from stoker.training.serve.adjust import LogitAdjuster
 from stoker.training.serve.blocks import Copy, Pool
-from stoker.training.serve.request import MOST_ALTERNATIVES
+from stoker.training.serve.request import MOST_ALTERNATIVES, PromptLogprob
 
 GREEDY, PLAIN, FILTERED = range(3)  # what the rows of a step need: each kind is a graph of its own
 NO_LOGPROBS, OF_TOKENS, OF_ALTERNATIVES = range(3)
@@ -55,6 +56,7 @@ class Part:
     ids: Sequence[int]
     is_last: bool  # a token is written behind it
     following: Sequence[int] = ()  # tokens behind its first ids, whose log-probabilities are wanted
+    alternatives: int = 0  # how many of the most likely tokens, too
 
 
 @shape
@@ -64,13 +66,14 @@ class Written:
     tokens: list[list[int]]
     logprobs: list[list[float]]
     alternatives: list[list[list[tuple[int, float]]]]
-    following: tuple[list[float], ...] = ()  # of each part's
+    following: tuple[list[PromptLogprob], ...] = ()  # of each part's
 
 
 @shape
 class Kind:
     sampling: int
     logprobs: int
+    adjusts: bool = False  # some row's logits are adjusted before sampling (adjust.py): never captured as a graph
 
 
 @shape
@@ -125,6 +128,7 @@ class Paged:
         self._shown: dict[int, list[int]] = {}  # the blocks that each slot's row has there
         # [step, slot, …]: what was written since then
         count = min(MOST_ALTERNATIVES, len(w.head))
+        self.adjuster = LogitAdjuster(slots, len(w.head), self._device)
         self._tokens_made = torch.zeros(turn * turns, slots, dtype=torch.int64, device=self._device)
         self._logprobs = torch.zeros(turn * turns, slots, device=self._device)
         self._top = torch.zeros(turn, slots, count, device=self._device)
@@ -177,17 +181,19 @@ class Paged:
         slots = torch.tensor([row.slot for row in rows], device=self._device)
         logits = self._prompts.logits(x[last], None if delta is None else delta[last])
         self._write(logits, slots, kind)
+        if kind.adjusts:
+            self.adjuster.counted([row.slot for row in rows], 1)
         return replace(self._read(slots, kind, 1), following=following)
 
-    def _following(self, parts: Sequence[Part], x: Tensor, delta: Tensor | None) -> tuple[list[float], ...]:
+    def _following(self, parts: Sequence[Part], x: Tensor, delta: Tensor | None) -> tuple[list[PromptLogprob], ...]:
         found, begin = [], 0
         for part in parts:
-            values: list[float] = []
+            values: list[PromptLogprob] = []
             for first in range(0, len(part.following), AT_ONCE):
                 tokens = torch.tensor(part.following[first : first + AT_ONCE], device=self._device)
                 which = slice(begin + first, begin + first + len(tokens))
                 logits = self._prompts.logits(x[which], None if delta is None else delta[which])
-                values += token_logprobs(logits, tokens, part.row.temperature or 1.0).tolist()
+                values += _prompt_logprobs(logits, tokens, part.row.temperature or 1.0, part.alternatives)
             found.append(values)
             begin += len(part.ids)
         return tuple(found)
@@ -274,6 +280,8 @@ class Paged:
             before, coming = coming, self._later(self._tokens_made[begin:made, slots])
             if before is not None and ended(before()):
                 break
+        if kind.adjusts:
+            self.adjuster.counted([row.slot for row in rows], made)
         return self._read(slots, kind, made)
 
     def _later(self, made: Tensor) -> Callable[[], list[list[int]]]:
@@ -324,7 +332,7 @@ class Paged:
             def step() -> None:
                 self._one(width, looked_at, kind)
 
-            if self._graphs is None:
+            if self._graphs is None or kind.adjusts:
                 return step
             # It runs once before it is captured: what that changes is put back.
             changed = (self._ids, self._whole[1], self._at)
@@ -389,6 +397,9 @@ class Paged:
         """Samples a token for each of these slots, and leaves it there; `whose`: only in those that are somebody's."""
         real = self._real[1][slots]
         temperature, top_p = real[:, TEMPERATURE], real[:, TOP_P]
+        unadjusted = logits
+        if kind.adjusts:
+            logits = self.adjuster.apply(logits, slots, temperature)
         if kind.sampling == GREEDY:
             token = logits.argmax(-1)
         else:
@@ -396,11 +407,13 @@ class Paged:
             uniform = real[:, FIRST_UNIFORM:].index_select(1, self._at)[:, 0]
             draw = self._kernels.between.sample_token if self._kernels else None
             token = sample_rows(logits, uniform, temperature, top_k, top_p, filtered, draw)
+        if kind.adjusts:
+            self.adjuster.count(token, slots, whose)
         self._ids[slots] = token if whose is None else torch.where(whose, token, self._ids[slots])
         self._tokens_made[self._at, slots] = token
         if kind.logprobs != NO_LOGPROBS:
             warmth = torch.where(temperature > 0, temperature, 1.0)[:, None]
-            every = torch.log_softmax(logits.float() / warmth, -1)
+            every = torch.log_softmax(unadjusted.float() / warmth, -1)
             self._logprobs[self._at, slots] = every.gather(-1, token[:, None])[:, 0]
             if kind.logprobs == OF_ALTERNATIVES:
                 self._top[self._at, slots], self._top_ids[self._at, slots] = every.topk(self._top.shape[2], dim=-1)
@@ -423,6 +436,17 @@ class Paged:
             for row in zip(listed(self._top_ids), listed(self._top), strict=True)
         ]
         return Written(tokens, logprobs, alternatives)
+
+
+def _prompt_logprobs(logits: Tensor, tokens: Tensor, temperature: float, alternatives: int) -> list[PromptLogprob]:
+    """Return how likely each of `tokens` is by the logits in front of it."""
+    every = torch.log_softmax(logits.float() / temperature, -1)
+    # gather and topk read the same numbers: clients compare the two to see whether a token was the most likely one.
+    own = every.gather(-1, tokens[:, None])
+    ranks = 1 + (every > own).sum(-1)
+    values, ids = every.topk(min(alternatives, every.shape[-1]), dim=-1)
+    most_likely = [tuple(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
+    return list(map(PromptLogprob, own[:, 0].tolist(), ranks.tolist(), most_likely))
 
 
 def _ends(parts: Sequence[Part]) -> list[int]:

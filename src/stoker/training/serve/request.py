@@ -1,9 +1,9 @@
-"""What is asked of the engine and what it answers. No torch."""
+"""Requests to the engine, and the events it answers them with. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from stoker.contract.shape import shape
 from stoker.training.generate.config import Sampling
@@ -14,6 +14,30 @@ CONTINUE = "continue"  # its next tokens are the new weights'; each token has it
 # Why an answer ended.
 STOP, LENGTH, ABORTED = "stop", "length", "abort"
 MOST_ALTERNATIVES = 20  # per token
+
+
+@shape
+class LogitAdjustments:
+    """Changes to a request's logits before a token is sampled, in this order. Each default changes nothing."""
+
+    bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
+    repetition_penalty: float = (
+        1.0  # of tokens of the prompt and the completion: divides logits above 0, multiplies others
+    )
+    frequency_penalty: float = 0.0  # subtracted once for each time the completion has the token
+    presence_penalty: float = 0.0  # subtracted if the completion has the token
+    min_p: float = 0.0  # drops tokens less likely than this share of the most likely token's probability
+
+
+class Constraint(Protocol):
+    """constrain.GrammarMatcher: where one completion is in its grammar. Each request needs one of its own."""
+
+    @property
+    def is_complete(self) -> bool: ...
+    @property
+    def has_failed(self) -> bool: ...
+    def allowed(self) -> Any: ...  # NumPy's bool for each token id
+    def accept(self, token: int) -> None: ...
 
 
 @shape
@@ -28,8 +52,26 @@ class Request:
     stop_texts: tuple[str, ...] = ()  # end it where they appear, and are not part of its text
     logprobs: int = -1  # -1: none; 0: of each token; more: of so many of the most likely ones, too
     on_update: str = FINISH
-    echo: bool = False  # how likely each token of the prompt is, too: none of them is shared with others then
+    # Log-probabilities of the prompt's tokens, too, with this many alternatives each; -1: none. All of the prompt is computed
+    # then, also what another request's cache holds.
+    prompt_logprobs: int = -1
     strips: bool = False  # a blank before the whole text is no part of it
+    adjustments: LogitAdjustments | None = None  # None: the logits are sampled as they are
+    skip_special_tokens: bool = True  # special tokens add nothing to the text
+    visible: frozenset[int] = frozenset()  # special tokens that are part of the text all the same
+    constraint: Constraint | None = None  # tokens that it does not allow are not sampled
+
+    @property
+    def changes_logits(self) -> bool:
+        return self.adjustments is not None or self.constraint is not None
+
+
+class PromptLogprob(NamedTuple):
+    """The log-probability of one token of a prompt, its rank (1: the most likely), and the most likely tokens instead."""
+
+    logprob: float
+    rank: int
+    alternatives: tuple[tuple[int, float], ...] = ()
 
 
 class Event(NamedTuple):  # made for each token: a tenth of the time of a shape
@@ -43,7 +85,7 @@ class Event(NamedTuple):  # made for each token: a tenth of the time of a shape
     alternatives: tuple[tuple[int, float], ...] = ()
     finish: str = ""  # why the answer ended; empty: it goes on
     digest: str = ""  # of those weights
-    echo: tuple[float, ...] = ()  # of the prompt's tokens behind its first, with an answer's first token
+    prompt: tuple[PromptLogprob, ...] = ()  # for the prompt's tokens after its first, with the completion's first token
 
 
 class Run(NamedTuple):
@@ -57,7 +99,7 @@ class Run(NamedTuple):
     texts: Sequence[str] = ()  # of each token, where the engine reads them
     logprobs: Sequence[float] = ()
     alternatives: Sequence[tuple[tuple[int, float], ...]] = ()
-    echo: tuple[float, ...] = ()
+    prompt: tuple[PromptLogprob, ...] = ()
 
     def events(self) -> Iterator[Event]:
         if not self.tokens:
@@ -73,7 +115,7 @@ class Run(NamedTuple):
                 self.alternatives[place] if self.alternatives else (),
                 self.finish if place == last else "",
                 self.digest,
-                self.echo if place == 0 else (),
+                self.prompt if place == 0 else (),
             )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -116,9 +116,28 @@ def chat(tokenizer: Tokenizer, messages: Sequence[tuple[str, bytes]]) -> tuple[I
     return np.concatenate(ids), np.concatenate(mask)
 
 
-def prompt(tokenizer: Tokenizer, messages: Sequence[tuple[str, bytes]]) -> list[int]:
-    """The conversation so far and the beginning of the assistant's turn."""
+def prompt(
+    tokenizer: Tokenizer,
+    messages: Sequence[tuple[str, bytes]],
+    variables: Mapping[str, Any] | None = None,
+    *,
+    opens_turn: bool = True,
+    continues: bool = False,
+) -> list[int]:
+    """Return the ids of the conversation so far and of the beginning of the assistant's turn.
+
+    `variables`: what a chat template may read, too; `opens_turn`: False leaves the beginning of the turn out; `continues`: the
+    last message stays open, and its text is continued.
+    """
     if tokenizer.template is not None:
-        return tokenizer.template.prompt([_message(one) for one in messages], getattr(messages, "tools", ()))
-    begun = chat(tokenizer, messages)[0].tolist() if messages else []
-    return [*begun, tokenizer.special[START], *tokenizer.encode(f"{LEARNED}\n")]
+        turns = [_message(one) for one in messages]
+        tools = getattr(messages, "tools", ())
+        return tokenizer.template.prompt(turns, tools, variables, opens_turn=opens_turn, continues=continues)
+    ended = messages[:-1] if continues else messages
+    ids = chat(tokenizer, ended)[0].tolist() if ended else []
+    if continues or opens_turn:
+        role = messages[-1][0] if continues else LEARNED
+        ids += [tokenizer.special[START], *tokenizer.encode(f"{role}\n")]
+    if continues:
+        ids += tokenizer.encode_bytes(messages[-1][1])
+    return ids

@@ -148,9 +148,19 @@ class Template:
         except (jinja2.TemplateError, RecursionError, ValueError, TypeError) as problem:
             raise Unusable(_line(problem)) from problem
 
-    def prompt(self, messages: Sequence[Any], tools: Any = None) -> Rendered:
-        """The conversation so far and the beginning of the assistant's turn."""
-        return Rendered(self.text(messages, tools, True), messages=len(messages))
+    def prompt(
+        self,
+        messages: Sequence[Any],
+        tools: Any = None,
+        variables: Mapping[str, Any] | None = None,
+        opens_turn: bool = True,
+        continues: bool = False,
+    ) -> Rendered:
+        """Render the conversation so far and the beginning of the assistant's turn. `continues`: up to the end of the last
+        message's text instead, which the assistant continues.
+        """
+        text = self.text(messages, tools, opens_turn and not continues, variables)
+        return Rendered(text[: _end_of_content(text, messages[-1])] if continues else text, messages=len(messages))
 
     def conversation(self, messages: Sequence[Any], tools: Any = None) -> Rendered:
         """What is learned: between the template's own marks, else what each of the assistant's turns adds. A template
@@ -202,12 +212,15 @@ class Template:
         ends = [match.end() for match in self._special.finditer(text, begin)]
         return ends[-1] if ends and not text[ends[-1] :].strip() else len(text)
 
-    def text(self, messages: Sequence[Any], tools: Any, prompt: bool = False) -> str:
+    def text(
+        self, messages: Sequence[Any], tools: Any, prompt: bool = False, variables: Mapping[str, Any] | None = None
+    ) -> str:
         environment = self._environment
         environment.learned.clear()
         environment.written.clear()
         environment.length = 0
-        told = {"messages": list(_aliased(messages)), "tools": tools, "documents": None, **self._names}
+        told = {"documents": None, **(variables or {}), "messages": list(_aliased(messages)), "tools": tools}
+        told |= self._names
         try:
             for block in self._template.generate(add_generation_prompt=prompt, **told):
                 environment.written.append(block)
@@ -220,6 +233,16 @@ class Template:
         except Exception as problem:  # whatever a stranger's program comes to
             raise NotRendered(_line(problem)) from problem
         return text.encode("utf-8", "replace").decode()  # a half of a surrogate pair is no character
+
+
+def _end_of_content(text: str, message: Mapping[str, Any]) -> int:
+    """Return where the message's own text ends in a rendered conversation: behind it the template ends the turn."""
+    content = str(message.get("content") or "").strip()
+    begin = text.rfind(content) if content else -1
+    if begin < 0:
+        raise NotRendered("it does not write the text of the last message, which is to be continued")
+    whole = str(message["content"]).lstrip()  # some templates strip the text of a message
+    return begin + len(whole if text.startswith(whole, begin) else content)
 
 
 def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:
@@ -261,8 +284,10 @@ class Templates:
         asked = json.loads(request)
         try:
             template = self._template(asked["template"])
-            render = template.prompt if asked["prompt"] else template.conversation
-            rendered = render(asked["messages"], asked["tools"])
+            if asked["prompt"]:
+                rendered = template.prompt(asked["messages"], asked["tools"], asked["variables"], **asked["how"])
+            else:
+                rendered = template.conversation(asked["messages"], asked["tools"])
             self._check(template, asked, rendered)
         except NotRendered as problem:
             return json.dumps({"problem": str(problem), "unusable": isinstance(problem, Unusable)}).encode()
@@ -275,10 +300,11 @@ class Templates:
         once more, with a character inside all that could become one: the special tokens must be the same.
         """
         messages = asked["messages"][: rendered.messages]
-        broken = self._broken(messages, asked["inside"]), self._broken(asked["tools"], asked["inside"])
-        if broken == (messages, asked["tools"]):
+        given = messages, asked["tools"], asked["variables"]
+        broken = self._broken(given[0], asked["inside"]), *(self._broken(one, asked["inside"]) for one in given[1:])
+        if broken == given:
             return
-        again = template.text(*broken, asked["prompt"])
+        again = template.prompt(*broken, **asked["how"]).text if asked["prompt"] else template.text(*broken[:2])
         if self._special.findall(again) != self._special.findall(rendered.text):
             raise NotRendered("it makes a special token of a message's text")
 

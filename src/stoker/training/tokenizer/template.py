@@ -105,13 +105,26 @@ class ChatTemplate:
                 " are the most",
                 EX_DATAERR,
             )
-        self._sources, self._special, self._encoders, self._where = sources, special, encoders, where
+        self.sources = sources  # by name
+        self._special, self._encoders, self._where = special, encoders, where
         self._pattern = any_of(special)
         self._private = set(filter(_PRIVATE_CHARACTER.match, "".join(special)))
         self._process = ConfinedTemplate({"sources": sources, "names": names, "special": list(special)}, where)
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
-        ids, _, _ = self._ids(self._rendered(messages, tools, prompt=True))
+    def prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] = (),
+        variables: Mapping[str, Any] | None = None,
+        *,
+        opens_turn: bool = True,
+        continues: bool = False,
+    ) -> list[int]:
+        """Return the ids of the conversation so far and of the beginning of the assistant's turn. `variables`: names that the
+        template may read; `opens_turn`: False leaves the beginning out; `continues`: the last message is not ended.
+        """
+        how = {"opens_turn": opens_turn, "continues": continues}
+        ids, _, _ = self._ids(self._rendered(messages, tools, True, variables, how))
         return list(map(int, ids))
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> Encoded:
@@ -139,21 +152,29 @@ class ChatTemplate:
         end = self._pattern.search(text, text.rfind(words) + 1)
         return self._special[end[0]] if end and words in text else None
 
-    def _rendered(self, messages: Sequence[Any], tools: Sequence[Any], prompt: bool) -> _Written:
-        texts = "\0".join(_texts([list(messages), list(tools)]))
+    def _rendered(
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Any],
+        prompt: bool,
+        variables: Mapping[str, Any] | None = None,
+        how: Mapping[str, bool] | None = None,
+    ) -> _Written:
+        values = dict(variables or {})
+        texts = "\0".join(_texts([list(messages), list(tools), values]))
         used = self._private | {match[0] for match in _PRIVATE_CHARACTER.finditer(texts)}
         inside = next((chr(code) for code in _PRIVATE if chr(code) not in used), "")
         if not inside:
             raise Unfit("it has every one of Unicode's private characters; one must be free to mark text with")
         if self._pattern.search(texts):
-            messages, tools = self._as_text(list(messages), inside), self._as_text(list(tools), inside)
-        name = WITH_TOOLS if tools and WITH_TOOLS in self._sources else DEFAULT
-        if name not in self._sources:
-            have = ", ".join(self._sources)
+            messages, tools, values = (self._as_text(value, inside) for value in (list(messages), list(tools), values))
+        name = WITH_TOOLS if tools and WITH_TOOLS in self.sources else DEFAULT
+        if name not in self.sources:
+            have = ", ".join(self.sources)
             raise Refusal(
                 f"tokenizer {self._where}: no chat template is called {DEFAULT}; there are {have}", EX_DATAERR
             )
-        asked = {"template": name, "messages": messages, "tools": list(tools) or None}
+        asked = {"template": name, "messages": messages, "tools": list(tools) or None, "variables": values, "how": how}
         request = json.dumps({**asked, "prompt": prompt, "inside": inside}).encode()
         answer = self._process.render(request)
         if answer.get("unusable"):
