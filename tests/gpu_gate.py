@@ -30,6 +30,7 @@ print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")
 """
 _COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped|rerun)\b")
 _SLOW = re.compile(r"^(\d+\.\d+)s (?:call|setup) +(.*)$", re.M)
+_RULE = re.compile(r"([=_!-])\1{30,}")  # pytest draws them as wide as COLUMNS
 _SKIPPED = re.compile(r"^SKIPPED \[(\d+)\] (\S+?):\d+: (.*)$", re.M)
 
 
@@ -77,6 +78,7 @@ def start(number: int, count: int, device: str, arguments: list[str]) -> Shard:
     output = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
     command = [
         sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-p", "no:rerunfailures", "-m", "gpu", "--durations=5",
+        "--continue-on-collection-errors",
         f"--gpu-shard={number}/{count}", *arguments, *files(),
     ]  # fmt: skip
     environment = {**os.environ, "STOKER_TEST_DEVICE": device, "COLUMNS": "500"}
@@ -98,7 +100,7 @@ def wait(shards: list[Shard]) -> list[Shard]:
             code, text = shard.process.returncode, shard.text()
             if code not in (0, NO_TESTS):
                 failed.append(shard)
-                print(text, flush=True)
+                print(_RULE.sub(lambda rule: rule[1] * 10, text), flush=True)
             last = next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
             took = time.monotonic() - shard.started
             print(

@@ -1,7 +1,7 @@
 """Every tensor of a model is on the device that computes.
 
-No GPU is needed: the meta device stands for it. Under FakeTensorMode an operation on tensors of two devices raises the
-error that a GPU raises, in the words of a GPU's.
+No GPU is needed: the meta device stands for it. Under FakeTensorMode an operation on tensors of two devices raises
+an error, as on a GPU.
 """
 
 from __future__ import annotations
@@ -16,11 +16,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    FakeTensorDeviceMismatchError,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from devices import needs_gpu
 from stoker.contract.shape import replace
@@ -55,6 +51,7 @@ KINDS: dict[str, type[Decoder]] = {
     "dpo reference": Reference,
 }
 METHODS = (OFF, "lora", "qlora")
+DEVICE_MISMATCH = r"two (different )?devices"  # the type and the rest of the message differ between versions of torch
 
 
 def build(kind: type[Decoder], method: str, built_on: str = "meta", mode: FakeTensorMode | None = None) -> Decoder:
@@ -93,7 +90,6 @@ def reads_a_value() -> Iterator[None]:
     with pytest.raises(Exception) as raised:
         yield
     error = raised.value
-    assert not isinstance(error, FakeTensorDeviceMismatchError), error
     assert isinstance(error, DataDependentOutputException) or ".numpy()" in str(error), repr(error)
 
 
@@ -110,7 +106,7 @@ def token_ids(rows: int = 2, length: int = 32) -> Tensor:
 
 
 def test_the_simulated_device_refuses_a_tensor_of_another_one() -> None:
-    with MODE, pytest.raises(FakeTensorDeviceMismatchError, match="Expected all tensors to be on the same device"):
+    with MODE, pytest.raises(Exception, match=DEVICE_MISMATCH):
         torch.ones(3) @ torch.ones(3, device=GPU)
 
 
