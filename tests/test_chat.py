@@ -142,7 +142,7 @@ def test_transformers_opens_the_export_and_answers_the_same(
 def test_an_export_in_bf16_is_half_as_large_and_replaces_an_earlier_one(model: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     for kind in ("fp32", "bf16"):
-        assert export.main([str(model), out, "--dtype", kind]) == 0
+        assert export.main([str(model), out, "--dtype", kind, "--force"]) == 0
     sizes = [os.path.getsize(os.path.join(folder, "model.safetensors")) for folder in (str(model), out)]
     assert 1.8 < sizes[0] / sizes[1] < 2.1
     assert json.loads(Path(out, "config.json").read_text())["torch_dtype"] == "bfloat16"
@@ -205,7 +205,7 @@ def test_a_checkpoint_becomes_the_same_folder(model: Path, tmp_path: Path, monke
         export.main([str(run), str(tmp_path / "out")])
     shutil.copytree(model.parent / "tokenizer", tmp_path / "cache" / "tokenizers" / "one")
     for where in (run, run / "checkpoints" / "step-00000007"):
-        assert export.main([str(where), str(tmp_path / "out")]) == 0
+        assert export.main([str(where), str(tmp_path / "out"), "--force"]) == 0
         assert (tmp_path / "out" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
         assert "chat_template" in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
 
@@ -230,7 +230,7 @@ def test_a_checkpoint_trained_on_bytes_finds_its_tokenizer(
     config = Path("cache/datasets/one/tokenizer/tokenizer_config.json")
     config.write_text(json.dumps({"eos_token": "<|im_end|>"}))
     with pytest.raises(Refusal, match="--tokenizer"):
-        export.main(["run", "out"])
+        export.main(["run", "other"])
 
 
 def test_the_model_is_found_by_run_by_stage_or_as_the_newest(

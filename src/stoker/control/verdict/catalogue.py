@@ -174,8 +174,9 @@ def named(id: str) -> Cause:
     return CATALOGUE[id]
 
 
-# A GPU's errors are noticed later than where they happen: their evidence says "noticed at".
-_ASYNCHRONOUS = ("gpu.", "oom.gpu", "nccl.")
+# The line that raised is not the cause: a GPU's errors are noticed later than they happen (the evidence says "noticed at"), and a
+# traced NaN is raised by the training loop that checks for it.
+_RAISED_ELSEWHERE = ("gpu.", "oom.gpu", "nccl.", "nan.traced")
 
 
 def _is_about(advice: str, printed: str) -> bool:
@@ -194,7 +195,7 @@ def verdict_of(cause_: Cause, case: Case, found: Found) -> Verdict:
         if _is_about(line, printed)
     )
     summary = found.summary
-    if end.error is not None and end.error.file and not cause_.id.startswith(_ASYNCHRONOUS):
+    if end.error is not None and end.error.file and not cause_.id.startswith(_RAISED_ELSEWHERE):
         line = f"{end.error.file}:{end.error.line}"
         if not any(line in text for text in (summary, *fix)):
             summary += f" at {where}"

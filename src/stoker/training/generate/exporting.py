@@ -108,6 +108,7 @@ def export(
     part of the weights. Without `overwrite` an earlier export in `out` is refused; other files always are.
     """
     refuse_other_models(out)
+    _refuse_inputs(out, found.folder)  # --force would not help
     if not overwrite:
         refuse_existing(out)
     with reading(found.folder):

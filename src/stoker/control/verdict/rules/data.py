@@ -100,7 +100,10 @@ def worker_died(case: Case, found: Match | None) -> Found | None:
     fix: tuple[str, ...] = (alone, killed, crashed)
     if match := re.search(r"is killed by signal: ([^.\n]+)|with exit code (\d+)", found[0]):
         how = f"was killed by a signal: {match[1]}" if match[1] else f"ended with exit code {match[2]}"
-        fix = (alone, killed) if match[1] == "Killed" else (alone, crashed) if match[1] else (alone,)
+        if match[1]:
+            fix = (alone, killed if match[1] == "Killed" else crashed)
+        else:
+            fix = (alone,)
     summary = f"a data-loader worker (pid {found[1]}) of {case.who} {how}"
     return Found(summary, (*traced_line(case, line_of(found)), *memory_trend(case.end.around)), fix)
 
