@@ -167,7 +167,7 @@ def summary(stall: Stall, label: str) -> str:
         inside = f", inside `{stall.detail}`" if stall.detail else ""
         return f"{who} entered a collective alone{step}{inside}: {stall.operation}{at}{gone}"
     if stall.kind == "left":
-        return f"{who} ended with exit code 0{step}{others}"
+        return f"{who} ended with exit code 0{step}{others}{at}"
     if stall.kind == "busy":
         have = "has" if len(stall.ranks) < 2 else "have"
         return f"{who} {have} been busy for {span(stall.silent_s)} without finishing a step: {stall.detail}{at}{others}"

@@ -75,7 +75,7 @@ def _culprit(
         return odds
     gone = [rank for rank in graph.roots if ended.get(rank) == 0]
     if gone:
-        left = _left(gone[0], ended, graph)
+        left = _left(gone[0], ended, graph, snapshots)
         if _came_too_often(gone, left.waiting, steps, snapshots):
             return _waits_alone(left, gone, snapshots)
         return rank_only.instead(left, snapshots, left.waiting, tuple(gone))
@@ -139,12 +139,15 @@ def _alone(guilty: list[int], snapshots: Snapshots, graph: Waits) -> Stall:
     )  # fmt: skip
 
 
-def _left(rank: int, ended: Mapping[int, int], graph: Waits) -> Stall:
+def _left(rank: int, ended: Mapping[int, int], graph: Waits, snapshots: Snapshots) -> Stall:
+    """Blame a rank that ended with exit code 0; `where` is the line at which the first of the others waits for it."""
     operation, backend = _operation(graph, rank)
     waiting = tuple(sorted(graph.behind(rank)))
+    waiter = next((snapshots[other] for other in waiting or sorted(snapshots) if other in snapshots), None)
+    where = str(stacks.users_frame(waiter.main) or "") if waiter is not None else ""
     detail = f"it ended with exit code {ended[rank]} before the others were done"
     gone = f"{ranks_text(waiting)} wait in {operation}; rank {rank} is gone"
-    return Stall("left", rank, (rank,), waiting, "", detail, operation, backend, proof=True, evidence=(gone,))
+    return Stall("left", rank, (rank,), waiting, where, detail, operation, backend, proof=True, evidence=(gone,))
 
 
 def _came_too_often(gone: list[int], waiting: tuple[int, ...], steps: Mapping[int, int], snapshots: Snapshots) -> bool:
@@ -201,7 +204,7 @@ def _by_stacks(
     if waiters and not others:
         left = [rank for rank, code in ended.items() if code == 0]
         if left:
-            return replace(_left(left[0], ended, graph), waiting=tuple(sorted(waiters)), proof=False)
+            return replace(_left(left[0], ended, graph, snapshots), waiting=tuple(sorted(waiters)), proof=False)
         return _outlier(snapshots, waiters)
     guilty = [rank for rank in others if rank in silent] or (others if waiters else [])
     if not guilty:
