@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Everything that must hold before a change goes in: bash test.sh [--all | --gpu] [pytest arguments]
 #   --all   the complete suites too: every comparison with torchrun, every fault, long runs
-#   --gpu   only what runs on a GPU (tests/gpu_gate.py); installs nothing and needs a Python with torch and pytest
-#           (PYTHON, else .venv, else python3). STOKER_TEST_DEVICE=cpu runs the same tests on a CPU
+#   --gpu   only what runs on a GPU (tests/gpu_gate.py); installs nothing and needs a Python with pytest, torch and the packages
+#           of [train] (PYTHON, else .venv, else python3). STOKER_TEST_DEVICE=cpu runs the same tests on a CPU
 # Stops at the first step that fails, with that step's exit code.
 set -euo pipefail
 CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")"

@@ -2,11 +2,12 @@
 
 Each process runs its share of the tests (--gpu-shard, below) and imports only the files that have some. Tests that need
 the GPU for themselves (the fixture `real`) are left to the whole suite. STOKER_TEST_DEVICE=cpu runs the same on a CPU.
-Standard library only: it may start under any Python that has torch and pytest, where nothing can be installed.
+Standard library only; it needs a Python with pytest and what the extra [train] installs.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -23,6 +24,10 @@ ROOT = Path(__file__).resolve().parent.parent
 UNAVAILABLE = 69  # as Stoker refuses what this machine lacks
 NO_TESTS = 5  # pytest's exit code
 MOST_PROCESSES = 8  # a CUDA context each; one core each for Python and one for compilers
+# What the extra [train] installs besides torch, by the names it is imported by.
+PACKAGES = (
+    "huggingface_hub", "jinja2", "llguidance", "matplotlib", "numpy", "pyarrow", "safetensors", "tiktoken", "tokenizers", "uvicorn",
+)  # fmt: skip
 PROBE = """
 import torch
 print(torch.__version__)
@@ -124,6 +129,8 @@ def main(arguments: list[str]) -> int:
         import pytest  # noqa: F401
     except ImportError:
         return refuse(f"{sys.executable} has no pytest: name a Python that has it and torch: PYTHON=/path/to/python3")
+    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        return refuse(f"{sys.executable} lacks {', '.join(missing)}, which '.[train]' installs")
     probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=False)
     if probe.returncode:
         return refuse(f"{sys.executable} can't import torch: name a Python that can: PYTHON=/path/to/python3")
