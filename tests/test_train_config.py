@@ -1090,6 +1090,18 @@ def test_rows_are_no_longer_than_what_a_loaded_model_was_trained_for(stoker: Sto
     assert asked.err.count("warning: data.context_length 256 is more than the 128 tokens that weights was trained") == 1
 
 
+@pytest.mark.parametrize(("stage", "key"), [("dpo", "dpo.pairs"), ("reward", "reward.pairs"), ("grpo", "grpo.prompts")])
+def test_data_names_what_the_stage_learns_from(stoker: Stoker, stage: str, key: str) -> None:
+    model_of_128_positions(stoker)
+    stoker.script("rows.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c", "answer": "b"}\n' * 20)
+    words = ("train", stage, "--model.load", "weights", "--data", "rows.jsonl", "--dry-run", "--no-preflight")
+    done = stoker(*words)
+    assert done.code == 0 and f"--data rows.jsonl is read as --{key}" in done.err, done.err
+    assert f" --{key} rows.jsonl " in done.out and "--data.path" not in done.out
+    both = stoker(*words, "--data", "rows.jsonl", "other.jsonl")
+    assert both.code == 64 and f"give --{key} rows.jsonl" in both.err, "two files are not one"
+
+
 def test_a_dry_run_shows_no_shape_of_the_preset_where_a_model_is_loaded(stoker: Stoker) -> None:
     model_of_128_positions(stoker)
     done = stoker("train", "sft", "--model.load", "weights", *OF_STAGE["sft"], "--dry-run", "--no-preflight")

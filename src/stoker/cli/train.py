@@ -208,6 +208,7 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     options = build(RunOptions, {"module": not STAGES[stage].is_script, "prefix": "always"}, *outside)
     root, remote = layout.runs_root(options.runs_dir, os.environ), options.hosts is not None
     config, models = with_models(resolved.config, root, _say, options.name, remote)
+    config = _with_data_as_input(stage, config)
     resolved, typed = replace(resolved, config=pinned(config)), pinned_words(sys.argv[1:], models)
     _refuse_what_can_be(stage, resolved, options, machine, gpus)
     for line in resolved.lines:
@@ -367,6 +368,20 @@ def _refuse_what_can_be(stage: str, resolved: Resolved, options: RunOptions, mac
 
         check_wandb_login({**os.environ, **added_environment(options, os.environ)})
     _check_inputs(stage, config)
+
+
+# The file that a stage learns from where that is not data.path: --data names it, too.
+MAIN_INPUT = {"dpo": "dpo.pairs", "reward": "reward.pairs", "grpo": "grpo.prompts"}
+
+
+def _with_data_as_input(stage: str, config: Config) -> Config:
+    """Takes --data as what the stage learns from, if nothing else names that."""
+    key, values = MAIN_INPUT.get(stage), values_of(config)
+    if key is None or values[key] or len(config.data.path) != 1:
+        return config
+    path = config.data.path[0]
+    _say(f"--data {path} is read as --{key}")
+    return config_of(config.preset, values | {key: path, "data.path": ()})
 
 
 def _check_inputs(stage: str, config: Config) -> None:

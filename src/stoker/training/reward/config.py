@@ -10,7 +10,8 @@ from stoker.contract.shape import option, shape
 @shape
 class RewardConfig:
     pairs: str = text("PATH")(
-        "rows with chosen and rejected, and prompt where these don't hold it: hh-rlhf's and UltraFeedback's files work"
+        "rows with chosen and rejected, and prompt where these don't hold it: hh-rlhf's and UltraFeedback's files work; "
+        "--data names it, too"
     )
     likelihood: bool = option(
         "the answer's own log-probability adds to its score, with a weight that is learned", default=True
@@ -21,7 +22,8 @@ class RewardConfig:
 @shape
 class DpoConfig:
     pairs: str = text("PATH")(
-        "rows with chosen and rejected, and prompt where these don't hold it: hh-rlhf's and UltraFeedback's files work"
+        "rows with chosen and rejected, and prompt where these don't hold it: hh-rlhf's and UltraFeedback's files work; "
+        "--data names it, too"
     )
     held_out: str = text("PATH")("pairs to measure by; empty: the last tenth of `pairs`")
     beta: float = limits.POSITIVE("how strongly the model is held to the one it began with: more stays closer", 0.1)
