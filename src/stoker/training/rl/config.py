@@ -37,8 +37,7 @@ def _is_here(url: str) -> bool:
 @shape
 class GrpoConfig:
     prompts: str = text("PATH")(
-        "jsonl rows with prompt (a text, or messages) and answer; GSM8K's question and answer work too; "
-        "--data names it, too"
+        "jsonl rows with prompt (a text, or messages) and answer, or GSM8K's; --data names it, too"
     )
     weights: str = text("PATH")(
         "how often each prompt is sampled: weights.jsonl of the density stage (empty: all equally often)"
