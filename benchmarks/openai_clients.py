@@ -3,7 +3,7 @@
     python benchmarks/openai_clients.py                  the table, and ten minutes with 64 clients
     python benchmarks/openai_clients.py --seconds 0      the table alone
 
-Needs a Python with openai, litellm, lm_eval and transformers beside Stoker. The model is small and untrained, in fp32 on the CPU, with
+Needs a Python with openai, litellm, mcp (for litellm's tools), lm_eval, accelerate and transformers beside Stoker. The model is small and untrained, in fp32 on the CPU, with
 the tokenizer and chat template of a published one. `ok` in the table: the answer is what the request alone asks for, see `check`.
 Under load every answer must be the one that the same request got while nothing else ran; memory is the server's resident set.
 """
@@ -37,7 +37,10 @@ SCHEMA = {
     "required": ["city", "degrees"],
     "additionalProperties": False,
 }
-TOOL = {"type": "function", "function": {"name": "weather", "description": "the weather of a city", "parameters": SCHEMA}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "the weather of a city", "parameters": SCHEMA},
+}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
 MESSAGES = [{"role": "user", "content": "How is the weather in Oslo?"}]
 Row = tuple[str, str, str, bool]
@@ -116,7 +119,9 @@ def with_openai(table: Table, server: Server) -> None:
 
     def sync() -> tuple[Any, bool]:
         answer = chat(**same)
-        return answer.choices[0].finish_reason, answer.choices[0].message.content == whole and answer.usage.completion_tokens == 12
+        return answer.choices[0].finish_reason, answer.choices[
+            0
+        ].message.content == whole and answer.usage.completion_tokens == 12
 
     def stream() -> tuple[Any, bool]:
         parts = list(chat(**same, stream=True, stream_options={"include_usage": True}))
@@ -133,7 +138,9 @@ def with_openai(table: Table, server: Server) -> None:
 
     def many() -> tuple[Any, bool]:
         async def ask() -> list[str]:
-            async with openai.AsyncOpenAI(base_url=server.url, api_key="none") as other:  # the SDK's own timeout and retries
+            async with openai.AsyncOpenAI(
+                base_url=server.url, api_key="none"
+            ) as other:  # the SDK's own timeout and retries
                 answers = (other.chat.completions.create(**{**same, "seed": number % 4}) for number in range(512))
                 return [one.choices[0].message.content for one in await asyncio.gather(*answers)]
 
@@ -150,8 +157,12 @@ def with_openai(table: Table, server: Server) -> None:
         return "8 left, nothing still runs" if idle else server.numbers(), idle
 
     def required_tool() -> tuple[Any, bool]:
-        (call,) = chat(**{**same, "max_tokens": 200}, tools=[TOOL], tool_choice="required").choices[0].message.tool_calls
-        return f"{call.function.name}({call.function.arguments})", call.function.name == "weather" and is_weather(call.function.arguments)
+        (call,) = (
+            chat(**{**same, "max_tokens": 200}, tools=[TOOL], tool_choice="required").choices[0].message.tool_calls
+        )
+        return f"{call.function.name}({call.function.arguments})", call.function.name == "weather" and is_weather(
+            call.function.arguments
+        )
 
     def streamed_tool() -> tuple[Any, bool]:
         named = {"type": "function", "function": {"name": "weather"}}
@@ -161,8 +172,16 @@ def with_openai(table: Table, server: Server) -> None:
         return text, is_weather(text) and parts[-1].choices[0].finish_reason == "tool_calls"
 
     def tool_conversation() -> tuple[Any, bool]:
-        call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Oslo","degrees":3}'}}
-        said = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_1", "content": "3 degrees"}]
+        call = {
+            "id": "call_1",
+            "type": "function",
+            "function": {"name": "weather", "arguments": '{"city":"Oslo","degrees":3}'},
+        }
+        said = [
+            *MESSAGES,
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "3 degrees"},
+        ]
         answer = chat(**{**same, "messages": said}, tools=[TOOL])
         return answer.choices[0].finish_reason, answer.usage.completion_tokens == 12
 
@@ -172,7 +191,14 @@ def with_openai(table: Table, server: Server) -> None:
 
     def any_json() -> tuple[Any, bool]:
         messages = [{"role": "user", "content": "JSON, please."}]
-        answer = chat(model="small", messages=messages, max_tokens=300, seed=1, temperature=0.2, response_format={"type": "json_object"})
+        answer = chat(
+            model="small",
+            messages=messages,
+            max_tokens=300,
+            seed=1,
+            temperature=0.2,
+            response_format={"type": "json_object"},
+        )
         choice = answer.choices[0]
         is_whole = choice.finish_reason == "stop"
         if is_whole:
@@ -181,7 +207,10 @@ def with_openai(table: Table, server: Server) -> None:
 
     def bad_schema() -> tuple[Any, bool]:
         try:
-            chat(**same, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}})
+            chat(
+                **same,
+                response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}},
+            )
         except openai.BadRequestError as refusal:
             return f"400: {refusal.body['message']}", True  # type: ignore[index]
         return "accepted", False
@@ -195,7 +224,9 @@ def with_openai(table: Table, server: Server) -> None:
 
     def probabilities() -> tuple[Any, bool]:
         answer = chat(**same, logprobs=True, top_logprobs=3).choices[0].logprobs.content
-        return f"{len(answer)} tokens", len(answer) == 12 and all(len(one.top_logprobs) >= 3 and one.logprob <= 0 for one in answer)
+        return f"{len(answer)} tokens", len(answer) == 12 and all(
+            len(one.top_logprobs) >= 3 and one.logprob <= 0 for one in answer
+        )
 
     def echo() -> tuple[Any, bool]:
         answer = text(model="small", prompt="The river", max_tokens=0, echo=True, logprobs=2).choices[0]
@@ -206,7 +237,13 @@ def with_openai(table: Table, server: Server) -> None:
         return f"{len(answers)} answers", [one.index for one in answers] == [0, 1, 2, 3]
 
     def sampling() -> tuple[Any, bool]:
-        extra = {"min_p": 0.05, "top_k": -1, "ignore_eos": True, "skip_special_tokens": True, "chat_template_kwargs": {"enable_thinking": False}}
+        extra = {
+            "min_p": 0.05,
+            "top_k": -1,
+            "ignore_eos": True,
+            "skip_special_tokens": True,
+            "chat_template_kwargs": {"enable_thinking": False},
+        }
         messages = [{"role": "developer", "content": "Be short."}, *MESSAGES]
         answer = chat(
             **{**same, "messages": messages}, frequency_penalty=0.5, presence_penalty=0.5, logit_bias={"7": -100}, metadata={"a": "b"}, extra_body=extra
@@ -252,10 +289,17 @@ def with_openai(table: Table, server: Server) -> None:
 
 
 def with_litellm(table: Table, server: Server) -> None:
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the network for a price list
     import litellm
 
     litellm.suppress_debug_info = True
-    same: dict[str, Any] = {"model": "openai/small", "api_base": server.url, "api_key": "none", "messages": MESSAGES, "seed": 3}
+    same: dict[str, Any] = {
+        "model": "openai/small",
+        "api_base": server.url,
+        "api_key": "none",
+        "messages": MESSAGES,
+        "seed": 3,
+    }
 
     def plain() -> tuple[Any, bool]:
         answer = litellm.completion(**same, max_tokens=12)
@@ -267,7 +311,11 @@ def with_litellm(table: Table, server: Server) -> None:
         return f"{len(parts)} parts", joined == litellm.completion(**same, max_tokens=12).choices[0].message.content
 
     def tool() -> tuple[Any, bool]:
-        (call,) = litellm.completion(**same, max_tokens=200, tools=[TOOL], tool_choice="required").choices[0].message.tool_calls
+        (call,) = (
+            litellm.completion(**same, max_tokens=200, tools=[TOOL], tool_choice="required")
+            .choices[0]
+            .message.tool_calls
+        )
         return call.function.arguments, is_weather(call.function.arguments)
 
     def schema() -> tuple[Any, bool]:
@@ -279,7 +327,9 @@ def with_litellm(table: Table, server: Server) -> None:
         return answer.choices[0].finish_reason, answer.usage.completion_tokens == 12
 
     def text() -> tuple[Any, bool]:
-        answer = litellm.text_completion(model="text-completion-openai/small", api_base=server.url, api_key="none", prompt="a", max_tokens=5)
+        answer = litellm.text_completion(
+            model="text-completion-openai/small", api_base=server.url, api_key="none", prompt="a", max_tokens=5
+        )
         return answer.choices[0].finish_reason, answer.usage.completion_tokens <= 5
 
     table.check("litellm", "chat", plain)
@@ -292,11 +342,17 @@ def with_litellm(table: Table, server: Server) -> None:
 
 def with_lm_eval(table: Table, server: Server, folder: str, place: Path) -> None:
     """Tasks from a local file, one of each request kind, compared with what lm_eval's own `hf` model computes of the same folder."""
-    rows = [{"question": f"{a} + {b} =", "good": f" {a + b}", "bad": f" {a + b + 1}"} for a in range(2, 8) for b in range(2, 6)]
+    rows = [
+        {"question": f"{a} + {b} =", "good": f" {a + b}", "bad": f" {a + b + 1}"}
+        for a in range(2, 8)
+        for b in range(2, 6)
+    ]
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = f"dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {place}/rows.jsonl\ntest_split: test\n"
     choices = "doc_to_text: question\ndoc_to_choice: '{{[good, bad]}}'\ndoc_to_target: 0\ntarget_delimiter: ''\n"
-    (place / "choose.yaml").write_text(f"task: choose\noutput_type: multiple_choice\n{data}{choices}metric_list:\n  - metric: acc\n")
+    (place / "choose.yaml").write_text(
+        f"task: choose\noutput_type: multiple_choice\n{data}{choices}metric_list:\n  - metric: acc\n"
+    )
     (place / "rolling.yaml").write_text(
         f"task: rolling\noutput_type: loglikelihood_rolling\n{data}doc_to_text: ''\ndoc_to_target: '{{{{question}}}} {{{{good}}}} apples'\n"
         "metric_list:\n  - metric: bits_per_byte\n"
@@ -308,7 +364,19 @@ def with_lm_eval(table: Table, server: Server, folder: str, place: Path) -> None
 
     def evaluate(kind: str, arguments: str, task: str) -> tuple[float, list[Any]]:
         out = place / f"{kind}-{task}"
-        command = [sys.executable, "-m", "lm_eval", "run", "--model", kind, "--model_args", arguments, "--tasks", task, "--log_samples"]
+        command = [
+            sys.executable,
+            "-m",
+            "lm_eval",
+            "run",
+            "--model",
+            kind,
+            "--model_args",
+            arguments,
+            "--tasks",
+            task,
+            "--log_samples",
+        ]
         command += ["--include_path", str(place), "--output_path", str(out), "--device", "cpu", "--batch_size", "1"]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none", "HF_HOME": str(place / "hf-home")}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)
@@ -329,7 +397,9 @@ def with_lm_eval(table: Table, server: Server, folder: str, place: Path) -> None
         wanted, own = evaluate("hf", local, task)
         flat = [(_leaf(a), _leaf(b)) for a, b in zip(answers, own, strict=True)]
         is_same = all(len(a) == len(b) and all(_agree(x, y) for x, y in zip(a, b, strict=True)) for a, b in flat)
-        return f"{len(answers)} rows, {value:.4f} (hf: {wanted:.4f})", math.isclose(value, wanted, rel_tol=1e-3) and is_same
+        return f"{len(answers)} rows, {value:.4f} (hf: {wanted:.4f})", math.isclose(
+            value, wanted, rel_tol=1e-3
+        ) and is_same
 
     table.check("lm_eval", "multiple_choice (loglikelihood), as lm_eval's hf model", lambda: compared("choose"))
     table.check("lm_eval", "loglikelihood_rolling, as lm_eval's hf model", lambda: compared("rolling"))
@@ -354,7 +424,12 @@ def requests(count: int = 80) -> list[dict[str, Any]]:
     """Chats and completions of all kinds. `kind` is ours."""
     draw, found = random.Random(7), []
     for number in range(count):
-        body: dict[str, Any] = {"model": "small", "max_tokens": draw.randint(1, 40), "seed": draw.randrange(1000), "temperature": draw.choice([0, 0.7, 1])}
+        body: dict[str, Any] = {
+            "model": "small",
+            "max_tokens": draw.randint(1, 40),
+            "seed": draw.randrange(1000),
+            "temperature": draw.choice([0, 0.7, 1]),
+        }
         kind = draw.choice(["chat", "chat", "text", "tool", "schema", "logprobs", "echo", "penalty"])
         messages = [{"role": "user", "content": f"Question {number}: " + "why " * draw.randint(1, 30)}]
         if kind in ("text", "echo"):
@@ -437,7 +512,6 @@ async def under_load(server: Server, clients: int, seconds: float) -> tuple[Coun
 def make_model(place: Path) -> str:
     sys.path.insert(0, str(ROOT / "tests"))
     from published import PUBLISHED
-
     from stoker.training.model import hf
     from stoker.training.model.config import ModelConfig
     from stoker.training.model.decoder import Decoder
