@@ -100,7 +100,7 @@ def test_a_stream_that_is_cut_raises_in_the_sdk(folder: Path) -> None:  # noqa: 
 
 
 def test_sigterm_finishes_what_runs_and_turns_new_requests_away(folder: Path) -> None:  # noqa: F811
-    server = Server(folder, "--slots", "2")
+    server = Server(folder, "--slots", "2", "--grace", "10m")
     stream = Stream(server, LONG)
     server.process.send_signal(signal.SIGTERM)
 

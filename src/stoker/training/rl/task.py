@@ -250,7 +250,7 @@ def _wrong_form(c: GrpoConfig, window: Sequence[Seen]) -> str:
         return ""
     return (
         f"{sum(shares) / len(shares):.0%} were correct, but not in the form that {_matching(c)} pays for: ask for that form"
-        " in generate.system, train sft on it, or use reward number"
+        " in generate.system, train sft on it, or use a reward that accepts it (number, math, regex:… or your own FILE.py:FUNCTION)"
     )
 
 
