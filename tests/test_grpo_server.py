@@ -35,8 +35,8 @@ from stoker.training.rl.kept import Kept  # noqa: E402
 from stoker.training.rl.remote import addresses_of  # noqa: E402
 from stoker.training.rl.rollout import in_epochs, number_from, read  # noqa: E402
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer  # noqa: E402
-from test_roles import events  # noqa: E402
 from test_grpo import SHAPE, Forks, Job, model_that_answers_with_a_digit  # noqa: E402
+from test_roles import events  # noqa: E402
 
 KEY = "a-key-for-tests"
 AGES = {"staleness", "staleness_max", "queue", "sampler_kl", "cap_rate"}

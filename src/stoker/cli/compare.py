@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         line = f"{told.first} and {told.second} are one run, {records[0].id}: name two; `stoker runs` lists them"
         raise Refusal(printable(line), EX_USAGE)
     folders = [watched(record) for record in records]
-    settings = differing([settings_of(folder.record) for folder in folders])
+    settings = differing([settings_of(folder.training.record) for folder in folders])
     results = [_results(folder) for folder in folders]
     metric = told.metric or headline_of(folders)
     judged = noise(folders[0].curve(metric), folders[1].curve(metric))

@@ -282,7 +282,7 @@ class Drive:
         ended = former.verdict if former is not None else None
         name = run_name(stage.name, self.course.keys)
         if former is not None and ended is not None and ended.is_stop_rule:
-            name = former.id  # the same speedrun again resumes the stage; under its name it would only repeat the verdict
+            name = former.id  # resumes the stage; its name would only repeat the verdict
         words += ["--runs-dir", state.runs_root(self.course.folder), "--name", name]
         words += ["--max-restarts", str(options.max_restarts)]
         ranks = "1" if STAGES[stage.stage].one_process else self.course.nproc_per_node

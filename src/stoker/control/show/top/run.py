@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from stoker.contract.quantities import counted, span
 from stoker.control.show.drawing import Line as Drawn
 from stoker.control.show.drawing import chart, metric_text, short
-from stoker.control.show.snapshot import REWARD, RL_METRICS, RUNNING, UNKNOWN, Metric, Run, finite
+from stoker.control.show.snapshot import REWARD, RL_METRICS, RUNNING, UNKNOWN, Metric, Run, ServerLoad, finite
 from stoker.control.show.top.cells import (
     ACCENT,
     BAD,
@@ -63,6 +63,7 @@ def _pieces(row: list[tuple[str, str]]) -> list[Piece]:
 
 CURVE = 8  # lines of a curve that has room
 _LEAST_CURVE = 4
+_MOST_SERVERS = 8
 _SENTENCE = 3  # lines of one explanation
 
 
@@ -123,6 +124,22 @@ def _numbers(run: Run, width: int) -> Iterator[Line]:
     ]
     if any(second):
         yield whole(second, width)
+    for server in run.servers[:_MOST_SERVERS]:
+        yield whole(_server(server), width)
+
+
+def _server(server: ServerLoad) -> list[Piece | None]:
+    """What a job's server role, or a server run alone, does and has done."""
+    name = foreign(server.role) or "server"
+    speeds = ((server.requests_per_s, "requests/s"), (server.tokens_per_s, "tokens/s"))
+    counts = ((server.running, "running"), (server.waiting, "waiting"))
+    return [
+        (f"{name}{f' ×{server.replicas}' if server.replicas > 1 else ''}", BOLD),
+        *((f"{short(value)} {unit}", PLAIN) for value, unit in speeds if value is not None),
+        *((f"{value} {what}", PLAIN) for value, what in counts if value is not None),
+        (f"weights {server.weights_version}", PLAIN) if server.weights_version is not None else None,
+        (f"{counted(server.requests, 'request')} and {counted(server.tokens, 'token')} so far", DIM),
+    ]
 
 
 def _style(name: str, value: Metric) -> str:
