@@ -249,6 +249,11 @@ class RunFolder:
         return self
 
     @property
+    def first_rank(self) -> int:
+        """What rank 0 of `training` is called here."""
+        return 0
+
+    @property
     def evidence_of_training(self) -> int:
         """Return how sure it is that this run trains, as far as is known; 0: nothing shows it."""
         row = self._row

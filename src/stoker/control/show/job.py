@@ -127,6 +127,10 @@ class JobFolder(RunFolder):
         return likeliest if likeliest is not None and likeliest.evidence_of_training else self
 
     @property
+    def first_rank(self) -> int:
+        return _planned(self.record).get(self.training.record.name, 0)
+
+    @property
     def interval(self) -> int:
         training = self.training
         return training.interval if training is not self else super().interval

@@ -21,6 +21,7 @@ from stoker.control.show.top.cells import (
     clock,
     fit,
     foreign,
+    in_lines,
     number,
     percent,
     whole,
@@ -113,9 +114,15 @@ def _numbers(run: Run, width: int) -> Iterator[Line]:
     if isinstance(run.loss, str):
         loss_style = BAD
     optional = (("lr", run.lr), ("grad", run.grad_norm))
+    step: Piece | None = (f"step {steps(run)}{done}", PLAIN) if run.step is not None else None
+    if rl:  # all of them, however narrow the panel is
+        values = ((f"{RL_METRICS[name]} {metric_text(name, value)}", _style(name, value)) for name, value in rl.items())
+        yield from in_lines([step, *values], width)
+        step = None
+    for server in run.servers[:_MOST_SERVERS]:
+        yield from in_lines(_server(server), width)
     second: list[Piece | None] = [
-        (f"step {steps(run)}{done}", PLAIN) if run.step is not None else None,
-        *((f"{RL_METRICS[name]} {metric_text(name, value)}", _style(name, value)) for name, value in rl.items()),
+        step,
         (f"loss {number(run.loss)}", loss_style) if run.loss is not None else None,
         (f"{short(run.tokens_per_s)} tokens/s", PLAIN) if run.tokens_per_s is not None else None,
         (f"ETA {clock(run.eta_s)}", GOOD) if run.eta_s is not None else None,
@@ -124,8 +131,6 @@ def _numbers(run: Run, width: int) -> Iterator[Line]:
     ]
     if any(second):
         yield whole(second, width)
-    for server in run.servers[:_MOST_SERVERS]:
-        yield whole(_server(server), width)
 
 
 def _server(server: ServerLoad) -> list[Piece | None]:

@@ -17,6 +17,7 @@ from stoker.control.show.curves import Curve, interval_of, smoothed, thinned
 from stoker.control.show.drawing import metric_text
 from stoker.control.show.folder import RunFolder
 from stoker.control.show.snapshot import (
+    AVERAGED,
     LOSS,
     REWARD,
     RL_METRICS,
@@ -45,7 +46,9 @@ def curves(
     made = {}
     for name in names[:20]:
         curve = folder.curve(name)
-        steps, values = _chosen(curve, since, within, smooth)
+        # Over one logging interval only single steps are averaged: other curves have no noise, or are means already.
+        window = smooth if name in AVERAGED or smooth != folder.interval else 1
+        steps, values = _chosen(curve, since, within, window)
         picked = thinned(values, max(30, min(most, MOST_POINTS)))
         made[name] = {
             "steps": [steps[at] for at in picked],

@@ -220,7 +220,7 @@ export class Curves {
     this.runs.forEach((run, at) => {
       const curve = entry.data.get(run);
       if (!curve) return;
-      if (curve.smooth) series.push({ name: this.nameOf(run), at, steps: curve.steps, values: curve.values, faint: true });
+      if (curve.smooth && this.smooth !== this.interval) series.push({ name: this.nameOf(run), at, steps: curve.steps, values: curve.values, faint: true });
       series.push({ name: this.nameOf(run), at, ...(curve.smooth || curve) });
     });
     entry.chart.set(series);
