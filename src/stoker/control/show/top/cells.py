@@ -75,8 +75,8 @@ def whole(pieces: Iterable[Piece | None], width: int) -> Line:
     return fit(joined(kept), width)
 
 
-def in_lines(pieces: Iterable[Piece | None], width: int) -> list[Line]:
-    """Return the pieces joined over as many lines as they need."""
+def packed(pieces: Iterable[Piece | None], width: int) -> list[list[Piece]]:
+    """Return the pieces that are joined in each of as many lines as they need."""
     lines: list[list[Piece]] = []
     left = 0
     for piece in pieces:
@@ -88,7 +88,7 @@ def in_lines(pieces: Iterable[Piece | None], width: int) -> list[Line]:
             left = width + 2
         lines[-1].append(piece)
         left -= takes + 2
-    return [fit(joined(line), width) for line in lines]
+    return lines
 
 
 def wrapped(text: str, width: int, style: str, most: int) -> list[Line]:

@@ -21,8 +21,9 @@ from stoker.control.show.top.cells import (
     clock,
     fit,
     foreign,
-    in_lines,
+    joined,
     number,
+    packed,
     percent,
     whole,
     wrapped,
@@ -113,24 +114,25 @@ def _numbers(run: Run, width: int) -> Iterator[Line]:
     loss_style = DIM if rl else BOLD
     if isinstance(run.loss, str):
         loss_style = BAD
-    optional = (("lr", run.lr), ("grad", run.grad_norm))
     step: Piece | None = (f"step {steps(run)}{done}", PLAIN) if run.step is not None else None
-    if rl:  # all of them, however narrow the panel is
-        values = ((f"{RL_METRICS[name]} {metric_text(name, value)}", _style(name, value)) for name, value in rl.items())
-        yield from in_lines([step, *values], width)
-        step = None
-    for server in run.servers[:_MOST_SERVERS]:
-        yield from in_lines(_server(server), width)
-    second: list[Piece | None] = [
-        step,
+    values = ((f"{RL_METRICS[name]} {metric_text(name, value)}", _style(name, value)) for name, value in rl.items())
+    optional = (("lr", run.lr), ("grad", run.grad_norm))
+    rest: list[Piece | None] = [
         (f"loss {number(run.loss)}", loss_style) if run.loss is not None else None,
         (f"{short(run.tokens_per_s)} tokens/s", PLAIN) if run.tokens_per_s is not None else None,
         (f"ETA {clock(run.eta_s)}", GOOD) if run.eta_s is not None else None,
         (f"MFU {percent(finite(run.mfu))}", PLAIN) if run.mfu is not None else None,
         *((f"{name} {_short(value)}", DIM) for name, value in optional if value is not None),
     ]
-    if any(second):
-        yield whole(second, width)
+    # The reward and its companions take as many lines as they need; of the rest there is what fits.
+    *full, last = packed([step, *values], width) or [[]]
+    for line in full:
+        yield fit(joined(line), width)
+    if last or any(rest):
+        yield whole([*last, *rest], width)
+    for server in run.servers[:_MOST_SERVERS]:
+        for line in packed(_server(server), width):
+            yield fit(joined(line), width)
 
 
 def _server(server: ServerLoad) -> list[Piece | None]:
