@@ -103,7 +103,7 @@ def _at_equal_steps(folders: Sequence[RunFolder], metric: str) -> dict[str, tupl
     """
     found = {}
     for name in dict.fromkeys((metric, *RL_METRICS, LOSS, "val_loss")):
-        equal = at_equal_step([folder.curve(name) for folder in folders])
+        equal = at_equal_step([folder.mean_curve(name) for folder in folders])
         if equal is not None:
             found[name] = equal
     return found

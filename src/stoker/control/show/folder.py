@@ -422,7 +422,7 @@ class RunFolder:
         plan = self.record.data.get("plan") or {}
         ranks = tuple(self._ranks(plan, now, made.state))
         if self._points is None:
-            self._points = tuple(averaged(self.curve(made.headline), self.interval).points())
+            self._points = tuple(self.mean_curve(made.headline).points())
         return {"ranks": ranks, "roles": roles_of(ranks), "curve": self._points}
 
     def curve(self, name: str) -> Curve:
@@ -431,6 +431,10 @@ class RunFolder:
         if known is not None:
             return known
         return self._told if name == "loss" else Curve()
+
+    def mean_curve(self, name: str) -> Curve:
+        """Return the curve as viewers draw it: of AVERAGED metrics means over the logging interval."""
+        return averaged(self.curve(name), self.interval if name in AVERAGED else 1)
 
     def _ranks(self, plan: dict[str, Any], now: float, state: str) -> list[Rank]:
         told = plan.get("ranks")

@@ -155,7 +155,7 @@ def compared(folders: Folders, runs: Sequence[str], name: str) -> dict[str, Any]
     name = name or (REWARD if all(folder.curve(REWARD).steps for folder in watched) else LOSS)
     equal = []
     for one in dict.fromkeys((name, *RL_METRICS, LOSS, "val_loss")):
-        found = at_equal_step([folder.curve(one) for folder in watched])
+        found = at_equal_step([folder.mean_curve(one) for folder in watched])
         if found is not None:
             equal.append([RL_METRICS.get(one, one), found[0], [metric_text(one, value) for value in found[1]]])
     judged = noise(watched[0].curve(name), watched[1].curve(name)) if len(watched) == 2 else None

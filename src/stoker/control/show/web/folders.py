@@ -199,7 +199,8 @@ class Folders:
     def watched(self, name: str) -> tuple[RunFolder, Timeline]:
         """With all that is new in its files."""
         record = self.record(name)
-        folder, timeline = self._open.pop(record.dir, None) or (folder_of(record), Timeline(record))
+        known = self._open.pop(record.dir, None)
+        folder, timeline = known if known is not None else (folder_of(record), Timeline(record))
         folder.record = record
         folder.run(time.time(), watched=True)
         trainer = folder.training.record
