@@ -39,7 +39,7 @@ from test_grpo import SHAPE, Forks, Job, model_that_answers_with_a_digit  # noqa
 from test_roles import events  # noqa: E402
 
 KEY = "a-key-for-tests"
-AGES = {"staleness", "staleness_max", "queue", "sampler_kl", "cap_rate"}
+AGES = {"staleness", "staleness_max", "weights_version", "queue", "sampler_kl", "cap_rate"}
 FORKS = program(f"""
 import torch, torch._dynamo
 from stoker.training.recipes import grpo, stage
@@ -152,6 +152,7 @@ def test_with_no_staleness_a_server_makes_the_run_that_the_trainers_make_alone(
     assert job.codes == [0], job.said()
     assert without_ages(job.metrics) == alone.metrics
     assert all(line["staleness"] == line["staleness_max"] == line["queue"] == 0 for line in job.metrics)
+    assert all(line["weights_version"] == line["step"] for line in job.metrics)
     assert (job.run / "rollouts.jsonl").read_bytes() == (alone.run / "rollouts.jsonl").read_bytes()
     ours, theirs = (load_file(one.run / "hf" / "model.safetensors") for one in (job, alone))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "bit for bit"
