@@ -20,7 +20,7 @@ from faults.around import cannot
 from stoker.contract.checkpoints import SavedCheckpoint
 from stoker.contract.quantities import amount
 from stoker.contract.shape import replace
-from stoker.contract.shapes import Around, Evidence, RankEnd, RankError, Stall, Verdict
+from stoker.contract.shapes import STOP_RULES, Around, Evidence, RankEnd, RankError, Stall, Verdict
 from stoker.control.verdict import docs
 from stoker.control.verdict.catalogue import CATALOGUE
 from stoker.control.verdict.consequence import unquoted
@@ -957,3 +957,7 @@ def test_a_lost_server_of_the_scripts_own_is_no_echo_of_a_stall() -> None:
     assert judge(Evidence(2, (lost,), stall=stall)).cause == "rank.exception"
     echo = end(err("RuntimeError", "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"))
     assert judge(Evidence(2, (echo,), stall=stall)).cause == "hang.sleep"
+
+
+def test_stop_rules_are_causes_after_which_another_attempt_would_not_help() -> None:
+    assert not any(CATALOGUE[rule].retryable for rule in STOP_RULES)

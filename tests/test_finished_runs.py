@@ -263,5 +263,5 @@ def test_a_dry_run_prints_what_its_name_means_as_the_start_does(stoker: Stoker, 
     dry = stoker("run", "--name", "exp", "--dry-run", *words, *more)
     assert dry.code == 0 and run_ids(stoker) == [first]
     real = stoker("run", "--name", "exp", *words, *more)
-    (notice,) = [line for line in real.err.splitlines() if first in line]
+    (notice,) = [line for line in real.err.splitlines() if f"({first})" in line]
     assert real.code == 0 and notice in dry.err.splitlines() and len(run_ids(stoker)) == 2

@@ -1067,6 +1067,34 @@ def test_under_the_launcher_the_verdict_is_the_breakers_line(stoker: Stoker, for
     assert "the reward was exactly 0 for every answer for 2 steps" in done.verdict["summary"]
 
 
+def test_the_same_command_after_a_stop_rule_repeats_the_verdict_and_starts_nothing(
+    stoker: Stoker, forks: Forks
+) -> None:
+    stoker.script("rewards.py", "def score(completion):\n    return 0.0\n")
+    words = forks.words("--max-steps", "4", "--grpo.reward", "rewards.py:score", "--grpo.breaker_steps", "2")
+    command = ("train", "grpo", "--name", "zero", "--every_steps", "1", *words)
+    env = {"OMP_NUM_THREADS": "1"}
+    first = stoker(*command, env=env)
+    assert (first.code, first.verdict["cause"]) == (EX_SOFTWARE, "grpo.no-signal"), first.err
+    (run_dir,) = stoker.cwd.glob("runs/2*")
+    before = sorted(run_dir.rglob("*"))
+
+    same = stoker(*command, env=env)
+    assert same.code == EX_SOFTWARE and first.verdict["summary"] in same.err, same.err
+    assert sorted(run_dir.rglob("*")) == before and list(stoker.cwd.glob("runs/2*")) == [run_dir]
+    resume = same.err.partition("to continue: stoker ")[2].strip()
+    assert first.err.endswith(f"to continue: stoker {resume}\n") and f"--name {run_dir.name}" in resume, first.err
+    assert f"stoker {resume}   # to continue" in stoker("why", "zero").out
+
+    again = stoker(*command, "--again", env=env)
+    assert again.code == EX_SOFTWARE and len(list(stoker.cwd.glob("runs/2*"))) == 2, again.err
+
+    stoker.script("rewards.py", "def score(completion):\n    return float('7' in completion)\n")
+    resumed = stoker(*shlex.split(resume), env=env)
+    assert resumed.code == 0 and "resumes at step 2" in resumed.out + resumed.err, resumed.out + resumed.err
+    assert json.loads((run_dir / "verdict.json").read_text())["status"] == "completed"
+
+
 JUDGE = """
 import http.server, json, os, signal, time
 if os.path.exists("killed"): time.sleep(600)  # a large model loads for longer than ten steps take

@@ -36,9 +36,10 @@ from stoker.training.rl.remote import addresses_of  # noqa: E402
 from stoker.training.rl.rollout import in_epochs, number_from, read  # noqa: E402
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer  # noqa: E402
 from test_grpo import SHAPE, Forks, Job, model_that_answers_with_a_digit  # noqa: E402
+from test_roles import events  # noqa: E402
 
 KEY = "a-key-for-tests"
-AGES = {"staleness", "staleness_max", "queue", "sampler_kl", "cap_rate"}
+AGES = {"staleness", "staleness_max", "weights_version", "queue", "sampler_kl", "cap_rate"}
 FORKS = program(f"""
 import torch, torch._dynamo
 from stoker.training.recipes import grpo, stage
@@ -151,6 +152,7 @@ def test_with_no_staleness_a_server_makes_the_run_that_the_trainers_make_alone(
     assert job.codes == [0], job.said()
     assert without_ages(job.metrics) == alone.metrics
     assert all(line["staleness"] == line["staleness_max"] == line["queue"] == 0 for line in job.metrics)
+    assert all(line["weights_version"] == line["step"] for line in job.metrics)
     assert (job.run / "rollouts.jsonl").read_bytes() == (alone.run / "rollouts.jsonl").read_bytes()
     ours, theirs = (load_file(one.run / "hf" / "model.safetensors") for one in (job, alone))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "bit for bit"
@@ -458,15 +460,25 @@ def test_a_stopped_job_without_a_key_of_its_users_own_resumes(stoker: Stoker, fo
 
 
 @at_length
-def test_a_job_that_stops_itself_ends_with_the_command_that_continues(stoker: Stoker, forks: Forks) -> None:
+def test_a_job_that_stops_itself_is_continued_by_its_printed_command_alone(stoker: Stoker, forks: Forks) -> None:
     stoker.script("rewards.py", "def score(completion):\n    return 0.0\n")
-    words = forks.words("--max-steps", "9", "--grpo.reward", "rewards.py:score", "--grpo.breaker_steps", "2")
-    more = ("--allocation", "stoker:d1+ddp:d1", "--name", "zero", "--every_steps", "1")
-    done = stoker("train", "grpo", *more, *words, env={"OMP_NUM_THREADS": "1"}, timeout=600)
-    command = shlex.join(["stoker", "train", "grpo", *more, *words])
+    words = forks.words("--max-steps", "4", "--grpo.reward", "rewards.py:score", "--grpo.breaker_steps", "2")
+    command = ("train", "grpo", "--allocation", "stoker:d1+ddp:d1", "--name", "zero", "--every_steps", "1", *words)
+    env = {"OMP_NUM_THREADS": "1"}
+    done = stoker(*command, env=env, timeout=600)
+    job = stoker.latest
     assert done.verdict["cause"] == "grpo.no-signal" and "the last good checkpoint is" in done.err, done.err
-    assert done.err.endswith(f"stoker: to continue: {command}\n"), done.err
-    assert f"  {command}   # to continue\n" in stoker("why", "zero").out
+    by_id = [job.name if word == "zero" else word for word in command]
+    assert done.err.endswith(f"stoker: to continue: {shlex.join(['stoker', *by_id])}\n"), done.err
+    assert f"  {shlex.join(['stoker', *by_id])}   # to continue\n" in stoker("why", "zero").out
+
+    same = stoker(*command, env=env)
+    assert same.code == EX_SOFTWARE and done.verdict["summary"] in same.err, same.err
+    assert len(events(stoker, "role-start")) == 2, "the same command has started no role"
+    stoker.script("rewards.py", "def score(completion):\n    return float('7' in completion)\n")
+    resumed = stoker(*by_id, env=env, timeout=600)
+    assert resumed.code == 0 and "resumes at step 2" in resumed.out + resumed.err, resumed.out + resumed.err
+    assert stoker.latest == job
 
 
 @pytest.mark.parametrize(

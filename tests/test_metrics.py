@@ -36,7 +36,7 @@ from stoker.control.show import serving
 from stoker.control.show.metrics import docs, names, server
 from stoker.control.show.metrics.collect import Collector
 from stoker.control.show.metrics.page import CONTENT_TYPE, ENDED_S, MOST_RANKS, Collected, Examined, render
-from stoker.control.show.snapshot import OFFLINE, Rank, Run, Slow, Snapshot, Suspicion
+from stoker.control.show.snapshot import OFFLINE, Rank, Run, ServerLoad, Slow, Snapshot, Suspicion
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -113,6 +113,7 @@ def everything() -> Snapshot:
         metrics={"loss": 2.5, "tokens": 41000, "val_loss": "nan", "seconds_per_step": 0.5},
         suspicion=Suspicion(NOW - 5, "suspicion", "hang.lock", "stands still"),
         ranks=ranks,
+        servers=(ServerLoad("server", 2, 1204, 350_112, 90_000, 3, 1, 7, 12.5, 3500.0),),
         slow=(Slow(1, "GPU1", "box", "GPU-1", "slow.throttle", "hot", 0.9, 2.0, NOW, "rank 1 is slow"),),
     )
     ended = a_run(id="r2", state="failed", verdict=Verdict("failed", "rank.exception", "boom", 3, run="r2"))

@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         line = f"{told.first} and {told.second} are one run, {records[0].id}: name two; `stoker runs` lists them"
         raise Refusal(printable(line), EX_USAGE)
     folders = [watched(record) for record in records]
-    settings = differing([settings_of(folder.record) for folder in folders])
+    settings = differing([settings_of(folder.training.record) for folder in folders])
     results = [_results(folder) for folder in folders]
     metric = told.metric or headline_of(folders)
     judged = noise(folders[0].curve(metric), folders[1].curve(metric))
@@ -103,7 +103,7 @@ def _at_equal_steps(folders: Sequence[RunFolder], metric: str) -> dict[str, tupl
     """
     found = {}
     for name in dict.fromkeys((metric, *RL_METRICS, LOSS, "val_loss")):
-        equal = at_equal_step([folder.curve(name) for folder in folders])
+        equal = at_equal_step([folder.mean_curve(name) for folder in folders])
         if equal is not None:
             found[name] = equal
     return found

@@ -18,7 +18,7 @@ from stoker.control.show.curves import Curve, smoothed
 from stoker.control.show.drawing import COLOURS, LETTERS, Line, chart, fitted, mean, short, sparkline
 from stoker.control.show.folder import RunFolder
 from stoker.control.show.job import folder_of
-from stoker.control.show.snapshot import LOSS, REWARD, RL_METRICS
+from stoker.control.show.snapshot import AVERAGED, LOSS, REWARD, RL_METRICS, SERVER_METRICS
 
 _EPILOG = """  stoker plot                                     the newest run's loss; of GRPO its reward, KL, entropy ...
   stoker plot exp1 exp2 --metric val_loss --log
@@ -34,7 +34,12 @@ def parser() -> Parser:
         "--metric", "NAME", "what to draw: any name in metrics.jsonl (default: reward with KL and the like, else loss)"
     )
     made.switch("--log", "a logarithmic axis for the values")
-    made.option("--smooth", "N", "the mean of the last N values (default: 1, as they are)", _count, default=1)
+    made.option(
+        "--smooth",
+        "N",
+        "the mean of the last N values (default: of GRPO one logging interval, else 1, as they are)",
+        _count,
+    )
     made.option("--width", "N", "columns (default: as wide as the terminal)", _count)
     made.option("--height", "N", "lines (default: 16)", _count, default=16)
     made.option("--png", "FILE", "write a picture; needs matplotlib")
@@ -59,7 +64,7 @@ def main(argv: list[str]) -> int:
         runs = [{"run": run.id, "points": [list(one) for one in curve.points(1 << 40)]} for run, curve in curves]
         print(json_text({"schema": 1, "metric": metric, "runs": runs}))
         return 0
-    lines = [Line(_title(run), smoothed(curve, told.smooth)) for run, curve in curves]
+    lines = [Line(_title(one.record), _means(one, metric, told.smooth)) for one in found]
     if not any(line.points for line in lines):
         raise Refusal(f"no finite value of {printable(metric)} to draw{_not_finite(curves[0][1])}", EX_NOINPUT)
     panels = [(metric, lines)]
@@ -101,11 +106,17 @@ def headline_of(folders: Sequence[RunFolder]) -> str:
     return REWARD if have_rewards else LOSS
 
 
-def _companions(folders: Sequence[RunFolder], smooth: int) -> list[tuple[str, list[Line]]]:
-    """Return the curves of KL, entropy and the like, of all runs that have them."""
+def _means(folder: RunFolder, name: str, smooth: int | None) -> tuple[tuple[float, float], ...]:
+    """Return the points to draw; without --smooth means over the logging interval of a run whose metrics have every step."""
+    window = smooth or (folder.interval if name in AVERAGED else 1)
+    return smoothed(folder.curve(name), window)
+
+
+def _companions(folders: Sequence[RunFolder], smooth: int | None) -> list[tuple[str, list[Line]]]:
+    """Return the curves of KL, entropy and the like, and of a job's servers, of all runs that have them."""
     panels = []
-    for name, title in RL_METRICS.items():
-        lines = [Line(_title(folder.record), smoothed(folder.curve(name), smooth)) for folder in folders]
+    for name, title in (RL_METRICS | SERVER_METRICS).items():
+        lines = [Line(_title(folder.record), _means(folder, name, smooth)) for folder in folders]
         if name != REWARD and any(line.points for line in lines):
             panels.append((title, lines))
     return panels
@@ -129,10 +140,11 @@ def _curve(folder: RunFolder, name: str) -> Curve:
     curve = folder.curve(name)
     if curve.steps:
         return curve
-    assert folder.metrics is not None
-    shown, names = printable(folder.record.id, 100), sorted(folder.metrics.curves)
-    if folder.metrics.problem:
-        raise Refusal(f"run {shown}: {folder.metrics.problem}", EX_NOINPUT)
+    metrics = folder.training.metrics
+    assert metrics is not None
+    shown, names = printable(folder.record.id, 100), sorted(folder.curve_names())
+    if metrics.problem:
+        raise Refusal(f"run {shown}: {metrics.problem}", EX_NOINPUT)
     if not names:
         line = f"run {shown} has no metrics: neither metrics.jsonl, nor a loss that it told by stoker.beat or printed"
         raise Refusal(line, EX_NOINPUT)

@@ -21,7 +21,6 @@ from stoker.control.record.rollouts import (
     Summary,
     mean,
     read_rollouts,
-    rollouts_path,
     summary,
     to_json,
     typical,
@@ -69,7 +68,7 @@ def _folder(where: str | None, root: str) -> str:
     if where is not None and os.path.exists(os.path.join(where, layout.ROLLOUTS)):
         return where
     found = finder.find(where, root).dir
-    path = rollouts_path(found)
+    path = finder.find_file(found, layout.ROLLOUTS)
     return found if path is None else os.path.dirname(os.path.join(found, path))
 
 

@@ -24,10 +24,11 @@ from stoker.control.show.snapshot import REWARD, RL_METRICS, Metric, Run, finite
 _STATES = {"running": "cyan", "completed": "green", "failed": "red", "lost": "red", "stopped": "yellow"}
 # Columns that go first where a line is too long.
 _COMPANIONS = {name: title.upper() for name, title in RL_METRICS.items() if name != REWARD}  # of the reward
+_SERVERS = {"SRV REQ/S": "requests_per_s", "SRV TOK/S": "tokens_per_s"}  # of a job's servers, or a server alone
 _LEAST = (
-    "CAUSE", "RANKS", "TRIES", "TIME", *reversed(_COMPANIONS.values()), "TOK/S", "DATE", "USER", "LOSS", "REWARD", "STEP",
+    "CAUSE", "RANKS", "TRIES", "TIME", *reversed(_COMPANIONS.values()), *_SERVERS, "TOK/S", "DATE", "USER", "LOSS", "REWARD", "STEP",
 )  # fmt: skip
-_RIGHT = ("STEP", "REWARD", *_COMPANIONS.values(), "LOSS", "TOK/S", "RANKS", "TRIES", "TIME")
+_RIGHT = ("STEP", "REWARD", *_COMPANIONS.values(), *_SERVERS, "LOSS", "TOK/S", "RANKS", "TRIES", "TIME")
 _SORTED: dict[str, Callable[[Run], Any]] = {
     "date": lambda run: run.started,
     "name": lambda run: run.id,
@@ -162,6 +163,11 @@ def _companion(run: Run, name: str) -> str:
     return "" if value is None else metric_text(name, value)
 
 
+def _of_servers(run: Run, rate: str) -> str:
+    known = [value for server in run.servers if (value := getattr(server, rate)) is not None]
+    return short(sum(known)) if known else ""
+
+
 def _cells(run: Run, everybody: bool) -> dict[str, str]:
     of = f"/{run.total_steps}" if run.total_steps else ""
     step = f"{run.step}{of}" if run.step is not None else ""
@@ -175,6 +181,7 @@ def _cells(run: Run, everybody: bool) -> dict[str, str]:
         **{title: _companion(run, name) for name, title in _COMPANIONS.items()},
         "LOSS": short(run.loss) if run.loss is not None and reward is None else "",
         "TOK/S": short(run.tokens_per_s) if run.tokens_per_s is not None else "",
+        **{title: _of_servers(run, rate) for title, rate in _SERVERS.items()},
         "RANKS": str(run.world),
         "TRIES": str(run.attempts),
         "TIME": span(run.seconds) if run.seconds is not None else "",
@@ -227,4 +234,5 @@ def _row(run: Run) -> dict[str, Any]:
         "reward": _reward(run),
         **{name: run.rl_metrics.get(name) for name in _COMPANIONS},
         **pick(run, "tokens_per_s", "mfu", "restarts", "updated"),
+        "servers": [as_json(server) for server in run.servers],
     }

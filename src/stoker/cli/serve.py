@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 
-from stoker.contract import layout, redact, sharedweights
+from stoker.contract import layout, names, redact, sharedweights
 from stoker.contract.names import API_KEY, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal
 from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser, check_port
@@ -120,7 +120,7 @@ def _key(path: str | None) -> str:
 
 
 def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key: str) -> int:
-    from stoker.training.serve.driver import metrics
+    from stoker.training.serve.driver import CounterLog, metrics
     from stoker.training.serve.front import App
     from stoker.training.serve.http_server import SIGNALS, HttpServer
     from stoker.training.serve.weights import Loader
@@ -153,6 +153,10 @@ def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key:
     driver.start()
     if weights is not None:
         weights.start()
+    counters = None
+    if run_dir := os.environ.get(names.RUN_DIR):
+        counters = CounterLog(driver, run_dir, int(os.environ.get("RANK", "0")), say)
+        counters.start()
 
     url = serving.url(listening, "/v1")
 
@@ -164,6 +168,8 @@ def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key:
             say("anybody who sees the traffic sees the key and the texts: it is not encrypted")
 
     server.run(started, lambda: bool(driver.failure))
+    if counters is not None:
+        counters.close()
     if driver.failure:
         raise Refusal(f"the engine failed: {printable(driver.failure, 500)}", EX_SOFTWARE)
     driver.stop()

@@ -480,7 +480,7 @@ def _check_resume(config: Config, ready: Prepared) -> None:
 
 def _refuse_earlier_result(config: Config, request: Request) -> None:
     """Raises Refusal where --again would make a new run that resumes from the finished run's last checkpoint."""
-    from stoker.control.launch.runplace import Complete, find_place
+    from stoker.control.launch.runplace import AlreadyEnded, find_place
     from stoker.training.loop.resume import newest_in
 
     folder = config.checkpoint.folder
@@ -489,7 +489,7 @@ def _refuse_earlier_result(config: Config, request: Request) -> None:
         return
     try:
         place = find_place(replace(request, options=replace(request.options, dry_run=True)), os.environ)
-    except (Complete, Refusal):
+    except (AlreadyEnded, Refusal):
         return  # the start reports it
     if not place.reopened:
         fix = "name another --checkpoint.folder, or start from scratch with --checkpoint.resume never"

@@ -14,7 +14,7 @@ from stoker.contract.shape import replace
 from stoker.control.launch.differing import keys_in
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.request import Request
-from stoker.control.launch.runplace import Complete, config_hash, find_place, other_settings
+from stoker.control.launch.runplace import AlreadyEnded, config_hash, find_place, other_settings
 from stoker.control.machine.model import Machine
 from stoker.training.config.keys import KEYS, config_of, values_of
 from stoker.training.config.layers import Origin
@@ -170,7 +170,7 @@ def _checkpoint(config: Config, request: Request) -> str | None:
         try:
             place = find_place(replace(request, options=replace(request.options, dry_run=True)), os.environ)
             found = newest_in(os.path.join(place.dir, layout.CHECKPOINTS)) if place.reopened else None
-        except (Complete, Refusal):
+        except (AlreadyEnded, Refusal):
             return None  # the start says it
     if found is not None or told.resume in ("auto", "never"):
         return found

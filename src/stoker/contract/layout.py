@@ -18,6 +18,7 @@ RESERVE = ".reserve"  # disk space for the verdict, allocated at the start; beco
 METRICS = "metrics.jsonl"
 ROLLOUTS = "rollouts.jsonl"
 MEMORY = "memory.json"  # planned and measured, of a run that trains
+SERVING = "serving"  # what a server has done, a file for each of its ranks
 PROGRESS = "progress.json"  # where rank 0 is in what takes it long: the bar that `attach` draws
 CHECKPOINTS = "checkpoints"
 MODEL = "hf"  # what a run that trains has made, as transformers writes it
@@ -46,6 +47,7 @@ _OURS = {
     ROLES,
     CONSOLE,
     HISTORY,
+    SERVING,
 }
 HOLES = "consists of holes: almost nothing of its size is stored"
 _LARGE, _DENSEST = 16 << 20, 1024  # bytes of a file that is looked at; bytes of a log that a file system stores in one

@@ -165,6 +165,10 @@ class Finding:
     gpu: int | None = None  # the card it is about
 
 
+# Causes of runs that GRPO's stop rules ended. grpo.reward and grpo.server are failures: the same command tries again.
+STOP_RULES = frozenset(f"grpo.{rule}" for rule in ("no-signal", "identical", "cut", "other-weights", "broken"))
+
+
 @shape
 class Verdict:
     status: str  # completed | failed | stopped | refused | lost
@@ -186,6 +190,11 @@ class Verdict:
     def stalled(self) -> bool:
         """Ranks that made no progress, not one that ended: `detected_s` is how long, when it was first noticed."""
         return self.cause.startswith("hang.") or self.cause.endswith((".diverged", ".unequal-batches"))
+
+    @property
+    def is_stop_rule(self) -> bool:
+        """Return whether one of GRPO's stop rules ended the run: started again, it would end the same way."""
+        return self.cause in STOP_RULES
 
     def to_json(self) -> dict[str, Any]:
         return dict(as_json(self))

@@ -277,14 +277,18 @@ class Drive:
             return [*self.tools.report, self.course.folder]
         options = self.course.options
         words = [*self.tools.train, stage.stage, "--preset", stage.below]
-        words += ["--runs-dir", state.runs_root(self.course.folder), "--name", run_name(stage.name, self.course.keys)]
+        run = self._run_of(stage)
+        former = reader.load(run) if run is not None else None
+        ended = former.verdict if former is not None else None
+        name = run_name(stage.name, self.course.keys)
+        if former is not None and ended is not None and ended.is_stop_rule:
+            name = former.id  # resumes the stage; its name would only repeat the verdict
+        words += ["--runs-dir", state.runs_root(self.course.folder), "--name", name]
         words += ["--max-restarts", str(options.max_restarts)]
         ranks = "1" if STAGES[stage.stage].one_process else self.course.nproc_per_node
         words += ["--nproc-per-node", ranks] if ranks is not None else []
         words += [] if options.verbose else ["--quiet", "--show", "none"]
-        run = self._run_of(stage)
-        former = reader.load(run) if run is not None else None
-        if former is not None and former.verdict is not None and former.verdict.status == "completed":
+        if ended is not None and ended.status == "completed":
             # Complete, and without a result all the same: it would only say that there is nothing to do.
             words.append("--again")
         for key, value in stage.keys.items():

@@ -26,11 +26,11 @@ from stoker.control.launch.live import LiveRun
 from stoker.control.launch.output import Output
 from stoker.control.launch.plan import RunPlan
 from stoker.control.launch.request import Request, check_numbers, program
-from stoker.control.launch.runplace import Complete, RunPlace, abandon, find_place
+from stoker.control.launch.runplace import Complete, EndedByStopRule, RunPlace, abandon, find_place
 from stoker.control.launch.signals import Interrupted, Signals
 from stoker.control.machine import host
 from stoker.control.record import reader
-from stoker.control.record.again import files_elsewhere, purpose
+from stoker.control.record.again import command_of, files_elsewhere, purpose
 from stoker.control.record.writer import RunRecord
 
 TYPE_CHECKING = False
@@ -98,6 +98,8 @@ class Coordinator:
         except Complete as done:
             self._say(f"✓ {done}")
             return 0
+        except EndedByStopRule as ended:
+            return self._say_not_started(ended.run)
         except Refusal as refusal:
             for line in f"stoker: {refusal.line}".split("\n"):
                 self._say(line, colour=ERROR)
@@ -227,7 +229,9 @@ class Coordinator:
         missing = self._not_written()
         alone = names.JOB not in os.environ
         not_its_fault = verdict.status == "stopped" or verdict.cause == "host.lost"
-        resume = description.continue_command(self.request, place) if alone and verdict.status != "completed" else ""
+        resume = ""
+        if alone and verdict.status != "completed":
+            resume = description.continue_command(self.request, place, verdict)
         if not not_its_fault and not resume.startswith("stoker "):
             resume = ""  # of a ladder, or of a program that called us: its own command is not known
         run = reader.load(place.dir)
@@ -267,6 +271,20 @@ class Coordinator:
                 self._say(f"stoker: what to do: {_inline(verdict.fix[0])}", colour=colour)
             why = f"`stoker why {shlex.quote(place.id)}` says more"
             self._say(f"stoker: {verdict.status} after {took}, exit code {verdict.exit_code}; {why}", colour=colour)
+
+    def _say_not_started(self, run: reader.Run) -> int:
+        """Report the verdict of a run that a stop rule ended, and return its exit code."""
+        verdict = run.verdict
+        assert verdict is not None
+        import shlex
+
+        self._say(f"stoker: run {run.name} ({run.id}) was ended by a stop rule: {verdict.summary}", colour=ERROR)
+        if verdict.fix:
+            self._say(f"stoker: what to do: {_inline(verdict.fix[0])}", colour=ERROR)
+        why = f"`stoker why {shlex.quote(run.id)}` says more; --again starts a new run"
+        self._say(f"stoker: nothing was started, exit code {verdict.exit_code}; {why}", colour=ERROR)
+        self._say(f"stoker: {purpose(run)}: {command_of(run)}")
+        return verdict.exit_code
 
     def _say_place(self, place: RunPlace) -> None:
         """Print where a dry run would record, and what its --name means, as the start does."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from stoker.contract import layout, redact
 from stoker.contract.shape import as_json, pick
+from stoker.contract.shapes import Verdict
 from stoker.contract.untrusted import read_text
 from stoker.control.launch.contents import contents_of
 from stoker.control.launch.plan import RunPlan
@@ -58,12 +59,14 @@ def describe(
     }
 
 
-def continue_command(request: Request, place: RunPlace) -> str:
+def continue_command(request: Request, place: RunPlace, verdict: Verdict) -> str:
     """The command that continues this run, whatever is started after it: by its id, unless its user gave it a name that no
-    other run has. (One that is started later under that name has other settings, or it is this run.)
+    other run has. (One that is started later under that name has other settings, or it is this run.) After a stop rule it
+    is by its id: the same command under the name only repeats the verdict.
     """
     given = request.options.name
-    by_name = given is not None and (given == place.id or is_only_one(os.path.dirname(place.dir), place.name))
+    is_unique = not verdict.is_stop_rule and is_only_one(os.path.dirname(place.dir), place.name)
+    by_name = given is not None and (given == place.id or is_unique)
     return command_for(list(request.typed) or sys.argv[1:], given if given and by_name else place.id, given)
 
 

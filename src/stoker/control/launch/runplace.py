@@ -45,8 +45,20 @@ class RunPlace:
     made_root: bool = False
 
 
-class Complete(Exception):
+class AlreadyEnded(Exception):
+    """The run of this name and settings has ended, and the same command starts nothing."""
+
+
+class Complete(AlreadyEnded):
     """A run of this name and settings is complete: nothing to do, no error (a container restarts its command)."""
+
+
+class EndedByStopRule(AlreadyEnded):
+    """A stop rule ended the run of this name and settings: a container that restarts its command must not resume it."""
+
+    def __init__(self, run: reader.Run) -> None:
+        super().__init__(run.id)
+        self.run = run
 
 
 def config_hash(request: Request) -> str:
@@ -128,7 +140,7 @@ def _of_id(run: reader.Run, request: Request, environment: Mapping[str, str]) ->
     told = run.data.get("config_hash")  # missing: it was killed while it started
     same = told is None or told == config_hash(request)
     if not _is_complete(run) and same:
-        return _reopened(run, request)
+        return _reopened(run, request)  # after a stop rule, too: its printed command has the id
     if _is_complete(run) and (request.options.again or (same and _is_changed_role(run, request))):
         notice, make = f"run {run.id} is complete: {_IS_NEW}", not request.options.dry_run
         return _new(os.path.dirname(run.dir), run.name or "run", notice, make)
@@ -147,7 +159,11 @@ def _of_name(
     _refuse_running(last, name, environment)
     settings, complete = config_hash(request), _is_complete(last)
     if last.data.get("config_hash") == settings and not complete:
-        return _reopened(last, request), ""
+        if not _ended_by_stop_rule(last):
+            return _reopened(last, request), ""
+        if not request.options.again:
+            raise EndedByStopRule(last)
+        return None, f"run {name} ({last.id}) was ended by a stop rule: {_IS_NEW}"
     others = [run for run in same[:-1] if _can_continue(run)]
     older = f"; {_unfinished(others[-1])}" if others else ""
     same_settings = last.data.get("config_hash") == settings
@@ -170,6 +186,11 @@ def _which(run: reader.Run, request: Request) -> str:
 
 def _is_complete(run: reader.Run) -> bool:
     return run.verdict is not None and run.verdict.status == "completed"
+
+
+def _ended_by_stop_rule(run: reader.Run) -> bool:
+    """Return whether a stop rule ended the run and nobody has decided yet to continue: for a job's roles, the job has."""
+    return names.JOB not in os.environ and run.verdict is not None and run.verdict.is_stop_rule
 
 
 def _nothing_to_do(which: str, run: reader.Run, request: Request) -> str:

@@ -146,6 +146,16 @@ def all_runs(root: str) -> list[Run]:
     return list(look(root).runs)
 
 
+def find_file(run_dir: str, name: str) -> str | None:
+    """Return the path of a run's file below its directory, or None; of a job of roles that of the first role that has one."""
+    if os.path.exists(os.path.join(run_dir, name)):
+        return name
+    for role in look(os.path.join(run_dir, layout.ROLES)).runs:
+        if os.path.exists(os.path.join(role.dir, name)):
+            return os.path.join(layout.ROLES, os.path.basename(role.dir), name)
+    return None
+
+
 def is_only_one(root: str, name: str) -> bool:
     """Of one's own runs there, at most one has this name, as far as can be read."""
     try:

@@ -17,7 +17,6 @@ from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.shape import as_json, shape
 from stoker.contract.untrusted import json_lines
 from stoker.contract.wholefile import APPEND, write_whole
-from stoker.control.record import finder
 
 ENDS = 5  # steps at both ends that are never thinned
 OF_A_STEP = 16  # a step has no more than this part of the limit: those at both ends always fit
@@ -122,16 +121,6 @@ def read_rollouts(folder: str) -> Iterator[Rollout]:
     except (OSError, ValueError) as problem:  # a named pipe, or a line without end
         why = getattr(problem, "strerror", None) or problem
         raise Refusal(f"{path}: {why}; no run writes such a file", EX_DATAERR) from problem
-
-
-def rollouts_path(run_dir: str) -> str | None:
-    """Return the path of a run's rollouts below its directory, or None; of a job of several roles its trainers'."""
-    if os.path.exists(os.path.join(run_dir, layout.ROLLOUTS)):
-        return layout.ROLLOUTS
-    for role in finder.look(os.path.join(run_dir, layout.ROLES)).runs:
-        if os.path.exists(os.path.join(role.dir, layout.ROLLOUTS)):
-            return os.path.join(layout.ROLES, os.path.basename(role.dir), layout.ROLLOUTS)
-    return None
 
 
 def parse_rollout(told: dict[str, Any]) -> Rollout | None:

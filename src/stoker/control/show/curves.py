@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import os
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from stoker.contract import layout
 from stoker.control.record.reader import open_in
 from stoker.control.show.columns import LONGEST, Columns, Layout, number_in, numbers_in, parsed_line
-from stoker.control.show.snapshot import Metric, as_float, metric
+from stoker.control.show.snapshot import AVERAGED, Metric, as_float, finite, metric, whole
 
 POINTS = 400  # of a curve in a snapshot
 MOST_METRICS = 200  # different names that are kept of one run
@@ -23,7 +25,9 @@ _BLOCK = 4 << 20
 NEWEST_BYTES = 1 << 15  # at the end of the file, for the newest values alone
 _NEWEST = 64  # lines whose times are kept: the speed of the last steps
 _MOST_SUMMED = 1e300
-_NOT_DRAWN = ("schema", "time", "step")
+_LONGEST_INTERVAL = 10_000
+LOG_EVERY = "log_every"  # of a line: the logging interval of a run whose metrics have every step
+_NOT_DRAWN = ("schema", "time", "step", LOG_EVERY)
 
 
 class Curve:
@@ -133,6 +137,26 @@ def smoothed(curve: Curve, window: int) -> tuple[tuple[float, float], ...]:
     return tuple(made)
 
 
+def averaged(curve: Curve, window: int) -> Curve:
+    """Return the curve with each finite value replaced by the mean of it and of the finite ones among the `window` - 1 before."""
+    if window <= 1:
+        return curve
+    means = Curve()
+    recent: deque[float] = deque(maxlen=window)
+    for step, value in zip(curve.steps, curve.values, strict=True):
+        if math.isfinite(value):
+            recent.append(max(-_MOST_SUMMED, min(value, _MOST_SUMMED)))
+            value = sum(recent) / len(recent)
+        means.add(step, value)
+    return means
+
+
+def mean_of_newest(values: Iterable[Metric], newest: Metric) -> Metric:
+    """Return the mean of the finite ones; `newest` where it is not finite itself, as that must be seen."""
+    known = [value for one in values if (value := finite(one)) is not None]
+    return sum(known) / len(known) if known and finite(newest) is not None else newest
+
+
 class MetricsTail:
     """metrics.jsonl of one run. `look` reads what is new; a file that was replaced (a resumed run) is read again.
 
@@ -151,6 +175,7 @@ class MetricsTail:
         self.step: int | None = None
         self.time: float | None = None  # of the newest line
         self.clock = Curve()  # when each step was written
+        self.interval = 1  # steps over which viewers average
         self.times: list[tuple[int, float]] = []  # (step, time) of the newest lines
         self.partial = False  # only the end was read
         self._inode = self._at = self._taken = 0
@@ -213,6 +238,7 @@ class MetricsTail:
         steps = columns.pop("step")
         times = columns.pop("time", [None] * len(steps))
         self.step = steps[-1]
+        self.interval = interval_of(lines[-1])
         self.clock.extend(steps, [time if _is_time(time) else 0.0 for time in times])
         known = ((line["step"], line["time"]) for line in lines[-_NEWEST:] if _is_time(line.get("time")))
         self._remember_times(known)
@@ -230,6 +256,7 @@ class MetricsTail:
         rising = all(map(operator.lt, steps, steps[1:]))
         times = [*numbers_in(b",".join(when.rsplit(b",", _NEWEST)[-_NEWEST:]))]
         self.step, self.time = steps[-1], times[-1]
+        self.interval = interval_of({LOG_EVERY: whole_number(block.texts.get(LOG_EVERY, b"").rpartition(b",")[2])})
         self.clock.extend_by_text(steps, when, rising)
         self._remember_times(zip(steps[-len(times) :], times, strict=True))
         for name, text in block.texts.items():
@@ -297,8 +324,21 @@ def _is_time(value: Any) -> bool:
     return type(value) in (float, int) and 0 <= value <= 1e11
 
 
+def interval_of(line: Mapping[str, Any]) -> int:
+    """Return the steps over which viewers average, by a line of metrics.jsonl."""
+    every = whole(line.get(LOG_EVERY))
+    return every if every is not None and 1 <= every <= _LONGEST_INTERVAL else 1
+
+
+def whole_number(text: bytes) -> int | None:
+    return int(text) if text.isdigit() else None
+
+
 def newest_line(run_dir: str) -> dict[str, Any]:
-    """The last whole line of metrics.jsonl that has a loss, else the last; empty where there is none. Reads 32 KB."""
+    """Return the last whole line of metrics.jsonl that has a loss, else the last; empty where there is none. Reads 32 KB.
+
+    Where lines come more often than the logging interval, its AVERAGED metrics are means over the interval.
+    """
     try:
         with os.fdopen(open_in(run_dir, layout.METRICS), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - NEWEST_BYTES))
@@ -306,13 +346,23 @@ def newest_line(run_dir: str) -> dict[str, Any]:
     except OSError:
         return {}
     last: dict[str, Any] = {}
-    for line in reversed(data[: data.rfind(b"\n") + 1].split(b"\n")):
-        found = parsed_line(line) if line else None
-        if isinstance(found, dict):
-            if "loss" in found:
-                return found
-            last = last or found
+    lines = (parsed_line(line) for line in reversed(data[: data.rfind(b"\n") + 1].split(b"\n")) if line)
+    for line in lines:
+        if isinstance(line, dict):
+            if "loss" in line:
+                before = itertools.islice((one for one in lines if isinstance(one, dict)), interval_of(line) - 1)
+                return _with_means(line, [line, *before]) if interval_of(line) > 1 else line
+            last = last or line
     return last
+
+
+def _with_means(newest: dict[str, Any], lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    means = {
+        name: mean_of_newest((metric(line.get(name)) for line in lines), metric(newest[name]))
+        for name in newest
+        if name in AVERAGED
+    }
+    return {**newest, **means}
 
 
 def finite_points(points: Iterable[tuple[int, Metric]]) -> list[tuple[int, float]]:

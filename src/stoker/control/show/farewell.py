@@ -10,7 +10,7 @@ from collections.abc import Callable
 from stoker.contract import names
 from stoker.contract.names import Refusal
 from stoker.contract.untrusted import printable
-from stoker.control.show.curves import MetricsTail, finite_points, smoothed
+from stoker.control.show.curves import MetricsTail, averaged, finite_points, smoothed
 from stoker.control.show.drawing import Line, short, sparkline
 from stoker.control.show.picture import leave_picture
 from stoker.control.show.snapshot import REWARD, RL_METRICS, headline_metric
@@ -24,7 +24,7 @@ def show_loss(run_dir: str, say: Callable[[str], None]) -> None:
     metrics.look()
     metric = headline_metric(metrics.curves)
     curve = metrics.curves.get(metric)
-    points = finite_points(curve.points()) if curve is not None else []
+    points = finite_points(averaged(curve, metrics.interval).points()) if curve is not None else []
     if curve is None or len(points) < 2:
         return
     values = [value for _, value in points]
@@ -38,7 +38,8 @@ def show_loss(run_dir: str, say: Callable[[str], None]) -> None:
             if metric == REWARD:
                 drawn_metrics = [one for one in RL_METRICS if one in metrics.curves]
             panels = [
-                (RL_METRICS.get(one, one), [Line(name, smoothed(metrics.curves[one], 1))]) for one in drawn_metrics
+                (RL_METRICS.get(one, one), [Line(name, smoothed(metrics.curves[one], metrics.interval))])
+                for one in drawn_metrics
             ]
             picture = leave_picture(run_dir, panels, metric)
     except Refusal as problem:

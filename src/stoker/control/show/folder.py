@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from stoker.contract import checkpoints, layout
@@ -14,9 +15,32 @@ from stoker.contract.shape import replace
 from stoker.contract.untrusted import printable
 from stoker.control.record import reader
 from stoker.control.record.history import Columns, HistoryTail, Moment, newest_columns, newest_history
+from stoker.control.record.serving import ServerSample, rates, recent_samples
 from stoker.control.show.columns import parsed
-from stoker.control.show.curves import MOST_OF_OTHERS, NEWEST_BYTES, Curve, MetricsTail, newest_line
-from stoker.control.show.snapshot import RUNNING, UNKNOWN, Metric, Rank, Role, Run, Suspicion, finite, metric, whole
+from stoker.control.show.curves import (
+    MOST_OF_OTHERS,
+    NEWEST_BYTES,
+    Curve,
+    MetricsTail,
+    averaged,
+    mean_of_newest,
+    newest_line,
+)
+from stoker.control.show.snapshot import (
+    AVERAGED,
+    REWARD,
+    RUNNING,
+    UNKNOWN,
+    Metric,
+    Rank,
+    Role,
+    Run,
+    ServerLoad,
+    Suspicion,
+    finite,
+    metric,
+    whole,
+)
 
 RECENT = 60  # values of a sparkline
 _EVENTS_OF_OTHERS = 1 << 20
@@ -26,6 +50,7 @@ _RANKS_OF_OTHERS = 1024  # of another user's run: a listing has a hundred of tho
 _LOSSES_OF_OTHERS = 100_000  # that another user's ranks told, of all looks together
 _TEXT = 400  # characters of a summary
 _MOST_ROLES = 64
+_MOST_SERVED = 32  # counts of a role's servers that are kept
 _MOST_CAUSES = 1000  # of restarts, told apart: there are about a hundred
 _MOST_WAITING = 4096  # ranks that wait for one
 _HISTORY_LAG_S = 1.0  # beats are collected twice a second, so a moment has steps of up to this long before it
@@ -50,7 +75,9 @@ class EventTail:
         self.phases: dict[int, tuple[float, str]] = {}  # rank -> when it entered it
         self.suspicions: dict[str, Suspicion] = {}
         self.slow: dict[int, dict[str, Any]] = {}  # rank -> what the watch found out
-        self.served: dict[str, list[Any]] = {}  # role of a job -> what each of its replicas has counted
+        # Role of a job -> what each of its replicas had counted, and when; the newest last. Of servers that have a page of
+        # metrics; `stoker serve` counts in its own run directory.
+        self.served: dict[str, deque[tuple[float, list[Any]]]] = {}
 
     def look(self) -> None:
         try:
@@ -108,7 +135,8 @@ class EventTail:
             self.suspicions.pop("suspicion", None)
         elif kind == "role-served" and isinstance(event.get("replicas"), list) and isinstance(event.get("role"), str):
             if self._mine and (event["role"] in self.served or len(self.served) < _MOST_ROLES):
-                self.served[event["role"]] = event["replicas"]
+                served = self.served.setdefault(event["role"], deque(maxlen=_MOST_SERVED))
+                served.append((float(when), event["replicas"]))
         elif kind == "straggler-over":
             self._over(rank)
         elif kind in ("suspicion", "straggler", "numbers") and isinstance(event.get("summary"), str):
@@ -169,6 +197,7 @@ class RunFolder:
             None  # of the headline metric, until there is anything new
         )
         self._columns: Columns = {}  # of ranks, where the history was not read
+        self.samples: dict[int, tuple[ServerSample, ...]] = {}  # of a server: the newest of each replica, by its rank
 
     def run(self, now: float, watched: bool) -> Run:
         """A row of the list; of a run that is watched with its ranks and its curve."""
@@ -215,9 +244,34 @@ class RunFolder:
         self._heard_loss(moment)
 
     @property
-    def trains(self) -> bool:
-        """It has made steps, as far as is known."""
-        return self._row is not None and (self._row.step is not None or self._row.loss is not None)
+    def training(self) -> RunFolder:
+        """The run whose metrics are shown: of a job of roles its trainer's."""
+        return self
+
+    @property
+    def first_rank(self) -> int:
+        """What rank 0 of `training` is called here."""
+        return 0
+
+    @property
+    def evidence_of_training(self) -> int:
+        """Return how sure it is that this run trains, as far as is known; 0: nothing shows it."""
+        row = self._row
+        if row is None:
+            return 0
+        signs = (bool(row.step) or row.loss is not None, bool(row.metrics), self._is_recipe, REWARD in row.metrics)
+        return max((number for number, sign in enumerate(signs, 1) if sign), default=0)
+
+    def curve_names(self) -> list[str]:
+        """Return the names of all curves; of a run that is watched."""
+        metrics = self.training.metrics
+        names = list(metrics.curves) if metrics is not None else []
+        return names if "loss" in names or not self.curve("loss").steps else ["loss", *names]
+
+    @property
+    def interval(self) -> int:
+        """Steps over which viewers average: the logging interval where metrics.jsonl has every step, else 1."""
+        return self.metrics.interval if self.metrics is not None else 1
 
     def _heard_loss(self, moment: Moment) -> None:
         """Of a script that writes no metrics, but beats or prints its loss: the lowest rank's."""
@@ -239,12 +293,26 @@ class RunFolder:
     def _values(self) -> tuple[dict[str, Metric], int | None, float | None]:
         """(newest metrics, steps made, time of them), from metrics.jsonl."""
         if self.metrics is not None:
-            return self.metrics.newest, self.metrics.step, self.metrics.time
+            return self._means_of_newest(self.metrics), self.metrics.step, self.metrics.time
         told = ((name, metric(value)) for name, value in self._newest.items())
         known: dict[str, Metric] = {name: value for name, value in told if value is not None}
         step, when = known.pop("step", None), known.pop("time", None)
         known.pop("schema", None)
         return known, whole(step), finite(when)
+
+    def _means_of_newest(self, metrics: MetricsTail) -> dict[str, Metric]:
+        if metrics.interval == 1:
+            return metrics.newest
+        means = dict(metrics.newest)
+        for name in AVERAGED & means.keys():
+            values = (metric(value) for value in metrics.curves[name].values[-metrics.interval :])
+            means[name] = mean_of_newest(values, means[name])
+        return means
+
+    def _servers(self, now: float, state: str) -> tuple[ServerLoad, ...]:
+        """What this run has served, if it is a server that counts."""
+        self.samples = recent_samples(self.record.dir) if self.record.mine else {}
+        return (load_of("", list(self.samples.values()), now, state == RUNNING),) if self.samples else ()
 
     def _made(self, now: float, state: str) -> Run:
         record, events = self.record, self.events
@@ -287,6 +355,7 @@ class RunFolder:
             problem=self.metrics.problem if self.metrics is not None else "",
             command=printable(" ".join(map(str, command)), 500) if isinstance(command, list) else "",
             hosts=_hosts(plan, record),
+            servers=self._servers(now, state),
         )
 
     @property
@@ -353,7 +422,7 @@ class RunFolder:
         plan = self.record.data.get("plan") or {}
         ranks = tuple(self._ranks(plan, now, made.state))
         if self._points is None:
-            self._points = tuple(self.curve(made.headline).points())
+            self._points = tuple(self.mean_curve(made.headline).points())
         return {"ranks": ranks, "roles": roles_of(ranks), "curve": self._points}
 
     def curve(self, name: str) -> Curve:
@@ -362,6 +431,10 @@ class RunFolder:
         if known is not None:
             return known
         return self._told if name == "loss" else Curve()
+
+    def mean_curve(self, name: str) -> Curve:
+        """Return the curve as viewers draw it: of AVERAGED metrics means over the logging interval."""
+        return averaged(self.curve(name), self.interval if name in AVERAGED else 1)
 
     def _ranks(self, plan: dict[str, Any], now: float, state: str) -> list[Rank]:
         told = plan.get("ranks")
@@ -433,6 +506,25 @@ class RunFolder:
             there = 0 <= at < len(members) and members[at] == rank and at < len(column)
             found.append(finite(metric(column[at])) if there else None)
         return tuple(found)
+
+
+def load_of(role: str, replicas: Sequence[Sequence[ServerSample]], now: float, is_running: bool) -> ServerLoad:
+    """`replicas`: the newest samples of each, none of them empty."""
+    newest = [samples[-1] for samples in replicas]
+    speeds = [rates(samples, now) for samples in replicas] if is_running else []
+    known = [speed for speed in speeds if speed.requests is not None and speed.tokens is not None]
+    return ServerLoad(
+        role,
+        len(newest),
+        requests=sum(one.requests for one in newest),
+        tokens=sum(one.tokens for one in newest),
+        prompt_tokens=sum(one.prompt_tokens for one in newest),
+        running=sum(one.running for one in newest) if is_running else None,
+        waiting=sum(one.waiting for one in newest) if is_running else None,
+        weights_version=min(one.weights_version for one in newest),
+        requests_per_s=sum(one.requests or 0.0 for one in known) if known else None,
+        tokens_per_s=sum(one.tokens or 0.0 for one in known) if known else None,
+    )
 
 
 def roles_of(ranks: tuple[Rank, ...]) -> tuple[Role, ...]:

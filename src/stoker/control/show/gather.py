@@ -93,7 +93,7 @@ class Gatherer:
 
     def metric_names(self, run_id: str) -> tuple[str, ...]:
         folder = self._folders.get(run_id)
-        return tuple(folder.metrics.curves) if folder is not None and folder.metrics is not None else ()
+        return tuple(folder.curve_names()) if folder is not None else ()
 
     def _listing(self, only: str | None) -> tuple[finder.Listing, str]:
         try:

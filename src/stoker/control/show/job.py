@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import bisect
+import math
 import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.quantities import counted
 from stoker.contract.shape import replace
 from stoker.control.record import finder, reader
+from stoker.control.record.serving import ServerSample, read_samples
 from stoker.control.show.curves import Curve
 from stoker.control.show.folder import RunFolder, roles_of
-from stoker.control.show.snapshot import RUNNING, UNKNOWN, Rank, Run, whole
+from stoker.control.show.snapshot import RUNNING, SERVER_METRICS, UNKNOWN, Rank, Run, ServerLoad, whole
 
+_PAGES_S = 60.0  # rates of servers whose pages the job reads are means over so long
 _LOOK_S = 1.0  # between two looks for roles that have been started
 _TOLD = (
     "step",
@@ -49,6 +55,8 @@ class JobFolder(RunFolder):
         super().__init__(record, whole_curves)
         self._roles: dict[str, RunFolder] = {}
         self._looked = 0.0
+        self._server_curves_of: tuple[Any, ...] = ()
+        self._curves_of_servers: dict[str, Curve] = {}
 
     def run(self, now: float, watched: bool) -> Run:
         made = super().run(now, watched)
@@ -56,10 +64,10 @@ class JobFolder(RunFolder):
             self._looked = now
             self._look()
         parts = {name: folder.run(now, watched) for name, folder in self._roles.items()}
-        main = self._main
-        if main is not None:
-            learned = parts[main.record.name]
-            made = replace(made, **{name: getattr(learned, name) for name in _TOLD}, curve=learned.curve)
+        training = self.training
+        if training is not self:
+            trainer = parts[training.record.name]
+            made = replace(made, **{name: getattr(trainer, name) for name in _TOLD}, curve=trainer.curve)
         started = 1 + sum(made.restarts.values()) if parts else 0  # all roles together
         made = replace(made, attempts=max([started, *(part.attempts for part in parts.values())]))
         restarts = dict(made.restarts)
@@ -68,10 +76,20 @@ class JobFolder(RunFolder):
         doubts = [part.suspicion for part in parts.values() if part.suspicion is not None]
         going = made.state in (RUNNING, UNKNOWN)
         made = replace(made, restarts=restarts, suspicion=doubts[0] if doubts and going else None)
+        made = replace(made, servers=tuple(self._loads(parts, now, made.state == RUNNING)))
         if not watched:
             return made
         ranks = tuple(rank for rank in (self._rank_of(one, parts) for one in made.ranks))
         return replace(made, ranks=ranks, roles=roles_of(ranks))
+
+    def _loads(self, parts: Mapping[str, Run], now: float, is_running: bool) -> Iterator[ServerLoad]:
+        """Yield each server role's load: by the counters of its own run, else by the page that the job reads."""
+        for name in dict.fromkeys((*_planned(self.record), *parts)):
+            part = parts.get(name)
+            if part is not None and part.servers:
+                yield replace(part.servers[0], role=name)
+            elif name in self.events.served:
+                yield _load_by_pages(name, self.events.served[name], now, is_running)
 
     def _rank_of(self, planned: Rank, parts: dict[str, Run]) -> Rank:
         """With what its role's own run knows of it."""
@@ -80,17 +98,20 @@ class JobFolder(RunFolder):
         if known is None:
             return planned
         known = replace(known, rank=planned.rank, role=planned.role, role_rank=planned.role_rank)
-        return known if known.phase else replace(known, phase=self._served(planned.role, planned.role_rank))
+        served = self._served(planned.role, planned.role_rank)
+        # A server makes no steps: what it has answered is how far it is.
+        return replace(known, phase=known.phase or served, step=known.step or None) if served else known
 
     def _served(self, role: str, replica: int) -> str:
-        """A server makes no steps: what it has answered is how far it is."""
-        counts = self.events.served.get(role, [])
-        done = counts[replica] if 0 <= replica < len(counts) else None
-        numbers = [whole(done.get(key)) for key in ("requests", "tokens")] if isinstance(done, dict) else []
-        if not numbers or any(number is None or not 0 <= number < 10**18 for number in numbers):
-            return ""
-        requests, tokens = (number or 0 for number in numbers)
-        return f"{counted(requests, 'request')}, {counted(tokens, 'token')}"
+        folder = self._roles.get(role)
+        samples = folder.samples.get(replica) if folder is not None else None
+        if samples:
+            counts: tuple[int, int] | None = samples[-1].requests, samples[-1].tokens
+        else:
+            pages = self.events.served.get(role)
+            replicas = pages[-1][1] if pages else []
+            counts = _counts(replicas[replica]) if 0 <= replica < len(replicas) else None
+        return f"{counted(counts[0], 'request')}, {counted(counts[1], 'token')}" if counts is not None else ""
 
     def _look(self) -> None:
         for record in finder.look(os.path.join(self.record.dir, layout.ROLES)).runs:
@@ -100,11 +121,89 @@ class JobFolder(RunFolder):
             known.record = record
 
     @property
-    def _main(self) -> RunFolder | None:
-        """The role whose curves are the job's: one that makes steps."""
-        found = [folder for folder in self._roles.values() if folder.trains]
-        return found[0] if found else None
+    def training(self) -> RunFolder:
+        """The role whose metrics are the job's: the likeliest trainer; the job itself while there is none."""
+        likeliest = max(self._roles.values(), key=lambda folder: folder.evidence_of_training, default=None)
+        return likeliest if likeliest is not None and likeliest.evidence_of_training else self
+
+    @property
+    def first_rank(self) -> int:
+        return _planned(self.record).get(self.training.record.name, 0)
+
+    @property
+    def interval(self) -> int:
+        training = self.training
+        return training.interval if training is not self else super().interval
 
     def curve(self, name: str) -> Curve:
-        main = self._main
-        return main.curve(name) if main is not None else super().curve(name)
+        training = self.training
+        if training is self:
+            return super().curve(name)
+        return self._server_curves().get(name, Curve()) if name in SERVER_METRICS else training.curve(name)
+
+    def curve_names(self) -> list[str]:
+        names = super().curve_names()
+        return [*names, *(name for name, curve in self._server_curves().items() if curve.steps)]
+
+    def _server_curves(self) -> dict[str, Curve]:
+        """Requests and tokens a second of all servers over the trainer's steps: means over the logging interval."""
+        metrics = self.training.metrics
+        if metrics is None or not metrics.clock.steps:
+            return {}
+        clock = metrics.clock
+        newest = [samples[-1].time for folder in self._roles.values() for samples in folder.samples.values()]
+        key = (len(clock.steps), clock.steps[-1], tuple(newest), metrics.interval)
+        if key != self._server_curves_of:
+            self._server_curves_of = key
+            replicas = [one for folder in self._roles.values() for one in read_samples(folder.record.dir).values()]
+            self._curves_of_servers = server_curves(clock, replicas, metrics.interval)
+        return self._curves_of_servers
+
+
+def server_curves(clock: Curve, replicas: Sequence[Sequence[ServerSample]], interval: int) -> dict[str, Curve]:
+    """Return the curves of SERVER_METRICS: at each step the rate since `interval` steps before. `clock`: when each step was
+    logged. A step has a value once all replicas have been counted after it.
+    """
+    curves = {name: Curve() for name in SERVER_METRICS}
+    times = [[float(sample.time) for sample in samples] for samples in replicas]
+    first, last = max((one[0] for one in times), default=math.inf), min((one[-1] for one in times), default=-math.inf)
+    points = [(step, when) for step, when in zip(clock.steps, clock.values, strict=True) if first <= when <= last]
+    for curve, total in zip(curves.values(), ("requests", "tokens"), strict=True):
+        columns = [[getattr(sample, total) for sample in samples] for samples in replicas]
+        done = [sum(_interpolated(when, *column) for column in zip(times, columns, strict=True)) for _, when in points]
+        for at in range(1, len(points)):
+            before = max(0, at - interval)
+            seconds = points[at][1] - points[before][1]
+            if seconds > 0:
+                curve.add(points[at][0], max(0.0, done[at] - done[before]) / seconds)
+    return curves
+
+
+def _interpolated(when: float, times: Sequence[float], totals: Sequence[int]) -> float:
+    """Return a total at a time between the first and the last sample."""
+    at = bisect.bisect_right(times, when)
+    if at == len(times):
+        return totals[-1]
+    share = (when - times[at - 1]) / (times[at] - times[at - 1])
+    return totals[at - 1] + share * (totals[at] - totals[at - 1])
+
+
+def _load_by_pages(role: str, pages: Sequence[tuple[float, list[Any]]], now: float, is_running: bool) -> ServerLoad:
+    """By counts that are recorded when they change: a server whose counts stay the same has no new ones."""
+    totals = [(when, [_counts(one) or (0, 0) for one in replicas]) for when, replicas in pages]
+    sums = [(when, sum(one[0] for one in counts), sum(one[1] for one in counts)) for when, counts in totals]
+    newest = sums[-1]
+    first = next(one for one in sums if one[0] >= newest[0] - _PAGES_S)
+    end = newest[0] if now - newest[0] <= _PAGES_S / 2 else now
+    seconds = end - first[0]
+    known = is_running and seconds > 0 and newest[0] > first[0]
+    requests, tokens = (max(0, newest[at] - first[at]) / seconds if known else None for at in (1, 2))
+    return ServerLoad(role, len(pages[-1][1]), newest[1], newest[2], requests_per_s=requests, tokens_per_s=tokens)
+
+
+def _counts(done: Any) -> tuple[int, int] | None:
+    """(requests, tokens) of a replica in the record."""
+    numbers = [whole(done.get(key)) for key in ("requests", "tokens")] if isinstance(done, dict) else []
+    if not numbers or any(number is None or not 0 <= number < 10**18 for number in numbers):
+        return None
+    return numbers[0] or 0, numbers[1] or 0

@@ -26,7 +26,19 @@ Metric = Real | str | None  # typed.py reads annotations as they are written: fi
 
 REWARD, LOSS = "reward", "loss"
 # Metrics of a reinforcement-learning run in the order in which viewers list them, and what they are called there.
-RL_METRICS = {REWARD: "reward", "kl": "KL", "entropy": "entropy", "length": "length", "cut": "truncated"}
+RL_METRICS = {
+    REWARD: "reward",
+    "kl": "KL",
+    "entropy": "entropy",
+    "length": "length",
+    "cut": "truncated",
+    "staleness": "staleness",
+    "weights_version": "weights",
+}
+# Of these, viewers show means over the run's logging interval: in reinforcement learning single steps say little.
+AVERAGED = frozenset((*RL_METRICS, LOSS, "correct", "grad_norm")) - {"weights_version"}
+# Curves of a job's servers over the trainer's steps, and what they are called.
+SERVER_METRICS = {"server_requests_per_s": "server requests/s", "server_tokens_per_s": "server tokens/s"}
 SHARES = frozenset(("cut",))  # of these, shown in percent
 
 
@@ -38,7 +50,7 @@ def headline_metric(names: Collection[str]) -> str:
 def ordered_metrics(names: Iterable[str]) -> list[str]:
     """Sort names of metrics for a viewer: reward and its companions of a run that has rewards, losses, then the rest."""
     known = list(names)
-    first = [*RL_METRICS, LOSS, "val_loss"] if REWARD in known else [LOSS, "val_loss"]
+    first = [*RL_METRICS, *SERVER_METRICS, LOSS, "val_loss"] if REWARD in known else [LOSS, "val_loss"]
     return [name for name in first if name in known] + sorted(name for name in known if name not in first)
 
 
@@ -101,6 +113,22 @@ class Role:
 
 
 @shape
+class ServerLoad:
+    """What a server has done since its run began, all its replicas together, and how fast it is now."""
+
+    role: str  # of a job; empty: of a run alone
+    replicas: int
+    requests: int
+    tokens: int  # generated
+    prompt_tokens: int | None = None
+    running: int | None = None  # requests
+    waiting: int | None = None
+    weights_version: int | None = None  # the oldest of its replicas
+    requests_per_s: Real | None = None
+    tokens_per_s: Real | None = None
+
+
+@shape
 class Run:
     """A row of the list. `ranks`, `roles`, `slow` and `curve` are filled in for runs that are watched (gather.py)."""
 
@@ -126,7 +154,7 @@ class Run:
     lr: Real | str | None = None
     eta_s: Real | None = None
     phase: str = ""
-    metrics: Mapping[str, Real | str | None] = {}  # the newest value of every metric it has written
+    metrics: Mapping[str, Real | str | None] = {}  # the newest value of every metric it has written; see AVERAGED
     suspicion: Suspicion | None = None
     verdict: Verdict | None = None
     problem: str = ""  # why its record is damaged, or what of it can't be read
@@ -136,6 +164,7 @@ class Run:
     ranks: tuple[Rank, ...] = ()
     slow: tuple[Slow, ...] = ()
     curve: tuple[tuple[int, Real | str | None], ...] = ()  # (step, value of `headline`), thinned out
+    servers: tuple[ServerLoad, ...] = ()
 
     @property
     def restarted(self) -> int:

@@ -86,7 +86,10 @@ def open_loggers(log_to: str, folder: str, config: dict[str, Any], say: Callable
 
 class Voice:
     def __init__(self, group: Group, log_every: int, metrics_every: int | None = None) -> None:
-        """Print a line every `log_every` steps, and write metrics every `metrics_every` steps (None: with each line)."""
+        """Print a line every `log_every` steps, and write metrics every `metrics_every` steps (None: with each line).
+
+        Where metrics come more often than lines, each has `log_every`: viewers draw means over so many steps.
+        """
         self._group, self._steps, self._every = group, 0, log_every
         self._metrics_every = metrics_every or log_every
         self._last: dict[str, Any] = {}  # the newest metrics line: a validation's repeats it
@@ -155,7 +158,8 @@ class Voice:
     def metrics(self, step: int, **values: Any) -> None:
         if self._metrics is None:
             return
-        self._metrics.write(step=step, total_steps=self._steps, **values)
+        interval = {} if self._metrics_every == self._every else {"log_every": self._every}
+        self._metrics.write(step=step, total_steps=self._steps, **interval, **values)
         for logger in self._loggers:
             logger.log(step, {name: value for name, value in values.items() if isinstance(value, (int, float))})
 

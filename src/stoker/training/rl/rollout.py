@@ -377,13 +377,14 @@ class Age:
     mean: float
     most: int
     ready: int  # answers of later steps that are here already
+    newest: int = 0  # version of the newest weights that wrote one of them
 
 
 def age_of(answers: Sequence[Answer], step: int, ready: int, ranks: Group) -> Age:
     behind = [step - version for answer in answers for version in answer.versions]
-    told = ranks.all((sum(behind), len(behind), max(behind, default=0), ready))
-    total, tokens, most, here = zip(*told, strict=True)
-    return Age(sum(total) / max(sum(tokens), 1), max(most), sum(here))
+    told = ranks.all((sum(behind), len(behind), max(behind, default=0), ready, min(behind, default=step)))
+    total, tokens, most, here, least = zip(*told, strict=True)
+    return Age(sum(total) / max(sum(tokens), 1), max(most), sum(here), step - min(least))
 
 
 class Asking:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -354,6 +355,27 @@ class Launched:
     learn_s: float = 0.0
 
 
+class IntervalMeans:
+    """Means of a step's numbers over the steps since the last printed line. Single steps of GRPO say little: the next step
+    has other prompts.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[dict[str, float | None]] = []
+
+    def add(self, numbers: Mapping[str, float | None]) -> None:
+        self._steps.append(dict(numbers))
+
+    def take(self) -> dict[str, float | None]:
+        """Return the mean of each number over its finite values (of none: the newest value), and begin the next interval."""
+        steps, self._steps = self._steps, []
+        means: dict[str, float | None] = {}
+        for name, newest in steps[-1].items():
+            finite = [value for step in steps if (value := step[name]) is not None and math.isfinite(value)]
+            means[name] = sum(finite) / len(finite) if finite else newest
+        return means
+
+
 class GrpoTask(Task):
     at_once = True  # the breaker judges each step before the next one
 
@@ -370,6 +392,7 @@ class GrpoTask(Task):
         self._loss_scale = loss_scale
         self.position, self.history = position, history
         self.solved: Finding | None = None
+        self._means = IntervalMeans()
         self._speed = Speed(0, group.world, group.device)
         self._speed.begin()
 
@@ -405,11 +428,21 @@ class GrpoTask(Task):
         means = outcome.parts.mean(1).tolist()
         return {f"reward_{part.label}": mean for part, mean in zip(parts_of(self._c), means, strict=True)}
 
-    def _right(self, seen: Seen) -> str:
-        """Not of a reward that has its own idea of right."""
-        if not counts_right(self._c):
-            return ""
-        return f"Right: {'n/a' if seen.correct is None else f'{seen.correct:.0%}'} | "
+    def _line(self, rate: float, left: str) -> str:
+        """Return the console line: means over the steps since the last one, but for the learning rate and the time left."""
+        means = self._means.take()
+
+        def shown(name: str, how: str) -> str:
+            value = means[name]
+            return "n/a" if value is None else format(value, how)
+
+        # A reward that has its own idea of right says nothing about it.
+        right = f"Right: {shown('correct', '.0%')} | " if counts_right(self._c) else ""
+        return (
+            f"Reward: {shown('reward', '.3f')} | {right}Loss: {shown('loss', '.4f')} | KL: {shown('kl', '.4f')} | Entropy:"
+            f" {shown('entropy', '.3f')} | Length: {shown('length', '.1f')} | Cut: {shown('cut', '.0%')} | LR: {rate:.2e} |"
+            f" Grad Norm: {shown('grad_norm', '.4f')} | ETA: {left}"
+        )
 
     def _tell(self, launched: Launched) -> None:
         step, outcome, learned, rate = launched.step, launched.outcome, launched.learned, launched.rate
@@ -445,16 +478,14 @@ class GrpoTask(Task):
                 f"step {step}: a gradient overflowed in fp16; {learned.skipped} update(s) skipped, loss scale"
                 f" {scale['loss_scale']:g} now"
             )
+        if self._group.first:
+            self._means.add({**numbers, "loss": learned.loss, "grad_norm": learned.norm})
         memory = {"peak_bytes": self._speed.memory(), "planned_bytes": self._planned_bytes}  # None: no GPU, no plan
         self._voice.step(
             step,
             learned.loss,
             self._speed,
-            lambda left: (
-                f"Reward: {seen.reward:.3f} | {self._right(seen)}Loss: {learned.loss:.4f} | KL:"
-                f" {'n/a' if kl is None else f'{kl:.4f}'} | Entropy: {learned.entropy:.3f} | Length: {seen.length:.1f} |"
-                f" Cut: {seen.cut:.0%} | LR: {rate:.2e} | Grad Norm: {learned.norm:.4f} | ETA: {left}"
-            ),
+            lambda left: self._line(rate, left),
             every_rank=False,
             **numbers,
             reward_std=seen.spread,
@@ -476,7 +507,12 @@ def _aged(age: Age | None, capped: float | None) -> dict[str, float]:
     """Of answers that a server wrote."""
     if age is None:
         return {}
-    found = {"staleness": age.mean, "staleness_max": age.most, "queue": age.ready}
+    found = {
+        "staleness": age.mean,
+        "staleness_max": age.most,
+        "weights_version": age.newest,
+        "queue": age.ready,
+    }
     return found if capped is None else {**found, "cap_rate": capped}
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from stoker.contract.names import Refusal
+from stoker.control.record.serving import EVERY_S, ServerLog, ServerSample
 from stoker.training.serve.engine import PagedEngine
 from stoker.training.serve.request import ABORTED, LENGTH, STOP, Event, Request
 
@@ -119,6 +121,40 @@ class Driver:
             del self._sent[event.id]
             self._give_back(1)
         sent.sink(event)
+
+
+def sample(driver: Driver) -> ServerSample:
+    """Return what has been done so far, and what is under way. Any thread may ask."""
+    engine, schedule = driver.engine, driver.engine.schedule
+    prompt_tokens = schedule.prompt_tokens + schedule.shared_tokens
+    ended, under_way = driver.finished.total(), (len(schedule.running), len(schedule.waiting))
+    return ServerSample(time.time(), ended, prompt_tokens, driver.tokens, *under_way, engine.version)
+
+
+class CounterLog(threading.Thread):
+    """Writes the driver's counters into the run directory while the server runs."""
+
+    def __init__(self, driver: Driver, run_dir: str, rank: int, log: Callable[[str], None]) -> None:
+        super().__init__(name="counters", daemon=True)
+        self._driver, self._run_dir, self._rank, self._log = driver, run_dir, rank, log
+        self._is_over = threading.Event()
+
+    def run(self) -> None:
+        try:
+            file = ServerLog(self._run_dir, self._rank)
+            while True:
+                is_last = self._is_over.is_set()
+                file.write(sample(self._driver))
+                if is_last:
+                    return
+                self._is_over.wait(EVERY_S)
+        except OSError as problem:  # a full disk must not end the server
+            self._log(f"the counters that viewers show are no longer written: {problem.strerror}")
+
+    def close(self) -> None:
+        """Write the last line."""
+        self._is_over.set()
+        self.join()
 
 
 def metrics(driver: Driver, turned_away: int) -> str:

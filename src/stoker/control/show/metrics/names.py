@@ -15,6 +15,7 @@ HOST = ("host",)
 CARD = ("host", "gpu", "uuid")
 RUN = ("run",)
 RANK = ("run", "rank")
+SERVER = ("run", "role")
 CLASSIC = ("gpu", "UUID", "pci_bus_id", "device", "modelName", "Hostname", "DCGM_FI_DRIVER_VERSION")
 NEW = ("gpu", "UUID", "pci_bus_id", "device", "modelName", "hostname", "DCGM_FI_SYSTEM_DRIVER_VERSION")
 
@@ -34,6 +35,7 @@ class Described:
             "_timestamp_seconds": "seconds since 1970",
             "_bytes_per_second": "bytes per second",
             "_tokens_per_second": "tokens per second",
+            "_requests_per_second": "requests per second",
             "_seconds": "seconds",
             "_bytes": "bytes",
             "_ratio": "0 to 1",
@@ -79,6 +81,19 @@ GROUPS: dict[str, list[Described]] = {
             ("stoker_training_eta_seconds", "Estimated time to the end of the run"),
         ),
         Described("stoker_training_metric", ("run", "metric"), "Newest value of every other metric the run writes"),
+    ],
+    "Servers": [
+        *_rows(
+            SERVER,
+            ("stoker_server_requests_total", "Completions that ended, of all replicas; rate() gives those a second"),
+            ("stoker_server_generated_tokens_total", "Tokens generated"),
+            ("stoker_server_prompt_tokens_total", "Tokens of prompts, computed or found in the cache"),
+            ("stoker_server_requests_per_second", "Completions that ended a second, over the last half minute"),
+            ("stoker_server_tokens_per_second", "Tokens generated a second, over the last half minute"),
+            ("stoker_server_running", "Requests that are being answered"),
+            ("stoker_server_waiting", "Requests that wait for a slot"),
+            ("stoker_server_weights_version", "Version of the weights; of several replicas the oldest"),
+        ),
     ],
     "Runs and their launcher": [
         Described("stoker_run_info", ("run", "name", "user"), "A run that is under way, or ended in the last 15 minutes"),

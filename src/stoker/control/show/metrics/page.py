@@ -26,6 +26,7 @@ from stoker.control.show.snapshot import (
     Metric,
     Rank,
     Run,
+    ServerLoad,
     Snapshot,
     as_float,
     ordered_metrics,
@@ -125,6 +126,8 @@ def render(snapshot: Snapshot, collected: Collected, examined: Examined | None =
         if exported(run, snapshot.time):
             _run(page, run)
             _training(page, run)
+            for server in run.servers:
+                _server(page, run, server)
             for rank in run.ranks[:MOST_RANKS]:
                 _rank(page, run, rank)
             for slow in run.slow:
@@ -191,6 +194,20 @@ def _training(page: _Page, run: Run) -> None:
     others = [name for name in ordered_metrics(run.metrics) if name not in _TRAINING]
     for name in others[:MOST_METRICS]:
         page.put("stoker_training_metric", run.metrics[name], run.id, name)
+
+
+def _server(page: _Page, run: Run, server: ServerLoad) -> None:
+    for name, value in {
+        "requests_total": server.requests,
+        "generated_tokens_total": server.tokens,
+        "prompt_tokens_total": server.prompt_tokens,
+        "requests_per_second": server.requests_per_s,
+        "tokens_per_second": server.tokens_per_s,
+        "running": server.running,
+        "waiting": server.waiting,
+        "weights_version": server.weights_version,
+    }.items():
+        page.put(f"stoker_server_{name}", value, run.id, server.role)
 
 
 def _rank(page: _Page, run: Run, rank: Rank) -> None:

@@ -75,6 +75,22 @@ def whole(pieces: Iterable[Piece | None], width: int) -> Line:
     return fit(joined(kept), width)
 
 
+def packed(pieces: Iterable[Piece | None], width: int) -> list[list[Piece]]:
+    """Return the pieces that are joined in each of as many lines as they need."""
+    lines: list[list[Piece]] = []
+    left = 0
+    for piece in pieces:
+        if piece is None or not piece[0]:
+            continue
+        takes = columns_of(piece[0])
+        if not lines or takes + 2 > left:
+            lines.append([])
+            left = width + 2
+        lines[-1].append(piece)
+        left -= takes + 2
+    return lines
+
+
 def wrapped(text: str, width: int, style: str, most: int) -> list[Line]:
     """A sentence over several lines; the last one is cut."""
     lines: list[str] = []

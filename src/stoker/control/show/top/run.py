@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from stoker.contract.quantities import counted, span
 from stoker.control.show.drawing import Line as Drawn
 from stoker.control.show.drawing import chart, metric_text, short
-from stoker.control.show.snapshot import REWARD, RL_METRICS, RUNNING, UNKNOWN, Metric, Run, finite
+from stoker.control.show.snapshot import REWARD, RL_METRICS, RUNNING, UNKNOWN, Metric, Run, ServerLoad, finite
 from stoker.control.show.top.cells import (
     ACCENT,
     BAD,
@@ -21,7 +21,9 @@ from stoker.control.show.top.cells import (
     clock,
     fit,
     foreign,
+    joined,
     number,
+    packed,
     percent,
     whole,
     wrapped,
@@ -63,6 +65,7 @@ def _pieces(row: list[tuple[str, str]]) -> list[Piece]:
 
 CURVE = 8  # lines of a curve that has room
 _LEAST_CURVE = 4
+_MOST_SERVERS = 8
 _SENTENCE = 3  # lines of one explanation
 
 
@@ -111,18 +114,39 @@ def _numbers(run: Run, width: int) -> Iterator[Line]:
     loss_style = DIM if rl else BOLD
     if isinstance(run.loss, str):
         loss_style = BAD
+    step: Piece | None = (f"step {steps(run)}{done}", PLAIN) if run.step is not None else None
+    values = ((f"{RL_METRICS[name]} {metric_text(name, value)}", _style(name, value)) for name, value in rl.items())
     optional = (("lr", run.lr), ("grad", run.grad_norm))
-    second: list[Piece | None] = [
-        (f"step {steps(run)}{done}", PLAIN) if run.step is not None else None,
-        *((f"{RL_METRICS[name]} {metric_text(name, value)}", _style(name, value)) for name, value in rl.items()),
+    rest: list[Piece | None] = [
         (f"loss {number(run.loss)}", loss_style) if run.loss is not None else None,
         (f"{short(run.tokens_per_s)} tokens/s", PLAIN) if run.tokens_per_s is not None else None,
         (f"ETA {clock(run.eta_s)}", GOOD) if run.eta_s is not None else None,
         (f"MFU {percent(finite(run.mfu))}", PLAIN) if run.mfu is not None else None,
         *((f"{name} {_short(value)}", DIM) for name, value in optional if value is not None),
     ]
-    if any(second):
-        yield whole(second, width)
+    # The reward and its companions take as many lines as they need; of the rest there is what fits.
+    *full, last = packed([step, *values], width) or [[]]
+    for line in full:
+        yield fit(joined(line), width)
+    if last or any(rest):
+        yield whole([*last, *rest], width)
+    for server in run.servers[:_MOST_SERVERS]:
+        for line in packed(_server(server), width):
+            yield fit(joined(line), width)
+
+
+def _server(server: ServerLoad) -> list[Piece | None]:
+    """What a job's server role, or a server run alone, does and has done."""
+    name = foreign(server.role) or "server"
+    speeds = ((server.requests_per_s, "requests/s"), (server.tokens_per_s, "tokens/s"))
+    counts = ((server.running, "running"), (server.waiting, "waiting"))
+    return [
+        (f"{name}{f' ×{server.replicas}' if server.replicas > 1 else ''}", BOLD),
+        *((f"{short(value)} {unit}", PLAIN) for value, unit in speeds if value is not None),
+        *((f"{value} {what}", PLAIN) for value, what in counts if value is not None),
+        (f"weights {server.weights_version}", PLAIN) if server.weights_version is not None else None,
+        (f"{counted(server.requests, 'request')} and {counted(server.tokens, 'token')} so far", DIM),
+    ]
 
 
 def _style(name: str, value: Metric) -> str:

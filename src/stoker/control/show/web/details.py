@@ -6,16 +6,18 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
 from stoker.contract import layout
 from stoker.contract.shape import as_json
+from stoker.control.record import finder
 from stoker.control.record.reader import open_in
 from stoker.control.show.comparison import at_equal_step, differing, noise, settings_of
-from stoker.control.show.curves import Curve, smoothed, thinned
+from stoker.control.show.curves import Curve, interval_of, smoothed, thinned
 from stoker.control.show.drawing import metric_text
 from stoker.control.show.folder import RunFolder
 from stoker.control.show.snapshot import (
+    AVERAGED,
     LOSS,
     REWARD,
     RL_METRICS,
@@ -32,6 +34,7 @@ MOST_RUNS = 12  # compared at once
 Steps = tuple[float, float]  # from, to
 ALL: Steps = (-math.inf, math.inf)
 SPARK = 32  # points of a sparkline
+_MOST_AVERAGED = 16  # lines of a value of a sparkline
 _LINE = 4096  # bytes within which a line of metrics.jsonl is looked for
 
 
@@ -43,7 +46,9 @@ def curves(
     made = {}
     for name in names[:20]:
         curve = folder.curve(name)
-        steps, values = _chosen(curve, since, within, smooth)
+        # Over one logging interval only single steps are averaged: other curves have no noise, or are means already.
+        window = smooth if name in AVERAGED or smooth != folder.interval else 1
+        steps, values = _chosen(curve, since, within, window)
         picked = thinned(values, max(30, min(most, MOST_POINTS)))
         made[name] = {
             "steps": [steps[at] for at in picked],
@@ -52,7 +57,9 @@ def curves(
             "bad": len(curve.not_finite()),
             "all": len(picked) == len(values),
         }
-    return {"names": metric_names(folder), "curves": made, "problem": folder.metrics.problem if folder.metrics else ""}
+    metrics = folder.training.metrics
+    problem = metrics.problem if metrics is not None else ""
+    return {"names": metric_names(folder), "curves": made, "interval": folder.interval, "problem": problem}
 
 
 def _chosen(curve: Curve, since: int, within: Steps, smooth: int) -> tuple[Sequence[int], Sequence[float]]:
@@ -76,10 +83,7 @@ def _number(value: float) -> Any:
 
 
 def metric_names(folder: RunFolder) -> list[str]:
-    names = list(folder.metrics.curves) if folder.metrics is not None else []
-    if "loss" not in names and folder.curve("loss").steps:
-        names.insert(0, "loss")
-    return ordered_metrics(names)
+    return ordered_metrics(folder.curve_names())
 
 
 def sparks(folders: Folders, runs: Sequence[str]) -> dict[str, list[float | None]]:
@@ -94,32 +98,51 @@ def sparks(folders: Folders, runs: Sequence[str]) -> dict[str, list[float | None
 
 
 def _spark(run_dir: str) -> list[float | None]:
+    path = finder.find_file(run_dir, layout.METRICS)
+    if path is None:
+        return []
     values: list[float | None] = []
     try:
-        with os.fdopen(open_in(run_dir, layout.METRICS), "rb") as file:
+        with os.fdopen(open_in(run_dir, *path.split(os.sep)), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             for number in range(SPARK):
                 file.seek(max(0, size * number // SPARK - 1))
                 if number:
                     file.readline(_LINE)
-                read = (_headline_value(file.readline(_LINE)) for _ in range(3))
-                value = next((one for one in read if one is not None), None)
+                value = _next_headline_value(file)
                 if value is not None:
                     values.append(float(f"{value:.4g}"))
             file.seek(max(0, size - _LINE))
-            last = [_headline_value(line) for line in file.read(_LINE).split(b"\n")]
+            last = [_headline_value(_object(line)) for line in file.read(_LINE).split(b"\n")]
             values += [one for one in last if one is not None][-1:]
     except OSError:
         return []
     return values
 
 
-def _headline_value(line: bytes) -> float | None:
+def _next_headline_value(file: IO[bytes]) -> float | None:
+    """Return the next reward or loss in the file; of a run whose metrics have every step the mean over some of them."""
+    for _ in range(3):
+        line = _object(file.readline(_LINE))
+        if (value := _headline_value(line)) is None:
+            continue
+        more = min(interval_of(line), _MOST_AVERAGED) - 1
+        known = [value, *(_headline_value(_object(file.readline(_LINE))) for _ in range(more))]
+        finite_ones = [one for one in known if one is not None]
+        return sum(finite_ones) / len(finite_ones)
+    return None
+
+
+def _object(line: bytes) -> dict[str, Any]:
     try:
         data = json.loads(line)
     except (ValueError, RecursionError):
-        return None
-    return finite(metric(data.get(headline_metric(data)))) if isinstance(data, dict) else None
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _headline_value(line: dict[str, Any]) -> float | None:
+    return finite(metric(line.get(headline_metric(line))))
 
 
 def compared(folders: Folders, runs: Sequence[str], name: str) -> dict[str, Any]:
@@ -128,11 +151,11 @@ def compared(folders: Folders, runs: Sequence[str], name: str) -> dict[str, Any]
     `name` is the metric that is judged; empty: reward if all the runs have one, else loss.
     """
     watched = [folders.watched(run)[0] for run in runs[:MOST_RUNS]]
-    settings = [settings_of(folder.record) for folder in watched]
+    settings = [settings_of(folder.training.record) for folder in watched]
     name = name or (REWARD if all(folder.curve(REWARD).steps for folder in watched) else LOSS)
     equal = []
     for one in dict.fromkeys((name, *RL_METRICS, LOSS, "val_loss")):
-        found = at_equal_step([folder.curve(one) for folder in watched])
+        found = at_equal_step([folder.mean_curve(one) for folder in watched])
         if found is not None:
             equal.append([RL_METRICS.get(one, one), found[0], [metric_text(one, value) for value in found[1]]])
     judged = noise(watched[0].curve(name), watched[1].curve(name)) if len(watched) == 2 else None
@@ -146,7 +169,7 @@ def compared(folders: Folders, runs: Sequence[str], name: str) -> dict[str, Any]
 
 
 def settings(folders: Folders, run: str) -> dict[str, Any]:
-    return {"settings": [list(pair) for pair in settings_of(folders.record(run)).items()][:1000]}
+    return {"settings": [list(pair) for pair in settings_of(folders.watched(run)[0].training.record).items()][:1000]}
 
 
 def over_time(folders: Folders, run: str, since: float, within: Steps = ALL) -> dict[str, Any]:

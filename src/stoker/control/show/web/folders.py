@@ -12,7 +12,7 @@ import os
 import stat
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from stoker.contract.untrusted import printable
@@ -49,8 +49,10 @@ _PER_MOMENT = 64  # that each counts besides: a moment may have no ranks
 
 
 class Timeline:
-    def __init__(self, record: reader.Run) -> None:
-        self._record = record
+    def __init__(self, record: reader.Run, job: reader.Run | None = None, first: int = 0) -> None:
+        """`job`: of which the run is a role, whose events are shown, too; its rank 0 is rank `first` there."""
+        self.dir = record.dir
+        self._record, self._job, self._first = record, job, first
         self._tail: HistoryTail | None = None
         self._columns: list[tuple[float, tuple[int, ...], str, int | None]] = []  # time, ranks, letters, who is late
 
@@ -106,31 +108,36 @@ class Timeline:
                 rows[rank].append(letter)
         return {
             "times": [round(group[-1][0], 1) for group in groups],
-            "ranks": ranks,
+            "ranks": [self._first + rank for rank in ranks],
             "cells": ["".join(rows[rank]) for rank in ranks],
-            "late": [next((one[3] for one in reversed(group) if one[3] is not None), None) for group in groups],
+            "late": [
+                next((self._first + one[3] for one in reversed(group) if one[3] is not None), None) for group in groups
+            ],
             "marks": self._marks(since),
         }
 
     def _marks(self, since: float) -> list[dict[str, Any]]:
-        found = []
-        for event in self._record.events():
-            if event["event"] in _TOLD and event["time"] > since:
-                rank = event.get("rank") if type(event.get("rank")) is int else None
-                text = event.get("summary") or event.get("cause") or ""
-                if event["event"] == "attempt":
-                    text = f"attempt {event.get('attempt')}"
-                elif event["event"] == "stop":
-                    text = f"by {event.get('signal') or 'a request'}"
-                found.append(
-                    {
-                        "time": round(float(event["time"]), 1),
-                        "kind": event["event"],
-                        "rank": rank,
-                        "text": printable(str(text), 400),
-                    }
-                )
-        return found[-_MARKS:]
+        events = [(event, self._first) for event in self._record.events()]
+        if self._job is not None:
+            events += [(event, 0) for event in self._job.events()]
+            events.sort(key=lambda one: float(one[0]["time"]))
+        marks = [_mark(event, first) for event, first in events if event["event"] in _TOLD and event["time"] > since]
+        return marks[-_MARKS:]
+
+
+def _mark(event: Mapping[str, Any], first: int) -> dict[str, Any]:
+    """`first`: what the job calls the run's rank 0."""
+    text = event.get("summary") or event.get("cause") or ""
+    if event["event"] == "attempt":
+        text = f"attempt {event.get('attempt')}"
+    elif event["event"] == "stop":
+        text = f"by {event.get('signal') or 'a request'}"
+    return {
+        "time": round(float(event["time"]), 1),
+        "kind": event["event"],
+        "rank": first + event["rank"] if type(event.get("rank")) is int else None,
+        "text": printable(str(text), 400),
+    }
 
 
 def letters(moment: Moment) -> Iterable[str]:
@@ -192,10 +199,14 @@ class Folders:
     def watched(self, name: str) -> tuple[RunFolder, Timeline]:
         """With all that is new in its files."""
         record = self.record(name)
-        known = self._open.pop(record.dir, None) or (folder_of(record), Timeline(record))
-        self._open[record.dir] = known
+        known = self._open.pop(record.dir, None)
+        folder, timeline = known if known is not None else (folder_of(record), Timeline(record))
+        folder.record = record
+        folder.run(time.time(), watched=True)
+        trainer = folder.training.record
+        if timeline.dir != trainer.dir:  # a job has no history of its own: its trainer has
+            timeline = Timeline(trainer, record if folder.training is not folder else None, folder.first_rank)
+        self._open[record.dir] = folder, timeline
         while len(self._open) > _KEPT:
             self._open.popitem(last=False)
-        known[0].record = record
-        known[0].run(time.time(), watched=True)
-        return known
+        return folder, timeline

@@ -61,7 +61,7 @@ def _answers(folders: Folders, run: str, explain: texts.Explain) -> dict[str, An
     seen = folder.run(time.time(), watched=True)
     state = {**shared(Snapshot(time.time(), runs=(seen,))), "ranks": ranks_of(seen)}
     names = details.metric_names(folder)[:_METRICS]
-    curves: dict[str, Any] = {"names": names, "curves": {}, "problem": ""}
+    curves: dict[str, Any] = {"names": names, "curves": {}, "interval": folder.interval, "problem": ""}
     for name in names:
         curves["curves"] |= details.curves(folders, run, [name], most=POINTS)["curves"]
     files = texts.listing(folders, run)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from stoker.contract.shape import as_json
 from stoker.control.show.drawing import metric_text
 from stoker.control.show.snapshot import RL_METRICS, GpuGauges, HostGauges, Rank, Run, Snapshot
 
@@ -30,7 +31,23 @@ _RANK = (
     "beat_age", "memory",
 )  # fmt: skip
 _LONGEST, _MOST_WORDS = 1000, 256  # of a text, and of a list: they may be a stranger's, and travel to every viewer
-_WHOLE = frozenset(("step", "total_steps", "world", "attempts", "pid", "exit_code", "cores", "started", "updated"))
+_WHOLE = frozenset(
+    (
+        "requests",
+        "tokens",
+        "prompt_tokens",
+        "weights_version",
+        "step",
+        "total_steps",
+        "world",
+        "attempts",
+        "pid",
+        "exit_code",
+        "cores",
+        "started",
+        "updated",
+    )
+)
 
 
 def shared(snapshot: Snapshot) -> State:
@@ -76,6 +93,9 @@ def difference(before: Mapping[str, Mapping[str, Row]], now: State) -> tuple[Sta
 def _run(run: Run) -> Row:
     row = _row(run, _RUN)
     row["rl"] = {RL_METRICS[name]: metric_text(name, value) for name, value in run.rl_metrics.items()}
+    row["servers"] = [
+        {name: _plain(value, name) for name, value in as_json(one).items()} for one in run.servers[:_MOST_WORDS]
+    ]
     row["restarts"] = dict(run.restarts)
     row["slow"] = [{"rank": one.rank, "summary": one.summary} for one in run.slow]
     suspicion, verdict = run.suspicion, run.verdict

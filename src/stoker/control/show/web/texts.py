@@ -16,7 +16,7 @@ from typing import Any
 from stoker.contract import checkpoints, layout, redact
 from stoker.contract.shapes import Verdict
 from stoker.contract.untrusted import open_below, parse_json, printable, printable_lines, within
-from stoker.control.record import follow, reader
+from stoker.control.record import finder, follow, reader
 from stoker.control.record import rollouts as rollout_records
 from stoker.control.record.writer import OURS
 from stoker.control.show.web.folders import Folders, NotThere
@@ -296,7 +296,7 @@ def rollouts(folders: Folders, run: str, before: int | None) -> dict[str, Any]:
     Texts are cut and escaped. `begin` is where the next, older page ends; 0: this is the oldest.
     """
     place = folders.place(run)
-    path = rollout_records.rollouts_path(place)
+    path = finder.find_file(place, layout.ROLLOUTS)
     if path is None:
         raise NotThere("no rollouts yet: stage grpo writes them, unless grpo.rollouts_mb is 0")
     try:

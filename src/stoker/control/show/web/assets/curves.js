@@ -6,11 +6,11 @@ import { counted } from "./format.js";
 
 const POINTS = 600;
 const FIRST = ["loss", "val_loss", "tokens_per_s", "grad_norm", "lr"];
-const FIRST_WITH_REWARD = ["reward", "kl", "entropy", "length", "cut", "loss"];
-const LABELS = { kl: "KL", cut: "cut (share truncated)" };
-const SHOWN = 6;
+const FIRST_WITH_REWARD = ["reward", "kl", "entropy", "length", "cut", "staleness", "server_requests_per_s", "server_tokens_per_s", "loss"];
+const LABELS = { kl: "KL", cut: "cut (share truncated)", staleness: "staleness (steps)", weights_version: "weights (version that wrote the answers)", server_requests_per_s: "server: requests/s", server_tokens_per_s: "server: generated tokens/s" };
+const SHOWN = 9;
 const AT_ONCE = 20; // metrics of one question
-const SMOOTHED = [1, 5, 10, 20, 50, 100, 200, 500];
+const SMOOTHED = [1, 5, 10, 20, 50, 100, 200, 500]; // and the run's logging interval
 
 export class Curves {
   constructor(source, runs) {
@@ -20,6 +20,8 @@ export class Curves {
     this.picked = null;
     this.range = null;
     this.smooth = 1;
+    this.levels = SMOOTHED;
+    this.interval = 1;
     this.log = false;
     this.charts = new Map(); // metric -> {chart, card, data: Map(run -> curve)}
     this.note = el("p", { class: "note", hidden: true });
@@ -63,9 +65,23 @@ export class Curves {
   }
 
   setSmooth() {
-    this.smooth = SMOOTHED[Number(this.slider.value)];
-    setText(this.amount, this.smooth > 1 ? `${this.smooth} values` : "off");
+    this.smooth = this.levels[Number(this.slider.value)];
+    this.showAmount();
     this.load(true);
+  }
+
+  showAmount() {
+    setText(this.amount, this.smooth > 1 ? `${this.smooth} values` : "off");
+  }
+
+  // A run whose metrics have every step is shown by its means over the logging interval, until somebody chooses.
+  startAt(interval) {
+    if (!(interval > this.interval)) return;
+    this.interval = this.smooth = interval;
+    this.levels = [...new Set([...SMOOTHED, interval])].sort((a, b) => a - b);
+    this.slider.max = this.levels.length - 1;
+    this.slider.value = this.levels.indexOf(interval);
+    this.showAmount();
   }
 
   setLog() {
@@ -148,8 +164,9 @@ export class Curves {
   async loadFirst(run) {
     const answer = await this.source.ask("curves", { run, names: ["reward", "loss"], most: POINTS });
     this.showNames([...new Set([...this.names, ...answer.names])]);
+    this.startAt(answer.interval);
     this.take(run, answer, null, new Map());
-    for (const name of ["reward", "loss"]) {
+    for (const name of this.smooth > 1 ? [] : ["reward", "loss"]) {
       const curve = this.charts.get(name)?.data.get(run);
       if (curve) curve.loaded = true;
     }
@@ -203,7 +220,7 @@ export class Curves {
     this.runs.forEach((run, at) => {
       const curve = entry.data.get(run);
       if (!curve) return;
-      if (curve.smooth) series.push({ name: this.nameOf(run), at, steps: curve.steps, values: curve.values, faint: true });
+      if (curve.smooth && this.smooth !== this.interval) series.push({ name: this.nameOf(run), at, steps: curve.steps, values: curve.values, faint: true });
       series.push({ name: this.nameOf(run), at, ...(curve.smooth || curve) });
     });
     entry.chart.set(series);

@@ -14,6 +14,15 @@ const TABS = [["curves", "Curves"], ["rollouts", "Rollouts"], ["ranks", "Ranks"]
 const NO_NUMBERS = new Set(["nan", "inf", "-inf"]);
 const STEPS = new Set(["step", "train", "training"]); // phases that say no more than that it makes steps
 
+// What a server of the job does: requests and tokens a second while it runs, and both so far.
+function serverFacts(server) {
+  const name = server.role || "server";
+  const speeds = [[`${name} requests/s`, server.requests_per_s], [`${name} tokens/s`, server.tokens_per_s]];
+  const counts = [[`${name} running`, server.running], [`${name} waiting`, server.waiting], [`${name} weights`, server.weights_version]];
+  const totals = `${counted(server.requests, "request")}, ${counted(server.tokens, "token")}`;
+  return [...speeds.map(([fact, value]) => [fact, value === null ? "" : short(value)]), ...counts.map(([fact, value]) => [fact, value === null ? "" : String(value)]), [`${name} so far`, totals]];
+}
+
 const page = document.getElementById("page");
 const status = el("span", { id: "status", class: "quiet", "aria-live": "off" });
 const problems = el("div", { class: "note", hidden: true });
@@ -117,7 +126,7 @@ class RunView {
       return;
     }
     const going = run.state === "running" || run.state === "unknown";
-    const facts = [["step", stepText(run)], ...Object.entries(run.rl), ["loss", short(run.loss)], ["tokens/s", run.tokens_per_s === null ? "" : short(run.tokens_per_s)], ["MFU", run.mfu === null ? "" : percent(run.mfu)], ["ETA", run.eta_s === null ? "" : span(run.eta_s)], ["time", run.seconds === null ? "" : span(run.seconds)], ["ranks", run.world ? String(run.world) : ""], ["phase", STEPS.has(run.phase) || !going ? "" : run.phase], ["restarts", Object.keys(run.restarts).length ? Object.entries(run.restarts).map(([cause, count]) => `${count} × ${cause}`).join(", ") : ""]];
+    const facts = [["step", stepText(run)], ...Object.entries(run.rl), ...run.servers.flatMap(serverFacts), ["loss", short(run.loss)], ["tokens/s", run.tokens_per_s === null ? "" : short(run.tokens_per_s)], ["MFU", run.mfu === null ? "" : percent(run.mfu)], ["ETA", run.eta_s === null ? "" : span(run.eta_s)], ["time", run.seconds === null ? "" : span(run.seconds)], ["ranks", run.world ? String(run.world) : ""], ["phase", STEPS.has(run.phase) || !going ? "" : run.phase], ["restarts", Object.keys(run.restarts).length ? Object.entries(run.restarts).map(([cause, count]) => `${count} × ${cause}`).join(", ") : ""]];
     if (run.headline === "reward") this.showTabs(true);
     const may = source.live && run.mine && going;
     setText(this.title, run.name || this.run);

@@ -144,7 +144,8 @@ export class SavedSource {
       const inside = [...steps.keys()].filter((at) => !(steps[at] < first) && !(steps[at] > last));
       found[name] = { steps: inside.map((at) => steps[at]), values: inside.map((at) => values[at]), count: known.count, bad: known.bad, all: known.all };
     }
-    return { names: this.data.answers.curves.names, curves: found, problem: "" };
+    const { names: every, interval } = this.data.answers.curves;
+    return { names: every, curves: found, interval, problem: "" };
   }
 
   log({ rank, attempt, find }) {
