@@ -131,6 +131,20 @@ def test_parameters_may_refer_to_their_own_definitions(server: Server) -> None:
     assert found == {("digit", 1), ("digit", 2), ("word", "x"), ("word", "y")}
 
 
+def test_a_stream_of_calls_alone_has_no_content(server: Server) -> None:
+    """The SDK puts pieces together: null and nothing else is null, as in a whole response."""
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+    body: dict[str, Any] = {"model": "small", "messages": MESSAGES, "tools": [NOW], "max_tokens": 100, "seed": 1}
+    called = {**body, "tool_choice": "required", "parallel_tool_calls": False}
+    with client.chat.completions.stream(**called) as events:
+        message = events.get_final_completion().choices[0].message
+    assert message.content is None and [call.function.name for call in message.tool_calls] == ["now"]
+    whole = client.chat.completions.create(**body).choices[0].message.content
+    parts = [part.choices[0].delta.content for part in client.chat.completions.create(**body, stream=True)]
+    assert whole and "".join(part or "" for part in parts) == whole
+
+
 def test_several_calls_are_the_same_whole_or_streamed(server: Server) -> None:
     body = {"n": 8, "seed": 3, "temperature": 5, "tool_choice": "required", "tools": [NOW]}
     whole, streamed = calls_of(server, **body), calls_of(server, **body, stream=True)

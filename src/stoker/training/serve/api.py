@@ -712,11 +712,14 @@ class Reply:
         tools, calls = self._tools[place], list[ToolCall]()
         if tools is not None:
             text, calls = tools.feed(text, is_last=bool(events[-1].finish))
-        delta: dict[str, Any] = {"role": chat.LEARNED, "content": text} if first else {"content": text}
+        begin = self._calls[place]
+        self._calls[place] += len(calls)
+        # Null, as in a whole response, where there are calls alone.
+        is_silent = tools is not None and not text and (self._calls[place] > 0 or not events[-1].finish)
+        delta: dict[str, Any] = {"role": chat.LEARNED} if first else {}
+        delta["content"] = None if is_silent else text
         if calls:
-            begin = self._calls[place]
             delta["tool_calls"] = [{"index": begin + at, **call.to_json()} for at, call in enumerate(calls)]
-            self._calls[place] += len(calls)
         return self._with_numbers(place, events, {"delta": delta}, self._calls[place] > 0)
 
     def _with_numbers(
