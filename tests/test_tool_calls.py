@@ -17,6 +17,7 @@ from published import PUBLISHED
 from stoker.training.model import hf
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
+from stoker.training.serve.constrain import Grammars
 from stoker.training.serve.tools import FORMATS, ToolText
 from stoker.training.tokenizer.tokenizer import load
 from test_serve import CONTEXT, Server, pieces
@@ -219,3 +220,19 @@ def test_calls_are_found_in_a_text_however_it_is_cut(
         calls += new
     assert found == said and [call.name for call in calls] == names
     assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
+
+
+@pytest.mark.parametrize(("how", "text"), [
+    (QWEN, '<tool_call>\n{"name": "add", "arguments": {"a": 7, "b": 2}}\n</tool_call>'),
+    (MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 7, "b": 2}}]'),
+    (LLAMA, '{"name": "add", "parameters": {"a": 7, "b": 2}}'),
+])  # fmt: skip
+def test_each_formats_grammar_allows_its_calls_and_what_it_allows_is_read(how: Any, text: str, tmp_path: Path) -> None:
+    tokenizer = load(str(PUBLISHED["llama-3"].folder(tmp_path)))
+    matcher = Grammars(tokenizer).lark(how.grammar([NOW, ADD], tokenizer, is_single=True))
+    for token in tokenizer.continued(text):
+        assert matcher.allowed()[token] and not matcher.is_complete
+        matcher.accept(token)
+    assert matcher.is_complete and not matcher.has_failed
+    (said, calls) = ToolText(how).feed(text, is_last=True)
+    assert not said and [(call.name, json.loads(call.arguments)) for call in calls] == [("add", {"a": 7, "b": 2})]
