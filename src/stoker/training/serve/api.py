@@ -102,11 +102,11 @@ class Asked:
     stream: bool
     with_usage: bool
     with_ids: bool
+    added: tuple[int, ...]  # of each request: tokens in front of its prompt that its text does not have
     echo: bool = False
     generates: bool = True  # False: max_tokens is 0, and the token that the engine samples all the same is dropped
     tools: ToolFormat | None = None  # how completions call tools; None: there are none
     prompt_logprobs: int = -1  # in vLLM's form, with this many alternatives; -1: none
-    added: tuple[int, ...] = ()  # of each request: tokens in front of its prompt that its text does not have
 
     @property
     def prompt_tokens(self) -> int:
@@ -168,11 +168,11 @@ def read(body: bytes, is_chat: bool, served: Served) -> Asked:
         is_stream,
         _with_usage(told, is_stream),
         with_ids,
+        tuple(number for number in added for _ in range(count)),
         echo,
         generates,
         tools.how,
         prompt_logprobs,
-        tuple(number for number in added for _ in range(count)),
     )
 
 
