@@ -2,8 +2,9 @@
 
     python benchmarks/openai_clients.py                  the table, and ten minutes with 64 clients
     python benchmarks/openai_clients.py --seconds 0      the table alone
+    python benchmarks/openai_clients.py --seconds 0 --sdk-only   without litellm and lm_eval
 
-Needs a Python with openai, litellm, mcp (for litellm's tools), lm_eval, accelerate and transformers beside Stoker. The model is small and untrained, in fp32 on the CPU, with
+Needs a Python with openai, litellm, mcp (for litellm's tools), lm_eval[api], accelerate and transformers beside Stoker. The model is small and untrained, in fp32 on the CPU, with
 the tokenizer and chat template of a published one. `ok` in the table: the answer is what the request alone asks for, see `check`.
 Under load every answer must be the one that the same request got while nothing else ran; memory is the server's resident set.
 """
