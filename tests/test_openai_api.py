@@ -130,6 +130,23 @@ def test_text_offsets_are_places_in_the_text_streamed_or_not(server: Server) -> 
     assert [one for part in streamed for one in part["choices"][0]["logprobs"]["text_offset"]] == offsets
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_begins_with_the_prompt_as_it_was_sent(server: Server, tokenizer: Tokenizer, stream: bool) -> None:
+    """Not with the token that the server puts in front of a text."""
+    ids = [*tokenizer.start, *tokenizer.encode(TEXT)]
+    assert tokenizer.start
+    body = {"max_tokens": 6, "seed": 2, "logprobs": 0, "return_token_ids": True, "skip_special_tokens": False}
+    plain = choice(server, prompt=TEXT, **body)
+    for prompt, shown in ((TEXT, TEXT), (ids, tokenizer.decode(ids))):
+        status, answer = server.ask(COMPLETIONS, {**body, "prompt": prompt, "echo": True, "stream": stream})
+        parts = [one["choices"][0] for one in pieces(answer)] if stream else [answer["choices"][0]]
+        assert status == 200 and parts[0]["prompt_token_ids"] == ids
+        assert "".join(part["text"] for part in parts) == shown + plain["text"]
+        offsets = [one for part in parts for one in part["logprobs"]["text_offset"]]
+        want = [len(shown) + offset for offset in plain["logprobs"]["text_offset"]]
+        assert offsets[0] == 0 and offsets[len(ids) :] == want
+
+
 # ---- models and tokens ----
 
 
@@ -248,6 +265,29 @@ def test_an_answer_that_the_sdk_read_can_be_sent_back(server: Server) -> None:
     assert caught.value.param == "temperature" and caught.value.type == "invalid_request_error"
 
 
+def test_what_is_wrong_is_named(server: Server) -> None:
+    hi = [{"role": "user", "content": "hi"}]
+    for path, body, param, part in (
+        (CHAT, {"messages": hi, "stream": True, "stream_options": {"include_usag": True}}, "stream_options", "'include_usag'"),
+        (CHAT, {"messages": hi, "stream": True, "stream_options": {"include_usage": 1}}, "stream_options", "include_usage"),
+        (CHAT, {"messages": hi, "stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
+        (CHAT, {"messages": hi, "top_p": 0}, "top_p", "above 0"),
+        (CHAT, {"messages": hi * 300}, "messages", "maximum context length is 256 tokens"),  # litellm looks for these words
+        (CHAT, {"messages": hi, "max_tokens": 999}, "max_tokens", "maximum context length is 256 tokens"),
+    ):  # fmt: skip
+        status, answer = server.ask(path, body)
+        assert (status, answer["error"]["param"]) == (400, param) and part in answer["error"]["message"], answer
+    options = {"include_usage": True, "include_obfuscation": False}
+    status, answer = server.ask(CHAT, {"messages": hi, "max_tokens": 2, "stream": True, "stream_options": options})
+    assert status == 200 and pieces(answer)[-1]["usage"]["completion_tokens"] <= 2
+
+
+def test_a_message_as_litellm_sends_it_back_is_accepted(server: Server) -> None:
+    said = {"role": "assistant", "content": "yes", "function_call": None, "provider_specific_fields": {"refusal": None}}
+    ask = [{"role": "user", "content": "hi"}]
+    assert choice(server, CHAT, messages=[*ask, said, *ask], max_tokens=2)
+
+
 # ---- structured output ----
 
 SCHEMA: dict[str, Any] = {
@@ -304,8 +344,17 @@ def test_a_schema_that_cant_be_compiled_is_refused_in_one_line(server: Server) -
         {"type": "json_schema", "json_schema": {"schema": {"type": "strange"}}},
         {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/nowhere"}}},
         {"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": "(" }}},
+        {"type": "json_object", "schema": SCHEMA}, {"type": "json_schema", "json_schema": {"schema": SCHEMA}, "strict": True},
     ):  # fmt: skip
         status, answer = server.ask(COMPLETIONS, {"prompt": TEXT, "response_format": form})
         assert status == 400 and answer["error"]["param"] == "response_format", form
         assert "\n" not in answer["error"]["message"] and "Traceback" not in answer["error"]["message"]
+    for schema, why in (
+        ({"type": "string", "pattern": "^(?=a)a$"}, "error: look-around"),
+        ({"not": {"type": "string"}}, '["not"]'),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "use anyOf"),
+    ):
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        message = server.ask(COMPLETIONS, {"prompt": TEXT, "response_format": form})[1]["error"]["message"]
+        assert message.startswith("response_format: the schema can't be compiled: ") and why in message, message
     assert choice(server, prompt=TEXT, response_format={"type": "text"}, max_tokens=2)

@@ -17,6 +17,7 @@ from published import PUBLISHED
 from stoker.training.model import hf
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
+from stoker.training.serve.constrain import Grammars
 from stoker.training.serve.tools import FORMATS, ToolText
 from stoker.training.tokenizer.tokenizer import load
 from test_serve import CONTEXT, Server, pieces
@@ -69,7 +70,7 @@ def calls_of(server: Server, **body: Any) -> list[list[dict[str, Any]]]:
     found: dict[int, list[dict[str, Any]]] = {}
     for part in pieces(answer):
         for one in part["choices"]:
-            assert one["finish_reason"] in (None, "tool_calls")
+            assert one["finish_reason"] in (None, "tool_calls") and not one["delta"]["content"]
             found.setdefault(one["index"], []).extend(one["delta"].get("tool_calls", []))
     for calls in found.values():
         assert [call.pop("index") for call in calls] == list(range(len(calls)))
@@ -103,6 +104,55 @@ def test_a_named_function_is_the_one_that_is_called(server: Server) -> None:
     named = {"type": "function", "function": {"name": "now"}}
     (calls,) = calls_of(server, tool_choice=named)
     assert [call["function"] for call in calls] == [{"name": "now", "arguments": "{}"}]
+
+
+def test_parameters_may_refer_to_their_own_definitions(server: Server) -> None:
+    """As pydantic writes a model within a model. Two functions may give different definitions the same name."""
+    digit = {"type": "object", "properties": {"v": {"enum": [1, 2]}}, "required": ["v"], "additionalProperties": False}
+    word = {**digit, "properties": {"v": {"enum": ["x", "y"]}}}
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "parameters": {
+                    "properties": {"of": {"$ref": "#/$defs/Part"}},
+                    "required": ["of"],
+                    "additionalProperties": False,
+                    "$defs": {"Part": part},
+                },
+            },
+        }
+        for name, part in (("digit", digit), ("word", word))
+    ]
+    found = set()
+    for calls in calls_of(server, tools=tools, n=12, seed=1, temperature=5, tool_choice="required"):
+        for call in calls:
+            found.add((call["function"]["name"], json.loads(call["function"]["arguments"])["of"]["v"]))
+    assert found == {("digit", 1), ("digit", 2), ("word", "x"), ("word", "y")}
+
+
+def test_a_stream_of_calls_alone_has_no_content(server: Server) -> None:
+    """The SDK puts pieces together: null and nothing else is null, as in a whole response."""
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+    body: dict[str, Any] = {"model": "small", "messages": MESSAGES, "tools": [NOW], "max_tokens": 100, "seed": 1}
+    called = {**body, "tool_choice": "required", "parallel_tool_calls": False}
+    with client.chat.completions.stream(**called) as events:
+        message = events.get_final_completion().choices[0].message
+    assert message.content is None and [call.function.name for call in message.tool_calls] == ["now"]
+    whole = client.chat.completions.create(**body).choices[0].message.content
+    parts = [part.choices[0].delta.content for part in client.chat.completions.create(**body, stream=True)]
+    assert whole and "".join(part or "" for part in parts) == whole
+
+
+def test_several_calls_are_the_same_whole_or_streamed(server: Server) -> None:
+    body = {"n": 8, "seed": 3, "temperature": 5, "tool_choice": "required", "tools": [NOW]}
+    whole, streamed = calls_of(server, **body), calls_of(server, **body, stream=True)
+    assert max(map(len, whole)) > 1
+    assert [[call["function"] for call in calls] for calls in whole] == [
+        [call["function"] for call in calls] for calls in streamed
+    ]
 
 
 def test_the_sdk_sends_a_calls_result_back(server: Server) -> None:
@@ -143,15 +193,16 @@ def test_a_template_without_tools_refuses_them(tmp_path: Path) -> None:
 CALL = '{"name": "add", "arguments": {"a": 1}}'
 OTHER = '{"name": "now", "arguments": {}}'
 TEXTS = [
-    (QWEN, f"Let me see.\n<tool_call>\n{CALL}\n</tool_call>", "Let me see.\n", ["add"]),
-    (QWEN, f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{OTHER}\n</tool_call>", "\n", ["add", "now"]),
+    (QWEN, f"Let me see.\n<tool_call>\n{CALL}\n</tool_call>", "Let me see.", ["add"]),
+    (QWEN, f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{OTHER}\n</tool_call>\n", "", ["add", "now"]),
+    (QWEN, f" \n<tool_call>\n{CALL}\n</tool_call> Done. \n", " Done. \n", ["add"]),
     (QWEN, "2 < 3 and <tool_ box", "2 < 3 and <tool_ box", []),
     (QWEN, "<tool_call>\nadd 1\n</tool_call> done", "<tool_call>\nadd 1\n</tool_call> done", []),
     (QWEN, f"<tool_call>\n{CALL[:20]}", f"<tool_call>\n{CALL[:20]}", []),
     (MISTRAL, f"[TOOL_CALLS] [{CALL}, {OTHER}]", "", ["add", "now"]),
     (MISTRAL, "[TOOL] no call", "[TOOL] no call", []),
     (LLAMA, CALL.replace("arguments", "parameters"), "", ["add"]),
-    (LLAMA, f"  <|python_tag|>{CALL.replace('arguments', 'parameters')}", "  ", ["add"]),
+    (LLAMA, f"  <|python_tag|>{CALL.replace('arguments', 'parameters')}", "", ["add"]),
     (LLAMA, "{a, b} is a set", "{a, b} is a set", []),
     (LLAMA, "the set {a}", "the set {a}", []),
 ]
@@ -169,3 +220,19 @@ def test_calls_are_found_in_a_text_however_it_is_cut(
         calls += new
     assert found == said and [call.name for call in calls] == names
     assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
+
+
+@pytest.mark.parametrize(("how", "text"), [
+    (QWEN, '<tool_call>\n{"name": "add", "arguments": {"a": 7, "b": 2}}\n</tool_call>'),
+    (MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 7, "b": 2}}]'),
+    (LLAMA, '{"name": "add", "parameters": {"a": 7, "b": 2}}'),
+])  # fmt: skip
+def test_each_formats_grammar_allows_its_calls_and_what_it_allows_is_read(how: Any, text: str, tmp_path: Path) -> None:
+    tokenizer = load(str(PUBLISHED["llama-3"].folder(tmp_path)))
+    matcher = Grammars(tokenizer).lark(how.grammar([NOW, ADD], tokenizer, is_single=True))
+    for token in tokenizer.continued(text):
+        assert matcher.allowed()[token] and not matcher.is_complete
+        matcher.accept(token)
+    assert matcher.is_complete and not matcher.has_failed
+    (said, calls) = ToolText(how).feed(text, is_last=True)
+    assert not said and [(call.name, json.loads(call.arguments)) for call in calls] == [("add", {"a": 7, "b": 2})]

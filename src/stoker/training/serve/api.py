@@ -65,7 +65,7 @@ _IDLE: dict[str, tuple[Any, ...]] = {
     "echo": (False,), "best_of": (1,), "suffix": ("",), "tools": ([],), "tool_choice": ("none",),
     "parallel_tool_calls": (True, False), "service_tier": ("auto", "default"), "modalities": (["text"],),
 }  # fmt: skip
-_OF_A_MESSAGE = ("role", "content", "name")
+_OF_A_MESSAGE = ("role", "content", "name", "provider_specific_fields")  # the last one is litellm's own
 _WITH_TOOLS = ("tool_calls", "tool_call_id")
 DEVELOPER, SYSTEM = "developer", "system"  # OpenAI's newer name of the system's role, which no published template knows
 
@@ -102,6 +102,7 @@ class Asked:
     stream: bool
     with_usage: bool
     with_ids: bool
+    added: tuple[int, ...]  # of each request: tokens in front of its prompt that its text does not have
     echo: bool = False
     generates: bool = True  # False: max_tokens is 0, and the token that the engine samples all the same is dropped
     tools: ToolFormat | None = None  # how completions call tools; None: there are none
@@ -120,6 +121,7 @@ def read(body: bytes, is_chat: bool, served: Served) -> Asked:
     _check_model(told, served)
     tools = _tools(told, served.tokenizer) if is_chat else _Tools()
     prompts = [_conversation(told, served.tokenizer, tools)] if is_chat else _prompts(told, served.tokenizer)
+    added = [0] if is_chat else _added(told, served.tokenizer)
     count = _whole(told, "n", 1, 1, MOST_ANSWERS)
     if len(prompts) * count > MOST_ANSWERS:
         raise Problem(
@@ -147,33 +149,45 @@ def read(body: bytes, is_chat: bool, served: Served) -> Asked:
     for prompt in prompts:
         room = served.length - len(prompt)
         if room < 1 or not prompt:
-            line = f"a prompt of {len(prompt)} tokens: this server takes 1 to {served.length - 1}, so that an answer fits, too"
-            code = "context_length_exceeded" if prompt else ""
-            raise Problem(line, key="messages" if is_chat else "prompt", code=code)
-        tokens, ids = _new_tokens(told, is_chat, room), tuple(prompt)
+            key = "messages" if is_chat else "prompt"
+            if not prompt:
+                raise Problem(f"{key}: the prompt has no tokens", key=key)
+            raise _too_long(f"the prompt has {len(prompt)}, and a completion needs at least 1", served.length, key)
+        tokens, ids = _new_tokens(told, is_chat, room, served.length), tuple(prompt)
         generates = tokens > 0
         for index in range(first, first + count):
             shared["constraint"] = None if constraint is None else constraint.copy()
             number = len(requests)
             requests.append(Request(f"{name}-{number}", ids, max(tokens, 1), seed=seed, index=index, **shared))
     _refuse_much(requests, prompts, with_ids, echo, served.tokenizer)
-    options = told.get("stream_options") or {}
-    if not isinstance(options, dict):
-        raise Problem("stream_options must be an object", key="stream_options")
-    with_usage = options.get("include_usage") is True
     return Asked(
         name,
         is_chat,
         int(time.time()),
         tuple(requests),
         is_stream,
-        with_usage,
+        _with_usage(told, is_stream),
         with_ids,
+        tuple(number for number in added for _ in range(count)),
         echo,
         generates,
         tools.how,
         prompt_logprobs,
     )
+
+
+def _with_usage(params: Mapping[str, Any], is_stream: bool) -> bool:
+    key = "stream_options"
+    options = params.get(key)
+    if options is None:
+        return False
+    if not isinstance(options, dict):
+        raise Problem(f"{key} must be an object", key=key)
+    if not is_stream:
+        raise Problem(f"{key} needs stream: true", key=key)
+    if extra := options.keys() - {"include_usage", "include_obfuscation"}:  # there is nothing to obfuscate
+        raise Problem(f"{key}: unknown key {_shown(min(extra))}", key=key)
+    return _flag(options, "include_usage", of=key)
 
 
 def _refuse_much(
@@ -277,6 +291,13 @@ def _prompts(told: Mapping[str, Any], tokenizer: Tokenizer) -> list[list[int]]:
         _check_ids(ids, tokenizer, "prompt")
         found.append(ids)
     return found
+
+
+def _added(told: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
+    """Return of each prompt how many tokens `_prompts` put in front of it."""
+    given = told.get("prompt")
+    prompts = given if isinstance(given, list) and not _is_ids(given) else [given]
+    return [len(tokenizer.start) if isinstance(one, str) else 0 for one in prompts]
 
 
 def _check_ids(ids: Collection[int], tokenizer: Tokenizer, key: str) -> None:
@@ -461,6 +482,9 @@ def _constraint(params: Mapping[str, Any], served: Served, tools: _Tools) -> Gra
             raise Problem(f"tools: {problem}", key="tools") from problem
     form = form if isinstance(form, dict) else {}
     kind = form.get("type")
+    if extra := form.keys() - {"type", *(["json_schema"] if kind == "json_schema" else [])}:
+        line = f"{key}: unknown key {_shown(min(extra))}; a schema goes into json_schema, with type json_schema"
+        raise Problem(line, key=key)
     if kind == "json_object":
         schema: Any = {"type": "object"}
     elif kind == "json_schema":
@@ -483,8 +507,11 @@ def _is_stop(text: Any) -> bool:
 
 def _sampling(told: Mapping[str, Any]) -> Sampling:
     temperature, top_p = _number(told, "temperature", 1.0), _number(told, "top_p", 1.0)
+    top_k = max(_whole(told, "top_k", 0, -1, 2**31), 0)  # -1 and 0: all
+    if not 0.0 < top_p <= 1.0:
+        raise Problem(f"top_p must be above 0 and at most 1, not {top_p:g}", key="top_p")
     try:
-        return checked(temperature, max(_whole(told, "top_k", 0, -1, 2**31), 0), top_p)  # -1 and 0: all
+        return checked(temperature, top_k, top_p)
     except Refusal as refusal:
         raise Problem(refusal.line, key="temperature") from refusal
 
@@ -501,12 +528,17 @@ def _logprobs(told: Mapping[str, Any], is_chat: bool) -> int:
     return more
 
 
-def _new_tokens(told: Mapping[str, Any], is_chat: bool, room: int) -> int:
+def _too_long(line: str, length: int, key: str) -> Problem:
+    """In OpenAI's words, by which litellm and others know that the context is too small."""
+    line = f"This model's maximum context length is {length} tokens: {line}"
+    return Problem(line, key=key, code="context_length_exceeded")
+
+
+def _new_tokens(told: Mapping[str, Any], is_chat: bool, room: int, length: int) -> int:
     key = "max_completion_tokens" if told.get("max_completion_tokens") is not None else "max_tokens"
     found = _whole(told, key, min(room, DEFAULT_TOKENS) if not is_chat else room, 1 if is_chat else 0, 2**31)
     if found > room:
-        line = f"{key} {found} is too large: only {room} tokens are left after the prompt"
-        raise Problem(line, key=key, code="context_length_exceeded")
+        raise _too_long(f"the prompt has {length - room}, so {key} {found} is more than the {room} left", length, key)
     return found
 
 
@@ -533,10 +565,11 @@ def _number(
     return float(value)
 
 
-def _flag(told: Mapping[str, Any], key: str, default: bool = False) -> bool:
+def _flag(told: Mapping[str, Any], key: str, default: bool = False, of: str = "") -> bool:
+    """`of`: the key of the body, where `told` is a part of it."""
     value = told.get(key)
     if value is not None and not isinstance(value, bool):
-        raise Problem(f"{key} must be true or false, not {_shown(value)}", key=key)
+        raise Problem(f"{of and f'{of}: '}{key} must be true or false, not {_shown(value)}", key=of or key)
     return default if value is None else value
 
 
@@ -582,6 +615,7 @@ class Reply:
         tokenizer = served.tokenizer
         self._asked, self._name = asked, served.name
         self._bytes: Callable[[int], bytes] = lambda token: tokenizer.decode_bytes([token])
+        self._strips = tokenizer.told.decoding.strips
         self._hidden = frozenset(tokenizer.special.values()) if asked.requests[0].skip_special_tokens else frozenset()
         self._places = {request.id: place for place, request in enumerate(asked.requests)}
         self._events: list[list[Event]] = [[] for _ in asked.requests]
@@ -668,7 +702,7 @@ class Reply:
             text, calls = tools.feed(text, is_last=True)
             message["content"] = text
         if calls:
-            message |= {"content": text.strip() or None, "tool_calls": [call.to_json() for call in calls]}
+            message |= {"content": text or None, "tool_calls": [call.to_json() for call in calls]}
         return self._with_numbers(place, events, {"message": message}, bool(calls))
 
     def _piece(self, place: int, events: list[Event], first: bool) -> dict[str, Any]:
@@ -678,11 +712,14 @@ class Reply:
         tools, calls = self._tools[place], list[ToolCall]()
         if tools is not None:
             text, calls = tools.feed(text, is_last=bool(events[-1].finish))
-        delta: dict[str, Any] = {"role": chat.LEARNED, "content": text} if first else {"content": text}
+        begin = self._calls[place]
+        self._calls[place] += len(calls)
+        # Null, as in a whole response, where there are calls alone.
+        is_silent = tools is not None and not text and (self._calls[place] > 0 or not events[-1].finish)
+        delta: dict[str, Any] = {"role": chat.LEARNED} if first else {}
+        delta["content"] = None if is_silent else text
         if calls:
-            begin = self._calls[place]
             delta["tool_calls"] = [{"index": begin + at, **call.to_json()} for at, call in enumerate(calls)]
-            self._calls[place] += len(calls)
         return self._with_numbers(place, events, {"delta": delta}, self._calls[place] > 0)
 
     def _with_numbers(
@@ -692,7 +729,7 @@ class Reply:
         choice = {"index": place, **said, "finish_reason": "tool_calls" if has_calls and finish == STOP else finish}
         echoed = request.prompt if self._asked.echo and events[0] is self._events[place][0] else ()
         if echoed:
-            choice["text"] = b"".join(map(self._bytes, echoed)).decode("utf-8", "replace") + choice["text"]
+            choice["text"] = b"".join(self._echo(place)).decode("utf-8", "replace") + choice["text"]
         choice["logprobs"] = self._logprobs(place, events, echoed) if request.logprobs >= 0 else None
         if events[-1].finish:
             choice["weights"] = {"version": events[-1].version, "digest": events[-1].digest}
@@ -721,7 +758,7 @@ class Reply:
         tokens: list[int] = list(echoed)
         logprobs: list[float | None] = [None] * bool(echoed)
         top: list[dict[str, float | None] | None] = [None] * bool(echoed)
-        text_offset = [offsets.next(self._bytes(token)) for token in echoed]
+        text_offset = [offsets.next(data) for data in self._echo(place)] if echoed else []
         for token, score in zip(echoed[1:], events[0].prompt if echoed else (), strict=True):
             logprobs.append(_finite(score.logprob))
             top.append(self._top(token, score.logprob, score.alternatives[:most]))
@@ -733,6 +770,14 @@ class Reply:
             text_offset.append(offsets.next(b"" if event.token in self._hidden else self._bytes(event.token)))
         texts = list(map(self._text, tokens))
         return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": text_offset}
+
+    def _echo(self, place: int) -> list[bytes]:
+        """Return what each token of the prompt adds to the text: together the prompt as the client wrote it."""
+        added = self._asked.added[place]
+        pieces = [self._bytes(token) for token in self._asked.requests[place].prompt[added:]]
+        if self._strips and pieces:
+            pieces[0] = pieces[0].removeprefix(b" ")
+        return [b""] * added + pieces
 
     def _top(
         self, token: int, logprob: float | None, alternatives: Sequence[tuple[int, float]]

@@ -6,6 +6,7 @@ llguidance follows the grammar. It is imported when the first request asks for i
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,9 @@ from stoker.training.tokenizer.tokenizer import Tokenizer
 
 # Free whitespace would let a model write blanks without end.
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+_POSITION = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 
 
 class Unconstrainable(Exception):
@@ -102,4 +106,9 @@ class _Vocabulary:
 
 
 def _line(text: str) -> str:
-    return printable(text.strip().split("\n", 1)[0], 300)
+    """Return llguidance's message without the positions in our grammar, which the client has never seen."""
+    first, *more = _POSITION.sub("", text.strip()).splitlines() or [""]
+    if first.startswith("oneOf constraints are not supported"):
+        first = "oneOf is supported only where no value can match two of its schemas: use anyOf"
+    reasons = [first, *(line for line in more if line.startswith("error: "))]  # that of a regular expression
+    return printable(f"the schema can't be compiled: {' '.join(reasons)}", 300)

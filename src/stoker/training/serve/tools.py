@@ -62,29 +62,29 @@ class ToolFormat:
         return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
 
     def grammar(self, tools: Iterable[Mapping[str, Any]], tokenizer: Tokenizer, is_single: bool) -> str:
-        """Return a grammar in llguidance's Lark of completions that call one of these tools."""
-        calls = [self._schema(tool["function"]) for tool in tools]
-        schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
-        if self.is_list:
-            schema = {"type": "array", "items": schema, "minItems": 1, **({"maxItems": 1} if is_single else {})}
-        json_text = f"%json {json.dumps({**schema, 'x-guidance': JSON_STYLE})}"
-        if self.is_bare:
-            return f"start: call\ncall: {json_text}"
-        begin = self._literal(self.begin, tokenizer)
-        if self.is_list:
-            return f'start: {begin} " " calls\ncalls: {json_text}'
-        more = "" if is_single else ' ("\\n" call)*'
-        newline, end = '"\\n"', self._literal(self.end, tokenizer)
-        return f"start: call{more}\ncall: {begin} {newline} value {newline} {end}\nvalue: {json_text}"
+        """Return a grammar in llguidance's Lark of completions that call one of these tools.
 
-    def _schema(self, function: Mapping[str, Any]) -> dict[str, Any]:
-        parameters = function.get("parameters") or {"type": "object"}
-        return {
-            "type": "object",
-            "properties": {"name": {"const": function["name"]}, self.arguments: parameters},
-            "required": ["name", self.arguments],
-            "additionalProperties": False,
-        }
+        Each function's parameters stay a document of their own, so that references in them (`#/$defs/...`) hold.
+        """
+        rules: list[str] = []
+        functions = [tool["function"] for tool in tools]
+        for number, function in enumerate(functions):
+            head = json.dumps(f'{{"name": "{function["name"]}", "{self.arguments}": ')
+            schema = {"type": "object", **(function.get("parameters") or {}), "x-guidance": JSON_STYLE}
+            rules += [
+                f'call_{number}: {head} arguments_{number} "}}"',
+                f"arguments_{number}: %json {json.dumps(schema)}",
+            ]
+        rules.append(f"call: {' | '.join(f'call_{number}' for number in range(len(functions)))}")
+        begin = self._literal(self.begin, tokenizer)
+        if self.is_bare:
+            start = "call"
+        elif self.is_list:
+            start = f'{begin} " [" call{"" if is_single else """ (", " call)*"""} "]"'
+        else:
+            marked = f'{begin} "\\n" call "\\n" {self._literal(self.end, tokenizer)}'
+            start = marked if is_single else f'{marked} ("\\n" {marked})*'
+        return "\n".join([f"start: {start}", *rules])
 
     @staticmethod
     def _literal(mark: str, tokenizer: Tokenizer) -> str:
@@ -118,7 +118,8 @@ class ToolText:
         self._how = how
         self._held = ""  # may begin a call, or is a call that has not ended
         self._mark = ""  # what that call began with
-        self._is_call = self._has_text = False
+        self._blank = ""  # whitespace that is said only if text follows, and not a call
+        self._is_call = self._has_text = self._follows_call = False
 
     def feed(self, text: str, is_last: bool) -> tuple[str, list[ToolCall]]:
         """Return what is now certain to be said, and the calls that are now complete. `is_last`: no more text follows."""
@@ -134,10 +135,23 @@ class ToolText:
             size = end + len(how.end) if end >= 0 else len(self._held)
             found = how.calls_in(self._held[:end] if end >= 0 else self._held)
             if found is None:  # no call after all
-                said.append(self._mark + self._held[:size])
-            calls += found or ()
+                self._say(self._mark + self._held[:size], said)
+            else:
+                calls += found
+                self._blank, self._follows_call = "", True
             self._held, self._is_call = self._held[size:], False
+        if is_last and not self._follows_call:
+            said.append(self._blank)
         return "".join(said), calls
+
+    def _say(self, text: str, said: list[str]) -> None:
+        """Add the text to `said`, up to the whitespace at its end, which a call may follow."""
+        text = self._blank + text
+        end = len(text.rstrip())
+        said.append(text[:end])
+        self._blank = text[end:]
+        if end:
+            self._has_text, self._follows_call = True, False
 
     def _begins(self, said: list[str], is_last: bool) -> bool:
         """Move what is said to `said`. True: the rest is a call."""
@@ -150,8 +164,7 @@ class ToolText:
         before, self._mark, behind = held.partition(how.begin)
         kept = 0 if self._mark or is_last else _overlap(held, how.begin)
         text = before[: len(before) - kept]
-        said.append(text)
-        self._has_text |= bool(text.strip())
+        self._say(text, said)
         self._held = behind if self._mark else held[len(held) - kept :]
         return bool(self._mark)
 
