@@ -38,7 +38,7 @@ from stoker.training.tokenizer.tokenizer import bytes_tokenizer  # noqa: E402
 from test_grpo import SHAPE, Forks, Job, model_that_answers_with_a_digit  # noqa: E402
 
 KEY = "a-key-for-tests"
-AGES = {"staleness", "staleness_max", "queue", "sampler_kl", "cap_rate"}
+AGES = {"staleness", "staleness_max", "queue", "resampled_stale", "sampler_kl", "cap_rate"}
 FORKS = program(f"""
 import torch, torch._dynamo
 from stoker.training.recipes import grpo, stage

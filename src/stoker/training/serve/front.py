@@ -322,6 +322,10 @@ class App:
 
     async def _complete(self, asked: api.Asked, channel: _Channel, send: Send) -> None:
         engine, post = self._engine, self.calls.post
+        version, _ = self._version()
+        if version < asked.min_weight_version:
+            line = f"the weights of this server are version {version}; min_weight_version is {asked.min_weight_version}"
+            raise Problem(f"{line}: load newer ones ({WEIGHTS})", 409, "min_weight_version", "weights_too_old")
         if not engine.reserve(len(asked.requests)):
             self.turned_away += 1
             line = f"the queue is full ({engine.most} answers): try again later"
