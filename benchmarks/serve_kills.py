@@ -133,7 +133,9 @@ def kill_launcher(job: Job) -> float:
     return took
 
 
-def measure(folder: Path, staleness: int, kills: int, steps_each: int, ranks: int, draw: random.Random) -> dict[str, Any]:
+def measure(
+    folder: Path, staleness: int, kills: int, steps_each: int, ranks: int, draw: random.Random
+) -> dict[str, Any]:
     model_that_answers_with_a_digit(folder)
     order = [KINDS[number % len(KINDS)] for number in range(kills)]
     draw.shuffle(order)
@@ -171,7 +173,9 @@ def measure(folder: Path, staleness: int, kills: int, steps_each: int, ranks: in
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=30, help="of server, trainer and launcher together, at each staleness")
+    parser.add_argument(
+        "--kills", type=int, default=30, help="of server, trainer and launcher together, at each staleness"
+    )
     parser.add_argument("--staleness", default="0,1,2,4")
     parser.add_argument("--ranks", type=int, default=1, help="trainers")
     parser.add_argument("--steps-each", type=int, default=12, help="steps of the job for each kill")

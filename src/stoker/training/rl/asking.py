@@ -19,6 +19,7 @@ from stoker.contract import listeners, owners
 from stoker.contract.quantities import span
 from stoker.contract.untrusted import printable
 from stoker.training.rl.waiting import ServerWait
+from stoker.training.serve.api import OTHER_MODEL
 
 _PAUSE_S = (0.1, 2.0)  # between two tries: at first, and at most
 CONNECT_S = 3.0  # for a connection: an address that nobody answers at is reported, and tried again
@@ -157,9 +158,14 @@ class Patient:
                 self._wait.answered(address)
             if status == 200:
                 return text
-            line = printable(_message(text), 300)
+            message, code = _error(text)
+            line = printable(message, 300)
             if is_fine(status, line):
                 return None
+            if code == OTHER_MODEL:
+                raise ServerFailed(
+                    f"the server at {address} serves another model than the trainers (model.load): {line}"
+                )
             if 400 <= status < 500 and status != 429:
                 raise ServerFailed(f"the server at {address} refused {path} with status {status}: {line}")
             if time.monotonic() > until:
@@ -194,11 +200,13 @@ class Patient:
             ) from problem
 
 
-def _message(text: bytes) -> str:
+def _error(text: bytes) -> tuple[str, str]:
+    """Return the message and the code of an error's body."""
     try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return text[:300].decode("utf-8", "replace")
+        error = json.loads(text)["error"]
+        return str(error["message"]), str(error.get("code") or "")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return text[:300].decode("utf-8", "replace"), ""
 
 
 def _end(one: socket.socket, over: threading.Event | None = None) -> None:

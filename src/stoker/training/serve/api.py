@@ -70,6 +70,9 @@ _WITH_TOOLS = ("tool_calls", "tool_call_id")
 DEVELOPER, SYSTEM = "developer", "system"  # OpenAI's newer name of the system's role, which no published template knows
 
 
+OTHER_MODEL = "other_model"  # code of an error: new weights are not for the model that is served
+
+
 class Problem(Exception):
     """A client's mistake, in one sentence. `code`: OpenAI's word for it, if there is one."""
 
@@ -106,7 +109,7 @@ class Asked:
     generates: bool = True  # False: max_tokens is 0, and the token that the engine samples all the same is dropped
     tools: ToolFormat | None = None  # how completions call tools; None: there are none
     prompt_logprobs: int = -1  # in vLLM's form, with this many alternatives; -1: none
-    min_weight_version: int = 0  # older weights must not write the completions
+    min_weight_version: int = -1  # older weights must not write the completions; -1: any may
 
     @property
     def prompt_tokens(self) -> int:
@@ -174,7 +177,7 @@ def read(body: bytes, is_chat: bool, served: Served) -> Asked:
         generates,
         tools.how,
         prompt_logprobs,
-        _whole(told, "min_weight_version", 0, 0, 2**62),
+        _whole(told, "min_weight_version", -1, 0, 2**62),
     )
 
 
