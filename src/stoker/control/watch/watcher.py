@@ -141,9 +141,12 @@ class Watcher:
         self._ranks[rank].printed(now)
 
     def said(self, rank: int, now: float, phase: str | None = None) -> None:
+        waited = self._ranks[rank].waits_for_server(now)
         self._ranks[rank].said(now)
         if phase is not None:
             self._ranks[rank].enter(phase)
+            if waited and not self._ranks[rank].waits_for_server(now):
+                self.resumed(now)  # the others waited for this rank: their silence begins now, too
 
     def beatless(self, rank: int, now: float) -> None:
         self._ranks[rank].beatless(now)
