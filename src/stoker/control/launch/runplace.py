@@ -202,7 +202,7 @@ def _is_changed_role(run: reader.Run, request: Request) -> bool:
 
 def _await_former(run: reader.Run) -> None:
     """Wait for a role of a job whose launcher was killed: its ranks were told to save and end when the launcher died."""
-    say(f"stoker: the former run of role {printable(run.name)} is still saving; waiting for its end")
+    say(f"the former run of role {printable(run.name)} is still saving; waiting for its end")
     deadline = time.monotonic() + FORMER_S
     while reader.alive(run) and time.monotonic() < deadline:
         time.sleep(0.1)
