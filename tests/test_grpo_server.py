@@ -93,10 +93,12 @@ class Serving:
     def kill(self) -> None:
         os.kill(self._pid, signal.SIGKILL)
         self._forks.codes()
+        self._pid = 0
 
     def close(self) -> None:
         with self._held:
-            self.kill()
+            if self._pid:
+                self.kill()
 
     @property
     def url(self) -> str:

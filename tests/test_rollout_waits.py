@@ -292,7 +292,11 @@ class Gateway:
     def _accept(self) -> None:
         while self._is_open:
             client = self._listening.accept()[0]
-            upstream = socket.create_connection(("127.0.0.1", self._port))
+            try:
+                upstream = socket.create_connection(("127.0.0.1", self._port))
+            except OSError:
+                client.close()
+                continue
             self._held += [client, upstream]
             for one, other in ((client, upstream), (upstream, client)):
                 threading.Thread(target=self._pass_on, args=(one, other), daemon=True).start()
@@ -347,7 +351,8 @@ def test_trainers_that_wait_for_a_lost_server_stop_and_save(
     gateway = Gateway(mine.port)
     try:
         words = forks.words("--max-steps", "100000", "--grpo.breaker_steps", "0", "--learning_rate", "1e-5")
-        words += ["--grpo.server", f"http://127.0.0.1:{gateway.port}", "--grpo.staleness", staleness]
+        port = mine.port if how == "dead" else gateway.port
+        words += ["--grpo.server", f"http://127.0.0.1:{port}", "--grpo.staleness", staleness]
         pids = forks._ranks.begin(2, tmp_path / "job", words=words)
         metrics = tmp_path / "job" / "run" / "metrics.jsonl"
 
@@ -361,6 +366,10 @@ def test_trainers_that_wait_for_a_lost_server_stop_and_save(
             os.kill(mine._pid, signal.SIGSTOP)
         else:
             gateway.cut()
+        reason = {"dead": "Connection refused", "unreachable": "Connection timed out"}.get(how, "")
+        if reason:
+            line, log = f"the server at 127.0.0.1:{port} can't be reached: {reason}", tmp_path / "job" / "rank-0.log"
+            assert wait_for(lambda: line in log.read_text() or None, 30)
         seen: list[tuple[float, int]] = []
         assert wait_for(lambda: _is_still(seen, steps()) or None, 60), "trainers wait for the server"
         last, told = steps(), time.monotonic()
@@ -369,7 +378,8 @@ def test_trainers_that_wait_for_a_lost_server_stop_and_save(
         job = Job(tmp_path / "job", forks._ranks.codes())
         took = time.monotonic() - told
     finally:
-        os.kill(mine._pid, signal.SIGCONT)
+        if how == "hung":
+            os.kill(mine._pid, signal.SIGCONT)
         gateway.close()
         mine.close()
     assert job.codes == [0, 0], job.said()

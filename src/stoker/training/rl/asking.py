@@ -79,6 +79,13 @@ class Asking:
             raise NoAnswer(f"no complete answer{f' within {span(2 * seconds)}' if over.is_set() else ''}")
         return answer.status, body
 
+    def connect(self, address: str) -> None:
+        """Connect, and close the connection. Raises Unreachable."""
+        connection = http.client.HTTPConnection(address)
+        own = self._connected(connection.host, connection.port, CONNECT_S)
+        self._open.discard(own)
+        own.close()
+
     def close(self) -> None:
         """Whoever waits for an answer or a connection stops waiting, and nobody begins to."""
         self._is_closed = True
@@ -137,6 +144,17 @@ class Patient:
         """Whoever waits for an answer stops waiting."""
         self._over.set()
         self._asking.close()
+
+    def probe(self, address: str) -> None:
+        """Report a server that takes no connection: a request that is under way does not notice that."""
+        began = time.monotonic()
+        try:
+            self._asking.connect(address)
+        except Unreachable as problem:
+            if not self._over.is_set():
+                self._wait.failed(address, began, f"can't be reached: {problem}", self.patience_s, is_probe=True)
+        else:
+            self._wait.answered(address, is_probe=True)
 
     def waits(self, seconds: float) -> bool:
         """False: it is over."""

@@ -103,6 +103,7 @@ class Servers:
         self._resampled, self._counting = 0, threading.Lock()
         most = TIMES_EXPECTED * (MOST_BYTES + BYTES_A_TOKEN * wanted.new_tokens)
         self._post = Patient(key, patience_s, most, self._wait)
+        self._wait.probe = self._probe
         # One after the other: who asks behind new weights gets their answers, or newer ones'.
         self._in_order = ThreadPoolExecutor(1, "in-order")
         self._pool = ThreadPoolExecutor(CONNECTIONS, "answers")
@@ -168,6 +169,10 @@ class Servers:
         for pool in (self._in_order, self._pool):
             pool.shutdown(wait=False, cancel_futures=True)
         self._post.close()
+
+    def _probe(self) -> None:
+        for address in self._addresses:
+            self._post.probe(address)
 
     def _push_all(self) -> None:
         try:

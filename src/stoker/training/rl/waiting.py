@@ -21,6 +21,10 @@ ANNOUNCE_S = 2.0  # the launcher looks at a rank that has been silent for 3 s
 RENEW_S = 20.0  # the launcher believes an announced wait for 60 s
 REPORT_S = 2.0  # a server that is back sooner is not worth a line
 PROGRESS_S = 30.0  # between two lines about the same wait
+PROBE_S = (
+    1.0,
+    5.0,
+)  # from a wait's beginning to the first look whether the servers can be reached, and between two looks
 T = TypeVar("T")
 
 
@@ -29,10 +33,12 @@ class StopRequested(Exception):
 
 
 class _Outage:
-    """A server that can't be used. `since`: when the first request failed; `next_line`: when the next line is due."""
+    """A server that can't be used. `since`: when the first request failed; `next_line`: when the next line is due; `is_probed`:
+    only a probe has noticed it.
+    """
 
     def __init__(self, since: float) -> None:
-        self.since, self.next_line, self.is_reported = since, since + REPORT_S, False
+        self.since, self.next_line, self.is_reported, self.is_probed = since, since + REPORT_S, False, True
 
 
 class ServerWait:
@@ -47,6 +53,7 @@ class ServerWait:
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.should_stop, self._phase, self._report = should_stop, phase, report
+        self.probe: Callable[[], None] = lambda: None  # looks whether the servers can be reached, in a thread
         self._stop_seen: float | None = None
         self._recent_s = (0.0, 0.0)  # how long the two waits before took
         self._lock = threading.Lock()
@@ -70,7 +77,7 @@ class ServerWait:
         began, usual_s = time.monotonic(), min(self._recent_s)
         announce_at = began + max(ANNOUNCE_S, 2 * usual_s)
         progress_at = began + max(PROGRESS_S, 2 * usual_s)
-        announced = ""
+        probe_at, announced = began + PROBE_S[0], ""
         try:
             while not wait([future], POLL_S).done:
                 now = time.monotonic()
@@ -78,6 +85,9 @@ class ServerWait:
                     self._stop_seen = self._stop_seen or now
                     if now - self._stop_seen > STOP_S:
                         raise StopRequested("stopped while it waited for a server")
+                if now > probe_at:
+                    threading.Thread(target=self.probe, name="probe", daemon=True).start()
+                    probe_at = now + PROBE_S[1]
                 phase = FOR_SERVER if self._outages else usual_phase
                 if now > announce_at or (self._outages and announced != phase):
                     self._phase(phase)
@@ -87,15 +97,18 @@ class ServerWait:
                     progress_at = now + PROGRESS_S
             return future.result()
         finally:
-            self._recent_s = self._recent_s[1], time.monotonic() - began
+            took = time.monotonic() - began
+            if took > POLL_S:
+                self._recent_s = self._recent_s[1], took
             if announced:
                 self._phase("train")
 
-    def failed(self, address: str, since: float, problem: str, patience_s: float) -> None:
+    def failed(self, address: str, since: float, problem: str, patience_s: float, is_probe: bool = False) -> None:
         """A request got no answer that can be used; the server has been so `since` then. It is asked for up to `patience_s`."""
         now = time.monotonic()
         with self._lock:
             outage = self._outages.setdefault(address, _Outage(since))
+            outage.is_probed = outage.is_probed and is_probe
             if now < outage.next_line:
                 return
             is_first, outage.is_reported, outage.next_line = not outage.is_reported, True, now + PROGRESS_S
@@ -105,11 +118,14 @@ class ServerWait:
             f"{line}; waiting for it, up to {limit}" if is_first else f"{line}; has waited {waited} of up to {limit}"
         )
 
-    def answered(self, address: str) -> None:
-        """A request got an answer."""
+    def answered(self, address: str, is_probe: bool = False) -> None:
+        """A request got an answer; a probe, a connection, which ends what only probes have noticed."""
         if address not in self._outages:
             return
         with self._lock:
-            outage = self._outages.pop(address, None)
-        if outage is not None and outage.is_reported:
+            outage = self._outages.get(address)
+            if outage is None or (is_probe and not outage.is_probed):
+                return
+            del self._outages[address]
+        if outage.is_reported:
             self._report(f"the server at {address} answers again, after {span(time.monotonic() - outage.since)}")
