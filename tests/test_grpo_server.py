@@ -522,6 +522,33 @@ def ranks_of(job: Path, word: bytes) -> list[int]:
 
 
 @at_length
+def test_trainers_whose_launcher_is_killed_while_the_server_hangs_save_and_the_same_command_continues(
+    stoker: Stoker, forks: Forks
+) -> None:
+    words = forks.words("--max-steps", "12", "--every_steps", "1000", "--learning_rate", "1e-5")
+    words += ["--allocation", "stoker:d1+ddp:d2", "--name", "job", "--grpo.breaker_steps", "0"]
+    command, env = ("train", "grpo", *words), {"OMP_NUM_THREADS": "1"}
+    job = stoker.start(*command, env=env, stdout=subprocess.DEVNULL)
+
+    def steps() -> int:
+        files = list(stoker.cwd.glob("runs/2*/roles/*-trainer/metrics.jsonl"))
+        return files[0].read_text().count("\n") if files else 0
+
+    assert wait_for(lambda: steps() > 1 or job.poll() is not None or None, 120)
+    hung = ranks_of(stoker.latest, b"serve")
+    for pid in hung:
+        os.kill(pid, signal.SIGSTOP)
+    job.kill()
+    job.wait()
+    again = stoker(*command, env=env, timeout=600)
+    (run,) = (stoker.latest / "roles").glob("*-trainer")
+    assert hung and again.code == 0, again.out + again.err
+    assert re.search(r"resumes at step [1-9]", again.out + again.err), again.out
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == list(range(12))
+    assert not ranks_of(stoker.latest, b"serve") and not ranks_of(stoker.latest, b"stoker.training.recipes.grpo")
+
+
+@at_length
 def test_server_and_trainers_are_killed_again_and_again_and_no_sample_is_lost_or_learned_twice(
     stoker: Stoker, forks: Forks
 ) -> None:
