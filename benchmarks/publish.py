@@ -31,6 +31,7 @@ from stoker.training.rl.asking import Patient
 from stoker.training.rl.dialects import Stoker
 from stoker.training.rl.publish import Publisher, To
 from stoker.training.rl.sending import Sender
+from stoker.training.rl.waiting import ServerWait
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 
 KEY = "benchmark"
@@ -91,7 +92,7 @@ def main() -> int:
             dict[str, Publisher | Sender](),
         )
         for way in told.ways.split(","):
-            to = To((address,), way, 0, ask, lambda _: None, lambda line: print(line, file=sys.stderr))
+            to = To((address,), way, 0, ask, ServerWait(), lambda line: print(line, file=sys.stderr))
             if way == "group":
                 ways[way] = Sender(model, None, group, to, 60.0)
             else:

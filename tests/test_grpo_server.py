@@ -39,7 +39,7 @@ from test_grpo import SHAPE, Forks, Job, model_that_answers_with_a_digit  # noqa
 from test_roles import events  # noqa: E402
 
 KEY = "a-key-for-tests"
-AGES = {"staleness", "staleness_max", "weights_version", "queue", "sampler_kl", "cap_rate"}
+AGES = {"staleness", "staleness_max", "weights_version", "queue", "resampled_stale", "sampler_kl", "cap_rate"}
 FORKS = program(f"""
 import torch, torch._dynamo
 from stoker.training.recipes import grpo, stage
@@ -94,10 +94,12 @@ class Serving:
     def kill(self) -> None:
         os.kill(self._pid, signal.SIGKILL)
         self._forks.codes()
+        self._pid = 0
 
     def close(self) -> None:
         with self._held:
-            self.kill()
+            if self._pid:
+                self.kill()
 
     @property
     def url(self) -> str:
@@ -529,6 +531,33 @@ def ranks_of(job: Path, word: bytes) -> list[int]:
         if word in words and str(job).encode() in run and any(one.startswith(b"RANK=") for one in variables):
             found.append(int(entry))
     return sorted(found)
+
+
+@at_length
+def test_trainers_whose_launcher_is_killed_while_the_server_hangs_save_and_the_same_command_continues(
+    stoker: Stoker, forks: Forks
+) -> None:
+    words = forks.words("--max-steps", "12", "--every_steps", "1000", "--learning_rate", "1e-5")
+    words += ["--allocation", "stoker:d1+ddp:d2", "--name", "job", "--grpo.breaker_steps", "0"]
+    command, env = ("train", "grpo", *words), {"OMP_NUM_THREADS": "1"}
+    job = stoker.start(*command, env=env, stdout=subprocess.DEVNULL)
+
+    def steps() -> int:
+        files = list(stoker.cwd.glob("runs/2*/roles/*-trainer/metrics.jsonl"))
+        return files[0].read_text().count("\n") if files else 0
+
+    assert wait_for(lambda: steps() > 1 or job.poll() is not None or None, 120)
+    hung = ranks_of(stoker.latest, b"serve")
+    for pid in hung:
+        os.kill(pid, signal.SIGSTOP)
+    job.kill()
+    job.wait()
+    again = stoker(*command, env=env, timeout=600)
+    (run,) = (stoker.latest / "roles").glob("*-trainer")
+    assert hung and again.code == 0, again.out + again.err
+    assert re.search(r"resumes at step [1-9]", again.out + again.err), again.out
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == list(range(12))
+    assert not ranks_of(stoker.latest, b"serve") and not ranks_of(stoker.latest, b"stoker.training.recipes.grpo")
 
 
 @at_length

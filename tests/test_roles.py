@@ -312,6 +312,36 @@ def test_a_killed_job_takes_its_roles_with_it(stoker: Stoker) -> None:
     assert wait_for(lambda: True if not tagged(stoker.cwd) else None, 30)
 
 
+def test_the_command_of_a_killed_job_waits_for_roles_that_still_save(stoker: Stoker) -> None:
+    """They were told to end when the job's launcher died. `may-end`: they have saved."""
+    stoker.script(
+        "saver.py",
+        """
+import os, signal, time
+def save(*_):
+    open("saves", "w").close()
+    while not os.path.exists("may-end"): time.sleep(0.05)
+    open("checkpoint", "w").close()
+    raise SystemExit(0)
+signal.signal(signal.SIGTERM, save)
+open("runs-now", "w").close()
+while not os.path.exists("checkpoint"): time.sleep(0.05)
+""",
+    )
+    words = ("run", "--name", "job", "--roles", file_of(stoker, one={"command": "saver.py"}))
+    job = stoker.start(*words)
+    assert wait_for(lambda: (stoker.cwd / "runs-now").exists() or None, 60)
+    job.kill()
+    job.wait()
+    assert wait_for(lambda: (stoker.cwd / "saves").exists() or None, 60)
+    log = stoker.cwd / "again.log"
+    with open(log, "wb") as output:
+        again = stoker.start(*words, stdout=output, stderr=output)
+    waits = wait_for(lambda: "is still saving; waiting for its end" in log.read_text() or None, 60)
+    (stoker.cwd / "may-end").touch()
+    assert again.wait(120) == 0 and waits, log.read_text()
+
+
 def test_a_line_a_mark_and_a_file_make_ready(stoker: Stoker) -> None:
     waits = "import time, os\nwhile not os.path.exists('done'): time.sleep(0.05)\n"
     # in two pieces, as a busy machine reads it at times

@@ -30,6 +30,7 @@ from stoker.training.rl.asking import Patient, ServerFailed
 from stoker.training.rl.dialects import Published, Stoker
 from stoker.training.rl.publish import To
 from stoker.training.rl.sending import Sender, manifest_of
+from stoker.training.rl.waiting import ServerWait
 from stoker.training.serve import receiving
 from stoker.training.serve.api import Problem
 from test_serve import CONTEXT, TEXTS
@@ -68,7 +69,7 @@ def servers(base: Path) -> Iterator[list[Member]]:
 
 
 def sender(model: Decoder, servers: list[Member], own: adapters.Beside | None = None, **more: Any) -> Sender:
-    to = To([one.address for one in servers], "group", 0, Patient(KEY, 20.0, 1 << 20), lambda _: None, print)
+    to = To([one.address for one in servers], "group", 0, Patient(KEY, 20.0, 1 << 20), ServerWait(), print)
     group = Group(ParallelConfig(device="cpu", strategy="ddp"))
     return Sender(model, own, group, to, **{"patience_s": 60.0, "bucket": BUCKET, **more})
 
@@ -140,8 +141,9 @@ import json, sys, time, urllib.request
 import torch
 from stoker.training.serve.transfer import own_address
 from stoker.training.rl.sending import Outlet
+from stoker.training.rl.waiting import ServerWait
 port, key, body, total = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
-outlet = Outlet("127.0.0.1", 2, "gloo", 4096)
+outlet = Outlet("127.0.0.1", 2, "gloo", 4096, ServerWait())
 body |= {"transfer": "half", "group": outlet.seen_by(1)}
 headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
 asked = urllib.request.Request(f"http://127.0.0.1:{port}/v1/weights", json.dumps(body).encode(), headers)

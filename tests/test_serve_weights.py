@@ -218,6 +218,27 @@ def test_running_answers_finish_on_the_old_weights_or_continue_with_the_new_ones
             assert choice["weights"]["version"] == choice["versions"][-1] and len(choice["weights"]["digest"]) == 32
 
 
+def test_a_request_that_names_the_oldest_weights_is_answered_by_no_older_ones(place: Path) -> None:
+    with Pushed(place / "base", "--weights-from", str(place / "pushed")) as server:
+
+        def asked(**more: Any) -> tuple[int, Any]:
+            return server.ask("/v1/completions", {**ASKED, **more})
+
+        assert asked()[0] == 200
+        status, told = asked(min_weight_version=0)
+        assert status == 409 and "those it was started with" in told["error"]["message"]
+        assert server.push("seed-6", version=7)[0] == 200
+        for oldest in (0, 7):
+            status, told = asked(min_weight_version=oldest)
+            assert status == 200 and set(told["choices"][0]["versions"]) == {7}
+        status, told = asked(min_weight_version=8)
+        assert status == 409 and told["error"]["code"] == "weights_too_old", told
+        assert told["error"]["param"] == "min_weight_version" and "version 7" in told["error"]["message"]
+        assert asked()[0] == 200, "other clients are answered"
+        for bad in (-1, 1.5, "7", True):
+            assert asked(min_weight_version=bad)[0] == 400
+
+
 def test_without_a_folder_for_them_no_weights_are_taken_and_with_a_key_the_key_is_needed(place: Path) -> None:
     flags = ("--weights-from", str(place / "pushed"))
     with Pushed(place / "base", *flags, STOKER_API_KEY="secret") as server:

@@ -106,13 +106,14 @@ from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.config import ParallelConfig
 from stoker.training.parallel.group import Group
 from stoker.training.rl.publish import Publisher, To
+from stoker.training.rl.waiting import ServerWait
 
 model = Decoder(ModelConfig(layers=2, dim=64, heads=4, kv_heads=2, head_dim=16, ff=96, vocab_size=260), 32)
 model.start(0)
 group = Group(ParallelConfig(device="cpu", strategy="ddp"))
 
 def publisher(run, staleness):
-    return Publisher(model, None, run, group, To((), "auto", staleness, None, print, lambda line: print(line, flush=True)))
+    return Publisher(model, None, run, group, To((), "auto", staleness, None, ServerWait(), lambda line: print(line, flush=True)))
 
 def fill(left):
     room = os.statvfs("/dev/shm")
@@ -121,7 +122,7 @@ def fill(left):
 
 def elsewhere(how):
     ask = lambda *_: b'{"version": 0, "digest": "", "shared_memory": "of another machine"}'
-    return Publisher(model, None, "elsewhere", group, To(("a:1",), how, 0, ask, print, print))
+    return Publisher(model, None, "elsewhere", group, To(("a:1",), how, 0, ask, ServerWait(), print))
 
 try:
     elsewhere("memory")(0)

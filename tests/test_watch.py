@@ -757,6 +757,27 @@ def test_an_announced_phase_takes_as_long_as_it_gives_signs() -> None:
     assert stops and 1500 + 350 <= stops[0] <= 1500 + 370, "six times the timeout after its last line"
 
 
+def test_ranks_that_wait_for_a_server_are_not_suspected_while_they_say_so() -> None:
+    """Rank 1 waits for the server, rank 0 for rank 1."""
+    watch, now = watched(timeout=60.0)
+    watch.said(1, now, "waiting for the server")
+    for minute in range(10):
+        assert drive(watch, now + 20 * minute, 20, WAITING, SLEEPING) == []
+        watch.said(1, now + 20 * (minute + 1), "waiting for the server")
+    now += 200
+    watch.said(1, now, "train")
+    assert drive(watch, now, 1, WAITING, SLEEPING) == [], "nothing was suspected: nothing is taken back"
+    suspected = [action for _, action in drive(watch, now + 1, 30, WAITING, SLEEPING)]
+    assert [type(action) for action in suspected] == [Suspect] and suspected[0].stall.rank == 1
+
+
+def test_a_rank_that_no_longer_says_that_it_waits_is_suspected_of_hanging() -> None:
+    watch, now = watched(timeout=60.0)
+    watch.said(1, now, "waiting for the server")
+    when = [when for when, action in drive(watch, now, 120, WAITING, SLEEPING) if isinstance(action, Suspect)]
+    assert len(when) == 1 and 60 <= when[0] <= 65
+
+
 def test_ranks_that_are_seen_right_after_a_failure_are_not_suspected_of_standing_still() -> None:
     watch, now = watched(world=3, timeout=60.0)
     watch.ended(2, -6)

@@ -27,6 +27,7 @@ from stoker.training.recipes import stage  # noqa: E402
 from stoker.training.rl.kept import FOLDER, Kept  # noqa: E402
 from stoker.training.rl.publish import Publisher, To  # noqa: E402
 from stoker.training.rl.sampler import Written  # noqa: E402
+from stoker.training.rl.waiting import ServerWait  # noqa: E402
 from stoker.training.serve.engine import PagedEngine, Sizes, answers  # noqa: E402
 from stoker.training.serve.request import Request  # noqa: E402
 
@@ -43,7 +44,7 @@ def test_published_weights_are_not_put_where_a_link_leads(tmp_path: Path) -> Non
     """In RUN/published of a run directory that came with a folder."""
     model = Decoder(ModelConfig(layers=1, dim=16, heads=1, kv_heads=1, head_dim=16, ff=32, vocab_size=260), 8)
     model.start(0)
-    to = To((), "folder", 0, None, print, print)  # type: ignore[arg-type]
+    to = To((), "folder", 0, None, ServerWait(), print)  # type: ignore[arg-type]
     group = Group(ParallelConfig(device="cpu", strategy="ddp"))
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     run.mkdir()

@@ -28,6 +28,8 @@ RDZV_SECRET_FILE = "STOKER_RDZV_SECRET_FILE"
 PY_SPY = "STOKER_PY_SPY"  # the py-spy program; empty: none, stacks come from faulthandler
 GPU_RANK = "GPU_RANK"
 RECIPES = "stoker.training.recipes."  # how the modules begin that `stoker train` runs
+# A phase (`stoker.phase`) that begins so: the rank waits for a server, and other ranks may wait for the rank.
+WAITING_PHASE = "waiting for "
 API_KEY = "STOKER_API_KEY"  # of `stoker serve`: what clients send
 CHECKPOINT = "CHECKPOINT"  # rank 0's mark: one has been saved whole, the run may be ended and go on from there
 PORT = "STOKER_PORT"  # the rank's own, with --port-base

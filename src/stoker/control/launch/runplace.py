@@ -28,6 +28,7 @@ _VOLATILE = {"ladder", "detach", "notify", "show", "quiet", "dry_run", "json", "
              "master_port", "tee", "redirects", "log_dir", "local_ranks_filter", "gpus", "gpu", "shutdown_timeout", "hang_timeout", "busy_timeout", "on_nan", "debug_retry",
              "again", "on_hangup", "min_hosts", "rejoin", "sync", "stage", "ssh_option", "prefix", "log_line_prefix_template", "metrics_port", "port_base"}  # fmt: skip
 
+FORMER_S = 40.0  # ranks have 30 s to save, unless told otherwise, and seconds to end
 _IS_NEW = "this is a new run of that name"
 _LIKE_AN_ID = re.compile(r"[0-9]{8}-[0-9]{6}-.+")
 
@@ -116,6 +117,9 @@ def _find(request: Request, environment: dict[str, str] | os._Environ[str], root
     listing = finder.look(root)  # one's own: another user's run of this name is another run
     notice = listing.skipped
     same = [run for run in listing.runs if run.name == name]
+    if same and names.JOB in environment and reader.alive(same[-1]):
+        _await_former(same[-1])
+        same = [run for run in finder.look(root).runs if run.name == name]
     if same:
         place, line = _of_name(same, request, environment)
         if place is not None:
@@ -215,6 +219,14 @@ def _named(labels: Sequence[str]) -> str:
 def _is_changed_role(run: reader.Run, request: Request) -> bool:
     """Return whether a complete role of a resumed job is run again: its files changed, and nobody can give it --again."""
     return names.JOB in os.environ and bool(changes(run.data, request))
+
+
+def _await_former(run: reader.Run) -> None:
+    """Wait for a role of a job whose launcher was killed: its ranks were told to save and end when the launcher died."""
+    say(f"the former run of role {printable(run.name)} is still saving; waiting for its end")
+    deadline = time.monotonic() + FORMER_S
+    while reader.alive(run) and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def _refuse_running(run: reader.Run, name: str, environment: Mapping[str, str]) -> None:

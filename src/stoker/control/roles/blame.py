@@ -15,7 +15,7 @@ from stoker.control.roles.run import ENDED, UP, RoleRun
 from stoker.control.verdict import launch
 
 _LOST = re.compile(
-    r"(?i)connect|refused|reset by peer|timed? ?out|unreachable|broken pipe|max retries|\beof\b|disconnected"
+    r"(?i)connect|connrefused|reset by peer|timed? ?out|unreachable|broken pipe|max retries|\beof\b|disconnected"
 )
 BEFORE_S = 60.0  # a role that failed this long before one that waits for it is the cause
 # Rewards that teach nothing may be those of a dead server: a reward of the user's own often makes 0 of a lost connection.

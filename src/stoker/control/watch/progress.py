@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from stoker.contract.names import WAITING_PHASE
+
 FLOOR_S = 3.0  # between steps of a training that runs
 K = 5.0  # times the rolling p99 of its own gaps
 FIRST_STEPS_S = 30.0  # while it compiles: the second and third step may do it again
@@ -86,6 +88,10 @@ class Progress:
     @property
     def training(self) -> bool:
         return self.phase.lower() in _TRAINING
+
+    def waits_for_server(self, now: float) -> bool:
+        """Whether the rank says that it waits for a server, and said so a short while ago."""
+        return self.phase.startswith(WAITING_PHASE) and now - self.heard < PHASE_S
 
     @property
     def usual(self) -> float:

@@ -141,9 +141,12 @@ class Watcher:
         self._ranks[rank].printed(now)
 
     def said(self, rank: int, now: float, phase: str | None = None) -> None:
+        waited = self._ranks[rank].waits_for_server(now)
         self._ranks[rank].said(now)
         if phase is not None:
             self._ranks[rank].enter(phase)
+            if waited and not self._ranks[rank].waits_for_server(now):
+                self.resumed(now)  # the others waited for this rank: their silence begins now, too
 
     def beatless(self, rank: int, now: float) -> None:
         self._ranks[rank].beatless(now)
@@ -235,6 +238,8 @@ class Watcher:
         alive = {rank: one for rank, one in self._ranks.items() if rank not in self._ended}
         still = [rank for rank, one in alive.items() if one.stopped_since and now - one.stopped_since >= STOPPED_S]
         found = {rank: now - alive[rank].heard for rank in still}
+        if self._waits_for_server(now):
+            return found  # the others wait for that rank, and it says itself what it waits for, and gives up by itself
         quiet = {rank: one for rank, one in alive.items() if one.steps and now - one.heard > progress.FLOOR_S}
         found |= {rank: now - one.heard for rank, one in quiet.items() if now - one.heard > one.patience}
         starting = {rank: one for rank, one in alive.items() if not one.steps}
@@ -245,13 +250,17 @@ class Watcher:
                 found |= idle
         return found
 
+    def _waits_for_server(self, now: float) -> bool:
+        return any(one.waits_for_server(now) for rank, one in self._ranks.items() if rank not in self._ended)
+
     def _relieved(self, now: float) -> list[Action]:
         stall, reported = self.stall, self._said or self._reported_busy is not None
         if stall is None:
             return []
         silent = now - self._silent_from if self._silent_from else 0.0
         self._forget()
-        return [Relieve(stall.rank, silent)] if reported and stall.rank not in self._ended else []
+        is_progress = stall.rank not in self._ended and not self._waits_for_server(now)
+        return [Relieve(stall.rank, silent)] if reported and is_progress else []
 
     def _forget(self) -> None:
         self.stall, self._said, self._looks, self._silent_from, self._wait = None, (), 0, 0.0, AGAIN_S

@@ -93,7 +93,7 @@ class Loop:
         self.done = first
         self.code = 0
         self.stopping = False  # this rank was told to stop
-        self._over = False
+        self._over = self._is_abandoned = False
         self._unheard: Any = None  # a launched step whose numbers were not read yet
         self._busy = self._slow = False  # as of the last numbers
         self._took, self._since = 0.0, time.monotonic()  # seconds of the step before; when this one began
@@ -110,6 +110,8 @@ class Loop:
         for batch in batches:
             before = self.done
             yield batch
+            if self._is_abandoned:
+                break
             assert self.done == before + 1, "a recipe launches one step for each batch"
             if self._over or self._task.finished:
                 break
@@ -117,6 +119,10 @@ class Loop:
             self._hear()
         self._profile.close()
         self._end()
+
+    def abandon_step(self) -> None:
+        """End the run before this step, on all ranks: a stop came while it waited. A resumed run begins with the step."""
+        self._is_abandoned = True
 
     def words(self) -> Words:
         """What this rank says with its step: stop, save, busy, slow."""

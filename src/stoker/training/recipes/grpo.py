@@ -61,6 +61,7 @@ from stoker.training.rl.sending import Sender
 from stoker.training.rl.server_match import Unanswered, WeightsCheck, own_logprobs
 from stoker.training.rl.task import GrpoTask, Launched, Stopped, result, resumed
 from stoker.training.rl.update import Updater, advantages
+from stoker.training.rl.waiting import ServerWait, StopRequested
 from stoker.training.tokenizer.tokenizer import Tokenizer
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
@@ -133,22 +134,24 @@ def memory_of(
 
 
 def publisher_of(
-    c: Config, model: Decoder, own: adapters.Beside | None, run: str, group: Group, say: Say
+    c: Config, model: Decoder, own: adapters.Beside | None, run: str, group: Group, say: Say, wait: ServerWait
 ) -> Publisher | Sender:
     """Other servers than Stoker's load folders: they say nothing of shared memory."""
-    ask = Patient(os.environ.get(API_KEY, ""), c.grpo.server_timeout, LONGEST_WORD)
+    ask = Patient(os.environ.get(API_KEY, ""), c.grpo.server_timeout, LONGEST_WORD, wait)
     how = c.grpo.publish if c.grpo.server_kind == "stoker" else IN_FOLDER
-    to = To(addresses_of(c.grpo.server, os.environ), how, c.grpo.staleness, ask, stoker.phase, say)
+    to = To(addresses_of(c.grpo.server, os.environ), how, c.grpo.staleness, ask, wait, say)
     if how == GROUP:
         return Sender(model, own, group, to, c.grpo.server_timeout)
     return Publisher(model, own, run, group, to)
 
 
-def servers_of(c: Config, wanted: Wanted, publish: Publisher | Sender, kept: Kept, group: Group) -> Servers:
+def servers_of(
+    c: Config, wanted: Wanted, publish: Publisher | Sender, kept: Kept, group: Group, wait: ServerWait
+) -> Servers:
     addresses, key = addresses_of(c.grpo.server, os.environ), os.environ.get(API_KEY, "")
     more: dict[str, Any] = {"staleness": c.grpo.staleness, "patience_s": c.grpo.server_timeout, "kept": kept}
     more |= {"kind": c.grpo.server_kind, "together": group.all if isinstance(publish, Sender) else None}
-    return Servers(addresses, key, wanted, publish, phase=stoker.phase, **more)
+    return Servers(addresses, key, wanted, publish, wait=wait, **more)
 
 
 def wanted_of(c: Config, tokenizer: Tokenizer, longest: int) -> Wanted:
@@ -159,8 +162,8 @@ def wanted_of(c: Config, tokenizer: Tokenizer, longest: int) -> Wanted:
 class WeightsChecks:
     """Whether each server says what the model that learns does of a test prompt."""
 
-    def __init__(self, addresses: Sequence[str], ids: Sequence[int], key: str) -> None:
-        self._ids = tuple(ids)
+    def __init__(self, addresses: Sequence[str], ids: Sequence[int], key: str, wait: ServerWait) -> None:
+        self._ids, self._wait = tuple(ids), wait
         self._checks = [WeightsCheck(address, "", self._ids, key) for address in addresses]
 
     def __call__(self, model: Decoder, group: Group, voice: Voice) -> None:
@@ -169,9 +172,11 @@ class WeightsChecks:
         line = ""
         for check in self._checks if group.first else ():
             try:
-                line = line or check(own)
+                line = line or self._wait.call(lambda check=check: check(own))  # type: ignore[misc]
             except Unanswered as problem:
                 voice.say(f"the servers' weights could not be checked: {problem}")
+            except StopRequested:
+                break  # the step's completions are here: it is learned, and the run ends behind it
         if line := group.from_first(line):
             raise OtherWeights(line)
 
@@ -259,7 +264,8 @@ def main(argv: list[str]) -> int:
 
     # The steps: sample prompts, write answers (here, or by a server), judge them, learn.
     longest = max(len(prompt.ids) for prompt in prompts)
-    publish = publisher_of(c, model, own, folder, group, voice.say_once) if c.grpo.server else None
+    wait = ServerWait(lambda: loop.stopping, stoker.phase, voice.say if group.local == 0 else lambda line: None)
+    publish = publisher_of(c, model, own, folder, group, voice.say_once, wait) if c.grpo.server else None
     sampler: Sampler
     checks: WeightsChecks | None = None
     kept: Kept | None = None
@@ -270,10 +276,11 @@ def main(argv: list[str]) -> int:
             voice.say_once(
                 f"{kept.count} answers that came before are here: what is not learned yet is not asked for again"
             )
-        sampler = servers_of(c, wanted, publish, kept, group)
+        sampler = servers_of(c, wanted, publish, kept, group, wait)
         ids = tuple(max((prompt.ids for prompt in prompts), key=len)[:CHECK_TOKENS])
         if c.grpo.server_kind != "vllm":  # which is asked for an adapter's version by its name
-            checks = WeightsChecks(addresses_of(c.grpo.server, os.environ), ids, os.environ.get(API_KEY, ""))
+            key = os.environ.get(API_KEY, "")
+            checks = WeightsChecks(addresses_of(c.grpo.server, os.environ), ids, key, wait)
     else:
         sampler = asking.in_trainer(model, tokenizer, longest, c.generate, c.grpo, group)
     rollout = Rollout(sampler, tokenizer, tokenizer.stop_ids, c.grpo.group, group)
@@ -322,8 +329,12 @@ def main(argv: list[str]) -> int:
             for step in loop.over(range(position.step, steps)):
                 updates_at[step] = updater.done
                 begun = time.monotonic()
-                sampler.refresh(step)
-                made = ask(step, c.train.seed)
+                try:
+                    sampler.refresh(step)
+                    made = ask(step, c.train.seed)
+                except StopRequested:  # on all ranks
+                    loop.abandon_step()
+                    continue
                 answered = time.monotonic()
                 if checks is not None and (step - position.step) % CHECK_EVERY == 0:
                     checks(model, group, voice)

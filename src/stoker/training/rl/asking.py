@@ -4,6 +4,7 @@ in time, and on this machine no other user is asked: a question has the key, and
 
 from __future__ import annotations
 
+import errno
 import http.client
 import ipaddress
 import json
@@ -17,12 +18,19 @@ from typing import Any
 from stoker.contract import listeners, owners
 from stoker.contract.quantities import span
 from stoker.contract.untrusted import printable
+from stoker.training.rl.waiting import ServerWait
+from stoker.training.serve.api import OTHER_MODEL
 
 _PAUSE_S = (0.1, 2.0)  # between two tries: at first, and at most
+CONNECT_S = 3.0  # for a connection: an address that nobody answers at is reported, and tried again
 
 
 class NoAnswer(Exception):
     """A line: why there is none. Another try may get one."""
+
+
+class Unreachable(NoAnswer):
+    """A line: why there is no connection to the server."""
 
 
 class TooLong(Exception):
@@ -38,6 +46,7 @@ class Asking:
 
     def __init__(self) -> None:
         self._open: set[socket.socket] = set()
+        self._is_closed = False
 
     def post(
         self, address: str, path: str, data: bytes | None, headers: Mapping[str, str], *, seconds: float, most: int
@@ -48,8 +57,7 @@ class Asking:
         connection = http.client.HTTPConnection(address, timeout=seconds)
         over = threading.Event()
         try:
-            connection.sock = own = _connected(connection.host, connection.port, seconds)
-            self._open.add(own)
+            connection.sock = own = self._connected(connection.host, connection.port, seconds)
             timer = threading.Timer(2 * seconds, _end, (own, over))
             timer.daemon = True
             timer.start()
@@ -62,7 +70,7 @@ class Asking:
                 self._open.discard(own)
         except (OSError, http.client.HTTPException) as problem:
             late = f"no complete answer within {span(2 * seconds)}" if over.is_set() else ""
-            raise NoAnswer(late or str(problem) or type(problem).__name__) from problem
+            raise NoAnswer(late or _reason(problem)) from problem
         finally:
             connection.close()
         if len(body) > most:
@@ -71,24 +79,82 @@ class Asking:
             raise NoAnswer(f"no complete answer{f' within {span(2 * seconds)}' if over.is_set() else ''}")
         return answer.status, body
 
+    def connect(self, address: str) -> None:
+        """Connect, and close the connection. Raises Unreachable."""
+        connection = http.client.HTTPConnection(address)
+        own = self._connected(connection.host, connection.port, CONNECT_S)
+        self._open.discard(own)
+        own.close()
+
     def close(self) -> None:
-        """Whoever waits for an answer stops waiting."""
+        """Whoever waits for an answer or a connection stops waiting, and nobody begins to."""
+        self._is_closed = True
         for one in list(self._open):
             _end(one)
 
+    def _connected(self, host: str, port: int, seconds: float) -> socket.socket:
+        """Connect to the first of its addresses where no other user is: `localhost` may be ::1 and 127.0.0.1, and a server
+        has one of them. Raises Unreachable. The socket is in `_open` then, and while it connects.
+        """
+        problems: list[OSError | NoAnswer] = []
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as problem:
+            raise Unreachable(_reason(problem)) from problem
+        for family, kind, protocol, _, where in found:
+            own = socket.socket(family, kind, protocol)
+            self._open.add(own)
+            try:
+                if self._is_closed:
+                    raise Unreachable("the run ends")
+                own.settimeout(min(seconds, CONNECT_S))
+                own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback:
+                    # Before anything is sent: who takes no connections would be waited for.
+                    _refuse_others(listeners.listening_users(str(where[0]), port), port)
+                own.connect(where)
+                _refuse_others(listeners.answering_users(own), port)
+                own.settimeout(seconds)
+            except (OSError, NoAnswer) as refused:
+                self._open.discard(own)
+                own.close()
+                problems.append(refused)
+            except BaseException:
+                self._open.discard(own)
+                own.close()
+                raise
+            else:
+                return own
+        first = next((one for one in problems if isinstance(one, NoAnswer)), problems[0])
+        raise Unreachable(_reason(first)) from first
+
 
 class Patient:
-    """Asks until there is an answer: a server may be full, or being replaced. `patience_s`: for each, and until then."""
+    """Asks until there is an answer: a server may be full, or being replaced. `patience_s`: for each, and until then. `wait`:
+    hears of servers that can't be used.
+    """
 
-    def __init__(self, key: str, patience_s: float, most: int) -> None:
+    def __init__(self, key: str, patience_s: float, most: int, wait: ServerWait | None = None) -> None:
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-        self._patience_s, self._most, self._asking = patience_s, most, Asking()
+        self.patience_s, self._most, self._asking = patience_s, most, Asking()
+        self._wait = wait or ServerWait()
         self._over = threading.Event()
 
     def close(self) -> None:
         """Whoever waits for an answer stops waiting."""
         self._over.set()
         self._asking.close()
+
+    def probe(self, address: str) -> None:
+        """Report a server that takes no connection: a request that is under way does not notice that."""
+        began = time.monotonic()
+        try:
+            self._asking.connect(address)
+        except Unreachable as problem:
+            if not self._over.is_set():
+                self._wait.failed(address, began, f"can't be reached: {problem}", self.patience_s, is_probe=True)
+        else:
+            self._wait.answered(address, is_probe=True)
 
     def waits(self, seconds: float) -> bool:
         """False: it is over."""
@@ -100,45 +166,65 @@ class Patient:
         path: str,
         body: Mapping[str, Any] | None,
         is_fine: Callable[[int, str], bool] = lambda status, line: False,
-        waiting: Callable[[], None] = lambda: None,
     ) -> bytes | None:
-        """None: a refusal that `is_fine`, by its status and line. No `body`: GET. `waiting` is called before each new try."""
+        """None: a refusal that `is_fine`, by its status and line. No `body`: GET."""
         data = None if body is None else json.dumps(body).encode()
-        until, pause = time.monotonic() + self._patience_s, _PAUSE_S[0]
+        until, pause = time.monotonic() + self.patience_s, _PAUSE_S[0]
         while True:
-            status, text = self._exchange(address, path, data)
+            status, text, since = self._exchange(address, path, data)
+            if 0 < status < 500:
+                self._wait.answered(address)
             if status == 200:
                 return text
-            line = printable(_message(text), 300)
+            message, code = _error(text)
+            line = printable(message, 300)
             if is_fine(status, line):
                 return None
+            if code == OTHER_MODEL:
+                raise ServerFailed(
+                    f"the server at {address} serves another model than the trainers (model.load): {line}"
+                )
             if 400 <= status < 500 and status != 429:
                 raise ServerFailed(f"the server at {address} refused {path} with status {status}: {line}")
             if time.monotonic() > until:
-                gone = f"the server at {address} did not answer {path} for {span(self._patience_s)}"
+                gone = f"the server at {address} did not answer {path} for {span(self.patience_s)}"
                 raise ServerFailed(f"{gone}: {f'status {status}: ' if status else ''}{line}")
-            waiting()
+            if self._over.is_set():
+                raise ServerFailed(f"the server at {address} is no longer asked: the run ends")
+            if status != 429:
+                problem = line if status == 0 else f"has status {status}: {line}"
+                self._wait.failed(address, since, problem, self.patience_s)
             if self._over.wait(pause):
                 raise ServerFailed(f"the server at {address} is no longer asked: the run ends")
             pause = min(2 * pause, _PAUSE_S[1])
 
-    def _exchange(self, address: str, path: str, data: bytes | None) -> tuple[int, bytes]:
-        """Status 0: there was no answer, and the text says why."""
+    def _exchange(self, address: str, path: str, data: bytes | None) -> tuple[int, bytes, float]:
+        """Return status, body, and since when the server is known to be of no use. Status 0: there was no answer, and the body
+        says why.
+        """
+        began = time.monotonic()
         try:
-            return self._asking.post(address, path, data, self._headers, seconds=self._patience_s, most=self._most)
+            status, text = self._asking.post(
+                address, path, data, self._headers, seconds=self.patience_s, most=self._most
+            )
+            return status, text, time.monotonic()
+        except Unreachable as problem:
+            return 0, f"can't be reached: {problem}".encode(), began
         except NoAnswer as problem:
-            return 0, str(problem).encode()
+            return 0, f"broke off: {problem}".encode(), time.monotonic()
         except TooLong as problem:
             raise ServerFailed(
                 f"the server at {address} sent an answer to {path} that can't be read: {problem}"
             ) from problem
 
 
-def _message(text: bytes) -> str:
+def _error(text: bytes) -> tuple[str, str]:
+    """Return the message and the code of an error's body."""
     try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return text[:300].decode("utf-8", "replace")
+        error = json.loads(text)["error"]
+        return str(error["message"]), str(error.get("code") or "")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return text[:300].decode("utf-8", "replace"), ""
 
 
 def _end(one: socket.socket, over: threading.Event | None = None) -> None:
@@ -150,28 +236,11 @@ def _end(one: socket.socket, over: threading.Event | None = None) -> None:
         return  # it has just ended by itself
 
 
-def _connected(host: str, port: int, seconds: float) -> socket.socket:
-    """At the first of its addresses where no other user is: `localhost` may be ::1 and 127.0.0.1, and a server has one of them."""
-    problems: list[OSError | NoAnswer] = []
-    for family, kind, protocol, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        own = socket.socket(family, kind, protocol)
-        try:
-            own.settimeout(seconds)
-            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback:
-                # Before anything is sent: who takes no connections would be waited for.
-                _refuse_others(listeners.listening_users(str(where[0]), port), port)
-            own.connect(where)
-            _refuse_others(listeners.answering_users(own), port)
-        except (OSError, NoAnswer) as refused:
-            own.close()
-            problems.append(refused)
-        except BaseException:
-            own.close()
-            raise
-        else:
-            return own
-    raise next((one for one in problems if isinstance(one, NoAnswer)), problems[0])
+def _reason(problem: Exception) -> str:
+    """Return the system's own reason: "Connection refused"."""
+    if isinstance(problem, TimeoutError) and not problem.strerror:
+        return os.strerror(errno.ETIMEDOUT)
+    return (isinstance(problem, OSError) and problem.strerror) or str(problem) or type(problem).__name__
 
 
 def _refuse_others(uids: Iterable[int], port: int) -> None:

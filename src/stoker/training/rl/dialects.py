@@ -50,6 +50,7 @@ class Question:
     seed: int
     first: int  # place of the first answer
     count: int
+    oldest: int = 0  # version of the weights that may write them
 
 
 class Told(NamedTuple):
@@ -72,7 +73,7 @@ class Dialect(Protocol):
     def question(self, asked: Question, wanted: Wanted, newest: Published | None) -> tuple[str, Body]: ...
 
     def lacks_weights(self, status: int, line: str) -> bool:
-        """Whether a refusal to answer means that it has not loaded what it was asked for."""
+        """Whether a refusal to answer means that it has not loaded the weights that are asked for, or newer ones."""
         ...
 
     def read(self, told: Any, wanted: Wanted, newest: Published | None) -> list[Told]:
@@ -97,11 +98,11 @@ class Stoker:
         return "/v1/completions", {
             "prompt": list(asked.prompt), "n": asked.count, "seed": asked.seed, "first_index": asked.first,
             "max_tokens": wanted.new_tokens, "temperature": wanted.temperature, "stop_token_ids": sorted(wanted.stop),
-            "logprobs": 0, "return_token_ids": True, "on_update": self._policy,
+            "logprobs": 0, "return_token_ids": True, "on_update": self._policy, "min_weight_version": asked.oldest,
         }  # fmt: skip
 
     def lacks_weights(self, status: int, line: str) -> bool:
-        return False
+        return status == 409
 
     def read(self, told: Any, wanted: Wanted, newest: Published | None) -> list[Told]:
         found = []

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,11 +23,13 @@ from stoker.training.parallel.group import Group
 from stoker.training.rl.asking import Patient, ServerFailed
 from stoker.training.rl.config import AUTO, MEMORY
 from stoker.training.rl.dialects import Published
+from stoker.training.rl.versions import versions_kept
+from stoker.training.rl.waiting import ServerWait, StopRequested
 
 FOLDER = "published"
-WAITING = "waiting for the servers"
 _BESIDE = 1 << 20  # bytes of a folder that are no weights, at most
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 
 @shape
@@ -38,7 +40,7 @@ class To:
     how: str
     staleness: int
     ask: Patient
-    phase: Callable[[str], None]
+    wait: ServerWait
     say: Say  # on rank 0
 
 
@@ -48,22 +50,29 @@ def told_by(
     body: Mapping[str, Any] | None,
     is_fine: Callable[[int, str], bool] = lambda status, line: False,
 ) -> dict[str, Any]:
-    """What the server says at /v1/weights; nothing: what is no object."""
-    waited = False
-
-    def waiting() -> None:
-        nonlocal waited
-        waited = True
-        to.phase(WAITING)
-
-    text = to.ask(address, "/v1/weights", body, is_fine, waiting)
-    if waited:
-        to.phase("train")
+    """What the server says at /v1/weights; nothing: what is no object. Raises StopRequested."""
+    text = to.wait.call(lambda: to.ask(address, "/v1/weights", body, is_fine))
     try:
         told = json.loads(text or b"{}")
     except (ValueError, RecursionError):
         return {}
     return told if isinstance(told, dict) else {}
+
+
+def on_rank_0(group: Group, work: Callable[[], T]) -> T:
+    """Return on every rank what `work` returns on rank 0. Its ServerFailed and StopRequested are raised on every rank, too."""
+
+    def attempt() -> tuple[T | None, tuple[type[Exception], str] | None]:
+        try:
+            return work(), None
+        except (ServerFailed, StopRequested) as problem:
+            return None, (type(problem), str(problem))
+
+    result, failure = group.agreed(attempt)
+    if failure is not None:
+        kind, line = failure
+        raise kind(line)
+    return result  # type: ignore[return-value]
 
 
 def _is_not_there(status: int, line: str) -> bool:
@@ -82,9 +91,12 @@ class Publisher:
         self._size = _BESIDE + bytes_of(model, own)
 
     def __call__(self, version: int) -> Published:
-        """All ranks call it; the folder is there, whole, when it returns. Refusal, ServerFailed: on all ranks."""
+        """All ranks call it; the folder is complete when it returns. Raises Refusal, ServerFailed or StopRequested, on all
+        ranks.
+        """
         if not self._is_settled:
-            self._settle()
+            on_rank_0(self._group, self._take_memory)
+            self._is_settled = True
         while True:
             problem: Refusal | None = None
             folder = ""
@@ -97,19 +109,6 @@ class Publisher:
             if found is not None:
                 return found
 
-    def _settle(self) -> None:
-        self._is_settled = True
-
-        def settled() -> str:
-            try:
-                self._take_memory()
-            except ServerFailed as problem:
-                return str(problem)
-            return ""
-
-        if line := self._group.agreed(settled):
-            raise ServerFailed(line)
-
     def _take_memory(self) -> None:
         to = self._to
         if to.how not in (AUTO, MEMORY):
@@ -121,7 +120,7 @@ class Publisher:
                     line = f"grpo.publish {MEMORY}: the server at {address} does not share memory with the trainers"
                     raise Refusal(f"{line} (another machine, container or user): use {AUTO}", EX_USAGE)
                 return
-        problem = sharedweights.why_no_room((to.staleness + 1) * self._size)
+        problem = sharedweights.why_no_room(versions_kept(to.staleness) * self._size)
         try:
             self._shared = None if problem else sharedweights.SharedFolder()
         except OSError as refused:
@@ -138,8 +137,9 @@ class Publisher:
     def _folder_for(self, version: int) -> str:
         name = f"version-{version:08d}"
         if self._shared is not None:
-            # A server may still be told to load those of the last `staleness` steps; the others are in no one's way.
-            _keep(self._shared.path, self._to.staleness, name)
+            _remove_old(
+                self._shared.path, versions_kept(self._to.staleness) - 1, name
+            )  # and the one that is written now
             if problem := sharedweights.why_no_room(self._size):
                 self._leave_memory(problem)
         return os.path.join(self._disk if self._shared is None else self._shared.path, name)
@@ -160,7 +160,7 @@ class Publisher:
             self._leave_memory(problem.line)
             return None
         if self._shared is None:
-            _keep(self._disk, self._to.staleness + 2, f"{os.path.basename(folder)}.")
+            _remove_old(self._disk, versions_kept(self._to.staleness), f"{os.path.basename(folder)}.")
         base = "" if self._own is None else self._own.base
         return Published(version, folder, adapters.weights_digest(folder, base))
 
@@ -185,14 +185,15 @@ def bytes_of(model: Decoder, own: adapters.Beside | None) -> int:
     return 4 * sum(model.get_parameter(name).numel() for name in (*pairs, *extra(model.config, own.settings)))
 
 
-def _keep(place: str, count: int, before: str) -> None:
-    """The newest so many versions whose names come before this one: later ones are of a run that was resumed before them."""
+def _remove_old(place: str, count: int, before: str) -> None:
+    """Remove all versions but the `count` newest whose names come before this one: later ones are of a run that was resumed
+    before them.
+    """
     with os.scandir(place) as entries:
         folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-    there = sorted(name for name in folders if name.startswith("version-"))
-    older = [name for name in there if name < before]
-    kept = older[len(older) - count :] if count else []
-    for name in there:
+    versions = sorted(name for name in folders if name.startswith("version-"))
+    kept = [name for name in versions if name < before][-count:] if count else []
+    for name in versions:
         if name not in kept:
             shutil.rmtree(os.path.join(place, name))
 

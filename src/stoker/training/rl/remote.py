@@ -1,27 +1,31 @@
 """Answers from `stoker serve`, or from servers that speak as dialects.py has it: prompts go as token ids, and ids come back with
 their log-probabilities and the version of the weights that wrote each. Nothing is tokenized twice.
 
-New weights are published as a folder, which every server is told to load before it is asked for answers that need it. A
-server that was replaced answers with weights that nobody published: it is told the newest, and asked again.
+New weights are published as a folder, which every server is told to load before it is asked for answers that need it. Each
+question names the oldest version that may answer it (versions.py): a server that was replaced, and has the weights of its
+command line, refuses, is told the newest, and asked again. What comes all the same is checked token by token.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TypeVar
 from urllib.parse import urlsplit
 
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import counted
+from stoker.contract.shape import replace
 from stoker.contract.untrusted import printable
 from stoker.training.rl.asking import Patient, ServerFailed
 from stoker.training.rl.dialects import Published, Question, Told, Wanted, dialect_of
 from stoker.training.rl.kept import Kept
 from stoker.training.rl.sampler import Ask, Written
+from stoker.training.rl.versions import oldest_version, versions_kept
+from stoker.training.rl.waiting import ServerWait, StopRequested
 from stoker.training.serve.request import CONTINUE, FINISH
 
 ROLE = "STOKER_ROLE_"
@@ -31,10 +35,7 @@ MOST_BYTES, BYTES_A_TOKEN = 2 << 20, 200  # of a body's answer: the server close
 TIMES_EXPECTED = 4  # so many bytes of an answer are read, where a server of another kind says more of each token
 TRIES = 3  # with new weights published to it in between, before a server counts as one with other weights
 KNOWN_S = 5.0  # another rank may have published just before this one knows of it
-WAITING_S = 20.0  # between two words of a rank that waits
-
-
-T = TypeVar("T")
+MOST_REFUSALS = 20  # in a row for one question: a server that was replaced refuses until it has the newest weights
 
 
 class Lacking(Exception):
@@ -68,9 +69,9 @@ def _address(url: str) -> str:
 
 class Servers:
     """A Sampler. `publish`: writes the weights of a version, all ranks together; `patience_s`: for an answer, or for a server
-    that is being replaced; `staleness`: how many steps ahead answers are begun; `phase`: told what the rank does; `kept`: has
-    what came before the trainers started again; `kind`: of the servers; `together`: every rank's word, on all ranks, where
-    weights are sent and a server that was replaced can't load them by itself.
+    that is being replaced; `staleness`: how many steps ahead answers are begun, and how old weights may be; `wait`: how this
+    rank waits; `kept`: has what came before the trainers started again; `kind`: of the servers; `together`: every rank's
+    word, on all ranks, where weights are sent and a server that was replaced can't load them by itself.
     """
 
     engine = None
@@ -84,14 +85,14 @@ class Servers:
         *,
         staleness: int,
         patience_s: float,
-        phase: Callable[[str], None] = lambda name: None,
+        wait: ServerWait | None = None,
         kept: Kept | None = None,
         kind: str = "stoker",
         together: Callable[[str], Sequence[str]] | None = None,
     ) -> None:
         self._addresses, self._wanted, self._publish = tuple(addresses), wanted, publish
         self.length = wanted.length
-        self._phase, self._is_waiting, self._kept = phase, False, kept
+        self._wait, self._kept = wait or ServerWait(), kept
         self._staleness, self._dialect = staleness, dialect_of(kind, FINISH if staleness < 2 else CONTINUE)
         self._together, self._pushed = together, Future[None]()
         self._pushed.set_result(None)
@@ -99,21 +100,26 @@ class Servers:
         self._newest: Published | None = None
         self._begun: dict[tuple[int, ...], Future[list[Future[list[Written]]]]] = {}
         self._problem: Exception | None = None
-        self._post = Patient(key, patience_s, TIMES_EXPECTED * (MOST_BYTES + BYTES_A_TOKEN * wanted.new_tokens))
+        self._resampled, self._counting = 0, threading.Lock()
+        most = TIMES_EXPECTED * (MOST_BYTES + BYTES_A_TOKEN * wanted.new_tokens)
+        self._post = Patient(key, patience_s, most, self._wait)
+        self._wait.probe = self._probe
         # One after the other: who asks behind new weights gets their answers, or newer ones'.
         self._in_order = ThreadPoolExecutor(1, "in-order")
         self._pool = ThreadPoolExecutor(CONNECTIONS, "answers")
 
     def refresh(self, version: int) -> None:
+        """Publish the weights, all ranks together. Raises StopRequested and ServerFailed on all ranks."""
         if self._together is not None:
-            self._awaited(self._pushed)  # a server has room for one version that is not in place
+            with suppress(StopRequested):  # the others publish, and wait for this rank
+                self._wait.result(self._pushed)  # a server has room for one version that is not in place
         published = self._publish(version)
         self._known[version] = self._newest = published
-        for old in sorted(self._known)[: -self._staleness - 2]:
+        for old in sorted(self._known)[: -versions_kept(self._staleness)]:
             del self._known[old]
         if self._kept is not None:
             self._kept.forget()
-        self._pushed = self._in_order.submit(self._push_all, published)
+        self._pushed = self._in_order.submit(self._push_all)
 
     def begin(self, ask: Ask) -> None:
         if ask.seeds not in self._begun:
@@ -127,7 +133,7 @@ class Servers:
             problem: Exception | None = None
             try:
                 found = self._taken(ask) if found is None else found
-            except (Lacking, ServerFailed, OtherWeights) as caught:
+            except (Lacking, ServerFailed, OtherWeights, StopRequested) as caught:
                 problem = caught
             words = self._together("" if problem is None else type(problem).__name__)
             if set(words) - {"", Lacking.__name__}:
@@ -144,20 +150,8 @@ class Servers:
 
     def _taken(self, ask: Ask) -> list[Written]:
         self.begin(ask)
-        parts = self._awaited(self._begun.pop(ask.seeds))
-        found = [written for part in parts for written in self._awaited(part)]
-        if self._is_waiting:
-            self._is_waiting = False
-            self._phase("train")
-        return found
-
-    def _awaited(self, future: Future[T]) -> T:
-        """Says from time to time that it waits: it gives up by itself, and is not taken for one that hangs."""
-        while not future.done():
-            if not wait([future], WAITING_S).done:
-                self._is_waiting = True
-                self._phase("waiting for answers")
-        return future.result()
+        parts = self._wait.result(self._begun.pop(ask.seeds))
+        return [written for part in parts for written in self._wait.result(part)]
 
     @property
     def ready(self) -> int:
@@ -165,48 +159,74 @@ class Servers:
         parts = [part for parts in sent for part in parts if part.done() and part.exception() is None]
         return sum(len(part.result()) for part in parts)
 
+    def take_resampled(self) -> int:
+        with self._counting:
+            count, self._resampled = self._resampled, 0
+        return count
+
     def close(self) -> None:
         """Whoever waits for an answer stops waiting; the servers see clients that left."""
         for pool in (self._in_order, self._pool):
             pool.shutdown(wait=False, cancel_futures=True)
         self._post.close()
 
-    def _push_all(self, published: Published) -> None:
+    def _probe(self) -> None:
+        for address in self._addresses:
+            self._post.probe(address)
+
+    def _push_all(self) -> None:
         try:
             for address in self._addresses:
                 with suppress(Lacking):  # it was replaced: whoever asks it next is told
-                    self._push(address, published)
+                    self._push(address)
         except Exception as problem:  # whoever asks next is told
             self._problem = problem
 
-    def _push(self, address: str, published: Published) -> None:
-        sent = bool(published.transfer)
+    def _push(self, address: str) -> None:
+        """Make the server load the newest weights: those of a step before may be gone by now."""
+        while True:
+            published = self._newest
+            assert published is not None
+            is_sent = bool(published.transfer)
 
-        def is_fine(status: int, line: str) -> bool:
-            return status == 409 if sent else self._dialect.is_there(status, line)
+            def is_fine(status: int, line: str, published: Published = published) -> bool:
+                if published.transfer:
+                    return status == 409
+                is_gone = status in (404, 422) and published is not self._newest
+                return is_gone or self._dialect.is_there(status, line)
 
-        if self._post(address, *self._dialect.push(published), is_fine=is_fine) is None and sent:
-            raise Lacking(f"the server at {address} has not got the weights that were sent, again and again")
+            if self._post(address, *self._dialect.push(published), is_fine=is_fine) is not None:
+                return
+            if is_sent:
+                raise Lacking(f"the server at {address} has not got the weights that were sent, again and again")
+            if published is self._newest:
+                return
 
     def _send(self, ask: Ask) -> list[Future[list[Written]]]:
         if self._problem is not None:
             raise self._problem
-        return [self._pool.submit(self._replayed, ask.seeds[1], *part) for part in self._parts(ask)]
+        step = ask.seeds[1]
+        oldest = oldest_version(step, self._staleness)
+        return [
+            self._pool.submit(self._replayed, step, address, Question(prompt, ask.seed, first, count, oldest))
+            for address, prompt, first, count in self._parts(ask)
+        ]
 
-    def _replayed(
-        self, step: int, address: str, prompt: tuple[int, ...], seed: int, first: int, count: int
-    ) -> list[Written]:
+    def _replayed(self, step: int, address: str, asked: Question) -> list[Written]:
         """As the server answered before the trainers started again, or as it answers now."""
         if self._kept is None:
-            return self._written(address, prompt, seed, first, count)
-        found = self._kept.find(prompt, seed, first, count)
+            return self._written(address, asked)
+        found = self._kept.find(asked.prompt, asked.seed, asked.first, asked.count)
+        if found is not None and not all(self._is_young(one, asked.oldest) for one in found):
+            self._count_resampled(asked.count)
+            found = None
         if found is None:
-            found = self._written(address, prompt, seed, first, count)
-            self._kept.keep(step, prompt, seed, first, found)
+            found = self._written(address, asked)
+            self._kept.keep(step, asked.prompt, asked.seed, asked.first, found)
         return found
 
-    def _parts(self, ask: Ask) -> Iterator[tuple[str, tuple[int, ...], int, int, int]]:
-        """(server, prompt, seed, place of the first answer, answers): equal prompts in a row go together, up to a limit."""
+    def _parts(self, ask: Ask) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+        """(server, prompt, place of the first answer, answers): equal prompts in a row go together, up to a limit."""
         wanted = self._wanted
         most = max(min(MOST_A_BODY, MOST_BYTES // (BYTES_A_TOKEN * wanted.new_tokens)), 1)
         begin = 0
@@ -216,7 +236,7 @@ class Servers:
                 end += 1
             first = ask.places[begin]
             address = self._addresses[first // most % len(self._addresses)]
-            yield address, ask.prompts[begin], ask.seed, first, end - begin
+            yield address, ask.prompts[begin], first, end - begin
             begin = end
 
     @staticmethod
@@ -224,23 +244,47 @@ class Servers:
         is_next = ask.places[end] == ask.places[begin] + end - begin
         return is_next and ask.prompts[end] == ask.prompts[begin]
 
-    def _written(self, address: str, prompt: tuple[int, ...], seed: int, first: int, count: int) -> list[Written]:
-        asked, weights = Question(prompt, seed, first, count), list[tuple[int, str]]()
-        for attempt in range(TRIES):
-            newest = self._newest
-            path, body = self._dialect.question(asked, self._wanted, newest)
-            text = self._post(address, path, body, is_fine=self._dialect.lacks_weights)
-            if text is not None:
-                found = self._read(address, path, text, count, newest)
-                weights = [(one.version, one.digest) for one in found]
-                if all(self._is_known(*one) for one in weights):
-                    return [one.written for one in found]
-            if attempt < TRIES - 1 and self._newest is not None:
-                self._push(address, self._newest)
-        line = f"the server at {address} answers with other weights than the trainers'"
-        shown = ", ".join(f"version {version} ({digest})" for version, digest in dict.fromkeys(weights))
-        shown = printable(shown, 300) or "it lacks those it was asked for"
-        raise OtherWeights(f"{line}: {shown}, though it was told to load what they publish: does another run use it?")
+    def _written(self, address: str, asked: Question) -> list[Written]:
+        """Sample completions until all of their tokens were written by weights that the trainers published, none of them older
+        than `asked.oldest`. Others are discarded and sampled again with the same seed.
+        """
+        accepted: dict[int, Written] = {}
+        refusals = discards = 0
+        while True:
+            discarded: list[Told] = []
+            for part in _missing(asked, accepted):
+                newest = self._newest
+                path, body = self._dialect.question(part, self._wanted, newest)
+                text = self._post(address, path, body, is_fine=self._dialect.lacks_weights)
+                if text is None:
+                    refusals += 1
+                    break
+                for place, one in enumerate(self._read(address, path, text, part.count, newest), part.first):
+                    if self._is_current(one, asked.oldest):
+                        accepted[place] = one.written
+                    else:
+                        discarded.append(one)
+            if len(accepted) == asked.count:
+                return [accepted[place] for place in sorted(accepted)]
+            if discarded:
+                discards += 1
+                self._count_resampled(len(discarded))
+            if discards == TRIES:
+                line = f"the server at {address} answers with other weights than the trainers'"
+                oldest = [(min(one.version, *one.written.versions), one.digest) for one in discarded]
+                shown = printable(
+                    ", ".join(f"version {version} ({digest})" for version, digest in dict.fromkeys(oldest)), 300
+                )
+                raise OtherWeights(
+                    f"{line}: {shown}, though it was told to load what they publish: does another run use it?"
+                )
+            if refusals == MOST_REFUSALS:
+                raise ServerFailed(
+                    f"the server at {address} lacked the weights that were pushed to it {refusals} times in a row: is it"
+                    " restarted again and again, or does another run use it?"
+                )
+            if self._newest is not None:
+                self._push(address)
 
     def _read(self, address: str, path: str, text: bytes, count: int, newest: Published | None) -> list[Told]:
         try:
@@ -256,10 +300,38 @@ class Servers:
             raise ServerFailed(f"the server at {address} sent an answer that can't be read: {what}") from problem
         return found
 
-    def _is_known(self, version: int, digest: str) -> bool:
+    def _is_current(self, told: Told, oldest: int) -> bool:
+        """Whether every token was written by weights that the trainers published and that are not too old."""
+        if not self._is_young(told.written, oldest) or told.version < oldest:
+            return False
+        return self._is_known(told.version, told.digest) and all(
+            self._is_known(version) for version in set(told.written.versions)
+        )
+
+    @staticmethod
+    def _is_young(written: Written, oldest: int) -> bool:
+        return min(written.versions, default=oldest) >= oldest
+
+    def _is_known(self, version: int, digest: str = "") -> bool:
         until = time.monotonic() + KNOWN_S
         while version not in self._known and version > max(self._known) and time.monotonic() < until:
             if not self._post.waits(0.05):
                 break
         known = self._known.get(version)
         return known is not None and digest in ("", known.digest)
+
+    def _count_resampled(self, count: int) -> None:
+        with self._counting:
+            self._resampled += count
+
+
+def _missing(asked: Question, accepted: Mapping[int, Written]) -> list[Question]:
+    """Return questions for the completions that are not accepted yet, those in a row together."""
+    places = [place for place in range(asked.first, asked.first + asked.count) if place not in accepted]
+    rows: list[list[int]] = []
+    for place in places:
+        if rows and rows[-1][-1] == place - 1:
+            rows[-1].append(place)
+        else:
+            rows.append([place])
+    return [replace(asked, first=row[0], count=len(row)) for row in rows]

@@ -27,6 +27,7 @@ from stoker.training.rl.config import GrpoConfig
 from stoker.training.rl.remote import OtherWeights
 from stoker.training.rl.sampler import Ask, InTrainer, Sampler
 from stoker.training.rl.scoring import Judged, RewardFailed, Rewards
+from stoker.training.rl.waiting import StopRequested
 from stoker.training.serve.batch import BatchEngine
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -326,8 +327,8 @@ class Outcome:
         return 0.0 if self.constant else float(self.rewards.std(unbiased=False))
 
 
-Failure = RewardFailed | ServerFailed | OtherWeights
-FAILURES: tuple[type[Failure], ...] = (RewardFailed, ServerFailed, OtherWeights)
+Failure = RewardFailed | ServerFailed | OtherWeights | StopRequested
+FAILURES: tuple[type[Failure], ...] = (StopRequested, RewardFailed, ServerFailed, OtherWeights)
 
 
 def outcome(
@@ -353,7 +354,7 @@ def outcome(
     table = ranks.sum(table.to(ranks.device)).cpu()
     if table[5, 0]:
         own = None if failure is None else (FAILURES.index(type(failure)), str(failure))
-        kind, line = next(one for one in ranks.all(own) if one is not None)
+        kind, line = min((one for one in ranks.all(own) if one is not None), key=lambda one: one[0] > 0)  # a stop first
         raise FAILURES[kind](line)
     rewarded, correct, lengths, whole, same = table[:5]
     return judged, Outcome(rewarded, correct, lengths, whole, same, table[6:])
@@ -378,13 +379,21 @@ class Age:
     most: int
     ready: int  # answers of later steps that are here already
     newest: int = 0  # version of the newest weights that wrote one of them
+    resampled: int = 0  # completions discarded since the step before: their weights were too old
 
 
-def age_of(answers: Sequence[Answer], step: int, ready: int, ranks: Group) -> Age:
+def age_of(answers: Sequence[Answer], step: int, sampler: Sampler, ranks: Group) -> Age:
     behind = [step - version for answer in answers for version in answer.versions]
-    told = ranks.all((sum(behind), len(behind), max(behind, default=0), ready, min(behind, default=step)))
-    total, tokens, most, here, least = zip(*told, strict=True)
-    return Age(sum(total) / max(sum(tokens), 1), max(most), sum(here), step - min(least))
+    mine = (
+        sum(behind),
+        len(behind),
+        max(behind, default=0),
+        min(behind, default=step),
+        sampler.ready,
+        sampler.take_resampled(),
+    )
+    total, tokens, most, least, here, resampled = zip(*ranks.all(mine), strict=True)
+    return Age(sum(total) / max(sum(tokens), 1), max(most), sum(here), step - min(least), sum(resampled))
 
 
 class Asking:
@@ -422,14 +431,18 @@ class Asking:
             made = _merged(made, self._judged(asked, (seed, step, attempt), frozenset(places)), places, group)
         if not self._c.server:
             return made
-        return replace(made, age=age_of(made.answers, step, self._rollout.sampler.ready, self._ranks))
+        return replace(made, age=age_of(made.answers, step, self._rollout.sampler, self._ranks))
 
     def _judged(self, asked: Sequence[Prompt], seeds: tuple[int, ...], only: frozenset[int] | None) -> Step:
         answers: list[Answer] = []
         failure: Failure | None = None
         try:
             answers = self._rollout(asked, *seeds, only=only)
-        except (ServerFailed, OtherWeights) as problem:  # all ranks hear of it where they exchange their numbers
+        except (
+            ServerFailed,
+            OtherWeights,
+            StopRequested,
+        ) as problem:  # all ranks hear of it where they exchange their numbers
             failure = problem
         count, group = len(asked) * self._c.group, self._c.group
         return Step(answers, *outcome(answers, self._rewards, count, group, self._ranks, failure))

@@ -46,6 +46,10 @@ class Sampler(Protocol):
         """Answers that are here and that nobody has taken."""
         ...
 
+    def take_resampled(self) -> int:
+        """Return how many completions were discarded since the last call, and sampled again, as their weights were too old."""
+        ...
+
     @property
     def engine(self) -> BatchEngine | None:
         """What writes them in this process."""
@@ -75,6 +79,9 @@ class InTrainer:
             ask.prompts, new_tokens=self._new_tokens, stop=self._stop, **self._how, seed=ask.seed, indexes=ask.places
         )
         return [Written(tuple(ids), tuple(kept)) for ids, kept in zip(found, self.engine.logprobs, strict=True)]
+
+    def take_resampled(self) -> int:
+        return 0
 
     def close(self) -> None:
         """It holds nothing but memory."""

@@ -12,6 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,8 @@ from stoker.training.model.pieces import collected, give_back
 from stoker.training.parallel.group import Group
 from stoker.training.rl.asking import ServerFailed
 from stoker.training.rl.dialects import Published
-from stoker.training.rl.publish import To, told_by
+from stoker.training.rl.publish import To, on_rank_0, told_by
+from stoker.training.rl.waiting import ServerWait, StopRequested
 from stoker.training.serve.member import IDLE_S, JOIN_S
 from stoker.training.serve.transfer import ALIGNED, BUCKET, Entry, Manifest, MemberFailed, Moving, own_address
 
@@ -50,35 +52,37 @@ class Sender:
         self._manifest = manifest_of(model, own)
 
     def __call__(self, version: int) -> Published:
-        """All ranks call it. ServerFailed: on all ranks."""
+        """All ranks call it. Raises ServerFailed or StopRequested, on all ranks."""
         until = time.monotonic() + self._patience_s
         while True:
-            transfer, line = self._group.agreed(self._begin)
-            if line:
-                raise ServerFailed(line)
+            transfer = on_rank_0(self._group, self._begin)
             problem = self._send()
-            found, line = self._group.agreed(lambda: self._sent(version, transfer, problem, until))  # noqa: B023
-            if line:
-                raise ServerFailed(line)
+            found = on_rank_0(self._group, lambda: self._sent(version, transfer, problem, until))  # noqa: B023
             if found is not None:
                 return found
 
-    def _begin(self) -> tuple[str, str]:
-        """(the transfer's name, why it can't be). Every server is told, and is a member of one group with this rank."""
+    def _begin(self) -> str:
+        """Return the transfer's name. Every server is told, and is a member of one group with this rank. Raises ServerFailed or
+        StopRequested.
+        """
         to = self._to
         try:
             while True:
                 transfer, is_fresh = secrets.token_hex(8), self._outlet is None
                 if self._outlet is None:
                     hosts = [address.rpartition(":")[0].strip("[]") for address in to.addresses]
-                    self._outlet = Outlet(own_address(hosts), len(to.addresses) + 1, self._backend(), self._bucket)
+                    size = len(to.addresses) + 1
+                    self._outlet = Outlet(own_address(hosts), size, self._backend(), self._bucket, to.wait)
                 joined = [self._told(address, rank, transfer) for rank, address in enumerate(to.addresses, 1)]
                 if is_fresh or all(joined):
-                    return transfer, ""
+                    return transfer
                 self.end()  # one was replaced: a group of before can't be joined
-        except (ServerFailed, MemberFailed, OSError) as problem:
+        except (ServerFailed, StopRequested):
             self.end()
-            return "", str(problem)
+            raise
+        except (MemberFailed, OSError) as problem:
+            self.end()
+            raise ServerFailed(str(problem)) from problem
 
     def _backend(self) -> str:
         on_cards = self._model.device.type == "cuda" and dist.is_nccl_available()
@@ -105,7 +109,7 @@ class Sender:
                 for tensor in gathered:
                     self._outlet.put(tensor)
                 self._outlet.flush()
-        except MemberFailed as problem:
+        except (MemberFailed, StopRequested) as problem:
             return str(problem)
         finally:
             for _ in gathered:  # the other ranks gather all of it, and wait for this one
@@ -125,21 +129,27 @@ class Sender:
             found = adapters.peft_tensors(model.config, own.settings, parts.__getitem__)
             yield from (found[entry.name] for entry in self._manifest.entries)
 
-    def _sent(self, version: int, transfer: str, problem: str, until: float) -> tuple[Published | None, str]:
-        """(None: once more)"""
+    def _sent(self, version: int, transfer: str, problem: str, until: float) -> Published | None:
+        """Return None where it has to be sent again. Raises ServerFailed or StopRequested."""
         try:
             if problem or self._outlet is None:
                 raise MemberFailed(problem)
-            return Published(version, "", self._manifest.digest(self._outlet.digest()), transfer), ""
+            return Published(version, "", self._manifest.digest(self._outlet.digest()), transfer)
+        except StopRequested:
+            self.end()
+            raise
         except MemberFailed as failed:
             self.end()
+            if self._to.wait.should_stop():
+                raise StopRequested(str(failed)) from failed
             if time.monotonic() < until:
                 self._to.say(
                     f"new weights did not reach all servers, and are sent again: {printable(str(failed), 200)}"
                 )
-                return None, ""
+                return None
             servers = ", ".join(self._to.addresses)
-            return None, f"the server at {servers} could not be sent new weights: {printable(str(failed), 300)}"
+            line = f"the server at {servers} could not be sent new weights: {printable(str(failed), 300)}"
+            raise ServerFailed(line) from failed
 
     def end(self) -> None:
         if self._outlet is not None:
@@ -153,7 +163,8 @@ class Sender:
 class Outlet:
     """Rank 0 of a group: two buckets, one that is filled while the other one travels."""
 
-    def __init__(self, host: str, size: int, backend: str, bucket: int) -> None:
+    def __init__(self, host: str, size: int, backend: str, bucket: int, wait: ServerWait) -> None:
+        self._waiting = wait
         self._name, self._size, self._backend, self._bucket = secrets.token_hex(8), size, backend, bucket
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
             # Here, not by the member: the servers are told the address at once, and all members start side by side.
@@ -195,7 +206,7 @@ class Outlet:
 
     def digest(self) -> str:
         self._moving.tell(digest=True)
-        return str(self._moving.hear("digest", IDLE_S))
+        return str(self._hear("digest", IDLE_S))
 
     def _go(self) -> None:
         self._join()
@@ -205,14 +216,17 @@ class Outlet:
 
     def _join(self) -> None:
         if not self._is_joined:
-            self._moving.hear("joined", JOIN_S + _GRACE_S)
+            self._hear("joined", JOIN_S + _GRACE_S)
             self._is_joined = True
 
     def _wait(self, left: int) -> None:
         """Until at most so many buckets travel."""
         while self._travelling > left:
-            self._moving.hear("moved", IDLE_S + _GRACE_S)
+            self._hear("moved", IDLE_S + _GRACE_S)
             self._travelling -= 1
+
+    def _hear(self, key: str, seconds: float) -> Any:
+        return self._waiting.call(lambda: self._moving.hear(key, seconds))
 
     def end(self) -> None:
         self._moving.end()

@@ -419,7 +419,7 @@ class GrpoTask(Task):
         return self.history.troubled()
 
     def summary(self) -> str:
-        return f"reward {self.history.recent[-1].reward:.3f}"
+        return f"reward {self.history.recent[-1].reward:.3f}" if self.history.recent else "before the first step's end"
 
     def _parts(self, outcome: Outcome) -> dict[str, float]:
         """Each part's mean, where the settings name parts."""
@@ -512,6 +512,7 @@ def _aged(age: Age | None, capped: float | None) -> dict[str, float]:
         "staleness_max": age.most,
         "weights_version": age.newest,
         "queue": age.ready,
+        "resampled_stale": age.resampled,
     }
     return found if capped is None else {**found, "cap_rate": capped}
 

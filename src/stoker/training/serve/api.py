@@ -1,7 +1,7 @@
 """OpenAI's completions and chat completions: parses bodies into requests, and writes events as clients read them. No torch.
 
-Beside OpenAI's keys it knows some of vLLM's and its own `return_token_ids`, `first_index` and `on_update` (finish, continue). An
-unknown key is refused: an answer that silently ignores a setting is wrong.
+Beside OpenAI's keys it knows some of vLLM's and its own `return_token_ids`, `first_index`, `on_update` (finish, continue) and
+`min_weight_version`. An unknown key is refused: an answer that silently ignores a setting is wrong.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key"
 _BOTH = (
     "model", "stream", "stream_options", "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
     "skip_special_tokens", "max_tokens", "logprobs", "prompt_logprobs", "frequency_penalty", "presence_penalty", "repetition_penalty",
-    "logit_bias", "response_format", "return_token_ids", "on_update", "first_index", *_IGNORED,
+    "logit_bias", "response_format", "return_token_ids", "on_update", "first_index", "min_weight_version", *_IGNORED,
 )  # fmt: skip
 _TEMPLATE = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 _COMPLETION = (*_BOTH, "prompt", "echo")
@@ -68,6 +68,9 @@ _IDLE: dict[str, tuple[Any, ...]] = {
 _OF_A_MESSAGE = ("role", "content", "name", "provider_specific_fields")  # the last one is litellm's own
 _WITH_TOOLS = ("tool_calls", "tool_call_id")
 DEVELOPER, SYSTEM = "developer", "system"  # OpenAI's newer name of the system's role, which no published template knows
+
+
+OTHER_MODEL = "other_model"  # code of an error: new weights are not for the model that is served
 
 
 class Problem(Exception):
@@ -107,6 +110,7 @@ class Asked:
     generates: bool = True  # False: max_tokens is 0, and the token that the engine samples all the same is dropped
     tools: ToolFormat | None = None  # how completions call tools; None: there are none
     prompt_logprobs: int = -1  # in vLLM's form, with this many alternatives; -1: none
+    min_weight_version: int = -1  # older weights must not write the completions; -1: any may
 
     @property
     def prompt_tokens(self) -> int:
@@ -173,6 +177,7 @@ def read(body: bytes, is_chat: bool, served: Served) -> Asked:
         generates,
         tools.how,
         prompt_logprobs,
+        _whole(told, "min_weight_version", -1, 0, 2**62),
     )
 
 

@@ -48,6 +48,8 @@ class Engine(Protocol):
 class WeightsLoader(Protocol):
     """weights.Loader."""
 
+    @property
+    def has_loaded(self) -> bool: ...
     def load(self, body: bytes, reply: Callable[[int, bytes], None]) -> None: ...
 
 
@@ -322,6 +324,7 @@ class App:
 
     async def _complete(self, asked: api.Asked, channel: _Channel, send: Send) -> None:
         engine, post = self._engine, self.calls.post
+        self._refuse_old_weights(asked.min_weight_version)
         if not engine.reserve(len(asked.requests)):
             self.turned_away += 1
             line = f"the queue is full ({engine.most} answers): try again later"
@@ -337,6 +340,18 @@ class App:
         finally:
             if not reply.is_done:
                 engine.abort(asked.requests)
+
+    def _refuse_old_weights(self, oldest: int) -> None:
+        """`oldest`: version; -1: any weights will do. Those that the server was started with are older than any version."""
+        has_loaded = self._weights is not None and self._weights.has_loaded
+        version, _ = self._version()
+        if oldest < 0 or (has_loaded and version >= oldest):
+            return
+        current = f"version {version}" if has_loaded else "those it was started with"
+        line = (
+            f"the weights of this server are {current}, and min_weight_version is {oldest}: load newer ones ({WEIGHTS})"
+        )
+        raise Problem(line, 409, "min_weight_version", "weights_too_old")
 
     async def _write(self, asked: api.Asked, reply: api.Reply, channel: _Channel, send: Send) -> None:
         is_begun = False

@@ -20,7 +20,7 @@ from stoker.training.model.config import LORA
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_read import Added
 from stoker.training.model.hf_stream import STORED
-from stoker.training.serve.api import Problem
+from stoker.training.serve.api import OTHER_MODEL, Problem
 from stoker.training.serve.member import IDLE_S, JOIN_S
 from stoker.training.serve.transfer import ITEM, Entry, Manifest, MemberFailed, Moving
 
@@ -147,19 +147,27 @@ class Receiver:
                     "the adapter was trained on a base model other than the one this server was started with",
                     409,
                     "base",
+                    OTHER_MODEL,
                 )
             settings, _ = adapters.settings_from(manifest.adapter, "the adapter that is sent", LORA)
             wanted = adapters.shapes_of(c, settings)
         given = {one.name: one.size for one in manifest.entries}
         for name, size in given.items():
             if name not in wanted:
-                raise Problem(f"{printable(name, 100)}: the served model does not have this tensor", 409, "tensors")
+                raise Problem(
+                    f"{printable(name, 100)}: the served model does not have this tensor", 409, "tensors", OTHER_MODEL
+                )
             if size != wanted[name]:
                 line = f"{printable(name, 100)} is {list(size)}, and in the served model {list(wanted[name])}"
-                raise Problem(f"{line}: weights of another shape", 409, "tensors")
+                raise Problem(f"{line}: weights of another shape", 409, "tensors", OTHER_MODEL)
         missing = next((name for name in wanted if name not in given), "")
         if missing or len(given) != len(manifest.entries):
-            raise Problem(f"{missing or 'a tensor'} is missing in the list of tensors, or listed twice", 409, "tensors")
+            raise Problem(
+                f"{missing or 'a tensor'} is missing in the list of tensors, or listed twice",
+                409,
+                "tensors",
+                OTHER_MODEL,
+            )
 
     def _whole(self, tensors: dict[str, Tensor]) -> Callable[[], None]:
         def change() -> None:

@@ -26,7 +26,7 @@ from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_config import base_of, is_adapter, shape_of
 from stoker.training.model.hf_read import added_by
-from stoker.training.serve.api import Problem, error, object_in
+from stoker.training.serve.api import OTHER_MODEL, Problem, error, object_in
 from stoker.training.serve.receiving import Receiver
 
 KEYS = ("folder", "version", "digest", "transfer", "group", "tensors", "adapter", "base")
@@ -83,6 +83,7 @@ class Loader:
         self._lock = threading.Lock()
         self._newest: _Coming | None = None
         self._source = ""  # of the newest, as it was printed: trainers publish in one place, step after step
+        self.has_loaded = False  # new weights are in place: the server's are no longer those it was started with
         self._sweeps = False  # weights have come through shared memory
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
 
@@ -102,10 +103,11 @@ class Loader:
             try:
                 self._load(asked_in(body), reply)
             except Problem as problem:
-                reply(problem.status, error(problem.line, problem.status, problem.key))
+                reply(problem.status, error(problem.line, problem.status, problem.key, problem.code))
             except Refusal as refusal:
                 status = {EX_NOINPUT: 404, EX_CONFIG: 409}.get(refusal.code, 422)
-                reply(status, error(printable(refusal.line, 500), status, "folder"))
+                code = OTHER_MODEL if status == 409 else ""
+                reply(status, error(printable(refusal.line, 500), status, "folder", code))
             except (OSError, ValueError, RuntimeError, MemoryError) as problem:
                 line = printable(f"the folder can't be loaded: {type(problem).__name__}: {problem}", 500)
                 reply(422, error(line, 422, "folder"))
@@ -138,6 +140,8 @@ class Loader:
         folder = self._folder(asked.folder)
         adapts = is_adapter(folder)
         base = self._base if adapts else folder
+        if adapts:
+            adapters.check_base(folder, base)
         digest = adapters.weights_digest(folder, base)
         if asked.digest not in ("", digest):
             raise Problem(
@@ -171,6 +175,7 @@ class Loader:
             with self._lock:
                 waiting, coming.waiting = coming.waiting or [], None
             coming.in_place.set()
+            self.has_loaded = True
             for one in waiting:
                 one(200, in_place(version, digest))
 
@@ -256,7 +261,7 @@ def refuse_other_shape(theirs: ModelConfig, ours: ModelConfig, folder: str) -> N
     key = next((key for key in other if one[key] != other[key]), "")
     if key:
         line = f"{folder}: its {key} is {one[key]}, and that of the served model is {other[key]}"
-        raise Problem(f"{printable(line, 400)}: weights of another shape", 409, "folder")
+        raise Problem(f"{printable(line, 400)}: weights of another shape", 409, "folder", OTHER_MODEL)
 
 
 def _quiet(line: str) -> None:
