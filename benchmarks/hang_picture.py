@@ -67,7 +67,7 @@ def main(target: str) -> None:
         why = shown("stoker why", Path(folder))
     console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
     for line in f"{run}\n\n{why}".splitlines():
-        explains = "yellow" if "stands still" in line else ""
+        explains = "yellow" if "has made no progress" in line else ""
         console.print(Text(line, style="bold" if line.startswith("$") else explains))
     picture = console.export_svg(title="stoker")
     picture = re.sub(r"@font-face \{.*?\}", "", picture, flags=re.S)  # the fonts of a web server

@@ -183,7 +183,8 @@ def test_a_run_that_is_stopped_keeps_what_was_known() -> None:
     known = judge(Evidence(2, (ended(0), ended(1)), stop_signal=2, stopped_at=10.0, stall=SLEEPS))
     assert (
         known.cause == "launch.stopped"
-        and "Before the stop: rank 1 (CPU 1) stands still after step 20: it sleeps at train.py:31" in known.summary
+        and "Before the stop: rank 1 (CPU 1) has made no progress since step 20: it sleeps at train.py:31"
+        in known.summary
     )
     assert (
         "rank 1: load" in known.evidence

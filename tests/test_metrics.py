@@ -111,7 +111,7 @@ def everything() -> Snapshot:
         lr=1e-4,
         eta_s=30.0,
         metrics={"loss": 2.5, "tokens": 41000, "val_loss": "nan", "seconds_per_step": 0.5},
-        suspicion=Suspicion(NOW - 5, "suspicion", "hang.lock", "stands still"),
+        suspicion=Suspicion(NOW - 5, "suspicion", "hang.lock", "no progress"),
         ranks=ranks,
         servers=(ServerLoad("server", 2, 1204, 350_112, 90_000, 3, 1, 7, 12.5, 3500.0),),
         slow=(Slow(1, "GPU1", "box", "GPU-1", "slow.throttle", "hot", 0.9, 2.0, NOW, "rank 1 is slow"),),

@@ -675,7 +675,7 @@ def test_a_run_is_followed_hangs_is_explained_and_stopped(chromium: Browser, sto
             (stoker.cwd / "hang").touch()
             chromium.until_text("rank 1", ".alerts", seconds=60)
             chromium.js("location.hash = arguments[0]", f"run/{run}/why")
-            chromium.until_text("stands still", ".ending")
+            chromium.until_text("has made no progress", ".ending")
             chromium.until_text("hangs.py", "pre.stack")
             chromium.js("location.hash = arguments[0]", f"run/{run}/ranks")
             chromium.until("document.querySelector('canvas.heat')?.clientHeight > 20")

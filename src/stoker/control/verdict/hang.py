@@ -65,7 +65,7 @@ hang.gpu-kernel, again: A GPU kernel does not end.
   unless: the other ranks have not entered its collective: then they are late, and the kernel is NCCL's
   fix: look at {where}, and at the kernels launched before it (launches are asynchronous): --debug-retry makes them
       blocking
-hang.place, again: A rank stands still, for a reason that can't be seen from outside.
+hang.place, again: A rank makes no progress, for a reason that can't be seen from outside.
   seen: {SILENT}none of the known ways of waiting
   unless: any of them
   fix: look at {where}
@@ -146,7 +146,7 @@ def cause_of(stall: Stall) -> str:
 
 
 def summary(stall: Stall, label: str) -> str:
-    """rank 1 (CPU1) stands still after step 20: it sleeps at train.py:31, in load; ranks 0, 2-3 wait for it …"""
+    """Return one line: rank 1 (CPU 1) has made no progress since step 20: it sleeps at train.py:31; ranks 0, 2-3 wait for it …"""
     step = f" after step {stall.step}" if stall.step else " before the first step"
     if stall.parties:
         return _parted(stall, label, step)
@@ -168,10 +168,11 @@ def summary(stall: Stall, label: str) -> str:
         return f"{who} entered a collective alone{step}{inside}: {stall.operation}{at}{gone}"
     if stall.kind == "left":
         return f"{who} ended with exit code 0{step}{others}{at}"
+    have = "has" if len(stall.ranks) < 2 else "have"
     if stall.kind == "busy":
-        have = "has" if len(stall.ranks) < 2 else "have"
         return f"{who} {have} been busy for {span(stall.silent_s)} without finishing a step: {stall.detail}{at}{others}"
-    return f"{who} stand{'s' if len(stall.ranks) < 2 else ''} still{step}: {stall.detail}{at}{others}"
+    since = f"made no progress since step {stall.step}" if stall.step else "not finished the first step"
+    return f"{who} {have} {since}: {stall.detail}{at}{others}"
 
 
 def _parted(stall: Stall, label: str, step: str) -> str:
