@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import counted
+from stoker.contract.shape import replace
 from stoker.contract.untrusted import printable
 from stoker.training.rl.asking import Patient, ServerFailed
 from stoker.training.rl.dialects import Published, Question, Told, Wanted, dialect_of
@@ -142,6 +143,17 @@ class Servers:
         assert problem is not None
         raise ServerFailed(str(problem)) if isinstance(problem, Lacking) else problem
 
+    def complete(self, prompt: tuple[int, ...], seed: int, new_tokens: int, number: int) -> Written:
+        """Sample one completion for a rollout, with the weights published before it or newer ones. `number`: spreads
+        rollouts over the servers. Waits, in the calling thread; raises what `take` raises.
+        """
+        self._in_order.submit(lambda: None).result()
+        if self._problem is not None:
+            raise self._problem
+        address = self._addresses[number % len(self._addresses)]
+        (written,) = self._written(address, prompt, seed, 0, 1, replace(self._wanted, new_tokens=new_tokens))
+        return written
+
     def _taken(self, ask: Ask) -> list[Written]:
         self.begin(ask)
         parts = self._awaited(self._begun.pop(ask.seeds))
@@ -224,11 +236,14 @@ class Servers:
         is_next = ask.places[end] == ask.places[begin] + end - begin
         return is_next and ask.prompts[end] == ask.prompts[begin]
 
-    def _written(self, address: str, prompt: tuple[int, ...], seed: int, first: int, count: int) -> list[Written]:
+    def _written(
+        self, address: str, prompt: tuple[int, ...], seed: int, first: int, count: int, wanted: Wanted | None = None
+    ) -> list[Written]:
+        wanted = wanted or self._wanted
         asked, weights = Question(prompt, seed, first, count), list[tuple[int, str]]()
         for attempt in range(TRIES):
             newest = self._newest
-            path, body = self._dialect.question(asked, self._wanted, newest)
+            path, body = self._dialect.question(asked, wanted, newest)
             text = self._post(address, path, body, is_fine=self._dialect.lacks_weights)
             if text is not None:
                 found = self._read(address, path, text, count, newest)
