@@ -31,7 +31,7 @@ IDLE_TURNS = 5  # of the event loop without a new request, before all rollouts c
 GRACE_S = 1.0  # without a new request: what is there is sampled, though some rollouts wait for something else
 TICK_S = 0.25
 ALIVE_S = 2.0  # between two words to the rank
-CANCEL_S = 5.0  # after which a rollout that ignores its cancellation is no longer waited for
+CANCEL_S = 2.0  # after which a rollout that ignores its cancellation is no longer waited for
 CURRENT: contextvars.ContextVar[int | None] = contextvars.ContextVar("rollout", default=None)
 
 
