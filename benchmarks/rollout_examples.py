@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/rollout_examples.py --seeds 0 1 2 --steps 40
 
 The model is a small Llama with byte tokens, trained from scratch on example transcripts (no pretraining): half of them call the
-calculator, half guess the result; guesses of the game are random, but never against what was said before. GRPO does the rest.
+calculator, half guess the result; a guess of the game is random, and in 7 of 10 cases not against what was said before. GRPO does the rest.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ def calculation(random_: random.Random) -> Messages:
 
 
 def game(random_: random.Random) -> Messages:
-    secret, low, high = random_.randint(1, 15), 1, 15
-    messages: Messages = [("user", b"Guess my number from 1 to 15.")]
-    for _ in range(5):
-        guess = random_.randint(low, high)
+    secret, low, high = random_.randint(1, 7), 1, 7
+    messages: Messages = [("user", b"Guess my number from 1 to 7.")]
+    for _ in range(3):
+        guess = random_.randint(low, high) if random_.random() < 0.7 else random_.randint(1, 7)
         messages.append(("assistant", str(guess).encode()))
         if guess == secret:
             return messages
-        low, high = (guess + 1, high) if secret > guess else (low, guess - 1)
+        low, high = (max(low, guess + 1), high) if secret > guess else (low, min(high, guess - 1))
         messages.append(("user", b"higher" if secret > guess else b"lower"))
     return messages[:-1]
 
 
 def rows_of(name: str) -> list[dict[str, object]]:
     if name == "guessing":
-        return [{"secret": number} for number in range(1, 16)]
+        return [{"secret": number} for number in range(1, 8)]
     return [{"prompt": f"{a}*{b}?", "answer": str(a * b)} for a in range(2, 10) for b in range(2, 10)]
 
 
@@ -96,7 +96,7 @@ def words_of(folder: Path, name: str, seed: int, steps: int) -> list[str]:
     return [
         "--preset", "small", "--model.load", str(folder / "hf"), "--grpo.prompts", str(folder / "rows.jsonl"),
         "--grpo.rollout", f"{EXAMPLES / name}.py:rollout", "--context_length", str(CONTEXT), "--generate.new_tokens", "24",
-        "--grpo.prompts_per_step", "8", "--grpo.group", "8", "--learning_rate", "1e-3", "--warmup_ratio", "0", "--schedule",
+        "--grpo.prompts_per_step", "7", "--grpo.group", "16", "--learning_rate", "3e-3", "--warmup_ratio", "0", "--schedule",
         "constant", "--weight_decay", "0", "--batch.micro", "64", "--batch.tokens", "0", "--grpo.kl", "0.01", "--train.seed", str(seed),
         "--max-steps", str(steps), "--grpo.breaker_steps", "0", "--cache", str(folder / "cache"),
     ]  # fmt: skip

@@ -2,8 +2,8 @@
 
     stoker train grpo --model.load MODEL --grpo.prompts numbers.jsonl --grpo.rollout examples/guessing.py:rollout
 
-A row: {"secret": 11}. All rollouts of a group guess the same number. The reward is 1 for the first guess, 0.2 less for each
-further one, and 0 if it is not found.
+A row: {"secret": 5}. All rollouts of a group guess the same number. The reward is 1 for the first guess, 0.2 less for each
+further one, and 0 if it is not found: halving what is left gives 0.71 on average.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from stoker.rollout import Client, ContextFull, Rollout
 
-LOWEST, HIGHEST, GUESSES = 1, 15, 5
+LOWEST, HIGHEST, GUESSES = 1, 7, 3
 START = f"Guess my number from {LOWEST} to {HIGHEST}."
 
 

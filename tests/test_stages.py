@@ -236,9 +236,7 @@ def test_help_is_two_screens_of_the_stages_own_keys(stoker: Stoker, stage: str) 
     assert "--optim.beta2" in whole.out and "--optim.beta2" not in short.out
 
 
-@pytest.mark.parametrize(
-    ("stage", "key"), [("dpo", "dpo.pairs"), ("reward", "reward.pairs"), ("grpo", "grpo.prompts")]
-)
+@pytest.mark.parametrize(("stage", "key"), [("dpo", "dpo.pairs"), ("reward", "reward.pairs"), ("grpo", "grpo.prompts")])
 def test_data_is_the_file_that_a_stage_learns_from(stoker: Stoker, stage: str, key: str) -> None:
     refused = stoker("train", stage, "--model.load", "owner/model", "--data", "absent.jsonl")
     assert f"--data absent.jsonl is read as --{key}" in refused.out + refused.err
