@@ -123,7 +123,7 @@ def main() -> None:
                 ]
                 environment = {
                     **os.environ, "STOKER_RUN_DIR": str(folder / "run"), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0",
-                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29571", "OMP_NUM_THREADS": "1",
+                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29571 + os.getpid() % 1000), "OMP_NUM_THREADS": "1",
                 }  # fmt: skip
                 done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
                 if done.returncode:

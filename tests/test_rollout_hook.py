@@ -36,7 +36,9 @@ from stoker.training.serve.request import LENGTH, STOP, Request  # noqa: E402
 from stoker.training.serve.request import Answer as Completed  # noqa: E402
 from stoker.training.tokenizer import chat  # noqa: E402
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer  # noqa: E402
-from test_grpo import FORKS, Job  # noqa: E402
+from test_grpo import FORKS, Forks, Job, model_that_answers_with_a_digit  # noqa: E402
+from test_grpo_server import FORKS as SERVED  # noqa: E402
+from test_grpo_server import Serving, without_ages  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = bytes_tokenizer()
@@ -467,3 +469,46 @@ def test_the_examples_learn(name: str, ranks: Any, tmp_path: Path) -> None:
     assert job.codes == [0], job.said()
     rewards = [line["reward"] for line in job.metrics]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1, rewards
+
+
+RAW = """
+from stoker.rollout import Rollout, Turn
+
+async def rollout(client, row, seed):
+    prompt = client.render(row["prompt"])
+    first = await client.sample(prompt, max_tokens=1)
+    between = client.encode("?")
+    second = await client.sample([*prompt, *first.token_ids, *between], max_tokens=2)
+    turns = [Turn(prompt), Turn.sampled(first), Turn(between), Turn.sampled(second)]
+    parts = {"versions": len(second.weight_versions)}
+    return Rollout(turns, (first.text + second.text).count("7"), parts)
+"""
+
+
+def test_with_a_server_the_rollouts_are_the_same(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    given = tmp_path_factory.mktemp("digits")
+    model_that_answers_with_a_digit(given)
+    (tmp_path / "raw.py").write_text(RAW)
+    own = ("--grpo.rollout", f"{tmp_path}/raw.py:rollout", "--max-steps", "3", "--export", "false")
+    serving = Serving(given / "hf", tmp_path_factory.getbasetemp())
+    try:
+        with server(SERVED) as made:
+            forks = Forks(made, given)
+            alone = forks(1, tmp_path / "alone", *own)
+            assert alone.codes == [0], alone.said()
+            served = forks(1, tmp_path / "served", *own, "--grpo.server", serving.url)
+            assert served.codes == [0], served.said()
+            ahead = forks(2, tmp_path / "ahead", *own, "--grpo.server", serving.url, "--grpo.staleness", "1")
+            assert ahead.codes == [0, 0], ahead.said()
+    finally:
+        serving.close()
+    own_names = {"reward_versions"}
+    for mine, theirs in zip(without_ages(alone.metrics), without_ages(served.metrics), strict=True):
+        assert mine.keys() == theirs.keys() and mine["turns"] == 2
+        assert {name: mine[name] for name in mine.keys() - own_names} == {
+            name: theirs[name] for name in theirs.keys() - own_names
+        }
+        assert mine["reward_versions"] == 0 and 1 <= theirs["reward_versions"] <= 2
+    assert [line["staleness_max"] for line in served.metrics] == [0] * 3
+    assert [line["rollouts_failed"] for line in ahead.metrics] == [0] * 3
+    assert max(line["staleness_max"] for line in ahead.metrics) <= 1
