@@ -66,6 +66,7 @@ class PositionWriter:
     def sample(self) -> None:
         """Note the line that is being computed from time to time. Only in a process whose main thread calls user code."""
         signal.signal(signal.SIGPROF, lambda number, frame: self._at(frame))
+        signal.siginterrupt(signal.SIGPROF, False)  # a system call in progress goes on
         signal.setitimer(signal.ITIMER_PROF, _SAMPLE_S, _SAMPLE_S)
 
     def enter(self, function: int, item: int | None, file: str, line: int) -> None:

@@ -71,8 +71,9 @@ class Sampled:
 class LiveRollout:
     """A rollout that was started: what was sampled for it, and how it ended."""
 
-    def __init__(self, place: int, prompt: Prompt, seed: int) -> None:
-        self.place, self.prompt, self.seed = place, prompt, seed
+    def __init__(self, number: int, place: int, prompt: Prompt, seed: int) -> None:
+        """`number`: among all of this process; `place`: among all of the step."""
+        self.number, self.place, self.prompt, self.seed = number, place, prompt, seed
         self.sampled: list[Sampled] = []
         self.rollout: PublicRollout | None = None
         self.failed = ""
@@ -101,8 +102,12 @@ Deliver = Callable[[Sequence[tuple[SampleRequest, Written, str]]], None]  # the 
 class EngineBackend:
     """Samples inside the trainer, in the thread that learns."""
 
-    def __init__(self, sampler: InTrainer, sampling: Sampling, stop: Collection[int], deliver: Deliver) -> None:
+    def __init__(
+        self, sampler: InTrainer, sampling: Sampling, stop: Collection[int], deliver: Deliver, is_live: Callable[[int], bool]
+    ) -> None:  # fmt: skip
+        """`is_live`: whether a rollout still waits for what it asked."""
         self._sampler, self._sampling, self._stop, self._deliver = sampler, sampling, frozenset(stop), deliver
+        self._is_live = is_live
         self._waiting: list[SampleRequest] = []
         self._is_idle, self._lock = False, threading.Lock()
 
@@ -120,6 +125,9 @@ class EngineBackend:
                 return False
             # In an order that does not depend on when they came.
             batch, self._waiting, self._is_idle = sorted(self._waiting, key=lambda r: (r.number, r.call)), [], False
+        batch = [request for request in batch if self._is_live(request.number)]
+        if not batch:
+            return False
         keeps = 0 if self._sampler.engine.keeps_logprobs else -1
         made = self._sampler.engine.complete(
             [
@@ -133,7 +141,7 @@ class EngineBackend:
                 for one, answer in zip(batch, made, strict=True)
             ]
         )
-        return bool(batch)
+        return True
 
     def close(self) -> None:
         """It holds nothing."""
@@ -192,7 +200,7 @@ class RolloutHook:
         how = checked(**generate.sampling)
         self._backend: Backend
         if isinstance(sampler, InTrainer):
-            self._backend = EngineBackend(sampler, how, self._stop, self._deliver)
+            self._backend = EngineBackend(sampler, how, self._stop, self._deliver, self._is_live)
         else:
             assert isinstance(sampler, Servers)
             self._backend = ServerBackend(sampler, self._deliver, self._fail)
@@ -238,9 +246,9 @@ class RolloutHook:
         live = self._begun.pop(seeds, None) or self._start(prompts, seeds, only)
         self._wait(lambda: all(one.is_done for one in live))
         answers = [self._answer(one) for one in live]
-        for one in live:
-            with self._lock:
-                self._live = {number: other for number, other in self._live.items() if other is not one}
+        with self._lock:
+            for one in live:
+                del self._live[one.number]
         self._report([answer for answer in answers if answer.failed])
         return answers
 
@@ -259,19 +267,22 @@ class RolloutHook:
     ) -> list[LiveRollout]:
         share = split(len(prompts), self._ranks.world, self._ranks.rank, 1, False)
         asked_here = [number for number in range(share.begin, share.end) if only is None or number in only]
-        live = [
-            LiveRollout(place, prompts[place // self._group], number_from("rollout", *seeds, place) % 2**31)
-            for number in asked_here
-            for place in range(number * self._group, (number + 1) * self._group)
-        ]
-        start = []
-        with self._lock:
-            for one in live:
-                self._live[self._count] = one
-                start.append({"number": self._count, "row": dict(self._rows[one.prompt.row]), "seed": one.seed})
+        live = []
+        for number in asked_here:
+            for place in range(number * self._group, (number + 1) * self._group):
+                seed = number_from("rollout", *seeds, place) % 2**31
+                live.append(LiveRollout(self._count, place, prompts[number], seed))
                 self._count += 1
-        self._send(start=start)
+        with self._lock:
+            self._live |= {one.number: one for one in live}
+        self._send(
+            start=[{"number": one.number, "row": dict(self._rows[one.prompt.row]), "seed": one.seed} for one in live]
+        )
         return live
+
+    def _is_live(self, number: int) -> bool:
+        live = self._live.get(number)
+        return live is not None and not live.is_done
 
     def _answer(self, live: LiveRollout) -> Answer:
         failed = live.failed

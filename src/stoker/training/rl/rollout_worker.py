@@ -205,7 +205,6 @@ class Worker:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._from_rank, self._read, ended)
         signal.signal(signal.SIGALRM, self._alarm)
-        signal.setitimer(signal.ITIMER_REAL, TICK_S, TICK_S)
         ticking = loop.create_task(self._tick())
         await ended.wait()
         ticking.cancel()
@@ -292,6 +291,7 @@ class Worker:
 
     async def _tick(self) -> None:
         while True:
+            signal.setitimer(signal.ITIMER_REAL, self._limit)  # comes only where the loop is blocked for that long
             now = time.monotonic()
             # A loop that was blocked by one rollout does not cost the others their time.
             passed, self._beat = min(now - self._beat, 2 * TICK_S), now
@@ -311,10 +311,10 @@ class Worker:
             await asyncio.sleep(TICK_S)
 
     def _alarm(self, number: int, frame: Any) -> None:
-        """Interrupt a rollout that has blocked the loop for longer than its time limit."""
-        current = CURRENT.get()
-        if current is not None and time.monotonic() - self._beat > self._limit:
-            self._beat = time.monotonic()
+        """Interrupt a rollout that has blocked the loop for as long as its time limit."""
+        is_rollout = CURRENT.get() is not None
+        signal.setitimer(signal.ITIMER_REAL, self._limit if is_rollout else TICK_S)
+        if is_rollout:
             raise TimeIsUp
 
 
