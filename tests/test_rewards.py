@@ -362,7 +362,7 @@ FAILURES = {
     "dies at once with all": ("import os\ndef score(completions): os._exit(0)", r"rewards0.py, line 2: its process ended with exit code 0; one of 2 answers at once, the first: prompt '1 \+ 1\?', answer 'yes'"),
     "is killed": ("import os\ndef score(completion):\n    os.kill(os.getpid(), 9)", r"rewards0.py, line 3: its process was killed by signal 9 \(out of memory\?\); prompt '1 \+ 1\?', answer 'yes'"),
     "crashes": ("import ctypes\ndef inner():\n    ctypes.string_at(0)\ndef score(completion):\n    return inner()", r"rewards0.py, line 3: its process was killed by signal 11; prompt '1 \+ 1\?', answer 'yes'"),
-    "is killed while it computes": ("import os, subprocess\ndef score(completion):\n    subprocess.Popen(['sh', '-c', f'sleep 1; kill -9 {os.getpid()}'])\n    while 1:\n        pass", r"rewards0.py, line [45]: its process was killed by signal 9"),
+    "is killed while it computes": ("import os, subprocess, time\ndef score(completion):\n    begin = time.process_time()\n    while time.process_time() < begin + 0.5:\n        pass\n    subprocess.run(['kill', '-9', str(os.getpid())])", r"rewards0.py, line [456]: its process was killed by signal 9"),
     "too long": ("def score(completion):\n    while True:\n        try:\n            pass\n        except Exception: pass", r"rewards0.py, line \d: it took longer than grpo.reward_timeout; prompt '1 \+ 1\?', answer 'yes'"),
 }  # fmt: skip
 
