@@ -143,9 +143,10 @@ class Servers:
         assert problem is not None
         raise ServerFailed(str(problem)) if isinstance(problem, Lacking) else problem
 
-    def complete(self, prompt: tuple[int, ...], seed: int, new_tokens: int, number: int) -> Written:
-        """Sample one completion for a rollout, with the weights published before it or newer ones. `number`: spreads
-        rollouts over the servers. Waits, in the calling thread; raises what `take` raises.
+    def complete(self, step: int, prompt: tuple[int, ...], seed: int, new_tokens: int, number: int) -> Written:
+        """Sample one completion for a rollout of a step, with the weights published before it or newer ones.
+
+        `number`: spreads rollouts over the servers. Waits in the calling thread; raises what `take` raises.
         """
         self._in_order.submit(lambda: None).result()
         if self._problem is not None:
@@ -246,7 +247,7 @@ class Servers:
             path, body = self._dialect.question(asked, wanted, newest)
             text = self._post(address, path, body, is_fine=self._dialect.lacks_weights)
             if text is not None:
-                found = self._read(address, path, text, count, newest)
+                found = self._read(address, path, text, count, newest, wanted)
                 weights = [(one.version, one.digest) for one in found]
                 if all(self._is_known(*one) for one in weights):
                     return [one.written for one in found]
@@ -257,13 +258,15 @@ class Servers:
         shown = printable(shown, 300) or "it lacks those it was asked for"
         raise OtherWeights(f"{line}: {shown}, though it was told to load what they publish: does another run use it?")
 
-    def _read(self, address: str, path: str, text: bytes, count: int, newest: Published | None) -> list[Told]:
+    def _read(
+        self, address: str, path: str, text: bytes, count: int, newest: Published | None, wanted: Wanted
+    ) -> list[Told]:
         try:
             told = json.loads(text)
         except (ValueError, RecursionError) as problem:
             raise ServerFailed(f"the server at {address} did not send JSON from {path}") from problem
         try:
-            found = self._dialect.read(told, self._wanted, newest)
+            found = self._dialect.read(told, wanted, newest)
             if len(found) != count:
                 raise ValueError(f"{counted(len(found), 'answer')} instead of {count}")
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as problem:

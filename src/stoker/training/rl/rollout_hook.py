@@ -50,6 +50,7 @@ SHOWN_FAILURES = 3  # lines about failed rollouts, of a step and rank
 class SampleRequest:
     """A completion that a rollout waits for."""
 
+    step: int  # that learns from it
     number: int  # of the rollout
     call: int  # of the rollout's calls of sample
     prompt: tuple[int, ...]
@@ -71,9 +72,9 @@ class Sampled:
 class LiveRollout:
     """A rollout that was started: what was sampled for it, and how it ended."""
 
-    def __init__(self, number: int, place: int, prompt: Prompt, seed: int) -> None:
+    def __init__(self, step: int, number: int, place: int, prompt: Prompt, seed: int) -> None:
         """`number`: among all of this process; `place`: among all of the step."""
-        self.number, self.place, self.prompt, self.seed = number, place, prompt, seed
+        self.step, self.number, self.place, self.prompt, self.seed = step, number, place, prompt, seed
         self.sampled: list[Sampled] = []
         self.rollout: PublicRollout | None = None
         self.failed = ""
@@ -166,7 +167,9 @@ class ServerBackend:
 
     def _sample(self, request: SampleRequest) -> None:
         try:
-            written = self._servers.complete(request.prompt, request.seed, request.max_tokens, request.number)
+            written = self._servers.complete(
+                request.step, request.prompt, request.seed, request.max_tokens, request.number
+            )
         except Lacking as problem:
             self._failed(ServerFailed(str(problem)))
         except Exception as problem:  # whoever takes the rollouts raises it
@@ -271,7 +274,7 @@ class RolloutHook:
         for number in asked_here:
             for place in range(number * self._group, (number + 1) * self._group):
                 seed = number_from("rollout", *seeds, place) % 2**31
-                live.append(LiveRollout(self._count, place, prompts[number], seed))
+                live.append(LiveRollout(seeds[1], self._count, place, prompts[number], seed))
                 self._count += 1
         with self._lock:
             self._live |= {one.number: one for one in live}
@@ -428,6 +431,7 @@ class RolloutHook:
             # A seed of the user's own gives the same completion to the same prompt, and unrelated ones to others.
             given = (live.seed, told["call"]) if told["seed"] is None else ("own", told["seed"], *prompt)
             request = SampleRequest(
+                live.step,
                 told["number"],
                 told["call"],
                 prompt,
