@@ -61,6 +61,7 @@ def rows_of(name: str) -> list[dict[str, object]]:
     return [{"prompt": f"{a}*{b}?", "answer": str(a * b)} for a in range(2, 10) for b in range(2, 10)]
 
 
+RATES = {"calculator": "1e-3", "guessing": "1e-3"}
 TRANSCRIPTS: dict[str, Callable[[random.Random], Messages]] = {"calculator": calculation, "guessing": game}
 
 
@@ -96,7 +97,7 @@ def words_of(folder: Path, name: str, seed: int, steps: int) -> list[str]:
     return [
         "--preset", "small", "--model.load", str(folder / "hf"), "--grpo.prompts", str(folder / "rows.jsonl"),
         "--grpo.rollout", f"{EXAMPLES / name}.py:rollout", "--context_length", str(CONTEXT), "--generate.new_tokens", "24",
-        "--grpo.prompts_per_step", "7", "--grpo.group", "16", "--learning_rate", "3e-3", "--warmup_ratio", "0", "--schedule",
+        "--grpo.prompts_per_step", "7", "--grpo.group", "24", "--learning_rate", RATES[name], "--warmup_ratio", "0", "--schedule",
         "constant", "--weight_decay", "0", "--batch.micro", "64", "--batch.tokens", "0", "--grpo.kl", "0.01", "--train.seed", str(seed),
         "--max-steps", str(steps), "--grpo.breaker_steps", "0", "--cache", str(folder / "cache"),
     ]  # fmt: skip

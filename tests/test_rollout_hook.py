@@ -16,6 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import test_guide  # noqa: E402
 from conftest import at_length  # noqa: E402
 from forked_ranks import server  # noqa: E402
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402
@@ -43,7 +44,7 @@ from test_grpo_server import Serving, without_ages  # noqa: E402
 ROOT = Path(__file__).parents[1]
 TOKENIZER = bytes_tokenizer()
 END = TOKENIZER.special[chat.STOP]
-ROWS: list[dict[str, Any]] = [{"prompt": f"question {number}", "number": number} for number in range(3)]
+ROWS: list[dict[str, Any]] = [{"prompt": f"question {number}", "number": number, "answer": "a"} for number in range(3)]
 
 
 class Engine:
@@ -136,6 +137,12 @@ def test_two_turns_are_one_sequence_in_which_only_sampled_tokens_are_learned(hoo
     # All six waited each time: two batches. Rollouts to a prompt differ by their seeds.
     assert [len(batch) for batch in made.engine.batches] == [6, 6]
     assert len({request.seed for batch in made.engine.batches for request in batch}) == 12
+
+
+def test_the_rollout_of_the_page(hook: Callable[..., Hook]) -> None:
+    answers = hook(test_guide.FILES["twice.py"]).answers()
+    assert all(answer.turns == 2 and not answer.failed for answer in answers)
+    assert {answer.reward for answer in answers} <= {0.0, 1.0} and {"kept"} == set(answers[0].parts)
 
 
 def test_the_same_seed_gives_the_same_rollouts_whatever_waits_in_between(hook: Callable[..., Hook]) -> None:
