@@ -1,4 +1,4 @@
-"""What a wheel has besides the package's files: the pages of docs/ for `stoker docs`, and the commit for `stoker --version`.
+"""What a wheel has besides the package's files: the pages of docs/ for `stoker docs`, examples/, and the commit for `stoker --version`.
 
 src/stoker/docs is a link to docs/; a source archive holds no links, and a wheel has no repository to ask.
 """
@@ -24,6 +24,7 @@ class MoreFiles(BuildHookInterface):  # type: ignore[type-arg]
         if self.target_name == "wheel":
             pages = [entry.name for entry in os.scandir(docs) if entry.is_file()]
             added |= {os.path.join(docs, name): f"stoker/docs/{name}" for name in pages}
+            added[os.path.join(self.root, "examples")] = "stoker/examples"
         if commit := self._commit():
             self.folder = tempfile.TemporaryDirectory()
             recorded = os.path.join(self.folder.name, "commit.txt")

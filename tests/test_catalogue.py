@@ -340,6 +340,7 @@ CASES: list[tuple[str, RankEnd, bool, tuple[str, ...]]] = [
     ("grpo.no-signal", end(code=70, tail="INFO | [GPU 0] Step [9/60] | Reward: 0.000\nINFO | [GPU 0] GRPO stopped itself: the reward was exactly 0 for every answer for 10 steps (since step 0), so nothing is learned\n"), False, ("the reward was exactly 0", "since step 0")),
     ("grpo.no-signal", end(code=70, tail="INFO | [GPU 0] GRPO stopped itself: exact paid for no answer for 10 steps (since step 4): only the reward model's opinion is learned\n"), False, ("exact paid for no answer",)),
     ("grpo.reward", end(code=70, tail="INFO | [GPU 0] GRPO stopped: reward rewards.py:score failed: rewards.py, line 7: ValueError: no digits; prompt '2 + 3?', answer 'five' (step 3)\n"), False, ("rewards.py, line 7: ValueError", "prompt '2 + 3?'")),
+    ("grpo.rollout", end(code=70, tail="INFO | [GPU 0] GRPO stopped: rollout game.py:rollout, prompt 4: game.py, line 7: ValueError: no digits; no rollout of the step was left (step 3)\n"), False, ("game.py, line 7: ValueError", "prompt 4")),
     ("grpo.server", end(code=70, tail="INFO | [GPU 0] GRPO stopped: the server at 127.0.0.1:8000 did not answer /v1/completions for 10 min: [Errno 111] Connection refused (step 3)\n"), True, ("Connection refused",)),
     ("rank.exit", end(code=65, tail="starting\nstoker: data.path x.jsonl: no row has messages\n"), False, ("refused: data.path x.jsonl: no row",)),
     ("rank.exit", end(code=69, tail="stoker: this torch sees no GPU\n"), True, ("exit code 69",)),
@@ -479,6 +480,10 @@ def test_each_cause_by_its_words(cause: str, ended: RankEnd, retryable: bool, wo
     ("cause", "line"),
     [
         ("grpo.reward", "GRPO stopped: reward rewards.py:score failed: line 7: ValueError: no digits (step 0); {}"),
+        (
+            "grpo.rollout",
+            "GRPO stopped: rollout game.py:rollout, prompt 4: line 7: ValueError: x; no rollout of the step was left (step 0); {}",
+        ),
         ("grpo.broken", "GRPO stopped itself: the loss or its gradient was not finite for 3 steps; {}"),
     ],
 )

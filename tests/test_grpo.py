@@ -949,7 +949,7 @@ def test_rows_without_answers_learn_from_a_reward_of_ones_own(forks: Forks, tmp_
 def test_a_reward_that_fails_ends_all_ranks_with_its_line_and_a_checkpoint(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(
         "import os\ncalls = 0\ndef score(completions):\n    global calls\n    calls += 1\n"
-        "    if calls == 3 and os.environ['RANK'] == '0':\n        return [1.0, None]\n"
+        "    if calls == 3 and os.environ['RANK'] == '0':\n        return [1.0, 2.0]\n"
         "    return [len(text) + 0.1 * n for n, text in enumerate(completions)]\n"
     )
     own = ("--max-steps", "8", "--grpo.reward", f"{tmp_path}/rewards.py:score")
@@ -993,6 +993,27 @@ def test_gsm8ks_file_as_published_learns_from_a_reward_of_ones_own(stoker: Stoke
     done = stoker.torch(*words, "--no-preflight", "--nproc-per-node", "1")
     assert done.code == 0, done.out[-3000:] + done.err[-2000:]
     assert json.loads(stoker("rollouts", "--json").out)["answers"] == 3 * 4 * 4
+
+
+def test_a_reward_that_never_returns_a_number_ends_the_run(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("def score(completion):\n    completion == '7'\n")
+    job = forks(2, tmp_path / "job", "--max-steps", "2", "--grpo.reward", f"{tmp_path}/rewards.py:score")
+    line = "GRPO stopped: reward rewards.py:score returned None for every answer of the step: is there a return in every branch?"
+    assert job.codes == [EX_SOFTWARE] * 2 and line in job.said(1) and "Traceback" not in job.said(), job.said()
+
+
+def test_a_reward_that_does_not_apply_to_some_prompts_leaves_them_out(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(
+        "def score(prompt, completion):\n    return None if int(prompt) % 2 else float(len(completion))\n"
+    )
+    own = ("--max-steps", "3", "--grpo.reward", f"{tmp_path}/rewards.py:score", "--export", "false")
+    one, two = (forks(ranks, tmp_path / str(ranks), *own) for ranks in (1, 2))
+    assert one.codes == [0] and two.codes == [0, 0], one.said()
+    assert [line["reward"] for line in one.metrics] == [line["reward"] for line in two.metrics]
+    kept = list(read_rollouts(str(one.run)))
+    assert kept and not any(int(rollout.prompt) % 2 for rollout in kept)
+    of_step = [rollout.reward for rollout in kept if rollout.step == 0]
+    assert one.metrics[0]["reward"] == pytest.approx(sum(of_step) / len(of_step))
 
 
 def test_a_reward_file_that_cant_be_loaded_is_one_line_and_a_code(forks: Forks, tmp_path: Path) -> None:

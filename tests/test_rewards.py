@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -305,6 +306,39 @@ def test_functions_of_every_form(judge: Any, code: str) -> None:
     assert rewards(answers("2")).rewards == [1] and rewards([]).rewards == []
 
 
+def test_none_means_that_a_reward_does_not_apply(judge: Any) -> None:
+    code = """
+    def score(completion): return None if completion == "2" else 0.25
+    def all_of_them(completions): return [None if text == "3" else 1.0 for text in completions]
+    """
+    rewards = judge(code)
+    file = rewards.parts[0].file
+    rewards = judge(code, f"{file}:score=2", f"{file}:all_of_them", "length=0.5")
+    told = rewards(answers("2", "3", "44"))
+    assert told.rewards == pytest.approx([1 + 0.5 * 0.95, 2 * 0.25 + 0.5 * 0.95, 2 * 0.25 + 1 + 0.5 * 0.9])
+    assert [[math.isnan(value) for value in part] for part in told.parts[:2]] == [
+        [True, False, False],
+        [False, True, False],
+    ]
+    alone = judge(code, f"{file}:score")(answers("2", "3"))
+    assert math.isnan(alone.rewards[0]) and alone.rewards[1] == 0.25 and alone.correct == [True, False]
+
+
+def test_completions_are_messages_where_the_prompt_is(judge: Any) -> None:
+    by_trl = """
+    def score(prompts, completions, **columns):
+        return [len(c[0]["content"]) if isinstance(p, list) else -len(c) for p, c in zip(prompts, completions)]
+    """
+    both = [*answers("Hello", row=1), *answers("22")]
+    assert judge(by_trl)(both).rewards == [5, -2]
+    one = "def score(completion): return completion == [{'role': 'assistant', 'content': 'Hello'}]"
+    assert judge(one)(both).rewards == [1, 0]
+    assert judge("", "regex:^Hel")(both).rewards == [1, 0]
+    failing = "def score(completion): return 1 / (len(completion) - 1)"
+    with pytest.raises(RewardFailed, match=r"prompt .*Hi.*, answer 'Hello'"):
+        judge(failing)(both)
+
+
 def test_patterns_run_apart_and_end_at_the_time_limit(judge: Any) -> None:
     assert judge("", "regex:^[0-9]+$")(answers("22", "2a")).rewards == [1, 0]
     with pytest.raises(RewardFailed, match=r"regex.*longer than grpo.reward_timeout|no answer within"):
@@ -316,16 +350,19 @@ FAILURES = {
     "deeper": ("import json\ndef score(completion):\n    return json.loads(completion)", r"rewards0.py, line 3: JSONDecodeError.*prompt '1 \+ 1\?'"),
     "async": ("async def score(completion):\n    if completion == 'no':\n        raise ValueError('x\\ny')\n    return 1", r"line 3: ValueError: x y; prompt"),
     "batch": ("def score(completions):\n    raise KeyError('a')", r"line 2: KeyError: 'a'; one of 2 answers at once, the first: prompt"),
-    "nothing": ("def score(completion):\n    if completion == 'yes': return 1", r"returned None, not a number; is there a return in every branch\?; prompt '1 \+ 1\?', answer 'no'"),
     "nan": ("def score(completion): return float('nan')", r"returned nan; prompt"),
     "infinite": ("def score(completion): return 1e999", r"returned inf; prompt"),
     "text": ("def score(completion): return '1'", r"returned '1' \(str\), not a number"),
     "list": ("def score(completion): return [1, 2]", r"not a number; a function that gets all answers at once has a parameter called completions"),
     "length": ("def score(completions): return [1.0]", r"returned 1 number for 2 answers"),
     "batch type": ("def score(completions): return 1.0", r"it must return a list of 2 numbers"),
-    "batch None": ("def score(completions): return [1.0, None]", r"returned None, not a number.*answer 'no'"),
+    "batch returns None": ("def score(completions): pass", r"returned None; it must return a list of 2 numbers"),
     "exits": ("import sys\ndef score(completion): sys.exit(3)", r"line 2: SystemExit: 3"),
-    "dies": ("import os\ndef score(completion): os._exit(3)", r"its process ended with exit code 3"),
+    "dies": ("import os\ndef score(completion):\n    if completion == 'no':\n        os._exit(3)\n    return 1", r"reward rewards0.py:score failed: rewards0.py, line 4: its process ended with exit code 3; prompt '1 \+ 1\?', answer 'no'"),
+    "dies at once with all": ("import os\ndef score(completions): os._exit(0)", r"rewards0.py, line 2: its process ended with exit code 0; one of 2 answers at once, the first: prompt '1 \+ 1\?', answer 'yes'"),
+    "is killed": ("import os\ndef score(completion):\n    os.kill(os.getpid(), 9)", r"rewards0.py, line 3: its process was killed by signal 9 \(out of memory\?\); prompt '1 \+ 1\?', answer 'yes'"),
+    "crashes": ("import ctypes\ndef inner():\n    ctypes.string_at(0)\ndef score(completion):\n    return inner()", r"rewards0.py, line 3: its process was killed by signal 11; prompt '1 \+ 1\?', answer 'yes'"),
+    "is killed while it computes": ("import os, subprocess, time\ndef score(completion):\n    begin = time.process_time()\n    while time.process_time() < begin + 0.5:\n        pass\n    subprocess.run(['kill', '-9', str(os.getpid())])", r"rewards0.py, line [456]: its process was killed by signal 9"),
     "too long": ("def score(completion):\n    while True:\n        try:\n            pass\n        except Exception: pass", r"rewards0.py, line \d: it took longer than grpo.reward_timeout; prompt '1 \+ 1\?', answer 'yes'"),
 }  # fmt: skip
 

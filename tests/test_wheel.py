@@ -99,6 +99,7 @@ def test_every_tracked_file_and_every_page_is_in_it(wheel: Path) -> None:
         if path.is_file() and "__pycache__" not in path.parts and SOURCE / "docs" not in path.parents
     }
     pages = {f"stoker/docs/{path.name}" for path in (ROOT / "docs").iterdir() if path.is_file()}
+    pages |= {f"stoker/examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
     recorded = {"stoker/commit.txt"} if COMMIT else set()
     assert {name for name in names if not name.startswith("stoker-")} == tracked | pages | recorded
     assert "stoker/py.typed" in names

@@ -23,6 +23,7 @@ PREFIX = "STOKER_TRAIN_"
 # user's own config file, not from one that somebody else wrote.
 ONLY_IN_OWN_FILE: dict[str, Callable[[Any], bool]] = {
     "model.trust_remote_code": bool, "grpo.server": reaches_elsewhere, "grpo.reward": names_code,
+    "grpo.rollout": bool,
 }  # fmt: skip
 _HUB_CACHE = re.compile(r"/(?:models|datasets|spaces)--[^/]+/(?:snapshots|blobs)/")
 

@@ -3,6 +3,7 @@
     stoker train grpo --model.load sft/hf --grpo.prompts prompts.jsonl --max-steps 60
     stoker train grpo --model.load sft/hf --grpo.prompts prompts.jsonl --grpo.weights density/weights.jsonl --grpo.reward_model reward/hf
     stoker train grpo --model.load sft/hf --grpo.prompts prompts.jsonl --grpo.reward rewards.py:score --grpo.reward length=0.1
+    stoker train grpo --model.load sft/hf --grpo.prompts rows.jsonl --grpo.rollout game.py:rollout
 
 Reads top to bottom: settings, prompts, ranks, model, reference, steps. rl/ has a file for each idea: update.py has
 the formula and the learning; loop/run.py saves and stops.
@@ -55,6 +56,7 @@ from stoker.training.rl.parts import lacking, parts_of
 from stoker.training.rl.publish import Publisher, Say, To
 from stoker.training.rl.remote import OtherWeights, Servers, addresses_of
 from stoker.training.rl.rollout import Answer, Asking, Rollout
+from stoker.training.rl.rollout_hook import RolloutHook, prompts_of
 from stoker.training.rl.sampler import Sampler
 from stoker.training.rl.scoring import RewardFailed, Rewards, RolloutLog, Worker, columns_of
 from stoker.training.rl.sending import Sender
@@ -120,8 +122,8 @@ def _passing(model: Decoder) -> Iterator[Decoder]:
 
 
 def memory_of(
-    c: Config, own: adapters.Beside | None, held: Holding, judge: RewardModel | None, rollout: Rollout, folder: str,
-    voice: Voice,
+    c: Config, own: adapters.Beside | None, held: Holding, judge: RewardModel | None, rollout: Rollout | RolloutHook,
+    folder: str, voice: Voice,
 ) -> MemoryRecord:  # fmt: skip
     world, how = held.group.world, c.generate
     needs = StageNeeds(
@@ -199,10 +201,14 @@ def main(argv: list[str]) -> int:
     # Prompts as token ids, what an answer to them is worth, and how often each is sampled.
     rows = stage.rows_of(c.grpo.prompts, "grpo.prompts")
     parts = parts_of(c.grpo)
-    prompts, left_out = asking.read(
-        rows, tokenizer, c.data.context_length - c.generate.new_tokens, c.grpo.prompts, c.generate.system,
-        lacking(parts),
-    )  # fmt: skip
+    left_out: list[str] = []
+    if c.grpo.rollout:
+        prompts = prompts_of(rows, c.grpo.prompts, lacking(parts))
+    else:
+        prompts, left_out = asking.read(
+            rows, tokenizer, c.data.context_length - c.generate.new_tokens, c.grpo.prompts, c.generate.system,
+            lacking(parts),
+        )  # fmt: skip
     apart = [part for part in parts if part.apart]
     worker = Worker(apart, columns_of(rows), c.grpo.reward_timeout) if apart else None
     prompts = prompts[: c.data.max_samples or None]
@@ -264,6 +270,8 @@ def main(argv: list[str]) -> int:
 
     # The steps: sample prompts, write answers (here, or by a server), judge them, learn.
     longest = max(len(prompt.ids) for prompt in prompts)
+    if c.grpo.rollout:  # its sequences may be as long as the context
+        longest = max(c.data.context_length - c.generate.new_tokens, 1)
     wait = ServerWait(lambda: loop.stopping, stoker.phase, voice.say if group.local == 0 else lambda line: None)
     publish = publisher_of(c, model, own, folder, group, voice.say_once, wait) if c.grpo.server else None
     sampler: Sampler
@@ -278,14 +286,21 @@ def main(argv: list[str]) -> int:
             )
         sampler = servers_of(c, wanted, publish, kept, group, wait)
         ids = tuple(max((prompt.ids for prompt in prompts), key=len)[:CHECK_TOKENS])
+        ids = ids or tuple(tokenizer.encode(str(prompts[0].asked))[:CHECK_TOKENS])  # of grpo.rollout
         if c.grpo.server_kind != "vllm":  # which is asked for an adapter's version by its name
             key = os.environ.get(API_KEY, "")
             checks = WeightsChecks(addresses_of(c.grpo.server, os.environ), ids, key, wait)
     else:
         sampler = asking.in_trainer(model, tokenizer, longest, c.generate, c.grpo, group)
-    rollout = Rollout(sampler, tokenizer, tokenizer.stop_ids, c.grpo.group, group)
-    ask = Asking(prompts, draw, rollout, rewards, c.grpo, group, steps)
     words = stage.tokenizer_folder(c)
+    rollout: Rollout | RolloutHook
+    if c.grpo.rollout:
+        rollout = RolloutHook(
+            sampler, tokenizer, words, c.grpo, group, rows, c.generate, voice.say, lambda: loop.stopping
+        )
+    else:
+        rollout = Rollout(sampler, tokenizer, tokenizer.stop_ids, c.grpo.group, group)
+    ask = Asking(prompts, draw, rollout, rewards, c.grpo, group, steps)
     about = {
         "optimizer": c.optim.kind,
         "model": as_json(model.config),
@@ -349,7 +364,7 @@ def main(argv: list[str]) -> int:
                 rate = c.optim.learning_rate * share
                 loop.launched(
                     Launched(
-                        step, made.outcome, learned, updater.done, rate, loop.words(), made.replaced, made.age,
+                        step, made.outcome, learned, updater.done, rate, loop.words(), made.replaced, made.age, made.numbers,
                         answers_s=answered - begun, learn_s=time.monotonic() - answered,
                     )
                 )  # fmt: skip
@@ -366,6 +381,8 @@ def main(argv: list[str]) -> int:
         voice.say(f"GRPO stopped: {stopped}")
     finally:
         sampler.close()
+        if isinstance(rollout, RolloutHook):
+            rollout.close()
         if publish is not None:
             publish.end()
         if worker is not None:

@@ -52,6 +52,16 @@ class GrpoConfig:
     reward_timeout: float = limits.POSITIVE(
         "your own reward fails if it takes longer than this for a step's answers", 300.0, parse=duration, metavar="TIME"
     )
+    rollout: str = text("FILE.py:FUNCTION")(
+        "an async function of your own that makes each rollout: several turns, tools, environments (empty: one answer to each"
+        " prompt)"
+    )
+    rollout_timeout: float = limits.POSITIVE(
+        "a rollout whose own code (not the sampling) takes longer than this is left out of the step",
+        300.0,
+        parse=duration,
+        metavar="TIME",
+    )
     reward_model: str = text("DIR")("folder of the reward stage's model (empty: none)")
     reward_weight: float = limits.NOT_NEGATIVE("how much the reward model's score adds to a right answer's 1", 0.1)
     prompts_per_step: int = limits.FROM_ONE("prompts a step, all ranks together", 32)

@@ -23,8 +23,8 @@ from stoker.training.evaluate.marking import marked_part, right_in_form, right_n
 from stoker.training.evaluate.mathematics import same_value
 from stoker.training.rl.config import GrpoConfig
 
-EXACT, NUMBER, MATH, REGEX, FORMAT, LENGTH, MODEL, CODE = (
-    "exact", "number", "math", "regex", "format", "length", "model", "code",
+EXACT, NUMBER, MATH, REGEX, FORMAT, LENGTH, MODEL, CODE, ROLLOUT = (
+    "exact", "number", "math", "regex", "format", "length", "model", "code", "rollout",
 )  # fmt: skip
 MARKED = (EXACT, NUMBER, MATH)  # these compare with the row's answer
 NAMES = {
@@ -56,9 +56,12 @@ class RewardPart:
 
 
 def parts_of(c: GrpoConfig) -> tuple[RewardPart, ...]:
-    """The parts in the order given, the reward model's last. Nothing given: the answer alone, as ever."""
-    found: list[RewardPart] = []
-    for text in c.reward or (EXACT,):
+    """Return the parts in the order given, the reward model's last; `exact` alone where nothing is given.
+
+    With grpo.rollout what it returns comes first, and `exact` only where it is given.
+    """
+    found = [RewardPart(ROLLOUT, "", 1.0, ROLLOUT)] if c.rollout else []
+    for text in c.reward or (() if c.rollout else (EXACT,)):
         found.append(_part(text, {part.label for part in found}, c))
     if any(part.kind == MODEL for part in found) and not c.reward_model:
         raise Refusal("grpo.reward model needs a reward model: name its folder with grpo.reward_model", EX_USAGE)
@@ -125,13 +128,25 @@ def check(c: GrpoConfig) -> None:
     """Before anything is started: names, weights, files, their syntax. Nothing of a file is executed here."""
     for part in parts_of(c):
         if part.kind == CODE:
-            _check_code(part, c.prompts)
+            _check_parameters(part, _checked_code(part.file, part.argument, "grpo.reward"), c.prompts)
+    if c.rollout:
+        _checked_code(*rollout_function(c), "grpo.rollout")
 
 
-def _check_code(part: RewardPart, prompts: str) -> None:
-    where = f"grpo.reward {part.file}"
+def rollout_function(c: GrpoConfig) -> tuple[str, str]:
+    """Return (file, name of the function) of grpo.rollout."""
+    file, _, name = c.rollout.strip().rpartition(":")
+    if not file.endswith(".py") or not name.isidentifier():
+        example = file if file.endswith(".py") else "rollouts.py"
+        raise Refusal(f"grpo.rollout {c.rollout!r}: name a file and a function, such as {example}:rollout", EX_USAGE)
+    return file, name
+
+
+def _checked_code(file: str, name: str, key: str) -> ast.Module:
+    """Parse a user's file. Raises Refusal if it has no such function."""
+    where = f"{key} {file}"
     try:
-        tree = ast.parse(read_text(part.file, _LARGEST))
+        tree = ast.parse(read_text(file, _LARGEST))
     except OSError as problem:
         raise Refusal(f"{where} can't be read: {problem.strerror or problem}", EX_NOINPUT) from problem
     except SyntaxError as problem:
@@ -139,12 +154,13 @@ def _check_code(part: RewardPart, prompts: str) -> None:
     except (ValueError, RecursionError, MemoryError) as problem:
         raise Refusal(f"{where} is not valid Python: {problem or type(problem).__name__}", EX_DATAERR) from problem
     names = set(_names(tree))
-    if part.argument not in names and "*" not in names:
-        functions = sorted(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+    if name not in names and "*" not in names:
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+        functions = sorted(node.name for node in tree.body if isinstance(node, kinds))
         listed = f"its functions are {printable(', '.join(functions), 200)}" if functions else "it has no functions"
-        there = suggest(part.argument, names) or f"; {listed}"
-        raise Refusal(f"{where} has no function {part.argument!r}{there}", EX_DATAERR)
-    _check_parameters(part, tree, prompts)
+        there = suggest(name, names) or f"; {listed}"
+        raise Refusal(f"{where} has no function {name!r}{there}", EX_DATAERR)
+    return tree
 
 
 def _check_parameters(part: RewardPart, tree: ast.Module, prompts: str) -> None:
@@ -209,7 +225,7 @@ def lacking(parts: Sequence[RewardPart]) -> Callable[[str | None], str]:
 
 def largest_reward(parts: Sequence[RewardPart]) -> float | None:
     """Return the most that answers can be paid on average; None where a user's function decides."""
-    if any(part.kind == CODE for part in parts):
+    if any(part.kind in (CODE, ROLLOUT) for part in parts):
         return None
     # The model's part compares a prompt's answers with each other: their mean is about a half, however good they are.
     return sum(max(part.weight, 0.0) * (0.5 if part.kind == MODEL else 1.0) for part in parts)

@@ -148,6 +148,19 @@ class Servers:
         assert problem is not None
         raise ServerFailed(str(problem)) if isinstance(problem, Lacking) else problem
 
+    def complete(self, step: int, prompt: tuple[int, ...], seed: int, new_tokens: int, number: int) -> Written:
+        """Sample one completion for a rollout of a step, with the weights published before it or newer ones.
+
+        `number`: spreads rollouts over the servers. Waits in the calling thread; raises what `take` raises.
+        """
+        self._in_order.submit(lambda: None).result()
+        if self._problem is not None:
+            raise self._problem
+        address = self._addresses[number % len(self._addresses)]
+        asked = Question(prompt, seed, 0, 1, oldest_version(step, self._staleness))
+        (written,) = self._written(address, asked, replace(self._wanted, new_tokens=new_tokens))
+        return written
+
     def _taken(self, ask: Ask) -> list[Written]:
         self.begin(ask)
         parts = self._wait.result(self._begun.pop(ask.seeds))
@@ -244,22 +257,23 @@ class Servers:
         is_next = ask.places[end] == ask.places[begin] + end - begin
         return is_next and ask.prompts[end] == ask.prompts[begin]
 
-    def _written(self, address: str, asked: Question) -> list[Written]:
+    def _written(self, address: str, asked: Question, wanted: Wanted | None = None) -> list[Written]:
         """Sample completions until all of their tokens were written by weights that the trainers published, none of them older
         than `asked.oldest`. Others are discarded and sampled again with the same seed.
         """
+        wanted = wanted or self._wanted
         accepted: dict[int, Written] = {}
         refusals = discards = 0
         while True:
             discarded: list[Told] = []
             for part in _missing(asked, accepted):
                 newest = self._newest
-                path, body = self._dialect.question(part, self._wanted, newest)
+                path, body = self._dialect.question(part, wanted, newest)
                 text = self._post(address, path, body, is_fine=self._dialect.lacks_weights)
                 if text is None:
                     refusals += 1
                     break
-                for place, one in enumerate(self._read(address, path, text, part.count, newest), part.first):
+                for place, one in enumerate(self._read(address, path, text, part.count, newest, wanted), part.first):
                     if self._is_current(one, asked.oldest):
                         accepted[place] = one.written
                     else:
@@ -286,13 +300,15 @@ class Servers:
             if self._newest is not None:
                 self._push(address)
 
-    def _read(self, address: str, path: str, text: bytes, count: int, newest: Published | None) -> list[Told]:
+    def _read(
+        self, address: str, path: str, text: bytes, count: int, newest: Published | None, wanted: Wanted
+    ) -> list[Told]:
         try:
             told = json.loads(text)
         except (ValueError, RecursionError) as problem:
             raise ServerFailed(f"the server at {address} did not send JSON from {path}") from problem
         try:
-            found = self._dialect.read(told, self._wanted, newest)
+            found = self._dialect.read(told, wanted, newest)
             if len(found) != count:
                 raise ValueError(f"{counted(len(found), 'answer')} instead of {count}")
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as problem:

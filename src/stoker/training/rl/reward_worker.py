@@ -4,13 +4,15 @@ python -m stoker.training.rl.reward_worker: a JSON line on stdin says which func
 per call comes back. Standard library only: the user's file decides what else is imported.
 
 Arguments are passed by name. A function with a parameter `completions` gets all answers at once: prompts, completions,
-rows, and each column as a list; any other gets one: prompt, completion, row, and the columns of its row.
+rows, and each column as a list; any other gets one: prompt, completion, row, and the columns of its row. A completion is a
+text, or a list of messages where its prompt is one. None instead of a number: the reward does not apply.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import importlib.util
 import inspect
 import json
@@ -21,9 +23,11 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 from stoker.contract.quantities import counted
+from stoker.training.rl.last_position import PositionWriter, first_line_of
 
 _PR_SET_PDEATHSIG = 1
 SHOWN = 160  # characters of a prompt or an answer in a line
@@ -44,18 +48,27 @@ class Call:
     """One step's answers. `of`: for each completion, the place of its prompt and row."""
 
     def __init__(self, told: dict[str, Any]) -> None:
-        self.completions: list[str] = told["completions"]
+        self.completions: list[Any] = told["completions"]
         self.prompts = [told["prompts"][place] for place in told["of"]]
         self.rows: list[dict[str, Any]] = [told["rows"][place] for place in told["of"]]
 
     def about(self, place: int) -> str:
-        return f"prompt {_shown(self.prompts[place])}, answer {_shown(self.completions[place])}"
+        return f"prompt {_shown(self.prompts[place])}, answer {_shown(text_of(self.completions[place]))}"
+
+
+def text_of(completion: Any) -> str:
+    """Return what the assistant said last, of a completion that is a text or messages."""
+    if isinstance(completion, str):
+        return completion
+    said = [message.get("content") for message in completion if message.get("role") == "assistant"]
+    return str(said[-1]) if said and said[-1] is not None else ""
 
 
 class Function:
     def __init__(self, name: str, function: Callable[..., Any], columns: Sequence[str], file: str = "") -> None:
         self.name, self.function, self.file = name, function, file
         self.at: int | None = None  # the answer that is being judged
+        self.entered: Callable[[int | None], None] = lambda place: None  # told which answer that is
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError) as problem:
@@ -78,8 +91,9 @@ class Function:
                 there = ", ".join([*known, *(column for column in columns if column not in known)][:20])
                 raise Failed(f"reward {name} has an unknown parameter {parameter.name!r}; there are {there}")
 
-    def __call__(self, call: Call) -> list[float]:
+    def __call__(self, call: Call) -> list[float | None]:
         is_async = inspect.iscoroutinefunction(self.function)
+        self.entered(None)
         if self.batch:
             self.at = None
             made = self.function(**self._of_all(call))
@@ -89,11 +103,12 @@ class Function:
         found = []
         for place in range(len(call.completions)):
             self.at = place
+            self.entered(place)
             found.append(self._number(self.function(**self._of_one(call, place)), call, place))
         return found
 
-    async def _together(self, call: Call) -> list[float]:
-        async def one(place: int) -> float:
+    async def _together(self, call: Call) -> list[float | None]:
+        async def one(place: int) -> float | None:
             try:
                 made = await self.function(**self._of_one(call, place))
             except Exception:
@@ -116,7 +131,7 @@ class Function:
     def _some(self, given: dict[str, Any]) -> dict[str, Any]:
         return given if self._all else {name: given.get(name) for name in self._names}
 
-    def _numbers(self, made: Any, call: Call) -> list[float]:
+    def _numbers(self, made: Any, call: Call) -> list[float | None]:
         count = len(call.completions)
         if hasattr(made, "tolist"):
             made = made.tolist()  # an array or a tensor
@@ -130,13 +145,13 @@ class Function:
             )
         return [self._number(value, call, place) for place, value in enumerate(made)]
 
-    def _number(self, value: Any, call: Call, place: int) -> float:
-        if value is None or isinstance(value, (str, bytes)) or not hasattr(type(value), "__float__"):
+    def _number(self, value: Any, call: Call, place: int) -> float | None:
+        if value is None:
+            return None
+        if isinstance(value, (str, bytes)) or not hasattr(type(value), "__float__"):
             hint = ""
             if isinstance(value, (list, tuple)):
                 hint = f"; a function that gets all answers at once has a parameter called {BATCH}"
-            elif value is None:
-                hint = "; is there a return in every branch?"
             raise Failed(f"reward {self.name} returned {_kind(value)}, not a number{hint}; {call.about(place)}")
         number = float(value)
         if not math.isfinite(number):
@@ -159,24 +174,39 @@ def _shown(value: Any) -> str:
     return repr(text if len(text) <= SHOWN else text[: SHOWN - 1] + "…")
 
 
-def failure(problem: BaseException, name: str, file: str, about: str) -> str:
-    """One line: where in the user's file, what, and for which prompt."""
+def described_error(problem: BaseException, file: str, limit: str) -> str:
+    """Return one line: where in the user's file, and what. `limit`: the setting that TimeIsUp means."""
     frames = traceback.extract_tb(problem.__traceback__)
     own = [frame for frame in frames if os.path.abspath(frame.filename) == file] or [
         frame for frame in frames if frame.filename != __file__
     ]
     line = f"{os.path.basename(own[-1].filename)}, line {own[-1].lineno}: " if own else ""
     text = " ".join(str(problem).split())
-    kind = "it took longer than grpo.reward_timeout" if isinstance(problem, TimeIsUp) else type(problem).__name__
+    kind = f"it took longer than {limit}" if isinstance(problem, TimeIsUp) else type(problem).__name__
     text = "" if isinstance(problem, TimeIsUp) else text[:400]
-    return f"reward {name} failed: {line}{kind}{f': {text}' if text else ''}{f'; {about}' if about else ''}"
+    return f"{line}{kind}{f': {text}' if text else ''}"
+
+
+def failure(problem: BaseException, name: str, file: str, about: str) -> str:
+    """Return one line: where in the user's file, what, and for which prompt."""
+    line = described_error(problem, file, "grpo.reward_timeout")
+    return f"reward {name} failed: {line}{f'; {about}' if about else ''}"
 
 
 def load(told: dict[str, Any], columns: Sequence[str]) -> Function:
     if "pattern" in told:
         pattern = re.compile(told["pattern"])
-        return Function(told["name"], lambda completion: pattern.search(completion) is not None, columns)
+        return Function(told["name"], lambda completion: pattern.search(text_of(completion)) is not None, columns)
     file = os.path.abspath(told["file"])
+    module = load_module(file)
+    function = getattr(module, told["function"], None)
+    if not callable(function):
+        raise Failed(f"reward {told['name']}: {told['function']} is {_kind(function)} there, not a function")
+    return Function(told["name"], function, columns, file)
+
+
+def load_module(file: str) -> ModuleType:
+    """Import a user's file, once; files in its folder can be imported from it."""
     folder = os.path.dirname(file)
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -187,10 +217,7 @@ def load(told: dict[str, Any], columns: Sequence[str]) -> Function:
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
-    function = getattr(module, told["function"], None)
-    if not callable(function):
-        raise Failed(f"reward {told['name']}: {told['function']} is {_kind(function)} there, not a function")
-    return Function(told["name"], function, columns, file)
+    return module
 
 
 def answer(work: Callable[[], Any], seconds: float, about: Callable[[BaseException], str]) -> dict[str, Any]:
@@ -212,12 +239,16 @@ def _time_is_up(number: int, frame: Any) -> None:
     raise TimeIsUp
 
 
-def main() -> None:
-    # With the rank that asked, whatever a reward is doing: nothing is left running.
+def end_with_the_rank() -> None:
+    """Let the kernel end this process with the rank that started it, whatever the user's code is doing."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # The rank was told to stop, and ends its step first. No SIG_IGN: what a reward starts would inherit it.
         signal.signal(number, lambda number, frame: None)
+
+
+def main() -> None:
+    end_with_the_rank()
     signal.signal(signal.SIGALRM, _time_is_up)
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     questions = os.fdopen(os.dup(0), "r", encoding="utf-8")
@@ -227,9 +258,18 @@ def main() -> None:
     seconds: float = told["seconds"]
     functions: list[Function] = []
 
+    position = PositionWriter(told["position"])
+    position.sample()
+
     def load_all() -> bool:
-        for one in told["functions"]:
-            functions.append(load(one, told["columns"]))
+        for number, one in enumerate(told["functions"]):
+            file = os.path.abspath(one["file"]) if "file" in one else ""
+            position.enter(number, None, file, 0)
+            function = load(one, told["columns"])
+            first = first_line_of(function.function)
+            function.entered = functools.partial(position.enter, number, file=file, line=first)
+            functions.append(function)
+        position.leave()
         return True
 
     def while_loading(problem: BaseException) -> str:
@@ -245,7 +285,9 @@ def main() -> None:
             few = f"one of {len(call.completions)} answers at once, the first: " if function.at is None else ""
             return failure(problem, function.name, function.file, few + call.about(function.at or 0))
 
-        print(json.dumps(answer(lambda f=function, c=call: f(c), seconds, about)), file=answers)  # type: ignore[misc]
+        made = answer(lambda f=function, c=call: f(c), seconds, about)  # type: ignore[misc]
+        position.leave()
+        print(json.dumps(made), file=answers)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import math
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.shape import replace, shape
+from stoker.rollout import Rollout as PublicRollout
+from stoker.rollout import Turn
 from stoker.training.data.order import Order
 from stoker.training.evaluate.marking import LONGEST_ANSWER
 from stoker.training.generate.config import GenerateConfig
@@ -24,11 +26,13 @@ from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.group import Group, split
 from stoker.training.rl.asking import ServerFailed
 from stoker.training.rl.config import GrpoConfig
+from stoker.training.rl.parts import shown
 from stoker.training.rl.remote import OtherWeights
 from stoker.training.rl.sampler import Ask, InTrainer, Sampler
-from stoker.training.rl.scoring import Judged, RewardFailed, Rewards
+from stoker.training.rl.scoring import Judged, RewardFailed, Rewards, tokens_of
 from stoker.training.rl.waiting import StopRequested
 from stoker.training.serve.batch import BatchEngine
+from stoker.training.serve.text import Text
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
@@ -212,6 +216,61 @@ class Answer:
     whole: bool  # it ended by itself
     sampled: tuple[float, ...] = ()  # log-probabilities of its ids where it was written; empty: not kept
     versions: tuple[int, ...] = ()  # steps behind the weights that wrote each id; empty: all before this one
+    learn: tuple[bool, ...] = ()  # whether each id is learned; empty: all are
+    turns: int = 1  # that were sampled
+    transcript: str = ""  # all turns as rollouts.jsonl shows them; empty: the text is all there is
+    messages: tuple[dict[str, str], ...] = ()  # what followed the prompt, where there is more than one answer
+    reward: float | None = None  # what grpo.rollout gave it
+    parts: Mapping[str, float] = {}  # named numbers of grpo.rollout, for the log
+    failed: str = ""  # why there is no rollout, in one line
+
+
+def answer_of(
+    place: int, prompt: Prompt, rollout: PublicRollout, tokenizer: Tokenizer, stop: Collection[int],
+    versions: Sequence[int] = (),
+) -> Answer:  # fmt: skip
+    """Return a rollout as it is learned. `versions`: of the weights that wrote each sampled token.
+
+    What precedes the first learned token is the prompt; what follows the last one is not read.
+    """
+    flags = [learned_flags(turn) for turn in rollout.turns]
+    ids = tuple(token for turn in rollout.turns for token in turn.token_ids)
+    learn = tuple(flag for some in flags for flag in some)
+    first, end = learn.index(True), len(learn) - learn[::-1].index(True)
+    sampled = [turn for turn, some in zip(rollout.turns, flags, strict=True) if any(some)]
+    last, whole = sampled[-1], ids[end - 1] in stop
+    logprobs: list[float] = []
+    if all(len(turn.logprobs) == len(turn.token_ids) for turn in sampled):
+        for turn, some in zip(rollout.turns, flags, strict=True):
+            logprobs += turn.logprobs if any(some) else (0.0,) * len(some)
+        logprobs = logprobs[first:end]
+    text = last.text if last.text is not None else tokenizer.decode(without_stop(last.token_ids, stop))
+    mask = learn[first:end]
+    answer = Answer(
+        place, replace(prompt, ids=ids[:first]), ids[first:end], text, whole, tuple(logprobs), tuple(versions),
+        reward=rollout.reward, parts=rollout.parts, turns=len(sampled),
+    )  # fmt: skip
+    if len(rollout.turns) <= 2 and all(mask):
+        return answer
+    texts = [(turn.role, turn.text) for turn in rollout.turns[1:]]
+    shown = [
+        (role or "environment", tokenizer.decode(turn.token_ids) if text is None else text)
+        for (role, text), turn in zip(texts, rollout.turns[1:], strict=True)
+    ]
+    transcript = "\n".join(f"[{role}] {text}" for role, text in shown)
+    messages = tuple({"role": role, "content": text} for role, text in shown)
+    return replace(answer, learn=mask, transcript=transcript, messages=messages)
+
+
+def learned_flags(turn: Turn) -> tuple[bool, ...]:
+    """Return for each token of a turn whether it is learned."""
+    if isinstance(turn.learn, bool):
+        return (turn.learn,) * len(turn.token_ids)
+    return tuple(turn.learn)
+
+
+def without_stop(ids: Sequence[int], stop: Collection[int]) -> Sequence[int]:
+    return ids[:-1] if ids and ids[-1] in stop else ids
 
 
 class Rollout:
@@ -230,11 +289,9 @@ class Rollout:
         ask = self._ask(prompts, seeds, only)
         found: list[Answer] = []
         for place, written in zip(ask.places, self.sampler.take(ask), strict=True):
-            ids = written.ids
-            whole = ids[-1] in self._stop
-            text = self._tokenizer.decode(ids[:-1] if whole else ids)
             prompt = prompts[place // self._group]
-            found.append(Answer(place, prompt, ids, text, whole, written.logprobs, written.versions))
+            rollout = PublicRollout([Turn(prompt.ids), Turn(written.ids, True, written.logprobs)])
+            found.append(answer_of(place, prompt, rollout, self._tokenizer, self._stop, written.versions))
         return found
 
     def _ask(self, prompts: Sequence[Prompt], seeds: tuple[int, ...], only: Collection[int] | None) -> Ask:
@@ -246,13 +303,28 @@ class Rollout:
         return Ask(seeds, number_from("answers", *seeds), asked, tuple(places))
 
 
+class Roller(Protocol):
+    """Makes rollouts to a step's prompts: Rollout, or a user's function (rollout_hook.py)."""
+
+    sampler: Sampler
+
+    def begin(self, prompts: Sequence[Prompt], *seeds: int) -> None: ...
+
+    def __call__(self, prompts: Sequence[Prompt], *seeds: int, only: Collection[int] | None = None) -> list[Answer]: ...
+
+
 def in_trainer(
     model: Decoder, tokenizer: Tokenizer, longest: int, c: GenerateConfig, grpo: GrpoConfig, ranks: Group
 ) -> InTrainer:
     """`longest`: tokens of the longest prompt: the cache need not be larger."""
     share = -(-grpo.prompts_per_step // ranks.world)
     rows, length = min(c.rows, share * grpo.group), longest + c.new_tokens
-    kept = {"codes": c.bits == "4", "logprobs": grpo.importance_cap > 0}
+    kept: dict[str, Any] = {"codes": c.bits == "4", "logprobs": grpo.importance_cap > 0}
+    if grpo.rollout:  # it is shown the log-probabilities, and may give texts that end a completion
+        kept |= {
+            "logprobs": True,
+            "text_of": lambda request: Text(lambda token: tokenizer.decode_bytes([token]), request.stop_texts),
+        }
     engine = BatchEngine(model, rows=rows, length=length, vocab=tokenizer.vocab_size, **kept)
     return InTrainer(engine, c.new_tokens, frozenset(tokenizer.stop_ids), c.sampling)
 
@@ -277,18 +349,32 @@ class Outcome:
     parts: Tensor  # [parts, answers], before their weights
 
     @property
+    def usable(self) -> Tensor:
+        """Whether each answer has a reward: else it is left out of its group, and not learned."""
+        return ~self.rewards.isnan()
+
+    @property
+    def count(self) -> int:
+        return int(self.usable.sum())
+
+    @property
     def constant(self) -> bool:
-        return bool((self.rewards == self.rewards[0]).all())
+        rewards = self.rewards[self.usable]
+        return bool((rewards == rewards[:1]).all())
+
+    def _differs(self, group: int) -> Tensor:
+        """Return for each prompt whether its answers' rewards differ."""
+        table = self.rewards.view(-1, group)
+        low, high = (torch.where(table.isnan(), fill, table) for fill in (math.inf, -math.inf))
+        return high.max(1).values > low.min(1).values
 
     def unlike(self, group: int) -> bool:
         """Whether a prompt's answers differ in reward: else no advantage is other than 0, and nothing is taught."""
-        table = self.rewards.view(-1, group)
-        return bool((table != table[:, :1]).any())
+        return bool(self._differs(group).any())
 
     def without_signal(self, group: int) -> list[int]:
         """Places, among the step's prompts, of those whose answers all have one reward."""
-        table = self.rewards.view(-1, group)
-        return [int(place) for place in (table == table[:, :1]).all(1).nonzero()[:, 0]]
+        return [int(place) for place in (~self._differs(group)).nonzero()[:, 0]]
 
     def replaced(self, other: Outcome, prompts: Sequence[int], group: int) -> Outcome:
         """With the other's numbers of these prompts' answers."""
@@ -308,23 +394,39 @@ class Outcome:
 
     def paid(self, right: bool) -> Paid:
         """The answers that are right, or those that are wrong; none where the row has no answer to compare with."""
-        chosen = self.rewards[self.correct == float(right)]
+        chosen = self.rewards[(self.correct == float(right)) & self.usable]
         return Paid(len(chosen), float(chosen.sum()))
 
     @property
     def reward(self) -> float:
         # The value itself: a mean of equals may differ in its last bit.
-        return float(self.rewards[0] if self.constant else self.rewards.mean())
+        rewards = self.rewards[self.usable]
+        return float(rewards[0] if self.constant else rewards.mean())
+
+    @property
+    def length(self) -> float:
+        """Mean number of tokens that were written."""
+        return float(self.lengths[self.usable].mean())
+
+    @property
+    def cut(self) -> float:
+        """Share of the answers that the token limit cut."""
+        return float(1 - self.whole[self.usable].mean())
+
+    @property
+    def part_means(self) -> list[float]:
+        """Mean of each part over the answers it applies to; NaN: to none."""
+        return [float(part[~part.isnan()].mean()) for part in self.parts]
 
     @property
     def right(self) -> float | None:
         """Share of right answers; None: no row of the step has an answer to compare with."""
-        known = self.correct[~self.correct.isnan()]
+        known = self.correct[~self.correct.isnan() & self.usable]
         return float(known.mean()) if len(known) else None
 
     @property
     def spread(self) -> float:
-        return 0.0 if self.constant else float(self.rewards.std(unbiased=False))
+        return 0.0 if self.constant else float(self.rewards[self.usable].std(unbiased=False))
 
 
 Failure = RewardFailed | ServerFailed | OtherWeights | StopRequested
@@ -344,11 +446,12 @@ def outcome(
         failure = problem
     table = torch.zeros(6 + len(rewards.parts), count, dtype=torch.float64)
     table[5, 0] = float(bool(failure))
+    beside: dict[int, Sequence[int]] = {}  # the first answer of each group
     for number, answer in enumerate(answers if not failure else ()):
-        right = judged.correct[number]
+        right, is_usable = judged.correct[number], not math.isnan(judged.rewards[number])
         numbers = [judged.rewards[number], math.nan if right is None else float(right)]
-        same = answer.ids == answers[number - number % group].ids
-        numbers += [float(len(answer.ids)), float(answer.whole), float(same)]
+        same = not is_usable or answer.ids == beside.setdefault(answer.place // group, answer.ids)
+        numbers += [float(is_usable and tokens_of(answer)), float(answer.whole), float(same)]
         table[:5, answer.place] = torch.tensor(numbers, dtype=torch.float64)
         table[6:, answer.place] = torch.tensor([part[number] for part in judged.parts], dtype=torch.float64)
     table = ranks.sum(table.to(ranks.device)).cpu()
@@ -357,7 +460,18 @@ def outcome(
         kind, line = min((one for one in ranks.all(own) if one is not None), key=lambda one: one[0] > 0)  # a stop first
         raise FAILURES[kind](line)
     rewarded, correct, lengths, whole, same = table[:5]
+    if rewarded.isnan().all():
+        raise RewardFailed(_why_none(answers, rewards, ranks))
     return judged, Outcome(rewarded, correct, lengths, whole, same, table[6:])
+
+
+def _why_none(answers: Sequence[Answer], rewards: Rewards, ranks: Group) -> str:
+    """Why no answer of the step has a reward. All ranks call it."""
+    failed = ranks.all(next((answer.failed for answer in answers if answer.failed), ""))
+    if line := next(filter(None, failed), ""):
+        return f"{line}; no rollout of the step was left"
+    names = ", ".join(shown(part) for part in rewards.parts)
+    return f"reward {names} returned None for every answer of the step: is there a return in every branch?"
 
 
 @shape
@@ -369,6 +483,7 @@ class Step:
     outcome: Outcome
     replaced: int = 0  # prompts whose answers taught nothing, and that others stood in for
     age: Age | None = None  # None: all of it was written by the newest weights
+    numbers: Mapping[str, float] = {}  # of grpo.rollout, for metrics.jsonl
 
 
 @shape
@@ -396,6 +511,26 @@ def age_of(answers: Sequence[Answer], step: int, sampler: Sampler, ranks: Group)
     return Age(sum(total) / max(sum(tokens), 1), max(most), sum(here), step - min(least), sum(resampled))
 
 
+def rollout_numbers(answers: Sequence[Answer], outcome: Outcome, ranks: Group) -> dict[str, float]:
+    """Return a step's numbers of grpo.rollout over all ranks: failures, turns, the share of masked tokens, named parts."""
+    whole = [answer for answer in answers if not answer.failed]
+    sums: dict[str, tuple[float, int]] = {
+        "rollouts_failed": (len(answers) - len(whole), 0),
+        "turns": (sum(answer.turns for answer in whole), len(whole)),
+        "masked": (sum(len(a.ids) - tokens_of(a) for a in whole), sum(len(a.ids) for a in whole)),
+    }
+    for answer in whole:
+        for name, value in answer.parts.items():
+            total, count = sums.get(f"reward_{name}", (0.0, 0))
+            sums[f"reward_{name}"] = (total + value, count + 1)
+    every = ranks.all(sums)
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(name for one in every for name in one):
+        total, count = (sum(values) for values in zip(*(one.get(name, (0.0, 0)) for one in every), strict=True))
+        found[name] = total if name == "rollouts_failed" else total / max(count, 1)
+    return found
+
+
 class Asking:
     """A step's prompts, their answers and rewards. Groups without signal are replaced by other prompts, up to
     `grpo.resample` times: the same ones on all ranks, since all know all rewards. `steps`: of the run; answers of steps
@@ -403,7 +538,7 @@ class Asking:
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], draw: Draw, rollout: Rollout, rewards: Rewards, c: GrpoConfig, ranks: Group,
+        self, prompts: Sequence[Prompt], draw: Draw, rollout: Roller, rewards: Rewards, c: GrpoConfig, ranks: Group,
         steps: int = 0,
     ) -> None:  # fmt: skip
         self._prompts, self._draw, self._rollout, self._rewards, self._c, self._ranks = (
@@ -429,6 +564,8 @@ class Asking:
                 drawn[place] = index
             asked = [self._prompts[index] for index in drawn]
             made = _merged(made, self._judged(asked, (seed, step, attempt), frozenset(places)), places, group)
+        if self._c.rollout:
+            made = replace(made, numbers=rollout_numbers(made.answers, made.outcome, self._ranks))
         if not self._c.server:
             return made
         return replace(made, age=age_of(made.answers, step, self._rollout.sampler, self._ranks))
@@ -438,11 +575,7 @@ class Asking:
         failure: Failure | None = None
         try:
             answers = self._rollout(asked, *seeds, only=only)
-        except (
-            ServerFailed,
-            OtherWeights,
-            StopRequested,
-        ) as problem:  # all ranks hear of it where they exchange their numbers
+        except FAILURES as problem:  # all ranks hear of it where they exchange their numbers
             failure = problem
         count, group = len(asked) * self._c.group, self._c.group
         return Step(answers, *outcome(answers, self._rewards, count, group, self._ranks, failure))

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
 from stoker.control.record.rollouts import Rollout, Rollouts
 from stoker.training.evaluate.grading import Grader, open_question
+from stoker.training.rl.last_position import PositionFile, described
 from stoker.training.rl.parts import (
     CODE,
     FORMAT,
@@ -25,10 +27,12 @@ from stoker.training.rl.parts import (
     LENGTH,
     MARKERS,
     MODEL,
+    ROLLOUT,
     RewardPart,
     length_reward,
     shown,
 )
+from stoker.training.rl.reward_worker import Call
 
 GRACE_S = 10.0  # beyond the time limit: code that no alarm reaches
 WARM_UP_S = 120.0  # more for the start: a file may import torch and load a model
@@ -44,7 +48,7 @@ class RewardFailed(Exception):
 
 @shape
 class Judged:
-    """Of this rank's answers, in their order."""
+    """Of this rank's answers, in their order. NaN: a reward does not apply to an answer; as the sum: none does."""
 
     rewards: list[float]
     correct: list[bool | None]  # as evaluation grades them, whatever the reward pays for; None: the row has no answer
@@ -57,6 +61,7 @@ class Worker:
     def __init__(self, parts: Sequence[RewardPart], columns: Sequence[str], seconds: float) -> None:
         """Raises Refusal where a file can't be loaded: before anything is trained."""
         self._parts, self._seconds, self._rest = list(parts), seconds, b""
+        self._position, self._call = PositionFile(), Call({"completions": [], "prompts": [], "rows": [], "of": []})
         root = os.path.dirname(os.path.dirname(os.path.abspath(stoker.__file__)))
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
@@ -65,8 +70,9 @@ class Worker:
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
             bufsize=0,
+            pass_fds=(self._position.descriptor,),
         )
-        limits = {"seconds": seconds, "loading_seconds": WARM_UP_S}
+        limits = {"seconds": seconds, "loading_seconds": WARM_UP_S, "position": self._position.descriptor}
         try:
             self._send({"functions": [_told(part) for part in parts], "columns": list(columns), **limits})
             self._receive(WARM_UP_S)
@@ -75,10 +81,12 @@ class Worker:
             raise Refusal(f"grpo.{problem}", EX_DATAERR) from None
 
     def __call__(self, part: RewardPart, call: dict[str, Any], count: int) -> list[float]:
+        """Return a reward for each answer, NaN where this one does not apply."""
+        self._call = Call(call)
         self._send({"function": self._parts.index(part), **call})
         made = self._receive()
         assert isinstance(made, list) and len(made) == count, "the worker has counted"
-        return [float(value) for value in made]
+        return [math.nan if value is None else float(value) for value in made]
 
     def close(self) -> None:
         self._process.kill()
@@ -86,6 +94,7 @@ class Worker:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
+        self._position.close()
 
     def _send(self, told: dict[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -125,8 +134,17 @@ class Worker:
             self._process.kill()
             code = self._process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        names = ", ".join(shown(part) for part in self._parts)
-        return RewardFailed(f"reward {names} failed: its process {how}; what it printed is in the log")
+        if code == -signal.SIGKILL:
+            how += " (out of memory?)"
+        position = self._position.read()
+        name, line = described(position, [shown(part) for part in self._parts])
+        about, count = "", len(self._call.completions)
+        if position is not None and count:
+            few = f"one of {count} answers at once, the first: " if position.item is None else ""
+            about = f"; {few}{self._call.about(position.item or 0)}"
+        return RewardFailed(
+            printable(f"reward {name} failed: {line}its process {how}{about}; what it printed is in the log", LONGEST)
+        )
 
 
 def _told(part: RewardPart) -> dict[str, str]:
@@ -151,14 +169,24 @@ class Rewards:
         return tuple(part.label for part in self.parts)
 
     def __call__(self, answers: Sequence[Any]) -> Judged:
-        """`answers`: of rl/rollout.py. Raises RewardFailed."""
-        correct = [self._grade(answer) for answer in answers]
-        call = self._call(answers) if self._worker is not None and answers else {}
-        found = [self._part(part, answers, call) for part in self.parts]
-        rewards = [part.weight * value for part in self.parts[:1] for value in found[0]]
-        for part, values in zip(self.parts[1:], found[1:], strict=True):
-            rewards = [so_far + part.weight * value for so_far, value in zip(rewards, values, strict=True)]
-        return Judged(rewards, correct, found)
+        """`answers`: of rl/rollout.py. Raises RewardFailed. Those that failed have no reward."""
+        whole = [answer for answer in answers if not getattr(answer, "failed", "")]
+        call = self._call(whole) if self._worker is not None and whole else {}
+        found = [self._part(part, whole, call) for part in self.parts]
+        rewards = [
+            weighted_sum([(part.weight, values[number]) for part, values in zip(self.parts, found, strict=True)])
+            for number in range(len(whole))
+        ]
+        correct = [self._grade(answer) for answer in whole]
+        if len(whole) == len(answers):
+            return Judged(rewards, correct, found)
+        places = [number for number, answer in enumerate(answers) if not getattr(answer, "failed", "")]
+        made = Judged([math.nan] * len(answers), [None] * len(answers), [[math.nan] * len(answers) for _ in found])
+        for number, place in enumerate(places):
+            made.rewards[place], made.correct[place] = rewards[number], correct[number]
+            for part, values in zip(made.parts, found, strict=True):
+                part[place] = values[number]
+        return made
 
     def _grade(self, answer: Any) -> bool | None:
         question = open_question(self._rows[answer.prompt.row])
@@ -173,8 +201,10 @@ class Rewards:
         if part.kind == MODEL:
             assert self._scorer is not None, "there is one where the settings name its folder"
             return above_the_mean(answers, self._scorer)
+        if part.kind == ROLLOUT:
+            return [math.nan if answer.reward is None else answer.reward for answer in answers]
         if part.kind == LENGTH:
-            return [length_reward(len(answer.ids), part.argument, self._new_tokens) for answer in answers]
+            return [length_reward(tokens_of(answer), part.argument, self._new_tokens) for answer in answers]
         if part.kind == FORMAT:
             return [float(FORMATS[part.argument](answer.text)) for answer in answers]
         mark = MARKERS[part.kind]
@@ -190,7 +220,28 @@ class Rewards:
                 prompts.append(answer.prompt.asked)
                 rows.append(dict(self._rows[answer.prompt.row]))
         of = [places[answer.prompt.row] for answer in answers]
-        return {"prompts": prompts, "rows": rows, "of": of, "completions": [answer.text for answer in answers]}
+        return {"prompts": prompts, "rows": rows, "of": of, "completions": list(map(completion_of, answers))}
+
+
+def completion_of(answer: Any) -> Any:
+    """Return what a reward function gets: messages where the prompt is messages, else the text."""
+    if not isinstance(answer.prompt.asked, list):
+        return answer.text
+    return list(getattr(answer, "messages", ())) or [{"role": "assistant", "content": answer.text}]
+
+
+def tokens_of(answer: Any) -> int:
+    """Return how many tokens of an answer the policy wrote."""
+    return sum(getattr(answer, "learn", ())) or len(answer.ids)
+
+
+def weighted_sum(terms: Sequence[tuple[float, float]]) -> float:
+    """Return the sum of weight × value over the values that are no NaN; NaN if all are."""
+    total: float | None = None
+    for weight, value in terms:
+        if not math.isnan(value):
+            total = weight * value if total is None else total + weight * value
+    return math.nan if total is None else total
 
 
 class RolloutLog:
@@ -210,11 +261,12 @@ class RolloutLog:
         if file is not None:
             made = (
                 Rollout(
-                    step, weights(answer), answer.prompt.row, answer.prompt.asked, answer.text, judged.rewards[number],
-                    {label: part[number] for label, part in zip(labels, judged.parts, strict=True)},
-                    judged.correct[number], len(answer.ids), not answer.whole,
+                    step, weights(answer), answer.prompt.row, answer.prompt.asked, answer.transcript or answer.text,
+                    judged.rewards[number], _known_parts(labels, judged, number) | answer.parts,
+                    judged.correct[number], tokens_of(answer), not answer.whole,
                 )
                 for number, answer in enumerate(answers)
+                if not math.isnan(judged.rewards[number])
             )  # fmt: skip
             self._try(lambda: file.write(made))
 
@@ -227,6 +279,11 @@ class RolloutLog:
         except (OSError, ValueError) as problem:
             self._file = None
             self._say(f"rollouts.jsonl can't be written: {problem}; the run continues without it")
+
+
+def _known_parts(labels: Sequence[str], judged: Judged, number: int) -> dict[str, float]:
+    values = {label: part[number] for label, part in zip(labels, judged.parts, strict=True)}
+    return {label: value for label, value in values.items() if not math.isnan(value)}
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -351,6 +351,7 @@ class Launched:
     words: Words
     replaced: int = 0  # prompts whose answers taught nothing, and that others stood in for
     age: Age | None = None  # of the answers, where a server wrote them
+    numbers: Mapping[str, float] = {}  # of grpo.rollout
     answers_s: float = 0.0  # until they were here: written by the trainers, or waited for
     learn_s: float = 0.0
 
@@ -425,8 +426,8 @@ class GrpoTask(Task):
         """Each part's mean, where the settings name parts."""
         if not self._c.reward:
             return {}
-        means = outcome.parts.mean(1).tolist()
-        return {f"reward_{part.label}": mean for part, mean in zip(parts_of(self._c), means, strict=True)}
+        means = zip(parts_of(self._c), outcome.part_means, strict=True)
+        return {f"reward_{part.label}": mean for part, mean in means if not math.isnan(mean)}
 
     def _line(self, rate: float, left: str) -> str:
         """Return the console line: means over the steps since the last one, but for the learning rate and the time left."""
@@ -454,11 +455,11 @@ class GrpoTask(Task):
             "correct": outcome.right,
             "kl": kl,
             "entropy": learned.entropy,
-            "length": float(outcome.lengths.mean()),
-            "cut": float(1 - outcome.whole.mean()),
+            "length": outcome.length,
+            "cut": outcome.cut,
         }
         kinds = [part.kind for part in parts_of(self._c)]
-        paid = [mean for kind, mean in zip(kinds, outcome.parts.mean(1).tolist(), strict=True) if kind in MARKED]
+        paid = [mean for kind, mean in zip(kinds, outcome.part_means, strict=True) if kind in MARKED]
         judged = numbers | {"entropy": learned.entropy if learned.finite else None}
         judged |= {"unlike": outcome.unlike(self._c.group), "identical": outcome.identical}
         judged |= {"alike": outcome.alike(self._c.group), "right": outcome.paid(True), "wrong": outcome.paid(False)}
@@ -490,6 +491,7 @@ class GrpoTask(Task):
             **numbers,
             reward_std=seen.spread,
             **self._parts(outcome),
+            **launched.numbers,
             **({"replaced": launched.replaced} if self._c.resample else {}),
             **({} if learned.mismatch is None else {"sampler_kl": learned.mismatch}),
             **_aged(launched.age, learned.capped),

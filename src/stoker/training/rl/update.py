@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from stoker.contract.shape import replace, shape
@@ -35,6 +36,12 @@ class Row:
     answer: tuple[int, ...]
     advantage: float
     sampled: tuple[float, ...] = ()  # the answer's log-probabilities where it was written; empty: not kept
+    learn: tuple[bool, ...] = ()  # whether each of the answer's tokens is learned; empty: all are
+
+    @property
+    def learned(self) -> NDArray[np.int64]:
+        """Return the places of the learned tokens in the answer."""
+        return np.flatnonzero(self.learn) if self.learn else np.arange(len(self.answer))
 
 
 @shape
@@ -66,15 +73,14 @@ def _batch(rows: Sequence[Row], context: int, device: torch.device, counted: flo
     for number, row in enumerate(rows):
         read = (*row.prompt, *row.answer[:-1])
         inputs[number, : len(read)] = read
-        begin = number * T + len(row.prompt) - 1
-        where.append(np.arange(begin, begin + len(row.answer)))
-    targets = np.concatenate([np.asarray(row.answer, dtype=np.int64) for row in rows])
-    advantages = np.repeat([row.advantage for row in rows], [len(row.answer) for row in rows]).astype(np.float32)
+        where.append(number * T + len(row.prompt) - 1 + row.learned)
+    targets = np.concatenate([np.asarray(row.answer, dtype=np.int64)[row.learned] for row in rows])
+    advantages = np.repeat([row.advantage for row in rows], [len(row.learned) for row in rows]).astype(np.float32)
     weights = np.full(len(targets), counted, dtype=np.float32)
     put = [torch.from_numpy(one).to(device) for one in (inputs, np.concatenate(where), targets, advantages, weights)]
     if not all(len(row.sampled) == len(row.answer) for row in rows):
         return Batch(*put)
-    sampled = np.concatenate([np.asarray(row.sampled, dtype=np.float32) for row in rows])
+    sampled = np.concatenate([np.asarray(row.sampled, dtype=np.float32)[row.learned] for row in rows])
     return replace(Batch(*put), sampled=torch.from_numpy(sampled).to(device))
 
 
@@ -147,12 +153,25 @@ EPSILON = 1e-4
 
 
 def advantages(rewards: Tensor, scaled: bool) -> Tensor:
-    """[prompts, group] to the same shape. Equal rewards teach nothing: exactly 0, whatever rounding makes of them."""
+    """[prompts, group] to the same shape. Equal rewards teach nothing: exactly 0, whatever rounding makes of them. NaN: an
+    answer that is left out of its group.
+    """
+    if bool(rewards.isnan().any()):
+        return torch.stack([_with_missing(group, scaled) for group in rewards])
     above = rewards - rewards.mean(1, keepdim=True)
     if scaled:
         above = above / (above.square().mean(1, keepdim=True).sqrt() + EPSILON)
     alike = (rewards == rewards[:, :1]).all(1, keepdim=True)
     return torch.where(alike, torch.zeros_like(above), above)
+
+
+def _with_missing(group: Tensor, scaled: bool) -> Tensor:
+    """Return one prompt's advantages among the answers that have a reward, and 0 for those whose reward is NaN."""
+    known = ~group.isnan()
+    found = torch.zeros_like(group)
+    if known.any():
+        found[known] = advantages(group[known][None], scaled)[0]
+    return found
 
 
 @shape
@@ -218,7 +237,7 @@ class Updater:
     def learn(
         self, answers: Sequence[Answer], advantages: Sequence[float], lengths: Sequence[int], share: float
     ) -> Learned:
-        """`answers` are this rank's, `lengths` those of all ranks' answers, by place."""
+        """`answers` are this rank's; `lengths`: learned tokens of all ranks' answers, by place, 0 of one that is left out."""
         with kernels(self._attention):
             parts = self._parts(answers, advantages, lengths)
             told = [self._update(part, share) for part in parts]
@@ -234,14 +253,17 @@ class Updater:
         """Answers dealt out to the updates by place: the same for any number of ranks, with some of every prompt's."""
         count = self._c.updates
         rows = [
-            (answer.place, Row(tuple(answer.prompt.ids), answer.ids, advantage, answer.sampled))
+            (answer.place, Row(tuple(answer.prompt.ids), answer.ids, advantage, answer.sampled, answer.learn))
             for answer, advantage in zip(answers, advantages, strict=True)
+            if lengths[answer.place]
         ]
         found = []
         for number in range(count):
             mine = [row for place, row in rows if place % count == number]
             batches = self._even(arrange(mine, self._micro, self._model.context_length, self._group.device))
-            found.append(_Part(tuple(self._with_fixed(batch) for batch in batches), sum(lengths[number::count])))
+            found.append(
+                _Part(tuple(self._with_fixed(batch) for batch in batches), max(sum(lengths[number::count]), 1))
+            )
         return found
 
     def _even(self, batches: list[Batch]) -> list[Batch]:

@@ -20,12 +20,14 @@ from torch import Tensor
 
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import counted
+from stoker.contract.shape import replace
 from stoker.training.generate.config import BLOCK, PREFILL_TOKENS, TURN, Sampling, checked
 from stoker.training.generate.sample import sample_token, uniforms
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.outside import Outside
 from stoker.training.serve.engine import PagedEngine, Sizes
-from stoker.training.serve.request import Request
+from stoker.training.serve.request import LENGTH, STOP, Answer, Request, Run
+from stoker.training.serve.text import Text
 
 
 class Borrowed:
@@ -81,16 +83,23 @@ def sizes_for(rows: int, length: int, prompt_tokens: int, turn: int, turns: int 
     return Sizes(rows, length, memory, BLOCK, prompt_tokens, turn, turns)
 
 
+def _joined(runs: Sequence[Run]) -> Answer:
+    tokens = tuple(token for run in runs for token in run.tokens)
+    logprobs = tuple(value for run in runs for value in run.logprobs)
+    return Answer(runs[-1].id, tokens, "", runs[-1].finish, (), logprobs)
+
+
 class BatchEngine:
     """One call at a time."""
 
     def __init__(
         self, model: Decoder | Outside, *, rows: int, length: int, vocab: int = 0, codes: bool = False,
-        logprobs: bool = False, streamed: bool = False,
+        logprobs: bool = False, streamed: bool = False, text_of: Callable[[Request], Text] | None = None,
     ) -> None:  # fmt: skip
         """`rows`: answers at once; `length`: prompt and answer; `vocab`: ids from here on are never written; `codes`: weights
         in 4 bits stay so, instead of a copy in 16; `logprobs`: `generate` leaves those of its tokens in `logprobs`; `streamed`:
-        of a model in shards no rank holds all weights: all ranks write the same answers, and gather each block for each token.
+        of a model in shards no rank holds all weights: all ranks write the same answers, and gather each block for each token; `text_of`: reads an answer, for
+        stop texts.
         """
         if rows < 1 or length < 2:
             raise Refusal(
@@ -99,7 +108,7 @@ class BatchEngine:
         if length > model.context_length:
             line = f"prompt and answer of {length} tokens are too long: the model was opened for {model.context_length}"
             raise Refusal(f"{line} (data.context_length)", EX_USAGE)
-        self.rows, self.length, self._keeps_logprobs = rows, length, logprobs
+        self.rows, self.length, self.keeps_logprobs = rows, length, logprobs
         self.logprobs: list[list[float]] = []  # of the last answers' tokens, where they are kept
         self._embedded, vocab = model.config.vocab_size, vocab or model.config.vocab_size
         self._names = count()
@@ -114,7 +123,7 @@ class BatchEngine:
             alone = rows == 1
             turn, turns = min(turn, TURN_ALONE) if alone else turn, TURNS if on_gpu and not alone else 1
             sizes = sizes_for(rows, length, at_once, turn, turns)
-            self._paged = PagedEngine(model, sizes, vocab=vocab, codes=codes, streamed=streamed)
+            self._paged = PagedEngine(model, sizes, vocab=vocab, codes=codes, streamed=streamed, text_of=text_of)
 
     @property
     def merged_bytes(self) -> int:
@@ -159,19 +168,48 @@ class BatchEngine:
         among all ranks', for the sampling. `told`: how many prompts are answered.
         """
         how = checked(**sampling)
-        if self._keeps_logprobs and (how.greedy or not how.plain):
+        if self.keeps_logprobs and (how.greedy or not how.plain):
             raise ValueError("log-probabilities are kept of plain sampling only: temperature above 0, top_k 0, top_p 1")
-        answers: list[list[int]] = [[] for _ in prompts]
+        written: list[list[int]] = [[] for _ in prompts]
         self.logprobs = [[] for _ in prompts]
         done = 0.0
         numbers = range(len(prompts)) if indexes is None else indexes
         for number, tokens, logprobs in self._tokens(prompts, numbers, new_tokens, frozenset(stop), how, seed):
-            answers[number] += tokens
+            written[number] += tokens
             self.logprobs[number] += logprobs
             if told is not None:
-                done += (len(tokens) + (new_tokens - len(answers[number])) * (tokens[-1] in stop)) / new_tokens
+                done += (len(tokens) + (new_tokens - len(written[number])) * (tokens[-1] in stop)) / new_tokens
                 told(min(done, len(prompts)))
-        return answers
+        return written
+
+    def complete(self, requests: Sequence[Request]) -> list[Answer]:
+        """Answer requests that differ in length, seed and stop texts, in one batch.
+
+        An answer does not depend on the other requests, as in `generate`.
+        """
+        if self._borrowed is not None:
+            return [self._alone(request) for request in requests]
+        assert self._paged is not None and not self._paged.count, "one call at a time"
+        names = [str(next(self._names)) for _ in requests]
+        runs: dict[str, list[Run]] = {name: [] for name in names}
+        try:
+            for name, request in zip(names, requests, strict=True):
+                self._paged.add(replace(request, id=name))
+            while any(not some or not some[-1].finish for some in runs.values()):
+                for run in self._paged.turn():
+                    if run.id in runs:
+                        runs[run.id].append(run)
+        finally:
+            for name in names:
+                self._paged.abort(name)
+        return [_joined(runs[name]) for name in names]
+
+    def _alone(self, request: Request) -> Answer:
+        (ids,) = self.generate(
+            [request.prompt], new_tokens=request.new_tokens, stop=request.stop, seed=request.seed, indexes=[request.index],
+            **vars(request.sampling),
+        )  # fmt: skip
+        return Answer(request.id, tuple(ids), "", STOP if ids[-1] in request.stop else LENGTH, ())
 
     def stream(
         self, prompt: Sequence[int], *, new_tokens: int, stop: Collection[int], seed: int = 0, **sampling: Any
@@ -196,7 +234,7 @@ class BatchEngine:
         asked: dict[str, int] = {}
         try:
             for number, (prompt, index) in enumerate(zip(prompts, indexes, strict=True)):
-                name, kept = str(next(self._names)), 0 if self._keeps_logprobs else -1
+                name, kept = str(next(self._names)), 0 if self.keeps_logprobs else -1
                 self._paged.add(Request(name, tuple(prompt), new_tokens, how, seed, index, stop, logprobs=kept))
                 asked[name] = number
             while asked:

@@ -11,7 +11,7 @@ from stoker.training.config.resolve import MODEL_KEYS
 from stoker.training.config.schema import Config
 from stoker.training.data.ours import own_cache
 from stoker.training.data.sources import find_sources
-from stoker.training.rl.parts import CODE, parts_of
+from stoker.training.rl.parts import CODE, parts_of, rollout_function
 from stoker.training.stages.stage import Stage
 
 
@@ -39,6 +39,8 @@ def _paths(stage: Stage, config: Config) -> Iterator[tuple[str, str]]:
         yield from (("data.path", source.path) for source in sources)
     if "grpo" in stage.sections:
         yield from (("grpo.reward", part.file) for part in parts_of(config.grpo) if part.kind == CODE)
+        if config.grpo.rollout:
+            yield "grpo.rollout", rollout_function(config.grpo)[0]
 
 
 def _ignore(line: str) -> None:

@@ -30,6 +30,20 @@ def reward(case: Case) -> Found | None:
 
 
 @family.cause("""
+grpo.rollout: Your rollout function failed, so nothing could be learned from the step.
+  seen: stoker's own GRPO reported that all rollouts of a step failed, or that the process they run in died or could not be
+      interrupted, and ended itself
+  unless: an exception of the rank's own, or another exit code than 70
+  fix: the message names file, line and prompt: call the function with that row to see the error
+  fix: {RESUME}
+  fix: --grpo.rollout_timeout 20m   # if it is only slow
+""")
+def rollout(case: Case) -> Found | None:
+    found = find(case, r"GRPO stopped: (rollout .+)") if ended_itself(case) else None
+    return Found(found[1].strip(), last_lines(case.end), _fixes("grpo.rollout", found[1])) if found else None
+
+
+@family.cause("""
 grpo.server, again: The server that writes GRPO's answers refused, or did not answer.
   seen: stoker's own GRPO reported the server's status and sentence, or that it did not answer for grpo.server_timeout, and
       ended itself after a checkpoint
