@@ -388,6 +388,41 @@ def test_trainers_that_wait_for_a_lost_server_stop_and_save(
     assert took < 10 * PATIENCE, "seconds with what is saved; --grpo.server_timeout is 10 min"
 
 
+WAITING_ROLLOUT = """
+import asyncio, os
+
+async def rollout(client, row, seed):
+    chat = client.conversation(row["prompt"])
+    await chat.sample(max_tokens=4)
+    if os.path.exists(os.path.join(os.path.dirname(__file__), "wait")):
+        await asyncio.sleep(3600)
+    return chat.rollout(float(seed % 2))
+"""
+
+
+def test_trainers_that_wait_for_a_rollout_stop_and_save(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "game.py").write_text(WAITING_ROLLOUT)
+    words = forks.words("--max-steps", "100000", "--grpo.breaker_steps", "0", "--learning_rate", "1e-5")
+    pids = forks._ranks.begin(2, tmp_path / "job", words=[*words, "--grpo.rollout", f"{tmp_path}/game.py:rollout"])
+    metrics = tmp_path / "job" / "run" / "metrics.jsonl"
+
+    def steps() -> int:
+        return metrics.read_text().count("\n") if metrics.exists() else 0
+
+    assert wait_for(lambda: steps() > 2 or None, 60)
+    (tmp_path / "wait").touch()
+    seen: list[tuple[float, int]] = []
+    assert wait_for(lambda: _is_still(seen, steps()) or None, 60)
+    last, told = steps(), time.monotonic()
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    job = Job(tmp_path / "job", forks._ranks.codes())
+    assert job.codes == [0, 0], job.said()
+    assert f"stopped: {last} of 100000 steps" in job.said() and steps() == last
+    assert [path.name for path in (job.run / "checkpoints").glob("step-*")] == [f"step-{last:08d}"]
+    assert time.monotonic() - told < 10 * PATIENCE, "--grpo.rollout_timeout is 5 min"
+
+
 def _is_still(seen: list[tuple[float, int]], steps: int) -> bool:
     """Whether there has been no new step for two seconds."""
     if not seen or seen[-1][1] != steps:
