@@ -264,7 +264,7 @@ def main(argv: list[str]) -> int:
 
     # The steps: sample prompts, write answers (here, or by a server), judge them, learn.
     longest = max(len(prompt.ids) for prompt in prompts)
-    wait = ServerWait(lambda: loop.stopping, stoker.phase, voice.say if group.local == 0 else lambda line: None)
+    wait = ServerWait(lambda: loop.stopping, stoker.phase, voice.say if group.local == 0 else None)
     publish = publisher_of(c, model, own, folder, group, voice.say_once, wait) if c.grpo.server else None
     sampler: Sampler
     checks: WeightsChecks | None = None
