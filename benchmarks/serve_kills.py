@@ -43,6 +43,10 @@ NOT_LEARNED = {*TIMES, *AGES, "mfu", "memory", "seconds_per_step", "resumed_at",
 SAMPLES = 48  # of a step: 6 prompts with 8 answers each
 
 
+class JobCompletedError(Exception):
+    """The job ended with exit code 0 before all kills were made."""
+
+
 class Job:
     def __init__(self, folder: Path, name: str, words: list[str]) -> None:
         self._folder, self._name = folder, name
@@ -100,6 +104,8 @@ class Job:
         """Wait, and return how many seconds it took. `lives`: the job must not end meanwhile."""
         began = time.monotonic()
         while not condition():
+            if lives and self.process.poll() == 0:
+                raise JobCompletedError
             if time.monotonic() - began > LONG_S or (lives and self.process.poll() is not None):
                 log = (self._folder / f"{self._name}.log").read_text(errors="replace")
                 raise SystemExit(f"{what}: not seen; exit code {self.process.poll()}\n{log[-6000:]}")
@@ -149,7 +155,11 @@ def measure(
     job.until(lambda: job.steps() > 2, "the first steps")
     for number, kind in enumerate(order, 1):
         time.sleep(2 * draw.random())  # any moment of a step, and of what a kill has left to do
-        took[kind].append(kill_launcher(job) if kind == "launcher" else kill_rank(job, kind))
+        try:
+            took[kind].append(kill_launcher(job) if kind == "launcher" else kill_rank(job, kind))
+        except JobCompletedError:
+            print(f"the job completed during kill {number}: give more --steps-each", flush=True)
+            break
         print(f"{number}: {kind} killed, {took[kind][-1]:.1f} s, step {job.steps()}", flush=True)
     code = job.process.wait(1800)
     lines = job.lines()
@@ -178,7 +188,7 @@ def main() -> int:
     )
     parser.add_argument("--staleness", default="0,1,2,4")
     parser.add_argument("--ranks", type=int, default=1, help="trainers")
-    parser.add_argument("--steps-each", type=int, default=12, help="steps of the job for each kill")
+    parser.add_argument("--steps-each", type=int, default=8, help="steps of the job for each kill")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", default="")
     args = parser.parse_args()

@@ -272,7 +272,7 @@ def main(argv: list[str]) -> int:
     longest = max(len(prompt.ids) for prompt in prompts)
     if c.grpo.rollout:  # its sequences may be as long as the context
         longest = max(c.data.context_length - c.generate.new_tokens, 1)
-    wait = ServerWait(lambda: loop.stopping, stoker.phase, voice.say if group.local == 0 else lambda line: None)
+    wait = ServerWait(lambda: loop.stopping, stoker.phase, voice.say if group.local == 0 else None)
     publish = publisher_of(c, model, own, folder, group, voice.say_once, wait) if c.grpo.server else None
     sampler: Sampler
     checks: WeightsChecks | None = None

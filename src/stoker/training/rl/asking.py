@@ -211,7 +211,7 @@ class Patient:
         except Unreachable as problem:
             return 0, f"can't be reached: {problem}".encode(), began
         except NoAnswer as problem:
-            return 0, f"broke off: {problem}".encode(), time.monotonic()
+            return 0, f"sent no answer: {problem}".encode(), time.monotonic()
         except TooLong as problem:
             raise ServerFailed(
                 f"the server at {address} sent an answer to {path} that can't be read: {problem}"

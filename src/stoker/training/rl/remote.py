@@ -35,6 +35,7 @@ MOST_BYTES, BYTES_A_TOKEN = 2 << 20, 200  # of a body's answer: the server close
 TIMES_EXPECTED = 4  # so many bytes of an answer are read, where a server of another kind says more of each token
 TRIES = 3  # with new weights published to it in between, before a server counts as one with other weights
 KNOWN_S = 5.0  # another rank may have published just before this one knows of it
+PROBE_S = 1.5  # between two looks whether the servers can be reached
 MOST_REFUSALS = 20  # in a row for one question: a server that was replaced refuses until it has the newest weights
 
 
@@ -103,7 +104,8 @@ class Servers:
         self._resampled, self._counting = 0, threading.Lock()
         most = TIMES_EXPECTED * (MOST_BYTES + BYTES_A_TOKEN * wanted.new_tokens)
         self._post = Patient(key, patience_s, most, self._wait)
-        self._wait.probe = self._probe
+        if self._wait.reports:
+            threading.Thread(target=self._probe, name="probe", daemon=True).start()
         # One after the other: who asks behind new weights gets their answers, or newer ones'.
         self._in_order = ThreadPoolExecutor(1, "in-order")
         self._pool = ThreadPoolExecutor(CONNECTIONS, "answers")
@@ -184,8 +186,10 @@ class Servers:
         self._post.close()
 
     def _probe(self) -> None:
-        for address in self._addresses:
-            self._post.probe(address)
+        """Look until the end whether the servers can be reached: this rank may wait in a collective for one that waits for them."""
+        while self._post.waits(PROBE_S):
+            for address in self._addresses:
+                self._post.probe(address)
 
     def _push_all(self) -> None:
         try:

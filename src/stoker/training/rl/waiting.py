@@ -21,10 +21,6 @@ ANNOUNCE_S = 2.0  # the launcher looks at a rank that has been silent for 3 s
 RENEW_S = 20.0  # the launcher believes an announced wait for 60 s
 REPORT_S = 2.0  # a server that is back sooner is not worth a line
 PROGRESS_S = 30.0  # between two lines about the same wait
-PROBE_S = (
-    1.0,
-    5.0,
-)  # from a wait's beginning to the first look whether the servers can be reached, and between two looks
 T = TypeVar("T")
 
 
@@ -43,17 +39,17 @@ class _Outage:
 
 class ServerWait:
     """`should_stop`: whether this rank was told to stop; `phase`: tells the launcher what the rank does; `report`: prints a
-    line. `result` and `call` are for the main thread, `failed` and `answered` for any.
+    line; None: another rank of this host does. `result` and `call` are for the main thread, `failed` and `answered` for any.
     """
 
     def __init__(
         self,
         should_stop: Callable[[], bool] = lambda: False,
         phase: Callable[[str], None] = lambda name: None,
-        report: Callable[[str], None] = lambda line: None,
+        report: Callable[[str], None] | None = None,
     ) -> None:
-        self.should_stop, self._phase, self._report = should_stop, phase, report
-        self.probe: Callable[[], None] = lambda: None  # looks whether the servers can be reached, in a thread
+        self.should_stop, self._phase, self._report = should_stop, phase, report or (lambda line: None)
+        self.reports = report is not None
         self._stop_seen: float | None = None
         self._recent_s = (0.0, 0.0)  # how long the two waits before took
         self._lock = threading.Lock()
@@ -77,7 +73,7 @@ class ServerWait:
         began, usual_s = time.monotonic(), min(self._recent_s)
         announce_at = began + max(ANNOUNCE_S, 2 * usual_s)
         progress_at = began + max(PROGRESS_S, 2 * usual_s)
-        probe_at, announced = began + PROBE_S[0], ""
+        announced = ""
         try:
             while not wait([future], POLL_S).done:
                 now = time.monotonic()
@@ -85,9 +81,6 @@ class ServerWait:
                     self._stop_seen = self._stop_seen or now
                     if now - self._stop_seen > STOP_S:
                         raise StopRequested("stopped while it waited for a server")
-                if now > probe_at:
-                    threading.Thread(target=self.probe, name="probe", daemon=True).start()
-                    probe_at = now + PROBE_S[1]
                 phase = FOR_SERVER if self._outages else usual_phase
                 if now > announce_at or (self._outages and announced != phase):
                     self._phase(phase)
