@@ -1,9 +1,11 @@
 """What examples/calculator.py and examples/guessing.py learn: the mean reward of the first and the last steps, on a CPU.
 
     PYTHONPATH=src python benchmarks/rollout_examples.py --seeds 0 1 2
+    PYTHONPATH=src python benchmarks/rollout_examples.py --model runs/speedrun-cpu/sft/hf
 
-The model is a small Llama with byte tokens, trained from scratch on example transcripts (no pretraining): half of them call the
-calculator, half guess the result; a guess of the game is random, and in 7 of 10 cases not against what was said before. GRPO does the rest.
+First the model is trained on example transcripts: half of them call the calculator, half guess the result; a guess of the game is
+random, and in 7 of 10 cases not against what was said before. GRPO does the rest. Without --model it is a small Llama with byte
+tokens that begins from scratch.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer
+from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SHAPE = ModelConfig(layers=2, dim=64, heads=4, kv_heads=4, head_dim=16, ff=128, vocab_size=260)
@@ -65,16 +68,24 @@ STEPS = {"calculator": (800, 40), "guessing": (1500, 120)}  # of training on tra
 TRANSCRIPTS: dict[str, Callable[[random.Random], Messages]] = {"calculator": calculation, "guessing": game}
 
 
-def make_model(folder: Path, name: str, seed: int, steps: int, dim: int = SHAPE.dim) -> None:
-    """Train on transcripts, and write folder/hf and folder/rows.jsonl."""
+def make_model(
+    folder: Path, name: str, seed: int, steps: int, dim: int = SHAPE.dim, start: str = "", rate: float = 3e-3
+) -> None:
+    """Train on transcripts, and write folder/hf and folder/rows.jsonl. `start`: a folder with a model; empty: from scratch."""
     torch.manual_seed(seed)
-    random_, tokenizer = random.Random(seed), bytes_tokenizer()
-    shape = ModelConfig(**{**vars(SHAPE), "dim": dim, "head_dim": dim // SHAPE.heads, "ff": 2 * dim})
-    model = Decoder(shape, CONTEXT)
-    model.start(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    random_ = random.Random(seed)
+    if start:
+        tokenizer = load_tokenizer(start)
+        model = hf.opened(start, CONTEXT, torch.float32, torch.device("cpu"), lambda line: None)
+    else:
+        tokenizer = bytes_tokenizer()
+        model = Decoder(
+            ModelConfig(**{**vars(SHAPE), "dim": dim, "head_dim": dim // SHAPE.heads, "ff": 2 * dim}), CONTEXT
+        )
+        model.start(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, 2 * (1 - step / steps))
+        optimizer.param_groups[0]["lr"] = rate * min(1.0, 2 * (1 - step / steps))
         pairs = [chat.chat(tokenizer, TRANSCRIPTS[name](random_)) for _ in range(32)]
         longest = max(len(ids) for ids, _ in pairs)
         inputs = np.zeros((len(pairs), longest), dtype=np.int64)
@@ -92,12 +103,12 @@ def make_model(folder: Path, name: str, seed: int, steps: int, dim: int = SHAPE.
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of(name)))
 
 
-def words_of(folder: Path, name: str, seed: int, steps: int) -> list[str]:
+def words_of(folder: Path, name: str, seed: int, steps: int, rate: float = 1e-3) -> list[str]:
     """Return the options of `stoker train grpo` for an example."""
     return [
         "--preset", "small", "--model.load", str(folder / "hf"), "--grpo.prompts", str(folder / "rows.jsonl"),
         "--grpo.rollout", f"{EXAMPLES / name}.py:rollout", "--context_length", str(CONTEXT), "--generate.new_tokens", "24",
-        "--grpo.prompts_per_step", "7", "--grpo.group", "24", "--learning_rate", "1e-3", "--warmup_ratio", "0", "--schedule",
+        "--grpo.prompts_per_step", "7", "--grpo.group", "24", "--learning_rate", str(rate), "--warmup_ratio", "0", "--schedule",
         "constant", "--weight_decay", "0", "--batch.micro", "64", "--batch.tokens", "0", "--grpo.kl", "0.01", "--train.seed", str(seed),
         "--max-steps", str(steps), "--grpo.breaker_steps", "0", "--cache", str(folder / "cache"),
     ]  # fmt: skip
@@ -107,18 +118,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--examples", nargs="+", default=list(TRANSCRIPTS))
+    parser.add_argument("--model", default="", help="folder of a model to begin with (default: from scratch)")
+    parser.add_argument("--sft-steps", type=int, default=0, help="on transcripts (default: by the example)")
+    parser.add_argument("--sft-rate", type=float, default=3e-3)
+    parser.add_argument("--steps", type=int, default=0, help="of GRPO (default: by the example)")
+    parser.add_argument("--rate", type=float, default=1e-3, help="GRPO's learning rate")
     told = parser.parse_args()
     torch.set_num_threads(1)
     for name in told.examples:
         for seed in told.seeds:
             with tempfile.TemporaryDirectory() as made:
                 folder = Path(made)
-                make_model(folder, name, seed, STEPS[name][0])
+                sft_steps, steps = told.sft_steps or STEPS[name][0], told.steps or STEPS[name][1]
+                make_model(folder, name, seed, sft_steps, start=told.model, rate=told.sft_rate)
                 command = [
                     sys.executable,
                     "-m",
                     "stoker.training.recipes.grpo",
-                    *words_of(folder, name, seed, STEPS[name][1]),
+                    *words_of(folder, name, seed, steps, told.rate),
                 ]
                 environment = {
                     **os.environ, "STOKER_RUN_DIR": str(folder / "run"), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0",
@@ -131,7 +148,7 @@ def main() -> None:
                 first, last = (sum(line["reward"] for line in some) / len(some) for some in (lines[:5], lines[-5:]))
                 about = {name: round(lines[-1][name], 3) for name in ("turns", "masked", "rollouts_failed")}
                 print(
-                    f"{name} seed {seed}: reward {first:.3f} -> {last:.3f} in {STEPS[name][1]} steps; {about}",
+                    f"{name} seed {seed}: reward {first:.3f} -> {last:.3f} in {steps} steps; {about}",
                     flush=True,
                 )
 
