@@ -33,6 +33,7 @@ from stoker.training.rl.rollout_hook import RolloutHook, prompts_of  # noqa: E40
 from stoker.training.rl.sampler import InTrainer  # noqa: E402
 from stoker.training.rl.scoring import RewardFailed, Rewards  # noqa: E402
 from stoker.training.rl.update import Row, advantages, arrange  # noqa: E402
+from stoker.training.rl.waiting import StopRequested  # noqa: E402
 from stoker.training.serve.request import LENGTH, STOP, Request  # noqa: E402
 from stoker.training.serve.request import Answer as Completed  # noqa: E402
 from stoker.training.tokenizer import chat  # noqa: E402
@@ -105,6 +106,19 @@ TWO_TURNS = """
         second = await chat.sample(max_tokens=2)
         return chat.rollout(row["number"] + 0.5, {"first": ord(first.text[0])})
 """
+
+
+def test_a_stop_is_heard_while_the_process_of_rollouts_reads_nothing(hook: Callable[..., Hook]) -> None:
+    made = hook("""
+        import time
+        async def rollout(client, row, seed):
+            time.sleep(60)
+    """)
+    made.rollout._start(prompts_of(ROWS, "", lambda answer: ""), (0, 0), None)
+    made.rollout._should_stop = lambda: True
+    made.rollout._send(start=["x" * 200_000])  # more than a pipe takes
+    with pytest.raises(StopRequested):
+        made.answers()
 
 
 def test_types_are_light() -> None:

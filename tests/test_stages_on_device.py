@@ -35,7 +35,7 @@ async def rollout(client, row, seed):
     await chat.sample(max_tokens=4)
     chat.add({"role": "user", "content": "again"})
     last = await chat.sample(max_tokens=4)
-    return chat.rollout(float(last.token_ids[0] % 2))
+    return chat.rollout(float(last.token_ids[0] % 2), {"std": 1.0})  # reward_std is a metric of ours
 """
 METHODS: dict[str, tuple[str, ...]] = {
     "full": (),

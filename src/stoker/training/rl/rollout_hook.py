@@ -32,8 +32,8 @@ from stoker.training.rl.asking import ServerFailed
 from stoker.training.rl.config import GrpoConfig
 from stoker.training.rl.last_position import PositionFile
 from stoker.training.rl.parts import rollout_function
-from stoker.training.rl.remote import Lacking, OtherWeights, Servers
-from stoker.training.rl.rollout import Answer, Prompt, answer_of, learned_flags, number_from, without_stop
+from stoker.training.rl.remote import Lacking, Servers
+from stoker.training.rl.rollout import FAILURES, Answer, Prompt, answer_of, learned_flags, number_from, without_stop
 from stoker.training.rl.sampler import InTrainer, Sampler, Written
 from stoker.training.rl.scoring import GRACE_S, LONGEST, WARM_UP_S, RewardFailed
 from stoker.training.rl.waiting import POLL_S, STOP_S, StopRequested
@@ -171,12 +171,11 @@ class ServerBackend:
             written = self._servers.complete(
                 request.step, request.prompt, request.seed, request.max_tokens, request.number
             )
+            self._deliver([(request, written, "")])
         except Lacking as problem:
             self._failed(ServerFailed(str(problem)))
         except Exception as problem:  # whoever takes the rollouts raises it
             self._failed(problem)
-        else:
-            self._deliver([(request, written, "")])
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -373,8 +372,14 @@ class RolloutHook:
             while data:
                 if ready.poll(1000):
                     data = data[os.write(pipe, data[:PIPE_BYTES]) :]
+                    continue
+                # _wait raises what ends the sending, where all ranks hear of it: nothing follows half a line.
+                if self._problem is None and self._should_stop():
+                    self._fail(StopRequested("stopped while it waited for rollouts"))
                 elif time.monotonic() > deadline:
-                    raise self._blocked(self._seconds + SILENT_S)
+                    self._fail(self._blocked(self._seconds + SILENT_S))
+                if self._problem is not None:
+                    return
 
     def _blocked(self, seconds: float) -> RewardFailed:
         return RewardFailed(f"rollout {self._name} blocked its process for {seconds:.0f} s{self._where()}")
@@ -410,7 +415,7 @@ class RolloutHook:
         return ids[:count], text[: min(ends)], True
 
     def _fail(self, problem: Exception) -> None:
-        if not isinstance(problem, (ServerFailed, OtherWeights)):
+        if not isinstance(problem, FAILURES):
             problem = RewardFailed(f"rollout {self._name}: sampling failed: {type(problem).__name__}: {problem}")
         self._problem = self._problem or problem
         self._events.put(None)

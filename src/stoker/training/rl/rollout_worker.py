@@ -325,7 +325,9 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     first = b""
     while not first.endswith(b"\n"):
-        first += os.read(from_rank, 1)
+        if not (piece := os.read(from_rank, 1)):
+            return  # the rank is gone
+        first += piece
     settings = json.loads(first)
     position = PositionWriter(settings["position"], CURRENT.get)
     position.sample()

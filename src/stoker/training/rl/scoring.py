@@ -262,7 +262,7 @@ class RolloutLog:
             made = (
                 Rollout(
                     step, weights(answer), answer.prompt.row, answer.prompt.asked, answer.transcript or answer.text,
-                    judged.rewards[number], _known_parts(labels, judged, number) | answer.parts,
+                    judged.rewards[number], answer.parts | _known_parts(labels, judged, number),
                     judged.correct[number], tokens_of(answer), not answer.whole,
                 )
                 for number, answer in enumerate(answers)

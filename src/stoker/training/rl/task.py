@@ -489,9 +489,8 @@ class GrpoTask(Task):
             lambda left: self._line(rate, left),
             every_rank=False,
             **numbers,
-            reward_std=seen.spread,
-            **self._parts(outcome),
-            **launched.numbers,
+            # A rollout's own number never replaces one of these.
+            **{**launched.numbers, "reward_std": seen.spread, **self._parts(outcome)},
             **({"replaced": launched.replaced} if self._c.resample else {}),
             **({} if learned.mismatch is None else {"sampler_kl": learned.mismatch}),
             **_aged(launched.age, learned.capped),
