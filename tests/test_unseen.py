@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import at_length_but
+from conftest import GPU_HERE, at_length_but
 from unseen.run import SCORES, Program, Verdict, programs, run_program, score
 
 PROGRAMS = {program.name: program for program in programs()}
@@ -19,6 +19,7 @@ DEFAULT = {"path_rank0_gather", "inside_child_sleeps", "crash_collate_key", "hea
 NOT_HELD_OUT = [name for name in PROGRAMS if not name.startswith("held_out_")]
 
 
+@pytest.mark.skipif(GPU_HERE, reason="the programs ask for more ranks than this machine has GPUs")
 @pytest.mark.parametrize("name", at_length_but(DEFAULT, NOT_HELD_OUT))
 def test_the_verdict_names_cause_rank_and_line(name: str) -> None:
     program = PROGRAMS[name]
