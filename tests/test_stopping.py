@@ -131,7 +131,7 @@ def test_a_stopped_launcher_is_taken_for_dead(stoker: Stoker) -> None:
 def test_helpers_left_by_a_good_run_are_ended_and_named(stoker: Stoker) -> None:
     script = stoker.script("leave.py", "import subprocess\nsubprocess.Popen(['setsid', 'sleep', '100'])\n")
     done = stoker("run", "--nproc-per-node", "1", "--grace", "0.3s", script)
-    assert done.code == 0 and "helper process(es) the ranks left behind" in done.err and "sleep" in done.err
+    assert done.code == 0 and "stopped 1 helper process the ranks left behind" in done.err and "sleep" in done.err
 
 
 def test_a_strangers_process_is_not_touched(stoker: Stoker, tmp_path: Path) -> None:

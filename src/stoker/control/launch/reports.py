@@ -8,7 +8,7 @@ from typing import Any
 
 from stoker.contract import layout, protocol, redact
 from stoker.contract.names import CHECKPOINT
-from stoker.contract.quantities import span
+from stoker.contract.quantities import counted, span
 from stoker.contract.shape import pick, replace
 from stoker.contract.shapes import BadNumber, RankEnd, RankError
 from stoker.contract.stacktext import threads_of
@@ -183,8 +183,8 @@ class Reports:
         self._attempt.finished.add(host)
         if message["stopped"]:
             self._record.event("leftovers", stopped=message["stopped"])
-            count, helpers = len(message["stopped"]), _listed(message["stopped"])
-            self._say(f"stoker: stopped {count} helper process(es) the ranks left behind: {helpers}")
+            helpers = counted(len(message["stopped"]), "helper process")
+            self._say(f"stoker: stopped {helpers} the ranks left behind: {_listed(message['stopped'])}")
         for one in message["stuck"]:
             stuck = f"stoker: pid {one['pid']} ({one['name']}) can't be killed, it is in state {one['state']}"
             self._say(printable(f"{stuck}: do not use its GPU until it is gone", 1000), colour=WARNING)

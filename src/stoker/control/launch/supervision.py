@@ -258,7 +258,7 @@ class Supervision:
             self._say(f"stoker: {summary} ({then})")
 
     def _then(self, stall: Stall, stops_in: float | None) -> str:
-        """What will happen, and when."""
+        """Return what will happen, and when."""
         if stall.proof:
             return "it can't continue by itself" + ("; the job will be stopped" if stops_in is not None else "")
         pid = self._attempt.up.get(stall.rank, 0) if stall.rank is not None and stall.kind == "stopped" else 0
@@ -266,7 +266,7 @@ class Supervision:
         if stops_in is None:
             return f"{again}the job keeps running"
         limit = f"--hang-timeout {span(self._run.options.hang_timeout)}"
-        return f"{again}the job keeps running; without progress it is stopped in {span(stops_in)}, by {limit}"
+        return f"{again}the job keeps running; {limit} stops it in {span(stops_in)} unless it makes progress"
 
     def _tell_stragglers(self) -> None:
         found = self._attempt.watch.stragglers.found
