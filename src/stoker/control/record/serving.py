@@ -117,7 +117,7 @@ def _line(values: Mapping[str, Any]) -> bytes:
 
 
 def _samples_in(run_dir: str, rank: int, most: int) -> tuple[ServerSample, ...]:
-    """What is torn or of another kind is left out."""
+    """Return the samples of a file, without lines that are torn or of another kind."""
     try:
         with os.fdopen(open_in(run_dir, layout.SERVING, _name(rank)), "rb") as file:
             skipped = max(0, os.fstat(file.fileno()).st_size - most)

@@ -250,7 +250,7 @@ class RunFolder:
 
     @property
     def first_rank(self) -> int:
-        """What rank 0 of `training` is called here."""
+        """Return the number that rank 0 of `training` has in this run."""
         return 0
 
     @property
@@ -310,7 +310,7 @@ class RunFolder:
         return means
 
     def _servers(self, now: float, state: str) -> tuple[ServerLoad, ...]:
-        """What this run has served, if it is a server that counts."""
+        """Return what this run has served, if it is a server that writes counters."""
         self.samples = recent_samples(self.record.dir) if self.record.mine else {}
         return (load_of("", list(self.samples.values()), now, state == RUNNING),) if self.samples else ()
 

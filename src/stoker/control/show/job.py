@@ -122,9 +122,9 @@ class JobFolder(RunFolder):
 
     @property
     def training(self) -> RunFolder:
-        """The role whose metrics are the job's: the likeliest trainer; the job itself while there is none."""
-        likeliest = max(self._roles.values(), key=lambda folder: folder.evidence_of_training, default=None)
-        return likeliest if likeliest is not None and likeliest.evidence_of_training else self
+        """Return the role that trains, whose metrics are shown as the job's; the job itself while there is none."""
+        trainer = max(self._roles.values(), key=lambda folder: folder.evidence_of_training, default=None)
+        return trainer if trainer is not None and trainer.evidence_of_training else self
 
     @property
     def first_rank(self) -> int:
@@ -189,7 +189,7 @@ def _interpolated(when: float, times: Sequence[float], totals: Sequence[int]) ->
 
 
 def _load_by_pages(role: str, pages: Sequence[tuple[float, list[Any]]], now: float, is_running: bool) -> ServerLoad:
-    """By counts that are recorded when they change: a server whose counts stay the same has no new ones."""
+    """Compute a load from counts that are recorded only when they change."""
     totals = [(when, [_counts(one) or (0, 0) for one in replicas]) for when, replicas in pages]
     sums = [(when, sum(one[0] for one in counts), sum(one[1] for one in counts)) for when, counts in totals]
     newest = sums[-1]

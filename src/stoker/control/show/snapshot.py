@@ -114,7 +114,7 @@ class Role:
 
 @shape
 class ServerLoad:
-    """What a server has done since its run began, all its replicas together, and how fast it is now."""
+    """The load of a server, all its replicas together: totals since its run began, and rates of the last half minute."""
 
     role: str  # of a job; empty: of a run alone
     replicas: int

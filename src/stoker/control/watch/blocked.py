@@ -166,7 +166,7 @@ def _name(thread: Thread) -> str:
 
 
 def _waiting_threads(one: Snapshot, threads: list[Thread]) -> InnerWait | None:
-    """Without a known holder: where the main thread and the others of the script wait."""
+    """Describe where the script's threads wait, when no holder is known."""
     frame = stacks.users_frame(one.main)
     others = [thread for thread in threads if not thread.main and any(map(stacks.is_users, thread.frames))]
     inside = stacks.waits_for_threads(one)

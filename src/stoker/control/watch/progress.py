@@ -90,7 +90,7 @@ class Progress:
         return self.phase.lower() in _TRAINING
 
     def waits_for_server(self, now: float) -> bool:
-        """Whether the rank says that it waits for a server, and said so a short while ago."""
+        """Return whether the rank has announced recently that it waits for a server."""
         return self.phase.startswith(WAITING_PHASE) and now - self.heard < PHASE_S
 
     @property

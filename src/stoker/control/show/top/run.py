@@ -136,7 +136,7 @@ def _numbers(run: Run, width: int) -> Iterator[Line]:
 
 
 def _server(server: ServerLoad) -> list[Piece | None]:
-    """What a job's server role, or a server run alone, does and has done."""
+    """Describe the load of a server, a role of a job or a run alone."""
     name = foreign(server.role) or "server"
     speeds = ((server.requests_per_s, "requests/s"), (server.tokens_per_s, "tokens/s"))
     counts = ((server.running, "running"), (server.waiting, "waiting"))
