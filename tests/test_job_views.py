@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,6 +142,25 @@ def test_every_viewer_shows_a_running_rl_job(stoker: Stoker, forks: Forks) -> No
     words += ["--grpo.breaker_steps", "0", "--grpo.breaker_kl", "0", "--grpo.breaker_entropy", "0"]
     env = {"OMP_NUM_THREADS": "1"}
     job = stoker.start("train", "grpo", "--allocation", "stoker:d1+ddp:d1", "--name", "rl", *words, env=env)
+    try:
+        see_running(stoker, job)
+    finally:
+        job.send_signal(signal.SIGINT)
+        job.communicate(timeout=240)
+    (row,) = json.loads(stoker("runs", "--json").out)["runs"]
+    assert row["status"] == "stopped" and row["reward"] is not None
+    (load,) = row["servers"]
+    assert load["requests"] > 0 and load["requests_per_s"] is None and load["running"] is None
+    means = {"reward": 0.0, "entropy": 0.0}
+    (trainer,) = stoker.latest.glob("roles/*-trainer")
+    rows = [json.loads(line) for line in (trainer / "metrics.jsonl").read_text().splitlines()]
+    for name in means:
+        assert row[name] == pytest.approx(sum(one[name] for one in rows[-INTERVAL:]) / INTERVAL)
+    check_page(stoker)
+
+
+def see_running(stoker: Stoker, job: subprocess.Popen[bytes]) -> None:
+    """The viewers of the job while it runs."""
 
     def is_under_way() -> bool | None:
         """Enough steps and enough counts between them."""
@@ -184,19 +204,6 @@ def test_every_viewer_shows_a_running_rl_job(stoker: Stoker, forks: Forks) -> No
     exported = stoker("metrics", "--once").out
     assert re.search(r'^stoker_server_generated_tokens_total\{run="[^"]+",role="server"\} [1-9]', exported, re.M)
     assert re.search(r'^stoker_training_step\{run="[^"]+"\} [1-9]', exported, re.M)
-
-    job.send_signal(signal.SIGINT)
-    job.communicate(timeout=240)
-    (row,) = json.loads(stoker("runs", "--json").out)["runs"]
-    assert row["status"] == "stopped" and row["reward"] is not None
-    (load,) = row["servers"]
-    assert load["requests"] > 0 and load["requests_per_s"] is None and load["running"] is None
-    means = {"reward": 0.0, "entropy": 0.0}
-    (trainer,) = stoker.latest.glob("roles/*-trainer")
-    rows = [json.loads(line) for line in (trainer / "metrics.jsonl").read_text().splitlines()]
-    for name in means:
-        assert row[name] == pytest.approx(sum(one[name] for one in rows[-INTERVAL:]) / INTERVAL)
-    check_page(stoker)
 
 
 def check_page(stoker: Stoker) -> None:
