@@ -129,13 +129,14 @@ def test_a_full_card_is_refused_and_waited_for(real: Stoker) -> None:
     gpu = _gpu()
     free = (gpu.memory_total - gpu.memory_used) / 1e9
     needed = f"{0.75 * free:.1f}"
+    needed_gib = f"{float(needed) * 1e9 / 2**30:.1f}"
     holder = _holder(real, free / 2, 600)
     try:
         script = real.script("ok.py", "print('ran')")
         done = real("run", "--min-free-memory", f"{needed}GB", script)
         assert (
             done.code == 69
-            and f"{needed} GB needed" in done.err
+            and f"{needed_gib} GiB needed" in done.err
             and f"by pid {holder.pid}" in done.err
             and "hold.py" in done.err
         )
