@@ -44,7 +44,7 @@ def version(name: str) -> str:
 
 def make_tokens(folder: Path, size: Size, steps: int) -> None:
     """As `stoker prepare` lays them out. Zipf's law; every second token, on average, follows from the one before it."""
-    from stoker.contract.wholefile import write_json
+    from stoker.contract.safe_io import write_json
     from stoker.training.data import shards
 
     count = (

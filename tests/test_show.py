@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from conftest import Stoker, wait_for
+from stoker.contract.safe_io import write_whole
 from stoker.contract.shape import replace
-from stoker.contract.wholefile import write_whole
 from stoker.control.machine.gauges import Gauges, HostMeter
 from stoker.control.machine.model import OFFLINE, GpuGauges, HostGauges
 from stoker.control.record import history, reader

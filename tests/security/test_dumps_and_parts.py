@@ -16,8 +16,8 @@ import torch
 from test_fuzz import ROUNDS, bent, refused_or_fine
 
 from stoker.contract.names import Refusal
+from stoker.contract.safe_io import WholeFile, write_json, write_whole
 from stoker.contract.shapes import Verdict
-from stoker.contract.wholefile import WholeFile, write_json, write_whole
 from stoker.control.launch.notify import Notifier
 from stoker.training.checkpoint.manifest import Sums, sizes_wrong_in, wrong_in
 from stoker.training.forensics import reading
@@ -144,7 +144,7 @@ def test_a_whole_file_follows_no_link_to_its_target(tmp_path: Path) -> None:
 
 def test_a_whole_file_s_bits_are_the_umask_s_or_those_asked_for(tmp_path: Path) -> None:
     code = f"""import os; os.umask(0o027)
-from stoker.contract.wholefile import WholeFile, write_whole
+from stoker.contract.safe_io import WholeFile, write_whole
 write_whole({str(tmp_path / "a")!r}, "x")
 with WholeFile({str(tmp_path / "b")!r}, mode=0o600) as file: file.write(b"x")"""
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -14,8 +14,8 @@ from hostile_files import write_model
 from conftest import Stoker
 from stoker.contract import layout
 from stoker.contract.names import Refusal
+from stoker.contract.safe_io import refuse_other_kind
 from stoker.contract.shape import as_json
-from stoker.contract.wholefile import refuse_other_kind
 from stoker.control.show.comparison import noise
 from stoker.control.show.curves import MOST_METRICS, Curve, MetricsTail, smoothed
 from stoker.control.show.drawing import Line, chart, mean, sparkline

@@ -19,7 +19,7 @@ from stoker.cli import clean as clean_command
 from stoker.cli.main import main
 from stoker.contract import terminal
 from stoker.contract.names import Refusal
-from stoker.contract.untrusted import json_text, printable, printable_lines
+from stoker.contract.text import json_text, printable, printable_lines
 from stoker.control.cluster import init, ssh
 from stoker.control.doctor.debris import Lock
 from stoker.control.launch.console import Console

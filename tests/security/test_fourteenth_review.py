@@ -15,7 +15,8 @@ import pytest
 
 from conftest import Stoker
 from security.shapes import body_of
-from stoker.contract.effort import LookingAt, reading
+from stoker.contract.effort import LookingAt
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.quantities import span
 from stoker.control.machine.model import machine_from_json

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from conftest import Stoker, at_length, wait_for
-from stoker.contract import checkpoints, untrusted
+from stoker.contract import checkpoints, process
 from stoker.contract.names import Refusal
 from stoker.control.agent import probe_net, probe_ready
 from stoker.control.agent import receiving as receiving_end
@@ -485,7 +485,7 @@ def test_a_flood_does_not_push_out_who_is_about_to_prove_the_secret(monkeypatch:
 def test_an_empty_entry_of_pythonpath_is_not_the_working_directory(tmp_path: Path, path: str) -> None:
     (tmp_path / "planted.py").write_text("print('planted')\n")
     done = subprocess.run(
-        [sys.executable, "-c", untrusted.NOT_FROM_HERE + "import planted"],
+        [sys.executable, "-c", process.NOT_FROM_HERE + "import planted"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
@@ -501,7 +501,7 @@ def test_a_working_directory_that_is_gone_ends_no_question(tmp_path: Path) -> No
     code = f"import os, subprocess, sys; os.rmdir({str(gone)!r}); sys.exit(subprocess.run([sys.executable, '-c', sys.argv[1]]).returncode)"
     assert (
         subprocess.run(
-            [sys.executable, "-c", code, untrusted.NOT_FROM_HERE + "print(1)"], cwd=gone, check=False
+            [sys.executable, "-c", code, process.NOT_FROM_HERE + "print(1)"], cwd=gone, check=False
         ).returncode
         == 0
     )

@@ -19,8 +19,8 @@ import pytest
 from conftest import EVERYTHING, Done, Stoker, forget_verdict, machine_json, tagged, wait_for
 from localuser import do_as
 from stoker.contract import names, owners
+from stoker.contract.safe_io import write_json
 from stoker.contract.shapes import Verdict
-from stoker.contract.wholefile import write_json
 from stoker.control.record import finder, follow, ownership, reader
 
 ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="two real users need root to become them")

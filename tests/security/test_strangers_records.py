@@ -15,7 +15,7 @@ import pytest
 
 from conftest import Stoker
 from stoker.cli import why
-from stoker.contract.untrusted import parse_json
+from stoker.contract.text import parse_json
 from stoker.control.record import follow, reader
 from stoker.control.scheduler import slurm_runs
 from stoker.training.generate.exporting import card_of

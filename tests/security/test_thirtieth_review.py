@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from conftest import Stoker
-from stoker.contract import redact, untrusted
+from stoker.contract import redact, text
 from stoker.control.watch.numbers import Losses
 
 ROOT = Path(__file__).parents[2]
@@ -59,8 +59,8 @@ def test_long_lines_with_a_loss_cost_little() -> None:
 
 def test_no_word_is_cut_in_two() -> None:
     """Half a secret is not recognized as one."""
-    assert untrusted.within({"message": "a row: " + "x" * 400}, 300) == {"message": "a row:"}
-    assert untrusted.within("x" * 400, 164) == "x" * 100
+    assert text.within({"message": "a row: " + "x" * 400}, 300) == {"message": "a row:"}
+    assert text.within("x" * 400, 164) == "x" * 100
 
 
 # ---- the image ----

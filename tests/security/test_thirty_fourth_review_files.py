@@ -14,8 +14,7 @@ import pytest
 from stoker.contract import layout
 from stoker.contract.diskroom import DiskRoom
 from stoker.contract.names import Refusal
-from stoker.contract.untrusted import read_json
-from stoker.contract.wholefile import APPEND
+from stoker.contract.safe_io import APPEND, read_json
 from stoker.control.doctor import bundle
 from stoker.control.machine.facts import Examination
 from stoker.control.machine.model import Machine

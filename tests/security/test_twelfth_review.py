@@ -15,8 +15,8 @@ import pytest
 
 from conftest import Stoker, machine_json
 from stoker.contract.names import Refusal
+from stoker.contract.safe_io import read_json
 from stoker.contract.secretvalues import pairs
-from stoker.contract.untrusted import read_json
 from stoker.control.cluster import listing
 from stoker.control.launch.console import LogLines
 

@@ -10,9 +10,10 @@ import time
 from stoker.contract import layout, terminal
 from stoker.contract.names import RECIPES
 from stoker.contract.progress import of_run
+from stoker.contract.safe_io import open_regular
 from stoker.contract.settings import Parser
 from stoker.contract.terminal import columns_of, in_colour, say, tell
-from stoker.contract.untrusted import open_regular, printable_lines
+from stoker.contract.text import printable_lines
 from stoker.control.launch.console import LONGEST, LineCutter
 from stoker.control.launch.shortlines import OwnLines, ShortLines
 from stoker.control.record import finder, follow, reader

@@ -16,9 +16,9 @@ import stoker
 from stoker.contract import layout
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import counted, duration
+from stoker.contract.safe_io import json_lines
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json, pick
-from stoker.contract.untrusted import json_lines
 from stoker.control.doctor import burnin as doctor
 from stoker.control.launch.options import RunOptions, ranks_asked
 from stoker.control.launch.request import Request

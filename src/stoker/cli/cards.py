@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from stoker.contract.effort import looking_at_file
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
@@ -34,7 +34,7 @@ def machine_of(asked: Asked) -> Machine | None:
         return None
     if not asked.machine:
         return _machine("")
-    with looking_at_file(f"--machine {asked.machine}", asked.machine):
+    with reading(f"--machine {asked.machine}"):
         return _machine(asked.machine)
 
 
@@ -93,7 +93,7 @@ def _machine(path: str) -> Machine:
         from stoker.cli.sight import look
 
         return look()
-    from stoker.contract.untrusted import read_json
+    from stoker.contract.safe_io import read_json
 
     try:
         data = read_json(path)

@@ -13,7 +13,7 @@ from stoker.contract.quantities import amount, counted, duration, size, span
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json, pick
 from stoker.contract.terminal import tell
-from stoker.contract.untrusted import json_text, printable
+from stoker.contract.text import json_text, printable
 from stoker.control.doctor import caches, clean, debris, leftovers
 from stoker.control.doctor.caches import Cache
 from stoker.control.doctor.clean import Stopped

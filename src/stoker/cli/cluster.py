@@ -16,7 +16,7 @@ from stoker.contract.settings import Parser, suggest
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
 from stoker.contract.terminal import say, tell
-from stoker.contract.untrusted import json_text, printable
+from stoker.contract.text import json_text, printable
 from stoker.control.cluster.hosts import Hosts, read
 from stoker.control.cluster.price import FORMULA, parse_count, prices, sentence
 

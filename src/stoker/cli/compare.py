@@ -15,7 +15,7 @@ from stoker.contract.quantities import amount, span
 from stoker.contract.settings import Parser, names_run
 from stoker.contract.shape import as_json
 from stoker.contract.terminal import paint
-from stoker.contract.untrusted import json_text, printable
+from stoker.contract.text import json_text, printable
 from stoker.control.record import finder
 from stoker.control.show.comparison import PART, PARTS, Noise, at_equal_step, differing, noise, settings_of
 from stoker.control.show.curves import Curve

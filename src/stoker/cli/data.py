@@ -9,7 +9,7 @@ from stoker.contract.quantities import counted
 from stoker.contract.settings import Parser, suggest
 from stoker.contract.shape import as_json
 from stoker.contract.terminal import highlighted, say, tell
-from stoker.contract.untrusted import json_text
+from stoker.contract.text import json_text
 
 if TYPE_CHECKING:
     from stoker.training.data.show import Shown

@@ -9,7 +9,7 @@ from stoker.contract import layout
 from stoker.contract.names import DETACH_SIGNAL
 from stoker.contract.settings import Parser
 from stoker.contract.terminal import tell
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.launch.signals import tell_launcher
 from stoker.control.record import finder, reader
 

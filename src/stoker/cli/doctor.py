@@ -9,15 +9,15 @@ from contextlib import nullcontext
 from typing import Any
 
 from stoker.contract import layout, redact
-from stoker.contract.effort import looking_at_file
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.quantities import counted, duration, used_of
+from stoker.contract.safe_io import WholeFile, read_json, refuse_other_kind
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
 from stoker.contract.terminal import ERROR, SUCCESS, WARNING, paint, tell
-from stoker.contract.untrusted import json_text, printable, read_json
-from stoker.contract.wholefile import WholeFile, refuse_other_kind
+from stoker.contract.text import json_text, printable
 from stoker.control.doctor import check
 from stoker.control.machine.examine import NOT_ASKED, PARTS, examine
 from stoker.control.machine.facts import Examination, examination_from_json
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
 
     if told.watch:
         return _watch(look, checks, told.nproc_per_node, told.watch)
-    stranger = looking_at_file(f"recorded machine {told.machine}", told.machine) if told.machine else nullcontext()
+    stranger = reading(f"recorded machine {told.machine}") if told.machine else nullcontext()
     with stranger:
         found = look()
         findings = check.run(checks, found, told.nproc_per_node)

@@ -12,7 +12,7 @@ from stoker.contract.names import EX_CONFIG, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, suggest
 from stoker.contract.shape import replace, shape
 from stoker.contract.terminal import say, tell
-from stoker.contract.untrusted import json_text
+from stoker.contract.text import json_text
 from stoker.training.config.amount import Amount
 from stoker.training.config.derived import Situation
 from stoker.training.config.flags import parse

@@ -11,8 +11,9 @@ import tempfile
 from stoker.contract import layout
 from stoker.contract.names import EX_SOFTWARE, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import amount, number_at
+from stoker.contract.safe_io import read_json
 from stoker.contract.terminal import say
-from stoker.contract.untrusted import json_text, read_json
+from stoker.contract.text import json_text
 from stoker.control.launch.ourselves import stoker_command
 from stoker.training.fit import text
 from stoker.training.fit.plan import Plan

@@ -12,7 +12,7 @@ from stoker.contract.quantities import amount, counted, span, used_of
 from stoker.contract.settings import Parser, add_flags
 from stoker.contract.shape import as_json
 from stoker.contract.terminal import tell
-from stoker.contract.untrusted import json_text
+from stoker.contract.text import json_text
 from stoker.control.launch import ladder
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.request import Request

@@ -127,7 +127,7 @@ def _main(argv: list[str] | None) -> int:
         print(version.line())
         return 0
     from stoker.contract.names import EX_DATAERR, EX_OSERR, EX_UNAVAILABLE, EX_USAGE, Refusal
-    from stoker.contract.untrusted import printable
+    from stoker.contract.text import printable
 
     command, rest = ALIASES.get(words[0], words[0]), words[1:]
     try:

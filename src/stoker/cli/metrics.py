@@ -14,7 +14,7 @@ from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser
 from stoker.contract.terminal import say
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

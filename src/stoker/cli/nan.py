@@ -7,12 +7,12 @@ import json
 import os
 from typing import Any
 
-from stoker.contract import effort, layout
+from stoker.contract import errors, layout
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json, pick
 from stoker.contract.terminal import tell
-from stoker.contract.untrusted import json_text
+from stoker.contract.text import json_text
 from stoker.control.record import finder
 from stoker.training.forensics import reading
 from stoker.training.forensics.culprit import banner, decide, headline, table
@@ -36,7 +36,7 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     folder = _folder(told.where, layout.runs_root(told.runs_dir, os.environ))
-    with effort.reading(folder):
+    with errors.reading(folder):
         return _show(folder, told)
 
 

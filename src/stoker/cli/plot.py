@@ -12,7 +12,7 @@ from stoker.contract import layout
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, names_run, suggest
 from stoker.contract.terminal import in_colour, paint, say, tell
-from stoker.contract.untrusted import is_count, json_text, printable
+from stoker.contract.text import is_count, json_text, printable
 from stoker.control.record import finder, reader
 from stoker.control.show.curves import Curve, smoothed
 from stoker.control.show.drawing import COLOURS, LETTERS, Line, chart, fitted, mean, short, sparkline

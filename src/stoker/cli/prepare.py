@@ -10,7 +10,7 @@ from stoker.contract.quantities import counted
 from stoker.contract.settings import Parser, build, from_mapping
 from stoker.contract.shape import as_json
 from stoker.contract.terminal import say
-from stoker.contract.untrusted import json_text
+from stoker.contract.text import json_text
 from stoker.control.launch.options import RunOptions, from_torchrun_environment, ranks_asked
 from stoker.training.config.check import check
 from stoker.training.config.flags import add_key_flags

@@ -7,12 +7,13 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from stoker.contract import effort, layout, redact
+from stoker.contract import layout, redact
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.settings import Parser
 from stoker.contract.terminal import tell
-from stoker.contract.untrusted import is_count, json_text, printable
+from stoker.contract.text import is_count, json_text, printable
 from stoker.control.record import finder
 from stoker.control.record.rollouts import (
     ENDS,
@@ -51,7 +52,7 @@ def _count(text: str) -> int:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     folder = _folder(told.run, layout.runs_root(told.runs_dir, os.environ))
-    with effort.LookingAt(folder):
+    with reading(folder):
         found = summary(one for one in read_rollouts(folder) if told.step is None or one.step == told.step)
         if not found.answers:
             of_step = "" if told.step is None else f" of step {told.step}"

@@ -9,7 +9,7 @@ from typing import Any
 from stoker.contract import names, schedulers
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build
-from stoker.contract.untrusted import is_count
+from stoker.contract.text import is_count
 from stoker.control.launch.options import RunOptions, from_torchrun_environment
 from stoker.control.launch.request import Request, how_to_run
 

@@ -15,7 +15,7 @@ from stoker.contract.quantities import counted, span
 from stoker.contract.settings import Parser, suggest
 from stoker.contract.shape import as_json, pick
 from stoker.contract.terminal import paint, say, tell
-from stoker.contract.untrusted import is_count, json_text, printable
+from stoker.contract.text import is_count, json_text, printable
 from stoker.control.record.speedruns import speedruns
 from stoker.control.show.drawing import columns_of, fitted, metric_text, short
 from stoker.control.show.gather import Gatherer

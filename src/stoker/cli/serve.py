@@ -13,9 +13,10 @@ import time
 from stoker.contract import layout, names, redact, sharedweights
 from stoker.contract.names import API_KEY, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal
 from stoker.contract.quantities import duration
+from stoker.contract.safe_io import read_text
 from stoker.contract.settings import Parser, check_port
 from stoker.contract.terminal import say
-from stoker.contract.untrusted import printable, read_text
+from stoker.contract.text import printable
 from stoker.control.show import serving
 
 TYPE_CHECKING = False

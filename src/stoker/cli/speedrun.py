@@ -14,7 +14,7 @@ from stoker.contract import names, redact
 from stoker.contract.settings import Parser, add_flags, build
 from stoker.contract.shape import replace
 from stoker.contract.terminal import tell
-from stoker.contract.untrusted import json_text
+from stoker.contract.text import json_text
 from stoker.contract.wrapping import wrapped
 from stoker.speedrun.options import SpeedrunOptions
 

@@ -12,7 +12,7 @@ from stoker.contract.names import STOP_NOW_SIGNAL, Refusal
 from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser
 from stoker.contract.terminal import say, tell
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.launch.signals import tell_launcher
 from stoker.control.record import finder, reader
 

@@ -12,7 +12,7 @@ from stoker.contract import layout
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser
-from stoker.contract.untrusted import json_text
+from stoker.contract.text import json_text
 from stoker.control.record import finder
 from stoker.control.show.top.frame import text
 from stoker.control.show.top.player import Player

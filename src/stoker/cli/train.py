@@ -26,7 +26,7 @@ from stoker.contract.settings import Help, Parser, add_flags, build, from_mappin
 from stoker.contract.shape import options_of, replace
 from stoker.contract.shapes import Verdict
 from stoker.contract.terminal import tell
-from stoker.contract.untrusted import is_count
+from stoker.contract.text import is_count
 from stoker.control.launch.options import RunOptions, from_torchrun_environment, ranks_asked
 from stoker.control.launch.request import Request
 from stoker.control.machine.model import Machine

@@ -14,7 +14,7 @@ from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
 from stoker.contract.quantities import amount, duration
 from stoker.contract.settings import Parser, check_port
 from stoker.contract.terminal import say, tell
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.record import finder
 
 TYPE_CHECKING = False
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
 
 def _save(root: str, which: str | None, path: str) -> int:
     from stoker.cli.why import verdict_of
-    from stoker.contract.wholefile import refuse_other_kind, write_whole
+    from stoker.contract.safe_io import refuse_other_kind, write_whole
     from stoker.control.show.web.saved import saved_page
 
     refuse_other_kind(path, b"<!doctype html", "an HTML page")

@@ -13,7 +13,7 @@ from stoker.contract.settings import Parser
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
 from stoker.contract.terminal import ERROR, SUCCESS, WARNING, paint, tell
-from stoker.contract.untrusted import json_text, printable, printable_lines
+from stoker.contract.text import json_text, printable, printable_lines
 from stoker.control.record import again, finder, reader
 from stoker.control.record.writer import OURS
 from stoker.control.scheduler import runs

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from stoker.contract import layout, owners
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 
 _FOLDER, _MANIFEST = re.compile(r"step-([0-9]{8,18})"), "manifest.json"
 
@@ -90,13 +90,13 @@ def _step_in(name: str) -> int:
 
 def _lacks(folder: str) -> str:
     """What a folder lacks to be complete; empty: nothing."""
-    from stoker.contract.untrusted import read_json
+    from stoker.contract.safe_io import read_json
 
     manifest = os.path.join(folder, _MANIFEST)
     if not os.path.exists(manifest):
         return "it has no manifest.json"
     try:
-        files = read_json(manifest, 512 << 20).get("files", {})
+        files = read_json(manifest).get("files", {})
         whole = all(os.path.getsize(os.path.join(folder, name)) == _size(want) for name, want in files.items())
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         whole = False

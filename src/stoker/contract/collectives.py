@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.contract.untrusted import is_count
+from stoker.contract.text import is_count
 
 HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")  # of torch's worker server: NCCL has a recorder of its own
 DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # the same from inside

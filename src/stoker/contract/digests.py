@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterable
 
-from stoker.contract.untrusted import open_regular
+from stoker.contract.safe_io import open_regular
 
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 _WEIGHTS = (".safetensors", ".gguf", ".bin")

@@ -70,7 +70,7 @@ def check_entries(folder: str, *below: str, ours_only: bool = False) -> None:
             name = entry.name if place == folder else os.path.basename(place)
             wrong = _oddity(entry, top) if not ours_only or name in _OURS or name.startswith("attempt-") else ""
             if wrong:
-                from stoker.contract.untrusted import printable  # the start waits for no pattern of it
+                from stoker.contract.text import printable
 
                 fix = "remove it"
                 if name == CHECKPOINTS and entry.is_symlink() and not ours_only:

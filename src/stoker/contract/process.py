@@ -109,3 +109,13 @@ def _signal(pid: int, signum: int, is_meant: Callable[[], bool]) -> bool:
     finally:
         os.close(handle)
     return True
+
+
+# The first lines of a program for `python -c`: they keep the working directory off sys.path, so that a json.py or torch.py
+# there isn't imported. The flag -P would do it, but Python 3.10 doesn't have it; and an empty entry of PYTHONPATH has
+# become the directory's full path by now. Uses posix, which is built in, instead of os.
+NOT_FROM_HERE = """import sys, posix
+try: _here = posix.getcwd()
+except OSError: _here = ""
+sys.path[:] = [entry for entry in sys.path if entry and entry.rstrip("/") != _here.rstrip("/")]
+"""

@@ -19,10 +19,9 @@ from typing import Any
 
 from stoker.contract import layout, names, terminal
 from stoker.contract.quantities import amount, clock
+from stoker.contract.safe_io import read_json, write_json
 from stoker.contract.shape import as_json, shape
 from stoker.contract.typed import read_shape
-from stoker.contract.untrusted import read_json
-from stoker.contract.wholefile import write_json
 
 SCHEMA = 1
 LARGEST = 1 << 14  # bytes of a file that is read ten times a second, and may be another user's
@@ -131,7 +130,7 @@ def _file() -> str:
 def of_run(run_dir: str) -> State | None:
     """Where rank 0 is in what takes it long; None: nobody knows."""
     try:
-        found: Any = read_json(os.path.join(run_dir, layout.PROGRESS), LARGEST)
+        found: Any = read_json(os.path.join(run_dir, layout.PROGRESS))
         if not isinstance(found, dict) or found.pop("schema", None) != SCHEMA:
             return None
         return read_shape(State, found)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stoker.contract import typed
-from stoker.contract.untrusted import parse_json
+from stoker.contract.text import parse_json
 
 VERSION = 1
 SENTINEL = b"STOKER-AGENT %d\n" % VERSION

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.contract.untrusted import is_count
+from stoker.contract.text import is_count
 
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "<string>", "/stoker/control/rank/")
 _CURRENT = "Current thread 0x"  # in a report of a fatal signal: the thread it happened in

@@ -8,8 +8,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stoker.contract.safe_io import open_regular
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import open_regular, parse_json
+from stoker.contract.text import parse_json
 
 MOST_DIMENSIONS = 64
 LONGEST = 100_000_000  # bytes of a header that the safetensors library accepts

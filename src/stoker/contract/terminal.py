@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from stoker.contract import names
-from stoker.contract.untrusted import printable, printable_lines
+from stoker.contract.text import printable, printable_lines
 from stoker.contract.wrapping import wrapped
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from stoker.contract import names
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
-from stoker.contract.wholefile import APPEND
+from stoker.contract.safe_io import APPEND
 from stoker.control.agent.reservations import GpuLocks, held
 from stoker.control.launch.gpus import NotFree, choose
 from stoker.control.launch.options import RunOptions

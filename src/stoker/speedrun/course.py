@@ -20,7 +20,7 @@ from stoker.contract.quantities import amount
 from stoker.contract.settings import suggest
 from stoker.contract.shape import replace, shape
 from stoker.contract.terminal import tell
-from stoker.contract.untrusted import is_count
+from stoker.contract.text import is_count
 from stoker.control.doctor.debris import walk
 from stoker.control.machine.model import Machine
 from stoker.control.record.speedruns import CHAIN

@@ -13,8 +13,8 @@ from stoker.contract import names, terminal
 from stoker.contract.names import EX_DATAERR, EX_SOFTWARE, EX_TEMPFAIL, Refusal
 from stoker.contract.progress import of_run
 from stoker.contract.quantities import span
+from stoker.contract.safe_io import write_json
 from stoker.contract.shape import replace, shape
-from stoker.contract.wholefile import write_json
 from stoker.control.record import reader
 from stoker.speedrun import child, state
 from stoker.speedrun.child import Children

@@ -10,11 +10,12 @@ from itertools import islice
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.effort import looking_at_file
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.quantities import number_at
+from stoker.contract.safe_io import lines_of
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import lines_of, parse_json
+from stoker.contract.text import parse_json
 from stoker.control.record import reader
 from stoker.control.record.speedruns import CHAIN
 from stoker.speedrun.stages import REPORT
@@ -141,7 +142,7 @@ def gather(folder: str) -> Chain:
         if isinstance(row, dict) and row.get("name") not in (None, REPORT)
     ]
     told = list(_each_run_once(folder, known[:_MOST_STAGES]))
-    with looking_at_file(f"speedrun {folder}", *_files(folder, told)):
+    with reading(f"speedrun {folder}"):
         records = [_stage(folder, row, price) for row in told]
     hardware = chain.get("hardware")
     hardware = hardware if isinstance(hardware, dict) else {}

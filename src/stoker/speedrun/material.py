@@ -14,8 +14,8 @@ from typing import Any
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.quantities import counted
+from stoker.contract.safe_io import text_lines
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import text_lines
 from stoker.speedrun.rows import CHECKS, TEXT_KEY, check_once, check_questions, check_text, copy_usable, judge
 from stoker.speedrun.stages import FILES, OUR_WORLD, Data, File, Place
 from stoker.speedrun.state import COPIES

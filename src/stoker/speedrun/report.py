@@ -16,8 +16,8 @@ from html import escape
 
 from stoker.contract import layout
 from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
-from stoker.contract.untrusted import printable
-from stoker.contract.wholefile import write_whole
+from stoker.contract.safe_io import write_whole
+from stoker.contract.text import printable
 from stoker.speedrun import report_chain, report_results, report_summary
 from stoker.speedrun.gather import Chain, gather
 from stoker.speedrun.plots import COLOURS, Drawing, draw

@@ -8,9 +8,8 @@ from typing import Any
 
 from stoker.contract.diskroom import DiskRoom
 from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.safe_io import PRIVATE, WholeFile, read_json, sync_folder, write_json
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import read_json
-from stoker.contract.wholefile import PRIVATE, WholeFile, sync_folder, write_json
 from stoker.training.data.formats.format import Format, Unusable
 from stoker.training.data.formats.preferences import preference
 from stoker.training.data.formats.table import recognise

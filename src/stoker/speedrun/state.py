@@ -16,10 +16,10 @@ from typing import Any
 from stoker.contract import layout, owners, redact
 from stoker.contract.names import EX_CANTCREAT, EX_TEMPFAIL, Refusal
 from stoker.contract.quantities import number_at
+from stoker.contract.safe_io import open_lock_file, write_json
 from stoker.contract.shape import as_json, replace, shape
+from stoker.contract.text import parse_json
 from stoker.contract.typed import read_shape
-from stoker.contract.untrusted import open_lock_file, parse_json
-from stoker.contract.wholefile import write_json
 from stoker.control.record import again, reader
 from stoker.control.record.speedruns import CHAIN, LOCK, STAGES
 from stoker.speedrun.keys import run_name

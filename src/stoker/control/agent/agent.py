@@ -17,10 +17,11 @@ import tempfile
 import time
 from typing import Any
 
-from stoker.contract import hostmemory, protocol, redact, untrusted
+from stoker.contract import hostmemory, protocol, redact
 from stoker.contract.names import EX_OSERR, Refusal
 from stoker.contract.process import process, send
-from stoker.contract.untrusted import open_regular, parse_json, read_json
+from stoker.contract.safe_io import open_regular, read_json
+from stoker.contract.text import is_count, parse_json, within
 from stoker.control.agent import kernel, spawn
 from stoker.control.agent.questions import Questions
 from stoker.control.agent.relay import CHUNK, RESTLESS, Relay
@@ -368,7 +369,7 @@ class Agent:
                 data = self._mail.recv(1 << 16)
                 pid, _, rest = data.decode("utf-8", "replace").partition("\t")
                 kind, _, text = rest.partition("\t")
-                rank = self._by_pid.get(int(pid)) if untrusted.is_count(pid) else None
+                rank = self._by_pid.get(int(pid)) if is_count(pid) else None
                 if rank is not None:
                     self._hear(rank, kind, text)
 
@@ -382,7 +383,7 @@ class Agent:
             self._tell_memory(rank, "START")
         elif kind == "ended":
             how, status, file, line, function = [*name.split("\t"), "", "", "", ""][:5]
-            number = int(line) if untrusted.is_count(line) else 0
+            number = int(line) if is_count(line) else 0
             rank.script_end = {"how": how, "status": status, "file": file, "line": number, "function": function}
         elif kind == "note":
             self._relay.say({"is": "note", "rank": rank.rank, "text": name[:500]})
@@ -457,7 +458,7 @@ class Agent:
             self._learned = True
             redact.learn(next(iter(self._specs.values()))["env"])  # what differs between ranks is ours
         began = time.monotonic()
-        shown = redact.data(untrusted.within(report, _LOOKED_AT))
+        shown = redact.data(within(report, _LOOKED_AT))
         now = time.monotonic()
         self._last_heard += now - began  # what we took was not the coordinator's silence
         self._ping(now)  # nor is it ours: other ranks' reports follow
@@ -479,7 +480,7 @@ class Agent:
 def _read_json(path: str, text: str = "") -> Any:
     """A rank may have written anything there. What is too large for a message, cut off or no JSON is no report."""
     try:
-        return parse_json(text) if text else read_json(path, _REPORT)
+        return parse_json(text) if text else read_json(path)
     except (OSError, ValueError):
         return None
 

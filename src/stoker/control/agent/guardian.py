@@ -14,7 +14,7 @@ import time
 
 from stoker.contract import protocol
 from stoker.contract.process import send_to_child
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.agent import kernel
 from stoker.control.agent.agent import Agent
 from stoker.control.agent.sweep import Sweeper, reap

@@ -12,9 +12,9 @@ import time
 from typing import Any
 
 from stoker.contract.names import MACHINE
-from stoker.contract.process import of_kernel
+from stoker.contract.process import NOT_FROM_HERE, of_kernel
 from stoker.contract.shape import replace
-from stoker.contract.untrusted import NOT_FROM_HERE, is_count
+from stoker.contract.text import is_count
 from stoker.control.machine.observe import Observer, read_recorded
 
 _LOOK = """

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from stoker.contract import layout, owners
-from stoker.contract.untrusted import NOT_FROM_HERE, kind_of
+from stoker.contract.process import NOT_FROM_HERE
+from stoker.contract.safe_io import kind_of
 from stoker.control.machine.hashing import Hashes, sha256_of
 
 

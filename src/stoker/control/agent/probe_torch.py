@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from stoker.contract.untrusted import NOT_FROM_HERE
+from stoker.contract.process import NOT_FROM_HERE
 
 WORKER = r"""
 import ctypes, json, os, signal, sys, time

@@ -19,7 +19,7 @@ from typing import Any
 
 from stoker.contract import protocol
 from stoker.contract.process import of_kernel, process, send, status
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.agent import kernel
 from stoker.control.agent.relay import Relay
 from stoker.control.agent.spawn import Rank

@@ -24,8 +24,8 @@ from typing import Any
 
 from stoker.contract import layout, owners, protocol, typed
 from stoker.contract.quantities import amount
-from stoker.contract.untrusted import parse_json, read_json
-from stoker.contract.wholefile import WholeFile
+from stoker.contract.safe_io import WholeFile, read_json
+from stoker.contract.text import parse_json
 from stoker.control.machine.hashing import Hashes, sha256_of
 
 _OFFER = 1 << 30  # bytes of the list of all files: a million of them have 150 MB
@@ -264,7 +264,7 @@ def _read_manifest(path: str) -> tuple[dict[str, dict[str, str]], str]:
         uid = os.lstat(path).st_uid
         if not owners.is_trusted(uid, os.path.dirname(path)):
             return {}, f"{path} belongs to {owners.user_name(uid)} and is ignored: what earlier copies brought stays"
-        manifest = read_json(path, _MANIFEST)
+        manifest = read_json(path)
         origins = manifest["origins"] if manifest["schema"] == 2 else {"": manifest["files"]}
         found: dict[str, dict[str, str]] = typed.read("dict[str, dict[str, str]]", origins)
     except FileNotFoundError:

@@ -17,7 +17,7 @@ from typing import Any
 from stoker.contract import collectives, names
 from stoker.contract.process import send
 from stoker.contract.stacktext import threads_of
-from stoker.contract.untrusted import parse_json, printable
+from stoker.contract.text import parse_json, printable
 from stoker.control.machine import processes
 
 TYPE_CHECKING = False

@@ -10,7 +10,7 @@ from typing import Any
 
 from stoker.contract import protocol, typed
 from stoker.contract.protocol import ProtocolError
-from stoker.contract.untrusted import parse_json, printable
+from stoker.contract.text import parse_json, printable
 from stoker.control.cluster import transport
 from stoker.control.cluster.hosts import Hosts, is_address
 from stoker.control.cluster.members import Member, Members

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract.effort import LookingAt
+from stoker.contract.errors import reading
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Finding
@@ -190,7 +190,7 @@ def doctor_findings(facts: Facts, hosts: Hosts) -> list[Finding]:
             found.setdefault(("between.host", "unknown", "it could not be examined", ""), []).append(one.name)
             continue
         try:
-            with LookingAt("what it tells of itself"):
+            with reading("what it tells of itself"):
                 findings = doctor.run(checks, one.examination, slots[one.name])
         except Refusal as refusal:
             findings = [Finding("between.host", "unknown", refusal.line)]

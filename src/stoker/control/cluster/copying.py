@@ -19,7 +19,7 @@ from stoker.contract.names import EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.progress import BYTES, Progress
 from stoker.contract.quantities import amount, counted, span
 from stoker.contract.shape import pick, shape
-from stoker.contract.untrusted import parse_json, printable, printable_lines
+from stoker.contract.text import parse_json, printable, printable_lines
 from stoker.control.cluster import agentzip, listing, transport
 from stoker.control.cluster.farend import FarEnd, Refused, Silent
 from stoker.control.cluster.hosts import Host, Hosts

@@ -11,8 +11,8 @@ from typing import Any
 from stoker.contract import protocol
 from stoker.contract.names import MACHINE, Refusal
 from stoker.contract.shape import replace, shape
+from stoker.contract.text import parse_json, printable, printable_lines
 from stoker.contract.typed import read_shape
-from stoker.contract.untrusted import parse_json, printable, printable_lines
 from stoker.control.cluster import agentzip, transport
 from stoker.control.cluster.farend import FarEnd, Refused, Silent
 from stoker.control.cluster.hosts import Host, Hosts

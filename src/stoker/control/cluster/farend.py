@@ -10,7 +10,7 @@ import time
 from collections import deque
 
 from stoker.contract import protocol
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 
 _CHUNK = 1 << 18
 _COMPLAINTS = 1 << 16  # bytes of its stderr that are kept

@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 
 from stoker.contract import schedulers
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.safe_io import read_text
 from stoker.contract.settings import suggest
 from stoker.contract.shape import replace, shape
-from stoker.contract.untrusted import read_text
 from stoker.contract.yamltext import NotYaml, parse_yaml
 
 TYPE_CHECKING = False

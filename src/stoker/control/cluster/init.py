@@ -9,9 +9,9 @@ from typing import Any
 from stoker.contract import redact
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import counted
+from stoker.contract.safe_io import write_whole
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import printable
-from stoker.contract.wholefile import write_whole
+from stoker.contract.text import printable
 from stoker.contract.yamltext import NotYaml, parse_yaml
 from stoker.control.cluster.asking import meeting
 from stoker.control.cluster.hosts import Hosts, from_mapping, is_address

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 
 from stoker.contract import layout
 from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract.safe_io import hub_blobs, open_below
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import hub_blobs, open_below, printable
+from stoker.contract.text import printable
 
 # Not copied, unless git tracks it.
 GIT_S = 120.0  # a large checkout on a slow network disk

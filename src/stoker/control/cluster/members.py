@@ -13,7 +13,7 @@ from typing import Any
 from stoker.contract import protocol
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.process import send_to_child
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.cluster.transport import Link
 from stoker.control.machine.model import Machine
 

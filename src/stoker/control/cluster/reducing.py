@@ -10,9 +10,9 @@ from statistics import median
 from typing import Any
 
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, Refusal
+from stoker.contract.safe_io import WholeFile, read_text
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import parse_json, read_text
-from stoker.contract.wholefile import WholeFile
+from stoker.contract.text import parse_json
 from stoker.contract.yamltext import NotYaml, parse_yaml
 from stoker.control.cluster.asking import STORE, TIMES, Asking, Question, fitting
 from stoker.control.cluster.between import build

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 
 from stoker.contract.shape import replace
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.cluster.agentzip import DAMAGED, NOT_WRITTEN, OLDEST_PYTHON, TOO_OLD, UNSAFE
 
 TYPE_CHECKING = False

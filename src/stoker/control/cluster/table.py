@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stoker.contract.quantities import amount
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.cluster.between import CLOCK_S, odd
 from stoker.control.cluster.facts import Facts, OneHost, Pair
 from stoker.control.cluster.price import gigabits

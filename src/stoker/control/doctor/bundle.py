@@ -11,10 +11,10 @@ import time
 
 from stoker.contract import layout, redact
 from stoker.contract.names import EX_CANTCREAT, Refusal
+from stoker.contract.safe_io import WholeFile
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
-from stoker.contract.untrusted import parse_json, printable
-from stoker.contract.wholefile import WholeFile
+from stoker.contract.text import parse_json, printable
 from stoker.control.machine import processes
 from stoker.control.machine.facts import Examination
 from stoker.control.record import finder, reader

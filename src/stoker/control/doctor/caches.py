@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping
 
 from stoker.contract import layout
+from stoker.contract.safe_io import read_text
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import read_text
 from stoker.control.doctor.debris import paths_in_use, walk
 from stoker.control.doctor.leftovers import AGENTS
 from stoker.control.machine import processes

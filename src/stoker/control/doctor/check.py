@@ -9,7 +9,7 @@ from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Finding
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.machine.facts import Examination, Health
 from stoker.control.machine.model import Gpu
 

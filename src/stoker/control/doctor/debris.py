@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from stoker.contract import layout, sharedweights
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.machine import lockfiles
 from stoker.control.machine.lockfiles import Unusable
 from stoker.control.machine.processes import open_files, pids_here, process

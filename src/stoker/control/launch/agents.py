@@ -12,7 +12,7 @@ from stoker.contract import names, protocol, redact
 from stoker.contract.names import EX_OSERR, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.shape import replace
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.cluster import transport
 from stoker.control.cluster.members import Member, Members, Unusable
 from stoker.control.launch.request import taken, wanted_port

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from stoker.contract.terminal import coloured, wants_colour
-from stoker.contract.untrusted import printable_lines
+from stoker.contract.text import printable_lines
 from stoker.contract.wrapping import wrapped
 
 ROOM = 24 << 20

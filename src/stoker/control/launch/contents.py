@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from stoker.contract.digests import combined_digest, file_digest
-from stoker.contract.untrusted import open_regular
+from stoker.contract.safe_io import open_regular
 from stoker.control.launch.request import Request, module_file
 
 # Arguments with these endings are what a script reads, not what it writes, if they exist before it starts.

@@ -17,7 +17,7 @@ from stoker.contract.quantities import counted, span
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
 from stoker.contract.terminal import ERROR, SUCCESS, WARNING
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.cluster import transport
 from stoker.control.cluster.members import Unusable
 from stoker.control.launch import description, detach

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from stoker.contract import layout, redact
+from stoker.contract.safe_io import read_text
 from stoker.contract.shape import as_json, pick
 from stoker.contract.shapes import Verdict
-from stoker.contract.untrusted import read_text
 from stoker.control.launch.contents import contents_of
 from stoker.control.launch.plan import RunPlan
 from stoker.control.launch.request import Request
@@ -123,8 +123,8 @@ def git_revision(folder: str) -> str | None:
         folder = parent
     try:
         if not os.path.isdir(dot):  # a worktree
-            dot = os.path.join(folder, read_text(dot, _GIT_FILE).partition("gitdir:")[2].strip())
-        head = read_text(os.path.join(dot, "HEAD"), _GIT_FILE).strip()
+            dot = os.path.join(folder, read_text(dot).partition("gitdir:")[2].strip())
+        head = read_text(os.path.join(dot, "HEAD")).strip()
         return _commit(_resolved(dot, head[5:]) if head.startswith("ref: ") else head)
     except (OSError, ValueError):
         return None
@@ -137,8 +137,8 @@ def _resolved(dot: str, ref: str) -> str:
     for base in (dot, common):
         path = os.path.join(base, ref)
         if os.path.exists(path):
-            return read_text(path, _GIT_FILE)
-    packed = read_text(os.path.join(common, "packed-refs"), _GIT_FILE).splitlines()
+            return read_text(path)
+    packed = read_text(os.path.join(common, "packed-refs")).splitlines()
     return next((line for line in packed if line.endswith(f" {ref}")), "")
 
 

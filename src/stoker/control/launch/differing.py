@@ -8,7 +8,7 @@ from typing import Any
 
 from stoker.contract import redact
 from stoker.contract.shape import as_json
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.request import Request
 

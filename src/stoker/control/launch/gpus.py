@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import amount, counted
 from stoker.contract.shape import replace, shape
-from stoker.contract.untrusted import is_count
+from stoker.contract.text import is_count
 from stoker.control.launch.options import RANK_VARIABLES, RunOptions, hides_all
 from stoker.control.machine.model import Gpu, Machine
 

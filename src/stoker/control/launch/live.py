@@ -17,7 +17,7 @@ from stoker.contract.quantities import span
 from stoker.contract.shape import pick, replace
 from stoker.contract.shapes import Verdict
 from stoker.contract.terminal import WARNING
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.cluster import transport
 from stoker.control.cluster.members import Member, Unusable
 from stoker.control.launch import description

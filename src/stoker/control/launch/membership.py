@@ -15,7 +15,7 @@ from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
 from stoker.contract.terminal import WARNING
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.cluster.members import Member, Unusable, short
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.restarts import Again

@@ -12,7 +12,7 @@ from stoker.contract import schedulers
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.shape import replace, shape
-from stoker.contract.untrusted import is_count
+from stoker.contract.text import is_count
 from stoker.control.cluster.hosts import Hosts, read
 from stoker.control.launch.agents import Agents
 from stoker.control.launch.options import ranks_asked

@@ -16,7 +16,7 @@ from stoker.contract import redact
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.shape import shape
 from stoker.contract.shapes import Verdict
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.launch.ourselves import own_program
 from stoker.control.record.writer import OURS
 

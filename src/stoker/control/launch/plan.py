@@ -9,7 +9,7 @@ from typing import Any
 from stoker.contract import names, redact
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.shape import as_json, replace, shape
-from stoker.contract.untrusted import is_count
+from stoker.contract.text import is_count
 from stoker.control.launch import gpus
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.request import Request, notices

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from stoker.contract import layout, names
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import amount, counted
+from stoker.contract.safe_io import read_json
 from stoker.contract.shape import replace
-from stoker.contract.untrusted import is_count, read_json
+from stoker.contract.text import is_count
 from stoker.control.doctor import check
 from stoker.control.launch.gpus import marked
 from stoker.control.launch.options import RunOptions

@@ -27,7 +27,8 @@ from typing import Any
 from stoker.contract import listeners, owners, typed
 from stoker.contract.names import EX_CONFIG, EX_TEMPFAIL, EX_UNAVAILABLE, RDZV_SECRET, RDZV_SECRET_FILE, Refusal
 from stoker.contract.quantities import counted, span
-from stoker.contract.untrusted import open_regular, parse_json, printable
+from stoker.contract.safe_io import open_regular
+from stoker.contract.text import parse_json, printable
 from stoker.control.launch.nodes import Meeting, Nodes
 
 PATIENCE_S = 600.0  # torchrun's

@@ -13,7 +13,7 @@ from stoker.contract.shape import pick, replace
 from stoker.contract.shapes import BadNumber, RankEnd, RankError
 from stoker.contract.stacktext import threads_of
 from stoker.contract.terminal import WARNING
-from stoker.contract.untrusted import printable, within
+from stoker.contract.text import printable, within
 from stoker.control.launch.attempt import Attempt, read_around, read_error, read_last_call, read_script_end
 
 TYPE_CHECKING = False
@@ -84,7 +84,7 @@ class Reports:
                 raise protocol.ProtocolError(f"{about}, which is not its own")
 
     def _hear_inspection(self, host: str, ask: int, payload: bytes) -> None:
-        from stoker.contract.untrusted import parse_json
+        from stoker.contract.text import parse_json
 
         try:
             found = parse_json(payload or b"{}")

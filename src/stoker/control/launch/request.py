@@ -7,9 +7,10 @@ import sys
 from typing import Any
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, RECIPES, Refusal
+from stoker.contract.safe_io import open_regular
 from stoker.contract.shape import options_of, replace, shape
 from stoker.contract.spelling import suggest_file
-from stoker.contract.untrusted import is_count, open_regular
+from stoker.contract.text import is_count
 from stoker.control.launch.options import RunOptions
 
 TYPE_CHECKING = False

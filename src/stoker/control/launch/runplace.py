@@ -14,7 +14,7 @@ from stoker.contract import layout, names, schedulers
 from stoker.contract.names import API_KEY, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.shape import as_json, replace, shape
 from stoker.contract.terminal import say
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.launch.contents import changes
 from stoker.control.launch.differing import differences
 from stoker.control.launch.plan import default_name

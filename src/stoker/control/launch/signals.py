@@ -10,7 +10,7 @@ from typing import Any
 
 from stoker.contract.names import DETACH_SIGNAL, EX_NOPERM, EX_UNAVAILABLE, EX_USAGE, STOP_NOW_SIGNAL, Refusal
 from stoker.contract.process import process, send
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.launch.options import RunOptions
 from stoker.control.machine import processes
 from stoker.control.record.reader import Run, alive

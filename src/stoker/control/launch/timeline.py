@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from stoker.contract import redact
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.launch.attempt import Attempt
 from stoker.control.record.history import Columns, Members, Moment
 

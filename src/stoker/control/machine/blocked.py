@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stoker.contract.process import kernel_lines, of_kernel, process
-from stoker.contract.untrusted import is_count, printable
+from stoker.contract.text import is_count, printable
 from stoker.control.machine import processes
 
 COMMAND = 120  # characters of a command line

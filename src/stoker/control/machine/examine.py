@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from stoker.contract import hostmemory
+from stoker.contract.process import NOT_FROM_HERE
 from stoker.contract.shape import replace
-from stoker.contract.untrusted import NOT_FROM_HERE
 from stoker.control.machine import facts, gather, host
 from stoker.control.machine.facts import KNOWN, Examination, Health, Host, Net, Probe, Torch
 from stoker.control.machine.model import Gpu, Machine, machine_from_json

@@ -9,8 +9,8 @@ from collections.abc import Collection
 from stoker.contract import hostmemory, kerneltext
 from stoker.contract.process import kernel_lines, of_kernel
 from stoker.contract.shape import pick, replace
+from stoker.contract.text import parse_json
 from stoker.contract.typed import read_shape
-from stoker.contract.untrusted import parse_json
 from stoker.control.machine import host, kernellog
 from stoker.control.machine.facts import Health
 from stoker.control.machine.model import Gpu, GpuGauges, HostGauges

@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable
 
 from stoker.contract.layout import cache_home
+from stoker.contract.safe_io import open_regular, read_json, write_whole
 from stoker.contract.typed import read
-from stoker.contract.untrusted import open_regular, read_json
-from stoker.contract.wholefile import write_whole
 
 _CHUNK = 1 << 20
 _BIG = 4 << 20  # smaller ones are read faster than remembered

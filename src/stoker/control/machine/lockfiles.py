@@ -13,8 +13,9 @@ import stat
 from collections.abc import Callable, Iterator
 
 from stoker.contract import names
+from stoker.contract.safe_io import kind_of, open_regular
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import kind_of, open_regular, parse_json, printable
+from stoker.contract.text import parse_json, printable
 from stoker.control.machine.processes import owner, process, user_name
 
 AGENT = "stoker-agent"  # what an agent calls itself: see agent/agent.py

@@ -6,7 +6,7 @@ import os
 import sys
 
 from stoker.contract import hostmemory, names
-from stoker.contract.untrusted import parse_json
+from stoker.contract.text import parse_json
 from stoker.control.machine import host
 from stoker.control.machine.model import Gpu, Machine, machine_from_json
 from stoker.control.machine.nvml import DriverError, NoDriver, Nvml

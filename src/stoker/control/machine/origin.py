@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from stoker.contract import names, schedulers
 from stoker.contract.process import kernel_lines
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import is_count
+from stoker.contract.text import is_count
 from stoker.control.machine.processes import Process, environment, process
 
 _KEEPERS = ("stoker-agent", "stoker-guard")

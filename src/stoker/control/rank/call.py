@@ -14,7 +14,7 @@ import sys
 import types
 from typing import Any
 
-from stoker.contract.wholefile import write_whole
+from stoker.contract.safe_io import write_whole
 
 CALL, MAIN = "call.pickle", "main.json"
 importing_main = False  # the caller's script is being imported again: a stoker.launch in it must not start another run

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from stoker.contract import checkpoints, layout, redact
 from stoker.contract.names import CHECKPOINT, RECIPES
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import is_count
+from stoker.contract.text import is_count
 from stoker.control.record.finder import is_only_one, roles
 from stoker.control.record.reader import Run
 

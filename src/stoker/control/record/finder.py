@@ -10,7 +10,7 @@ from stoker.contract import layout, names, terminal
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Verdict
 from stoker.contract.spelling import suggest
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.record import ownership
 from stoker.control.record.reader import Damaged, Run, load, read, size_of
 from stoker.control.record.speedruns import speedrun_at, speedruns

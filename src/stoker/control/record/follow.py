@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from stoker.contract import layout
 from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract.safe_io import open_regular
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import open_regular, printable
+from stoker.contract.text import printable
 from stoker.control.record.reader import Run
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from stoker.contract import layout, typed
+from stoker.contract.safe_io import APPEND
 from stoker.contract.shape import as_json, shape
-from stoker.contract.wholefile import APPEND
 from stoker.control.record.reader import open_in
 
 SCHEMA = 1

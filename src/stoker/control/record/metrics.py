@@ -11,8 +11,8 @@ from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.untrusted import json_lines, last_lines, parse_json
-from stoker.contract.wholefile import APPEND, WholeFile
+from stoker.contract.safe_io import APPEND, WholeFile, json_lines, last_lines
+from stoker.contract.text import parse_json
 
 LONGEST = 1 << 20  # bytes of a line
 LAST_BYTES, LAST_LINES = 16 << 20, 100_000  # that last_metrics reads: about two seconds at worst
@@ -56,7 +56,7 @@ def metrics_in(run_dir: str) -> Iterator[dict[str, Any]]:
     """The same, one at a time: a run that comes from elsewhere may have any number of them."""
     path = os.path.join(run_dir, layout.METRICS)
     try:
-        yield from (told for _, told in json_lines(path, LONGEST))
+        yield from (told for _, told in json_lines(path))
     except (OSError, ValueError) as problem:  # a named pipe, or a line without end
         why = getattr(problem, "strerror", None) or problem
         raise Refusal(f"{path}: {why}; no run writes such a file: remove it", EX_DATAERR) from problem

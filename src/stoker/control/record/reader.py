@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from stoker.contract import layout, names, untrusted
-from stoker.contract.effort import reading
+from stoker.contract import layout, names, safe_io, text
+from stoker.contract.errors import reading
 from stoker.contract.process import owner, process
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Verdict
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.record import ownership
 
 _MOST = 16 << 20  # bytes of run.json: a run on 500 hosts has 2 MB
@@ -83,7 +83,7 @@ class Run:
 def read_json(path: str) -> Any:
     """None when it isn't there or isn't whole."""
     try:
-        return untrusted.read_json(path)
+        return safe_io.read_json(path)
     except (OSError, ValueError):
         return None
 
@@ -154,14 +154,14 @@ def _verdict_in_events(run_dir: str) -> Verdict | None:
 def open_in(run_dir: str, *names_: str) -> int:
     """A descriptor of a regular file in the run directory, by no symbolic link: a record opens no file elsewhere."""
     if len(names_) == 1:  # half the calls: a thousand runs are listed in a fraction of a second
-        return untrusted.open_regular(os.path.join(run_dir, names_[0]), follow=False)
+        return safe_io.open_regular(os.path.join(run_dir, names_[0]), follow=False)
     handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for folder in names_[:-1]:
             below = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=handle)
             os.close(handle)
             handle = below
-        return untrusted.open_regular(names_[-1], dir_fd=handle, follow=False)
+        return safe_io.open_regular(names_[-1], dir_fd=handle, follow=False)
     finally:
         os.close(handle)
 
@@ -187,7 +187,7 @@ def _part(run_dir: str, name: str, uid: int, most: int) -> Any:
         limit = f"{most >> 20} MiB" if most >> 20 else f"{most >> 10} KiB"
         raise Damaged(f"{name} is larger than {limit}")
     try:
-        return untrusted.parse_json(data)
+        return text.parse_json(data)
     except ValueError as problem:
         raise Damaged(f"{name} is not JSON: {printable(str(problem), 80)}") from problem
 
@@ -258,7 +258,7 @@ def _event(line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        event = untrusted.parse_json(line)
+        event = text.parse_json(line)
     except ValueError:
         return None
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):

@@ -14,9 +14,8 @@ from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.safe_io import APPEND, json_lines, write_whole
 from stoker.contract.shape import as_json, shape
-from stoker.contract.untrusted import json_lines
-from stoker.contract.wholefile import APPEND, write_whole
 
 ENDS = 5  # steps at both ends that are never thinned
 OF_A_STEP = 16  # a step has no more than this part of the limit: those at both ends always fit
@@ -74,7 +73,7 @@ class Rollouts:
         os.close(self._handle)
 
     def _lines(self) -> Iterator[tuple[int, str]]:
-        for line, told in json_lines(self._path, LONGEST):
+        for line, told in json_lines(self._path):
             if line.endswith("\n") and isinstance(told.get("step"), int):
                 yield told["step"], line
 
@@ -114,7 +113,7 @@ def read_rollouts(folder: str) -> Iterator[Rollout]:
     if os.path.getsize(path) > LARGEST:
         raise Refusal(f"{path} is larger than {LARGEST >> 20} MB: no run writes such a file", EX_DATAERR)
     try:
-        for _, told in json_lines(path, LONGEST):
+        for _, told in json_lines(path):
             rollout = parse_rollout(told)
             if rollout is not None:
                 yield rollout

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stoker.contract import layout
+from stoker.contract.safe_io import APPEND, PRIVATE, write_whole
 from stoker.contract.shape import as_json, fields_of, shape
+from stoker.contract.text import parse_json
 from stoker.contract.typed import Real, readable
-from stoker.contract.untrusted import parse_json
-from stoker.contract.wholefile import APPEND, PRIVATE, write_whole
 from stoker.control.record.reader import open_in
 
 EVERY_S = 2.0  # between two lines

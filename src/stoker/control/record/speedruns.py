@@ -7,8 +7,9 @@ import shlex
 import stat
 
 from stoker.contract.process import owner
+from stoker.contract.safe_io import read_json, read_text
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import is_count, printable, read_json, read_text
+from stoker.contract.text import is_count, printable
 from stoker.control.record import ownership
 
 CHAIN, STAGES, LOCK = "chain.json", "stages", ".lock"
@@ -73,7 +74,7 @@ def _is_running(path: str) -> bool:
     """The process in its lock file is ours and has that file open."""
     lock = os.path.join(path, LOCK)
     try:
-        pid = read_text(lock, 20).strip()
+        pid = read_text(lock).strip()
     except (OSError, ValueError):
         return False
     return is_count(pid) and owner(int(pid)) == os.getuid() and bool(ownership.writes_to(int(pid), lock))

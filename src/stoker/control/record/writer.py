@@ -13,10 +13,10 @@ import time
 from typing import Any
 
 from stoker.contract import layout, names, redact
+from stoker.contract.safe_io import APPEND, temporary_name, write_json
 from stoker.contract.shape import pick, shape
 from stoker.contract.shapes import Verdict
-from stoker.contract.untrusted import printable
-from stoker.contract.wholefile import APPEND, temporary_name, write_json
+from stoker.contract.text import printable
 from stoker.control.record import ownership
 
 TYPE_CHECKING = False

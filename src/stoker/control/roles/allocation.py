@@ -14,7 +14,7 @@ from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 
 SERVING = ("sglang", "vllm", "stoker")
 TRAINING = ("fsdp", "ddp", "megatron")

@@ -14,10 +14,10 @@ from typing import Any
 from stoker.contract import layout, names, redact
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import counted
+from stoker.contract.safe_io import write_json
 from stoker.contract.shape import pick, replace, shape
 from stoker.contract.shapes import Verdict
-from stoker.contract.untrusted import printable
-from stoker.contract.wholefile import write_json
+from stoker.contract.text import printable
 from stoker.control.agent.kernel import set_name
 from stoker.control.agent.reservations import GpuLocks
 from stoker.control.cluster.hosts import NO_GPUS, Hosts

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from stoker.contract import listeners, owners
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.record import reader
 from stoker.control.roles.role import Ready
 from stoker.control.roles.served import Served, parse

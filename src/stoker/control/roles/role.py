@@ -27,9 +27,10 @@ from typing import Any, NoReturn
 
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.quantities import duration
+from stoker.contract.safe_io import read_text
 from stoker.contract.settings import suggest
 from stoker.contract.shape import replace, shape
-from stoker.contract.untrusted import is_count, printable, read_text
+from stoker.contract.text import is_count, printable
 from stoker.contract.yamltext import NotYaml, parse_yaml
 
 ALWAYS, NEVER, JOB = "always", "never", "job"

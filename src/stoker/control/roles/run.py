@@ -15,7 +15,7 @@ from stoker.contract.progress import of_run
 from stoker.contract.shape import shape
 from stoker.contract.shapes import Verdict
 from stoker.contract.terminal import in_one_row
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.launch.console import Console, LineCutter
 from stoker.control.launch.ourselves import stoker_command
 from stoker.control.launch.shortlines import OwnLines, RoleLines

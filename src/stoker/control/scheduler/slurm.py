@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.slurmjob import ASK_S, ask_slurm
-from stoker.contract.untrusted import is_count
+from stoker.contract.text import is_count
 from stoker.control.machine.origin import run_we_are_in
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from typing import Any
 from stoker.contract import redact
 from stoker.contract import slurmjob as jobs
 from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract.safe_io import write_json
 from stoker.contract.shape import as_json, fields_of, replace
 from stoker.contract.shapes import Verdict
 from stoker.contract.slurmjob import Job, ask_slurm
-from stoker.contract.untrusted import is_count
-from stoker.contract.wholefile import write_json
+from stoker.contract.text import is_count
 from stoker.control.launch.console import LineCutter
 from stoker.control.record import finder, reader
 from stoker.control.record.follow import Tail

@@ -14,9 +14,9 @@ from stoker.contract import layout, redact
 from stoker.contract import slurmjob as job
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, OF_A_RANK, Refusal
 from stoker.contract.quantities import duration
+from stoker.contract.safe_io import write_json
 from stoker.contract.shape import option, section, shape
-from stoker.contract.untrusted import is_count
-from stoker.contract.wholefile import write_json
+from stoker.contract.text import is_count
 from stoker.control.record.ownership import own_folder
 from stoker.control.record.writer import cannot_write
 

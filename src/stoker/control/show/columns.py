@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import parse_json
+from stoker.contract.text import parse_json
 
 LONGEST = 1 << 20  # bytes of a line
 _MOST_DAMAGED = 20_000  # lines of a block

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from stoker.contract import names
 from stoker.contract.names import Refusal
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.show.curves import MetricsTail, averaged, finite_points, smoothed
 from stoker.control.show.drawing import Line, short, sparkline
 from stoker.control.show.picture import leave_picture

@@ -12,7 +12,7 @@ from typing import Any
 from stoker.contract import checkpoints, layout
 from stoker.contract.names import RECIPES
 from stoker.contract.shape import replace
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.record import reader
 from stoker.control.record.history import Columns, HistoryTail, Moment, newest_columns, newest_history
 from stoker.control.record.serving import ServerSample, rates, recent_samples

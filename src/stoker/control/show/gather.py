@@ -14,8 +14,8 @@ from typing import Any
 
 from stoker.contract.names import MACHINE, Refusal
 from stoker.contract.shape import fields_of, replace
+from stoker.contract.text import printable
 from stoker.contract.typed import readable
-from stoker.contract.untrusted import printable
 from stoker.control.machine.gauges import Gauges
 from stoker.control.machine.model import OFFLINE, GpuGauges, HostGauges
 from stoker.control.record import finder, ownership, reader

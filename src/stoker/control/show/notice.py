@@ -21,7 +21,7 @@ from stoker.contract import redact
 from stoker.contract.memory import Bounded
 from stoker.contract.names import Refusal
 from stoker.contract.shapes import Verdict
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.record import reader
 from stoker.control.show.job import folder_of
 from stoker.control.show.snapshot import Run, finite

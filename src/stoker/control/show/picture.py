@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
-from stoker.contract.untrusted import printable
-from stoker.contract.wholefile import WholeFile, refuse_other_kind
+from stoker.contract.safe_io import WholeFile, refuse_other_kind
+from stoker.contract.text import printable
 from stoker.contract.workdir import working_in
 from stoker.control.show.drawing import Line
 

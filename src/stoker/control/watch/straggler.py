@@ -15,7 +15,7 @@ from typing import Any
 
 from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import is_count
+from stoker.contract.text import is_count
 from stoker.control.watch import stacks
 from stoker.control.watch.snapshot import Snapshot, Snapshots, main_thread
 

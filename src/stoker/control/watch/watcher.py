@@ -12,7 +12,7 @@ from typing import Any
 from stoker.contract.quantities import span
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Stall
-from stoker.contract.untrusted import is_count, parse_json, within
+from stoker.contract.text import is_count, parse_json, within
 from stoker.control.watch import progress, snapshot, stacks
 from stoker.control.watch.activity import activity
 from stoker.control.watch.culprit import explain

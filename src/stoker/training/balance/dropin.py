@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import stoker
 from stoker.contract.quantities import counted
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.training.balance.comm import now, to_host
 from stoker.training.balance.plan import Plan, Plans, Rule, apportion
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 
 from stoker.contract import owners
 from stoker.contract.names import EX_CANTCREAT, EX_TEMPFAIL, Refusal
-from stoker.contract.untrusted import open_lock_file
-from stoker.contract.wholefile import sync_folder
+from stoker.contract.safe_io import open_lock_file, sync_folder
 from stoker.training.checkpoint.manifest import NAME as MANIFEST
 
 _STEP = re.compile(r"step-(\d{8,})")

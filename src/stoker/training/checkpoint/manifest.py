@@ -17,9 +17,10 @@ from typing import Any
 from stoker.contract import layout
 from stoker.contract.progress import Progress
 from stoker.contract.quantities import counted
+from stoker.contract.safe_io import kind_of
 from stoker.contract.shape import as_json, shape
+from stoker.contract.text import parse_json
 from stoker.contract.typed import Count, read_shape
-from stoker.contract.untrusted import kind_of, parse_json
 
 SCHEMA = 1
 NAME = "manifest.json"
@@ -79,7 +80,7 @@ def decode(data: bytes) -> Manifest:
     """Trusts nothing in it: ValueError says what is wrong."""
     if not data.isascii():  # what `encode` never writes, and four bytes a character to read
         raise ValueError("it is not in ASCII")
-    body = parse_json(data, most=_MOST_VALUES)
+    body = parse_json(data)
     if not isinstance(body, dict):
         raise ValueError("it is not a JSON object")
     if body.get("schema") != SCHEMA:

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 from stoker.contract import owners
 from stoker.contract.quantities import amount, span
+from stoker.contract.safe_io import read_json, sync_folder, write_whole
 from stoker.contract.shape import as_json, replace, shape
 from stoker.contract.tensorheader import pack_header
 from stoker.contract.typed import read_shape
-from stoker.contract.untrusted import read_json
-from stoker.contract.wholefile import sync_folder, write_whole
 from stoker.training.checkpoint import manifest
 from stoker.training.checkpoint.folders import is_checkpoint, put_in_place
 from stoker.training.checkpoint.manifest import Entry, Manifest, Piece, SummedFile, Sums, sizes_wrong_in

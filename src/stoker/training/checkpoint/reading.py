@@ -15,10 +15,9 @@ from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusa
 from stoker.contract.owners import is_trusted, user_name
 from stoker.contract.progress import Progress
 from stoker.contract.quantities import amount
-from stoker.contract.untrusted import read_bytes
+from stoker.contract.safe_io import read_bytes
 from stoker.training.checkpoint.folders import repair, steps_in
 from stoker.training.checkpoint.manifest import (
-    LARGEST,
     NAME,
     Entry,
     Manifest,
@@ -124,7 +123,7 @@ def _copy(opened: Any, piece: Piece, block: Block, entry: Entry) -> None:
 def open_checkpoint(path: str) -> Checkpoint:
     """Manifest and sizes are checked, not the bytes: `verify` does that."""
     try:
-        data = read_bytes(os.path.join(path, NAME), LARGEST)
+        data = read_bytes(os.path.join(path, NAME))
     except OSError as problem:
         raise Refusal(f"{path} is not a complete checkpoint: {NAME}: {problem.strerror}", EX_NOINPUT) from problem
     try:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.contract.settings import suggest, truth
-from stoker.contract.untrusted import is_count
+from stoker.contract.text import is_count
 from stoker.training.config.keys import BARE, KEYS, LEAVES
 
 PRESET, GPU = "preset", "run.gpu"  # what an alias may mean besides a key: the preset, and an option of `stoker run`

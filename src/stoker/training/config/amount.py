@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 
-from stoker.contract.effort import looking_at_file
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.progress import Progress
 from stoker.contract.shape import shape
@@ -193,7 +193,7 @@ def lines_in(path: str) -> int:
     """Rows, by the lines that are not blank; of a file that has no lines, about."""
     if kind_of(path) in ("parquet", "arrow"):
         return max(os.path.getsize(path) // PARQUET_ROW, 1)
-    with looking_at_file(path, path):
+    with reading(path):
         if kind_of(path) in ("json", "csv"):  # a row may have many lines, or all rows one
             return sum(1 for _ in itertools.islice(rows(path), COUNTED_ROWS))
         count, read = _counted(path)

@@ -8,8 +8,9 @@ import re
 from typing import Any
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.safe_io import read_text
 from stoker.contract.settings import suggest
-from stoker.contract.untrusted import parse_json, read_text
+from stoker.contract.text import parse_json
 from stoker.contract.yamltext import NotYaml, parse_yaml
 
 _NAMED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "named")
@@ -32,7 +33,7 @@ def load(path: str) -> dict[str, Any]:
     if path in shipped():  # a file of that name, which anybody may have put here, is ./NAME
         path = os.path.join(_NAMED, f"{path}.yaml")
     try:
-        text = read_text(path, _LONGEST)
+        text = read_text(path)
     except FileNotFoundError as problem:
         names = ", ".join(shipped())
         raise Refusal(

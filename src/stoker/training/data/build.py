@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from stoker.contract.diskroom import DiskRoom
 from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.progress import BYTES, Progress
+from stoker.contract.safe_io import open_lock_file, sync_folder, write_json
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import open_lock_file, printable
-from stoker.contract.wholefile import sync_folder, write_json
+from stoker.contract.text import printable
 from stoker.training.data import shards
 from stoker.training.data.crew import Crew
 from stoker.training.data.ours import OTHER_CACHE

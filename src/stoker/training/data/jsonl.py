@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from stoker.contract.untrusted import lines_of, parse_json
+from stoker.contract.safe_io import lines_of
+from stoker.contract.text import parse_json
 
 # From here on its parts are counted before it is parsed: 64 MB of [[],[],[] … would become gigabytes.
 LONG_LINE = 1 << 20

@@ -6,7 +6,7 @@ import errno
 import os
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
-from stoker.contract.untrusted import open_regular
+from stoker.contract.safe_io import open_regular
 
 _BEGINNINGS = (
     (b"\x1f\x8b", "gzip"), (b"PK\x03\x04", "a zip archive"), (b"PAR1", "parquet"), (b"\x89PNG", "a PNG image"), (b"\xff\xd8\xff", "a JPEG image"),

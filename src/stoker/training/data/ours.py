@@ -15,8 +15,7 @@ from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.owners import why_not_ours_alone
 from stoker.contract.progress import BYTES, Progress
 from stoker.contract.quantities import amount
-from stoker.contract.untrusted import open_lock_file, open_regular, read_json
-from stoker.contract.wholefile import write_json, write_whole
+from stoker.contract.safe_io import open_lock_file, open_regular, read_json, write_json, write_whole
 from stoker.control.record import ownership
 
 TAG = layout.CACHE_TAG
@@ -159,7 +158,7 @@ def _block(block: tuple[str, int]) -> bytes:
 
 def _read(index: str) -> dict[str, list[object]]:
     try:
-        told = read_json(index, _LARGEST)
+        told = read_json(index)
         files: dict[str, list[object]] = typed.read_fields({"schema": "int", "files": _FILES}, told)["files"]
     except (OSError, ValueError):
         return {}  # it only saves reading: what it held is found again

@@ -13,7 +13,6 @@ from typing import Any
 from stoker.contract.memory import ROOM, Bounded  # besides the compressed columns themselves
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.quantities import counted
-from stoker.contract.untrusted import stored_size
 from stoker.training.data.unpack import most_unfolded, unfolds
 
 ROWS, BATCH = 1024, 64 << 20  # rows that are read at once, and their bytes as far as the file's metadata tells
@@ -44,7 +43,7 @@ def open_parquet(path: str, name: str = "") -> Any:
             min(group.num_rows, group.total_byte_size) < 0 for group in groups
         ):
             raise ValueError("its row groups do not add up")
-        refuse_empty_rows(shown, table.metadata.num_rows, stored_size(path))
+        refuse_empty_rows(shown, table.metadata.num_rows, os.path.getsize(path))
         return table
     except (MemoryError, OSError, ValueError) as problem:  # pyarrow's ArrowInvalid is a ValueError
         if not isinstance(problem, MemoryError) and "bad_alloc" not in str(problem):
@@ -117,7 +116,7 @@ def read_rows(
     wanted = frozenset(columns)
     parts = [part for part in parts if not wanted.isdisjoint(_columns_above(part.path_in_schema))]
     unfolded = sum(max(part.total_uncompressed_size, 0) for part in parts)
-    compressed = min(sum(max(part.total_compressed_size, 0) for part in parts), stored_size(path))
+    compressed = min(sum(max(part.total_compressed_size, 0) for part in parts), os.path.getsize(path))
     count = max(1, min(ROWS, BATCH * about.num_rows // max(unfolded, 1)))
     try:
         batches = table.iter_batches(batch_size=count, row_groups=[group], columns=list(columns), use_threads=False)

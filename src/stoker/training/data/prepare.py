@@ -13,7 +13,7 @@ from typing import Any
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_DATAERR, Refusal
 from stoker.contract.quantities import amount
 from stoker.contract.shape import replace, shape
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.training.data import shards
 from stoker.training.data.build import alone, build, whole
 from stoker.training.data.config import DataConfig

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, BinaryIO
 
-from stoker.contract.effort import reading, unreadable
+from stoker.contract.errors import reading, unreadable
 from stoker.contract.memory import bounded_steps
 from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.safe_io import open_regular
 from stoker.contract.settings import suggest
 from stoker.contract.shape import as_json, shape
-from stoker.contract.untrusted import open_regular, printable, stored_size
+from stoker.contract.text import printable
 from stoker.training.data.formats.format import Format, Turn, Unusable, checked, in_bytes, refuse_mixed
 from stoker.training.data.formats.table import FORMATS, known, recognise
 from stoker.training.data.jsonl import parse_row, utf8
@@ -189,7 +190,7 @@ def _parquet(span: Span, columns: tuple[str, ...]) -> Iterator[tuple[dict[str, A
             EX_DATAERR,
         )
     before = sum(table.metadata.row_group(group).num_rows for group in range(span.group))
-    own = bytes_of_group(table, span.group, stored_size(span.path), span.shown)
+    own = bytes_of_group(table, span.group, os.path.getsize(span.path), span.shown)
     done, unfolding = 0, Unfolding(span.shown, own, table.metadata.num_row_groups)
     for some in read_rows(span.path, table, span.group, there, span.name):
         if done + len(some) > span.begin:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 
 NAMED = 5  # rows that a line names for each reason
 TOLERATED = 0.01  # a smaller share of rows that can't be used is left out

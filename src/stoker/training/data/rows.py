@@ -16,11 +16,11 @@ from importlib import import_module
 from typing import Any, BinaryIO
 
 from stoker.contract.diskroom import DiskRoom
-from stoker.contract.effort import reading
+from stoker.contract.errors import reading
 from stoker.contract.memory import Bounded, bounded_steps
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.quantities import counted
-from stoker.contract.untrusted import MOST_VALUES, open_regular, stored_size
+from stoker.contract.safe_io import open_regular
 from stoker.training.data.jsonl import DECODER, HALF, parse_row, sound, utf8
 from stoker.training.data.looks import as_text
 from stoker.training.data.parquet import Unfolding, first_line, open_parquet, read_rows, refuse_empty_rows
@@ -76,7 +76,7 @@ def _rows(path: str, files: int) -> Iterator[tuple[int, Row]]:
     kind = kind_of(path)
     if kind in ("parquet", "arrow"):
         with _on_disk(path, files) as place:
-            unfolding = Unfolding(path, stored_size(place), files)
+            unfolding = Unfolding(path, os.path.getsize(place), files)
             for number, row in enumerate(_parquet(path, place) if kind == "parquet" else _arrow(path, place), 1):
                 unfolding.take(row)
                 yield number, row
@@ -121,7 +121,7 @@ def _lines(path: str, stream: BinaryIO) -> Iterator[tuple[int, Row]]:
 def _values(path: str, stream: BinaryIO) -> Iterator[Row]:
     """One array, or values one after the other."""
     text_of = codecs.getincrementaldecoder("utf-8-sig")()
-    text, at, size, number, array, ended, again = "", 0, _READ, 0, False, False, False
+    text, at, size, number, array, ended = "", 0, _READ, 0, False, False
     while True:
         at = _GAP.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
         if at < len(text) and not number and not array and text[at] == "[":
@@ -131,17 +131,13 @@ def _values(path: str, stream: BinaryIO) -> Iterator[Row]:
             return
         where = f"{path}, row {number + 1}"
         if at < len(text):
-            # Not for each row: what comes behind this one is counted, too.
-            if again and sum(text.count(sign, at) for sign in "[{,") > 2 * MOST_VALUES:
-                raise Refusal(f"{where} has more than {2 * MOST_VALUES:,} values", EX_DATAERR)
             try:
                 found, end = DECODER.raw_decode(text, at)
                 if end - at > LONGEST_LINE:
                     raise Refusal(f"{where} is longer than {LONGEST_LINE >> 20} MB", EX_DATAERR)
                 found = sound(found) if HALF.search(text, at, end) else found
-                number, at, size, again = number + 1, end, _READ, False
+                number, at, size = number + 1, end, _READ
             except json.JSONDecodeError as problem:
-                again = True
                 if ended or len(text) - at > LONGEST_LINE:  # else the rest of the row is not read yet
                     line = f"{where} is not JSON: {problem.msg}; it begins {text[at : at + 40]!r}"
                     raise Refusal(line, EX_DATAERR) from problem
@@ -258,7 +254,7 @@ def _arrow(path: str, place: str) -> Iterator[Row]:
     try:
         with os.fdopen(open_regular(place), "rb") as begin:
             is_file = begin.read(6) == b"ARROW1"
-        size = stored_size(place)
+        size = os.path.getsize(place)
         with arrow.OSFile(place) as source:
             try:
                 with Bounded():

@@ -18,9 +18,8 @@ from stoker.contract import layout, typed
 from stoker.contract.diskroom import DiskRoom
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.progress import BYTES, Progress
+from stoker.contract.safe_io import kind_of, read_json, write_json
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import kind_of, read_json
-from stoker.contract.wholefile import write_json
 from stoker.training.data.ours import OTHER_CACHE
 
 SCHEMA = 1

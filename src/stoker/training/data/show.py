@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from stoker.contract.effort import reading
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
 from stoker.training.data.encode import Encoded, conversation_ids, pair_ids

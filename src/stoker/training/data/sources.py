@@ -12,10 +12,10 @@ from stoker.contract.diskroom import DiskRoom
 from stoker.contract.memory import Bounded, bounded_steps
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import amount
+from stoker.contract.safe_io import PRIVATE, WholeFile
 from stoker.contract.shape import shape
 from stoker.contract.spelling import suggest_file
-from stoker.contract.untrusted import printable, stored_size
-from stoker.contract.wholefile import PRIVATE, WholeFile
+from stoker.contract.text import printable
 from stoker.training.data.looks import check_head
 from stoker.training.data.ours import OTHER_CACHE, digest_files, files_below
 from stoker.training.data.rows import IN_PLACE, KINDS, as_line, counted_in, is_known, kind_of, rows
@@ -125,12 +125,12 @@ def _unfolded(path: str, kind: str, files: int) -> Iterator[bytes]:
         with open_unpacked(path, files) as stream:
             yield from iter(lambda: stream.read(1 << 20), b"")
         return
-    left = most_unfolded(stored_size(path), files)
+    left = most_unfolded(os.path.getsize(path), files)
     for _, row in rows(path, files):
         line = as_line(row)
         left -= len(line)
         if left < 0:
-            raise unfolds(path, stored_size(path))
+            raise unfolds(path, os.path.getsize(path))
         yield line
 
 
@@ -174,7 +174,7 @@ def _source(path: str, cache: str, say: Callable[[str], None], files: int, room:
     if os.path.splitext(path)[1].lower() == ".zip":
         raise Refusal(f"{path} is an archive of files: unpack it first, e.g. `unzip {path}`", EX_DATAERR)
     check_head(path, text=not packing_of(path) and kind not in ("parquet", "arrow"))
-    size, stored = os.path.getsize(path), stored_size(path)
+    size, stored = os.path.getsize(path), os.path.getsize(path)
     if size > most_unfolded(stored, files):  # the rest is holes, which are read as zeros
         raise unfolds(path, stored)
     if not packing_of(path) and kind in IN_PLACE:

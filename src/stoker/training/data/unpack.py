@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import amount, counted
-from stoker.contract.untrusted import open_regular, stored_size
+from stoker.contract.safe_io import open_regular
 
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 MOST_TIMES = 200  # a packed file's size; text packs to a fifth, tables of numbers to a twentieth
@@ -63,7 +63,7 @@ def open_unpacked(path: str, files: int = 1) -> Iterator[BinaryIO]:
         if not packing:
             yield file
             return
-        stream = _Bounded(_opened(path, packing, file), path, stored_size(path), files)
+        stream = _Bounded(_opened(path, packing, file), path, os.path.getsize(path), files)
         with io.BufferedReader(stream, _READ) as buffered:
             yield buffered
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, BinaryIO
 
-from stoker.contract.effort import all_of_them, looking_at_file, reading
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.shape import replace, shape
@@ -54,8 +54,7 @@ class Prompts:
 def read_tasks(paths: Sequence[str], most: int) -> tuple[Task, ...]:
     """A path, or NAME=PATH."""
     told = [_told(word) for word in paths]
-    files = [file for _, path in told for file in _files(path)]
-    with all_of_them("evaluate.tasks", files):  # one file may be named any number of times
+    with reading("evaluate.tasks"):
         tasks = [replace(task, name=name or task.name) for (name, path) in told for task in (_task(path, most),)]
     names = [task.name for task in tasks]
     twice = {name for name in names if names.count(name) > 1}
@@ -98,7 +97,7 @@ def _task(path: str, most: int) -> Task:
     files = _files(path)
     questions: list[Question] = []
     skipped: list[str] = []
-    with looking_at_file(f"evaluate.tasks {path}", *files):
+    with reading(f"evaluate.tasks {path}"):
         for file in files:
             kind = (
                 _name(file)
@@ -216,7 +215,7 @@ def _json_rows(path: str, key: str) -> list[tuple[str, Any]]:
 
 def _bounded(rows: Iterable[tuple[str, Any]], path: str, where: str) -> list[tuple[str, Any]]:
     """All are held in memory: no more of them than anybody asks."""
-    with looking_at_file(where, path):
+    with reading(where):
         found = list(islice(rows, _MOST_ROWS + 1))
     if len(found) > _MOST_ROWS:
         raise Refusal(f"{where} has more than {counted(_MOST_ROWS, 'row')}: make the file smaller", EX_DATAERR)
@@ -250,7 +249,7 @@ def _parquet_rows(path: str) -> list[tuple[str, Any]]:
         )
     rows: list[Row] = []
     characters = 0
-    with looking_at_file(f"evaluate.tasks {path}", path):
+    with reading(f"evaluate.tasks {path}"):
         for some in (
             some for group in range(table.metadata.num_row_groups) for some in read_rows(path, table, group, columns)
         ):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from stoker.contract.effort import SECONDS, LookingAt
+from stoker.contract.errors import reading
 from stoker.contract.quantities import amount
 from stoker.contract.shape import replace, shape
 from stoker.training.fit.block import HALF
@@ -522,5 +522,5 @@ def _sizes(share: int) -> list[int]:
 
 
 def make(cards: list[Card], wish: Wish) -> Plan:
-    with LookingAt(f"model {wish.model.load}", 2 * SECONDS):
+    with reading(f"model {wish.model.load}"):
         return Search(cards, wish).plan()

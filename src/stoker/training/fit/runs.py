@@ -10,7 +10,8 @@ from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.owners import is_mine
-from stoker.contract.untrusted import open_below, parse_json
+from stoker.contract.safe_io import open_below
+from stoker.contract.text import parse_json
 
 MOST_RUNS = 200  # newest ones of one's own that are looked at
 LONGEST = 1 << 16  # bytes of a memory.json

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from stoker.contract.effort import SECONDS, LookingAt
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.contract.quantities import amount
 from stoker.contract.shape import replace, shape
@@ -76,7 +76,7 @@ class Decision:
 
 def decide(cards: list[Card], wish: Wish, asked: str = AUTO, but: Collection[str] = ()) -> Decision:
     """`asked`: auto, or one of STRATEGIES; `but`: those that can't be had."""
-    with LookingAt(f"model {wish.model.load}", 4 * SECONDS):
+    with reading(f"model {wish.model.load}"):
         names = [name for name in STRATEGIES if asked in (AUTO, name) and (asked == name or name not in but)]
         if len(cards) == 1:
             names = [ONE]

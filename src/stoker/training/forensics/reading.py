@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from stoker.contract import redact, typed
-from stoker.contract.effort import SECONDS, LookingAt, looking_at_file
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.quantities import counted
+from stoker.contract.safe_io import read_json
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
 from stoker.contract.tensorheader import Header, Tensor, read_header
-from stoker.contract.untrusted import read_json
 from stoker.training.forensics.report import Report, TensorStats
 
 REPORT, BATCH = "report.json", "batch.json"
@@ -77,7 +77,7 @@ def newest(folder: str) -> str | None:
 def ranks(folder: str) -> list[RankDump]:
     """Every rank's, in order. `folder` is a step's or one rank's."""
     if os.path.exists(os.path.join(folder, REPORT)):
-        with LookingAt(folder):
+        with reading(folder):
             return [_dump(folder)]
     entries = (entry for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
     numbers = sorted(int(entry.name[5:]) for entry in entries if re.fullmatch(r"rank-[0-9]{1,9}", entry.name))
@@ -85,7 +85,7 @@ def ranks(folder: str) -> list[RankDump]:
         raise Refusal(
             f"{folder} holds no rank's report; a NaN dump is a folder nan_step_N with rank-0, rank-1 …", EX_NOINPUT
         )
-    with LookingAt(f"{folder}, with reports of {len(numbers)} ranks,", SECONDS + len(numbers) / _REPORTS_A_SECOND):
+    with reading(f"{folder}, with reports of {len(numbers)} ranks,"):
         return [_dump(os.path.join(folder, f"rank-{number}")) for number in numbers]
 
 
@@ -117,7 +117,7 @@ def texts(dump: RankDump) -> list[dict[str, Any]]:
     path = os.path.join(dump.folder, BATCH)
     if not os.path.exists(path):
         return []
-    with looking_at_file(path, path):
+    with reading(path):
         data: Any = _read_with(read_json, path)
         try:
             samples = [
@@ -143,7 +143,7 @@ def _read_with(reader: Callable[[str], Read], path: str) -> Read:
 
 def show(dump: RankDump, name: str, most: int = 8) -> Shown:
     """A tensor by its name; `gradients/layers.0.mlp.down.weight` where several files have it."""
-    with looking_at_file(dump.folder):
+    with reading(dump.folder):
         path, found, header = _found(dump, name)
     tensor = found.partition("/")[2]
     return _read(path, found, header.tensors[tensor], header.metadata.get(f"cut {tensor}", ""), most)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.contract.quantities import amount
+from stoker.contract.safe_io import write_whole
 from stoker.contract.settings import suggest
 from stoker.contract.shape import replace, shape
 from stoker.contract.tensorheader import pack_header
-from stoker.contract.wholefile import write_whole
 from stoker.training.checkpoint.folders import put_in_place
 from stoker.training.data.reader import IGNORED
 from stoker.training.forensics import report as phases

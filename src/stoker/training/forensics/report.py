@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from stoker.contract.shape import as_json, replace, shape
+from stoker.contract.text import printable
 from stoker.contract.typed import Real, read, read_shape
-from stoker.contract.untrusted import printable
 
 SCHEMA = 1
 

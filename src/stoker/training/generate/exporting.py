@@ -14,12 +14,12 @@ from torch import Tensor
 
 from stoker import __version__
 from stoker.contract import layout, redact
-from stoker.contract.effort import reading
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.safe_io import read_text, write_whole
 from stoker.contract.shape import replace, shape
+from stoker.contract.text import parse_json, printable
 from stoker.contract.typed import read_fields
-from stoker.contract.untrusted import parse_json, printable, read_text
-from stoker.contract.wholefile import write_whole
 from stoker.contract.yamltext import NotYaml, parse_yaml
 from stoker.control.record import reader
 from stoker.control.record.metrics import LAST_BYTES, LAST_LINES, last_metrics

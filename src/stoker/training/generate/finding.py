@@ -11,7 +11,7 @@ from stoker.contract import layout, owners
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.record import again, finder, reader
 from stoker.training.checkpoint.folders import steps_in
 from stoker.training.checkpoint.manifest import NAME as MANIFEST

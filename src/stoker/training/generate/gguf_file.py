@@ -18,13 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker import __version__
-from stoker.contract.effort import reading
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.progress import BYTES, Progress
 from stoker.contract.quantities import amount, counted
+from stoker.contract.safe_io import open_regular, sync_folder, temporary_name
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import open_regular
-from stoker.contract.wholefile import sync_folder, temporary_name
 from stoker.training.model import hf_stream
 from stoker.training.model.config import ModelConfig, lacking
 from stoker.training.model.families import family_of

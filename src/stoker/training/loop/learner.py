@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from stoker.contract.progress import Progress
+from stoker.contract.safe_io import write_whole
 from stoker.contract.shape import shape
-from stoker.contract.wholefile import write_whole
 from stoker.training.data.reader import IGNORED
 from stoker.training.loop.feeder import Rows, padded
 from stoker.training.loop.samples import Example, from_chats

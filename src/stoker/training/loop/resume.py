@@ -9,9 +9,9 @@ from typing import Any
 
 from stoker.contract import layout, names, owners
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_NOINPUT, EX_NOPERM, Refusal
+from stoker.contract.safe_io import read_bytes
 from stoker.contract.settings import suggest
 from stoker.contract.shape import as_json, replace, shape
-from stoker.contract.untrusted import read_bytes
 from stoker.training.checkpoint import folders, manifest
 from stoker.training.checkpoint.config import CheckpointConfig
 from stoker.training.data.shards import Prepared
@@ -122,7 +122,7 @@ def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: s
             return None
         where = newest
     try:
-        found = manifest.decode(read_bytes(os.path.join(where, manifest.NAME), manifest.LARGEST))
+        found = manifest.decode(read_bytes(os.path.join(where, manifest.NAME)))
     except (OSError, ValueError) as problem:
         if told.resume == "auto":
             return None  # damaged: the ranks say so and take the one before
@@ -136,7 +136,7 @@ def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: s
 def optimizer_of(where: str) -> str | None:
     """Whose state a checkpoint has; None: it can't be read here, and the ranks say why."""
     try:
-        found = manifest.decode(read_bytes(os.path.join(where, manifest.NAME), manifest.LARGEST))
+        found = manifest.decode(read_bytes(os.path.join(where, manifest.NAME)))
     except (OSError, ValueError):
         return None
     kind = found.meta.get("optimizer")

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from stoker.contract import layout
+from stoker.contract.safe_io import APPEND
 from stoker.contract.shape import shape
-from stoker.contract.wholefile import APPEND
 from stoker.training.data.reader import IGNORED
 from stoker.training.loop.config import ANSWERED
 from stoker.training.loop.feeder import Rows

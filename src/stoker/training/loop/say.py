@@ -12,7 +12,7 @@ from stoker.contract import redact, terminal
 from stoker.contract.progress import Progress
 from stoker.contract.quantities import clock
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import printable_lines
+from stoker.contract.text import printable_lines
 from stoker.contract.workdir import working_in
 from stoker.control.record.metrics import Metrics
 from stoker.training.balance.plan import Plan

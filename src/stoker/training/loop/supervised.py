@@ -13,9 +13,9 @@ from torch import Tensor
 
 import stoker
 from stoker.contract import layout
+from stoker.contract.safe_io import APPEND, write_whole
 from stoker.contract.shape import replace, shape
-from stoker.contract.untrusted import printable_lines
-from stoker.contract.wholefile import APPEND, write_whole
+from stoker.contract.text import printable_lines
 from stoker.training.balance.plan import Balancer
 from stoker.training.checkpoint.saver import Saver
 from stoker.training.forensics import replay

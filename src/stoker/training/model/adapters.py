@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from stoker.contract.effort import looking_at_file
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.quantities import counted
+from stoker.contract.safe_io import read_bytes, read_json
 from stoker.contract.shape import as_json, shape
 from stoker.contract.tensorheader import read_header
-from stoker.contract.untrusted import read_bytes, read_json
 from stoker.training.model import nf4
 from stoker.training.model.config import QLORA, AdapterConfig, ModelConfig, tensors
 from stoker.training.model.decoder import Decoder
@@ -215,7 +215,7 @@ def weights_digest(folder: str, base: str = "") -> str:
     if not is_adapter(folder):
         return base_digest(folder)
     both = base_digest(base or base_of(folder)) + _digest(stored_tensors(folder))
-    settings = read_bytes(os.path.join(folder, SETTINGS), _LONGEST_SETTINGS, inside=True)
+    settings = read_bytes(os.path.join(folder, SETTINGS), inside=True)
     return hashlib.sha256(both.encode() + settings).hexdigest()[:32]
 
 
@@ -339,7 +339,7 @@ def _plain(tensor: Tensor) -> Tensor:
 def check_base(folder: str, base: str = "") -> None:
     """Refuses an adapter of other weights than `base`, or than its own base has now. Peft's folders don't say which it was."""
     path = os.path.join(folder, WEIGHTS)
-    with looking_at_file(f"adapter {folder}", path):
+    with reading(f"adapter {folder}"):
         stored_tensors(folder)
         wanted = read_header(path).metadata.get(DIGEST)
     base = base or base_of(folder)
@@ -354,7 +354,7 @@ def check_base(folder: str, base: str = "") -> None:
 def settings_of(folder: str, method: str, dropout: float = 0.0) -> tuple[AdapterConfig, str]:
     """(what peft's file says, the base it is for)."""
     path = os.path.join(folder, SETTINGS)
-    with looking_at_file(f"adapter {path}", path):
+    with reading(f"adapter {path}"):
         return _settings_in(folder, path, method, dropout)
 
 
@@ -439,7 +439,7 @@ def extra_name(name: str) -> str:
 
 def checked(c: ModelConfig, told: AdapterConfig, folder: str, *, scored: bool) -> dict[str, Stored]:
     """The folder's tensors, all that this model needs and no others. `scored`: it may have a reward model's head."""
-    with looking_at_file(f"adapter {folder}", *(os.path.join(folder, name) for name in (SETTINGS, WEIGHTS))):
+    with reading(f"adapter {folder}"):
         return _checked(c, told, folder, scored)
 
 
@@ -485,7 +485,7 @@ def score_in(folder: str) -> Stored | None:
     """The head of an adapter that scores."""
     if not is_adapter(folder) or not os.path.exists(os.path.join(folder, WEIGHTS)):
         return None
-    with looking_at_file(f"adapter {folder}", os.path.join(folder, WEIGHTS)):
+    with reading(f"adapter {folder}"):
         score = stored_tensors(folder).get(_SCORE_NAME)
     if score is not None and (len(score.shape) != 2 or score.shape[0] != 1):
         raise Refusal(f"adapter {folder}: its score is {list(score.shape)}: only one number is read", EX_DATAERR)

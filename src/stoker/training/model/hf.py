@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.contract.effort import reading
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.progress import BYTES, Progress
 from stoker.contract.quantities import amount, counted

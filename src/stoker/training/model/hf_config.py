@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.effort import SECONDS, LookingAt
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
+from stoker.contract.safe_io import read_json
 from stoker.contract.shape import replace, shape
 from stoker.contract.tensorheader import read_header
-from stoker.contract.untrusted import read_json
 from stoker.training.model import hf_hub
 from stoker.training.model.config import OFF, QLORA, ModelConfig, check_options
 from stoker.training.model.families import family_in, family_of, known_family
@@ -49,7 +49,7 @@ def stored_in(folder: str) -> dict[str, Stored]:
     except OSError as problem:
         raise Refusal(f"model {folder}: {problem.strerror}", EX_NOINPUT) from problem
     files = [name for name in names if name.endswith(".safetensors")]
-    with LookingAt(f"model {folder}: reading its weights' headers", SECONDS + len(files) / _HEADERS_A_SECOND):
+    with reading(f"model {folder}: reading its weights' headers"):
         return _in_files(folder, names, files)
 
 
@@ -138,7 +138,7 @@ _NOT_KEPT = ("auto_map", "_name_or_path", "quantization_config")
 def shape_of(folder: str) -> ModelConfig:
     """The shape that the folder's weights have, both 4.x's and 5.x's way of writing it."""
     folder = _described_in(folder)
-    with LookingAt(f"model {folder}: its {CONFIG}"):
+    with reading(f"model {folder}: its {CONFIG}"):
         return _shape_in(folder)
 
 
@@ -176,7 +176,7 @@ def shape_for(asked: ModelConfig, folder: str, *, planned: bool = False) -> Mode
     `planned`: nothing is computed here, so neither transformers nor weights have to be.
     """
     own = _described_in(folder)
-    with LookingAt(f"model {own}: its {CONFIG}", 2 * SECONDS):
+    with reading(f"model {own}: its {CONFIG}"):
         told = _read(own)
         _refuse_quantized(told)
         if asked.engine != "native" and (asked.engine != "auto" or known_family(told) is None):
@@ -322,7 +322,7 @@ def _bits(method: Mapping[str, Any]) -> str:
 def is_quantized(folder: str) -> bool:
     """Its base's weights have 4 bits that can be read; others are refused."""
     folder = _described_in(base_of(folder))
-    with LookingAt(f"model {folder}: its {CONFIG}"):
+    with reading(f"model {folder}: its {CONFIG}"):
         told = _read(folder)
         _refuse_quantized(told)
         return bool(told.get("quantization_config"))
@@ -368,7 +368,7 @@ def base_of(folder: str) -> str:
     if not is_adapter(folder):
         return folder
     try:
-        told = read_json(path, _LONGEST, inside=True)
+        told = read_json(path, inside=True)
     except (OSError, ValueError) as problem:
         raise Refusal(f"adapter {path} can't be read: {problem}", EX_DATAERR) from problem
     base = told.get("base_model_name_or_path") if isinstance(told, dict) else None
@@ -403,7 +403,7 @@ def _described_in(folder: str) -> str:
 def _read(folder: str) -> ConfigJson:
     path = os.path.join(folder, CONFIG)
     try:
-        return ConfigJson(folder, read_json(path, _LONGEST, inside=True))
+        return ConfigJson(folder, read_json(path, inside=True))
     except FileNotFoundError as problem:
         held = ", ".join(sorted(os.listdir(folder))[:5]) if os.path.isdir(folder) else "no such folder"
         of_run, of_roles = (layout.MODEL,), (layout.ROLES, "*", layout.MODEL)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Collection, Iterator
 
 from stoker.contract import hostmemory, layout
-from stoker.contract.effort import reading
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import amount, counted
 from stoker.contract.shape import shape

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from stoker.contract.effort import reading
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.shape import replace

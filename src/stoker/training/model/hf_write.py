@@ -18,9 +18,9 @@ from torch import Tensor
 from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.owners import held_open, is_own, is_trusted, user_name, why_not_ours_alone
 from stoker.contract.quantities import amount, counted
+from stoker.contract.safe_io import open_regular, read_bytes, write_whole
 from stoker.contract.tensorheader import pack_header
-from stoker.contract.untrusted import is_count, open_regular, read_bytes
-from stoker.contract.wholefile import write_whole
+from stoker.contract.text import is_count
 from stoker.training.checkpoint.folders import put_in_place, remove, repair
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.families.family import CONFIG
@@ -193,7 +193,7 @@ def add_files(
 def beside(path: str) -> bytes:
     """A file of a model's folder; a link may lead within it or to the hub cache's blobs, and nowhere else."""
     try:
-        return read_bytes(path, LONGEST_BESIDE, inside=True)
+        return read_bytes(path, inside=True)
     except OSError as problem:
         raise Refusal(f"{path} {problem.strerror}", EX_CANTCREAT) from problem
 

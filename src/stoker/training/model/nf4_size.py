@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from stoker.contract.untrusted import parse_json
+from stoker.contract.text import parse_json
 
 BLOCK, SECOND_BLOCK = 64, 256
 # Names that bitsandbytes gives what belongs to a weight in 4 bits.

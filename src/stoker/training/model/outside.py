@@ -27,7 +27,7 @@ from stoker.training.model.hf_files import refuse_beyond_memory
 from stoker.training.model.hf_hub import TOKENIZER_FILES
 from stoker.training.model.hf_write import DTYPES, add_files, fresh_folder
 from stoker.training.model.loss import IGNORED
-from stoker.training.model.outside_folder import bounded, filled, first_line, only_weights, refuse_counts
+from stoker.training.model.outside_folder import bounded, first_line, only_weights, refuse_counts
 from stoker.training.parallel.config import ComputeConfig
 
 Say = Callable[[str], None]
@@ -167,8 +167,7 @@ def _built(c: ModelConfig) -> Any:
         for name, value in vars(config).items():
             if name.endswith(("dropout", "pdrop")) and isinstance(value, (int, float)):
                 setattr(config, name, c.dropout)
-        with nullcontext() if own_code else filled(c.load):
-            return make(config)
+        return make(config)
     except Refusal:
         raise
     except Exception as problem:  # whatever a library raises for a config.json that makes no sense
@@ -198,8 +197,7 @@ def load(model: Outside, folder: str, say: Say) -> None:
     library = _library()
     try:
         with torch.device("cpu"), nullcontext(folder) if own_code else only_weights(folder) as place:
-            with nullcontext() if own_code else filled(folder):
-                stored, about = library.AutoModelForCausalLM.from_pretrained(place, **how)
+            stored, about = library.AutoModelForCausalLM.from_pretrained(place, **how)
     except Refusal:
         raise
     except Exception as problem:  # the library's own, those of safetensors, and of code that comes with the folder

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.contract.effort import reading
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_CONFIG, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import counted
 from stoker.training.model import adapters

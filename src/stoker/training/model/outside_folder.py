@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch.nn.modules import module as modules
 
-from stoker.contract.effort import SECONDS, LookingAt
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.quantities import counted
-from stoker.contract.untrusted import printable
-from stoker.contract.wholefile import write_whole
+from stoker.contract.safe_io import write_whole
+from stoker.contract.text import printable
 from stoker.training.model.hf_config import GENERATION, INDEX, WEIGHTS, stored_in
 
 # A module is compared with what its folder stores while it grows: whichever number of config.json makes it grow.
@@ -76,20 +76,12 @@ def bounded(folder: str) -> Iterator[None]:
         modules.register_module_buffer_registration_hook(count("buffers")),
     )
     try:
-        with LookingAt(f"model {folder}: its config.json", SECONDS + len(stored) / _TENSORS_A_SECOND, _ROOM, Exception):
+        with reading(f"model {folder}: its config.json", Exception):
             with torch.device("meta"):
                 yield
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def filled(folder: str) -> LookingAt:
-    """Within it modules are made with numbers: some are computed in Python, entry by entry, from what config.json says."""
-    stored = stored_in(folder)
-    numbers = sum(math.prod(one.shape) for one in stored.values())
-    seconds = SECONDS + len(stored) / _TENSORS_A_SECOND + numbers / _NUMBERS_A_SECOND
-    return LookingAt(f"model {folder}", seconds, 2 * _ROOM + 16 * (_TIMES * numbers + _NUMBERS), Exception)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from stoker.contract import limits
 from stoker.contract.limits import one_of
 from stoker.contract.quantities import duration
 from stoker.contract.shape import option, shape
-from stoker.contract.untrusted import is_count
+from stoker.contract.text import is_count
 
 PLAIN = ("full", "bf16", "powersgd")
 ACCUMULATE = ("auto", "sharded", "whole")

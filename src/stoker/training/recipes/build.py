@@ -10,7 +10,7 @@ import torch
 
 import stoker
 from stoker.contract import names
-from stoker.contract.effort import reading
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.contract.quantities import amount, counted
 from stoker.contract.shape import replace

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import stoker
-from stoker.contract.wholefile import APPEND
+from stoker.contract.safe_io import APPEND
 from stoker.control.record import ownership
 
 SCHEMA = 1

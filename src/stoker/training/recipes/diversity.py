@@ -17,7 +17,7 @@ import torch
 import stoker
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
 from stoker.contract.quantities import counted
-from stoker.contract.wholefile import write_whole
+from stoker.contract.safe_io import write_whole
 from stoker.training.config.schema import Config
 from stoker.training.data.formats.questions import Question
 from stoker.training.density.points import Vectors, centred, clusters

@@ -23,7 +23,7 @@ import torch
 
 import stoker
 from stoker.contract import names
-from stoker.contract.effort import reading
+from stoker.contract.errors import reading
 from stoker.contract.names import API_KEY, EX_CONFIG, EX_SOFTWARE, Refusal
 from stoker.contract.quantities import amount, counted
 from stoker.contract.shape import as_json

@@ -12,8 +12,8 @@ import torch
 
 from stoker.contract import layout
 from stoker.contract.quantities import amount
+from stoker.contract.safe_io import write_whole
 from stoker.contract.shape import shape
-from stoker.contract.wholefile import write_whole
 from stoker.training.config.keys import values_of
 from stoker.training.config.schema import Config
 from stoker.training.fit.accumulation import Accumulation, choose

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from stoker.contract import layout, names, redact
-from stoker.contract.effort import looking_at_file
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
-from stoker.contract.untrusted import printable_lines, read_json
-from stoker.contract.wholefile import write_whole
+from stoker.contract.safe_io import read_json, write_whole
+from stoker.contract.text import printable_lines
 from stoker.control.record import ownership
 from stoker.control.record.metrics import metrics_in
 from stoker.training.config.derived import derivable
@@ -156,7 +156,7 @@ def rows_of(path: str, key: str) -> list[dict[str, Any]]:
     """A file's rows, whatever its kind."""
     if not path:
         raise Refusal(f"{key} is empty: name a file of rows", EX_USAGE)
-    with looking_at_file(f"{key} {path}", path):
+    with reading(f"{key} {path}"):
         found = [row for _, row in islice(rows(path), MOST_ROWS + 1)]
     if len(found) > MOST_ROWS:
         raise Refusal(f"{key} {path} has more than {MOST_ROWS:,} rows: make the file smaller", EX_DATAERR)

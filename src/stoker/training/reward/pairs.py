@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.contract.effort import reading
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.quantities import amount, counted
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import stored_size
 from stoker.training.data.encode import pair_ids
 from stoker.training.data.formats.format import Preference, Unusable
 from stoker.training.data.formats.preferences import preference
@@ -70,7 +69,7 @@ def answered(tokenizer: Tokenizer, prompt: Prompt, answer: str) -> list[int]:
 
 def _rows(path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """No more than a file of its size has: a packed one of 1 MB may stand for millions of short rows."""
-    size = stored_size(path) if os.path.isfile(path) else 0
+    size = os.path.getsize(path) if os.path.isfile(path) else 0
     most = MOST_PAIRS + size // BYTES_A_PAIR
     for count, row in enumerate(rows(path), 1):
         if count > most:

@@ -17,7 +17,7 @@ from typing import Any
 
 from stoker.contract import listeners, owners
 from stoker.contract.quantities import span
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.training.rl.waiting import ServerWait
 from stoker.training.serve.api import OTHER_MODEL
 

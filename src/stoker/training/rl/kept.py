@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from stoker.contract import layout
-from stoker.contract.untrusted import open_regular, parse_json
-from stoker.contract.wholefile import APPEND
+from stoker.contract.safe_io import APPEND, open_regular
+from stoker.contract.text import parse_json
 from stoker.training.rl.sampler import Written
 
 FOLDER = "answers"

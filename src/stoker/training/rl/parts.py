@@ -15,9 +15,10 @@ import re
 from collections.abc import Callable, Collection, Sequence
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.safe_io import read_text
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import is_count, printable, read_text
+from stoker.contract.text import is_count, printable
 from stoker.training.data.rows import rows
 from stoker.training.evaluate.marking import marked_part, right_in_form, right_number, states_number
 from stoker.training.evaluate.mathematics import same_value
@@ -146,7 +147,7 @@ def _checked_code(file: str, name: str, key: str) -> ast.Module:
     """Parse a user's file. Raises Refusal if it has no such function."""
     where = f"{key} {file}"
     try:
-        tree = ast.parse(read_text(file, _LARGEST))
+        tree = ast.parse(read_text(file))
     except OSError as problem:
         raise Refusal(f"{where} can't be read: {problem.strerror or problem}", EX_NOINPUT) from problem
     except SyntaxError as problem:

@@ -15,7 +15,7 @@ import torch
 from stoker.contract import sharedweights
 from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.training.model import adapters, hf
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.targets import extra, targets

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.shape import replace
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.training.rl.asking import Patient, ServerFailed
 from stoker.training.rl.dialects import Published, Question, Told, Wanted, dialect_of
 from stoker.training.rl.kept import Kept

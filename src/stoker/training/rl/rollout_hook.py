@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import stoker
 from stoker.contract.names import EX_DATAERR, WAITING_PHASE, Refusal
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.rollout import Rollout as PublicRollout
 from stoker.rollout import Turn
 from stoker.training.generate.config import GenerateConfig, Sampling, checked

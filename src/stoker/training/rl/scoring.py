@@ -16,7 +16,7 @@ from typing import Any
 import stoker
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.record.rollouts import Rollout, Rollouts
 from stoker.training.evaluate.grading import Grader, open_question
 from stoker.training.rl.last_position import PositionFile, described

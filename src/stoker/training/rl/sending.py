@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.training.model import adapters, hf
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_write import DTYPES

@@ -15,7 +15,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.training.rl.asking import Asking, NoAnswer, TooLong
 
 if TYPE_CHECKING:

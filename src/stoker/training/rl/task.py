@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import stoker
-from stoker.contract.effort import reading
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.shape import as_json, shape

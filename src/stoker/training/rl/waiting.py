@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from stoker.contract.names import WAITING_PHASE
 from stoker.contract.quantities import span
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 
 FOR_SERVER, FOR_COMPLETIONS = f"{WAITING_PHASE}the server", f"{WAITING_PHASE}completions"
 POLL_S = 0.1

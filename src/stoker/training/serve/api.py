@@ -18,7 +18,7 @@ from stoker.contract.names import Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import parse_json, printable
+from stoker.contract.text import parse_json, printable
 from stoker.training.generate.config import Sampling, checked
 from stoker.training.serve.constrain import GrammarMatcher, Grammars, Unconstrainable
 from stoker.training.serve.request import (

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 # Free whitespace would let a model write blanks without end.

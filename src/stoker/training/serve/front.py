@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.training.serve import api
 from stoker.training.serve.api import Problem
 from stoker.training.serve.request import ABORTED, Event, Request

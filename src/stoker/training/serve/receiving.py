@@ -14,7 +14,7 @@ from torch import Tensor
 from stoker.contract.hostmemory import memory
 from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.training.model import adapters, hf
 from stoker.training.model.config import LORA
 from stoker.training.model.decoder import Decoder

@@ -20,7 +20,7 @@ from stoker.contract import sharedweights
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import replace, shape
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.training.model import adapters, hf
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.wholefile import write_whole
+from stoker.contract.safe_io import write_whole
 from stoker.training.tokenizer.encoders import Ids
 from stoker.training.tokenizer.place import FILES
 from stoker.training.tokenizer.roles import LEARNED, MORE, ROLES, Conversation, Turn

@@ -12,7 +12,7 @@ from typing import Any
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import parse_json, printable
+from stoker.contract.text import parse_json, printable
 from stoker.training.tokenizer import alphabet
 from stoker.training.tokenizer.harmless import is_harmless
 

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import parse_json
+from stoker.contract.text import parse_json
 from stoker.training.tokenizer import alphabet
 from stoker.training.tokenizer.definition import Definition
 

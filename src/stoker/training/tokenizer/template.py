@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import parse_json
+from stoker.contract.text import parse_json
 from stoker.training.tokenizer.confined import ConfinedTemplate
 from stoker.training.tokenizer.definition import any_of
 from stoker.training.tokenizer.encoders import Ids, SpanEncoder

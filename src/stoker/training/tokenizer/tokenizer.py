@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from stoker.contract.effort import BYTES_A_SECOND, ROOM, SECONDS, TIMES, LookingAt
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
-from stoker.contract.untrusted import parse_json, read_bytes, read_json
-from stoker.contract.wholefile import write_whole
+from stoker.contract.safe_io import read_bytes, read_json, write_whole
+from stoker.contract.text import parse_json
 from stoker.training.tokenizer import alphabet
 from stoker.training.tokenizer.confined import Confined
 from stoker.training.tokenizer.definition import ENDS, SPECIAL, Definition, define, token_bytes
@@ -50,8 +50,7 @@ class Tokenizer:
 
     @cached_property
     def told(self) -> Definition:
-        size = len(self.data)
-        with LookingAt(f"tokenizer {self.where}", SECONDS + size / BYTES_A_SECOND, ROOM + TIMES * size):
+        with reading(f"tokenizer {self.where}"):
             return define(self.data, self.where, self._eos)
 
     @property

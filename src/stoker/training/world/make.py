@@ -12,8 +12,8 @@ from json.encoder import encode_basestring_ascii as quoted
 from zlib import crc32
 
 from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
+from stoker.contract.safe_io import WholeFile, sync_folder, write_whole
 from stoker.contract.shape import shape
-from stoker.contract.wholefile import WholeFile, sync_folder, write_whole
 from stoker.training.world import arithmetic, people
 from stoker.training.world.world import LEADS, Case, Dice, Fact, World, asked, loose, prompt_of, strict, wordings
 

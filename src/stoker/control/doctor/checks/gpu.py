@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from stoker.contract.quantities import amount, counted, span
 from stoker.contract.shapes import Finding
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.doctor.check import Cards, check, fail, unknown, warn
 from stoker.control.machine.facts import Probe
 from stoker.control.machine.model import Holder, Machine

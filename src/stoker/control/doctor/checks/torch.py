@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from stoker.contract.quantities import counted
 from stoker.contract.shapes import Finding
-from stoker.contract.untrusted import is_count
+from stoker.contract.text import is_count
 from stoker.control.doctor.check import Cards, check, fail, warn
 from stoker.control.machine.facts import Torch
 from stoker.control.machine.model import Machine

@@ -14,7 +14,7 @@ from typing import Any
 from stoker import __version__
 from stoker.contract import redact
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.machine.nvml import THROTTLE_REASONS
 from stoker.control.show.metrics import names
 from stoker.control.show.snapshot import (

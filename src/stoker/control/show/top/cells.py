@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.show.drawing import columns_of, fitted, sparkline
 from stoker.control.show.snapshot import Metric
 

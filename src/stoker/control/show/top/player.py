@@ -10,7 +10,7 @@ from typing import Any
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.quantities import span
 from stoker.contract.shape import replace
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.record import reader
 from stoker.control.record.history import EVERY_S, Columns, Moment, whole_history
 from stoker.control.show.curves import MOST_OF_OTHERS, Curve, MetricsTail

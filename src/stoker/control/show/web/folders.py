@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.record import ownership, reader
 from stoker.control.record.history import HistoryTail, Moment, newest_history, read_history
 from stoker.control.show.folder import RunFolder

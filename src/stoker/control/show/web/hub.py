@@ -10,7 +10,7 @@ from typing import Any
 
 from stoker.contract import redact
 from stoker.contract.names import Refusal
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.show.serving import Stream
 from stoker.control.show.snapshot import Snapshot
 from stoker.control.show.web.state import State, difference, ranks_of, recent, shared

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stoker.contract.shape import replace
-from stoker.contract.untrusted import is_count, parse_json
+from stoker.contract.text import is_count, parse_json
 from stoker.control.record import reader
 from stoker.control.show.serving import Answer, Request, Stream, Work, failure
 from stoker.control.show.web import details, texts

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from stoker.contract.names import EX_NOINPUT, Refusal
-from stoker.contract.untrusted import printable
+from stoker.contract.text import printable
 from stoker.control.record import reader
 from stoker.control.show.snapshot import Snapshot
 from stoker.control.show.web import details, texts

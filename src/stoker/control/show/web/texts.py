@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from stoker.contract import checkpoints, layout, redact
+from stoker.contract.safe_io import open_below
 from stoker.contract.shapes import Verdict
-from stoker.contract.untrusted import open_below, parse_json, printable, printable_lines, within
+from stoker.contract.text import parse_json, printable, printable_lines, within
 from stoker.control.record import finder, follow, reader
 from stoker.control.record import rollouts as rollout_records
 from stoker.control.record.writer import OURS

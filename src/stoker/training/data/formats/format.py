@@ -7,7 +7,7 @@ from typing import Any
 
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import parse_json, printable
+from stoker.contract.text import parse_json, printable
 from stoker.training.data.jsonl import utf8
 from stoker.training.tokenizer import roles as speakers
 from stoker.training.tokenizer.roles import LEARNED, MORE, ROLES
