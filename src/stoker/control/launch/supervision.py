@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from stoker.contract import checkpoints, layout
-from stoker.contract.quantities import rank_name, span
+from stoker.contract.quantities import rank_name, ranks_text, span
 from stoker.contract.shape import pick
 from stoker.contract.shapes import RankEnd, Stall
 from stoker.contract.terminal import WARNING
@@ -290,8 +290,7 @@ class Supervision:
         early = [rank for rank in self._attempt.left_early(time.time(), EARLY_S) if rank not in self._early]
         if early:
             self._early.update(early)
-            ranks = ", ".join(str(rank) for rank in early)
-            line = f"rank {ranks} ended with exit code 0 more than {EARLY_S:.0f} s ago; the others still run"
+            line = f"{ranks_text(early)} ended with exit code 0 more than {EARLY_S:.0f} s ago; the others still run"
             self._say(f"stoker: {line}", colour=WARNING)
             self._record.event("suspicion", cause="rank.early-exit", rank=early[0], ranks=early, summary=line)
 
