@@ -212,6 +212,15 @@ def test_a_rank_that_raised_and_hangs_at_its_exit_is_judged_by_its_exception() -
     assert (found.cause, found.rank) == ("rank.exception", 1)
 
 
+@pytest.mark.parametrize(("ended_at", "cause"), [(5.2, "rank.early-exit"), (30.0, "hang.spin")])
+def test_a_rank_that_ended_before_its_peers_failed_was_not_stuck(ended_at: float, cause: str) -> None:
+    """A suspicion may come while a rank shuts down. If its end comes long after the failures, they waited in vain."""
+    stall = Stall("spin", 1, (1,), (0,), "", "it computes (0.4 cores)", "gloo:broadcast", step=20, silent_s=4.0)
+    lost = err("RuntimeError", "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer", at=5.0)
+    verdict = judge(Evidence(2, (end(lost, time=6.0), end(None, 0, rank=1, time=ended_at)), stall=stall))
+    assert (verdict.cause, verdict.rank) == (cause, 1)
+
+
 def cuda(words: str) -> RankError:
     tail = "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
     return err(

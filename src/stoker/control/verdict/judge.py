@@ -19,6 +19,7 @@ from stoker.control.verdict.lastwords import exit_code
 from stoker.control.verdict.rules import numbers
 
 AT_ONCE_S = 5.0  # between a rank's end and what its peers say of it: on a busy machine Python takes seconds to end
+NOTICED_S = 1.0  # the agent may notice a rank's end that much after its peers lost the connection
 LEFT_S = 10.0  # between the end of one rank and a stop of the others: longer than ranks take to end one after another
 _RULES = rules()
 # Of numbers and shapes in what a rank printed or a host told: such a text is no cause's, and ends no launcher.
@@ -35,7 +36,8 @@ def judge(evidence: Evidence) -> Verdict:
     explained = stall is not None and (stall.rank is not None or stall.parties)
     if stall is None and not evidence.stop_signal and (alone := _waited_alone(evidence)) is not None:
         return launch.trouble(replace(evidence, trouble=(alone,)))
-    if stall is not None and explained and not evidence.stop_signal and guilty is not None and _only_echoes(evidence):
+    echoes = guilty is not None and not evidence.stop_signal and _only_echoes(evidence)
+    if stall is not None and explained and echoes and not _ended_after_all(stall, evidence):
         accused = next((end for end in evidence.ends if end.rank == stall.rank), None)
         told = hang.trouble(stall, accused.label if accused else "", "the ranks that waited for it gave up")
         if accused is not None and failed(accused, evidence.stopped_at):
@@ -96,6 +98,17 @@ def _everybody(evidence: Evidence) -> str:
 def _only_echoes(evidence: Evidence) -> bool:
     bad = [end for end in evidence.ends if failed(end, evidence.stopped_at)]
     return bool(bad) and all(is_collectives(end) or is_mismatch(end) for end in bad)
+
+
+def _ended_after_all(stall: Stall, evidence: Evidence) -> bool:
+    """Return whether the rank that seemed stuck ended by itself with 0, and the others failed because it was gone."""
+    if stall.parties or stall.kind == "left":
+        return False
+    first_failure = min(when(end) for end in evidence.ends if failed(end, evidence.stopped_at))
+    return any(
+        end.rank == stall.rank and end.code == 0 and not end.ours and end.time <= first_failure + NOTICED_S
+        for end in evidence.ends
+    )
 
 
 def _waited_alone(evidence: Evidence) -> dict[str, Any] | None:

@@ -277,7 +277,8 @@ def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
         return "kernel", frame, f"it waits for a GPU kernel that does not end (its GPU is at {one.gpu_use} %)"
     if computes(one):
         how = (", holding the GIL" if gil else "") + (", always on this line" if same_line else "")
-        return "spin", frame, f"it computes ({one.cpu:.1f} cores{how})"
+        unseen = "" if one.main else "; its Python stack could not be read"
+        return "spin", frame, f"it computes ({one.cpu:.1f} cores{how}){unseen}"
     if gil and not active:
         detail = f"native code called there holds the GIL and waits{f' in {one.syscall}' if one.syscall else ''}"
         return "gil", frame, detail
@@ -311,7 +312,7 @@ def _steady(one: Snapshot) -> tuple[bool, bool, bool]:
     mains = [main for main in (main_thread(threads) for threads in one.samples) if main is not None]
     lines = {main.frames[:1] for main in mains}
     return (
-        len(lines) == 1 and len(mains) > 1,
+        len(lines) == 1 and len(mains) > 1 and lines != {()},
         any(main.active for main in mains),
         bool(mains) and all(main.gil for main in mains),
     )
