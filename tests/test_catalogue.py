@@ -20,7 +20,7 @@ from faults.around import cannot
 from stoker.contract.checkpoints import SavedCheckpoint
 from stoker.contract.quantities import amount
 from stoker.contract.shape import replace
-from stoker.contract.shapes import STOP_RULES, Around, Evidence, RankEnd, RankError, Stall, Verdict
+from stoker.contract.shapes import STOP_RULES, Around, Evidence, RankEnd, RankError, ScriptEnd, Stall, Verdict
 from stoker.control.verdict import docs
 from stoker.control.verdict.catalogue import CATALOGUE
 from stoker.control.verdict.consequence import unquoted
@@ -219,6 +219,22 @@ def test_a_rank_that_ended_before_its_peers_failed_was_not_stuck(ended_at: float
     lost = err("RuntimeError", "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer", at=5.0)
     verdict = judge(Evidence(2, (end(lost, time=6.0), end(None, 0, rank=1, time=ended_at)), stall=stall))
     assert (verdict.cause, verdict.rank) == (cause, 1)
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_an_early_exit_names_the_line_that_called_sys_exit(stopped: bool) -> None:
+    """By whatever the others ended: Stoker stopped them, or they lost the rank."""
+    stall = Stall("left", 1, (1,), (0,), "train.py:36", "", "gloo:all_reduce", step=30, silent_s=4.3)
+    left = end(None, 0, rank=1, time=5.0, script_end=ScriptEnd("exit", "0", "reader.py", 25, "rows"))
+    if stopped:
+        reported = (trouble(stall, "GPU1", "it can't continue by itself"),)
+        evidence = Evidence(2, (end(None, -15, ours=True, time=12.0), left), stopped_at=11.0, trouble=reported)
+    else:
+        lost = err("RuntimeError", "[gloo/transport/tcp/pair.cc:534] Connection closed by peer", at=5.0)
+        evidence = Evidence(2, (end(lost, time=6.0), left), stall=stall)
+    verdict = judge(evidence)
+    assert (verdict.cause, verdict.rank, verdict.exit_code) == ("rank.early-exit", 1, 70)
+    assert "reader.py:25" in verdict.summary
 
 
 def cuda(words: str) -> RankError:

@@ -358,6 +358,8 @@ def score(program: Program, verdict: Verdict, code: int | None, console: str = "
         return "undecided", "no verdict within the limit"
     blamed, cause = verdict.rank, verdict.cause
     matches = any(fnmatch.fnmatchcase(cause, pattern) for pattern in program.causes)
+    if cause == "rank.crash" and not matches and TORCH_ABORT in console:
+        return "invalid", "torch aborted a process while it shut down, before the fault could be seen"
     if program.decidable and cause in NAMES_NO_CAUSE and not matches:
         return "undecided", f"{cause}: names no cause"
     if blamed is not None and blamed not in program.guilty:

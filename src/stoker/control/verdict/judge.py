@@ -28,16 +28,22 @@ _NO_SENSE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError
 
 def judge(evidence: Evidence) -> Verdict:
     if evidence.trouble:
-        raised = _raised_before(evidence)
-        known = explain(raised, evidence) if raised is not None else launch.trouble(evidence)
+        known = launch.trouble(evidence)
+        raised, left = _raised_before(evidence), _left_before(evidence)
+        if raised is not None:
+            known = explain(raised, evidence)
+        elif left is not None:
+            ended = explain(left, evidence)
+            known = replace(ended, evidence=(*ended.evidence, *known.evidence), exit_code=known.exit_code)
         return _then_stopped(known, evidence) if evidence.stop_signal else known
     guilty = _guilty(evidence)
     stall = evidence.stall
     explained = stall is not None and (stall.rank is not None or stall.parties)
-    if stall is None and not evidence.stop_signal and (alone := _waited_alone(evidence)) is not None:
+    refuted = stall is not None and _was_not_stuck(stall, evidence)
+    if (stall is None or refuted) and not evidence.stop_signal and (alone := _waited_alone(evidence)) is not None:
         return launch.trouble(replace(evidence, trouble=(alone,)))
     echoes = guilty is not None and not evidence.stop_signal and _only_echoes(evidence)
-    if stall is not None and explained and echoes and not _ended_after_all(stall, evidence):
+    if stall is not None and explained and echoes and not refuted:
         accused = next((end for end in evidence.ends if end.rank == stall.rank), None)
         told = hang.trouble(stall, accused.label if accused else "", "the ranks that waited for it gave up")
         if accused is not None and failed(accused, evidence.stopped_at):
@@ -75,6 +81,14 @@ def _raised_before(evidence: Evidence) -> RankEnd | None:
     return end if own else None
 
 
+def _left_before(evidence: Evidence) -> RankEnd | None:
+    """Return the rank for whose early exit the job was stopped: its own end names the line, if it is known."""
+    if evidence.trouble[0]["cause"] != "rank.early-exit":
+        return None
+    end = next((end for end in evidence.ends if end.rank == evidence.trouble[0]["rank"]), None)
+    return end if end is not None and end.code == 0 and not end.ours and end.script_end is not None else None
+
+
 def _known_by_then(evidence: Evidence) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     """What was wrong when somebody stopped the run: (in one line, its evidence, what to do)."""
     stall = evidence.stall
@@ -100,11 +114,11 @@ def _only_echoes(evidence: Evidence) -> bool:
     return bool(bad) and all(is_collectives(end) or is_mismatch(end) for end in bad)
 
 
-def _ended_after_all(stall: Stall, evidence: Evidence) -> bool:
-    """Return whether the rank that seemed stuck ended by itself with 0, and the others failed because it was gone."""
-    if stall.parties or stall.kind == "left":
+def _was_not_stuck(stall: Stall, evidence: Evidence) -> bool:
+    """Return whether the rank that seemed stuck ended by itself with 0 before the others failed: they lost it."""
+    if stall.parties:
         return False
-    first_failure = min(when(end) for end in evidence.ends if failed(end, evidence.stopped_at))
+    first_failure = min((when(end) for end in evidence.ends if failed(end, evidence.stopped_at)), default=0.0)
     return any(
         end.rank == stall.rank and end.code == 0 and not end.ours and end.time <= first_failure + NOTICED_S
         for end in evidence.ends

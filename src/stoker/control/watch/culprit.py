@@ -75,10 +75,7 @@ def _culprit(
         return odds
     gone = [rank for rank in graph.roots if ended.get(rank) == 0]
     if gone:
-        left = _left(gone[0], ended, graph, snapshots)
-        if _came_too_often(gone, left.waiting, steps, snapshots):
-            return _waits_alone(left, gone, snapshots)
-        return rank_only.instead(left, snapshots, left.waiting, tuple(gone))
+        return _left(gone, tuple(sorted(graph.behind(gone[0]))), ended, steps, graph, snapshots)
     roots = [rank for rank in graph.roots if rank in snapshots and snapshots[rank].state != "Z"]
     if roots:
         best = len(graph.behind(roots[0]))
@@ -90,7 +87,7 @@ def _culprit(
         return at_odds(snapshots, graph, members, world)
     if graph.pending and len(graph.pending) == len(snapshots):
         return _together(snapshots, graph)
-    return _by_stacks(snapshots, graph, silent, ended, busy)
+    return _by_stacks(snapshots, graph, silent, ended, steps, busy)
 
 
 def _idle_first(ranks: list[int], busy: Collection[int]) -> list[int]:
@@ -139,15 +136,33 @@ def _alone(guilty: list[int], snapshots: Snapshots, graph: Waits) -> Stall:
     )  # fmt: skip
 
 
-def _left(rank: int, ended: Mapping[int, int], graph: Waits, snapshots: Snapshots) -> Stall:
-    """Blame a rank that ended with exit code 0; `where` is the line at which the first of the others waits for it."""
+def _left(
+    gone: list[int],
+    waiting: tuple[int, ...],
+    ended: Mapping[int, int],
+    steps: Mapping[int, int],
+    graph: Waits,
+    snapshots: Snapshots,
+) -> Stall:
+    """Return the stall of `waiting` ranks, which wait for ranks that ended with exit code 0.
+
+    The first rank that ended is blamed, with the line at which the first of the others waits, unless that call is one
+    that only the waiting ranks make.
+    """
+    rank = gone[0]
     operation, backend = _operation(graph, rank)
-    waiting = tuple(sorted(graph.behind(rank)))
     waiter = next((snapshots[other] for other in waiting or sorted(snapshots) if other in snapshots), None)
-    where = str(stacks.users_frame(waiter.main) or "") if waiter is not None else ""
+    frame = stacks.users_frame(waiter.main) if waiter is not None else None
+    where = str(frame) if frame is not None and stacks.is_users(frame) else ""
     detail = f"it ended with exit code {ended[rank]} before the others were done"
-    gone = f"{ranks_text(waiting)} wait in {operation}; rank {rank} is gone"
-    return Stall("left", rank, (rank,), waiting, where, detail, operation, backend, proof=True, evidence=(gone,))
+    lines = []
+    if waiting:
+        wait = "waits" if len(waiting) == 1 else "wait"
+        lines.append(f"{ranks_text(waiting)} {wait} in {operation or 'a collective'}; rank {rank} is gone")
+    left = Stall("left", rank, (rank,), waiting, where, detail, operation, backend, proof=True, evidence=tuple(lines))
+    if _came_too_often(gone, waiting, steps, snapshots):
+        return _waits_alone(left, gone, snapshots)
+    return rank_only.instead(left, snapshots, waiting, tuple(gone))
 
 
 def _came_too_often(gone: list[int], waiting: tuple[int, ...], steps: Mapping[int, int], snapshots: Snapshots) -> bool:
@@ -196,15 +211,16 @@ def _by_stacks(
     graph: Waits,
     silent: Mapping[int, float],
     ended: Mapping[int, int],
+    steps: Mapping[int, int],
     busy: Collection[int],
 ) -> Stall | None:
     """No word from the collectives: those that are not in one are what the others wait for."""
     waiters = {rank for rank, one in snapshots.items() if rank in graph.pending or stacks.in_collective(one.main)}
     others = [rank for rank, one in snapshots.items() if rank not in waiters and one.state != "Z"]
     if waiters and not others:
-        left = [rank for rank, code in ended.items() if code == 0]
-        if left:
-            return replace(_left(left[0], ended, graph, snapshots), waiting=tuple(sorted(waiters)), proof=False)
+        gone = [rank for rank, code in ended.items() if code == 0]
+        if gone:
+            return replace(_left(gone, tuple(sorted(waiters)), ended, steps, graph, snapshots), proof=False)
         return _outlier(snapshots, waiters)
     guilty = [rank for rank in others if rank in silent] or (others if waiters else [])
     if not guilty:
