@@ -119,7 +119,7 @@ def _secret_assignment(word: str) -> int:
 def _spans(text: str) -> list[Span]:
     """Return where a text holds secrets, by names and by shapes, in order and without overlaps."""
     merged: list[Span] = []
-    for begin, end in sorted([*_named(text), *_tokens(text), *_shapes(text)]):
+    for begin, end in sorted([*_spans_by_words(text), *_spans_by_shape(text)]):
         if merged and begin <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(end, merged[-1][1])
         elif begin < end:
@@ -169,9 +169,16 @@ _ABOUT_A_SECRET = _words(
 )
 
 
+# What the names of secrets hold: other words need no closer look.
+_SEEDS = _words("key token secret pass pwd cred auth cookie jwt mnemonic dsn webhook pat pw connection")
+
+
 @lru_cache(4096)
 def is_secret_name(name: str) -> bool:
     """Return whether the value under this name is a secret, judged by the words of the name."""
+    small = name.lower()
+    if not any(seed in small for seed in _SEEDS):
+        return False
     name = name.rpartition(".")[2]  # of wandb.api_key; secrets.py is a file
     words = [word.lower() for word in _pattern(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+").findall(name)]
     while len(words) > 1 and words[-1].isdigit():  # API_KEY_2
@@ -211,17 +218,13 @@ def _is_secret_value(name: str, value: str) -> bool:
 
 _NO_SECRETS = _words("true false yes no on off none null 0 1 *** ... … password")
 
-# ---- names in text ----
+# ---- words of a text: names of secrets, and tokens ----
 
-# A line without one of these is not looked at closer.
-_SEEDS = ("key", "token", "secret", "pass", "pwd", "cred", "auth", "cookie", "dsn", "webhook", "sig=", "signature")
-# NAME=VALUE, name: value, "name": VALUE, --name VALUE, and '--name', 'VALUE' of a list.
-_NAME = r"""(?x) (?<![\w.-]) (?P<flag>--)? (?P<name>[A-Za-z_][\w.-]*)
-    (?: (?:\\*["'])? \]? \s{0,20} (?:=>|[=:]) (?![=:/]) \s{0,20} | (?(flag) (?:\\*["'])? ,? [ ]{1,4} (?!-) | (?!)) )"""
-# The value ends at its closing quote, else at a blank or a comma.
-_VALUE = (
-    r"""(?x) [bfru]? (?: (?P<quote>\\*["']) (?P<quoted>.*?) (?: (?<!\\)(?P=quote) | $ ) | (?P<bare>[^\s,;&"'`\\]+) )"""
-)
+# Behind a name: NAME=VALUE, name: value, "name": VALUE; behind a flag also --name VALUE, and '--name', 'VALUE' of a list.
+_EQUALS = r"""(?:\\*["'])?\]?[^\S\n]{0,20}(?:=>|[=:])(?![=:/])[^\S\n]{0,20}"""
+_BLANK = r"""(?:\\*["'])?,? {1,4}(?!-)"""
+# A value ends at its closing quote, else at a blank or a comma.
+_VALUE = r"""(?m)[bfru]?(?:(?P<quote>\\*["'])(?P<quoted>.*?)(?:(?<!\\)(?P=quote)|$)|(?P<bare>[^\s,;&"'`\\]+))"""
 # In text these are often no secret's name: their value must look like made by a machine.
 _AMBIGUOUS = _words(
     "token auth pass pat pw sig signature secrets passwords credentials x-amz-signature x-goog-signature"
@@ -235,37 +238,43 @@ _SENTENCE = _words(
 )
 
 
-def _named(text: str) -> Iterable[Span]:
-    for begin, end in _lines_with_names(text):
-        for match in _pattern(_NAME).finditer(text, begin, end):
-            name = match["name"]
-            if is_secret_name(name) or name.lower() in _AMBIGUOUS:
-                value = _pattern(_VALUE).match(text, match.end(), end)
-                if value:
-                    is_quoted = value["quote"] is not None
-                    word = value["quoted"] if is_quoted else value["bare"].rstrip(")]}.:")
-                    if _is_named_secret(name, word, bool(match["flag"]), is_quoted):
-                        first = value.start("quoted" if is_quoted else "bare")
-                        yield first, first + len(word)
+def _spans_by_words(text: str) -> Iterable[Span]:
+    """Look at each different word once: a traceback repeats most of them."""
+    words = text
+    if "\\" in text or "%" in text:  # a word begins behind an escaped line end, and in a URL behind %3D
+        words = _pattern(r"\\[nrt]|%[0-9A-Fa-f]{2}").sub(lambda escape: " " * len(escape[0]), text)
+    for word in set(_pattern(r"[A-Za-z_][\w.-]*").findall(words)):
+        length = _token_length(word) if word.startswith(_PREFIXES) else 0
+        if length or is_secret_name(word) or word.lower() in _AMBIGUOUS:
+            at = words.find(word)
+            while at >= 0:
+                end = at + len(word)
+                if length:
+                    yield at, at + length
+                elif _is_whole_word(words, at, end):
+                    yield from _value_of(word, text, at, end)
+                at = words.find(word, end)
 
 
-def _lines_with_names(text: str) -> set[Span]:
-    """Return the lines that may hold a secret's name: few of a traceback's, so that the rest costs nothing."""
-    small = text.lower()
-    if len(small) != len(text):  # of a letter whose lower case is two
-        small = text
-    lines: set[Span] = set()
-    for seed in _SEEDS:
-        at = small.find(seed)
-        while at >= 0:
-            end = text.find("\n", at)
-            end = end if end >= 0 else len(text)
-            lines.add((text.rfind("\n", 0, at) + 1, end))
-            at = small.find(seed, end)
-    return lines
+def _is_whole_word(text: str, begin: int, end: int) -> bool:
+    before, after = text[begin - 1 : begin], text[end : end + 1]
+    return not (before.isalnum() or before in ("_", ".") or after.isalnum() or after in ("_", ".", "-"))
 
 
-def _is_named_secret(name: str, value: str, is_flag: bool, is_quoted: bool) -> bool:
+def _value_of(name: str, text: str, begin: int, end: int) -> Iterable[Span]:
+    """Yield the value that stands behind a secret's name, if it is one."""
+    is_flag = text[max(0, begin - 2) : begin] == "--"
+    separator = _pattern(_EQUALS).match(text, end) or (is_flag and _pattern(_BLANK).match(text, end))
+    value = _pattern(_VALUE).match(text, separator.end()) if separator else None
+    if value:
+        group = "quoted" if value["quote"] else "bare"
+        word = value[group] if value["quote"] else value[group].rstrip(")]}.:")
+        if _is_meant(name, word, is_flag, is_quoted=bool(value["quote"])):
+            yield value.start(group), value.start(group) + len(word)
+
+
+def _is_meant(name: str, value: str, is_flag: bool, is_quoted: bool) -> bool:
+    """Return whether a name in text is a secret's: sentences and source code have these words, too."""
     small = name.lower()
     if not _is_secret_value(name, value) or small.endswith(("authorization", "cookie")):  # headers have a pattern
         return False
@@ -275,8 +284,6 @@ def _is_named_secret(name: str, value: str, is_flag: bool, is_quoted: bool) -> b
         return True
     return value.lower() not in _SENTENCE and small != value and not _pattern(_CODE).fullmatch(value)
 
-
-# ---- shapes ----
 
 # How tokens of services begin, and what follows. Those with a dash look like words (sk-learn): they need a digit.
 _TOKENS = {
@@ -292,6 +299,18 @@ _TOKENS = {
     "SG.": r"[\w-]{16,}\.[\w-]+",  # SendGrid
     "eyJ": r"[\w-]+\.[\w-]+\.[\w-]+",  # JSON Web Token
 }
+_PREFIXES = tuple(_TOKENS)
+
+
+def _token_length(word: str) -> int:
+    for prefix, rest in _TOKENS.items():
+        if word.startswith(prefix) and (match := _pattern(rest).match(word, len(prefix))):
+            return match.end()
+    return 0
+
+
+# ---- shapes ----
+
 # Whoever knows the rest of these addresses can post there.
 _ADDRESSES = {
     "hooks.slack.com/services/": r"[\w/]+",
@@ -309,22 +328,7 @@ _PRIVATE_KEY = (
 )
 
 
-def _tokens(text: str) -> Iterable[Span]:
-    for prefix, rest in _TOKENS.items():
-        at = text.find(prefix)
-        while at >= 0:
-            match = _pattern(rest).match(text, at + len(prefix)) if _begins_word(text, at) else None
-            if match:
-                yield at, match.end()
-            at = text.find(prefix, at + len(prefix))
-
-
-def _begins_word(text: str, at: int) -> bool:
-    """Return whether a word begins here; also behind an escape: \\n, %3D."""
-    return not text[at - 1 : at].isalnum() or text[at - 2 : at - 1] == "\\" or text[at - 3 : at - 2] == "%"
-
-
-def _shapes(text: str) -> Iterable[Span]:
+def _spans_by_shape(text: str) -> Iterable[Span]:
     if "PRIVATE KEY" in text:
         for match in _pattern(_PRIVATE_KEY).finditer(text):
             yield match.span()
