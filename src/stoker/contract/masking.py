@@ -167,8 +167,6 @@ _ABOUT_A_SECRET = _words(
     " index kind length limit method mode name names parallelism path paths policy ref required size source timeout ttl"
     " type uri url"
 )
-
-
 # What the names of secrets hold: other words need no closer look.
 _SEEDS = _words("key token secret pass pwd cred auth cookie jwt mnemonic dsn webhook pat pw connection")
 
@@ -278,7 +276,7 @@ def _is_meant(name: str, value: str, is_flag: bool, is_quoted: bool) -> bool:
     small = name.lower()
     if not _is_secret_value(name, value) or small.endswith(("authorization", "cookie")):  # headers have a pattern
         return False
-    if small in _AMBIGUOUS and not (is_flag or name.isupper()):
+    if small in _AMBIGUOUS and not is_flag:
         return _pattern(_MACHINE_MADE).fullmatch(value) is not None
     if is_quoted or name.isupper():
         return True
