@@ -183,6 +183,8 @@ def test_switches_numbers_placeholders_and_files_are_no_secrets(tmp_path: Path) 
 def test_keys_and_command_lines_in_json() -> None:
     shown = mask_json({f"https://me:{BODY}@host/": 1, "argv": ["deploy", "--password", "correcthorse", "-v"], 5: "x"})
     assert shown == {f"https://me:{HIDDEN}@host/": 1, "argv": ["deploy", "--password", HIDDEN, "-v"], 5: "x"}
+    for words in (["--use-auth-token", "-v", "x"], ["--token", "--fp16"], ["--password", "--max-length=5"]):
+        assert mask_argv(words) == words
     assert mask_argv(["--max-tokens", "5", "--token", "s3cr3t"]) == ["--max-tokens", "5", "--token", HIDDEN]
 
 

@@ -95,7 +95,7 @@ def _spans_of_argv(words: list[str]) -> list[list[Span]]:
     spans: list[list[Span]] = []
     flag = ""
     for word in words:
-        if flag and not word.startswith("--") and _is_secret_value(flag, word):
+        if flag and not word.startswith("-") and _is_secret_value(flag, word):
             spans.append([(0, len(word))])
         elif begin := _secret_assignment(word):
             spans.append([(begin, len(word))])
