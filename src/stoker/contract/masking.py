@@ -56,10 +56,14 @@ def mask_json(value: Any) -> Any:
 
 def allowed_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a record keeps: those that change how a job runs, without secrets."""
+    from stoker.contract.schedulers import KNOWN
+
+    # All variables of a scheduler, by which `stoker why` knows the job of a run.
+    prefixes = (*_RECORDED_PREFIXES, *(scheduler.job_variable.partition("_")[0] + "_" for scheduler in KNOWN))
     return {
         name: mask_value(name, value)
         for name, value in sorted(variables.items())
-        if name in _RECORDED or name.startswith(_RECORDED_PREFIXES)
+        if name in _RECORDED or name.startswith(prefixes)
     }
 
 
@@ -73,7 +77,7 @@ _RECORDED = _words(
 )
 _RECORDED_PREFIXES = (
     "STOKER_", "CUDA_", "CUBLAS_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "TRITON_", "OMP_", "MKL_", "KMP_",
-    "OPENBLAS_", "SLURM_", "MASTER_", "PYTHON", "CONDA_", "HF_", "TRANSFORMERS_", "WANDB_", "ACCELERATE_", "UCX_",
+    "OPENBLAS_", "MASTER_", "PYTHON", "CONDA_", "HF_", "TRANSFORMERS_", "WANDB_", "ACCELERATE_", "UCX_",
 )  # fmt: skip
 # Readers of a record compare the values of these keys, which are never a user's words.
 _OUR_KEYS = frozenset(("schema", "event", "run", "host", "status", "cause"))
