@@ -55,7 +55,7 @@ READABLE = ("max_tokens=512", "--num-tokens", "1000", "tokenizer.path=models/gpt
 FAILING = """
 import json, os
 print("the script's own words stay as they are:", os.environ["MY_PASSWORD"])
-raise ValueError("can't log in: " + " | ".join([*json.load(open("said.json")), *(os.environ[name] for name in json.load(open("names.json")))]))
+raise ValueError("can't log in: " + " | ".join([*json.load(open("exception.json")), *(os.environ[name] for name in json.load(open("names.json")))]))
 """
 
 
@@ -78,7 +78,7 @@ def leaks(texts: dict[str, str], *places: str) -> list[str]:
 @pytest.fixture
 def failed(stoker: Stoker) -> Done:
     """A run that is given secrets in all places, and quotes them in its exception."""
-    (stoker.cwd / "said.json").write_text(json.dumps([*texts("exception"), *READABLE]))
+    (stoker.cwd / "exception.json").write_text(json.dumps([*texts("exception"), *READABLE]))
     (stoker.cwd / "names.json").write_text(json.dumps(list(NAMED)))
     notify = "cat > notified.json; printf '%s' \"$MY_PASSWORD\" > given.txt; : " + shlex.join(texts("notify"))
     lines = [f"CONFIG_{number}={text}" for number, text in enumerate(texts("config"))]
@@ -127,7 +127,7 @@ def test_no_secret_in_a_bundle(stoker: Stoker) -> None:
     run = {"schema": 1, "args": written, "environment": {**NAMED, "SETTING": written[0]}}
     (old / "run.json").write_text(json.dumps(run))
     (old / "verdict.json").write_text(json.dumps({"summary": " | ".join(written), "evidence": written}))
-    rows = [json.dumps({"event": "x", "said": text, "api_key": NAMED["HF_TOKEN"]}) for text in written]
+    rows = [json.dumps({"event": "x", "text": text, "api_key": NAMED["HF_TOKEN"]}) for text in written]
     (old / "events.jsonl").write_text("\n".join(rows) + '\n{"cut": "of')
     (old / "stoker.log").write_text("\n".join(written))
     (old.parent / "latest").symlink_to("old")
@@ -147,8 +147,8 @@ def test_no_secret_in_a_bundle(stoker: Stoker) -> None:
 
 def test_last_lines_without_an_exception_are_quoted_without_secrets(stoker: Stoker) -> None:
     """A private key whose first line is not quoted has no known shape."""
-    said = "\n".join(["x" * 3000, *texts("printed"), KEY])
-    script = stoker.script("exits.py", f"import sys\nprint({said!r}, file=sys.stderr)\nsys.exit(3)")
+    printed = "\n".join(["x" * 3000, *texts("printed"), KEY])
+    script = stoker.script("exits.py", f"import sys\nprint({printed!r}, file=sys.stderr)\nsys.exit(3)")
     done = stoker("run", "--show", "none", script)
     files = {**files_in(done.run_dir), "stderr": done.err}
     assert done.code == 3 and done.verdict["evidence"]

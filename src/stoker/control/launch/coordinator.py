@@ -131,10 +131,10 @@ class Coordinator:
             self._notifier.close()
 
     def _learn_secrets(self) -> None:
-        """Those that came by a config file or a hosts file: the environment and the command line are known already."""
-        told = dict(word.split("=", 1) for word in self.options.env if "=" in word)
-        told |= self._hosts.env if self._hosts is not None else {}
-        learn_secrets(told, (*self.request.args, self.options.notify or ""))
+        """Learn those of a config file and a hosts file: the environment and the command line are known already."""
+        variables = dict(word.split("=", 1) for word in self.options.env if "=" in word)
+        variables |= self._hosts.env if self._hosts is not None else {}
+        learn_secrets(variables, (*self.request.args, self.options.notify or ""))
         if self.options.notify:
             from stoker.control.launch.notify import secret_of
 

@@ -117,8 +117,9 @@ class Notifier:
             try:
                 code = sent.child.wait(wait)
                 if code:
-                    told = printable(_end_of(sent.errors))
-                    self._say(f"stoker: --notify ended with {code}: {told}" if command else f"stoker: --notify: {told}")
+                    errors = printable(_end_of(sent.errors))
+                    ended = f" ended with {code}" if command else ""
+                    self._say(f"stoker: --notify{ended}: {errors}")
             except subprocess.TimeoutExpired:
                 self._late(sent, command)
             os.close(sent.errors)

@@ -56,14 +56,14 @@ def catches(pid: int, signum: int) -> bool:
 
 
 def command(pid: int) -> str | None:
-    """Its command line, without secrets. A long one is cut after a word, and ends in "…"."""
+    """Return the command line of a process, without secrets. A long one is cut after a word, and ends in "…"."""
     try:
         raw = _beginning(f"/proc/{pid}/cmdline", _COMMAND + 1)
     except OSError:
         return None
     cut = len(raw) > _COMMAND
     if cut:
-        # Not within a word: half a secret is not recognized as one.
+        # Not within a word: half a secret has no known shape.
         raw = raw[: max(raw.rfind(b"\0", 0, _COMMAND), raw.rfind(b" ", 0, _COMMAND), 0)]
     words = raw.decode("utf-8", "replace").split("\0")
     # setproctitle writes one line.

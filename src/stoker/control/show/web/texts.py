@@ -131,7 +131,6 @@ def search(folders: Folders, run: str, attempt: int | None, rank: int | None, wo
 def ending(folders: Folders, run: str, explain: Explain) -> dict[str, Any]:
     record = folders.record(run)
     verdict = explain(record)
-    told = verdict.to_json() if verdict is not None else None
     suspicions = []
     for event in record.events():
         if event["event"] in ("suspicion", "busy", "straggler", "straggler-over", "numbers", "relief", "restart"):
@@ -146,7 +145,11 @@ def ending(folders: Folders, run: str, explain: Explain) -> dict[str, Any]:
                     "evidence": lines,
                 }
             )
-    return {"verdict": _shown_deep(told), "told": suspicions[-100:], "stacks": list(_stacks(record))}
+    return {
+        "verdict": _shown_deep(verdict.to_json() if verdict is not None else None),
+        "told": suspicions[-100:],
+        "stacks": list(_stacks(record)),
+    }
 
 
 def _shown_deep(value: Any) -> Any:
@@ -343,8 +346,9 @@ def _prompt_text(prompt: Any) -> str:
 
 
 def _limited(text: str) -> str:
-    kept = str(within(text, _ROLLOUT_TEXT + 64))
-    return printable_lines(kept) + (f" … ({len(text):,} characters)" if len(kept) < len(text) else "")
+    """Return the beginning of a text without control codes, and how long it is if that is not all."""
+    shown = str(within(text, _ROLLOUT_TEXT + 64))
+    return printable_lines(shown) + (f" … ({len(text):,} characters)" if len(shown) < len(text) else "")
 
 
 def reports(folders: Folders) -> dict[str, Any]:
