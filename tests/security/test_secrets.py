@@ -18,9 +18,10 @@ import pytest
 from conftest import Done, Stoker
 from stoker import calling
 from stoker.cli import run as run_command
-from stoker.contract import terminal
+from stoker.contract import masking, terminal
 from stoker.contract.masking import HIDDEN
 from stoker.contract.shapes import Verdict
+from stoker.control.agent.agent import Agent
 from stoker.control.launch import ladder
 from stoker.control.launch.request import Request
 from stoker.control.launch.torchfiles import tell_launcher
@@ -178,6 +179,16 @@ def test_the_launchers_error_file_has_no_secret(tmp_path: Path, monkeypatch: pyt
     verdict = Verdict("refused", "launch.x", "no host at https://me:hunter2hunter2@example.org", 69)
     tell_launcher(verdict, "", lambda line: None)
     assert "hunter2" not in (tmp_path / "error.json").read_text()
+
+
+def test_an_agent_masks_what_only_its_host_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator can't: another host's variables are never sent to it."""
+    monkeypatch.setattr(masking, "_known", None)
+    monkeypatch.setenv("SVC_PASSWORD", "variable-of-this-host")
+    agent = Agent(heart=-1, life=-1, guardian=0, stdin_fd=-1)
+    agent._specs = {0: {"env": {"HF_TOKEN": "variable-of-the-rank"}, "argv": ["t.py", "--api-key", "argument-of-it"]}}
+    report = {"message": "no variable-of-this-host, variable-of-the-rank, argument-of-it"}
+    assert agent._masked(report) == {"message": f"no {HIDDEN}, {HIDDEN}, {HIDDEN}"}
 
 
 def test_a_dry_run_and_a_job_script_show_no_secret(stoker: Stoker) -> None:
