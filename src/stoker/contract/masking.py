@@ -112,7 +112,7 @@ def _spans_of_argv(words: list[str]) -> list[list[Span]]:
 def _secret_assignment(word: str) -> int:
     """Return where the secret begins in NAME=VALUE, --name=VALUE and --env=NAME=VALUE; 0: there is none."""
     name, equals, value = word.partition("=")
-    if not equals or not _pattern(r"-{0,2}[\w.-]+").fullmatch(name):
+    if not equals or not _pattern(rf"-{{0,2}}[\w.-]{{1,{_MAX_NAME}}}").fullmatch(name):
         return 0
     if is_secret_name(name.lstrip("-")) and _is_secret_value(name, value):
         return len(name) + 1
@@ -173,6 +173,7 @@ _ABOUT_A_SECRET = _words(
 )
 # What the names of secrets hold: other words need no closer look.
 _SEEDS = _words("key token secret pass pwd cred auth cookie jwt mnemonic dsn webhook pat pw connection")
+_MAX_NAME = 100  # characters: longer words are data in base64, which would fill the cache
 
 
 @lru_cache(4096)
@@ -247,7 +248,7 @@ def _spans_by_words(text: str) -> Iterable[Span]:
         words = _pattern(r"\\[nrt]|%[0-9A-Fa-f]{2}").sub(lambda escape: " " * len(escape[0]), text)
     for word in set(_pattern(r"[A-Za-z_][\w.-]*").findall(words)):
         length = _token_length(word) if word.startswith(_PREFIXES) else 0
-        if length or is_secret_name(word) or word.lower() in _AMBIGUOUS:
+        if length or (len(word) <= _MAX_NAME and (is_secret_name(word) or word.lower() in _AMBIGUOUS)):
             at = words.find(word)
             while at >= 0:
                 end = at + len(word)
