@@ -22,7 +22,7 @@ SLOWEST = (
     "test_rewards", "test_export_diff", "test_unlucky_moments", "test_reruns", "test_gguf", "test_host_kept", "test_notify",
     "test_calling", "test_hostile_hosts", "test_style", "test_world", "test_doctor", "test_tokenizer", "test_packing", "test_words",
     "test_twenty_third_review_c", "test_optim", "test_ssh", "test_evaluate", "test_exports_and_curves", "test_foreign_text",
-    "test_sharedweights", "test_terminal", "test_secret_lines", "test_sixteenth_review", "test_rendezvous", "test_eighteenth_review",
+    "test_sharedweights", "test_terminal", "test_sixteenth_review", "test_rendezvous", "test_eighteenth_review",
     "test_torch", "test_gate", "test_goodput_simulator", "test_model", "test_docs", "test_restarts",
 )  # fmt: skip
 

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from conftest import Stoker
-from stoker.contract import redact
 from stoker.contract.names import Refusal
 from stoker.contract.shapes import Verdict
 from stoker.control.launch import notify
@@ -267,15 +266,3 @@ def test_mail_by_smtp_and_no_password_without_encryption(monkeypatch: pytest.Mon
     assert "hunter2" not in lines and told == [
         "stoker: --notify: mail: 127.0.0.1 offers no encryption: the password is not sent"
     ]
-
-
-def test_topics_are_hidden_by_their_shape() -> None:
-    for text in (
-        "ntfy://my-topic",
-        "https://ntfy.sh/my-topic",
-        "ntfy://host.example/my-topic now",
-        "see https://ntfy.example.org/my-topic?x=1",
-    ):
-        assert "my-topic" not in redact.whole(text) and "redacted" in redact.whole(text), text
-    assert redact.whole("ntfy://TOPIC or https://ntfy.sh/docs") == "ntfy://TOPIC or https://ntfy.sh/<redacted>"
-    assert redact.whole("https://example.org/my-topic") == "https://example.org/my-topic"

@@ -14,49 +14,9 @@ from pathlib import Path
 import pytest
 
 from conftest import Stoker, Terminal, forget_verdict, tagged, wait_for
-from stoker.contract import redact
 from stoker.control.record import reader
 
 COUNT = "import os, sys, time\nfor i in range(int(sys.argv[1])): print('step', i, flush=True); time.sleep(0.05)\n"
-
-
-def test_run_json_says_what_ran_and_keeps_no_secret(stoker: Stoker) -> None:
-    secrets = {
-        "HF_TOKEN": "hf_abcdefghijklmnopqrstuv",
-        "AWS_SECRET_ACCESS_KEY": "zzzsecretzzz",
-        "DATABASE_URL": "postgres://me:hunter2secret@db/x",
-        "INNOCENT": "sk-abcdefghijklmnopqrstuvwxyz123",
-        "MY_PASSWORD": "topsecret",
-    }
-    script = stoker.script("ok.py", "print('ok')")
-    done = stoker(
-        "run",
-        "--env",
-        "WANDB_API_KEY=verysecret",
-        script,
-        "--api-key",
-        "argsecret",
-        "--hf_token=hf_zyxwvutsrqponmlkjihg",
-        "--max-tokens",
-        "256",
-        env=secrets,
-    )
-    assert done.code == 0
-    for path in done.run_dir.rglob("*"):
-        if path.is_file():
-            text = path.read_text(errors="replace")
-            for value in (*secrets.values(), "hunter2secret", "verysecret", "argsecret", "hf_zyxwvutsrqponmlkjihg"):
-                assert value not in text, f"{value} in {path.name}"
-    run = json.loads((done.run_dir / "run.json").read_text())
-    assert (
-        run["schema"] == 1 and run["script"] == "ok.py" and run["plan"]["world_size"] == 1 and run["versions"]["python"]
-    )
-    assert (
-        run["args"][-2:] == ["--max-tokens", "256"]
-        and run["environment"]["HF_TOKEN"] == redact.HIDDEN
-        and run["config_hash"]
-    )
-    assert set(run["environment"]) >= {"PATH"} and run["environment"]["PATH"] == os.environ["PATH"]
 
 
 def test_runs_why_and_logs(stoker: Stoker) -> None:
@@ -418,27 +378,6 @@ def test_a_run_of_another_host_is_followed_until_it_has_a_verdict(stoker: Stoker
         attached.wait(1.5)
     verdict.rename(done.run_dir / "verdict.json")
     assert attached.wait(100) == 0
-
-
-def test_redaction_of_nested_assignments() -> None:
-    assert redact.arguments(["--env=WANDB_API_KEY=abc", "GH_PAT=x1", "--max-tokens", "5", "--token", "s3"]) == [
-        f"--env=WANDB_API_KEY={redact.HIDDEN}",
-        f"GH_PAT={redact.HIDDEN}",
-        "--max-tokens",
-        "5",
-        "--token",
-        redact.HIDDEN,
-    ]
-    told = "curl -H 'Authorization: Bearer abcdefgh12345' https://hooks.slack.com/services/T0/B0/xyz"
-    assert (
-        redact.text(told)
-        == f"curl -H 'Authorization: Bearer {redact.HIDDEN}' https://hooks.slack.com/services/{redact.HIDDEN}"
-    )
-    assert (
-        redact.whole("x" * 20_000 + " hf_" + "a" * 20).endswith(f" {redact.HIDDEN}")
-        and len(redact.text("x" * 20_000)) < 9000
-    )
-    assert redact.text("https://me:pw@host/x") == f"https://me:{redact.HIDDEN}@host/x"
 
 
 def test_a_folder_without_runs_is_named_by_its_whole_path(stoker: Stoker) -> None:

@@ -149,19 +149,3 @@ write_whole({str(tmp_path / "a")!r}, "x")
 with WholeFile({str(tmp_path / "b")!r}, mode=0o600) as file: file.write(b"x")"""
     subprocess.run([sys.executable, "-c", code], check=True)
     assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in "ab"] == [0o640, 0o600]
-
-
-def test_a_report_is_shown_without_secrets_and_long_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from stoker.cli import nan
-
-    secret = "k3yOf9Somebody21"
-    report = {
-        **REPORT.to_json(), "label": "x " * 2_000_000, "verdict": f"login(password='two {secret}')",
-        "advice": [f"Cookie: sid={secret}"], "module": f"layers.api_key={secret}",
-    }  # fmt: skip
-    files = {"cut": {"output": f"token={secret}"}, "left_out": {f"password={secret}": "no room"}}
-    write_json(str(tmp_path / reading.REPORT), {"report": report, "files": files})
-    for words in ([str(tmp_path)], [str(tmp_path), "--json"]):
-        assert nan.main(words) == 0
-        shown = capsys.readouterr().out
-        assert secret not in shown and "<redacted>" in shown and len(shown) < 100_000

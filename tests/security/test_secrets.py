@@ -1,295 +1,324 @@
-"""What is a secret and what only looks like one; and that looking costs no more than the text is long."""
+"""Where a secret could get out: real runs that are given some, and all that Stoker writes, prints and sends about them."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
 import subprocess
 import sys
+import tarfile
 import time
-from collections.abc import Iterator
-from urllib.parse import quote
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from conftest import EVERYTHING
-from security.shapes import HARMLESS, NAMES, SENTENCES, body_of, shapes
-from stoker.contract import redact, secretnames
-from stoker.contract.redact import HIDDEN
+from conftest import Done, Stoker
+from stoker import calling
+from stoker.cli import run as run_command
+from stoker.contract import masking, terminal
+from stoker.contract.masking import HIDDEN
+from stoker.contract.shapes import Verdict
+from stoker.control.agent.agent import Agent
+from stoker.control.launch import ladder
+from stoker.control.launch.request import Request
+from stoker.control.launch.torchfiles import tell_launcher
+from stoker.control.machine import processes
 
-BODY, SHAPES = body_of("here"), shapes("here")
-LONG = SHAPES["github"][1]
-AROUND = {
-    "alone": "{}", "within a sentence": "ValueError: it said {} and ended", "in quotes": "run 'sh -c \"{}\"' failed",
-    "behind escapes": "a\\n{}\\n", "behind a double escape": "a\\\\t{}\\\\n", "in escaped quotes": "\\u0022{}\\u0022", "behind %3D": "q%3D{}%26b",
-    "behind %2520": "a%2520{}", "in colour": "\x1b[1;31m{}\x1b[0m", "in escaped colour": "\\x1b[31m{}\\x1b[0m", "in colour without ESC": "[31m{}[0m",
-    "in a line of several": "first line\n{}\nlast line", "in brackets": "[1] ({})", "as a list's repr": "['a', '{}', 'b']",
-}  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redact, "_known", [])
+LETTERS = "aBcDeFgHiJkLmNoPqRsTuVwXyZ012345678"
+KEY = "\n".join(["-----BEGIN " + "PRIVATE KEY-----", *[LETTERS * 2] * 15, "-----END " + "PRIVATE KEY-----"])
 
 
-@pytest.mark.parametrize("place", AROUND)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_is_hidden_in_a_text(shape: str, place: str) -> None:
-    text, secret = SHAPES[shape]
-    shown = redact.whole(AROUND[place].format(text))
-    assert secret not in shown and HIDDEN in shown
-    assert redact.whole(shown) == shown, "a record that is read and written again must not change"
+def secret(place: str) -> str:
+    """Another for each place: what is known from one must not help to hide the other."""
+    return f"{place.replace(' ', '-')}-swordfish-17"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_names_are_read_behind_escapes(name: str) -> None:
-    for place in AROUND.values():
-        for equals in ("=", ": ", "%3D", "%253D", "\\u003d", "\x1b[0m=\x1b[35m"):
-            assert "hunter2" not in redact.whole(place.format(f"{name}{equals}hunter2xyz")), (place, equals)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_is_hidden_in_what_is_escaped_as_a_whole(shape: str) -> None:
-    text, secret = SHAPES[shape]
-    for escaped in (repr(f"x\n{text}\n"), json.dumps(f"x\n{text}"), json.dumps(json.dumps(text)), quote(text, safe="")):
-        assert secret not in redact.whole(escaped), escaped
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_is_hidden_as_a_value(shape: str) -> None:
-    text, secret = SHAPES[shape]
-    shown = [
-        *redact.environment({"SETTINGS": text}).values(),
-        *redact.arguments(["train.py", text]),
-        *redact.arguments(["train.py", f"--setting={text}"]),
-        *redact.arguments(["train.py", "--setting", text]),
-        str(redact.data({"setting": [{"deep": text}]})),
-        redact.command(f"python train.py {text}"),
-        *redact.arguments([f"--env=SETTINGS={text}"]),
-        *(redact.arguments(text.split()) if "\n" not in text else ()),
+def texts(place: str) -> list[str]:
+    """Texts as people carry them, each with the secret of this place: by a name, in a URL, in a header, in a token."""
+    hidden = secret(place)
+    return [
+        f"https://me:{hidden}@example.org/x",
+        f"Authorization: Bearer {hidden}",
+        f'{{"client_secret": "{hidden}"}}',
+        f"glpat-{hidden}-{LETTERS}",
+        f"password={hidden}",
     ]
-    assert not [line for line in shown if secret in line]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("value", ["hunter2", "12345678", BODY, "two words", "/not/a/path", "-starts-with-a-dash"])
-def test_any_value_is_hidden_under_a_secret_name(name: str, value: str) -> None:
-    assert redact.environment({name: value}) == {name: HIDDEN}
-    flag = f"--{name.lower()}"
-    for line, shown in (
-        ([f"{name}={value}"], [f"{name}={HIDDEN}"]),
-        ([f"--env={name}={value}"], [f"--env={name}={HIDDEN}"]),
-        ([f"{flag}={value}"], [f"{flag}={HIDDEN}"]),
-        (["--env", f"{name}={value}"], ["--env", f"{name}={HIDDEN}"]),
+# Of no shape: only their names say that they are secrets.
+NAMED = {
+    name: f"{name.lower()}-of-no-shape" for name in ("HF_TOKEN", "MY_PASSWORD", "WANDB_API_KEY", "GH_PAT", "PGPASSWORD")
+}
+READABLE = ("max_tokens=512", "--num-tokens", "1000", "tokenizer.path=models/gpt2", "pad_token_id=0", "sort_keys=True")
+FAILING = """
+import json, os
+print("the script's own words stay as they are:", os.environ["MY_PASSWORD"])
+raise ValueError("can't log in: " + " | ".join([*json.load(open("exception.json")), *(os.environ[name] for name in json.load(open("names.json")))]))
+"""
+
+
+def files_in(folder: Path) -> dict[str, str]:
+    """All but what the ranks printed, which is theirs."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and not re.fullmatch(r"rank-\d+\.log", path.name)]
+    return {str(path.relative_to(folder)): path.read_text(errors="replace") for path in paths}
+
+
+def leaks(texts: dict[str, str], *places: str) -> list[str]:
+    secrets = [*map(secret, places), *NAMED.values()]
+    return [
+        f"{one} in {name}: ...{text[max(0, text.index(one) - 60) : text.index(one) + 60]!r}"
+        for name, text in texts.items()
+        for one in secrets
+        if one in text
+    ]
+
+
+@pytest.fixture
+def failed(stoker: Stoker) -> Done:
+    """A run that is given secrets in all places, and quotes them in its exception."""
+    (stoker.cwd / "exception.json").write_text(json.dumps([*texts("exception"), *READABLE]))
+    (stoker.cwd / "names.json").write_text(json.dumps(list(NAMED)))
+    notify = "cat > notified.json; printf '%s' \"$MY_PASSWORD\" > given.txt; : " + shlex.join(texts("notify"))
+    lines = [f"CONFIG_{number}={text}" for number, text in enumerate(texts("config"))]
+    (stoker.cwd / "run.json").write_text(json.dumps({"env": lines, "notify": notify}))  # JSON is YAML
+    given = {f"SETTING_{number}": text for number, text in enumerate(texts("environment"))}
+    args = [word for text in texts("arguments") for word in ("--setting", text)]
+    script = stoker.script("fails.py", FAILING)
+    return stoker("run", "--show", "none", "--config", "run.json", script, *args, *READABLE, env={**given, **NAMED})
+
+
+def test_no_secret_in_anything_that_is_written_printed_or_sent(stoker: Stoker, failed: Done) -> None:
+    assert failed.code == 1 and failed.verdict["cause"] == "rank.exception"
+    places = ("environment", "arguments", "config", "notify", "exception")
+    files = files_in(failed.run_dir)
+    assert {"run.json", "events.jsonl", "verdict.json", "stoker.log", "attempt-0/rank-0.error.json"} <= set(files)
+    assert not leaks(files, *places)
+    assert not leaks({"stdout": failed.out, "stderr": failed.err}, *places)
+    notified = (stoker.cwd / "notified.json").read_text()
+    assert json.loads(notified)["cause"] == "rank.exception" and not leaks({"--notify": notified}, *places)
+    for words in (["why"], ["why", "--json"], ["runs", "--json"]):
+        assert not leaks({" ".join(words): stoker(*words).out}, *places)
+
+
+def test_what_is_no_secret_stays_readable(stoker: Stoker, failed: Done) -> None:
+    run = json.loads((failed.run_dir / "run.json").read_text())
+    assert run["args"][-len(READABLE) :] == list(READABLE)
+    report = json.loads((failed.run_dir / "attempt-0" / "rank-0.error.json").read_text())
+    assert [text for text in READABLE if text not in report["message"]] == []
+    assert failed.verdict["summary"].startswith("rank 0") and "ValueError: can't log in" in failed.verdict["summary"]
+    # The user's own command has the user's environment, and the rank's output is as it was printed.
+    assert (stoker.cwd / "given.txt").read_text() == NAMED["MY_PASSWORD"]
+    assert NAMED["MY_PASSWORD"] in failed.log(0).decode()
+
+
+def test_the_record_has_no_other_variables_than_those_it_needs(failed: Done) -> None:
+    environment = json.loads((failed.run_dir / "run.json").read_text())["environment"]
+    assert environment["PATH"] == os.environ["PATH"] and environment["HF_TOKEN"] == HIDDEN
+    assert not {"MY_PASSWORD", "SETTING_0", "CONFIG_0", "OLDPWD"} & set(environment)
+
+
+def test_no_secret_in_a_bundle(stoker: Stoker) -> None:
+    """Nor one of a record that an older Stoker wrote."""
+    old = stoker.cwd / "runs" / "old"
+    old.mkdir(parents=True)
+    written = texts("record")
+    run = {"schema": 1, "args": written, "environment": {**NAMED, "SETTING": written[0]}}
+    (old / "run.json").write_text(json.dumps(run))
+    (old / "verdict.json").write_text(json.dumps({"summary": " | ".join(written), "evidence": written}))
+    rows = [json.dumps({"event": "x", "text": text, "api_key": NAMED["HF_TOKEN"]}) for text in written]
+    (old / "events.jsonl").write_text("\n".join(rows) + '\n{"cut": "of')
+    (old / "stoker.log").write_text("\n".join(written))
+    (old.parent / "latest").symlink_to("old")
+    words = ["--api-key", secret("process"), *texts("process")]
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", *words]) as other:
+        try:
+            done = stoker("doctor", "--bundle", "ticket.tar.gz", "--no-probe", env=NAMED)
+        finally:
+            other.kill()
+    assert done.code in (0, 1, 2, 3) and (stoker.cwd / "ticket.tar.gz").stat().st_mode & 0o777 == 0o600
+    with tarfile.open(stoker.cwd / "ticket.tar.gz") as archive:
+        files = {one.name: archive.extractfile(one).read().decode() for one in archive.getmembers()}  # type: ignore[union-attr]
+    assert str(other.pid) in files["stoker-doctor/processes.txt"]
+    assert json.loads(files["stoker-doctor/latest-run/run.json"])["environment"]["HF_TOKEN"] == HIDDEN
+    assert not leaks({**files, "stdout": done.out, "stderr": done.err}, "record", "process")
+
+
+def test_last_lines_without_an_exception_are_quoted_without_secrets(stoker: Stoker) -> None:
+    """A private key whose first line is not quoted has no known shape."""
+    printed = "\n".join(["x" * 3000, *texts("printed"), KEY])
+    script = stoker.script("exits.py", f"import sys\nprint({printed!r}, file=sys.stderr)\nsys.exit(3)")
+    done = stoker("run", "--show", "none", script)
+    files = {**files_in(done.run_dir), "stderr": done.err}
+    assert done.code == 3 and done.verdict["evidence"]
+    assert not leaks(files, "printed") and not [name for name, text in files.items() if LETTERS in text]
+
+
+def test_a_failed_import_is_quoted_without_a_key(stoker: Stoker) -> None:
+    (stoker.cwd / "settings_of_mine.py").write_text(f"raise ValueError('bad key:\\n' + {KEY!r})")
+    done = stoker("ladder", "--json", stoker.script("train.py", "import settings_of_mine"))
+    assert '"env.import"' in done.out and LETTERS not in done.out + done.err
+    assert not [path for path in Path(stoker.cwd, "runs").rglob("*.json") if LETTERS in path.read_text()]
+
+
+def test_a_phase_is_kept_without_a_token(stoker: Stoker) -> None:
+    script = stoker.script(
+        "train.py",
+        f"import time, stoker\nstoker.beat(step=1, loss=1.0)\nstoker.phase('loading hf_{LETTERS}')\ntime.sleep(2.5)\n",
+    )
+    assert stoker("run", "--nproc-per-node", "1", script).code == 0
+    kept = {path.name: path.read_text() for path in (stoker.latest / "history").iterdir()}
+    assert f"loading {HIDDEN}" in kept["seconds.jsonl"]
+    assert not [name for name, text in {**kept, **files_in(stoker.latest)}.items() if LETTERS in text]
+
+
+def test_the_launchers_error_file_has_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    verdict = Verdict("refused", "launch.x", "no host at https://me:hunter2hunter2@example.org", 69)
+    tell_launcher(verdict, "", lambda line: None)
+    assert "hunter2" not in (tmp_path / "error.json").read_text()
+
+
+def test_an_agent_masks_what_only_its_host_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator can't: another host's variables are never sent to it."""
+    monkeypatch.setattr(masking, "_known", None)
+    monkeypatch.setenv("SVC_PASSWORD", "variable-of-this-host")
+    agent = Agent(heart=-1, life=-1, guardian=0, stdin_fd=-1)
+    agent._specs = {0: {"env": {"HF_TOKEN": "variable-of-the-rank"}, "argv": ["t.py", "--api-key", "argument-of-it"]}}
+    report = {"message": "no variable-of-this-host, variable-of-the-rank, argument-of-it"}
+    assert agent._masked(report) == {"message": f"no {HIDDEN}, {HIDDEN}, {HIDDEN}"}
+
+
+def test_a_dry_run_and_a_job_script_show_no_secret(stoker: Stoker) -> None:
+    script = stoker.script("ok.py", "print('ok')")
+    args = [word for text in texts("arguments") for word in ("--setting", text)]
+    words = ["--env", f"HF_TOKEN={NAMED['HF_TOKEN']}", script, *args, "--api-key", secret("arguments")]
+    for command in (
+        ["run", "--dry-run", *words],
+        ["run", "--dry-run", "--json", *words],
+        ["submit", "--dry-run", "--", *words],
     ):
-        assert redact.arguments(line) == shown
-    if not value.startswith("-"):
-        assert redact.arguments([flag, value]) == [flag, HIDDEN]
-    assert redact.data({name: value, "other": {name: [value]}}) == {name: HIDDEN, "other": {name: [HIDDEN]}}
-    assert value not in redact.whole(f'{{"{name}": "{value}"}}')
+        done = stoker(*command)
+        assert done.code == 0 and not leaks({command[0]: done.out + done.err}, "arguments")
 
 
-def test_numbers_and_switches_under_secret_names() -> None:
-    assert redact.data({"password": 47110815, "token": 123, "pin": 9081}) == dict.fromkeys(
-        ("password", "token", "pin"), HIDDEN
-    )
-    readable = {
-        "use_auth_token": True,
-        "token": None,
-        "password": "",
-        "secret": "false",
-        "pad_token_id": 50256,
-        "key": 5,
-        "max_tokens": 512,
-    }
-    assert redact.data(readable) == readable
-
-
-@pytest.mark.parametrize("text", HARMLESS)
-def test_look_alikes_stay_readable(text: str) -> None:
-    assert redact.whole(text) == text and redact.whole(f"first\n{text}\nlast") == f"first\n{text}\nlast"
-    assert redact.arguments(text.split()) == text.split() and redact.command(text) == text
-    name, equals, value = text.partition("=")
-    if equals and name.isidentifier():
-        assert redact.environment({name: value}) == {name: value} and redact.data({name: value}) == {name: value}
-
-
-@pytest.mark.parametrize("text", SENTENCES)
-def test_sentences_and_source_code_stay_readable(text: str) -> None:
-    assert redact.whole(text) == text and redact.whole(f"first\n    {text}\nlast") == f"first\n    {text}\nlast"
-
-
-def test_every_verdict_and_every_page_stays_readable() -> None:
-    """What Stoker itself says has no secret in it."""
-    from pathlib import Path
-
-    for page in ("verdicts.md", "doctor.md", "cluster.md"):
-        text = (Path(__file__).parents[2] / "docs" / page).read_text()
-        assert redact.whole(text) == text, page
-
-
-def test_our_own_names_are_not_taken_for_secrets() -> None:
-    from stoker.contract.shape import options_of
-    from stoker.control.launch.options import RunOptions
-    from stoker.training.config.keys import KEYS
-
-    for name in (*KEYS, *options_of(RunOptions)):
-        assert (
-            secretnames.rate(name) == secretnames.NO and secretnames.rate(name.replace("_", "-")) == secretnames.NO
-        ), name
-
-
-@pytest.mark.parametrize("name, words", [
-    ("AWSAccessKeyId2", "aws access key id 2"), ("api_key", "api key"), ("--max-tokens", "max tokens"), ("optim.learningRate", "optim learning rate"),
-    ("HFToken", "hf token"), ("_authToken", "auth token"), ("", ""), ("___", ""), ("X", "x"),
-])  # fmt: skip
-def test_words_of_a_name(name: str, words: str) -> None:
-    assert secretnames.words_of(name) == words.split()
-
-
-def test_what_a_process_was_given_is_hidden_wherever_it_turns_up() -> None:
-    odd, quoted, many = "swordfish-of-no-shape", 'with "quotes" & spaces/и', f"first {BODY}\nsecond {LONG}"
-    redact.learn(
-        {
-            "MY_PASSWORD": odd,
-            "DB_PASS": quoted,
-            "CA_SECRET": many,
-            "COUNT_TOKEN": "1234567",
-            "TOKEN": "true",
-            "SHELL": "/bin/sh-and-more",
-        },
-        ["train.py", "--notify", f"curl -u me:{BODY}x https://x", "--api-key", "argumentsvalue"],
-    )
-    text = f"{odd} {quoted!r} {quoted} second {LONG} and {BODY}x and argumentsvalue, 1234567 true /bin/sh-and-more with%20%22quotes%22%20%26%20spaces%2F%D0%B8"
-    shown = redact.whole(text)
-    for secret in (odd, quoted, LONG, f"{BODY}x", "argumentsvalue", "%22quotes%22"):
-        assert secret not in shown, shown
-    assert "1234567 true /bin/sh-and-more" in shown  # short, a switch, and not a secret's name
-
-
-def test_a_path_to_a_secret_is_none() -> None:
-    redact.learn({"API_TOKEN": sys.executable})
-    assert redact.whole(f"no file {sys.executable}") == f"no file {sys.executable}"
-
-
-def test_a_text_is_cut_after_its_secrets_are_out() -> None:
-    shown = redact.text("x " * 4090 + "ghp_" + LONG * 3)
-    assert LONG not in shown and "ghp_" not in shown
-    assert len(redact.text("x" * 20_000)) < 9_000 < len(redact.whole("x" * 20_000))
-
-
-def test_deep_data_ends() -> None:
-    deep: object = "hf_" + "a" * 20
-    for _ in range(200):
-        deep = {"a": [deep]}
-    assert "hf_" not in str(redact.data(deep))
-
-
-HOSTILE = (
-    "://", "://a/", "://a:b", "://a@", "://hooks.slack.com/services/", "eyJ", "eyJ.", "eyJa.b", "hf_", "sk-", "sk-a-", "password=", "password=true ",
-    f"password={HIDDEN}", 'password="', "password='\\'", 'password=\\"', "key=", "key=a,", "token: ", "a", "a.", "-", "_", "=", ":", '"', "\\", '\\"', "'", "`",
-    " ", "\n", "@", "\\n", "\\u00", "%", "%25", "%253D", "%5C", "\x1b[", "[1;", "[0m", "%26api_key%3D", "a:b@", "Bearer ", "Basic YTpi", "authorization: ", "Cookie: true ", "<a>", "<password>", "</", "-----BEGIN " + "PRIVATE KEY-----",
-    "-----BEGIN " + "PRIVATE KEY-----\n", "-----END " + "PRIVATE KEY-----", "curl -u ", "login x password ", "docker login -p x ", "--password ", "123456:", "M-",
-    "M" * 25 + ".", "secret.x:1/", "a.b:1,", "aB", "AbC=", "$A=", "password=$A", "\npassword: a b", "password=,a", "password=),;&", "é", "\ud800", "AKIA", "?sig=1&",
-    "ntfy://", "ntfy://a/", '"api_keys": ["a",', "password: |\n x\n", '("token", "', "name: a value: ", "Authorization: Digest a=", "\n[r] " + "A" * 20, "%22+",
-    'password="a\\', "password='\"'\"'", "password=\"\"\"\n", "password='x''", 'api_keys: ["a\\"', "api_keys: [a(", "password: |\n\n", '"password":\n ', "password=a(b)", 'Cookie: a="x"; ',
-    "&quot;password&quot;:", "%2526password%253D",
-)  # fmt: skip
-SIZE = 1 << (20 if EVERYTHING else 16)
-ENOUGH_S = 20 * SIZE / (1 << 20)
-
-
-def _hostile() -> Iterator[str]:
-    for piece in HOSTILE:
-        yield piece * (SIZE // len(piece))
-    for head in (
-        "password=",
-        'password="',
-        "Authorization: ",
-        "://",
-        "eyJ",
-        "-----BEGIN " + "PRIVATE KEY-----\n",
-        "<password>",
-        "curl -u a:",
-        '"api_keys": [',
-        "password: |\n",
+def test_a_refusal_shows_no_secret(stoker: Stoker) -> None:
+    hidden = secret("refused")
+    for command in (
+        ["train", "pretrain", "--data", f"https://me:{hidden}@example.org/x.txt"],
+        ["run", f"--frobnicate=hf_{LETTERS}"],
+        ["run", f"sk-{hidden}-x.py"],
     ):
-        for piece in ("a", " ", "\n", "=", '"', "\\", "/", "A1", "@"):
-            yield head + piece * (SIZE // 16 // len(piece))
+        done = stoker(*command)
+        assert done.code in (64, 66) and HIDDEN in done.err and hidden not in done.err and LETTERS not in done.err
 
 
-def test_hostile_text_takes_no_longer_than_it_is() -> None:
-    """Of processor time, not of the clock. What is quadratic takes minutes here, and hours with --all."""
-    for text in _hostile():
-        began = time.process_time()
-        redact.whole(text)
-        assert time.process_time() - began < ENOUGH_S, text[:40]
+def test_every_print_of_a_command_is_masked(capsys: pytest.CaptureFixture[str]) -> None:
+    with terminal.own_lines():
+        print(json.dumps({"client_secret": "hunter2xyz"}))
+        terminal.tell("login with password=hunter2xyz")
+        terminal.say("login with password=hunter2xyz", terminal.ERROR)
+        terminal.paint([("login with password=hunter2xyz", "red")])
+    shown = capsys.readouterr()
+    assert "hunter2xyz" not in shown.out + shown.err and (shown.out + shown.err).count(HIDDEN) == 4
 
 
-def test_a_long_command_line_is_read_once() -> None:
-    for piece in ("curl -u ", " ", "--password ", "docker login -p x "):
-        began = time.process_time()
-        redact.command(piece * (SIZE // 16 // len(piece)))
-        assert time.process_time() - began < ENOUGH_S, piece
+def test_an_address_with_its_token_is_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """Who starts `stoker web` needs it."""
+    with terminal.own_lines():
+        terminal.tell_secret(f"http://127.0.0.1:8000/?token={LETTERS}")
+    assert capsys.readouterr().out == f"http://127.0.0.1:8000/?token={LETTERS}\n"
 
 
-_PEM = "-----BEGIN " + "PRIVATE KEY-----"
-_LINES = [_PEM, *[LONG + LONG] * 3]
-SPREAD = {
-    "json, a line each": '{\n "password":\n  "%s"\n}', "json, padded": '{"password"        :        "%s"}', "ini, padded": "password          =          %s",
-    "json, a list": '{"api_keys": ["first-of-them", "%s"]}', "python, a list": "client(api_keys=['%s', 'another-one'])", "yaml, a block": "password: |\n  %s\n",
-    "yaml, folded": "  db_password: >-\n    two\n    %s\n", "yaml, a list": "api_keys:\n  - one\n  - %s\n", "kubernetes": "- name: HF_TOKEN\n  value: %s",
-    "kubernetes, json": '{"name": "HF_TOKEN", "value": "%s"}', "a pair": "('password', '%s')", "xml": '<add key="ApiKey" value="%s"/>',
-    "digest": 'Authorization: Digest username="me", realm="x", response="%s"', "curl -su": "curl -su me:%s https://example.org",
-    "curl --user=": "curl --user=me:%s https://example.org", "a command in an exception": "RuntimeError(\"curl -u 'me:%s' https://x\")",
-    "netrc": "machine x password %s login me", "a url with #": "postgres://me:p#%s@db/x", "a url with ?": "postgres://me:p?%s@db/x",
-    "a form": "q=%%7B%%22token%%22%%3A+%%22%s%%22%%7D", "runpod": "rpa_%s", "kaggle": "KGAT_%s", "pinecone": "pcsk_%s",
-}  # fmt: skip
-KEYS = {
-    "cut": "\n".join(f"[rank0] {line}" for line in _LINES), "quoted": "\n".join(f"> {line}" for line in _LINES),
-    "with times": "\r\n".join(f"2026-01-01 00:00:00 {line}" for line in _LINES), "its end": "\n".join(f"[rank0] {line}" for line in [*_LINES[1:], _PEM.replace("BEGIN", "END")]),
-    "in an exception": repr(RuntimeError("\n".join(f"> {line}" for line in _LINES))),
-}  # fmt: skip
+def test_commands_of_other_processes_are_shown_without_secrets() -> None:
+    words = ["--api-key", "two words", "DB_PASSWORD=hunter2", "--max-tokens", "5"]
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", *words])
+    try:
+        deadline = time.monotonic() + 30
+        while "--api-key" not in (processes.command(child.pid) or "") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        shown = processes.command(child.pid) or ""
+        assert shown.endswith(f"--api-key {HIDDEN} DB_PASSWORD={HIDDEN} --max-tokens 5")
+    finally:
+        child.kill()
+        child.wait()
 
 
-@pytest.mark.parametrize("shape", SPREAD)
-def test_a_value_apart_from_its_name_is_hidden(shape: str) -> None:
-    shown = redact.whole(SPREAD[shape] % LONG)
-    assert LONG not in shown and HIDDEN in shown
-    assert redact.whole(shown) == shown
-    assert LONG not in redact.whole(repr(SPREAD[shape] % LONG))
+def test_a_configuration_is_written_without_secrets_and_else_as_it_is() -> None:
+    from stoker.contract.masking import mask_text
+    from stoker.contract.shape import replace
+    from stoker.training.config.keys import as_yaml, config_of
+    from stoker.training.config.resolve import combine
+
+    config = config_of("small", combine("small", []))
+    assert mask_text(as_yaml(config)) == as_yaml(config)
+    hidden = secret("config")
+    data = replace(config.data, path=(f"https://me:{hidden}@example.org/x.txt",))
+    shown = mask_text(as_yaml(replace(config, data=data)))
+    assert hidden not in shown and f"https://me:{HIDDEN}@example.org/x.txt" in shown
 
 
-def test_json_within_json_within_json_is_read() -> None:
-    text = json.dumps({"password": BODY})
-    for _ in range(5):
-        assert BODY not in redact.whole(text)
-        text = json.dumps({"body": text})
+# ---- command lines of processes that we start: every user of the machine can read them ----
+
+CONFIG = "notify: slack:http://127.0.0.1:9/services/notify7xq\nenv: [HF_TOKEN=hf_env7xq, NAME=text]\n"
+NOTIFY = "slack:http://127.0.0.1:9/services/notify7xq"
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_a_private_key_with_something_before_each_line_is_hidden(key: str) -> None:
-    shown = redact.whole(f"{KEYS[key]}\nthe next line stays")
-    assert LONG not in shown and "the next line stays" in shown
+def configured(folder: Path) -> Request:
+    """Return a request as docs/launching.md advises it: the address is in a file."""
+    (folder / "me.yaml").write_text(CONFIG)
+    (folder / "train.py").write_text("")
+    return run_command.parse(["--config", str(folder / "me.yaml"), "--ladder", str(folder / "train.py"), "--env=own"])
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"name": "max_tokens", "value": "512"}', "('token', 'tokens')", '["api_key", "password", "username"]', '{"tokens": ["a", "b2345678"]}',
-        'special_tokens = ["<s>", "</s>", "<|im_end|>"]', "stop_tokens:\n  - <|im_end|>\n", "text_key        =        content", '"sort_keys": [1, 2]',
-        "name: pad_token, value: <pad>", "name=lr value=3e-4", "https://host:8080?x=a@b", "https://host:8080#a@b", "tokens:\n  - a\n", "keys: |\n  a\n",
-        '{"name": "tokenizer", "value": "models/gpt2-x1"}', "curl -sS https://example.org/a:b", "rpa_test", "glc_context", "ntn_layers=12", "('text_key', 'content12')",
-    ],
-)  # fmt: skip
-def test_what_only_stands_apart_stays(text: str) -> None:
-    assert redact.whole(text) == text
+class Started(Exception):
+    """Instead of a process."""
 
 
-def test_importing_it_compiles_no_pattern() -> None:
-    """Every launch and every agent imports it."""
-    code = (
-        "import re\nreal = re._compiler.compile if hasattr(re, '_compiler') else None\ncount = []\n"
-        "old = re.compile\nre.compile = lambda *a, **k: (count.append(a), old(*a, **k))[1]\nimport stoker.contract.redact\nprint(len(count))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "0\n"
+@pytest.mark.parametrize("is_rung", [False, True])
+def test_a_rung_has_no_secret_of_a_config_file_on_its_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_rung: bool
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def started(argv: list[str], env: dict[str, str], *_: object) -> None:
+        seen.update(argv=argv, env=env)
+        raise Started
+
+    monkeypatch.setattr(ladder, "start", started)
+    climber = ladder.Ladder(configured(tmp_path), 20, print)
+    with pytest.raises(Started):
+        climber._rung(1, "rung 1 of 1") if is_rung else climber._look()
+    assert "7xq" not in " ".join(seen["argv"])
+    assert seen["argv"][-1] == "--env=own"  # the script's own
+    # And the rung has them all the same.
+    given = seen["argv"][seen["argv"].index("run") + 1 :]
+    monkeypatch.setattr(sys, "argv", ["stoker", "run", *given])
+    monkeypatch.setattr(os, "environ", seen["env"].copy())
+    requests: list[Request] = []
+    monkeypatch.setattr(run_command, "start", lambda request: requests.append(request) or 0)
+    assert run_command.main(given) == 0
+    options = requests[0].options
+    assert options.env[:2] == ("HF_TOKEN=hf_env7xq", "NAME=text")
+    assert options.notify == (None if is_rung else NOTIFY)
+    assert requests[0].args == ("--env=own",)
+    # Its ranks have what they are given, and no more.
+    assert not any("7xq" in value for value in os.environ.values())
+    assert sys.argv[2] == "--env=HF_TOKEN=hf_env7xq"  # for the record, which hides it
+
+
+def test_the_launcher_of_a_function_has_no_address_on_its_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`stoker.launch(function, notify="slack:…")`"""
+    seen: dict[str, Any] = {}
+
+    def ran(words: list[str], environment: dict[str, str]) -> int:
+        seen.update(words=words, environment=environment)
+        raise Started
+
+    monkeypatch.setattr(calling, "_run", ran)
+    with pytest.raises(Started):
+        calling.launch(print, (), 1, {"HF_TOKEN": "hf_env7xq"}, {"notify": NOTIFY})
+    assert "7xq" not in " ".join(seen["words"])
+    assert json.loads(seen["environment"]["STOKER_HANDED"]) == [f"--notify={NOTIFY}"]

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from conftest import Stoker
-from stoker import calling
-from stoker.cli import run as run_command
 from stoker.contract import layout
 from stoker.contract.names import Refusal
 from stoker.control.cluster import reducing
-from stoker.control.launch import ladder
-from stoker.control.launch.request import Request
 from stoker.control.scheduler import slurm_submit
 from stoker.speedrun import state
 from stoker.speedrun.child import Children
@@ -68,71 +62,6 @@ def test_the_progress_of_a_stage_is_not_read_from_elsewhere(tmp_path: Path) -> N
     (run / "metrics.jsonl").unlink()
     elsewhere.rename(run / "metrics.jsonl")
     assert state.progress(str(run), 10) == "step 4 of 10, loss 1.000"
-
-
-# ---- secrets that a file has on the command lines of processes that we start ----
-
-CONFIG = "notify: slack:http://127.0.0.1:9/services/notify7xq\nenv: [HF_TOKEN=hf_env7xq, NAME=text]\n"
-HANDED = ["--env=HF_TOKEN=hf_env7xq", "--env=NAME=text", "--notify=slack:http://127.0.0.1:9/services/notify7xq"]
-
-
-def configured(folder: Path) -> Request:
-    """As docs/launching.md advises it: the address is in a file, because command lines are visible to all users."""
-    (folder / "me.yaml").write_text(CONFIG)
-    (folder / "train.py").write_text("")
-    return run_command.parse(["--config", str(folder / "me.yaml"), "--ladder", str(folder / "train.py"), "--env=own"])
-
-
-class Started(Exception):
-    """Instead of a process."""
-
-
-@pytest.mark.parametrize("rung", [False, True])
-def test_a_rung_has_no_secret_of_a_config_file_on_its_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rung: bool
-) -> None:
-    """`stoker run --config me.yaml --ladder train.py`: every user of the machine could read them in /proc/PID/cmdline."""
-    found: dict[str, Any] = {}
-
-    def started(argv: list[str], env: dict[str, str], *_: object) -> None:
-        found.update(argv=argv, env=env)
-        raise Started
-
-    monkeypatch.setattr(ladder, "start", started)
-    climber = ladder.Ladder(configured(tmp_path), 20, print)
-    with pytest.raises(Started):
-        climber._rung(1, "rung 1 of 1") if rung else climber._look()
-    assert "7xq" not in " ".join(found["argv"])
-    assert found["argv"][-1] == "--env=own"  # the script's own
-    # And the rung has them all the same.
-    given = found["argv"][found["argv"].index("run") + 1 :]
-    monkeypatch.setattr(sys, "argv", ["stoker", "run", *given])
-    monkeypatch.setattr(os, "environ", found["env"].copy())
-    asked: list[Request] = []
-    monkeypatch.setattr(run_command, "start", lambda request: asked.append(request) or 0)
-    assert run_command.main(given) == 0
-    options = asked[0].options
-    assert options.env[:2] == ("HF_TOKEN=hf_env7xq", "NAME=text")
-    assert options.notify == (None if rung else "slack:http://127.0.0.1:9/services/notify7xq")
-    assert asked[0].args == ("--env=own",)
-    # Its ranks have what they are given, and no more.
-    assert not any("7xq" in value for value in os.environ.values())
-    assert sys.argv[2] == "--env=HF_TOKEN=hf_env7xq"  # for the record, which hides it
-
-
-def test_the_launcher_of_a_function_has_no_address_on_its_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`stoker.launch(function, notify="slack:…")`"""
-    found: dict[str, Any] = {}
-
-    def ran(words: list[str], environment: dict[str, str]) -> int:
-        found.update(words=words, environment=environment)
-        raise Started
-
-    monkeypatch.setattr(calling, "_run", ran)
-    with pytest.raises(Started):
-        calling.launch(print, (), 1, {"HF_TOKEN": "hf_env7xq"}, {"notify": HANDED[2].partition("=")[2]})
-    assert "7xq" not in " ".join(found["words"])
-    assert json.loads(found["environment"]["STOKER_HANDED"]) == HANDED[2:]
 
 
 # ---- other folders that came with a checkout ----

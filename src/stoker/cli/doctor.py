@@ -8,8 +8,9 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
-from stoker.contract import layout, redact
+from stoker.contract import layout
 from stoker.contract.errors import reading
+from stoker.contract.masking import mask_json
 from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.quantities import counted, duration, used_of
 from stoker.contract.safe_io import WholeFile, read_json, refuse_other_kind
@@ -76,7 +77,7 @@ def main(argv: list[str]) -> int:
         found = look()
         findings = check.run(checks, found, told.nproc_per_node)
     if told.record:
-        _write(told.record, json_text(redact.data(found.to_json())) + "\n")
+        _write(told.record, json_text(mask_json(found.to_json())) + "\n")
     if told.bundle:
         from stoker.control.doctor.bundle import write_bundle
 
@@ -84,7 +85,7 @@ def main(argv: list[str]) -> int:
     if told.json:
         report = {"schema": 1, "exit_code": check.exit_code(findings), "checks": [one.id for one in checks]}
         report |= {"findings": as_json(findings)}
-        print(json_text(redact.data({**report, "advice": advice(found, findings), "examination": found.to_json()})))
+        print(json_text({**report, "advice": advice(found, findings), "examination": found.to_json()}))
     else:
         _print(found, findings, len(checks))
         for word, path in (("bundle", told.bundle), ("recorded machine", told.record)):

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
-from stoker.contract import redact
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import amount, counted, span, used_of
 from stoker.contract.settings import Parser, add_flags
@@ -16,7 +15,6 @@ from stoker.contract.text import json_text
 from stoker.control.launch import ladder
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.request import Request
-from stoker.control.record.writer import OURS
 
 _ABOUT = "Finds where a script begins to fail: its imports one by one, then one rank, half, all. Takes `stoker run`'s options."
 _EXAMPLES = """examples:
@@ -145,12 +143,12 @@ def to_json(request: Request, climb: ladder.Climb) -> dict[str, Any]:
 
 
 def _dump(data: dict[str, Any]) -> None:
-    print(json_text(redact.data(data, OURS)))
+    print(json_text(data))
 
 
 def _to_stdout(line: str) -> None:
-    tell(redact.whole(line))
+    tell(line)
 
 
 def _to_stderr(line: str) -> None:
-    tell(redact.whole(line), sys.stderr)
+    tell(line, sys.stderr)

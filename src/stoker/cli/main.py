@@ -152,10 +152,9 @@ def _main(argv: list[str] | None) -> int:
         line, code = f"something is nested too deeply, {_place(problem)}", EX_DATAERR
     except MemoryError as problem:
         line, code = f"out of memory, {_place(problem)}", EX_OSERR
-    from stoker.contract import redact
     from stoker.contract.terminal import ERROR, say
 
-    say(redact.whole(line), ERROR)
+    say(line, ERROR)
     return code
 
 

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 
-from stoker.contract import layout, redact
+from stoker.contract import layout
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
         host, counts = glance(root)
         return Examined(host, time.time(), counts)
 
-    collector = Collector(gather, checks, told.dcgm, lambda line: say(redact.whole(printable(line))))
+    collector = Collector(gather, checks, told.dcgm, lambda line: say(printable(line)))
     if told.once:
         if elsewhere is not None:
             elsewhere.wait(_FIRST_S)

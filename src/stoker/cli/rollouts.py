@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from stoker.contract import layout, redact
+from stoker.contract import layout
 from stoker.contract.errors import reading
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.quantities import counted
@@ -26,7 +26,6 @@ from stoker.control.record.rollouts import (
     to_json,
     typical,
 )
-from stoker.control.record.writer import OURS
 
 _ABOUT = "What a GRPO run answered: the best and the worst of the last steps, and what changed since the first ones."
 _PARTS = 20  # of a reward, that are shown
@@ -58,7 +57,7 @@ def main(argv: list[str]) -> int:
             of_step = "" if told.step is None else f" of step {told.step}"
             raise Refusal(f"{os.path.join(folder, layout.ROLLOUTS)} has no answers{of_step} yet", EX_NOINPUT)
         if told.json:
-            print(json_text(redact.data(_as_json(found, told.most), OURS)))
+            print(json_text(_as_json(found, told.most)))
         else:
             _print(found, told.most)
     return 0
@@ -135,7 +134,7 @@ def _print(found: Summary, most: int) -> None:
 
 def _about(one: Rollout) -> str:
     some = list(one.parts.items())[:_PARTS]
-    parts = ", ".join(f"{printable(redact.whole(name), 60)} {value:g}" for name, value in some)
+    parts = ", ".join(f"{printable(name, 60)} {value:g}" for name, value in some)
     marks = [f"step {one.step}", f"{one.tokens} tokens"]
     if one.correct is not None:
         marks.append("correct" if one.correct else "wrong")
@@ -148,4 +147,4 @@ def _shown(text: Any) -> str:
     if isinstance(text, list) and text and isinstance(text[-1], dict):
         text = text[-1].get("content")  # of messages, what was asked last
     words = text if isinstance(text, str) else json.dumps(text)
-    return printable(redact.whole(words[: 4 * _TEXT]).replace("\n", " ⏎ "), _TEXT)
+    return printable(words[: 4 * _TEXT].replace("\n", " ⏎ "), _TEXT)

@@ -10,12 +10,12 @@ import signal
 import socket
 import time
 
-from stoker.contract import layout, names, redact, sharedweights
+from stoker.contract import layout, names, sharedweights
 from stoker.contract.names import API_KEY, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal
 from stoker.contract.quantities import duration
 from stoker.contract.safe_io import read_text
 from stoker.contract.settings import Parser, check_port
-from stoker.contract.terminal import say
+from stoker.contract.terminal import say, tell_secret
 from stoker.contract.text import printable
 from stoker.control.show import serving
 
@@ -146,7 +146,7 @@ def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key:
         token=token,
         version=lambda: (driver.engine.version, driver.engine.digest),
         about={"shared_memory": sharedweights.identity(), "device": model.device.type},
-        log=lambda line: say(redact.whole(printable(line, 500))),
+        log=lambda line: say(printable(line, 500)),
     )
     _allow_open_files(driver.most + MORE_FILES)
     server = HttpServer(app, listening, received, told.grace)
@@ -164,7 +164,7 @@ def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key:
     def started() -> None:
         print(f"{url}  model {served.name}", flush=True)
         if token:
-            print(f"token for POST /v1/weights: {token}", flush=True)
+            tell_secret(f"token for POST /v1/weights: {token}")
         if not local:
             say("anybody who sees the traffic sees the key and the texts: it is not encrypted")
 

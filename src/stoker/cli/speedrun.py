@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterator
 
 from stoker.cli.sight import gpus_to_use, look
-from stoker.contract import names, redact
+from stoker.contract import names
 from stoker.contract.settings import Parser, add_flags, build
 from stoker.contract.shape import replace
 from stoker.contract.terminal import tell
@@ -109,14 +109,14 @@ def _plan(course: Course) -> int:
     from stoker.speedrun import plan
 
     if course.options.json:
-        print(json_text(redact.data(plan.as_data(course), frozenset(("key",)))))
+        print(json_text(plan.as_data(course)))
         return 0
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     refused = [f"here it would be refused: {course.refused}"] if course.refused else []
     before = (wrapped(line, columns or 0) for line in (*course.lines, *refused))
-    print(redact.whole("\n".join((*before, "", plan.as_text(course, columns)))))
+    print("\n".join((*before, "", plan.as_text(course, columns))))
     return 0
 
 
 def _say(line: str) -> None:
-    tell(redact.whole(line))
+    tell(line)

@@ -19,7 +19,7 @@ from stoker.cli.train_fit import (
     with_memory_plan,
     without_memory_plan,
 )
-from stoker.contract import layout, names, redact, schedulers
+from stoker.contract import layout, names, schedulers
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.settings import Help, Parser, add_flags, build, from_mapping, suggest
@@ -279,7 +279,7 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     code = start(replace(request, args=tuple(flags(resolved.config, keep)), contents=contents), _show_loss)
     if options.dry_run and not options.json and not code:
         shown = _worth_showing(stage, resolved, keep)
-        print(redact.whole(as_yaml(resolved.config, shown)), end="")
+        print(as_yaml(resolved.config, shown), end="")
         if resolved.config.model.load and learns:
             tell(f"# The model's shape is that of {resolved.config.model.load}{_in_words(resolved.config)}.")
         rest = len(KEYS) - len(shown) - len(_of_loaded(resolved))
@@ -552,4 +552,4 @@ def _show_loss(verdict: Verdict, run_dir: str, say: Callable[[str], None]) -> No
 
 
 def _say(line: str) -> None:
-    tell(redact.whole(line), sys.stderr)
+    tell(line, sys.stderr)

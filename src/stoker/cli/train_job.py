@@ -10,7 +10,7 @@ from typing import Any
 
 from stoker.cli import roles
 from stoker.cli.sight import gpus_to_use, look
-from stoker.contract import layout, redact
+from stoker.contract import layout
 from stoker.contract.names import API_KEY, EX_USAGE, Refusal
 from stoker.contract.shape import replace
 from stoker.contract.terminal import tell
@@ -131,4 +131,4 @@ def _trainer(keys: Sequence[Flag], layers: Layers, part: Part, server: str, env:
 
 
 def _say(line: str) -> None:
-    tell(redact.whole(line), sys.stderr)
+    tell(line, sys.stderr)

@@ -9,11 +9,11 @@ import signal
 import socket
 import sys
 
-from stoker.contract import layout, redact
+from stoker.contract import layout
 from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
 from stoker.contract.quantities import amount, duration
 from stoker.contract.settings import Parser, check_port
-from stoker.contract.terminal import say, tell
+from stoker.contract.terminal import say, tell, tell_secret
 from stoker.contract.text import printable
 from stoker.control.record import finder
 
@@ -130,7 +130,7 @@ def _serve(told: argparse.Namespace, root: str) -> int:
         line = f"stoker web: an answer failed: {type(problem).__name__}: {problem}"
         if line not in complained and len(complained) < 20:
             complained.add(line)
-            say(redact.whole(printable(line, 500)))
+            say(printable(line, 500))
 
     serving.Server(listening, pages.answer, failed).serve(lambda: bool(over))
     hub.stop()
@@ -141,7 +141,7 @@ def _serve(told: argparse.Namespace, root: str) -> int:
 
 def _announce(listening: socket.socket, token: str, address: str, local: bool) -> None:
     port = listening.getsockname()[1]
-    print(f"{address}?token={token}")
+    tell_secret(f"{address}?token={token}")
     if local:
         tell(f"from another machine: ssh -N -L {port}:127.0.0.1:{port} {_me()}   and open the same address there")
     else:

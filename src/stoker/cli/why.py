@@ -7,7 +7,7 @@ import shlex
 import time
 from typing import Any
 
-from stoker.contract import layout, redact, schedulers
+from stoker.contract import layout, schedulers
 from stoker.contract.quantities import span
 from stoker.contract.settings import Parser
 from stoker.contract.shape import replace
@@ -15,7 +15,6 @@ from stoker.contract.shapes import Verdict
 from stoker.contract.terminal import ERROR, SUCCESS, WARNING, paint, tell
 from stoker.contract.text import json_text, printable, printable_lines
 from stoker.control.record import again, finder, reader
-from stoker.control.record.writer import OURS
 from stoker.control.scheduler import runs
 from stoker.control.verdict.launch import lost
 
@@ -92,21 +91,20 @@ def _whose(run: reader.Run) -> str:
 
 
 def _print(line: str) -> None:
-    tell(redact.whole(printable(line)))
+    tell(printable(line))
 
 
 def _dump(data: dict[str, Any]) -> None:
-    print(json_text(redact.data(data, OURS)))
+    print(json_text(data))
 
 
-def _show(found: Verdict, title: str, run: reader.Run | None, as_json: bool) -> int:
+def _show(verdict: Verdict, title: str, run: reader.Run | None, as_json: bool) -> int:
     """`run`: None for a job in which no run began."""
-    verdict = Verdict.from_json(redact.data(found.to_json(), OURS))  # of a record that an older Stoker wrote
     if as_json:
         _dump(verdict.to_json())
         return 0
     colour = {"completed": SUCCESS, "stopped": WARNING}.get(verdict.status, ERROR)
-    paint([(f"{redact.whole(title)}: ", ""), (f"{verdict.status}, exit code {verdict.exit_code}", colour)])
+    paint([(f"{title}: ", ""), (f"{verdict.status}, exit code {verdict.exit_code}", colour)])
     rank = f", rank {verdict.rank}" if verdict.rank is not None else ""
     _print(f"cause: {verdict.cause}{rank}" + (f" on host {verdict.host}" if verdict.host else ""))
     _print_lines(verdict.summary)
@@ -153,7 +151,7 @@ def _print_restarts(run: reader.Run) -> None:
 
 def _print_lines(text: str) -> None:
     """Evidence may have several lines: those stay."""
-    tell(redact.whole("\n".join(f"  {line}" for line in printable_lines(text).split("\n"))))
+    tell("\n".join(f"  {line}" for line in printable_lines(text).split("\n")))
 
 
 def _another_attempt(verdict: Verdict) -> str:

@@ -1,4 +1,4 @@
-"""Stoker's own lines on their way to a terminal. They may quote anything, so control codes are escaped.
+"""Stoker's own lines on their way to a terminal. They may quote anything: secrets are masked, control codes escaped.
 
 A command's stdout and stderr are replaced once, by `own_lines`, so that no print can be forgotten. What ranks printed
 goes out as bytes (`sys.stdout.buffer`, the launcher's console) and stays as it is. Our own codes, those of a progress
@@ -13,12 +13,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from stoker.contract import names
+from stoker.contract.masking import mask_text
 from stoker.contract.text import printable, printable_lines
 from stoker.contract.wrapping import wrapped
 
 
 class OwnLines:
-    """A text stream that escapes control codes. All else is the stream's own: fileno, isatty, encoding, buffer."""
+    """A text stream that masks secrets and escapes control codes. All else is the stream's own: fileno, isatty, encoding, buffer."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -28,7 +29,7 @@ class OwnLines:
 
     def write(self, text: str) -> int:
         wipe()
-        self.stream.write(printable_lines(text))
+        self.stream.write(printable_lines(mask_text(text)))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -41,7 +42,7 @@ def _cleaning(stream: Any) -> Any:
 
 
 class own_lines:
-    """Within it, sys.stdout and sys.stderr escape control codes."""
+    """Within it, sys.stdout and sys.stderr mask secrets and escape control codes."""
 
     def __enter__(self) -> None:
         self._before = sys.stdout, sys.stderr
@@ -58,13 +59,22 @@ def say(line: str, colour: str = "") -> None:
         tell(line, sys.stderr)
         return
     wipe()
-    _codes(f"{coloured(wrapped(printable_lines(line), columns_of(sys.stderr)), colour)}\n")
+    shown = wrapped(printable_lines(mask_text(line)), columns_of(sys.stderr))
+    _codes(f"{coloured(shown, colour)}\n")
 
 
 def tell(text: str, stream: Any = None) -> None:
     """Sentences to stdout, or to this stream. A terminal gets them broken between words, a file or a pipe whole lines."""
     stream = sys.stdout if stream is None else stream
-    print(wrapped(text, columns_of(stream)), file=stream, flush=True)
+    # Masked before it is broken into lines: a value must stand behind its name.
+    print(wrapped(mask_text(text), columns_of(stream)), file=stream, flush=True)
+
+
+def tell_secret(text: str) -> None:
+    """Print a line on stdout that its reader needs with the secret in it: the address of a page with its token."""
+    stream = getattr(sys.stdout, "stream", sys.stdout)
+    stream.write(f"{printable(text)}\n")
+    stream.flush()
 
 
 def columns_of(stream: Any) -> int:
@@ -178,7 +188,7 @@ def coloured(text: str, colour: str) -> str:
 def paint(pieces: Iterable[tuple[str, str]]) -> None:
     """Prints one line on stdout: pieces of text, each with the name of its colour, or "" for none."""
     stream = getattr(sys.stdout, "stream", sys.stdout)
-    colours, cleaned = in_colour(), [(printable(text), colour) for text, colour in pieces]
+    colours, cleaned = in_colour(), [(printable(mask_text(text)), colour) for text, colour in pieces]
     shown = wrapped("".join(text for text, _ in cleaned), columns_of(stream))
     for text, colour in cleaned:
         end = _end_of(text, shown)

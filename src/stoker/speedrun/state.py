@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoker.contract import layout, owners, redact
+from stoker.contract import layout, owners
+from stoker.contract.masking import mask_json, masked_lines
 from stoker.contract.names import EX_CANTCREAT, EX_TEMPFAIL, Refusal
 from stoker.contract.quantities import number_at
 from stoker.contract.safe_io import open_lock_file, write_json
@@ -179,7 +180,7 @@ def write_chain(folder: str, about: Mapping[str, Any], found: Mapping[str, Entry
     """Not durable: what a power cut takes of it, the run directories still tell."""
     write_json(
         os.path.join(folder, CHAIN),
-        {"schema": SCHEMA, **redact.data(about), "stages": [as_json(entry) for entry in found.values()]},
+        {"schema": SCHEMA, **mask_json(about), "stages": [as_json(entry) for entry in found.values()]},
         durable=False,
     )
 
@@ -272,7 +273,7 @@ def trouble(run: str | None, code: int, log: str, log_from: int) -> tuple[str, s
         return str(said.get("summary", "")), first
     if code > 128:
         return f"its launcher was ended by {_signal(code - 128)}, and no verdict was written", ""
-    lines = [line for line in redact.whole(_tail(log, log_from)).splitlines() if line.strip()]
+    lines = masked_lines(_tail(log, log_from))
     named = [line for line in lines if line.startswith(_OURS)]
     return (named or lines or ["it ended without an error message"])[-1].removeprefix(_OURS).strip(), ""
 

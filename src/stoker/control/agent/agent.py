@@ -17,7 +17,8 @@ import tempfile
 import time
 from typing import Any
 
-from stoker.contract import hostmemory, protocol, redact
+from stoker.contract import hostmemory, protocol
+from stoker.contract.masking import learn_secrets, mask_json
 from stoker.contract.names import EX_OSERR, Refusal
 from stoker.contract.process import process, send
 from stoker.contract.safe_io import open_regular, read_json
@@ -40,9 +41,7 @@ if TYPE_CHECKING:
     from stoker.control.machine.gauges import Gauges
 
 _REPORT = 1 << 20  # bytes of an error report: the shim keeps its own below 100 KB
-# Characters of one that are looked through for secrets. torch's own may quote rows of data: a megabyte takes longer than the
-# coordinator waits for a word of ours.
-_LOOKED_AT = 140_000
+_MAX_REPORT = 140_000  # characters of a report that are sent: torch's own may quote rows of data
 
 
 class Agent:
@@ -376,8 +375,8 @@ class Agent:
     def _hear(self, rank: Rank, kind: str, name: str) -> None:
         if kind == "error":
             rank.reported = time.monotonic()
-            report = _read_json(rank.files["error"], name)
-            self._relay.say({"is": "error", "rank": rank.rank, "error": self._without_secrets(report)})
+            rank.error = self._masked(_read_json(rank.files["error"], name))
+            self._relay.say({"is": "error", "rank": rank.rank, "error": rank.error})
             self._vitals.note_holders(rank, self._nvml, self._run_id)
         elif kind == "shim":
             self._tell_memory(rank, "START")
@@ -440,9 +439,9 @@ class Agent:
                     "code": end[0],
                     "time": time.time(),
                     "ours": rank.signalled,
-                    "error": self._without_secrets(_read_json(rank.files["error"])),
-                    "elastic": self._without_secrets(_read_json(rank.files["elastic"])),
-                    "stack": self._without_secrets(_read_text(rank.files["stack"])),
+                    "error": rank.error or self._masked(_read_json(rank.files["error"])),
+                    "elastic": self._masked(_read_json(rank.files["elastic"])),
+                    "stack": self._masked(_read_text(rank.files["stack"])),
                     "steps": rank.steps,
                     "core": end[1],
                     "oom_killed": kills is not None and self._kills_before is not None and kills > self._kills_before,
@@ -452,18 +451,15 @@ class Agent:
                 }
             )
 
-    def _without_secrets(self, report: Any) -> Any:
-        """Those that only this host's variables hold. Not learned at the start: ranks wait for that."""
-        if report and not self._learned:
+    def _masked(self, report: Any) -> Any:
+        """Return a rank's report without secrets: those of this host's variables are known to no other process."""
+        if not report:
+            return report
+        if not self._learned:  # not at the start, which ranks wait for
             self._learned = True
-            redact.learn(next(iter(self._specs.values()))["env"])  # what differs between ranks is ours
-        began = time.monotonic()
-        shown = redact.data(within(report, _LOOKED_AT))
-        now = time.monotonic()
-        self._last_heard += now - began  # what we took was not the coordinator's silence
-        self._ping(now)  # nor is it ours: other ranks' reports follow
-        self._relay.flush()
-        return shown
+            spec = next(iter(self._specs.values()))  # the ranks' secrets are the same
+            learn_secrets(spec["env"], spec["argv"])
+        return mask_json(within(report, _MAX_REPORT))
 
     def _stop(self, order: protocol.Message) -> None:
         if self._gate is not None:

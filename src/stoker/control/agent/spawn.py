@@ -39,6 +39,7 @@ class Rank:
         self.started = started
         self.signalled = False
         self.reported = 0.0  # when the shim reported an exception: it is on its way out by itself
+        self.error: Any = None  # the shim's report of an exception, without secrets
         self.ended: int | None = None
         self.script_end: dict[str, Any] | None = None  # contract/shapes.py:ScriptEnd
         self.marks: set[str] = set()

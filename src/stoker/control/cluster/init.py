@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stoker.contract import redact
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.safe_io import write_whole
@@ -47,7 +46,7 @@ class Answer:
         torch = f"no torch in {self.python}" if self.python else "no Python"
         if self.torch:
             torch = f"torch {self.torch} (Python {self.python_version})"
-        return redact.whole(" ".join(f"{cards}, {torch}".split()))
+        return " ".join(f"{cards}, {torch}".split())
 
 
 def main_part(

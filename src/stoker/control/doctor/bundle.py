@@ -9,7 +9,8 @@ import subprocess
 import tarfile
 import time
 
-from stoker.contract import layout, redact
+from stoker.contract import layout
+from stoker.contract.masking import allowed_environment, mask_json, mask_text
 from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.safe_io import WholeFile
 from stoker.contract.shape import as_json
@@ -18,7 +19,6 @@ from stoker.contract.text import parse_json, printable
 from stoker.control.machine import processes
 from stoker.control.machine.facts import Examination
 from stoker.control.record import finder, reader
-from stoker.control.record.writer import OURS
 
 COMMANDS = {
     "nvidia-smi.txt": ["nvidia-smi", "-q"], "topology.txt": ["nvidia-smi", "topo", "-m"], "kernel-log.txt": ["dmesg", "--ctime"],
@@ -31,23 +31,23 @@ _MOST = 4 << 20  # the last bytes of a file of the run
 
 def write_bundle(path: str, found: Examination, findings: list[Finding], runs_dir: str) -> None:
     files = {
-        "examination.json": json.dumps(redact.data(found.to_json()), indent=1),
-        "findings.json": json.dumps(redact.data(as_json(findings)), indent=1),
-        "environment.json": json.dumps(redact.environment(os.environ), indent=1),
+        "examination.json": json.dumps(found.to_json()),
+        "findings.json": json.dumps(as_json(findings)),
+        "environment.json": json.dumps(allowed_environment(os.environ)),
     }
     for name, argv in COMMANDS.items():
-        files[name] = redact.whole(_end_of(_said(argv)))
+        files[name] = _end_of(_said(argv))
     files["processes.txt"] = _processes()
     for name in (layout.RUN, layout.VERDICT, layout.EVENTS, layout.CONSOLE):
         try:
             handle = reader.open_in(finder.find(None, runs_dir).dir, name)
-            files[f"latest-run/{name}"] = _of_a_run(name, _end_of_file(handle))
+            files[f"latest-run/{name}"] = _end_of_file(handle)
         except (OSError, Refusal):
             continue  # no run yet, or none of ours
     try:
         with WholeFile(path, mode=0o600) as out, tarfile.open(mode="w:gz", fileobj=out) as archive:
             for name, text in files.items():
-                data = text.encode("utf-8", "backslashreplace")
+                data = _masked(name, text).encode("utf-8", "backslashreplace")
                 entry = tarfile.TarInfo(f"stoker-doctor/{name}")
                 entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
                 archive.addfile(entry, io.BytesIO(data))
@@ -56,7 +56,7 @@ def write_bundle(path: str, found: Examination, findings: list[Finding], runs_di
 
 
 def _end_of(said: str) -> str:
-    """Without the line that is cut: half a token has no known shape."""
+    """Return the end of a long text, from the beginning of a line."""
     return said if len(said) <= LONGEST else said[-LONGEST:].partition("\n")[2]
 
 
@@ -80,20 +80,20 @@ def _processes() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _of_a_run(name: str, text: str) -> str:
-    """An older Stoker may have written it. JSON is parsed, so that names count too; a cut-off line is text."""
+def _masked(name: str, text: str) -> str:
+    """Return a file of the bundle without secrets. JSON is parsed, so that its keys count; a line that is cut is text."""
     if name.endswith(".json"):
-        return _of_json(text, 1)
+        return _masked_json(text, 1)
     if name.endswith(".jsonl"):
-        return "".join(_of_json(line, None) for line in text.splitlines(keepends=True))
-    return redact.whole(text)
+        return "".join(_masked_json(line, None) for line in text.splitlines(keepends=True))
+    return mask_text(text)
 
 
-def _of_json(text: str, indent: int | None) -> str:
+def _masked_json(text: str, indent: int | None) -> str:
     try:
-        return json.dumps(redact.data(parse_json(text), OURS), indent=indent, ensure_ascii=False) + "\n"
+        return json.dumps(mask_json(parse_json(text)), indent=indent, ensure_ascii=False) + "\n"
     except ValueError:
-        return redact.whole(text)
+        return mask_text(text)
 
 
 def _said(argv: list[str]) -> str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stoker.contract import names, protocol, redact
+from stoker.contract import names, protocol
 from stoker.contract.names import EX_OSERR, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.shape import replace
@@ -234,9 +234,7 @@ class Agents:
         if kind == "host":
             self._note_machine(member, message)
         if kind == "refused":
-            message["line"] = printable(
-                redact.whole(message["line"][:_LONGEST_LINE]), 2000
-            )  # a cut token has no known shape
+            message["line"] = printable(message["line"][:_LONGEST_LINE], 2000)
         if kind in _AWAITED:
             member.answers[kind] = message
         if not waiting:

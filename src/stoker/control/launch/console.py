@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from stoker.contract.masking import mask_text
 from stoker.contract.terminal import coloured, wants_colour
 from stoker.contract.text import printable_lines
 from stoker.contract.wrapping import wrapped
@@ -75,8 +76,8 @@ class Console:
         return self._colours[stream]
 
     def say(self, stream: int, text: str, colour: str = "") -> None:
-        """Lines of our own. They quote what others wrote: control codes in them are escaped."""
-        text = wrapped(printable_lines(text), self.columns(stream))
+        """Lines of our own. They quote what others wrote: secrets are masked, and control codes escaped."""
+        text = wrapped(printable_lines(mask_text(text)), self.columns(stream))
         self.put(stream, (coloured(text, colour) if self._colours[stream] else text).encode() + b"\n", own=True)
 
     def columns(self, stream: int) -> int:

@@ -11,7 +11,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from stoker.contract import names, redact
+from stoker.contract import names
+from stoker.contract.masking import learn_secrets, mask_argv, mask_json
 from stoker.contract.names import EX_OSERR, EX_SOFTWARE, Refusal
 from stoker.contract.quantities import counted, span
 from stoker.contract.shape import replace
@@ -130,14 +131,14 @@ class Coordinator:
             self._notifier.close()
 
     def _learn_secrets(self) -> None:
-        """Those that came by a config file or a hosts file: the environment and the command line are known already."""
-        told = dict(word.split("=", 1) for word in self.options.env if "=" in word)
-        told |= self._hosts.env if self._hosts is not None else {}
-        redact.learn(told, (*self.request.args, self.options.notify or ""))
+        """Learn those of a config file and a hosts file: the environment and the command line are known already."""
+        variables = dict(word.split("=", 1) for word in self.options.env if "=" in word)
+        variables |= self._hosts.env if self._hosts is not None else {}
+        learn_secrets(variables, (*self.request.args, self.options.notify or ""))
         if self.options.notify:
             from stoker.control.launch.notify import secret_of
 
-            redact.learn({"NOTIFY_TOKEN": secret_of(self.options.notify)})
+            learn_secrets({"NOTIFY_TOKEN": secret_of(self.options.notify)})
 
     def _run(self) -> Verdict | None:
         """None for a dry run."""
@@ -296,11 +297,11 @@ class Coordinator:
         import json
 
         if self.options.json:
-            text = json.dumps({"schema": 1, "run": place.id, **plan.to_json()}, indent=1)
+            text = json.dumps(mask_json({"schema": 1, "run": place.id, **plan.to_json()}), indent=1)
         else:
             cards = [f"  {p.gpu.name} {p.gpu.uuid}" if p.gpu else "" for p in plan.places]
             rows = [f"  rank {p.rank}  {p.label}{card}" for p, card in zip(plan.places, cards, strict=True)]
-            command = " ".join(redact.arguments(plan.roles[0].argv))
+            command = " ".join(mask_argv(plan.roles[0].argv))
             start = f"would start {counted(plan.world_size, 'rank')} of: {command}"
             record = f"would record in: {os.path.relpath(place.dir, self._cwd)}"
             text = "\n".join(map(printable, (*plan.lines, start, *rows, record)))
@@ -321,7 +322,7 @@ class Coordinator:
 
     def _say(self, line: str, *, colour: str = "") -> None:
         """One line, whatever the texts that it quotes hold."""
-        line = redact.whole(printable(line))
+        line = printable(line)
         self._console.say(2, line, colour or (SUCCESS if line.startswith("✓") else ""))
         if self._record is not None:
             self._record.say(line)
@@ -355,12 +356,12 @@ def guarded(coordinator: Coordinator, report: detach.Report | None) -> int:
     try:
         code = coordinator.run()
     except (OSError, RuntimeError) as problem:  # no thread, no descriptor, no working directory
-        print(redact.whole(f"stoker: the system refuses: {problem}"), file=sys.stderr)
+        print(f"stoker: the system refuses: {problem}", file=sys.stderr)
         code = EX_OSERR
     except Exception:
         import traceback
 
-        print(redact.whole(traceback.format_exc()), end="", file=sys.stderr)
+        traceback.print_exc()
         code = EX_SOFTWARE
     if report is not None:
         report.ended(code)

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract import layout, redact
+from stoker.contract import layout
+from stoker.contract.masking import allowed_environment
 from stoker.contract.safe_io import read_text
 from stoker.contract.shape import as_json, pick
 from stoker.contract.shapes import Verdict
@@ -36,24 +37,23 @@ def describe(
     from stoker import __version__
 
     me, host = process(os.getpid()), os.uname().nodename
-    told = as_json(request.options)
-    options = {key: redact.arguments(told[key]) if isinstance(told[key], list) else told[key] for key in request.given}
+    options = as_json(request.options)
     return {
         "run": place.id,
         "name": place.name,
         "started": began,
         "cwd": os.getcwd(),
         "launcher": {"pid": os.getpid(), "start": me.start if me else 0, "host": host, "uid": os.getuid()},
-        "command": redact.arguments([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
-        "request": options,
+        "command": [os.path.basename(sys.argv[0]), *sys.argv[1:]],
+        "request": {key: options[key] for key in request.given},
         "script": request.script,
-        "args": redact.arguments(list(request.args)),
-        **({} if request.identity is None else {"identity": redact.arguments(request.identity)}),
+        "args": list(request.args),
+        **({} if request.identity is None else {"identity": list(request.identity)}),
         "plan": _planned(plan),
         "hosts": {name or host: machine.to_json() for name, machine in machines.items()},
         "versions": {"stoker": __version__, "python": sys.version.split()[0]},
-        "environment": redact.environment(os.environ),
-        **({"apart": {host: redact.arguments(words) for host, words in apart.items()}} if apart else {}),
+        "environment": allowed_environment(os.environ),
+        **({"apart": dict(apart)} if apart else {}),
         # A full disk may keep `enrich` from writing it.
         **({"config_hash": config_hash(request), "contents": contents_of(request)} if request.options.name else {}),
     }
@@ -75,10 +75,8 @@ def _planned(plan: RunPlan) -> dict[str, Any]:
         "world_size": plan.world_size,
         "isolate": plan.isolate,
         "init_slots": dict(plan.init_slots),
-        "argv": redact.arguments(plan.roles[0].argv),
-        "roles": [
-            {"name": role.name, "world_size": role.world, "argv": redact.arguments(role.argv)} for role in plan.roles
-        ],
+        "argv": plan.roles[0].argv,
+        "roles": [{"name": role.name, "world_size": role.world, "argv": role.argv} for role in plan.roles],
         "ranks": [
             {**pick(p, "rank", "role", "role_rank", "local_rank", "host", "label"), "gpu": p.gpu and p.gpu.uuid}
             for p in plan.places

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract import redact
+from stoker.contract.masking import mask_argv
 from stoker.contract.shape import as_json
 from stoker.contract.text import printable
 from stoker.control.launch.options import RunOptions
@@ -48,17 +48,17 @@ def texts(words: Any) -> list[str]:
 
 
 def _of_program(record: Mapping[str, Any], request: Request) -> list[tuple[str, str, str]]:
-    args = redact.arguments(request.args)
+    args = mask_argv(request.args)
     if request.identity is None:
         return [("arguments", shlex.join(texts(record.get("args"))), shlex.join(args))]
     then, now = keys_in(record.get("args")), keys_in(args)
-    lasting = {*keys_in(record.get("identity")), *keys_in(redact.arguments(request.identity))}
+    lasting = {*keys_in(record.get("identity")), *keys_in(mask_argv(request.identity))}
     return [(name, then.get(name, DEFAULT), now.get(name, DEFAULT)) for name in sorted(lasting)]
 
 
 def _option(value: Any) -> str:
     if isinstance(value, list):
-        return shlex.join(redact.arguments(map(str, value)))
+        return shlex.join(mask_argv(map(str, value)))
     return "not given" if value is None else str(value)
 
 

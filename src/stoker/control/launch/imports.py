@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from stoker.contract import redact
+from stoker.contract.masking import masked_lines
 from stoker.contract.names import EX_NOINPUT, EX_SOFTWARE, Refusal
 from stoker.contract.process import send_to_group
 from stoker.contract.shape import shape
@@ -161,7 +161,7 @@ def try_imports(
         if verdict is not None or stopped() or (code == 0 and under_way is None):
             return verdict
         noise.seek(0)
-        tail = redact.whole(noise.read().decode("utf-8", "replace")).strip().splitlines()[-8:]
+        tail = masked_lines(noise.read().decode("utf-8", "replace"))[-8:]
     return _died(under_way, path, code, late, tail)
 
 
@@ -216,8 +216,7 @@ def _failed_import(one: Import, path: str, answer: dict[str, Any], problem: str)
         "is it the right Python environment? the ranks use the one that runs Stoker, or --python",
     )
     summary = f"import {one.name} fails at {path}:{one.line}: {problem.partition(chr(10))[0]}"
-    # Without its secrets before it is cut: the last lines of a private key have no known shape.
-    return _failed(summary, 1, redact.whole(answer["traceback"]).strip().splitlines()[-6:], fix)
+    return _failed(summary, 1, masked_lines(answer["traceback"])[-6:], fix)
 
 
 def _failed(summary: str, code: int, evidence: list[str], fix: tuple[str, ...]) -> Verdict:

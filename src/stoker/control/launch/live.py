@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from stoker.contract import checkpoints, layout, protocol, redact
+from stoker.contract import checkpoints, layout, protocol
 from stoker.contract.names import EX_TEMPFAIL, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import span
 from stoker.contract.shape import pick, replace
@@ -348,9 +348,7 @@ class Planner:
         self._agents.await_all("locked")
         for member in members:
             for notice in member.answers["locked"]["notices"]:
-                line = (
-                    f"stoker: {f'host {member.host}: ' if member.host else ''}{printable(redact.whole(notice), 1000)}"
-                )
+                line = f"stoker: {f'host {member.host}: ' if member.host else ''}{printable(notice, 1000)}"
                 if line not in self._noticed:
                     self._noticed.add(line)
                     self._say(line)

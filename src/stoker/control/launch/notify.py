@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stoker.contract import redact
+from stoker.contract.masking import mask_json
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.shape import shape
 from stoker.contract.shapes import Verdict
 from stoker.contract.text import printable
 from stoker.control.launch.ourselves import own_program
-from stoker.control.record.writer import OURS
 
 NOTIFY_S = 30.0
 NTFY, SLACK, DISCORD, MAIL, COMMAND = "ntfy", "slack", "discord", "mail", "command"
@@ -96,7 +95,7 @@ class Notifier:
         asked = self._target.kind == COMMAND
         if verdict.cause == "launch.stopped" and not asked:
             return
-        shown = redact.data(verdict.to_json(), OURS)
+        shown = mask_json(verdict.to_json())
         if asked:
             argv, message = ["/bin/sh", "-c", self._target.to], shown
         else:
@@ -118,8 +117,9 @@ class Notifier:
             try:
                 code = sent.child.wait(wait)
                 if code:
-                    told = redact.whole(printable(_end_of(sent.errors)))
-                    self._say(f"stoker: --notify ended with {code}: {told}" if command else f"stoker: --notify: {told}")
+                    errors = printable(_end_of(sent.errors))
+                    ended = f" ended with {code}" if command else ""
+                    self._say(f"stoker: --notify{ended}: {errors}")
             except subprocess.TimeoutExpired:
                 self._late(sent, command)
             os.close(sent.errors)

@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from stoker.contract import layout, redact
+from stoker.contract import layout
+from stoker.contract.masking import mask_text
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.control.launch.console import SMALL, Console, LineCutter, LogLines
 from stoker.control.launch.options import RunOptions
@@ -198,8 +199,8 @@ class Output:
                 self._console.put(2 if fd == 2 else 1, cutter.flush())
 
     def tail(self, rank: int) -> str:
-        """What it printed last, for verdicts, without secrets. A cut line goes: half a token has no known shape."""
+        """What it printed last, for verdicts. Masked before they quote lines of it; a line that is cut is left out."""
         last = self._tails.get(rank, b"")
         if len(last) == _TAIL:
             last = last[max(last.find(b"\n"), last.find(b"\r")) + 1 :]
-        return redact.whole(last.decode("utf-8", "replace"))
+        return mask_text(last.decode("utf-8", "replace"))

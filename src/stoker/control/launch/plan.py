@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract import names, redact
+from stoker.contract import names
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.shape import as_json, replace, shape
 from stoker.contract.text import is_count
@@ -96,11 +96,9 @@ class RunPlan:
         return next(role for role in self.roles if role.name == name)
 
     def to_json(self) -> dict[str, Any]:
-        """Without secrets. `argv` and `shim` are the first role's."""
-        made: dict[str, Any] = as_json(self)
-        shown = [(role, redact.arguments(role.argv), redact.environment(role.env)) for role in self.roles]
-        roles = [{**as_json(role), "argv": argv, "env": env} for role, argv, env in shown]
-        return {**made, "roles": roles, "argv": roles[0]["argv"], "shim": roles[0]["shim"]}
+        """Return the plan as JSON; `argv` and `shim` are the first role's."""
+        plan: dict[str, Any] = as_json(self)
+        return {**plan, "argv": plan["roles"][0]["argv"], "shim": plan["roles"][0]["shim"]}
 
 
 def make_plan(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stoker.contract import layout, protocol, redact
+from stoker.contract import layout, protocol
 from stoker.contract.names import CHECKPOINT
 from stoker.contract.quantities import counted, span
 from stoker.contract.shape import pick, replace
@@ -124,7 +124,7 @@ class Reports:
     def _on_unstarted(self, _host: str, message: protocol.Message) -> None:
         from stoker.control.verdict import launch
 
-        self._trouble(launch.not_started(message["rank"], printable(redact.whole(message["text"][:_ROOM]), 1000)))
+        self._trouble(launch.not_started(message["rank"], printable(message["text"][:_ROOM], 1000)))
 
     def _trouble(self, trouble: dict[str, Any]) -> None:
         """The first counts. A host that repeats itself for ever fills no memory."""
@@ -132,8 +132,7 @@ class Reports:
             self._attempt.trouble.append(trouble)
 
     def _on_error(self, _host: str, message: protocol.Message) -> None:
-        # Redacted before a verdict quotes a part of it: half a token is not known by its shape.
-        error = read_error(redact.data(message["error"]))
+        error = read_error(message["error"])
         if error is not None:
             self._attempt.errors[message["rank"]] = error
             self._record.event("exception", rank=message["rank"], type=error.type, at=f"{error.file}:{error.line}")
@@ -145,10 +144,10 @@ class Reports:
         if not -64 <= code <= 255:
             raise protocol.ProtocolError(f"rank {rank} ended with {code}, which no process does")
         output.ended(record, rank)
-        error = read_error(redact.data(message.get("error"))) or attempt.errors.get(rank)
+        error = read_error(message.get("error")) or attempt.errors.get(rank)
         if error is not None and error.late and code != 1:
             error = None
-        stack = redact.whole(message["stack"])
+        stack = message["stack"]
         end = attempt.ends[rank] = RankEnd(
             rank,
             host,
@@ -158,7 +157,7 @@ class Reports:
             tail=output.tail(rank),
             stack=stack,
             last_call=read_last_call(message["calls"]),
-            script_end=read_script_end(redact.data(message["script_end"])),
+            script_end=read_script_end(message["script_end"]),
             around=read_around(message["around"]),
             **{name: message[name] for name in ("code", "time", "ours", "steps", "oom_killed", "core")},
         )
@@ -170,7 +169,7 @@ class Reports:
         record.event("rank-exit", rank=rank, code=end.code, steps=end.steps, ours=end.ours, attempt=attempt.number)
         if error is not None or message["elastic"]:
             reported = message["error"] if isinstance(message["error"], dict) else {}
-            kept = redact.data({**reported, "torchelastic": message["elastic"]})
+            kept = {**reported, "torchelastic": message["elastic"]}
             record.save(layout.rank_error(record.dir, attempt.number, rank), kept)
             output.keep_error(record, rank, kept)
         if stack:

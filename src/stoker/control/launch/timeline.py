@@ -10,7 +10,7 @@ import os
 import time
 from typing import Any
 
-from stoker.contract import redact
+from stoker.contract.masking import mask_text
 from stoker.contract.text import printable
 from stoker.control.launch.attempt import Attempt
 from stoker.control.record.history import Columns, Members, Moment
@@ -57,7 +57,7 @@ def _of_rank(attempt: Attempt, standing: Any, rank: int, host: str) -> dict[str,
         "step": standing.step,
         "step_s": _rounded(standing.step_s, 4),
         "waiting": standing.waiting,
-        "phase": printable(redact.whole(standing.phase), _LONGEST_WORD) or None,
+        "phase": printable(mask_text(standing.phase), _LONGEST_WORD) or None,
         "state": standing.state if standing.state != "?" else None,
         "beat_age": _rounded(standing.beat_age, 2),
         "collective_age": _rounded(standing.collective_age, 2),

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stoker.contract import layout, redact
+from stoker.contract import layout
+from stoker.contract.masking import mask_json
 from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.owners import held_open
 from stoker.contract.shapes import Verdict
@@ -59,7 +60,7 @@ def tell_launcher(verdict: Verdict, run_dir: str, say: Callable[[str], None]) ->
         how = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         handle = os.open(path, how, 0o666)
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
-            json.dump(redact.data(root_cause(verdict, run_dir)), file)
+            json.dump(mask_json(root_cause(verdict, run_dir)), file)
     except OSError as problem:
         say(f"stoker: {VARIABLE}={path} can't be written: {problem.strerror}")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 
-from stoker.contract import names, redact
+from stoker.contract import names
+from stoker.contract.masking import mask_argv
 from stoker.contract.process import Process, kernel_lines, of_kernel, owner, process, status
 
 __all__ = ["Process", "owner", "process"]  # and what is defined here
@@ -55,19 +56,18 @@ def catches(pid: int, signum: int) -> bool:
 
 
 def command(pid: int) -> str | None:
-    """Its command line, without secrets. A long one is cut after a word, and ends in "…"."""
+    """Return the command line of a process, without secrets. A long one is cut after a word, and ends in "…"."""
     try:
         raw = _beginning(f"/proc/{pid}/cmdline", _COMMAND + 1)
     except OSError:
         return None
     cut = len(raw) > _COMMAND
     if cut:
-        # Not within a word: half a secret is not recognized as one.
+        # Not within a word: half a secret has no known shape.
         raw = raw[: max(raw.rfind(b"\0", 0, _COMMAND), raw.rfind(b" ", 0, _COMMAND), 0)]
     words = raw.decode("utf-8", "replace").split("\0")
     # setproctitle writes one line.
-    shown = redact.arguments(words) if len(words) > 2 else [redact.command(word) for word in words]
-    line = " ".join(shown).strip()
+    line = " ".join(mask_argv(words if len(words) > 2 else " ".join(words).split(" "))).strip()
     return f"{line} …".lstrip() if cut else line or None
 
 

@@ -8,7 +8,8 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from stoker.contract import checkpoints, layout, redact
+from stoker.contract import checkpoints, layout
+from stoker.contract.masking import HIDDEN, mask_argv
 from stoker.contract.names import CHECKPOINT, RECIPES
 from stoker.contract.shape import shape
 from stoker.contract.text import is_count
@@ -113,7 +114,7 @@ def command_for(typed: Sequence[str], run: str, named: str | None) -> str:
     """What was typed, with this run's id (or name) as --name. `named`: the --name that it was started with."""
     words = 1 if typed[:1] == ["run"] else 2  # stoker run [options]; stoker train STAGE [options]
     kept, rest = list(typed[:words]), list(typed[words:])
-    hidden = any(redact.HIDDEN in word for word in rest) or redact.arguments(rest) != rest
+    hidden = any(HIDDEN in word for word in rest) or mask_argv(rest) != rest
     if kept[:1] not in (["run"], ["train"]) or hidden:
         return "the same command again" if named == run else f"the same command with --name {shlex.quote(run)}"
     if named == run:

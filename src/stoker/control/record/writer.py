@@ -1,6 +1,6 @@
 """Writes a run directory. Every file survives a crash at any byte: JSON is replaced, JSON lines are appended whole.
 
-No secret passes here (contract/redact.py), except in what the ranks print: their logs are kept as they came.
+Text is masked (contract/masking.py) when it is written, but not what ranks print: their logs are kept as they came.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import os
 import time
 from typing import Any
 
-from stoker.contract import layout, names, redact
+from stoker.contract import layout, names
+from stoker.contract.masking import mask_json, mask_text
 from stoker.contract.safe_io import APPEND, temporary_name, write_json
 from stoker.contract.shape import pick, shape
 from stoker.contract.shapes import Verdict
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 FULL = (errno.ENOSPC, errno.EDQUOT)
 VERDICT_ROOM = 1 << 16
 EVENTS_ROOM = 1 << 16
-# Keys whose values are never a user's words: readers compare them.
-OURS = frozenset(("schema", "event", "run", "host", "status", "cause"))
 
 
 @shape
@@ -62,7 +61,7 @@ class RunRecord:
     def begin(self, run: dict[str, Any], first_attempt: int) -> str:
         """run.json, first event, link to the newest run. The last chance to refuse a full disk. Returns a notice."""
         try:
-            data = {"schema": layout.SCHEMA, **redact.data(run, OURS)}
+            data = {"schema": layout.SCHEMA, **mask_json(run)}
             write_json(os.path.join(self.dir, layout.RUN), data, durable=False)  # ranks wait for this one
             at = os.fstat(self._console).st_size  # where the launcher's lines of this start begin
             start = {"began": run["started"], "attempt": first_attempt, "console_at": at}
@@ -95,14 +94,14 @@ class RunRecord:
 
     def _line(self, kind: str, more: dict[str, Any]) -> bytes:
         event = {"schema": layout.SCHEMA, "time": round(time.time(), 6), "event": kind, "host": self._host}
-        event |= redact.data(more, OURS)
+        event |= mask_json(more)
         return json.dumps(event, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
     def event(self, kind: str, **more: Any) -> None:
         self._append(self._events, self._line(kind, more), layout.EVENTS)
 
     def say(self, line: str) -> None:
-        self._append(self._console, redact.whole(line).encode("utf-8", "backslashreplace") + b"\n", layout.CONSOLE)
+        self._append(self._console, mask_text(line).encode("utf-8", "backslashreplace") + b"\n", layout.CONSOLE)
 
     def _is_in_place(self) -> bool:
         """Whether the run directory is still the one that this run began in."""
@@ -200,16 +199,16 @@ class RunRecord:
             if isinstance(data, str):
                 handle = os.open(path, (APPEND & ~os.O_APPEND) | os.O_TRUNC, 0o644)
                 with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
-                    file.write(redact.whole(data))
+                    file.write(mask_text(data))
             else:
-                write_json(path, redact.data(data, OURS), durable)
+                write_json(path, mask_json(data), durable)
         except OSError as problem:
             self._lose(path, 1, problem)
 
     def verdict(self, verdict: Verdict) -> None:
         """Into space that was reserved at the start: a disk that is full by now must not cost the run its ending."""
         path = os.path.join(self.dir, layout.VERDICT)
-        text = json.dumps(redact.data(verdict.to_json(), OURS), indent=1, ensure_ascii=False)
+        text = json.dumps(mask_json(verdict.to_json()), indent=1, ensure_ascii=False)
         data = text.encode("utf-8", "backslashreplace") + b"\n"
         if len(data) > VERDICT_ROOM:
             self.save(path, verdict.to_json())

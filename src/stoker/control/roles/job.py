@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoker.contract import layout, names, redact
+from stoker.contract import layout, names
+from stoker.contract.masking import learn_secrets, mask_argv
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.safe_io import write_json
@@ -81,9 +82,9 @@ class JobCoordinator(Coordinator):
     def _learn_secrets(self) -> None:
         super()._learn_secrets()
         for spec in self._plan.specs:
-            redact.learn(spec.env, spec.command)
+            learn_secrets(spec.env, spec.command)
         if self._found.described is not None:
-            redact.learn(self._found.described.env)
+            learn_secrets(self._found.described.env)
 
     def _run(self) -> Verdict | None:
         specs = self._plan.specs
@@ -132,7 +133,7 @@ class JobCoordinator(Coordinator):
             return
         lines = list(plan.lines)
         for role, line in zip(plan.roles, order, strict=True):
-            lines.append(f"{line}: {' '.join(redact.arguments(role.argv))}")
+            lines.append(f"{line}: {' '.join(mask_argv(role.argv))}")
             for one in plan.places:
                 if one.role == role.name:
                     cards = [gpu for gpu in (one.gpu, *one.more) if gpu is not None]

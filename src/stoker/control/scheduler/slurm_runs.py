@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stoker.contract import redact
 from stoker.contract import slurmjob as jobs
+from stoker.contract.masking import masked_lines
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.safe_io import write_json
 from stoker.contract.shape import as_json, fields_of, replace
@@ -206,7 +206,7 @@ def _last_lines(path: str) -> list[str]:
         text = file.read().decode("utf-8", "replace")
     if skipped:  # the first line is cut, and half a token has no known shape
         text = text.partition("\n")[2]
-    return [line for line in redact.whole(text).splitlines() if line.strip()][-5:]
+    return masked_lines(text)[-5:]
 
 
 # ---- what became of a job: `scontrol` while the controller remembers it, else `sacct` ----

@@ -10,8 +10,9 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from stoker.contract import layout, redact
+from stoker.contract import layout
 from stoker.contract import slurmjob as job
+from stoker.contract.masking import HIDDEN, mask_argv
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, OF_A_RANK, Refusal
 from stoker.contract.quantities import duration
 from stoker.contract.safe_io import write_json
@@ -195,18 +196,18 @@ def _bash_name(name: str) -> str:
 
 
 def _hidden(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The words for a shell; what looks like a secret as variables, whose values the job gets by its environment."""
+    """Return the words for a shell, and the secrets among them as variables, which the job gets by its environment."""
     shown: list[str] = []
     secrets: dict[str, str] = {}
-    for before, word, seen in zip(["", *words], words, redact.arguments(list(words)), strict=False):
-        told = None
+    for before, word, masked in zip(["", *words], words, mask_argv(words), strict=False):
+        variable = None
         if before == "--env" or word.startswith("--env="):
-            told = re.fullmatch(r"(--env=)?([A-Za-z_]\w*)=(.*)", word, re.DOTALL)
-        if redact.HIDDEN not in seen or redact.HIDDEN in word:
+            variable = re.fullmatch(r"(--env=)?([A-Za-z_]\w*)=(.*)", word, re.DOTALL)
+        if HIDDEN not in masked or HIDDEN in word:
             shown.append(shlex.quote(word))
-        elif told:  # --env NAME takes it from the environment: not even the run's command line holds it
-            secrets[told[2]] = told[3]
-            shown.append((told[1] or "") + told[2])
+        elif variable:  # --env NAME takes it from the environment: not even the run's command line holds it
+            secrets[variable[2]] = variable[3]
+            shown.append((variable[1] or "") + variable[2])
         else:
             name = f"{SECRET}{len(secrets) + 1}"
             secrets[name] = word

@@ -17,7 +17,6 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
-from stoker.contract import redact
 from stoker.contract.memory import Bounded
 from stoker.contract.names import Refusal
 from stoker.contract.shapes import Verdict
@@ -51,7 +50,7 @@ def entry() -> None:
         else:
             post(kind, to, text, state)
     except Failed as problem:
-        print(redact.whole(printable(str(problem))), file=sys.stderr)
+        print(printable(str(problem)), file=sys.stderr)
         sys.exit(1)
 
 
@@ -83,7 +82,7 @@ def line(verdict: Verdict, state: str, run_dir: str) -> str:
         parts.append(f"{printable(verdict.summary, _SUMMARY)} [{verdict.cause}]")
     where = f"on {os.uname().nodename}"
     look = f"{where}: stoker why {shlex.quote(os.path.abspath(run_dir))}" if run_dir else where
-    return redact.whole(printable("; ".join([*parts, look])))
+    return printable("; ".join([*parts, look]))
 
 
 def _run(run_dir: str) -> Run | None:
@@ -158,9 +157,9 @@ def mail(to: str, text: str, verdict: Verdict, state: str) -> None:
 
     message = EmailMessage()
     message["To"] = to
-    message["Subject"] = redact.whole(printable(f"stoker: {text.partition(';')[0]} [{verdict.cause}]", _SUBJECT))
+    message["Subject"] = printable(f"stoker: {text.partition(';')[0]} [{verdict.cause}]", _SUBJECT)
     fixes = [printable(fix) for fix in verdict.fix] if state not in ("completed", "restarting") else []
-    message.set_content(redact.whole("\n".join([text, *(f"→ {fix}" for fix in fixes)])) + "\n")
+    message.set_content("\n".join([text, *(f"→ {fix}" for fix in fixes)]) + "\n")
     server = os.environ.get("STOKER_SMTP")
     if server:
         _by_smtp(server, message)

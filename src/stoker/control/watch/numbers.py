@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 
-from stoker.contract import redact
 from stoker.contract.shape import replace
 from stoker.contract.shapes import BadNumber
 
@@ -20,7 +19,6 @@ SUBSTANTIAL = 0.1  # first losses below this are no measure: RL begins with a lo
 EXPLODING_IN_A_ROW = 5
 FIRST = 10
 _QUOTED = 200  # characters of a line
-_LOOKED_AT = 1024  # of its characters, for secrets: a script may print long rows of data, and many of them
 LONGEST = 1 << 16  # a chunk larger than this is a flood, not step lines
 
 # A number as scripts print it: 2.31, 'nan' (transformers 5 quotes), nan.0 (Lightning), tensor(nan, device=...).
@@ -105,7 +103,7 @@ class Losses:
         step, value = int(found[1]) if found else 0, _number(match["value"])
         if which == b"train" and math.isfinite(value) and _MEAN.search(line):
             return None
-        text = redact.whole(line.decode("utf-8", "replace").strip()[:_LOOKED_AT])[:_QUOTED]
+        text = line.decode("utf-8", "replace").strip()[:_QUOTED]
         reward = _REWARD.search(line)
         if reward is not None:  # RL: a loss of 0 is normal there
             return self._constant("reward", rank, step, _number(reward["value"]), "line", text)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from stoker.contract import redact, typed
+from stoker.contract import typed
 from stoker.contract.errors import reading
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.quantities import counted
@@ -97,19 +97,9 @@ def _dump(folder: str) -> RankDump:
             {"report": "Any", "files?": {"cut?": "dict[str, str]", "left_out?": "dict[str, str]"}}, data
         )
         files = found.get("files", {})
-        cut, left_out = _shown(files.get("cut", {})), _shown(files.get("left_out", {}))
-        return RankDump(folder, Report.from_json(_shown(found["report"])), cut, left_out)
+        return RankDump(folder, Report.from_json(found["report"]), files.get("cut", {}), files.get("left_out", {}))
     except ValueError as problem:
         raise Refusal(f"{path} is not a report of this version: {problem}", EX_DATAERR) from problem
-
-
-def _shown(value: Any) -> Any:
-    """A stranger's report, or one of an exception that quoted a secret: each text without it, and cut where it is long."""
-    if isinstance(value, dict):
-        return {redact.text(key): _shown(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_shown(item) for item in value]
-    return redact.text(value) if isinstance(value, str) else value
 
 
 def texts(dump: RankDump) -> list[dict[str, Any]]:

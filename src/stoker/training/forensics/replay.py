@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stoker.contract.masking import mask_json
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.contract.quantities import amount
 from stoker.contract.safe_io import write_whole
@@ -263,8 +264,9 @@ def write_dump(
         for name, tensors in ((GRADIENTS, gradients), (PARAMETERS, weights)):
             _write_if_room(os.path.join(building, name), tensors, about, left_out)
         write_whole(os.path.join(building, BATCH), json.dumps(_batch(replay, decode), indent=1))
-        files = {"cut": dict(found.cuts), "left_out": left_out}
-        write_whole(os.path.join(building, REPORT), json.dumps({"report": report.to_json(), "files": files}, indent=1))
+        about_files = {"cut": dict(found.cuts), "left_out": left_out}
+        data = mask_json({"report": report.to_json(), "files": about_files})
+        write_whole(os.path.join(building, REPORT), json.dumps(data, indent=1))
         write_whole(os.path.join(building, "banner.txt"), banner(report, final) + "\n")
         put_in_place(building, final)  # a restarted attempt that fails at the same step replaces the one before
     except BaseException:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from stoker import __version__
-from stoker.contract import layout, redact
+from stoker.contract import layout
 from stoker.contract.errors import reading
+from stoker.contract.masking import mask_text
 from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.safe_io import read_text, write_whole
 from stoker.contract.shape import replace, shape
@@ -77,7 +78,7 @@ def card_of(run: str, stage: str = "") -> str:
         else f"Only the end of {layout.METRICS} was read: {LAST_LINES:,} lines, {LAST_BYTES >> 20} MB at most.",
         "## Settings\n\n```yaml\n" + text.replace("```", "` ` `").strip() + "\n```",
     ]
-    return redact.whole("\n\n".join(filter(None, parts))) + "\n"
+    return mask_text("\n\n".join(filter(None, parts))) + "\n"
 
 
 def _shown(told: object, key: str) -> str:

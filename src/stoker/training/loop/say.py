@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import stoker
-from stoker.contract import redact, terminal
+from stoker.contract import terminal
+from stoker.contract.masking import mask_json, mask_text
 from stoker.contract.progress import Progress
 from stoker.contract.quantities import clock
 from stoker.contract.shape import shape
@@ -71,7 +72,7 @@ _LOGGERS = {"tensorboard": _tensorboard, "wandb": _tracked("wandb"), "trackio": 
 
 
 def open_loggers(log_to: str, folder: str, config: dict[str, Any], say: Callable[[str], None]) -> list[Logger]:
-    config = redact.data(config)  # it leaves this machine
+    config = mask_json(config)  # it leaves this machine
     loggers = []
     for word in check_loggers(log_to):
         if word == "wandb":
@@ -107,7 +108,7 @@ class Voice:
 
     def say(self, text: str) -> None:
         terminal.wipe()
-        print(printable_lines(f"INFO | [{self._group.label}] {redact.whole(text)}"), flush=True)
+        print(printable_lines(f"INFO | [{self._group.label}] {mask_text(text)}"), flush=True)
 
     def say_once(self, text: str) -> None:
         """Of the whole job: rank 0 says it."""

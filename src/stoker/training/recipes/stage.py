@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from stoker.contract import layout, names, redact
+from stoker.contract import layout, names
 from stoker.contract.errors import reading
+from stoker.contract.masking import mask_text
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.safe_io import read_json, write_whole
 from stoker.contract.text import printable_lines
@@ -198,7 +199,7 @@ def run_directory(c: Config, group: Group) -> str:
     if group.first:
         os.makedirs(folder, 0o700, exist_ok=True)
         layout.check_entries(folder, "answers")
-        write_whole(os.path.join(folder, "config.yaml"), redact.whole(as_yaml(c)).encode())
+        write_whole(os.path.join(folder, "config.yaml"), mask_text(as_yaml(c)).encode())
     return folder
 
 
@@ -215,7 +216,7 @@ def learned(folder: str, steps: int, tokens: int) -> dict[str, Any]:
 
 def from_rank_0(line: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(printable_lines(redact.whole(line)), flush=True)
+        print(printable_lines(mask_text(line)), flush=True)
 
 
 def of_data(line: str) -> None:
@@ -232,7 +233,7 @@ def run(main: Callable[[list[str]], int], argv: list[str] | None = None) -> int:
         sys.tracebacklimit = 0  # those of this file and of runpy, too
         raise found.with_traceback(None) from None
     except Refusal as refusal:
-        print(redact.whole(f"stoker: {refusal.line}"), file=sys.stderr, flush=True)
+        print(mask_text(f"stoker: {refusal.line}"), file=sys.stderr, flush=True)
         return refusal.code
     except KeyboardInterrupt:  # the loop of steps has a handler of its own
         from_rank_0("stopped before the first step: there is nothing to save yet")

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from stoker import __version__
-from stoker.contract import redact
 from stoker.contract.shape import shape
 from stoker.contract.text import printable
 from stoker.control.machine.nvml import THROTTLE_REASONS
@@ -96,7 +95,7 @@ def _labels(keys: tuple[str, ...], values: tuple[str, ...]) -> str:
     """Of a page most are those of the page before. Names of runs, metrics and phases are anybody's texts, and whoever can
     reach the port reads them.
     """
-    shown = [printable(redact.whole(text), _LONGEST) for text in values]
+    shown = [printable(text, _LONGEST) for text in values]
     pairs = [f'{key}="{_escaped(text, quoted=True)}"' for key, text in zip(keys, shown, strict=True)]
     return f"{{{','.join(pairs)}}}" if pairs else ""
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stoker.contract import redact
 from stoker.contract.names import Refusal
 from stoker.contract.text import printable
 from stoker.control.show.serving import Stream
@@ -99,7 +98,7 @@ class Hub:
         except Exception as problem:  # a damaged folder must not end the page: it is shown
             line = problem.line if isinstance(problem, Refusal) else f"{type(problem).__name__}: {problem}"
             for viewer in viewers:
-                self._push(viewer, {"time": time.time(), "problems": [redact.whole(printable(line, 500))]})
+                self._push(viewer, {"time": time.time(), "problems": [printable(line, 500)]})
 
     def _look_and_tell(self, viewers: tuple[_Viewer, ...]) -> None:
         watched = tuple(sorted({viewer.run for viewer in viewers if viewer.run}))

@@ -13,13 +13,12 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from stoker.contract import checkpoints, layout, redact
+from stoker.contract import checkpoints, layout
 from stoker.contract.safe_io import open_below
 from stoker.contract.shapes import Verdict
 from stoker.contract.text import parse_json, printable, printable_lines, within
 from stoker.control.record import finder, follow, reader
 from stoker.control.record import rollouts as rollout_records
-from stoker.control.record.writer import OURS
 from stoker.control.show.web.folders import Folders, NotThere
 
 LOG_BYTES = 96 << 10  # of one answer
@@ -132,7 +131,6 @@ def search(folders: Folders, run: str, attempt: int | None, rank: int | None, wo
 def ending(folders: Folders, run: str, explain: Explain) -> dict[str, Any]:
     record = folders.record(run)
     verdict = explain(record)
-    told = redact.data(verdict.to_json(), OURS) if verdict is not None else None
     suspicions = []
     for event in record.events():
         if event["event"] in ("suspicion", "busy", "straggler", "straggler-over", "numbers", "relief", "restart"):
@@ -143,11 +141,15 @@ def ending(folders: Folders, run: str, explain: Explain) -> dict[str, Any]:
                     "time": event["time"],
                     "kind": event["event"],
                     "rank": event.get("rank") if type(event.get("rank")) is int else None,
-                    "text": redact.whole(printable(str(event.get("summary") or event.get("cause") or ""), 1000)),
-                    "evidence": [redact.whole(line) for line in lines],
+                    "text": printable(str(event.get("summary") or event.get("cause") or ""), 1000),
+                    "evidence": lines,
                 }
             )
-    return {"verdict": _shown_deep(told), "told": suspicions[-100:], "stacks": list(_stacks(record))}
+    return {
+        "verdict": _shown_deep(verdict.to_json() if verdict is not None else None),
+        "told": suspicions[-100:],
+        "stacks": list(_stacks(record)),
+    }
 
 
 def _shown_deep(value: Any) -> Any:
@@ -175,7 +177,7 @@ def _stacks(record: reader.Run) -> Iterator[dict[str, Any]]:
                     text = shown(file.read(_STACK_BYTES))
             except OSError as problem:
                 text = f"can't be read: {problem.strerror}"
-            yield {"name": printable(f"{folder}/{name}", 200), "text": redact.whole(text)}
+            yield {"name": printable(f"{folder}/{name}", 200), "text": text}
 
 
 # ---- files ----
@@ -286,9 +288,9 @@ def rows(folders: Folders, run: str, path: str, begin: int) -> dict[str, Any]:
 
 def _json_or_text(line: str) -> Any:
     try:
-        return _shown_deep(redact.data(within(parse_json(line), 16_000)))
+        return _shown_deep(within(parse_json(line), 16_000))
     except ValueError:
-        return printable(redact.whole(line.rstrip("\n")[:16_000]), 4000)
+        return printable(line.rstrip("\n"), 4000)
 
 
 def rollouts(folders: Folders, run: str, before: int | None) -> dict[str, Any]:
@@ -328,7 +330,7 @@ def _shown_rollout(line: bytes) -> dict[str, Any] | None:
     if rollout is None:
         return None
     numbers = {name: getattr(rollout, name) for name in ("step", "row", "reward", "correct", "tokens", "cut")}
-    parts = {printable(redact.whole(name), 60): value for name, value in list(rollout.parts.items())[:_ROLLOUT_PARTS]}
+    parts = {printable(name, 60): value for name, value in list(rollout.parts.items())[:_ROLLOUT_PARTS]}
     texts = {"prompt": _limited(_prompt_text(rollout.prompt)), "completion": _limited(rollout.answer)}
     return {**numbers, "parts": parts if len(rollout.parts) > 1 else {}, **texts}
 
@@ -344,8 +346,9 @@ def _prompt_text(prompt: Any) -> str:
 
 
 def _limited(text: str) -> str:
-    kept = redact.whole(str(within(text, _ROLLOUT_TEXT + 64)))
-    return printable_lines(kept) + (f" … ({len(text):,} characters)" if len(kept) < len(text) else "")
+    """Return the beginning of a text without control codes, and how long it is if that is not all."""
+    shown = str(within(text, _ROLLOUT_TEXT + 64))
+    return printable_lines(shown) + (f" … ({len(text):,} characters)" if len(shown) < len(text) else "")
 
 
 def reports(folders: Folders) -> dict[str, Any]:
