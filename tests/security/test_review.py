@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import resource
@@ -21,8 +20,6 @@ from localuser import ATTACKER, VICTIM, do_as, start_as, wait
 from stoker.contract import layout, redact
 from stoker.contract.names import Refusal
 from stoker.contract.shapes import Verdict
-from stoker.contract.yamltext import NotYaml, parse_yaml
-from stoker.control.agent.reservations import GpuLocks
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.description import git_revision
 from stoker.control.launch.options import RunOptions
@@ -257,32 +254,3 @@ def test_the_launchers_error_file_has_no_secret(tmp_path: Path, monkeypatch: pyt
         Verdict("refused", "launch.x", "no host at https://me:hunter2hunter2@example.org", 69), "", lambda line: None
     )
     assert "hunter2" not in (tmp_path / "error.json").read_text()
-
-
-def test_a_whole_number_in_sixties_without_end_is_refused_at_once() -> None:
-    with pytest.raises(NotYaml, match="a whole number of 250001 characters"):
-        parse_yaml("a: 1" + ":1" * 125_000)
-
-
-def test_a_full_disk_does_not_keep_a_gpu_from_being_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another user can fill /tmp; the lock itself needs no room."""
-    if os.getuid() != 0:
-        pytest.skip("a file system of its own takes root")
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4k,mode=1777", "none", str(tmp_path)], check=False
-    ).returncode:
-        pytest.skip("no file system can be mounted here")
-    try:
-        (tmp_path / "locks").mkdir()
-        (tmp_path / "locks").chmod(0o1777)
-        (tmp_path / "locks" / "GPU-1").touch(0o666)
-        with (tmp_path / "full").open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while file.write(b"x" * 4096):
-                pass
-        monkeypatch.setenv("STOKER_GPU_LOCKS", str(tmp_path / "locks"))
-        locks, second = GpuLocks("run"), GpuLocks("second")
-        assert locks.take(["GPU-1"]) == {}
-        assert list(second.take(["GPU-1"])) == ["GPU-1"]
-        del locks
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
