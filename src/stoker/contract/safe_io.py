@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import os
@@ -17,11 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-# For logs that grow: no link is followed to a file elsewhere, and no pipe is waited for (ENXIO). Their folder may have come with a
-# checkout, and no signal ends a launcher that waits in open().
+# For logs that grow. A named pipe that nobody reads is an error (ENXIO): no signal ends a launcher that waits in open().
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
-# For what was made of files that others may not read: a folder around it that came with a checkout is open to them.
+# For what was made of files that others may not read, whatever the mode of its folder.
 PRIVATE = 0o600
 
 
@@ -67,40 +65,23 @@ def hub_blobs(folder: str) -> Iterator[str]:
 
 
 def open_inside(path: str | os.PathLike[str]) -> int:
-    """As open_regular, of a file in a folder that somebody else packed: a link may lead to another file of that very folder, or
-    to one of the blobs of the hub's cache. Elsewhere it may lead to anything of our own (.git/config, say), which would
-    then be copied for others to read.
+    """As open_regular, of a file in a downloaded folder: a link may lead to a file of that folder, or to a blob of the
+    hub's cache. Elsewhere it could lead to any file of the user's, which would be copied for others to read.
     """
-    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
-    try:
-        handle = open_regular(os.path.basename(path), dir_fd=folder)
-        link = os.stat(os.path.basename(path), dir_fd=folder, follow_symlinks=False)
-        # Of what is open, whatever the names mean by now.
-        home, real = (os.readlink(f"/proc/self/fd/{number}") for number in (folder, handle))
-        target = os.fstat(handle)
-    finally:
-        os.close(folder)
-    same = os.path.dirname(real) == home and (not stat.S_ISLNK(link.st_mode) or link.st_uid == target.st_uid)
-    if same or os.path.dirname(real) in hub_blobs(home):
-        return handle
-    os.close(handle)
-    why = f"is a link that leads out of its folder, to {printable(real, 200)}: copy that file there if it belongs there"
-    raise OSError(errno.ELOOP, why, os.fspath(path))
+    folder, real = os.path.realpath(os.path.dirname(path)), os.path.realpath(path)
+    if os.path.dirname(real) not in (folder, *hub_blobs(folder)):
+        why = f"is a link that leads out of its folder, to {printable(real, 200)}: copy that file there if it belongs there"
+        raise OSError(errno.ELOOP, why, os.fspath(path))
+    return open_regular(real, follow=False)
 
 
 def open_lock_file(path: str) -> int:
-    """A lock file, open for writing, made where there is none: regular, with one name. A link would lead elsewhere.
-
-    For its owner alone: whoever can open a file, if only to read it, can lock it and keep its owner out.
-    """
+    """Open a lock file for writing; create it for its owner alone: whoever can open a file can lock it."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    about = os.fstat(handle)
-    if not stat.S_ISREG(about.st_mode) or about.st_nlink != 1:
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
         os.close(handle)
-        raise OSError(errno.EINVAL, "is not a regular file with one name", path)
-    if about.st_mode & 0o077 and about.st_uid == os.geteuid():  # an earlier version's
-        with contextlib.suppress(OSError):  # a file system without modes
-            os.fchmod(handle, 0o600)
+        raise OSError(errno.EINVAL, f"is {kind_of(mode)}, not a lock file", path)
     return handle
 
 

@@ -207,7 +207,6 @@ def hold(folder: str) -> int:
     try:
         os.makedirs(folder, 0o700, exist_ok=True)
         check_own(folder)
-        layout.check_entries(folder, STAGES, LOGS)
         os.makedirs(runs_root(folder), exist_ok=True)
         os.makedirs(os.path.join(folder, LOGS), exist_ok=True)
         handle = open_lock_file(os.path.join(folder, LOCK))
