@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +19,6 @@ from stoker.contract import layout, redact
 from stoker.contract.names import Refusal
 from stoker.contract.shapes import Verdict
 from stoker.control.launch.attempt import Attempt
-from stoker.control.launch.description import git_revision
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.reports import Reports
 from stoker.control.launch.torchfiles import tell_launcher
@@ -58,68 +55,6 @@ def test_many_beginnings_of_private_keys_are_read_once(piece: str) -> None:
     began = time.process_time()
     assert "BEGIN" not in redact.whole(piece * (1_000_000 // len(piece)))
     assert time.process_time() - began < SOON
-
-
-# ---- a .git above the working directory, which anybody can make in /tmp ----
-
-
-def test_a_named_pipe_as_head_does_not_hold_the_launcher_up(tmp_path: Path) -> None:
-    (tmp_path / ".git").mkdir()
-    os.mkfifo(tmp_path / ".git" / "HEAD")
-    code = f"from stoker.control.launch.description import git_revision; print(git_revision({str(tmp_path)!r}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
-    assert done.stdout == "None\n", done.stderr
-
-
-@pytest.mark.parametrize(
-    "head",
-    [b"\xff\xfe\x00", b"ref: ../../secret", b"ref: refs/../../../secret", b"x" * 100_000_000, b"\x1b]0;owned\x07"],
-)
-def test_nothing_but_a_commit_is_read_from_a_strangers_repository(tmp_path: Path, head: bytes) -> None:
-    (tmp_path / "secret").write_text("a secret\n")
-    (tmp_path / "project" / ".git" / "refs").mkdir(parents=True)
-    (tmp_path / "project" / ".git" / "HEAD").write_bytes(head)
-    assert git_revision(str(tmp_path / "project")) is None
-
-
-# ---- a json.py and a torch.py in the working directory ----
-
-
-@pytest.mark.parametrize(
-    "command", [["doctor"], ["cluster", "check", "--hosts", "localhost"]], ids=["doctor", "cluster-check"]
-)
-def test_looking_at_a_machine_imports_nothing_from_the_working_directory(stoker: Stoker, command: list[str]) -> None:
-    for name in ("json", "torch", "numpy", "ctypes", "importlib_metadata"):
-        (stoker.cwd / f"{name}.py").write_text(
-            f"open({str(stoker.cwd / 'owned')!r}, 'w').close()\nraise ImportError('planted')\n"
-        )
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "stoker", *command],
-        cwd=stoker.cwd,
-        env=stoker.env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert "planted" not in done.stdout + done.stderr
-    assert not (stoker.cwd / "owned").exists()
-
-
-def test_a_recipe_imports_nothing_from_the_working_directory(stoker: Stoker) -> None:
-    """As where somebody goes to the folder of a model or of data from elsewhere, and trains there."""
-    for name in ("json", "torch", "numpy", "stoker"):
-        (stoker.cwd / f"{name}.py").write_text(
-            f"open({str(stoker.cwd / 'owned')!r}, 'w').close()\nraise ImportError('planted')\n"
-        )
-    (stoker.cwd / "notes.txt").write_text("\n".join(map(str, range(20_000))))
-    command = [sys.executable, "-c", "import sys; del sys.path[0]; from stoker.cli.main import entry; entry()"]
-    words = ["train", "pretrain", "--preset", "debug", "--data", "notes.txt", "--max_steps", "2"]
-    done = subprocess.run(
-        [*command, *words], cwd=stoker.cwd, env=stoker.env, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert not (stoker.cwd / "owned").exists()
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # ---- a hostile host ----
@@ -239,13 +174,6 @@ def test_the_record_is_not_written_through_links(public: Path) -> None:
 
 
 # ---- files that block, and a disk that others filled ----
-
-
-def test_an_error_file_that_is_a_pipe_is_not_waited_for(stoker: Stoker) -> None:
-    os.mkfifo(stoker.cwd / "pipe")
-    stoker.script("fail.py", "raise SystemExit(3)\n")
-    done = stoker("run", "fail.py", env={"TORCHELASTIC_ERROR_FILE": str(stoker.cwd / "pipe")}, timeout=60)
-    assert done.code == 3 and "TORCHELASTIC_ERROR_FILE" in done.err
 
 
 def test_the_launchers_error_file_has_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from conftest import Stoker, wait_for
-from stoker.contract import process
 from stoker.contract.names import Refusal
 from stoker.control.agent import probe_net
 from stoker.control.agent import receiving as receiving_end
@@ -282,32 +281,6 @@ def test_strangers_use_up_no_threads_of_a_network_check_and_it_outlives_a_lack_o
 
 
 # ---- imports, and lists of what may be removed ----
-
-
-@pytest.mark.parametrize("path", ["/nowhere:", ":/nowhere", "."])
-def test_an_empty_entry_of_pythonpath_is_not_the_working_directory(tmp_path: Path, path: str) -> None:
-    (tmp_path / "planted.py").write_text("print('planted')\n")
-    done = subprocess.run(
-        [sys.executable, "-c", process.NOT_FROM_HERE + "import planted"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "ModuleNotFoundError" in done.stderr and not done.stdout
-
-
-def test_a_working_directory_that_is_gone_ends_no_question(tmp_path: Path) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    code = f"import os, subprocess, sys; os.rmdir({str(gone)!r}); sys.exit(subprocess.run([sys.executable, '-c', sys.argv[1]]).returncode)"
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code, process.NOT_FROM_HERE + "print(1)"], cwd=gone, check=False
-        ).returncode
-        == 0
-    )
 
 
 def test_a_copy_removes_nothing_that_anothers_list_names(tmp_path: Path) -> None:

@@ -25,9 +25,11 @@ from stoker.contract.names import Refusal
 from stoker.contract.process import process, send
 from stoker.control.agent import probe_ready
 from stoker.control.doctor import debris
+from stoker.control.launch.runplace import RunPlace, abandon
 from stoker.control.machine import processes
 from stoker.control.machine.gpu_lock import GpuLocks, held
-from stoker.control.record import ownership
+from stoker.control.record import finder, ownership
+from stoker.control.scheduler import slurm_runs
 
 ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="two real users need root to become them")
 
@@ -474,6 +476,186 @@ def test_the_doctor_writes_a_new_file_whatever_lies_there(stoker: Stoker, kind: 
     about = path.lstat()
     assert done.code in (0, 1) and about.st_uid == os.geteuid() and stat.S_IMODE(about.st_mode) == 0o600, done.err
     assert stat.S_ISREG(about.st_mode) and about.st_size and precious.read_text() == "kept"
+
+
+# ---- `latest`, and mounts that only their owner can look at ----
+
+
+def made(root: Path, name: str) -> Path:
+    (root / name / "hf").mkdir(parents=True)
+    (root / name / "run.json").write_text(json.dumps({"schema": 1, "id": name, "name": name, "started": 1.0}))
+    (root / name / "hf" / "config.json").write_text("{}")
+    (root / name / "rollouts.jsonl").write_text("")
+    (root / name / "nan_step_1").mkdir()
+    return root / name
+
+
+def nan_folder(path: str, root: str) -> str:
+    from stoker.cli.nan import _folder
+
+    return os.path.dirname(_folder(path, root))
+
+
+def rollouts_folder(path: str, root: str) -> str:
+    from stoker.cli.rollouts import _folder
+
+    return _folder(path, root)
+
+
+def model_folder(path: str, root: str) -> str:
+    from stoker.training.generate.finding import find
+
+    return os.path.dirname(find(path, None, root, lambda _: None).folder)
+
+
+def setting(path: str, root: str) -> str:
+    from stoker.training.config.resolve import _pinned
+
+    return os.path.dirname(_pinned(f"{path}/hf"))
+
+
+OPENED: dict[str, Callable[[str, str], str]] = {
+    "stoker why": lambda path, root: finder.find(path, root).dir,
+    "stoker chat": model_folder,
+    "--model.load": setting,
+    "stoker nan": nan_folder,
+    "stoker rollouts": rollouts_folder,
+}
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "link to what was ours", "our link to what they made again"])
+@pytest.mark.parametrize("command", OPENED)
+def test_latest_of_another_user_is_our_newest_run_for_every_command(public: Path, command: str, kind: str) -> None:
+    """A folder `latest` of theirs was taken for ours, and its model was exported, served and trained on."""
+    made(public, "ours")
+
+    def theirs() -> None:
+        made(public, "latest" if kind == "folder" else "theirs")
+        if kind == "link":
+            (public / "latest").symlink_to("theirs")
+        elif kind == "link to what was ours":
+            (public / "latest").symlink_to("ours-of-long-ago")
+
+    if kind == "link to what was ours":
+        made(public, "ours-of-long-ago")
+        about = {"schema": 1, "id": "ours-of-long-ago", "name": "ours-of-long-ago", "started": 0.5}
+        (public / "ours-of-long-ago" / "run.json").write_text(json.dumps(about))
+    if kind == "our link to what they made again":
+        (public / "latest").symlink_to("theirs")
+    do_as(ATTACKER, theirs)
+    found = OPENED[command](f"{public}/latest", str(public))
+    assert os.path.samefile(found, public / "ours"), found
+
+
+def test_a_folder_called_latest_where_we_have_no_runs_is_what_was_named(public: Path) -> None:
+    """A colleague's models/latest, say."""
+    do_as(ATTACKER, lambda: made(public, "latest"))
+    path = f"{public}/latest"
+    assert model_folder(path, str(public)) == path == setting(path, str(public))
+
+
+_MOUNT = """
+import ctypes, os, sys
+libc, handle = ctypes.CDLL(None, use_errno=True), os.open("/dev/fuse", os.O_RDWR)
+options = f"fd={handle},rootmode=40000,user_id=12345,group_id=12345".encode()
+if libc.mount(b"theirs", sys.argv[1].encode(), b"fuse", 6, options):
+    sys.exit(f"mount: {os.strerror(ctypes.get_errno())}")
+os.set_inheritable(handle, True)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+_LOOK = """
+import sys
+from stoker.contract import checkpoints, owners
+from stoker.control.doctor import debris
+from stoker.control.launch.runplace import RunPlace, abandon
+from stoker.control.record import ownership, finder, reader
+from stoker.speedrun.state import check_own
+from stoker.contract.names import Refusal
+from stoker.training.checkpoint import folders, reading
+from stoker.training.generate import finding
+from stoker.training.model import hf_write
+
+root, theirs = sys.argv[1:]
+listing = finder.look(root)
+assert listing.others == 1 and not listing.damaged, listing
+assert not owners.is_own(theirs) and owners.is_own(root)
+debris.FRESH_S = -1.0
+assert [entry.name for entry, _ in debris._own_entries(root, debris.re.compile("step-.*"))] == ["step-00000001"]
+assert list(folders.steps_in(root)) == [2, 1] and not folders.is_trusted(theirs)
+folders.repair(root)
+hf_write.sweep(root, "step-00000002")
+lines = []
+assert reading.find(root, lines.append) is None
+assert "can't be read: Permission denied" in lines[0] and "step-00000001 is not a complete" in lines[1], lines
+assert checkpoints._trusted(theirs, root, None) is False
+assert ownership.own_folder(root, "step-00000002") == theirs + "-0"
+assert finding._models(root, "") == []
+try:
+    check_own(theirs)
+except Refusal as refusal:
+    assert "not a folder of yours" in refusal.line
+else:
+    raise AssertionError("not refused")
+"""
+
+
+def beside_anothers_mount(
+    theirs: Path, *command: str, cwd: Path, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs the command where a user's FUSE file system is mounted: nobody else may look at it, not even root."""
+    if os.getuid() or not os.path.exists("/dev/fuse"):
+        pytest.skip("a mount of another user's takes root and /dev/fuse")
+    theirs.mkdir(parents=True, exist_ok=True)
+    mounting = ("unshare", "-m", sys.executable, "-c", _MOUNT, str(theirs), *command)
+    done = subprocess.run(mounting, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False)
+    if done.stderr.startswith(("mount:", "unshare:")):
+        pytest.skip(f"no FUSE file system can be mounted here: {done.stderr.strip()}")
+    return done
+
+
+def test_what_only_its_owner_can_look_at_is_another_users(tmp_path: Path) -> None:
+    root = tmp_path / "shared"
+    (root / "step-00000001").mkdir(parents=True)
+    theirs = root / "step-00000002"
+    done = beside_anothers_mount(theirs, sys.executable, "-c", _LOOK, str(root), str(theirs), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_anothers_mount_in_a_runs_folder_ends_no_command(stoker: Stoker) -> None:
+    stoker.script("ok.py", "print('fine')\n")
+    run = f"{sys.executable} -m stoker run --name mine --runs-dir runs --nproc-per-node 1 ok.py"
+    looks = [f"{sys.executable} -m stoker {what} --runs-dir runs" for what in ("runs", "why", "why mine")]
+    commands = " && ".join([run, *looks])
+    done = beside_anothers_mount(
+        stoker.cwd / "runs" / "theirs", "bash", "-c", commands, cwd=stoker.cwd, env=stoker.environment()
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Permission denied" not in done.stdout + done.stderr
+
+
+@ROOT_ONLY
+def test_what_cant_be_removed_hides_no_refusal(public: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (public / "closed").mkdir(0o755)
+    root = public / "closed" / "runs"
+    (root / "x").mkdir(parents=True)
+    for folder in (root, root / "x"):
+        os.chown(folder, VICTIM, VICTIM)
+    place = RunPlace(str(root / "x"), "x", "x", 0, False, made=True, made_root=True)
+    do_as(VICTIM, lambda: abandon(place))
+    assert not (root / "x").exists()
+    assert capfd.readouterr().err == f"stoker: {root} can't be removed: Permission denied\n"
+
+
+def test_where_others_could_exchange_notes_of_jobs_runs_are_explained_without(tmp_path: Path) -> None:
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm" / "12.json").write_text('{"submitted": 5.0}')
+    assert slurm_runs.read_note(str(tmp_path), "12") == {"submitted": 5.0}
+    tmp_path.chmod(0o777)
+    assert slurm_runs.read_note(str(tmp_path), "12") == {} and slurm_runs.run_of(str(tmp_path), "12") is None
+    with pytest.raises(Refusal, match="could replace your folders"):
+        slurm_runs.log_path(str(tmp_path), "12")
 
 
 # ---- signals ----

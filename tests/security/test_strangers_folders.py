@@ -14,8 +14,6 @@ import pytest
 from localuser import ATTACKER, VICTIM, do_as
 from stoker.contract.names import Refusal
 from stoker.control.agent import receiving
-from stoker.control.launch.runplace import RunPlace, abandon
-from stoker.control.scheduler import slurm_runs
 from stoker.training.checkpoint import folders
 from stoker.training.checkpoint.config import CheckpointConfig
 from stoker.training.checkpoint.manifest import Entry, Piece, disagreement
@@ -25,11 +23,6 @@ from stoker.training.loop.resume import check_before_launch
 from stoker.training.model.config import ModelConfig
 
 SOON = 5.0  # seconds of processor time
-
-
-def needs_root() -> None:
-    if os.geteuid():
-        pytest.skip("giving a folder to another user takes root")
 
 
 def test_one_key_twice_among_many_is_found_at_once() -> None:
@@ -146,19 +139,6 @@ def test_another_users_checkpoint_is_not_checked_before_the_launch(public: Path)
     do_as(VICTIM, launch)
 
 
-def test_what_cant_be_removed_hides_no_refusal(public: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    needs_root()
-    (public / "closed").mkdir(0o755)
-    root = public / "closed" / "runs"
-    (root / "x").mkdir(parents=True)
-    for folder in (root, root / "x"):
-        os.chown(folder, VICTIM, VICTIM)
-    place = RunPlace(str(root / "x"), "x", "x", 0, False, made=True, made_root=True)
-    do_as(VICTIM, lambda: abandon(place))
-    assert not (root / "x").exists()
-    assert capfd.readouterr().err == f"stoker: {root} can't be removed: Permission denied\n"
-
-
 def test_a_cache_that_is_a_link_to_nowhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cache").symlink_to(tmp_path / "absent")
     with pytest.raises(
@@ -167,16 +147,6 @@ def test_a_cache_that_is_a_link_to_nowhere_is_refused(tmp_path: Path) -> None:
         ours.own_cache(str(tmp_path / "cache"), print)
     (tmp_path / "absent").mkdir()
     assert ours.own_cache(str(tmp_path / "cache"), print) == str(tmp_path / "cache")
-
-
-def test_where_others_could_exchange_notes_of_jobs_runs_are_explained_without(tmp_path: Path) -> None:
-    (tmp_path / "slurm").mkdir()
-    (tmp_path / "slurm" / "12.json").write_text('{"submitted": 5.0}')
-    assert slurm_runs.read_note(str(tmp_path), "12") == {"submitted": 5.0}
-    tmp_path.chmod(0o777)
-    assert slurm_runs.read_note(str(tmp_path), "12") == {} and slurm_runs.run_of(str(tmp_path), "12") is None
-    with pytest.raises(Refusal, match="could replace your folders"):
-        slurm_runs.log_path(str(tmp_path), "12")
 
 
 # ---- where --sync and --stage copy to ----
