@@ -20,7 +20,7 @@ import pytest
 
 from conftest import EVERYTHING, Done, Stoker, forget_verdict, gpu_json, machine_json, tagged, wait_for
 from localuser import ATTACKER, VICTIM, do_as, start_as
-from stoker.contract import checkpoints, owners
+from stoker.contract import checkpoints, safe_io
 from stoker.contract.names import Refusal
 from stoker.contract.process import process, send
 from stoker.control.agent import probe_ready
@@ -314,7 +314,7 @@ def test_where_the_file_system_names_us_otherwise_runs_are_still_ours(
     about = tmp_path.stat()
     assert ownership.is_mine(about.st_uid, str(tmp_path)) and not ownership.is_mine(about.st_uid + 1, str(tmp_path))
     monkeypatch.setattr(os, "geteuid", lambda: about.st_uid + 7)
-    monkeypatch.setattr(owners, "_own_uids", {})
+    monkeypatch.setattr(safe_io, "_own_uids", {})
     assert ownership.is_mine(about.st_uid, str(tmp_path)) and not ownership.is_mine(about.st_uid + 1, str(tmp_path))
 
 
@@ -445,17 +445,17 @@ def test_a_containers_root_trusts_the_user_whose_folder_it_works_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bind mount shows files with their owner's uid on the host. Without a container that user may be at work here."""
-    monkeypatch.setattr(owners, "_CONTAINER_MARKS", (str(tmp_path / "mark"),))
+    monkeypatch.setattr(safe_io, "_CONTAINER_MARKS", (str(tmp_path / "mark"),))
     monkeypatch.chdir(tmp_path)
     nobody = 65534
     for uid, without_mark in ((ATTACKER, True), (nobody, False)):  # only one of them has an account
         give(tmp_path, uid)
-        assert owners.is_trusted(uid, str(tmp_path)) == without_mark
-        assert not owners.is_trusted(uid + 1, str(tmp_path))
+        assert safe_io.is_trusted(uid, str(tmp_path)) == without_mark
+        assert not safe_io.is_trusted(uid + 1, str(tmp_path))
     (tmp_path / "mark").touch()
-    assert owners.is_trusted(nobody, str(tmp_path))
+    assert safe_io.is_trusted(nobody, str(tmp_path))
     tmp_path.chmod(0o777)
-    assert not owners.is_trusted(nobody, str(tmp_path))
+    assert not safe_io.is_trusted(nobody, str(tmp_path))
 
 
 @ROOT_ONLY
@@ -567,7 +567,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 _LOOK = """
 import sys
-from stoker.contract import checkpoints, owners
+from stoker.contract import checkpoints, safe_io
 from stoker.control.doctor import debris
 from stoker.control.launch.runplace import RunPlace, abandon
 from stoker.control.record import ownership, finder, reader
@@ -580,7 +580,7 @@ from stoker.training.model import hf_write
 root, theirs = sys.argv[1:]
 listing = finder.look(root)
 assert listing.others == 1 and not listing.damaged, listing
-assert not owners.is_own(theirs) and owners.is_own(root)
+assert not safe_io.is_own(theirs) and safe_io.is_own(root)
 debris.FRESH_S = -1.0
 assert [entry.name for entry, _ in debris._own_entries(root, debris.re.compile("step-.*"))] == ["step-00000001"]
 assert list(folders.steps_in(root)) == [2, 1] and not folders.is_trusted(theirs)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from stoker.contract.names import EX_CANTCREAT, Refusal
-from stoker.contract.owners import why_not_ours_alone
+from stoker.contract.safe_io import why_not_ours_alone
 
 SCHEMA = 1
 SYNCED = ".stoker-sync.json"  # in a working directory that --sync filled: what it brought

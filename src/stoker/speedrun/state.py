@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoker.contract import layout, owners, redact
+from stoker.contract import layout, redact, safe_io
 from stoker.contract.names import EX_CANTCREAT, EX_TEMPFAIL, Refusal
 from stoker.contract.quantities import number_at
 from stoker.contract.safe_io import open_lock_file, write_json
@@ -187,7 +187,7 @@ def write_chain(folder: str, about: Mapping[str, Any], found: Mapping[str, Entry
 def check_own(folder: str) -> None:
     """Before anything in it is read: in a runs folder that several share, anybody can make one of this name."""
     try:
-        own = stat.S_ISDIR(os.lstat(folder).st_mode) and owners.is_own(folder)
+        own = stat.S_ISDIR(os.lstat(folder).st_mode) and safe_io.is_own(folder)
     except FileNotFoundError:
         return
     except OSError:  # another user's mount

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from stoker.contract.layout import cache_home
 from stoker.contract.names import EX_NOPERM, Refusal
-from stoker.contract.owners import is_mine, user_name, why_not_ours_alone
 from stoker.contract.process import kernel_lines
+from stoker.contract.safe_io import is_mine, user_name, why_not_ours_alone
 
 __all__ = ["cache_home", "is_mine", "own_folder", "private_cache", "user_name", "why_not_ours_alone", "writes_to"]
 
