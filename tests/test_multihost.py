@@ -484,7 +484,6 @@ def test_what_a_host_is_asked_before_its_ranks_start(tmp_path: Path) -> None:
         "problems": [],
         "shared": True,
         "unwritable": "",
-        "stranger": "",
     }
     found = ready(str(tmp_path / "no"), "no-such-python", str(apart), "token")
     assert (

@@ -1,4 +1,7 @@
-"""Files that are read and written safely: regular files only, links that stay in a downloaded folder, atomic replacement."""
+"""Reads and writes files safely: regular files only, links that stay in a downloaded folder, atomic replacement.
+
+And tells whose a file or folder is, where other users of this machine could have put it there.
+"""
 
 from __future__ import annotations
 
