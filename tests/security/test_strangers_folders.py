@@ -25,14 +25,6 @@ from stoker.training.model.config import ModelConfig
 SOON = 5.0  # seconds of processor time
 
 
-def test_one_key_twice_among_many_is_found_at_once() -> None:
-    text = json.dumps({str(number): 0 for number in range(40_000)})[:-1] + ', "39999": 1}'
-    began = time.process_time()
-    with pytest.raises(ValueError, match="39999 appears twice"):
-        text.parse_json(text, unique=True)
-    assert time.process_time() - began < SOON
-
-
 def test_pieces_that_overlap_in_every_pair_are_refused_at_once() -> None:
     side = 141
     pieces = tuple(
