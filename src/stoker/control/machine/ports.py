@@ -41,13 +41,16 @@ def listener(port: int) -> str | None:
 
 # ---- the store's port ----
 #
-# Bound and not listening, so that rank 0's store can bind it too, and no other launch and no program that takes any free
-# port gets it meanwhile. It is not a lock: a program of any user that sets SO_REUSEADDR and asks for this very port gets
-# it, and then the store's own bind fails.
+# It is bound and not listened on, so that rank 0's store can bind it too, and no other launch and no program that takes
+# any free port gets it meanwhile. It is not a lock: a program that sets SO_REUSEADDR and asks for this very port gets it,
+# and then the store's own bind fails.
 
 
 def reserve(address: str, port: int, soft: bool) -> tuple[socket.socket | None, dict[str, Any]]:
-    """(what to keep open, answer). `soft`: a wanted port that is taken is replaced by a free one, and its holder named."""
+    """Return a socket to keep open, and the answer to the coordinator. `port`: 0 for any free one.
+
+    With `soft`, a port that is taken is replaced by a free one, and its holder is named.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return _bind(family, port)
@@ -57,25 +60,25 @@ def reserve(address: str, port: int, soft: bool) -> tuple[socket.socket | None, 
         holder = listener(port) or "another launch that has reserved it"
         if not soft:
             return None, {"port": 0, "wanted": port, "holder": holder}
-        kept, answer = _bind(family, 0)
-        return kept, {**answer, "wanted": port, "holder": holder}
+        reserved, answer = _bind(family, 0)
+        return reserved, {**answer, "wanted": port, "holder": holder}
 
 
 def _bind(family: socket.AddressFamily, port: int) -> tuple[socket.socket, dict[str, Any]]:
-    kept = socket.socket(family, socket.SOCK_STREAM)
+    reserved = socket.socket(family, socket.SOCK_STREAM)
     try:
         if port:
             _probe(family, port)
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        kept.bind(("", port))  # all addresses, as torch's store will
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("", port))  # all addresses, as torch's store will
     except OSError:
-        kept.close()
+        reserved.close()
         raise
-    return kept, {"port": kept.getsockname()[1]}
+    return reserved, {"port": reserved.getsockname()[1]}
 
 
 def _probe(family: socket.AddressFamily, port: int) -> None:
-    """Without SO_REUSEADDR a bind fails where another launch has merely reserved the port: with it, both get it."""
+    """Raise OSError where another launch has reserved the port: with SO_REUSEADDR both would get it."""
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
             probe.bind(("", port))
