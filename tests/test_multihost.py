@@ -327,19 +327,6 @@ def test_what_a_host_lacks_is_named_before_any_rank_starts(stoker: Stoker, netcl
     assert done.code == 69 and f"host {netcluster.hosts[1].name}: s.py differs" in done.err and "ran" not in done.out
 
 
-def test_a_workdir_of_another_user_is_reported(stoker: Stoker, netcluster: NetCluster) -> None:
-    stoker.script("s.py", "print('ran')")
-    for host in netcluster.hosts[:2]:
-        host.workdir.joinpath("s.py").write_text("print('ran')")
-    theirs = netcluster.hosts[1]
-    os.chown(theirs.workdir, 12345, 12345)
-    done = stoker("run", "--hosts", str(netcluster.file(slots=(1, 1))), "s.py")
-    assert done.code == 0, done.err
-    reported = [line for line in done.err.splitlines() if "who can change the code" in line]
-    assert len(reported) == 1, done.err
-    assert f"host {theirs.name}: the workdir {theirs.workdir} belongs to uid 12345" in reported[0]
-
-
 def by_hand(stoker: Stoker, cluster: NetCluster, script: str, flags: list[list[str]], nodes: str = "") -> list[Path]:
     """`stoker run` on each machine; their run directories. `nodes`: for --nnodes, where it is not just their number."""
     runs = []
@@ -484,7 +471,6 @@ def test_what_a_host_is_asked_before_its_ranks_start(tmp_path: Path) -> None:
         "problems": [],
         "shared": True,
         "unwritable": "",
-        "stranger": "",
     }
     found = ready(str(tmp_path / "no"), "no-such-python", str(apart), "token")
     assert (

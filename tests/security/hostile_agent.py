@@ -58,7 +58,7 @@ def answer(order: dict[str, Any]) -> None:
     elif do == "probe" and order["what"] == "ready":
         say(
             {"is": "probe", "ask": order["ask"], "what": "ready"},
-            json.dumps({"problems": [], "shared": True, "unwritable": "", "stranger": ""}).encode(),
+            json.dumps({"problems": [], "shared": True, "unwritable": ""}).encode(),
         )
     elif do == "probe":
         say({"is": "probe", "ask": order["ask"], "what": order["what"]}, b'{"error": "not here"}')

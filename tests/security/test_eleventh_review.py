@@ -16,9 +16,10 @@ import pytest
 
 pytest.importorskip("numpy", reason="numpy is not installed")
 
+from stoker.contract.effort import LookingAt, looking_at_file
+
 from conftest import Stoker, at_length, at_length_but
 from stoker.contract import effort
-from stoker.contract.effort import LookingAt, looking_at_file
 from stoker.contract.memory import used_memory
 from stoker.contract.names import Refusal
 from stoker.control.cluster import listing

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from stoker.contract.effort import LookingAt
+
 from stoker.contract.errors import reading
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.quantities import span
-from stoker.control.machine.model import machine_from_json
 from stoker.control.record import finder, reader
 from stoker.training.config.amount import lines_in
 from stoker.training.fit.cards import written
@@ -180,13 +179,6 @@ def test_a_plan_that_takes_too_long_ends(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("stoker.training.fit.plan.SECONDS", 0.1)
     with pytest.raises(Refusal, match="of CPU time to look at"):
         make(written("24GB") or [], Wish(model, 1024))
-
-
-def test_a_recorded_gpu_has_a_name_of_some_length() -> None:
-    machine = {"hostname": "h", "cores": 1, "memory_total": 1, "memory_available": 1, "schema": 1}
-    gpus = [{"index": 0, "uuid": "GPU-1", "name": "a " * 200}]
-    with pytest.raises(ValueError, match="a GPU's name has 400 characters"):
-        machine_from_json({**machine, "gpus": gpus})
 
 
 def test_names_of_layers_are_looked_up_once(tmp_path: Path) -> None:

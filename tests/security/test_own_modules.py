@@ -12,7 +12,11 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pytest
+
 import stoker as package
+from conftest import Stoker
+from stoker.contract import process
 
 # Each of these is imported by the agent, the guardian, the shim or what they load.
 NAMES = (
@@ -74,3 +78,69 @@ def test_nothing_beside_stoker_stands_in_for_the_standard_library(tmp_path: Path
     assert lines, done.stdout
     for line in lines:
         assert json.loads(line) == {"stoker": str(site / "stoker" / "__init__.py"), "shim": True}
+
+
+# ---- a json.py and a torch.py in the working directory ----
+
+
+@pytest.mark.parametrize(
+    "command", [["doctor"], ["cluster", "check", "--hosts", "localhost"]], ids=["doctor", "cluster-check"]
+)
+def test_looking_at_a_machine_imports_nothing_from_the_working_directory(stoker: Stoker, command: list[str]) -> None:
+    for name in ("json", "torch", "numpy", "ctypes", "importlib_metadata"):
+        (stoker.cwd / f"{name}.py").write_text(
+            f"open({str(stoker.cwd / 'owned')!r}, 'w').close()\nraise ImportError('planted')\n"
+        )
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "stoker", *command],
+        cwd=stoker.cwd,
+        env=stoker.env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "planted" not in done.stdout + done.stderr
+    assert not (stoker.cwd / "owned").exists()
+
+
+def test_a_recipe_imports_nothing_from_the_working_directory(stoker: Stoker) -> None:
+    """As where somebody goes to the folder of a model or of data from elsewhere, and trains there."""
+    for name in ("json", "torch", "numpy", "stoker"):
+        (stoker.cwd / f"{name}.py").write_text(
+            f"open({str(stoker.cwd / 'owned')!r}, 'w').close()\nraise ImportError('planted')\n"
+        )
+    (stoker.cwd / "notes.txt").write_text("\n".join(map(str, range(20_000))))
+    command = [sys.executable, "-c", "import sys; del sys.path[0]; from stoker.cli.main import entry; entry()"]
+    words = ["train", "pretrain", "--preset", "debug", "--data", "notes.txt", "--max_steps", "2"]
+    done = subprocess.run(
+        [*command, *words], cwd=stoker.cwd, env=stoker.env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert not (stoker.cwd / "owned").exists()
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", ["/nowhere:", ":/nowhere", "."])
+def test_an_empty_entry_of_pythonpath_is_not_the_working_directory(tmp_path: Path, path: str) -> None:
+    (tmp_path / "planted.py").write_text("print('planted')\n")
+    done = subprocess.run(
+        [sys.executable, "-c", process.NOT_FROM_HERE + "import planted"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "ModuleNotFoundError" in done.stderr and not done.stdout
+
+
+def test_a_working_directory_that_is_gone_ends_no_question(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = f"import os, subprocess, sys; os.rmdir({str(gone)!r}); sys.exit(subprocess.run([sys.executable, '-c', sys.argv[1]]).returncode)"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code, process.NOT_FROM_HERE + "print(1)"], cwd=gone, check=False
+        ).returncode
+        == 0
+    )

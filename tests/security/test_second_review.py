@@ -9,7 +9,6 @@ import re
 import resource
 import shutil
 import socket
-import stat
 import subprocess
 import sys
 import time
@@ -17,14 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Stoker, at_length, wait_for
-from stoker.contract import checkpoints, process
+from conftest import Stoker, wait_for
 from stoker.contract.names import Refusal
-from stoker.control.agent import probe_net, probe_ready
+from stoker.control.agent import probe_net
 from stoker.control.agent import receiving as receiving_end
 from stoker.control.cluster import listing
-from stoker.control.launch import rendezvous
-from stoker.control.launch.nodes import Meeting
 from stoker.control.machine import processes
 from stoker.control.scheduler import slurm_submit as submit
 from stoker.training.config import files
@@ -106,62 +102,8 @@ def test_a_strangers_checkout_inside_ours_is_copied_without_asking_git(tmp_path:
     assert not (tmp_path / "planted").exists()
 
 
-# ---- a run directory that somebody else made ----
-
-
 def _give(path: Path, uid: int = OTHER) -> None:
     os.chown(path, uid, uid, follow_symlinks=False)
-
-
-@pytest.mark.parametrize("kind", ["folder", "link", "file", "runs folder"])
-def test_a_host_refuses_a_run_directory_that_somebody_else_made(tmp_path: Path, kind: str) -> None:
-    needs_root()
-    runs = tmp_path / "runs"
-    runs.mkdir()
-    run_dir = runs / "20260101-000000-exp"
-    if kind == "link":
-        (tmp_path / "theirs").mkdir(mode=0o777)
-        run_dir.symlink_to(tmp_path / "theirs")
-    elif kind == "file":
-        run_dir.write_text("")
-    elif kind == "folder":
-        run_dir.mkdir()
-        run_dir.chmod(0o777)
-        (run_dir / f".shared-{os.getpid()}").write_text("")  # a name that was to be guessed
-    _give(runs if kind == "runs folder" else run_dir)
-    answer = probe_ready.ready(str(tmp_path), sys.executable, str(run_dir), f".shared-{os.urandom(8).hex()}")
-    assert len(answer["problems"]) == 1 and not answer["shared"], answer
-    assert "--runs-dir" in answer["problems"][0] or "--name" in answer["problems"][0]
-
-
-def test_a_host_takes_a_run_directory_of_ones_own_again(tmp_path: Path) -> None:
-    run_dir = tmp_path / "runs" / "20260101-000000-exp"
-    for _ in range(2):
-        answer = probe_ready.ready(str(tmp_path), sys.executable, str(run_dir), ".shared-x")
-        assert answer == {"problems": [], "shared": False, "unwritable": "", "stranger": ""}
-
-
-def test_a_checkpoint_of_another_user_is_not_resumed_from(stoker: Stoker) -> None:
-    needs_root()
-    stoker.script(
-        "a.py",
-        "import os, stoker\n"
-        "folder = os.path.join(os.environ['STOKER_RUN_DIR'], 'checkpoints')\n"
-        "os.mkdir(folder)\n"
-        "for step in (1, 2): open(f'{folder}/step-{step}.pt', 'w').close()\n"
-        f"os.chown(f'{{folder}}/step-2.pt', {OTHER}, {OTHER})\n"
-        "print('resumed', os.path.basename(stoker.resume()))\n"
-        f"os.chown(folder, {OTHER}, {OTHER})\n"
-        "print('resumed', stoker.resume())\n",
-    )
-    done = stoker("run", "--nproc-per-node", "1", "a.py")
-    assert done.code == 0 and "resumed step-1.pt" in done.out and "resumed None" in done.out, done.out + done.err
-    assert "step-2.pt belongs to" in done.err + done.out
-    folder = stoker.latest / "checkpoints"
-    assert checkpoints.newest(str(stoker.latest)) is None
-    os.chown(folder, 0, 0)
-    saved = checkpoints.newest(str(stoker.latest))
-    assert saved is not None and saved.path.endswith("step-1.pt")
 
 
 # ---- files of the working directory ----
@@ -189,46 +131,6 @@ def test_a_config_by_name_is_ours_whatever_lies_here(tmp_path: Path, monkeypatch
     (tmp_path / name).write_text("{planted: true}\n")
     monkeypatch.chdir(tmp_path)
     assert "planted" not in files.load(name) and files.load(f"./{name}") == {"planted": True}
-
-
-# ---- a runs folder where somebody else can exchange run directories ----
-
-
-@pytest.mark.parametrize(
-    ("uid", "mode", "reason"),
-    [
-        (OTHER, 0o1777, "belongs to"),
-        (OTHER, 0o755, "belongs to"),
-        (0, 0o777, "all users can write"),
-        (0, 0o775, "its group"),
-        (0, 0o1777, ""),
-        (0, 0o1770, ""),
-        (0, 0o755, ""),
-    ],
-)
-def test_no_run_is_started_where_others_can_exchange_it(stoker: Stoker, uid: int, mode: int, reason: str) -> None:
-    needs_root()
-    runs = stoker.cwd / "runs"
-    runs.mkdir()
-    os.chown(runs, uid, OTHER)
-    runs.chmod(mode)
-    stoker.script("ok.py", "print('fine')\n")
-    for words in (["run", "ok.py"], ["run", "--runs-dir", str(runs), "ok.py"]):
-        done = stoker(*words)
-        if reason:
-            assert done.code == 73 and reason in done.err and "--runs-dir" in done.err and not list(runs.iterdir())
-        else:
-            assert done.code == 0, done.err
-    assert stoker("runs").code == 0  # to look at it is harmless
-
-
-def test_a_link_that_somebody_else_made_is_not_the_runs_folder(stoker: Stoker) -> None:
-    needs_root()
-    (stoker.cwd / "mine").mkdir(mode=0o700)
-    (stoker.cwd / "runs").symlink_to("mine")
-    _give(stoker.cwd / "runs")
-    done = stoker("run", stoker.script("ok.py", ""))
-    assert done.code == 73 and "belongs to" in done.err and not list((stoker.cwd / "mine").iterdir())
 
 
 def test_a_run_directory_that_is_replaced_gets_no_further_attempt(stoker: Stoker) -> None:
@@ -267,46 +169,7 @@ def test_sbatch_gets_the_script_that_was_made_whatever_lies_in_the_folder(
     assert (tmp_path / "got").read_text() == script.text
 
 
-# ---- a command line without end ----
-
-_HUGE = """
-import ctypes, mmap, os, struct, sys, time
-size = int(sys.argv[1]) << 20
-area = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-area.write(b"python\\0--token\\0sk-not-to-be-shown-0123456789\\0" + b"word\\0" * ((size - 64) // 5))
-begin = ctypes.addressof(ctypes.c_char.from_buffer(area))
-stat = open("/proc/self/stat").read().rpartition(")")[2].split()
-code, data, brk, stack = stat[23:25], stat[42:44], stat[44], stat[25]
-libc = ctypes.CDLL(None, use_errno=True)
-libc.sbrk.restype = ctypes.c_long
-now = libc.sbrk(0)
-fields = [*map(int, code), *map(int, data), int(brk), now, int(stack), begin, begin + size, begin, begin]
-packed = ctypes.create_string_buffer(struct.pack("=11QQIi", *fields, 0, 0, -1))
-if libc.prctl(35, 14, ctypes.byref(packed), len(packed) - 1, 0):
-    sys.exit(os.strerror(ctypes.get_errno()))
-print("up", flush=True)
-time.sleep(600)
-"""
-
-
-@at_length
-def test_a_command_line_of_half_a_gigabyte_is_cut_before_it_is_read(tmp_path: Path) -> None:
-    """Any user's process can do that to itself."""
-    with subprocess.Popen(
-        [sys.executable, "-c", _HUGE, "512"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as child:
-        try:
-            assert child.stdout is not None and child.stderr is not None
-            if child.stdout.readline() != b"up\n":
-                pytest.skip(f"this kernel does not let a process do that: {child.stderr.read().decode()[-200:]}")
-            began = time.process_time()
-            line = processes.command(child.pid)
-            assert time.process_time() - began < 1.0
-            assert line is not None and line.startswith("python --token <redacted> word") and line.endswith("word …")
-            assert len(line) < 5000
-            processes.environment(child.pid)
-        finally:
-            child.kill()
+# ---- command lines ----
 
 
 @pytest.mark.parametrize(("words", "shown"), [(["x" * 5000], "…"), (["a b " + "x" * 5000], "a b …")])
@@ -319,36 +182,6 @@ def test_a_word_is_not_cut_within(words: list[str], shown: str) -> None:
 
 
 # ---- files that the doctor writes ----
-
-
-@pytest.mark.parametrize(
-    ("kind", "flag"),
-    [
-        ("pipe", "--bundle"),
-        ("theirs", "--record"),
-        ("link", "--bundle"),
-        pytest.param("pipe", "--record", marks=at_length),
-        pytest.param("theirs", "--bundle", marks=at_length),
-        pytest.param("link", "--record", marks=at_length),
-    ],
-)
-def test_the_doctor_writes_a_new_file_whatever_lies_there(stoker: Stoker, flag: str, kind: str) -> None:
-    path, precious = stoker.cwd / "out", stoker.cwd / "precious"
-    precious.write_text("kept")
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "link":
-        path.symlink_to(precious)
-    else:
-        needs_root()
-        path.write_text("")
-        path.chmod(0o666)
-        _give(path)
-    recorded = Path(__file__).parents[1] / "machines" / "laptop.json"  # looking at this one would import torch
-    done = stoker("doctor", "--only", "host.disk", "--machine", str(recorded), flag, "out", timeout=60)
-    about = path.lstat()
-    assert done.code in (0, 1) and about.st_uid == os.geteuid() and stat.S_IMODE(about.st_mode) == 0o600, done.err
-    assert stat.S_ISREG(about.st_mode) and about.st_size and precious.read_text() == "kept"
 
 
 def test_a_folder_of_the_path_that_may_not_be_entered_costs_no_bundle(tmp_path: Path) -> None:
@@ -447,64 +280,7 @@ def test_strangers_use_up_no_threads_of_a_network_check_and_it_outlives_a_lack_o
                 child.stdin.write("end\n")
 
 
-def test_a_flood_does_not_push_out_who_is_about_to_prove_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STOKER_RDZV_SECRET", "a secret that both sides know")
-    secret = rendezvous.find_secret(os.environ)
-    assert secret is not None
-    with socket.socket() as own:
-        own.bind(("127.0.0.1", 0))
-        own.listen(1024)
-        port = own.getsockname()[1]
-        meeting = Meeting(2, None, "127.0.0.1", port, "job", 0)
-        lines: list[str] = []
-        flood: list[socket.socket] = []
-        with rendezvous._Receiving(meeting, 1, own, secret, lines.append) as receiving:
-            guest = _connect(port, "127.0.0.2")
-            hello = {"job": "job", "count": 2, "ranks": 1, "nonce": secret.nonce()}
-            guest.sendall(json.dumps(hello).encode() + b"\n")
-            wait_for(lambda: (receiving._welcome(), receiving._guests)[1], 5.0)
-            (there,) = receiving._guests.values()
-            receiving._hear(there)
-            challenge = json.loads(guest.makefile().readline())["challenge"]
-            for number in range(300):  # some say hello, too
-                flood.append(_connect(port, "127.0.0.3"))
-                if number % 2:
-                    flood[-1].sendall(json.dumps(hello).encode() + b"\n")
-                receiving._welcome()
-            guest.sendall(json.dumps({"proof": secret.proof(rendezvous.GUEST, hello, challenge)}).encode() + b"\n")
-            receiving.wait(time.monotonic() + 10.0, lambda: None)
-            assert [one.address for one in receiving._accepted] == ["127.0.0.2"]
-            for way in (guest, *flood):
-                way.close()
-
-
 # ---- imports, and lists of what may be removed ----
-
-
-@pytest.mark.parametrize("path", ["/nowhere:", ":/nowhere", "."])
-def test_an_empty_entry_of_pythonpath_is_not_the_working_directory(tmp_path: Path, path: str) -> None:
-    (tmp_path / "planted.py").write_text("print('planted')\n")
-    done = subprocess.run(
-        [sys.executable, "-c", process.NOT_FROM_HERE + "import planted"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "ModuleNotFoundError" in done.stderr and not done.stdout
-
-
-def test_a_working_directory_that_is_gone_ends_no_question(tmp_path: Path) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    code = f"import os, subprocess, sys; os.rmdir({str(gone)!r}); sys.exit(subprocess.run([sys.executable, '-c', sys.argv[1]]).returncode)"
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code, process.NOT_FROM_HERE + "print(1)"], cwd=gone, check=False
-        ).returncode
-        == 0
-    )
 
 
 def test_a_copy_removes_nothing_that_anothers_list_names(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import pwd
 import subprocess
 import sys
 import time
@@ -19,7 +18,6 @@ from hostile_files import write_model
 
 from conftest import EVERYTHING, Stoker, at_length
 from localuser import VICTIM, do_as
-from stoker.contract import layout, owners
 from stoker.contract.names import Refusal
 from stoker.contract.shape import as_json, replace
 from stoker.contract.shapes import RankEnd, RankError
@@ -70,19 +68,6 @@ print(os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"])"""
     said = subprocess.run(run, cwd=tmp_path, env=home, capture_output=True, text=True, check=True).stdout.split()
     assert said == [str(tmp_path / "home" / "stoker" / "compile" / name) for name in ("inductor", "triton")]
     assert (tmp_path / "home" / "stoker" / "compile").stat().st_mode & 0o077 == 0
-
-
-@needs_root
-def test_a_compile_cache_that_others_can_write_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    place = tmp_path / "stoker" / "compile"
-    place.mkdir(parents=True)
-    for spoil in (lambda: place.chmod(0o777), lambda: (place.chmod(0o755), os.chown(place, STRANGER, STRANGER))):
-        spoil()
-        lines: list[str] = []
-        used = ownership.private_cache("compile", lines.append)
-        assert used != str(place) and "can't be used" in lines[0] and os.stat(used).st_mode & 0o077 == 0
-        os.rmdir(used)
 
 
 @needs_root
@@ -308,46 +293,6 @@ def test_a_checkpoint_of_another_user_is_not_resumed_from_by_a_recipe(tmp_path: 
     os.chown(theirs, STRANGER, STRANGER)
     lines: list[str] = []
     assert find(str(tmp_path), lines.append) is None and f"belongs to uid {STRANGER}" in lines[0]
-
-
-@needs_root
-def test_root_in_a_folder_of_a_user_trusts_that_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container's root works in a folder of its host."""
-    os.chown(tmp_path, STRANGER, STRANGER)
-    monkeypatch.chdir(tmp_path)
-    assert owners.is_trusted(STRANGER, str(tmp_path)) and not owners.is_trusted(STRANGER + 1, str(tmp_path))
-    tmp_path.chmod(0o777)
-    assert not owners.is_trusted(STRANGER, str(tmp_path))
-
-
-@needs_root
-def test_root_in_the_folder_of_a_user_of_this_machine_trusts_nobody_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That user may be at work: what root resumes from there could be exchanged for code of theirs."""
-    nobody = pwd.getpwnam("nobody").pw_uid
-    (tmp_path / "runs").mkdir()
-    for folder in (tmp_path, tmp_path / "runs"):
-        os.chown(folder, nobody, nobody)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(owners, "_CONTAINER", (str(tmp_path / "mark"),))
-    assert not owners.is_trusted(nobody, str(tmp_path))
-    with pytest.raises(Refusal, match="belongs to nobody, so others can replace your runs"):
-        layout.runs_root(None, {}, write=True)
-    (tmp_path / "mark").touch()
-    assert owners.is_trusted(nobody, str(tmp_path)), "a container's root"
-
-
-@needs_root
-def test_a_folder_above_the_compile_cache_that_is_open_to_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "stoker").mkdir()
-    os.chown(tmp_path / "stoker", STRANGER, STRANGER)
-    used = ownership.private_cache("compile", quiet)
-    assert not used.startswith(str(tmp_path))
-    os.rmdir(used)
 
 
 def test_tokens_are_read_as_the_vocabulary_says_whatever_the_manifest_calls_them() -> None:

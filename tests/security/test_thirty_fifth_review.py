@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,14 +20,6 @@ hostile = test_protocol.evil  # a run whose host says what a test likes
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-
-
-@pytest.mark.usefixtures("narrow")
-def test_a_step_of_any_number_of_fields_is_shown_as_it_is() -> None:
-    fields = b"".join(b" | a%d: b" % n for n in range(3000))
-    step = b"Step [1/9]" + fields
-    shown = LineCutter(b"GPU0:", ShortLines(b"GPU0:", steps=True)).feed(b"INFO | [GPU 0] " + step + b"\n")
-    assert shown == b"GPU0: " + step + b"\n"
 
 
 @pytest.mark.usefixtures("narrow")
@@ -53,21 +43,6 @@ def test_a_loss_that_is_no_number_costs_its_host_and_not_the_watch(hostile: Any)
     done, _ = hostile("start", test_protocol.line(**{"is": "beats", "ranks": {"0": [1, 1, 1, 1.0, [[1, "x" * 5000]]]}}))
     err = done.stderr.decode()
     assert done.returncode == 70 and "it is broken: it sends a loss" in err and "watching failed" not in err, err
-
-
-def test_a_host_may_come_and_go_a_thousand_times() -> None:
-    """As often as a month has turns of the longest wait between two tries."""
-    from stoker.control.launch.membership import LONGEST_S, Membership
-
-    agents = SimpleNamespace(by_name={"a": None}, members=SimpleNamespace(drop=lambda _: None))
-    options = SimpleNamespace(min_hosts=1, rejoin="auto")
-    told: list[str] = []
-    run = SimpleNamespace(agents=agents, options=options, say=told.append, tell=lambda what, **_: told.append(what))
-    membership = Membership(run, SimpleNamespace())  # type: ignore[arg-type]
-    for _ in range(1100):
-        membership.give_up(SimpleNamespace(host="a", gone="it ended", selves=[]))  # type: ignore[arg-type]
-    assert told == ["host-lost"] * 1100
-    assert membership.lost["a"].next_try <= time.monotonic() + LONGEST_S
 
 
 NO_OPERATIONS: list[Any] = [

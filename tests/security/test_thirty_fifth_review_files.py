@@ -125,24 +125,6 @@ def test_metrics_of_a_resumed_run_are_cut_line_by_line(tmp_path: Path) -> None:
 # ---- files of holes, and pipes behind links ----
 
 
-def test_a_link_within_a_run_leads_to_no_pipe_and_no_holes(tmp_path: Path) -> None:
-    """Only the link was looked at, and what it leads to lies in a folder that is not."""
-    run = run_in(tmp_path, "20260101-000000-a")
-    (run / "deep").mkdir()
-    os.mkfifo(run / "deep" / "pipe")
-    (run / "deep" / "holes").touch()
-    os.truncate(run / "deep" / "holes", 1 << 40)
-    (run / "deep" / "log").write_text("as it should be")
-    (run / layout.CONSOLE).symlink_to("deep/log")
-    (run / layout.PROGRESS).symlink_to("deep/nothing")
-    layout.check_entries(str(run), ours_only=True)
-    for target, why in (("pipe", "is a named pipe"), ("holes", layout.HOLES)):
-        (run / layout.METRICS).symlink_to(f"deep/{target}")
-        with pytest.raises(Refusal, match=why):
-            layout.check_entries(str(run), ours_only=True)
-        (run / layout.METRICS).unlink()
-
-
 def test_a_prepared_shard_of_holes_is_damaged(tmp_path: Path) -> None:
     """cache/ with a shard of 8 TB, nothing of it stored: `stoker prepare` summed it up, and the third Ctrl-C ended it."""
     (tmp_path / "train-00000.bin").touch()

@@ -13,49 +13,16 @@ from typing import Any
 
 import pytest
 
-from stoker.contract.shapes import Around, Evidence, RankEnd
 from stoker.control.cluster import between
 from stoker.control.cluster.asking import read_answer
 from stoker.control.cluster.facts import Facts, OneHost, Pair
 from stoker.control.cluster.hosts import is_address
 from stoker.control.doctor.checks import net
-from stoker.control.machine import gather, kernellog
 from stoker.control.machine.facts import Net
 from stoker.control.record.history import Members, Moment
 from stoker.control.record.reader import Run
 from stoker.control.show import curves, folder
 from stoker.control.show.gather import Gatherer
-from stoker.control.verdict.judge import judge
-
-# A kernel's own lines of programs that uid 12345 had called so, started by their names and through a link `a`.
-CRASH = "{}[6542]: segfault at 0 ip 000000000040161e sp 00007ffea3d870e0 error 6 in {}[161e,401000+78000] likely on CPU 0 (core 0, socket 0)"
-SICK = "NVRM: Xid (PCI:0000:3b:00): 79, x"
-SPENT = "Out of memory: Killed process 4242 (python)"
-REAL_XID = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
-REAL_KILL = "Out of memory: Killed process 4242 (python) total-vm:98304kB, anon-rss:61440kB, UID:0"
-
-
-def verdict_with(kernel: str, code: int) -> str:
-    end = RankEnd(0, "", "GPU 0", 4242, code, 1.0, tail="CUDA error: x\n", around=Around(kernel=(kernel,)))
-    return judge(Evidence(world_size=1, ends=(end,))).cause
-
-
-@pytest.mark.parametrize("started_as", ["a", SICK[:15], SPENT[:15]])
-def test_the_name_of_a_crashed_program_accuses_no_gpu(started_as: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    forged = [CRASH.format(started_as, name) for name in (SICK, f"a): 79 process 4242 {SICK}", f"{SPENT} {SICK}")]
-    monkeypatch.setattr(kernellog, "lines", lambda since=0.0: iter(forged))
-    assert gather._kernel_xids() == {}
-    assert {verdict_with(line, -6) for line in forged} == {verdict_with("", -6)}
-    monkeypatch.setattr(kernellog, "lines", lambda since=0.0: iter([REAL_XID]))
-    assert gather._kernel_xids() == {"0000:3b:00": [79]}
-    assert verdict_with(REAL_XID, -6) == "gpu.lost"
-
-
-@pytest.mark.parametrize("started_as", ["a", SPENT[:15]])
-def test_the_name_of_a_crashed_program_kills_nobody(started_as: str) -> None:
-    assert verdict_with(CRASH.format(started_as, SPENT), -9) == verdict_with("", -9) != "oom.host"
-    assert verdict_with(REAL_KILL, -9) == "oom.host"
-
 
 # ---- words of a host, or of a recorded machine, in a command to copy ----
 

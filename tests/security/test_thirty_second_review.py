@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import stat
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stoker.contract.names import Refusal
-from stoker.speedrun import state
-from stoker.training.checkpoint import folders
-from stoker.training.data import build, ours
 from stoker.training.generate.finding import find
-from stoker.training.loop.say import open_loggers
 
 
 def refusal_of(folder: Path, words: Any) -> str:
@@ -68,77 +61,3 @@ def test_a_strangers_record_puts_no_program_into_the_command_that_copies_a_model
 def test_a_record_without_a_command_that_copies_is_one_line(tmp_path: Path, words: Any) -> None:
     line = refusal_of(tmp_path / "evil", words)
     assert line.endswith(f"its files are on host gpu7, in {tmp_path / 'evil'}")
-
-
-def hold_cache(folder: str) -> None:
-    with build.alone(os.path.join(folder, "key"), print):
-        pass
-
-
-def remember(folder: str) -> None:
-    (Path(folder) / "data.txt").write_text("a text")
-    os.utime(os.path.join(folder, "data.txt"), (1.0, 1.0))  # of one that may still be written nothing is kept
-    ours.digest_files([os.path.join(folder, "data.txt")], folder, 1, print)
-
-
-def hold_checkpoints(folder: str) -> None:
-    held = folders.hold(folder, print)
-    assert held is not None
-    os.close(held)
-
-
-def hold_speedrun(folder: str) -> None:
-    os.close(state.hold(folder))
-
-
-@pytest.mark.parametrize("left", [True, False], ids=["left by an earlier version", "new"])
-@pytest.mark.parametrize(
-    ("lock", "hold"),
-    [
-        ("key.lock", hold_cache),
-        ("digests.json.lock", remember),
-        (folders.LOCK, hold_checkpoints),
-        (state.LOCK, hold_speedrun),
-    ],
-)
-def test_who_may_only_read_a_folder_can_not_lock_it(
-    tmp_path: Path, lock: str, hold: Callable[[str], None], left: bool
-) -> None:
-    """Another user opened `.writer` to read it, locked it, and the run was told that a process writes checkpoints there."""
-    path = tmp_path / lock
-    if left:
-        path.touch()
-        path.chmod(0o644)
-    hold(str(tmp_path))
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-# As wandb does: settings of the working directory say where to the key is sent.
-WANDB = """import os, pathlib
-read, places = [], []
-def init(**_):
-    places.append(os.environ.get("WANDB_DIR"))
-    read.extend(name for name in ("wandb", ".wandb") if (pathlib.Path.cwd() / name / "settings").exists())
-log = finish = print
-"""
-
-
-@pytest.mark.parametrize("name", ["wandb", ".wandb"])
-def test_wandb_gets_no_settings_from_a_run_that_is_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """A run directory that came with a folder had WANDB_API_KEY sent to an address of its own."""
-    (tmp_path / "modules").mkdir()
-    (tmp_path / "modules" / "wandb.py").write_text(WANDB)
-    monkeypatch.syspath_prepend(tmp_path / "modules")
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    monkeypatch.setenv("WANDB_DIR", "")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    run = tmp_path / "run"
-    (run / name).mkdir(parents=True)
-    (run / name / "settings").write_text("[default]\nbase_url = http://elsewhere.example\n")
-    open_loggers("wandb", str(run), {}, print)
-    import wandb
-
-    assert wandb.read == [] and wandb.places == [str(run)]
-    monkeypatch.delitem(sys.modules, "wandb")

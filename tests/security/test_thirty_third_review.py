@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 
-from conftest import Stoker
-from stoker.contract import layout
 from stoker.contract.names import Refusal
 from stoker.control.cluster import reducing
-from stoker.control.scheduler import slurm_submit
 from stoker.speedrun import state
 from stoker.speedrun.child import Children
 
@@ -43,16 +40,6 @@ def test_a_stages_log_grows(tmp_path: Path) -> None:
     assert log.read_text() == "hello\nhello\n"
 
 
-@pytest.mark.parametrize("name", ["stages", "logs", "data", "plots", "stages/world-7099fc92"])
-def test_a_speedrun_does_not_write_to_a_folder_behind_a_link(tmp_path: Path, name: str) -> None:
-    folder, elsewhere = tmp_path / "speedrun-cpu", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (folder / name).parent.mkdir(parents=True)
-    (folder / name).symlink_to(elsewhere)
-    with pytest.raises(Refusal, match="symbolic link"):
-        os.close(state.hold(str(folder)))
-
-
 def test_the_progress_of_a_stage_is_not_read_from_elsewhere(tmp_path: Path) -> None:
     elsewhere, run = tmp_path / "elsewhere.jsonl", tmp_path / "run"
     run.mkdir()
@@ -62,107 +49,6 @@ def test_the_progress_of_a_stage_is_not_read_from_elsewhere(tmp_path: Path) -> N
     (run / "metrics.jsonl").unlink()
     elsewhere.rename(run / "metrics.jsonl")
     assert state.progress(str(run), 10) == "step 4 of 10, loss 1.000"
-
-
-# ---- other folders that came with a checkout ----
-
-
-def test_a_job_is_not_submitted_where_its_output_could_go_elsewhere(tmp_path: Path) -> None:
-    """`runs/slurm/1234.out` led to ~/.bashrc: Slurm appends what job 1234 prints to what its output's name leads to."""
-    theirs, folder = tmp_path / "bashrc", tmp_path / "runs" / "slurm"
-    folder.mkdir(parents=True, mode=0o700)
-    script = slurm_submit.JobScript("#!/bin/bash\n", "exp", {})
-    assert os.path.dirname(slurm_submit.write(script, str(folder.parent), "exp")) == str(folder)
-    (folder / "1234.out").symlink_to(theirs)
-    with pytest.raises(Refusal, match=r"1234\.out is a symbolic link"):
-        slurm_submit.write(script, str(folder.parent), "exp")
-
-
-def test_the_roles_of_a_job_are_not_recorded_behind_a_link(stoker: Stoker) -> None:
-    """A job's directory that came with a checkout, whose name is given again."""
-    (stoker.cwd / "fails.py").write_text("import sys; sys.exit(3)")
-    job = ("run", "--name", "job", "--role", "one:1:fails.py", "--role", "two:1:fails.py")
-    assert stoker(*job).code == 3
-    (folder,) = stoker.cwd.glob("runs/*-job")
-    (folder / "roles").rename(stoker.cwd / "before")
-    (folder / "roles").symlink_to(stoker.cwd / "elsewhere")
-    (stoker.cwd / "elsewhere").mkdir()
-    again = stoker(*job)
-    assert again.code == 73 and "is a symbolic link" in again.err
-    assert os.listdir(stoker.cwd / "elsewhere") == []
-
-
-RECIPES = [
-    "checkpoints",
-    "answers",
-    "published",
-    "attempt-1",
-    "metrics.jsonl",
-    "tensorboard",
-    "wandb",
-    "hf",
-    "roles/one",
-]
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_run_that_is_continued_has_no_link_that_leads_out_of_it(tmp_path: Path, name: str) -> None:
-    """Of one that came with a checkout: `checkpoints` led to another run's, which were resumed from and then removed as its own
-    old ones; `published` to folders that were removed; `attempt-1` to where logs were written.
-    """
-    run, elsewhere = tmp_path / "20260101-000000-b", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (run / name).parent.mkdir(parents=True)
-    (run / name).symlink_to(elsewhere)
-    with pytest.raises(Refusal, match=f"{name} is a symbolic link that leads out of"):
-        layout.check_entries(str(run), layout.ROLES)
-    (run / name).unlink()
-    (run / "inside").mkdir()
-    (run / name).symlink_to(run / "inside")
-    layout.check_entries(str(run), layout.ROLES)
-
-
-@pytest.mark.parametrize("name", ["stoker.log", "metrics.jsonl", "history/seconds.jsonl"])
-@pytest.mark.parametrize("kind", ["holes", "pipe"])
-def test_a_run_with_holes_or_a_pipe_in_the_place_of_its_files_is_refused(stoker: Stoker, name: str, kind: str) -> None:
-    """By whatever command: all of them would have to know a limit, or not to wait."""
-    (stoker.cwd / "fails.py").write_text("import sys; sys.exit(3)")
-    words = ("run", "--name", "x", "--nproc-per-node", "1", "fails.py")
-    assert stoker(*words).code == 3 and stoker("why", "x").code == 0
-    (folder,) = stoker.cwd.glob("runs/*-x")
-    (folder / name).parent.mkdir(exist_ok=True)
-    (folder / name).unlink(missing_ok=True)
-    if kind == "pipe":
-        os.mkfifo(folder / name)
-    else:
-        with (folder / name).open("wb") as file:
-            file.truncate(8 << 30)
-    for command in (("why", "x"), words):
-        done = stoker(*command)
-        assert done.code == 73 and done.err.count("\n") == 1, done.err
-        assert f"{name} {'consists of holes' if kind == 'holes' else 'is a named pipe'}" in done.err
-
-
-def test_a_scripts_own_links_and_those_of_libraries_are_let_be(tmp_path: Path) -> None:
-    (tmp_path / "run" / "wandb").mkdir(parents=True)
-    for name in ("run/data", "run/wandb/debug-core.log"):  # W&B makes that one itself
-        (tmp_path / name).symlink_to(tmp_path)
-    layout.check_entries(str(tmp_path / "run"), layout.ROLES, ours_only=True)
-    (tmp_path / "run" / "data").unlink()
-    layout.check_entries(str(tmp_path / "run"), layout.ROLES)
-
-
-@pytest.mark.parametrize("name", ["checkpoints", "attempt-1"])
-def test_the_launcher_refuses_such_a_run(stoker: Stoker, name: str) -> None:
-    (stoker.cwd / "fails.py").write_text("import sys; sys.exit(3)")
-    words = ("run", "--name", "x", "--nproc-per-node", "1", "fails.py")
-    assert stoker(*words).code == 3
-    (folder,) = stoker.cwd.glob("runs/*-x")
-    (stoker.cwd / "elsewhere").mkdir()
-    (folder / name).symlink_to(stoker.cwd / "elsewhere")
-    again = stoker(*words)
-    assert again.code == 73 and f"{name} is a symbolic link" in again.err, again.err
-    assert os.listdir(stoker.cwd / "elsewhere") == []
 
 
 # ---- a hosts file that is closed to others ----

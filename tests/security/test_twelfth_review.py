@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import struct
 import subprocess
@@ -186,17 +185,6 @@ def test_shards_that_are_links_to_one_long_header_end_the_reading(
         hf_config.stored_in(str(tmp_path))
 
 
-def test_a_link_of_another_user_to_a_file_beside_it_is_not_followed(tmp_path: Path) -> None:
-    if os.geteuid():
-        pytest.skip("needs root: two users")
-    (tmp_path / "private.json").write_text("{}")
-    (tmp_path / "config.json").symlink_to("private.json")
-    assert read_json(tmp_path / "config.json", inside=True) == {}
-    os.lchown(tmp_path / "config.json", 12345, 12345)
-    with pytest.raises(OSError, match="leads out of its folder"):
-        read_json(tmp_path / "config.json", inside=True)
-
-
 def test_row_groups_count_together(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     from stoker.training.data import read, units
@@ -221,8 +209,6 @@ def test_a_recorded_machine_of_many_cards_or_words_is_checked_once() -> None:
     from stoker.control.doctor.checks.gpu import count
     from stoker.control.machine.model import machine_from_json
 
-    with pytest.raises(ValueError, match="no machine has more than 1024"):
-        machine_from_json(machine_json(2000))
     words = ",".join(str(number) for number in range(100_000))
     (finding,) = count({"CUDA_VISIBLE_DEVICES": words}, machine_from_json(machine_json(2)), 0)
     assert len(finding.text) < 600

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import socket
 import zlib
 from pathlib import Path
 
@@ -14,16 +13,11 @@ import torch
 from hostile_files import SHAPE, write_model
 from safetensors.torch import save_file
 
-from conftest import at_length, wait_for
-from forked_ranks import free_port
-from localuser import ATTACKER, needs_root, start_as, wait
+from conftest import at_length
 from stoker.cli import chat, export, nan
 from stoker.contract import effort, hostmemory
-from stoker.contract.listeners import listening_users
 from stoker.contract.memory import Bounded
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
-from stoker.control.launch import rendezvous
-from stoker.control.launch.nodes import Meeting
 from stoker.training.checkpoint.manifest import NAME, Entry, Manifest, Piece, Sums, encode
 from stoker.training.checkpoint.reading import open_checkpoint
 from stoker.training.data.learn import train
@@ -133,26 +127,3 @@ def test_prometheus_is_started_for_this_machine_and_in_a_folder_of_ones_own() ->
 
 
 # ---- the meeting point of several machines, taken by another user before the launcher that would be number 0 ----
-
-
-def test_a_launch_does_not_join_another_users_meeting() -> None:
-    needs_root()
-    port = free_port()
-
-    def numbers_us() -> None:
-        with socket.socket() as own:
-            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            own.bind(("127.0.0.1", port))
-            own.listen()
-            own.settimeout(30.0)  # nothing of it outlives a test that failed
-            way, _ = own.accept()
-            if way.recv(4096):
-                told = {"rank": 1, "first": 1, "world": 2, "port": 29999, "nodes": 2}
-                way.sendall(json.dumps(told).encode() + b"\n")
-
-    attacker = start_as(ATTACKER, numbers_us)
-    assert wait_for(lambda: listening_users("127.0.0.1", port) or None, 10.0) == {ATTACKER}
-    told = Meeting(2, None, "127.0.0.1", port, "job", 0)
-    with pytest.raises(Refusal, match=f"port {port} is in use by .*{ATTACKER}"):
-        rendezvous.meet(told, 1, lambda: 29999, lambda: None, lambda line: None)
-    assert wait(attacker) == 0

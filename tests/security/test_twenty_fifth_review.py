@@ -20,7 +20,6 @@ from conftest import Stoker, wait_for
 from localuser import ATTACKER, needs_root, start_as, wait
 from stoker.cli import run
 from stoker.contract import listeners, protocol
-from stoker.contract.progress import LARGEST, State, of_run
 from stoker.contract.shapes import Evidence, RankEnd
 from stoker.control.agent import probe_net
 from stoker.control.cluster.check import doctor_findings
@@ -240,12 +239,3 @@ def test_a_process_without_a_name_on_a_gpu_ends_no_clean(name: str) -> None:
     card = Gpu(0, "GPU-0", holders=(Holder(7, 1, name, "bob"),))
     (found,) = find_others(Machine("x", 1, 1, 1, gpus=(card,)), set(), recorded=True)
     assert "ask bob to end it" in found.advice
-
-
-def test_a_strangers_progress_is_short(tmp_path: Path) -> None:
-    """`stoker attach` reads it ten times a second, and prints it."""
-    told = {"schema": 1, "what": "x", "done": 1, "total": 2}
-    (tmp_path / "progress.json").write_text(json.dumps(told))
-    assert of_run(str(tmp_path)) == State("x", 1, 2)
-    (tmp_path / "progress.json").write_text(json.dumps({**told, "note": "x" * LARGEST}))
-    assert of_run(str(tmp_path)) is None

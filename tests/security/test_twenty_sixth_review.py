@@ -4,17 +4,15 @@ looked for: at a server's second address, behind runs/latest.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from localuser import ATTACKER, do_as, start_as
+from localuser import ATTACKER, start_as
 from stoker.control.show import serving
 
 BODY = 1 << 17
@@ -98,26 +96,3 @@ def test_who_listens_at_the_other_address_of_localhost_keeps_no_trainer_from_its
         os.kill(attacker, 9)
         os.waitpid(attacker, 0)
         os.close(hears)
-
-
-@pytest.mark.parametrize("asked", ["latest", "latest/", "latest/hf"])
-def test_latest_of_another_user_is_not_taken_for_our_newest_run(public: Path, asked: str) -> None:
-    from stoker.training.generate.finding import find
-
-    def make(name: str) -> None:
-        (public / name / "hf").mkdir(parents=True)
-        (public / name / "run.json").write_text(json.dumps({"schema": 1, "id": name, "name": name, "started": 1.0}))
-        (public / name / "hf" / "config.json").write_text("{}")
-
-    def theirs() -> None:
-        make("theirs")
-        (public / "latest").symlink_to("theirs")
-
-    do_as(ATTACKER, theirs)
-    said: list[str] = []
-    find(f"{public}/{asked}", None, str(public), said.append)
-    assert not said, "nobody's run but theirs is there: whoever names it means it"
-    make("ours")
-    found = find(f"{public}/{asked}", None, str(public), said.append)
-    assert os.path.samefile(found.folder, public / "ours" / "hf")
-    assert len(said) == 1 and f"{public}/ours" in said[0]

@@ -27,7 +27,6 @@ from browser import browsing
 from conftest import Stoker, at_length, at_length_but, wait_for
 from localuser import ATTACKER, start_as
 from stoker.contract.shapes import Verdict
-from stoker.control.doctor import debris
 from stoker.control.launch.notify import Notifier
 from stoker.control.show import serving
 from stoker.control.show.web import texts
@@ -422,9 +421,3 @@ def test_a_run_of_countless_files_is_listed_within_bounds(tmp_path: Path, monkey
     folders = SimpleNamespace(place=lambda _run: str(tmp_path), record=lambda _run: SimpleNamespace(mine=False))
     found = texts.listing(folders, "run")  # type: ignore[arg-type]
     assert looked < 300 and len(found["checkpoints"]) == 100
-
-
-def test_processes_with_countless_mappings_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert any("libc.so" in path for path in debris._mapped(os.getpid(), ("/lib",)))
-    monkeypatch.setattr(debris, "_MAPPINGS", 10)
-    assert not debris._mapped(os.getpid(), ("/lib",))

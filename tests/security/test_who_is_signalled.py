@@ -17,7 +17,7 @@ import pytest
 import stoker as package
 from conftest import Stoker, wait_for
 from stoker.contract import names
-from stoker.contract.process import process, send
+from stoker.contract.process import process
 from stoker.control.agent.sweep import take_over
 from stoker.control.machine import origin, processes
 from stoker.control.scheduler import slurm_submit as submit
@@ -481,14 +481,6 @@ def test_submit_hands_on_nothing_that_makes_a_rank(tmp_path: Path) -> None:
 
 
 # ---- signalling itself ----
-
-
-@ROOT_ONLY
-def test_another_users_process_is_not_signalled(start: Start) -> None:
-    theirs = start(["sleep", "600"], user=12346, group=12346, extra_groups=[])
-    about = process(theirs.pid)
-    assert about is not None and processes.owner(theirs.pid) == 12346
-    assert not send(about, signal.SIGKILL) and theirs.poll() is None
 
 
 def test_every_place_that_signals_is_known() -> None:

@@ -39,7 +39,7 @@ _INIT_EXAMPLES = """examples:
   stoker cluster init ann@10.0.0.1 ann@10.0.0.2 --python '~/venv/bin/python'
   stoker run --hosts cluster.yaml train.py"""
 _MARKS = {"fail": "✗", "warn": "!", "unknown": "?", "ok": "·"}
-_WRITTEN = "cluster.yaml"  # by `stoker cluster init`. Never read unasked: anybody may have put one into this folder
+_WRITTEN = "cluster.yaml"  # by `stoker cluster init`. It can run commands, so it is only read where it is named
 
 
 def main(argv: list[str]) -> int:

@@ -72,8 +72,7 @@ def main(argv: list[str]) -> int:
 
     if told.watch:
         return _watch(look, checks, told.nproc_per_node, told.watch)
-    stranger = reading(f"recorded machine {told.machine}") if told.machine else nullcontext()
-    with stranger:
+    with reading(f"recorded machine {told.machine}") if told.machine else nullcontext():
         found = look()
         findings = check.run(checks, found, told.nproc_per_node)
     if told.record:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable
 
-from stoker.contract import layout, owners
+from stoker.contract import layout, safe_io
 from stoker.contract.shape import shape
 from stoker.contract.text import printable
 
@@ -77,9 +77,11 @@ def _trusted(path: str, folder: str, say: Callable[[str], None] | None) -> bool:
         uids = (os.lstat(path).st_uid, os.stat(path).st_uid)
     except OSError:
         return False  # gone meanwhile, a link to nowhere, or another user's mount
-    theirs = [uid for uid in uids if not owners.is_trusted(uid, folder)]
+    theirs = [uid for uid in uids if not safe_io.is_trusted(uid, folder)]
     if theirs and say is not None:
-        say(f"{printable(path)} belongs to {owners.user_name(theirs[0])}: it is not taken for a checkpoint of this run")
+        say(
+            f"{printable(path)} belongs to {safe_io.user_name(theirs[0])}: it is not taken for a checkpoint of this run"
+        )
     return not theirs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from stoker.contract.text import is_count
@@ -15,7 +16,6 @@ _JUDGED = 8  # newest operations that are compared with the ones before them
 _PAST = 512  # operations that comparison goes back: a few steps of a model with a hundred buckets
 _LONG_ENOUGH = 32  # operations in a row that are the same as before: more proves nothing more
 _SHORTEST = 4
-_LARGEST = 1 << 63  # numbers of a tensor
 
 
 def digest(trace: Any) -> list[dict[str, Any]]:
@@ -88,17 +88,8 @@ def kind_of(op: str) -> str:
 
 
 def numbers_in(sizes: Any) -> list[int]:
-    """How many numbers each tensor has: that must agree, their shapes need not. A host may be hostile: a length that is
-    none (a text, which would be repeated) does not count, and no product gets longer and longer.
-    """
-    counts = []
-    for shape in sizes:
-        count = 1
-        for length in shape if isinstance(shape, (list, tuple)) else ():
-            if type(length) is int:
-                count = min(count * min(max(length, 0), _LARGEST), _LARGEST)
-        counts.append(count)
-    return counts
+    """Return how many numbers each tensor has: these must agree between ranks, the shapes need not."""
+    return [math.prod(shape) for shape in sizes]
 
 
 def likeness(op: str, sizes: Any) -> tuple[str, tuple[int, ...]]:

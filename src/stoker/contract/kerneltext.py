@@ -1,5 +1,6 @@
-"""Lines of the kernel's log that count, by how they begin: anywhere else, and in its first 15 characters, a line may quote the
-name of a program that crashed, and every user can start one that is called `NVRM: Xid (PCI:0000:3b:00): 79, x`.
+"""Reads lines of the kernel's log that accuse a GPU or a process.
+
+Only how a line begins counts: further on it may quote anything, such as the name of a program that crashed.
 """
 
 from __future__ import annotations

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Mapping
 
 from stoker.contract.names import EX_CANTCREAT, Refusal
-from stoker.contract.owners import why_not_ours_alone
+from stoker.contract.safe_io import why_not_ours_alone
 
 SCHEMA = 1
 SYNCED = ".stoker-sync.json"  # in a working directory that --sync filled: what it brought
@@ -33,64 +32,8 @@ CACHE_SIGNATURE = (
     " It may be removed.\n"
 )
 HISTORY = "history"  # how ranks, cards and hosts stood, moment by moment
-_OURS = {
-    RUN,
-    EVENTS,
-    VERDICT,
-    RESERVE,
-    METRICS,
-    ROLLOUTS,
-    MEMORY,
-    PROGRESS,
-    CHECKPOINTS,
-    MODEL,
-    ROLES,
-    CONSOLE,
-    HISTORY,
-    SERVING,
-}
 HOLES = "consists of holes: almost nothing of its size is stored"
 _LARGE, _DENSEST = 16 << 20, 1024  # bytes of a file that is looked at; bytes of a log that a file system stores in one
-
-
-def check_entries(folder: str, *below: str, ours_only: bool = False) -> None:
-    """Refused where a folder that may have come with a checkout has what nobody writes there: a link that leads out of it, so that
-    what is written or removed would be elsewhere; a named pipe or a device, which would be waited for; a file of holes, which
-    has any size and fits into an archive of a few KB. Looked at are its entries, and those of its folders `below`; what lies
-    deeper is opened without following links. `ours_only`: a script keeps its own things there, too.
-    """
-    top = os.path.realpath(folder) + os.sep
-    for place in (folder, *(os.path.join(folder, name) for name in below)):
-        try:
-            with os.scandir(place) as entries:
-                found = sorted(entries, key=lambda entry: entry.name)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        for entry in found:
-            name = entry.name if place == folder else os.path.basename(place)
-            wrong = _oddity(entry, top) if not ours_only or name in _OURS or name.startswith("attempt-") else ""
-            if wrong:
-                from stoker.contract.text import printable
-
-                fix = "remove it"
-                if name == CHECKPOINTS and entry.is_symlink() and not ours_only:
-                    fix += ", or, if you made it, name the folder where it leads with --checkpoint.folder"
-                line = f"{printable(entry.path)} {wrong.format(folder=printable(folder))}; {fix}"
-                raise Refusal(line, EX_CANTCREAT)
-
-
-def _oddity(entry: os.DirEntry[str], top: str) -> str:
-    if entry.is_symlink() and not (os.path.realpath(entry.path) + os.sep).startswith(top):
-        return "is a symbolic link that leads out of {folder}: what is written to it, or removed, would be elsewhere"
-    if entry.is_dir():
-        return ""
-    try:
-        about = entry.stat()  # of a link, what it leads to: a pipe may lie in any folder of this one
-    except OSError:
-        return ""  # gone meanwhile, or a link to nothing
-    if not stat.S_ISREG(about.st_mode):
-        return "is a named pipe, a socket or a device"
-    return HOLES if consists_of_holes(about) else ""
 
 
 def consists_of_holes(about: os.stat_result) -> bool:
@@ -135,8 +78,9 @@ def runs_root(given: str | None, environment: dict[str, str] | os._Environ[str],
         return root
     private = private_runs(environment)
     base = os.path.dirname(os.path.dirname(private))
-    if os.path.lexists(base) and not users_alone(base):
-        line = f"{os.getcwd()} can't be written, and {base} belongs to another user: name a folder with --runs-dir"
+    problem = why_not_ours_alone(base) if os.path.exists(base) else ""
+    if problem:
+        line = f"{os.getcwd()} can't be written, and {base} can't be used ({problem}): name a folder with --runs-dir"
         raise Refusal(line, EX_CANTCREAT, cause="launch.runs-dir")
     return "runs" if not write and os.path.isdir("runs") and not os.path.isdir(private) else private
 
@@ -164,12 +108,6 @@ def cache_home(environment: Mapping[str, str]) -> str:
     home = os.path.expanduser("~")
     base = os.path.join(home if os.path.isabs(home) else "/nonexistent", ".cache")
     return os.path.join(environment.get("XDG_CACHE_HOME") or base, "stoker")
-
-
-def users_alone(folder: str) -> bool:
-    """A folder that only this user can write: below TMPDIR anybody may have made it first."""
-    found = os.lstat(folder)
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def _writable(folder: str) -> bool:

@@ -27,10 +27,14 @@ class Range:
 
     def __contains__(self, value: object) -> bool:
         assert isinstance(value, (int, float)), f"a limit of {value!r}, which is not a number"
+        try:
+            number = float(value)
+        except OverflowError:  # an int of 309 digits or more
+            return False
         return (
             (self.low < value if self.above else self.low <= value)
             and (value < self.high if self.below else value <= self.high)
-            and math.isfinite(value)
+            and math.isfinite(number)
         )
 
     def __str__(self) -> str:

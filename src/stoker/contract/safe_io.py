@@ -1,8 +1,10 @@
-"""Files that are read and written safely: regular files only, links that stay in a downloaded folder, atomic replacement."""
+"""Reads and writes files safely: regular files only, links that stay in a downloaded folder, atomic replacement.
+
+And tells whose a file or folder is, where other users of this machine could have put it there.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import os
@@ -17,12 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-# For logs that grow: no link is followed to a file elsewhere, and no pipe is waited for (ENXIO). Their folder may have come with a
-# checkout, and no signal ends a launcher that waits in open().
+# For logs that grow. A named pipe that nobody reads is an error (ENXIO): no signal ends a launcher that waits in open().
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
-# For what was made of files that others may not read: a folder around it that came with a checkout is open to them.
+# For what was made of files that others may not read, whatever the mode of its folder.
 PRIVATE = 0o600
+
+_CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv", "/var/run/secrets/kubernetes.io")
+_own_uids: dict[str, int] = {}  # folder -> the uid that files get which we create there
 
 
 def open_regular(path: str | os.PathLike[str], dir_fd: int | None = None, follow: bool = True) -> int:
@@ -67,40 +71,23 @@ def hub_blobs(folder: str) -> Iterator[str]:
 
 
 def open_inside(path: str | os.PathLike[str]) -> int:
-    """As open_regular, of a file in a folder that somebody else packed: a link may lead to another file of that very folder, or
-    to one of the blobs of the hub's cache. Elsewhere it may lead to anything of our own (.git/config, say), which would
-    then be copied for others to read.
+    """As open_regular, of a file in a downloaded folder: a link may lead to a file of that folder, or to a blob of the
+    hub's cache. Elsewhere it could lead to any file of the user's, which would be copied for others to read.
     """
-    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
-    try:
-        handle = open_regular(os.path.basename(path), dir_fd=folder)
-        link = os.stat(os.path.basename(path), dir_fd=folder, follow_symlinks=False)
-        # Of what is open, whatever the names mean by now.
-        home, real = (os.readlink(f"/proc/self/fd/{number}") for number in (folder, handle))
-        target = os.fstat(handle)
-    finally:
-        os.close(folder)
-    same = os.path.dirname(real) == home and (not stat.S_ISLNK(link.st_mode) or link.st_uid == target.st_uid)
-    if same or os.path.dirname(real) in hub_blobs(home):
-        return handle
-    os.close(handle)
-    why = f"is a link that leads out of its folder, to {printable(real, 200)}: copy that file there if it belongs there"
-    raise OSError(errno.ELOOP, why, os.fspath(path))
+    folder, real = os.path.realpath(os.path.dirname(path)), os.path.realpath(path)
+    if os.path.dirname(real) not in (folder, *hub_blobs(folder)):
+        why = f"is a link that leads out of its folder, to {printable(real, 200)}: copy that file there if it belongs there"
+        raise OSError(errno.ELOOP, why, os.fspath(path))
+    return open_regular(real, follow=False)
 
 
 def open_lock_file(path: str) -> int:
-    """A lock file, open for writing, made where there is none: regular, with one name. A link would lead elsewhere.
-
-    For its owner alone: whoever can open a file, if only to read it, can lock it and keep its owner out.
-    """
+    """Open a lock file for writing; create it for its owner alone: whoever can open a file can lock it."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    about = os.fstat(handle)
-    if not stat.S_ISREG(about.st_mode) or about.st_nlink != 1:
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
         os.close(handle)
-        raise OSError(errno.EINVAL, "is not a regular file with one name", path)
-    if about.st_mode & 0o077 and about.st_uid == os.geteuid():  # an earlier version's
-        with contextlib.suppress(OSError):  # a file system without modes
-            os.fchmod(handle, 0o600)
+        raise OSError(errno.EINVAL, f"is {kind_of(mode)}, not a lock file", path)
     return handle
 
 
@@ -254,3 +241,109 @@ def sync_folder(path: str) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# ---- whose a file or folder is, and whether another user of this machine can change what is in it ----
+
+
+def is_mine(uid: int, folder: str) -> bool:
+    """Return whether files of this uid in `folder` are ours. A file system may map our uid: NFS makes nobody of root."""
+    return uid == os.geteuid() or uid == _own_uid_in(folder or os.curdir)
+
+
+def is_own(path: str) -> bool:
+    """Return whether the entry itself is ours, not what it leads to as a link. False if it can't be looked at."""
+    try:
+        return is_mine(os.lstat(path).st_uid, os.path.dirname(path))
+    except OSError:
+        return False  # another user's FUSE mount is closed even to root
+
+
+def is_trusted(uid: int, folder: str) -> bool:
+    """Return whether a file of this uid is ours or root's.
+
+    Root in a container also trusts the owner of the working folder: a bind mount shows files with their uid on the host.
+    """
+    if uid == 0 or is_mine(uid, folder):
+        return True
+    if os.geteuid() != 0 or not _owns_working_folder(uid):
+        return False
+    # A container without a mark: the host's user has no account in it.
+    return any(map(os.path.exists, _CONTAINER_MARKS)) or not _account(uid)
+
+
+def why_not_ours_alone(path: str, sticky: bool = False) -> str:
+    """Return why another user can change what is at `path`: it is theirs, or they may write there. Empty if they can't.
+
+    With `sticky`, a folder passes in which others may create files and remove only their own. Raises OSError if it is
+    missing.
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    link, about = os.lstat(path), os.stat(path)
+    for uid in (link.st_uid, about.st_uid):  # the owner of a link decides where it leads
+        if not is_trusted(uid, path if stat.S_ISDIR(about.st_mode) else folder):
+            return f"it belongs to {user_name(uid)}"
+    if sticky and about.st_mode & stat.S_ISVTX:
+        return ""
+    if about.st_mode & stat.S_IWOTH:
+        return "all users can write there" if stat.S_ISDIR(about.st_mode) else "all users can write it"
+    if about.st_mode & stat.S_IWGRP and not _is_own_group(about.st_gid):
+        return f"its group ({_group_name(about.st_gid)}) can write it"
+    return ""
+
+
+def user_name(uid: int) -> str:
+    return _account(uid) or f"uid {uid}"
+
+
+def _account(uid: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return ""
+
+
+def _own_uid_in(folder: str) -> int:
+    if folder not in _own_uids:
+        import tempfile
+
+        _own_uids[folder] = os.geteuid()
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                _own_uids[folder] = os.fstat(file.fileno()).st_uid
+        except OSError:
+            pass  # not ours to write in: nothing there is ours under another uid
+    return _own_uids[folder]
+
+
+def _owns_working_folder(uid: int) -> bool:
+    try:
+        about = os.stat(os.curdir)
+    except OSError:
+        return False
+    return about.st_uid == uid and not about.st_mode & (stat.S_IWOTH | stat.S_IWGRP)
+
+
+def _is_own_group(gid: int) -> bool:
+    """Return whether this is root's group, or the one that many systems make for each user, with nobody else in it."""
+    import grp
+    import pwd
+
+    if gid == 0:
+        return True
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and gid == user.pw_gid and not set(group.gr_mem) - {user.pw_name}
+
+
+def _group_name(gid: int) -> str:
+    import grp
+
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return f"gid {gid}"

@@ -21,7 +21,7 @@ def wrapped(text: str, columns: int, hanging: int = 2) -> str:
 
 
 def _pieces(line: str, columns: int, hanging: int) -> list[str]:
-    """Without recursion: a line may quote a stranger, and have any length."""
+    """Split a line without recursion: it may have any length."""
     if len(line) > columns and (found := re.search(_AT_THE_END, line)):
         command = f"{' ' * hanging}{line[found.end() :]}"
         return [*_parts(line[: found.end() - 1], columns, hanging), *_parts(command, columns, hanging)]

@@ -18,10 +18,9 @@ from typing import Any
 from stoker.contract import names
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
 from stoker.contract.safe_io import APPEND
-from stoker.control.agent.reservations import GpuLocks, held
 from stoker.control.launch.gpus import NotFree, choose
 from stoker.control.launch.options import RunOptions
-from stoker.control.machine.lockfiles import CHAIN
+from stoker.control.machine.gpu_lock import GpuLocks, held
 from stoker.control.machine.model import Machine
 from stoker.control.machine.origin import run_we_are_in
 
@@ -61,7 +60,7 @@ class Reserved:
             raise Refusal(f"{who}: start again when it is free", EX_UNAVAILABLE, cause="gpu.busy")
         for notice in self._locks.notices:
             say(notice)
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, CHAIN.encode(), 0, 0, 0)  # so others are told that a run holds them
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, b"stoker-speedrun", 0, 0, 0)  # shown to others as the holder
         self.environment = {names.GPU_LENDER: str(os.getpid())}
         if len(uuids) < len(machine.gpus):
             self.environment["CUDA_VISIBLE_DEVICES"] = ",".join(uuids)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoker.contract import layout, owners
+from stoker.contract import layout, safe_io
 from stoker.contract.masking import mask_json, masked_lines
 from stoker.contract.names import EX_CANTCREAT, EX_TEMPFAIL, Refusal
 from stoker.contract.quantities import number_at
@@ -188,7 +188,7 @@ def write_chain(folder: str, about: Mapping[str, Any], found: Mapping[str, Entry
 def check_own(folder: str) -> None:
     """Before anything in it is read: in a runs folder that several share, anybody can make one of this name."""
     try:
-        own = stat.S_ISDIR(os.lstat(folder).st_mode) and owners.is_own(folder)
+        own = stat.S_ISDIR(os.lstat(folder).st_mode) and safe_io.is_own(folder)
     except FileNotFoundError:
         return
     except OSError:  # another user's mount
@@ -208,7 +208,6 @@ def hold(folder: str) -> int:
     try:
         os.makedirs(folder, 0o700, exist_ok=True)
         check_own(folder)
-        layout.check_entries(folder, STAGES, LOGS)
         os.makedirs(runs_root(folder), exist_ok=True)
         os.makedirs(os.path.join(folder, LOGS), exist_ok=True)
         handle = open_lock_file(os.path.join(folder, LOCK))

@@ -26,15 +26,16 @@ from stoker.contract.text import is_count, parse_json, within
 from stoker.control.agent import kernel, spawn
 from stoker.control.agent.questions import Questions
 from stoker.control.agent.relay import CHUNK, RESTLESS, Relay
-from stoker.control.agent.reservations import GpuLocks, held, reserve
 from stoker.control.agent.spawn import Gate, Rank
 from stoker.control.agent.spy import CALLS, newest_calls
 from stoker.control.agent.sweep import Finishing, StopSequence, Sweeper, ending, reap, take_over
 from stoker.control.agent.vitals import BEATS_S, VITALS_S, Vitals, gauges_message, keep_below, memory_now
 from stoker.control.machine import host, origin
+from stoker.control.machine.gpu_lock import GpuLocks, held
 from stoker.control.machine.host import cpus_near
 from stoker.control.machine.nvml import Nvml
 from stoker.control.machine.observe import Observer
+from stoker.control.machine.ports import reserve
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from stoker.contract import layout, owners
+from stoker.contract import layout, safe_io
 from stoker.contract.process import NOT_FROM_HERE
 from stoker.contract.safe_io import kind_of
 from stoker.control.machine.hashing import Hashes, sha256_of
@@ -40,16 +40,7 @@ def ready(workdir: str, program: str, run_dir: str, token: str) -> Any:
             unwritable = "not writable"
     except OSError as problem:
         unwritable = problem.strerror or str(problem)
-    return {"problems": problems, "shared": shared, "unwritable": unwritable, "stranger": _stranger_of(where)}
-
-
-def _stranger_of(workdir: str) -> str:
-    """Whose the workdir is, where that is neither ours nor root's; else empty."""
-    try:
-        uids = [about(workdir).st_uid for about in (os.lstat, os.stat)]  # of a link, and of what it leads to
-    except OSError:
-        return ""  # one of the problems already
-    return next((owners.user_name(uid) for uid in uids if not owners.is_trusted(uid, workdir)), "")
+    return {"problems": problems, "shared": shared, "unwritable": unwritable}
 
 
 def _make(run_dir: str) -> str:
@@ -68,8 +59,8 @@ def _make(run_dir: str) -> str:
         about = os.lstat(run_dir)
         if not stat.S_ISDIR(about.st_mode):
             return f"the run directory {run_dir} is {kind_of(about.st_mode)} there; choose another name with --name"
-        if not owners.is_mine(about.st_uid, root):
-            name = owners.user_name(about.st_uid)
+        if not safe_io.is_mine(about.st_uid, root):
+            name = safe_io.user_name(about.st_uid)
             return f"the run directory {run_dir} belongs to {name} there; choose another name with --name"
     return ""
 

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract import layout, owners, protocol, typed
+from stoker.contract import layout, protocol, safe_io, typed
 from stoker.contract.quantities import amount
 from stoker.contract.safe_io import WholeFile, read_json
 from stoker.contract.text import parse_json
@@ -106,12 +106,9 @@ class Receiver:
         for about in (os.lstat, os.stat):  # a link that somebody else made leads where they like
             with contextlib.suppress(FileNotFoundError):
                 uid = about(self._root).st_uid
-                if not owners.is_trusted(uid, self._root):
-                    other = f"belongs to {owners.user_name(uid)}, who could change what is copied there"
+                if not safe_io.is_trusted(uid, self._root):
+                    other = f"belongs to {safe_io.user_name(uid)}, who could change what is copied there"
                     raise Refused(f"the folder {self._root} {other}; {advice}")
-        problem = owners.why_a_folder_above_is_not_safe(self._root, roots_may_be_open=True)
-        if problem:
-            raise Refused(f"others could put another folder in the place of {self._root} ({problem}); {advice}")
 
     def _place(self, path: str) -> str:
         """Below the root, whatever the path says."""
@@ -262,8 +259,8 @@ def _read_manifest(path: str) -> tuple[dict[str, dict[str, str]], str]:
     """(origin -> path -> hash, why it was ignored). What it lists may be removed: nobody else decides that."""
     try:
         uid = os.lstat(path).st_uid
-        if not owners.is_trusted(uid, os.path.dirname(path)):
-            return {}, f"{path} belongs to {owners.user_name(uid)} and is ignored: what earlier copies brought stays"
+        if not safe_io.is_trusted(uid, os.path.dirname(path)):
+            return {}, f"{path} belongs to {safe_io.user_name(uid)} and is ignored: what earlier copies brought stays"
         manifest = read_json(path)
         origins = manifest["origins"] if manifest["schema"] == 2 else {"": manifest["files"]}
         found: dict[str, dict[str, str]] = typed.read("dict[str, dict[str, str]]", origins)

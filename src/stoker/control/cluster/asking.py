@@ -142,7 +142,7 @@ _FINAL: dict[str, dict[str, Any]] = {
     "clock": {"time": "float"},
     "files": {"script": "str | None", "package": "str | None", "names": "dict[str, str]", "paths": "dict[str, str | None]"},
     "names": {**_RESOLVES, "links": {"*": {"speed": "int | None", "physical": "bool"}}},
-    "ready": {"problems": "list[str]", "shared": "bool", "unwritable": "str", "stranger": "str"},
+    "ready": {"problems": "list[str]", "shared": "bool", "unwritable": "str"},
     "route": {"routes": {"*": {"interface?": "str | None", "source?": "str", "mtu?": "int | None", "address?": "str", "error?": "str"}},
               "addresses": "dict[str, list[str]]", "hostname": "str", "reached_at": "str | None"},
     "setup": {"gpus": "list[str | None]", "gpu_error": "str | None", "pythons": "list[dict[str, str | None]]"},

@@ -18,7 +18,7 @@ from stoker.control.cluster.farend import FarEnd, Refused, Silent
 from stoker.control.cluster.hosts import Host, Hosts
 from stoker.control.cluster.ssh import afresh, explain
 from stoker.control.machine.gauges import Gauges
-from stoker.control.machine.model import MOST_GPUS, OFFLINE, GpuGauges, HostGauges
+from stoker.control.machine.model import OFFLINE, GpuGauges, HostGauges
 
 HostReading = tuple[HostGauges, tuple[GpuGauges, ...]]
 
@@ -110,7 +110,7 @@ class _Watch:
     def _take(self, host: HostGauges, cards: tuple[GpuGauges, ...]) -> None:
         """Under the name that the hosts file has for it, which is also the one of a run's ranks there."""
         name = self._host.name
-        self._newest = replace(host, name=name), tuple(replace(card, host=name) for card in cards[:MOST_GPUS])
+        self._newest = replace(host, name=name), tuple(replace(card, host=name) for card in cards)
         self._when = time.monotonic()
         self._count += 1
         self._reason = ""

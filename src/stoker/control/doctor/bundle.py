@@ -25,8 +25,8 @@ COMMANDS = {
     "limits.txt": ["sh", "-c", "ulimit -a; df -h; free -m; uname -a"],
 }  # fmt: skip
 LIMIT_S = 5.0
-LONGEST = 1 << 20  # characters of what a command says
-_MOST = 4 << 20  # the last bytes of a file of the run
+# What is sent to somebody stays small: the last characters of a command's output, and bytes of a file of the run.
+_MAX_OUTPUT, _MAX_FILE = 1 << 20, 4 << 20
 
 
 def write_bundle(path: str, found: Examination, findings: list[Finding], runs_dir: str) -> None:
@@ -56,16 +56,15 @@ def write_bundle(path: str, found: Examination, findings: list[Finding], runs_di
 
 
 def _end_of(said: str) -> str:
-    """Return the end of a long text, from the beginning of a line."""
-    return said if len(said) <= LONGEST else said[-LONGEST:].partition("\n")[2]
+    """Return the end of an output, without the line that is cut: half a token has no known shape."""
+    return said if len(said) <= _MAX_OUTPUT else said[-_MAX_OUTPUT:].partition("\n")[2]
 
 
 def _end_of_file(handle: int) -> str:
-    """The run may have come with a folder: a file of holes has any size."""
     with os.fdopen(handle, "rb") as file:
-        skipped = file.seek(max(0, os.fstat(handle).st_size - _MOST))
-        text = file.read(_MOST).decode("utf-8", "replace")
-    return f"(its last {_MOST >> 20} MB)\n{text.partition(chr(10))[2]}" if skipped else text
+        skipped = file.seek(max(0, os.fstat(handle).st_size - _MAX_FILE))
+        text = file.read(_MAX_FILE).decode("utf-8", "replace")
+    return f"(its last {_MAX_FILE >> 20} MB)\n{text.partition(chr(10))[2]}" if skipped else text
 
 
 def _processes() -> str:

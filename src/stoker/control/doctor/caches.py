@@ -31,7 +31,7 @@ _KEY = r"[0-9a-f]{32}(\..*)?"  # what prepared data is called: nothing else in s
 
 
 def _is_tagged(folder: str) -> bool:
-    """It has our tag: a link named `cache`, in a checkout of somebody's, may lead to any folder of the user's."""
+    """Return whether a folder has our tag: any folder may be called `cache`."""
     try:
         return read_text(os.path.join(folder, layout.CACHE_TAG)) == layout.CACHE_SIGNATURE
     except (OSError, ValueError):
@@ -56,7 +56,7 @@ def cache_roots(environment: Mapping[str, str], cwd: str) -> list[tuple[str, str
 
 
 def find_caches(roots: list[tuple[str, str, str]]) -> list[Cache]:
-    """Each root must be a real folder of this user: /tmp is everybody's, and a link there could point into anything."""
+    """Return what is in these folders. Each must be a real folder of this user's: other users can create links in /tmp."""
     found: list[Cache] = []
     real = [(kind, os.path.realpath(folder), pattern) for kind, folder, pattern in roots if own_folder(folder)]
     used = paths_in_use(tuple(folder + "/" for _, folder, _ in real)) if real else set()

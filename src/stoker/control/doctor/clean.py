@@ -7,7 +7,6 @@ this uid that no process uses. What can't be told is left alone and said to be.
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import signal
@@ -129,7 +128,8 @@ def remove_debris(found: list[Debris]) -> list[tuple[Debris, str]]:
             return True
         if folder_in_use(one.path, used):
             return False
-        _empty(one.path)
+        for name in os.listdir(one.path):
+            os.unlink(os.path.join(one.path, name))
         os.rmdir(one.path)
         return True
 
@@ -150,18 +150,6 @@ def _kept(things: list[Thing], remove: Callable[[Thing], bool]) -> list[tuple[Th
     return kept
 
 
-def _empty(folder: str) -> None:
-    """By descriptor: where /tmp is not sticky, another could stand in its place by now."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        if os.fstat(handle).st_uid != os.getuid():
-            raise PermissionError(errno.EPERM, "it no longer belongs to you", folder)
-        for name in os.listdir(handle):
-            os.unlink(name, dir_fd=handle)
-    finally:
-        os.close(handle)
-
-
 def unlink_alone(path: str, about: os.stat_result) -> bool:
     """Under the lease: who opens it in that instant waits until it is gone."""
     with alone_with(path, about) as alone:
@@ -171,7 +159,7 @@ def unlink_alone(path: str, about: os.stat_result) -> bool:
 
 
 def prune(chosen: list[Cache]) -> list[tuple[Cache, str]]:
-    """Returns what stays, and why. rmtree holds folders by descriptor and follows no link."""
+    """Remove caches; return what stays, and why."""
 
     def remove(one: Cache) -> bool:
         shutil.rmtree(one.path) if own_folder(one.path) else os.unlink(one.path)

@@ -16,22 +16,20 @@ from contextlib import contextmanager
 from stoker.contract import layout, sharedweights
 from stoker.contract.shape import shape
 from stoker.contract.text import printable
-from stoker.control.machine import lockfiles
-from stoker.control.machine.lockfiles import Unusable
+from stoker.control.machine import gpu_lock
+from stoker.control.machine.gpu_lock import LockFolder, Unusable
 from stoker.control.machine.processes import open_files, pids_here, process
 
-MOST_LOCKS = 1000  # files looked at: no machine has so many GPUs
 FRESH_S = 60.0  # a file younger than this may be about to be opened
 WEIGHTS = "weights in shared memory"
 _SHM = re.compile(r"torch_(\d+)_\d+_\d+|pym-(\d+)-\w+|nccl-\w+")
-_MAPPINGS = 4 << 20  # characters of a process's mappings that are read: a rank has 1 MB of them
 _AGENT_FOLDER = re.compile(r"stoker-[a-z0-9_]{8}")  # tempfile's eight random characters
 _AGENT_FILE = re.compile(r"s|\d+-\d+(" + "|".join(map(re.escape, layout.scratch_files("").values())) + r")(\.tmp)?")
 
 
 @shape
 class Lock:
-    """A lock file of a GPU. The kernel frees it when its holder dies, and it is never unlinked: see agent/reservations.py."""
+    """A lock file of a GPU. The kernel frees it when its holder dies, and it is never unlinked: see machine/gpu_lock.py."""
 
     gpu: str
     held: bool
@@ -47,38 +45,34 @@ class Debris:
 
 
 def find_locks() -> tuple[list[Lock], list[str]]:
-    """The lock files, and a line for each thing that is none: anybody may put one there. It is never followed."""
-    found: list[Lock] = []
+    """Return the GPUs' lock files, and a line for each thing in the lock folders that is none."""
+    locks: list[Lock] = []
     strange: list[str] = []
-    for path in ("", *lockfiles.own_paths()):
-        try:
-            folder = lockfiles.open_own(path, make=False) if path else lockfiles.open_shared(make=False)
-        except Unusable as problem:
-            strange.append(str(problem))
-            continue
-        if folder is None:
+    for folder in gpu_lock.open_folders(make=False):
+        if isinstance(folder, Unusable):
+            strange.append(str(folder))
             continue
         try:
             if folder.notice:
                 strange.append(folder.notice)
-            for name in lockfiles.names_in(folder, MOST_LOCKS):
+            for name in sorted(os.listdir(folder.handle)):
                 try:
-                    found += _lock(folder, name)
+                    locks += _lock(folder, name)
                 except Unusable as problem:
                     strange.append(str(problem))
         finally:
             os.close(folder.handle)
-    return found, strange
+    return locks, strange
 
 
-def _lock(folder: lockfiles.Folder, name: str) -> list[Lock]:
-    handle = lockfiles.peek(folder, name)
+def _lock(folder: LockFolder, name: str) -> list[Lock]:
+    handle = gpu_lock.open_to_look(folder, name)
     if handle is None:
         return []
     try:
-        held = not lockfiles.taken(handle, fcntl.LOCK_SH)
-        who = lockfiles.describe_holder if held else lockfiles.last_holder
-        return [Lock(printable(name, 200), held, who(handle))]
+        is_held = not gpu_lock.try_lock(handle, fcntl.LOCK_SH)
+        who = gpu_lock.describe_holder if is_held else gpu_lock.last_holder
+        return [Lock(printable(name, 200), is_held, who(handle))]
     finally:
         os.close(handle)
 
@@ -171,15 +165,11 @@ def paths_in_use(prefixes: tuple[str, ...]) -> set[str]:
 
 
 def _mapped(pid: int, prefixes: tuple[str, ...]) -> set[str]:
-    """Paths that begin so among its mappings. Line by line: a process may have 65,000, with names of 4 KB."""
+    """Return the paths among a process's mappings that begin so."""
     found: set[str] = set()
     try:
         with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape", newline="\n") as file:
-            room = _MAPPINGS
             for line in file:
-                room -= len(line)
-                if room < 0:
-                    break  # what is removed is asked for once more: alone_with
                 if any(prefix in line for prefix in prefixes):
                     found.add(line.rstrip("\n").split(None, 5)[5])
     except OSError:  # it has ended, or is not ours to look into

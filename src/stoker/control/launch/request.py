@@ -17,7 +17,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
-_LONGEST_SCRIPT = 16 << 20
 # Flags that are taken and change nothing, with the reason that is printed.
 _HELPS = {name: spec.help.partition("not needed: ") for name, spec in options_of(RunOptions).items()}
 _NO_EFFECT = {name: why for name, (_, not_needed, why) in _HELPS.items() if not_needed}
@@ -166,12 +165,9 @@ def _check_script(path: str, own_python: bool) -> None:
         return
     try:
         with os.fdopen(open_regular(path), "rb") as file:
-            source = file.read(_LONGEST_SCRIPT + 1)
+            source = file.read()
     except OSError as problem:
         raise _missing(f"{path} can't be read: {problem.strerror}") from problem
-    if len(source) > _LONGEST_SCRIPT:
-        line = f"{path} is larger than {_LONGEST_SCRIPT >> 20} MiB: not a Python script"
-        raise Refusal(line, EX_DATAERR, cause="launch.syntax-error")
     try:
         compile(source, path, "exec", dont_inherit=True)
     # The last two: nested too deeply for Python's own parser.

@@ -259,7 +259,6 @@ def _weights_of(run: reader.Run, request: Request) -> str:
 
 
 def _reopened(run: reader.Run, request: Request) -> RunPlace:
-    layout.check_entries(run.dir, layout.ROLES, layout.HISTORY, ours_only=request.identity is None)
     attempts = run.attempts
     first = attempts[-1] + 1 if attempts else 0
     notice = _reopening(run, request.identity is not None)

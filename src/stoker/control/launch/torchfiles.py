@@ -11,7 +11,6 @@ from typing import Any
 from stoker.contract import layout
 from stoker.contract.masking import mask_json
 from stoker.contract.names import EX_CANTCREAT, Refusal
-from stoker.contract.owners import held_open
 from stoker.contract.shapes import Verdict
 from stoker.control.record.reader import read_json
 from stoker.control.record.writer import RunRecord
@@ -76,7 +75,7 @@ class TorchrunLogs:
     def __init__(self, log_dir: str, run_id: str) -> None:
         self._log_dir = os.path.abspath(log_dir)
         self._run_id = run_id.replace(os.sep, "_")
-        self._folder = ""  # by its descriptor, whatever its name leads to by now
+        self._folder = ""
         self._restarts = -1
         self._ranks: dict[int, str] = {}
         self._streams: Mapping[int, int] = {}
@@ -93,8 +92,7 @@ class TorchrunLogs:
             if not self._folder:
                 import tempfile
 
-                made = tempfile.mkdtemp(prefix=f"{self._run_id}_", dir=self._log_dir)
-                self._folder = f"/proc/self/fd/{held_open(made)}"
+                self._folder = tempfile.mkdtemp(prefix=f"{self._run_id}_", dir=self._log_dir)
             base = os.path.join(self._folder, f"attempt_{self._restarts}")
             self._ranks = {rank: os.path.join(base, name) for rank, name in folders.items()}
             for rank, folder in self._ranks.items():

@@ -13,7 +13,6 @@ __all__ = ["Process", "owner", "process"]  # and what is defined here
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _COMMAND = 4096  # bytes of a command line that are worth showing
-_ENVIRONMENT = 8 << 20  # bytes: Linux starts no program with more than 6 MB of arguments and environment
 _TICKS = os.sysconf("SC_CLK_TCK")
 _EXEC_S = 0.2  # how long a look waits for a process within execve; that usually takes microseconds
 
@@ -58,7 +57,7 @@ def catches(pid: int, signum: int) -> bool:
 def command(pid: int) -> str | None:
     """Return the command line of a process, without secrets. A long one is cut after a word, and ends in "…"."""
     try:
-        raw = _beginning(f"/proc/{pid}/cmdline", _COMMAND + 1)
+        raw = _bytes(f"/proc/{pid}/cmdline")
     except OSError:
         return None
     cut = len(raw) > _COMMAND
@@ -71,13 +70,9 @@ def command(pid: int) -> str | None:
     return f"{line} …".lstrip() if cut else line or None
 
 
-def _beginning(path: str, most: int) -> bytes:
-    """A process can make its command line and environment gigabytes long (PR_SET_MM)."""
+def _bytes(path: str) -> bytes:
     with open(path, "rb", buffering=0) as file:
-        data = b""
-        while len(data) < most and (more := file.read(most - len(data))):
-            data += more
-    return data
+        return file.read()
 
 
 def environment(pid: int) -> dict[str, str]:
@@ -85,7 +80,7 @@ def environment(pid: int) -> dict[str, str]:
     deadline = time.monotonic() + _EXEC_S
     try:
         settled = False
-        while not (raw := _beginning(f"/proc/{pid}/environ", _ENVIRONMENT)) and not settled:
+        while not (raw := _bytes(f"/proc/{pid}/environ")) and not settled:
             # Looked at again when settled: it may have got its environment since the first look.
             settled = not _within_exec(pid) or time.monotonic() > deadline
             time.sleep(0 if settled else 0.0005)

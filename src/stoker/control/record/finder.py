@@ -166,13 +166,6 @@ def is_only_one(root: str, name: str) -> bool:
 
 def find(which: str | None, root: str, exact: bool = False, say: Callable[[str], None] = terminal.say) -> Run:
     """By path, id, name (the newest), a beginning that fits one run only, or the newest. Others' by path only."""
-    run = _found(which, root, exact, say)
-    if run.mine:  # or unpacked from somebody's archive; others' are read within limits
-        layout.check_entries(run.dir, layout.HISTORY, ours_only=True)
-    return run
-
-
-def _found(which: str | None, root: str, exact: bool, say: Callable[[str], None]) -> Run:
     if which is None or which == layout.LATEST:
         return _newest(root, say)
     latest = split_latest(which)

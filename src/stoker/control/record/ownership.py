@@ -8,64 +8,49 @@ from collections.abc import Callable
 
 from stoker.contract.layout import cache_home
 from stoker.contract.names import EX_NOPERM, Refusal
-from stoker.contract.owners import is_mine, is_own, user_name, why_a_folder_above_is_not_safe, why_not_ours_alone
 from stoker.contract.process import kernel_lines
+from stoker.contract.safe_io import is_mine, user_name, why_not_ours_alone
 
-__all__ = ["cache_home", "is_mine", "own_folder", "private_cache", "user_name", "writes_to"]
+__all__ = ["cache_home", "is_mine", "own_folder", "private_cache", "user_name", "why_not_ours_alone", "writes_to"]
 
 
 def own_folder(root: str, name: str) -> str:
-    """`name` in a folder that several may share; if another user has it, one with our number. Ours to write."""
-    path = os.path.join(root, name)
+    """Return the path of `name` in a folder that several users may share; with our uid if another user has that name.
+
+    It exists and is ours alone, or it is missing. Raises Refusal if there is no such path.
+    """
     problem = why_not_ours_alone(root, sticky=True) if os.path.lexists(root) else ""
     if problem:
         raise Refusal(f"{root}: {problem}, and could replace your folders there; choose another folder", EX_NOPERM)
-    for candidate in (path, *(f"{path}-{os.geteuid()}" + (f"-{n}" if n > 1 else "") for n in range(1, 100))):
+    path = os.path.join(root, name)
+    for candidate in (path, f"{path}-{os.geteuid()}"):
         try:
             about = os.lstat(candidate)
         except FileNotFoundError:
             return candidate
         except OSError:
             continue  # another user's mount
-        if _is_ours_alone(candidate, about):
+        mine = stat.S_ISDIR(about.st_mode) and is_mine(about.st_uid, root)
+        if mine and not why_not_ours_alone(candidate):
             return candidate
-    return _unforeseen(root, f"{name}-{os.geteuid()}-")
-
-
-def _is_ours_alone(folder: str, about: os.stat_result) -> bool:
-    mine = stat.S_ISDIR(about.st_mode) and is_mine(about.st_uid, os.path.dirname(folder))
-    return mine and not why_not_ours_alone(folder)
-
-
-def _unforeseen(root: str, prefix: str) -> str:
-    """Somebody has taken all names that could be told in advance. Made here, and found again by what it begins with."""
-    import tempfile
-
-    for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
-        named = entry.name.startswith(prefix) and is_own(entry.path)
-        if named and _is_ours_alone(entry.path, entry.stat(follow_symlinks=False)):
-            return entry.path
-    try:
-        return tempfile.mkdtemp(prefix=prefix, dir=root)
-    except OSError as problem:
-        line = f"{root}/{prefix}… can't be made: {problem.strerror}; choose another place"
-        raise Refusal(line, EX_NOPERM) from problem
+    raise Refusal(f"other users have {path} and {path}-{os.geteuid()}; choose another folder", EX_NOPERM)
 
 
 def private_cache(name: str, say: Callable[[str], None]) -> str:
-    """A folder in this user's own cache, closed to everybody else: for code that will be executed (compiled kernels),
-    which never lies in a project's folder, and for data where the folder asked for is not safe. Where there is no such
-    place, a new one for this process alone.
+    """Return a folder in this user's cache that nobody else can write to. Where that fails, a new one for this process.
+
+    It is for code that will be executed (compiled kernels), and for data whose own folder is open to others.
     """
     path = os.path.join(cache_home(os.environ), name)
+    problem = ""
     try:
         for folder in (os.path.dirname(path), path):
             os.makedirs(folder, 0o700, exist_ok=True)
-        problem = why_a_folder_above_is_not_safe(path) or why_not_ours_alone(path)
-        if not problem:
-            return path
+            problem = problem or why_not_ours_alone(folder)
     except OSError as error:
         problem = error.strerror or str(error)
+    if not problem:
+        return path
     import tempfile
 
     fresh = tempfile.mkdtemp(prefix=f"stoker-{name}-")

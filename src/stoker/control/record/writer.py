@@ -257,8 +257,9 @@ def make_private(root: str) -> None:
     """The folder of private runs (layout.private_runs)."""
     base = os.path.dirname(os.path.dirname(root))
     os.makedirs(base, mode=0o700, exist_ok=True)
-    if not layout.users_alone(base):
-        raise PermissionError(errno.EACCES, f"{base} belongs to another user")
+    problem = ownership.why_not_ours_alone(base)
+    if problem:
+        raise PermissionError(errno.EACCES, f"{base} can't be used: {problem}")
     os.makedirs(root, mode=0o700, exist_ok=True)
 
 

@@ -20,7 +20,6 @@ from stoker.contract.shape import pick, replace, shape
 from stoker.contract.shapes import Verdict
 from stoker.contract.text import printable
 from stoker.control.agent.kernel import set_name
-from stoker.control.agent.reservations import GpuLocks
 from stoker.control.cluster.hosts import NO_GPUS, Hosts
 from stoker.control.launch import description, detach, request
 from stoker.control.launch.contents import contents_of
@@ -30,7 +29,7 @@ from stoker.control.launch.ourselves import stoker_command
 from stoker.control.launch.plan import Place, Role, RunPlan
 from stoker.control.launch.request import Request
 from stoker.control.launch.runplace import RunPlace, abandon, find_place
-from stoker.control.machine.lockfiles import JOB
+from stoker.control.machine.gpu_lock import GpuLocks
 from stoker.control.machine.model import Gpu
 from stoker.control.record.writer import RunRecord
 from stoker.control.roles.placing import Card, Seat, deal, numbered
@@ -182,7 +181,7 @@ class JobCoordinator(Coordinator):
         if not uuids or self.options.share_gpus or self._found.described is not None:
             return dict(os.environ)
         self._locks.run_id = place.id
-        set_name(JOB.encode())
+        set_name(b"stoker-job")  # shown to others as the holder
         refused = self._locks.take(uuids)
         if refused:
             who = "; ".join(f"GPU {uuid} by {holder}" for uuid, holder in refused.items())

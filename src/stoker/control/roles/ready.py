@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from stoker.contract import listeners, owners
+from stoker.contract import listeners, safe_io
 from stoker.contract.text import printable
 from stoker.control.record import reader
 from stoker.control.roles.role import Ready
@@ -105,8 +105,8 @@ class Watching:
             except OSError as problem:
                 return f"{rule.value}: {problem.strerror}"
             for uid in (link.st_uid, about.st_uid):  # another user's link leads where they like
-                if not owners.is_trusted(uid, os.path.dirname(rule.value)):
-                    return f"{rule.value} belongs to {owners.user_name(uid)}"
+                if not safe_io.is_trusted(uid, os.path.dirname(rule.value)):
+                    return f"{rule.value} belongs to {safe_io.user_name(uid)}"
             if stat.S_ISREG(about.st_mode) and about.st_nlink > 1:  # others can give one to what all may write
                 return f"{rule.value} is a file with several names"
             return "" if about.st_mtime >= self._began - 1.0 else f"{rule.value} is older than this start"
@@ -187,5 +187,5 @@ class Watching:
 
 
 def _in_use_by(uids: set[int], port: int) -> str:
-    others = sorted(uid for uid in uids if not owners.is_trusted(uid, os.curdir))
-    return f"port {port} is in use by {owners.user_name(others[0])}" if others else ""
+    others = sorted(uid for uid in uids if not safe_io.is_trusted(uid, os.curdir))
+    return f"port {port} is in use by {safe_io.user_name(others[0])}" if others else ""

@@ -10,7 +10,6 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from stoker.contract import layout
 from stoker.contract import slurmjob as job
 from stoker.contract.masking import HIDDEN, mask_argv
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, OF_A_RANK, Refusal
@@ -279,7 +278,6 @@ def write(script: JobScript, root: str, base: str) -> str:
         os.makedirs(folder, 0o700, exist_ok=True)
         if own_folder(root, job.FOLDER) != folder:  # somebody was quicker
             raise Refusal(f"{folder} no longer belongs to you; choose another folder with --runs-dir", EX_CANTCREAT)
-        layout.check_entries(folder)  # Slurm follows links when it writes what a job prints
         for n in range(1, 1000):
             path = os.path.join(folder, f"{time.strftime('%Y%m%d-%H%M%S')}-{base}" + (f"-{n}" if n > 1 else "") + ".sh")
             try:

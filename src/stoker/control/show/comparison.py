@@ -145,11 +145,11 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _config(run_dir: str) -> dict[str, str]:
-    from stoker.contract.yamltext import LONGEST, NotYaml, parse_yaml
+    from stoker.contract.yamltext import NotYaml, parse_yaml
 
     try:
         with os.fdopen(reader.open_in(run_dir, CONFIG), "rb") as file:
-            data = parse_yaml(file.read(LONGEST).decode("utf-8", "replace"))
+            data = parse_yaml(file.read().decode("utf-8", "replace"))
     except (OSError, NotYaml):
         return {}
     return dict(_flat(data)) if isinstance(data, dict) else {}

@@ -10,7 +10,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator
 
-from stoker.contract import owners
+from stoker.contract import safe_io
 from stoker.contract.names import EX_CANTCREAT, EX_TEMPFAIL, Refusal
 from stoker.contract.safe_io import open_lock_file, sync_folder
 from stoker.training.checkpoint.manifest import NAME as MANIFEST
@@ -49,14 +49,14 @@ def steps_in(folder: str) -> dict[int, str]:
 def is_trusted(path: str) -> bool:
     """Ours or root's: another user's checkpoint is not resumed from, not counted and not removed."""
     try:
-        return owners.is_trusted(os.lstat(path).st_uid, os.path.dirname(path))
+        return safe_io.is_trusted(os.lstat(path).st_uid, os.path.dirname(path))
     except OSError:  # removed meanwhile, or not for us to look at
         return False
 
 
 def refuse_exchangeable(folder: str) -> None:
     """Others could put a link in the place of a checkpoint that is being written: it would be written elsewhere."""
-    why = owners.why_not_ours_alone(folder, sticky=True)
+    why = safe_io.why_not_ours_alone(folder, sticky=True)
     if why:
         line = f"checkpoint.folder {folder} can't be used: {why}, so others can replace your checkpoints"
         raise Refusal(f"{line}; choose a folder of your own, or `chmod +t` it if it is yours", EX_CANTCREAT)
@@ -67,7 +67,7 @@ def why_exchanged(folder: str, lock: int | None) -> str:
     `lock`: what `hold` gave. Empty: it is the same, gone, or made anew by its user.
     """
     try:
-        why = owners.why_not_ours_alone(folder, sticky=True)
+        why = safe_io.why_not_ours_alone(folder, sticky=True)
         if not why and lock is not None and not os.path.samestat(os.fstat(lock), os.lstat(os.path.join(folder, LOCK))):
             why = f"its {LOCK} is not the one of this run"
     except FileNotFoundError:
@@ -86,7 +86,7 @@ def make_unfinished(path: str) -> None:
 
 def is_own_folder(path: str) -> bool:
     """No link: one that others made leads where they like."""
-    return os.path.isdir(path) and not os.path.islink(path) and owners.is_own(path)
+    return os.path.isdir(path) and not os.path.islink(path) and safe_io.is_own(path)
 
 
 def remove(path: str) -> None:
@@ -131,7 +131,7 @@ def repair(folder: str, only: str = "") -> None:
 def _own_names(folder: str) -> Iterator[str]:
     """What we made: in a folder that several users share, the others look after theirs."""
     for name in os.listdir(folder):
-        if owners.is_own(os.path.join(folder, name)):
+        if safe_io.is_own(os.path.join(folder, name)):
             yield name
 
 

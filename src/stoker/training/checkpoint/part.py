@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from stoker.contract import owners
+from stoker.contract import safe_io
 from stoker.contract.quantities import amount, span
 from stoker.contract.safe_io import read_json, sync_folder, write_whole
 from stoker.contract.shape import as_json, replace, shape
@@ -176,7 +176,7 @@ def commit(unfinished: str, final: str, parts: Sequence[Part], wanted: Manifest)
     for part in parts:
         os.unlink(os.path.join(unfinished, name_of(part.rank, NOTE)))  # the manifest has what they said
     sync_folder(unfinished)
-    if os.path.lexists(final) and not (is_checkpoint(final) and owners.is_own(final)):
+    if os.path.lexists(final) and not (is_checkpoint(final) and safe_io.is_own(final)):
         what = "is another user's" if is_checkpoint(final) else "is not a checkpoint"
         raise GivenUp(f"{final} already exists and {what}: move it away, or give another --checkpoint.folder")
     put_in_place(unfinished, final)

@@ -12,10 +12,9 @@ from safetensors import SafetensorError, safe_open
 
 from stoker.contract.hostmemory import usable
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
-from stoker.contract.owners import is_trusted, user_name
 from stoker.contract.progress import Progress
 from stoker.contract.quantities import amount
-from stoker.contract.safe_io import read_bytes
+from stoker.contract.safe_io import is_trusted, read_bytes, user_name
 from stoker.training.checkpoint.folders import repair, steps_in
 from stoker.training.checkpoint.manifest import (
     NAME,

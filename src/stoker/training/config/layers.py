@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stoker.contract.names import EX_CONFIG, EX_USAGE, Refusal
-from stoker.contract.owners import why_not_ours_alone
+from stoker.contract.safe_io import why_not_ours_alone
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
 from stoker.training.config import aliases

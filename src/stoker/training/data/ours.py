@@ -12,10 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from stoker.contract import layout, typed
 from stoker.contract.names import EX_CANTCREAT, Refusal
-from stoker.contract.owners import why_not_ours_alone
 from stoker.contract.progress import BYTES, Progress
 from stoker.contract.quantities import amount
-from stoker.contract.safe_io import open_lock_file, open_regular, read_json, write_json, write_whole
+from stoker.contract.safe_io import open_lock_file, open_regular, read_json, why_not_ours_alone, write_json, write_whole
 from stoker.control.record import ownership
 
 TAG = layout.CACHE_TAG

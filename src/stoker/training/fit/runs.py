@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.owners import is_mine
-from stoker.contract.safe_io import open_below
+from stoker.contract.safe_io import is_mine, open_below
 from stoker.contract.text import parse_json
 
 MOST_RUNS = 200  # newest ones of one's own that are looked at

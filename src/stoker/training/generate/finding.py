@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from stoker.contract import layout, owners
+from stoker.contract import layout, safe_io
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
@@ -310,7 +310,7 @@ def _own_folders(place: str) -> list[str]:
 
 def _is_own(entry: os.DirEntry[str]) -> bool:
     """Nobody gets a stranger's model without having named it."""
-    return owners.is_own(entry.path) and entry.is_dir(follow_symlinks=False)
+    return safe_io.is_own(entry.path) and entry.is_dir(follow_symlinks=False)
 
 
 def _made(folder: str) -> float:

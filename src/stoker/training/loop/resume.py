@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract import layout, names, owners
+from stoker.contract import layout, names, safe_io
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_NOINPUT, EX_NOPERM, Refusal
 from stoker.contract.safe_io import read_bytes
 from stoker.contract.settings import suggest
@@ -82,7 +82,7 @@ def located(told: str) -> str:
     """A checkpoint's folder; of a run directory or its checkpoints/, the newest in it."""
     if os.path.exists(os.path.join(told, "manifest.json")):
         if not folders.is_trusted(told):
-            whose = owners.user_name(os.lstat(told).st_uid)
+            whose = safe_io.user_name(os.lstat(told).st_uid)
             line = f"checkpoint.resume {told} belongs to {whose}, who may change it: copy it, and name the copy"
             raise Refusal(line, EX_NOPERM)
         return told

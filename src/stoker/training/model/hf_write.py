@@ -16,9 +16,16 @@ import torch
 from torch import Tensor
 
 from stoker.contract.names import EX_CANTCREAT, Refusal
-from stoker.contract.owners import held_open, is_own, is_trusted, user_name, why_not_ours_alone
 from stoker.contract.quantities import amount, counted
-from stoker.contract.safe_io import open_regular, read_bytes, write_whole
+from stoker.contract.safe_io import (
+    is_own,
+    is_trusted,
+    open_regular,
+    read_bytes,
+    user_name,
+    why_not_ours_alone,
+    write_whole,
+)
 from stoker.contract.tensorheader import pack_header
 from stoker.contract.text import is_count
 from stoker.training.checkpoint.folders import put_in_place, remove, repair
@@ -79,7 +86,7 @@ def fresh_folder(folder: str, size: int = 0) -> Iterator[str]:
         raise Refusal(f"no space left: {folder} needs {amount(size)}, {amount(free)} are free there", EX_CANTCREAT)
     fresh = os.path.join(parent, f".{name}.{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}.tmp")
     os.mkdir(fresh)
-    handle = held_open(fresh)
+    handle = os.open(fresh, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{handle}"
         os.fsync(handle)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from stoker.contract import layout, names
+from stoker.contract import names
 from stoker.contract.errors import reading
 from stoker.contract.masking import mask_text
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
@@ -198,7 +198,6 @@ def run_directory(c: Config, group: Group) -> str:
     folder = where_runs_go(c)
     if group.first:
         os.makedirs(folder, 0o700, exist_ok=True)
-        layout.check_entries(folder, "answers")
         write_whole(os.path.join(folder, "config.yaml"), mask_text(as_yaml(c)).encode())
     return folder
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from stoker.contract import listeners, owners
+from stoker.contract import listeners, safe_io
 from stoker.contract.quantities import span
 from stoker.contract.text import printable
 from stoker.training.rl.waiting import ServerWait
@@ -244,6 +244,6 @@ def _reason(problem: Exception) -> str:
 
 
 def _refuse_others(uids: Iterable[int], port: int) -> None:
-    others = sorted(uid for uid in uids if not owners.is_trusted(uid, os.curdir))
+    others = sorted(uid for uid in uids if not safe_io.is_trusted(uid, os.curdir))
     if others:
-        raise NoAnswer(f"port {port} is in use by {owners.user_name(others[0])}")
+        raise NoAnswer(f"port {port} is in use by {safe_io.user_name(others[0])}")
