@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.contract.quantities import number_at, span
 from stoker.contract.shape import shape
-from stoker.control.show.picture import loaded_matplotlib
 from stoker.speedrun.gather import MODELS, Chain, StageRecord
 from stoker.training.stages.registry import links
 from stoker.training.stages.significance import Measured, measured, share
@@ -55,7 +54,9 @@ class Drawing:
 
 def draw(chain: Chain) -> dict[str, Drawing]:
     """What there is data for, by name."""
-    with loaded_matplotlib().rc_context(STYLE):
+    import matplotlib
+
+    with matplotlib.rc_context(STYLE):
         figures = {name: make(chain) for name, make in FIGURES.items()}
         return {name: _saved(figure) for name, figure in figures.items() if figure is not None}
 

@@ -9,7 +9,6 @@ from typing import Any
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
 from stoker.contract.safe_io import WholeFile, refuse_other_kind
 from stoker.contract.text import printable
-from stoker.contract.workdir import working_in
 from stoker.control.show.drawing import Line
 
 # Okabe and Ito's: told apart without red and green.
@@ -29,22 +28,13 @@ def there_is_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def loaded_matplotlib() -> Any:
-    """When it is loaded it reads a `matplotlibrc` of the working directory: a link to /dev/zero there fills the memory, and a
-    named pipe is waited for without end. Raises ImportError.
-    """
-    with working_in("/"):
-        import matplotlib.figure
-    return matplotlib
-
-
 Panel = tuple[str, Sequence[Line]]  # label of the values' axis, and the lines
 
 
 def write_png(path: str, panels: Sequence[Panel], *, log: bool = False) -> None:
     """Draw the panels below each other and write the picture whole or not at all."""
     try:
-        matplotlib = loaded_matplotlib()
+        import matplotlib.figure
     except ImportError as problem:
         line = f"no picture: matplotlib can't be imported ({problem}); pip install matplotlib, or leave --png out"
         raise Refusal(printable(line), EX_UNAVAILABLE) from problem

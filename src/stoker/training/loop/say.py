@@ -13,13 +13,12 @@ from stoker.contract.progress import Progress
 from stoker.contract.quantities import clock
 from stoker.contract.shape import shape
 from stoker.contract.text import printable_lines
-from stoker.contract.workdir import working_in
 from stoker.control.record.metrics import Metrics
 from stoker.training.balance.plan import Plan
 from stoker.training.loop.config import check_loggers
 from stoker.training.loop.learner import Validation
 from stoker.training.loop.speed import Speed
-from stoker.training.loop.wandb_login import check_wandb_login
+from stoker.training.loop.wandb_login import check_wandb_login, wandb_settings
 from stoker.training.parallel.group import Group
 
 
@@ -50,23 +49,24 @@ def _mlflow(folder: str, config: dict[str, Any]) -> Logger:
 
 
 def _tracked(name: str) -> Callable[[str, dict[str, Any]], Logger]:
-    """wandb, and trackio, which has the same words. Begun in /: wandb takes the address that it sends its key to from a file of
-    the working directory, which may be anybody's; so may a run directory that is continued.
+    """Return the opener of wandb, or of trackio, which has the same interface.
+
+    What is passed to init() overrides wandb's settings, so the user's project and name are looked up here.
     """
 
     def opened(folder: str, config: dict[str, Any]) -> Logger:
-        place = f"{name.upper()}_DIR"
-        if place in os.environ or place == "WANDB_DIR":  # else trackio's own
-            os.environ[place] = os.path.abspath(os.environ.get(place) or folder)
-        with working_in("/"):
-            module = importlib.import_module(name)
-            module.init(project="stoker", name=os.path.basename(folder), config=config)
+        environment = {key: os.environ.get(f"{name}_{key}".upper()) for key in ("project", "name", "dir")}
+        settings = wandb_settings(os.environ) if name == "wandb" else {}
+        project = environment["project"] or settings.get("project", "stoker")
+        if name == "wandb" and not environment["dir"]:
+            os.environ["WANDB_DIR"] = os.path.abspath(folder)
+        module = importlib.import_module(name)
+        module.init(project=project, name=environment["name"] or os.path.basename(folder), config=config)
         return Logger(lambda step, values: module.log(values, step=step), module.finish)
 
     return opened
 
 
-_UNREAD = {"wandb": ("wandb/settings", ".wandb/settings")}
 _LOGGERS = {"tensorboard": _tensorboard, "wandb": _tracked("wandb"), "trackio": _tracked("trackio"), "mlflow": _mlflow}
 
 
@@ -76,9 +76,6 @@ def open_loggers(log_to: str, folder: str, config: dict[str, Any], say: Callable
     for word in check_loggers(log_to):
         if word == "wandb":
             check_wandb_login(os.environ)
-        for path in _UNREAD.get(word, ()):
-            if os.path.lexists(path):
-                say(f"{path} of the working directory is not read: give WANDB_BASE_URL and WANDB_ENTITY instead")
         loggers.append(_LOGGERS[word](folder, config))
         say(f"metrics also go to {word}")
     return loggers
