@@ -24,7 +24,6 @@ from stoker.contract.shape import as_json, shape
 from stoker.contract.typed import read_shape
 
 SCHEMA = 1
-LARGEST = 1 << 14  # bytes of a file that is read ten times a second, and may be another user's
 AFTER_S = 2.0  # what takes less is over before anybody reads its bar
 REDRAW_S = 0.2
 KEEP_S = 1.0
