@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 
 from conftest import EVERYTHING, Done, Stoker, forget_verdict, machine_json, tagged, wait_for
-from localuser import do_as
 from stoker.contract import names, owners
 from stoker.contract.safe_io import write_json
 from stoker.contract.shapes import Verdict
@@ -26,7 +24,6 @@ from stoker.control.record import finder, follow, ownership, reader
 ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="two real users need root to become them")
 ANN, BOB, TEAM = 12345, 12346, 12347
 HANGS_S = 100
-SOON = 2.5  # seconds of processor time
 ESC = "\x1b]0;owned\x07\x1b[2J\u202e"
 GOOD: dict[str, Any] = {
     "schema": 1,
@@ -84,11 +81,6 @@ def _huge_attempt(folder: Path) -> None:
     (folder / "attempt-99999999999999").mkdir()
 
 
-def _huge(folder: Path) -> None:
-    with (folder / "run.json").open("wb") as file:
-        file.truncate(40 << 30)  # sparse
-
-
 def _socket(folder: Path) -> None:
     import socket
 
@@ -109,7 +101,6 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
     "not an object": (_text("[1, 2]"), "not a JSON object"),
     "null": (_text("null"), "not a JSON object"),
     "deeply nested": (_text("[" * 200_000), "not JSON"),
-    "nested deeper than we read": (_text('{"a":' * 100 + "1" + "}" * 100), "nested"),
     "endless number": (_text('{"started": ' + "9" * 10_000 + "}"), "not JSON"),
     "a named pipe": (_fifo("run.json"), "named pipe"),
     "a folder": (_folder, "folder"),
@@ -117,7 +108,6 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
     "a link elsewhere": (_link("run.json", "/etc/passwd"), "symbolic link"),
     "a link to itself": (_link("run.json", "run.json"), "symbolic link"),
     "a link to a device": (_link("run.json", "/dev/zero"), "symbolic link"),
-    "huge": (_huge, "larger than"),
     "started is text": (_with(started="x"), "started"),
     "started is NaN": (_text('{"started": NaN}'), "started"),
     "started is infinite": (_text('{"started": Infinity}'), "started"),
@@ -132,7 +122,6 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
     "host is a number": (_with(launcher={"pid": 1, "start": 1, "host": 7}), "host"),
     "name is a number": (_with(name=5), "name"),
     "name is a list": (_with(name=["x"]), "name"),
-    "name is very long": (_with(name="x" * 100_000), "name"),
     "plan is a number": (_with(plan=3), "plan"),
     "world size is text": (_with(plan={"world_size": "many"}), "world_size"),
     "environment is a list": (_with(environment=["SLURM_JOB_ID"]), "environment"),
@@ -387,26 +376,6 @@ def test_each_user_sees_and_continues_their_own_runs(users: tuple[User, User]) -
     theirs = ann.runs()[0]
     refused = bob("why", theirs["run"]) if theirs["run"] != bob.runs()[0]["run"] else bob("why", "nothing")
     assert refused.code in (66, 77) and refused.err.count("\n") == 1
-
-
-@pytest.mark.parametrize("size", [2000 << 10, 60 << 10])
-def test_another_users_large_records_do_not_hold_a_listing_up(public: Path, size: int) -> None:
-    large = json.dumps({**GOOD, "more": [[]] * (size // 4)})
-
-    def record(name: str, text: str) -> None:
-        (public / name).mkdir()
-        for file in ("run.json", "verdict.json"):
-            (public / name / file).write_text(text)
-
-    do_as(ANN, lambda: [record(f"z{number}", large) for number in range(100)])
-    do_as(BOB, lambda: [record(f"b{number}", json.dumps(GOOD)) for number in range(50)])
-    record("own", large)
-    began = time.process_time()
-    listing = finder.look(str(public), everybody=True)
-    assert time.process_time() - began < SOON
-    names_listed = [run.id for run in listing.runs]
-    assert "own" in names_listed and sum(name.startswith("b") for name in names_listed) == 50, "others are all listed"
-    assert listing.others >= 90 and listing.others + len(names_listed) == 151 and not listing.damaged
 
 
 @ROOT_ONLY

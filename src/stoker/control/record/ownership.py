@@ -15,12 +15,12 @@ __all__ = ["cache_home", "is_mine", "own_folder", "private_cache", "user_name", 
 
 
 def own_folder(root: str, name: str) -> str:
-    """`name` in a folder that several may share; if another user has it, one with our number. Ours to write."""
+    """Return the path of `name` in a folder that several users may share, or of one with our uid if another user has it."""
     path = os.path.join(root, name)
     problem = why_not_ours_alone(root, sticky=True) if os.path.lexists(root) else ""
     if problem:
         raise Refusal(f"{root}: {problem}, and could replace your folders there; choose another folder", EX_NOPERM)
-    for candidate in (path, *(f"{path}-{os.geteuid()}" + (f"-{n}" if n > 1 else "") for n in range(1, 100))):
+    for candidate in (path, f"{path}-{os.geteuid()}"):
         try:
             about = os.lstat(candidate)
         except FileNotFoundError:
@@ -29,7 +29,7 @@ def own_folder(root: str, name: str) -> str:
             continue  # another user's mount
         if _is_ours_alone(candidate, about):
             return candidate
-    return _unforeseen(root, f"{name}-{os.geteuid()}-")
+    return _own_folder_with_suffix(root, f"{name}-{os.geteuid()}-")
 
 
 def _is_ours_alone(folder: str, about: os.stat_result) -> bool:
@@ -37,8 +37,8 @@ def _is_ours_alone(folder: str, about: os.stat_result) -> bool:
     return mine and not why_not_ours_alone(folder)
 
 
-def _unforeseen(root: str, prefix: str) -> str:
-    """Somebody has taken all names that could be told in advance. Made here, and found again by what it begins with."""
+def _own_folder_with_suffix(root: str, prefix: str) -> str:
+    """Return our folder whose name begins with `prefix`; make one with a random suffix if there is none."""
     import tempfile
 
     for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
