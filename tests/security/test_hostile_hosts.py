@@ -204,7 +204,6 @@ def test_a_host_that_comes_and_goes_fills_no_memory(stoker: Stoker, tmp_path: Pa
     assert len(counts) > 2 and 0 < max(counts) <= 100 and "all taken" not in words, (words[:20], done.err)
 
 
-
 def test_a_far_end_that_complains_without_end_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a copy. Where its complaints go to a file, that file grows: none may be open but the pipes."""
     from stoker.control.cluster import copying, ssh
