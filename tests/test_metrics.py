@@ -35,7 +35,7 @@ from stoker.control.machine.model import GpuGauges, HostGauges
 from stoker.control.show import serving
 from stoker.control.show.metrics import docs, names, server
 from stoker.control.show.metrics.collect import Collector
-from stoker.control.show.metrics.page import CONTENT_TYPE, ENDED_S, MOST_RANKS, Collected, Examined, render
+from stoker.control.show.metrics.page import CONTENT_TYPE, ENDED_S, Collected, Examined, render
 from stoker.control.show.snapshot import OFFLINE, Rank, Run, ServerLoad, Slow, Snapshot, Suspicion
 
 ROOT = Path(__file__).parents[1]
@@ -221,16 +221,15 @@ HOSTILE = 'x"} 1\nstoker_training_loss{run="y\\\udc80\x1b[31m'
 
 
 def test_whatever_a_run_writes_the_page_stays_a_page() -> None:
-    """Names that would end a label, numbers that are none, the same rank twice, a plan of a million ranks."""
+    """Names that would end a label, numbers that are none, the same rank twice."""
     rank = Rank(0, HOSTILE, 0, HOSTILE, HOSTILE, HOSTILE, state="running", phase=HOSTILE)
-    ranks = (rank, rank, *(Rank(number, "", number, "", "") for number in range(1, 2 * MOST_RANKS)))
     run = a_run(
         id=HOSTILE,
         name=HOSTILE,
         restarts={HOSTILE: 1},
         loss="-inf",
         metrics={HOSTILE: 10**400, "tokens": "nan", **{f"m{number}": number for number in range(1000)}},
-        ranks=ranks,
+        ranks=(rank, rank),
     )
     cards = tuple(GpuGauges(index=0, uuid="", error="lost") for _ in range(2))
     page = render(Snapshot(NOW, (HostGauges(HOSTILE), HostGauges(HOSTILE)), cards, (run, run)), DONE)
@@ -239,7 +238,6 @@ def test_whatever_a_run_writes_the_page_stays_a_page() -> None:
         -math.inf,
         0,
     ]
-    assert sum(name == "stoker_rank_up" for name, _ in found) == MOST_RANKS - 1
 
 
 def test_a_collection_that_fails_leaves_the_old_values_and_says_so() -> None:
@@ -414,14 +412,14 @@ def test_a_thousand_malformed_requests_leave_it_alive() -> None:
     with served() as port:
         for seed in range(1000):
             answer = raw(port, malformed(seed))
-            assert not answer or answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 431 ")), (malformed(seed), answer)
+            assert not answer or re.match(rb"HTTP/1\.1 (200|400|403|404|431) ", answer), (malformed(seed), answer)
         assert get(port) == (200, b"stoker_up 1\n")
 
 
 def test_clients_that_never_finish_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "REQUEST_S", 0.5)
+    monkeypatch.setattr(serving, "IDLE_S", 0.5)
     with served() as port:
-        idle = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(serving.MOST_CLIENTS + 10)]
+        idle = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(serving.MAX_CLIENTS + 10)]
         for client in idle:
             client.sendall(b"GET /metrics HTTP/1.1\r\n")
         assert get(port)[0] == 200
@@ -666,3 +664,20 @@ def test_several_hosts_from_one_endpoint(stoker: Stoker, netcluster: NetCluster)
         assert value(get(port)[1], "stoker_gpu_utilization_ratio", host=names_[1], gpu="0") is None
         netcluster.heal(1)
         assert wait_for(lambda: ups() == [1, 1, 1] or None, 30), ups()
+
+
+@promtool
+def test_an_alerts_commands_have_no_word_of_another_users_run_that_a_shell_reads(tmp_path: Path) -> None:
+    program = shutil.which("promtool")
+    assert program is not None
+    rules = ROOT / "deploy" / "alerts.yml"
+    series = """stoker_run_suspicion_info{run="a; touch trapped $(id)", kind="suspicion", cause="x"}"""
+    asked = {"eval_time": "10m", "alertname": "StokerRunHangs", "exp_alerts": []}
+    case = {"interval": "1m", "input_series": [{"series": series, "values": "1x20"}], "alert_rule_test": [asked]}
+    told = {"rule_files": [str(rules)], "evaluation_interval": "1m", "tests": [case]}
+    (tmp_path / "case.yml").write_text(json.dumps(told))
+    words = [program, "test", "rules", str(tmp_path / "case.yml")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert "`stoker why a??touch?trapped???id?`" in done.stdout + done.stderr, "promtool prints what it did not expect"
+    for command in re.findall(r"`stoker [^`]*`", rules.read_text()):
+        assert "{{ $labels.run }}" not in command

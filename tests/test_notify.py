@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import re
 import socket
 import socketserver
 import stat
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ from stoker.contract.names import Refusal
 from stoker.contract.shapes import Verdict
 from stoker.control.launch import notify
 from stoker.control.launch.notify import Notifier, Target, target
+from stoker.control.launch.ourselves import own_program
 
 BOOM = """import json, os
 with open(os.path.join(os.environ["STOKER_RUN_DIR"], "metrics.jsonl"), "w") as file:
@@ -266,3 +269,81 @@ def test_mail_by_smtp_and_no_password_without_encryption(monkeypatch: pytest.Mon
     assert "hunter2" not in lines and told == [
         "stoker: --notify: mail: 127.0.0.1 offers no encryption: the password is not sent"
     ]
+
+
+# ---- services that answer something else ----
+
+ANSWERS = {
+    "no HTTP": b"\x1b]0;owned\x07nonsense\r\n\r\n",
+    "a redirect to a file": b"HTTP/1.1 302 x\r\nLocation: file:///etc/passwd\r\n\r\n",
+    "codes in its reason": b"HTTP/1.1 500 \x1b[31mx\r\n\r\n",
+}
+
+
+@contextlib.contextmanager
+def answering(data: bytes) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            client, _ = server.accept()
+            with client:
+                client.recv(65536)
+                client.sendall(data)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/topic-nobody-knows"
+        thread.join()
+
+
+def sent_to(target: str, **changes: Any) -> list[str]:
+    lines: list[str] = []
+    notifier = Notifier(target, lines.append)
+    about: dict[str, Any] = {"status": "failed", "cause": "rank.exit", "summary": "it failed", "exit_code": 1}
+    notifier.tell(Verdict(**{**about, **changes}), "ended", "")
+    notifier.close()
+    return lines
+
+
+@pytest.mark.parametrize("what", ANSWERS)
+def test_a_service_that_answers_nonsense_gets_one_clean_line(what: str) -> None:
+    with answering(ANSWERS[what]) as url:
+        lines = sent_to(url)
+    assert len(lines) == 1 and lines[0].isprintable(), lines
+    assert "Traceback" not in lines[0] and "client.py" not in lines[0] and "topic-nobody-knows" not in lines[0], lines
+    assert "127.0.0.1" in lines[0]
+
+
+def test_targets_that_cant_be_and_line_ends_in_a_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for impossible in ("http://127.0.0.1:abc/t", "http://[::1/t"):
+        lines = sent_to(impossible)
+        assert len(lines) == 1 and "Error" not in lines[0].replace("InvalidURL", ""), lines
+    mail = tmp_path / "mail.txt"
+    (tmp_path / "sendmail").write_text(f"#!/bin/sh\ncat > {mail}\n")
+    (tmp_path / "sendmail").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("STOKER_SMTP", raising=False)
+    assert not sent_to("mailto:me@example.org", cause="x\nBcc: all@example.org", summary="a\r\nBcc: b@example.org")
+    assert not re.search(r"(?m)^Bcc", mail.read_text()) and "Subject: stoker: a run failed" in mail.read_text()
+
+
+def test_a_message_about_a_restart_ends_while_the_run_goes_on() -> None:
+    """Nobody waits for it before the run's end, and a service may send a byte now and then for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        over = threading.Event()
+
+        def answer() -> None:
+            with server.accept()[0] as client, contextlib.suppress(OSError):
+                while not over.wait(0.05):
+                    client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        verdict = Verdict("failed", "rank.exit", "it ended", 3, None).to_json()
+        topic = {"kind": "ntfy", "to": f"http://127.0.0.1:{server.getsockname()[1]}/topic"}
+        message = {"target": topic, "verdict": verdict, "what": "restarting", "run_dir": "", "seconds": 2.0}
+        argv = own_program("stoker.control.show.notice", "entry")
+        done = subprocess.run(argv, input=json.dumps(message), capture_output=True, text=True, timeout=60, check=False)
+        over.set()
+        thread.join()
+    assert (done.returncode, done.stderr) == (1, "ntfy did not answer within 2 s\n")

@@ -9,12 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from conftest import Stoker, Terminal, forget_verdict, tagged, wait_for
-from stoker.control.record import reader
+from stoker.contract.names import Refusal
+from stoker.contract.safe_io import refuse_other_kind
+from stoker.control.record import finder, reader
+from stoker.control.record.metrics import Metrics, read_metrics
+from stoker.control.record.writer import RunRecord
 
 COUNT = "import os, sys, time\nfor i in range(int(sys.argv[1])): print('step', i, flush=True); time.sleep(0.05)\n"
 
@@ -385,3 +390,68 @@ def test_a_folder_without_runs_is_named_by_its_whole_path(stoker: Stoker) -> Non
         done = stoker(*words)
         assert done.code == 66 and str(stoker.cwd / "runs") in done.err and done.err.count("\n") == 1, done.err
     assert str(stoker.cwd / "runs") in stoker("runs").out
+
+
+# ---- damaged files ----
+
+
+@pytest.mark.parametrize("name", ["stoker.log", "attempt-0/rank-0.log"])
+def test_a_log_that_is_a_pipe_is_not_waited_for(stoker: Stoker, name: str) -> None:
+    """Nobody reads it, and no signal ends a launcher that waits in open()."""
+    script = stoker.script("fails.py", "raise SystemExit(3)")
+    done = stoker("run", "--name", "a", script)
+    (done.run_dir / name).unlink()
+    os.mkfifo(done.run_dir / name)
+    shown = stoker("logs", "a") if "rank" in name else stoker("attach", "a")
+    assert shown.code == 66 and shown.err.count("\n") == 1 and "named pipe" in shown.err, shown.err
+    if name == "stoker.log":
+        with pytest.raises(Refusal, match="can't be written"):
+            RunRecord(str(done.run_dir), "here", reopened=True)
+
+
+def test_metrics_that_are_a_pipe_are_one_line(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(Refusal, match="can't be read: is a named pipe"):
+        read_metrics(str(tmp_path))
+
+
+def test_metrics_of_a_resumed_run_are_cut_line_by_line(tmp_path: Path) -> None:
+    """A run of weeks has a million lines."""
+    lines = [f'{{"step":{step}}}\n' for step in range(50_000)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    tracemalloc.start()
+    try:
+        Metrics(str(tmp_path), resumed_at=40_000).close()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:40_000])
+    assert peak < 1 << 20
+
+
+def test_a_record_that_no_check_foresaw_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text('{"schema": 1}')
+    monkeypatch.setattr(reader, "_check", lambda data: data["schema"]["x"])
+    listing = finder.look(str(tmp_path))
+    assert not listing.runs and "run: it can't be read: TypeError" in listing.skipped
+    with pytest.raises(Refusal, match="is damaged: it can't be read: TypeError"):
+        finder.find(str(tmp_path / "run"), str(tmp_path))
+
+
+def test_a_file_that_somebody_named_replaces_its_own_kind_only(stoker: Stoker, tmp_path: Path) -> None:
+    thesis = stoker.cwd / "thesis"
+    thesis.write_text("a year of work")
+    for words in (
+        ("web", "--save", "nosuch", "thesis"),
+        ("doctor", "--only", "host.disk", "--no-probe", "--bundle", "thesis"),
+        ("doctor", "--only", "host.disk", "--no-probe", "--record", "thesis"),
+    ):
+        done = stoker(*words)
+        assert done.code == 73 and "thesis already exists and is not a" in done.err
+        assert thesis.read_text() == "a year of work"
+    for name, data in (("page", b"<!DOCTYPE html><p>"), ("empty", b"")):
+        (tmp_path / name).write_bytes(data)
+        refuse_other_kind(str(tmp_path / name), b"<!doctype html", "an HTML page")
+    with pytest.raises(Refusal, match="page already exists and is not a PNG picture"):
+        refuse_other_kind(str(tmp_path / "page"), b"\x89PNG", "a PNG picture")

@@ -23,10 +23,11 @@ from stoker.control.machine.gauges import Gauges, HostMeter
 from stoker.control.machine.model import OFFLINE, GpuGauges, HostGauges
 from stoker.control.record import history, reader
 from stoker.control.record.history import HistoryTail, HistoryWriter, Members, Moment
+from stoker.control.show import curves
 from stoker.control.show.columns import Columns, Layout
 from stoker.control.show.comparison import differing, noise
 from stoker.control.show.curves import Curve, MetricsTail, newest_line
-from stoker.control.show.drawing import Line, chart, columns_of, fitted, short, sparkline
+from stoker.control.show.drawing import Line, chart, columns_of, fitted, mean, short, sparkline
 from stoker.control.show.folder import EventTail, RunFolder
 from stoker.control.show.gather import Gatherer
 from stoker.control.show.joined import late_rank, why_card, why_host
@@ -411,7 +412,7 @@ def test_finished_runs_are_not_read_again(finished: Stoker, monkeypatch: pytest.
     gatherer = Gatherer(str(root), machine=False)
     assert len(gatherer.snapshot().runs) == 21
     opened: list[str] = []
-    monkeypatch.setattr("stoker.control.record.reader.open_in", lambda *names: opened.append(str(names)))
+    monkeypatch.setattr("stoker.contract.safe_io.open_below", lambda *names: opened.append(str(names)))
     assert len(gatherer.snapshot().runs) == 21 and opened == []
 
 
@@ -457,7 +458,7 @@ def test_the_slow_rank_its_card_and_what_the_others_wait(finished: Stoker) -> No
 
 
 def test_a_straggler_that_keeps_up_again_is_shown_no_longer(tmp_path: Path) -> None:
-    events = EventTail(str(tmp_path), mine=True)
+    events = EventTail(str(tmp_path))
     events.take({"event": "straggler", "time": 5.0, "rank": 2, "cause": "slow.data", "summary": "rank 2 is slow"})
     events.take({"event": "straggler-over", "time": 6.0, "rank": 1, "summary": "rank 1 is no longer slow"})
     assert events.suspicion is not None and list(events.slow) == [2]
@@ -814,11 +815,65 @@ def test_viewers_load_nothing_heavy() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_lines_that_each_have_other_names_cost_no_more_than_others(tmp_path: Path) -> None:
-    """6 MB of a stranger's: every name of a block was looked for in every line of it, which took minutes."""
+def test_all_metrics_of_a_run_are_kept(tmp_path: Path) -> None:
+    """A script may log the norm of every layer's gradient, some of them in every tenth line only."""
+    names = [f"grad_norm/layer{layer}" for layer in range(300)]
     with open(tmp_path / "metrics.jsonl", "w") as file:
-        for step in range(1000):
-            file.write(json.dumps({"step": step, "loss": 1.0} | {f"m{step}-{n}": n for n in range(500)}) + "\n")
-    tail, begun = MetricsTail(str(tmp_path)), time.process_time()
-    assert tail.look() and len(tail.curves) <= 200 and len(tail.curves["loss"].steps) == 1000
-    print(f"{time.process_time() - begun:.2f} s of CPU")
+        for step in range(100):
+            more = dict.fromkeys(names, 0.5) if step % 10 == 0 else {}
+            file.write(json.dumps({"step": step, "time": 1e9, "loss": 1.0, **more}) + "\n")
+    tail = MetricsTail(str(tmp_path))
+    assert tail.look() and len(tail.curves) == 301
+    assert len(tail.curves["loss"].steps) == 100 and len(tail.curves[names[-1]].steps) == 10
+
+
+def test_a_reader_of_newest_values_keeps_no_long_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's list may be open for weeks."""
+    monkeypatch.setattr(curves, "NEWEST_BYTES", 4096)
+    monkeypatch.setattr(curves, "_MAX_NEWEST", 8192)
+    path, tail, longest = tmp_path / "metrics.jsonl", MetricsTail(str(tmp_path), newest_only=True), 0
+    for look in range(40):
+        with path.open("a") as file:
+            file.writelines(f'{{"step": {100 * look + place}, "time": 1.0, "loss": 2.5}}\n' for place in range(50))
+        assert tail.look() and tail.step == 100 * look + 49 and tail.newest["loss"] == 2.5
+        longest = max(longest, len(tail.curves["loss"].steps), len(tail.clock.steps))
+    assert 50 < longest < 400, "of 2,000 points"
+    whole = MetricsTail(str(tmp_path))
+    assert whole.look() and len(whole.curves["loss"].steps) == 2000
+
+
+# ---- numbers that no float holds, and the largest ones ----
+
+
+def test_numbers_beyond_every_float_are_shown(finished: Stoker) -> None:
+    huge = 10**400
+    members = {"members": {"ranks": [0, 1], "gpus": [], "hosts": ["h"]}}
+    columns = {"ranks": {"memory": [huge, 1], "step": [huge] * 2, "loss": [huge, 1]}, "hosts": {"heard": [huge]}}
+    moment = {"attempt": 0, "gpus": {}, **columns}
+    folder = finished.latest / "history"
+    folder.mkdir(exist_ok=True)
+    text = "".join(json.dumps({"schema": 1, "time": 1e9, **line}) + "\n" for line in (members, moment))
+    (folder / "seconds.jsonl").write_text(text)
+    metrics_file(finished.latest, [1.0, huge, 2.0])
+    for words in (("top", "--once"), ("top", "--json"), ("metrics", "--once"), ("runs",), ("plot",)):
+        done = finished(*words)
+        assert done.code == 0 and "Traceback" not in done.err, (words, done.err)
+
+
+def test_the_largest_numbers_are_drawn(finished: Stoker) -> None:
+    pytest.importorskip("matplotlib")
+    metrics_file(finished.latest, [1.7e308, -1.7e308] * 40)
+    for words in ((), ("--log",), ("--smooth", "3"), ("--png", "large.png")):
+        done = finished("plot", "exp", *words)
+        assert done.code == 0 and "Traceback" not in done.err, (words, done.err)
+
+
+@pytest.mark.parametrize("values", [[1e308, -1e308], [1e308, 1e308], [-1.7e308, 1e308, 2.0]])
+def test_the_largest_numbers_have_a_mean(values: list[float]) -> None:
+    curve = Curve()
+    curve.extend(list(range(200)), [values[at % len(values)] for at in range(200)])
+    for window in (1, 10):
+        chart([Line("a", curves.smoothed(curve, window))], 60, 10)
+    noise(curve, curve)
+    sparkline(curve.values)
+    assert mean([1e308, 1e308]) == pytest.approx(1e308)

@@ -1174,3 +1174,49 @@ def test_wandb_without_a_login_is_refused_before_anything_starts(stoker: Stoker)
     netrc.unlink()
     (home / ".config" / "wandb" / "settings").write_text("[default]\nmode = offline\n")
     assert stoker(*words, "--dry-run", env=clean).code == 0
+
+
+# As the library does: settings of the working directory count, and what is passed to init() comes before all of them.
+WANDB = """import os, pathlib
+calls = []
+def init(**given):
+    settings = [name for name in ("wandb", ".wandb") if (pathlib.Path.cwd() / name / "settings").exists()]
+    calls.append((given["project"], given["name"], os.environ.get("WANDB_DIR"), settings))
+log = finish = print
+"""
+
+
+@pytest.mark.parametrize("name", ["wandb", ".wandb"])
+def test_wandb_gets_the_users_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    from stoker.training.loop.say import open_loggers
+
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    for variable in ("WANDB_DIR", "WANDB_PROJECT", "WANDB_NAME", "WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
+        monkeypatch.setenv(variable, "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    project, run = tmp_path / "project", tmp_path / "runs" / "exp"
+    run.mkdir(parents=True)
+    project.mkdir()
+    monkeypatch.chdir(project)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    open_loggers("wandb", str(run), {}, print)
+    monkeypatch.delenv("WANDB_MODE")
+    (project / name).mkdir()
+    (project / name / "settings").write_text("[default]\nproject = theirs\nmode = offline\n")
+    monkeypatch.setenv("WANDB_DIR", "logs")
+    open_loggers("wandb", str(run), {}, print)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    monkeypatch.setenv("WANDB_NAME", "first try")
+    open_loggers("wandb", str(run), {}, print)
+    import wandb
+
+    assert wandb.calls == [
+        ("stoker", "exp", str(run), []),
+        ("theirs", "exp", "logs", [name]),
+        ("mine", "first try", "logs", [name]),
+    ]
+    monkeypatch.delitem(sys.modules, "wandb")

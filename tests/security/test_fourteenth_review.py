@@ -17,7 +17,6 @@ from stoker.contract.effort import LookingAt
 from stoker.contract.errors import reading
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.quantities import span
-from stoker.control.record import finder, reader
 from stoker.training.config.amount import lines_in
 from stoker.training.fit.cards import written
 from stoker.training.fit.pace import measured
@@ -91,16 +90,6 @@ def test_what_has_an_answer_passes(problem: BaseException) -> None:
     with pytest.raises(KeyError):
         with reading("m", KeyError):
             raise KeyError
-
-
-def test_a_record_that_nobody_foresaw_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.json").write_text('{"schema": 1}')
-    monkeypatch.setattr(reader, "_check", lambda data: data["schema"]["x"])
-    listing = finder.look(str(tmp_path))
-    assert not listing.runs and "run: it can't be read: TypeError" in listing.skipped
-    with pytest.raises(Refusal, match="is damaged: it can't be read: TypeError"):
-        finder.find(str(tmp_path / "run"), str(tmp_path))
 
 
 # ---- others' measurements ----

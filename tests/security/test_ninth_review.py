@@ -35,7 +35,6 @@ from stoker.training.data.prepare import prepare
 from stoker.training.data.read import Place, Remarks, conversations, texts
 from stoker.training.data.rows import rows
 from stoker.training.data.units import Span
-from stoker.training.generate.exporting import card_of
 from stoker.training.model import hf_write
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.hf_config import kept_text, shape_for
@@ -224,21 +223,6 @@ def test_code_of_another_repository_is_refused_even_with_trust(bloom: Path, tmp_
 
 
 # ---- exports in shared folders, and of strangers' runs ----
-
-
-@pytest.mark.parametrize("kind", ["pipe", "endless line"])
-def test_a_strangers_metrics_are_read_within_bounds(tmp_path: Path, kind: str) -> None:
-    (tmp_path / "config.yaml").write_text("model: {}\n")
-    metrics = tmp_path / "metrics.jsonl"
-    if kind == "pipe":
-        os.mkfifo(metrics)
-    else:
-        metrics.write_bytes(b" " * (2 << 20))
-    with pytest.raises(Refusal, match=f"{metrics}: .*(named pipe|longer than)"):
-        card_of(str(tmp_path))
-    metrics.unlink()
-    metrics.write_text('{"step": 1, "loss": 2.5}\nhalf a li')
-    assert "| loss | 2.5 |" in card_of(str(tmp_path))
 
 
 def test_what_a_stranger_left_in_a_shared_folder_ends_no_export(tmp_path: Path) -> None:

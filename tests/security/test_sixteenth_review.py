@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from conftest import at_length
-
 torch = pytest.importorskip("torch")
 
-from stoker.cli import rollouts  # noqa: E402
 from stoker.contract.names import Refusal  # noqa: E402
 from stoker.training.checkpoint import folders  # noqa: E402
 from stoker.training.checkpoint.saver import Saver  # noqa: E402
@@ -60,15 +56,6 @@ def test_a_checkpoint_of_another_user_is_not_replaced(tmp_path: Path) -> None:
     two.close()
     assert theirs.stat().st_uid == 65534 and (theirs / "manifest.json").read_bytes() == before
     assert "step-00000002 already exists and is another user's" in "\n".join(said)
-
-
-@at_length
-def test_a_flood_of_empty_lines_among_rollouts_costs_little(tmp_path: Path) -> None:
-    (tmp_path / "rollouts.jsonl").write_bytes(b"\n" * (9 << 20))
-    begun = time.process_time()
-    with pytest.raises(Refusal, match="has no answers"):
-        rollouts.main([str(tmp_path)])
-    assert time.process_time() - begun < 30, "it took a minute"
 
 
 def test_a_run_that_continues_no_other_leaves_its_checkpoints_alone(tmp_path: Path) -> None:

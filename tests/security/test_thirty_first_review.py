@@ -5,9 +5,7 @@ the kernel's log, other users' events in viewers' memory.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,6 @@ from stoker.control.cluster.facts import Facts, OneHost, Pair
 from stoker.control.cluster.hosts import is_address
 from stoker.control.doctor.checks import net
 from stoker.control.machine.facts import Net
-from stoker.control.record.history import Members, Moment
-from stoker.control.record.reader import Run
-from stoker.control.show import curves, folder
-from stoker.control.show.gather import Gatherer
 
 # ---- words of a host, or of a recorded machine, in a command to copy ----
 
@@ -87,62 +81,3 @@ def test_a_hosts_name_is_one_name_of_a_line_for_etc_hosts() -> None:
 
 
 # ---- what a viewer keeps of another user's events ----
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
-def test_a_viewer_keeps_nothing_of_any_size_of_another_users_events(tmp_path: Path) -> None:
-    root = tmp_path / "runs"
-    run = root / "20261117-000000-x"
-    run.mkdir(parents=True)
-    launcher = {"pid": 1, "start": 1, "host": "elsewhere"}
-    record = {"schema": 1, "name": "x", "started": 1.7e9, "launcher": launcher, "plan": {"world_size": 2}}
-    (run / "run.json").write_text(json.dumps(record))
-    nothing = json.dumps([[]] * 60_000)
-    path, looks = run / "events.jsonl", 3
-    path.write_text('{"event": "run", "time": 1700000000}\n')
-    for one in (run, *run.iterdir()):
-        os.chown(one, 12345, -1)
-    gatherer = Gatherer(str(root), everybody=True, machine=False)
-    tracemalloc.start()
-    try:
-        for look in range(looks):
-            with path.open("a") as events:
-                for place in (2 * look, 2 * look + 1):
-                    events.write(
-                        f'{{"event": "straggler", "time": 1700000001, "rank": {place}, "summary": "s", "x": {nothing}}}\n'
-                    )
-                    events.write(
-                        f'{{"event": "role-served", "time": 1700000001, "role": "{place}", "replicas": {nothing}}}\n'
-                    )
-            (shown,) = gatherer.snapshot().runs
-        kept = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
-    assert not shown.mine and shown.suspicion is not None
-    assert kept < 4 << 20, "of 3 looks at 720 KB, which are 15 MB as lists each"
-
-
-def test_a_curve_of_another_user_begins_anew_before_it_fills_the_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(curves, "_MOST_TAKEN", 8192)
-    path, tail, most = tmp_path / "metrics.jsonl", curves.MetricsTail(str(tmp_path), 4096), 0
-    for look in range(40):
-        with path.open("a") as file:
-            file.writelines(f'{{"step": {100 * look + place}, "time": 1.0, "loss": 2.5}}\n' for place in range(50))
-        assert tail.look() and tail.step == 100 * look + 49 and tail.newest["loss"] == 2.5
-        most = max(most, len(tail.curves["loss"].steps), len(tail.clock.steps))
-    assert 50 < most < 400, "of 2,000 points"
-    whole = curves.MetricsTail(str(tmp_path))
-    assert whole.look() and len(whole.curves["loss"].steps) == 2000
-
-
-def test_losses_that_another_users_ranks_told_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "_LOSSES_OF_OTHERS", 10)
-    members = Members((0,), (), ())
-    for mine, kept in ((True, 95), (False, 5)):
-        record = Run("/nowhere", "x", {}, None, 12345, mine)
-        seen = folder.RunFolder(record)
-        for step in range(95):
-            seen.pass_by(Moment(1.0 + step, 0, members, {"step": (step,), "loss": (2.5,)}, {}, {}))
-        assert len(seen.curve("loss").steps) == kept

@@ -14,7 +14,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stoker.control.record.rollouts import LARGEST, Rollouts  # noqa: E402
 from stoker.speedrun.gather import gather  # noqa: E402
 from stoker.training.generate.config import Sampling  # noqa: E402
 from stoker.training.model.config import ModelConfig  # noqa: E402
@@ -63,18 +62,6 @@ def test_answers_of_a_continued_run_take_no_memory_for_holes(tmp_path: Path) -> 
     again = Kept(str(tmp_path), 0, "s")
     assert again.count == 1 and again.find([1, 2], 7, 0, 1) == [Written((3,), (-0.5,), (0,))]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < (256 << 20) >> 10
-
-
-def test_rollouts_of_a_continued_run_that_no_run_writes_are_not_read(tmp_path: Path) -> None:
-    """All lines of a file of any size were held at once."""
-    lines = b'{"step": 0}\n'
-    (tmp_path / "rollouts.jsonl").write_bytes(lines)
-    sparse(tmp_path / "rollouts.jsonl", LARGEST + 1)
-    with pytest.raises(ValueError, match="no run writes such a file"):
-        Rollouts(str(tmp_path), 1, 1 << 20)
-    (tmp_path / "rollouts.jsonl").write_bytes(lines)
-    Rollouts(str(tmp_path), 1, 1 << 20).close()
-    assert json.loads((tmp_path / "rollouts.jsonl").read_text()) == {"step": 0}
 
 
 # ---- the report of a speedrun that came with a folder ----

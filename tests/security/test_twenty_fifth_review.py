@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Stoker, wait_for
+from conftest import Stoker
 from localuser import ATTACKER, needs_root, start_as, wait
 from stoker.cli import run
 from stoker.contract import listeners, protocol
@@ -31,8 +31,6 @@ from stoker.control.launch.attempt import read_around, read_error
 from stoker.control.launch.plan import make_plan
 from stoker.control.machine.facts import examination_from_json
 from stoker.control.machine.model import Gpu, Holder, Machine, machine_from_json
-from stoker.control.roles.ready import Watching
-from stoker.control.roles.role import Ready
 from stoker.control.verdict.judge import judge
 
 # ---- another user's listener ----
@@ -70,18 +68,6 @@ class Neighbour:
         os.close(told[1])
         self.port = int(os.read(told[0], 10))
         os.close(told[0])
-
-
-@pytest.mark.parametrize("rule", [Ready("port", ""), Ready("http", "/health")], ids=["port", "http"])
-def test_who_listens_for_an_instant_makes_no_role_ready(rule: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They began to after the look at who listens: one who comes and goes a thousand times a second meets that instant soon."""
-    monkeypatch.setattr(Watching, "_foreign", lambda *_: "")
-    neighbour = Neighbour(answer_and_keep)
-    watching = Watching(rule, [("127.0.0.1", neighbour.port)], 0.0, 1)
-    wrong = wait_for(lambda: watching.newest or watching.ready.is_set() or None, 10)
-    watching.close()
-    assert wait(neighbour.pid) == 0
-    assert wrong is not None and "is in use by" in str(wrong) and not watching.ready.is_set()
 
 
 def test_an_answer_that_its_sender_no_longer_holds_is_nobodys() -> None:

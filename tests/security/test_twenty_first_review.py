@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import time
 from pathlib import Path
 
 import pytest
 
-from conftest import Stoker, wait_for
+from conftest import Stoker
 from localuser import ATTACKER, do_as, needs_root
 
 torch = pytest.importorskip("torch")
 
-from stoker.control.roles.ready import Watching  # noqa: E402
-from stoker.control.roles.role import Ready  # noqa: E402
 from stoker.training.checkpoint.saver import Saver  # noqa: E402
 
 
@@ -55,22 +51,3 @@ def test_checkpoints_are_not_put_where_others_can_exchange_them(stoker: Stoker, 
     )
     assert done.code == 73 and "others can replace your checkpoints" in done.err, (done.code, done.err)
     assert list(public.iterdir()) == []
-
-
-def test_a_second_name_for_a_file_of_ours_makes_no_role_ready(stoker: Stoker, public: Path) -> None:
-    """Another user can give one to any file of ours that all may write, as a GPU's lock is."""
-    needs_root()
-    lock = public / "lock"
-    lock.touch()
-    lock.chmod(0o666)
-    os.utime(lock, (time.time() + 1000,) * 2)
-    do_as(ATTACKER, lambda: os.link(lock, public / "ready"))
-    waiting = Watching(Ready("file", str(public / "ready")), (), time.time(), 1)
-    try:
-        assert wait_for(lambda: waiting.looks or None, 20) and "several names" in waiting.newest
-        assert not waiting.ready.is_set()
-        (public / "ready").unlink()
-        (public / "ready").touch()
-        assert waiting.ready.wait(20)
-    finally:
-        waiting.close()

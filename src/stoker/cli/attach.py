@@ -8,20 +8,17 @@ import sys
 import time
 
 from stoker.contract import layout, terminal
+from stoker.contract.errors import reading
 from stoker.contract.names import RECIPES
 from stoker.contract.progress import of_run
 from stoker.contract.safe_io import open_regular
 from stoker.contract.settings import Parser
 from stoker.contract.terminal import columns_of, in_colour, say, tell
-from stoker.contract.text import printable_lines
-from stoker.control.launch.console import LONGEST, LineCutter
+from stoker.control.launch.console import LineCutter
 from stoker.control.launch.shortlines import OwnLines, ShortLines
 from stoker.control.record import finder, follow, reader
 
 _LOOK_BACK = 1 << 16  # bytes
-# Of another user's run: its logs may be a hundred thousand names of one file, and hold no end of a line.
-MOST_LOGS_OF_OTHERS = 512
-LONGEST_OF_OTHERS = 1 << 16
 
 
 def parser() -> Parser:
@@ -39,7 +36,7 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     run = finder.find(told.run, layout.runs_root(told.runs_dir, os.environ))
-    with reader.of_others(run):
+    with reading(f"run {run.id}"):
         return _follow(run, told.lines)
 
 
@@ -55,7 +52,7 @@ def _follow(run: reader.Run, lines: int) -> int:
     open_: dict[str, tuple[follow.Tail, LineCutter]] = {
         "": (console, LineCutter(b"", OwnLines(in_colour(), lambda: columns_of(sys.stdout)) if watched else None))
     }
-    first, left_out = True, False
+    first = True
     try:
         while True:
             over = reader.over(run)
@@ -64,11 +61,6 @@ def _follow(run: reader.Run, lines: int) -> int:
                     starts[name] = follow.newest_start(part)
                 since = starts[name].first_attempt
                 new = [one for one in follow.rank_logs(part) if one[2] not in open_ and one[0] >= since]
-                if not run.mine and len(new) > (room := MOST_LOGS_OF_OTHERS + 1 - len(open_)):
-                    new = sorted(new, key=lambda one: (-one[0], one[1]))[:room]  # the newest attempt's
-                    if not left_out:
-                        say(f"run {run.id} of {run.user} has more logs: {MOST_LOGS_OF_OTHERS} of them are followed")
-                    left_out = True
                 labels = follow.labels(part) if new else {}
                 recipe = str(part.data.get("script")).startswith(RECIPES)
                 for attempt, rank, path in new:
@@ -76,13 +68,12 @@ def _follow(run: reader.Run, lines: int) -> int:
                     label = labels.get((attempt, rank), f"rank {rank}")
                     prefix = (f"[{name}] " if name else "").encode() + f"{label}:".encode()
                     shorten = ShortLines(prefix, not rank, recipe) if watched and (recipe or name) else None
-                    longest = LONGEST if run.mine else LONGEST_OF_OTHERS
-                    open_[path] = (follow.Tail(path, skip), LineCutter(prefix, shorten, longest))
+                    open_[path] = (follow.Tail(path, skip), LineCutter(prefix, shorten))
             first = False
-            for path, (tail, cutter) in open_.items():
+            for tail, cutter in open_.values():
                 while data := tail.new():
-                    if not path and not run.mine:  # ours was cleaned when it was written
-                        data = printable_lines(data.decode("utf-8", "replace")).encode()
+                    if not run.mine:
+                        data = follow.without_codes(data)
                     if shown := cutter.feed(data):
                         terminal.wipe()
                         sys.stdout.buffer.write(shown)

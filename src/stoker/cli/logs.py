@@ -8,6 +8,7 @@ import sys
 import time
 
 from stoker.contract import layout
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import Parser
 from stoker.contract.terminal import say
@@ -29,7 +30,7 @@ def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     run = finder.find(told.run, layout.runs_root(told.runs_dir, os.environ))
     run = finder.role_of(run, told.role) if told.role else run
-    with reader.of_others(run):
+    with reading(f"run {run.id}"):
         return _show(run, told)
 
 
@@ -58,7 +59,7 @@ def _show(run: reader.Run, told: argparse.Namespace) -> int:
         over = reader.over(run)  # asked before the last look, so that nothing is missed
         while data := tail.new():
             silent = False
-            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.write(data if run.mine or not sys.stdout.isatty() else follow.without_codes(data))
         sys.stdout.buffer.flush()
         if over or not told.follow:
             if silent:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stoker.contract import layout
+from stoker.contract.errors import reading
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, names_run, suggest
 from stoker.contract.terminal import in_colour, paint, say, tell
@@ -95,8 +96,9 @@ def _once(runs: list[reader.Run]) -> list[reader.Run]:
 
 
 def watched(run: reader.Run) -> RunFolder:
-    folder = folder_of(run)
-    folder.run(run.started, watched=True)
+    with reading(f"run {run.id}"):
+        folder = folder_of(run)
+        folder.run(run.started, watched=True)
     return folder
 
 

@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
     left_out = counted(others, "folder")
     more = f"{left_out} of other users: `stoker runs --all`" if others else ""
     if others and told.all:
-        more = f"{left_out} of other users left out: very many runs, very large records, or not readable"
+        more = f"{left_out} of other users can't be read"
     if chosen:
         _print_table(chosen, told.all)
     elif runs or not chains:

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from stoker.contract import layout, schedulers
+from stoker.contract.errors import reading
 from stoker.contract.quantities import span
 from stoker.contract.settings import Parser
 from stoker.contract.shape import replace
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> int:
         run = found
     else:
         run = finder.find(told.run, root)
-    with reader.of_others(run):
+    with reading(f"run {run.id}"):
         return _explain(run, told.json)
 
 
@@ -144,9 +145,8 @@ def _print_restarts(run: reader.Run) -> None:
                 causes.append(f"{cause}, which --max-restarts does not count" if cause in _UNCOUNTED else cause)
     if count > _MOST_CAUSES:
         causes.append(f"and {count - _MOST_CAUSES} more")
-    part = " in the last 1 MB of its events" if run.shows_last_events_only else ""
-    if count or part:
-        _print(f"restarts: {count}{part}" + (f" (causes: {', '.join(causes)})" if causes else ""))
+    if count:
+        _print(f"restarts: {count}" + (f" (causes: {', '.join(causes)})" if causes else ""))
 
 
 def _print_lines(text: str) -> None:

@@ -17,7 +17,7 @@ from stoker.contract import layout, safe_io
 from stoker.contract.masking import mask_json, masked_lines
 from stoker.contract.names import EX_CANTCREAT, EX_TEMPFAIL, Refusal
 from stoker.contract.quantities import number_at
-from stoker.contract.safe_io import open_lock_file, write_json
+from stoker.contract.safe_io import open_below, open_lock_file, write_json
 from stoker.contract.shape import as_json, replace, shape
 from stoker.contract.text import parse_json
 from stoker.contract.typed import read_shape
@@ -235,7 +235,7 @@ def progress(run: str | None, steps: int) -> str:
     if run is None:
         return ""
     try:
-        with os.fdopen(reader.open_in(run, layout.METRICS), "rb") as file:
+        with os.fdopen(open_below(run, layout.METRICS), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
             lines = [line for line in file.read().split(b"\n")[:-1] if line.strip()]
     except OSError:

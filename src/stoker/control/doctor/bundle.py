@@ -12,13 +12,13 @@ import time
 from stoker.contract import layout
 from stoker.contract.masking import allowed_environment, mask_json, mask_text
 from stoker.contract.names import EX_CANTCREAT, Refusal
-from stoker.contract.safe_io import WholeFile
+from stoker.contract.safe_io import WholeFile, open_below
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
 from stoker.contract.text import parse_json, printable
 from stoker.control.machine import processes
 from stoker.control.machine.facts import Examination
-from stoker.control.record import finder, reader
+from stoker.control.record import finder
 
 COMMANDS = {
     "nvidia-smi.txt": ["nvidia-smi", "-q"], "topology.txt": ["nvidia-smi", "topo", "-m"], "kernel-log.txt": ["dmesg", "--ctime"],
@@ -40,7 +40,7 @@ def write_bundle(path: str, found: Examination, findings: list[Finding], runs_di
     files["processes.txt"] = _processes()
     for name in (layout.RUN, layout.VERDICT, layout.EVENTS, layout.CONSOLE):
         try:
-            handle = reader.open_in(finder.find(None, runs_dir).dir, name)
+            handle = open_below(finder.find(None, runs_dir).dir, name)
             files[f"latest-run/{name}"] = _end_of_file(handle)
         except (OSError, Refusal):
             continue  # no run yet, or none of ours

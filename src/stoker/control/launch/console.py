@@ -204,14 +204,10 @@ _CODES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\
 class LineCutter:
     """One rank's one stream. A carriage return ends a record too (progress bars), unless a newline follows it."""
 
-    def __init__(
-        self, prefix: bytes, shorten: Callable[[bytes], bytes | None] | None = None, longest: int = LONGEST
-    ) -> None:
-        """`shorten`: a whole line, without its end, to the one that is shown in its place; None: it is not shown. `longest`: a
-        longer line is shown in pieces.
-        """
+    def __init__(self, prefix: bytes, shorten: Callable[[bytes], bytes | None] | None = None) -> None:
+        """`shorten`: a whole line, without its end, to the one that is shown in its place; None: it is not shown."""
         self.prefix = prefix
-        self._shorten, self._longest = shorten, longest
+        self._shorten = shorten
         self._rest = bytearray()
         self._in_bar = False  # the unfinished line is the next state of a progress bar
         self.mid_line = False  # an unfinished line has been shown: what follows continues it
@@ -227,7 +223,7 @@ class LineCutter:
             self._rest = bytearray(data)
         else:
             self._rest += data
-            return self._begun() if len(self._rest) > self._longest else b""
+            return self._begun() if len(self._rest) > LONGEST else b""
         self._in_bar = done.endswith(b"\r")
         return self._dress(done)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import shlex
 from collections.abc import Sequence
 
@@ -12,12 +11,10 @@ from stoker.contract import checkpoints, layout
 from stoker.contract.masking import HIDDEN, mask_argv
 from stoker.contract.names import CHECKPOINT, RECIPES
 from stoker.contract.shape import shape
-from stoker.contract.text import is_count
 from stoker.control.record.finder import is_only_one, roles
 from stoker.control.record.reader import Run
 
 TO_CONTINUE, TO_START_AGAIN = "to continue", "to start it again"  # what it is for: behind it, as a comment
-_TARGET = re.compile(r"([\w.][\w.-]*@)?([\w.][\w.-]*|\[[\w:.%-]+\]):")  # of scp, and no option of it
 
 
 @shape
@@ -53,28 +50,16 @@ def host_of_files(run: Run) -> str:
 
 
 def copy_command(run: Run, name: str) -> str:
-    """What brings a file or folder of the run's here, from the host that has its files: by a record that was just written."""
-    return _joined(run, name, [str(word) for word in run.data["apart"][host_of_files(run)]])
+    """Return the command that copies a file or folder of the run here from the host that has its files.
 
-
-def advised_copy(run: Run, name: str) -> str:
-    """The same, by a record that anybody may have written: with the port and the key alone, as ssh's other settings (-F, -o)
-    name programs that it starts. Empty where the record has no such command.
+    Empty if the record has no such command, or is another user's: a command is run as it is printed.
     """
-    told = run.data["apart"][host_of_files(run)]
-    words = [word for word in told if isinstance(word, str)] if isinstance(told, list) else []
-    if words[:2] != ["scp", "-r"] or not _TARGET.fullmatch(words[-1]):
+    words = run.data["apart"][host_of_files(run)]
+    if not run.mine or not isinstance(words, list) or not words:
         return ""
-    pairs = [(flag, value) for flag, value in itertools.pairwise(words[2:-1]) if flag in ("-P", "-i")]
-    safe = [pair for pair in pairs if is_count(pair[1]) or (pair[0] == "-i" and not pair[1].startswith("-"))]
-    left_out = any(word.startswith(("-F", "-o")) for word in words)
-    command = _joined(run, name, [*words[:2], *itertools.chain(*safe), words[-1]])
-    return f"{command}   # without the -F and -o of your hosts file" if left_out else command
-
-
-def _joined(run: Run, name: str, words: Sequence[str]) -> str:
-    there = f"{words[-1]}{os.path.join(os.path.abspath(run.dir), name)}"
-    return shlex.join([*words[:-1], there, f"{os.path.relpath(run.dir)}/"])
+    *options, target = map(str, words)
+    source = f"{target}{os.path.join(os.path.abspath(run.dir), name)}"
+    return shlex.join([*options, source, f"{os.path.relpath(run.dir)}/"])
 
 
 def files_elsewhere(run: Run, completed: bool) -> tuple[tuple[str, str], ...]:

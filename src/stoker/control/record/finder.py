@@ -7,22 +7,20 @@ import stat
 from collections.abc import Callable
 
 from stoker.contract import layout, names, terminal
-from stoker.contract.shape import replace, shape
-from stoker.contract.shapes import Verdict
+from stoker.contract.safe_io import open_below
+from stoker.contract.shape import shape
 from stoker.contract.spelling import suggest
 from stoker.contract.text import printable
 from stoker.control.record import ownership
-from stoker.control.record.reader import Damaged, Run, load, read, size_of
+from stoker.control.record.reader import Damaged, Run, load, read
 from stoker.control.record.speedruns import speedrun_at, speedruns
-
-_MOST_LISTED = 64 << 10  # bytes of run.json where it is one of many: a run on one host has 6 KB
 
 
 @shape
 class Listing:
     runs: tuple[Run, ...]  # oldest first
     damaged: tuple[tuple[str, str], ...]  # name of the folder, why
-    others: int  # folders of other users that were not looked into
+    others: int  # folders of other users that were left out: not asked for, or not readable
 
     @property
     def skipped(self) -> str:
@@ -34,25 +32,8 @@ class Listing:
         return f"skipped {len(self.damaged)} damaged run record{'s' if len(self.damaged) > 1 else ''}: {told}{more}"
 
 
-class _Allowance:
-    """How much of one other user's runs a listing reads, whatever they put there."""
-
-    def __init__(self) -> None:
-        self._folders, self._bytes = 100, 1 << 20
-
-    def covers(self, run_dir: str) -> bool:
-        sizes = {name: size_of(os.path.join(run_dir, name)) for name in (layout.RUN, layout.VERDICT, layout.EVENTS)}
-        if sizes[layout.RUN] > _MOST_LISTED:
-            return False
-        if sizes[layout.VERDICT]:
-            del sizes[layout.EVENTS]  # read only where there is no verdict
-        self._folders -= 1
-        self._bytes -= sum(min(size, _MOST_LISTED) for size in sizes.values())
-        return self._folders >= 0 and self._bytes >= 0
-
-
-def look(root: str, everybody: bool = False, read_run: Callable[[str, int], Run | None] = read) -> Listing:
-    """One's own runs; with `everybody` other users' too, of each the last by name, and small records only.
+def look(root: str, everybody: bool = False, read_run: Callable[[str], Run | None] = read) -> Listing:
+    """List this user's runs; with `everybody` also those of other users that can be read.
 
     `read_run`: `read`, or one that remembers: a viewer lists a thousand runs every two seconds.
     """
@@ -60,13 +41,12 @@ def look(root: str, everybody: bool = False, read_run: Callable[[str, int], Run 
     damaged: list[tuple[str, str]] = []
     others = 0
     try:
-        entries = sorted(os.listdir(root), reverse=True)
+        entries = sorted(os.listdir(root))
     except FileNotFoundError:
         entries = []
     except OSError as problem:
         line = f"the runs folder {printable(root)} can't be read: {problem.strerror}; name another with --runs-dir"
         raise names.Refusal(line, names.EX_NOINPUT) from problem
-    allowances: dict[int, _Allowance] = {}  # by uid
     for name in entries:
         run_dir = os.path.join(root, name)
         try:
@@ -79,66 +59,29 @@ def look(root: str, everybody: bool = False, read_run: Callable[[str, int], Run 
         if not stat.S_ISDIR(about.st_mode):
             continue
         try:
-            uid = about.st_uid
-            mine = ownership.is_mine(uid, root)
-            if not mine and not (everybody and allowances.setdefault(uid, _Allowance()).covers(run_dir)):
+            if not ownership.is_mine(about.st_uid, root) and (not everybody or _is_closed(run_dir)):
                 others += 1
                 continue
-            if mine:  # another user's second name of our file takes nothing from us
-                _refuse_same_file(run_dir)
-            run = read_run(run_dir, _MOST_LISTED)
+            run = read_run(run_dir)
         except Damaged as problem:
             damaged.append((name, str(problem)))
         except OSError as problem:
             damaged.append((name, f"can't be read: {problem.strerror}"))
         else:
             if run is not None:
-                runs.append(run if mine else _brief(run))
-    runs.reverse()
-    damaged.reverse()
+                runs.append(run)
     return Listing(tuple(sorted(runs, key=lambda run: run.started)), tuple(damaged), others)
 
 
-# What is in memory of each run, in proportion to its size.
-_KEPT = (layout.RUN, layout.VERDICT, layout.EVENTS, layout.METRICS)
-
-
-_first_names: dict[tuple[int, int], str] = {}  # of files with several names -> the one that counts
-
-
-def _refuse_same_file(run_dir: str) -> None:
-    """A record that came with a folder may have any number of names, and each would be in memory: an archive of 4 KB made
-    3.6 GB of forty. Of all folders that this process lists: a job's roles are in one of their own.
-    """
-    for name in _KEPT:
-        path = os.path.join(run_dir, name)
-        try:
-            about = os.lstat(path)
-        except OSError:
-            continue  # none; or whoever reads it says why
-        if about.st_nlink > 1 and stat.S_ISREG(about.st_mode):  # on some network mounts all files have the same number
-            first = _first_names.setdefault((about.st_dev, about.st_ino), path)
-            folder = os.path.dirname(first)
-            if folder == run_dir:
-                continue
-            if _is_same(first, about) and not _is_same(folder, os.lstat(run_dir)):
-                raise Damaged(f"{name} is the same file as that of {printable(os.path.basename(folder), 80)}")
-            _first_names[about.st_dev, about.st_ino] = path  # that one is gone, or the same by another path
-
-
-def _is_same(path: str, about: os.stat_result) -> bool:
+def _is_closed(run_dir: str) -> bool:
+    """Return whether we are not permitted to read this run: run directories are their owners' alone by default."""
     try:
-        return os.path.samestat(os.lstat(path), about)
+        os.close(open_below(run_dir, layout.RUN))
+    except PermissionError:
+        return True
     except OSError:
-        return False
-
-
-def _brief(run: Run) -> Run:
-    """With no more of its verdict than a row of the listing shows."""
-    if run.verdict is None:
-        return run
-    verdict = run.verdict
-    return replace(run, verdict=Verdict(verdict.status[:80], verdict.cause[:80], "", verdict.exit_code, verdict.rank))
+        return False  # no run, or a damaged one
+    return False
 
 
 def all_runs(root: str) -> list[Run]:
@@ -219,11 +162,12 @@ def _role(which: str, root: str, exact: bool, say: Callable[[str], None]) -> Run
 
 
 def roles(run: Run) -> dict[str, Run]:
-    """The runs of a job's roles that have been started; none of a plain run."""
-    if not run.mine or not os.path.isdir(os.path.join(run.dir, layout.ROLES)):
+    """Return the runs of a job's roles that have been started, by their names; none of a plain run."""
+    root = os.path.join(run.dir, layout.ROLES)
+    if not os.path.isdir(root):
         return {}
-    found = {one.name: one for one in look(os.path.join(run.dir, layout.ROLES)).runs}
-    return {name: found[name] for name in sorted(found)}
+    by_name = {role.name: role for role in look(root, everybody=not run.mine).runs}
+    return {name: by_name[name] for name in sorted(by_name)}
 
 
 def role_of(run: Run, name: str) -> Run:

@@ -10,8 +10,14 @@ from stoker.contract import layout
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.safe_io import open_regular
 from stoker.contract.shape import shape
-from stoker.contract.text import printable
+from stoker.contract.text import printable, printable_lines
 from stoker.control.record.reader import Run
+
+
+def without_codes(data: bytes) -> bytes:
+    """Return what a rank printed as lines that a terminal only prints: another user's output may hold any control codes."""
+    text = data.decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n")
+    return printable_lines(text).encode()
 
 
 class Tail:
@@ -58,8 +64,8 @@ class Start:
 def newest_start(run: Run) -> Start:
     found = [event for event in run.events() if event["event"] == "run"]
     attempt, at = (found[-1].get("attempt"), found[-1].get("console_at")) if found else (None, None)
-    if not isinstance(attempt, int) or not isinstance(at, int) or not (0 <= attempt < 1 << 31 and 0 <= at < 1 << 62):
-        return Start()  # of an earlier version, or of another user
+    if not isinstance(attempt, int) or not isinstance(at, int) or attempt < 0 or at < 0:
+        return Start()  # of an earlier version, or damaged
     return Start(len(found), attempt, at)
 
 

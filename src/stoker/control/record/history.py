@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from stoker.contract import layout, typed
-from stoker.contract.safe_io import APPEND
+from stoker.contract.safe_io import APPEND, open_below
 from stoker.contract.shape import as_json, shape
-from stoker.control.record.reader import open_in
 
 SCHEMA = 1
 FOLDER = layout.HISTORY
@@ -25,11 +24,7 @@ EVERY_S = 2.0
 # Name of the file -> seconds between its lines, and lines of a full one.
 TIERS: dict[str, tuple[float, int]] = {"seconds": (EVERY_S, 1800), "minutes": (60.0, 1440), "hours": (1200.0, 1008)}
 _FED = {"minutes": EVERY_S, "hours": TIERS["minutes"][0]}  # what each is made from
-MOST_BYTES = 64 << 20  # of one file: 512 ranks on 64 hosts take 30 KB a line
-MOST_OF_OTHERS = 4 << 20  # of one file of another user's run
-_LONGEST = 4 << 20  # bytes of a line
-_MOST_MEMBERS = {"ranks": 65_536, "gpus": 16_384, "hosts": 2048}  # no more are believed
-_LONGEST_NAME = 255  # of a host or a card
+MAX_BYTES = 64 << 20  # of one file: 512 ranks on 64 hosts take 30 KB a line
 _NEWEST = frozenset(
     ("step", "memory", "memory_total", "loss", "collective_age", "beat_age", "heard")
 )  # not a mean of them
@@ -115,6 +110,7 @@ class HistoryWriter:
 class _File:
     def __init__(self, folder: int, name: str, lines: int, lose: Callable[[str, int, OSError], None]) -> None:
         self._folder, self._name, self._limit, self._lose = folder, name, lines, lose
+        self._path = f"{FOLDER}/{name}.jsonl"
         self._handle = -1
         self._lines = self._bytes = 0
         self._members: Members | None = None
@@ -122,7 +118,7 @@ class _File:
     def write(self, moment: Moment) -> None:
         data = b""
         try:
-            if self._lines >= self._limit or self._bytes >= MOST_BYTES:
+            if self._lines >= self._limit or self._bytes >= MAX_BYTES:
                 self._turn()
             if self._handle < 0:
                 self._open()
@@ -132,7 +128,7 @@ class _File:
             data += _line({"time": moment.time, "attempt": moment.attempt, **columns})
             os.write(self._handle, data)
         except OSError as problem:
-            self._lose(f"{FOLDER}/{self._name}.jsonl", len(data), problem)
+            self._lose(self._path, len(data), problem)
             return
         self._members = moment.members
         self._lines += 1
@@ -144,12 +140,8 @@ class _File:
             os.mkdir(FOLDER, 0o755, dir_fd=self._folder)
         except FileExistsError:
             pass
-        self._handle = self._opened()
-        if os.fstat(self._handle).st_size >= MOST_BYTES:
-            # Not counted first: a run that came with a folder may have a file of holes, of any size, and the launcher would read it
-            # all before it hears of a signal.
-            self._turn()
-            self._handle = self._opened()
+        flags = (APPEND & ~os.O_WRONLY) | os.O_RDWR
+        self._handle = os.open(self._path, flags, 0o644, dir_fd=self._folder)
         self._bytes = os.fstat(self._handle).st_size
         self._lines = at = 0
         last = b"\n"
@@ -159,21 +151,10 @@ class _File:
         if last != b"\n":
             os.write(self._handle, b"\n")
 
-    def _opened(self) -> int:
-        inner = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._folder)
-        try:
-            flags = (APPEND & ~os.O_WRONLY) | os.O_RDWR
-            return os.open(f"{self._name}.jsonl", flags, 0o644, dir_fd=inner)
-        finally:
-            os.close(inner)
-
     def _turn(self) -> None:
         self.close()
-        inner = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._folder)
-        try:
-            os.rename(f"{self._name}.jsonl", f"{self._name}.1.jsonl", src_dir_fd=inner, dst_dir_fd=inner)
-        finally:
-            os.close(inner)
+        before = f"{FOLDER}/{self._name}.1.jsonl"
+        os.rename(self._path, before, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         self._lines = self._bytes = 0
         self._members = None
 
@@ -225,14 +206,14 @@ def _thinned(name: str, values: list[Any]) -> Any:
     return round(mean) if all(isinstance(value, int) for value in known) else round(mean, 6)
 
 
-# ---- reading: while it is written, of a run that may be a stranger's ----
+# ---- reading: while it is written ----
 
 
 class HistoryTail:
     """New moments of one of the files since the last look."""
 
-    def __init__(self, run_dir: str, tier: str = "seconds", most: int = MOST_BYTES) -> None:
-        self._dir, self._name, self._most = run_dir, tier, most
+    def __init__(self, run_dir: str, tier: str = "seconds") -> None:
+        self._dir, self._name = run_dir, tier
         self._inode, self._at = 0, 0
         self._members: Members | None = None
 
@@ -257,18 +238,16 @@ class HistoryTail:
 
     def _read(self, name: str, at: int, remember: bool = False) -> list[Moment]:
         try:
-            with os.fdopen(open_in(self._dir, FOLDER, name), "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size < at:  # somebody cut it
+            with os.fdopen(open_below(self._dir, f"{FOLDER}/{name}"), "rb") as file:
+                if os.fstat(file.fileno()).st_size < at:  # somebody cut it
                     at, self._members = 0, None
-                skip = max(at, size - self._most)
-                file.seek(skip)
-                data = file.read(self._most)
+                file.seek(at)
+                data = file.read()
         except OSError:
             return []
         end = data.rfind(b"\n") + 1
         if remember:
-            self._at = skip + end
+            self._at = at + end
         return list(self._moments(data[:end].split(b"\n")))
 
     def _moments(self, lines: Iterable[bytes]) -> Iterator[Moment]:
@@ -285,8 +264,6 @@ class HistoryTail:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    if not line or len(line) > _LONGEST:
-        return None
     try:
         data = json.loads(line)  # not parse_json, which is three times as slow: an hour of 128 ranks has 17 MB
     except (ValueError, RecursionError):
@@ -296,13 +273,9 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 def _members(data: Any) -> Members | None:
     try:
-        found = typed.read_shape(Members, data)
+        return typed.read_shape(Members, data)
     except ValueError:
         return None
-    if any(len(getattr(found, part)) > most for part, most in _MOST_MEMBERS.items()):
-        return None
-    names = (*found.hosts, *(name for card in found.gpus for name in card))
-    return found if all(len(name) <= _LONGEST_NAME for name in names) else None
 
 
 _FIELDS = {"time": "float", "attempt": "int", **dict.fromkeys(PARTS, "dict[str, tuple[Any, ...]]")}
@@ -322,7 +295,7 @@ def _moment(data: dict[str, Any], members: Members) -> Moment | None:
 def newest_columns(run_dir: str, part: str = "ranks") -> Columns:
     """Of the last whole line, without its members: 64 KB are read, whatever the file's length."""
     try:
-        with os.fdopen(open_in(run_dir, FOLDER, "seconds.jsonl"), "rb") as file:
+        with os.fdopen(open_below(run_dir, f"{FOLDER}/seconds.jsonl"), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
             data = file.read(1 << 16)
     except OSError:
@@ -340,17 +313,8 @@ def read_history(run_dir: str, tier: str = "seconds") -> list[Moment]:
     return HistoryTail(run_dir, tier).new()
 
 
-def newest_history(run_dir: str, mine: bool) -> HistoryTail:
-    """The moments of the last hours; of another user's run the last of them only."""
-    return HistoryTail(run_dir, most=MOST_BYTES if mine else MOST_OF_OTHERS)
-
-
-def whole_history(run_dir: str, mine: bool = True) -> list[Moment]:
-    """From the run's beginning, as fine as it is still known: hours, then minutes, then seconds. Of another user's run only
-    `newest_history`.
-    """
-    if not mine:
-        return newest_history(run_dir, mine).new()
+def whole_history(run_dir: str) -> list[Moment]:
+    """Return all moments, oldest first, as fine as they are still known: of hours, then of minutes, then of seconds."""
     found: list[Moment] = []
     for tier in reversed(TIERS):
         moments = read_history(run_dir, tier)

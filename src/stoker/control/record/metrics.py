@@ -10,12 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.safe_io import APPEND, WholeFile, json_lines, last_lines
-from stoker.contract.text import parse_json
-
-LONGEST = 1 << 20  # bytes of a line
-LAST_BYTES, LAST_LINES = 16 << 20, 100_000  # that last_metrics reads: about two seconds at worst
+from stoker.contract.errors import unreadable
+from stoker.contract.safe_io import APPEND, WholeFile, json_lines
 
 
 def _number(value: Any) -> Any:
@@ -32,7 +28,6 @@ class Metrics:
         self._handle = os.open(self._path, APPEND, 0o644)
 
     def _forget(self, step: int) -> None:
-        # Line by line: a file that came with a folder may have any number of them.
         with WholeFile(self._path, durable=False) as kept:
             for line, told in json_lines(self._path):
                 if line.endswith("\n") and _step(told) < step:
@@ -48,41 +43,17 @@ class Metrics:
 
 
 def read_metrics(run_dir: str) -> list[dict[str, Any]]:
-    """The whole lines, oldest first; none where there is no file yet."""
+    """Return the complete lines, oldest first; none if there is no file yet. Raises Refusal if it can't be read."""
     return list(metrics_in(run_dir))
 
 
 def metrics_in(run_dir: str) -> Iterator[dict[str, Any]]:
-    """The same, one at a time: a run that comes from elsewhere may have any number of them."""
+    """Yield the same lines one at a time: a run of weeks has a million of them."""
     path = os.path.join(run_dir, layout.METRICS)
     try:
-        yield from (told for _, told in json_lines(path))
-    except (OSError, ValueError) as problem:  # a named pipe, or a line without end
-        why = getattr(problem, "strerror", None) or problem
-        raise Refusal(f"{path}: {why}; no run writes such a file: remove it", EX_DATAERR) from problem
-
-
-def last_metrics(run_dir: str) -> tuple[Iterator[dict[str, Any]], bool]:
-    """Of a run that may be a stranger's: the last of them, in bounded time, and whether those are all."""
-    path = os.path.join(run_dir, layout.METRICS)
-    try:
-        lines, whole = last_lines(path, LAST_BYTES, LAST_LINES)
-    except FileNotFoundError:
-        return iter(()), True
-    except OSError as problem:  # a named pipe
-        raise Refusal(f"{path}: {problem.strerror}; no run writes such a file: remove it", EX_DATAERR) from problem
-    if any(len(line) > LONGEST for line in lines):
-        why = f"a line is longer than {LONGEST >> 20} MB"
-        raise Refusal(f"{path}: {why}; no run writes such a file: remove it", EX_DATAERR)
-    return (metrics for line in lines if (metrics := _object(line)) is not None), whole
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
-    try:
-        data = parse_json(line.decode("utf-8", "replace"))
-    except ValueError:
-        return None  # half written
-    return data if isinstance(data, dict) else None
+        yield from (line for _, line in json_lines(path))
+    except OSError as problem:
+        raise unreadable(path, problem) from problem
 
 
 def _step(told: dict[str, Any]) -> float:

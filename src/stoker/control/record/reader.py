@@ -1,13 +1,14 @@
-"""Reads run directories, while written or after a crash. They may be damaged or another's: nothing is trusted."""
+"""Reads run directories while they are written, after a crash, or damaged: what can't be read is `Damaged`, in one line.
+
+Another user's record is read like any other. `Run.mine` says whose it is: only our own runs are resumed or signalled.
+"""
 
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from stoker.contract import layout, names, safe_io, text
@@ -18,13 +19,6 @@ from stoker.contract.shapes import Verdict
 from stoker.contract.text import printable
 from stoker.control.record import ownership
 
-_MOST = 16 << 20  # bytes of run.json: a run on 500 hosts has 2 MB
-_MOST_OF_OTHERS = 2 << 20  # the same of another user's
-_MOST_EVENTS = 256 << 20
-_EVENTS_OF_OTHERS = 1 << 20  # the last bytes of events.jsonl that are read of another user's run
-_MOST_ENTRIES = 10_000  # of a run directory
-_LONGEST_EVENT = 1 << 20
-
 
 class Damaged(Exception):
     """A run's record that can't be read, and why: one line, printable."""
@@ -34,7 +28,7 @@ class Damaged(Exception):
 class Run:
     dir: str
     id: str
-    data: dict[str, Any]  # run.json, checked (_check); of another user's run only what is checked
+    data: dict[str, Any]  # run.json, checked (_check)
     verdict: Verdict | None
     uid: int
     mine: bool
@@ -62,19 +56,13 @@ class Run:
         return ownership.user_name(self.uid)
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Of another user's run the last only: `shows_last_events_only` says so."""
-        return events(self.dir, tail=0 if self.mine else _EVENTS_OF_OTHERS)
-
-    @property
-    def shows_last_events_only(self) -> bool:
-        return not self.mine and size_of(os.path.join(self.dir, layout.EVENTS)) > _EVENTS_OF_OTHERS
+        return events(self.dir)
 
     @property
     def attempts(self) -> list[int]:
         try:
             with os.scandir(self.dir) as entries:
-                some = itertools.islice(entries, _MOST_ENTRIES)
-                folders = [entry.name for entry in some if entry.is_dir(follow_symlinks=False)]
+                folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         except OSError:
             return []
         return sorted(int(match[1]) for name in folders if (match := re.fullmatch(r"attempt-(0|[1-9]\d{0,5})", name)))
@@ -96,41 +84,35 @@ def load(run_dir: str) -> Run | None:
         return None
 
 
-def read(run_dir: str, most_of_others: int = _MOST_OF_OTHERS) -> Run | None:
-    """None where there is no record."""
+def read(run_dir: str) -> Run | None:
+    """Return the run's record, or None where there is none. Raises Damaged."""
     try:
         with reading("it", Damaged):
-            return _read(run_dir, most_of_others)
+            return _read(run_dir)
     except names.Refusal as problem:
         raise Damaged(problem.line) from problem
 
 
-def of_others(run: Run) -> AbstractContextManager[None]:
-    """Within it, another user's record is made sense of: what nobody foresaw in it is one line. Our own is no stranger's."""
-    return nullcontext() if run.mine else reading(f"run {run.id} of {run.user}")
-
-
-def _read(run_dir: str, most_of_others: int) -> Run | None:
+def _read(run_dir: str) -> Run | None:
     try:
-        about = os.stat(run_dir)
-        mine = ownership.is_mine(about.st_uid, os.path.dirname(run_dir))
-        most = _MOST if mine else most_of_others
-        data = _part(run_dir, layout.RUN, about.st_uid, most)
+        uid = os.stat(run_dir).st_uid
+        data = _json_file(run_dir, layout.RUN)
     except FileNotFoundError:
         return None
     except OSError as problem:
         raise Damaged(f"can't be read: {problem.strerror}") from problem
     _check(data)
     try:
-        _part(run_dir, layout.EVENTS, about.st_uid, 0)
+        os.close(_open(run_dir, layout.EVENTS))
     except FileNotFoundError:
         pass  # the run has not begun, or somebody has tidied up
     verdict: Verdict | None
     try:
-        verdict = Verdict.from_json(_part(run_dir, layout.VERDICT, about.st_uid, most))
+        verdict = Verdict.from_json(_json_file(run_dir, layout.VERDICT))
     except (FileNotFoundError, TypeError, Damaged):
         verdict = _verdict_in_events(run_dir)  # none yet, of another version, or damaged: the run is listed without it
-    return Run(run_dir, os.path.basename(run_dir), data if mine else _checked_part(data), verdict, about.st_uid, mine)
+    mine = ownership.is_mine(uid, os.path.dirname(run_dir))
+    return Run(run_dir, os.path.basename(run_dir), data, verdict, uid, mine)
 
 
 def _verdict_in_events(run_dir: str) -> Verdict | None:
@@ -151,45 +133,25 @@ def _verdict_in_events(run_dir: str) -> Verdict | None:
     return replace(told, evidence=("from events.jsonl: there is no verdict.json",))
 
 
-def open_in(run_dir: str, *names_: str) -> int:
-    """A descriptor of a regular file in the run directory, by no symbolic link: a record opens no file elsewhere."""
-    if len(names_) == 1:  # half the calls: a thousand runs are listed in a fraction of a second
-        return safe_io.open_regular(os.path.join(run_dir, names_[0]), follow=False)
-    handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _json_file(run_dir: str, name: str) -> Any:
+    """Return the value of a JSON file of the record. Raises FileNotFoundError or Damaged."""
+    with os.fdopen(_open(run_dir, name), "rb", buffering=0) as file:
+        data = file.read()
     try:
-        for folder in names_[:-1]:
-            below = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=handle)
-            os.close(handle)
-            handle = below
-        return safe_io.open_regular(names_[-1], dir_fd=handle, follow=False)
-    finally:
-        os.close(handle)
+        return text.parse_json(data)
+    except ValueError as problem:
+        raise Damaged(f"{name} is not JSON: {printable(str(problem), 80)}") from problem
 
 
-def _part(run_dir: str, name: str, uid: int, most: int) -> Any:
-    """A JSON file of the record, of at most so many bytes; 0: it is not read. FileNotFoundError, or Damaged."""
+def _open(run_dir: str, name: str) -> int:
+    """Open a file of the record. Raises FileNotFoundError, or Damaged if it is a link, a named pipe or the like."""
     try:
-        with os.fdopen(open_in(run_dir, name), "rb", buffering=0) as file:
-            about = os.fstat(file.fileno())
-            if about.st_uid != uid:
-                theirs, folders = ownership.user_name(about.st_uid), ownership.user_name(uid)
-                raise Damaged(f"{name} belongs to {theirs}, and its folder to {folders}")
-            # Python makes room for all that is asked for: 16 MB for each of a thousand small files take 0.2 s.
-            data = file.read(min(most, about.st_size) + 1) if most else b""
+        return safe_io.open_below(run_dir, name)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from None
     except OSError as problem:
         why = "is a symbolic link" if problem.errno == errno.ELOOP else printable(problem.strerror or str(problem))
         raise Damaged(f"{name} {why}") from problem
-    if not most:
-        return None
-    if len(data) > most:
-        limit = f"{most >> 20} MiB" if most >> 20 else f"{most >> 10} KiB"
-        raise Damaged(f"{name} is larger than {limit}")
-    try:
-        return text.parse_json(data)
-    except ValueError as problem:
-        raise Damaged(f"{name} is not JSON: {printable(str(problem), 80)}") from problem
 
 
 def _check(data: Any) -> None:
@@ -201,8 +163,8 @@ def _check(data: Any) -> None:
             raise Damaged(f"{layout.RUN}: {name} is not an object")
     launcher, plan = data.get("launcher") or {}, data.get("plan") or {}
     for where, name in ((data, "name"), (data, "config_hash"), (launcher, "host")):
-        if not isinstance(where.get(name), (str, type(None))) or len(where.get(name) or "") > 255:
-            raise Damaged(f"{layout.RUN}: {name} is not a short text")
+        if not isinstance(where.get(name), (str, type(None))):
+            raise Damaged(f"{layout.RUN}: {name} is not a text")
     of_launcher = ((launcher, "pid", 1 << 22), (launcher, "start", 1 << 62))
     for where, name, most in ((data, "started", 1e11), (plan, "world_size", 1e7), *of_launcher):
         value = where.get(name)
@@ -210,13 +172,6 @@ def _check(data: Any) -> None:
         fits = whole or (name == "started" and isinstance(value, float))
         if value is not None and not (fits and 0 <= value <= most):
             raise Damaged(f"{layout.RUN}: {name} is not a number from 0 to {most:g}")
-
-
-def _checked_part(data: dict[str, Any]) -> dict[str, Any]:
-    """What _check looked at: a listing of many users' runs keeps no more of each."""
-    known = {"launcher": ("pid", "start", "host"), "plan": ("world_size",)}
-    kept = {part: {name: (data.get(part) or {}).get(name) for name in fields} for part, fields in known.items()}
-    return {**kept, **{name: data.get(name) for name in ("name", "config_hash", "started")}}
 
 
 def size_of(path: str) -> int:
@@ -227,17 +182,19 @@ def size_of(path: str) -> int:
 
 
 def events(run_dir: str, tail: int = 0) -> Iterator[dict[str, Any]]:
-    """Whole lines only, each with a kind and a time: the last may be half written. `tail`: of so many bytes."""
+    """Yield the run's events, each with a kind and a time; a line that is half written is left out.
+
+    `tail`: only those in so many bytes at the end.
+    """
     try:
-        handle = open_in(run_dir, layout.EVENTS)
+        handle = safe_io.open_below(run_dir, layout.EVENTS)
     except OSError:
-        return  # none yet; or a damaged record, which read() reports
+        return  # there is none yet
     with os.fdopen(handle, "rb") as file:
         if tail and os.fstat(handle).st_size > tail:
             file.seek(-tail, os.SEEK_END)
-            file.readline(_LONGEST_EVENT)
-        most = file.tell() + (tail or _MOST_EVENTS)  # it may grow faster than we read
-        while file.tell() < most and (line := file.readline(_LONGEST_EVENT)):
+            file.readline()
+        for line in file:
             event = _event(line)
             if event is not None:
                 yield event
@@ -246,7 +203,7 @@ def events(run_dir: str, tail: int = 0) -> Iterator[dict[str, Any]]:
 def last_time(run_dir: str) -> float | None:
     """Of its newest event."""
     try:
-        with os.fdopen(open_in(run_dir, layout.EVENTS), "rb") as file:
+        with os.fdopen(safe_io.open_below(run_dir, layout.EVENTS), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
             lines = file.read(1 << 16).splitlines(keepends=True)
     except OSError:

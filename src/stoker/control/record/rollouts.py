@@ -13,15 +13,16 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.errors import unreadable
+from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.safe_io import APPEND, json_lines, write_whole
 from stoker.contract.shape import as_json, shape
 
 ENDS = 5  # steps at both ends that are never thinned
 OF_A_STEP = 16  # a step has no more than this part of the limit: those at both ends always fit
-LONGEST_TEXT = 1 << 17  # characters of a prompt or an answer
-LONGEST = 4 << 20  # bytes of a line
-LARGEST = 1 << 30  # bytes of a file that is read: twice what grpo.rollouts_mb allows
+# Longer prompts and answers are cut when they are written, so that a viewer finds whole lines in the last MAX_LINE bytes.
+MAX_TEXT = 1 << 17  # characters of a prompt or an answer
+MAX_LINE = 4 << 20  # bytes of a line
 
 
 @shape
@@ -48,8 +49,6 @@ class Rollouts:
         """`resumed_at`: lines of that step and later are of an attempt that was lost. `limit`: bytes."""
         self._path, self._limit = os.path.join(run_dir, layout.ROLLOUTS), limit
         if os.path.exists(self._path):
-            if os.path.getsize(self._path) > LARGEST:
-                raise ValueError(f"it is larger than {LARGEST >> 20} MB, and no run writes such a file")
             kept = [line for step, line in self._lines() if step < resumed_at]
             write_whole(self._path, "".join(kept), durable=False)
         self._handle = os.open(self._path, APPEND, 0o600)
@@ -94,32 +93,29 @@ class Rollouts:
 
 
 def _line(rollout: Rollout) -> bytes:
-    told = {"schema": layout.SCHEMA, **to_json(rollout), "answer": rollout.answer[:LONGEST_TEXT]}
+    told = {"schema": layout.SCHEMA, **to_json(rollout), "answer": rollout.answer[:MAX_TEXT]}
     if isinstance(rollout.prompt, str):
-        told["prompt"] = rollout.prompt[:LONGEST_TEXT]
+        told["prompt"] = rollout.prompt[:MAX_TEXT]
     line = json.dumps(told, default=str).encode() + b"\n"
-    if len(line) > LONGEST:
+    if len(line) > MAX_LINE:
         told["prompt"] = "…"
         line = json.dumps(told, default=str).encode() + b"\n"
     return line
 
 
 def read_rollouts(folder: str) -> Iterator[Rollout]:
-    """Whole lines, in the file's order; what a crash tore or others wrote is left out."""
+    """Yield the rollouts in the file's order; a torn line is left out. Raises Refusal if there is no file or it can't be read."""
     path = os.path.join(folder, layout.ROLLOUTS)
     if not os.path.exists(path):
         line = f"no {layout.ROLLOUTS} in {folder}: stage grpo writes it, unless grpo.rollouts_mb is 0"
         raise Refusal(line, EX_NOINPUT)
-    if os.path.getsize(path) > LARGEST:
-        raise Refusal(f"{path} is larger than {LARGEST >> 20} MB: no run writes such a file", EX_DATAERR)
     try:
-        for _, told in json_lines(path):
-            rollout = parse_rollout(told)
+        for _, values in json_lines(path):
+            rollout = parse_rollout(values)
             if rollout is not None:
                 yield rollout
-    except (OSError, ValueError) as problem:  # a named pipe, or a line without end
-        why = getattr(problem, "strerror", None) or problem
-        raise Refusal(f"{path}: {why}; no run writes such a file", EX_DATAERR) from problem
+    except OSError as problem:
+        raise unreadable(path, problem) from problem
 
 
 def parse_rollout(told: dict[str, Any]) -> Rollout | None:

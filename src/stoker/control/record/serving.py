@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.safe_io import APPEND, PRIVATE, write_whole
+from stoker.contract.safe_io import APPEND, PRIVATE, open_below, write_whole
 from stoker.contract.shape import as_json, fields_of, shape
 from stoker.contract.text import parse_json
 from stoker.contract.typed import Real, readable
-from stoker.control.record.reader import open_in
 
 EVERY_S = 2.0  # between two lines
 RATE_S = 30.0  # rates are means over so long
@@ -23,7 +22,6 @@ STALE_S = 15.0  # without a line: the server is gone or hangs, and nothing is kn
 MAX_BYTES = 1 << 20  # beyond that every second line is dropped: of totals nothing but resolution is lost
 _RECENT = 64  # lines that are never dropped
 _TAIL_BYTES = 1 << 14
-_MOST_REPLICAS = 1024
 
 
 @shape
@@ -80,7 +78,7 @@ class ServerLog:
 def read_samples(run_dir: str, most: int = 2 * MAX_BYTES) -> dict[int, tuple[ServerSample, ...]]:
     """Return the samples of each replica by its rank, oldest first: those in the last `most` bytes of its file."""
     try:
-        names = os.listdir(os.path.join(run_dir, layout.SERVING))[:_MOST_REPLICAS]
+        names = os.listdir(os.path.join(run_dir, layout.SERVING))
     except OSError:
         return {}
     ranks = sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
@@ -119,7 +117,7 @@ def _line(values: Mapping[str, Any]) -> bytes:
 def _samples_in(run_dir: str, rank: int, most: int) -> tuple[ServerSample, ...]:
     """Return the samples of a file, without lines that are torn or of another kind."""
     try:
-        with os.fdopen(open_in(run_dir, layout.SERVING, _name(rank)), "rb") as file:
+        with os.fdopen(open_below(run_dir, f"{layout.SERVING}/{_name(rank)}"), "rb") as file:
             skipped = max(0, os.fstat(file.fileno()).st_size - most)
             file.seek(skipped)
             lines = file.read(most).split(b"\n")[bool(skipped) : -1]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import http.client
 import os
 import socket
-import stat
 import threading
 import time
 from collections.abc import Sequence
@@ -107,8 +105,6 @@ class Watching:
             for uid in (link.st_uid, about.st_uid):  # another user's link leads where they like
                 if not safe_io.is_trusted(uid, os.path.dirname(rule.value)):
                     return f"{rule.value} belongs to {safe_io.user_name(uid)}"
-            if stat.S_ISREG(about.st_mode) and about.st_nlink > 1:  # others can give one to what all may write
-                return f"{rule.value} is a file with several names"
             return "" if about.st_mtime >= self._began - 1.0 else f"{rule.value} is older than this start"
         if rule.kind == "mark":
             return self._unmarked()
@@ -130,30 +126,17 @@ class Watching:
         """Another user who listens there could be asked in the role's place."""
         return _in_use_by(listeners.listening_users(host, port), port) if self._here else ""
 
-    def _refuse_others(self, connected: socket.socket) -> None:
-        """They may listen in the instant between a look and a connection only. OSError: it is theirs, or nobody's."""
-        port = connected.getpeername()[1]
-        others = _in_use_by(listeners.answering_users(connected), port) if self._here else ""
-        if others:
-            raise ConnectionRefusedError(errno.ECONNREFUSED, others)
-
     def _unconnected(self, host: str, port: int) -> str:
         try:
-            with socket.create_connection((host, port), CONNECT_S) as connected:
-                self._refuse_others(connected)
+            with socket.create_connection((host, port), CONNECT_S):
                 return ""
         except OSError as problem:
             return f"{host}:{port}: {problem.strerror or problem}"
-
-    def _connect(self, connection: http.client.HTTPConnection) -> None:
-        connection.connect()
-        self._refuse_others(connection.sock)
 
     def _counted(self, host: str, port: int) -> Served | None:
         """A page that is not there says nothing about the role's health: `ready` does."""
         connection = http.client.HTTPConnection(host, port, timeout=CONNECT_S)
         try:
-            self._connect(connection)
             connection.request("GET", self._rule.metrics)
             answer = connection.getresponse()
             text = answer.read(_MOST)
@@ -168,7 +151,6 @@ class Watching:
         connection = http.client.HTTPConnection(host, port, timeout=rule.answer)
         began = time.monotonic()
         try:
-            self._connect(connection)
             headers = {"Content-Type": "application/json"} if rule.body else {}
             connection.request("POST" if rule.body else "GET", rule.value, rule.body or None, headers)
             answer = connection.getresponse()

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stoker.contract.safe_io import open_below
 from stoker.contract.shape import shape
 from stoker.contract.text import printable
 from stoker.control.record import reader
@@ -148,7 +149,7 @@ def _config(run_dir: str) -> dict[str, str]:
     from stoker.contract.yamltext import NotYaml, parse_yaml
 
     try:
-        with os.fdopen(reader.open_in(run_dir, CONFIG), "rb") as file:
+        with os.fdopen(open_below(run_dir, CONFIG), "rb") as file:
             data = parse_yaml(file.read().decode("utf-8", "replace"))
     except (OSError, NotYaml):
         return {}

@@ -8,21 +8,19 @@ import operator
 import os
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stoker.contract import layout
-from stoker.control.record.reader import open_in
-from stoker.control.show.columns import LONGEST, Columns, Layout, number_in, numbers_in, parsed_line
+from stoker.contract.safe_io import open_below
+from stoker.control.show.columns import Columns, Layout, number_in, numbers_in, parsed_line
 from stoker.control.show.snapshot import AVERAGED, Metric, as_float, finite, metric, whole
 
 POINTS = 400  # of a curve in a snapshot
-MOST_METRICS = 200  # different names that are kept of one run
-_MOST_NEW = 2 * MOST_METRICS  # names of a block that are looked at
-MOST_OF_OTHERS = 16 << 20  # the last bytes that are read of another user's run
-_MOST_TAKEN = 2 * MOST_OF_OTHERS  # bytes by all looks, where only the last are read; then only those are kept
 _BLOCK = 4 << 20
 NEWEST_BYTES = 1 << 15  # at the end of the file, for the newest values alone
+# A page may be open for weeks: a reader of newest values starts again after so many bytes instead of keeping all curves.
+_MAX_NEWEST = 32 << 20
 _NEWEST = 64  # lines whose times are kept: the speed of the last steps
 _MOST_SUMMED = 1e300
 _LONGEST_INTERVAL = 10_000
@@ -160,11 +158,11 @@ def mean_of_newest(values: Iterable[Metric], newest: Metric) -> Metric:
 class MetricsTail:
     """metrics.jsonl of one run. `look` reads what is new; a file that was replaced (a resumed run) is read again.
 
-    `most`: at every look the last of so many bytes only, and of all looks together some more; 0: all.
+    `newest_only`: each look reads no more than the last NEWEST_BYTES, so the curves have gaps.
     """
 
-    def __init__(self, run_dir: str, most: int = 0) -> None:
-        self._dir, self._most = run_dir, most
+    def __init__(self, run_dir: str, newest_only: bool = False) -> None:
+        self._dir, self._newest_only = run_dir, newest_only
         self._layout = Layout()
         self._clear()
         self.problem = ""
@@ -177,20 +175,19 @@ class MetricsTail:
         self.clock = Curve()  # when each step was written
         self.interval = 1  # steps over which viewers average
         self.times: list[tuple[int, float]] = []  # (step, time) of the newest lines
-        self.partial = False  # only the end was read
         self._inode = self._at = self._taken = 0
 
     def look(self) -> bool:
         """Whether there was anything new."""
         try:
-            with os.fdopen(open_in(self._dir, layout.METRICS), "rb") as file:
+            with os.fdopen(open_below(self._dir, layout.METRICS), "rb") as file:
                 about = os.fstat(file.fileno())
-                much = self._most and self._taken > _MOST_TAKEN
-                if about.st_ino != self._inode or about.st_size < self._at or much:
+                is_full = self._newest_only and self._taken > _MAX_NEWEST
+                if about.st_ino != self._inode or about.st_size < self._at or is_full:
                     self._clear()
                     self._inode = about.st_ino
-                if self._most and about.st_size - self._at > self._most:
-                    self._at, self.partial = about.st_size - self._most, True
+                if self._newest_only:
+                    self._at = max(self._at, about.st_size - NEWEST_BYTES)
                 if about.st_size == self._at:
                     return False
                 self.problem = ""
@@ -210,13 +207,10 @@ class MetricsTail:
         while self._at < size and (data := file.read(min(_BLOCK, size - self._at))):
             end = data.rfind(b"\n") + 1
             if not end:
-                data += file.readline(LONGEST)
-                end = len(data) if data.endswith(b"\n") else 0
-                if not end:
-                    if len(data) > LONGEST:
-                        self.problem = f"{layout.METRICS}: a line is longer than {LONGEST >> 20} MB"
-                        self._at = size
+                data += file.readline()
+                if not data.endswith(b"\n"):
                     break  # half written
+                end = len(data)
             for block in self._layout.read(data[:end]):
                 if isinstance(block, Columns):
                     self._add_columns(block)
@@ -234,7 +228,7 @@ class MetricsTail:
         lines = [line for line in block if _is_step(line.get("step"))]
         if not lines:
             return
-        columns = _columns(lines, self.curves)
+        columns = _columns(lines)
         steps = columns.pop("step")
         times = columns.pop("time", [None] * len(steps))
         self.step = steps[-1]
@@ -280,7 +274,7 @@ class MetricsTail:
 
     def _keep(self, name: str, curve: Curve, newest: Metric) -> None:
         """`newest` is None where no value is a number."""
-        if newest is not None and (name in self.curves or len(self.curves) < MOST_METRICS):
+        if newest is not None:
             self.curves[name] = curve
             self.newest[name] = newest
 
@@ -295,22 +289,18 @@ class MetricsTail:
         return sorted(gaps)[len(gaps) // 2] if gaps else None
 
 
-def _columns(lines: list[dict[str, Any]], known: Collection[str]) -> dict[str, list[Any]]:
-    """Name -> its value in each line, None where a line has none. Of names that are not `known` yet as many as are kept:
-    lines that each have others cost no more than lines that have the same.
-    """
+def _columns(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return for each name its values, one for each line, None where a line has none."""
     names = list(lines[0])
     if {*map(len, lines)} == {len(names)} and len(names) > 1:  # the usual case: every line has the same names
         try:
             return dict(zip(names, map(list, zip(*map(operator.itemgetter(*names), lines), strict=True)), strict=True))
         except KeyError:
             pass
-    columns: dict[str, list[Any]] = {name: [None] * len(lines) for name in ("step", "time", *known)}
+    columns: dict[str, list[Any]] = {name: [None] * len(lines) for name in ("step", "time")}
     for at, line in enumerate(lines):
         for name, value in line.items():
             if name not in columns:
-                if len(columns) >= _MOST_NEW + len(known):
-                    continue
                 columns[name] = [None] * len(lines)
             columns[name][at] = value
     return columns
@@ -340,7 +330,7 @@ def newest_line(run_dir: str) -> dict[str, Any]:
     Where lines come more often than the logging interval, its AVERAGED metrics are means over the interval.
     """
     try:
-        with os.fdopen(open_in(run_dir, layout.METRICS), "rb") as file:
+        with os.fdopen(open_below(run_dir, layout.METRICS), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - NEWEST_BYTES))
             data = file.read(NEWEST_BYTES)
     except OSError:

@@ -1,6 +1,4 @@
-"""One run directory, looked at again and again: each look reads only what is new. Never raises: what is damaged, half
-written or gone is shown as it is.
-"""
+"""One run directory, looked at again and again: each look reads only what is new. What is half written or gone is shown as it is."""
 
 from __future__ import annotations
 
@@ -11,21 +9,14 @@ from typing import Any
 
 from stoker.contract import checkpoints, layout
 from stoker.contract.names import RECIPES
+from stoker.contract.safe_io import open_below
 from stoker.contract.shape import replace
 from stoker.contract.text import printable
 from stoker.control.record import reader
-from stoker.control.record.history import Columns, HistoryTail, Moment, newest_columns, newest_history
+from stoker.control.record.history import Columns, HistoryTail, Moment, newest_columns
 from stoker.control.record.serving import ServerSample, rates, recent_samples
 from stoker.control.show.columns import parsed
-from stoker.control.show.curves import (
-    MOST_OF_OTHERS,
-    NEWEST_BYTES,
-    Curve,
-    MetricsTail,
-    averaged,
-    mean_of_newest,
-    newest_line,
-)
+from stoker.control.show.curves import Curve, MetricsTail, averaged, mean_of_newest, newest_line
 from stoker.control.show.snapshot import (
     AVERAGED,
     REWARD,
@@ -43,24 +34,17 @@ from stoker.control.show.snapshot import (
 )
 
 RECENT = 60  # values of a sparkline
-_EVENTS_OF_OTHERS = 1 << 20
 _BLOCK = 16 << 20
-_MOST_RANKS = 100_000
-_RANKS_OF_OTHERS = 1024  # of another user's run: a listing has a hundred of those, and none of their ranks is shown
-_LOSSES_OF_OTHERS = 100_000  # that another user's ranks told, of all looks together
 _TEXT = 400  # characters of a summary
-_MOST_ROLES = 64
-_MOST_SERVED = 32  # counts of a role's servers that are kept
-_MOST_CAUSES = 1000  # of restarts, told apart: there are about a hundred
-_MOST_WAITING = 4096  # ranks that wait for one
+_SERVED = 32  # counts of a role's servers that are kept: their rate needs the newest, and a run of weeks has a million
 _HISTORY_LAG_S = 1.0  # beats are collected twice a second, so a moment has steps of up to this long before it
 
 
 class EventTail:
     """events.jsonl, and what it adds up to."""
 
-    def __init__(self, run_dir: str, mine: bool) -> None:
-        self._dir, self._mine = run_dir, mine
+    def __init__(self, run_dir: str) -> None:
+        self._dir = run_dir
         self._clear()
 
     def _clear(self) -> None:
@@ -81,13 +65,11 @@ class EventTail:
 
     def look(self) -> None:
         try:
-            with os.fdopen(reader.open_in(self._dir, layout.EVENTS), "rb") as file:
+            with os.fdopen(open_below(self._dir, layout.EVENTS), "rb") as file:
                 about = os.fstat(file.fileno())
                 if about.st_ino != self._inode or about.st_size < self._at:
                     self._clear()
                     self._inode = about.st_ino
-                if not self._mine:  # at every look: it may have grown by a terabyte of nothing since the last
-                    self._at = max(self._at, about.st_size - _EVENTS_OF_OTHERS)
                 while self._at < about.st_size:
                     file.seek(self._at)
                     data = file.read(min(_BLOCK, about.st_size - self._at))
@@ -122,21 +104,19 @@ class EventTail:
             begin = began if began is not None and end <= began <= when else when  # as the run's last line counts
         self.start = begin, when
         rank = whole(event.get("rank"))
-        rank = rank if rank is not None and 0 <= rank < (_MOST_RANKS if self._mine else _RANKS_OF_OTHERS) else None
+        rank = rank if rank is not None and rank >= 0 else None
         if kind == "attempt":
             self.attempt = whole(event.get("attempt"))
             for of_attempt in (self.up, self.ended, self.stopped, self.phases, self.slow, self.suspicions):
                 of_attempt.clear()
         elif kind == "restart":
             cause = printable(str(event.get("cause")), 80)
-            if cause in self.restarts or len(self.restarts) < _MOST_CAUSES:
-                self.restarts[cause] = self.restarts.get(cause, 0) + 1
+            self.restarts[cause] = self.restarts.get(cause, 0) + 1
         elif kind in ("relief", "busy"):
             self.suspicions.pop("suspicion", None)
         elif kind == "role-served" and isinstance(event.get("replicas"), list) and isinstance(event.get("role"), str):
-            if self._mine and (event["role"] in self.served or len(self.served) < _MOST_ROLES):
-                served = self.served.setdefault(event["role"], deque(maxlen=_MOST_SERVED))
-                served.append((float(when), event["replicas"]))
+            served = self.served.setdefault(event["role"], deque(maxlen=_SERVED))
+            served.append((float(when), event["replicas"]))
         elif kind == "straggler-over":
             self._over(rank)
         elif kind in ("suspicion", "straggler", "numbers") and isinstance(event.get("summary"), str):
@@ -156,12 +136,11 @@ class EventTail:
 
     def _suspect(self, kind: str, when: float, rank: int | None, event: dict[str, Any]) -> None:
         waiting = event.get("waiting") if isinstance(event.get("waiting"), list) else []
-        ranks = tuple(one for one in (waiting or ())[:_MOST_WAITING] if whole(one) is not None)
+        ranks = tuple(one for one in waiting or () if whole(one) is not None)
         cause, summary = printable(str(event.get("cause")), 80), printable(event["summary"], _TEXT)
         silent = metric(event.get("silent_s"))
         self.suspicions[kind] = Suspicion(when, kind, cause, summary, rank, ranks, finite(silent))
         if kind == "straggler" and rank is not None:
-            # Not the event itself: another user's may have any size, and there is one for each rank.
             told = {name: finite(metric(event.get(name))) for name in ("wait_s", "step_s")}
             self.slow[rank] = {**told, "cause": cause, "summary": summary, "time": when}
 
@@ -185,7 +164,7 @@ class RunFolder:
     def __init__(self, record: reader.Run, whole_curves: bool = True) -> None:
         self.record = record
         self._whole_curves = whole_curves
-        self.events = EventTail(record.dir, record.mine)
+        self.events = EventTail(record.dir)
         self.metrics: MetricsTail | None = None  # of a run that is watched
         self._history: HistoryTail | None = None
         self.moments: deque[Moment] = deque(maxlen=RECENT)
@@ -229,9 +208,8 @@ class RunFolder:
     def _look_closely(self) -> None:
         record = self.record
         if self.metrics is None:
-            most = 0 if record.mine else MOST_OF_OTHERS
-            self.metrics = MetricsTail(record.dir, most if self._whole_curves else NEWEST_BYTES)
-            self._history = newest_history(record.dir, record.mine)
+            self.metrics = MetricsTail(record.dir, newest_only=not self._whole_curves)
+            self._history = HistoryTail(record.dir)
         if self.metrics.look():
             self._points = None
         assert self._history is not None
@@ -278,8 +256,7 @@ class RunFolder:
         for step, loss in zip(moment.ranks.get("step", ()), moment.ranks.get("loss", ()), strict=False):
             kept = metric(loss)
             if whole(step) is not None and kept is not None:
-                again = self._told.steps and step < self._told.steps[-1]  # an attempt that began again
-                if again or (not self.record.mine and len(self._told.steps) >= _LOSSES_OF_OTHERS):
+                if self._told.steps and step < self._told.steps[-1]:  # an attempt that began again
                     self._told = Curve()
                 self._told.add(step, float(kept))
                 return
@@ -311,7 +288,7 @@ class RunFolder:
 
     def _servers(self, now: float, state: str) -> tuple[ServerLoad, ...]:
         """Return what this run has served, if it is a server that writes counters."""
-        self.samples = recent_samples(self.record.dir) if self.record.mine else {}
+        self.samples = recent_samples(self.record.dir)
         return (load_of("", list(self.samples.values()), now, state == RUNNING),) if self.samples else ()
 
     def _made(self, now: float, state: str) -> Run:
@@ -365,7 +342,7 @@ class RunFolder:
 
     def _done(self, logged: int | None) -> int | None:
         beaten = self._beaten()
-        if not beaten and self._is_recipe and self.record.mine:  # it was resumed and has made no step since
+        if not beaten and self._is_recipe:  # it was resumed and has made no step since
             beaten = checkpoints.newest_step(self.record.dir) or beaten
         known = [steps for steps in (logged, beaten) if steps is not None]
         return max(known, default=None)
@@ -405,8 +382,6 @@ class RunFolder:
         if start is None:
             return max(0.0, now - self.record.started) if state == RUNNING and self.record.started else None
         begin, end = start
-        if not self.record.mine:  # its first events may not have been read
-            return max(0.0, end - self.record.started) if self.record.started else None
         return self.events.before + max(0.0, (now if state == RUNNING else end) - begin)
 
     def _eta(self, state: str, done: int | None, total: int | None, values: dict[str, Metric]) -> float | None:
@@ -440,7 +415,7 @@ class RunFolder:
         told = plan.get("ranks")
         here = self.record.launcher[2]
         ranks: list[Rank] = []
-        for one in told[:_MOST_RANKS] if isinstance(told, list) else ():
+        for one in told if isinstance(told, list) else ():
             if not isinstance(one, dict) or whole(one.get("rank")) is None:
                 continue
             text = {name: one[name] if isinstance(one.get(name), str) else "" for name in ("role", "label", "host")}
@@ -555,7 +530,7 @@ class Remembering:
     def __init__(self) -> None:
         self._known: dict[str, tuple[tuple[Any, ...], reader.Run | None]] = {}
 
-    def __call__(self, run_dir: str, most: int) -> reader.Run | None:
+    def __call__(self, run_dir: str) -> reader.Run | None:
         names = (layout.RUN, layout.VERDICT, layout.EVENTS)  # where there is no verdict.json the events may hold it
         stamp = (
             *(_stamp(run_dir, name) for name in names),
@@ -564,7 +539,7 @@ class Remembering:
         known = self._known.get(run_dir)
         if known is not None and known[0] == stamp:
             return known[1]
-        found = reader.read(run_dir, most)
+        found = reader.read(run_dir)
         self._known[run_dir] = stamp, found
         return found
 

@@ -5,13 +5,13 @@ A `Gatherer` lives as long as its viewer and remembers what it has read: the sec
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from stoker.contract.errors import reading
 from stoker.contract.names import MACHINE, Refusal
 from stoker.contract.shape import fields_of, replace
 from stoker.contract.text import printable
@@ -27,11 +27,8 @@ from stoker.control.show.joined import slow_ranks
 from stoker.control.show.snapshot import DAMAGED, RUNNING, UNKNOWN, Run, Snapshot, finite, metric
 
 OFFLINE_S = 10.0  # without a word
-_RUNS_OF_OTHERS = 3  # of each other user that are read closely unasked: up to 24 MB each
-_HOSTS_OF_OTHERS, _CARDS_OF_OTHERS = 64, 512  # that are shown of each
 GPU_SERIES = ("utilization", "memory_used", "temperature", "power")
 HOST_SERIES = ("cpu", "memory_available", "received", "sent")
-_GONE = 4096  # series of hosts and cards that are not there now: they may come back, or were never any
 
 HostReading = tuple[HostGauges, tuple[GpuGauges, ...]]
 
@@ -61,8 +58,7 @@ class Gatherer:
         now = time.time()
         listing, problem = self._listing(only)
         self._forget(listing)
-        left_out = _not_closely(listing.runs)
-        runs = [self._run(record, now, watched, record.id not in left_out) for record in listing.runs]
+        runs = [self._run(record, now, watched) for record in listing.runs]
         runs += [_damaged(self.root, name, why) for name, why in listing.damaged]
         hosts, gpus = self._machines(runs, elsewhere, now)
         runs = [replace(run, slow=slow_ranks(run, self._folder(run), hosts, gpus)) for run in runs]
@@ -116,19 +112,17 @@ class Gatherer:
     def _folder(self, run: Run) -> RunFolder | None:
         return self._folders.get(run.id)
 
-    def _run(self, record: reader.Run, now: float, watched: Collection[str] | None, unasked: bool = True) -> Run:
-        """`unasked`: closely while it is under way, though nobody watches it."""
+    def _run(self, record: reader.Run, now: float, watched: Collection[str] | None) -> Run:
+        """Return the run's row, with ranks and curve while it runs or is watched; with `watched` None never."""
         folder = self._folders.get(record.id)
         if folder is None or folder.record.dir != record.dir:
             folder = self._folders[record.id] = folder_of(record, self._whole_curves)
         folder.record = record
-        close = watched is not None and (
-            record.id in watched or (unasked and reader.status(record) in (RUNNING, UNKNOWN))
-        )
+        close = watched is not None and (record.id in watched or reader.status(record) in (RUNNING, UNKNOWN))
         try:
-            with reader.of_others(record):
+            with reading("it"):
                 return folder.run(now, close)
-        except Refusal as problem:  # another user's record blocks nobody
+        except Refusal as problem:  # a damaged record keeps no other run from being listed
             return _damaged(self.root, record.id, problem.line)
 
     # ---- hosts and GPUs ----
@@ -145,8 +139,8 @@ class Gatherer:
             except (Refusal, OSError) as problem:
                 name, why = os.uname().nodename, problem.line if isinstance(problem, Refusal) else str(problem)
                 found[name] = HostGauges(name, now, OFFLINE, why), ()
-        for reading in elsewhere:
-            found[reading[0].name] = reading
+        for host_reading in elsewhere:
+            found[host_reading[0].name] = host_reading
         for run in runs:
             folder = self._folder(run)
             if run.state in (RUNNING, UNKNOWN) and folder is not None:
@@ -159,43 +153,23 @@ class Gatherer:
         hosts = tuple(self._with_recent(host, (host.name,), HOST_SERIES) for host, _ in found.values())
         seen_cards = (card for _, seen in found.values() for card in seen)
         gpus = tuple(self._with_recent(card, (card.host, card.uuid), GPU_SERIES) for card in seen_cards)
-        self._forget_gone(len(HOST_SERIES) * len(hosts) + len(GPU_SERIES) * len(gpus))
         return hosts, gpus
-
-    def _forget_gone(self, there: int) -> None:
-        """A host, or another user's run, may name other cards at every look. Those that were seen last stand last."""
-        for key in list(itertools.islice(self._series, max(len(self._series) - there - _GONE, 0))):
-            del self._series[key]
 
     def _remember(self, folder: RunFolder) -> None:
         """What the job recorded before this viewer began."""
         for moment in folder.moments if self._before is None else ():
-            for at, key in _cards(folder, moment):
+            for at, key in enumerate(moment.members.gpus):
                 for name in GPU_SERIES:
                     value = moment.gpus[name][at] if name in moment.gpus else None
                     self._values((*key, name)).append(finite(metric(value)))
 
     def _values(self, key: tuple[str, ...]) -> deque[float | None]:
-        values = self._series.pop(key, None)
-        self._series[key] = values = deque(maxlen=RECENT) if values is None else values
-        return values
+        return self._series.setdefault(key, deque(maxlen=RECENT))
 
     def _with_recent(self, gauges: Any, key: tuple[str, ...], names: tuple[str, ...]) -> Any:
         for name in names:
             self._values((*key, name)).append(finite(metric(getattr(gauges, name))))
         return replace(gauges, recent={name: tuple(self._values((*key, name))) for name in names})
-
-
-def _not_closely(runs: Iterable[reader.Run]) -> set[str]:
-    """Of every other user all but the newest that may be under way: a hundred folders must not hold up a viewer."""
-    seen: Counter[int] = Counter()
-    found = set()
-    for record in sorted(runs, key=lambda run: run.started, reverse=True):
-        if not record.mine and reader.status(record) in (RUNNING, UNKNOWN):
-            seen[record.uid] += 1
-            if seen[record.uid] > _RUNS_OF_OTHERS:
-                found.add(record.id)
-    return found
 
 
 def recorded_hosts(folder: RunFolder, now: float) -> Iterable[HostReading]:
@@ -205,10 +179,9 @@ def recorded_hosts(folder: RunFolder, now: float) -> Iterable[HostReading]:
         return
     machines = folder.record.data.get("hosts") or {}
     cards: dict[str, list[tuple[int, str]]] = {}
-    for at, (host_name, uuid) in _cards(folder, moment):
+    for at, (host_name, uuid) in enumerate(moment.members.gpus):
         cards.setdefault(host_name, []).append((at, uuid))
-    most = None if folder.record.mine else _HOSTS_OF_OTHERS
-    for place, name in enumerate(moment.members.hosts[:most]):
+    for place, name in enumerate(moment.members.hosts):
         row = {key: value for key, value in row_at(moment.hosts, place).items() if value is not None}
         heard = finite(metric(row.pop("heard", None)))
         if "load" in row:
@@ -218,11 +191,6 @@ def recorded_hosts(folder: RunFolder, now: float) -> Iterable[HostReading]:
         if silent > OFFLINE_S:
             host = replace(host, state=OFFLINE, reason=f"no word from it for {silent:.0f} s")
         yield host, tuple(_recorded_gpus(name, cards.get(name, ()), moment, machines.get(name)))
-
-
-def _cards(folder: RunFolder, moment: Moment) -> Iterable[tuple[int, tuple[str, str]]]:
-    """(place in the columns, (host, uuid))"""
-    return enumerate(moment.members.gpus[: None if folder.record.mine else _CARDS_OF_OTHERS])
 
 
 def _recorded_gpus(host: str, members: Iterable[tuple[int, str]], moment: Moment, machine: Any) -> Iterable[GpuGauges]:

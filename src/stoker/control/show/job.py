@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import bisect
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from stoker.contract import layout
 from stoker.contract.quantities import counted
 from stoker.contract.shape import replace
 from stoker.control.record import finder, reader
@@ -36,7 +34,7 @@ _TOLD = (
 
 def folder_of(record: reader.Run, whole_curves: bool = True) -> RunFolder:
     """As the run is: a job of roles, or a plain one."""
-    made = JobFolder if record.mine and len(_planned(record)) > 1 else RunFolder
+    made = JobFolder if len(_planned(record)) > 1 else RunFolder
     return made(record, whole_curves)
 
 
@@ -114,7 +112,7 @@ class JobFolder(RunFolder):
         return f"{counted(counts[0], 'request')}, {counted(counts[1], 'token')}" if counts is not None else ""
 
     def _look(self) -> None:
-        for record in finder.look(os.path.join(self.record.dir, layout.ROLES)).runs:
+        for record in finder.roles(self.record).values():
             known = self._roles.get(record.name)
             if known is None or known.record.dir != record.dir:
                 self._roles[record.name] = known = RunFolder(record, self._whole_curves)

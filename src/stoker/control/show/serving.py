@@ -1,9 +1,7 @@
 """The HTTP server of `stoker metrics` and `stoker web`: one thread, one select loop.
 
-A client that sends its request a byte a minute costs a descriptor for 5 s, and where all places are taken it gives up its
-place to the next one: a local user who opens connections and says nothing keeps nobody out. Work that reads files is done by a second
-thread, so that a disk that hangs holds up no other answer. A stream (server-sent events) is an answer that others write,
-piece by piece, until the client goes.
+Work that reads files is done by a second thread, so that a disk that hangs holds up no other answer. A stream (server-sent
+events) is an answer that others write, piece by piece, until the client goes.
 """
 
 from __future__ import annotations
@@ -20,17 +18,15 @@ from urllib.parse import parse_qsl
 
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.shape import shape
+from stoker.contract.text import is_count
 from stoker.control.machine import ports
 
-LONGEST_REQUEST = 8192  # bytes, with all headers
-LONGEST_BODY = 4096
-REQUEST_S = 5.0  # for a whole request
-WORK_S = 60.0  # for an answer from files: a disk that hangs must not keep clients for ever
-ANSWER_S = 30.0
-STREAM_S = 60.0  # a stream whose client takes nothing for so long is closed
-MOST_CLIENTS = 64
-MOST_PENDING = 4 << 20  # bytes that wait for the client of a stream: a slower one is closed, and asks anew
-MOST_WORK = 64  # answers that wait for the thread that reads
+MAX_HEADERS = 8192  # bytes
+MAX_BODY = 4096
+IDLE_S = 60.0  # a connection on which nothing has moved for so long is closed
+DRAIN_S = 5.0  # for the rest of a request that was refused
+MAX_CLIENTS = 64  # at once; more wait in the kernel's queue
+MAX_PENDING = 4 << 20  # bytes that wait for the client of a stream: a slower one is closed, and asks anew
 REASONS = {
     200: "OK",
     303: "See Other",
@@ -45,7 +41,6 @@ REASONS = {
     503: "Service Unavailable",
 }
 READ = 65536  # bytes at once
-MOST_THROWN_AWAY = 32 << 20  # bytes of a request that was refused: who still sends does not see why otherwise
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 PLAIN = "text/plain; charset=utf-8"
 
@@ -63,7 +58,7 @@ def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
     try:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind(address)
-        server.listen(MOST_CLIENTS)
+        server.listen(MAX_CLIENTS)
     except OSError as problem:
         server.close()
         holder = ports.listener(port) if port else None
@@ -135,51 +130,42 @@ def head(status: int, content_type: str, headers: Iterable[tuple[str, str]]) -> 
     return "\r\n".join([*lines, "", ""]).encode("ascii")
 
 
-@shape
-class More:
-    """The request is not whole before it has so many bytes. 0: nobody knows yet."""
-
-    size: int = 0
-
-
-def parse(data: bytes | bytearray) -> Request | int | More:
-    """A whole request, or the status of one that can't be taken."""
+def parse(data: bytes | bytearray) -> Request | int | None:
+    """Return the request, None if it has not arrived completely, or the status of one that can't be answered."""
     end = min((at for at in (data.find(b"\r\n\r\n"), data.find(b"\n\n")) if at >= 0), default=-1)
     if end < 0:
-        return 431 if len(data) > LONGEST_REQUEST else More()
-    if end > LONGEST_REQUEST:
+        return 431 if len(data) > MAX_HEADERS else None
+    if end > MAX_HEADERS:
         return 431
     begin = end + (4 if data[end : end + 1] == b"\r" else 2)
     first, *lines = data[:end].replace(b"\r\n", b"\n").decode("latin-1").split("\n")
     words = first.split(" ")
-    if len(words) != 3 or not words[2].startswith("HTTP/1.") or not words[1].startswith("/") or b"\0" in data[:end]:
+    if len(words) != 3 or not words[2].startswith("HTTP/1.") or not words[1].startswith("/"):
         return 400
     headers: dict[str, str] = {}
     for line in lines:
         name, colon, value = line.partition(":")
         name = name.strip().lower()
-        if not colon or not name or (name in headers and name in ("host", "content-length", "cookie", "origin")):
+        if not colon or not name:
             return 400
         headers[name] = value.strip()
     size = _body_size(headers)
-    if not 0 <= size <= LONGEST_BODY:
-        return 413 if size > LONGEST_BODY else 400
+    if not 0 <= size <= MAX_BODY:
+        return 413 if size > MAX_BODY else 400
     if len(data) < begin + size:
-        return More(begin + size)
+        return None
     path, _, query = words[1].partition("?")
     try:
-        fields = dict(parse_qsl(query, keep_blank_values=True, max_num_fields=30, errors="strict"))
-    except ValueError:  # too many, or not UTF-8
+        fields = dict(parse_qsl(query, keep_blank_values=True, errors="strict"))
+    except ValueError:  # not UTF-8
         return 400
     return Request(words[0], path, fields, headers, bytes(data[begin : begin + size]))
 
 
 def _body_size(headers: Mapping[str, str]) -> int:
-    """-1: it can't be told."""
-    if "transfer-encoding" in headers:
-        return -1
+    """Return the size of the body, or -1 if the headers don't say it."""
     text = headers.get("content-length", "0")
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
+    return int(text) if is_count(text) and "transfer-encoding" not in headers else -1
 
 
 # ---- the loop ----
@@ -216,15 +202,13 @@ class _Client:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self.request = bytearray()
-        self.whole = 0  # bytes before which there is nothing new in it
         self.answer: memoryview | None = None  # what is left of it
         self.stream: Stream | None = None
         self.open = True
-        self.asked = False  # all it can do now is leave
+        self.has_request = False  # it was read
         self.refused = False  # before all of the request was read
-        self.thrown_away = 0
         self.events = selectors.EVENT_READ
-        self.deadline = time.monotonic() + REQUEST_S
+        self.deadline = time.monotonic() + IDLE_S
 
 
 class Server:
@@ -240,7 +224,7 @@ class Server:
         self._clients: set[_Client] = set()
         self._selector = selectors.DefaultSelector()
         self._accepting = False
-        self._work: queue.Queue[tuple[_Client, Work] | None] = queue.Queue(MOST_WORK)
+        self._work: queue.SimpleQueue[tuple[_Client, Work] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[_Client, Answer]] = queue.SimpleQueue()
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
@@ -268,7 +252,7 @@ class Server:
                 self._close(client)
             self._selector.close()
             self._server.close()
-            if self._worker is not None and not self._work.full():
+            if self._worker is not None:
                 self._work.put(None)
 
     def wake(self) -> None:
@@ -285,7 +269,7 @@ class Server:
         while not self._done.empty():
             client, answer = self._done.get()
             if client.open:
-                self._begin(client, answer.to_bytes(), ANSWER_S)
+                self._begin(client, answer.to_bytes())
         for client in [client for client in self._clients if client.stream is not None]:
             self._refill(client)
 
@@ -295,43 +279,31 @@ class Server:
         if not more:
             return
         left = bytes(client.answer or b"")
-        if left and len(left) + len(more) > MOST_PENDING:  # one that is idle gets whatever was pushed at once
+        if left and len(left) + len(more) > MAX_PENDING:  # one that is idle gets whatever was pushed at once
             self._close(client)
             return
-        self._begin(client, left + more, STREAM_S if not left else client.deadline - time.monotonic())
+        deadline = client.deadline
+        self._begin(client, left + more)
+        if left:  # it has taken nothing since
+            client.deadline = deadline
 
     def _accept_if_room(self) -> None:
-        """Others wait in the kernel's queue where all clients have asked and wait for their answers."""
-        room = len(self._clients) < MOST_CLIENTS or self._idle() is not None
+        room = len(self._clients) < MAX_CLIENTS
         if room and not self._accepting:
             self._selector.register(self._server, selectors.EVENT_READ)
         elif self._accepting and not room:
             self._selector.unregister(self._server)
         self._accepting = room
 
-    def _idle(self) -> _Client | None:
-        """Who has waited longest without a whole request; else who does not take its answer."""
-        silent = [client for client in self._clients if not client.asked or (client.refused and client.answer is None)]
-        slow = [client for client in self._clients if client.answer is not None and client.stream is None]
-        return min(silent or slow, key=lambda client: client.deadline, default=None)
-
     def _accept(self) -> None:
-        """A few at once: whoever has just come and asks is read before those who follow could make it the oldest."""
-        for _ in range(MOST_CLIENTS // 4):
-            full = len(self._clients) >= MOST_CLIENTS
-            idle = self._idle() if full else None
-            if full and idle is None:
-                return
-            try:
-                connection, _ = self._server.accept()
-            except OSError:
-                return  # none waits; or there are no descriptors left: the next look tries again
-            if idle is not None:
-                self._close(idle)
-            connection.setblocking(False)
-            client = _Client(connection)
-            self._clients.add(client)
-            self._selector.register(connection, selectors.EVENT_READ, client)
+        try:
+            connection, _ = self._server.accept()
+        except OSError:
+            return  # the client is gone, or there are no descriptors left: the next look tries again
+        connection.setblocking(False)
+        client = _Client(connection)
+        self._clients.add(client)
+        self._selector.register(connection, selectors.EVENT_READ, client)
 
     def _close(self, client: _Client) -> None:
         client.open = False
@@ -354,27 +326,24 @@ class Server:
 
     def _read(self, client: _Client) -> None:
         data = client.socket.recv(READ)
-        if client.asked:
-            client.thrown_away += len(data)
-            if not data or client.thrown_away > MOST_THROWN_AWAY:
-                self._close(client)
-            return
-        client.request += data
-        if data and len(client.request) < client.whole:
-            return  # it is not parsed again for each byte of its body
-        request = parse(client.request)
-        if isinstance(request, More):
-            client.whole = request.size
+        if client.has_request:  # the rest of a refused request, or the end of a stream
             if not data:
                 self._close(client)
             return
-        client.asked = True
+        client.deadline = time.monotonic() + IDLE_S
+        client.request += data
+        request = parse(client.request)
+        if request is None:
+            if not data:
+                self._close(client)
+            return
+        client.has_request = True
         self._answer(client, request)
 
     def _answer(self, client: _Client, request: Request | int) -> None:
         if isinstance(request, int):
             client.refused = True
-            self._begin(client, failure(request).to_bytes(), ANSWER_S)
+            self._begin(client, failure(request).to_bytes())
             return
         try:
             answer = self._handler(request)
@@ -382,19 +351,17 @@ class Server:
             self._failed(problem)
             answer = failure(500)
         if isinstance(answer, Answer):
-            self._begin(client, answer.to_bytes(), ANSWER_S)
+            self._begin(client, answer.to_bytes())
         elif isinstance(answer, Stream):
             client.stream = answer
             answer.bind(self.wake)
             client.deadline = float("inf")  # it may wait for its first piece
             self._refill(client)
-        elif self._work.full():
-            self._begin(client, failure(503).to_bytes(), ANSWER_S)
         else:
             if self._worker is None:
                 self._worker = threading.Thread(target=self._read_files, name="reading", daemon=True)
                 self._worker.start()
-            client.deadline = time.monotonic() + WORK_S
+            client.deadline = time.monotonic() + IDLE_S  # a disk that hangs must not keep clients for ever
             self._work.put((client, answer))
 
     def _read_files(self) -> None:
@@ -410,15 +377,16 @@ class Server:
             self._done.put((client, answer))
             self.wake()
 
-    def _begin(self, client: _Client, data: bytes, seconds: float) -> None:
+    def _begin(self, client: _Client, data: bytes) -> None:
         client.answer = memoryview(data)
-        client.deadline = time.monotonic() + seconds
+        client.deadline = time.monotonic() + IDLE_S
         client.events = selectors.EVENT_WRITE
         self._selector.modify(client.socket, selectors.EVENT_WRITE, client)
 
     def _write(self, client: _Client) -> None:
         assert client.answer is not None
         client.answer = client.answer[client.socket.send(client.answer) :]
+        client.deadline = time.monotonic() + IDLE_S
         if client.answer:
             return
         if client.stream is None and not client.refused:
@@ -428,6 +396,6 @@ class Server:
         client.events = selectors.EVENT_READ
         client.deadline = float("inf")
         self._selector.modify(client.socket, selectors.EVENT_READ, client)
-        if client.stream is None:
+        if client.stream is None:  # closing now would reset the connection before the client has read why
             client.socket.shutdown(socket.SHUT_WR)
-            client.deadline = time.monotonic() + REQUEST_S
+            client.deadline = time.monotonic() + DRAIN_S

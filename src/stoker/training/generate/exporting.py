@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from stoker import __version__
-from stoker.contract import layout
 from stoker.contract.errors import reading
 from stoker.contract.masking import mask_text
 from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
@@ -23,7 +22,7 @@ from stoker.contract.text import parse_json, printable
 from stoker.contract.typed import read_fields
 from stoker.contract.yamltext import NotYaml, parse_yaml
 from stoker.control.record import reader
-from stoker.control.record.metrics import LAST_BYTES, LAST_LINES, last_metrics
+from stoker.control.record.metrics import metrics_in
 from stoker.training.checkpoint.reading import Checkpoint, open_checkpoint
 from stoker.training.generate.finding import HF, RESULT, Found
 from stoker.training.model import adapters, hf, outside
@@ -62,8 +61,7 @@ def card_of(run: str, stage: str = "") -> str:
         raise Refusal(f"{path} can't be read: {getattr(problem, 'strerror', None) or problem}", EX_DATAERR) from problem
     rows = [f"| {key} | {shown} |" for key in _TOLD if (shown := _shown(told, key))]
     numbers: dict[str, object] = {}
-    metrics, whole = last_metrics(run)
-    for line in metrics:
+    for line in metrics_in(run):
         numbers |= {key: line[key] for key in _NUMBERS if isinstance(line.get(key), (int, float))}
     results = [f"| {key} | {value} |" for key, value in numbers.items()]
     parts = [
@@ -73,9 +71,6 @@ def card_of(run: str, stage: str = "") -> str:
         f"Trained with Stoker {__version__}{f', stage {_text(stage)}' if stage else ''}.",
         "## Data\n\n| | |\n|---|---|\n" + "\n".join(rows) if rows else "",
         "## Result\n\n| | at the last step that measured it |\n|---|---|\n" + "\n".join(results) if results else "",
-        ""
-        if whole
-        else f"Only the end of {layout.METRICS} was read: {LAST_LINES:,} lines, {LAST_BYTES >> 20} MB at most.",
         "## Settings\n\n```yaml\n" + text.replace("```", "` ` `").strip() + "\n```",
     ]
     return mask_text("\n\n".join(filter(None, parts))) + "\n"

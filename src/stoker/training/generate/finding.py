@@ -175,7 +175,7 @@ def _of_run(run: str, checkpoints: bool, say: Say) -> Found:
     for one in (record, *roles.values()):
         if one is not None and (host := again.host_of_files(one)):
             done = one.verdict is not None and one.verdict.status == "completed"
-            copy = again.advised_copy(one, HF if done else layout.CHECKPOINTS)
+            copy = again.copy_command(one, HF if done else layout.CHECKPOINTS)
             where = f", in {one.dir}" if not copy else ""
             if done:
                 line = f"{run} has no model here: its files are on host {host}{where}"

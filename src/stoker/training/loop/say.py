@@ -19,7 +19,7 @@ from stoker.training.balance.plan import Plan
 from stoker.training.loop.config import check_loggers
 from stoker.training.loop.learner import Validation
 from stoker.training.loop.speed import Speed
-from stoker.training.loop.wandb_login import check_wandb_login
+from stoker.training.loop.wandb_login import check_wandb_login, wandb_settings
 from stoker.training.parallel.group import Group
 
 
@@ -50,14 +50,19 @@ def _mlflow(folder: str, config: dict[str, Any]) -> Logger:
 
 
 def _tracked(name: str) -> Callable[[str, dict[str, Any]], Logger]:
-    """Return what opens wandb, or trackio, which has the same functions."""
+    """Return the opener of wandb, or of trackio, which has the same interface.
+
+    What is passed to init() overrides wandb's settings, so the user's project and name are looked up here.
+    """
 
     def opened(folder: str, config: dict[str, Any]) -> Logger:
-        place = f"{name.upper()}_DIR"
-        if place in os.environ or place == "WANDB_DIR":  # else trackio's own
-            os.environ[place] = os.path.abspath(os.environ.get(place) or folder)
+        environment = {key: os.environ.get(f"{name}_{key}".upper()) for key in ("project", "name", "dir")}
+        settings = wandb_settings(os.environ) if name == "wandb" else {}
+        project = environment["project"] or settings.get("project", "stoker")
+        if name == "wandb" and not environment["dir"]:
+            os.environ["WANDB_DIR"] = os.path.abspath(folder)
         module = importlib.import_module(name)
-        module.init(project="stoker", name=os.path.basename(folder), config=config)
+        module.init(project=project, name=environment["name"] or os.path.basename(folder), config=config)
         return Logger(lambda step, values: module.log(values, step=step), module.finish)
 
     return opened

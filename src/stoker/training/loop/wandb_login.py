@@ -1,4 +1,4 @@
-"""Is this user logged in to Weights & Biases? Checked before a run starts, without importing wandb."""
+"""Weights & Biases without importing it: its settings, and whether this user is logged in, checked before a run starts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ WANDB_API = "https://api.wandb.ai"
 def check_wandb_login(environment: Mapping[str, str]) -> None:
     """Refuse to log to wandb where wandb.init() would fail because nobody is logged in.
 
-    Looks where wandb itself looks: WANDB_MODE, WANDB_API_KEY, the identity token's file, its settings file of this
-    user, and netrc.
+    Looks where wandb itself looks: WANDB_MODE, WANDB_API_KEY, the identity token's file, its settings files, and netrc.
     """
-    settings = _wandb_settings(environment)
+    settings = wandb_settings(environment)
     if environment.get("WANDB_MODE", settings.get("mode", "")) in ("offline", "disabled", "dryrun"):
         return
     if any(environment.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")) or settings.get("api_key"):
@@ -31,14 +30,19 @@ def check_wandb_login(environment: Mapping[str, str]) -> None:
         raise Refusal(f"{line} to keep the metrics on this machine", EX_NOPERM)
 
 
-def _wandb_settings(environment: Mapping[str, str]) -> Mapping[str, str]:
-    folder = environment.get("WANDB_CONFIG_DIR") or os.path.join(environment.get("HOME", "~"), ".config", "wandb")
-    parser = configparser.ConfigParser(interpolation=None)
-    try:
-        parser.read(os.path.join(os.path.expanduser(folder), "settings"))
-    except (configparser.Error, UnicodeDecodeError):
-        return {}  # wandb ignores such a file, too
-    return dict(parser["default"]) if parser.has_section("default") else {}
+def wandb_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what wandb's settings files say: the user's, overridden by the one of the working directory."""
+    user = environment.get("WANDB_CONFIG_DIR") or os.path.join(environment.get("HOME", "~"), ".config", "wandb")
+    here = ".wandb" if os.path.exists(".wandb") else "wandb"
+    settings: dict[str, str] = {}
+    for folder in (os.path.expanduser(user), here):
+        parser = configparser.ConfigParser(interpolation=None)
+        try:
+            parser.read(os.path.join(folder, "settings"))
+        except (configparser.Error, UnicodeDecodeError):
+            continue  # wandb ignores such a file, too
+        settings |= dict(parser["default"]) if parser.has_section("default") else {}
+    return settings
 
 
 def _netrc_machines(environment: Mapping[str, str]) -> set[str]:

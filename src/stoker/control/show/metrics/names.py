@@ -61,7 +61,7 @@ GROUPS: dict[str, list[Described]] = {
             ("stoker_last_collect_success", "1: the last snapshot was collected; 0: it failed, older values are served"),
             ("stoker_last_collect_timestamp_seconds", "When the values served were collected"),
             ("stoker_last_collect_duration_seconds", "How long that took"),
-            ("stoker_run_folders_left_out", "Folders of other users in the runs folder, not looked into"),
+            ("stoker_run_folders_left_out", "Folders of other users in the runs folder that were left out"),
         ),
         Described("stoker_build_info", ("version",), "The version of Stoker"),
         Described("stoker_runs", ("state",), "Runs in the folder, by state"),

@@ -36,10 +36,9 @@ from stoker.control.show.snapshot import HostGauges as Host
 CLASSIC, NEW, OFF = "classic", "4.9", "off"  # DCGM's dialects
 STATES = (RUNNING, "completed", "failed", "stopped", "refused", LOST, UNKNOWN, DAMAGED)
 ENDED_S = 900.0  # a run that ended is exported for so long: its verdict is scraped, and its series end
-_LONGEST = 200  # characters of a label
-_LOOKED_AT = 1000  # of one, for secrets. No more is kept: pages to come may have other labels
-MOST_RANKS = 4096  # of one run: run.json may be damaged, or a stranger's
-MOST_METRICS = 100
+_MAX_LABEL = 200  # characters
+# Of one run, besides those with a name of their own: Prometheus keeps each of these series for weeks.
+MAX_METRICS = 100
 _MIB = 1 << 20
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TRAINING = ("loss", "tokens", "tokens_per_s", "seconds_per_step", "mfu", "grad_norm", "lr", "total_steps")
@@ -71,8 +70,7 @@ class _Page:
 
     def put(self, name: str, value: Metric | bool, *labels: str) -> None:
         if value is not None:
-            kept = tuple(text[:_LOOKED_AT] for text in labels)
-            self._series[name][kept] = float(value) if isinstance(value, str) else as_float(value)
+            self._series[name][labels] = float(value) if isinstance(value, str) else as_float(value)
 
     def text(self) -> bytes:
         lines: list[str] = []
@@ -95,7 +93,7 @@ def _labels(keys: tuple[str, ...], values: tuple[str, ...]) -> str:
     """Of a page most are those of the page before. Names of runs, metrics and phases are anybody's texts, and whoever can
     reach the port reads them.
     """
-    shown = [printable(text, _LONGEST) for text in values]
+    shown = [printable(text, _MAX_LABEL) for text in values]
     pairs = [f'{key}="{_escaped(text, quoted=True)}"' for key, text in zip(keys, shown, strict=True)]
     return f"{{{','.join(pairs)}}}" if pairs else ""
 
@@ -127,7 +125,7 @@ def render(snapshot: Snapshot, collected: Collected, examined: Examined | None =
             _training(page, run)
             for server in run.servers:
                 _server(page, run, server)
-            for rank in run.ranks[:MOST_RANKS]:
+            for rank in run.ranks:
                 _rank(page, run, rank)
             for slow in run.slow:
                 page.put("stoker_rank_slow_wait_seconds", slow.wait_s or 0.0, run.id, str(slow.rank), slow.cause)
@@ -191,7 +189,7 @@ def _training(page: _Page, run: Run) -> None:
     }.items():
         page.put(f"stoker_training_{name}", value, run.id)
     others = [name for name in ordered_metrics(run.metrics) if name not in _TRAINING]
-    for name in others[:MOST_METRICS]:
+    for name in others[:MAX_METRICS]:
         page.put("stoker_training_metric", run.metrics[name], run.id, name)
 
 

@@ -13,7 +13,7 @@ from stoker.contract.shape import replace
 from stoker.contract.text import printable
 from stoker.control.record import reader
 from stoker.control.record.history import EVERY_S, Columns, Moment, whole_history
-from stoker.control.show.curves import MOST_OF_OTHERS, Curve, MetricsTail
+from stoker.control.show.curves import Curve, MetricsTail
 from stoker.control.show.folder import RECENT, RunFolder
 from stoker.control.show.gather import GPU_SERIES, HOST_SERIES, recorded_hosts
 from stoker.control.show.joined import slow_ranks
@@ -26,9 +26,9 @@ class Replay:
 
     def __init__(self, record: reader.Run) -> None:
         self._record = record
-        self.moments = whole_history(record.dir, record.mine)
+        self.moments = whole_history(record.dir)
         self._events = list(record.events())
-        self._metrics = MetricsTail(record.dir, 0 if record.mine else MOST_OF_OTHERS)
+        self._metrics = MetricsTail(record.dir)
         self._metrics.look()
         self._begin()
 

@@ -15,7 +15,6 @@ QUIT, STOP, PAUSE, FASTER, SLOWER, BACK, FORTH = "quit", "stop", "pause", "faste
 ORDERS: Mapping[str, Mapping[str, Order]] = {
     GPUS: gpus.ORDERS, RUN: {}, RANKS: tables.RANK_ORDERS, PROCESSES: tables.PROCESS_ORDERS, RUNS: runs.RUN_ORDERS,
 }  # fmt: skip
-_LONGEST_FILTER = 200
 
 
 @shape
@@ -139,7 +138,7 @@ def _type(view: View, key: str, sign: str) -> View:
 def typed_in(view: View, text: str) -> View:
     """A character, or what was pasted."""
     added = "".join(sign for sign in text if sign.isprintable())
-    return replace(view, typed=(view.typed + added)[:_LONGEST_FILTER])
+    return replace(view, typed=view.typed + added)
 
 
 def _sort(view: View, sign: str) -> View:

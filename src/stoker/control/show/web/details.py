@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import IO, Any
 
 from stoker.contract import layout
+from stoker.contract.safe_io import open_below
 from stoker.contract.shape import as_json
 from stoker.control.record import finder
-from stoker.control.record.reader import open_in
 from stoker.control.show.comparison import at_equal_step, differing, noise, settings_of
 from stoker.control.show.curves import Curve, interval_of, smoothed, thinned
 from stoker.control.show.drawing import metric_text
@@ -44,7 +44,7 @@ def curves(
     """`since`: points from this one on (a curve only grows at its end). `within`: of these steps."""
     folder, _ = folders.watched(run)
     made = {}
-    for name in names[:20]:
+    for name in names:
         curve = folder.curve(name)
         # Over one logging interval only single steps are averaged: other curves have no noise, or are means already.
         window = smooth if name in AVERAGED or smooth != folder.interval else 1
@@ -89,7 +89,7 @@ def metric_names(folder: RunFolder) -> list[str]:
 def sparks(folders: Folders, runs: Sequence[str]) -> dict[str, list[float | None]]:
     """Return a few points of each run's reward or loss, from places across the file: its length costs nothing."""
     found = {}
-    for run in runs[:60]:
+    for run in runs:
         try:
             found[run] = _spark(folders.place(run))
         except NotThere:
@@ -103,7 +103,7 @@ def _spark(run_dir: str) -> list[float | None]:
         return []
     values: list[float | None] = []
     try:
-        with os.fdopen(open_in(run_dir, *path.split(os.sep)), "rb") as file:
+        with os.fdopen(open_below(run_dir, path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             for number in range(SPARK):
                 file.seek(max(0, size * number // SPARK - 1))
@@ -161,7 +161,7 @@ def compared(folders: Folders, runs: Sequence[str], name: str) -> dict[str, Any]
     judged = noise(watched[0].curve(name), watched[1].curve(name)) if len(watched) == 2 else None
     return {
         "runs": list(runs[:MOST_RUNS]),
-        "settings": [[key, list(values)] for key, values in differing(settings)][:300],
+        "settings": [[key, list(values)] for key, values in differing(settings)],
         "metric": name,
         "equal": equal,
         "noise": {**as_json(judged), "beyond": judged.beyond} if judged is not None else None,
@@ -169,7 +169,7 @@ def compared(folders: Folders, runs: Sequence[str], name: str) -> dict[str, Any]
 
 
 def settings(folders: Folders, run: str) -> dict[str, Any]:
-    return {"settings": [list(pair) for pair in settings_of(folders.watched(run)[0].training.record).items()][:1000]}
+    return {"settings": [list(pair) for pair in settings_of(folders.watched(run)[0].training.record).items()]}
 
 
 def over_time(folders: Folders, run: str, since: float, within: Steps = ALL) -> dict[str, Any]:

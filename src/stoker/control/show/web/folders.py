@@ -17,7 +17,7 @@ from typing import Any
 
 from stoker.contract.text import printable
 from stoker.control.record import ownership, reader
-from stoker.control.record.history import HistoryTail, Moment, newest_history, read_history
+from stoker.control.record.history import HistoryTail, Moment, read_history
 from stoker.control.show.folder import RunFolder
 from stoker.control.show.job import folder_of
 from stoker.control.show.joined import late_of
@@ -43,9 +43,7 @@ _TOLD = (
     "stop",
     "verdict",
 )
-_MOST_RANKS = 4096  # of an answer
-_CELLS, _CELLS_OF_OTHERS = 64 << 20, 4 << 20  # ranks of all moments that are kept; beyond that the oldest go
-_PER_MOMENT = 64  # that each counts besides: a moment may have no ranks
+_CELLS = 64 << 20  # ranks of all moments: a page that is open for weeks drops the oldest moments beyond so many
 
 
 class Timeline:
@@ -58,10 +56,10 @@ class Timeline:
 
     def look(self) -> None:
         if self._tail is None:
-            self._tail = newest_history(self._record.dir, self._record.mine)
+            self._tail = HistoryTail(self._record.dir)
             newest = self._tail.new()
             begun = newest[0].time if newest else float("inf")
-            for tier in ("hours", "minutes") if self._record.mine else ():
+            for tier in ("hours", "minutes"):
                 older = [moment for moment in read_history(self._record.dir, tier) if moment.time < begun]
                 if older:
                     self._columns = [one for one in self._columns if one[0] < older[0].time]
@@ -72,7 +70,7 @@ class Timeline:
 
     def _take(self, moments: Iterable[Moment]) -> None:
         for moment in moments:
-            if not moment.ranks:  # nothing is known of them, and a line without columns may name any number
+            if not moment.ranks:  # nothing is known of them
                 continue
             row = "".join(letters(moment))
             shares = [finite(metric(one)) for one in moment.ranks.get("waiting", ())]
@@ -82,9 +80,9 @@ class Timeline:
         self._forget()
 
     def _forget(self) -> None:
-        room = _CELLS if self._record.mine else _CELLS_OF_OTHERS
+        room = _CELLS
         for place in range(len(self._columns) - 1, -1, -1):
-            room -= len(self._columns[place][1]) + _PER_MOMENT
+            room -= len(self._columns[place][1])
             if room < 0:
                 del self._columns[: place + 1]
                 return
@@ -94,7 +92,7 @@ class Timeline:
         self.look()
         first, last = within
         chosen = [one for one in self._columns if one[0] > since and first <= one[0] <= last]
-        ranks = sorted({rank for _, members, _, _ in chosen for rank in members})[:_MOST_RANKS]
+        ranks = sorted({rank for _, members, _, _ in chosen for rank in members})
         groups = [chosen[at * len(chosen) // COLUMNS : (at + 1) * len(chosen) // COLUMNS] for at in range(COLUMNS)]
         groups = [group for group in groups if group] if len(chosen) > COLUMNS else [[one] for one in chosen]
         rows: dict[int, list[str]] = {rank: [] for rank in ranks}
@@ -102,7 +100,7 @@ class Timeline:
             worst = dict.fromkeys(ranks, ".")
             for _, members, letters, _ in group:
                 for rank, letter in zip(members, letters, strict=True):
-                    if rank in worst and _ORDER.index(letter) > _ORDER.index(worst[rank]):
+                    if _ORDER.index(letter) > _ORDER.index(worst[rank]):
                         worst[rank] = letter
             for rank, letter in worst.items():
                 rows[rank].append(letter)
@@ -158,7 +156,6 @@ def letters(moment: Moment) -> Iterable[str]:
 
 
 _KEPT = 8  # runs whose curves and timelines stay in memory
-_LONGEST_NAME = 255
 
 
 class NotThere(Exception):
@@ -175,7 +172,7 @@ class Folders:
     def place(self, name: str) -> str:
         """The path of a folder that is ours to show: no link, no way out of the runs folder."""
         path = os.path.join(self.root, name)
-        if not name or "/" in name or "\0" in name or name in (".", "..") or len(name) > _LONGEST_NAME:
+        if not name or "/" in name or "\0" in name or name in (".", ".."):
             raise NotThere("no such run")
         try:
             about = os.lstat(path)

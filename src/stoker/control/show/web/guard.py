@@ -1,7 +1,7 @@
 """Who may ask: the token in the printed address, the cookie it is exchanged for, the names we are called by. Pure.
 
 A page of another site can make a browser here send requests to this port, under our address or under a name of its own that
-leads to it. It has no cookie of ours (SameSite=Strict), gets no answer by a foreign name, and can't read the CSRF token.
+leads to it. It has no cookie of ours (SameSite=Strict), its Host or its Origin is foreign, and it can't send JSON.
 
 Cookies know no ports: a browser sends one of 127.0.0.1:9910 to whoever listens on 127.0.0.1:6006, too. So ours belongs to a
 path that nobody can guess, and everything is below it: no other server is asked for that path, so none sees the cookie.
@@ -43,7 +43,7 @@ class Guard:
     """`run`: the one that the printed address opens; empty: the list."""
 
     def __init__(self, listening: socket.socket, run: str = "") -> None:
-        self.token, self._session, self.csrf, place = (secrets.token_urlsafe(32) for _ in range(4))
+        self.token, self._session, place = (secrets.token_urlsafe(32) for _ in range(3))
         self.base = f"/{place}/"  # the page's own address, known to the browser that had the token
         self._first = f"{self.base}#run/{quote(run, safe='')}" if run else self.base
         self._cookie = f"stoker-web-{listening.getsockname()[1]}"
@@ -72,8 +72,12 @@ class Guard:
         return Answer(303, headers=(*safe(), ("Set-Cookie", cookie), ("Location", self._first)))
 
     def may_act(self, request: Request) -> bool:
-        """The origin must be given, and ours."""
-        return bool(request.headers.get("origin")) and self._is(request.headers.get("x-stoker-csrf", ""), self.csrf)
+        """Return whether a request that `refused` let pass may do more than read.
+
+        A browser sends the origin with every POST, and JSON to another site only after that site has agreed.
+        """
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        return bool(request.headers.get("origin")) and content_type == "application/json"
 
     def _is_our_name(self, name: str) -> bool:
         """An address is none that a name server could turn on us."""
@@ -87,10 +91,7 @@ class Guard:
 
     def _is_foreign(self, request: Request) -> bool:
         origin = request.headers.get("origin")
-        if origin is not None and origin.lower() != f"http://{request.headers.get('host', '').lower()}":
-            return True
-        told = request.headers.get("sec-fetch-site", "none")
-        return told not in ("none", "same-origin") and request.path not in ("/", self.base)
+        return origin is not None and origin.lower() != f"http://{request.headers.get('host', '').lower()}"
 
     def _cookies(self, request: Request) -> list[str]:
         """All of our name: another server of this host may have set one, too, which must not hide ours."""

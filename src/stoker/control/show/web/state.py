@@ -30,7 +30,6 @@ _RANK = (
     "role", "label", "host", "gpu", "pid", "state", "exit_code", "step", "step_s", "waiting", "phase", "collective_age",
     "beat_age", "memory",
 )  # fmt: skip
-_LONGEST, _MOST_WORDS = 1000, 256  # of a text, and of a list: they may be a stranger's, and travel to every viewer
 _WHOLE = frozenset(
     (
         "requests",
@@ -93,9 +92,7 @@ def difference(before: Mapping[str, Mapping[str, Row]], now: State) -> tuple[Sta
 def _run(run: Run) -> Row:
     row = _row(run, _RUN)
     row["rl"] = {RL_METRICS[name]: metric_text(name, value) for name, value in run.rl_metrics.items()}
-    row["servers"] = [
-        {name: _plain(value, name) for name, value in as_json(one).items()} for one in run.servers[:_MOST_WORDS]
-    ]
+    row["servers"] = [{name: _plain(value, name) for name, value in as_json(one).items()} for one in run.servers]
     row["restarts"] = dict(run.restarts)
     row["slow"] = [{"rank": one.rank, "summary": one.summary} for one in run.slow]
     suspicion, verdict = run.suspicion, run.verdict
@@ -106,7 +103,7 @@ def _run(run: Run) -> Row:
             suspicion.cause,
             suspicion.summary,
             suspicion.rank,
-            list(suspicion.waiting[:_MOST_WORDS]),
+            list(suspicion.waiting),
         )
         row["suspicion"] = dict(zip(("time", "cause", "summary", "rank", "waiting"), told, strict=True))
     row["verdict"] = None
@@ -132,9 +129,7 @@ def _row(thing: Run | HostGauges | GpuGauges | Rank, names: tuple[str, ...]) -> 
 def _plain(value: Any, name: str) -> Any:
     """Numbers with four digits: what nobody sees need not travel, and what is only noise has not changed."""
     if isinstance(value, tuple):
-        return [_plain(one, name) for one in value[:_MOST_WORDS]]
-    if isinstance(value, str):
-        return value[:_LONGEST]
+        return [_plain(one, name) for one in value]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return value
     if isinstance(value, int) and (name in _WHOLE or abs(value) < 10_000):

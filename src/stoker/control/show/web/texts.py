@@ -5,7 +5,6 @@ Control characters are escaped here; the page puts texts in as text. So a log fu
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import re
@@ -22,20 +21,19 @@ from stoker.control.record import rollouts as rollout_records
 from stoker.control.show.web.folders import Folders, NotThere
 
 LOG_BYTES = 96 << 10  # of one answer
-_SEARCHED = 64 << 20  # bytes at the end of a log
+_SEARCHED = 64 << 20  # bytes at the end of a log: logs of weeks have gigabytes
 _MATCHES = 300
 _STACK_BYTES = 128 << 10
 _MOST_TEXTS = 20
-_MOST_FILES = 1000
-_MOST_ENTRIES = 10_000  # of all folders of a run, that one answer looks at
+_MAX_FILES = 1000  # that are listed
 _DEPTH = 3
 _ROWS = 40
 _ROW_BYTES = 64 << 10
 _ROLLOUTS = 32  # completions of one answer
-_ROLLOUT_BYTES = 2 * rollout_records.LONGEST  # of the file that one answer looks at
+_ROLLOUT_BYTES = 2 * rollout_records.MAX_LINE  # of the file that one answer looks at
 _ROLLOUT_TEXT = 4000  # characters of a prompt or a completion
 _ROLLOUT_PARTS = 20  # of a reward
-MOST_SERVED = 32 << 20
+MAX_SERVED = 32 << 20  # bytes of a file: it is held in memory until the browser has it
 # Anything else is shown as plain text, and a page is closed in (guard.SANDBOX).
 TYPES = {".html": "text/html; charset=utf-8", ".png": "image/png"}
 _TEXT = (".md", ".txt", ".json", ".jsonl", ".yaml", ".yml", ".log", ".csv", ".svg", ".py")
@@ -46,20 +44,20 @@ Explain = Callable[[reader.Run], Verdict | None]
 
 def shown(data: bytes) -> str:
     """A rank's output as lines: a progress bar's carriage return ends one, everything else is escaped."""
-    return printable_lines(data.decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n"))
+    return follow.without_codes(data).decode()
 
 
 # ---- logs ----
 
 
-def _log_names(attempt: int | None, rank: int | None) -> tuple[str, ...]:
-    return (layout.CONSOLE,) if rank is None else (f"attempt-{attempt}", f"rank-{rank}.log")
+def _log_path(attempt: int | None, rank: int | None) -> str:
+    return layout.CONSOLE if rank is None else f"attempt-{attempt}/rank-{rank}.log"
 
 
 def log(folders: Folders, run: str, attempt: int | None, rank: int | None, begin: int | None) -> dict[str, Any]:
     """`rank`: None for Stoker's own lines. `begin`: from this byte on; None: the end."""
     record = folders.record(run)
-    logs = [(number, which) for number, which, _ in follow.rank_logs(record)][:100_000]
+    logs = [(number, which) for number, which, _ in follow.rank_logs(record)]
     attempts = sorted({number for number, _ in logs})
     attempt = attempt if attempt is not None else max(attempts, default=0)
     answer: dict[str, Any] = {
@@ -68,7 +66,7 @@ def log(folders: Folders, run: str, attempt: int | None, rank: int | None, begin
         "ranks": [which for number, which in logs if number == attempt],
     }
     try:
-        with os.fdopen(reader.open_in(record.dir, *_log_names(attempt, rank)), "rb") as file:
+        with os.fdopen(open_below(record.dir, _log_path(attempt, rank)), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             start = max(0, size - LOG_BYTES) if begin is None else max(0, min(begin, size))
             file.seek(start)
@@ -101,7 +99,7 @@ def search(folders: Folders, run: str, attempt: int | None, rank: int | None, wo
     record = folders.record(run)
     attempt = attempt if attempt is not None else max(record.attempts, default=0)
     try:
-        with os.fdopen(reader.open_in(record.dir, *_log_names(attempt, rank)), "rb") as file:
+        with os.fdopen(open_below(record.dir, _log_path(attempt, rank)), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             start = max(0, size - _SEARCHED)
             file.seek(start)
@@ -173,7 +171,7 @@ def _stacks(record: reader.Run) -> Iterator[dict[str, Any]]:
         wanted = [name for name in names if name == "stacks.txt" or name.endswith((".stack.txt", ".error.json"))]
         for name in sorted(wanted, key=lambda name: name != "stacks.txt")[:_MOST_TEXTS]:
             try:
-                with os.fdopen(reader.open_in(record.dir, folder, name), "rb") as file:
+                with os.fdopen(open_below(record.dir, f"{folder}/{name}"), "rb") as file:
                     text = shown(file.read(_STACK_BYTES))
             except OSError as problem:
                 text = f"can't be read: {problem.strerror}"
@@ -185,41 +183,28 @@ def _stacks(record: reader.Run) -> Iterator[dict[str, Any]]:
 
 def listing(folders: Folders, run: str) -> dict[str, Any]:
     place = folders.place(run)
-    room = _Room()
-    found = sorted(_walk(room, place, ""), key=lambda one: str(one["path"]))
-    newest = checkpoints.newest(place) if folders.record(run).mine else None
-    folder = os.path.join(place, layout.CHECKPOINTS)
+    files = [one for one in _walk(place, "") if one["kind"] != "checkpoint"]
+    newest = checkpoints.newest(place)
     saved = []
     try:
-        room = _Room()
-        for entry in sorted(room.take(folder), key=lambda entry: entry.name):
+        with os.scandir(os.path.join(place, layout.CHECKPOINTS)) as entries:
+            steps = sorted(entries, key=lambda entry: entry.name)
+        for entry in steps:
             about = entry.stat(follow_symlinks=False)
             inside = entry.is_dir(follow_symlinks=False)
-            size = sum(one["size"] for one in _walk(room, entry.path, "")) if inside else about.st_size
+            size = sum(one["size"] for one in _walk(entry.path, "")) if inside else about.st_size
             is_newest = newest is not None and os.path.basename(newest.path) == entry.name
             name = printable(entry.name, 200)
             saved.append({"name": name, "size": size, "time": about.st_mtime, "newest": is_newest})
     except OSError:
         pass  # it has none
-    return {"files": [one for one in found if one["kind"] != "checkpoint"][:_MOST_FILES], "checkpoints": saved}
+    return {"files": sorted(files, key=lambda one: str(one["path"]))[:_MAX_FILES], "checkpoints": saved}
 
 
-class _Room:
-    """How many entries of a run's folders one answer looks at."""
-
-    def __init__(self) -> None:
-        self.left = _MOST_ENTRIES
-
-    def take(self, folder: str) -> list[os.DirEntry[str]]:
-        with os.scandir(folder) as entries:
-            found = list(itertools.islice(entries, min(_MOST_FILES, self.left)))
-        self.left -= len(found)
-        return found
-
-
-def _walk(room: _Room, place: str, below: str, depth: int = 0) -> Iterator[dict[str, Any]]:
+def _walk(place: str, below: str, depth: int = 0) -> Iterator[dict[str, Any]]:
     try:
-        entries = room.take(os.path.join(place, below))
+        with os.scandir(os.path.join(place, below)) as scanned:
+            entries = list(scanned)
     except OSError:
         return
     for entry in entries:
@@ -229,7 +214,7 @@ def _walk(room: _Room, place: str, below: str, depth: int = 0) -> Iterator[dict[
         except OSError:
             continue  # gone meanwhile
         if stat.S_ISDIR(about.st_mode) and depth < _DEPTH:
-            yield from _walk(room, place, path + "/", depth + 1)
+            yield from _walk(place, path + "/", depth + 1)
         elif stat.S_ISREG(about.st_mode):
             kind = "" if printable(path) != path else kind_of(path)
             yield {"path": printable(path, 300), "size": about.st_size, "time": about.st_mtime, "kind": kind}
@@ -256,15 +241,15 @@ def read_file(folders: Folders, run: str, path: str) -> tuple[bytes, str]:
     """(bytes, content type) of a file of the run, by no link."""
     place = folders.place(run)
     parts = path.split("/")
-    if any(part in ("", ".", "..") or "\0" in part or len(part) > 255 for part in parts) or not kind_of(path):
+    if any(part in ("", ".", "..") or "\0" in part for part in parts) or not kind_of(path):
         raise NotThere("no such file")
     try:
         with os.fdopen(open_below(place, path), "rb") as file:
-            data = file.read(MOST_SERVED + 1)
+            data = file.read(MAX_SERVED + 1)
     except (OSError, ValueError):
         raise NotThere("no such file") from None
-    if len(data) > MOST_SERVED:
-        raise NotThere(f"this file is larger than {MOST_SERVED >> 20} MB: {printable(path, 200)}")
+    if len(data) > MAX_SERVED:
+        raise NotThere(f"this file is larger than {MAX_SERVED >> 20} MB: {printable(path, 200)}")
     return data, TYPES.get(os.path.splitext(path)[1], "text/plain; charset=utf-8")
 
 
@@ -355,7 +340,7 @@ def reports(folders: Folders) -> dict[str, Any]:
     """Reports of chains of stages, which stand beside the runs."""
     found = []
     try:
-        names = sorted(os.listdir(folders.root), reverse=True)[:2000]
+        names = sorted(os.listdir(folders.root), reverse=True)
     except OSError:
         names = []
     for name in names:
