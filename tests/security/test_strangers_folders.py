@@ -15,7 +15,6 @@ import pytest
 from localuser import ATTACKER, VICTIM, do_as
 from stoker.contract import tensorheader
 from stoker.contract.names import Refusal
-from stoker.control.agent import receiving
 from stoker.control.launch.runplace import RunPlace, abandon
 from stoker.control.record.ownership import own_folder
 from stoker.control.scheduler import slurm_runs
@@ -209,76 +208,3 @@ def test_where_others_could_exchange_notes_of_jobs_runs_are_explained_without(tm
     assert slurm_runs.read_note(str(tmp_path), "12") == {} and slurm_runs.run_of(str(tmp_path), "12") is None
     with pytest.raises(Refusal, match="could replace your folders"):
         slurm_runs.log_path(str(tmp_path), "12")
-
-
-# ---- where --sync and --stage copy to ----
-
-
-def _copy(user: int, root: Path, cache: Path, manifest: str = "inside") -> str:
-    """What that user reads when a copy to `root` is offered; empty: it is taken."""
-    answer = cache / f"answer-{time.monotonic_ns()}"
-
-    def offer() -> None:
-        os.environ["XDG_CACHE_HOME"] = str(cache / f"home-{user}")
-        line = ""
-        try:
-            receiving.Receiver().offer(str(root), manifest, [], "here")
-        except receiving.Refused as refused:
-            line = str(refused)
-        answer.write_text(line)
-
-    do_as(user, offer)
-    return answer.read_text()
-
-
-def _open_folder(path: Path) -> None:
-    path.mkdir()
-    path.chmod(0o777)
-
-
-def _link(path: Path, target: Path) -> None:
-    path.symlink_to(target)
-
-
-def test_nothing_is_copied_below_a_folder_that_others_can_exchange(public: Path) -> None:
-    do_as(ATTACKER, lambda: _open_folder(public / "train"))
-    for manifest in ("inside", ""):  # of --sync, of --stage
-        line = _copy(VICTIM, public / "train" / "job", public, manifest)
-        assert "others could put another folder in the place of" in line and "belongs to uid 12345" in line, line
-    assert os.listdir(public / "train") == [], "nothing is made there"
-    do_as(VICTIM, (public / "train" / "mine").mkdir)
-    assert "belongs to uid 12345" in _copy(VICTIM, public / "train" / "mine", public)
-    assert "belongs to uid 12345" in _copy(0, public / "train" / "roots", public)
-
-    do_as(VICTIM, lambda: _open_folder(public / "own"))
-    assert _copy(VICTIM, public / "own", public) == "", "a folder of one's own may be open, as pods' volumes are"
-    assert "all users can write there" in _copy(VICTIM, public / "own" / "job", public)
-
-
-def test_nothing_is_copied_through_a_link_of_another_user(public: Path) -> None:
-    """They lead it to the victim's own folder, and elsewhere once the code is there."""
-    needs_root()
-    (public / "own" / "job").mkdir(parents=True)
-    do_as(ATTACKER, lambda: _link(public / "link", public / "own"))
-    _link(public / "over", public / "link" / "job")
-    for root in (public / "link", public / "link" / "job", public / "over"):
-        assert "belongs to uid 12345" in _copy(0, root, public)
-    _link(public / "way", public / "own")
-    assert _copy(0, public / "way" / "job", public) == "", "a link of one's own is fine"
-
-
-def test_what_a_copy_makes_is_closed_to_others_whatever_the_umask(public: Path) -> None:
-    umask = os.umask(0)
-    try:
-        assert _copy(VICTIM, public / "a" / "b" / "job", public) == ""
-    finally:
-        os.umask(umask)
-    assert not any((public / path).stat().st_mode & 0o022 for path in ("a", "a/b", "a/b/job"))
-
-
-def test_root_copies_to_a_pods_open_volume(public: Path) -> None:
-    """/workspace of a rented pod: root's, mode 777, no sticky bit."""
-    needs_root()
-    _open_folder(public / "workspace")
-    assert _copy(0, public / "workspace" / "train", public) == ""
-    assert "all users can write there" in _copy(VICTIM, public / "workspace" / "mine", public)

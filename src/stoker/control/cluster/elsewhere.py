@@ -18,13 +18,12 @@ from stoker.control.cluster.farend import FarEnd, Refused, Silent
 from stoker.control.cluster.hosts import Host, Hosts
 from stoker.control.cluster.ssh import afresh, explain
 from stoker.control.machine.gauges import Gauges
-from stoker.control.machine.model import MOST_GPUS, OFFLINE, GpuGauges, HostGauges
+from stoker.control.machine.model import OFFLINE, GpuGauges, HostGauges
 
 HostReading = tuple[HostGauges, tuple[GpuGauges, ...]]
 
 OFFLINE_S = 8.0  # without a reading
 _AGAIN_S = 2.0  # between two attempts to reach a host
-_LARGEST = 4 << 20  # bytes of a reading
 _FAR_END = "stoker.control.agent.gauging"
 
 
@@ -110,7 +109,7 @@ class _Watch:
     def _take(self, host: HostGauges, cards: tuple[GpuGauges, ...]) -> None:
         """Under the name that the hosts file has for it, which is also the one of a run's ranks there."""
         name = self._host.name
-        self._newest = replace(host, name=name), tuple(replace(card, host=name) for card in cards[:MOST_GPUS])
+        self._newest = replace(host, name=name), tuple(replace(card, host=name) for card in cards)
         self._when = time.monotonic()
         self._count += 1
         self._reason = ""
@@ -150,7 +149,7 @@ class _Watch:
         argv = transport.way_to(self._host, self._hosts).python(self._host, self._hosts, words)
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
-        far = self._far = FarEnd(self._process, _LARGEST, self._silence_s)
+        far = self._far = FarEnd(self._process, self._silence_s)
         far.send(packed)
         return far
 

@@ -1,5 +1,7 @@
-"""The conversation with the far end of a copy. It speaks every second: one that stays silent is lost, and so is one that
-reads nothing any more."""
+"""The conversation with the receiver of a copy, or with the gauges of another host.
+
+It speaks every second: one that stays silent is lost, and so is one that reads nothing any more.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,7 @@ from stoker.contract import protocol
 from stoker.contract.text import printable
 
 _CHUNK = 1 << 18
-_COMPLAINTS = 1 << 16  # bytes of its stderr that are kept
-_MOST_WAITING = 2  # answers that were not asked for yet
+_COMPLAINTS = 1 << 16  # bytes of its stderr that are kept: only a few lines are ever shown
 GREETING_S = 60.0  # a login, and the start of Python from a slow disk
 
 
@@ -29,14 +30,14 @@ class Refused(Exception):
 class FarEnd:
     """Listens while it sends, too: else what the far end says could fill the pipe, and both would wait."""
 
-    def __init__(self, process: subprocess.Popen[bytes], payload_limit: int, silence_s: float) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], silence_s: float) -> None:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         self._to, self._from = process.stdin.fileno(), process.stdout.fileno()
         self._errors = process.stderr.fileno()  # -1: it is closed
         self._complaints = b""
         os.set_blocking(self._to, False)
         os.set_blocking(self._errors, False)
-        self._decoder = protocol.Decoder(expect_sentinel=True, payload_limit=payload_limit)
+        self._decoder = protocol.Decoder(expect_sentinel=True)
         self._answers: deque[tuple[protocol.Message, bytes]] = deque()
         self._silence_s = silence_s
         self._heard = time.monotonic()
@@ -86,7 +87,7 @@ class FarEnd:
 
     @property
     def complaints(self) -> bytes:
-        """The beginning of its stderr so far. More is read, so that it does not wait, and not kept: it may have no end."""
+        """Return the first 64 KB of its stderr. The rest is read, so that it does not wait, and dropped."""
         while self._errors >= 0 and len(self._complaints) < _COMPLAINTS and self._take_complaint():
             pass
         return self._complaints
@@ -109,9 +110,6 @@ class FarEnd:
         self._heard = time.monotonic()
         for message, payload in self._decoder.feed(data):
             if message.get("is") == "refused":
-                raise Refused(printable(str(message.get("line", "no reason")), 1000))
-            if message.get("is") == "ping":
-                continue
-            self._answers.append((message, payload))
-            if len(self._answers) > _MOST_WAITING:
-                raise protocol.ProtocolError("it says more than it was asked")
+                raise Refused(printable(message["line"]))
+            if message.get("is") != "ping":
+                self._answers.append((message, payload))
