@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from conftest import Stoker, at_length, wait_for
+from localuser import ATTACKER, needs_root
 from netcluster import NetCluster
 
 TELL = """
@@ -327,19 +328,6 @@ def test_what_a_host_lacks_is_named_before_any_rank_starts(stoker: Stoker, netcl
     assert done.code == 69 and f"host {netcluster.hosts[1].name}: s.py differs" in done.err and "ran" not in done.out
 
 
-def test_a_workdir_of_another_user_is_reported(stoker: Stoker, netcluster: NetCluster) -> None:
-    stoker.script("s.py", "print('ran')")
-    for host in netcluster.hosts[:2]:
-        host.workdir.joinpath("s.py").write_text("print('ran')")
-    theirs = netcluster.hosts[1]
-    os.chown(theirs.workdir, 12345, 12345)
-    done = stoker("run", "--hosts", str(netcluster.file(slots=(1, 1))), "s.py")
-    assert done.code == 0, done.err
-    reported = [line for line in done.err.splitlines() if "who can change the code" in line]
-    assert len(reported) == 1, done.err
-    assert f"host {theirs.name}: the workdir {theirs.workdir} belongs to uid 12345" in reported[0]
-
-
 def by_hand(stoker: Stoker, cluster: NetCluster, script: str, flags: list[list[str]], nodes: str = "") -> list[Path]:
     """`stoker run` on each machine; their run directories. `nodes`: for --nnodes, where it is not just their number."""
     runs = []
@@ -484,7 +472,6 @@ def test_what_a_host_is_asked_before_its_ranks_start(tmp_path: Path) -> None:
         "problems": [],
         "shared": True,
         "unwritable": "",
-        "stranger": "",
     }
     found = ready(str(tmp_path / "no"), "no-such-python", str(apart), "token")
     assert (
@@ -494,6 +481,52 @@ def test_what_a_host_is_asked_before_its_ranks_start(tmp_path: Path) -> None:
     )
     (tmp_path / "file").touch()
     assert "Not a directory" in ready(str(tmp_path), "sh", str(tmp_path / "file" / "x"), "token")["unwritable"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "file", "runs folder"])
+def test_a_host_refuses_a_run_directory_that_somebody_else_made(tmp_path: Path, kind: str) -> None:
+    from stoker.control.agent.probe_ready import ready
+
+    needs_root()
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    run_dir = runs / "20260101-000000-exp"
+    if kind == "link":
+        (tmp_path / "theirs").mkdir(mode=0o777)
+        run_dir.symlink_to(tmp_path / "theirs")
+    elif kind == "file":
+        run_dir.write_text("")
+    elif kind == "folder":
+        run_dir.mkdir()
+        run_dir.chmod(0o777)
+    os.chown(runs if kind == "runs folder" else run_dir, ATTACKER, ATTACKER, follow_symlinks=False)
+    answer = ready(str(tmp_path), sys.executable, str(run_dir), f".shared-{os.urandom(8).hex()}")
+    assert len(answer["problems"]) == 1 and not answer["shared"], answer
+    assert "--runs-dir" in answer["problems"][0] or "--name" in answer["problems"][0]
+
+
+def test_a_host_takes_a_run_directory_of_ones_own_again(tmp_path: Path) -> None:
+    from stoker.control.agent.probe_ready import ready
+
+    run_dir = tmp_path / "runs" / "20260101-000000-exp"
+    for _ in range(2):
+        answer = ready(str(tmp_path), sys.executable, str(run_dir), ".shared-x")
+        assert answer == {"problems": [], "shared": False, "unwritable": ""}
+    assert run_dir.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    ("connection", "address"),
+    [("10.0.0.1 50000 10.0.0.2 22", "10.0.0.2"), ("UNKNOWN 65535 UNKNOWN 65535", None), ("", None)],
+)
+def test_the_address_that_ssh_came_to_is_found(
+    monkeypatch: pytest.MonkeyPatch, connection: str, address: str | None
+) -> None:
+    """An sshd that a ProxyCommand started knows none."""
+    from stoker.control.agent import probe_route
+
+    monkeypatch.setenv("SSH_CONNECTION", connection)
+    assert probe_route.route([])["reached_at"] == address
 
 
 def route(*ways: tuple[str, str | None], reached: str | None = None) -> dict[str, Any]:

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-import test_protocol
 
 from stoker.control.launch.console import LineCutter
 from stoker.control.launch.shortlines import OwnLines, RoleLines, ShortLines
-from stoker.control.watch.straggler import Stragglers
-from stoker.control.watch.watcher import Watcher
-
-hostile = test_protocol.evil  # a run whose host says what a test likes
 
 # ---- 1. a host's line on the launcher's terminal, which shortens and folds what recipes print ----
 
@@ -22,14 +13,6 @@ hostile = test_protocol.evil  # a run whose host says what a test likes
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-
-
-@pytest.mark.usefixtures("narrow")
-def test_a_step_of_any_number_of_fields_is_shown_as_it_is() -> None:
-    fields = b"".join(b" | a%d: b" % n for n in range(3000))
-    step = b"Step [1/9]" + fields
-    shown = LineCutter(b"GPU0:", ShortLines(b"GPU0:", steps=True)).feed(b"INFO | [GPU 0] " + step + b"\n")
-    assert shown == b"GPU0: " + step + b"\n"
 
 
 @pytest.mark.usefixtures("narrow")
@@ -44,56 +27,3 @@ def test_a_label_of_any_number_of_digits_is_no_rank() -> None:
     lines = RoleLines(b"[a] ", OwnLines(False, lambda: 0), recipe=False)
     told = b"GPU" + b"9" * 5000 + b": x"
     assert lines(told) == told
-
-
-# ---- 2. one host's words and the watch over all ranks ----
-
-
-def test_a_loss_that_is_no_number_costs_its_host_and_not_the_watch(hostile: Any) -> None:
-    done, _ = hostile("start", test_protocol.line(**{"is": "beats", "ranks": {"0": [1, 1, 1, 1.0, [[1, "x" * 5000]]]}}))
-    err = done.stderr.decode()
-    assert done.returncode == 70 and "it is broken: it sends a loss" in err and "watching failed" not in err, err
-
-
-def test_a_host_may_come_and_go_a_thousand_times() -> None:
-    """As often as a month has turns of the longest wait between two tries."""
-    from stoker.control.launch.membership import LONGEST_S, Membership
-
-    agents = SimpleNamespace(by_name={"a": None}, members=SimpleNamespace(drop=lambda _: None))
-    options = SimpleNamespace(min_hosts=1, rejoin="auto")
-    told: list[str] = []
-    run = SimpleNamespace(agents=agents, options=options, say=told.append, tell=lambda what, **_: told.append(what))
-    membership = Membership(run, SimpleNamespace())  # type: ignore[arg-type]
-    for _ in range(1100):
-        membership.give_up(SimpleNamespace(host="a", gone="it ended", selves=[]))  # type: ignore[arg-type]
-    assert told == ["host-lost"] * 1100
-    assert membership.lost["a"].next_try <= time.monotonic() + LONGEST_S
-
-
-NO_OPERATIONS: list[Any] = [
-    7, "x", [7], [None], [{"ops": 7}], [{"name": "0", "ops": [7]}], [{"name": "0", "ops": [{"order": []}]}],
-    [{"name": "0", "ops": [{"order": "x", "usual": True}, {"order": 1, "usual": False}]}],
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("collectives", NO_OPERATIONS, ids=range(len(NO_OPERATIONS)))
-def test_operations_of_a_failed_rank_may_be_anything(collectives: Any) -> None:
-    watcher = Watcher(2, 60.0, frozenset(["a"]), 0.0)
-    watcher.failed(0, collectives, [["f", "x.py", 3]])
-    watcher.failed(1, [{"name": "0", "ops": [{"seq": 1, "p2p": 0, "name": "gloo:barrier", "order": 1}]}], [])
-    assert watcher.last_word(sizes_differ=False) is None, "nothing that was said blames a rank"
-
-
-@pytest.mark.parametrize("timings", [7, "x", [7], [[]], [["0", 1]], [[{}, 1, 1]], [["0", [], 1]], [["0", 1, "x"]]])
-def test_times_of_collectives_may_be_anything(timings: Any) -> None:
-    stragglers = Stragglers(2)
-    clock = 0.0
-    while not (asked := stragglers.question(clock, {0: 99, 1: 99})) and clock < 1000:
-        clock += 1.0
-        for rank in (0, 1):
-            stragglers.stepped(rank, int(clock), 1, 1.0, clock)
-    assert asked == {"timings": True}
-    good = [["0", number, number * 10**9] for number in range(50)]
-    stragglers.answered("a", {"0": {"timings": timings}, "1": {"timings": good}})
-    stragglers.conclude({})
-    assert not stragglers.found

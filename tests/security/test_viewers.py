@@ -406,24 +406,6 @@ def test_targets_that_cant_be_and_line_ends_in_a_cause(tmp_path: Path, monkeypat
     assert not re.search(r"(?m)^Bcc", mail.read_text()) and "Subject: stoker: a run failed" in mail.read_text()
 
 
-# ---- other hosts ----
-
-
-def test_a_host_that_complains_without_end_fills_nothing(stoker: Stoker) -> None:
-    """Whatever ssh brings of its stderr is read from a pipe: a file would grow. What is kept of it has its bounds (farend.py)."""
-    (stoker.cwd / "bin").mkdir()
-    ssh = stoker.cwd / "bin" / "ssh"
-    ssh.write_text(
-        f"#!{sys.executable}\nimport os, stat\nwritten = 0\nwhile written < 8 << 20:\n"
-        f"    written += os.write(2, b'no way in\\n' * 1000)\n"
-        f"open({str(stoker.cwd / 'kind')!r}, 'w').write(str(stat.S_ISFIFO(os.fstat(2).st_mode)))\n"
-    )
-    ssh.chmod(0o755)
-    done = stoker("top", "--once", "--hosts", "far", env={"PATH": f"{ssh.parent}:{os.environ['PATH']}"})
-    assert done.code == 0 and "OFFLINE" in done.out, (done.out, done.err)
-    assert (stoker.cwd / "kind").read_text() == "True"
-
-
 def test_a_run_of_countless_files_is_listed_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """800,000 links in folders of 1,000 each held the page up for half a minute, and everybody's requests with it."""
     looked = 0

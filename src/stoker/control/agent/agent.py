@@ -20,7 +20,7 @@ from typing import Any
 from stoker.contract import hostmemory, protocol, redact
 from stoker.contract.names import EX_OSERR, Refusal
 from stoker.contract.process import process, send
-from stoker.contract.safe_io import open_regular, read_json
+from stoker.contract.safe_io import read_json, read_text
 from stoker.contract.text import is_count, parse_json, within
 from stoker.control.agent import kernel, spawn
 from stoker.control.agent.questions import Questions
@@ -39,10 +39,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from stoker.control.machine.gauges import Gauges
 
-_REPORT = 1 << 20  # bytes of an error report: the shim keeps its own below 100 KB
-# Characters of one that are looked through for secrets. torch's own may quote rows of data: a megabyte takes longer than the
-# coordinator waits for a word of ours.
-_LOOKED_AT = 140_000
+# Characters of a report that are sent. The shim's own has 120,000 at most. torch's may quote rows of data: to look
+# through a megabyte for secrets takes longer than the coordinator waits for a word of ours.
+_MAX_REPORT = 140_000
 
 
 class Agent:
@@ -458,7 +457,7 @@ class Agent:
             self._learned = True
             redact.learn(next(iter(self._specs.values()))["env"])  # what differs between ranks is ours
         began = time.monotonic()
-        shown = redact.data(within(report, _LOOKED_AT))
+        shown = redact.data(within(report, _MAX_REPORT))
         now = time.monotonic()
         self._last_heard += now - began  # what we took was not the coordinator's silence
         self._ping(now)  # nor is it ours: other ranks' reports follow
@@ -478,7 +477,7 @@ class Agent:
 
 
 def _read_json(path: str, text: str = "") -> Any:
-    """A rank may have written anything there. What is too large for a message, cut off or no JSON is no report."""
+    """Return the report in a file, or None if it is cut off or no JSON: its rank may have died while it wrote."""
     try:
         return parse_json(text) if text else read_json(path)
     except (OSError, ValueError):
@@ -487,7 +486,6 @@ def _read_json(path: str, text: str = "") -> Any:
 
 def _read_text(path: str) -> str:
     try:
-        with os.fdopen(open_regular(path, follow=False), "rb") as file:
-            return file.read(200_000).decode("utf-8", "replace")
+        return read_text(path, "replace")
     except OSError:
         return ""

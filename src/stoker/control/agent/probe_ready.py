@@ -40,16 +40,7 @@ def ready(workdir: str, program: str, run_dir: str, token: str) -> Any:
             unwritable = "not writable"
     except OSError as problem:
         unwritable = problem.strerror or str(problem)
-    return {"problems": problems, "shared": shared, "unwritable": unwritable, "stranger": _stranger_of(where)}
-
-
-def _stranger_of(workdir: str) -> str:
-    """Whose the workdir is, where that is neither ours nor root's; else empty."""
-    try:
-        uids = [about(workdir).st_uid for about in (os.lstat, os.stat)]  # of a link, and of what it leads to
-    except OSError:
-        return ""  # one of the problems already
-    return next((owners.user_name(uid) for uid in uids if not owners.is_trusted(uid, workdir)), "")
+    return {"problems": problems, "shared": shared, "unwritable": unwritable}
 
 
 def _make(run_dir: str) -> str:

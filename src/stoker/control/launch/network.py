@@ -135,7 +135,7 @@ class Network:
                 wrong.setdefault(problem, []).append(host)
         if wrong:
             raise _refusal("; ".join(f"{_hosts(names)}: {problem}" for problem, names in wrong.items()))
-        lines = self._strangers_workdirs(answers)
+        lines = []
         unwritable = [f"{host} ({answer['unwritable']})" for host, answer in answers.items() if answer["unwritable"]]
         if unwritable:
             home = "logs come home all the same, checkpoints there don't"
@@ -147,17 +147,6 @@ class Network:
             stay = "checkpoints stay on the host that writes them (of `stoker train`, on rank 0's)"
             need = "resuming needs a shared folder, or the same host for rank 0"
             lines.append(f"! {', '.join(apart)}: the run directory is not the same folder as here: {stay}; {need}")
-        return lines
-
-    def _strangers_workdirs(self, answers: dict[str, Any]) -> list[str]:
-        """A user chose the folder they stand in; what other hosts have at that path may be anybody's."""
-        lines = []
-        for host, answer in answers.items():
-            workdir = self.towards(host).workdir
-            if answer["stranger"] and not (self._agents.by_name[host].here and workdir == os.getcwd()):
-                whose = f"belongs to {answer['stranger']}, who can change the code that is run there"
-                advice = "name a folder of your own with workdir: in the hosts file"
-                lines.append(f"! host {host}: the workdir {workdir} {whose}; {advice}")
         return lines
 
     def check_program(self, plan: RunPlan) -> None:

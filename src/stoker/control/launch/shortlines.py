@@ -20,7 +20,6 @@ _LABEL = re.compile(rb"(?:([^\s/:]+)/)?[GC]PU(\d{1,9}):")  # of a rank
 _BEGIN = re.compile(rb"INFO \| \[([GC]PU) (\d+)\] ")
 _STEP = re.compile(r"Step \[(\d+/\d+)\]")
 _LEFT_OUT = ("Mem", "MFU", "Cut", "Length", "Entropy", "KL", "LR", "Grad")  # where it is too narrow, in this order
-_MOST_FIELDS = 64  # ours have a dozen; one with more is another's, who may have written any number of them
 _KEPT = ("Step", "Loss", "Reward", "Right", "ETA")
 _COLOURS = {"✓".encode(): SUCCESS, b"stoker: failed after": ERROR, b"stoker: stopped after": WARNING}
 _SHORTER = {"Grad Norm": "Grad"}
@@ -92,9 +91,7 @@ class RoleLines:
 
 
 def step_line(line: str, room: int) -> str:
-    """What nobody knows is left out; of the rest as much as there is room for, and the time left last. A host's line, too."""
-    if line.count(" | ") > _MOST_FIELDS:
-        return line
+    """Return a step's line with as many of its fields as there is room for. What is n/a is left out, and ETA comes last."""
     fields = [_field(text) for text in line.split(" | ") if not text.endswith(": n/a")]
     fields = [(name, text) for name, text in fields if name != "ETA"] + [one for one in fields if one[0] == "ETA"]
     others = [name for name, _ in reversed(fields) if name and name not in (*_KEPT, *_LEFT_OUT)]
