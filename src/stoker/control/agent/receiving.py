@@ -105,12 +105,7 @@ class Receiver:
 
     def _link_above(self, path: str) -> str:
         """Return the first folder of the path that is a link; empty if none is. What lies behind it is not ours to change."""
-        end = path.find("/")
-        while end >= 0:
-            if os.path.islink(self._place(path[:end])):
-                return path[:end]
-            end = path.find("/", end + 1)
-        return ""
+        return next((folder for folder in _folders_of(path) if os.path.islink(self._place(folder))), "")
 
     def _has(self, path: str, size: int, sha256: str) -> bool:
         if self._link_above(path) in self._ours:
@@ -131,24 +126,23 @@ class Receiver:
         place = self._place(path)
         if os.path.islink(place) and os.readlink(place) == target:
             return
-        self._make_way(place)
+        self._make_way(path)
         if os.path.lexists(place):
             os.unlink(place)
         os.symlink(target, place)
         self._ours[path] = "-> " + target
         self._written += 1
 
-    def _make_way(self, place: str) -> None:
-        """Make the folder of `place`. A link or file in the way is removed if an earlier copy brought it. Raises Refused otherwise."""
-        folder = os.path.dirname(place)
-        step = self._root
-        for name in os.path.relpath(folder, self._root).split(os.sep):
-            step = os.path.join(step, name) if name != "." else step
-            if os.path.lexists(step) and (os.path.islink(step) or not os.path.isdir(step)) and step != self._root:
-                if os.path.relpath(step, self._root) not in self._ours:
+    def _make_way(self, path: str) -> None:
+        """Make the folder of a file. A link or file in the way is removed if an earlier copy brought it. Raises Refused otherwise."""
+        for folder in _folders_of(path):
+            step = self._place(folder)
+            if os.path.islink(step) or os.path.isfile(step):
+                if folder not in self._ours:
                     raise Refused(f"{step} is in the way: it is not a folder there")
                 os.unlink(step)
-        os.makedirs(folder, exist_ok=True)
+        place = self._place(path)
+        os.makedirs(os.path.dirname(place), exist_ok=True)
         if os.path.isdir(place) and not os.path.islink(place):
             try:
                 os.rmdir(place)
@@ -156,7 +150,7 @@ class Receiver:
                 raise Refused(f"{place} is in the way: it is a folder with something in it") from problem
 
     def begin(self, path: str, mode: int) -> None:
-        self._make_way(self._place(path))
+        self._make_way(path)
         self._path, self._mode = path, mode
         handle, self._fresh = tempfile.mkstemp(prefix=".stoker-part-", dir=os.path.dirname(self.at))
         self._file = os.fdopen(handle, "wb")
@@ -226,6 +220,12 @@ class Receiver:
         content = json.dumps({"schema": 2, "root": self._root, "origins": {**self._others, self._origin: self._ours}})
         with WholeFile(self._manifest, mode=0o600, durable=False) as file:
             file.write(content.encode())
+
+
+def _folders_of(path: str) -> list[str]:
+    """Return the folders that a relative path is in, the outermost first."""
+    parts = path.split("/")[:-1]
+    return ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 def _read_manifest(path: str) -> dict[str, dict[str, str]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,11 +18,10 @@ from stoker.contract.progress import BYTES, Progress
 from stoker.contract.quantities import amount, counted, span
 from stoker.contract.safe_io import open_regular
 from stoker.contract.shape import pick, shape
-from stoker.contract.text import printable, printable_lines
-from stoker.control.cluster import agentzip, listing, transport
+from stoker.contract.text import printable
+from stoker.control.cluster import listing
 from stoker.control.cluster.farend import FarEnd, Refused, Silent
 from stoker.control.cluster.hosts import Host, Hosts
-from stoker.control.cluster.ssh import explain
 from stoker.control.machine.hashing import Hashes
 
 _CHUNK = 1 << 18
@@ -134,7 +132,7 @@ def copy(hosts: Hosts, load: Load, say: Say) -> None:
         progress.end()
         for copy in copies:
             copy.stop()
-    failed = {copy.host.name: copy.failure.removeprefix(f"host {copy.host.name}: ") for copy in copies if copy.failure}
+    failed = {copy.host.name: copy.failure for copy in copies if copy.failure}
     if failed:
         raise NotCopied(failed)
     for copy in copies:
@@ -209,62 +207,35 @@ class _Copy:
         self.others: dict[str, int] = {}  # folders that were copied to the same place -> files of theirs that are there
         self.failure = ""
         self._far: FarEnd | None = None
-        self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> None:
         self.failure = "the copy was broken off"  # until it is known to be whole
         try:
-            self.failure = self._tried()
+            self._talk()
+            self.failure = ""
+        except (Refused, Silent, protocol.ProtocolError, OSError, EOFError) as problem:
+            self.failure = self._why(problem)
         except Exception as problem:  # of a thread nobody would hear of it
             self.failure = f"{type(problem).__name__}: {problem}"
-
-    def _tried(self) -> str:
-        """Empty: it is there."""
-        try:
-            self._talk()
-            return ""
-        except Refused as refusal:
-            return str(refusal)
-        except Silent as silence:
-            if not self._greeted:
-                return f"no answer to the copy: {silence}"
-            return f"the connection was lost in the middle of the copy, after {amount(self.sent)}: {silence}"
-        except protocol.ProtocolError as problem:
-            return f"it is broken: {problem}" if self._greeted else self._why(problem)
-        except (OSError, EOFError) as problem:
-            return self._why(problem)
         finally:
             self.stop()
 
-    @property
-    def _greeted(self) -> bool:
-        return self._far is not None and self._far.greeted
-
     def stop(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        if self._far is not None:
+            self._far.stop()
 
     def _why(self, problem: Exception) -> str:
-        if self._process is None or self._far is None:
+        if self._far is None:
             return "there is no ssh client on the PATH" if isinstance(problem, FileNotFoundError) else str(problem)
-        try:
-            code: int | None = self._process.wait(2.0)
-        except subprocess.TimeoutExpired:
-            code = None
-        said = printable_lines(self._far.complaints.decode("utf-8", "replace"))
-        if self._greeted and not said:
-            return f"the connection was lost in the middle of the copy, after {amount(self.sent)}"
-        return explain(self.host.name, said, code)
+        why = self._far.why(problem)
+        if not self._far.greeted or isinstance(problem, (Refused, protocol.ProtocolError)):
+            return why
+        lost = f"the connection was lost in the middle of the copy, after {amount(self.sent)}"
+        return f"{lost}: {why}" if why else lost
 
     def _talk(self) -> None:
-        packed = agentzip.pack()
-        words = ["-I", "-S", "-c", agentzip.unpack(_RECEIVER), agentzip.announced(packed)]
-        argv = transport.way_to(self.host, self._hosts).python(self.host, self._hosts, words)
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
-        far = self._far = FarEnd(self._process, SILENCE_S)
-        far.send(packed)
+        far = self._far = FarEnd(self.host, self._hosts, _RECEIVER, SILENCE_S)
+        far.start()
         order = {"do": "offer", "root": self.where, "silence": SILENCE_S, **pick(self.load, "manifest", "origin")}
         far.send(protocol.encode(order, self.load.entries))
         need = set(protocol.read_payload("list[str]", far.answer()[1], "its list of missing files"))

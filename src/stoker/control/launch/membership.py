@@ -31,7 +31,7 @@ AGAIN_S = 3.0
 LONGEST_S = 60.0
 ASK_S = 20.0
 SAY_S = 2.0  # a copy that takes longer is mentioned
-_MOST_FORMER = 64  # processes: of 32 lives, AGAIN_S apart
+_MAX_FORMER = 64  # processes of 32 lives that are remembered: a host may come and go for weeks
 
 
 class Lost:
@@ -54,7 +54,7 @@ class Lost:
 
     def remember(self, selves: list[list[int]]) -> None:
         """Of its new life, too. Only the newest: who was there before them has ended by the silence rule."""
-        self.former = [*self.former, *selves][-_MOST_FORMER:]
+        self.former = [*self.former, *selves][-_MAX_FORMER:]
 
     def part(self, next_try: float) -> None:
         """From its new life, which was none."""
