@@ -1,6 +1,7 @@
 """One moment of an attempt for the run's history: how ranks, cards and hosts stand. Pure.
 
-Loaded when an attempt has run for some seconds: no launch waits for it.
+Loaded when an attempt has run for some seconds: no launch waits for it. Nothing is kept here: the past of a run of weeks
+is in its history's files (control/record/history.py).
 """
 
 from __future__ import annotations
