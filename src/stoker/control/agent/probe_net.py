@@ -87,6 +87,8 @@ def _serve(listener: socket.socket, key: bytes) -> None:
     while True:
         try:
             peer, _ = listener.accept()
+        except ConnectionAbortedError:  # it went before it was accepted
+            continue
         except OSError:  # closed: the check is over
             return
         threading.Thread(target=_answer, args=(peer, key), daemon=True).start()
