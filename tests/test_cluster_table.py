@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -295,3 +296,26 @@ def test_what_can_t_be_checked_is_refused_in_one_line(
     with pytest.raises(Refusal) as refused:
         command.main(argv)
     assert line in refused.value.line and "\n" not in refused.value.line
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640])
+def test_a_hosts_file_is_never_more_open_than_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    """Its env may hold secrets, and other users can read what is open to them only for a moment."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text("hosts: [{host: a}, {host: b}]\nenv:\n  HF_TOKEN: hf_7xq\n")
+    path.chmod(mode)
+    modes: list[int] = []
+    opened = os.open
+
+    def watched(name: Any, flags: int, *more: Any, **others: Any) -> int:
+        handle = opened(name, flags, *more, **others)
+        if flags & os.O_CREAT:
+            modes.append(os.fstat(handle).st_mode & 0o777)
+        return handle
+
+    monkeypatch.setattr(os, "open", watched)
+    keep(str(path), {"HF_TOKEN": "hf_7xq", "NCCL_ALGO": "Ring"})
+    assert modes == [0o600]
+    assert path.stat().st_mode & 0o777 == mode and "NCCL_ALGO" in path.read_text()

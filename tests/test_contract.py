@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import mmap
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from stoker.contract import beats, protocol, quantities
+from stoker.contract import beats, process, protocol, quantities
 from stoker.contract.names import Refusal
 from stoker.contract.settings import Parser, add_flags, build, from_environment, from_mapping, suggest
 from stoker.contract.shape import as_json, option, pick, replace, section, shape
@@ -218,3 +221,35 @@ def test_options_stand_below_the_section_they_follow() -> None:
     text = made.format_help()
     assert text.index("--first N") < text.index("life of the run:") < text.index("--second SECOND")
     assert pick(Some(second="x"), "second") == {"second": "x"}
+
+
+# ---- programs of ours in somebody's folder, with a Python older than 3.11, which has no -P ----
+
+
+def test_a_program_of_ours_imports_nothing_of_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')\n")
+    code = process.NOT_FROM_HERE + "import json; print(json.dumps([1]))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout == "[1]\n", done.stderr
+
+
+@pytest.mark.parametrize("path", ["/nowhere:", ":/nowhere", "."])
+def test_an_empty_entry_of_pythonpath_is_not_the_working_directory(tmp_path: Path, path: str) -> None:
+    (tmp_path / "planted.py").write_text("print('planted')\n")
+    done = subprocess.run(
+        [sys.executable, "-c", process.NOT_FROM_HERE + "import planted"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "ModuleNotFoundError" in done.stderr and not done.stdout
+
+
+def test_a_working_directory_that_is_gone_ends_no_question(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = f"import os, subprocess, sys; os.rmdir({str(gone)!r}); sys.exit(subprocess.run([sys.executable, '-c', sys.argv[1]]).returncode)"
+    argv = [sys.executable, "-c", code, process.NOT_FROM_HERE + "print(1)"]
+    assert subprocess.run(argv, cwd=gone, check=False).returncode == 0

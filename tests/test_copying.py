@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -18,12 +19,14 @@ from typing import Any
 import pytest
 
 from conftest import Stoker, wait_for
+from localuser import ATTACKER, needs_root
 from netcluster import NetCluster
-from stoker.contract import progress
+from stoker.contract import progress, protocol
 from stoker.contract.names import Refusal
 from stoker.control.agent.probe_ready import files
-from stoker.control.cluster import agreement, copying, hosts, listing
-from stoker.control.machine.hashing import Hashes
+from stoker.control.agent.receiving import Receiver, Refused, serve
+from stoker.control.cluster import agentzip, agreement, copying, farend, hosts, listing, ssh
+from stoker.control.machine.hashing import Hashes, sha256_of
 
 ODD = [
     'a b/it\'s "quoted".py',
@@ -111,9 +114,59 @@ def test_a_plain_folder_gives_all_but_what_is_made_anew(source: Path) -> None:
         found = listing.working_directory(str(source))
     assert (
         {entry.path for entry in found.entries} == WANTED | {"big/ignored.bin"}
-        and found.skipped == ("sock",)
+        and found.skipped == (("sock", "it is neither a file nor a link"),)
         and not found.by_git
     )
+
+
+def _git(folder: Path, *words: str) -> str:
+    settings = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "protocol.file.allow=always")
+    return subprocess.run(["git", *settings, *words], cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+def test_a_submodule_that_was_not_fetched_is_left_out(tmp_path: Path) -> None:
+    for name in ("checkout", "inner"):
+        (tmp_path / name).mkdir()
+        _git(tmp_path / name, "init", "-q")
+        (tmp_path / name / "part.py").write_text("pass\n")
+        _git(tmp_path / name, "add", "part.py")
+        _git(tmp_path / name, "commit", "-qm", "a")
+    _git(tmp_path / "checkout", "submodule", "add", str(tmp_path / "inner"), "inner")
+    _git(tmp_path / "checkout", "commit", "-qm", "a")
+    _git(tmp_path, "clone", "-q", "checkout", "clone")
+    clone = str(tmp_path / "clone")
+    assert {entry.path for entry in listing.working_directory(clone).entries} == {".gitmodules", "part.py"}
+    _git(tmp_path / "clone", "submodule", "update", "--init")
+    assert "inner/part.py" in {entry.path for entry in listing.working_directory(clone).entries}
+
+
+def test_a_checkout_of_another_user_inside_ours_is_copied_without_asking_its_git(tmp_path: Path) -> None:
+    needs_root()
+    for folder in (tmp_path, tmp_path / "inner"):
+        folder.mkdir(exist_ok=True)
+        (folder / "code.py").write_text("")
+        _git(folder, "init", "-q")
+    for path in (tmp_path / "inner", *(tmp_path / "inner").rglob("*")):
+        os.chown(path, ATTACKER, ATTACKER, follow_symlinks=False)
+    assert "inner/code.py" in {entry.path for entry in listing.working_directory(str(tmp_path)).entries}
+
+
+def test_a_folder_that_became_a_link_is_copied_as_a_link_and_what_git_knows_behind_it_is_named(
+    tmp_path: Path,
+) -> None:
+    """As where somebody moved data to a larger disk and committed nothing."""
+    root, larger, said = tmp_path / "repo", tmp_path / "larger", Said()
+    for name in ("train.py", "data/a.txt", "data/b.txt"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    _git(root, "init", "-q")
+    _git(root, "add", ".")
+    (root / "data").rename(larger)
+    (root / "data").symlink_to(larger)
+    far = hosts.from_mapping({"hosts": [{"host": "far.example", "workdir": "/there"}]}, "cluster.yaml", written=False)
+    load = copying.sync_load(far, str(root), said)
+    assert [(entry.path, entry.kind) for entry in load.listing.entries] == [("data", "link"), ("train.py", "file")]
+    assert said == [f"data/{name}.txt is not copied: git names it, but data is a symbolic link" for name in "ab"]
 
 
 # ---- sync ----
@@ -356,6 +409,61 @@ def test_stage_of_one_file_and_of_what_is_not_there(netcluster: NetCluster, tmp_
         assert says in refused.value.line
 
 
+@pytest.mark.parametrize("kind", ["folder", "file", "deep", "relative", "root"])
+def test_a_link_out_of_a_staged_folder_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    model, keys = tmp_path / "model", tmp_path / "home" / ".ssh"
+    for folder in (model / "inner", keys):
+        folder.mkdir(parents=True)
+    (keys / "id_rsa").write_text("private")
+    (model / "config.json").write_text("{}")
+    link, target = {
+        "folder": ("extra", str(keys)),
+        "file": ("weights", str(keys / "id_rsa")),
+        "deep": ("inner/extra", str(keys)),
+        "relative": ("extra", "../home/.ssh"),
+        "root": ("extra", "/"),
+    }[kind]
+    (model / link).symlink_to(target)
+    with pytest.raises(Refusal) as refused:
+        listing.tree(str(model))
+    leads_to = os.path.realpath(model / link)
+    assert f"the link {model / link} leads out of it, to {leads_to}; stage that by itself" in refused.value.line
+    assert "\n" not in refused.value.line
+
+
+def _hub_entry(tmp_path: Path) -> Path:
+    entry = tmp_path / "hub" / "models--a--b"
+    (entry / "blobs").mkdir(parents=True)
+    (entry / "blobs" / "0c1d").write_text("weights")
+    (entry / "snapshots" / "rev" / "onnx").mkdir(parents=True)
+    (entry / "snapshots" / "rev" / "model.safetensors").symlink_to("../../blobs/0c1d")
+    (entry / "snapshots" / "rev" / "onnx" / "model.onnx").symlink_to("../../../blobs/0c1d")
+    return entry
+
+
+@pytest.mark.parametrize("path", ["", "snapshots", "snapshots/rev", "snapshots/rev/onnx"])
+def test_the_hubs_own_links_are_followed(tmp_path: Path, path: str) -> None:
+    entries = listing.tree(str(_hub_entry(tmp_path) / path)).entries
+    assert any(entry.path.endswith("model.onnx") for entry in entries)
+    assert all((entry.kind, entry.size) == ("file", len("weights")) for entry in entries)
+
+
+def test_a_link_out_of_the_hubs_entry_is_refused(tmp_path: Path) -> None:
+    entry = _hub_entry(tmp_path)
+    (tmp_path / "private").write_text("private")
+    (entry / "blobs" / "0c1d").unlink()
+    (entry / "blobs" / "0c1d").symlink_to(tmp_path / "private")
+    with pytest.raises(Refusal, match="leads out of it"):
+        listing.tree(str(entry / "snapshots" / "rev"))
+
+
+def test_a_path_that_is_a_link_itself_is_staged(tmp_path: Path) -> None:
+    snapshot = _hub_entry(tmp_path) / "snapshots" / "rev"
+    (tmp_path / "mine").symlink_to(snapshot)
+    for named in (tmp_path / "mine", snapshot / "model.safetensors"):
+        assert "model.safetensors" in [entry.path for entry in listing.tree(str(named)).entries]
+
+
 def test_a_link_without_an_end_is_named(tmp_path: Path) -> None:
     data = tmp_path / "data"
     for name in ("a", "b"):
@@ -416,6 +524,149 @@ def test_a_remembered_hash_does_not_survive_a_change(tmp_path: Path) -> None:
     with open(big, "r+b") as file:
         file.write(b"x")
     assert Hashes().of(str(big)) != first
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"7", b'{"a": [1, 2]}', b"\xff", b""])
+def test_a_damaged_memory_of_hashes_is_made_again(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "hashes.json").write_bytes(content)
+    (tmp_path / "big").write_bytes(b"x" * (5 << 20))
+    assert Hashes(str(tmp_path / "hashes.json")).of(str(tmp_path / "big")) == sha256_of(str(tmp_path / "big"))
+
+
+# ---- the receiving end ----
+
+
+def test_nothing_is_changed_or_removed_behind_a_link(tmp_path: Path) -> None:
+    root, larger = tmp_path / "root", tmp_path / "larger"
+    for folder in (root, larger):
+        folder.mkdir()
+    (larger / "x").write_text("hello")
+    (larger / "x").chmod(0o600)
+    digest = sha256_of(str(larger / "x"))
+    manifest = {"schema": 2, "root": str(root), "origins": {"here": {"data/x": digest}}}
+    (root / ".stoker-sync.json").write_text(json.dumps(manifest))
+    (root / "data").symlink_to(larger)  # its user has moved what a copy brought
+    assert Receiver().offer(str(root), "inside", [("data/x", "file", 0o755, 5, digest)], "here") == []
+    assert stat.S_IMODE((larger / "x").stat().st_mode) == 0o600
+    receiver = Receiver()
+    receiver.offer(str(root), "inside", [], "here")
+    assert receiver.finish()["removed"] == 0 and (larger / "x").read_text() == "hello"
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"7", b'{"schema": 2}', b'{"schema": 2, "origins": 7}', b'{"schema": 2, "origins": {"a": {"x": 1}}}',
+                                     b"\xff", b""])  # fmt: skip
+def test_a_damaged_list_of_earlier_copies_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ".stoker-sync.json").write_bytes(content)
+    with pytest.raises(Refused, match=r"stoker-sync\.json can't be read"):
+        Receiver().offer(str(tmp_path), "inside", [])
+
+
+ORDERS = [
+    b"{}\n", b'{"do": "dance"}\n', b'{"do": "offer"}\n', b'{"do": "begin", "path": 7, "mode": 420}\n', b"\xff\n", b'{"do": "data", "size": -1}\n',
+    b'{"do": "offer", "root": "%ROOT%", "manifest": "inside", "origin": "", "silence": 5, "size": 1}\n[',
+    b'{"do": "offer", "root": "%ROOT%", "manifest": "inside", "origin": "", "silence": 5, "size": 7}\n[["a"]]',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("orders", ORDERS, ids=range(len(ORDERS)))
+def test_orders_that_can_not_be_read_are_refused(tmp_path: Path, orders: bytes) -> None:
+    read, write = os.pipe()
+    os.write(write, orders.replace(b"%ROOT%", str(tmp_path / "root").encode()))
+    os.close(write)
+    answers = os.open(tmp_path / "answers", os.O_RDWR | os.O_CREAT)
+    assert serve(read, answers) == 1
+    said = (tmp_path / "answers").read_bytes()
+    assert said.startswith(protocol.SENTINEL) and b'"refused"' in said
+    os.close(read)
+    os.close(answers)
+
+
+# ---- the sending end, with a receiver that is broken ----
+
+
+def _copied(source: Path, there: Path, monkeypatch: pytest.MonkeyPatch, far_end: list[str]) -> str:
+    """Return why a copy failed. `far_end`: the command that answers instead of the receiver."""
+    source.mkdir()
+    (source / "a.bin").write_bytes(b"a" * (4 << 20))
+    far = hosts.from_mapping({"hosts": [{"host": "far.example", "workdir": "/there"}]}, "cluster.yaml", written=False)
+    load = copying.sync_load(far, str(source), Said())
+    monkeypatch.setattr(ssh, "ssh_command", lambda *_: far_end)
+    one_copy = copying._Copy(far.hosts[0], far, load, str(there))
+    thread = threading.Thread(target=one_copy.run, daemon=True)
+    thread.start()
+    thread.join(30.0)
+    waits_still = thread.is_alive()
+    one_copy.stop()
+    thread.join(10.0)
+    return "it waits still" if waits_still else one_copy.failure
+
+
+GREETED = f"printf '{protocol.SENTINEL.decode().strip()}\\n'"
+NEED = """printf '{"is":"need","size":9}\\n["a.bin"]'"""
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        f"{GREETED}; cat > /dev/null; sleep 600",
+        f"{GREETED}; exec sleep 600",
+        f"{GREETED}; {NEED}; exec sleep 600",
+        "exec sleep 600",
+    ],
+    ids=["listens", "reads nothing", "stops in the middle", "never greets"],
+)
+def test_a_host_that_stays_silent_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str) -> None:
+    monkeypatch.setattr(copying, "SILENCE_S", 1.0)
+    monkeypatch.setattr(farend, "GREETING_S", 2.0)
+    failure = _copied(tmp_path / "source", tmp_path / "there", monkeypatch, ["sh", "-c", says])
+    assert "nothing was heard from it for" in failure and failure.isprintable(), failure
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        """printf '{"is": "need", "size": 1}\\n7'""",
+        """printf '{"is": "ne\\n'""",
+        """printf '{"is": "refused", "line": "\\\\u001b[2J\\\\nstoker: all is well"}\\n'""",
+        "true",
+    ],
+    ids=["needs a number", "a truncated message", "a refusal with control codes", "ends"],
+)
+def test_a_receiver_that_answers_nonsense_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str
+) -> None:
+    monkeypatch.setattr(copying, "SILENCE_S", 2.0)
+    failure = _copied(tmp_path / "source", tmp_path / "there", monkeypatch, ["sh", "-c", f"{GREETED}; {says}"])
+    assert failure and failure.isprintable() and "Error" not in failure, failure
+
+
+def test_a_login_that_complains_at_length_does_not_hold_a_copy_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chatter = "cat >/dev/null & head -c 8000000 /dev/zero | tr '\\0' x >&2; echo the last word >&2; exit 3"
+    failure = _copied(tmp_path / "source", tmp_path / "there", monkeypatch, ["sh", "-c", chatter])
+    assert failure and len(failure) < 2000, failure
+
+
+SLOW = """
+import os, sys, time
+from stoker.control.agent import receiving
+
+left = int(sys.argv[1])  # the agent's zip, which this one does not need
+while left:
+    left -= len(os.read(0, left))
+offer = receiving.Receiver.offer
+receiving.Receiver.offer = lambda *given: time.sleep(4.0) or offer(*given)
+sys.exit(receiving.serve(0, 1))
+"""
+
+
+def test_a_host_that_takes_its_time_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hashes for longer than it may stay silent."""
+    monkeypatch.setattr(copying, "SILENCE_S", 3.0)
+    far_end = [sys.executable, "-c", SLOW, str(len(agentzip.pack()))]
+    assert _copied(tmp_path / "source", tmp_path / "there", monkeypatch, far_end) == ""
+    assert (tmp_path / "there" / "a.bin").stat().st_size == 4 << 20
 
 
 # ---- agreement ----

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from conftest import Stoker, at_length, wait_for
 from netcluster import NetCluster
+from stoker.control.launch.membership import LONGEST_S, Lost, Membership
 
 GLOO = """
 import torch, torch.distributed as dist
@@ -303,3 +305,26 @@ def test_a_host_that_comes_late_gets_what_sync_and_stage_brought_the_others(
     assert f"tokens to {late.name} (1 file, " in console(stoker)
     run.terminate()
     assert run.wait(100) == 143, console(stoker)
+
+
+# ---- a host that comes and goes for weeks ----
+
+
+def test_former_lives_of_a_host_are_forgotten_in_time() -> None:
+    lost = Lost("cut off", [[1, 1]])
+    for life in range(1000):
+        lost.remember([[life, 7], [life + 1, 7]])
+    assert len(lost.former) <= 100 and lost.former[-2:] == [[999, 7], [1000, 7]]
+
+
+def test_a_host_may_come_and_go_a_thousand_times() -> None:
+    """As often as a month has turns of the longest wait between two tries."""
+    agents = SimpleNamespace(by_name={"a": None}, members=SimpleNamespace(drop=lambda _: None))
+    options = SimpleNamespace(min_hosts=1, rejoin="auto")
+    told: list[str] = []
+    run = SimpleNamespace(agents=agents, options=options, say=told.append, tell=lambda what, **_: told.append(what))
+    membership = Membership(run, SimpleNamespace())  # type: ignore[arg-type]
+    for _ in range(1100):
+        membership.give_up(SimpleNamespace(host="a", gone="it ended", selves=[]))  # type: ignore[arg-type]
+    assert told == ["host-lost"] * 1100
+    assert membership.lost["a"].next_try <= time.monotonic() + LONGEST_S

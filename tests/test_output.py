@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import sys
 import pytest
 
 from conftest import Stoker, screen_of, wait_for
+from measuring import measured
 
 
 def test_every_byte_arrives_in_order(stoker: Stoker) -> None:
@@ -186,3 +188,18 @@ def test_output_is_seen_while_it_is_printed(stoker: Stoker) -> None:
         continue
     run.terminate()
     assert run.wait(100) == 143
+
+
+@pytest.mark.parametrize("end", ["\\n", "\\r"])
+def test_a_line_of_100_mb_does_not_fill_the_launchers_memory(stoker: Stoker, end: str) -> None:
+    """A script that prints an array, or a progress bar that is never redrawn."""
+    lines = f"import sys\nfor _ in range(100):\n    sys.stdout.write('x' * 1_000_000)\nsys.stdout.write('{end}')\n"
+    script = stoker.script("long.py", lines)
+    argv = [sys.executable, "-m", "stoker", "run", "--nproc-per-node", "2", "--show", "0", script]
+    done = subprocess.run(
+        measured(argv), cwd=stoker.cwd, env=stoker.environment({}), capture_output=True, timeout=120, check=False
+    )
+    code, _, kilobytes = json.loads(done.stdout)
+    assert code == 0, done.stderr
+    assert kilobytes < 250_000
+    assert stoker.result().log(1).count(b"x") == 100_000_000

@@ -126,3 +126,36 @@ def test_a_host_without_python_is_named(stoker: Stoker, host: list[str]) -> None
         "run", "--hosts", "127.0.0.1", *host, "--python", "/no/such/python", stoker.script("ok.py", "print('ran')")
     )
     assert done.code == 69 and "/no/such/python" in done.err
+
+
+def python_of(version: str) -> str:
+    """Return an interpreter of that version, from pyenv or the PATH. Skips the test if there is none."""
+    root = os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv"))
+    installed = sorted(str(path) for path in Path(root, "versions").glob(f"{version}.*/bin/python"))
+    program = installed[-1] if installed else shutil.which(f"python{version}")
+    if program is None:
+        pytest.skip(f"Python {version} is not installed")
+    return program
+
+
+def test_the_oldest_python_runs_the_agent_its_ranks_and_a_check(stoker: Stoker, host: list[str]) -> None:
+    python = python_of("3.10")
+    script = stoker.script(
+        "s.py",
+        "import os, sys, stoker\nprint('ran with', sys.version_info[:2], flush=True)\nstoker.phase('evaluation')\n"
+        "sys.exit(int(sys.argv[1]))\n",
+    )
+    flags = ["run", "--hosts", "127.0.0.1", *host, "--python", python, "--nproc-per-node", "2", script]
+    done = stoker(*flags, "0")
+    assert done.code == 0 and done.log(1) == b"ran with (3, 10)\n", done.err
+    done = stoker(*flags, "3")
+    assert done.code == 3 and (done.verdict["host"], done.verdict["cause"]) == ("127.0.0.1", "rank.exit")
+    (stoker.cwd / "cluster.yaml").write_text(f"hosts: [{{host: 127.0.0.1, python: {python}}}]\n")
+    checked = stoker("cluster", "check", "--quick", "--hosts", "cluster.yaml", *host)
+    assert "3.10" in checked.out and "Traceback" not in checked.err, checked.out + checked.err
+
+
+def test_an_older_python_is_refused_in_one_line(stoker: Stoker, host: list[str]) -> None:
+    script = stoker.script("ok.py", "print('ran')")
+    done = stoker("run", "--hosts", "127.0.0.1", *host, "--python", python_of("3.9"), script)
+    assert done.code == 69 and "too old" in done.err and "Traceback" not in done.err, done.err

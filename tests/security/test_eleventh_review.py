@@ -22,7 +22,6 @@ from conftest import Stoker, at_length, at_length_but
 from stoker.contract import effort
 from stoker.contract.memory import used_memory
 from stoker.contract.names import Refusal
-from stoker.control.cluster import listing
 from stoker.control.launch.console import LogLines
 from stoker.training.data.rows import rows
 from stoker.training.evaluate.tasks import read_tasks
@@ -172,15 +171,6 @@ def test_text_within_lists_of_questions_counts(tmp_path: Path, monkeypatch: pyte
     parquet.write_table(arrow.Table.from_pylist([row] * 100), path)
     with pytest.raises(Refusal, match="unpacks to more than 1 MB"):
         read_tasks((str(path),), 0)
-
-
-def test_links_that_multiply_are_not_followed(tmp_path: Path) -> None:
-    for n in range(30):
-        (tmp_path / f"d{n}").mkdir()
-        for name in "ab" if n < 29 else "":
-            (tmp_path / f"d{n}" / name).symlink_to(f"../d{n + 1}")
-    with pytest.raises(Refusal, match="in more than 64 ways"):
-        listing.tree(str(tmp_path))
 
 
 def test_links_among_the_ranks_of_a_dump_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

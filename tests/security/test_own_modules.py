@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,8 @@ import pytest
 import stoker as package
 from conftest import Stoker
 from stoker.contract import process
+
+SRC = Path(__file__).parents[2] / "src"
 
 # Each of these is imported by the agent, the guardian, the shim or what they load.
 NAMES = (
@@ -144,3 +147,28 @@ def test_a_working_directory_that_is_gone_ends_no_question(tmp_path: Path) -> No
         ).returncode
         == 0
     )
+
+
+def test_a_probe_of_a_plan_runs_nothing_of_the_working_directory(stoker: Stoker) -> None:
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 256, "rms_norm_eps": 1e-5}  # fmt: skip
+    (stoker.cwd / "config.json").write_text(json.dumps(config))
+    (stoker.cwd / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    for name in ("json", "shlex", "stoker"):
+        (stoker.cwd / f"{name}.py").write_text("open('owned', 'w').close()\nraise SystemExit('owned')\n")
+    machine = Path(__file__).parents[1] / "machines" / "h200.json"
+    argv = [sys.executable, "-P", "-m", "stoker", "fit", ".", "--data", "rows.jsonl", "--probe"]
+    env = {**stoker.environment({"STOKER_MACHINE": str(machine)}), "PYTHONPATH": str(SRC)}
+    done = subprocess.run(argv, cwd=stoker.cwd, env=env, capture_output=True, text=True, check=False)
+    assert "probe: stoker train sft" in done.stderr, done.stderr
+    assert not (stoker.cwd / "owned").exists() and "owned" not in done.stderr, done.stderr
+
+
+def test_no_program_of_ours_is_started_with_the_working_directory_on_its_path() -> None:
+    """`python -m` puts it first; -P does not. A rank is started as its user asks."""
+    found = []
+    for path in (SRC / "stoker").rglob("*.py"):
+        for argv in re.findall(r"sys\.executable,[^\]\)]*", path.read_text()):
+            if '"-m"' in argv and '"-P"' not in argv:
+                found.append((path.name, argv))
+    assert found == []

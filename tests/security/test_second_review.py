@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from conftest import Stoker, wait_for
 from stoker.contract.names import Refusal
-from stoker.control.agent import probe_net
-from stoker.control.agent import receiving as receiving_end
-from stoker.control.cluster import listing
 from stoker.control.machine import processes
 from stoker.control.scheduler import slurm_submit as submit
 from stoker.training.config import files
@@ -31,74 +25,6 @@ OTHER = 65534
 def needs_root() -> None:
     if os.geteuid():
         pytest.skip("becoming a second user takes root")
-
-
-# ---- git ----
-
-
-def _checkout(folder: Path, planted: Path | None = None) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / "code.py").write_text("")
-    git = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b"]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
-        subprocess.run([*git, *words], check=True)
-    if planted is not None:
-        program = folder / "planted.sh"
-        program.write_text(f"#!/bin/sh\ntouch '{planted}'\n")
-        program.chmod(0o755)
-        subprocess.run([*git, "config", "core.fsmonitor", str(program)], check=True)
-
-
-@pytest.mark.parametrize("where", ["nested", "submodule", "outer"])
-def test_a_copied_folder_runs_no_program_that_a_checkouts_config_names(tmp_path: Path, where: str) -> None:
-    outer, planted = tmp_path / "outer", tmp_path / "planted"
-    _checkout(outer, planted if where == "outer" else None)
-    if where != "outer":
-        _checkout(outer / "inner", planted)
-    if where == "submodule":
-        subprocess.run(["git", "-C", str(outer), "-c", "advice.addEmbeddedRepo=false", "add", "inner"], check=True)
-    planted.unlink(missing_ok=True)  # git itself ran it just now
-    paths = {entry.path for entry in listing.working_directory(str(outer)).entries}
-    assert "code.py" in paths and (where == "outer" or "inner/code.py" in paths)
-    assert not planted.exists()
-
-
-@pytest.mark.parametrize("place", [".gitignore", "deep/er/.gitignore", ".git/info/exclude", ".git/config"])
-def test_a_named_pipe_that_git_would_wait_for_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    _checkout(tmp_path)
-    (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / place).unlink(missing_ok=True)
-    os.mkfifo(tmp_path / place)
-    monkeypatch.setattr(listing, "SLOW_S", 0.5)
-    monkeypatch.setattr(listing, "GIT_S", 250.0)
-    with pytest.raises(Refusal, match=f"{re.escape(place)}, a named pipe: remove it"):
-        listing.working_directory(str(tmp_path))
-
-
-def test_a_slow_git_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _checkout(tmp_path / "checkout")
-    real = shutil.which("git")
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "git").write_text(f'#!/bin/sh\nsleep 0.3\nexec {real} "$@"\n')
-    (tmp_path / "bin" / "git").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setattr(listing, "SLOW_S", 0.05)
-    assert "code.py" in {entry.path for entry in listing.working_directory(str(tmp_path / "checkout")).entries}
-
-
-def test_a_strangers_checkout_inside_ours_is_copied_without_asking_git(tmp_path: Path) -> None:
-    """Git refuses a checkout of another user; ours is copied all the same."""
-    needs_root()
-    outer = tmp_path / "outer"
-    _checkout(outer)
-    _checkout(outer / "inner", tmp_path / "planted")
-    for folder, folders, names in os.walk(outer / "inner"):
-        for name in [".", *folders, *names]:
-            os.chown(os.path.join(folder, name), OTHER, OTHER, follow_symlinks=False)
-    assert "inner/code.py" in {entry.path for entry in listing.working_directory(str(outer)).entries}
-    assert not (tmp_path / "planted").exists()
 
 
 def _give(path: Path, uid: int = OTHER) -> None:
@@ -213,67 +139,7 @@ def _connect(port: int, source: str = "127.0.0.1") -> socket.socket:
     return made
 
 
-def test_strangers_use_up_no_threads_of_a_network_check_and_it_outlives_a_lack_of_descriptors() -> None:
-    code = (
-        "import resource, threading\n"
-        "from stoker.control.agent import probe_net\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))\n"
-        "probe_net.MOST_STRANGERS = int(input())\n"
-        "listener = probe_net._listen('127.0.0.1', (0,))\n"
-        "threading.Thread(target=probe_net._serve, args=(listener, b'k' * 16, []), daemon=True).start()\n"
-        "print(listener.getsockname()[1], flush=True)\n"
-        "while input() != 'end': print(threading.active_count(), flush=True)\n"
-    )
-    for most in (20, 1000):  # turned away one by one; and so many that the descriptors run out first
-        with subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        ) as child:
-            assert child.stdin is not None and child.stdout is not None
-            child.stdin.write(f"{most}\n")
-            port = int(child.stdout.readline())
-            flood = [_connect(port) for _ in range(150)]
-            try:
-                if most > 100:
-                    time.sleep(0.5)  # it meets the lack of descriptors
-                    for way in flood:
-                        way.close()
-                assert probe_net._reach("127.0.0.1", port, b"k" * 16) == ""
-                child.stdin.write("count\n")
-                assert int(child.stdout.readline()) <= (60 if most == 20 else 200)
-            finally:
-                for way in flood:
-                    way.close()
-                child.stdin.write("end\n")
-
-
 # ---- imports, and lists of what may be removed ----
-
-
-def test_a_copy_removes_nothing_that_anothers_list_names(tmp_path: Path) -> None:
-    needs_root()
-    (tmp_path / "mine").write_text("precious")
-    digest = hashlib.sha256(b"precious").hexdigest()
-    for uid, left in ((OTHER, True), (0, False)):
-        manifest = tmp_path / ".stoker-sync.json"
-        manifest.unlink(missing_ok=True)
-        manifest.write_text(json.dumps({"schema": 2, "origins": {"here": {"mine": digest}}}))
-        _give(manifest, uid)
-        receiver = receiving_end.Receiver()
-        assert receiver.offer(str(tmp_path), "inside", [], "here") == []
-        finished = receiver.finish()
-        assert (tmp_path / "mine").exists() == left and finished["removed"] == (0 if left else 1)
-        assert ("is ignored" in finished["ignored"]) == left
-
-
-def test_nothing_is_copied_into_anothers_folder(tmp_path: Path) -> None:
-    needs_root()
-    folder = tmp_path / "work"
-    folder.mkdir()
-    folder.chmod(0o777)
-    _give(folder)
-    for manifest, advice in (("inside", "workdir:"), ("", "--stage PATH=REMOTE")):
-        with pytest.raises(receiving_end.Refused, match=f"belongs to .*; name another with {advice}"):
-            receiving_end.Receiver().offer(str(folder), manifest, [], "here")
 
 
 def test_the_lock_of_known_hashes_is_not_written_through_a_link(tmp_path: Path) -> None:

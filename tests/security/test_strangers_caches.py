@@ -19,10 +19,8 @@ from hostile_files import write_model
 from conftest import EVERYTHING, Stoker, at_length
 from localuser import VICTIM, do_as
 from stoker.contract.names import Refusal
-from stoker.contract.shape import as_json, replace
 from stoker.contract.shapes import RankEnd, RankError
 from stoker.control.doctor.caches import cache_roots, find_caches
-from stoker.control.launch.attempt import read_error
 from stoker.control.record import ownership
 from stoker.control.record.metrics import Metrics
 from stoker.control.verdict.consequence import is_consequence
@@ -390,7 +388,6 @@ def test_a_long_message_of_a_host_is_judged_at_once() -> None:
     began = time.process_time()
     is_consequence(RankEnd(0, "h", "GPU0", 1, 1, 0.0, error=error))
     assert time.process_time() - began < 2, "its time grows with the square of the message"
-    assert len(read_error(as_json(replace(error, message="[" * 1_000_000))).message) == 20_000  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

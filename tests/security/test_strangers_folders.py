@@ -13,7 +13,6 @@ import pytest
 
 from localuser import ATTACKER, VICTIM, do_as
 from stoker.contract.names import Refusal
-from stoker.control.agent import receiving
 from stoker.training.checkpoint import folders
 from stoker.training.checkpoint.config import CheckpointConfig
 from stoker.training.checkpoint.manifest import Entry, Piece, disagreement
@@ -139,32 +138,3 @@ def test_a_cache_that_is_a_link_to_nowhere_is_refused(tmp_path: Path) -> None:
         ours.own_cache(str(tmp_path / "cache"), print)
     (tmp_path / "absent").mkdir()
     assert ours.own_cache(str(tmp_path / "cache"), print) == str(tmp_path / "cache")
-
-
-# ---- where --sync and --stage copy to ----
-
-
-def _copy(user: int, root: Path, cache: Path, manifest: str = "inside") -> str:
-    """What that user reads when a copy to `root` is offered; empty: it is taken."""
-    answer = cache / f"answer-{time.monotonic_ns()}"
-
-    def offer() -> None:
-        os.environ["XDG_CACHE_HOME"] = str(cache / f"home-{user}")
-        line = ""
-        try:
-            receiving.Receiver().offer(str(root), manifest, [], "here")
-        except receiving.Refused as refused:
-            line = str(refused)
-        answer.write_text(line)
-
-    do_as(user, offer)
-    return answer.read_text()
-
-
-def test_what_a_copy_makes_is_closed_to_others_whatever_the_umask(public: Path) -> None:
-    umask = os.umask(0)
-    try:
-        assert _copy(VICTIM, public / "a" / "b" / "job", public) == ""
-    finally:
-        os.umask(umask)
-    assert not any((public / path).stat().st_mode & 0o022 for path in ("a", "a/b", "a/b/job"))

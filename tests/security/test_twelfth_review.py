@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import shutil
-import struct
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,67 +10,7 @@ import pytest
 from conftest import Stoker, machine_json
 from stoker.contract.names import Refusal
 from stoker.contract.safe_io import read_json
-from stoker.control.cluster import listing
 from stoker.control.launch.console import LogLines
-
-
-def git(folder: Path, *words: str, given: str | None = None) -> None:
-    settings = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "protocol.file.allow=always")
-    subprocess.run(["git", *settings, *words], cwd=folder, check=True, capture_output=True, text=True, input=given)
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    if not shutil.which("git"):
-        pytest.skip("no git here")
-    folder = tmp_path / "checkout"
-    folder.mkdir()
-    git(folder, "init", "-q")
-    (folder / "train.py").write_text("pass\n")
-    git(folder, "add", "train.py")
-    return folder
-
-
-def index(paths: list[str]) -> bytes:
-    """Of git, version 2: files of these names, whether or not git would add them."""
-    data = b"DIRC" + struct.pack(">II", 2, len(paths))
-    for path in sorted(paths):
-        entry = struct.pack(">10I20sH", *[0] * 6, 0o100644, 0, 0, 0, bytes(20), len(path)) + path.encode()
-        data += entry + bytes(8 - len(entry) % 8)
-    return data + hashlib.sha1(data, usedforsecurity=False).digest()
-
-
-@pytest.mark.parametrize("with_git", [False, True])
-def test_an_index_that_names_folders_within_folders_is_read_once(checkout: Path, with_git: bool) -> None:
-    names = ["/".join("d" * depth) for depth in range(1, 13)]
-    for depth, name in enumerate(names):
-        (checkout / name).mkdir()
-        if with_git:
-            git(checkout / name, "init", "-q")
-            inside = ["/".join("d" * more) for more in range(1, 12 - depth)]
-            (checkout / name / ".git" / "index").write_bytes(index(inside))
-    (checkout / ".git" / "index").write_bytes(index(["train.py", *names]))
-    calls: list[tuple[str, ...]] = []
-    with pytest.MonkeyPatch.context() as patch:
-        ask = listing._ask_git
-        patch.setattr(listing, "_ask_git", lambda root, *words: calls.append(words) or ask(root, *words))  # type: ignore[func-returns-value]
-        found = [entry.path for entry in listing.working_directory(str(checkout)).entries]
-    assert "train.py" in found and len(calls) <= 4 * 13, "four for each folder, not 2 to the power of their depth"
-
-
-def test_a_submodule_that_was_not_fetched_is_left_out(checkout: Path, tmp_path: Path) -> None:
-    inner, clone = tmp_path / "inner", tmp_path / "clone"
-    inner.mkdir()
-    git(inner, "init", "-q")
-    (inner / "part.py").write_text("pass\n")
-    git(inner, "add", "part.py")
-    git(inner, "commit", "-qm", "a")
-    git(checkout, "submodule", "add", str(inner), "inner")
-    git(checkout, "commit", "-qm", "a")
-    git(tmp_path, "clone", "-q", str(checkout), str(clone))
-    assert "train.py" in [entry.path for entry in listing.working_directory(str(clone)).entries]
-    git(clone, "submodule", "update", "--init")
-    assert "inner/part.py" in [entry.path for entry in listing.working_directory(str(clone)).entries]
 
 
 def test_another_name_for_a_key_that_runs_code_is_not_believed(tmp_path: Path) -> None:

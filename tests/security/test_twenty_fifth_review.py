@@ -7,11 +7,8 @@ import json
 import os
 import re
 import socket
-import struct
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,14 +16,12 @@ import pytest
 from conftest import Stoker
 from localuser import ATTACKER, needs_root, start_as, wait
 from stoker.cli import run
-from stoker.contract import listeners, protocol
+from stoker.contract import listeners
 from stoker.contract.shapes import Evidence, RankEnd
-from stoker.control.agent import probe_net
 from stoker.control.cluster.check import doctor_findings
 from stoker.control.cluster.facts import Facts, OneHost
 from stoker.control.cluster.hosts import read as read_hosts
 from stoker.control.doctor.leftovers import find_others
-from stoker.control.launch.agents import Agents
 from stoker.control.launch.attempt import read_around, read_error
 from stoker.control.launch.plan import make_plan
 from stoker.control.machine.facts import examination_from_json
@@ -86,40 +81,6 @@ def test_ones_own_server_is_known_before_and_after_it_accepts() -> None:
             with server.accept()[0]:
                 assert listeners.answering_users(connected) == {os.getuid()}
             assert listeners.answering_users(connected) == {os.getuid()}  # it listens on
-
-
-# ---- a host of the same run, which has the check's token ----
-
-
-def test_a_host_sends_no_more_than_the_check_does() -> None:
-    """All of a message is held in memory until its end."""
-    key = b"token" * 4
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
-        theirs = server.accept()[0]
-        answering = threading.Thread(target=probe_net._answer, args=(theirs, key, {theirs: "evil"}))
-        answering.start()
-        ours.sendall(key + struct.pack("!I", probe_net.BIG) + bytes(probe_net.BIG))
-        assert ours.recv(1) == b"."
-        said = b""
-        with contextlib.suppress(ConnectionResetError, BrokenPipeError):  # closed with bytes unread: a reset
-            ours.sendall(struct.pack("!I", probe_net.BIG + 1) + bytes(probe_net.BIG + 1))
-            said = ours.recv(1)
-        answering.join()
-    assert said == b""
-
-
-def test_of_a_hosts_words_only_what_was_asked_for_is_kept() -> None:
-    """The newest of every kind was, of any size, for as long as the run lived: 1.5 GB of one host."""
-    agents: Any = Agents.__new__(Agents)
-    agents._run, agents._asking, agents.hosts = SimpleNamespace(hear=lambda *_: None), None, None
-    agents.members = SimpleNamespace(waiting=[])
-    evil: Any = SimpleNamespace(host="evil", answers={}, machine=None, selves=[])
-    for kind in sorted(protocol.KINDS.keys() - {"host", "probe", "refused"}):
-        agents._hear(evil, {"is": kind}, b"")
-    assert set(evil.answers) == {"locked", "port", "suspended"}
-    agents._hear(evil, {"is": "host", "machine": dict(MACHINE), "held": {}, "selves": [[1, 2]] * 9, "found": []}, b"")
-    assert evil.machine.cores == 4 and evil.selves == [[1, 2]] * 4
-    assert set(evil.answers["host"]) == {"is", "held", "found"}
 
 
 # ---- what a rank printed or a host told, and nobody can compute with ----

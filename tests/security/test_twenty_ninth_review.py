@@ -14,11 +14,8 @@ import jinja2
 import pytest
 
 from stoker.contract.shapes import Around, RankError
-from stoker.control.cluster import between, ssh
-from stoker.control.cluster.facts import Torch
 from stoker.training.tokenizer.rendering import Template, Unusable
 from test_catalogue import FOREIGN, end, verdict
-from test_cluster_table import facts, host
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -93,27 +90,6 @@ def test_the_image_has_no_host_keys_of_its_own() -> None:
 # ---- commands in advice, with words that others wrote ----
 
 TRAP = "/home/you/.ssh/id; touch trapped"
-
-
-@pytest.mark.parametrize(
-    ("said", "path"),
-    [
-        (f"Permissions 0644 for '{TRAP}' are too open", TRAP),
-        ("Bad owner or permissions on /x;>trapped", "/x;>trapped"),
-        ("Bad owner or permissions on $(touch${IFS}trapped)", "$(touch${IFS}trapped)"),
-        ("Bad owner or permissions on /home/you/.ssh/config", "/home/you/.ssh/config"),
-    ],
-)
-def test_what_a_host_says_before_its_login_is_one_word_of_a_command(said: str, path: str, tmp_path: Path) -> None:
-    advice = ssh.explain("b", said, 255).rpartition("; chmod ")[2]
-    typed = f"chmod() {{ printf '%s\\n' \"$@\"; }}; chmod {advice}"
-    done = subprocess.run(["bash", "-c", typed], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["600", path] and not [*tmp_path.iterdir()]
-
-
-def test_a_hosts_version_of_torch_is_one_word_of_a_command() -> None:
-    (found,) = between.torch(facts(host(0, torch=Torch("2.9; reboot", None))))
-    assert shlex.split(found.fix)[:3] == ["pip", "install", "torch==2.9; reboot"]
 
 
 def test_a_run_that_a_host_names_is_one_word_of_a_command() -> None:

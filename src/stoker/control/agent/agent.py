@@ -21,7 +21,7 @@ from stoker.contract import hostmemory, protocol
 from stoker.contract.masking import learn_secrets, mask_json
 from stoker.contract.names import EX_OSERR, Refusal
 from stoker.contract.process import process, send
-from stoker.contract.safe_io import open_regular, read_json
+from stoker.contract.safe_io import read_json, read_text
 from stoker.contract.text import is_count, parse_json, within
 from stoker.control.agent import kernel, spawn
 from stoker.control.agent.questions import Questions
@@ -41,7 +41,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from stoker.control.machine.gauges import Gauges
 
-_REPORT = 1 << 20  # bytes of an error report: the shim keeps its own below 100 KB
 _MAX_REPORT = 140_000  # characters of a report that are sent: torch's own may quote rows of data
 
 
@@ -475,7 +474,7 @@ class Agent:
 
 
 def _read_json(path: str, text: str = "") -> Any:
-    """A rank may have written anything there. What is too large for a message, cut off or no JSON is no report."""
+    """Return the report in a file, or None if it is cut off or no JSON: its rank may have died while it wrote."""
     try:
         return parse_json(text) if text else read_json(path)
     except (OSError, ValueError):
@@ -484,7 +483,6 @@ def _read_json(path: str, text: str = "") -> Any:
 
 def _read_text(path: str) -> str:
     try:
-        with os.fdopen(open_regular(path, follow=False), "rb") as file:
-            return file.read(200_000).decode("utf-8", "replace")
+        return read_text(path, "replace")
     except OSError:
         return ""

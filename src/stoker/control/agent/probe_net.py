@@ -14,7 +14,6 @@ import socket
 import struct
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +25,6 @@ BIG_S = 2.5
 SEGMENTS = (536, 1000, 1160, 1240, 1340, 1360, 1400, 1420)  # payload sizes to try where full-size ones vanish
 HEADERS = 40  # IPv4 and TCP, without options
 STREAM_S = 0.3
-MOST_STRANGERS = 256  # connections without the token, at a time
 _CHUNK = 1 << 18
 _LENGTH = struct.Struct("!I")
 _TIMED_OUT = (socket.timeout, TimeoutError)  # two classes before Python 3.10
@@ -37,9 +35,8 @@ def net(address: str, token: str, store_port: int = 0) -> Iterator[Any]:
     {"do": "meet", "peers": {name: {"address", "ports"}}} and {"do": "stream", "address", "port"}."""
     key = token.encode()
     listeners = [_listen(address, STORE_PORTS if store_port == 0 else (store_port,)), _listen(address, (0,))]
-    stopped: list[str] = []
     for one in listeners:
-        threading.Thread(target=_serve, args=(one, key, stopped), daemon=True).start()
+        threading.Thread(target=_serve, args=(one, key), daemon=True).start()
     try:
         yield {"ports": [one.getsockname()[1] for one in listeners]}
         for line in _orders():
@@ -50,7 +47,6 @@ def net(address: str, token: str, store_port: int = 0) -> Iterator[Any]:
             else:
                 return
     finally:
-        stopped.append("the check is over")
         for one in listeners:
             one.close()
 
@@ -86,42 +82,19 @@ def _listen(address: str, ports: Any) -> socket.socket:
     raise OSError(f"can't listen on {address}, port {ports[0]}: {problem}")
 
 
-def _serve(listener: socket.socket, key: bytes, stopped: list[str]) -> None:
-    """Goes on whatever strangers do: they may not use up our threads and descriptors."""
-    strangers: dict[socket.socket, str] = {}  # without the token so far -> their address; in the order they came
+def _serve(listener: socket.socket, key: bytes) -> None:
+    """Answer every connection in a thread of its own, until the listener is closed."""
     while True:
         try:
-            peer, address = listener.accept()
-        except OSError as problem:
-            if stopped:
-                return
-            if problem.errno in (errno.EBADF, errno.EINVAL, errno.ENOTSOCK):
-                raise  # the listener itself is gone
-            time.sleep(0.05)  # no descriptor left (EMFILE), or one that is gone already
+            peer, _ = listener.accept()
+        except ConnectionAbortedError:  # it went before it was accepted
             continue
-        strangers[peer] = str(address[0])
-        if len(strangers) > MOST_STRANGERS:
-            _turn_away_one(strangers)
-        try:
-            threading.Thread(target=_answer, args=(peer, key, strangers), daemon=True).start()
-        except RuntimeError:  # no more threads; a peer that means it comes again
-            strangers.pop(peer, None)
-            peer.close()
+        except OSError:  # closed: the check is over
+            return
+        threading.Thread(target=_answer, args=(peer, key), daemon=True).start()
 
 
-def _turn_away_one(strangers: dict[socket.socket, str]) -> None:
-    """The oldest from the address with the most. Its thread closes it."""
-    there = list(strangers.items())
-    counts = Counter(address for _, address in there)
-    peer = max(there, key=lambda pair: counts[pair[1]])[0]  # the first of those with the most
-    strangers.pop(peer, None)
-    try:
-        peer.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # it has gone by itself
-
-
-def _answer(peer: socket.socket, key: bytes, strangers: dict[socket.socket, str]) -> None:
+def _answer(peer: socket.socket, key: bytes) -> None:
     """After the token: messages of a length, each answered by a byte; length 0 begins a stream, then its size."""
     with peer:
         peer.settimeout(10.0)
@@ -129,20 +102,15 @@ def _answer(peer: socket.socket, key: bytes, strangers: dict[socket.socket, str]
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if not hmac.compare_digest(_receive(peer, len(key)), key):
                 return
-            strangers.pop(peer, None)
             while True:
                 (length,) = _LENGTH.unpack(_receive(peer, _LENGTH.size))
                 if not length:
                     peer.sendall(struct.pack("!Q", _drain(peer)))
                     return
-                if length > BIG:
-                    return  # none of ours: a host that has the token may be hostile, and all of it is held here
                 _receive(peer, length)
                 peer.sendall(b".")
         except OSError:
             return  # the peer's side has the words for what happened
-        finally:
-            strangers.pop(peer, None)
 
 
 def _receive(peer: socket.socket, count: int) -> bytes:

@@ -18,11 +18,13 @@ _ENTRY = 40  # bytes of a struct ifreq on 64-bit Linux
 def route(to: list[str]) -> Any:
     """`to`: addresses or names. One that does not resolve, or has no way to it, has an error for a route."""
     found = addresses()
+    reached_at = [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""][2]
     return {
         "routes": {target: _route(target, found) for target in to},
         "addresses": found,
         "hostname": socket.gethostname(),
-        "reached_at": [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""][2] or None,  # the address ssh came to
+        # The address ssh came to. sshd writes UNKNOWN where it was started by a ProxyCommand.
+        "reached_at": None if reached_at in ("", "UNKNOWN") else reached_at,
     }
 
 

@@ -1,4 +1,4 @@
-"""The far end of a copy: says which files it lacks, takes those, and removes what an earlier copy from there brought and is no more.
+"""The receiving side of a copy: says which files it lacks, takes those, and removes what an earlier copy brought and is no more.
 
 Orders come as the protocol's messages on stdin:
   {"do": "offer", "root", "manifest", "origin", "silence"} + a JSON list of [path, kind, mode, size, sha256 or link's target] → {"is": "need"} + a JSON list
@@ -19,21 +19,24 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract import layout, protocol, safe_io, typed
+from stoker.contract import layout, protocol, typed
 from stoker.contract.quantities import amount
 from stoker.contract.safe_io import WholeFile, read_json
-from stoker.contract.text import parse_json
 from stoker.control.machine.hashing import Hashes, sha256_of
 
-_OFFER = 1 << 30  # bytes of the list of all files: a million of them have 150 MB
-_MANIFEST = 1 << 30
 _ORDERS: dict[str, dict[str, str]] = {
-    "offer": {"root": "str", "manifest": "str", "origin": "str", "silence": "float"}, "begin": {"path": "str", "mode": "int"}, "end": {"sha256": "str"},
-}  # fmt: skip
+    "offer": {"root": "str", "manifest": "str", "origin": "str", "silence": "float"},
+    "begin": {"path": "str", "mode": "int"},
+    "data": {},
+    "end": {"sha256": "str"},
+    "finish": {},
+}
+_ENTRIES = "list[tuple[str, str, int, int, str]]"
 _RESERVE = 16 << 20  # a disk filled to its last byte stops more than us
+
+Entry = tuple[str, str, int, int, str]  # path, kind, mode, size, sha256 or link's target
 
 
 class Refused(Exception):
@@ -41,6 +44,8 @@ class Refused(Exception):
 
 
 class Receiver:
+    """Takes one copy to one folder."""
+
     def __init__(self) -> None:
         self._hashes = Hashes()
         self._root = ""
@@ -49,7 +54,6 @@ class Receiver:
         self._ours: dict[str, str] = {}  # what earlier copies from there and this one wrote, with its hash
         self._others: dict[str, dict[str, str]] = {}  # origin -> what copies from elsewhere wrote
         self._origin = ""
-        self._ignored = ""  # why the list of earlier copies did not count
         self._written = 0
         self._path = self._fresh = ""
         self.silence_s = 60.0
@@ -58,18 +62,15 @@ class Receiver:
     def at(self) -> str:
         return os.path.join(self._root, self._path)
 
-    def offer(self, root: str, manifest: str, entries: list[list[Any]], origin: str = "") -> list[str]:
-        """`manifest`: "inside" the root, or "" (data that a script lists is not to have a file of ours among it): below
-        our cache.
+    def offer(self, root: str, manifest: str, entries: list[Entry], origin: str = "") -> list[str]:
+        """Return the paths of the files that are not here, or differ.
 
-        `origin`: the folder it comes from. What came from another one stays. "": it matters not, the newest copy is
-        what is to be there.
+        The list of what was copied lies in the folder itself if `manifest` is "inside"; if it is "", below our cache
+        (data that a script lists is not to have a file of ours among it). `origin` is the folder the copy comes from:
+        what came from another one stays. With "" the newest copy says what is to be there.
         """
         self._root = os.path.abspath(os.path.expanduser(root))
-        advice = "name another with workdir:" if manifest == "inside" else "name another with --stage PATH=REMOTE"
-        self._refuse_if_exchangeable(advice)
-        _make_folders(self._root)
-        self._refuse_if_exchangeable(advice)  # again: somebody may have made one of them before us
+        os.makedirs(self._root, exist_ok=True)
         if not os.access(self._root, os.W_OK | os.X_OK):
             raise Refused(f"no permission to write in the folder {self._root}")
         name = hashlib.sha256(os.fsencode(self._root)).hexdigest()[:32]
@@ -77,87 +78,71 @@ class Receiver:
         if manifest == "inside":
             self._manifest = os.path.join(self._root, layout.SYNCED)
         self._origin = origin
-        self._others, self._ignored = _read_manifest(self._manifest)
+        self._others = _read_manifest(self._manifest)
         self._ours = self._others.pop(origin, {})
         self._others.pop("", None)  # of a copy that did not say where it came from
-        need, room = [], 0
-        for path, kind, mode, size, value in _read_entries(entries):
-            self._place(path)
+        need, size_of_need = [], 0
+        for path, kind, mode, size, value in entries:
             self._offered[path] = (kind, value)
             if kind == "link":
                 continue  # at the end, with everything there
             if self._has(path, size, value):
-                if not self._through_link(path):
-                    self._set_mode(self._place(path), mode)
+                self._set_mode(path, mode)
             else:
                 need.append(path)
-                room += size
-        free = os.statvfs(self._root)
-        if room and room + _RESERVE > free.f_bavail * free.f_frsize:
-            left = amount(free.f_bavail * free.f_frsize)
-            raise Refused(f"the disk of {self._root} is full: {amount(room)} to copy, {left} free")
+                size_of_need += size
+        disk = os.statvfs(self._root)
+        free = disk.f_bavail * disk.f_frsize
+        if size_of_need and size_of_need + _RESERVE > free:
+            raise Refused(f"the disk of {self._root} is full: {amount(size_of_need)} to copy, {amount(free)} free")
         if need:
             self._ours |= {path: self._offered[path][1] for path in need}
             self._save_manifest()  # before the first byte: a copy that breaks off is still known as ours
         return need
 
-    def _refuse_if_exchangeable(self, advice: str) -> None:
-        """Who can put another folder in its place could change what is copied. A pod's volume may be open to all."""
-        for about in (os.lstat, os.stat):  # a link that somebody else made leads where they like
-            with contextlib.suppress(FileNotFoundError):
-                uid = about(self._root).st_uid
-                if not safe_io.is_trusted(uid, self._root):
-                    other = f"belongs to {safe_io.user_name(uid)}, who could change what is copied there"
-                    raise Refused(f"the folder {self._root} {other}; {advice}")
-
     def _place(self, path: str) -> str:
-        """Below the root, whatever the path says."""
-        if os.path.isabs(path) or ".." in path.split("/") or not path or "\0" in path:
-            raise Refused(f"the path {path!r} leads out of {self._root}")
         return os.path.join(self._root, path)
 
-    def _through_link(self, path: str, of: Mapping[str, str] | None = None) -> bool:
-        """Is a folder on the way a link (of these)? What lies behind may be anywhere, and is not ours to change."""
-        parts = path.split("/")[:-1]
-        ways = ["/".join(parts[: n + 1]) for n in range(len(parts))]
-        return any(os.path.islink(os.path.join(self._root, way)) for way in ways if of is None or way in of)
+    def _link_above(self, path: str) -> str:
+        """Return the first folder of the path that is a link; empty if none is. What lies behind it is not ours to change."""
+        return next((folder for folder in _folders_of(path) if os.path.islink(self._place(folder))), "")
 
     def _has(self, path: str, size: int, sha256: str) -> bool:
-        if self._through_link(path, self._ours):
-            return False  # a copy brought that link, and this one brings a folder
+        if self._link_above(path) in self._ours:
+            return False  # an earlier copy brought that link, and this one brings a folder
         try:
-            seen = os.lstat(self._place(path))
+            about = os.lstat(self._place(path))
         except (FileNotFoundError, NotADirectoryError):
             return False
-        return stat.S_ISREG(seen.st_mode) and seen.st_size == size and self._hashes.of(self._place(path)) == sha256
+        return stat.S_ISREG(about.st_mode) and about.st_size == size and self._hashes.of(self._place(path)) == sha256
 
-    @staticmethod
-    def _set_mode(place: str, mode: int) -> None:
-        if (os.stat(place).st_mode ^ mode) & 0o111:  # its being a program counts; the rest is this host's own affair
-            os.chmod(place, mode & 0o777)
+    def _set_mode(self, path: str, mode: int) -> None:
+        """Set whether a file is a program. The rest of its mode is this host's own affair."""
+        place = self._place(path)
+        if (os.stat(place).st_mode ^ mode) & 0o111 and not self._link_above(path):
+            os.chmod(place, mode)
 
     def _link(self, path: str, target: str) -> None:
         place = self._place(path)
         if os.path.islink(place) and os.readlink(place) == target:
             return
-        self._make_way(place)
+        self._make_way(path)
         if os.path.lexists(place):
             os.unlink(place)
         os.symlink(target, place)
         self._ours[path] = "-> " + target
         self._written += 1
 
-    def _make_way(self, place: str) -> None:
-        """Makes its folder. A link or file in the way goes if a copy of ours put it there; else it is named."""
-        folder = os.path.dirname(place)
-        step = self._root
-        for name in os.path.relpath(folder, self._root).split(os.sep):
-            step = os.path.join(step, name) if name != "." else step
-            if os.path.lexists(step) and (os.path.islink(step) or not os.path.isdir(step)) and step != self._root:
-                if os.path.relpath(step, self._root) not in self._ours:
+    def _make_way(self, path: str) -> None:
+        """Make the folder of a file. A link or file in the way is removed if an earlier copy brought it. Raises Refused otherwise."""
+        for folder in _folders_of(path):
+            step = self._place(folder)
+            if os.path.islink(step) or os.path.isfile(step):
+                if folder not in self._ours:
                     raise Refused(f"{step} is in the way: it is not a folder there")
                 os.unlink(step)
-        os.makedirs(folder, exist_ok=True)
+        place = self._place(path)
+        os.makedirs(os.path.dirname(place), exist_ok=True)
         if os.path.isdir(place) and not os.path.islink(place):
             try:
                 os.rmdir(place)
@@ -165,26 +150,22 @@ class Receiver:
                 raise Refused(f"{place} is in the way: it is a folder with something in it") from problem
 
     def begin(self, path: str, mode: int) -> None:
-        if self._offered.get(path, ("", ""))[0] != "file":
-            raise Refused(f"{path!r} was not offered")
-        place = self._place(path)
-        self._make_way(place)
-        handle, self._fresh = tempfile.mkstemp(prefix=".stoker-part-", dir=os.path.dirname(place))
-        self._file = os.fdopen(handle, "wb", buffering=0)
-        self._digest = hashlib.sha256()
+        self._make_way(path)
         self._path, self._mode = path, mode
+        handle, self._fresh = tempfile.mkstemp(prefix=".stoker-part-", dir=os.path.dirname(self.at))
+        self._file = os.fdopen(handle, "wb")
+        self._digest = hashlib.sha256()
 
     def data(self, data: bytes) -> None:
         self._digest.update(data)
-        while data:
-            data = data[self._file.write(data) or 0 :]
+        self._file.write(data)
 
     def end(self, sha256: str) -> None:
-        os.fchmod(self._file.fileno(), self._mode & 0o777)
+        os.fchmod(self._file.fileno(), self._mode)
         self._file.close()
         if self._digest.hexdigest() != sha256:
             raise Refused(f"{self._path} arrived damaged")
-        os.replace(self._fresh, self._place(self._path))
+        os.replace(self._fresh, self.at)
         self._fresh = ""
         self._ours[self._path] = sha256
         self._written += 1
@@ -205,27 +186,23 @@ class Receiver:
         if self._ours or os.path.exists(self._manifest):
             self._save_manifest()
         self._hashes.save()
-        return {
-            "written": self._written,
-            "removed": removed,
-            "others": {origin: count for origin in self._others if (count := self._left_of(origin))},
-            "ignored": self._ignored,
-        }
+        others = {origin: count for origin in self._others if (count := self._left_of(origin))}
+        return {"written": self._written, "removed": removed, "others": others}
 
     def _left_of(self, origin: str) -> int:
         theirs = [path for path in self._others[origin] if path not in self._offered]
         return sum(os.path.lexists(self._place(path)) for path in theirs)
 
     def _remove(self, path: str, was: str) -> int:
-        """Only what is still as a copy of ours left it: somebody may have gone on with it here."""
-        if self._through_link(path):
+        """Remove a file that is still as an earlier copy left it, and the folders that are empty then. Return how many files."""
+        if self._link_above(path):
             return 0
         place = self._place(path)
         try:
             same = os.readlink(place) == was[3:] if os.path.islink(place) else sha256_of(place) == was
         except OSError:
             return 0
-        if not same:
+        if not same:  # somebody has gone on with it here
             return 0
         os.unlink(place)
         folder = os.path.dirname(place)
@@ -245,46 +222,28 @@ class Receiver:
             file.write(content.encode())
 
 
-def _make_folders(path: str) -> None:
-    """Whatever the umask says, others may not write to what we make."""
-    umask = os.umask(0o077)
-    os.umask(umask | 0o022)
-    try:
-        os.makedirs(path, exist_ok=True)
-    finally:
-        os.umask(umask)
+def _folders_of(path: str) -> list[str]:
+    """Return the folders that a relative path is in, the outermost first."""
+    parts = path.split("/")[:-1]
+    return ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
-def _read_manifest(path: str) -> tuple[dict[str, dict[str, str]], str]:
-    """(origin -> path -> hash, why it was ignored). What it lists may be removed: nobody else decides that."""
+def _read_manifest(path: str) -> dict[str, dict[str, str]]:
+    """Return origin -> path -> hash of what earlier copies brought. Raises Refused if the file is damaged."""
     try:
-        uid = os.lstat(path).st_uid
-        if not safe_io.is_trusted(uid, os.path.dirname(path)):
-            return {}, f"{path} belongs to {safe_io.user_name(uid)} and is ignored: what earlier copies brought stays"
         manifest = read_json(path)
         origins = manifest["origins"] if manifest["schema"] == 2 else {"": manifest["files"]}
         found: dict[str, dict[str, str]] = typed.read("dict[str, dict[str, str]]", origins)
     except FileNotFoundError:
-        return {}, ""
+        return {}
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise Refused(f"{path} can't be read ({problem}): remove it") from problem
-    return found, ""
-
-
-def _read_entries(entries: Any) -> list[tuple[str, str, int, int, str]]:
-    try:
-        found: list[tuple[str, str, int, int, str]] = typed.read("list[tuple[str, str, int, int, str]]", entries)
-    except ValueError as problem:
-        raise Refused(f"the offer can't be read: {problem}") from None
-    for path, kind, _, size, _ in found:
-        if kind not in ("file", "link") or size < 0:
-            raise Refused(f"the offer of {path!r} can't be read")
     return found
 
 
 def serve(source: int, sink: int) -> int:
     receiver = Receiver()
-    decoder = protocol.Decoder(payload_limit=_OFFER)
+    decoder = protocol.Decoder()
     _say(sink, protocol.SENTINEL)
     over = threading.Event()
     threading.Thread(target=_ping, args=(sink, over), name="ping", daemon=True).start()
@@ -309,15 +268,18 @@ def serve(source: int, sink: int) -> int:
 
 
 def _obey(receiver: Receiver, order: protocol.Message, payload: bytes, sink: int) -> bool:
-    """True when it was the last."""
+    """Carry out one order. Return whether it was the last."""
     do = order.get("do")
+    if do not in _ORDERS:
+        raise protocol.ProtocolError(f"unknown order {do!r}")
     try:
-        order = typed.read_fields(_ORDERS.get(do, {}) if isinstance(do, str) else {}, order)
+        order = typed.read_fields(_ORDERS[do], order)
     except ValueError as problem:
         raise protocol.ProtocolError(f"the order {do!r} can't be read: {problem}") from None
     if do == "offer":
         receiver.silence_s = float(order["silence"])
-        need = receiver.offer(order["root"], order["manifest"], _entries_in(payload), order["origin"])
+        entries = protocol.read_payload(_ENTRIES, payload, "the offer")
+        need = receiver.offer(order["root"], order["manifest"], entries, order["origin"])
         _say(sink, protocol.encode({"is": "need"}, json.dumps(need).encode()))
     elif do == "begin":
         receiver.begin(order["path"], order["mode"])
@@ -325,19 +287,9 @@ def _obey(receiver: Receiver, order: protocol.Message, payload: bytes, sink: int
         receiver.data(payload)
     elif do == "end":
         receiver.end(order["sha256"])
-    elif do == "finish":
-        _say(sink, protocol.encode({"is": "finished", **receiver.finish()}))
-        return True
     else:
-        raise protocol.ProtocolError(f"unknown order {do!r}")
-    return False
-
-
-def _entries_in(payload: bytes) -> Any:
-    try:
-        return parse_json(payload or b"[]")
-    except ValueError as problem:
-        raise Refused(f"the offer can't be read: {problem}") from None
+        _say(sink, protocol.encode({"is": "finished", **receiver.finish()}))
+    return bool(do == "finish")
 
 
 def _ping(sink: int, over: threading.Event) -> None:

@@ -19,18 +19,15 @@ _ROOMS = ("contract", "control/agent", "control/machine", "control/rank", "contr
 OLDEST_PYTHON = (3, 10)  # the agent's, and that of every torch that is still supported
 TOO_OLD = "stoker: this Python is too old for the agent:"
 NOT_WRITTEN = "stoker: the agent's files can't be written:"
-UNSAFE = "stoker: the agent's folder is not safe:"
 DAMAGED = "stoker: the agent's files did not arrive whole"
 
 # Runs on the other host, on whatever Python 3 is there. Reads the zip from the protocol's own stdin and keeps it by its
-# digest, so that the next run compiles nothing. What was kept is used only if it is this user's, closed to all others,
-# and has every byte of the zip and no other file; else it is replaced. (The compiled files beside them are Python's
-# own, and as safe as the folder.)
+# digest, so that the next run compiles nothing. A folder that lost files (a cleaner of caches, a full disk) is replaced.
 _UNPACK = (
     """
 import sys
 if sys.version_info[:2] < OLDEST: sys.exit("TOO_OLD %d.%d" % sys.version_info[:2])
-import hashlib, io, os, shutil, stat, tempfile, zipfile
+import hashlib, io, os, shutil, tempfile, zipfile
 want, digest = sys.argv[1].split(":")
 data = b""
 while len(data) < int(want):
@@ -44,32 +41,14 @@ if not os.path.isabs(home): sys.exit("NOT_WRITTEN this user has no home folder a
 cache = os.path.join(home, ".cache", "stoker")
 base = os.path.join(cache, "agent-" + digest[:32])
 
-def safe(path, about):
-    if about.st_uid not in (os.getuid(), os.stat(home).st_uid): sys.exit("UNSAFE %s belongs to uid %d" % (path, about.st_uid))
-    if not stat.S_ISDIR(about.st_mode): sys.exit("UNSAFE %s is not a folder" % path)
-    return not stat.S_IMODE(about.st_mode) & 0o077
-
 def whole():
     try:
-        if not safe(base, os.lstat(base)): return False
-        names = set(archive.namelist())
-        for folder, folders, files in os.walk(base):
-            if any(os.path.islink(os.path.join(folder, name)) for name in folders + files): return False
-            for name in files:
-                path = os.path.join(folder, name)
-                if os.path.basename(folder) == "__pycache__" and name.endswith(".pyc"): continue
-                inside = os.path.relpath(path, base)
-                if inside not in names or os.path.getsize(path) != archive.getinfo(inside).file_size: return False
-                with open(path, "rb") as file:
-                    if file.read() != archive.read(inside): return False
-                names.remove(inside)
-        return not names
+        return all(os.path.getsize(os.path.join(base, one.filename)) == one.file_size for one in archive.infolist())
     except OSError:
         return False
 
 try:
     os.makedirs(cache, 0o700, exist_ok=True)
-    if not safe(cache, os.stat(cache)): os.chmod(cache, 0o700)
     if not whole():
         fresh = tempfile.mkdtemp(prefix="agent-", dir=cache)
         try:
@@ -90,7 +69,6 @@ boot(sys.argv[2:])
     .replace("OLDEST", repr(OLDEST_PYTHON))
     .replace("TOO_OLD", TOO_OLD)
     .replace("NOT_WRITTEN", NOT_WRITTEN)
-    .replace("UNSAFE", UNSAFE)
     .replace("DAMAGED", DAMAGED)
 )
 

@@ -9,14 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from stoker.contract import protocol, typed
-from stoker.contract.protocol import ProtocolError
-from stoker.contract.text import parse_json, printable
+from stoker.contract.text import printable
 from stoker.control.cluster import transport
-from stoker.control.cluster.hosts import Hosts, is_address
+from stoker.control.cluster.hosts import Hosts
 from stoker.control.cluster.members import Member, Members
-
-_MOST_SAID = 32 << 20  # bytes of all answers of a host; as JSON of empty lists they take twenty times that in memory
-_PER_WORD = 1024  # bytes that a word counts even if it is empty: a probe says a few
 
 
 class Question:
@@ -53,7 +49,6 @@ class Asking:
         self.agents = {agent.host: agent for agent in agents}
         self._pump = pump
         self._open: dict[str, Question] = {}
-        self._received: dict[str, int] = {}  # bytes, by host: all answers are kept until the last question is asked
 
     @property
     def here(self) -> list[str]:
@@ -64,11 +59,6 @@ class Asking:
         question = self._open.get(message["ask"]) if message["is"] == "probe" else None
         if question is None:
             return False
-        if host not in question.more:
-            raise protocol.ProtocolError(f"it answers {question.what!r}, which it was not asked")
-        self._received[host] = self._received.get(host, 0) + len(payload) + _PER_WORD
-        if self._received[host] > _MOST_SAID:
-            raise protocol.ProtocolError(f"it does not come to an end about {question.what!r}")
         if not message.get("more"):
             question.answers[host] = read_answer(question.what, payload)
             question.heard[host] = time.time()
@@ -124,8 +114,6 @@ class Asking:
         return {"error": self.agents[host].gone or f"no answer within {seconds:.0f} s"}
 
 
-_LONGEST = 4000  # of a text in an answer: a compiler's complaint
-
 TORCH = {"version?": "str | None", "cuda?": "str | None", "archs?": "list[str]", "nccl?": "str | None", "seconds?": "float | None", "error?": "str | None",
          "python?": "str | None"}  # fmt: skip
 PORTS = {"ports": "tuple[int, int]"}
@@ -150,24 +138,16 @@ _FINAL: dict[str, dict[str, Any]] = {
 
 
 def read_word(payload: bytes) -> dict[str, Any]:
-    """Any word of a probe: an object, its texts printable."""
-    try:
-        word = parse_json(payload or b"{}")
-    except ValueError as problem:
-        raise ProtocolError(f"its answer can't be read: {problem}") from None
-    if not isinstance(word, dict):
-        raise ProtocolError("its answer is not a JSON object")
-    cleaned: dict[str, Any] = _clean(word)
-    if "error" in cleaned and not isinstance(cleaned["error"], (str, type(None))):
-        cleaned["error"] = "an error it does not explain"
-    return cleaned
+    """Return any word of a probe, its texts printable."""
+    word: dict[str, Any] = _clean(protocol.read_payload("dict[str, Any]", payload, "its answer"))
+    return word
 
 
 def read_answer(what: str, payload: bytes) -> dict[str, Any]:
-    """The last word of a probe, as its kind asks for it."""
+    """Return the last word of a probe with the fields of its kind, or {"error": ...}."""
     word = read_word(payload)
     if "error" in word:
-        return {"error": word["error"] or "an error it does not explain"}
+        return {"error": word["error"]}
     if what == "examine":
         from stoker.control.machine.facts import examination_from_json
 
@@ -176,15 +156,7 @@ def read_answer(what: str, payload: bytes) -> dict[str, Any]:
         except ValueError as problem:
             return _unfit(what, problem)
         return word
-    found = fitting(_FINAL[what], word, what) if what in _FINAL else word
-    return _with_addresses_only(found) if what == "route" and "error" not in found else found
-
-
-def _with_addresses_only(answer: dict[str, Any]) -> dict[str, Any]:
-    """Every other host gets them, and commands that we advise contain them: what is no address is left out."""
-    at, ways = answer["reached_at"], answer["routes"].items()
-    kept = {to: {key: one for key, one in way.items() if key != "source" or is_address(one or "")} for to, way in ways}
-    return {**answer, "routes": kept, "reached_at": at if is_address(at or "") else None}
+    return fitting(_FINAL[what], word, what) if what in _FINAL else word
 
 
 def fitting(fields: Mapping[str, Any], word: Any, what: str) -> dict[str, Any]:
@@ -203,9 +175,9 @@ def _unfit(what: str, problem: ValueError) -> dict[str, Any]:
 
 def _clean(value: Any) -> Any:
     if isinstance(value, str):
-        return printable(value, _LONGEST)
+        return printable(value)
     if isinstance(value, dict):
-        return {printable(name, _LONGEST): _clean(one) for name, one in value.items()}
+        return {printable(name): _clean(one) for name, one in value.items()}
     return [_clean(one) for one in value] if isinstance(value, list) else value
 
 

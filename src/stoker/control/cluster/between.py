@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator
 
 from stoker.contract.shape import replace
@@ -89,9 +88,7 @@ def port_blocked(facts: Facts) -> Iterator[Finding]:
         address = _address(facts, pair.source)
         let = f"on {pair.target}, let TCP from {address} in on ports 1024-65535"
         text = f"{pair.source} → {pair.target}: {_how(pair)}{some}{way}: a firewall"
-        yield fail(
-            text + (" that rejects" if refused else ""), f"{let}:   ufw allow proto tcp from {shlex.quote(address)}"
-        )
+        yield fail(text + (" that rejects" if refused else ""), f"{let}:   ufw allow proto tcp from {address}")
 
 
 def _open(pair: Pair) -> list[int]:
@@ -130,7 +127,7 @@ def mtu(facts: Facts) -> Iterator[Finding]:
             full = f" ({source.mtu} bytes)" if source and source.mtu else ""
             device = source.interface if source and source.interface else "eth0"
             text = f"{pair.source} → {pair.target}: small messages pass, full-size packets{full} vanish without an error message"
-            fix = f"ip link set dev {shlex.quote(device)} mtu {pair.passes or 1280} on {pair.source} and {pair.target}"
+            fix = f"ip link set dev {device} mtu {pair.passes or 1280} on {pair.source} and {pair.target}"
             yield fail(f"{text}: an MTU hole{largest}", f"{fix}, or find what drops ICMP between them")
 
 
@@ -179,9 +176,8 @@ def hostname(facts: Facts) -> Iterator[Finding]:
 
 
 def _entry(one: OneHost) -> str:
-    """For /etc/hosts, where a host that says it is called `a pypi.org` would get a second name."""
-    name = one.hostname or ""
-    return f"{one.address or 'ADDRESS'} {name if all(sign.isalnum() or sign in '._-' for sign in name) else 'NAME'}"
+    """Return the host's line for /etc/hosts."""
+    return f"{one.address or 'ADDRESS'} {one.hostname or 'NAME'}"
 
 
 def _loopback(addresses: tuple[str, ...]) -> bool:
@@ -313,7 +309,7 @@ def torch(facts: Facts) -> Iterator[Finding]:
     if said:
         first = next(host for host in facts.there if build(host))
         version = (first.torch.version or "").split("+")[0] if first.torch else ""
-        yield fail(said, f"pip install {shlex.quote(f'torch=={version}')} on all, from the same index")
+        yield fail(said, f"pip install torch=={version} on all, from the same index")
 
 
 @between("between.torch-missing")

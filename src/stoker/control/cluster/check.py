@@ -9,8 +9,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract.errors import reading
-from stoker.contract.names import Refusal
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Finding
 from stoker.control.cluster import between, path, reaching, reducing
@@ -189,12 +187,7 @@ def doctor_findings(facts: Facts, hosts: Hosts) -> list[Finding]:
         if one.examination is None:
             found.setdefault(("between.host", "unknown", "it could not be examined", ""), []).append(one.name)
             continue
-        try:
-            with reading("what it tells of itself"):
-                findings = doctor.run(checks, one.examination, slots[one.name])
-        except Refusal as refusal:
-            findings = [Finding("between.host", "unknown", refusal.line)]
-        for finding in findings:
+        for finding in doctor.run(checks, one.examination, slots[one.name]):
             found.setdefault((finding.id, finding.level, finding.text, finding.fix), []).append(one.name)
     return [
         Finding(id, level, f"{between.listed(names)}: {text}", fix) for (id, level, text, fix), names in found.items()

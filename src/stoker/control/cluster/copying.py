@@ -8,30 +8,27 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from stoker.contract import protocol, typed
 from stoker.contract.names import EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.progress import BYTES, Progress
 from stoker.contract.quantities import amount, counted, span
+from stoker.contract.safe_io import open_regular
 from stoker.contract.shape import pick, shape
-from stoker.contract.text import parse_json, printable, printable_lines
-from stoker.control.cluster import agentzip, listing, transport
+from stoker.contract.text import printable
+from stoker.control.cluster import listing
 from stoker.control.cluster.farend import FarEnd, Refused, Silent
 from stoker.control.cluster.hosts import Host, Hosts
-from stoker.control.cluster.ssh import explain
 from stoker.control.machine.hashing import Hashes
 
 _CHUNK = 1 << 18
 SILENCE_S = 20.0  # nothing heard for so long: each side takes the other for gone. A sick disk here may be slow to read
 _LONG = 2 * 10**9  # bytes that take seconds to hash
 _RECEIVER = "stoker.control.agent.receiving"
-_COUNTS = {"written": "int", "removed": "int", "others": "dict[str, int]", "ignored?": "str"}
-_MOST_ORIGINS = 20  # folders that were copied to the same place, of which a host tells
+_COUNTS = {"written": "int", "removed": "int", "others": "dict[str, int]"}
 Say = Callable[[str], None]
 
 
@@ -61,13 +58,11 @@ def sync_load(hosts: Hosts, source: str, say: Say) -> Load:
     source = os.path.abspath(source)
     places = {host.name: host.workdir or source for host in hosts.hosts}
     load = _load("the working directory", listing.working_directory(source), "inside", hosts, places, say)
-    for path in load.listing.skipped[:3]:
-        say(f"{path} is not copied: it is neither a file nor a link")
-    behind = load.listing.behind_links
-    for path, link in behind[:3]:
-        say(f"{printable(path)} is not copied: git names it, but {printable(link)} is a symbolic link")
-    if len(behind) > 3:
-        say(f"{len(behind) - 3} more files behind symbolic links are not copied")
+    skipped = load.listing.skipped
+    for path, why in skipped[:3]:
+        say(f"{printable(path)} is not copied: {why}")
+    if len(skipped) > 3:
+        say(f"{len(skipped) - 3} more are not copied")
     return load
 
 
@@ -108,8 +103,8 @@ def _load(what: str, found: listing.Listing, manifest: str, hosts: Hosts, places
     with Progress(f"hashing {what}", total, unit=BYTES) as progress:
         for entry in found.entries:
             try:
-                place, opened = os.path.join(found.root, entry.path), partial(found.opened, entry.path)
-                value = entry.target if entry.kind == "link" else hashes.of(place, opened, progress.tick)
+                place = os.path.join(found.root, entry.path)
+                value = entry.target if entry.kind == "link" else hashes.of(place, progress.tick)
             except OSError as problem:
                 line = f"{os.path.join(found.root, entry.path)} can't be read: {problem.strerror}"
                 raise Refusal(line, EX_NOINPUT) from problem
@@ -137,12 +132,10 @@ def copy(hosts: Hosts, load: Load, say: Say) -> None:
         progress.end()
         for copy in copies:
             copy.stop()
-    failed = {copy.host.name: copy.failure.removeprefix(f"host {copy.host.name}: ") for copy in copies if copy.failure}
+    failed = {copy.host.name: copy.failure for copy in copies if copy.failure}
     if failed:
         raise NotCopied(failed)
     for copy in copies:
-        if copy.ignored:
-            say(f"host {copy.host.name}: {copy.ignored}")
         for origin, count in copy.others.items():
             more = f"{copy.where} also holds {count} files that --sync brought from {origin}"
             say(f"host {copy.host.name}: {more}: they stay; give each its own workdir:")
@@ -212,73 +205,44 @@ class _Copy:
         self.host, self._hosts, self.load, self.where, self._as_offered = host, hosts, load, where, as_offered
         self.needed = self.sent = self.written = self.removed = 0
         self.others: dict[str, int] = {}  # folders that were copied to the same place -> files of theirs that are there
-        self.ignored = ""  # why its list of earlier copies did not count
         self.failure = ""
         self._far: FarEnd | None = None
-        self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> None:
         self.failure = "the copy was broken off"  # until it is known to be whole
         try:
-            self.failure = self._tried()
+            self._talk()
+            self.failure = ""
+        except (Refused, Silent, protocol.ProtocolError, OSError, EOFError) as problem:
+            self.failure = self._why(problem)
         except Exception as problem:  # of a thread nobody would hear of it
             self.failure = f"{type(problem).__name__}: {problem}"
-
-    def _tried(self) -> str:
-        """Empty: it is there."""
-        try:
-            self._talk()
-            return ""
-        except Refused as refusal:
-            return str(refusal)
-        except Silent as silence:
-            if not self._greeted:
-                return f"no answer to the copy: {silence}"
-            return f"the connection was lost in the middle of the copy, after {amount(self.sent)}: {silence}"
-        except protocol.ProtocolError as problem:
-            return f"it is broken: {problem}" if self._greeted else self._why(problem)
-        except (OSError, EOFError) as problem:
-            return self._why(problem)
         finally:
             self.stop()
 
-    @property
-    def _greeted(self) -> bool:
-        return self._far is not None and self._far.greeted
-
     def stop(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        if self._far is not None:
+            self._far.stop()
 
     def _why(self, problem: Exception) -> str:
-        if self._process is None or self._far is None:
+        if self._far is None:
             return "there is no ssh client on the PATH" if isinstance(problem, FileNotFoundError) else str(problem)
-        try:
-            code: int | None = self._process.wait(2.0)
-        except subprocess.TimeoutExpired:
-            code = None
-        said = printable_lines(self._far.complaints.decode("utf-8", "replace"))
-        if self._greeted and not said:
-            return f"the connection was lost in the middle of the copy, after {amount(self.sent)}"
-        return explain(self.host.name, said, code)
+        why = self._far.why(problem)
+        if not self._far.greeted or isinstance(problem, (Refused, protocol.ProtocolError)):
+            return why
+        lost = f"the connection was lost in the middle of the copy, after {amount(self.sent)}"
+        return f"{lost}: {why}" if why else lost
 
     def _talk(self) -> None:
-        packed = agentzip.pack()
-        words = ["-I", "-S", "-c", agentzip.unpack(_RECEIVER), agentzip.announced(packed)]
-        argv = transport.way_to(self.host, self._hosts).python(self.host, self._hosts, words)
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
-        # It may need all that it was offered.
-        far = self._far = FarEnd(self._process, len(self.load.entries) + protocol.GREETING_LIMIT, SILENCE_S)
-        far.send(packed)
+        far = self._far = FarEnd(self.host, self._hosts, _RECEIVER, SILENCE_S)
+        far.start()
         order = {"do": "offer", "root": self.where, "silence": SILENCE_S, **pick(self.load, "manifest", "origin")}
         far.send(protocol.encode(order, self.load.entries))
-        need = _needed(far.answer()[1])
-        wanted = [entry for entry in self.load.listing.entries if entry.path in need]
+        need = set(protocol.read_payload("list[str]", far.answer()[1], "its list of missing files"))
+        missing = [entry for entry in self.load.listing.entries if entry.path in need]
         offered = {row[0]: row[4] for row in json.loads(self.load.entries)} if self._as_offered else {}
-        self.needed = sum(entry.size for entry in wanted)
-        for entry in wanted:
+        self.needed = sum(entry.size for entry in missing)
+        for entry in missing:
             self._send_file(far, entry, offered.get(entry.path))
         far.send(protocol.encode({"do": "finish"}))
         finished, _ = far.answer()
@@ -287,9 +251,7 @@ class _Copy:
         except ValueError as problem:
             raise protocol.ProtocolError(f"its last message can't be read: {problem}") from None
         self.written, self.removed = counts["written"], counts["removed"]
-        self.ignored = printable(counts.get("ignored", ""), 400)
-        others = list(counts["others"].items())[:_MOST_ORIGINS]
-        self.others = {printable(origin, 300): count for origin, count in others}
+        self.others = {printable(origin): count for origin, count in counts["others"].items()}
 
     def _send_file(self, far: FarEnd, entry: listing.Entry, offered: str | None) -> None:
         """Hashes what it sends: a file may have changed since it was offered. `offered`: it must not have."""
@@ -297,7 +259,7 @@ class _Copy:
         far.send(protocol.encode({"do": "begin", "path": entry.path, "mode": entry.mode}))
         place = os.path.join(self.load.listing.root, entry.path)
         try:
-            handle = self.load.listing.opened(entry.path)
+            handle = open_regular(place)
         except OSError as problem:
             raise Refused(f"{place} can no longer be read: {problem.strerror}") from problem
         with os.fdopen(handle, "rb", buffering=0) as file:
@@ -308,11 +270,3 @@ class _Copy:
         if offered not in (None, digest.hexdigest()):
             raise Refused(f"{place} has changed here since the run began")
         far.send(protocol.encode({"do": "end", "sha256": digest.hexdigest()}))
-
-
-def _needed(payload: bytes) -> set[str]:
-    """The paths it asks for. Those that were not offered are not sent."""
-    try:
-        return set(typed.read("list[str]", parse_json(payload or b"[]")))
-    except ValueError as problem:
-        raise protocol.ProtocolError(f"its list of wanted files can't be read: {problem}") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import threading
 import time
 from typing import Any
@@ -11,12 +10,11 @@ from typing import Any
 from stoker.contract import protocol
 from stoker.contract.names import MACHINE, Refusal
 from stoker.contract.shape import replace, shape
-from stoker.contract.text import parse_json, printable, printable_lines
+from stoker.contract.text import parse_json, printable
 from stoker.contract.typed import read_shape
-from stoker.control.cluster import agentzip, transport
 from stoker.control.cluster.farend import FarEnd, Refused, Silent
 from stoker.control.cluster.hosts import Host, Hosts
-from stoker.control.cluster.ssh import afresh, explain
+from stoker.control.cluster.ssh import afresh
 from stoker.control.machine.gauges import Gauges
 from stoker.control.machine.model import OFFLINE, GpuGauges, HostGauges
 
@@ -24,7 +22,6 @@ HostReading = tuple[HostGauges, tuple[GpuGauges, ...]]
 
 OFFLINE_S = 8.0  # without a reading
 _AGAIN_S = 2.0  # between two attempts to reach a host
-_LARGEST = 4 << 20  # bytes of a reading
 _FAR_END = "stoker.control.agent.gauging"
 
 
@@ -38,7 +35,7 @@ class Elsewhere:
     """The hosts of a hosts file, watched until `close`."""
 
     def __init__(self, hosts: Hosts, interval: float) -> None:
-        self._watches = [_Watch(host, afresh(hosts), interval) for host in hosts.hosts]
+        self._watches = [_Watch(host, hosts, interval) for host in hosts.hosts]
         for watch in self._watches:
             watch.start()
 
@@ -67,7 +64,6 @@ class _Watch:
         self._when = self._since = time.monotonic()
         self._count = 0
         self._reason = ""
-        self._process: subprocess.Popen[bytes] | None = None
         self._far: FarEnd | None = None
         self._closing = threading.Event()
 
@@ -94,10 +90,8 @@ class _Watch:
         self._end()
 
     def _end(self) -> None:
-        process = self._process
-        if process is not None and process.poll() is None:
-            process.kill()
-            process.wait()
+        if self._far is not None:
+            self._far.stop()
 
     def _run(self) -> None:
         while not self._closing.is_set():
@@ -125,48 +119,23 @@ class _Watch:
             self._reason = refusal.line
 
     def _look_there(self) -> None:
-        self._process = self._far = None
+        far = self._far = None
         try:
-            far = self._connect()
+            far = self._far = FarEnd(self._host, afresh(self._hosts), _FAR_END, self._silence_s, str(self._interval))
+            far.start()
             while not self._closing.is_set():
-                message, payload = far.answer()
-                reading = _read(message, payload)
+                reading = _read(*far.answer())
                 self._take(reading.host, reading.gpus)
                 far.send(b"\n")
-        except (Refused, Silent, protocol.ProtocolError) as problem:
-            self._reason = printable(str(problem), 300) if self._greeted else self._why(problem)
-        except (OSError, EOFError) as problem:
-            self._reason = self._why(problem, "the connection was lost" if self._greeted else "")
+        except (Refused, Silent, protocol.ProtocolError, OSError, EOFError) as problem:
+            if far is not None:
+                self._reason = printable(far.why(problem), 300) or "the connection was lost"
+            elif isinstance(problem, FileNotFoundError):
+                self._reason = "there is no ssh client on the PATH"
+            else:
+                self._reason = printable(str(problem), 300)
         finally:
             self._end()
-
-    @property
-    def _greeted(self) -> bool:
-        return self._far is not None and self._far.greeted
-
-    def _connect(self) -> FarEnd:
-        packed = agentzip.pack()
-        words = ["-I", "-S", "-c", agentzip.unpack(_FAR_END), agentzip.announced(packed), str(self._interval)]
-        argv = transport.way_to(self._host, self._hosts).python(self._host, self._hosts, words)
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
-        far = self._far = FarEnd(self._process, _LARGEST, self._silence_s)
-        far.send(packed)
-        return far
-
-    def _why(self, problem: Exception, otherwise: str = "") -> str:
-        """In ssh's words, or those of the login there; `otherwise`: where nothing was said."""
-        if self._process is None or self._far is None:
-            missing = isinstance(problem, FileNotFoundError)
-            return "there is no ssh client on the PATH" if missing else printable(str(problem), 300)
-        try:
-            code: int | None = self._process.wait(2.0)
-        except subprocess.TimeoutExpired:
-            code = None
-        said = printable_lines(self._far.complaints.decode("utf-8", "replace"))
-        if not said and (otherwise or code is None):
-            return otherwise or printable(str(problem), 300)
-        return explain(self._host.name, said, code).removeprefix(f"host {self._host.name}: ")
 
 
 def _read(message: protocol.Message, payload: bytes) -> _Reading:

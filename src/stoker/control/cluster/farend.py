@@ -1,5 +1,7 @@
-"""The conversation with the far end of a copy. It speaks every second: one that stays silent is lost, and so is one that
-reads nothing any more."""
+"""The conversation with a program of ours on another host: the receiver of a copy, or the gauges. Nothing is installed there.
+
+It speaks every second: one that stays silent is lost, and so is one that reads nothing any more.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,13 @@ import time
 from collections import deque
 
 from stoker.contract import protocol
-from stoker.contract.text import printable
+from stoker.contract.text import printable, printable_lines
+from stoker.control.cluster import agentzip, transport
+from stoker.control.cluster.hosts import Host, Hosts
+from stoker.control.cluster.ssh import explain
 
 _CHUNK = 1 << 18
-_COMPLAINTS = 1 << 16  # bytes of its stderr that are kept
-_MOST_WAITING = 2  # answers that were not asked for yet
+_COMPLAINTS = 1 << 16  # bytes of its stderr that are kept: only a few lines are ever shown
 GREETING_S = 60.0  # a login, and the start of Python from a slow disk
 
 
@@ -27,16 +31,23 @@ class Refused(Exception):
 
 
 class FarEnd:
-    """Listens while it sends, too: else what the far end says could fill the pipe, and both would wait."""
+    """Starts the program, and listens while it sends: else what the far end says could fill the pipe, and both would wait."""
 
-    def __init__(self, process: subprocess.Popen[bytes], payload_limit: int, silence_s: float) -> None:
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        self._to, self._from = process.stdin.fileno(), process.stdout.fileno()
-        self._errors = process.stderr.fileno()  # -1: it is closed
+    def __init__(self, host: Host, hosts: Hosts, module: str, silence_s: float, *words: str) -> None:
+        """Call `start` next. Raises OSError if there is no ssh client. `words` are for `boot` of the module."""
+        self._host = host
+        self._files = agentzip.pack()
+        code = ("-I", "-S", "-c", agentzip.unpack(module), agentzip.announced(self._files))
+        argv = transport.way_to(host, hosts).python(host, hosts, [*code, *words])
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        assert self._process.stdin is not None and self._process.stdout is not None and self._process.stderr is not None
+        self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
+        self._errors = self._process.stderr.fileno()  # -1: it is closed
         self._complaints = b""
         os.set_blocking(self._to, False)
         os.set_blocking(self._errors, False)
-        self._decoder = protocol.Decoder(expect_sentinel=True, payload_limit=payload_limit)
+        self._decoder = protocol.Decoder(expect_sentinel=True)
         self._answers: deque[tuple[protocol.Message, bytes]] = deque()
         self._silence_s = silence_s
         self._heard = time.monotonic()
@@ -44,6 +55,31 @@ class FarEnd:
     @property
     def greeted(self) -> bool:
         return self._decoder.greeted
+
+    def start(self) -> None:
+        self.send(self._files)
+
+    def stop(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    def why(self, problem: Exception) -> str:
+        """Say why the conversation ended with `problem`. Empty: the connection broke without a word."""
+        if isinstance(problem, (Refused, Silent)):
+            return str(problem)
+        if isinstance(problem, protocol.ProtocolError):
+            return f"it is broken: {problem}" if self.greeted else str(problem)
+        try:
+            code: int | None = self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            code = None
+        while self._errors >= 0 and len(self._complaints) < _COMPLAINTS and self._take_complaint():
+            pass
+        complaints = printable_lines(self._complaints.decode("utf-8", "replace"))
+        if self.greeted and not complaints:
+            return ""
+        return explain(self._host.name, complaints, code).removeprefix(f"host {self._host.name}: ")
 
     def send(self, data: bytes) -> None:
         left = memoryview(data)
@@ -84,15 +120,8 @@ class FarEnd:
             raise Silent(f"nothing was heard from it for {limit:.0f} s")
         return self._to in events
 
-    @property
-    def complaints(self) -> bytes:
-        """The beginning of its stderr so far. More is read, so that it does not wait, and not kept: it may have no end."""
-        while self._errors >= 0 and len(self._complaints) < _COMPLAINTS and self._take_complaint():
-            pass
-        return self._complaints
-
     def _take_complaint(self) -> bool:
-        """Whether there was any."""
+        """Read from its stderr and keep the first 64 KB. Return whether there was any."""
         try:
             data = os.read(self._errors, _CHUNK)
         except BlockingIOError:
@@ -109,9 +138,6 @@ class FarEnd:
         self._heard = time.monotonic()
         for message, payload in self._decoder.feed(data):
             if message.get("is") == "refused":
-                raise Refused(printable(str(message.get("line", "no reason")), 1000))
-            if message.get("is") == "ping":
-                continue
-            self._answers.append((message, payload))
-            if len(self._answers) > _MOST_WAITING:
-                raise protocol.ProtocolError("it says more than it was asked")
+                raise Refused(printable(message["line"]))
+            if message.get("is") != "ping":
+                self._answers.append((message, payload))

@@ -88,10 +88,7 @@ def _ask(hosts: Hosts) -> list[Answer]:
         towards = asking.ask("route", {name: {"to": peers[name]} for name in by_name}, ROUTE_S)
         routes = asking.answers(towards, ROUTE_S + 1)
         _refuse_failed(routes)
-    return [
-        _answer(host.user, name, pythons[name], found[name], routes[name], addresses[name])
-        for name, host in by_name.items()
-    ]
+    return [_answer(host.user, name, found[name], routes[name], addresses[name]) for name, host in by_name.items()]
 
 
 def _refuse_failed(answers: Mapping[str, Mapping[str, Any]]) -> None:
@@ -102,10 +99,10 @@ def _refuse_failed(answers: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _answer(
-    user: str | None, name: str, asked: list[str], found: Mapping[str, Any], way: Mapping[str, Any], address: str | None
+    user: str | None, name: str, found: Mapping[str, Any], way: Mapping[str, Any], address: str | None
 ) -> Answer:
-    """`asked`: the Pythons it was to look for. Another one does not get into the file."""
-    pythons = [one for one in found["pythons"] if one.get("python") in asked]
+    """Put together what one host answered: the first Python that has torch, and the interface that leads to the others."""
+    pythons = found["pythons"]
     best = next((one for one in pythons if one.get("torch")), pythons[0] if pythons else {})
     ways = [one for one in way["routes"].values() if one.get("interface")]
     interfaces = {one["interface"] for one in ways}

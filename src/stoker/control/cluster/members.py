@@ -21,11 +21,7 @@ _CHUNK = 1 << 16  # what a pipe holds: asked for more, Python maps and unmaps a 
 GREETING_S = 20.0  # a login may take its time; what has greeted once speaks every second
 _CROWD = 8  # with more agents than this their words are gathered for a moment: a wake costs more than a word
 _GATHER_S = 0.02
-_PREAMBLE = 1 << 16  # bytes kept of what a login prints
-# What handling a message that lies may raise. Of an agent on this machine, which is our own, it is a mistake of ours.
-_UNREADABLE = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, StopIteration, TypeError, ValueError,
-)  # fmt: skip
+_PREAMBLE = 1 << 16  # characters kept of what a login prints: only a few lines are ever shown
 QUIET_S = 1.5  # somebody who speaks every second and has not for this long may be lost
 
 
@@ -45,7 +41,6 @@ class Member:
         self.preamble = ""  # its stderr before the agent's first word: a banner, or why there is no agent
         self.answers: dict[str, protocol.Message] = {}  # the newest of each kind that is waited for
         self.probed: dict[str, Any] = {}  # of one that waits to join: what it answered, by the probe's name
-        self.told = 0  # bytes of those answers
         self.machine: Machine | None = None  # as it was last seen
         self.selves: list[list[int]] = []  # pid and start time of its guardian and agent, there
 
@@ -204,16 +199,11 @@ class Members:
             last = member.complaint or printable(before.decode("utf-8", "replace").strip().rpartition("\n")[2], 1000)
             self._lose(member, f"it ended: {last}" if last else _how_ended(member))
             return
-        message: protocol.Message = {}
         try:
             for message, payload in member.decoder.feed(data):
                 self._hear(member, protocol.read(message), payload)
         except protocol.ProtocolError as problem:
             self._lose(member, f"it is broken: {problem}" if member.decoder.greeted else str(problem))
-        except _UNREADABLE as problem:
-            if member.link.local:
-                raise
-            self._lose(member, f"it is broken: its message {message.get('is')!r} can't be used ({_raised(problem)})")
 
     def _read_errors(self, member: Member) -> None:
         if member.link.errors not in self._selector.get_map():
@@ -262,15 +252,6 @@ class Members:
             os.close(member.link.answers)
             os.close(member.link.errors)
         signal.set_wakeup_fd(-1)
-
-
-def _raised(problem: BaseException) -> str:
-    """With the place, for whoever has to repair it."""
-    trace = problem.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = f" at {os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}" if trace is not None else ""
-    return printable(f"{type(problem).__name__}: {problem}{where}", 200)
 
 
 def _why_unmet(member: Member) -> str:

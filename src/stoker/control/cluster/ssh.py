@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from stoker.contract.shape import replace
 from stoker.contract.text import printable
-from stoker.control.cluster.agentzip import DAMAGED, NOT_WRITTEN, OLDEST_PYTHON, TOO_OLD, UNSAFE
+from stoker.control.cluster.agentzip import DAMAGED, NOT_WRITTEN, OLDEST_PYTHON, TOO_OLD
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -111,7 +111,6 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     (re.escape(TOO_OLD) + r" (\S+)", "its Python is {0}, too old", f"name a Python of {_OLDEST} or later with python: or --python"),
     (r"Unknown option: -I", "its Python is too old", f"name a Python of {_OLDEST} or later with python: or --python"),
     (re.escape(NOT_WRITTEN) + r" (.*)", "the agent's files can't be written there: {0}", "make room or give the user a home that can be written"),
-    (re.escape(UNSAFE) + r" (.*)", "the agent's folder there is not safe: {0}", "remove it there, or give it back to its user"),
     (re.escape(DAMAGED), "the agent's files did not arrive whole", "try again; a login script there may read standard input"),
     (r"Could not resolve hostname (?:\S+): (.*)", "unknown host ({0})", "fix the name, or give an address or an alias of ~/.ssh/config"),
     (r"Could not resolve proxy|stdio forwarding failed|UNKNOWN port 65535", "its jump host does not let us through", "try `ssh {host}` by hand"),
@@ -136,8 +135,8 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     (r"kex_exchange_identification|Connection (?:closed|reset) by", "its sshd closed the connection: too many at once, or this user or address is not allowed",
      "look at its sshd's log"),
 )  # fmt: skip
-# Characters that are looked at: a host may print without end, and a pattern's time grows with the square of a line.
-_SAID, _LINE = (8192, 300)
+# Characters that are looked at, and of a line: a login may print pages, and a pattern's time grows with the square of a line.
+_MAX_LOOKED_AT, _MAX_LINE = 8192, 300
 _NOT_RUN = re.compile(
     r"no such file|not found|denied|is a directory|cannot execute|exec format|unknown command", re.IGNORECASE
 )
@@ -146,7 +145,7 @@ _SHELL = {126: "can't be executed there", 127: "does not exist there"}
 
 def explain(host: str, said: str, code: int | None) -> str:
     """`said`: all of stderr, and what came before the agent's first word. `code`: None: it has not ended."""
-    said = "\n".join(printable(line, _LINE) for line in said[-_SAID:].splitlines())
+    said = "\n".join(printable(line, _MAX_LINE) for line in said[-_MAX_LOOKED_AT:].splitlines())
     if code in _SHELL:  # 126 and 127 are the login shell's: ssh itself has 255
         return f"host {host}: no Python: {_program(said)} {_SHELL[code]}; name one with python:, venv: or --python"
     for pattern, means, fix in _TABLE:
@@ -154,8 +153,7 @@ def explain(host: str, said: str, code: int | None) -> str:
         if found:
             groups = [group or "" for group in found.groups()]
             more = {"host": host, "key": _offending(said), "user": _as_whom(said)}
-            # What to do is a command to copy, and a host that we do not know yet may have written the path in it.
-            words = map(shlex.quote, groups)
+            words = map(shlex.quote, groups)  # what to do is a command to copy, and a path may hold a blank
             return f"host {host}: {means.format(*groups, **more)}; {fix.format(*words, **more)}"
     last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
     if code is None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from stoker.contract import names, protocol
 from stoker.contract.names import EX_OSERR, EX_UNAVAILABLE, Refusal
-from stoker.contract.quantities import counted
 from stoker.contract.shape import replace
 from stoker.contract.text import printable
 from stoker.control.cluster import transport
@@ -29,13 +28,6 @@ if TYPE_CHECKING:  # a run on one machine loads neither
 
 MEET_S = 30.0
 _AWAITED = frozenset(("host", "locked", "port", "refused", "suspended"))  # answers to an order: the newest is kept
-# A host may be hostile, and all of this is kept for as long as the run lives.
-_MOST_PROBES = 64  # different ones that a host which waits to join is asked
-_MOST_PROBED = 8 << 20  # bytes of its answers: the names of 10,000 files have 1 MB
-_MOST_SELVES = 4  # processes that an agent is: its guardian and itself
-_MOST_FOUND = 10  # lines about what was found there
-_LONGEST_LINE = 1 << 16  # characters that are looked through for secrets, of which 2,000 are shown
-_LONGEST_SHARE = 4096  # characters of CUDA_VISIBLE_DEVICES
 
 
 class Agents:
@@ -94,8 +86,6 @@ class Agents:
 
     def _take_share(self, host: str, visible: str | None) -> None:
         """Where a scheduler tells which of a node's GPUs are the job's: those, and no others. A role has its share of them."""
-        if visible and len(visible) > _LONGEST_SHARE:
-            raise protocol.ProtocolError(f"its CUDA_VISIBLE_DEVICES has {counted(len(visible), 'character')}")
         if not visible or self.hosts is None or self.by_name[host].gpus is not None:
             return
         if transport.way_to(self.by_name[host], self.hosts).shows_share:
@@ -106,10 +96,10 @@ class Agents:
             member.machine = machine_from_json(message.pop("machine"))
         except ValueError as problem:
             raise protocol.ProtocolError(f"what it says of its machine is {problem}") from None
-        message["held"] = {uuid: printable(who, 300) for uuid, who in message["held"].items()}
+        message["held"] = {uuid: printable(holder) for uuid, holder in message["held"].items()}
         if "selves" in message:
-            message["found"] = [printable(line, 200) for line in message.get("found", [])[:_MOST_FOUND]]
-            member.selves = [pair for pair in message.pop("selves")[:_MOST_SELVES] if len(pair) == 2]
+            message["found"] = [printable(line) for line in message.get("found", [])]
+            member.selves = message.pop("selves")
             self._take_share(member.host, message.get("visible"))
 
     def _forget(self, kind: str) -> None:
@@ -135,7 +125,7 @@ class Agents:
         refused = [member for member in waiting if "refused" in member.answers]
         if len(waiting) == 1 and refused:
             told, host = refused[0].answers["refused"], refused[0].host
-            return Refusal(f"host {host}: {told['line']}" if host else told["line"], _exit_code(told["code"]))
+            return Refusal(f"host {host}: {told['line']}" if host else told["line"], told["code"])
         slow = f"does not answer within {seconds:.0f} s: a driver that hangs, or a machine without free memory"
         why = {one.host: f"is gone: {one.gone}" if one.gone else slow for one in waiting}
         why |= {one.host: one.answers["refused"]["line"] for one in waiting if one in refused}
@@ -190,10 +180,10 @@ class Agents:
             why = first.gone or first.answers.get("refused", {}).get("line", "no answer")
             raise Refusal(f"the agent did not reserve a port: {why}", EX_OSERR, cause="launch.port")
         answer = {"holder": "another program", **first.answers["port"]}
-        if not 0 < answer["port"] < 1 << 16:
-            raise taken({"wanted": 0, **answer})
+        if not answer["port"]:
+            raise taken(answer)
         if answer.get("wanted"):
-            holder = printable(answer["holder"], 200)
+            holder = printable(answer["holder"])
             self._say(f"stoker: MASTER_PORT={answer['wanted']} is in use by {holder}; using port {answer['port']}")
         return address, answer["port"]
 
@@ -224,9 +214,6 @@ class Agents:
         if kind == "probe" and waiting:
             from stoker.control.cluster.asking import read_answer
 
-            member.told += len(payload)
-            if len(member.probed) > _MOST_PROBES or member.told > _MOST_PROBED:
-                raise protocol.ProtocolError("it answers a question that was not asked")
             member.probed[message["what"]] = read_answer(message["what"], payload)
             return
         if kind == "probe" and self._asking is not None and self._asking.hear(member.host, message, payload):
@@ -234,7 +221,7 @@ class Agents:
         if kind == "host":
             self._note_machine(member, message)
         if kind == "refused":
-            message["line"] = printable(message["line"][:_LONGEST_LINE], 2000)
+            message["line"] = printable(message["line"])
         if kind in _AWAITED:
             member.answers[kind] = message
         if not waiting:
@@ -243,8 +230,3 @@ class Agents:
 
 def _answered(member: Member, kind: str) -> bool:
     return kind in member.answers or bool(member.gone) or "refused" in member.answers
-
-
-def _exit_code(code: int) -> int:
-    """An agent's own word, within what a process can end with. 0 would be success."""
-    return code if 0 < code < 128 else EX_OSERR

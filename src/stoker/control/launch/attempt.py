@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from stoker.contract.checkpoints import SavedCheckpoint
-from stoker.contract.shape import fields_of, pick, replace
+from stoker.contract.shape import fields_of, pick
 from stoker.contract.shapes import Around, Evidence, LastCall, RankEnd, RankError, ScriptEnd, Stall, Verdict
 from stoker.contract.typed import read_shape
 from stoker.control.launch.plan import RunPlan
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 LOOK_S = 15.0  # at most, for a look at the ranks that outlived an echo
 ASKS = 1_000_000  # inspections an attempt may number: an answer that comes late is nobody else's
-
-
-_MESSAGE, _TRACEBACK = 20_000, 100_000  # characters, as a rank's shim cuts them
 
 
 class Attempt:
@@ -154,11 +151,9 @@ class Attempt:
 def read_error(data: Any) -> RankError | None:
     """None: the rank wrote none, or one that is not to be read."""
     try:
-        error = _known(RankError, data)
+        return unquoted(_known(RankError, data))
     except ValueError:
         return None
-    # A host may send megabytes, and every cause looks through them.
-    return unquoted(replace(error, message=error.message[:_MESSAGE], traceback=error.traceback[-_TRACEBACK:]))
 
 
 def read_last_call(calls: list[Any]) -> LastCall | None:

@@ -31,6 +31,7 @@ AGAIN_S = 3.0
 LONGEST_S = 60.0
 ASK_S = 20.0
 SAY_S = 2.0  # a copy that takes longer is mentioned
+_MAX_FORMER = 64  # processes of 32 lives that are remembered: a host may come and go for weeks
 
 
 class Lost:
@@ -52,8 +53,8 @@ class Lost:
         return self.back and self.member is not None and not self.member.gone
 
     def remember(self, selves: list[list[int]]) -> None:
-        """Remember the processes of its new life, too."""
-        self.former = [*self.former, *selves]
+        """Remember the processes of its new life, too. The oldest have ended long ago, by the silence rule."""
+        self.former = [*self.former, *selves][-_MAX_FORMER:]
 
     def part(self, next_try: float) -> None:
         """From its new life, which was none."""

@@ -13,18 +13,13 @@ from stoker.contract.shape import pick, replace
 from stoker.contract.shapes import BadNumber, RankEnd, RankError
 from stoker.contract.stacktext import threads_of
 from stoker.contract.terminal import WARNING
-from stoker.contract.text import printable, within
+from stoker.contract.text import printable
 from stoker.control.launch.attempt import Attempt, read_around, read_error, read_last_call, read_script_end
+from stoker.control.launch.restarts import CAN_HALVE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from stoker.control.launch.live import LiveRun
-
-_LONGEST_S = 1e8  # three years
-# Characters of what is recorded of one field: a rank's traceback has up to 100,000. Redacting a megabyte takes seconds.
-_ROOM = 1 << 19
-_TELLING = frozenset(("mem", "lock", "mark", "phase", "note", "error", "exit", "finished"))  # texts that are recorded
-_MOST_MARKS, _LONGEST_MARK = 1000, 200  # different ones that are remembered, and their characters
 
 
 def place_in(error: RankError) -> list[Any]:
@@ -47,53 +42,19 @@ class Reports:
         self._output = run.output
         self._options = run.options
         self._say = run.say
-        self._ranks_of = {
-            host: frozenset(one.rank for one in attempt.plan.places if one.host == host) for host in attempt.plan.hosts
-        }
 
     def hear(self, host: str, message: protocol.Message, payload: bytes) -> None:
-        """`message` has its kind's fields and types (contract/protocol.py); whether it may say that is decided here."""
-        self._check_ranks(host, message)
+        """Take a message, which has its kind's fields and types (contract/protocol.py)."""
         if message["is"] == "out":
-            rank, stream = message["rank"], message["fd"]
-            if stream not in (0, 1, 2):
-                raise protocol.ProtocolError(f"it sends output of stream {stream}")
-            self._output.take(self._record, rank, stream, payload)
-            self._feed(self._read_output, rank, payload)
+            self._output.take(self._record, message["rank"], message["fd"], payload)
+            self._feed(self._read_output, message["rank"], payload)
             return
         if message["is"] == "inspection":
-            self._hear_inspection(host, message["ask"], payload)
+            self._feed(self._attempt.watch.answered, host, message["ask"], payload, time.monotonic())
             return
-        if message["is"] in _TELLING:
-            message = {name: within(value, _ROOM) for name, value in message.items()}
         handler = getattr(self, "_on_" + message["is"].replace("-", "_"), None)
         if handler is not None:
             handler(host, message)
-
-    def _check_ranks(self, host: str, message: protocol.Message) -> None:
-        """A host speaks of its own ranks only. Their numbers become names of files."""
-        own = self._ranks_of.get(host, frozenset())
-        if "rank" in message:
-            if message["rank"] not in own:
-                about = f"its message {message['is']!r} is about rank {message['rank']}"
-                raise protocol.ProtocolError(f"{about}, which is not its own")
-        elif "ranks" in message:
-            strange = message["ranks"].keys() - {str(rank) for rank in own}
-            if strange:
-                about = f"its message {message['is']!r} is about rank {ascii(min(strange))[:40]}"
-                raise protocol.ProtocolError(f"{about}, which is not its own")
-
-    def _hear_inspection(self, host: str, ask: int, payload: bytes) -> None:
-        from stoker.contract.text import parse_json
-
-        try:
-            found = parse_json(payload or b"{}")
-        except ValueError as problem:
-            raise protocol.ProtocolError(f"its inspection can't be read: {problem}") from None
-        if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
-            raise protocol.ProtocolError("its inspection is none")
-        self._check_ranks(host, {"is": "inspection", "ranks": found})
-        self._feed(self._attempt.watch.answered, host, ask, payload, time.monotonic())
 
     def _feed(self, tell: Callable[..., None], *said: Any) -> None:
         """To the watch room. What it can't read must not end the job it watches."""
@@ -124,12 +85,8 @@ class Reports:
     def _on_unstarted(self, _host: str, message: protocol.Message) -> None:
         from stoker.control.verdict import launch
 
-        self._trouble(launch.not_started(message["rank"], printable(message["text"][:_ROOM], 1000)))
-
-    def _trouble(self, trouble: dict[str, Any]) -> None:
-        """The first counts. A host that repeats itself for ever fills no memory."""
-        if len(self._attempt.trouble) <= self._attempt.expected:
-            self._attempt.trouble.append(trouble)
+        why = printable(message["text"])
+        self._attempt.trouble.append(launch.not_started(message["rank"], why))
 
     def _on_error(self, _host: str, message: protocol.Message) -> None:
         error = read_error(message["error"])
@@ -141,8 +98,6 @@ class Reports:
     def _on_exit(self, host: str, message: protocol.Message) -> None:
         attempt, record, output = self._attempt, self._record, self._output
         rank, code = message["rank"], message["code"]
-        if not -64 <= code <= 255:
-            raise protocol.ProtocolError(f"rank {rank} ended with {code}, which no process does")
         output.ended(record, rank)
         error = read_error(message.get("error")) or attempt.errors.get(rank)
         if error is not None and error.late and code != 1:
@@ -186,9 +141,9 @@ class Reports:
             self._say(f"stoker: stopped {helpers} the ranks left behind: {_listed(message['stopped'])}")
         for one in message["stuck"]:
             stuck = f"stoker: pid {one['pid']} ({one['name']}) can't be killed, it is in state {one['state']}"
-            self._say(printable(f"{stuck}: do not use its GPU until it is gone", 1000), colour=WARNING)
+            self._say(printable(f"{stuck}: do not use its GPU until it is gone"), colour=WARNING)
         for card in message["gpus_held"]:
-            self._say(f"stoker: {printable(card, 100)} still shows memory of a rank that is gone", colour=WARNING)
+            self._say(f"stoker: {printable(card)} still shows memory of a rank that is gone", colour=WARNING)
 
     def _on_helpers(self, _host: str, message: protocol.Message) -> None:
         limit, names = span(message["seconds"]), _listed(message["names"])
@@ -209,8 +164,6 @@ class Reports:
 
     def _on_lock(self, _host: str, message: protocol.Message) -> None:
         rank, what, seconds = message["rank"], message["what"], message.get("seconds", 0.0)
-        if not 0 <= seconds < _LONGEST_S:
-            raise protocol.ProtocolError(f"rank {rank} is to wait {seconds:g} s")
         self._record.event("lock", rank=rank, what=what, why=message.get("why"), slots=message.get("slots"))
         if what == "waiting":
             holders = ", ".join(f"rank {holder}" for holder in message.get("holders", ()))
@@ -237,25 +190,21 @@ class Reports:
         stall = self._attempt.watch.stall
         where = stall.where if stall is not None and rank == stall.rank else ""
         taken, limit, workers = message["bytes"], message["limit"], message.get("loader_workers", 0)
-        self._trouble(launch.over_ram_limit(rank, self._attempt.label(rank), taken, limit, workers, where))
+        trouble = launch.over_ram_limit(rank, self._attempt.label(rank), taken, limit, workers, where)
+        self._attempt.trouble.append(trouble)
 
     def _on_first_step(self, _host: str, message: protocol.Message) -> None:
         self._record.event("first-step", rank=message["rank"], at=message["time"])
 
     def _on_beats(self, _host: str, message: protocol.Message) -> None:
         self._attempt.steps.update({int(rank): beats[0] for rank, beats in message["ranks"].items()})
-        try:  # here, not in the watch room, which one host's words must not close for all the others
-            losses = [
-                (step, int(rank), float(loss)) for rank, beats in message["ranks"].items() for step, loss in beats[4]
-            ]
-        except ValueError:
-            raise protocol.ProtocolError("it sends a loss that is not written as a number") from None
-        self._feed(self._take_beats, message, losses)
+        self._feed(self._take_beats, message)
 
-    def _take_beats(self, message: protocol.Message, losses: list[tuple[int, int, float]]) -> None:
+    def _take_beats(self, message: protocol.Message) -> None:
         attempt, now = self._attempt, time.monotonic()
         for rank, (steps, _, count, longest, _) in message["ranks"].items():
             attempt.watch.beats(int(rank), steps, count, longest, now)
+        losses = [(step, int(rank), float(loss)) for rank, beats in message["ranks"].items() for step, loss in beats[4]]
         for bad in attempt.losses.heard_all(losses):
             self._bad_number(bad)
 
@@ -303,8 +252,8 @@ class Reports:
     def _on_mark(self, _host: str, message: protocol.Message) -> None:
         self._record.event("mark", rank=message["rank"], name=message["name"])
         self._feed(self._attempt.watch.said, message["rank"], time.monotonic())
-        if len(self._attempt.can) < _MOST_MARKS and len(message["name"]) <= _LONGEST_MARK:
-            self._attempt.can.add(message["name"])
+        if message["name"] == CAN_HALVE:  # of all marks only this one: a script may mark every step of a run of weeks
+            self._attempt.can.add(CAN_HALVE)
         if message["name"] == CHECKPOINT and message["rank"] == 0:
             self._attempt.checkpoints += 1
             self._attempt.checkpoint_at = time.time()

@@ -91,7 +91,7 @@ class RoleLines:
 
 
 def step_line(line: str, room: int) -> str:
-    """What nobody knows is left out; of the rest as much as there is room for, and the time left last. A host's line, too."""
+    """Return a step's line with as many of its fields as there is room for. What is n/a is left out, and ETA comes last."""
     fields = [_field(text) for text in line.split(" | ") if not text.endswith(": n/a")]
     fields = [(name, text) for name, text in fields if name != "ETA"] + [one for one in fields if one[0] == "ETA"]
     others = [name for name, _ in reversed(fields) if name and name not in (*_KEPT, *_LEFT_OUT)]

@@ -1,6 +1,7 @@
 """One moment of an attempt for the run's history: how ranks, cards and hosts stand. Pure.
 
-Loaded when an attempt has run for some seconds: no launch waits for it.
+Loaded when an attempt has run for some seconds: no launch waits for it. Nothing is kept here: the past of a run of weeks
+is in its history's files (control/record/history.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _HOST = (
     "sent", "link", "pressure_cpu", "pressure_io", "pressure_memory",
 )  # fmt: skip
 _WHOLE = frozenset(("cores", "memory_used", "memory_total", "memory_available", "swap_used", "disk_free", "disk_total", "temperature"))  # fmt: skip
-_MOST_WORDS, _LONGEST_WORD = 8, 40  # a host may be hostile
+_MAX_PHASE = 40  # characters of a phase: the history of a run of weeks keeps one for each rank and moment
 
 
 def moment(attempt: Attempt, now: float) -> Moment:
@@ -57,7 +58,7 @@ def _of_rank(attempt: Attempt, standing: Any, rank: int, host: str) -> dict[str,
         "step": standing.step,
         "step_s": _rounded(standing.step_s, 4),
         "waiting": standing.waiting,
-        "phase": printable(mask_text(standing.phase), _LONGEST_WORD) or None,
+        "phase": printable(mask_text(standing.phase), _MAX_PHASE) or None,
         "state": standing.state if standing.state != "?" else None,
         "beat_age": _rounded(standing.beat_age, 2),
         "collective_age": _rounded(standing.collective_age, 2),
@@ -79,8 +80,6 @@ def _of_host(attempt: Attempt, host: str) -> dict[str, Any]:
 
 
 def _number(name: str, value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(printable(word, _LONGEST_WORD) for word in value[:_MOST_WORDS])
     return int(value) if name in _WHOLE and value is not None else value
 
 

@@ -50,9 +50,9 @@ class Hashes:
         with contextlib.suppress(OSError, ValueError):
             self._known = read("dict[str, tuple[int, int, int, str]]", read_json(self._memory))
 
-    def of(self, path: str, opened: Callable[[], int] | None = None, tick: Tick | None = None) -> str:
-        """`opened` opens it, where links are not to be followed. What was opened is what is looked at and read."""
-        handle = opened() if opened else open_regular(path)
+    def of(self, path: str, tick: Tick | None = None) -> str:
+        """Return the hash of a regular file: the remembered one if it has not changed since. Raises OSError."""
+        handle = open_regular(path)
         try:
             return self._of(handle, path, tick)
         finally:

@@ -70,7 +70,7 @@ class Machine:
 
 
 def machine_from_json(data: Any) -> Machine:
-    """Return a machine from its JSON. Raises ValueError if it is none."""
+    """Return the machine that `to_json` wrote. Raises ValueError if it is none."""
     return read_recorded(Machine, data, SCHEMA)
 
 

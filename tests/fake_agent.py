@@ -1,4 +1,4 @@
-"""Stands in for `ssh HOST`: an agent that keeps to the protocol until the order $HOSTILE_AT, then says the bytes of $HOSTILE_FILE."""
+"""Stands in for `ssh HOST`: an agent that keeps to the protocol until the order $FAKE_AT, then says the bytes of $FAKE_FILE."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 MACHINE = {
-    "hostname": "evil",
+    "hostname": "fake",
     "cores": 2,
     "memory_total": 10**10,
     "memory_available": 9 * 10**9,
@@ -79,7 +79,7 @@ def main() -> None:
     if "-G" in sys.argv:  # ssh's own settings are asked for
         sys.exit(1)
     exact(int(shlex.split(sys.argv[-1])[-2].partition(":")[0]))
-    write(b"Welcome\nSTOKER-AGENT 1\n")
+    write(f"Welcome\nSTOKER-AGENT {os.environ.get('FAKE_VERSION', '1')}\n".encode())
     threading.Thread(target=ping, daemon=True).start()
     words = b""
     while data := os.read(0, 1 << 16):
@@ -89,15 +89,14 @@ def main() -> None:
             if order["do"] == "close":
                 return
             at = f"{order['do']}-{order.get('what', '')}".rstrip("-")
-            if at == os.environ["HOSTILE_AT"]:
+            if at == os.environ["FAKE_AT"]:
                 if at == "start":
                     answer(order)
-                with open(os.environ["HOSTILE_FILE"], "rb") as file:
+                with open(os.environ["FAKE_FILE"], "rb") as file:
                     content = file.read().replace(b"%ASK%", str(order.get("ask", "")).encode())
                 write(content)
-                if os.environ.get("HOSTILE_ENDLESS"):
-                    while True:
-                        write(content)
+                if os.environ.get("FAKE_ENDS"):
+                    os._exit(1)
             else:
                 answer(order)
 
