@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import stat
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,8 +28,6 @@ SCHEMA = 1
 RESULT, LOGS, COPIES, PLOTS = "result.json", "logs", "data", "plots"
 WAITING, RUNNING, DONE, FAILED, STOPPED, PARTIAL = "waiting", "running", "done", "failed", "stopped", "partial"
 _TAIL = 4096  # bytes that are read of the end of a log
-_EVENTS = 1 << 20  # the same of a stage's events: a run writes some KB, and one that came with a folder anything
-_MOST_RESTARTS = 1000  # of a stage, that chain.json keeps
 _OURS = "stoker: "  # how our own lines begin
 
 
@@ -160,19 +157,16 @@ def seen(folder: str, entry: Entry) -> Entry:
     loaded = reader.load(run) if entry.run else None
     if loaded is None:
         return entry
-    restarts = deque(
-        (
-            {name: event.get(name) for name in ("time", "attempt", "cause", "rank")}
-            for event in reader.events(run, tail=_EVENTS)
-            if event.get("event") == "restart"
-        ),
-        _MOST_RESTARTS,
+    restarts = tuple(
+        {name: event.get(name) for name in ("time", "attempt", "cause", "rank")}
+        for event in reader.events(run)
+        if event.get("event") == "restart"
     )
     result = os.path.join(run, RESULT)
     seconds = entry.seconds or (
         max(0.0, os.path.getmtime(result) - loaded.started) if loaded.started and os.path.exists(result) else 0.0
     )
-    return replace(entry, attempts=len(loaded.attempts), restarts=tuple(restarts), seconds=round(seconds, 2))
+    return replace(entry, attempts=len(loaded.attempts), restarts=restarts, seconds=round(seconds, 2))
 
 
 def write_chain(folder: str, about: Mapping[str, Any], found: Mapping[str, Entry]) -> None:
@@ -185,7 +179,7 @@ def write_chain(folder: str, about: Mapping[str, Any], found: Mapping[str, Entry
 
 
 def check_own(folder: str) -> None:
-    """Before anything in it is read: in a runs folder that several share, anybody can make one of this name."""
+    """Refuse a speedrun folder of another user: in a shared runs folder it may have the name of ours."""
     try:
         own = stat.S_ISDIR(os.lstat(folder).st_mode) and owners.is_own(folder)
     except FileNotFoundError:
@@ -207,7 +201,6 @@ def hold(folder: str) -> int:
     try:
         os.makedirs(folder, 0o700, exist_ok=True)
         check_own(folder)
-        layout.check_entries(folder, STAGES, LOGS)
         os.makedirs(runs_root(folder), exist_ok=True)
         os.makedirs(os.path.join(folder, LOGS), exist_ok=True)
         handle = open_lock_file(os.path.join(folder, LOCK))
@@ -235,11 +228,11 @@ def progress(run: str | None, steps: int) -> str:
     if run is None:
         return ""
     try:
-        with os.fdopen(reader.open_in(run, layout.METRICS), "rb") as file:
+        with open(os.path.join(run, layout.METRICS), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
             lines = [line for line in file.read().split(b"\n")[:-1] if line.strip()]
     except OSError:
-        return ""  # none yet; or a link or a pipe, of a folder that somebody else packed
+        return ""  # none yet
     if not lines:
         return ""
     try:

@@ -13,7 +13,6 @@ from stoker.contract.progress import Progress
 from stoker.contract.quantities import clock
 from stoker.contract.shape import shape
 from stoker.contract.text import printable_lines
-from stoker.contract.workdir import working_in
 from stoker.control.record.metrics import Metrics
 from stoker.training.balance.plan import Plan
 from stoker.training.loop.config import check_loggers
@@ -49,25 +48,23 @@ def _mlflow(folder: str, config: dict[str, Any]) -> Logger:
     return Logger(lambda step, values: module.log_metrics(values, step=step), module.end_run)
 
 
-def _tracked(name: str) -> Callable[[str, dict[str, Any]], Logger]:
-    """wandb, and trackio, which has the same words. Begun in /: wandb takes the address that it sends its key to from a file of
-    the working directory, which may be anybody's; so may a run directory that is continued.
-    """
-
-    def opened(folder: str, config: dict[str, Any]) -> Logger:
-        place = f"{name.upper()}_DIR"
-        if place in os.environ or place == "WANDB_DIR":  # else trackio's own
-            os.environ[place] = os.path.abspath(os.environ.get(place) or folder)
-        with working_in("/"):
-            module = importlib.import_module(name)
-            module.init(project="stoker", name=os.path.basename(folder), config=config)
-        return Logger(lambda step, values: module.log(values, step=step), module.finish)
-
-    return opened
+def _wandb(folder: str, config: dict[str, Any]) -> Logger:
+    """wandb's files go into the run directory, unless WANDB_DIR names another one."""
+    return _tracked("wandb", folder, config, dir=os.environ.get("WANDB_DIR") or os.path.abspath(folder))
 
 
-_UNREAD = {"wandb": ("wandb/settings", ".wandb/settings")}
-_LOGGERS = {"tensorboard": _tensorboard, "wandb": _tracked("wandb"), "trackio": _tracked("trackio"), "mlflow": _mlflow}
+def _trackio(folder: str, config: dict[str, Any]) -> Logger:
+    return _tracked("trackio", folder, config)
+
+
+def _tracked(name: str, folder: str, config: dict[str, Any], **more: Any) -> Logger:
+    """Start a run of wandb or of trackio, which has the same functions."""
+    module = importlib.import_module(name)
+    module.init(project="stoker", name=os.path.basename(folder), config=config, **more)
+    return Logger(lambda step, values: module.log(values, step=step), module.finish)
+
+
+_LOGGERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
 
 
 def open_loggers(log_to: str, folder: str, config: dict[str, Any], say: Callable[[str], None]) -> list[Logger]:
@@ -76,9 +73,6 @@ def open_loggers(log_to: str, folder: str, config: dict[str, Any], say: Callable
     for word in check_loggers(log_to):
         if word == "wandb":
             check_wandb_login(os.environ)
-        for path in _UNREAD.get(word, ()):
-            if os.path.lexists(path):
-                say(f"{path} of the working directory is not read: give WANDB_BASE_URL and WANDB_ENTITY instead")
         loggers.append(_LOGGERS[word](folder, config))
         say(f"metrics also go to {word}")
     return loggers

@@ -16,8 +16,8 @@ WANDB_API = "https://api.wandb.ai"
 def check_wandb_login(environment: Mapping[str, str]) -> None:
     """Refuse to log to wandb where wandb.init() would fail because nobody is logged in.
 
-    Looks where wandb itself looks: WANDB_MODE, WANDB_API_KEY, the identity token's file, its settings file of this
-    user, and netrc.
+    Looks where wandb itself looks: WANDB_MODE, WANDB_API_KEY, the identity token's file, its settings files of this
+    user and of the working directory, and netrc.
     """
     settings = _wandb_settings(environment)
     if environment.get("WANDB_MODE", settings.get("mode", "")) in ("offline", "disabled", "dryrun"):
@@ -32,10 +32,13 @@ def check_wandb_login(environment: Mapping[str, str]) -> None:
 
 
 def _wandb_settings(environment: Mapping[str, str]) -> Mapping[str, str]:
-    folder = environment.get("WANDB_CONFIG_DIR") or os.path.join(environment.get("HOME", "~"), ".config", "wandb")
+    """Return wandb's settings; those of the working directory (or WANDB_DIR) win over the user's."""
+    of_user = environment.get("WANDB_CONFIG_DIR") or os.path.join(environment.get("HOME", "~"), ".config", "wandb")
+    root = environment.get("WANDB_DIR") or "."
+    of_project = os.path.join(root, ".wandb" if os.path.isdir(os.path.join(root, ".wandb")) else "wandb")
     parser = configparser.ConfigParser(interpolation=None)
     try:
-        parser.read(os.path.join(os.path.expanduser(folder), "settings"))
+        parser.read(os.path.join(os.path.expanduser(folder), "settings") for folder in (of_user, of_project))
     except (configparser.Error, UnicodeDecodeError):
         return {}  # wandb ignores such a file, too
     return dict(parser["default"]) if parser.has_section("default") else {}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from stoker.contract import layout, names, redact
+from stoker.contract import names, redact
 from stoker.contract.errors import reading
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.safe_io import read_json, write_whole
@@ -197,7 +197,6 @@ def run_directory(c: Config, group: Group) -> str:
     folder = where_runs_go(c)
     if group.first:
         os.makedirs(folder, 0o700, exist_ok=True)
-        layout.check_entries(folder, "answers")
         write_whole(os.path.join(folder, "config.yaml"), redact.whole(as_yaml(c)).encode())
     return folder
 
