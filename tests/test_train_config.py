@@ -1174,3 +1174,37 @@ def test_wandb_without_a_login_is_refused_before_anything_starts(stoker: Stoker)
     netrc.unlink()
     (home / ".config" / "wandb" / "settings").write_text("[default]\nmode = offline\n")
     assert stoker(*words, "--dry-run", env=clean).code == 0
+
+
+# As wandb does: settings come from the working directory, files go to `dir`.
+WANDB = """import os
+calls = []
+def init(**settings):
+    calls.append((os.getcwd(), settings["dir"]))
+log = finish = print
+"""
+
+
+def test_wandb_runs_in_the_working_directory_and_writes_into_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its settings in ./wandb/settings count: a server of one's own, an entity, offline."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    from stoker.training.loop.say import open_loggers
+
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "settings").write_text("[default]\nmode = offline\n")
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_DIR", "WANDB_CONFIG_DIR", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    open_loggers("wandb", "run", {}, lambda line: None)
+    monkeypatch.setenv("WANDB_DIR", "logs")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    open_loggers("wandb", "run", {}, lambda line: None)
+    assert sys.modules["wandb"].calls == [(str(tmp_path), str(tmp_path / "run")), (str(tmp_path), "logs")]
+    monkeypatch.delitem(sys.modules, "wandb")

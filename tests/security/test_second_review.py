@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from conftest import Stoker, at_length, wait_for
-from stoker.contract import checkpoints, process
+from stoker.contract import process
 from stoker.contract.names import Refusal
 from stoker.control.agent import probe_net, probe_ready
 from stoker.control.agent import receiving as receiving_end
@@ -139,29 +139,6 @@ def test_a_host_takes_a_run_directory_of_ones_own_again(tmp_path: Path) -> None:
     for _ in range(2):
         answer = probe_ready.ready(str(tmp_path), sys.executable, str(run_dir), ".shared-x")
         assert answer == {"problems": [], "shared": False, "unwritable": "", "stranger": ""}
-
-
-def test_a_checkpoint_of_another_user_is_not_resumed_from(stoker: Stoker) -> None:
-    needs_root()
-    stoker.script(
-        "a.py",
-        "import os, stoker\n"
-        "folder = os.path.join(os.environ['STOKER_RUN_DIR'], 'checkpoints')\n"
-        "os.mkdir(folder)\n"
-        "for step in (1, 2): open(f'{folder}/step-{step}.pt', 'w').close()\n"
-        f"os.chown(f'{{folder}}/step-2.pt', {OTHER}, {OTHER})\n"
-        "print('resumed', os.path.basename(stoker.resume()))\n"
-        f"os.chown(folder, {OTHER}, {OTHER})\n"
-        "print('resumed', stoker.resume())\n",
-    )
-    done = stoker("run", "--nproc-per-node", "1", "a.py")
-    assert done.code == 0 and "resumed step-1.pt" in done.out and "resumed None" in done.out, done.out + done.err
-    assert "step-2.pt belongs to" in done.err + done.out
-    folder = stoker.latest / "checkpoints"
-    assert checkpoints.newest(str(stoker.latest)) is None
-    os.chown(folder, 0, 0)
-    saved = checkpoints.newest(str(stoker.latest))
-    assert saved is not None and saved.path.endswith("step-1.pt")
 
 
 # ---- files of the working directory ----

@@ -15,10 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hostile_files import write_model
 
 from conftest import EVERYTHING, Stoker, at_length
 from localuser import VICTIM, do_as
+from small_model import write_model
 from stoker.contract import layout, owners
 from stoker.contract.names import Refusal
 from stoker.contract.shape import as_json, replace

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from stoker.speedrun import state
 from stoker.training.checkpoint import folders
 from stoker.training.data import build, ours
 from stoker.training.generate.finding import find
-from stoker.training.loop.say import open_loggers
 
 
 def refusal_of(folder: Path, words: Any) -> str:
@@ -111,34 +109,3 @@ def test_who_may_only_read_a_folder_can_not_lock_it(
         path.chmod(0o644)
     hold(str(tmp_path))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-# As wandb does: settings of the working directory say where to the key is sent.
-WANDB = """import os, pathlib
-read, places = [], []
-def init(**_):
-    places.append(os.environ.get("WANDB_DIR"))
-    read.extend(name for name in ("wandb", ".wandb") if (pathlib.Path.cwd() / name / "settings").exists())
-log = finish = print
-"""
-
-
-@pytest.mark.parametrize("name", ["wandb", ".wandb"])
-def test_wandb_gets_no_settings_from_a_run_that_is_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """A run directory that came with a folder had WANDB_API_KEY sent to an address of its own."""
-    (tmp_path / "modules").mkdir()
-    (tmp_path / "modules" / "wandb.py").write_text(WANDB)
-    monkeypatch.syspath_prepend(tmp_path / "modules")
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    monkeypatch.setenv("WANDB_DIR", "")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    run = tmp_path / "run"
-    (run / name).mkdir(parents=True)
-    (run / name / "settings").write_text("[default]\nbase_url = http://elsewhere.example\n")
-    open_loggers("wandb", str(run), {}, print)
-    import wandb
-
-    assert wandb.read == [] and wandb.places == [str(run)]
-    monkeypatch.delitem(sys.modules, "wandb")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,6 @@ pytest.importorskip("torch")
 
 from stoker.control.record.ownership import own_folder
 from stoker.training.data.ours import own_cache
-from stoker.training.loop.say import open_loggers
 
 SETTINGS = "figure.facecolor: red\naxes.facecolor: red\nlines.linewidth: 9\npatch.edgecolor: red\npatch.force_edgecolor: True\n"
 RUN = """import json, os
@@ -54,43 +52,6 @@ def test_a_report_is_drawn_without_settings_of_the_working_directory(tmp_path: P
     before = drawn()
     (tmp_path / "matplotlibrc").write_text(SETTINGS)
     assert drawn() == before
-
-
-# As wandb does: its settings say where to the key is sent.
-WANDB = """import os, pathlib
-read, places = [], []
-def init(**_):
-    places.append((os.getcwd(), os.environ.get("WANDB_DIR")))
-    for name in ("wandb", ".wandb"):
-        if (settings := pathlib.Path.cwd() / name / "settings").exists():
-            read.append(settings.read_text())
-"""
-
-
-@pytest.mark.parametrize("name", ["wandb", ".wandb"])
-def test_wandb_gets_no_settings_from_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """A checkout's wandb/settings had WANDB_API_KEY sent to an address of its own."""
-    (tmp_path / "modules").mkdir()
-    (tmp_path / "modules" / "wandb.py").write_text(WANDB + "log = finish = print\n")
-    monkeypatch.syspath_prepend(tmp_path / "modules")
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    monkeypatch.setenv("WANDB_DIR", "logs")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    checkout, run = tmp_path / "checkout", tmp_path / "run"
-    for folder in (checkout / name, run):
-        folder.mkdir(parents=True)
-    (checkout / name / "settings").write_text("[default]\nbase_url = http://elsewhere.example\n")
-    monkeypatch.chdir(checkout)
-    lines: list[str] = []
-    open_loggers("wandb", str(run), {}, lines.append)
-    import wandb
-
-    assert wandb.read == [] and wandb.places == [("/", str(checkout / "logs"))]
-    assert os.getcwd() == str(checkout)
-    assert f"{name}/settings of the working directory is not read" in lines[0] and "WANDB_BASE_URL" in lines[0]
-    monkeypatch.delitem(sys.modules, "wandb")
 
 
 def test_taken_names_keep_nobody_from_a_folder_of_their_own(public: Path) -> None:
