@@ -11,14 +11,20 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed: it makes the models here")
 
+import time
+from typing import Any
+
+import pytest
 from safetensors.torch import load_file, save_file
 
 from conftest import Stoker, at_length_but
 from forked_recipes import trained
+from stoker.contract.names import Refusal
 from stoker.training.config.files import load, shipped
-from stoker.training.model import adapters, hf
-from stoker.training.model.config import ModelConfig
+from stoker.training.model import adapters, hf, hf_config
+from stoker.training.model.config import AdapterConfig, ModelConfig
 from stoker.training.model.decoder import Decoder
+from stoker.training.model.targets import targets
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 from test_adapter_folders import adapter, base, chats, sft
 
@@ -115,3 +121,33 @@ def test_a_shipped_config_trains_and_is_refused_where_its_cards_are_missing(
     done = stoker.torch("train", "sft", "--config", name, "--data", str(data), *given, *there)
     assert done.code == 0 and "numbers learn" in done.out, done.out + done.err
     shutil.rmtree(stoker.cwd / "runs")
+
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
+    "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 320, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True, "torch_dtype": "float32", "hidden_act": "silu",
+}  # fmt: skip
+
+
+def _described(folder: Path, **changes: Any) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    keys = {key: value for key, value in {**LLAMA, **changes}.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(keys))
+    return str(folder)
+
+
+def test_names_of_layers_are_looked_up_once(tmp_path: Path) -> None:
+    """The other way, each name is compared with each layer: minutes."""
+    c = hf_config.shape_of(_described(tmp_path / "m", num_hidden_layers=500))
+    names = [f"{layer}.self_attn.{name}_proj" for layer in range(500) for name in "qkv"]
+    began = time.process_time()
+    assert len(targets(c, AdapterConfig(lora_targets=",".join(names * 40)))) == 500
+    assert time.process_time() - began < 8
+
+
+def test_every_layer_and_another_is_explained(tmp_path: Path) -> None:
+    c = hf_config.shape_of(_described(tmp_path / "m"))
+    with pytest.raises(Refusal, match="all-linear names every layer already; give it alone"):
+        targets(c, AdapterConfig(lora_targets="all-linear,q_proj"))
+    assert len(targets(c, AdapterConfig(lora_targets="all-linear,all-linear"))) == 4

@@ -22,19 +22,24 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
+import pytest
 import torch
 
 from conftest import Stoker
+from small_model import SHAPE, write_model
 from stoker.cli import chat, export
-from stoker.contract.names import Refusal
-from stoker.contract.shape import as_json
+from stoker.contract import hostmemory
+from stoker.contract.names import EX_UNAVAILABLE, Refusal
+from stoker.contract.shape import as_json, replace
 from stoker.training.checkpoint.saver import Saver
 from stoker.training.data.learn import train
 from stoker.training.generate.conversation import Conversation
 from stoker.training.generate.finding import find
 from stoker.training.model import hf, hf_config
-from stoker.training.model.config import ModelConfig
+from stoker.training.model.config import ModelConfig, parameters
 from stoker.training.model.decoder import Decoder
+from stoker.training.model.hf_config import shape_for
+from stoker.training.model.outside import Outside
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer, load
 
 TEXTS = [
@@ -458,3 +463,31 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves(stoker: Stoker, tmp_path: Pat
         process.kill()
         process.wait()
         os.close(ours)
+
+
+def test_weights_that_the_memory_cant_hold_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path / "m")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which --device cpu sets, for good
+    words = ["--device", "cpu", "--prompt", "hi", "--max-tokens", "1"]
+    assert chat.main([str(tmp_path / "m"), *words]) == 0
+    monkeypatch.setattr(hostmemory, "memory", lambda: (4 * parameters(SHAPE) - 1, 1 << 40, None))
+    with pytest.raises(Refusal, match=r"parameters take .* of memory or more, and this machine has") as problem:
+        chat.main([str(tmp_path / "m"), *words])
+    assert problem.value.code == EX_UNAVAILABLE and str(tmp_path / "m") in problem.value.line
+    asked = replace(SHAPE, engine="transformers", load="")
+    with pytest.raises(Refusal, match="of memory or more"):
+        Outside(shape_for(asked, str(tmp_path / "m")), 16)
+
+
+def only(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    total = 1 << 40
+    monkeypatch.setattr(hostmemory, "memory", lambda: (total, free, total))
+
+
+def test_a_model_is_opened_in_the_memory_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path / "m")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which --device cpu sets, for good
+    only(4 * parameters(SHAPE) - 1, monkeypatch)
+    with pytest.raises(Refusal, match=r"parameters take .* of memory or more, and .* is free") as problem:
+        chat.main([str(tmp_path / "m"), "--device", "cpu", "--prompt", "hi", "--max-tokens", "1"])
+    assert problem.value.code == EX_UNAVAILABLE

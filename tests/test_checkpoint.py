@@ -404,10 +404,6 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
             "offset: a whole number from 0 up is expected, found -1",
         ),
         (lambda body: body["tensors"]["w"]["pieces"][0].update(shape=[3]), "do not make the whole tensor"),
-        (
-            lambda body: body["tensors"]["w"].update(shape=[8], pieces=body["tensors"]["w"]["pieces"] * 2),
-            "is a piece twice",
-        ),
         (lambda body: body.update(schema=99), "its schema is 99"),
         (lambda body: body.update(files=[]), "files: an object is expected"),
     ],

@@ -27,6 +27,7 @@ from stoker.training.evaluate.likelihood import embed  # noqa: E402
 from stoker.training.model import hf  # noqa: E402
 from stoker.training.model.config import ModelConfig  # noqa: E402
 from stoker.training.model.decoder import Decoder  # noqa: E402
+from stoker.training.recipes import density  # noqa: E402
 from stoker.training.recipes import density as recipe  # noqa: E402
 from stoker.training.recipes.density import (  # noqa: E402
     densities,
@@ -226,3 +227,29 @@ def test_a_row_that_can_not_be_asked_has_the_weight_zero_and_many_are_refused(
     ):
         with pytest.raises(Refusal, match=word):
             recipe.main(["--model.load", str(model_folder), f"--density.prompts={given}", *COMMON])
+
+
+def test_neighbours_of_many_prompts_are_looked_for_among_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 400,000 prompts, 10 MB, all pairs were compared."""
+    monkeypatch.setattr(density, "MOST_OTHERS", 50)
+    draw = np.random.default_rng(0)
+    vectors = draw.normal(size=(173, 8)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    others = np.arange(50) * 173 // 50
+    similar = vectors @ vectors[others].T
+    similar[others, np.arange(50)] = -np.inf
+    expected = 1 - np.sort(similar, axis=1)[:, -5:].mean(1)
+    assert np.allclose(density.distances(vectors, 5), expected, atol=1e-6)
+
+
+def test_prompts_of_the_density_stage_are_kept_as_far_as_they_are_read() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("tokenizers")
+    from stoker.training.data.formats.questions import Question
+    from stoker.training.evaluate.asking import Manner
+    from stoker.training.recipes import density
+    from stoker.training.tokenizer.tokenizer import bytes_tokenizer
+
+    questions = [Question((("user", "a" * 1000),), "", "")] * 10
+    found = density.shortened(questions, bytes_tokenizer(), Manner(chat=False), 100)
+    assert [len(row) for row in found] == [100] * 10 and memoryview(found[0]).nbytes == 400  # type: ignore[arg-type]

@@ -15,10 +15,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+
 from conftest import Stoker, at_length  # noqa: E402
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal  # noqa: E402
+from stoker.training.data.formats.questions import Question  # noqa: E402
 from stoker.training.evaluate.answering import Answerer, Written, mark, put  # noqa: E402
-from stoker.training.evaluate.asking import Manner, answer_text, prompt_ids, stop_ids  # noqa: E402
+from stoker.training.evaluate.asking import Manner, answer_text, as_asked, prompt_ids, stop_ids  # noqa: E402
 from stoker.training.evaluate.confidence import holm, p_value, wilson, wilson_of_draws  # noqa: E402
 from stoker.training.evaluate.likelihood import bits_per_byte, log_likelihoods, windows  # noqa: E402
 from stoker.training.evaluate.marking import Alternatives, alternatives, in_form, right, right_in_form, stated  # noqa: E402  # noqa: E402
@@ -706,3 +708,46 @@ def test_what_can_not_be_evaluated_is_refused(
     with pytest.raises(Refusal) as refused:
         recipe.main(["--model.load", str(model_folder), *COMMON, *words])
     assert refused.value.code == code and line in refused.value.line and not (tmp_path / "run" / "result.json").exists()
+
+
+class Counting(tuple[Question, ...]):
+    """Questions that count how often they are looked at."""
+
+    looks = 0
+
+    def __iter__(self) -> Any:
+        for one in super().__iter__():
+            Counting.looks += 1
+            yield one
+
+
+def test_examples_are_looked_for_once(tmp_path: Path) -> None:
+    """5 MB of short questions took hours to be asked with examples, before the first one was."""
+    path = tmp_path / "q.jsonl"
+    path.write_text("".join(f'{{"prompt": "{number}", "answer": "a"}}\n' for number in range(300)))
+    (task,) = read_tasks([str(path)], 0)
+    Counting.looks = 0
+    as_asked(Counting(task.questions), bytes_tokenizer(), Manner(False, shots=4), 8)
+    assert Counting.looks < 4 * 300
+
+
+def test_no_more_of_a_text_is_encoded_than_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of 32 MB took 1 GB in each rank for the 10,000 tokens that were asked for; one of 0.8 MB may unpack to 256 MB."""
+    pytest.importorskip("torch")
+    pytest.importorskip("tokenizers")
+    from stoker.training.data.config import DataConfig
+    from stoker.training.evaluate.likelihood import documents, windows
+    from stoker.training.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
+
+    (tmp_path / "held-out.txt").write_bytes(b"she sells sea shells\n" * 400_000)
+    encoded, array = [], Tokenizer.array
+
+    def counted(words: Tokenizer, data: bytes) -> Any:
+        encoded.append(len(data))
+        return array(words, data)
+
+    monkeypatch.setattr(Tokenizer, "array", counted)
+    parts = documents(str(tmp_path / "held-out.txt"), DataConfig(cache=str(tmp_path / "cache")), lambda line: None)
+    rows_, sizes = windows(bytes_tokenizer(), parts, 256, 10_000)
+    assert sum(sizes) == 10_240 and len(rows_) == 40
+    assert sum(encoded) < 1 << 20

@@ -14,21 +14,30 @@ pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
+import os
+
+import pytest
 import torch
 import transformers
 
 from published import PUBLISHED, Published, byte_level
+from small_model import write_model
 from stoker.cli import export as exporting
 from stoker.contract.names import Refusal
+from stoker.contract.shape import as_json
+from stoker.training.checkpoint.manifest import NAME, Entry, Manifest, Piece, Sums, encode
 from stoker.training.data.config import DataConfig
 from stoker.training.data.formats.questions import Question
 from stoker.training.data.prepare import prepare
 from stoker.training.evaluate.asking import Manner, prompt_ids, stop_ids
 from stoker.training.evaluate.likelihood import windows
+from stoker.training.generate import gguf_file
+from stoker.training.generate.finding import Found
+from stoker.training.model.hf_config import shape_of
 from stoker.training.reward.pairs import answered
 from stoker.training.rl.rollout import read as read_prompts
 from stoker.training.tokenizer.config import TokenizerConfig
-from stoker.training.tokenizer.tokenizer import load
+from stoker.training.tokenizer.tokenizer import bytes_tokenizer, load
 
 ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512,
@@ -249,3 +258,126 @@ def test_rows_with_tools_and_thinking_are_learned_by_the_template(tmp_path: Path
     data = DataConfig(path=(str(tmp_path / "rows.jsonl"),), kind="chat", validation="0", cache=str(tmp_path / "cache"))
     with pytest.raises(Refusal, match=r"rows\.jsonl, line 1: it has tools.*no chat template for them"):
         prepare(data, TokenizerConfig(path="bytes"), lambda line: None)
+
+
+def _export(model: Path, out: Path, **how: Any) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    from stoker.training.generate.exporting import export
+
+    export(Found(str(model), checkpoint=(model / NAME).exists()), str(out), None, None, lambda line: None, **how)
+
+
+def _bytes_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _saved(out: Path) -> None:
+    write_model(out)
+
+
+def _folder_of_weights(out: Path) -> None:
+    (out / "model.safetensors").mkdir(parents=True)
+    (out / "model.safetensors" / "diary.txt").write_text("precious")
+
+
+def _settings(out: Path) -> None:
+    out.mkdir()
+    (out / "config.json").write_text('{"my": "project"}')
+
+
+def _link(out: Path) -> None:
+    write_model(out.parent / "elsewhere")
+    out.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize("make", [_saved, _folder_of_weights, _settings, _link])
+def test_an_export_replaces_no_folder_that_no_export_wrote(tmp_path: Path, make: Any) -> None:
+    write_model(tmp_path / "model")
+    make(tmp_path / "out")
+    before = _bytes_in(tmp_path)
+    with pytest.raises(Refusal, match="give"):
+        _export(tmp_path / "model", tmp_path / "out")
+    assert _bytes_in(tmp_path) == before
+
+
+def test_an_export_replaces_an_export_but_not_the_base_of_what_it_merges(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    for _ in range(2):
+        _export(tmp_path / "model", tmp_path / "base")
+    (tmp_path / "adapter").mkdir()
+    told = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": str(tmp_path / "base")}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(told))
+    before = _bytes_in(tmp_path)
+    with pytest.raises(Refusal, match="is the folder of the model or of its tokenizer"):
+        _export(tmp_path / "adapter", tmp_path / "base", merge=True)
+    assert _bytes_in(tmp_path) == before
+
+
+def test_an_export_replaces_an_export_in_a_folder_that_others_may_write_to(tmp_path: Path) -> None:
+    """A pod's volume, or a team's folder."""
+    write_model(tmp_path / "model")
+    (tmp_path / "team").mkdir()
+    (tmp_path / "team").chmod(0o777)
+    for _ in range(2):
+        _export(tmp_path / "model", tmp_path / "team" / "out")
+    assert os.listdir(tmp_path / "team") == ["out"]
+
+
+def test_half_a_character_in_a_config_is_kept_as_it_is(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "note": "\ud800"}))
+    _export(tmp_path / "model", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["note"] == "\ud800"
+
+
+def test_a_checkpoint_that_contradicts_itself_is_one_line(tmp_path: Path) -> None:
+    """An adapter's rows of a model whose width it leaves out."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from safetensors.torch import save_file
+
+    from stoker.training.model.adapters import base_digest
+
+    write_model(tmp_path / "base")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    name = "model.layers.0.mlp.gate_up.adapter"
+    tensors = {f"{name}.a": torch.zeros(4, 16), f"{name}.up": torch.zeros(32, 2)}
+    save_file(tensors, checkpoint / "rank-00000.safetensors")
+    entries = {
+        key: Entry(tuple(tensor.shape), "F32", (Piece("rank-00000.safetensors", key, (0, 0), tuple(tensor.shape)),))
+        for key, tensor in tensors.items()
+    }
+    model = {key: value for key, value in as_json(shape_of(str(tmp_path / "base"))).items() if key != "ff"}
+    meta = {
+        "model": model, "data": {"context": 16}, "tokenizer_digest": bytes_tokenizer().digest, "tokenizer": str(tmp_path / "base"),
+        "adapter": {"method": "lora", "lora_rank": 2, "lora_alpha": 4.0, "lora_targets": "gate_proj,up_proj", "base": base_digest(str(tmp_path / "base"))},
+    }  # fmt: skip
+    size = (checkpoint / "rank-00000.safetensors").stat().st_size
+    manifest = Manifest(1, 1, "t", {"rank-00000.safetensors": Sums(size, 1 << 24, (0,))}, entries, meta)
+    (checkpoint / NAME).write_bytes(encode(manifest))
+    with pytest.raises(Refusal, match="can't be read: RuntimeError"):
+        _export(checkpoint, tmp_path / "out")
+    assert not os.path.exists(tmp_path / "out")
+
+
+def test_an_export_writes_over_no_file_of_others(tmp_path: Path) -> None:
+    out = tmp_path / "big.gguf"
+    out.write_bytes(b"GGUF and the weights of somebody")
+    link = tmp_path / "link.gguf"
+    link.symlink_to(out)
+    for path in (out, link):
+        with pytest.raises(Refusal, match="was not written by stoker export"):
+            gguf_file.write(str(tmp_path / "model"), str(path), None, None, print)
+    assert out.read_bytes().endswith(b"of somebody") and link.is_symlink()
+
+
+def test_a_runs_words_are_text_in_the_card_of_its_model(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from stoker.training.generate.exporting import card_of
+
+    (tmp_path / "config.yaml").write_text("data:\n  path: ['a<img src=x>|b', '[text](https://example.org)']\n")
+    card = card_of(str(tmp_path), "sft\n# A heading\x1b[31m<script>alert(1)</script>")
+    before_settings = card.partition("## Settings")[0]
+    assert "\n# A heading" not in card and "\x1b" not in card
+    assert "<script" not in before_settings and "<img" not in before_settings and "\\[text\\](" in before_settings

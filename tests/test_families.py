@@ -24,12 +24,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import stoker
-from conftest import at_length_but
+from conftest import at_length, at_length_but
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.training.generate.cached import kernels_for
 from stoker.training.loop.resume import check as check_resume
-from stoker.training.model import families, hf
+from stoker.training.model import families, hf, hf_config
 from stoker.training.model.attention import documents
 from stoker.training.model.config import OPTIONS, ModelConfig, check_options, lacking, matmul_parameters, parameters
 from stoker.training.model.decoder import Decoder
@@ -535,7 +535,6 @@ def test_a_file_among_the_families_without_one_is_refused_with_its_name(tmp_path
 def test_what_no_execution_has_is_refused_by_name_when_the_folder_is_read(tmp_path: Path, clean_registry: None) -> None:
     for field, word in (
         ('"experts": 8', "0 of 8 experts"),
-        ('"experts": 100_000, "experts_per_token": 1', "100000 experts in 2 layers"),
         ('"shared_experts": 1', "shared experts"),
         ('"positions": "alibi"', "position embedding"),
         ('"norm_kind": "batch"', "norm of another kind"),
@@ -626,3 +625,56 @@ def test_no_other_code_knows_a_familys_name() -> None:
             if isinstance(text, str) and names.search(text):
                 found.append(f"{path.relative_to(root)}:{node.lineno}: {text[:60]}")
     assert not found
+
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
+    "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 320, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True, "torch_dtype": "float32", "hidden_act": "silu",
+}  # fmt: skip
+
+
+def _described(folder: Path, **changes: Any) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    keys = {key: value for key, value in {**LLAMA, **changes}.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(keys))
+    return str(folder)
+
+
+@pytest.mark.parametrize("named", [..., [], None, "LlamaForCausalLM", [5]])
+def test_an_export_names_its_architecture_whatever_was_loaded(tmp_path: Path, named: Any) -> None:
+    """A folder may be known by its model_type alone."""
+    try:
+        c = hf_config.shape_of(_described(tmp_path / "m", architectures=named))
+    except Refusal:
+        assert named not in (..., [], None)  # those are read
+        return
+    assert hf_config.config_of(c, 128, "float32")["architectures"] == ["LlamaForCausalLM"]
+
+
+@at_length
+def test_a_gemma_4_model_trains_with_its_own_module_of_transformers(tmp_path: Path) -> None:
+    """Its vocab_size_per_layer_input is 262,144: no number of a config.json is too large by itself."""
+    if "gemma4_text" not in transformers.CONFIG_MAPPING:
+        pytest.skip("this transformers does not know gemma4_text")
+    from stoker.training.model import outside
+
+    torch.manual_seed(0)
+    config = transformers.CONFIG_MAPPING["gemma4_text"](
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=8, global_head_dim=8, layer_types=["sliding_attention", "full_attention"], num_kv_shared_layers=0,
+        hidden_size_per_layer_input=4, vocab_size_per_layer_input=262_144, max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    shape = hf_config.shape_for(ModelConfig(), str(tmp_path))
+    model = outside.opened(shape, 32, torch.float32, torch.device("cpu"), lambda line: None)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    ids = torch.arange(32)[None] % 7
+    losses = []
+    for _ in range(5):
+        loss = model(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]

@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 
 from conftest import Stoker, at_length, at_length_but, gpu_json, machine_json
+from localuser import needs_root
+from small_model import SHAPE, write_model
+from stoker.cli import run, train
 from stoker.contract.names import Refusal
 from stoker.contract.quantities import amount
 from stoker.contract.shape import replace
@@ -26,11 +29,13 @@ from stoker.training.fit.footprint import Footprint
 from stoker.training.fit.pace import step_seconds
 from stoker.training.fit.pairs import COMPARED
 from stoker.training.fit.plan import METHODS, Plan, Search, Wish, make
+from stoker.training.fit.runs import MAX_RUNS, recorded
 from stoker.training.fit.strategy import Decision, decide
 from stoker.training.fit.terms import BACKWARD, DPO, FORWARD, GRPO, REWARD, STEP, Job, StageNeeds, predict
 from stoker.training.fit.text import Command, lines
 from stoker.training.model.config import AdapterConfig, ModelConfig, parameters
 from stoker.training.model.hf_config import config_of
+from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 
 GIB, MIB = 1 << 30, 1 << 20
 LLAMA = ModelConfig(
@@ -1153,3 +1158,68 @@ def test_the_verdict_names_the_term_that_was_underestimated() -> None:
 def test_a_target_that_matches_nothing_is_refused_by_the_plan() -> None:
     with pytest.raises(Refusal, match="did you mean"):
         describe(LLAMA, replace(LORA, lora_targets="q_prj"))
+
+
+ASKS = {
+    "width": "model: {layers: 2, dim: 4194304, heads: 32768}",
+    "layers": "model: {layers: 10000, dim: 65536, heads: 512}",
+    "ranks": "model: {layers: 1, dim: 64, heads: 1}\nbatch: {tokens: 80000000}\nrun: {nproc_per_node: 1000000}",
+}
+
+
+@pytest.mark.parametrize("asks", ASKS.values(), ids=ASKS)
+def test_a_config_file_cant_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("some text to learn " * 400)
+    bytes_tokenizer().save(str(tmp_path / "tokenizer"))
+    given = "data: {path: [text.txt], context_length: 64}\ntokenizer: {path: tokenizer}\ntrain: {max_steps: 1}\nparallel: {device: cpu}"
+    (tmp_path / "c.yaml").write_text(f"{given}\n{asks}\n")
+    started: list[Any] = []
+    monkeypatch.setattr(run, "start", lambda *told: started.append(told) or 0)
+    with pytest.raises(Refusal, match=r"this does not fit: .* on the CPU with .* and this machine has"):
+        train.main(["pretrain", "--config", "c.yaml"])
+    assert not started
+
+
+@pytest.mark.parametrize(
+    ("flag", "width"), [((), 16), (("--lora",), 2), (("--qlora",), 0.5)], ids=["all", "lora", "qlora"]
+)
+def test_no_rank_is_started_for_weights_that_the_memory_cant_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: tuple[str, ...], width: float
+) -> None:
+    write_model(tmp_path / "m")
+    data = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "cow?"}, {"role": "assistant", "content": "moo"}]
+    data.write_text(json.dumps({"messages": turns}) + "\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    started: list[Any] = []
+    monkeypatch.setattr("stoker.cli.run.start", lambda *request: started.append(request) or 0)
+    words = ["sft", "--device", "cpu", "--model.load", "m", "--data", "chats.jsonl", "--validation", "0", *flag]
+    here, least = train.look(), (100 << 20) + int(width * parameters(SHAPE))
+    monkeypatch.setattr(train, "look", lambda: replace(here, memory_total=least))
+    assert train.main(words) == 0 and len(started) == 1
+    monkeypatch.setattr(train, "look", lambda: replace(here, memory_total=least - 1))
+    with pytest.raises(Refusal, match="this does not fit: 1 rank on the CPU with"):
+        train.main(words)
+    assert len(started) == 1
+
+
+BOB = 12346
+
+
+def _measured(runs: Path, name: str, rate: float) -> Path:
+    (runs / name).mkdir(parents=True)
+    told = {"model": "m", "method": "full", "context": 128, "cards": ["H100"], "tokens_per_s": rate}
+    (runs / name / "memory.json").write_text(json.dumps(told))
+    return runs / name
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="two real users need root to become them")
+def test_only_ones_own_runs_steer_a_plan(tmp_path: Path) -> None:
+    needs_root()
+    for number in range(MAX_RUNS + 5):  # so many that one's own would not be looked at
+        name = f"2099-{number:03}"
+        os.chown(_measured(tmp_path, name, 1e-320), BOB, BOB)
+    _measured(tmp_path, "2020-own", 4321.0)
+    assert [name for name, _ in recorded(str(tmp_path))] == ["2020-own"]

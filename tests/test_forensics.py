@@ -790,3 +790,48 @@ def test_every_place_of_a_real_model_is_known_before_there_is_one(told: dict[str
 def test_stoker_nan_and_a_drill_are_read_without_torch() -> None:
     code = "import sys; import stoker.cli.nan, stoker.training.forensics.config as i; i.parse('a@1'); sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+STATS = TensorStats("output", (2, 3), "float32", 6, 1, 0, -1.0, 3e38, 3e38)
+
+
+REPORT = Report(
+    3,
+    0,
+    2,
+    "CPU 0",
+    float("nan"),
+    float("inf"),
+    "forward",
+    "NaN",
+    "aten.bmm",
+    "layers.0",
+    sample_ids=(4, 5),
+    output=STATS,
+    inputs=(STATS,),
+    advice=("lower it",),
+)
+
+
+def test_a_report_comes_back_as_it_was() -> None:
+    back = Report.from_json(json.loads(json.dumps(REPORT.to_json())))
+    assert back.to_json() == REPORT.to_json() and type(back.output) is TensorStats
+
+
+_ENDS = """
+import sys
+from stoker.training.forensics.culprit import NonFinite
+from stoker.training.recipes import stage
+
+def main(argv):
+    raise NonFinite("step 0: NaN first in parameter norm.weight")
+
+sys.exit(stage.run(main, []))
+"""
+
+
+def test_a_models_nan_ends_in_its_line_and_in_no_frames() -> None:
+    """A folder whose weights hold one makes it at the first step."""
+    done = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and 'File "' not in done.stderr, done.stderr
+    assert done.stderr.endswith("culprit.NonFinite: step 0: NaN first in parameter norm.weight\n")

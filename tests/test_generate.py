@@ -14,10 +14,12 @@ import pytest
 
 pytest.importorskip("torch")
 
+import pytest
 import torch
 
 from conftest import at_length
 from devices import needs_gpu
+from stoker.contract import hostmemory
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.training.model import hf
@@ -428,3 +430,43 @@ def test_graphs_see_refreshed_weights_in_bf16() -> None:
         == BatchEngine(other, rows=4, length=192).generate(prompts(), **told)
         != before
     )
+
+
+def small_model(folder: Path, **changed: int) -> None:
+    """Weights of some MB."""
+    import torch
+
+    from stoker.training.model import hf
+    from stoker.training.model.config import ModelConfig
+    from stoker.training.model.decoder import Decoder
+    from stoker.training.tokenizer.tokenizer import bytes_tokenizer
+
+    sizes: dict[str, Any] = {
+        "layers": 1,
+        "dim": 8,
+        "heads": 2,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "ff": 16,
+        "vocab_size": 300,
+    }
+    torch.manual_seed(1)
+    hf.save(Decoder(ModelConfig(**{**sizes, **changed}), 4096), str(folder), say=lambda line: None)
+    bytes_tokenizer().save(str(folder))
+
+
+def test_keys_and_values_beyond_the_memory_that_is_free_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of 17 MB kept 9 GB of them for `stoker chat`."""
+    torch = pytest.importorskip("torch")
+    from stoker.training.generate.conversation import opened
+    from stoker.training.serve.batch import BatchEngine
+
+    small_model(tmp_path / "deep", layers=64, heads=512, kv_heads=512)
+    model, words = opened(str(tmp_path / "deep"), 4096, torch.device("cpu"), lambda line: None)
+    total, free = 8 << 30, 1 << 30
+    monkeypatch.setattr(hostmemory, "memory", lambda: (total, free, None))
+    with pytest.raises(Refusal, match=r"keys and values of 4,\d\d\d tokens take 8.* and 1.* is free"):
+        BatchEngine(model, rows=1, length=4096, vocab=words.vocab_size)
+    BatchEngine(model, rows=1, length=128, vocab=words.vocab_size)

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+import pytest
 import torch
 import torch.nn.functional as F
 import transformers
@@ -19,7 +20,11 @@ from torch import Tensor
 
 from published import PUBLISHED
 from stoker.cli import export
-from stoker.contract.names import EX_CANTCREAT, Refusal
+from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, Refusal
+from stoker.contract.tensorheader import pack_header
+from stoker.training.model.config import ModelConfig
+from stoker.training.model.hf_config import config_of
+from stoker.training.model.hf_files import places
 from stoker.training.tokenizer.tokenizer import Tokenizer, load
 
 BANDS = {
@@ -199,3 +204,28 @@ def test_what_it_can_not_hold_is_refused_and_leaves_nothing(tmp_path: Path, monk
     told = json.loads(words.read_text())
     words.write_text(json.dumps({**told, "normalizer": {"type": "Lowercase"}}))
     assert "its tokenizer is not a byte-level BPE" in refused(str(tmp_path / "out.gguf"))
+
+
+NUMBERS = {
+    "a context beyond 32 bits": {"max_position_embeddings": 1 << 40},
+    "a context below nothing": {"max_position_embeddings": -5},
+    "a base beyond fp32": {"rope_theta": 1e300},
+}
+
+
+@pytest.mark.parametrize("keys", NUMBERS.values(), ids=NUMBERS)
+def test_a_models_numbers_that_gguf_has_no_room_for_are_one_line(tmp_path: Path, keys: dict[str, Any]) -> None:
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    from published import PUBLISHED
+    from stoker.cli import export
+
+    folder = tmp_path / "model"
+    PUBLISHED["llama-3"].folder(folder)
+    c = ModelConfig(layers=1, dim=16, heads=1, kv_heads=1, head_dim=16, ff=16, vocab_size=448)
+    (folder / "config.json").write_text(json.dumps({**config_of(c, 64, "float32"), **keys}))
+    sizes = {part.name: ("F32", part.stored) for place in places(c) for part in place.parts}
+    numbers = sum(math.prod(size) for _, size in sizes.values())
+    (folder / "model.safetensors").write_bytes(pack_header(sizes, {"format": "pt"}) + bytes(4 * numbers))
+    with pytest.raises(Refusal, match="can't be read") as problem:
+        export.main([str(folder), str(tmp_path / "out.gguf"), "--gguf"])
+    assert problem.value.code == EX_DATAERR and not [*tmp_path.glob("out*")]

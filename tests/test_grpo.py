@@ -1309,3 +1309,14 @@ def test_a_stopped_run_of_adapters_resumes_with_equal_numbers(forks: Forks, tmp_
     assert again.metrics == whole.metrics
     other = forks(1, tmp_path / "stopped", "--max-steps", "9", "--qlora", "--lora_rank", "2")
     assert other.codes != [0] and "adapter.lora_rank is 4 there and 2 here" in other.said(), other.said()
+
+
+def test_the_ids_of_prompts_take_four_bytes_each() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("tokenizers")
+    from stoker.training.rl import rollout
+    from stoker.training.tokenizer.tokenizer import bytes_tokenizer
+
+    lines = [{"prompt": "a" * 1000, "answer": "b"}] * 10
+    found, _ = rollout.read(lines, bytes_tokenizer(), 2000, "p.jsonl")
+    assert len(found) == 10 and memoryview(found[0].ids).nbytes == 4 * len(found[0].ids)  # type: ignore[arg-type]

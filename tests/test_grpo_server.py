@@ -31,9 +31,10 @@ from stoker.training.checkpoint.reading import open_checkpoint  # noqa: E402
 from stoker.training.model import hf  # noqa: E402
 from stoker.training.model.decoder import Decoder  # noqa: E402
 from stoker.training.rl.dialects import Wanted  # noqa: E402
-from stoker.training.rl.kept import Kept  # noqa: E402
+from stoker.training.rl.kept import FOLDER, Kept  # noqa: E402
 from stoker.training.rl.remote import addresses_of  # noqa: E402
 from stoker.training.rl.rollout import in_epochs, number_from, read  # noqa: E402
+from stoker.training.rl.sampler import Written  # noqa: E402
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer  # noqa: E402
 from test_grpo import SHAPE, Forks, Job, model_that_answers_with_a_digit  # noqa: E402
 from test_roles import events  # noqa: E402
@@ -589,3 +590,20 @@ def test_server_and_trainers_are_killed_again_and_again_and_no_sample_is_lost_or
     (run,) = (stoker.latest / "roles").glob("*-trainer")
     rows = [one.step for one in read_rollouts(str(run))]
     assert [rows.count(step) for step in range(60)] == [48] * 60
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 100_000,
+        '{"key": "k", "first": 0, "answers": [[[1e999], [0], [0]]]}',
+        '{"key": "k", "first": 1e999, "answers": []}',
+    ],
+)
+def test_answers_that_are_none_are_asked_for_again(tmp_path: Path, line: str) -> None:
+    kept = Kept(str(tmp_path), 0, "s")
+    kept.keep(1, [1, 2], 7, 0, [Written((3,), (-0.5,), (0,))])
+    with (tmp_path / FOLDER / "step-00000001-rank-0.jsonl").open("a") as file:
+        file.write(f"\n{line}\n")
+    again = Kept(str(tmp_path), 0, "s")
+    assert again.count == 1 and again.find([1, 2], 7, 0, 1) == [Written((3,), (-0.5,), (0,))]

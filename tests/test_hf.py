@@ -21,19 +21,22 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
+import pytest
 import safetensors.torch as safetensors
 import torch
 import transformers
 from torch import Tensor
 
 from conftest import at_length
+from stoker.contract.memory import Bounded
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
-from stoker.training.model import hf, hf_stream, hf_write
+from stoker.training.model import hf, hf_config, hf_stream, hf_write
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
-from stoker.training.model.hf_config import header, shape_of
+from stoker.training.model.hf_config import Stored, header, shape_of
 from stoker.training.model.hf_files import check
+from stoker.training.model.hf_stream import Stream
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 
 LLAMA = ModelConfig(
@@ -643,3 +646,25 @@ def check_pieces(device: torch.device, folder: Path) -> None:
 
 def test_weights_that_are_read_in_pieces_are_whole(tmp_path: Path) -> None:
     check_pieces(torch.device("cpu"), tmp_path)
+
+
+@at_length
+def test_weights_are_converted_some_rows_at_a_time(tmp_path: Path) -> None:
+    rows, columns = 1 << 17, 1 << 10
+    whole = torch.arange(rows, dtype=torch.float32).to(torch.bfloat16)[:, None].expand(rows, columns).contiguous()
+    path, size = tmp_path / "weights", whole.numel() * 2
+    path.write_bytes(whole.view(torch.uint8).numpy().data)
+    out = torch.empty(rows, columns)
+    with Bounded(size // 2):
+        Stream(torch.device("cpu")).fill(Stored(str(path), "BF16", (rows, columns), 0, size), out)
+    assert torch.equal(out, whole.float())
+
+
+def test_a_tensor_without_numbers_is_read(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from safetensors.torch import save_file
+
+    from stoker.training.model.hf_stream import read_stored
+
+    save_file({"x": torch.zeros(0, 4)}, tmp_path / "x.safetensors")
+    assert read_stored(hf_config.header(str(tmp_path / "x.safetensors"))["x"]).shape == (0, 4)

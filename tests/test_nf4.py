@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from torch import Tensor
 
 from devices import needs_gpu
 from stoker.contract.names import Refusal
-from stoker.training.model import nf4, nf4_size
+from stoker.training.model import hf_config, hf_files, nf4, nf4_size
+from stoker.training.model.nf4_size import NF4_PARTS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -132,7 +135,6 @@ def changed(**keys: Any) -> dict[str, Tensor]:
         (changed(quant_type="fp4"), "quant_type is 'fp4'"),
         (changed(blocksize=128), "blocksize is '128'"),
         (changed(shape=[192, 64]), "codes has 104448 numbers, and 6144 are needed"),
-        (changed(shape=[1 << 40, 1 << 40]), "shape is"),
         (changed(shape=[-64, -64]), "shape is"),
         (changed(shape=[True, 64]), "shape is"),
         (changed(nested_offset="x"), "nested_offset is 'x'"),
@@ -149,3 +151,89 @@ def test_what_is_stored_otherwise_is_refused_in_one_line(
     with pytest.raises(Refusal) as caught:
         nf4.from_tensors(tensors, "w", str(tmp_path))
     assert words in caught.value.line and str(tmp_path) in caught.value.line and "\n" not in caught.value.line
+
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
+    "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 320, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True, "torch_dtype": "float32", "hidden_act": "silu",
+}  # fmt: skip
+
+
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}  # fmt: skip
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+def _described(folder: Path, **changes: Any) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    keys = {key: value for key, value in {**LLAMA, **changes}.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(keys))
+    return str(folder)
+
+
+def _model(folder: Path, change: Callable[[dict[str, Any]], None] = lambda tensors: None, **keys: Any) -> str:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from safetensors.torch import save_file
+
+    where = _described(folder, **keys)
+    tensors = {
+        part.name: torch.full(part.shape, 0.5)
+        for place in hf_files.places(hf_config.shape_of(where))
+        for part in place.parts
+    }
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return where
+
+
+def _state(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    def change(tensors: dict[str, Any]) -> None:
+        import torch
+
+        name = f"{Q}.{NF4_PARTS[-1]}"
+        about = {**json.loads(bytes(tensors[name].tolist())), **changes}
+        tensors[name] = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
+
+    return change
+
+
+def _part(place: int, *shape: int, dtype: str = "float32") -> Callable[[dict[str, Any]], None]:
+    def change(tensors: dict[str, Any]) -> None:
+        import torch
+
+        tensors[f"{Q}.{NF4_PARTS[place]}"] = torch.zeros(shape, dtype=getattr(torch, dtype))
+
+    return change
+
+
+HOSTILE_NF4: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "three levels": (_part(1, 3), "quant_map has 3 numbers"),
+    "no levels": (_part(1, 0), "quant_map has 0 numbers"),
+    "levels of integers": (_part(1, 16, dtype="int64"), "quant_map has 16 numbers of I64"),
+    "a table of levels": (_part(3, 2, 3), "nested_quant_map has 6 numbers"),
+    "no scales": (_part(0, 0, dtype="uint8"), "absmax has 0 numbers"),
+    "no description": (_part(4, 0, dtype="uint8"), "its description can't be read"),
+    "a description of floats": (_part(4, 2), "its description has 8 bytes of F32"),
+    "a list of dtypes": (_state(dtype=["x"]), "dtype"),
+    "a huge offset": (_state(nested_offset=10**39), "nested_offset"),
+    "no number for an offset": (_state(nested_offset=math.nan), "nested_offset"),
+    "another shape": (_state(shape=[32, 128]), r"says it is \[32, 128\]"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE_NF4)
+def test_hostile_parts_of_4_bits_are_refused_by_their_headers(tmp_path: Path, kind: str) -> None:
+    change, says = HOSTILE_NF4[kind]
+
+    def quantized(tensors: dict[str, Any]) -> None:
+        from stoker.training.model import nf4
+
+        tensors.update(nf4.to_tensors(nf4.quantize(tensors.pop(Q)), Q))
+        change(tensors)
+
+    folder = _model(tmp_path / "m", quantized, quantization_config=NF4)
+    with pytest.raises(Refusal, match=says) as caught:
+        hf_files.check(folder, hf_config.shape_of(folder))
+    assert "can't be read: TypeError" not in caught.value.line

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
 
 import numpy as np  # noqa: E402
 
@@ -97,3 +101,30 @@ def test_weighted_by_tokens_an_uneven_split_gives_the_gradient_of_one_process(
             inputs[: end - begin], targets[: end - begin] = x[begin:end], y[begin:end]
             summed += gradient(inputs, targets, ranks / labels)
     torch.testing.assert_close(summed / ranks, whole, rtol=1e-13, atol=1e-15)
+
+
+ASKS_FOR_MUCH = """
+import sys
+import torch
+from stoker.contract import hostmemory
+from stoker.training.parallel.config import ParallelConfig
+from stoker.training.parallel.group import Group
+
+hostmemory.memory = lambda: (8 << 30, 1 << 30, 8 << 30)
+Group(ParallelConfig(strategy="ddp", device="cpu"))
+torch.zeros(int(sys.argv[1]) << 20, dtype=torch.uint8)
+"""
+
+
+@pytest.mark.parametrize(("ranks", "megabytes", "given"), [(1, 900, True), (1, 1100, False), (2, 600, False)])
+def test_a_rank_on_the_cpu_takes_no_more_than_its_part_of_what_is_free(ranks: int, megabytes: int, given: bool) -> None:
+    more = {"LOCAL_WORLD_SIZE": str(ranks), "WORLD_SIZE": "1", "RANK": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", ASKS_FOR_MUCH, str(megabytes)],
+        env={**os.environ, **more},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode == 0) == given, done.stderr
+    assert given or "can't allocate memory" in done.stderr

@@ -10,9 +10,12 @@ import pytest
 
 pytest.importorskip("torch")
 
+from pathlib import Path
+
+import pytest
 import torch
 
-from conftest import at_length_but
+from conftest import at_length, at_length_but
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.training.generate.config import Sampling
@@ -446,3 +449,95 @@ def test_what_cannot_be_answered_is_refused_and_changes_nothing() -> None:
     while engine.busy:
         engine.step()
     assert engine.pool.held == 0 and not engine.abort("good")
+
+
+@at_length
+def test_a_wide_model_reads_fewer_tokens_at_once(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from stoker.training.model.config import ModelConfig
+    from stoker.training.model.decoder import Decoder
+    from stoker.training.serve.engine import PagedEngine, Sizes
+    from stoker.training.serve.request import Request
+
+    c = ModelConfig(layers=1, dim=8, heads=2, kv_heads=2, head_dim=8, ff=1 << 18, vocab_size=300)
+    made = PagedEngine(Decoder(c, 4096), Sizes(1, 4096, 8192, prompt_tokens=8192))
+    made.add(Request("a", tuple([7] * 2500), 1))
+    made.step()
+    assert made.schedule.prompt_tokens == 1024
+
+
+@at_length
+def test_capped_scores_of_many_heads_are_stored_for_few_tokens_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 MB of weights took 5 GB for a prompt of 300 tokens."""
+    torch = pytest.importorskip("torch")
+    from stoker.training.model.config import ModelConfig
+    from stoker.training.model.decoder import Decoder
+    from stoker.training.serve import engine
+    from stoker.training.serve.batch import BatchEngine
+    from stoker.training.serve.request import Request
+
+    torch.manual_seed(1)
+    sizes: dict[str, Any] = {"layers": 2, "dim": 16, "heads": 64, "kv_heads": 64, "head_dim": 8, "ff": 16}
+    model = Decoder(ModelConfig(**sizes, vocab_size=300, attention_cap=50.0), 4096)
+    made = engine.PagedEngine(model, engine.Sizes(1, 4096, 8192, prompt_tokens=8192))
+    made.add(Request("a", tuple([7] * 2500), 1))
+    made.step()
+    assert made.schedule.prompt_tokens == 1024
+
+    def answers() -> list[list[int]]:
+        written = BatchEngine(model, rows=2, length=128)
+        return written.generate([[7, 9, 11] * 20, [5] * 30], new_tokens=8, stop={1}, temperature=0.0)
+
+    whole = answers()
+    monkeypatch.setattr(engine, "_NUMBERS_AT_ONCE", 64 * 128 * 7)
+    assert answers() == whole, "a prompt that is read in pieces is answered alike"
+
+
+WORDS = tuple(7 * place % 61 for place in range(64))
+
+
+GREEDY = Sampling(0.0, 0, 1.0)
+
+
+def engine_of_a_gpu() -> PagedEngine:
+    """It writes several tokens before the host looks at them, as `stoker serve` does on GPUs."""
+    model = Decoder(ModelConfig(layers=2, dim=32, heads=2, kv_heads=1, head_dim=16, ff=64, vocab_size=64), 64)
+    model.start(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(6 if parameter.dim() == 2 else 1)  # each token counts
+    return PagedEngine(model.eval(), Sizes(slots=8, length=64, memory=512, turn=8))
+
+
+def test_a_prompt_that_others_continue_does_not_end_the_server() -> None:
+    """Where several tokens are written at once, as on every GPU: a prompt of whole blocks and a longer one that begins with
+    it, both asked for again in one body, ended the engine, and with it the server.
+    """
+    engine = engine_of_a_gpu()
+
+    def asked(again: str) -> list[tuple[int, ...]]:
+        requests = [Request(f"{again}{count}", WORDS[:count], 12, sampling=GREEDY) for count in (16, 20)]
+        return [tuple(one.tokens) for one in answers(engine, requests)]
+
+    assert asked("first") == asked("second")
+
+
+@pytest.mark.parametrize("count", [16, 32, 48])
+def test_answers_of_one_token_leave_what_others_read_as_it_is(count: int) -> None:
+    """A row whose answer had ended wrote on, over the last token of its prompt, until the others' turn was over: who began with
+    the same block was answered by what stood there then.
+    """
+    engine, asked = engine_of_a_gpu(), WORDS[: count + 5]
+
+    def logprobs(name: str) -> Sequence[float]:
+        return answers(engine, [Request(name, asked, 3, sampling=GREEDY, logprobs=0)])[0].logprobs
+
+    before = logprobs("before")
+    engine.add(Request("long", (9, 8, 7), 40, sampling=GREEDY))
+    engine.step()
+    for seed in range(3):
+        engine.add(Request(f"one {seed}", WORDS[:count], 1, sampling=Sampling(1000.0, 0, 1.0), seed=seed))
+        engine.step()
+    while engine.busy:
+        engine.step()
+    assert logprobs("after") == pytest.approx(before, abs=1e-4)

@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+
 from stoker.training.model.config import ModelConfig  # noqa: E402
 from stoker.training.model.decoder import Decoder  # noqa: E402
 from stoker.training.rl.server_match import Unanswered, WeightsCheck, own_logprobs, served_logprobs  # noqa: E402
@@ -141,3 +142,26 @@ def test_a_server_that_is_gone_is_no_mismatch(server: Server) -> None:
             WeightsCheck(address, "m", IDS)([0.0] * 7)
     finally:
         server.__init__()  # type: ignore[misc]  # the fixture closes it
+
+
+@pytest.mark.parametrize(
+    "told", [10**400, -(10**400), True, float("nan"), float("inf"), "-1", None, [-1.0]], ids=lambda told: str(told)[:8]
+)
+def test_impossible_numbers_of_a_server_are_no_answer(told: object) -> None:
+    """A number of 400 digits was an OverflowError in whoever asked."""
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"choices": [{"logprobs": {"token_logprobs": [None, told]}}]}).encode())
+
+        def log_message(self, *told: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Server) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        with pytest.raises(Unanswered, match="don't match the 2 tokens"):
+            served_logprobs(f"127.0.0.1:{server.server_port}", "m", [1, 2])
+        thread.join()

@@ -33,7 +33,7 @@ from stoker.contract.names import (
 from stoker.contract.quantities import amount, span
 from stoker.contract.shape import replace
 from stoker.speedrun import course, estimate, presets, rows, state
-from stoker.speedrun.child import cards_of, watt_hours
+from stoker.speedrun.child import Children, cards_of, watt_hours
 from stoker.speedrun.drive import TooLong, Tools, too_long
 from stoker.speedrun.keys import Code, keys_of
 from stoker.speedrun.material import find, forms_of_row, role_of
@@ -1226,3 +1226,10 @@ def test_what_is_said_of_a_stage(tmp_path: Path) -> None:
         == ["GPU-a", "GPU-b"]
         and cards_of({}) == []
     )
+
+
+def test_a_stages_log_grows(tmp_path: Path) -> None:
+    log = tmp_path / "stage.log"
+    for _ in range(2):
+        assert Children().run(["echo", "hello"], os.environ, str(log), lambda: None) == 0
+    assert log.read_text() == "hello\nhello\n"

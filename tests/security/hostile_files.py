@@ -9,9 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stoker.training.model.config import ModelConfig
-from stoker.training.model.hf_config import config_of
-from stoker.training.model.hf_files import places
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 
 Make = Callable[[Path], list[str]]
@@ -340,125 +337,7 @@ add(
     },
 )
 
-# ---- stoker export: models ----
-
-SHAPE = ModelConfig(layers=1, dim=16, heads=2, kv_heads=1, head_dim=8, ff=16, vocab_size=260, tied=True)
-
-
-def header_of_model() -> tuple[dict[str, Any], int]:
-    """Of a whole and valid model, and how many bytes of data follow."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for part in (part for place in places(SHAPE) for part in place.parts):
-        size = 4
-        for length in part.shape:
-            size *= length
-        header[part.name] = {"dtype": "F32", "shape": list(part.shape), "data_offsets": [end, end + size]}
-        end += size
-    return header, end
-
-
-def write_weights(path: Path, header: bytes, data: int, length: int | None = None) -> None:
-    path.write_bytes((len(header) if length is None else length).to_bytes(8, "little") + header + bytes(data))
-
-
-def write_model(where: Path) -> None:
-    where.mkdir(parents=True, exist_ok=True)
-    (where / "config.json").write_text(json.dumps(config_of(SHAPE, 64, "float32")))
-    header, data = header_of_model()
-    write_weights(where / "model.safetensors", json.dumps(header).encode(), data)
-    bytes_tokenizer().save(str(where))
-
-
-def _export(path: Path) -> list[str]:
-    return ["export", str(path.parent), str(path.parent.parent / "out")]
-
-
-def _in_model(content: Callable[[Path], None], without: tuple[str, ...] = ()) -> Callable[[Path], None]:
-    def write(path: Path) -> None:
-        write_model(path.parent)
-        for name in without:
-            (path.parent / name).unlink()
-        path.unlink(missing_ok=True)
-        content(path)
-
-    return write
-
-
-def _config(**changes: Any) -> Callable[[Path], None]:
-    return _in_model(text(json.dumps({**config_of(SHAPE, 64, "float32"), **changes})))
-
-
-def _weights(change: Callable[[dict[str, Any]], Any], data: int | None = None) -> Callable[[Path], None]:
-    def write(path: Path) -> None:
-        header, whole = header_of_model()
-        change(header)
-        write_weights(path, json.dumps(header).encode(), whole if data is None else data)
-
-    return _in_model(write)
-
-
-NAME = "model.embed_tokens.weight"
-INDEX = "model.safetensors.index.json"
-_NO_WEIGHTS = ("model.safetensors",)
-MODELS: dict[str, Callable[[Path], None]] = {
-    "config.json deep": _in_model(text(DEEP_JSON)),
-    "config.json a named pipe": lambda path: (write_model(path.parent), path.unlink(), os.mkfifo(path))[0],
-    "config.json a list": _in_model(text("[1, 2]")),
-    "config.json layers of 30 digits": _config(num_hidden_layers=10**29),
-    "config.json layers of 9 digits": _config(num_hidden_layers=10**8),
-    "config.json a width of 12 digits": _config(hidden_size=10**12),
-    "config.json NaN": _config(rms_norm_eps=float("nan")),
-    "config.json infinite": _config(rope_theta=float("inf")),
-    "config.json an architecture that is a list": _config(architectures=[["LlamaForCausalLM"]]),
-    "config.json an architecture with control codes": _config(architectures=["\x1b]0;owned\x07"]),
-    "config.json a rotary embedding that is a list": _config(rope_scaling=[1], partial_rotary_factor={"a": 1}),
-    "config.json a factor that is a list": _config(partial_rotary_factor=[1]),
-    "model.safetensors a named pipe": _in_model(fifo),
-    "model.safetensors a device": _in_model(zeros),
-    "model.safetensors a folder": _in_model(folder),
-    "model.safetensors an empty file": _in_model(text("")),
-    "model.safetensors a header of 2^63 bytes": _in_model(lambda path: write_weights(path, b"{}", 0, 1 << 63)),
-    "model.safetensors a header of 200 MB": _in_model(
-        lambda path: (write_weights(path, b"{}", 0, 200 << 20), os.truncate(path, 1 << 30))[0]
-    ),
-    "model.safetensors a deep header": _in_model(lambda path: write_weights(path, DEEP_JSON.encode(), 0)),
-    "model.safetensors a header that is a list": _in_model(lambda path: write_weights(path, b"[1]", 0)),
-    "model.safetensors metadata that is a list": _weights(lambda header: header.update(__metadata__=[1])),
-    "model.safetensors a tensor that is a number": _weights(lambda header: header.update({NAME: 3})),
-    "model.safetensors an unknown dtype": _weights(_set(NAME, "dtype", to="F99")),
-    "model.safetensors a dtype that is a list": _weights(_set(NAME, "dtype", to=["F32"])),
-    "model.safetensors a shape below 0": _weights(_set(NAME, "shape", to=[-260, -16])),
-    "model.safetensors a shape that is true": _weights(_set(NAME, "shape", to=[True, 16])),
-    "model.safetensors a shape of 30 digits": _weights(_set(NAME, "shape", to=[10**29, 10**29])),
-    "model.safetensors offsets below 0": _weights(_set(NAME, "data_offsets", to=[-16640, 0])),
-    "model.safetensors offsets backwards": _weights(_set(NAME, "data_offsets", to=[16640, 0])),
-    "model.safetensors offsets behind the end": _weights(_set(NAME, "data_offsets", to=[10**12, 10**12 + 16640])),
-    "model.safetensors three offsets": _weights(_set(NAME, "data_offsets", to=[0, 1, 2])),
-    "model.safetensors two tensors in the same bytes": _weights(_set("model.norm.weight", "data_offsets", to=[0, 64])),
-    "model.safetensors bytes that are missing": _weights(lambda header: None, data=100),
-    f"{INDEX} a shard outside": _in_model(
-        text(json.dumps({"weight_map": {NAME: "../../../etc/passwd.safetensors"}})), _NO_WEIGHTS
-    ),
-    f"{INDEX} an absolute shard": _in_model(
-        text(json.dumps({"weight_map": {NAME: "/etc/x.safetensors"}})), _NO_WEIGHTS
-    ),
-    f"{INDEX} a shard with a NUL": _in_model(text('{"weight_map": {"a": "x\\u0000.safetensors"}}'), _NO_WEIGHTS),
-    f"{INDEX} a shard that is a list": _in_model(text('{"weight_map": {"a": ["x.safetensors"]}}'), _NO_WEIGHTS),
-    f"{INDEX} no map": _in_model(text('{"weight_map": [1]}'), _NO_WEIGHTS),
-    f"{INDEX} a list": _in_model(text("[1]"), _NO_WEIGHTS),
-    f"{INDEX} deep": _in_model(text(DEEP_JSON), _NO_WEIGHTS),
-    f"{INDEX} a named pipe": _in_model(fifo, _NO_WEIGHTS),
-    "pytorch_model.bin a pickle": _in_model(text(b"\x80\x04."), _NO_WEIGHTS),
-    "model.pt another pickle": _in_model(text(b"\x80\x04."), _NO_WEIGHTS),
-    "tokenizer.json deep": _in_model(text(DEEP_LIST)),
-    "tokenizer_config.json deep": _in_model(text(DEEP_JSON)),
-}
-for _what, _write in MODELS.items():
-    _file, _, _label = _what.partition(" ")
-    add("export", _export, "model/", {f"{_file} {_file}: {_label}": _write})
-
-# ---- stoker why, stoker nan, scripts ----
+# ---- stoker why, scripts ----
 
 
 def _run_json(content: Callable[[Path], None]) -> Make:
@@ -474,22 +353,6 @@ def _run_json(content: Callable[[Path], None]) -> Make:
 CASES |= {
     f"why: run.json is {label}": _run_json(write)
     for label, write in (("deep", text(DEEP_JSON)), ("a named pipe", fifo), ("a device", zeros))
-}
-
-
-def _nan(content: Callable[[Path], None]) -> Make:
-    def make(where: Path) -> list[str]:
-        dump = where / "nan_step_3" / "rank-0"
-        dump.mkdir(parents=True)
-        content(dump / "report.json")
-        return ["nan", str(where / "nan_step_3")]
-
-    return make
-
-
-CASES |= {
-    f"nan: report.json is {label}": _nan(write)
-    for label, write in (("deep", text(DEEP_JSON)), ("a list", text("[]")), ("a device", zeros))
 }
 
 

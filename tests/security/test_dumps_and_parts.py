@@ -12,17 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from test_fuzz import ROUNDS, bent, refused_or_fine
 
 from stoker.contract.names import Refusal
 from stoker.contract.safe_io import WholeFile, write_json, write_whole
 from stoker.contract.shapes import Verdict
 from stoker.control.launch.notify import Notifier
-from stoker.training.checkpoint.manifest import Sums, sizes_wrong_in, wrong_in
 from stoker.training.forensics import reading
 from stoker.training.forensics.culprit import banner, decide, headline
-from stoker.training.forensics.replay import write_tensors
 from stoker.training.forensics.report import Report, TensorStats
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 
@@ -60,11 +57,6 @@ def read_dump(folder: Path) -> None:
         banner(dump.report), headline(dump.report), reading.texts(dump), json.dumps(dump.report.to_json())
 
 
-def test_a_report_comes_back_as_it_was() -> None:
-    back = Report.from_json(json.loads(json.dumps(REPORT.to_json())))
-    assert back.to_json() == REPORT.to_json() and type(back.output) is TensorStats
-
-
 def test_bent_reports_of_a_nan(tmp_path: Path) -> None:
     dice, fine = random.Random(7), 0
     for number in range(ROUNDS):
@@ -73,20 +65,6 @@ def test_bent_reports_of_a_nan(tmp_path: Path) -> None:
         (tmp_path / "batch.json").write_text(json.dumps(batch))
         fine += refused_or_fine(lambda: read_dump(tmp_path), (report, batch))
     assert 0 < fine < ROUNDS, "the changes are too tame, or too wild"
-
-
-def test_a_tensor_of_more_dimensions_than_numpy_has(tmp_path: Path) -> None:
-    write_tensors(str(tmp_path / "activations.safetensors"), {"output": torch.full((1,) * 40, float("nan"))}, {})
-    dump = reading.RankDump(str(tmp_path), REPORT, {}, {})
-    with pytest.raises(Refusal, match="40 dimensions"):
-        reading.show(dump, "output")
-
-
-def test_a_checkpoint_with_a_named_pipe_of_no_bytes(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "rank-00000.safetensors")
-    files = {"rank-00000.safetensors": Sums(0, 16 << 20, ())}
-    expected = ["rank-00000.safetensors is a named pipe, not a file"]
-    assert sizes_wrong_in(str(tmp_path), files) == expected == wrong_in(str(tmp_path), files)
 
 
 def test_a_library_that_panics_while_it_encodes() -> None:

@@ -18,14 +18,13 @@ pytest.importorskip("numpy", reason="numpy is not installed")
 
 from stoker.contract.effort import LookingAt, looking_at_file
 
-from conftest import Stoker, at_length, at_length_but
+from conftest import at_length, at_length_but
 from stoker.contract import effort
 from stoker.contract.memory import used_memory
 from stoker.contract.names import Refusal
 from stoker.control.launch.console import LogLines
 from stoker.training.data.rows import rows
 from stoker.training.evaluate.tasks import read_tasks
-from stoker.training.forensics import reading
 from stoker.training.tokenizer.definition import define
 
 
@@ -171,104 +170,6 @@ def test_text_within_lists_of_questions_counts(tmp_path: Path, monkeypatch: pyte
     parquet.write_table(arrow.Table.from_pylist([row] * 100), path)
     with pytest.raises(Refusal, match="unpacks to more than 1 MB"):
         read_tasks((str(path),), 0)
-
-
-def test_links_among_the_ranks_of_a_dump_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = {"step": 5, "rank": 0, "world": 1, "label": "CPU 0", "loss": "nan", "grad_norm": "nan", "phase": "forward"}
-    (tmp_path / "rank-0").mkdir()
-    (tmp_path / "rank-0" / "report.json").write_text(json.dumps({"report": report}))
-    for n in range(1, 50):
-        (tmp_path / f"rank-{n}").symlink_to("rank-0")
-    assert len(reading.ranks(str(tmp_path))) == 1
-
-
-def test_a_checkpoint_of_impossible_experts_is_refused(stoker: Stoker) -> None:
-    pytest.importorskip("torch", reason="torch is not installed")
-    from stoker.training.checkpoint.manifest import Manifest, encode
-
-    size = {"dim": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "ff": 8, "vocab_size": 300, "experts_per_token": 1}
-    for experts, layers, words in ((400_000_000, 1, "impossible size"), (100_000, 10_000, "experts in")):
-        folder = stoker.cwd / str(experts) / "checkpoints" / "step-00000001"
-        folder.mkdir(parents=True)
-        model = {**size, "family": "mixtral", "experts": experts, "layers": layers}
-        meta = {"model": model, "data": {"context": 64}, "stage": "pretrain"}
-        (folder / "manifest.json").write_bytes(encode(Manifest(1, 1, "t", {}, {}, meta)))
-        done = stoker.torch("export", str(folder), f"out{experts}")
-        assert done.code != 0 and "Traceback" not in done.err, done.err
-        assert words in done.err, done.err
-
-
-@at_length
-def test_a_table_that_transformers_computes_entry_by_entry_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    from safetensors.torch import save_file
-
-    from stoker.training.model import outside, outside_folder
-    from stoker.training.model.config import ModelConfig
-    from stoker.training.model.hf_config import shape_for
-    from stoker.training.tokenizer.tokenizer import bytes_tokenizer
-
-    folder = tmp_path / "model"
-    folder.mkdir()
-    config = {
-        "architectures": ["MarianForCausalLM"], "model_type": "marian", "vocab_size": 300, "d_model": 4, "decoder_layers": 1,
-        "encoder_layers": 1, "decoder_attention_heads": 1, "encoder_attention_heads": 1, "decoder_ffn_dim": 4,
-        "encoder_ffn_dim": 4, "max_position_embeddings": 4_000_000, "pad_token_id": 0,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
-    bytes_tokenizer().save(str(folder))
-    monkeypatch.setattr(outside_folder, "SECONDS", 0.5)
-    shape = shape_for(ModelConfig(), str(folder))
-    with pytest.raises(Refusal, match="s of CPU time to look at"):
-        outside.opened(shape, 64, torch.float32, torch.device("cpu"), lambda line: None)
-
-
-@pytest.mark.parametrize("place", ["text_config", "decoder"])
-def test_code_that_a_part_of_the_model_names_is_not_run(stoker: Stoker, place: str) -> None:
-    """Fuyu makes its decoder from `text_config`; transformers would ask on standard input whether to run its code."""
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    from safetensors.torch import save_file
-
-    from stoker.training.tokenizer.tokenizer import bytes_tokenizer
-
-    folder = stoker.cwd / "model"
-    folder.mkdir()
-    inner = {
-        "model_type": "altclip_text_model", "vocab_size": 300, "auto_map": {"AutoModel": "modeling_evil.Evil"},
-        "name_or_path": str(folder),
-    }  # fmt: skip
-    config = {
-        "architectures": ["FuyuForCausalLM"], "model_type": "fuyu", "vocab_size": 300, "hidden_size": 8, "intermediate_size": 8,
-        "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 64, place: inner,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "modeling_evil.py").write_text(f"open({str(stoker.cwd / 'ran')!r}, 'w')\n")
-    save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
-    bytes_tokenizer().save(str(folder))
-    answers = stoker.cwd / "answers"
-    answers.write_text("y\n" * 20)
-    with answers.open() as stdin:
-        done = stoker("chat", "model", timeout=110, stdin=stdin)
-    assert not (stoker.cwd / "ran").exists() and done.code != 0
-    assert "give --trust-remote-code if you trust it" in done.err, done.err[-600:]
-
-
-def test_transformers_never_asks_whether_to_run_code() -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    pytest.importorskip("torch", reason="torch is not installed")
-    from transformers import dynamic_module_utils
-
-    from stoker.training.model.outside import _library
-
-    _library()
-    assert dynamic_module_utils.TIME_OUT_REMOTE_CODE == 0
-    with pytest.raises(ValueError, match="trust_remote_code=True"):
-        dynamic_module_utils.resolve_trust_remote_code(None, "a/model", False, True)
 
 
 def test_a_long_line_with_a_control_code_takes_its_time_once() -> None:

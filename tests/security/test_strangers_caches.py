@@ -14,10 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hostile_files import write_model
 
 from conftest import EVERYTHING, Stoker, at_length
 from localuser import VICTIM, do_as
+from small_model import write_model
 from stoker.contract.names import Refusal
 from stoker.contract.shapes import RankEnd, RankError
 from stoker.control.doctor.caches import cache_roots, find_caches

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import bz2
 import json
 import os
 import resource
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asgi import Exchange
 from stoker.contract import effort
 from stoker.contract.memory import used_memory
 from stoker.contract.names import Refusal
@@ -142,67 +138,6 @@ def test_a_list_of_row_groups_has_a_limit_on_memory(tmp_path: Path, monkeypatch:
 # ---- answers whose tokens are long ----
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    pytest.importorskip("tokenizers")
-    from stoker.training.data.learn import train
-    from stoker.training.serve import api
-
-    folder = tmp_path_factory.mktemp("words")
-    return api.Served("m", train([" " * 128 + "x\n"] * 30, 400, str(folder)), 1 << 15)
-
-
-class Engine:
-    """Writes the same token for ever, with alternatives as long as itself."""
-
-    most, failure = 80, ""
-
-    def __init__(self, token: int) -> None:
-        self.token, self.written, self.is_over = token, 0, False
-
-    def reserve(self, count: int) -> bool:
-        return True
-
-    def abort(self, requests: Any) -> None:
-        self.is_over = True
-
-    def send(self, requests: Any, sink: Any, failed: Any) -> None:
-        threading.Thread(target=self._write, args=(requests, sink)).start()
-
-    def _write(self, requests: Any, sink: Any) -> None:
-        from stoker.training.serve.request import LENGTH, Event
-
-        for request in requests:
-            others = tuple((self.token, -1.0) for _ in range(request.logprobs))
-            for place in range(request.new_tokens):
-                if self.is_over:
-                    return
-                self.written += 1
-                finish = LENGTH if place + 1 == request.new_tokens else ""
-                sink(Event(request.id, self.token, 0, "", -1.0, others, finish))
-                time.sleep(0.005)
-
-
-def answered(served: Any, token: int, is_chat: bool = True, **body: Any) -> tuple[Exchange, Engine]:
-    from stoker.training.serve.api import Problem
-    from stoker.training.serve.front import App
-
-    async def run() -> tuple[Exchange, Engine]:
-        engine = Engine(token)
-        app = App(served, engine)
-        app.calls.open(asyncio.get_running_loop())
-        asked = {"messages": [{"role": "user", "content": "a"}]} if is_chat else {"prompt": "a"}
-        data, path = json.dumps({**asked, **body}).encode(), "/v1/chat/completions" if is_chat else "/v1/completions"
-        exchange = Exchange(path, data)
-        try:
-            await exchange.run(app)
-        except Problem:
-            assert exchange.status == 200, "a stream that has begun is cut"
-        return exchange, engine
-
-    return asyncio.run(run())
-
-
 @pytest.fixture
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousandth of what answers may say in any case, as these tokens have 128 characters, and not 4,096 bytes."""
@@ -210,63 +145,6 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(api, "MOST_SAID", 1 << 12, raising=False)
     monkeypatch.setattr(api, "SAID_A_TOKEN", 100, raising=False)
-
-
-@pytest.mark.usefixtures("little")
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_with_log_probabilities_of_long_tokens_ends(served: Any, stream: bool) -> None:
-    """A stranger's model of 332 KB writes tokens of 4 KB: one chat with 20 alternatives a token took 6.3 GB, and went on."""
-    longest = int(served.tokenizer.lengths.argmax())
-    assert served.tokenizer.lengths[longest] > 100
-    asked: dict[str, Any] = {"max_tokens": 200, "logprobs": True, "top_logprobs": 20, "stream": stream}
-    exchange, engine = answered(served, longest, **asked)
-    assert b"too long" in exchange.body and engine.is_over and engine.written < 150
-    assert exchange.status == (200 if stream else 400)
-    exchange, engine = answered(served, 65, **asked)
-    assert exchange.status == 200 and engine.written == 200 and not engine.is_over
-
-
-@pytest.mark.usefixtures("little")
-def test_answers_of_long_tokens_together_end(served: Any) -> None:
-    longest = int(served.tokenizer.lengths.argmax())
-    asked: dict[str, Any] = {"max_tokens": 50, "n": 16}
-    exchange, engine = answered(served, longest, is_chat=False, **asked)
-    assert exchange.status == 400 and b"too long" in exchange.body and engine.written < 800
-    exchange, engine = answered(served, longest, is_chat=False, **{**asked, "n": 1})
-    assert exchange.status == 200 and engine.written == 50
-
-
-# ---- prompts that every rank holds ----
-
-
-def test_the_ids_of_prompts_take_four_bytes_each_and_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
-    pytest.importorskip("tokenizers")
-    from stoker.training.rl import rollout
-    from stoker.training.tokenizer.tokenizer import bytes_tokenizer
-
-    lines = [{"prompt": "a" * 1000, "answer": "b"}] * 10
-    found, _ = rollout.read(lines, bytes_tokenizer(), 2000, "p.jsonl")
-    assert len(found) == 10 and memoryview(found[0].ids).nbytes == 4 * len(found[0].ids)  # type: ignore[arg-type]
-    monkeypatch.setattr(rollout, "MOST_TOKENS", 5000, raising=False)
-    with pytest.raises(Refusal, match="its first 5 rows have more than 5,000 tokens"):
-        rollout.read(lines, bytes_tokenizer(), 2000, "p.jsonl")
-
-
-def test_prompts_of_the_density_stage_are_kept_as_far_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
-    pytest.importorskip("tokenizers")
-    from stoker.training.data.formats.questions import Question
-    from stoker.training.evaluate.asking import Manner
-    from stoker.training.recipes import density
-    from stoker.training.tokenizer.tokenizer import bytes_tokenizer
-
-    questions = [Question((("user", "a" * 1000),), "", "")] * 10
-    found = density.shortened(questions, bytes_tokenizer(), Manner(chat=False), 100)
-    assert [len(row) for row in found] == [100] * 10 and memoryview(found[0]).nbytes == 400  # type: ignore[arg-type]
-    monkeypatch.setattr(density, "MOST_TOKENS", 450)
-    with pytest.raises(Refusal, match="its first 5 prompts have more than 450 tokens"):
-        density.shortened(questions, bytes_tokenizer(), Manner(chat=False), 100)
 
 
 # ---- templates ----
@@ -309,19 +187,6 @@ def test_a_token_has_so_many_bytes_and_no_more() -> None:
     assert made("\U0001f600" * 256).vocab_size == 2
     with pytest.raises(Refusal, match=r"a token has 1,028 bytes; 1,024 is the most"):
         assert made("\U0001f600" * 257).vocab_size
-
-
-def test_choices_count_among_the_tokens_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tokenizers")
-    from stoker.training.data.formats.questions import Question
-    from stoker.training.evaluate import asking
-    from stoker.training.tokenizer.tokenizer import bytes_tokenizer
-
-    asked = Question((("user", "a"),), "A", "kind", ("A", "B"), ("b" * 500, "c" * 500))
-    monkeypatch.setattr(asking, "MOST_TOKENS", 5000)
-    assert len(asking.as_asked([asked] * 4, bytes_tokenizer(), asking.Manner(chat=False), 16)) == 4
-    with pytest.raises(Refusal, match="10 questions have more than 5,000 tokens"):
-        asking.as_asked([asked] * 10, bytes_tokenizer(), asking.Manner(chat=False), 16)
 
 
 def test_the_first_row_of_a_table_is_looked_for_in_its_first_lines(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator
@@ -15,21 +14,15 @@ from typing import Any
 import pytest
 
 from conftest import at_length_but
-from stoker.cli import run, train
 from stoker.contract import diskroom
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_DATAERR, Refusal
-from stoker.contract.tensorheader import pack_header
 from stoker.control.doctor.caches import cache_roots
-from stoker.speedrun.gather import gather
 from stoker.speedrun.material import material
 from stoker.training.config import layers
 from stoker.training.config.flags import parse
 from stoker.training.data import sources, unpack
 from stoker.training.data.config import DataConfig
 from stoker.training.data.prepare import prepare
-from stoker.training.model.config import ModelConfig
-from stoker.training.model.hf_config import config_of
-from stoker.training.model.hf_files import places
 from stoker.training.tokenizer.config import TokenizerConfig
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 
@@ -232,70 +225,7 @@ def test_rows_of_the_hub_leave_some_of_the_disk(tmp_path: Path, monkeypatch: pyt
     assert not [*(tmp_path / "hub").iterdir()]
 
 
-# ---- a config file that asks for more memory than there is ----
-
-ASKS = {
-    "width": "model: {layers: 2, dim: 4194304, heads: 32768}",
-    "layers": "model: {layers: 10000, dim: 65536, heads: 512}",
-    "ranks": "model: {layers: 1, dim: 64, heads: 1}\nbatch: {tokens: 80000000}\nrun: {nproc_per_node: 1000000}",
-}
-
-
-@pytest.mark.parametrize("asks", ASKS.values(), ids=ASKS)
-def test_a_config_file_cant_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("some text to learn " * 400)
-    bytes_tokenizer().save(str(tmp_path / "tokenizer"))
-    given = "data: {path: [text.txt], context_length: 64}\ntokenizer: {path: tokenizer}\ntrain: {max_steps: 1}\nparallel: {device: cpu}"
-    (tmp_path / "c.yaml").write_text(f"{given}\n{asks}\n")
-    started: list[Any] = []
-    monkeypatch.setattr(run, "start", lambda *told: started.append(told) or 0)
-    with pytest.raises(Refusal, match=r"this does not fit: .* on the CPU with .* and this machine has"):
-        train.main(["pretrain", "--config", "c.yaml"])
-    assert not started
-
-
-def test_a_config_file_names_no_more_layers_than_are_quickly_planned(tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text("model: {layers: 10001, dim: 64, heads: 1}\nparallel: {device: cpu}\n")
-    with pytest.raises(Refusal, match=r"model\.layers 10001 is out of range: from 1 to 10000"):
-        train.main(["pretrain", "--config", str(path), "--dry-run"])
-
-
 # ---- smaller ones ----
-
-NUMBERS = {
-    "a context beyond 32 bits": {"max_position_embeddings": 1 << 40},
-    "a context below nothing": {"max_position_embeddings": -5},
-    "a base beyond fp32": {"rope_theta": 1e300},
-}
-
-
-@pytest.mark.parametrize("keys", NUMBERS.values(), ids=NUMBERS)
-def test_a_models_numbers_that_gguf_has_no_room_for_are_one_line(tmp_path: Path, keys: dict[str, Any]) -> None:
-    pytest.importorskip("gguf", reason="the package gguf is not installed")
-    from published import PUBLISHED
-    from stoker.cli import export
-
-    folder = tmp_path / "model"
-    PUBLISHED["llama-3"].folder(folder)
-    c = ModelConfig(layers=1, dim=16, heads=1, kv_heads=1, head_dim=16, ff=16, vocab_size=448)
-    (folder / "config.json").write_text(json.dumps({**config_of(c, 64, "float32"), **keys}))
-    sizes = {part.name: ("F32", part.stored) for place in places(c) for part in place.parts}
-    numbers = sum(math.prod(size) for _, size in sizes.values())
-    (folder / "model.safetensors").write_bytes(pack_header(sizes, {"format": "pt"}) + bytes(4 * numbers))
-    with pytest.raises(Refusal, match="can't be read") as problem:
-        export.main([str(folder), str(tmp_path / "out.gguf"), "--gguf"])
-    assert problem.value.code == EX_DATAERR and not [*tmp_path.glob("out*")]
-
-
-def test_a_report_reads_a_run_once(tmp_path: Path) -> None:
-    (tmp_path / "stages/x").mkdir(parents=True)
-    (tmp_path / "stages/x/metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n' * 1000)
-    rows = [{"name": f"n{number}", "stage": "sft", "run": f"stages/{'./' * number}x"} for number in range(5000)]
-    (tmp_path / "chain.json").write_text(json.dumps({"schema": 1, "stages": rows}))
-    chain = gather(str(tmp_path))
-    assert sum(len(stage.steps) for stage in chain.stages.values()) == 1000
 
 
 def test_a_folder_of_other_things_is_not_marked_as_a_cache(tmp_path: Path) -> None:

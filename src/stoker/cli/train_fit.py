@@ -83,9 +83,10 @@ def refuse_too_large(stage: str, resolved: Resolved, options: RunOptions, machin
 
 
 def refuse_beyond_memory(config: Config, ranks: int, memory: int, loaded: int = 0) -> None:
-    """Of ranks on the CPU of a machine with so many bytes: what can't fit, however little is computed at once. A fresh model's
-    size is a few characters of a config file, that of one which is `loaded` (its parameters) a file of holes, and both would
-    fill the machine's memory."""
+    """Refuse ranks on the CPU whose weights, gradients and optimizer state exceed the machine's `memory` in bytes.
+
+    `loaded`: parameters of the model that is loaded.
+    """
     from stoker.training.model.config import parameters
 
     numbers = loaded if config.model.load else parameters(config.model)

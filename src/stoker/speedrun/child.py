@@ -5,7 +5,6 @@ locked for its stages, and the energy they take.
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
 import os
 import signal
@@ -195,9 +194,8 @@ class Children:
 
 
 def _opened(log: str) -> int:
-    """A speedrun folder may have come with a checkout: no link is followed to a file elsewhere, and no pipe is waited for."""
+    """Open a stage's log for appending. Raises Refusal if it can't be written."""
     try:
         return os.open(log, APPEND, 0o644)
     except OSError as problem:
-        why = "is a symbolic link" if problem.errno == errno.ELOOP else f"can't be written: {problem.strerror}"
-        raise Refusal(f"the log {log} {why}; remove it", EX_CANTCREAT) from problem
+        raise Refusal(f"the log {log} can't be written: {problem.strerror}", EX_CANTCREAT) from problem

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 from stoker.contract import layout
@@ -33,7 +32,6 @@ BEFORE = {link.name: model for link, _, model in _LOADED if link.name in MODELS}
 _EVALUATIONS = {model: link.name for link, kind, model in reversed(_LOADED) if kind.measures}
 
 COMPLETIONS = "completions.jsonl"
-_MOST_STAGES, _MOST_STEPS = 100, 200_000  # of a chain, and of a stage
 SAMPLES_OF_A_KIND = 2  # where result.json has none and the completions are looked at instead
 # Events worth a line in a report.
 _REPORTED = [
@@ -141,9 +139,8 @@ def gather(folder: str) -> Chain:
         for row in (rows if isinstance(rows, list) else ())
         if isinstance(row, dict) and row.get("name") not in (None, REPORT)
     ]
-    told = list(_each_run_once(folder, known[:_MOST_STAGES]))
     with reading(f"speedrun {folder}"):
-        records = [_stage(folder, row, price) for row in told]
+        records = [_stage(folder, row, price) for row in known]
     hardware = chain.get("hardware")
     hardware = hardware if isinstance(hardware, dict) else {}
     return Chain(
@@ -153,25 +150,6 @@ def gather(folder: str) -> Chain:
         hardware,
         {record.name: record for record in records},
     )
-
-
-def _files(folder: str, rows: list[dict[str, Any]]) -> list[str]:
-    """Those of all runs that are read."""
-    runs = [os.path.join(folder, row["run"]) for row in rows if isinstance(row.get("run"), str) and row["run"]]
-    names = (layout.METRICS, layout.EVENTS, layout.RUN, layout.VERDICT, RESULT, COMPLETIONS)
-    return [os.path.join(run, name) for run in runs for name in names]
-
-
-def _each_run_once(folder: str, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A run that a chain names again, or by a link, would be in memory again, with all its steps."""
-    seen: set[Any] = set()
-    for row in rows:
-        run = (
-            os.path.realpath(os.path.join(folder, row["run"])) if isinstance(row.get("run"), str) and row["run"] else ""
-        )
-        if not run or run not in seen:
-            seen.add(run)
-            yield row
 
 
 def _stage(folder: str, row: dict[str, Any], price: float | None) -> StageRecord:
@@ -197,7 +175,7 @@ def _stage(folder: str, row: dict[str, Any], price: float | None) -> StageRecord
         energy_wh=number_at(row, "energy_wh"),
         cost=cost,
         metrics=metrics,
-        steps=tuple(islice(_lines(os.path.join(where, layout.METRICS)), _MOST_STEPS)) if where else (),
+        steps=tuple(_lines(os.path.join(where, layout.METRICS))) if where else (),
         troubles=tuple(_troubles(where, row, metrics)),
         evaluation=_evaluation(where, result, metrics) if kind in STAGES and STAGES[kind].measures and result else None,
         versions=versions if isinstance(versions, dict) else {},

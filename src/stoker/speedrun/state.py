@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import stat
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from stoker.contract import layout, safe_io
 from stoker.contract.masking import mask_json, masked_lines
 from stoker.contract.names import EX_CANTCREAT, EX_TEMPFAIL, Refusal
 from stoker.contract.quantities import number_at
-from stoker.contract.safe_io import open_below, open_lock_file, write_json
+from stoker.contract.safe_io import open_lock_file, write_json
 from stoker.contract.shape import as_json, replace, shape
 from stoker.contract.text import parse_json
 from stoker.contract.typed import read_shape
@@ -30,8 +29,6 @@ SCHEMA = 1
 RESULT, LOGS, COPIES, PLOTS = "result.json", "logs", "data", "plots"
 WAITING, RUNNING, DONE, FAILED, STOPPED, PARTIAL = "waiting", "running", "done", "failed", "stopped", "partial"
 _TAIL = 4096  # bytes that are read of the end of a log
-_EVENTS = 1 << 20  # the same of a stage's events: a run writes some KB, and one that came with a folder anything
-_MOST_RESTARTS = 1000  # of a stage, that chain.json keeps
 _OURS = "stoker: "  # how our own lines begin
 
 
@@ -161,19 +158,16 @@ def seen(folder: str, entry: Entry) -> Entry:
     loaded = reader.load(run) if entry.run else None
     if loaded is None:
         return entry
-    restarts = deque(
-        (
-            {name: event.get(name) for name in ("time", "attempt", "cause", "rank")}
-            for event in reader.events(run, tail=_EVENTS)
-            if event.get("event") == "restart"
-        ),
-        _MOST_RESTARTS,
+    restarts = tuple(
+        {name: event.get(name) for name in ("time", "attempt", "cause", "rank")}
+        for event in reader.events(run)
+        if event.get("event") == "restart"
     )
     result = os.path.join(run, RESULT)
     seconds = entry.seconds or (
         max(0.0, os.path.getmtime(result) - loaded.started) if loaded.started and os.path.exists(result) else 0.0
     )
-    return replace(entry, attempts=len(loaded.attempts), restarts=tuple(restarts), seconds=round(seconds, 2))
+    return replace(entry, attempts=len(loaded.attempts), restarts=restarts, seconds=round(seconds, 2))
 
 
 def write_chain(folder: str, about: Mapping[str, Any], found: Mapping[str, Entry]) -> None:
@@ -186,7 +180,7 @@ def write_chain(folder: str, about: Mapping[str, Any], found: Mapping[str, Entry
 
 
 def check_own(folder: str) -> None:
-    """Before anything in it is read: in a runs folder that several share, anybody can make one of this name."""
+    """Refuse a speedrun folder of another user: in a shared runs folder it may have the name of ours."""
     try:
         own = stat.S_ISDIR(os.lstat(folder).st_mode) and safe_io.is_own(folder)
     except FileNotFoundError:
@@ -235,11 +229,11 @@ def progress(run: str | None, steps: int) -> str:
     if run is None:
         return ""
     try:
-        with os.fdopen(open_below(run, layout.METRICS), "rb") as file:
+        with open(os.path.join(run, layout.METRICS), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
             lines = [line for line in file.read().split(b"\n")[:-1] if line.strip()]
     except OSError:
-        return ""  # none yet; or a link or a pipe, of a folder that somebody else packed
+        return ""  # none yet
     if not lines:
         return ""
     try:

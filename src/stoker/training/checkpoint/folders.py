@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
@@ -34,9 +33,7 @@ def unfinished_name(step: int, token: str, serial: int) -> str:
 
 
 def steps_in(folder: str) -> dict[int, str]:
-    """Step -> path of everything that has a checkpoint's name, newest first. No other spelling of a number (step-000000007, which
-    others may have made in a shared folder) stands in a checkpoint's place.
-    """
+    """Return step -> path of everything that has a checkpoint's name, newest first."""
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -54,41 +51,6 @@ def is_trusted(path: str) -> bool:
         return False
 
 
-def refuse_exchangeable(folder: str) -> None:
-    """Others could put a link in the place of a checkpoint that is being written: it would be written elsewhere."""
-    why = safe_io.why_not_ours_alone(folder, sticky=True)
-    if why:
-        line = f"checkpoint.folder {folder} can't be used: {why}, so others can replace your checkpoints"
-        raise Refusal(f"{line}; choose a folder of your own, or `chmod +t` it if it is yours", EX_CANTCREAT)
-
-
-def why_exchanged(folder: str, lock: int | None) -> str:
-    """Who may write to the folder above can put a link, or another folder, in the place of the one that was held at the start.
-    `lock`: what `hold` gave. Empty: it is the same, gone, or made anew by its user.
-    """
-    try:
-        why = safe_io.why_not_ours_alone(folder, sticky=True)
-        if not why and lock is not None and not os.path.samestat(os.fstat(lock), os.lstat(os.path.join(folder, LOCK))):
-            why = f"its {LOCK} is not the one of this run"
-    except FileNotFoundError:
-        return ""
-    except OSError as problem:
-        return problem.strerror or str(problem)
-    return why
-
-
-def make_unfinished(path: str) -> None:
-    """For all ranks, whichever comes first. OSError: somebody else has put something there."""
-    os.makedirs(path, exist_ok=True)
-    if not is_own_folder(path):
-        raise OSError(errno.EEXIST, "another process has put something in its place", path)
-
-
-def is_own_folder(path: str) -> bool:
-    """No link: one that others made leads where they like."""
-    return os.path.isdir(path) and not os.path.islink(path) and safe_io.is_own(path)
-
-
 def remove(path: str) -> None:
     """Under a hidden name first: a half-deleted checkpoint is never taken for one."""
     parent, name = os.path.split(path)
@@ -100,11 +62,11 @@ def remove(path: str) -> None:
     shutil.rmtree(gone)
 
 
-def put_in_place(fresh: str, final: str, replace: bool = True) -> None:
-    """Renames, with `replace` also over a checkpoint of this step; `repair` undoes a crash between the two renames."""
+def put_in_place(fresh: str, final: str) -> None:
+    """Rename `fresh` to `final`, which it replaces if it exists; `repair` undoes a crash between the two renames."""
     parent, name = os.path.split(final)
     old = os.path.join(parent, _REPLACED + name)
-    replaces = replace and os.path.isdir(final)
+    replaces = os.path.isdir(final)
     if replaces:
         if os.path.isdir(old):
             remove(old)
@@ -171,7 +133,6 @@ def hold(folder: str, say: Callable[[str], None]) -> int | None:
     """
     try:
         os.makedirs(folder, exist_ok=True)
-        refuse_exchangeable(folder)
         fd = open_lock_file(os.path.join(folder, LOCK))
     except OSError as problem:
         raise Refusal(

@@ -79,8 +79,7 @@ def note_failure(folder: str, rank: int, why: str) -> None:
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, name_of(rank, FAILURE))
     try:
-        handle = os.open(path + ".part", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with open(path + ".part", "w", encoding="utf-8") as file:
             file.write(why)
     finally:  # under its name only with its words in it; on a full disk without
         if os.path.exists(path + ".part"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,10 +9,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from stoker.contract.hostmemory import usable
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
+from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.progress import Progress
-from stoker.contract.quantities import amount
 from stoker.contract.safe_io import is_trusted, read_bytes, user_name
 from stoker.training.checkpoint.folders import repair, steps_in
 from stoker.training.checkpoint.manifest import (
@@ -41,10 +38,6 @@ class Checkpoint:
     def read(self, name: str) -> torch.Tensor:
         """One whole tensor, on the CPU."""
         entry = self._entry(name)
-        needed, free = math.prod(entry.shape) * _TORCH[entry.dtype].itemsize, usable()
-        if needed > free:  # a file of holes has any size
-            line = f"{self.path}: {name} takes {amount(needed)} of memory, and {amount(free)} is free here"
-            raise Refusal(line, EX_UNAVAILABLE)
         tensor = torch.empty(entry.shape, dtype=_TORCH[entry.dtype])
         self._fill({name: tensor})
         return tensor

@@ -93,11 +93,9 @@ class _Store:
             self._say(self.problem)
         unfinished = self._unfinished(step, serial)
         try:
-            if folders.why_exchanged(self.folder, self._lock):
-                return  # what has its name there is no save of ours
             if self._rank == 0:
                 folders.remove(unfinished)
-            elif folders.is_own_folder(unfinished):
+            elif os.path.isdir(unfinished):
                 note_failure(unfinished, self._rank, why)
         except OSError as second:
             self.problem += f" (and {second.filename or 'its folder'} can't be cleaned up: {second.strerror})"
@@ -106,7 +104,7 @@ class _Store:
         """This rank skipped a save that rank 0 may have begun: it shall not wait for it."""
         unfinished = self._unfinished(step, serial)
         try:
-            if self._rank != 0 and folders.is_own_folder(unfinished):
+            if self._rank != 0 and os.path.isdir(unfinished):
                 note_failure(unfinished, self._rank, "it was still writing the one before")
         except OSError as problem:
             self._say(f"{unfinished}: {problem.strerror}")
@@ -131,8 +129,6 @@ class _Store:
 
     def retire(self, step: int, keep: int, keep_best: bool) -> None:
         """After the one of `step` is there: the newest and the best stay."""
-        if folders.why_exchanged(self.folder, self._lock):
-            return  # the next save says so
         scores: dict[int, float | None] = {}
         for one, path in folders.steps_in(self.folder).items():
             try:
@@ -161,10 +157,7 @@ class _Store:
             os.path.join(self.folder, folders.LOCK)
         ):
             raise GivenUp("the file system it was on is gone (unmounted?)")
-        exchanged = folders.why_exchanged(self.folder, self._lock)
-        if exchanged:
-            raise GivenUp(f"another folder is in its place ({exchanged})")
-        folders.make_unfinished(unfinished)
+        os.makedirs(unfinished, exist_ok=True)
 
     def _unfinished(self, step: int, serial: int) -> str:
         return os.path.join(self.folder, folders.unfinished_name(step, self._token, serial))
@@ -184,8 +177,6 @@ class _Store:
         return f" ({amount(disk.f_bavail * disk.f_frsize)} free)"
 
     def _sweep(self, dead: Callable[[str, int], bool]) -> None:
-        if folders.why_exchanged(self.folder, self._lock):
-            return
         try:
             folders.sweep(self.folder, dead)
         except OSError as problem:

@@ -1,4 +1,4 @@
-"""What one's own runs before have measured of memory and speed: their memory.json. Read with bounds."""
+"""Memory and speed measured by this user's earlier runs, from their memory.json."""
 
 from __future__ import annotations
 
@@ -9,32 +9,27 @@ from collections.abc import Iterator
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.safe_io import is_mine, open_below
-from stoker.contract.text import parse_json
+from stoker.contract.safe_io import is_mine, read_json
 
-MOST_RUNS = 200  # newest ones of one's own that are looked at
-LONGEST = 1 << 16  # bytes of a memory.json
+MAX_RUNS = 200  # newest runs that are looked at: a plan is made in a moment
 
 
 def recorded(runs: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(run, what it measured), newest first. Others' runs in the same folder are not looked into: they would steer the plan."""
+    """Yield (name, memory.json) of this user's runs, newest first. Other users' runs don't steer a plan."""
     try:
         names = sorted(os.listdir(runs), reverse=True)
     except OSError:
         return
-    for name in itertools.islice((name for name in names if _is_own(runs, name)), MOST_RUNS):
+    for name in itertools.islice((name for name in names if _is_own(runs, name)), MAX_RUNS):
         try:
-            with os.fdopen(open_below(runs, f"{name}/{layout.MEMORY}"), "rb") as file:
-                mine, data = is_mine(os.fstat(file.fileno()).st_uid, runs), file.read(LONGEST + 1)
-            told = parse_json(data) if mine and len(data) <= LONGEST else None
+            measured = read_json(os.path.join(runs, name, layout.MEMORY))
         except (OSError, ValueError):
-            continue  # another kind of run, or one that has not got so far
-        if isinstance(told, dict):
-            yield name, told
+            continue  # another kind of run, or one that has not measured yet
+        if isinstance(measured, dict):
+            yield name, measured
 
 
 def _is_own(runs: str, name: str) -> bool:
-    """A folder, and no link to one."""
     try:
         about = os.lstat(os.path.join(runs, name))
     except OSError:

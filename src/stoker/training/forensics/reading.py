@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from stoker.contract import typed
 from stoker.contract.errors import reading
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
-from stoker.contract.quantities import counted
 from stoker.contract.safe_io import read_json
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
@@ -28,8 +27,6 @@ _SAMPLE = {
     "tokens?": "list[int] | None",
     "text?": "str | None",
 }
-_REPORTS_A_SECOND = 100
-_MOST_DIMENSIONS = 32  # of numpy
 _PLAIN = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1", "U8": "<u1",
     "BOOL": "<u1",
@@ -79,13 +76,12 @@ def ranks(folder: str) -> list[RankDump]:
     if os.path.exists(os.path.join(folder, REPORT)):
         with reading(folder):
             return [_dump(folder)]
-    entries = (entry for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
-    numbers = sorted(int(entry.name[5:]) for entry in entries if re.fullmatch(r"rank-[0-9]{1,9}", entry.name))
+    numbers = sorted(int(name[5:]) for name in os.listdir(folder) if re.fullmatch(r"rank-[0-9]+", name))
     if not numbers:
         raise Refusal(
             f"{folder} holds no rank's report; a NaN dump is a folder nan_step_N with rank-0, rank-1 …", EX_NOINPUT
         )
-    with reading(f"{folder}, with reports of {len(numbers)} ranks,"):
+    with reading(folder):
         return [_dump(os.path.join(folder, f"rank-{number}")) for number in numbers]
 
 
@@ -162,11 +158,6 @@ def _read(path: str, name: str, tensor: Tensor, cut: str, most: int) -> Shown:
     dtype, sizes = tensor.dtype, tensor.shape
     if dtype not in _PLAIN and dtype != "BF16":
         raise Refusal(f"{name} is {dtype}, which can't be shown here; safetensors and torch read {path}", EX_DATAERR)
-    if len(sizes) > _MOST_DIMENSIONS:
-        raise Refusal(
-            f"{name} has {counted(len(sizes), 'dimension')}: no tensor of this version has more than {_MOST_DIMENSIONS}",
-            EX_DATAERR,
-        )
     count = math.prod(sizes)
     raw = (
         np.memmap(path, np.uint16 if dtype == "BF16" else np.dtype(_PLAIN[dtype]), "r", tensor.begin, (count,))

@@ -309,7 +309,7 @@ def _own_folders(place: str) -> list[str]:
 
 
 def _is_own(entry: os.DirEntry[str]) -> bool:
-    """Nobody gets a stranger's model without having named it."""
+    """Whether it is a folder of this user's: other users' models are used only if they are named."""
     return safe_io.is_own(entry.path) and entry.is_dir(follow_symlinks=False)
 
 

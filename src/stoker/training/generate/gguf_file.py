@@ -28,8 +28,8 @@ from stoker.training.model import hf_stream
 from stoker.training.model.config import ModelConfig, lacking
 from stoker.training.model.families import family_of
 from stoker.training.model.hf_config import Stored, base_of, is_quantized, shape_of
-from stoker.training.model.hf_files import check, places, refuse_holes, refuse_large_tensors
-from stoker.training.model.hf_write import refuse_anothers, refuse_existing
+from stoker.training.model.hf_files import check, places
+from stoker.training.model.hf_write import refuse_existing
 from stoker.training.tokenizer.definition import GGUF_BYTE_LEVEL, GGUF_SPLITTERS, GGUF_SPLITTERS_WHOLE_WORDS
 from stoker.training.tokenizer.template import DEFAULT, templates_of
 from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -37,7 +37,6 @@ from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
 ENDING = ".gguf"
 _MARK = "stoker.export"  # a key of every file that we write
-_AS_WRITTEN = 8  # bytes for each number of a tensor: in 32 bits twice at most, where its rows change places
 _OPTIONS = ("qkv_bias", "out_bias", "mlp_bias", "rope_kind")
 _HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
 Say = Callable[[str], None]
@@ -65,8 +64,6 @@ def write(
     if os.path.lexists(out) and not _is_ours(out):
         line = f"{out} already exists and was not written by stoker export: give another name, or remove it first"
         raise Refusal(line, EX_CANTCREAT)
-    if os.path.lexists(out):
-        refuse_anothers(out)
     if not overwrite:
         refuse_existing(out)
     if base_of(folder) != folder or is_quantized(folder):
@@ -75,8 +72,6 @@ def write(
     library = _library()
     c, words = shape_of(folder), load_tokenizer(tokenizer or folder)
     kind = _refuse(folder, c, words)
-    refuse_large_tensors(folder, c, _AS_WRITTEN)
-    refuse_holes(folder)
     entries = list(_entries(library, folder, c, dtype))
     fresh = temporary_name(os.path.abspath(out))
     try:

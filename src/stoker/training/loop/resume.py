@@ -104,7 +104,6 @@ def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: s
     if told.folder:
         try:
             os.makedirs(told.folder, exist_ok=True)
-            folders.refuse_exchangeable(told.folder)
         except FileExistsError as problem:
             raise Refusal(
                 f"checkpoint.folder {told.folder} is a file: name a folder, or a place for a new one", EX_CANTCREAT
@@ -164,7 +163,7 @@ def position(found: Mapping[str, Any], data: Data) -> tuple[Position, str]:
     counts = [found.get(key) for key in ("step", "samples", "tokens")]
     told = best is None or (type(best) in (int, float) and math.isfinite(best))
     waited, skipped = (found[key] if type(found.get(key)) is int else 0 for key in ("waited", "skipped"))
-    whole = all(type(one) is int and 0 <= one < 1 << 62 for one in (*counts, waited, skipped))
+    whole = all(type(one) is int and one >= 0 for one in (*counts, waited, skipped))
     if not isinstance(theirs, dict) or not told or not whole or skipped > found["step"]:
         raise Refusal("the checkpoint has no step number: another program wrote it", EX_CONFIG)
     other = [key for key in mine if theirs.get(key) != mine[key]]

@@ -14,9 +14,6 @@ from stoker.contract.limits import one_of, text
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.contract.shape import fields_of, option, replace, shape
 
-MOST_LAYERS = 10_000  # beyond every model there is, and still quick to plan
-MOST_EXPERTS = 1 << 17  # of all layers together: beyond every model there is, and still quick to plan
-
 
 @shape
 class ModelConfig:
@@ -31,10 +28,10 @@ class ModelConfig:
         "run Python code that comes with the model's folder (engine transformers); only for folders you trust",
         default=False,
     )
-    depth: int = limits.Range(0, MOST_LAYERS)(
+    depth: int = limits.COUNT(
         "the dial: layers, and 64 × as much width, heads of 64 or 128, ff 8/3 of the width (0: the keys below)", 0
     )
-    layers: int = limits.Range(1, MOST_LAYERS)("decoder blocks", 12)
+    layers: int = limits.FROM_ONE("decoder blocks", 12)
     dim: int = limits.FROM_ONE("width of the residual stream", 768)
     heads: int = limits.FROM_ONE("query heads", 12)
     kv_heads: int = limits.FROM_ONE("key and value heads (0: as many as query heads)", 0)
@@ -199,8 +196,6 @@ def check_options(c: ModelConfig, where: str) -> None:
             )
     if c.windows and len(c.windows) != c.layers:
         raise Refusal(f"{where}: {len(c.windows)} windows for {c.layers} layers", EX_CONFIG)
-    if c.layers * c.experts > MOST_EXPERTS:
-        raise Refusal(f"{where}: {c.experts} experts in {c.layers} layers are more than {MOST_EXPERTS}", EX_CONFIG)
     if c.experts and not 1 <= c.experts_per_token <= c.experts:
         raise Refusal(f"{where}: {c.experts_per_token} of {c.experts} experts can't be chosen for a token", EX_CONFIG)
     if c.shared_experts:

@@ -36,9 +36,6 @@ class Stored:
     size: int
 
 
-_HEADERS_A_SECOND = 20  # shards of published models have some hundred tensors each
-
-
 def stored_in(folder: str) -> dict[str, Stored]:
     """All tensors of model.safetensors, of the files its index names, or of the only safetensors file there is. Of an
     adapter's folder: those of the model it is for.
@@ -122,7 +119,6 @@ def header(path: str) -> dict[str, Stored]:
 
 
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's
-_LONGEST = 1 << 20  # bytes of it: a checkpoint keeps it
 _QUANTIZED = ("quant_config.json", "quantize_config.json")  # beside it, in folders of AWQ and GPTQ
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 # What plans and reports look at, by the names there are for it.
@@ -142,26 +138,12 @@ def shape_of(folder: str) -> ModelConfig:
         return _shape_in(folder)
 
 
-# A number of a matrix costs 2 bytes on the disk, and for each token of its wider side 4 bytes of memory: with few columns, some
-# MB of weights would take any amount of it. Published models are up to 8 times as wide inside as outside.
-_MOST_TIMES_WIDER, _ANY_WIDTH = 64, 1 << 15
-
-
-def _refuse_disproportion(told: ConfigJson, outer: int, *inner: int) -> None:
-    if max(inner) > max(_MOST_TIMES_WIDER * outer, _ANY_WIDTH):
-        told.refuse(
-            f"its layers are {max(inner):,} wide inside and {outer:,} outside: no model has more than {_MOST_TIMES_WIDER} times"
-            " that"
-        )
-
-
 def _shape_in(folder: str) -> ModelConfig:
     told = _read(folder)
     _refuse_quantized(told)
     family = family_in(told)
     c = family.shape(told)
     check_options(c, f"model {folder}")
-    _refuse_disproportion(told, c.dim, c.ff, c.heads * c.head_dim, c.kv_heads * c.head_dim)
     longest = told.get(family.longest)
     return replace(c, kept=kept_text(told.keys()), longest=longest if type(longest) is int else 0)
 
@@ -199,8 +181,6 @@ def _computed_outside(asked: ModelConfig, told: ConfigJson, folder: str, planned
         )
         for ours, keys in _COUNTS.items()
     }
-    head = kept.get("head_dim")
-    _refuse_disproportion(told, counts["dim"], counts["ff"], counts["heads"] * head if type(head) is int else 0)
     return ModelConfig(
         load=folder,
         engine="transformers",
@@ -459,7 +439,7 @@ class Kept:
     def context(self, trained: int) -> int:
         """Fine-tuning on shorter texts does not shorten what the model can read."""
         longest = self.config.get("max_position_embeddings")
-        return max(trained, longest) if type(longest) is int and longest < 1 << 24 else trained
+        return max(trained, longest) if type(longest) is int else trained
 
     def changed(
         self, config: Mapping[str, Any], end_ids: Sequence[int], tokenizer_folder: str | None

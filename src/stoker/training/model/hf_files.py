@@ -5,10 +5,9 @@ with them. No torch: the launcher can say what does not fit before any rank star
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection, Iterator
 
-from stoker.contract import hostmemory, layout
+from stoker.contract import hostmemory
 from stoker.contract.errors import reading
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import amount, counted
@@ -16,7 +15,7 @@ from stoker.contract.shape import shape
 from stoker.training.model.config import ModelConfig, tensors
 from stoker.training.model.families import family_of
 from stoker.training.model.hf_config import Stored, shape_of, stored_in
-from stoker.training.model.nf4_size import LONGEST_STATE, NF4_PARTS, description, parts_of
+from stoker.training.model.nf4_size import NF4_PARTS, description, parts_of
 
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _COMPARED_AT_ONCE = 1 << 24
@@ -51,32 +50,13 @@ def places(c: ModelConfig) -> Iterator[Place]:
 
 
 def refuse_beyond_memory(folder: str, numbers: int, width: float) -> None:
-    """Of weights that this machine's own memory is to hold, in so many bytes each. A file of holes has any size, and an archive
-    of a few KB unpacks to it.
-    """
+    """Refuse weights that don't fit in this machine's memory, before the kernel ends the process. `width`: bytes per parameter."""
     needed, total = int(numbers * width), hostmemory.memory()[0]
     line = f"model {folder}: its {numbers:,} parameters take {amount(needed)} of memory or more"
     if needed > total:
         raise Refusal(f"{line}, and this machine has {amount(total)}", EX_UNAVAILABLE)
     if needed > (free := hostmemory.usable()):
         raise Refusal(f"{line}, and {amount(free)} is free here", EX_UNAVAILABLE)
-
-
-def refuse_large_tensors(folder: str, c: ModelConfig, width: int) -> None:
-    """The same where one tensor after the other is in memory, in so many bytes for each number."""
-    names = {place.name: sum(math.prod(part.shape) for part in place.parts) for place in places(c)}
-    name = max(names, key=names.__getitem__)
-    needed, free = names[name] * width, hostmemory.usable()
-    if needed > free:
-        line = f"model {folder}: {name} alone takes {amount(needed)} of memory to convert"
-        raise Refusal(f"{line}, and {amount(free)} is free here", EX_UNAVAILABLE)
-
-
-def refuse_holes(folder: str) -> None:
-    """Where all weights are written again: of a stranger's archive of 4 KB that would fill the disk."""
-    for path in sorted({stored.path for stored in stored_in(folder).values()}):
-        if layout.consists_of_holes(os.stat(path)):
-            raise Refusal(f"{path} {layout.HOLES}, so it has none of the weights that it lists", EX_DATAERR)
 
 
 def check(folder: str, c: ModelConfig) -> dict[str, Stored]:
@@ -92,7 +72,6 @@ def _check(folder: str, c: ModelConfig) -> dict[str, Stored]:
     own = shape_of(folder).vocab_size
     for name, (part, grows) in wanted.items():
         if grows and name in found and found[name].shape[:1] != (own,):
-            # Else 36 KB of a stranger's would ask for any number of new rows.
             rows = found[name].shape[0] if found[name].shape else 0
             raise Refusal(f"model {folder}: {name} has {rows} rows and config.json a vocab_size of {own}", EX_DATAERR)
         if name not in found:
@@ -155,7 +134,7 @@ def _fits_in_4_bits(folder: str, found: dict[str, Stored], part: Part) -> None:
 
 
 def _state(stored: Stored) -> bytes:
-    if stored.dtype != "U8" or stored.size > LONGEST_STATE:
+    if stored.dtype != "U8":
         raise ValueError(f"its description has {counted(stored.size, 'byte')} of {stored.dtype}")
     with open(stored.path, "rb") as file:
         file.seek(stored.begin)

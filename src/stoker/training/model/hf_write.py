@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 import shutil
 import socket
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,15 +16,7 @@ from torch import Tensor
 
 from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.quantities import amount, counted
-from stoker.contract.safe_io import (
-    is_own,
-    is_trusted,
-    open_regular,
-    read_bytes,
-    user_name,
-    why_not_ours_alone,
-    write_whole,
-)
+from stoker.contract.safe_io import is_own, open_regular, read_bytes, sync_folder, write_whole
 from stoker.contract.tensorheader import pack_header
 from stoker.contract.text import is_count
 from stoker.training.checkpoint.folders import put_in_place, remove, repair
@@ -37,7 +28,6 @@ from stoker.training.model.hf_hub import TOKENIZER_FILES
 
 SHARD_BYTES = 5_000_000_000
 DTYPES = {torch.float32: ("F32", "float32"), torch.bfloat16: ("BF16", "bfloat16"), torch.float16: ("F16", "float16")}
-LONGEST_BESIDE = 256 << 20  # bytes of a file that is copied from a model's folder
 CARD, CARD_MARK = "README.md", "<!-- written by stoker -->"
 SCORE = "score.safetensors"  # a reward model's head, beside the decoder's weights
 
@@ -66,68 +56,25 @@ def size_of(part: Part, dtype: torch.dtype) -> int:
 
 @contextmanager
 def fresh_folder(folder: str, size: int = 0) -> Iterator[str]:
-    """Beside the final one, which it becomes at the end; an exception leaves nothing. `size`: bytes it needs.
-
-    Given by its descriptor: where others may write to the folder above, they can move it, and not lead what is written to it
-    elsewhere. There nothing is removed by its name either: they could put any folder of ours under it.
-    """
+    """Yield a temporary folder that takes the place of `folder` at the end; an exception leaves nothing. `size`: bytes it needs."""
     folder = os.path.abspath(folder)
     parent, name = os.path.split(folder)
     os.makedirs(parent, exist_ok=True)
     refuse_foreign_files(folder)
-    others = _who_could_rename(parent)
-    if others:
-        _refuse_to_replace(folder, others)
-    else:
-        sweep(parent, name)
+    sweep(parent, name)
     disk = os.statvfs(parent)
     free = disk.f_bavail * disk.f_frsize
     if disk.f_blocks and free < size:
         raise Refusal(f"no space left: {folder} needs {amount(size)}, {amount(free)} are free there", EX_CANTCREAT)
     fresh = os.path.join(parent, f".{name}.{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}.tmp")
     os.mkdir(fresh)
-    handle = os.open(fresh, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield f"/proc/self/fd/{handle}"
-        os.fsync(handle)
-        if not os.path.samestat(os.fstat(handle), os.lstat(fresh)):
-            raise OSError(errno.ESTALE, f"{fresh} was moved or replaced", fresh)
-        if others:
-            _refuse_to_replace(folder, others)
-        put_in_place(fresh, folder, replace=not others)
+        yield fresh
+        sync_folder(fresh)
+        put_in_place(fresh, folder)
     except BaseException:
-        _remove_held(handle, fresh)
+        shutil.rmtree(fresh, ignore_errors=True)
         raise
-    finally:
-        os.close(handle)
-
-
-def _who_could_rename(parent: str) -> str:
-    """Others, in words, who may put another folder of ours under a name in this one. Empty: nobody. Pods mount their volumes
-    open to all, as root's.
-    """
-    if os.geteuid() == os.stat(parent).st_uid == 0:
-        return ""
-    return why_not_ours_alone(parent, sticky=True)
-
-
-def _refuse_to_replace(folder: str, others: str) -> None:
-    if os.path.lexists(folder):
-        line = f"{folder} is there, and others could exchange it ({os.path.dirname(folder)}: {others})"
-        raise Refusal(f"{line}: give another name, or remove it first", EX_CANTCREAT)
-
-
-def _remove_held(handle: int, path: str) -> None:
-    """What is in it by its descriptor, whatever its name leads to by now."""
-    with os.scandir(handle) as entries:
-        inside = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-    for name, is_folder in inside:
-        if is_folder:
-            shutil.rmtree(name, dir_fd=handle)
-        else:
-            os.unlink(name, dir_fd=handle)
-    with suppress(OSError):  # moved, or somebody else's by now
-        os.rmdir(path)
 
 
 class Export:
@@ -229,8 +176,6 @@ def refuse_foreign_files(folder: str) -> None:
 def refuse_other_models(folder: str) -> None:
     """Every model's folder has the same names: only the mark tells an export from a model that somebody saved or trained."""
     refuse_foreign_files(folder)
-    if os.path.lexists(folder):
-        refuse_anothers(folder)
     if os.path.isdir(folder) and os.listdir(folder) and not os.path.isfile(os.path.join(folder, EXPORTED)):
         raise Refusal(
             f"{folder} holds files that no `stoker export` wrote, and a new one would remove them: give another folder, or"
@@ -243,14 +188,6 @@ def refuse_existing(out: str) -> None:
     """Raise Refusal if there is an earlier export at `out`. An empty folder is none."""
     if os.path.lexists(out) and not (os.path.isdir(out) and not os.listdir(out)):
         line = f"{out} already exists: give another name, or --force to replace it"
-        raise Refusal(line, EX_CANTCREAT)
-
-
-def refuse_anothers(path: str) -> None:
-    """An export that bears our mark may be another user's, which root could replace."""
-    owner = os.lstat(path).st_uid
-    if not is_trusted(owner, os.path.dirname(os.path.abspath(path))):
-        line = f"{path} belongs to {user_name(owner)}: give another name, or remove it first"
         raise Refusal(line, EX_CANTCREAT)
 
 

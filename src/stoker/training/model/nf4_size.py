@@ -11,9 +11,8 @@ from stoker.contract.text import parse_json
 BLOCK, SECOND_BLOCK = 64, 256
 # Names that bitsandbytes gives what belongs to a weight in 4 bits.
 NF4_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state.bitsandbytes__nf4")
-LONGEST_STATE = 4096  # bytes of the last of them, a description in JSON; usual ones have 180
+_MAX_FP32 = 3.4e38
 DTYPES = ("bfloat16", "float16", "float32")  # that a weight had
-_LARGEST = 3e38  # of an offset: fp32 has no more
 
 
 def storable(size: Sequence[int]) -> bool:
@@ -48,10 +47,10 @@ def description(data: bytes) -> dict[str, Any]:
         if about.get(key) != value:
             raise ValueError(f"{key} is {str(about.get(key))[:40]!r}, and {value!r} is what is read")
     size, offset, dtype = about.get("shape"), about.get("nested_offset"), about.get("dtype")
-    if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and 0 < n < 1 << 24 for n in size):
+    if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
         raise ValueError(f"shape is {str(size)[:40]!r}")
-    number = isinstance(offset, (int, float)) and not isinstance(offset, bool) and -_LARGEST < offset < _LARGEST
-    if not number or dtype not in DTYPES:
+    is_number = isinstance(offset, (int, float)) and not isinstance(offset, bool) and abs(offset) < _MAX_FP32
+    if not is_number or dtype not in DTYPES:
         raise ValueError(f"nested_offset is {str(offset)[:40]!r}, dtype {str(dtype)[:40]!r}")
     return about
 

@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -27,7 +26,7 @@ from stoker.training.model.hf_files import refuse_beyond_memory
 from stoker.training.model.hf_hub import TOKENIZER_FILES
 from stoker.training.model.hf_write import DTYPES, add_files, fresh_folder
 from stoker.training.model.loss import IGNORED
-from stoker.training.model.outside_folder import bounded, first_line, only_weights, refuse_counts
+from stoker.training.model.outside_folder import first_line, only_weights
 from stoker.training.parallel.config import ComputeConfig
 
 Say = Callable[[str], None]
@@ -144,34 +143,24 @@ def _library() -> Any:
 
 
 def _built(c: ModelConfig) -> Any:
-    """The module with fresh weights. Every share that is dropped in training is ours: a replay repeats those."""
-    auto, keys = _library(), json.loads(c.kept)
-    kind, named = keys.get("model_type"), f"model {c.load}: transformers {auto.__version__}"
+    """Return the module with fresh weights. Its dropout rates become model.dropout, which a replay repeats."""
+    library, keys = _library(), json.loads(c.kept)
+    model_type, where = keys.get("model_type"), f"model {c.load}: transformers {library.__version__}"
     own_code = _runs_own_code(c)
-    if not own_code and kind not in auto.CONFIG_MAPPING:
-        line = f"{named} does not know the architecture {keys['architectures'][0]} (model_type {kind!r})"
+    if not own_code and model_type not in library.CONFIG_MAPPING:
+        line = f"{where} does not know the architecture {keys['architectures'][0]} (model_type {model_type!r})"
         raise Refusal(f"{line}; if it is new: pip install --upgrade transformers", EX_DATAERR)
-    make = partial(auto.AutoModelForCausalLM.from_config, dtype=torch.float32, trust_remote_code=own_code)
     try:
         if own_code:
-            config = auto.AutoConfig.from_pretrained(base_of(c.load), trust_remote_code=True)
+            config = library.AutoConfig.from_pretrained(base_of(c.load), trust_remote_code=True)
         else:
-            described = auto.CONFIG_MAPPING[kind]
-            auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(
-                described, None
-            )  # imports the module, with the device that is chosen here
-            refuse_counts(keys, c.load)
-            with bounded(c.load):
-                config = described.from_dict(keys)
-                make(config)
+            config = library.CONFIG_MAPPING[model_type].from_dict(keys)
         for name, value in vars(config).items():
             if name.endswith(("dropout", "pdrop")) and isinstance(value, (int, float)):
                 setattr(config, name, c.dropout)
-        return make(config)
-    except Refusal:
-        raise
+        return library.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=own_code)
     except Exception as problem:  # whatever a library raises for a config.json that makes no sense
-        raise Refusal(f"{named} can't build {kind!r}: {first_line(problem)}", EX_DATAERR) from problem
+        raise Refusal(f"{where} can't build {model_type!r}: {first_line(problem)}", EX_DATAERR) from problem
 
 
 def _runs_own_code(c: ModelConfig) -> bool:

@@ -46,7 +46,6 @@ from stoker.training.recipes import memory
 GRAPH_PARAMETERS = 60_000_000  # below this a step is bound by launches, not by arithmetic: a CUDA graph pays
 WITHOUT_GPU = 8
 MANY = 1024  # samples a micro-batch may have where no batch.tokens limits it
-_MOST_SAMPLES = 1 << 24  # of a step, all ranks together
 
 
 def parts_of(
@@ -429,7 +428,7 @@ def samples_per_step(c: Config, micro: int, world: int, found: Checkpoint | None
         return b.tokens // c.data.context_length if b.tokens else b.micro * b.accumulation * world
     stored = found.meta.get("batch") if found is not None else None
     if isinstance(stored, list) and len(stored) == 2 and stored[1] == world:
-        if type(stored[0]) is not int or not 0 < stored[0] <= _MOST_SAMPLES:
+        if type(stored[0]) is not int or stored[0] < 1:
             assert found is not None
             raise Refusal(
                 f"checkpoint {found.path} says {ascii(stored[0])[:40]} samples a step, which is not possible: it is damaged",

@@ -67,7 +67,6 @@ from stoker.training.rl.waiting import ServerWait, StopRequested
 from stoker.training.tokenizer.tokenizer import Tokenizer
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
-LONGEST_WORD = 1 << 20  # bytes that a server says of its weights
 CHECK_EVERY, CHECK_TOKENS = 25, 256  # steps between two looks at the servers' weights, and tokens of the test prompt
 
 
@@ -139,7 +138,7 @@ def publisher_of(
     c: Config, model: Decoder, own: adapters.Beside | None, run: str, group: Group, say: Say, wait: ServerWait
 ) -> Publisher | Sender:
     """Other servers than Stoker's load folders: they say nothing of shared memory."""
-    ask = Patient(os.environ.get(API_KEY, ""), c.grpo.server_timeout, LONGEST_WORD, wait)
+    ask = Patient(os.environ.get(API_KEY, ""), c.grpo.server_timeout, wait)
     how = c.grpo.publish if c.grpo.server_kind == "stoker" else IN_FOLDER
     to = To(addresses_of(c.grpo.server, os.environ), how, c.grpo.staleness, ask, wait, say)
     if how == GROUP:

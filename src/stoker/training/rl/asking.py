@@ -1,6 +1,4 @@
-"""A question to a server of answers. It may be broken, or somebody else who took its port: what it sends is bounded in bytes and
-in time, and on this machine no other user is asked: a question has the key, and prompts.
-"""
+"""HTTP requests to the servers of completions, with time limits. A loopback port that another user holds gets nothing."""
 
 from __future__ import annotations
 
@@ -33,10 +31,6 @@ class Unreachable(NoAnswer):
     """A line: why there is no connection to the server."""
 
 
-class TooLong(Exception):
-    """A line: the answer has more bytes than any that was asked for."""
-
-
 class ServerFailed(Exception):
     """A line: the server refused, answered nonsense, or did not answer for too long."""
 
@@ -49,13 +43,13 @@ class Asking:
         self._is_closed = False
 
     def post(
-        self, address: str, path: str, data: bytes | None, headers: Mapping[str, str], *, seconds: float, most: int
+        self, address: str, path: str, data: bytes | None, headers: Mapping[str, str], *, seconds: float
     ) -> tuple[int, bytes]:
-        """(status, body). `seconds`: for each word of the server, and twice that for all of them; `most`: bytes of the body.
-        No `data`: it is only looked at (GET).
+        """Return status and body. `seconds`: for each piece that the server sends, and twice that for all of them. Without
+        `data` it is a GET. Raises NoAnswer.
         """
         connection = http.client.HTTPConnection(address, timeout=seconds)
-        over = threading.Event()
+        over, late = threading.Event(), f"no complete answer within {span(2 * seconds)}"
         try:
             connection.sock = own = self._connected(connection.host, connection.port, seconds)
             timer = threading.Timer(2 * seconds, _end, (own, over))
@@ -64,19 +58,19 @@ class Asking:
             try:
                 connection.request("GET" if data is None else "POST", path, data, dict(headers))
                 answer = connection.getresponse()
-                body = answer.read(most + 1)
+                body = answer.read()
             finally:
                 timer.cancel()
                 self._open.discard(own)
         except (OSError, http.client.HTTPException) as problem:
-            late = f"no complete answer within {span(2 * seconds)}" if over.is_set() else ""
-            raise NoAnswer(late or _reason(problem)) from problem
+            if over.is_set():
+                raise NoAnswer(late) from problem
+            is_cut = isinstance(problem, http.client.IncompleteRead)
+            raise NoAnswer("no complete answer" if is_cut else _reason(problem)) from problem
         finally:
             connection.close()
-        if len(body) > most:
-            raise TooLong(f"its answer has more than {most} bytes")
-        if over.is_set() or answer.length:
-            raise NoAnswer(f"no complete answer{f' within {span(2 * seconds)}' if over.is_set() else ''}")
+        if over.is_set():
+            raise NoAnswer(late)
         return answer.status, body
 
     def connect(self, address: str) -> None:
@@ -134,9 +128,9 @@ class Patient:
     hears of servers that can't be used.
     """
 
-    def __init__(self, key: str, patience_s: float, most: int, wait: ServerWait | None = None) -> None:
+    def __init__(self, key: str, patience_s: float, wait: ServerWait | None = None) -> None:
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-        self.patience_s, self._most, self._asking = patience_s, most, Asking()
+        self.patience_s, self._asking = patience_s, Asking()
         self._wait = wait or ServerWait()
         self._over = threading.Event()
 
@@ -204,18 +198,12 @@ class Patient:
         """
         began = time.monotonic()
         try:
-            status, text = self._asking.post(
-                address, path, data, self._headers, seconds=self.patience_s, most=self._most
-            )
+            status, text = self._asking.post(address, path, data, self._headers, seconds=self.patience_s)
             return status, text, time.monotonic()
         except Unreachable as problem:
             return 0, f"can't be reached: {problem}".encode(), began
         except NoAnswer as problem:
             return 0, f"sent no answer: {problem}".encode(), time.monotonic()
-        except TooLong as problem:
-            raise ServerFailed(
-                f"the server at {address} sent an answer to {path} that can't be read: {problem}"
-            ) from problem
 
 
 def _error(text: bytes) -> tuple[str, str]:

@@ -196,7 +196,7 @@ def checked(ids: Sequence[Any], logprobs: Sequence[Any], versions: Sequence[Any]
         )
     if any(type(one) is not int or not 0 <= one < wanted.vocab for one in ids):
         raise ValueError("ids that are not the tokenizer's")
-    if any(type(one) is not int or not 0 <= one < 1 << 62 for one in versions):
+    if any(type(one) is not int or one < 0 for one in versions):
         raise ValueError("versions that are not whole numbers of 0 or more")
     numbers = tuple(math.nan if one is None else float(one) for one in logprobs)
     return Written(tuple(ids), numbers, tuple(versions))

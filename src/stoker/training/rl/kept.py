@@ -16,14 +16,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from stoker.contract import layout
-from stoker.contract.safe_io import APPEND, open_regular
+from stoker.contract.safe_io import APPEND, lines_of
 from stoker.contract.text import parse_json
 from stoker.training.rl.sampler import Written
 
 FOLDER = "answers"
 MOST_BYTES = 64 << 20  # of a rank; beyond that the oldest steps go
-MOST_READ = 512 << 20  # bytes of all ranks' that a start reads; the rest is asked for again
-LONGEST = 64 << 20  # bytes of a line: 256 answers of 8,192 tokens
 _NAME = re.compile(r"step-(\d{8})-rank-(\d{1,6})\.jsonl")
 _CHECKPOINT = re.compile(r"step-(\d+)")
 
@@ -37,7 +35,6 @@ class Kept:
         self._lock = threading.Lock()
         self._found: dict[tuple[str, int], Written] = {}
         self._sizes: dict[int, int] = {}  # of this rank's files, by step
-        self._left = MOST_READ
         for name, step, writer in sorted(self._files(), key=lambda one: one[1:]):
             self._read(os.path.join(self._place, name))
             if writer == rank:
@@ -99,12 +96,8 @@ class Kept:
         return [(name, int(found[1]), int(found[2])) for name in names if (found := _NAME.fullmatch(name))]
 
     def _read(self, path: str) -> None:
-        with os.fdopen(open_regular(path, follow=False), "rb") as file:
-            while line := file.readline(min(LONGEST, self._left) + 1):
-                self._left -= len(line)
-                if self._left < 0 or len(line) > LONGEST:
-                    return  # no end of it comes: a file of holes has any size
-                self._take(line)
+        for line in lines_of(path):
+            self._take(line)
 
     def _take(self, line: bytes) -> None:
         try:

@@ -32,7 +32,6 @@ ROLE = "STOKER_ROLE_"
 CONNECTIONS = 32  # of a rank
 MOST_A_BODY = 16  # answers
 MOST_BYTES, BYTES_A_TOKEN = 2 << 20, 200  # of a body's answer: the server closes on a client that is far behind
-TIMES_EXPECTED = 4  # so many bytes of an answer are read, where a server of another kind says more of each token
 TRIES = 3  # with new weights published to it in between, before a server counts as one with other weights
 KNOWN_S = 5.0  # another rank may have published just before this one knows of it
 PROBE_S = 1.5  # between two looks whether the servers can be reached
@@ -102,8 +101,7 @@ class Servers:
         self._begun: dict[tuple[int, ...], Future[list[Future[list[Written]]]]] = {}
         self._problem: Exception | None = None
         self._resampled, self._counting = 0, threading.Lock()
-        most = TIMES_EXPECTED * (MOST_BYTES + BYTES_A_TOKEN * wanted.new_tokens)
-        self._post = Patient(key, patience_s, most, self._wait)
+        self._post = Patient(key, patience_s, self._wait)
         if self._wait.reports:
             threading.Thread(target=self._probe, name="probe", daemon=True).start()
         # One after the other: who asks behind new weights gets their answers, or newer ones'.

@@ -12,11 +12,12 @@ The question is what OpenAI's completions, vLLM and sglang have in common: a pro
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from stoker.contract.text import printable
-from stoker.training.rl.asking import Asking, NoAnswer, TooLong
+from stoker.training.rl.asking import Asking, NoAnswer
 
 if TYPE_CHECKING:
     from stoker.training.model.decoder import Decoder
@@ -26,8 +27,6 @@ AT_FIRST = 0.5  # a mean difference per token, in nats: at the start no rounding
 LEAST = 0.1  # afterwards, or
 TIMES = 4.0  # so many times that of the start, whichever is more
 IN_A_ROW = 2  # one check may come while it takes new weights
-_MOST = 4 << 20  # bytes of an answer
-_LARGEST = 1e30  # a log-probability's size: far less than a number of JSON may have
 
 
 class Unanswered(Exception):
@@ -43,8 +42,8 @@ def served_logprobs(
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
     body = json.dumps(asked).encode()
     try:
-        status, data = Asking().post(address, "/v1/completions", body, headers, seconds=seconds, most=_MOST)
-    except (NoAnswer, TooLong) as problem:
+        status, data = Asking().post(address, "/v1/completions", body, headers, seconds=seconds)
+    except NoAnswer as problem:
         raise Unanswered(f"{address}/v1/completions: {printable(str(problem), 200)}") from None
     if status != 200:
         said = printable(data[:200].decode("utf-8", "replace"), 200)
@@ -58,7 +57,7 @@ def _read(data: bytes, count: int, address: str) -> list[float]:
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
         raise Unanswered(f"{address}/v1/completions: its answer has no token_logprobs (echo and logprobs)") from None
     good = isinstance(told, list) and len(told) == count - 1
-    if not good or not all(type(one) in (int, float) and -_LARGEST < one < _LARGEST for one in told):
+    if not good or not all(type(one) in (int, float) and abs(one) <= sys.float_info.max for one in told):
         raise Unanswered(f"{address}/v1/completions: its token_logprobs don't match the {count} tokens it was sent")
     return [float(one) for one in told]
 

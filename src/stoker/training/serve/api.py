@@ -38,12 +38,6 @@ from stoker.training.tokenizer.tokenizer import Tokenizer
 
 MOST_ANSWERS = 128  # of one body: prompts times n
 MOST_STOPS, LONGEST_STOP = 16, 512
-MOST_LOGPROBS = 1 << 18  # of one body's answers: in JSON 20 MB, while they are written 100 MB
-# Of prompts that answers repeat, each for itself: bytes of text (in JSON six for one, twice with log-probabilities), and ids.
-MOST_ECHOED, MOST_IDS = 4 << 20, 1 << 21
-# Of what the answers to a body say, in bytes: in any case, and for each token that they may have. Tokens have 128 at most in published
-# tokenizers; a stranger's have 1,024, each of them up to 21 times in a list of log-probabilities.
-MOST_SAID, SAID_A_TOKEN = 4 << 20, 320
 SHORT = 2000  # numbers in a response that is written in the event loop
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's; a chat's answer may fill the context
 MAX_BIASES = 1024  # entries of logit_bias
@@ -163,7 +157,6 @@ def read(body: bytes, is_chat: bool, served: Served) -> Asked:
             shared["constraint"] = None if constraint is None else constraint.copy()
             number = len(requests)
             requests.append(Request(f"{name}-{number}", ids, max(tokens, 1), seed=seed, index=index, **shared))
-    _refuse_much(requests, prompts, with_ids, echo, served.tokenizer)
     return Asked(
         name,
         is_chat,
@@ -193,25 +186,6 @@ def _with_usage(params: Mapping[str, Any], is_stream: bool) -> bool:
     if extra := options.keys() - {"include_usage", "include_obfuscation"}:  # there is nothing to obfuscate
         raise Problem(f"{key}: unknown key {_shown(min(extra))}", key=key)
     return _flag(options, "include_usage", of=key)
-
-
-def _refuse_much(
-    requests: Sequence[Request], prompts: Sequence[list[int]], with_ids: bool, echo: bool, words: Tokenizer
-) -> None:
-    """A short body can ask for any number of answers that repeat what it holds. `prompts`: each once, of all these requests."""
-    first, times = requests[0], len(requests) // len(prompts)
-    repeated = times * sum(map(len, prompts))
-    logprobs = sum((1 + request.logprobs) * request.new_tokens for request in requests)
-    logprobs += repeated * (1 + first.prompt_logprobs)
-    echoed = times * sum(int(words.lengths[prompt].sum()) for prompt in prompts) if echo else 0
-    for key, count, most, what in (
-        ("logprobs", logprobs, MOST_LOGPROBS, "log-probabilities"),
-        ("echo", echoed, MOST_ECHOED, "bytes of prompts in the answers"),
-        ("return_token_ids", repeated * with_ids, MOST_IDS, "token ids of prompts in the answers"),
-    ):
-        if count > most:
-            line = f"{count} {what} are too many: at most {most} per request"
-            raise Problem(f"{line}; ask for fewer answers, tokens or alternatives", key=key)
 
 
 def tokenize(body: bytes, served: Served) -> dict[str, Any]:
@@ -628,13 +602,6 @@ class Reply:
         self._tools = [ToolText(asked.tools) if asked.tools is not None else None for _ in asked.requests]
         self._calls = [0] * len(asked.requests)  # that were written to the stream
         self._open = set(self._places)
-        self._lengths = tokenizer.lengths
-        self._room = MOST_SAID + SAID_A_TOKEN * sum(request.new_tokens for request in asked.requests)
-
-    @property
-    def is_too_long(self) -> bool:
-        """It says more than any published tokenizer can: a model may write the longest tokens only."""
-        return self._room < 0
 
     @property
     def is_done(self) -> bool:
@@ -654,7 +621,6 @@ class Reply:
         place = self._places[event.id]
         first = not self._events[place]
         self._events[place].append(event)
-        self._room -= self._said(event, self._asked.requests[place])
         if event.finish:
             self._open.discard(event.id)
         if not self._asked.stream:
@@ -665,13 +631,6 @@ class Reply:
                 pieces.append({**self._chunk([]), "usage": self._usage()})
             return b"".join(map(_line, pieces)) + b"data: [DONE]\n\n"
         return b"".join(map(_line, pieces))
-
-    def _said(self, event: Event, request: Request) -> int:
-        """Bytes of its tokens, each as often as it is written."""
-        if event.token is None:
-            return 0
-        others = sum(int(self._lengths[token]) for token, _ in event.alternatives)
-        return int(self._lengths[event.token]) * (1 + (request.logprobs >= 0)) + others
 
     def whole(self) -> bytes:
         """Return the body of a response that is not streamed."""

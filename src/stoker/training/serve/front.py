@@ -99,10 +99,9 @@ class LoopCalls:
 
 
 class _Channel:
-    """One body, and what the engine says about its requests, for the task that answers it."""
+    """What the engine says about the requests of one body, for the task that answers it."""
 
-    def __init__(self, body: bytes) -> None:
-        self.body = body  # until it is parsed, or its client left
+    def __init__(self) -> None:
         self.is_gone = False  # the client left
         self.failure: Problem | None = None
         self._events: list[Event] = []
@@ -127,7 +126,7 @@ class _Channel:
         """Wait until the client leaves."""
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.is_gone, self.body = True, b""
+        self.is_gone = True
         self._changed.set()
 
 
@@ -302,18 +301,17 @@ class App:
         return await asyncio.get_running_loop().run_in_executor(self._parser, parse)
 
     async def _generate(self, request: HttpRequest, send: Send, is_chat: bool) -> None:
-        channel = _Channel(await _read_body(request))
+        body, channel = await _read_body(request), _Channel()
         watching = asyncio.create_task(channel.watch(request.receive))
         try:
-            asked = await self._parsed(lambda: self._read(channel, is_chat))
+            asked = await self._parsed(lambda: self._read(body, channel, is_chat))
             if asked is not None and not channel.is_gone:
                 await self._complete(asked, channel, send)
         finally:
             watching.cancel()
 
-    def _read(self, channel: _Channel, is_chat: bool) -> api.Asked | None:
-        """Parse a body, in the parser's thread. None: its client left; it must not make others wait."""
-        body, channel.body = channel.body, b""
+    def _read(self, body: bytes, channel: _Channel, is_chat: bool) -> api.Asked | None:
+        """Parse a body, in the parser's thread. Returns None if its client left while it waited for its turn."""
         if channel.is_gone:
             return None
         asked, most = api.read(body, is_chat, self._served), self._engine.most
@@ -360,13 +358,11 @@ class App:
             data = b"".join([reply.take(event) for event in events if event.finish != ABORTED])
             if channel.is_gone:
                 return
-            failure = channel.failure
-            if reply.is_too_long:
-                failure = Problem("the answer's tokens are too long: ask for fewer answers, tokens or alternatives")
-            if failure is not None:
+            if channel.failure is not None:
                 if is_begun:
-                    await send({"type": "http.response.body", "body": _event(_error(failure)), "more_body": True})
-                raise failure
+                    error = _event(_error(channel.failure))
+                    await send({"type": "http.response.body", "body": error, "more_body": True})
+                raise channel.failure
             if data:
                 if not is_begun:
                     await send(_start(200, EVENTS))

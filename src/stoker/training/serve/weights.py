@@ -32,7 +32,6 @@ from stoker.training.serve.receiving import Receiver
 KEYS = ("folder", "version", "digest", "transfer", "group", "tensors", "adapter", "base")
 MOST_WAITING = 16
 SWEEP_S = 5.0  # between two looks for what a trainer that was killed left in shared memory
-_LONGEST_PATH = 4096
 _NOT_SHAPE = {"load": "", "kept": "", "longest": 0, "stored": 0, "dropout": 0.0, "init_std": 1.0}
 Reply = Callable[[int, bytes], None]  # HTTP's status, and a body of JSON
 
@@ -221,16 +220,18 @@ def asked_in(body: bytes) -> Asked:
             raise Problem(f"unknown key {printable(repr(key), 60)}{suggest(key, KEYS)}", key=printable(key, 60))
     folder, version, digest, transfer = (told.get(key) for key in KEYS[:4])
     if transfer is not None:
-        if not isinstance(transfer, str) or not 0 < len(transfer) <= 64 or folder is not None:
-            raise Problem("transfer must be a name of up to 64 letters, without a folder beside it", key="transfer")
-    elif not isinstance(folder, str) or not 0 < len(folder) <= _LONGEST_PATH or "\0" in folder:
+        if not isinstance(transfer, str) or not transfer or folder is not None:
+            raise Problem("transfer must be a name, without a folder beside it", key="transfer")
+    elif not isinstance(folder, str) or not folder or "\0" in folder:
         raise Problem("folder must be the path of a folder with weights", key="folder")
-    if version is not None and (type(version) is not int or not 0 <= version < 1 << 62):
+    if version is not None and (type(version) is not int or version < 0):
         raise Problem("version must be a whole number of 0 or more", key="version")
     if digest is not None and not isinstance(digest, str):
         raise Problem("digest must be a text", key="digest")
     if transfer is not None and "group" not in told and not digest:
-        raise Problem("a transfer needs its digest: anybody may have sent what came through a group", key="digest")
+        raise Problem(
+            "a transfer needs its digest: it tells what came through the group from other weights", key="digest"
+        )
     if transfer is None:
         return Asked(str(folder), version, digest or "")
     return Asked("", version, digest or "", transfer, told if "group" in told else None)

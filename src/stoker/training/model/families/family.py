@@ -11,7 +11,6 @@ from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.training.model.config import ModelConfig
 
 CONFIG = "config.json"
-_MOST, _MOST_LAYERS = 1 << 24, 1024  # of anything it counts: beyond every model there is, and still quick to plan
 BANDS = {
     "rope_factor": "factor", "rope_low": "low_freq_factor", "rope_high": "high_freq_factor", "rope_original": "original_max_position_embeddings",
 }  # fmt: skip
@@ -54,12 +53,9 @@ class ConfigJson:
         value = self.get(key)
         if value is None and default is not None:
             value = default
-        most = _MOST_LAYERS if "layer" in key else _MOST
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            self.refuse(
-                f"{key} in its {CONFIG} is {'missing' if value is None else self.words(value)}: a whole number from 1 to"
-                f" {most} is needed"
-            )
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            state = "missing" if value is None else self.words(value)
+            self.refuse(f"{key} in its {CONFIG} is {state}: a whole number above 0 is needed")
         return value
 
     def number(self, key: str, default: float) -> float:
