@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from stoker.cli import rollouts as command
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.control.record.rollouts import ENDS, OF_A_STEP, Rollout, Rollouts, read_rollouts, summary
 
 
@@ -100,7 +101,8 @@ def test_no_file_no_answers_and_no_regular_file_are_one_line(tmp_path: Path) -> 
     (tmp_path / "rollouts.jsonl").write_text("")
     with pytest.raises(Refusal, match="has no answers yet"):
         command.main([str(tmp_path)])
-    (tmp_path / "rollouts.jsonl").write_text("{" * (5 << 20))
-    with pytest.raises(Refusal) as problem:
+    (tmp_path / "rollouts.jsonl").unlink()
+    os.mkfifo(tmp_path / "rollouts.jsonl")
+    with pytest.raises(Refusal, match="is a named pipe") as problem:
         list(read_rollouts(str(tmp_path)))
-    assert problem.value.code == EX_DATAERR and summary([]).changes == ()
+    assert problem.value.code == EX_NOINPUT and summary([]).changes == ()
