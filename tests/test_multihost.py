@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from conftest import Stoker, at_length, wait_for
-from localuser import ATTACKER, needs_root
 from netcluster import NetCluster
 
 TELL = """
@@ -481,38 +480,6 @@ def test_what_a_host_is_asked_before_its_ranks_start(tmp_path: Path) -> None:
     )
     (tmp_path / "file").touch()
     assert "Not a directory" in ready(str(tmp_path), "sh", str(tmp_path / "file" / "x"), "token")["unwritable"]
-
-
-@pytest.mark.parametrize("kind", ["folder", "link", "file", "runs folder"])
-def test_a_host_refuses_a_run_directory_that_somebody_else_made(tmp_path: Path, kind: str) -> None:
-    from stoker.control.agent.probe_ready import ready
-
-    needs_root()
-    runs = tmp_path / "runs"
-    runs.mkdir()
-    run_dir = runs / "20260101-000000-exp"
-    if kind == "link":
-        (tmp_path / "theirs").mkdir(mode=0o777)
-        run_dir.symlink_to(tmp_path / "theirs")
-    elif kind == "file":
-        run_dir.write_text("")
-    elif kind == "folder":
-        run_dir.mkdir()
-        run_dir.chmod(0o777)
-    os.chown(runs if kind == "runs folder" else run_dir, ATTACKER, ATTACKER, follow_symlinks=False)
-    answer = ready(str(tmp_path), sys.executable, str(run_dir), f".shared-{os.urandom(8).hex()}")
-    assert len(answer["problems"]) == 1 and not answer["shared"], answer
-    assert "--runs-dir" in answer["problems"][0] or "--name" in answer["problems"][0]
-
-
-def test_a_host_takes_a_run_directory_of_ones_own_again(tmp_path: Path) -> None:
-    from stoker.control.agent.probe_ready import ready
-
-    run_dir = tmp_path / "runs" / "20260101-000000-exp"
-    for _ in range(2):
-        answer = ready(str(tmp_path), sys.executable, str(run_dir), ".shared-x")
-        assert answer == {"problems": [], "shared": False, "unwritable": ""}
-    assert run_dir.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize(
