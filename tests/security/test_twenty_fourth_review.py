@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 
 from conftest import at_length_but, wait_for
-from stoker.contract.names import Refusal
 from stoker.control.machine.model import GpuGauges, HostGauges
 from stoker.control.record import history, reader
 from stoker.control.show.gather import Gatherer
 from stoker.control.show.web.folders import Timeline
-from stoker.training.tokenizer.tokenizer import bytes_tokenizer, load
 
 Change = Callable[[], None]
 
@@ -104,16 +102,3 @@ def test_a_strangers_history_is_forgotten_in_time(tmp_path: Path, ranks: int) ->
     assert 0 < len(timeline._columns) < 0.7 * looks * moments
     assert sum(len(letters) for _, _, letters, _ in timeline._columns) <= 4 << 20
     assert timeline.to_json(now - 1.5)["times"] == [now - 1, now], "the newest are there"
-
-
-def test_a_token_of_a_page_of_text_is_refused(tmp_path: Path) -> None:
-    """A model that writes nothing else made 3.2 GB of one answer, and took 8.4 GB of memory for it."""
-    bytes_tokenizer().save(str(tmp_path))
-    told = json.loads((tmp_path / "tokenizer.json").read_text())
-    told["model"]["vocab"]["\U0001f600" * 1024] = 400
-    (tmp_path / "tokenizer.json").write_text(json.dumps(told))
-    assert load(str(tmp_path)).vocab_size == 401
-    told["model"]["vocab"]["\U0001f600" * 1025] = 401
-    (tmp_path / "tokenizer.json").write_text(json.dumps(told))
-    with pytest.raises(Refusal, match=r"a token has 1,025 characters; 1,024 is the most"):
-        _ = load(str(tmp_path)).vocab_size

@@ -12,13 +12,11 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import jinja2
 import pytest
 
 from stoker.contract.shapes import Around, RankError
 from stoker.control.cluster import between, ssh
 from stoker.control.cluster.facts import Torch
-from stoker.training.tokenizer.rendering import Template, Unusable
 from test_catalogue import FOREIGN, end, verdict
 from test_cluster_table import facts, host
 
@@ -152,18 +150,3 @@ def test_an_alerts_commands_have_no_word_of_another_users_run_that_a_shell_reads
     assert "`stoker why a??touch?trapped???id?`" in done.stdout + done.stderr, "promtool prints what it did not expect"
     for command in re.findall(r"`stoker [^`]*`", rules.read_text()):
         assert "{{ $labels.run }}" not in command
-
-
-# ---- a host's own jinja2 ----
-
-
-@pytest.mark.parametrize(("version", "works"), [("3.1.5", False), ("3.0", False), ("3.1.6", True), ("3.1.10", True), ("4.0.0rc1", True)])  # fmt: skip
-def test_templates_are_rendered_by_a_sandbox_without_known_holes_only(
-    version: str, works: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jinja2, "__version__", version)
-    if works:
-        assert Template("{{ 1 }}", {}, re.compile("x")).text([], None) == "1"
-    else:
-        with pytest.raises(Unusable, match=r"install 3\.1\.6 or later"):
-            Template("{{ 1 }}", {}, re.compile("x"))
