@@ -18,7 +18,6 @@ import urllib.request
 from typing import Any
 
 from stoker.contract import redact
-from stoker.contract.memory import Bounded
 from stoker.contract.names import Refusal
 from stoker.contract.shapes import Verdict
 from stoker.contract.text import printable
@@ -27,7 +26,6 @@ from stoker.control.show.job import folder_of
 from stoker.control.show.snapshot import Run, finite
 
 _ANSWER_S = 10.0  # for a connection, and for each part of an answer
-_ROOM = 256 << 20  # bytes that talking to a service may take: smtplib keeps an answer without end
 _SUMMARY = 400  # characters
 _SUBJECT = 200
 _DISCORD = 2000  # characters it takes
@@ -56,8 +54,9 @@ def entry() -> None:
 
 
 def _end_after(seconds: float, kind: str) -> None:
-    """A service that answers a byte now and then would keep this process as long as it likes. Not by an exception: taking leave
-    of a mail server asks it once more.
+    """End this process after so many seconds, with a line on stderr.
+
+    Not by an exception: smtplib answers one by saying goodbye to the server, which may be what it waits for.
     """
 
     def end(_number: int, _frame: object) -> None:
@@ -125,10 +124,8 @@ def post(kind: str, url: str, text: str, state: str) -> None:
     service = f"{kind} at {host}"
     try:
         opener = urllib.request.build_opener(_NoRedirect)
-        with Bounded(_ROOM), opener.open(request, timeout=_ANSWER_S) as answer:
+        with opener.open(request, timeout=_ANSWER_S) as answer:
             answer.read(1024)
-    except MemoryError:
-        raise Failed(f"{service} answers without end") from None
     except urllib.error.HTTPError as problem:
         raise Failed(f"{service} answered {problem.code} {problem.reason}") from None
     except urllib.error.URLError as problem:
@@ -212,7 +209,7 @@ def _by_smtp(told: str, message: Any) -> None:
         return smtplib.SMTP(host, port or (587 if user else 25), timeout=_ANSWER_S)
 
     try:
-        with Bounded(_ROOM), connected() as made:
+        with connected() as made:
             made.ehlo_or_helo_if_needed()
             encrypted = address.scheme == "smtps"
             if not encrypted and made.has_extn("starttls"):
@@ -223,7 +220,5 @@ def _by_smtp(told: str, message: Any) -> None:
                     raise Failed(f"{service} offers no encryption: the password is not sent")
                 made.login(user, urllib.parse.unquote(address.password or ""))
             made.send_message(message)
-    except MemoryError:
-        raise Failed(f"{service} answers without end") from None
     except (smtplib.SMTPException, OSError, ValueError) as problem:  # ValueError: a challenge that is no base64
         raise Failed(f"{service}: {type(problem).__name__}: {problem}") from None

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Sequence
 
 from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.quantities import counted
 from stoker.contract.shape import shape
 from stoker.training.data.formats.questions import Question
 from stoker.training.evaluate.tasks import TOLERATED
@@ -14,8 +13,6 @@ from stoker.training.tokenizer.chat import check
 from stoker.training.tokenizer.chat import prompt as chat_prompt
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
-MOST_OF_EXAMPLES = 256 << 20  # characters that they add to all questions of a task together
-MOST_TOKENS = 1 << 26  # of all questions of a task and their choices, which every rank holds: 2 GB
 _CALCULATOR = re.compile(r"<<[^<>]*>>")  # GSM8K's notes in its answers, for a calculator and not for readers
 
 
@@ -86,16 +83,11 @@ def as_asked(
     questions: Sequence[Question], tokenizer: Tokenizer, manner: Manner, new_tokens: int
 ) -> list[tuple[list[int], int]]:
     """Each question's ids, and how many there are with room for its answer."""
-    found, examples, total = [], examples_for(questions, 0 if manner.chat else manner.shots), 0
-    _refuse_much(examples, len(questions), manner)
+    found, examples = [], examples_for(questions, 0 if manner.chat else manner.shots)
     for place, question in enumerate(questions):
         ids = prompt_ids(tokenizer, question, manner, examples(place))
         choices = [len(one) for one in choice_ids(tokenizer, question, manner)] if question.labels else []
         found.append((ids, len(ids) + (max(choices) if choices else new_tokens)))
-        total += len(ids) + sum(choices)
-        if total > MOST_TOKENS:
-            line = f"evaluate.tasks: {len(questions):,} questions have more than {MOST_TOKENS:,} tokens"
-            raise Refusal(f"{line}: make the file smaller, or set evaluate.most", EX_DATAERR)
     return found
 
 
@@ -109,19 +101,6 @@ def refuse_long(lengths: Sequence[int], room: int, what: str) -> list[int]:
             EX_DATAERR,
         )
     return [place for place, length in enumerate(lengths) if length <= room]
-
-
-def _refuse_much(examples: Callable[[int], list[Question]], count: int, manner: Manner) -> None:
-    """Long questions that stand before each short one make gigabytes of a small file."""
-    added = 0
-    for place in range(count):
-        added += sum(len(_example(one, manner)) for one in examples(place))
-        if added > MOST_OF_EXAMPLES:
-            raise Refusal(
-                f"evaluate.shots {manner.shots} puts more than {MOST_OF_EXAMPLES:,} characters of examples before the"
-                f" {counted(count, 'question')}: lower it, or set evaluate.most",
-                EX_DATAERR,
-            )
 
 
 def _example(question: Question, manner: Manner) -> str:

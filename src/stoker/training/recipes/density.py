@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import stoker
-from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.training.config.schema import Config
 from stoker.training.data.formats.questions import Question
 from stoker.training.density.points import Vectors, centred, clusters, evenness, gini
@@ -89,20 +88,11 @@ def densities(vectors: Vectors, k: int) -> NDArray[np.float64]:
 
 
 WEIGHTS = "weights.jsonl"
-MOST_TOKENS = 1 << 28  # of all prompts, which every rank holds: 1 GB
 
 
 def shortened(questions: Sequence[Question], tokenizer: Tokenizer, manner: Manner, longest: int) -> list[Sequence[int]]:
     """Their ids, as far as the model reads them, in 4 bytes each."""
-    rows: list[Sequence[int]] = []
-    total = 0
-    for question in questions:
-        rows.append(array("i", prompt_ids(tokenizer, question, manner)[:longest]))
-        total += len(rows[-1])
-        if total > MOST_TOKENS:
-            line = f"density.prompts: its first {len(rows):,} prompts have more than {MOST_TOKENS:,} tokens"
-            raise Refusal(f"{line}: make the file smaller", EX_DATAERR)
-    return rows
+    return [array("i", prompt_ids(tokenizer, question, manner)[:longest]) for question in questions]
 
 
 def main(argv: list[str]) -> int:

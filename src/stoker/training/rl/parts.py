@@ -38,7 +38,6 @@ NAMES = {
     MODEL: "the reward model's score (grpo.reward_model)",
 }
 _THINK = re.compile(r"\s*<think>(.+?)</think>\s*(\S.*)", re.DOTALL)
-_LARGEST = 4 << 20  # bytes of a file of rewards
 _LOOKED_AT = 100_000  # rows of the prompts whose columns a function may ask for
 
 

@@ -20,7 +20,6 @@ from stoker.contract.shape import replace, shape
 from stoker.rollout import Rollout as PublicRollout
 from stoker.rollout import Turn
 from stoker.training.data.order import Order
-from stoker.training.evaluate.marking import LONGEST_ANSWER
 from stoker.training.generate.config import GenerateConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.group import Group, split
@@ -39,7 +38,6 @@ from stoker.training.tokenizer.tokenizer import Tokenizer
 # Of the rows: fewer that can't be used are left out and said, more are a file that is not what it should be.
 TOLERATED = 0.01
 NAMED = 3
-MOST_TOKENS = 1 << 28  # of all prompts, which every rank holds: 1 GB
 Draw = Callable[[int, int, int], list[int]]  # of step, seed and how many
 
 
@@ -67,7 +65,6 @@ def read(
     chat.check(tokenizer)
     found: list[Prompt] = []
     wrong: dict[str, list[int]] = {}
-    total = 0
     for number, row in enumerate(rows):
         made = _prompt(number, row, tokenizer, system, lacking)
         problem = made if isinstance(made, str) else ""
@@ -77,10 +74,6 @@ def read(
             wrong.setdefault(problem, []).append(number + 1)
         elif isinstance(made, Prompt):
             found.append(made)
-            total += len(made.ids)
-            if total > MOST_TOKENS:
-                line = f"grpo.prompts {path}: its first {number + 1:,} rows have more than {MOST_TOKENS:,} tokens"
-                raise Refusal(f"{line}: make the file smaller", EX_DATAERR)
     lines = [_named(problem, numbers, len(rows), path) for problem, numbers in wrong.items()]
     if sum(map(len, wrong.values())) >= TOLERATED * len(rows) and wrong:
         hint = f"; {room} tokens fit" if any("context_length" in problem for problem in wrong) else ""
@@ -102,8 +95,6 @@ def _prompt(
         answer = None
     if unfit := lacking(answer):
         return unfit
-    if answer is not None and len(answer) > LONGEST_ANSWER:
-        return f"with an answer of more than {LONGEST_ANSWER:,} characters"
     messages = _messages(asked)
     if isinstance(messages, str):
         return messages

@@ -37,7 +37,6 @@ from stoker.training.rl.reward_worker import Call
 GRACE_S = 10.0  # beyond the time limit: code that no alarm reaches
 WARM_UP_S = 120.0  # more for the start: a file may import torch and load a model
 LONGEST = 1200  # characters of a line
-MOST_COLUMNS = 10_000  # of all rows of the prompts' file together
 # (what was asked, the answer's text) of each, to scores
 Scorer = Callable[[Sequence[tuple[Any, str]]], list[float]]
 
@@ -288,14 +287,7 @@ def _known_parts(labels: Sequence[str], judged: Judged, number: int) -> dict[str
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What a function can ask for. One that gets all answers at once has a list for each."""
-    found = list(dict.fromkeys(name for row in rows for name in row))
-    if len(found) > MOST_COLUMNS:
-        raise Refusal(
-            f"grpo.prompts: its rows have {len(found):,} different keys, at most {MOST_COLUMNS:,} are allowed:"
-            " remove keys that your reward function does not use",
-            EX_DATAERR,
-        )
-    return found
+    return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def above_the_mean(answers: Sequence[Any], scorer: Scorer) -> list[float]:
