@@ -1226,3 +1226,13 @@ def test_what_is_said_of_a_stage(tmp_path: Path) -> None:
         == ["GPU-a", "GPU-b"]
         and cards_of({}) == []
     )
+
+
+def test_the_first_row_of_a_table_is_looked_for_in_its_first_lines(tmp_path: Path) -> None:
+    """Cells that each have a line's end made one row of a whole file, twelve times its size in memory."""
+    from stoker.speedrun import material
+
+    (tmp_path / "a.csv").write_text('"what\nis it?",a,b,c,d,A\n')
+    assert material._is_mmlu(str(tmp_path / "a.csv"))
+    (tmp_path / "b.csv").write_bytes(b'"x\n",' * 100_000 + b"\xff")  # where it is no UTF-8 it is not read
+    assert not material._is_mmlu(str(tmp_path / "b.csv"))

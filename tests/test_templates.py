@@ -268,3 +268,32 @@ def test_a_row_with_tools_is_read_with_them_and_calls_make_turns_unlike() -> Non
     assert turns[1] != ("assistant", b"") and turns[1:] != [("assistant", b"")] and turns[0] == ("user", b"add")
     with pytest.raises(Unusable, match="'tools' is not JSON"):
         made.conversation({**row, "tools": "[add"})
+
+
+def with_template(source: str) -> Tokenizer:
+    return Tokenizer(bytes_tokenizer().data, {"chat_template": source}, "here")
+
+
+@pytest.mark.parametrize(
+    ("source", "text"), [("{{ '\\ud800' }}x", "?x"), ("{{ '\\ud83d' }}{{ '\\ude42' }}x", "??x")], ids=["half", "halves"]
+)
+def test_halves_of_characters_are_replaced(source: str, text: str) -> None:
+    tokenizer = with_template(source)
+    assert tokenizer.decode(chat.prompt(tokenizer, [("user", b"a")])) == text
+
+
+def test_thinking_that_a_template_looks_for_is_found() -> None:
+    source = CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")
+    encoded = chat.encoded(with_template(source), [("user", b"a"), ("assistant", b"<think>why</think>b")])
+    assert b"why" not in bytes(number for number in encoded.ids.tolist() if number < 256)
+
+
+def test_marked_parts_are_learned_however_many_there_are() -> None:
+    many = "{% for a in range(200) %}{% for b in range(60) %}{% generation %}SPAN{% endgeneration %}GAP{% endfor %}{% endfor %}"
+    turns = [("user", b"a"), ("assistant", b"b")]
+    touching = chat.encoded(with_template(many.replace("SPAN", "a").replace("GAP", "")), turns)
+    assert touching.mask.tolist() == [1] * 12_000 and touching.size == 12_000
+    empty = chat.encoded(with_template(many.replace("SPAN", "").replace("GAP", "<|pad|>")), turns)
+    assert len(empty.mask) == 12_000 and not empty.mask.any() and empty.size == 0
+    apart = chat.encoded(with_template(many.replace("SPAN", "aé").replace("GAP", "b<|pad|>")), turns)
+    assert apart.mask.tolist() == [1, 1, 1, 0, 0] * 12_000 and apart.size == 36_000

@@ -20,7 +20,6 @@ from stoker.control.show.comparison import noise
 from stoker.control.show.curves import MOST_METRICS, Curve, MetricsTail, smoothed
 from stoker.control.show.drawing import Line, chart, mean, sparkline
 from stoker.training.checkpoint.manifest import NAME, Entry, Manifest, Piece, Sums, encode
-from stoker.training.data.unpack import open_unpacked
 from stoker.training.generate.finding import Found
 from stoker.training.model.hf_config import shape_of
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer
@@ -195,17 +194,3 @@ def test_the_largest_numbers_are_drawn_or_left_out(values: list[float]) -> None:
     noise(curve, curve)
     sparkline(curve.values)
     assert mean([1e308, 1e308]) == pytest.approx(1e308)
-
-
-def test_one_decompressor_reads_all_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making one takes longer than reading a frame: a million empty frames took 20 s."""
-    zstandard = pytest.importorskip("zstandard", reason="zstandard is not installed")
-    frame = zstandard.ZstdCompressor().compress
-    path = tmp_path / "a.jsonl.zst"
-    path.write_bytes(frame(b"one\n") + frame(b"") * 1000 + frame(b"two\n"))
-    made = []
-    real = zstandard.ZstdDecompressor
-    monkeypatch.setattr(zstandard, "ZstdDecompressor", lambda **told: made.append(told) or real(**told))
-    with open_unpacked(str(path)) as stream:
-        assert stream.read() == b"one\ntwo\n"
-    assert len(made) == 1

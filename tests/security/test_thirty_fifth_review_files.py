@@ -21,8 +21,6 @@ from stoker.control.show.gather import Gatherer
 from stoker.speedrun import state
 from stoker.speedrun.state import Entry
 from stoker.training.checkpoint.manifest import Sums, sizes_wrong_in
-from stoker.training.data import sources
-from stoker.training.data.shards import damage
 from stoker.training.generate.finding import Found
 from stoker.training.model.hf_files import refuse_holes
 
@@ -143,15 +141,6 @@ def test_a_link_within_a_run_leads_to_no_pipe_and_no_holes(tmp_path: Path) -> No
         (run / layout.METRICS).unlink()
 
 
-def test_a_prepared_shard_of_holes_is_damaged(tmp_path: Path) -> None:
-    """cache/ with a shard of 8 TB, nothing of it stored: `stoker prepare` summed it up, and the third Ctrl-C ended it."""
-    (tmp_path / "train-00000.bin").touch()
-    os.truncate(tmp_path / "train-00000.bin", 32 << 20)
-    shard = {"file": "train-00000.bin", "bytes": 32 << 20, "crc32": 0}
-    split = {"shards": [shard]}
-    assert layout.HOLES in str(damage(str(tmp_path), {"splits": {"train": split}}, verify=False))
-
-
 def test_a_checkpoints_file_of_holes_is_damaged(tmp_path: Path) -> None:
     (tmp_path / "rank-0.safetensors").touch()
     os.truncate(tmp_path / "rank-0.safetensors", 32 << 20)
@@ -180,26 +169,3 @@ def test_an_export_looks_for_holes_before_it_writes(tmp_path: Path, monkeypatch:
     with pytest.raises(Refusal, match=layout.HOLES):
         export(Found(str(tmp_path / "model")), str(tmp_path / "out"), None, None, lambda line: None)
     assert os.listdir(tmp_path) == ["model"]
-
-
-# ---- data sets of the hub ----
-
-
-def test_a_data_set_of_the_hub_has_no_files_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its page names a path as one of its files, and `datasets` read it: rows of a private file would be learned."""
-    datasets = pytest.importorskip("datasets")
-    private, page = tmp_path / "private.jsonl", tmp_path / "name" / "README.md"
-    private.write_text('{"text": "private"}\n')
-    page.parent.mkdir()
-    page.write_text(
-        f"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: {private}\n---\n"
-    )
-    real = datasets.load_dataset_builder
-
-    def builder(name: str, config: str | None, revision: str | None) -> object:
-        return real(str(page.parent), config, cache_dir=str(tmp_path / "hf"))  # as if it had been downloaded
-
-    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
-    with pytest.raises(Refusal, match=f"its page names {private} as one of its files"):
-        sources.fetch("owner/name", str(tmp_path / "cache"), lambda line: None)
-    assert not (tmp_path / "cache" / "hub").exists()

@@ -11,12 +11,9 @@ from pathlib import Path
 import pytest
 
 from conftest import Stoker, at_length
-from localuser import ATTACKER, VICTIM, do_as, needs_root
 
 pytest.importorskip("torch")
 
-from stoker.control.record.ownership import own_folder
-from stoker.training.data.ours import own_cache
 from stoker.training.loop.say import open_loggers
 
 SETTINGS = "figure.facecolor: red\naxes.facecolor: red\nlines.linewidth: 9\npatch.edgecolor: red\npatch.force_edgecolor: True\n"
@@ -91,25 +88,3 @@ def test_wandb_gets_no_settings_from_the_working_directory(
     assert os.getcwd() == str(checkout)
     assert f"{name}/settings of the working directory is not read" in lines[0] and "WANDB_BASE_URL" in lines[0]
     monkeypatch.delitem(sys.modules, "wandb")
-
-
-def test_taken_names_keep_nobody_from_a_folder_of_their_own(public: Path) -> None:
-    """A hundred folders in a shared cache, with names that can be told in advance, kept another user from training there."""
-    needs_root()
-    name = f"user-{VICTIM}"
-
-    def take() -> None:
-        for number in range(1, 200):
-            for taken in (name, f"{name}-{VICTIM}", f"{name}-{VICTIM}-{number}"):
-                (public / taken).mkdir(exist_ok=True)
-
-    def look() -> None:
-        own = Path(own_cache(str(public), lambda line: None))
-        about = own.stat()
-        assert own.parent == public and (about.st_uid, about.st_mode & 0o777) == (VICTIM, 0o700)
-        assert own_folder(str(public), name) == str(own)  # found again
-
-    do_as(ATTACKER, take)
-    do_as(VICTIM, look)
-    do_as(VICTIM, look)
-    assert sum(path.stat().st_uid == VICTIM for path in public.iterdir()) == 1
