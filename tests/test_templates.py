@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -297,3 +298,17 @@ def test_marked_parts_are_learned_however_many_there_are() -> None:
     assert len(empty.mask) == 12_000 and not empty.mask.any() and empty.size == 0
     apart = chat.encoded(with_template(many.replace("SPAN", "aé").replace("GAP", "b<|pad|>")), turns)
     assert apart.mask.tolist() == [1, 1, 1, 0, 0] * 12_000 and apart.size == 36_000
+
+
+def test_threads_render_conversations_of_their_own() -> None:
+    tokenizer = with_template("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}")
+
+    def written(number: int) -> bool:
+        text = str(number).encode() * 50
+        return (
+            tokenizer.decode(chat.encoded(tokenizer, [("user", text), ("assistant", text)]).ids.tolist())
+            == 2 * text.decode()
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(written, range(200)))

@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -227,9 +228,14 @@ class Templates:
         self._special = any_of(special)
         self._begins = any_of({name[:1] for name in special})
         self._compiled: dict[str, Template] = {}
+        self._lock = threading.Lock()  # a template's environment holds what is being written
 
     def render(self, request: Mapping[str, Any]) -> Rendered:
         """Return the conversation of `request` (template.py). Raises NotRendered."""
+        with self._lock:
+            return self._render(request)
+
+    def _render(self, request: Mapping[str, Any]) -> Rendered:
         name, messages, tools, variables = (request[key] for key in ("template", "messages", "tools", "variables"))
         if name not in self._compiled:
             self._compiled[name] = Template(self._sources[name], self._names, self._special)
