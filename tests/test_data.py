@@ -23,16 +23,21 @@ import numpy as np
 
 from conftest import EVERYTHING, Stoker, at_length, wait_for
 from stoker.contract.names import Refusal
-from stoker.training.data import shards, units
+from stoker.control.doctor.caches import cache_roots
+from stoker.training.config.amount import lines_in
+from stoker.training.data import shards, show, units
 from stoker.training.data.build import best_fit
 from stoker.training.data.config import DataConfig
-from stoker.training.data.order import Order
+from stoker.training.data.order import Order, mixture_of
 from stoker.training.data.prepare import prepare
+from stoker.training.data.read import Place as RowPlace
+from stoker.training.data.read import Remarks, conversations
 from stoker.training.data.reader import Samples
 from stoker.training.data.shards import Prepared, open_prepared
 from stoker.training.data.sources import FORMS, find_sources
+from stoker.training.data.units import Span
 from stoker.training.tokenizer.config import TokenizerConfig
-from stoker.training.tokenizer.tokenizer import load
+from stoker.training.tokenizer.tokenizer import bytes_tokenizer, load
 
 BYTES = TokenizerConfig(path="bytes")
 
@@ -345,14 +350,6 @@ def test_a_file_of_one_line_is_cut_between_characters(place: Place, monkeypatch:
     assert bytes(tokens(made)[:-1]) == line.encode() and made.train_documents == 1
 
 
-def test_a_row_too_long_is_refused_with_its_line(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stoker.training.data import read
-
-    monkeypatch.setattr(read, "LONGEST_LINE", 1 << 20)
-    path = place.rows("long.jsonl", [{"text": "short " * 9}, {"text": "x" * (2 << 20)}])
-    assert "long.jsonl, line 2: the line is longer than 1 MB" in refusal(lambda: place.prepare(path))
-
-
 def conversation(seed: int) -> dict[str, Any]:
     dice = random.Random(seed)
     turns = [
@@ -578,3 +575,53 @@ def test_what_stoker_made_is_no_data(tmp_path: Path) -> None:
     assert [
         one.path for one in find_sources([str(tmp_path / "runs" / "1-base")], str(tmp_path / "other"), said.append)
     ] != [], "unless it is named"
+
+
+def test_shares_that_add_up_to_no_number_are_refused() -> None:
+    with pytest.raises(Refusal, match=r"data\.mixture"):
+        mixture_of(DataConfig(path=("a", "b"), mixture=("1e308 1e308",)))
+
+
+@pytest.mark.parametrize("block", [1, 3, 1 << 20])
+def test_lines_are_counted_across_blocks(tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.training.config.amount._BLOCK", block)
+    for text, count in ((b"", 0), (b"a", 1), (b"a\n", 1), (b" a \n\t\r\n\nb\r\n\n c", 3), (b"\n \n", 0)):
+        (tmp_path / "x.jsonl").write_bytes(text)
+        assert lines_in(str(tmp_path / "x.jsonl")) == count, text
+
+
+def test_a_file_whose_rows_are_no_conversations_is_not_read_to_the_end(tmp_path: Path) -> None:
+    remarks = Remarks()
+    for number in range(10_000):
+        remarks.add(RowPlace("a", "a", row=number + 1), "wrong")
+    assert remarks.count == 10_000 and len(remarks.first) == 3
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    lines = [json.dumps(chat), *['{"messages": null}'] * 100_000]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    span = Span(str(tmp_path / "rows.jsonl"), "jsonl", 0, os.path.getsize(tmp_path / "rows.jsonl"))
+    with pytest.raises(Refusal, match=r"rows\.jsonl, line 2: "):
+        for _ in conversations(span, Remarks()):
+            pass
+
+
+def test_rows_of_no_known_format_are_not_read_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(show, "HOPELESS_AFTER_ALL", 10)
+    path = tmp_path / "empty.jsonl"
+    path.write_text("{}\n" * 20 + "nonsense\n")
+    with pytest.raises(Refusal, match="no known format"):
+        show.show(str(path), show.Ask(bytes_tokenizer(), 64), lambda line: None)
+
+
+def test_a_folder_of_other_things_is_not_marked_as_a_cache(tmp_path: Path) -> None:
+    """Backups leave out what is marked so, and a config file may name any folder as its cache."""
+    (tmp_path / "text.txt").write_text("some text to learn " * 400)
+    home, cache = tmp_path / "home", tmp_path / "cache"
+    home.mkdir()
+    (home / "thesis.tex").write_text("years of work")
+    for folder in (home, cache):
+        data = DataConfig(path=(str(tmp_path / "text.txt"),), cache=str(folder), context_length=16)
+        prepare(data, TokenizerConfig(path="bytes"), lambda line: None)
+    assert sorted(os.listdir(home)) == ["stoker-cache", "thesis.tex"]
+    assert (home / "stoker-cache/CACHEDIR.TAG").exists() and (cache / "CACHEDIR.TAG").exists()
+    roots = [root for kind, root, _ in cache_roots({"STOKER_CACHE": str(home)}, str(tmp_path)) if kind == "data"]
+    assert roots == [str(cache / "datasets"), str(home / "stoker-cache/datasets")]

@@ -7,6 +7,7 @@ import gzip
 import json
 import math
 import random
+import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -751,3 +752,32 @@ def test_no_more_of_a_text_is_encoded_than_is_measured(tmp_path: Path, monkeypat
     rows_, sizes = windows(bytes_tokenizer(), parts, 256, 10_000)
     assert sum(sizes) == 10_240 and len(rows_) == 40
     assert sum(encoded) < 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("5", "x" + ". " * 1_000_000),
+        ("5", "1" * 200_000 + "~"),
+        ("1, " * 50_000 + "x", "5"),
+        ("more than 1 " * 50_000, "5"),
+    ],
+    ids=["nested stops", "digits", "numbers", "comparisons"],
+)
+def test_marking_takes_time_in_proportion_to_the_text(completion: str, answer: str) -> None:
+    began = time.process_time()
+    for mark_as in (in_form, right, right_in_form):
+        assert mark_as(completion, answer) in (True, False)
+    assert time.process_time() - began < 30  # below 3 s; in time that grows with the square of the text, minutes
+
+
+def test_a_wide_parquet_file_is_read_by_the_columns_that_count(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
+    columns = {f"c{number}": ["x"] for number in range(20_000)}
+    wide, strange = tmp_path / "wide.parquet", tmp_path / "strange.parquet"
+    parquet.write_table(pyarrow.table({**columns, "prompt": ["hi"], "answer": ["5"]}), wide, use_dictionary=False)
+    assert read_tasks([str(wide)], 0)[0].questions[0].answer == "5"
+    parquet.write_table(pyarrow.table({"first": ["x"], "second": ["y"]}), strange)
+    with pytest.raises(Refusal, match=r"no row can be asked; looked for .*; its columns are first, second$"):
+        read_tasks([str(strange)], 0)

@@ -287,17 +287,6 @@ def test_bad_input_is_one_line_with_file_and_row_and_nothing_is_left_in_the_cach
     assert not [name for name in left if name.startswith("manifest")]
 
 
-def test_a_bomb_is_refused_before_it_fills_the_disk(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unpack, "ALWAYS", 1 << 20)
-    row = (json.dumps({"messages": [USER, ANSWER]}) + "\n").encode()
-    for name, packed in {
-        "a.jsonl.gz": gzip.compress(row * 400_000),
-        "b.jsonl.xz": lzma.compress(row * 400_000),
-    }.items():
-        assert "unpacks to more than 200 times" in refusal(lambda: place.prepare(place.file(name, packed)))  # noqa: B023
-    assert os.listdir(place.folder / "cache" / "unpacked") == []
-
-
 def test_conversations_longer_than_the_context_are_named(place: Place) -> None:
     long = {"messages": [USER, {"role": "assistant", "content": "long " * 40}]}
     place.prepare(place.rows("long.jsonl", [{"messages": [USER, ANSWER]}, long]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,7 @@ import transformers
 from torch import Tensor
 
 from conftest import at_length
-from stoker.contract.memory import Bounded
+from stoker.contract.memory import limit_to, used_memory
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.training.model import hf, hf_config, hf_stream, hf_write
@@ -655,8 +656,12 @@ def test_weights_are_converted_some_rows_at_a_time(tmp_path: Path) -> None:
     path, size = tmp_path / "weights", whole.numel() * 2
     path.write_bytes(whole.view(torch.uint8).numpy().data)
     out = torch.empty(rows, columns)
-    with Bounded(size // 2):
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    limit_to(used_memory() + size // 2)
+    try:
         Stream(torch.device("cpu")).fill(Stored(str(path), "BF16", (rows, columns), 0, size), out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
     assert torch.equal(out, whole.float())
 
 

@@ -291,3 +291,20 @@ def test_a_trial_of_micro_batches_and_a_head_that_is_not_read(
         ]
     )
     assert code == 0 and tried == [True]
+
+
+def test_rows_that_are_no_pairs_end_the_reading(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    from stoker.training.reward.pairs import read_pairs
+    from stoker.training.tokenizer.tokenizer import bytes_tokenizer
+
+    read = []
+
+    def rows() -> object:
+        for number in range(1_000_000):
+            read.append(number)
+            yield number, {"x": 1}
+
+    with pytest.raises(Refusal, match="not usable pairs"):
+        read_pairs(rows(), bytes_tokenizer(), 128, "dpo.pairs x", lambda line: None)  # type: ignore[arg-type]
+    assert len(read) <= 2000

@@ -1233,3 +1233,13 @@ def test_a_stages_log_grows(tmp_path: Path) -> None:
     for _ in range(2):
         assert Children().run(["echo", "hello"], os.environ, str(log), lambda: None) == 0
     assert log.read_text() == "hello\nhello\n"
+
+
+def test_the_first_row_of_a_table_is_looked_for_in_its_first_lines(tmp_path: Path) -> None:
+    """Cells that each have a line's end made one row of a whole file, twelve times its size in memory."""
+    from stoker.speedrun import material
+
+    (tmp_path / "a.csv").write_text('"what\nis it?",a,b,c,d,A\n')
+    assert material._is_mmlu(str(tmp_path / "a.csv"))
+    (tmp_path / "b.csv").write_bytes(b'"x\n",' * 100_000 + b"\xff")  # where it is no UTF-8 it is not read
+    assert not material._is_mmlu(str(tmp_path / "b.csv"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,8 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from conftest import EVERYTHING, at_length_but
+from conftest import EVERYTHING
 from published import CHATML, PUBLISHED, Published, byte_level, conversation
-from stoker.contract.names import Refusal
 from stoker.training.data.encode import pair_ids
 from stoker.training.data.formats.format import Unusable, in_bytes
 from stoker.training.data.formats.preferences import preference
@@ -221,49 +221,7 @@ def test_our_own_template_is_chatml_as_ever(tmp_path: Path) -> None:
         chat.encoded(plain, [("user", b"a")])
 
 
-HOSTILE = {
-    "loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 2 s of CPU time"),
-    "counts": ("{% for a in range(10 ** 9) %}{% endfor %}", "Range too big"),
-    "takes memory": ("{{ 'x' * 10 ** 10 }}", "memory|Memory"),
-    "takes memory slowly": ("{% set n = namespace(s='x') %}{% for a in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}", "memory|Memory"),
-    "writes for ever": ("{% for a in range(99999) %}{% for b in range(999) %}{{ 'x' * 99999 }}{% endfor %}{% endfor %}", "memory|CPU"),
-    "reads a file": ("{% include '/etc/passwd' %}", "reads the file '/etc/passwd'"),
-    "imports": ("{% from 'os' import system %}", "reads the file 'os'"),
-    "reads attributes": ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe|Security"),
-    "reads attributes by a filter": ("{{ (''|attr('__class__')).x }}", "unsafe|Security|undefined|Undefined"),
-    "reads attributes by a format": ("{{ '{0.__class__.__init__.__globals__}'.format(messages) }}", "unsafe|Security"),
-    "reads a function's globals": ("{{ raise_exception.__globals__['json'] }}", "unsafe|Security"),
-    "changes the messages": ("{{ messages.clear() }}", "unsafe|not safely callable|Security"),
-    "keeps Python's names": ("{% set n = namespace(__class__=1) %}", "namespace has no"),
-    "has an error": ("{% for a in %}{{ }}", "line 1"),
-    "refuses": ("{{ raise_exception('only users here') }}", "only users here"),
-    "recurses": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "Recursion|recursion|signal"),
-}  # fmt: skip
-
-
-# Two that end at the limit of another: "loops" of CPU time, "takes memory" of memory.
-@pytest.mark.parametrize("kind", at_length_but(HOSTILE.keys() - {"writes for ever", "takes memory slowly"}, HOSTILE))
-def test_a_strangers_template_gets_one_line_within_seconds(kind: str) -> None:
-    source, says = HOSTILE[kind]
-    mine = Tokenizer(bytes_tokenizer().data, {"chat_template": source}, "a folder")
-    with pytest.raises((Refusal, Unfit), match=says) as refused:
-        chat.encoded(mine, [("user", b"a"), ("assistant", b"b")])
-    assert "\n" not in str(refused.value) and "a folder" in str(refused.value) and len(str(refused.value)) < 500
-
-
-def test_the_process_of_a_template_is_gone_after_a_refusal_and_works_again() -> None:
-    mine = Tokenizer(
-        bytes_tokenizer().data,
-        {"chat_template": "{% if messages[0].content == 'x' %}{{ 'y' * 10 ** 10 }}{% endif %}ok"},
-        "here",
-    )
-    assert mine.decode(chat.prompt(mine, [("user", b"a")])) == "ok"
-    with pytest.raises((Refusal, Unfit), match="emory"):
-        chat.prompt(mine, [("user", b"x")])
-    assert mine.decode(chat.prompt(mine, [("user", b"a")])) == "ok"
-
-
-def test_an_unknown_kind_of_tokenizer_is_confined_and_gives_the_same_ids(tmp_path: Path) -> None:
+def test_an_unusual_kind_of_tokenizer_gives_the_same_ids(tmp_path: Path) -> None:
     from tokenizers import Regex, pre_tokenizers
 
     def make() -> object:
@@ -275,7 +233,6 @@ def test_an_unknown_kind_of_tokenizer_is_confined_and_gives_the_same_ids(tmp_pat
     like = Published(make, PUBLISHED["qwen-3"].template, {"eos_token": "<|im_end|>"}, "<|im_end|>")  # type: ignore[arg-type]
     folder = like.folder(tmp_path / "unknown")
     theirs, mine = transformers.AutoTokenizer.from_pretrained(str(folder)), load(str(folder))
-    assert not mine.told.is_known
     dice = random.Random(3)
     for _ in range(10):
         messages, tools = conversation(dice, like)
@@ -312,3 +269,46 @@ def test_a_row_with_tools_is_read_with_them_and_calls_make_turns_unlike() -> Non
     assert turns[1] != ("assistant", b"") and turns[1:] != [("assistant", b"")] and turns[0] == ("user", b"add")
     with pytest.raises(Unusable, match="'tools' is not JSON"):
         made.conversation({**row, "tools": "[add"})
+
+
+def with_template(source: str) -> Tokenizer:
+    return Tokenizer(bytes_tokenizer().data, {"chat_template": source}, "here")
+
+
+@pytest.mark.parametrize(
+    ("source", "text"), [("{{ '\\ud800' }}x", "?x"), ("{{ '\\ud83d' }}{{ '\\ude42' }}x", "??x")], ids=["half", "halves"]
+)
+def test_halves_of_characters_are_replaced(source: str, text: str) -> None:
+    tokenizer = with_template(source)
+    assert tokenizer.decode(chat.prompt(tokenizer, [("user", b"a")])) == text
+
+
+def test_thinking_that_a_template_looks_for_is_found() -> None:
+    source = CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")
+    encoded = chat.encoded(with_template(source), [("user", b"a"), ("assistant", b"<think>why</think>b")])
+    assert b"why" not in bytes(number for number in encoded.ids.tolist() if number < 256)
+
+
+def test_marked_parts_are_learned_however_many_there_are() -> None:
+    many = "{% for a in range(200) %}{% for b in range(60) %}{% generation %}SPAN{% endgeneration %}GAP{% endfor %}{% endfor %}"
+    turns = [("user", b"a"), ("assistant", b"b")]
+    touching = chat.encoded(with_template(many.replace("SPAN", "a").replace("GAP", "")), turns)
+    assert touching.mask.tolist() == [1] * 12_000 and touching.size == 12_000
+    empty = chat.encoded(with_template(many.replace("SPAN", "").replace("GAP", "<|pad|>")), turns)
+    assert len(empty.mask) == 12_000 and not empty.mask.any() and empty.size == 0
+    apart = chat.encoded(with_template(many.replace("SPAN", "aé").replace("GAP", "b<|pad|>")), turns)
+    assert apart.mask.tolist() == [1, 1, 1, 0, 0] * 12_000 and apart.size == 36_000
+
+
+def test_threads_render_conversations_of_their_own() -> None:
+    tokenizer = with_template("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}")
+
+    def written(number: int) -> bool:
+        text = str(number).encode() * 50
+        return (
+            tokenizer.decode(chat.encoded(tokenizer, [("user", text), ("assistant", text)]).ids.tolist())
+            == 2 * text.decode()
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(written, range(200)))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 
 Make = Callable[[Path], list[str]]
 CASES: dict[str, Make] = {}
@@ -42,12 +39,6 @@ def zeros(path: Path) -> None:
 
 def folder(path: Path) -> None:
     path.mkdir()
-
-
-def large(path: Path) -> None:
-    with path.open("wb") as file:
-        file.write(b"# ")
-        file.truncate(3 << 30)
 
 
 def text(content: str | bytes) -> Callable[[Path], None]:
@@ -91,7 +82,6 @@ SETTINGS: dict[str, Callable[[Path], None]] = {
     ".yaml a socket": unix_socket,
     ".yaml a device": zeros,
     ".yaml a folder": folder,
-    ".yaml 3 GB": large,
     ".json a key twice": text('{"show": "all", "show": "none"}'),
     ".yaml a key twice": text("show: all\nshow: none\n"),
     ".yaml a number of 5,000 digits": text("a: " + "9" * 5000),
@@ -166,104 +156,6 @@ HOSTS: dict[str, Callable[[Path], None]] = {
 }
 add("run --hosts", lambda path: ["run", "--dry-run", "--hosts", str(path), _script(path.parent)], "cluster", HOSTS)
 
-# ---- stoker prepare: data ----
-
-
-def _parquet(columns: Callable[[], dict[str, Any]], **options: Any) -> Callable[[Path], None]:
-    def write(path: Path) -> None:
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.table(columns()), path, **options)
-
-    return write
-
-
-def _one_word_many_rows() -> dict[str, Any]:
-    """A dictionary with one text of 8 MB, in a thousand rows: 8 GB from a few KB."""
-    import pyarrow
-
-    return {
-        "text": pyarrow.DictionaryArray.from_arrays(
-            pyarrow.array([0] * 1000, pyarrow.int32()), pyarrow.array(["x " * (4 << 20)])
-        )
-    }
-
-
-def _data_folder(write: Callable[[Path], None]) -> Callable[[Path], None]:
-    def make(path: Path) -> None:
-        path.mkdir()
-        (path / "a.txt").write_text("fine text\n" * 100)
-        write(path / "b.txt")
-
-    return make
-
-
-def _bent(path: Path) -> None:
-    """A parquet file whose metadata is overwritten."""
-    _parquet(lambda: {"text": ["some text " * 50] * 100})(path)
-    data = bytearray(path.read_bytes())
-    for place in range(len(data) - 400, len(data) - 12, 7):
-        data[place] ^= 0x5A
-    path.write_bytes(data)
-
-
-DATA: dict[str, Callable[[Path], None]] = {
-    ".txt a named pipe": fifo,
-    ".jsonl a socket": unix_socket,
-    ".txt a device": zeros,
-    ".parquet a named pipe": fifo,
-    " a folder with a named pipe in it": _data_folder(fifo),
-    " a folder with a device in it": _data_folder(zeros),
-    ".jsonl a deep row": text('{"text": ' + DEEP_LIST + "\n"),
-    ".jsonl a row without end": text('{"text": "' + "a" * (65 << 20)),
-    ".jsonl a row of ten million lists": text('{"text": [' + "[]," * 10_000_000 + "1]}\n"),
-    ".jsonl a number of 5,000 digits": text('{"text": ' + "9" * 5000 + "}\n"),
-    ".jsonl control codes in a key": text('{"\\u001b[31mtexts": "x", "b\\nc": 1}\n'),
-    ".jsonl UTF-16": text('{"text": "x"}\n'.encode("utf-16")),
-    ".jsonl not UTF-8": text(b'{"text": "\xff\xfe"}\n'),
-    ".txt an empty file": text(""),
-    ".txt a byte-order mark alone": text(b"\xef\xbb\xbf"),
-    ".jsonl NaN for a text": text('{"text": NaN}\n'),
-    ".parquet one text of 8 MB in 1,000 rows": _parquet(_one_word_many_rows, store_schema=False),
-    ".parquet one text of 700 MB": _parquet(
-        lambda: {"text": ["x" * (700 << 20)]}, use_dictionary=False, compression="zstd", write_statistics=False
-    ),
-    ".parquet bent metadata": _bent,
-    ".parquet control codes in a column's name": _parquet(lambda: {"\x1b]0;owned\x07": ["x"]}),
-    ".parquet another kind of column": _parquet(lambda: {"text": [[1, 2], [3]]}),
-    ".gz a packed file": text(b"\x1f\x8b\x08\x00"),
-    ".txt a pickle": text(b"\x80\x04\x95\x00\x00"),
-}
-
-
-def _prepare(path: Path, tokenizer: str = "bytes") -> list[str]:
-    cache = path.parent / "cache"
-    return [
-        "prepare",
-        "--data",
-        str(path),
-        "--tokenizer.path",
-        tokenizer,
-        "--data.cache",
-        str(cache),
-        "--data.context_length",
-        "16",
-        "--data.validation",
-        "0",
-    ]
-
-
-add("prepare --data", _prepare, "data", DATA)
-
-# ---- stoker prepare: tokenizer ----
-
-
-def bent_tokenizer(change: Callable[[dict[str, Any]], None]) -> str:
-    found = json.loads(bytes_tokenizer().data)
-    change(found)
-    return json.dumps(found)
-
 
 def _set(*path: Any, to: Any) -> Callable[[dict[str, Any]], None]:
     def change(found: Any) -> None:
@@ -273,69 +165,6 @@ def _set(*path: Any, to: Any) -> Callable[[dict[str, Any]], None]:
 
     return change
 
-
-def _tokenizer(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
-    return text(bent_tokenizer(change))
-
-
-TOKENIZERS: dict[str, Callable[[Path], None]] = {
-    "tokenizer.json deep lists": text(DEEP_LIST),
-    "tokenizer.json a named pipe": fifo,
-    "tokenizer.json a device": zeros,
-    "tokenizer.json a folder": folder,
-    "tokenizer.json 3 GB": large,
-    "tokenizer.json a list": text("[]"),
-    "tokenizer.json an id of 12 digits": _tokenizer(_set("added_tokens", 0, "id", to=10**12)),
-    "tokenizer.json an id below 0": _tokenizer(_set("added_tokens", 0, "id", to=-3)),
-    "tokenizer.json an id that is true": _tokenizer(_set("model", "vocab", "a", to=True)),
-    "tokenizer.json an id that is text": _tokenizer(_set("model", "vocab", "a", to="1")),
-    "tokenizer.json a token that is a number": _tokenizer(_set("added_tokens", 0, "content", to=7)),
-    "tokenizer.json merges that are numbers": _tokenizer(_set("model", "merges", to=[[1, 2]])),
-    "tokenizer.json merges of unknown tokens": _tokenizer(_set("model", "merges", to=[["q", "zzzz"]])),
-    "tokenizer.json a splitter that is a list": _tokenizer(_set("pre_tokenizer", to=[1])),
-    "tokenizer.json a splitter without parts": _tokenizer(_set("pre_tokenizer", to={"type": "Sequence"})),
-    "tokenizer.json a regex that is none": _tokenizer(
-        lambda found: found.update(
-            pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "Split", "pattern": {"Regex": "(((("}, "behavior": "Isolated", "invert": False},
-                                                                 {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]},
-            model={**found["model"], "vocab": {**found["model"]["vocab"], "ab": 300}, "merges": [["a", "b"]]},
-        )
-    ),
-    "tokenizer.json a normalizer that is text": _tokenizer(_set("normalizer", to="NFC")),
-}  # fmt: skip
-
-
-def _prepare_with(path: Path) -> list[str]:
-    data = path.parent.parent / "data.txt"
-    data.write_text("some text to train on " * 400)
-    return _prepare(data, str(path.parent))
-
-
-add("tokenizer", _prepare_with, "words/", TOKENIZERS)
-
-
-def _tokenizer_config(content: Callable[[Path], None]) -> Callable[[Path], None]:
-    def write(path: Path) -> None:
-        content(path)
-        bytes_tokenizer_file(path.parent)
-
-    return write
-
-
-def bytes_tokenizer_file(where: Path) -> None:
-    (where / "tokenizer.json").write_bytes(bytes_tokenizer().data)
-
-
-add(
-    "tokenizer",
-    _prepare_with,
-    "words/",
-    {
-        "tokenizer_config.json config: deep": _tokenizer_config(text(DEEP_JSON)),
-        "tokenizer_config.json config: a list": _tokenizer_config(text("[1]")),
-        "tokenizer_config.json config: a device": _tokenizer_config(zeros),
-    },
-)
 
 # ---- stoker why, scripts ----
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import os
 import signal
 import threading
 import time
@@ -18,14 +15,9 @@ pytest.importorskip("numpy", reason="numpy is not installed")
 
 from stoker.contract.effort import LookingAt, looking_at_file
 
-from conftest import at_length, at_length_but
-from stoker.contract import effort
-from stoker.contract.memory import used_memory
+from conftest import at_length
 from stoker.contract.names import Refusal
 from stoker.control.launch.console import LogLines
-from stoker.training.data.rows import rows
-from stoker.training.evaluate.tasks import read_tasks
-from stoker.training.tokenizer.definition import define
 
 
 def spin(seconds: float) -> None:
@@ -110,66 +102,6 @@ def test_other_problems_are_one_line_and_sleeping_costs_nothing(tmp_path: Path) 
         raise KeyError
     with pytest.raises(Refusal, match="No such file"), looking_at_file("a file", str(tmp_path / "none")):
         (tmp_path / "none").read_bytes()
-
-
-def test_ids_before_a_text_are_few() -> None:
-    token = {"id": "<s>", "ids": [0] * 3000, "tokens": ["<s>"] * 3000}
-    told = {
-        "added_tokens": [], "model": {"type": "BPE", "vocab": {"<s>": 0}, "merges": []},
-        "post_processor": {
-            "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}] * 2000,
-            "special_tokens": {"<s>": token},
-        },
-    }  # fmt: skip
-    before = used_memory()
-    with pytest.raises(Refusal, match="puts more than 64 ids before texts"):
-        define(json.dumps(told).encode(), "here")
-    assert used_memory() - before < 64 << 20
-
-
-def test_a_pipe_is_no_arrow_file(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
-    os.mkfifo(tmp_path / "f.arrow")
-    with pytest.raises(Refusal, match="is a named pipe"):
-        next(iter(rows(str(tmp_path / "f.arrow"))))
-
-
-@pytest.mark.parametrize("empty", at_length_but([None], ["", None, []]))
-def test_places_without_content_count(tmp_path: Path, empty: object) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    kind = arrow.list_(arrow.list_(arrow.string()) if empty == [] else arrow.string())
-    path = tmp_path / "f.parquet"
-    parquet.write_table(arrow.table({"text": arrow.array([[empty] * 20_000] * 300, kind)}), path)
-    with pytest.raises(Refusal, match="it may be an attack"):
-        list(rows(str(path)))
-
-
-@pytest.mark.parametrize("name", ["q.jsonl.gz", "q.csv.gz", "q.json.gz"])
-def test_questions_that_hold_more_than_they_ask_end_the_reading(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(effort, "ROOM", 12 << 20)
-    monkeypatch.setattr(effort, "SECONDS", 1.0)
-    many = [json.dumps({"question": "a", "answer": "b", "x": [{}] * 160})] * 5_000
-    path = tmp_path / name
-    text = {
-        "q.jsonl.gz": "\n".join(many),
-        "q.json.gz": f"[{','.join(many)}]",
-        "q.csv.gz": ("a," * 400_000 + '"\n",') * 7,  # one row: a quote is open at the end of each line
-    }
-    path.write_bytes(gzip.compress(text[name].encode()))
-    with pytest.raises(Refusal, match=r"too much memory|s of CPU time|2,800,008 cells"):  # whichever comes first
-        read_tasks((str(path),), 0)
-
-
-def test_text_within_lists_of_questions_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr("stoker.training.evaluate.tasks._MOST_CHARACTERS", 1 << 20)
-    path = tmp_path / "q.parquet"
-    row = {"question": "a", "choices": ["x" * 20_000] * 4, "answer": 0}
-    parquet.write_table(arrow.Table.from_pylist([row] * 100), path)
-    with pytest.raises(Refusal, match="unpacks to more than 1 MB"):
-        read_tasks((str(path),), 0)
 
 
 def test_a_long_line_with_a_control_code_takes_its_time_once() -> None:

@@ -10,7 +10,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from conftest import EVERYTHING
 from small_model import header_of_model, write_model, write_weights
 from stoker.contract.names import Refusal
 from stoker.contract.tensorheader import read_header
@@ -214,7 +213,7 @@ def test_bent_tokenizers() -> None:
         text = tokenizer.decode(tokenizer.encode("abc some text, ünïcode"))
         assert text == "abc some text, ünïcode" or not tokenizer.told.is_exact
 
-    rounds = ROUNDS if EVERYTHING else ROUNDS // 12  # each is a second process
+    rounds = ROUNDS
     for number in range(rounds):
         changed = bent(small, dice)
         if isinstance(changed, dict) and isinstance(changed.get("model"), dict):

@@ -4,20 +4,21 @@ for or believed, and a small file takes no gigabytes.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from conftest import EVERYTHING, Stoker, at_length
-from localuser import VICTIM, do_as
+from localuser import ATTACKER, VICTIM, do_as
 from small_model import write_model
+from stoker.contract.diskroom import DiskRoom
 from stoker.contract.names import Refusal
 from stoker.contract.shapes import RankEnd, RankError
 from stoker.control.doctor.caches import cache_roots, find_caches
@@ -25,18 +26,15 @@ from stoker.control.record import ownership
 from stoker.control.record.metrics import Metrics
 from stoker.control.verdict.consequence import is_consequence
 from stoker.speedrun import state
+from stoker.speedrun.rows import copy_usable
 from stoker.speedrun.stages import Stage
 from stoker.training.checkpoint import folders, manifest
 from stoker.training.checkpoint.manifest import Entry, Manifest, Piece, Sums
 from stoker.training.checkpoint.reading import find
-from stoker.training.config.amount import lines_in
 from stoker.training.config.layers import gather
 from stoker.training.config.resolve import settle
-from stoker.training.data import ours, reader, shards, units
+from stoker.training.data import ours, reader, shards, sources
 from stoker.training.data.ours import digest_files
-from stoker.training.data.read import _did_you_mean, key_names
-from stoker.training.data.sources import Source
-from stoker.training.evaluate import tasks
 from stoker.training.generate import finding
 from stoker.training.loop.supervised import sample_log
 from stoker.training.model import hf_config, hf_files
@@ -175,44 +173,6 @@ def test_nobody_chats_with_a_stranger_s_model_by_default(tmp_path: Path) -> None
     assert finding.find(None, None, str(tmp_path), quiet).folder == str(tmp_path / "mine" / "hf")
 
 
-# ---- questions and rows ----
-
-
-def test_questions_that_unpack_to_gigabytes(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
-    path = tmp_path / "q.parquet"
-    values = pyarrow.DictionaryArray.from_arrays(
-        pyarrow.array([0] * 5000, pyarrow.int32()), pyarrow.array(["x" * (1 << 20)])
-    )
-    parquet.write_table(pyarrow.table({"question": values, "answer": values}), path)
-    with pytest.raises(Refusal, match="256 MB of text"):
-        tasks._parquet_rows(str(path))
-
-
-def test_rows_are_counted_of_regular_files_with_ends_of_line(tmp_path: Path) -> None:
-    pipe, endless, fine = tmp_path / "pipe.jsonl", tmp_path / "endless.jsonl", tmp_path / "fine.jsonl"
-    os.mkfifo(pipe)
-    with endless.open("wb") as file:
-        file.truncate(4 << 30)
-    fine.write_text("{}\n\n{}\n{}")
-    assert lines_in(str(fine)) == 3
-    for path, why in ((pipe, "named pipe"), (endless, "longer than 64 MB")):
-        with pytest.raises(Refusal, match=why):
-            lines_in(str(path))
-    with pytest.raises(OSError, match="named pipe"):
-        digest_files([str(pipe)], str(tmp_path), 1, quiet)
-    with pytest.raises(Refusal, match="longer than 1 MB"):
-        tasks._csv_rows(str(endless))
-
-
-def test_a_row_of_a_million_keys_is_refused_at_once() -> None:
-    row = {f"key{number}": 1 for number in range(1_000_000)}
-    began = time.process_time()
-    assert key_names(row).endswith("and 999980 more") and isinstance(_did_you_mean("messages", row), str)
-    assert time.process_time() - began < 5, "it looks at all of them"
-
-
 # ---- checkpoints ----
 
 
@@ -296,14 +256,6 @@ def test_a_checkpoint_of_another_user_is_not_resumed_from_by_a_recipe(tmp_path: 
 def test_tokens_are_read_as_the_vocabulary_says_whatever_the_manifest_calls_them() -> None:
     source = Path(reader.__file__).read_text()
     assert '["dtype"]' not in source and "dtype_for(" in source
-
-
-def test_a_footer_that_claims_a_terabyte_is_cut_into_few_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = SimpleNamespace(total_byte_size=1 << 40, num_rows=5000)
-    metadata = SimpleNamespace(num_rows=5000 * 1000, num_row_groups=1000, row_group=lambda _number: group)
-    monkeypatch.setattr(units, "open_parquet", lambda _path, _name: SimpleNamespace(metadata=metadata))
-    train, held = units.split([Source(str(tmp_path / "x"), "parquet", 820_000)], 0.1)
-    assert len(train) + len(held) < 1100
 
 
 # ---- folders whose owner can exchange what is in them ----
@@ -409,15 +361,55 @@ def test_a_file_of_settings_starts_no_program(stoker: Stoker, option: str) -> No
     assert done.code == 78 and "give it as a flag" in done.err and not (stoker.cwd / "x").exists()
 
 
-def test_questions_without_any_text_are_bounded_too(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
-    columns = {name: pyarrow.nulls(3_000_000) for name in ("prompt", "answer")}
-    parquet.write_table(pyarrow.table(columns), tmp_path / "q.parquet", row_group_size=10_000)
-    with pytest.raises(Refusal, match=r"256 MB of text|rows without content"):
-        tasks._parquet_rows(str(tmp_path / "q.parquet"))
-
-
 def test_a_manifest_that_is_not_ascii_is_not_read() -> None:
     with pytest.raises(ValueError, match="ASCII"):
         manifest.decode('{"schema": 1, "meta": "\U0001f600"}'.encode())
+
+
+def test_prepared_data_is_for_its_owner_alone(stoker: Stoker) -> None:
+    pytest.importorskip("numpy", reason="numpy is not installed")
+    (stoker.cwd / "cache").mkdir(mode=0o755)
+    (stoker.cwd / "text.txt").write_text("a text of many words\n" * 200)
+    words = ("--data", "text.txt", "--tokenizer.path", "bytes", "--context_length", "64", "--data.validation", "0")
+    done = stoker("prepare", *words, "--data.cache", "cache")
+    assert done.code == 0, done.err
+    (dataset,) = (place for place in (stoker.cwd / "cache" / "datasets").iterdir() if place.is_dir())
+    assert dataset.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("write", ["unpacked", "speedrun"])
+def test_rows_of_a_private_file_stay_private_in_a_folder_that_is_open(tmp_path: Path, write: str) -> None:
+    private, folder = tmp_path / "pairs.jsonl.gz", tmp_path / "cache" / "unpacked"
+    folder.mkdir(parents=True)
+    for place in (tmp_path / "cache", folder):
+        place.chmod(0o755)
+    private.write_bytes(gzip.compress(b'{"prompt": "hello", "completion": "there"}\n'))
+    private.chmod(0o600)
+    if write == "unpacked":
+        made = sources.unfold(str(private), str(tmp_path / "cache"), print, DiskRoom(str(folder), ""))
+    else:
+        made = str(folder / "sft-1.jsonl")
+        copy_usable("sft", [str(private)], made)
+    assert "hello" in Path(made).read_text()
+    assert os.stat(made).st_mode & 0o077 == 0
+
+
+@needs_root
+def test_taken_names_keep_nobody_from_a_folder_of_their_own(public: Path) -> None:
+    name = f"user-{VICTIM}"
+
+    def take() -> None:
+        for number in range(1, 200):
+            for taken in (name, f"{name}-{VICTIM}", f"{name}-{VICTIM}-{number}"):
+                (public / taken).mkdir(exist_ok=True)
+
+    def look() -> None:
+        own = Path(ours.own_cache(str(public), quiet))
+        about = own.stat()
+        assert own.parent == public and (about.st_uid, about.st_mode & 0o777) == (VICTIM, 0o700)
+        assert ownership.own_folder(str(public), name) == str(own)  # found again
+
+    do_as(ATTACKER, take)
+    do_as(VICTIM, look)
+    do_as(VICTIM, look)
+    assert sum(path.stat().st_uid == VICTIM for path in public.iterdir()) == 1

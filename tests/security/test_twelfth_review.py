@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Stoker, machine_json
-from stoker.contract.names import Refusal
+from conftest import machine_json
 from stoker.contract.safe_io import read_json
 from stoker.control.launch.console import LogLines
 
@@ -19,26 +18,6 @@ def test_a_line_without_end_behind_a_carriage_return_is_written() -> None:
         if lines.unfinished > 1 << 20:
             written += len(lines.partial())
     assert written > 1 << 20
-
-
-@pytest.mark.parametrize(
-    "name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"]
-)
-def test_a_tokenizers_files_that_lead_out_of_its_folder_are_not_read(tmp_path: Path, name: str) -> None:
-    pytest.importorskip("numpy", reason="numpy is not installed")
-    from stoker.training.tokenizer.tokenizer import bytes_tokenizer, load
-
-    folder, private = tmp_path / "folder", tmp_path / "id_rsa"
-    bytes_tokenizer().save(str(folder))
-    private.write_text((folder / name).read_text() if (folder / name).exists() else "{}")
-    (folder / name).unlink(missing_ok=True)
-    (folder / name).symlink_to(private)
-    with pytest.raises(Refusal, match="leads out of its folder"):
-        load(str(folder))
-    (folder / name).unlink()
-    (folder / f"real-{name}").write_text(private.read_text())
-    (folder / name).symlink_to(f"real-{name}")
-    load(str(folder))
 
 
 def test_files_of_the_hubs_cache_are_read_and_others_beside_it_are_not(tmp_path: Path) -> None:
@@ -58,37 +37,6 @@ def test_files_of_the_hubs_cache_are_read_and_others_beside_it_are_not(tmp_path:
         (snapshot / "other.json").symlink_to(target)
         with pytest.raises(OSError, match="leads out of its folder"):
             read_json(snapshot / "other.json", inside=True)
-
-
-def test_prepared_data_is_for_its_owner_alone(stoker: Stoker) -> None:
-    pytest.importorskip("numpy", reason="numpy is not installed")
-    (stoker.cwd / "cache").mkdir(mode=0o755)
-    (stoker.cwd / "text.txt").write_text("a text of many words\n" * 200)
-    words = ("--data", "text.txt", "--tokenizer.path", "bytes", "--context_length", "64", "--data.validation", "0")
-    done = stoker("prepare", *words, "--data.cache", "cache")
-    assert done.code == 0, done.err
-    (dataset,) = (place for place in (stoker.cwd / "cache" / "datasets").iterdir() if place.is_dir())
-    assert dataset.stat().st_mode & 0o777 == 0o700
-
-
-def test_row_groups_count_together(tmp_path: Path) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    from stoker.training.data import read, units
-
-    path, table = tmp_path / "a.parquet", arrow.table({"text": ["x" * 200_000] * 60})
-    with parquet.ParquetWriter(path, table.schema) as writer:
-        for _ in range(30):
-            writer.write_table(table)
-    spans = [units.Span(str(path), "parquet", 0, 60, group=group) for group in range(30)]
-    with pytest.raises(Refusal, match="unpacks to more than"):
-        for span in spans:
-            sum(len(text) for text, _ in read.texts(span, "text"))
-    good = tmp_path / "b.parquet"
-    with parquet.ParquetWriter(good, table.schema) as writer:
-        for group in range(3):
-            writer.write_table(arrow.table({"text": [f"{group} {n} a text" for n in range(500)]}))
-    for group in range(3):
-        assert len(list(read.texts(units.Span(str(good), "parquet", 0, 500, group=group), "text"))) == 500
 
 
 def test_a_recorded_machine_of_many_cards_or_words_is_checked_once() -> None:

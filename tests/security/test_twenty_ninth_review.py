@@ -10,11 +10,9 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import jinja2
 import pytest
 
 from stoker.contract.shapes import Around, RankError
-from stoker.training.tokenizer.rendering import Template, Unusable
 from test_catalogue import FOREIGN, end, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,18 +107,3 @@ def test_only_a_modules_name_is_installed(name: str) -> None:
         if name == "einops"
         else []
     )
-
-
-# ---- a host's own jinja2 ----
-
-
-@pytest.mark.parametrize(("version", "works"), [("3.1.5", False), ("3.0", False), ("3.1.6", True), ("3.1.10", True), ("4.0.0rc1", True)])  # fmt: skip
-def test_templates_are_rendered_by_a_sandbox_without_known_holes_only(
-    version: str, works: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jinja2, "__version__", version)
-    if works:
-        assert Template("{{ 1 }}", {}, re.compile("x")).text([], None) == "1"
-    else:
-        with pytest.raises(Unusable, match=r"install 3\.1\.6 or later"):
-            Template("{{ 1 }}", {}, re.compile("x"))

@@ -1,6 +1,4 @@
-"""The last of a disk is not taken for data: a few bytes of a stranger's may become any number, and a full disk stops everybody's
-work.
-"""
+"""Data is not written to the last of a disk: a packed file may hold any number of bytes, and a full disk stops everybody's work."""
 
 from __future__ import annotations
 

@@ -32,14 +32,6 @@ CACHE_SIGNATURE = (
     " It may be removed.\n"
 )
 HISTORY = "history"  # how ranks, cards and hosts stood, moment by moment
-HOLES = "consists of holes: almost nothing of its size is stored"
-_LARGE, _DENSEST = 16 << 20, 1024  # bytes of a file that is looked at; bytes of a log that a file system stores in one
-
-
-def consists_of_holes(about: os.stat_result) -> bool:
-    """A file that has any size and fits into an archive of a few KB: whoever reads or copies all of it has no end."""
-    stored = about.st_blocks * 512  # a compressed file system stores less than there is
-    return about.st_size > _LARGE and stored < about.st_size // _DENSEST
 
 
 def attempt_dir(run_dir: str, attempt: int) -> str:

@@ -193,7 +193,6 @@ class Copy:
     role: str
     sources: tuple[str, ...]
     target: str
-    files: int  # that the role has, these among them
 
 
 def digest_of(path: str, cache: str) -> str:
@@ -236,7 +235,7 @@ def material(folder: str, speedrun: str, cache: str) -> tuple[Data, Callable[[],
     def make_copies() -> None:
         for copy in copies:
             if not os.path.exists(copy.target):
-                copy_usable(copy.role, copy.sources, copy.target, copy.files)
+                copy_usable(copy.role, copy.sources, copy.target)
 
     return Data(places, tuple(lines)), make_copies
 
@@ -249,9 +248,9 @@ def _role(role: str, paths: list[str], speedrun: str, cache: str) -> tuple[tuple
             check_questions(path, known[path], cache)
     if kind == "base":
         for path in paths:
-            check_text(path, known[path], cache, len(paths))
+            check_text(path, known[path], cache)
     listed = [path for path in paths if kind_of(path) != "text"] if kind in CHECKS else []
-    said = {path: judge(path, check_once(kind, path, known[path], cache, len(paths))) for path in listed}
+    said = {path: judge(path, check_once(kind, path, known[path], cache)) for path in listed}
     lines = [line for line in said.values() if line]
     others = [path for path in paths if path not in listed]
     if role in _ONE_FILE and len(paths) > 1 and (others or not listed):
@@ -263,7 +262,7 @@ def _role(role: str, paths: list[str], speedrun: str, cache: str) -> tuple[tuple
     def copy_of(sources: Sequence[str]) -> tuple[Copy, File]:
         digest = together([known[path] for path in sources])
         target = os.path.join(os.path.abspath(speedrun), COPIES, f"{role}-{digest[:12]}.jsonl")
-        return Copy(kind, tuple(sources), target, len(paths)), File(target, digest)
+        return Copy(kind, tuple(sources), target), File(target, digest)
 
     if role in _ONE_FILE and len(listed) > 1:
         _refuse_unlike(role, listed)

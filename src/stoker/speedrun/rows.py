@@ -85,10 +85,10 @@ CHECKS: dict[str, Callable[[str], Check]] = {
 }
 
 
-def rows_of(role: str, path: str, files: int) -> Iterator[tuple[int, Row, str]]:
-    """(number, row, why it can't be used). `files`: how many are read together."""
+def rows_of(role: str, path: str) -> Iterator[tuple[int, Row, str]]:
+    """(number, row, why it can't be used)."""
     check = CHECKS[role](path)
-    for number, row in rows(path, files):
+    for number, row in rows(path):
         try:
             check(number, row)
         except Unusable as problem:
@@ -97,10 +97,10 @@ def rows_of(role: str, path: str, files: int) -> Iterator[tuple[int, Row, str]]:
             yield number, row, ""
 
 
-def check_rows(role: str, path: str, files: int = 1) -> Checked:
+def check_rows(role: str, path: str) -> Checked:
     """What is found is judged by `judge`. A file that is no JSON or has rows of two formats is refused at once."""
     total, wrong = 0, Reasons()
-    for number, _, why in rows_of(role, path, files):
+    for number, _, why in rows_of(role, path):
         total += 1
         if why:
             wrong.add(why, number)
@@ -119,9 +119,9 @@ def judge(path: str, checked: Checked) -> str:
     return f"{line}; left out"
 
 
-def check_once(role: str, path: str, digest: str, cache: str, files: int) -> Checked:
+def check_once(role: str, path: str, digest: str, cache: str) -> Checked:
     """Remembered by the file's bytes: a finished speedrun reads no data."""
-    return _once(f"{digest}:{role}:{RULES}", lambda: check_rows(role, path, files), cache)
+    return _once(f"{digest}:{role}:{RULES}", lambda: check_rows(role, path), cache)
 
 
 def _once(name: str, check: Callable[[], Checked], cache: str) -> Checked:
@@ -135,13 +135,13 @@ def _once(name: str, check: Callable[[], Checked], cache: str) -> Checked:
     return found
 
 
-def check_text(path: str, digest: str, cache: str, files: int) -> None:
+def check_text(path: str, digest: str, cache: str) -> None:
     """As the tokenizer will read it, where one wrong row is refused: all of it, or the beginning and the end of what is
     larger than 256 MB.
     """
 
     def check() -> Checked:
-        spans, _ = split(find_sources((path,), cache, lambda line: None, among=files), 0.0)
+        spans, _ = split(find_sources((path,), cache, lambda line: None), 0.0)
         looked_at = spans if len(spans) <= MOST_SPANS else [*spans[: MOST_SPANS // 2], *spans[-MOST_SPANS // 2 :]]
         count = sum(1 for span in looked_at for text, _ in texts(span, TEXT_KEY) if text.strip())
         if not count:
@@ -167,13 +167,13 @@ def _read(index: str) -> dict[str, Any]:
     return files if isinstance(files, dict) else {}
 
 
-def copy_usable(role: str, sources: Sequence[str], target: str, files: int) -> None:
+def copy_usable(role: str, sources: Sequence[str], target: str) -> None:
     """The usable rows of all sources in one file: whole, or not there."""
     os.makedirs(os.path.dirname(target), exist_ok=True)
     room = DiskRoom(os.path.dirname(target), "--runs-dir names another place")
     with WholeFile(target, PRIVATE) as file:
         for path in sources:
-            for _, row, wrong in rows_of(role, path, files):
+            for _, row, wrong in rows_of(role, path):
                 if not wrong:
                     data = as_line(row)
                     room.take(len(data))

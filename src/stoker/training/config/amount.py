@@ -8,12 +8,12 @@ import os
 from collections.abc import Sequence
 
 from stoker.contract.errors import reading
-from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.names import Refusal
 from stoker.contract.progress import Progress
 from stoker.contract.shape import shape
 from stoker.training.config.schema import Config
 from stoker.training.data.formats.table import TEXT
-from stoker.training.data.rows import LONGEST_LINE, kind_of, rows
+from stoker.training.data.rows import kind_of, rows
 from stoker.training.data.shards import Prepared
 from stoker.training.data.sources import local_files, share_of
 from stoker.training.data.unpack import open_unpacked, packing_of
@@ -201,20 +201,15 @@ def lines_in(path: str) -> int:
 
 
 def _counted(path: str) -> tuple[int, int]:
-    """(lines that are not blank, bytes read). A block at a time, and not line by line: a small packed file may have 268 million."""
-    count = read = length = 0  # length: of the line that a block ends in
-    begun = b""  # of that line, whether it is not blank
+    """(lines that are not blank, bytes read). A block at a time: ten times as fast as line by line."""
+    count = read = 0
+    begun = b""  # of the line that a block ends in, whether it is not blank
     with open_unpacked(path) as file:
         while read < COUNTED and (block := file.read(_BLOCK)):
-            first = block.find(b"\n")
-            if length + (first if first >= 0 else len(block)) > LONGEST_LINE and kind_of(path) == "jsonl":
-                where = f"line {count + 1} is longer than {LONGEST_LINE >> 20} MB"
-                raise Refusal(f"{path}: {where}: a jsonl file has one row per line", EX_DATAERR)
             marks = begun + block.translate(_MARKS, b" \t\r\v\f")
             count += marks.count(b".\n")
             begun = b"." if marks.endswith(b".") else b""
             read += len(block)
-            length = length + len(block) if first < 0 else len(block) - block.rfind(b"\n") - 1
     return count + len(begun), read
 
 

@@ -14,7 +14,6 @@ from stoker.contract.text import parse_json
 from stoker.contract.yamltext import NotYaml, parse_yaml
 
 _NAMED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "named")
-_LONGEST = 1 << 20
 # A string or comment that does not end goes to the end of the text: looking for each of them again from the next sign
 # on would be quadratic.
 _STRING = r'"(?:\\.|[^"\\])*(?:"|\Z)'
@@ -58,7 +57,7 @@ def load(path: str) -> dict[str, Any]:
 
 
 def _no_name(value: Any) -> str | None:
-    """Nesting is bounded by now."""
+    """Return a text in `value` that no path and no name can hold, or None."""
     if isinstance(value, str):
         return value if any(sign == "\0" or "\ud800" <= sign <= "\udfff" for sign in value) else None
     inside = value if isinstance(value, list) else ()

@@ -29,8 +29,7 @@ from stoker.training.data.crew import Crew
 from stoker.training.data.ours import OTHER_CACHE
 from stoker.training.data.read import NAMED, Remark, named
 from stoker.training.data.units import Span, jobs_of
-from stoker.training.data.unpack import most_unfolded, unfolds
-from stoker.training.data.work import BEGIN, Part, Work, files_in, lengths_path, mask_path
+from stoker.training.data.work import BEGIN, Part, Work, lengths_path, mask_path
 
 # Best-fit-decreasing: whole conversations into rows, the longest first, each into the fullest row that still has
 # room.
@@ -144,7 +143,7 @@ def build(
         for name, spans in splits.items():
             jobs = jobs_of(spans)
             path = os.path.join(parts_folder, f"{name}-%07d")
-            parts = _within(crew.run(jobs, path.__mod__, progress.tick), spans, parts_folder)
+            parts = _with_disk_room(crew.run(jobs, path.__mod__, progress.tick), parts_folder)
             made[name] = (
                 _chat(folder, name, list(parts), work, pad)
                 if work.kind == "chat"
@@ -157,17 +156,11 @@ def build(
     )
 
 
-def _within(parts: Iterator[Part], spans: Sequence[Span], folder: str) -> Iterator[Part]:
-    """A few bytes of parquet may stand for any number of rows: no more tokens than a packed file may have bytes. And a file may
-    have any number of names: no more than the disk has room for. `folder`: of the parts.
-    """
-    size = sum(span.size for span in spans)
-    left, room = most_unfolded(size), DiskRoom(folder, OTHER_CACHE)
+def _with_disk_room(parts: Iterator[Part], folder: str) -> Iterator[Part]:
+    """Yield the parts. Raises Refusal before they fill the disk that `folder` is on."""
+    room = DiskRoom(folder, OTHER_CACHE)
     for part in parts:
-        left -= part.tokens
         room.take(os.path.getsize(part.path))
-        if left < 0:
-            raise unfolds(files_in(spans), size)
         yield part
 
 

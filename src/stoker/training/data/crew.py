@@ -19,7 +19,7 @@ import stoker
 from stoker.contract.names import EX_SOFTWARE, Refusal
 from stoker.contract.shape import as_json
 from stoker.training.data.units import Span
-from stoker.training.data.work import Part, Work, do, files_in, prepared_tokenizer
+from stoker.training.data.work import Part, Work, do, files_in, prepared_tokenizer, too_much_memory
 
 _NO_MEMORY = (-signal.SIGKILL, -signal.SIGABRT)  # the kernel's way, and that of a library at the process's limit
 ALONE = 8 << 20  # bytes that are done before processes would have started
@@ -72,7 +72,11 @@ class Crew:
         if not self._processes:
             tokenizer = prepared_tokenizer(self.work)
             for number, spans in enumerate(jobs):
-                yield do(tokenizer, self.work, spans, path_of(number))
+                try:
+                    part = do(tokenizer, self.work, spans, path_of(number))
+                except MemoryError as problem:
+                    raise too_much_memory(spans) from problem
+                yield part
                 tick(sum(span.size for span in spans))
             return
         free: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()

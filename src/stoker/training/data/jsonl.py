@@ -13,8 +13,6 @@ from typing import Any
 from stoker.contract.safe_io import lines_of
 from stoker.contract.text import parse_json
 
-# From here on its parts are counted before it is parsed: 64 MB of [[],[],[] … would become gigabytes.
-LONG_LINE = 1 << 20
 HALF = re.compile(r"\\u[dD]")  # how JSON spells half a surrogate pair
 Row = dict[str, Any]
 
@@ -50,7 +48,7 @@ DECODER = json.JSONDecoder(object_pairs_hook=_each_key_once)
 def parse_row(line: bytes) -> Row:
     """ValueError says what is wrong with it."""
     try:
-        found = DECODER.decode(line.decode()) if len(line) < LONG_LINE else parse_json(line, unique=True)
+        found = DECODER.decode(line.decode())
     except RecursionError:
         raise ValueError("is not JSON that can be used: nested too deeply") from None
     except json.JSONDecodeError as problem:
@@ -66,7 +64,7 @@ def parse_row(line: bytes) -> Row:
 
 
 def lines(path: str) -> Iterator[tuple[int, str]]:
-    """(number, line) of those not blank, which end with newlines alone. ValueError: not UTF-8, or an endless line."""
+    """(number, line) of those not blank, which end with newlines alone. ValueError: not UTF-8."""
     for number, line in enumerate(lines_of(path), 1):
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")

@@ -102,7 +102,6 @@ def files_below(folder: str, say: Callable[[str], None]) -> Iterator[str]:
 
 BLOCK = 32 << 20
 SCHEMA = 1
-_LARGEST = 256 << 20  # bytes of digests.json: a million files have 230 MB
 LOCK_S = 10.0
 _FILES = "dict[str, tuple[list[int], str]]"
 # A file changed just now may change again within the clock's grain: its digest is not remembered.

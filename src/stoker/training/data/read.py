@@ -8,10 +8,9 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any
 
 from stoker.contract.errors import reading, unreadable
-from stoker.contract.memory import bounded_steps
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.safe_io import open_regular
 from stoker.contract.settings import suggest
@@ -21,8 +20,8 @@ from stoker.training.data.formats.format import Format, Turn, Unusable, checked,
 from stoker.training.data.formats.table import FORMATS, known, recognise
 from stoker.training.data.jsonl import parse_row, utf8
 from stoker.training.data.looks import as_text, refuse_binary
-from stoker.training.data.parquet import Unfolding, bytes_of_group, open_parquet, read_rows
-from stoker.training.data.rows import LONGEST_LINE, ROW_ROOM, counted_in, too_much_memory
+from stoker.training.data.parquet import open_parquet, read_rows
+from stoker.training.data.rows import counted_in
 from stoker.training.data.units import Span
 
 REPLACEMENT = "\ufffd"
@@ -130,43 +129,23 @@ def _stretch(span: Span) -> bytes:
 
 def rows(span: Span, columns: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], Place]]:
     """`columns`: those that are read where a file keeps them apart."""
-    if span.form == "parquet":
-        yield from _parquet(span, columns)  # with limits of its own
-        return
-    try:
-        with reading(span.shown):
-            yield from bounded_steps(_lines(span), ROW_ROOM)
-    except MemoryError as problem:
-        raise too_much_memory(span.shown) from problem
+    with reading(span.shown):
+        yield from _parquet(span, columns) if span.form == "parquet" else _lines(span)
 
 
 def _lines(span: Span) -> Iterator[tuple[dict[str, Any], Place]]:
     with os.fdopen(open_regular(span.path), "rb") as file:
         file.seek(max(span.begin - 1, 0))
         if span.begin:
-            _line(file, span)  # the end of a line that began before, or of one that ends just there
+            file.readline()  # the end of a line that began before, or of one that ends just there
         offset = file.tell()
-        while offset < span.end:
-            line = _line(file, span)
-            if not line:
-                return
+        while offset < span.end and (line := file.readline()):
             if offset == 0:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if not line.isspace():
                 place = Place(span.shown, span.path, offset)
                 yield _row(line, place), place
             offset = file.tell()
-
-
-def _line(file: BinaryIO, span: Span) -> bytes:
-    offset = file.tell()
-    line = file.readline(LONGEST_LINE + 1)
-    if len(line) > LONGEST_LINE:
-        where = at(Place(span.shown, span.path, offset))
-        raise Refusal(
-            f"{where}: the line is longer than {LONGEST_LINE >> 20} MB: a jsonl file has one row per line", EX_DATAERR
-        )
-    return line
 
 
 def _row(line: bytes, place: Place) -> dict[str, Any]:
@@ -190,13 +169,11 @@ def _parquet(span: Span, columns: tuple[str, ...]) -> Iterator[tuple[dict[str, A
             EX_DATAERR,
         )
     before = sum(table.metadata.row_group(group).num_rows for group in range(span.group))
-    own = bytes_of_group(table, span.group, os.path.getsize(span.path), span.shown)
-    done, unfolding = 0, Unfolding(span.shown, own, table.metadata.num_row_groups)
-    for some in read_rows(span.path, table, span.group, there, span.name):
+    done = 0
+    for some in read_rows(table, span.group, there, span.shown):
         if done + len(some) > span.begin:
             for offset, row in enumerate(some):
                 if span.begin <= done + offset < span.end:
-                    unfolding.take(row)
                     yield row, Place(span.shown, span.path, row=before + done + offset + 1)
         done += len(some)
         if done >= span.end:

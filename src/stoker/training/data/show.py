@@ -20,7 +20,7 @@ from stoker.training.data.jsonl import utf8
 from stoker.training.data.looks import as_text, check_head, refuse_binary
 from stoker.training.data.read import HOPELESS_AFTER_ALL, key_names
 from stoker.training.data.reasons import MOST_LONG, TOLERATED, Reason, Reasons
-from stoker.training.data.rows import LONGEST_LINE, kind_of, rows
+from stoker.training.data.rows import kind_of, rows
 from stoker.training.data.unpack import open_unpacked, packing_of
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -218,15 +218,19 @@ def _stretches(path: str) -> Iterator[bytes]:
     if not packing_of(path):
         check_head(path, text=True)
     with open_unpacked(path) as stream:
-        rest, place = b"", 0
+        pieces: list[bytes] = []  # of a line whose end is not read yet
+        place = 0
         while more := stream.read(_STRETCH):
             end = more.rfind(b"\n") + 1
-            data, rest = (rest + more[:end], more[end:]) if end else (b"", rest + more)
-            if len(rest) > LONGEST_LINE:
-                raise Refusal(f"{path} has a line of more than {LONGEST_LINE >> 20} MB", EX_DATAERR)
+            if not end:
+                pieces.append(more)
+                continue
+            data = b"".join([*pieces, more[:end]])
+            pieces = [more[end:]]
             refuse_binary(path, data, place)
             as_text(path, data, place)
             place += len(data)
             yield data
+        rest = b"".join(pieces)
         as_text(path, rest, place)
         yield rest

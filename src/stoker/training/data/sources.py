@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 
 from stoker.contract.diskroom import DiskRoom
-from stoker.contract.memory import Bounded, bounded_steps
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import amount
 from stoker.contract.safe_io import PRIVATE, WholeFile
@@ -19,14 +18,13 @@ from stoker.contract.text import printable
 from stoker.training.data.looks import check_head
 from stoker.training.data.ours import OTHER_CACHE, digest_files, files_below
 from stoker.training.data.rows import IN_PLACE, KINDS, as_line, counted_in, is_known, kind_of, rows
-from stoker.training.data.unpack import most_unfolded, open_unpacked, packing_of, unfolds
+from stoker.training.data.unpack import open_unpacked, packing_of
 
 # A data set of the hub, through `datasets`: streamed into a local file of rows once, then read like any other.
 
 _HUB = re.compile(
     r"(?P<id>[\w-][\w.-]*/[\w.-]+)(:(?P<config>[\w.+-]*)(:(?P<split>[\w.+-]+))?)?(@(?P<revision>[\w./-]+))?"
 )
-_HUB_ROOM = 6 << 30  # bytes of memory: `datasets` reads whole row groups
 _ARCHIVES = ("zip://", "tar://", "gzip://", "bz2://", "xz://", "lz4://", "zstd://")
 
 
@@ -47,28 +45,21 @@ def fetch(name: str, cache: str, say: Callable[[str], None]) -> str:
     os.environ.setdefault(
         "HF_DATASETS_TRUST_REMOTE_CODE", "0"
     )  # before version 4, `datasets` can run a data set's own Python
-    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # as data/parquet.py: within another no limit is seen
     try:
-        with Bounded(_HUB_ROOM):
-            builder = import_module("datasets").load_dataset_builder(
-                parts["id"], parts["config"] or None, revision=parts["revision"]
-            )
-            _refuse_files_of_ours(name, builder.config.data_files or {})
-            found = builder.as_streaming_dataset(split=parts["split"] or "train")
+        builder = import_module("datasets").load_dataset_builder(
+            parts["id"], parts["config"] or None, revision=parts["revision"]
+        )
+        _refuse_files_of_ours(name, builder.config.data_files or {})
+        dataset = builder.as_streaming_dataset(split=parts["split"] or "train")
         os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
         say(f"{name}: fetching from the hub")
         room = DiskRoom(cache, OTHER_CACHE)
         with WholeFile(path, PRIVATE) as file:
-            for row in bounded_steps(iter(found), _HUB_ROOM):
+            for row in dataset:
                 data = as_line(row)
                 room.take(len(data))
                 file.write(data)
             size = file.tell()
-    except MemoryError as problem:
-        line = (
-            f"{name}: its rows unpack to more than {_HUB_ROOM >> 30} GB at once, or than there is: it may be an attack"
-        )
-        raise Refusal(line, EX_DATAERR) from problem
     except ImportError as problem:
         raise Refusal(
             f"there is no file {name}; if it is a data set of the hub: `pip install datasets`", EX_UNAVAILABLE
@@ -92,7 +83,7 @@ def _refuse_files_of_ours(name: str, files: Mapping[str, Iterable[object]]) -> N
         *within, file = path.split("::")  # zip://rows.csv::hf://…; of another chain it may open any part
         if not file.startswith(("hf://", "https://")) or not all(part.startswith(_ARCHIVES) for part in within):
             line = f"{name}: its page names {printable(path, 200)} as one of its files, which is not a file of the hub"
-            raise Refusal(f"{line}: it may be an attack", EX_DATAERR)
+            raise Refusal(line, EX_DATAERR)
 
 
 # What many processes can't read from any place (packed files, json, csv, arrow) becomes one that they can, once.
@@ -100,8 +91,8 @@ def _refuse_files_of_ours(name: str, files: Mapping[str, Iterable[object]]) -> N
 UNFOLDED = 1  # raised when the same file would give other bytes
 
 
-def unfold(path: str, cache: str, say: Callable[[str], None], files: int, room: DiskRoom) -> str:
-    """`files`: how many are read together; `room`: of the cache, for all of them."""
+def unfold(path: str, cache: str, say: Callable[[str], None], room: DiskRoom) -> str:
+    """`room`: of the cache, for all files that are read together."""
     assert cache, "the working directory is no cache"
     kind = kind_of(path)
     (digest,) = digest_files([path], cache, 1, say)
@@ -111,7 +102,7 @@ def unfold(path: str, cache: str, say: Callable[[str], None], files: int, room: 
         return target
     os.makedirs(os.path.dirname(target), 0o700, exist_ok=True)
     with WholeFile(target, PRIVATE) as file:
-        for data in _unfolded(path, kind, files):
+        for data in _unfolded(path, kind):
             room.take(len(data))
             file.write(data)
         size = file.tell()
@@ -119,19 +110,13 @@ def unfold(path: str, cache: str, say: Callable[[str], None], files: int, room: 
     return target
 
 
-def _unfolded(path: str, kind: str, files: int) -> Iterator[bytes]:
-    """A few bytes may stand for many rows, or for long ones: no more of them than a packed file may unfold to."""
-    if kind in ("text", "jsonl"):  # a table's copy would stand for 200 times its own size again
-        with open_unpacked(path, files) as stream:
+def _unfolded(path: str, kind: str) -> Iterator[bytes]:
+    if kind in ("text", "jsonl"):
+        with open_unpacked(path) as stream:
             yield from iter(lambda: stream.read(1 << 20), b"")
         return
-    left = most_unfolded(os.path.getsize(path), files)
-    for _, row in rows(path, files):
-        line = as_line(row)
-        left -= len(line)
-        if left < 0:
-            raise unfolds(path, os.path.getsize(path))
-        yield line
+    for _, row in rows(path):
+        yield as_line(row)
 
 
 FORMS = KINDS  # the endings that a folder is read for; each may be followed by one of PACKED
@@ -149,11 +134,9 @@ class Source:
 
 
 def find_sources(
-    paths: Sequence[str], cache: str, say: Callable[[str], None], what: str = "data.path", among: int = 1
+    paths: Sequence[str], cache: str, say: Callable[[str], None], what: str = "data.path"
 ) -> tuple[Source, ...]:
-    """In the order given; what a folder or a glob holds is sorted. Refuses what can't be read before anything is done.
-    `among`: how many files they are a part of.
-    """
+    """In the order given; what a folder or a glob holds is sorted. Refuses what can't be read before anything is done."""
     if not paths:
         raise Refusal(
             f"{what} is empty: name text, jsonl, json, csv, arrow or parquet files, folders of them, or a hub id (--data PATH)",
@@ -166,20 +149,17 @@ def find_sources(
     if twice:
         say(f"{twice} is given twice: it is read twice")
     room = DiskRoom(cache, OTHER_CACHE)
-    return tuple(_source(path, cache, say, max(len(files), among), room) for path in files)
+    return tuple(_source(path, cache, say, room) for path in files)
 
 
-def _source(path: str, cache: str, say: Callable[[str], None], files: int, room: DiskRoom) -> Source:
+def _source(path: str, cache: str, say: Callable[[str], None], room: DiskRoom) -> Source:
     kind = kind_of(path)
     if os.path.splitext(path)[1].lower() == ".zip":
         raise Refusal(f"{path} is an archive of files: unpack it first, e.g. `unzip {path}`", EX_DATAERR)
     check_head(path, text=not packing_of(path) and kind not in ("parquet", "arrow"))
-    size, stored = os.path.getsize(path), os.path.getsize(path)
-    if size > most_unfolded(stored, files):  # the rest is holes, which are read as zeros
-        raise unfolds(path, stored)
     if not packing_of(path) and kind in IN_PLACE:
-        return Source(path, kind, size)
-    copy = unfold(path, cache, say, files, room)
+        return Source(path, kind, os.path.getsize(path))
+    copy = unfold(path, cache, say, room)
     if not os.path.getsize(copy):
         raise Refusal(f"{path} holds no {counted_in(path)}s", EX_DATAERR)
     if kind == "text":

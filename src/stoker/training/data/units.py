@@ -20,8 +20,6 @@ PACKING = 2  # raised when the same sources would give other tokens
 UNIT = 1 << 20  # small: the last ones are done at the same time
 LOOK = 1 << 18  # a text is cut at the first line end within so many bytes, else anywhere between characters
 ROW_GROUP_UNIT = 64 << 20  # a part of a row group decodes what stands before it: larger than other units
-LEAST_PACKED = 64 << 10  # bytes of the file for each part of a row group: 64 MB of text don't become less
-MOST_PARTS = 4096  # of a row group, whatever size it claims
 _LINE = re.compile(rb"\n(?=\S)")
 
 
@@ -119,11 +117,9 @@ def _row_groups(source: Source, share: float) -> tuple[list[Span], list[Span]]:
     train: list[Span] = []
     held: list[Span] = []
     before = 0
-    left = source.size // LEAST_PACKED  # parts besides the first of each group: a footer may claim any size
     for group in range(table.metadata.num_row_groups):
         about = table.metadata.row_group(group)
-        parts = max(1, min(-(-about.total_byte_size // ROW_GROUP_UNIT), MOST_PARTS, left + 1))
-        left -= parts - 1
+        parts = max(1, min(-(-about.total_byte_size // ROW_GROUP_UNIT), about.num_rows))
         marks = {about.num_rows * part // parts for part in range(parts + 1)} | {
             min(max(border - before, 0), about.num_rows)
         }

@@ -1,6 +1,4 @@
-"""Packed files (.gz .bz2 .xz .zst) as streams in bounded memory. A damaged one, or one that unfolds without end, is one
-refusal.
-"""
+"""Packed files (.gz .bz2 .xz .zst) as streams. A damaged one is one refusal."""
 
 from __future__ import annotations
 
@@ -16,16 +14,12 @@ from importlib import import_module
 from typing import Any, BinaryIO
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
-from stoker.contract.quantities import amount, counted
+from stoker.contract.quantities import counted
 from stoker.contract.safe_io import open_regular
 
 PACKED = (".gz", ".bz2", ".xz", ".zst")
-MOST_TIMES = 200  # a packed file's size; text packs to a fifth, tables of numbers to a twentieth
-ALWAYS = 256 << 20  # bytes that any packed file may unfold to
-_WINDOW = 128 << 20  # bytes that a decompressor may look back: what `xz -9` and `zstd --long=27` need at most
 _READ = 1 << 20
 _PIECE = 1 << 13  # bytes that a frame gets at once: those behind its end are copied
-_ZSTD_READ = 1 << 11  # 4 bytes of zstd unfold to 128 KB at most: 64 MB at once
 
 
 def packing_of(path: str) -> str:
@@ -34,25 +28,14 @@ def packing_of(path: str) -> str:
     return ending if ending in PACKED else ""
 
 
-def most_unfolded(size: int, parts: int = 1) -> int:
-    """Bytes that a file of `size` bytes may stand for, or one of so many parts of it, or of so many files that are read
-    together: else a thousand of a few bytes each stand for a thousand times as much."""
-    return max(ALWAYS // parts, MOST_TIMES * size)
-
-
-def unfolds(path: str, size: int) -> Refusal:
-    line = f"{path} unpacks to more than {MOST_TIMES} times its {amount(size)}: it may be an attack"
-    return Refusal(f"{line}; unpack it yourself if it is not", EX_DATAERR)
-
-
 def unpacked_name(path: str) -> str:
     return path[: len(path) - len(packing_of(path))]
 
 
 @contextmanager
-def open_unpacked(path: str, files: int = 1) -> Iterator[BinaryIO]:
+def open_unpacked(path: str) -> Iterator[BinaryIO]:
     """The file's content, unpacked where its name says that it is packed. Whatever goes wrong within the block while
-    unpacking is refused in one line. `files`: how many are read together.
+    unpacking is refused in one line.
     """
     try:
         handle = open_regular(path)
@@ -63,8 +46,7 @@ def open_unpacked(path: str, files: int = 1) -> Iterator[BinaryIO]:
         if not packing:
             yield file
             return
-        stream = _Bounded(_opened(path, packing, file), path, os.path.getsize(path), files)
-        with io.BufferedReader(stream, _READ) as buffered:
+        with io.BufferedReader(_Unpacked(_opened(path, packing, file), path), _READ) as buffered:
             yield buffered
 
 
@@ -73,18 +55,16 @@ def _opened(path: str, packing: str, file: BinaryIO) -> Any:
         return gzip.GzipFile(fileobj=file, mode="rb")
     if packing == ".bz2":
         return bz2.BZ2File(file)
-    if packing == ".xz":  # lzma.LZMAFile has no limit on its memory
-        return _Frames(file, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=2 * _WINDOW), _READ)
+    if packing == ".xz":  # lzma.LZMAFile ignores a damaged second stream
+        return _Frames(file, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ))
     return _zstd(path, file)
 
 
 def _zstd(path: str, file: BinaryIO) -> Any:
     try:
         zstandard = import_module("zstandard")
-        decompressor = zstandard.ZstdDecompressor(
-            max_window_size=_WINDOW
-        )  # one for all: making it takes longer than a frame
-        return _Frames(file, lambda: _Zstandard(decompressor), _ZSTD_READ)
+        decompressor = zstandard.ZstdDecompressor()  # one for all: making it takes longer than a frame
+        return _Frames(file, lambda: _Zstandard(decompressor))
     except ImportError:
         pass
     try:
@@ -92,8 +72,7 @@ def _zstd(path: str, file: BinaryIO) -> Any:
     except ImportError as problem:
         line = f"{path} needs a package to unpack it: `pip install zstandard`, or `unzstd {path}`"
         raise Refusal(line, EX_UNAVAILABLE) from problem
-    longest = {zstd.DecompressionParameter.window_log_max: _WINDOW.bit_length() - 1}
-    return _Frames(file, lambda: zstd.ZstdDecompressor(options=longest), _READ)
+    return _Frames(file, zstd.ZstdDecompressor)
 
 
 class _Zstandard:
@@ -122,8 +101,8 @@ class _Frames:
     ignores that would lose rows silently.
     """
 
-    def __init__(self, file: BinaryIO, fresh: Callable[[], Any], block: int) -> None:
-        self._file, self._fresh, self._block = file, fresh, block
+    def __init__(self, file: BinaryIO, fresh: Callable[[], Any]) -> None:
+        self._file, self._fresh = file, fresh
         self._frame, self._begun = fresh(), False
         self._input = self._output = b""
         self._at = 0  # what of the input the frames have got
@@ -141,7 +120,7 @@ class _Frames:
         piece = b""
         if self._frame.needs_input:
             if self._at == len(self._input):
-                self._input, self._at = self._file.read(self._block), 0
+                self._input, self._at = self._file.read(_READ), 0
                 if not self._input and self._begun:
                     raise EOFError("it ends in the middle")
                 if not self._input:
@@ -157,12 +136,11 @@ class _Frames:
         return True
 
 
-class _Bounded(io.RawIOBase):
-    """Every read names the file where its bytes are damaged, and counts what came out."""
+class _Unpacked(io.RawIOBase):
+    """Every read names the file where its bytes are damaged."""
 
-    def __init__(self, stream: Any, path: str, size: int, files: int) -> None:
-        self._stream, self._path, self._size, self._done = stream, path, size, 0
-        self._most = most_unfolded(size, files)
+    def __init__(self, stream: Any, path: str) -> None:
+        self._stream, self._path, self._done = stream, path, 0
         self._errors: tuple[type[BaseException], ...] = (
             OSError,
             EOFError,
@@ -184,8 +162,6 @@ class _Bounded(io.RawIOBase):
             line = f"{self._path} is damaged: it can't be unpacked{beyond} ({why})"
             raise Refusal(f"{line}; download it again", EX_DATAERR) from problem
         self._done += len(data)
-        if self._done > self._most:
-            raise unfolds(self._path, self._size)
         buffer[: len(data)] = data
         return len(data)
 

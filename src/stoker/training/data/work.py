@@ -31,7 +31,7 @@ from stoker.training.tokenizer.tokenizer import Tokenizer, load
 
 LEARN, BEGIN = 1, 2  # bits of a chat's mask: this token is learned; a conversation (or the padding) begins here
 _PR_SET_PDEATHSIG = 1
-MOST_MEMORY = 6 << 30  # bytes that a process may take besides its tokenizer: three times those of reading a row
+MAX_MEMORY = 6 << 30  # bytes that a worker may take besides its tokenizer: a row of 1 GB takes about as much
 
 
 @shape
@@ -169,6 +169,11 @@ def files_in(spans: Sequence[Span]) -> str:
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
+def too_much_memory(spans: Sequence[Span]) -> Refusal:
+    line = f"preparing data: {files_in(spans)} needs more memory than there is, or more than the {MAX_MEMORY >> 30} GB of a worker"
+    return Refusal(f"{line}: cut its longest rows, or write smaller row groups", EX_OSERR)
+
+
 def main() -> None:
     # Who asked may be killed: nobody must go on writing into a folder that the next builder removes.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -179,20 +184,20 @@ def main() -> None:
     unreachable = told.pop("unreachable")
     work = Work(**told, unreachable=None if unreachable is None else tuple(unreachable))
     tokenizer = prepared_tokenizer(work)
-    limit_to(used_memory() + MOST_MEMORY)
+    limit_to(used_memory() + MAX_MEMORY)
     for line in sys.stdin:
         job = json.loads(line)
+        spans = [span_from(one) for one in job["spans"]]
         answer: dict[str, Any]
         try:
-            answer = as_json(do(tokenizer, work, [span_from(one) for one in job["spans"]], job["path"]))
+            answer = as_json(do(tokenizer, work, spans, job["path"]))
         except Refusal as refusal:
             answer = {"refusal": refusal.line, "code": refusal.code}
         except OSError as problem:
             answer = {"refusal": f"preparing data: {problem}", "code": EX_OSERR}
         except MemoryError:
-            files = files_in([span_from(one) for one in job["spans"]])
-            line = f"preparing data: {files} takes more memory than there is, or more than {MOST_MEMORY >> 30} GB"
-            answer = {"refusal": line, "code": EX_OSERR}
+            too_much = too_much_memory(spans)
+            answer = {"refusal": too_much.line, "code": too_much.code}
         print(json.dumps(answer), file=answers)
 
 

@@ -17,7 +17,6 @@ from decimal import Decimal
 
 from stoker.contract.shape import shape
 
-LONGEST_ANSWER = 1 << 16  # characters of an expected answer: it is compared with every completion
 _STATED = re.compile(r"answer is\b|\banswer\W{0,3}:|####", re.IGNORECASE)
 _BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])", re.ASCII)

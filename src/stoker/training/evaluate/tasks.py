@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 from stoker.contract.errors import reading
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
-from stoker.contract.quantities import counted
 from stoker.contract.shape import replace, shape
 from stoker.training.data import jsonl
 from stoker.training.data.formats.format import Row, Unusable
 from stoker.training.data.formats.questions import FORMS, Form, Question, messages_of, mmlu_cells
-from stoker.training.data.parquet import characters_of, open_parquet, read_rows
+from stoker.training.data.parquet import open_parquet, read_rows
 from stoker.training.data.rows import counted_in, kind_of
 from stoker.training.data.rows import rows as file_rows
 from stoker.training.data.unpack import open_unpacked, packing_of, unpacked_name
 from stoker.training.evaluate.grading import Grader
-from stoker.training.evaluate.marking import LONGEST_ANSWER
 
 TOLERATED = 0.01  # a share of unusable rows that is skipped; from there on the file is wrong
 _PLAIN_NAMES = ("test", "train", "dev", "val", "validation")
 _COLUMNS = ("prompt", "question", "answer", "answerKey", "choices", "alternatives", "kind", "subject")  # of all forms
 _ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv")
-
-
-_LONGEST_CSV = 1 << 20  # bytes of a line
-_MOST_ROWS, _LOOK = 500_000, 10_000  # of a file; of which the first that can be asked says how all are
-_MOST_CHARACTERS = 256 << 20  # of all questions of a file together
+_LOOK = 10_000  # rows of a file: the first of them that can be asked decides the form of all
 
 
 @shape
@@ -138,9 +131,6 @@ def _file(path: str, kind: str) -> tuple[list[Question], str]:
         question = form(row, kind) if isinstance(row, dict) else None
         if question is None:
             raise Unusable(_strange(row, "what the other rows have"))
-        longest = max(map(len, (question.answer, *question.alternatives)))
-        if longest > LONGEST_ANSWER:
-            raise Unusable(f"an answer of {longest:,} characters; {LONGEST_ANSWER:,} is the most")
         return question
 
     questions, _, skipped = _usable(rows, read, where)
@@ -152,8 +142,7 @@ def _rows(path: str, where: str) -> Sequence[tuple[str, Any]]:
         return _some(_parquet_rows(path), where)
     if kind_of(path) in ("jsonl", "text") and not packing_of(path):
         return _json_rows(path, "evaluate.tasks")  # a line that is no JSON is one row that can't be asked
-    found = ((f"{counted_in(path)} {number}", row) for number, row in file_rows(path))
-    return _some(_bounded(found, path, where), where)
+    return _some([(f"{counted_in(path)} {number}", row) for number, row in file_rows(path)], where)
 
 
 def _form(rows: Sequence[tuple[str, Any]], kind: str, where: str) -> Form:
@@ -206,20 +195,10 @@ def _json_rows(path: str, key: str) -> list[tuple[str, Any]]:
     if not path:
         raise Refusal(f"{key} is empty: name a jsonl file", EX_USAGE)
     try:
-        some = ((f"line {number}", _json(line)) for number, line in jsonl.lines(path))
-        rows = _bounded(some, path, f"{key} {path}")
+        rows = [(f"line {number}", _json(line)) for number, line in jsonl.lines(path)]
     except (OSError, ValueError) as problem:
         raise Refusal(f"{key} {path} can't be read: {problem}", EX_NOINPUT) from problem
     return _some(rows, f"{key} {path}")
-
-
-def _bounded(rows: Iterable[tuple[str, Any]], path: str, where: str) -> list[tuple[str, Any]]:
-    """All are held in memory: no more of them than anybody asks."""
-    with reading(where):
-        found = list(islice(rows, _MOST_ROWS + 1))
-    if len(found) > _MOST_ROWS:
-        raise Refusal(f"{where} has more than {counted(_MOST_ROWS, 'row')}: make the file smaller", EX_DATAERR)
-    return found
 
 
 def _some(rows: list[tuple[str, Any]], where: str) -> list[tuple[str, Any]]:
@@ -248,18 +227,9 @@ def _parquet_rows(path: str) -> list[tuple[str, Any]]:
             EX_DATAERR,
         )
     rows: list[Row] = []
-    characters = 0
-    with reading(f"evaluate.tasks {path}"):
-        for some in (
-            some for group in range(table.metadata.num_row_groups) for some in read_rows(path, table, group, columns)
-        ):
+    for group in range(table.metadata.num_row_groups):
+        for some in read_rows(table, group, columns, path):
             rows += some
-            characters += 64 * len(some) * len(columns)  # what a value takes at least
-            characters += sum(map(characters_of, some))
-            if characters > _MOST_CHARACTERS:
-                raise Refusal(
-                    f"evaluate.tasks {path} unpacks to more than {_MOST_CHARACTERS >> 20} MB of text", EX_DATAERR
-                )
     return [(f"row {number}", row) for number, row in enumerate(rows, 1)]
 
 
@@ -267,8 +237,7 @@ def _csv_rows(path: str) -> list[tuple[str, Any]]:
     try:
         with open_unpacked(path) as stream:
             reader = csv.reader(_text_lines(stream))
-            some = ((f"row {number}", cells) for number, cells in enumerate(reader, 1) if cells)
-            rows = _bounded(some, path, f"evaluate.tasks {path}")
+            rows = [(f"row {number}", cells) for number, cells in enumerate(reader, 1) if cells]
     except (OSError, ValueError, csv.Error) as problem:
         raise Refusal(f"evaluate.tasks {path} can't be read: {problem}", EX_NOINPUT) from problem
     has_header = rows and rows[0][1][-1].strip().lower() == "answer"  # as some copies have
@@ -276,9 +245,7 @@ def _csv_rows(path: str) -> list[tuple[str, Any]]:
 
 
 def _text_lines(stream: BinaryIO) -> Iterator[str]:
-    for number, line in enumerate(iter(lambda: stream.readline(_LONGEST_CSV + 1), b""), 1):
-        if len(line) > _LONGEST_CSV:
-            raise ValueError(f"line {number} is longer than {_LONGEST_CSV >> 20} MB")
+    for number, line in enumerate(stream, 1):
         yield line.decode("utf-8-sig" if number == 1 else "utf-8")
 
 

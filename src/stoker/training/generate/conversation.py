@@ -56,6 +56,7 @@ def opened(
     dtype = ready.dtype_of(compute, device)
     ready.arithmetic(compute, dtype)
     words = load_tokenizer(tokenizer_in(folder))
+    words.renders_in_child = True  # the model's template may loop: chat and serve answer with a line after RENDER_S
     if rows < words.vocab_size:
         line = f"{folder}: the tokenizer has {words.vocab_size} tokens and the model only {rows}: they don't belong together"
         raise Refusal(line, EX_USAGE)

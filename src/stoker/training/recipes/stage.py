@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from itertools import islice
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from stoker.contract import names
 from stoker.contract.errors import reading
 from stoker.contract.masking import mask_text
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.safe_io import read_json, write_whole
 from stoker.contract.text import printable_lines
 from stoker.control.record import ownership
@@ -44,7 +43,6 @@ from stoker.training.stages.situation import situation, with_context_of_model, w
 from stoker.training.tokenizer.tokenizer import Tokenizer
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
-MOST_ROWS = 2_000_000  # that a stage holds in memory
 RESULT, TOKENIZER = "result.json", "tokenizer.json"
 SCHEMA = 1
 
@@ -158,12 +156,10 @@ def rows_of(path: str, key: str) -> list[dict[str, Any]]:
     if not path:
         raise Refusal(f"{key} is empty: name a file of rows", EX_USAGE)
     with reading(f"{key} {path}"):
-        found = [row for _, row in islice(rows(path), MOST_ROWS + 1)]
-    if len(found) > MOST_ROWS:
-        raise Refusal(f"{key} {path} has more than {MOST_ROWS:,} rows: make the file smaller", EX_DATAERR)
-    if not found:
+        values = [row for _, row in rows(path)]
+    if not values:
         raise Refusal(f"{key} {path} has no rows", EX_NOINPUT)
-    return found
+    return values
 
 
 def beside(c: Config, tokenizer: str, digest: str, run: str, chat: bool) -> Beside:

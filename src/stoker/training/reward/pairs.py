@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from stoker.contract.errors import reading
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
-from stoker.contract.quantities import amount, counted
+from stoker.contract.quantities import counted
 from stoker.contract.shape import shape
 from stoker.training.data.encode import pair_ids
 from stoker.training.data.formats.format import Preference, Unusable
@@ -28,8 +27,6 @@ from stoker.training.data.rows import rows
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
-# All of them are in every rank's memory, 1.5 KB each, besides their tokens: so many in any case, and one for so many of the file's bytes.
-MOST_PAIRS, BYTES_A_PAIR = 1_000_000, 32
 Say = Callable[[str], None]
 T = TypeVar("T")
 Prompt = str | Sequence[dict[str, Any]]
@@ -67,21 +64,10 @@ def answered(tokenizer: Tokenizer, prompt: Prompt, answer: str) -> list[int]:
     return chat.answered(tokenizer, messages_of(prompt), answer)
 
 
-def _rows(path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """No more than a file of its size has: a packed one of 1 MB may stand for millions of short rows."""
-    size = os.path.getsize(path) if os.path.isfile(path) else 0
-    most = MOST_PAIRS + size // BYTES_A_PAIR
-    for count, row in enumerate(rows(path), 1):
-        if count > most:
-            line = f"{path} has more than {counted(most, 'pair')} in {amount(size)}: it may be an attack"
-            raise Refusal(f"{line}; unpack it yourself if it is not", EX_DATAERR)
-        yield row
-
-
 def lengths_of(path: str, tokenizer: Tokenizer) -> list[int]:
     """Tokens of each pair, both answers; rows that are no pairs are counted elsewhere."""
     found = []
-    for number, row in _rows(path):
+    for number, row in rows(path):
         try:
             with reading(f"{path}, row {number}", Unusable):
                 pair = encode(preference(row), tokenizer)
@@ -133,7 +119,7 @@ def _usable_pairs(
     """Return the pairs of both files as iterators; that of an unnamed held-out file is empty."""
 
     def sampled(file: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        return itertools.islice(_rows(file), 0, None, (steps or {}).get(file, 1))
+        return itertools.islice(rows(file), 0, None, (steps or {}).get(file, 1))
 
     if not path:
         raise Refusal(f"{section}.pairs is empty: name a file of rows with chosen and rejected", EX_USAGE)

@@ -6,19 +6,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from itertools import islice
 from typing import Any
 
 from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.quantities import counted
 from stoker.contract.shape import shape
 from stoker.contract.text import parse_json, printable
 from stoker.training.tokenizer import alphabet
-from stoker.training.tokenizer.harmless import is_harmless
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # which of its special tokens ends a document, best first
-MOST_IDS = 1 << 24  # a table of all ids is made
+MOST_IDS = 1 << 24  # a table of all ids is made: a larger id is an error in the file
 KINDS = ("BPE", "Unigram", "WordLevel", "WordPiece")
 SPACE = "\u2581"  # how SentencePiece writes a blank
 UNNAMED = "without a type"  # `tokenizers` guesses what it is
@@ -35,36 +32,10 @@ _GPT4 = (
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _DIGIT_BY_DIGIT = _GPT4.replace(r"\p{N}{1,3}", r"\p{N}")
-_CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+SHORT|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*SHORT|"
-    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_DEEPSEEK = (
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
-    r""" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
-)
-# Patterns that take about the same time for every text.
-KNOWN_PATTERNS = frozenset(
-    (
-        *(GPT2, OURS, _GPT4, _DIGIT_BY_DIGIT),  # _GPT4 is Llama 3's, too
-        _DIGIT_BY_DIGIT.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
-            r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
-        ),  # Qwen 3.5
-        _CASED.replace("SHORT", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"),  # GPT-4o, Llama 4
-        _CASED.replace("SHORT", "").replace(r"\p{N}{1,3}", r"\p{N}"),  # Mistral's tekken
-        *(_DEEPSEEK, r"\p{N}{1,3}", r"\p{N}", "[一-龥\u3040-ゟ゠-ヿ]+"),
-    )
-)
 # What GGUF calls these patterns. Of tokenizers that take a word whole if it is a token, and of the others.
 GGUF_BYTE_LEVEL = "gpt2"  # any byte-level BPE
 GGUF_SPLITTERS_WHOLE_WORDS = {OURS: "llama-bpe", _GPT4: "llama-bpe"}
 GGUF_SPLITTERS = {GPT2: "gpt-2", OURS: "dbrx", _GPT4: "dbrx", _DIGIT_BY_DIGIT: "qwen2"}
-MOST_BEFORE = 64  # ids before a text: published ones have one or two
-MOST_PARTS = 4  # of a known way to split: DeepSeek's has four
-LONGEST_TOKEN = (
-    1024  # bytes; published ones have 128. A model may write nothing else: an answer has so much text a token
-)
 
 
 @shape
@@ -95,7 +66,6 @@ class Definition:
     normalizer: str | None  # its type; None: there is none
     decoding: Decoding
     before: tuple[int, ...] | None  # ids that its post-processor puts before a text; None: it has no say in that
-    is_known: bool  # it takes about the same time for every text (harmless.py)
 
     @property
     def is_exact(self) -> bool:
@@ -132,13 +102,6 @@ def define(data: bytes, where: str, eos: str | None = None) -> Definition:
         raise refuse(
             f"tokenizer.json is not in the format of `tokenizers`: {type(problem).__name__} {problem}"
         ) from problem
-    longest = max(map(len, (*vocabulary, *special, *ordinary)), default=0)
-    if longest > LONGEST_TOKEN:
-        raise refuse(f"a token has {counted(longest, 'character')}; {LONGEST_TOKEN:,} is the most that could be used")
-    if longest > LONGEST_TOKEN // 4 and not decoding.byte_level:  # there a character is a byte
-        longest = max(len(token.encode("utf-8", "replace")) for token in vocabulary)
-        if longest > LONGEST_TOKEN:
-            raise refuse(f"a token has {counted(longest, 'byte')}; {LONGEST_TOKEN:,} is the most that could be used")
     if model.get("dropout"):
         raise refuse("its model has dropout: the same text would not always be the same tokens")
     end = next((one for one in ENDS if one in special), eos)
@@ -164,7 +127,6 @@ def define(data: bytes, where: str, eos: str | None = None) -> Definition:
         normalizer=normalizes,
         decoding=decoding,
         before=before,
-        is_known=is_harmless(told, KNOWN_PATTERNS, MOST_PARTS),
     )
 
 
@@ -193,9 +155,7 @@ def _before(told: Any) -> tuple[int, ...] | None:
             for piece in part["single"]:
                 if "SpecialToken" not in piece:
                     break
-                found += islice(part["special_tokens"][piece["SpecialToken"]["id"]]["ids"], MOST_BEFORE + 1)
-                if len(found) > MOST_BEFORE:
-                    raise ValueError(f"its post-processor puts more than {MOST_BEFORE} ids before texts")
+                found += part["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
             return tuple(found)
     return None
 

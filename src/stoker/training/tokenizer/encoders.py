@@ -33,8 +33,7 @@ Ids = NDArray[np.uint32]
 Encoder = Callable[
     [str], Ids
 ]  # ordinary text, at most a few 100 KB: above that a run of blanks overflows tiktoken's regex stack
-# A text, and how many of its bytes earn it CPU time. Ids, and the first and the last + 1 character of each.
-SpanEncoder = Callable[[str, int], tuple[Ids, Ids]]
+SpanEncoder = Callable[[str], tuple[Ids, Ids]]  # a text's ids, and the first and the last + 1 character of each
 NFC: Final = "NFC"
 
 
@@ -45,33 +44,22 @@ class FastPlan:
     unreachable: tuple[int, ...] = ()  # ids it must not know
 
 
-class Library:
-    """What tokenizers and tiktoken make of a tokenizer.json, in this process."""
+def span_encoder(data: bytes) -> SpanEncoder:
+    inner = _tokenizers(data)
 
-    def __init__(self, told: Definition, data: bytes) -> None:
-        self.told, self.data = told, data
+    def encode(text: str) -> tuple[Ids, Ids]:
+        encoding = inner.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, dtype=np.uint32), np.array(encoding.offsets, dtype=np.uint32).reshape(-1, 2)
 
-    def plan(self) -> FastPlan | str:
-        return plan_fast(self.told, self.data)
-
-    def encoder(self, plan: FastPlan | None) -> Encoder:
-        return slow_encoder(self.data) if plan is None else fast_encoder(self.told, self.data, plan)
-
-    def span_encoder(self) -> SpanEncoder:
-        inner = _tokenizers(self.data)
-
-        def encode(text: str, due: int) -> tuple[Ids, Ids]:
-            found = inner.encode(text, add_special_tokens=False)
-            return np.array(found.ids, dtype=np.uint32), np.array(found.offsets, dtype=np.uint32).reshape(-1, 2)
-
-        return encode
+    return encode
 
 
 def slow_encoder(data: bytes) -> Encoder:
     inner = _tokenizers(data)
 
     def encode(text: str) -> Ids:
-        return np.array(inner.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+        # Without places in the text: a fifth faster than `encode`, with the same ids.
+        return np.array(inner.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.uint32)
 
     return encode
 

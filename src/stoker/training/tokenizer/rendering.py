@@ -1,54 +1,36 @@
 """A model's own chat template as text, the way `transformers` renders it, and which of its characters the assistant
-wrote.
+wrote. A template is somebody else's program: jinja2's sandbox keeps it from files and from Python itself.
 
-A template is a stranger's program: the sandbox keeps it from files and from Python itself, and the process that calls
-this has limits of time and memory (confined.py).
+python -m stoker.training.tokenizer.rendering: the child of render_process.py.
 """
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import json
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import signal
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.runtime
-import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from stoker.contract.quantities import counted
-from stoker.contract.shape import shape
 from stoker.training.tokenizer.definition import any_of
+from stoker.training.tokenizer.render_process import LAST, MARKS, TURNS, NotRendered, Rendered, Span, Unusable
 
 ASSISTANT = "assistant"
-MARKS, TURNS, LAST = "marks", "turns", "last"  # what says which characters are learned
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _CLOSED = (3, 1, 6)  # older ones of jinja2 let a template out of the sandbox; a host of --hosts may have any
-LONGEST_TEXT = 4 << 20  # characters: `tokenizers` takes 60 bytes for each
-MOST_SPANS = 10_000  # that the assistant wrote, apart from each other
-Span = tuple[int, int]
-
-
-@shape
-class Rendered:
-    text: str
-    learned: tuple[Span, ...] = ()  # in characters of `text`
-    by: str = TURNS
-    messages: int = 0  # that `text` was made of
-
-
-class NotRendered(Exception):
-    """Why, in one line."""
-
-
-class Unusable(NotRendered):
-    """No conversation can be written with this template: it is no template, or it reaches for what it must not."""
+_PR_SET_PDEATHSIG = 1
 
 
 class _Generation(jinja2.ext.Extension):
@@ -70,35 +52,6 @@ class _Generation(jinja2.ext.Extension):
         tracked: Any = self.environment
         tracked.learned.append((tracked.length, tracked.length + len(text)))
         return text
-
-
-class _Dict:
-    """`dict` without a class whose attributes lead elsewhere."""
-
-    def __call__(self, *pairs: Any, **named: Any) -> dict[Any, Any]:
-        return dict(*pairs, **named)
-
-    def fromkeys(self, *keys: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*keys)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """No name that begins with an underscore: those are Python's own."""
-
-    def __init__(*args: Any, **named: Any) -> None:  # `self` may be one of the names
-        values = dict(*args[1:], **named)
-        for name in values:
-            _Namespace._check(name)
-        jinja2.utils.Namespace.__init__(args[0], values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _Namespace._check(name)  # `self` has no attributes but the template's
-        super().__setitem__(name, value)
-
-    @staticmethod
-    def _check(name: Any) -> None:
-        if isinstance(name, str) and name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace has no {name}")
 
 
 def _no_files(name: str) -> None:
@@ -133,12 +86,7 @@ class Template:
             loader=jinja2.FunctionLoader(_no_files),
         )
         environment.filters["tojson"] = _tojson
-        environment.globals |= {
-            "raise_exception": _raise,
-            "strftime_now": _now,
-            "dict": _Dict(),
-            "namespace": _Namespace,
-        }
+        environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         self._environment, self._names = environment, dict(names)
         self._special, self._marked = special, _MARKED.search(source) is not None
         try:
@@ -160,15 +108,16 @@ class Template:
         message's text instead, which the assistant continues.
         """
         text = self.text(messages, tools, opens_turn and not continues, variables)
-        return Rendered(text[: _end_of_content(text, messages[-1])] if continues else text, messages=len(messages))
+        return Rendered(text[: _end_of_content(text, messages[-1])] if continues else text)
 
-    def conversation(self, messages: Sequence[Any], tools: Any = None) -> Rendered:
-        """What is learned: between the template's own marks, else what each of the assistant's turns adds. A template
-        that writes earlier turns otherwise once later ones follow teaches the last one only.
+    def conversation(self, messages: Sequence[Any], tools: Any = None) -> tuple[Rendered, int]:
+        """Return the text with what is learned, and how many of the messages it holds. Learned is what stands between the
+        template's own marks, else what each of the assistant's turns adds. A template that writes earlier turns otherwise once
+        later ones follow teaches the last one only.
         """
         whole = self.text(messages, tools)
         if self._marked:
-            return Rendered(whole, _joined(self._environment.learned), MARKS, len(messages))
+            return Rendered(whole, _joined(self._environment.learned), MARKS), len(messages)
         spans = [
             self._turn(messages, place, tools, whole)
             for place, message in enumerate(messages)
@@ -177,13 +126,13 @@ class Template:
         if not spans:
             raise NotRendered("no message is the assistant's")
         if None not in spans:
-            return Rendered(whole, _joined(span for span in spans if span), TURNS, len(messages))
+            return Rendered(whole, _joined(span for span in spans if span), TURNS), len(messages)
         last = max(place for place, message in enumerate(messages) if message.get("role") == ASSISTANT)
         shorter = self.text(messages[: last + 1], tools)
         span = self._turn(messages[: last + 1], last, tools, shorter)
         if span is None:
             raise NotRendered("it writes the conversation before the assistant's turn otherwise once that turn follows")
-        return Rendered(shorter, _joined([span]), LAST, last + 1)
+        return Rendered(shorter, _joined([span]), LAST), last + 1
 
     def _turn(self, messages: Sequence[Any], place: int, tools: Any, whole: str) -> Span | None:
         """What this turn adds to what stands before it; None where these are not beginnings of the whole."""
@@ -230,7 +179,7 @@ class Template:
             raise
         except jinja2.exceptions.SecurityError as problem:
             raise Unusable(_line(problem)) from problem
-        except Exception as problem:  # whatever a stranger's program comes to
+        except Exception as problem:  # whatever somebody else's program raises
             raise NotRendered(_line(problem)) from problem
         return text.encode("utf-8", "replace").decode()  # a half of a surrogate pair is no character
 
@@ -253,8 +202,6 @@ def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:
             joined[-1] = joined[-1][0], max(end, joined[-1][1])
         else:
             joined.append((begin, end))
-    if len(joined) > MOST_SPANS:
-        raise NotRendered(f"it marks {counted(len(joined), 'part')} as the assistant's; {MOST_SPANS:,} is the most")
     return tuple(joined)
 
 
@@ -272,41 +219,41 @@ def _line(problem: BaseException) -> str:
 
 
 class Templates:
-    """For the process with limits: JSON in, JSON out."""
+    """The templates of a tokenizer, by name. `names`: what they may call bos_token, eos_token and so on; `special`: its
+    special tokens.
+    """
 
-    def __init__(self, told: bytes) -> None:
-        self._told = json.loads(told)
-        self._special = any_of(self._told["special"])
-        self._begins = any_of({name[:1] for name in self._told["special"]})
-        self._made: dict[str, Template] = {}
+    def __init__(self, sources: Mapping[str, str], names: Mapping[str, str], special: Collection[str]) -> None:
+        self._sources, self._names = sources, names
+        self._special = any_of(special)
+        self._begins = any_of({name[:1] for name in special})
+        self._compiled: dict[str, Template] = {}
+        self._lock = threading.Lock()  # a template's environment holds what is being written
 
-    def answer(self, request: bytes) -> bytes:
-        asked = json.loads(request)
-        try:
-            template = self._template(asked["template"])
-            if asked["prompt"]:
-                rendered = template.prompt(asked["messages"], asked["tools"], asked["variables"], **asked["how"])
-            else:
-                rendered = template.conversation(asked["messages"], asked["tools"])
-            self._check(template, asked, rendered)
-        except NotRendered as problem:
-            return json.dumps({"problem": str(problem), "unusable": isinstance(problem, Unusable)}).encode()
-        if len(rendered.text) > LONGEST_TEXT:
-            return json.dumps({"problem": f"it is longer than {LONGEST_TEXT >> 20} million characters"}).encode()
-        return json.dumps({"text": rendered.text, "learned": rendered.learned, "by": rendered.by}).encode()
+    def render(self, request: Mapping[str, Any]) -> Rendered:
+        """Return the conversation of `request` (template.py). Raises NotRendered."""
+        with self._lock:
+            return self._render(request)
 
-    def _check(self, template: Template, asked: Any, rendered: Rendered) -> None:
-        """A template that deletes a part of a message may join the rest to a special token. So the messages are rendered
-        once more, with a character inside all that could become one: the special tokens must be the same.
-        """
-        messages = asked["messages"][: rendered.messages]
-        given = messages, asked["tools"], asked["variables"]
-        broken = self._broken(given[0], asked["inside"]), *(self._broken(one, asked["inside"]) for one in given[1:])
-        if broken == given:
-            return
-        again = template.prompt(*broken, **asked["how"]).text if asked["prompt"] else template.text(*broken[:2])
-        if self._special.findall(again) != self._special.findall(rendered.text):
-            raise NotRendered("it makes a special token of a message's text")
+    def _render(self, request: Mapping[str, Any]) -> Rendered:
+        name, messages, tools, variables = (request[key] for key in ("template", "messages", "tools", "variables"))
+        if name not in self._compiled:
+            self._compiled[name] = Template(self._sources[name], self._names, self._special)
+        template = self._compiled[name]
+        if request["prompt"]:
+            rendered = template.prompt(messages, tools, variables, **request["how"])
+        else:
+            rendered, count = template.conversation(messages, tools)
+            messages = messages[:count]
+        # A template that deletes a part of a message may join the rest to a special token. So the messages are rendered
+        # once more, with a character inside all that could become one: the special tokens must be the same.
+        inside = request["inside"]
+        broken = self._broken(messages, inside), self._broken(tools, inside), self._broken(variables, inside)
+        if broken != (messages, tools, variables):
+            again = template.prompt(*broken, **request["how"]).text if request["prompt"] else template.text(*broken[:2])
+            if self._special.findall(again) != self._special.findall(rendered.text):
+                raise NotRendered("it makes a special token of a message's text")
+        return rendered
 
     def _broken(self, value: Any, inside: str) -> Any:
         """Roles and names of fields stay: templates ask for them."""
@@ -319,9 +266,31 @@ class Templates:
                 else self._broken(item, inside)
                 for key, item in value.items()
             }
-        return [self._broken(item, inside) for item in value] if isinstance(value, list) else value
+        return [self._broken(item, inside) for item in value] if isinstance(value, (list, tuple)) else value
 
-    def _template(self, name: str) -> Template:
-        if name not in self._made:
-            self._made[name] = Template(self._told["sources"][name], self._told["names"], self._special)
-        return self._made[name]
+
+def main() -> None:
+    """Render one conversation per line of stdin: JSON in, JSON out. The first line holds the templates."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a loop sees no end of stdin
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    templates = Templates(**json.loads(sys.stdin.buffer.readline()))
+    answer: dict[str, Any] = {}
+    while True:
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
+        line = sys.stdin.buffer.readline()
+        if not line:
+            return
+        try:
+            rendered = templates.render(json.loads(line))
+            answer = {"text": rendered.text, "learned": rendered.learned, "by": rendered.by}
+        except NotRendered as problem:
+            answer = {"problem": str(problem), "is_unusable": isinstance(problem, Unusable)}
+        except MemoryError:
+            answer = {"problem": "it takes more memory than there is", "is_unusable": False}
+
+
+if __name__ == "__main__":
+    main()

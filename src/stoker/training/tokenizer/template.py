@@ -20,18 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.quantities import counted
 from stoker.contract.shape import shape
 from stoker.contract.text import parse_json
-from stoker.training.tokenizer.confined import ConfinedTemplate
 from stoker.training.tokenizer.definition import any_of
 from stoker.training.tokenizer.encoders import Ids, SpanEncoder
-from stoker.training.tokenizer.harmless import LONGEST_ADDED, MOST_ADDED, MOST_IN_ADDED
+from stoker.training.tokenizer.render_process import LAST, NotRendered, Rendered, Renderer, RenderProcess, Unusable
 
 JINJA, OLD_JSON = "chat_template.jinja", "chat_template.json"
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-LAST = "last"  # only the last of the assistant's turns is learned
 # What tokenizer/chat.py writes, in the templates' language.
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' +"
@@ -39,10 +36,6 @@ CHATML = (
 )
 _PRIVATE = range(0x100000, 0x10FFFE)  # characters that mean nothing to anybody
 _PRIVATE_CHARACTER = re.compile(f"[{chr(_PRIVATE[0])}-{chr(_PRIVATE[-1])}]")
-# How long a text may be that a template wrote and that is encoded without limits: characters of its own, and times the
-# conversation as JSON. Published templates write 3,000 at most, and a special token counts 45.
-_OF_ITS_OWN, _TIMES = 1 << 14, 4
-_OF_SPECIAL = 1 << 20  # characters that the names of special tokens may add to any text: some 25,000 of them
 
 
 class Unfit(Refusal):
@@ -76,40 +69,33 @@ def templates_of(config: Mapping[str, Any], files: Mapping[str, bytes], where: s
     return {str(name): source for name, source in sources.items() if isinstance(source, str) and source}
 
 
-@shape
-class _Written:
-    """What a template made of a conversation."""
-
-    text: str
-    learned: Sequence[Sequence[int]]  # spans of characters, none empty
-    by: str
-    inside: str  # the character that stands inside special tokens which are text; it occurs nowhere else
-    due: int  # the longest text, in characters, that is in proportion to the conversation
-
-
 class ChatTemplate:
     def __init__(
         self,
         sources: Mapping[str, str],
         names: Mapping[str, str],
         special: Mapping[str, int],
-        encoders: Callable[[Mapping[str, str]], tuple[SpanEncoder, SpanEncoder]],
+        span_encoder: Callable[[Mapping[str, str]], SpanEncoder],
         where: str,
+        *,
+        in_child: bool = False,
     ) -> None:
-        """`encoders`: of the tokenizer with other names for its special tokens; the second one has limits."""
-        longest, size = max(map(len, special), default=0), sum(map(len, special))
-        if len(special) > MOST_ADDED or size > MOST_IN_ADDED or longest > LONGEST_ADDED:
-            raise Refusal(
-                f"tokenizer {where}: its chat template can't be used: it has {len(special):,} special tokens with"
-                f" {counted(size, 'character')}, the longest {longest:,}; {MOST_ADDED:,}, {MOST_IN_ADDED:,} and {LONGEST_ADDED:,}"
-                " are the most",
-                EX_DATAERR,
-            )
+        """`span_encoder`: returns the tokenizer's encoder with other names for its special tokens; `in_child`: render under the
+        time limit of render_process.py.
+        """
         self.sources = sources  # by name
-        self._special, self._encoders, self._where = special, encoders, where
+        self._names, self._special, self._span_encoder, self._where = names, special, span_encoder, where
         self._pattern = any_of(special)
         self._private = set(filter(_PRIVATE_CHARACTER.match, "".join(special)))
-        self._process = ConfinedTemplate({"sources": sources, "names": names, "special": list(special)}, where)
+        self._in_child = in_child
+
+    @cached_property
+    def _renderer(self) -> Renderer:
+        if self._in_child:
+            return RenderProcess(self.sources, self._names, self._special)
+        from stoker.training.tokenizer.rendering import Templates  # only here: jinja2 takes 50 ms
+
+        return Templates(self.sources, self._names, self._special)
 
     def prompt(
         self,
@@ -124,29 +110,29 @@ class ChatTemplate:
         template may read; `opens_turn`: False leaves the beginning out; `continues`: the last message is not ended.
         """
         how = {"opens_turn": opens_turn, "continues": continues}
-        ids, _, _ = self._ids(self._rendered(messages, tools, True, variables, how))
+        rendered, inside = self._rendered(messages, tools, True, variables, how)
+        ids, _, _ = self._ids(rendered.text, inside)
         return list(map(int, ids))
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> Encoded:
-        written = self._rendered(messages, tools, prompt=False)
-        ids, offsets, moved = self._ids(written)
-        spans = moved(np.array(written.learned, dtype=np.int64).reshape(-1, 2))
+        rendered, inside = self._rendered(messages, tools, prompt=False)
+        ids, offsets, moved = self._ids(rendered.text, inside)
+        spans = moved(np.array(rendered.learned, dtype=np.int64).reshape(-1, 2))
         # Spans that begin before a token's end, without those that end before its begin: those that overlap with it.
         begun = np.searchsorted(np.sort(spans[:, 0]), offsets[:, 1], side="left")
         ended = np.searchsorted(np.sort(spans[:, 1]), offsets[:, 0], side="right")
         mask = ((begun > ended) & (offsets[:, 0] < offsets[:, 1])).astype(np.uint8)
-        pieces = (self._pattern.sub("", written.text[begin:end]) for begin, end in written.learned)
-        size = sum(len(piece.replace(written.inside, "").encode("utf-8", "replace")) for piece in pieces)
-        return Encoded(ids, mask, size, written.by == LAST)
+        pieces = (self._pattern.sub("", rendered.text[begin:end]) for begin, end in rendered.learned)
+        size = sum(len(piece.replace(inside, "").encode("utf-8", "replace")) for piece in pieces)
+        return Encoded(ids, mask, size, rendered.by == LAST)
 
     @cached_property
     def end_id(self) -> int | None:
         """The token that ends an answer: the first behind its words. None where the template writes none."""
         words = "\u7b54"
         try:
-            text = self._rendered(
-                [{"role": "user", "content": "a"}, {"role": "assistant", "content": words}], (), prompt=False
-            ).text
+            turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": words}]
+            text = self._rendered(turns, (), prompt=False)[0].text
         except Unfit:
             return None
         end = self._pattern.search(text, text.rfind(words) + 1)
@@ -159,7 +145,10 @@ class ChatTemplate:
         prompt: bool,
         variables: Mapping[str, Any] | None = None,
         how: Mapping[str, bool] | None = None,
-    ) -> _Written:
+    ) -> tuple[Rendered, str]:
+        """Return what the template makes of a conversation, and the character that stands inside special tokens which are
+        text: it occurs nowhere else.
+        """
         values = dict(variables or {})
         texts = "\0".join(_texts([list(messages), list(tools), values]))
         used = self._private | {match[0] for match in _PRIVATE_CHARACTER.finditer(texts)}
@@ -174,45 +163,48 @@ class ChatTemplate:
             raise Refusal(
                 f"tokenizer {self._where}: no chat template is called {DEFAULT}; there are {have}", EX_DATAERR
             )
-        asked = {"template": name, "messages": messages, "tools": list(tools) or None, "variables": values, "how": how}
-        request = json.dumps({**asked, "prompt": prompt, "inside": inside}).encode()
-        answer = self._process.render(request)
-        if answer.get("unusable"):
-            raise Refusal(f"tokenizer {self._where}: its chat template can't be used: {answer['problem']}", EX_DATAERR)
-        if "problem" in answer:
-            raise Unfit(f"the chat template of {self._where} can't write it: {answer['problem']}")
-        due = _OF_ITS_OWN + _TIMES * len(request)
-        return _Written(answer["text"], answer["learned"], answer["by"], inside, due)
+        request = {
+            "template": name,
+            "messages": list(messages),
+            "tools": list(tools) or None,
+            "variables": values,
+            "how": how,
+            "prompt": prompt,
+            "inside": inside,
+        }
+        try:
+            return self._renderer.render(request), inside
+        except Unusable as problem:
+            line = f"tokenizer {self._where}: its chat template can't be used: {problem}"
+            raise Refusal(line, EX_DATAERR) from problem
+        except NotRendered as problem:
+            raise Unfit(f"the chat template of {self._where} can't write it: {problem}") from problem
 
     def _as_text(self, value: Any, inside: str) -> Any:
         if isinstance(value, str):
             return self._pattern.sub(lambda match: match[0][0] + inside + match[0][1:], value)
         if isinstance(value, dict):
             return {self._as_text(key, inside): self._as_text(item, inside) for key, item in value.items()}
-        if isinstance(value, list):
+        if isinstance(value, (list, tuple)):
             return [self._as_text(item, inside) for item in value]
         return value
 
-    def _ids(self, written: _Written) -> tuple[Ids, Ids, Callable[[NDArray[np.int64]], NDArray[np.int64]]]:
+    def _ids(self, text: str, inside: str) -> tuple[Ids, Ids, Callable[[NDArray[np.int64]], NDArray[np.int64]]]:
         """Ids, which characters each stands for, and where characters of the text are among those."""
-        (near, limited), doubles, to_special = self._encoder
-        text = written.text
+        encode, doubles, to_special = self._encoder
         pieces: list[str] = []
-        edges, shifts, place, shift, most = [0], [0], 0, 0, max(_OF_SPECIAL, written.due)
-        for match in self._unlike(text, written.inside):
+        edges, shifts, place, shift = [0], [0], 0, 0
+        for match in self._unlike(text, inside):
             if match.start() < place:
                 continue
             double = doubles.get(match[0], "")
             pieces += [text[place : match.start()], double]
             place = match.end()
             shift += len(double) - len(match[0])
-            if shift > most:
-                line = f"the chat template of {self._where} can't write it: it writes more than {len(edges):,} special tokens"
-                raise Unfit(line)
             edges.append(place)
             shifts.append(shift)
         joined = "".join([*pieces, text[place:]])
-        ids, offsets = (near if len(joined) <= written.due else limited)(joined, written.due)
+        ids, offsets = encode(joined)
         ends, moves = np.array(edges), np.array(shifts)
         return to_special[ids], offsets, lambda at: at + moves[np.searchsorted(ends, at, side="right") - 1]
 
@@ -226,19 +218,19 @@ class ChatTemplate:
         return heapq.merge(special, unwanted, key=lambda match: match.start())
 
     @cached_property
-    def _encoder(self) -> tuple[tuple[SpanEncoder, SpanEncoder], dict[str, str], Ids]:
-        """The encoders, the secret names, and a table from their ids to those of the tokenizer."""
+    def _encoder(self) -> tuple[SpanEncoder, dict[str, str], Ids]:
+        """The encoder, the secret names, and a table from their ids to those of the tokenizer."""
         secret = os.urandom(16).hex()
         doubles = {
             name: f"{chr(_PRIVATE[0])}{secret}-{place}{chr(_PRIVATE[1])}" for place, name in enumerate(self._special)
         }
-        encoders, names = self._encoders(doubles), "".join(doubles.values())
-        ids = encoders[0](names, 4 * len(names))[0]
+        encode = self._span_encoder(doubles)
+        ids, _ = encode("".join(doubles.values()))
         if len(ids) != len(doubles):
             raise Refusal(f"tokenizer {self._where}: its special tokens can't be distinguished from text", EX_DATAERR)
         table = np.arange(1 + int(ids.max()), dtype=np.uint32)  # the library numbers what was added last as the last
         table[ids] = list(self._special.values())
-        return encoders, doubles, table
+        return encode, doubles, table
 
 
 def _texts(value: Any) -> list[str]:
@@ -246,4 +238,4 @@ def _texts(value: Any) -> list[str]:
         return [value]
     if isinstance(value, dict):
         return [text for pair in value.items() for text in _texts(list(pair))]
-    return [text for item in value for text in _texts(item)] if isinstance(value, list) else []
+    return [text for item in value for text in _texts(item)] if isinstance(value, (list, tuple)) else []

@@ -18,9 +18,19 @@ from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusa
 from stoker.contract.safe_io import read_bytes, read_json, write_whole
 from stoker.contract.text import parse_json
 from stoker.training.tokenizer import alphabet
-from stoker.training.tokenizer.confined import Confined
 from stoker.training.tokenizer.definition import ENDS, SPECIAL, Definition, define, token_bytes
-from stoker.training.tokenizer.encoders import Encoder, FastPlan, Ids, Library, SpanEncoder, table_encoder, with_doubles
+from stoker.training.tokenizer.encoders import (
+    Encoder,
+    FastPlan,
+    Ids,
+    SpanEncoder,
+    fast_encoder,
+    plan_fast,
+    slow_encoder,
+    span_encoder,
+    table_encoder,
+    with_doubles,
+)
 from stoker.training.tokenizer.place import BYTES, FILES, folder_here
 from stoker.training.tokenizer.template import CHATML, DEFAULT, JINJA, NAMES, OLD_JSON, ChatTemplate, templates_of
 
@@ -47,6 +57,7 @@ class Tokenizer:
         self.config = config
         self.where = where
         self.files = dict(files or {})
+        self.renders_in_child = False  # set it before the template is used: see template.py
 
     @cached_property
     def told(self) -> Definition:
@@ -93,7 +104,9 @@ class Tokenizer:
         sources = templates_of(self.config, self.files, self.where)
         if not sources or sources.get(DEFAULT) == CHATML:
             return None
-        return ChatTemplate(sources, self.names, self.special, self._span_encoders, self.where)
+        return ChatTemplate(
+            sources, self.names, self.special, self._span_encoder, self.where, in_child=self.renders_in_child
+        )
 
     def besides_digest(self, chat: bool) -> dict[str, Any]:
         """What else decides which ids a text or a conversation becomes. Empty for tokenizers that we train."""
@@ -105,14 +118,10 @@ class Tokenizer:
             found |= {"begin": self.begin, "normalizer": self.told.normalizer}
         return {key: value for key, value in found.items() if value}
 
-    def _span_encoders(self, doubles: Mapping[str, str]) -> tuple[SpanEncoder, SpanEncoder]:
-        """For texts in proportion to what somebody wrote, and for longer ones, which are a template's: with limits."""
-        data = self._made(lambda: with_doubles(self.data, doubles))
-        limited = Confined(data, self._eos, self.where).span_encoder()
-        if not self.told.is_known:
-            return limited, limited
-        direct = self._made(Library(self.told, data).span_encoder)
-        return lambda text, due: self._made(lambda: direct(text, due)), limited
+    def _span_encoder(self, doubles: Mapping[str, str]) -> SpanEncoder:
+        """Return the encoder of this tokenizer with a second name for each of its special tokens."""
+        encode = self._made(lambda: span_encoder(with_doubles(self.data, doubles)))
+        return lambda text: self._made(lambda: encode(text))
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -152,13 +161,8 @@ class Tokenizer:
         return self.told.special[self.told.end]
 
     @cached_property
-    def _library(self) -> Library | Confined:
-        """Known kinds of tokenizers take about the same time for every text. Others are confined."""
-        return Library(self.told, self.data) if self.told.is_known else Confined(self.data, self._eos, self.where)
-
-    @cached_property
     def plan(self) -> FastPlan | str:
-        return self._made(self._library.plan)
+        return self._made(lambda: plan_fast(self.told, self.data))
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -172,7 +176,7 @@ class Tokenizer:
             self.__dict__["encoder"] = self.encoder_by(plan)
 
     def encoder_by(self, plan: FastPlan | None) -> Encoder:
-        return self._made(lambda: self._library.encoder(plan))
+        return self._made(lambda: slow_encoder(self.data) if plan is None else fast_encoder(self.told, self.data, plan))
 
     def _made(self, make: Callable[[], T]) -> T:
         """What tokenizers or tiktoken make of the file. Both raise whatever they like where it is not what they expect."""

@@ -15,7 +15,6 @@ from stoker.training.data.formats.format import Format, Row, Turn, Unusable
 from stoker.training.tokenizer.roles import LEARNED, ROLES
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-MOST_CHOICES = 256  # the question is computed once for each
 
 
 @shape
@@ -122,8 +121,6 @@ def messages_of(prompt: Any) -> tuple[tuple[str, str], ...]:
 def _choice(asked: Any, labels: list[Any], texts: list[Any], key: Any, kind: str, *, lettered: bool) -> Question:
     if len(labels) != len(texts) or len(texts) < 2:
         raise Unusable(f"{counted(len(texts), 'choice')} with {counted(len(labels), 'label')}")
-    if len(texts) > MOST_CHOICES:
-        raise Unusable(f"{counted(len(texts), 'choice')}; {MOST_CHOICES} is the most")
     names = tuple(_text(label, "a choice's label").strip() for label in labels)
     answer = _text(key, "the answer").strip()
     if answer not in names or len(set(names)) < len(names):

@@ -1,3 +1,0 @@
-"""What the thirty-second review found."""
-
-from __future__ import annotations
