@@ -188,7 +188,7 @@ def test_as_many_versions_are_kept_as_a_server_may_be_told_to_load(tmp_path: Pat
     model.start(0)
     group = Group(ParallelConfig(device="cpu", strategy="ddp"))
     for staleness in (0, 1, 3):
-        to = To((), how, staleness, Patient("", 1.0, 100), ServerWait(), lambda line: None)
+        to = To((), how, staleness, Patient("", 1.0), ServerWait(), lambda line: None)
         publisher = Publisher(model, None, str(tmp_path / f"{how}-{staleness}"), group, to)
         try:
             folders = [Path(publisher(version).folder) for version in range(7)]
@@ -240,7 +240,7 @@ def test_a_server_that_cannot_be_reached_is_reported_with_the_systems_reason(kin
     wait = ServerWait(is_stopping.is_set, phases.append, lines.append)
     silent = Silent()
     address = f"127.0.0.1:{closed_port()}" if kind == "refuses" else silent.address
-    patient = Patient("", 600.0, 100, wait)
+    patient = Patient("", 600.0, wait)
     began = time.monotonic()
 
     def stop() -> float:
@@ -266,7 +266,7 @@ def test_a_server_that_cannot_be_reached_is_reported_with_the_systems_reason(kin
 def test_a_server_that_is_back_is_reported() -> None:
     lines = list[str]()
     wait = ServerWait(report=lines.append)
-    patient, port = Patient("", 60.0, 100, wait), closed_port()
+    patient, port = Patient("", 60.0, wait), closed_port()
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(patient, f"127.0.0.1:{port}", "/", None)
         assert wait_for(lambda: lines or None, 30)

@@ -69,7 +69,7 @@ def servers(base: Path) -> Iterator[list[Member]]:
 
 
 def sender(model: Decoder, servers: list[Member], own: adapters.Beside | None = None, **more: Any) -> Sender:
-    to = To([one.address for one in servers], "group", 0, Patient(KEY, 20.0, 1 << 20), ServerWait(), print)
+    to = To([one.address for one in servers], "group", 0, Patient(KEY, 20.0), ServerWait(), print)
     group = Group(ParallelConfig(device="cpu", strategy="ddp"))
     return Sender(model, own, group, to, **{"patience_s": 60.0, "bucket": BUCKET, **more})
 

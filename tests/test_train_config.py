@@ -693,7 +693,7 @@ def test_of_a_large_file_of_pairs_a_sample_is_tokenized(tmp_path: Path, monkeypa
         ),
         (["--max-steps", "1e23"], "is out of range: from 0 to 1e+09"),
         (["--batch.tokens", "1e23"], "is out of range: from 0 to 1e+15"),
-        (["--layers", "9" * 400], "is out of range: from 1 to 10000"),
+        (["--layers", "9" * 400], "is out of range: from 1 to 1e+09"),
         (["--config", "a", "--config", "b"], "one config file"),
         (["--warmup", "long"], "number of steps"),
         (["stray"], "stray"),

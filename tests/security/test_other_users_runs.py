@@ -15,10 +15,8 @@ import pytest
 from conftest import Stoker, Terminal
 from localuser import ATTACKER, VICTIM, do_as, needs_root
 from stoker.control.record import again, finder, reader
-from stoker.control.record.ownership import own_folder
 from stoker.control.scheduler import slurm_runs
 from stoker.control.show.gather import Gatherer
-from stoker.training.data.ours import own_cache
 
 ESCAPES = "a title \x1b]0;owned\a\rand a bar\n✓ done\n"
 
@@ -126,7 +124,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 """
 _LOOK = """
 import sys
-from stoker.contract import checkpoints, owners
+from stoker.contract import checkpoints, safe_io
 from stoker.control.doctor import debris
 from stoker.control.record import ownership, finder, reader
 from stoker.speedrun.state import check_own
@@ -138,7 +136,7 @@ from stoker.training.model import hf_write
 root, theirs = sys.argv[1:]
 listing = finder.look(root)
 assert listing.others == 1 and not listing.damaged, listing
-assert not owners.is_own(theirs) and owners.is_own(root)
+assert not safe_io.is_own(theirs) and safe_io.is_own(root)
 debris.FRESH_S = -1.0
 assert [entry.name for entry, _ in debris._own_entries(root, debris.re.compile("step-.*"))] == ["step-00000001"]
 assert list(folders.steps_in(root)) == [2, 1] and not folders.is_trusted(theirs)
@@ -194,26 +192,6 @@ def test_anothers_mount_in_a_runs_folder_ends_no_command(stoker: Stoker) -> None
 
 
 # ---- names that somebody else took ----
-
-
-def test_taken_names_keep_nobody_from_a_folder_of_their_own(public: Path) -> None:
-    needs_root()
-    name = f"user-{VICTIM}"
-
-    def take() -> None:
-        for taken in (name, f"{name}-{VICTIM}"):
-            (public / taken).mkdir()
-
-    def look() -> None:
-        own = Path(own_cache(str(public), lambda line: None))
-        about = own.stat()
-        assert own.parent == public and (about.st_uid, about.st_mode & 0o777) == (VICTIM, 0o700)
-        assert own_folder(str(public), name) == str(own)  # the same one again
-
-    do_as(ATTACKER, take)
-    do_as(VICTIM, look)
-    do_as(VICTIM, look)
-    assert sum(path.stat().st_uid == VICTIM for path in public.iterdir()) == 1
 
 
 def made(root: Path, name: str) -> Path:

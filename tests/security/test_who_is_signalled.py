@@ -110,15 +110,14 @@ def _open_files(pid: int) -> list[str]:
 
 
 @ROOT_ONLY
-@pytest.mark.parametrize("whose", ["folder", "run.json"])
-def test_another_users_record_of_our_own_launcher_stops_nothing(stoker: Stoker, whose: str) -> None:
+def test_another_users_record_of_our_own_launcher_stops_nothing(stoker: Stoker) -> None:
     """The launcher is real and ours; the record that names it is not. Not even that is believed."""
     done = stoker("run", "--detach", "--name", "mine", stoker.script("nap.py", NAP))
     real = json.loads((done.run_dir / "run.json").read_text())["launcher"]
     forged = record(stoker.cwd / "runs" / "2026-theirs", real["pid"], "theirs")
     (forged / "events.jsonl").unlink()
     os.link(done.run_dir / "events.jsonl", forged / "events.jsonl")  # the very file that the launcher writes to
-    os.chown(forged if whose == "folder" else forged / "run.json", 12346, 12346)
+    os.chown(forged, 12346, 12346)
     try:
         for words in (("stop", str(forged)), ("stop", "theirs"), ("stop", "2026-theirs"), ("stop", "runs/2026-theirs")):
             refused = stoker(*words)

@@ -1,4 +1,4 @@
-"""Files that attack their reader. Each ends in one clear line and an exit code from 64 to 78: no traceback, no hang, no memory without end."""
+"""Files that a reader may not understand, or wait for for ever. Each ends in one clear line and an exit code from 64 to 78: no traceback, no hang, no memory without end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hostile_files import CASES
+from unreadable_files import CASES
 
 from conftest import at_length_but, machine_json
 from stoker.cli.main import main

@@ -1,14 +1,15 @@
-"""What the eighteenth review found: a port on another address, a mail server that never stops talking, bent plans in checkpoints."""
+"""Listeners of other users: no role is ready because of them, and none gets a key or a prompt."""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 
 import pytest
 
 from conftest import wait_for
-from localuser import ATTACKER, needs_root, start_as
+from localuser import ATTACKER, needs_root, start_as, wait
 from stoker.contract import listeners
 from stoker.control.roles.ready import MISSES, Watching
 from stoker.control.roles.role import Ready
@@ -50,6 +51,34 @@ class Neighbour:
         assert os.waitpid(self._pid, 0)[1] == 0
 
 
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+
+
+def answer_and_close(server: socket.socket) -> None:
+    server.accept()[0].sendall(ANSWER)
+    server.close()
+
+
+class ServingNeighbour:
+    """Another user, who listens and then does `serve`."""
+
+    def __init__(self, serve: Callable[[socket.socket], None]) -> None:
+        needs_root()
+        told = os.pipe()
+
+        def listen() -> None:
+            with socket.socket() as server:
+                server.bind(("127.0.0.1", 0))
+                server.listen()
+                os.write(told[1], str(server.getsockname()[1]).encode())
+                serve(server)
+
+        self.pid = start_as(ATTACKER, listen)
+        os.close(told[1])
+        self.port = int(os.read(told[0], 10))
+        os.close(told[0])
+
+
 @pytest.mark.parametrize("address", ["127.0.0.2", "::"])
 def test_a_neighbours_port_on_another_address_stops_no_role(address: str) -> None:
     """It ended the job: a role that was ready counted as gone."""
@@ -75,3 +104,21 @@ def test_a_neighbour_who_would_be_asked_in_the_roles_place_is_found(address: str
         wrong = wait_for(lambda: watching.newest or None, 10)
         watching.close()
         assert wrong is not None and "is in use by" in wrong and not watching.ready.is_set()
+
+
+def test_an_answer_that_its_sender_no_longer_holds_is_nobodys() -> None:
+    """The kernel shows it as root's."""
+    neighbour = ServingNeighbour(answer_and_close)
+    with socket.create_connection(("127.0.0.1", neighbour.port)) as connected:
+        assert wait(neighbour.pid) == 0
+        with pytest.raises(ConnectionResetError, match="closed the connection"):
+            listeners.answering_users(connected)
+
+
+def test_ones_own_server_is_known_before_and_after_it_accepts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_connection(server.getsockname()) as connected:
+            assert listeners.answering_users(connected) == {os.getuid()}
+            with server.accept()[0]:
+                assert listeners.answering_users(connected) == {os.getuid()}
+            assert listeners.answering_users(connected) == {os.getuid()}  # it listens on

@@ -1,4 +1,4 @@
-"""What the twenty-ninth review found."""
+"""Words of commands that Stoker runs, prints or documents: no secret in them, and nothing that a shell would run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ from pathlib import Path
 import pytest
 
 from stoker.contract.shapes import Around, RankError
+from stoker.control.doctor.checks import net
+from stoker.control.machine.facts import Net
 from test_catalogue import FOREIGN, end, verdict
 
+pytest.importorskip("torch")
+from stoker.cli import completion
+
 ROOT = Path(__file__).resolve().parents[2]
+
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -43,7 +50,21 @@ def type_it(line: str, tmp_path: Path, **more: str) -> None:
     subprocess.run(["bash", "-c", f"umask 022; {line}"], env=env, check=True)
 
 
-# ---- commands that the documentation tells people to type ----
+TRAPS = [
+    "203.0.113.9; touch trapped",
+    "$(touch trapped)",
+    "10.0.0.2%eth0;touch${IFS}trapped",
+    "x' ; touch trapped ; echo '",
+]
+
+
+def typed(line: str, folder: Path) -> list[str]:
+    """The words that a shell makes of a line whose first one is a program; what else it runs can leave a file."""
+    program = line.split()[0]
+    argv = ["bash", "-c", f"{program}() {{ printf '%s\\n' \"$@\"; }}; {line}"]
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=True)
+    assert not [*folder.iterdir()], line
+    return done.stdout.splitlines()
 
 
 def test_the_secret_of_a_meeting_is_never_readable_by_others(tmp_path: Path) -> None:
@@ -78,18 +99,6 @@ def test_no_documented_server_of_answers_listens_on_all_interfaces() -> None:
     assert len(started) >= 5 and not [line for line in started if "--host 127.0.0.1" not in line]
 
 
-def test_the_image_has_no_host_keys_of_its_own() -> None:
-    text = (ROOT / "deploy" / "Dockerfile").read_text().replace("\\\n", " ")
-    (layer,) = [line for line in text.splitlines() if line.startswith("RUN") and "openssh-server" in line]
-    removed = shlex.split(layer.rpartition("rm -rf")[2])
-    assert "/etc/ssh/ssh_host_*" in removed, "everybody who has the image would know the keys of every pod"
-
-
-# ---- commands in advice, with words that others wrote ----
-
-TRAP = "/home/you/.ssh/id; touch trapped"
-
-
 def test_a_run_that_a_host_names_is_one_word_of_a_command() -> None:
     holder = {"pid": 727, "memory": 100 << 30, "command": "x", "user": "bob", "run": "a; reboot", "ours": False}
     told = verdict(end(FOREIGN, around=Around(holders=(holder,))))
@@ -107,3 +116,27 @@ def test_only_a_modules_name_is_installed(name: str) -> None:
         if name == "einops"
         else []
     )
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_a_recorded_machines_name_is_one_word_of_a_command(trap: str, tmp_path: Path) -> None:
+    (found,) = net.hostname(Net(trap, (), ("eth0",), None, None, "no such name"))
+    assert typed(found.fix.partition(" >> ")[0], tmp_path) == [f"127.0.1.1 {trap}"]
+
+
+def test_a_strangers_run_name_runs_nothing_by_tab(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for name in ("$(touch pwned)", "`touch pwned`", "x$(touch pwned)", "good-1.a_b", ";touch pwned", "a b", "~", "*"):
+        (runs / f"20261117-101010-{name}").mkdir(parents=True)
+    (tmp_path / "x$(touch pwned)").touch()  # would be put on the line as it is
+    script = f'{completion._PREAMBLE["bash"]}\n_stoker_runs ""; _stoker_runs 2026; _stoker_runs x'
+    asked = subprocess.run(
+        ["bash", "--norc", "-c", script],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "STOKER_RUNS": str(runs)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not (tmp_path / "pwned").exists()
+    assert set(asked.stdout.split()) == {"latest", "good-1.a_b", "20261117-101010-good-1.a_b"}

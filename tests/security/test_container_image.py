@@ -1,42 +1,15 @@
-"""What the thirtieth review found in the control plane: an image has no secrets of a checkout, and text that takes long to look
-through for secrets must neither take ever longer nor keep an agent from saying that it lives.
-"""
+"""What the container image holds."""
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
-from conftest import Stoker
-from stoker.contract.text import within
-
 ROOT = Path(__file__).parents[2]
-SLOW = "%25:" + "auth: " * 40  # of what takes long, but no longer than it is
-
-
-def test_an_error_that_quotes_much_text_costs_no_agent(stoker: Stoker) -> None:
-    """torch's own file, as @record writes it. The agent was taken for lost: no verdict on the rank, and no restart."""
-    lines = (
-        "import json, os, sys",
-        f"text = {SLOW!r} * 3700",
-        "json.dump({'message': {'message': text, 'extraInfo': {}}}, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'))",
-        "sys.exit(3)",
-    )
-    script = stoker.script("train.py", "\n".join(lines))
-    done = stoker("run", "--nproc-per-node", "2", script)
-    assert done.code == 3 and "ended with exit code 3" in done.err, done.err
-
-
-def test_no_word_is_cut_in_two() -> None:
-    """Half a secret is not recognized as one."""
-    assert within({"message": "a row: " + "x" * 400}, 300) == {"message": "a row:"}
-    assert within("x" * 400, 164) == "x" * 100
-
-
-# ---- the image ----
 
 
 def _copied(path: str) -> bool:
@@ -50,6 +23,9 @@ def _copied(path: str) -> bool:
         ):
             copied = pattern.startswith("!")
     return copied
+
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -73,4 +49,8 @@ def test_an_image_has_what_its_version_is_made_of(tmp_path: Path) -> None:
     assert subprocess.run([*git, "describe", "--always"], capture_output=True, check=True).stdout.strip()
 
 
-# ---- another user's record ----
+def test_the_image_has_no_host_keys_of_its_own() -> None:
+    text = (ROOT / "deploy" / "Dockerfile").read_text().replace("\\\n", " ")
+    (layer,) = [line for line in text.splitlines() if line.startswith("RUN") and "openssh-server" in line]
+    removed = shlex.split(layer.rpartition("rm -rf")[2])
+    assert "/etc/ssh/ssh_host_*" in removed, "everybody who has the image would know the keys of every pod"
