@@ -16,10 +16,10 @@ from stoker.contract.shapes import BadNumber, Stall
 from stoker.control.agent.spy import conditions_around
 from stoker.control.verdict.hang import cause_of, summary, trouble
 from stoker.control.verdict.rules import numbers
-from stoker.control.watch.culprit import explain
+from stoker.control.watch.culprit import explain, reason
 from stoker.control.watch.numbers import Losses
 from stoker.control.watch.progress import Progress
-from stoker.control.watch.snapshot import Snapshot, read
+from stoker.control.watch.snapshot import Snapshot, Thread, read
 from stoker.control.watch.straggler import Stragglers, who_is_late, why
 from stoker.control.watch.watcher import Busy, Inspect, Relieve, Stop, Suspect, Watcher
 
@@ -548,6 +548,14 @@ def drive(
             else:
                 actions.append((at_ - now, action))
     return actions
+
+
+def test_a_rank_without_python_frames_is_on_no_line() -> None:
+    """Python shuts down in native code, with the GIL held."""
+    shutting_down = (Thread(main=True, active=True, gil=True, frames=()),)
+    kind, frame, detail = reason(Snapshot(1, state="R", cpu=0.9, main_cpu=0.9, samples=(shutting_down,) * 3))
+    assert (kind, frame) == ("spin", None)
+    assert "always on this line" not in detail and "no Python stack seen" in detail
 
 
 def test_a_stall_is_explained_in_seconds_and_stopped_at_the_timeout() -> None:

@@ -293,8 +293,8 @@ def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
         return "kernel", frame, f"it waits for a GPU kernel that does not end (its GPU is at {one.gpu_use} %)"
     if computes(one):
         how = (", holding the GIL" if gil else "") + (", always on this line" if same_line else "")
-        unseen = "" if one.main else "; its Python stack could not be read"
-        return "spin", frame, f"it computes ({one.cpu:.1f} cores{how}){unseen}"
+        unseen = "" if one.main else ", no Python stack seen"
+        return "spin", frame, f"it computes ({one.cpu:.1f} cores{how}{unseen})"
     if gil and not active:
         detail = f"native code called there holds the GIL and waits{f' in {one.syscall}' if one.syscall else ''}"
         return "gil", frame, detail

@@ -396,7 +396,7 @@ class Watcher:
             return False
         if self._failing and not stall.proof and stall.kind != "stopped" and stall.silent_s < progress.FLOOR_S:
             return False  # another rank has just failed: this one may be on its way to report the same
-        if stall.kind == "spin" and not stall.waiting:
+        if stall.kind == "spin" and not (stall.waiting and stall.where):  # without a line it may be shutting down
             return stall.silent_s >= min(COMPUTES_S, self._limit(stall) / 2)
         if stall.rank is not None and not any(one.steps for one in self._ranks.values()):
             return bool(stall.waiting) or stall.proof
