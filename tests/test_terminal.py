@@ -212,3 +212,11 @@ def test_a_training_on_a_terminal_its_attach_and_its_stop(stoker: Stoker) -> Non
 def test_a_terminal_that_knows_no_codes_gets_none(stoker: Stoker) -> None:
     seen = Terminal(stoker, ["-m", "stoker", "run", "--no-python", "false"], (80, 24), {"TERM": "dumb"})
     assert seen.wait() == 1 and b"stoker: failed after" in seen.shown and b"\x1b" not in seen.shown, seen.shown
+
+
+def test_json_of_a_row_with_a_secret_stays_json(stoker: Stoker) -> None:
+    """The value is masked before it becomes text: a masked text may lack a quote."""
+    (stoker.cwd / "rows.jsonl").write_text(json.dumps({"text": 'set api_key = "abc123def'}) + "\n")
+    done = stoker("data", "show", "rows.jsonl", "--json")
+    assert done.code == 0 and "abc123def" not in done.out
+    assert json.loads(done.out)["schema"] == 1

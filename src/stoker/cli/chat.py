@@ -13,7 +13,7 @@ from types import FrameType
 from stoker.contract import layout
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.settings import Parser
-from stoker.contract.terminal import say
+from stoker.contract.terminal import say, tell_completion
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -152,8 +152,7 @@ def _answer(talk: Conversation, text: str, stoppable: bool = False) -> None:
     pieces, empty = talk.answer(text), True
     try:
         for piece in pieces:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+            tell_completion(piece)
             empty = empty and not piece.strip()
             if stopped:
                 break

@@ -12,8 +12,8 @@ from stoker.contract import names
 from stoker.contract.quantities import amount, counted, duration, size, span
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json, pick
-from stoker.contract.terminal import tell
-from stoker.contract.text import json_text, printable
+from stoker.contract.terminal import tell, tell_json
+from stoker.contract.text import printable
 from stoker.control.doctor import caches, clean, debris, leftovers
 from stoker.control.doctor.caches import Cache
 from stoker.control.doctor.clean import Stopped
@@ -297,4 +297,4 @@ def _outcome(stopped: Stopped | None, back: list[clean.Back]) -> dict[str, Any]:
 
 
 def _print_json(**fields: Any) -> None:
-    print(json_text({"schema": 1, **fields}))
+    tell_json({"schema": 1, **fields})

@@ -15,8 +15,8 @@ from stoker.contract.quantities import counted
 from stoker.contract.settings import Parser, suggest
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
-from stoker.contract.terminal import say, tell
-from stoker.contract.text import json_text, printable
+from stoker.contract.terminal import say, tell, tell_json
+from stoker.contract.text import printable
 from stoker.control.cluster.hosts import Hosts, read
 from stoker.control.cluster.price import FORMULA, parse_count, prices, sentence
 
@@ -146,7 +146,7 @@ def check(argv: list[str]) -> int:
         "facts": facts.to_json(),
     }
     if told.json:
-        print(json_text(report))
+        tell_json(report)
     else:
         _print(facts, findings, report)
     return int(report["exit_code"])

@@ -14,8 +14,8 @@ from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import amount, span
 from stoker.contract.settings import Parser, names_run
 from stoker.contract.shape import as_json
-from stoker.contract.terminal import paint
-from stoker.contract.text import json_text, printable
+from stoker.contract.terminal import paint, tell_json
+from stoker.contract.text import printable
 from stoker.control.record import finder
 from stoker.control.show.comparison import PART, PARTS, Noise, at_equal_step, differing, noise, settings_of
 from stoker.control.show.curves import Curve
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
             "results": [{name: value for name, (value, _) in one.items()} for one in results],
             "noise": as_json(judged) | {"beyond": judged.beyond} if judged is not None else None,
         }
-        print(json_text(made))
+        tell_json(made)
         return 0
     columns = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else 120
     heads = ("", *(printable(folder.record.id, 60) for folder in folders))

@@ -8,8 +8,7 @@ from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.settings import Parser, suggest
 from stoker.contract.shape import as_json
-from stoker.contract.terminal import highlighted, say, tell
-from stoker.contract.text import json_text
+from stoker.contract.terminal import highlighted, say, tell, tell_json
 
 if TYPE_CHECKING:
     from stoker.training.data.show import Shown
@@ -70,8 +69,8 @@ def main(argv: list[str]) -> int:
         if not given.json:
             _print(shown, given.tokenizer, given.context_length)
     if given.json:
-        print(json_text({"schema": 1, "tokenizer": given.tokenizer, "context_length": given.context_length,
-                         "files": [as_json(shown) for shown in files]}))  # fmt: skip
+        tell_json({"schema": 1, "tokenizer": given.tokenizer, "context_length": given.context_length,
+                         "files": [as_json(shown) for shown in files]})  # fmt: skip
     return 0
 
 

@@ -17,7 +17,7 @@ from stoker.contract.safe_io import WholeFile, read_json, refuse_other_kind
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
-from stoker.contract.terminal import ERROR, SUCCESS, WARNING, paint, tell
+from stoker.contract.terminal import ERROR, SUCCESS, WARNING, paint, tell, tell_json
 from stoker.contract.text import json_text, printable
 from stoker.control.doctor import check
 from stoker.control.machine.examine import NOT_ASKED, PARTS, examine
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
     if told.json:
         report = {"schema": 1, "exit_code": check.exit_code(findings), "checks": [one.id for one in checks]}
         report |= {"findings": as_json(findings)}
-        print(json_text({**report, "advice": advice(found, findings), "examination": found.to_json()}))
+        tell_json({**report, "advice": advice(found, findings), "examination": found.to_json()})
     else:
         _print(found, findings, len(checks))
         for word, path in (("bundle", told.bundle), ("recorded machine", told.record)):

@@ -11,8 +11,7 @@ from stoker.contract import layout
 from stoker.contract.names import EX_CONFIG, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, suggest
 from stoker.contract.shape import replace, shape
-from stoker.contract.terminal import say, tell
-from stoker.contract.text import json_text
+from stoker.contract.terminal import say, tell, tell_json
 from stoker.training.config.amount import Amount
 from stoker.training.config.derived import Situation
 from stoker.training.config.flags import parse
@@ -163,7 +162,7 @@ def main(argv: list[str]) -> int:
 
         return probe(found, command, told.json)
     if told.json:
-        print(json_text(text.as_dict(decision, command, rate, tokens, told.price)))
+        tell_json(text.as_dict(decision, command, rate, tokens, told.price))
         return 0 if found.fits else 1
     for line in text.lines(found, command):
         tell(line)

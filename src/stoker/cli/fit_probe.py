@@ -12,8 +12,7 @@ from stoker.contract import layout
 from stoker.contract.names import EX_SOFTWARE, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import amount, number_at
 from stoker.contract.safe_io import read_json
-from stoker.contract.terminal import say
-from stoker.contract.text import json_text
+from stoker.contract.terminal import say, tell_json
 from stoker.control.launch.ourselves import stoker_command
 from stoker.training.fit import text
 from stoker.training.fit.plan import Plan
@@ -64,7 +63,7 @@ def _report(found: Plan, told: object, as_json: bool) -> int:
     if not peak:
         raise Refusal("the probe measured no GPU memory: `stoker doctor` shows whether there is a GPU", EX_SOFTWARE)
     if as_json:
-        print(json_text({"schema": text.SCHEMA, "planned_bytes": planned, "measured": told}))
+        tell_json({"schema": text.SCHEMA, "planned_bytes": planned, "measured": told})
         return 0
     share = peak / planned - 1
     print(

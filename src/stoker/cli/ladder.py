@@ -10,8 +10,7 @@ from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import amount, counted, span, used_of
 from stoker.contract.settings import Parser, add_flags
 from stoker.contract.shape import as_json
-from stoker.contract.terminal import tell
-from stoker.contract.text import json_text
+from stoker.contract.terminal import tell, tell_json
 from stoker.control.launch import ladder
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.request import Request
@@ -143,7 +142,7 @@ def to_json(request: Request, climb: ladder.Climb) -> dict[str, Any]:
 
 
 def _dump(data: dict[str, Any]) -> None:
-    print(json_text(data))
+    tell_json(data)
 
 
 def _to_stdout(line: str) -> None:

@@ -11,8 +11,7 @@ from stoker.contract import errors, layout
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json, pick
-from stoker.contract.terminal import tell
-from stoker.contract.text import json_text
+from stoker.contract.terminal import tell, tell_json
 from stoker.control.record import finder
 from stoker.training.forensics import reading
 from stoker.training.forensics.culprit import banner, decide, headline, table
@@ -53,7 +52,7 @@ def _show(folder: str, told: argparse.Namespace) -> int:
     elif told.json:
         shown = [one for one in dumps if told.rank is None or one is dump]
         found = {"schema": 1, "folder": folder, **pick(guilty, "summary", "ranks")}
-        print(json_text({**found, "reports": [one.report.to_json() for one in shown]}))
+        tell_json({**found, "reports": [one.report.to_json() for one in shown]})
     else:
         _print(dump, dumps, guilty.summary)
     return 0
@@ -102,7 +101,7 @@ def _words(sample: dict[str, Any]) -> str:
 
 def _tensor(shown: reading.Shown, as_json_: bool) -> None:
     if as_json_:
-        print(json_text({"schema": 1, **as_json(shown)}))
+        tell_json({"schema": 1, **as_json(shown)})
         return
     print("\n".join(table((shown.stats,))))
     if shown.cut:

@@ -12,8 +12,8 @@ from stoker.contract import layout
 from stoker.contract.errors import reading
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, names_run, suggest
-from stoker.contract.terminal import in_colour, paint, say, tell
-from stoker.contract.text import is_count, json_text, printable
+from stoker.contract.terminal import in_colour, paint, say, tell, tell_json
+from stoker.contract.text import is_count, printable
 from stoker.control.record import finder, reader
 from stoker.control.show.curves import Curve, smoothed
 from stoker.control.show.drawing import COLOURS, LETTERS, Line, chart, fitted, mean, short, sparkline
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     curves = [(folder.record, _curve(folder, metric)) for folder in found]
     if told.json:
         runs = [{"run": run.id, "points": [list(one) for one in curve.points(1 << 40)]} for run, curve in curves]
-        print(json_text({"schema": 1, "metric": metric, "runs": runs}))
+        tell_json({"schema": 1, "metric": metric, "runs": runs})
         return 0
     lines = [Line(_title(one.record), _means(one, metric, told.smooth)) for one in found]
     if not any(line.points for line in lines):

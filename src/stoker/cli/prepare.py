@@ -9,8 +9,7 @@ from stoker.cli.sight import gpus_to_use, look
 from stoker.contract.quantities import counted
 from stoker.contract.settings import Parser, build, from_mapping
 from stoker.contract.shape import as_json
-from stoker.contract.terminal import say
-from stoker.contract.text import json_text
+from stoker.contract.terminal import say, tell_json
 from stoker.control.launch.options import RunOptions, from_torchrun_environment, ranks_asked
 from stoker.training.config.check import check
 from stoker.training.config.flags import add_key_flags
@@ -58,7 +57,7 @@ def main(argv: list[str]) -> int:
     made = prepare(resolved.config.data, resolved.config.tokenizer, say, verify)
     seconds = time.monotonic() - began
     if as_data:
-        print(json_text({"schema": 1, **as_json(made), "call_seconds": round(seconds, 3)}))
+        tell_json({"schema": 1, **as_json(made), "call_seconds": round(seconds, 3)})
         return 0
     documents = made.train_documents + made.validation_documents
     tokens, size = made.train_tokens + made.validation_tokens, made.train_bytes + made.validation_bytes

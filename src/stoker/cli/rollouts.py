@@ -12,8 +12,8 @@ from stoker.contract.errors import reading
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.settings import Parser
-from stoker.contract.terminal import tell
-from stoker.contract.text import is_count, json_text, printable
+from stoker.contract.terminal import tell, tell_json
+from stoker.contract.text import is_count, printable
 from stoker.control.record import finder
 from stoker.control.record.rollouts import (
     ENDS,
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
             of_step = "" if told.step is None else f" of step {told.step}"
             raise Refusal(f"{os.path.join(folder, layout.ROLLOUTS)} has no answers{of_step} yet", EX_NOINPUT)
         if told.json:
-            print(json_text(_as_json(found, told.most)))
+            tell_json(_as_json(found, told.most))
         else:
             _print(found, told.most)
     return 0

@@ -14,8 +14,8 @@ from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import counted, span
 from stoker.contract.settings import Parser, suggest
 from stoker.contract.shape import as_json, pick
-from stoker.contract.terminal import paint, say, tell
-from stoker.contract.text import is_count, json_text, printable
+from stoker.contract.terminal import paint, say, tell, tell_json
+from stoker.contract.text import is_count, printable
 from stoker.control.record.speedruns import speedruns
 from stoker.control.show.drawing import columns_of, fitted, metric_text, short
 from stoker.control.show.gather import Gatherer
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
     if told.json:
         rows = [_row(run) for run in chosen]
         made = [as_json(one) | {"runs_dir": one.runs_dir} for one in chains]
-        print(json_text({"schema": 1, "runs": rows, "speedruns": made, "others_left_out": others}))
+        tell_json({"schema": 1, "runs": rows, "speedruns": made, "others_left_out": others})
         return 0
     left_out = counted(others, "folder")
     more = f"{left_out} of other users: `stoker runs --all`" if others else ""

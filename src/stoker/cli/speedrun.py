@@ -13,8 +13,7 @@ from stoker.cli.sight import gpus_to_use, look
 from stoker.contract import names
 from stoker.contract.settings import Parser, add_flags, build
 from stoker.contract.shape import replace
-from stoker.contract.terminal import tell
-from stoker.contract.text import json_text
+from stoker.contract.terminal import tell, tell_json
 from stoker.contract.wrapping import wrapped
 from stoker.speedrun.options import SpeedrunOptions
 
@@ -109,7 +108,7 @@ def _plan(course: Course) -> int:
     from stoker.speedrun import plan
 
     if course.options.json:
-        print(json_text(plan.as_data(course)))
+        tell_json(plan.as_data(course))
         return 0
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     refused = [f"here it would be refused: {course.refused}"] if course.refused else []

@@ -12,7 +12,7 @@ from stoker.contract import layout
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser
-from stoker.contract.text import json_text
+from stoker.contract.terminal import tell_json
 from stoker.control.record import finder
 from stoker.control.show.top.frame import text
 from stoker.control.show.top.player import Player
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     finally:
         source.close()
     if told.json:
-        print(json_text(snapshot.to_json()))
+        tell_json(snapshot.to_json())
     else:
         width = shutil.get_terminal_size((_TEXT_COLUMNS, 24)).columns
         print(text(snapshot, max(width, 20), view))

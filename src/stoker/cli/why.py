@@ -13,8 +13,8 @@ from stoker.contract.quantities import span
 from stoker.contract.settings import Parser
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
-from stoker.contract.terminal import ERROR, SUCCESS, WARNING, paint, tell
-from stoker.contract.text import json_text, printable, printable_lines
+from stoker.contract.terminal import ERROR, SUCCESS, WARNING, paint, tell, tell_json
+from stoker.contract.text import printable, printable_lines
 from stoker.control.record import again, finder, reader
 from stoker.control.scheduler import runs
 from stoker.control.verdict.launch import lost
@@ -96,7 +96,7 @@ def _print(line: str) -> None:
 
 
 def _dump(data: dict[str, Any]) -> None:
-    print(json_text(data))
+    tell_json(data)
 
 
 def _show(verdict: Verdict, title: str, run: reader.Run | None, as_json: bool) -> int:

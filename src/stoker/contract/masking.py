@@ -214,8 +214,8 @@ def _is_secret_value(name: str, value: str) -> bool:
         return False
     if _pattern(r"\$\{?\w+\}?|\$\(.*|%\w+%|\{[\w.]+\}").fullmatch(value):  # $TOKEN, $(cat file), {token}
         return False
-    if _pattern(r"-?[\d.]+").fullmatch(value):
-        return "pass" in name.lower() or "pwd" in name.lower()
+    if _pattern(r"-?[\d.]+").fullmatch(value):  # a length, a port, an index; a secret has more digits
+        return (value.isdigit() and len(value) >= 6) or "pass" in name.lower() or "pwd" in name.lower()
     return not (value.startswith(("/", "~", "./")) and os.path.exists(os.path.expanduser(value)))
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from stoker.contract import names
-from stoker.contract.masking import mask_text
-from stoker.contract.text import printable, printable_lines
+from stoker.contract.masking import mask_json, mask_text
+from stoker.contract.text import json_text, printable, printable_lines
 from stoker.contract.wrapping import wrapped
 
 
@@ -75,6 +75,21 @@ def tell_secret(text: str) -> None:
     stream = getattr(sys.stdout, "stream", sys.stdout)
     stream.write(f"{printable(text)}\n")
     stream.flush()
+
+
+def tell_json(value: Any) -> None:
+    """Print a value as JSON on stdout. Secrets are masked in the value: masked text might be no JSON any more."""
+    stream = getattr(sys.stdout, "stream", sys.stdout)
+    stream.write(f"{json_text(mask_json(value))}\n")
+
+
+def tell_completion(text: str) -> None:
+    """Print a piece of what a model wrote on stdout, without control codes and otherwise as it is."""
+    if isinstance(sys.stdout, OwnLines):
+        sys.stdout.stream.write(printable_lines(text))
+    else:
+        sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def columns_of(stream: Any) -> int:

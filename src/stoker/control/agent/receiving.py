@@ -23,7 +23,7 @@ from typing import Any
 
 from stoker.contract import layout, protocol, typed
 from stoker.contract.quantities import amount
-from stoker.contract.safe_io import WholeFile, read_json
+from stoker.contract.safe_io import WholeFile, is_trusted, read_json
 from stoker.control.machine.hashing import Hashes, sha256_of
 
 _ORDERS: dict[str, dict[str, str]] = {
@@ -231,14 +231,19 @@ def _folders_of(path: str) -> list[str]:
 def _read_manifest(path: str) -> dict[str, dict[str, str]]:
     """Return origin -> path -> hash of what earlier copies brought. Raises Refused if the file is damaged."""
     try:
+        if not is_trusted(os.lstat(path).st_uid, os.path.dirname(path)):
+            raise Refused(f"{path} belongs to another user: remove it, or copy to another folder")
         manifest = read_json(path)
         origins = manifest["origins"] if manifest["schema"] == 2 else {"": manifest["files"]}
-        found: dict[str, dict[str, str]] = typed.read("dict[str, dict[str, str]]", origins)
+        brought: dict[str, dict[str, str]] = typed.read("dict[str, dict[str, str]]", origins)
+        for name in (name for files in brought.values() for name in files):
+            if os.path.isabs(name) or ".." in name.split("/"):
+                raise ValueError(f"it names {name}, outside the folder")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise Refused(f"{path} can't be read ({problem}): remove it") from problem
-    return found
+    return brought
 
 
 def serve(source: int, sink: int) -> int:

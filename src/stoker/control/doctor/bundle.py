@@ -91,7 +91,7 @@ def _masked(name: str, text: str) -> str:
 def _masked_json(text: str, indent: int | None) -> str:
     try:
         return json.dumps(mask_json(parse_json(text)), indent=indent, ensure_ascii=False) + "\n"
-    except ValueError:
+    except (ValueError, RecursionError):
         return mask_text(text)
 
 

@@ -24,9 +24,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stoker.contract import typed
+from stoker.contract.listeners import answering_users
 from stoker.contract.names import EX_CONFIG, EX_TEMPFAIL, EX_UNAVAILABLE, RDZV_SECRET, RDZV_SECRET_FILE, Refusal
 from stoker.contract.quantities import counted, span
-from stoker.contract.safe_io import read_text
+from stoker.contract.safe_io import is_trusted, read_text, user_name
 from stoker.contract.text import parse_json, printable
 from stoker.control.launch.nodes import Meeting, Nodes
 
@@ -235,6 +236,14 @@ class _Host:
 # ---- a machine that comes ----
 
 
+def _refuse_others(connection: socket.socket, meeting: Meeting) -> None:
+    """Raise Refusal if another user of this machine listens at the endpoint: their ranks would be our peers."""
+    others = sorted(uid for uid in answering_users(connection) if not is_trusted(uid, os.curdir))
+    if others:
+        holder = f"port {meeting.port} is in use by {user_name(others[0])}, whom this launch does not join"
+        raise _refusal(meeting, f"{holder}: choose another port")
+
+
 def _join(
     meeting: Meeting,
     ranks: int,
@@ -253,6 +262,7 @@ def _join(
             connection.settimeout(2.0)
             try:
                 connection.connect(where)
+                _refuse_others(connection, meeting)
                 nodes = _introduce(connection, meeting, ranks, secret, deadline, rest)
                 if nodes is not None:
                     return nodes

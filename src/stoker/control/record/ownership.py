@@ -47,6 +47,10 @@ def private_cache(name: str, say: Callable[[str], None]) -> str:
         for folder in (os.path.dirname(path), path):
             os.makedirs(folder, 0o700, exist_ok=True)
             problem = problem or why_not_ours_alone(folder)
+        above = os.path.dirname(os.path.realpath(os.path.dirname(path)))
+        while not problem and above != os.path.dirname(above):  # who may rename a folder above could exchange the code
+            problem = why_not_ours_alone(above, sticky=True)
+            above = os.path.dirname(above)
     except OSError as error:
         problem = error.strerror or str(error)
     if not problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -49,6 +50,18 @@ def is_trusted(path: str) -> bool:
         return safe_io.is_trusted(os.lstat(path).st_uid, os.path.dirname(path))
     except OSError:  # removed meanwhile, or not for us to look at
         return False
+
+
+def make_unfinished(path: str) -> None:
+    """Create the folder of a checkpoint, whichever rank comes first. Raises OSError if another user's is in its place."""
+    os.makedirs(path, exist_ok=True)
+    if not is_own_folder(path):
+        raise OSError(errno.EEXIST, "another user has put something in its place", path)
+
+
+def is_own_folder(path: str) -> bool:
+    """Return whether this is a folder of ours and no link: in a folder that several users share, others may make one."""
+    return os.path.isdir(path) and not os.path.islink(path) and safe_io.is_own(path)
 
 
 def remove(path: str) -> None:

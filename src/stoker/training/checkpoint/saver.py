@@ -95,7 +95,7 @@ class _Store:
         try:
             if self._rank == 0:
                 folders.remove(unfinished)
-            elif os.path.isdir(unfinished):
+            elif folders.is_own_folder(unfinished):
                 note_failure(unfinished, self._rank, why)
         except OSError as second:
             self.problem += f" (and {second.filename or 'its folder'} can't be cleaned up: {second.strerror})"
@@ -104,7 +104,7 @@ class _Store:
         """This rank skipped a save that rank 0 may have begun: it shall not wait for it."""
         unfinished = self._unfinished(step, serial)
         try:
-            if self._rank != 0 and os.path.isdir(unfinished):
+            if self._rank != 0 and folders.is_own_folder(unfinished):
                 note_failure(unfinished, self._rank, "it was still writing the one before")
         except OSError as problem:
             self._say(f"{unfinished}: {problem.strerror}")
@@ -157,7 +157,7 @@ class _Store:
             os.path.join(self.folder, folders.LOCK)
         ):
             raise GivenUp("the file system it was on is gone (unmounted?)")
-        os.makedirs(unfinished, exist_ok=True)
+        folders.make_unfinished(unfinished)
 
     def _unfinished(self, step: int, serial: int) -> str:
         return os.path.join(self.folder, folders.unfinished_name(step, self._token, serial))

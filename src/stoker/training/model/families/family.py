@@ -53,7 +53,9 @@ class ConfigJson:
         value = self.get(key)
         if value is None and default is not None:
             value = default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if (
+            isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 53
+        ):  # a float holds it exactly
             state = "missing" if value is None else self.words(value)
             self.refuse(f"{key} in its {CONFIG} is {state}: a whole number above 0 is needed")
         return value
