@@ -561,6 +561,21 @@ def test_a_damaged_list_of_earlier_copies_is_named(tmp_path: Path, content: byte
         Receiver().offer(str(tmp_path), "inside", [])
 
 
+@pytest.mark.parametrize("name", ["../precious", "/precious", "a/../../precious"])
+def test_a_list_of_earlier_copies_names_nothing_outside_its_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / ".stoker-sync.json").write_text(json.dumps({"schema": 2, "origins": {"here": {name: "0" * 64}}}))
+    with pytest.raises(Refused, match=r"stoker-sync\.json can't be read .*outside the folder"):
+        Receiver().offer(str(tmp_path), "inside", [], "here")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="files of another user take root")
+def test_another_users_list_of_earlier_copies_is_not_believed(tmp_path: Path) -> None:
+    (tmp_path / ".stoker-sync.json").write_text(json.dumps({"schema": 2, "origins": {"here": {}}}))
+    os.chown(tmp_path / ".stoker-sync.json", 12345, 12345)
+    with pytest.raises(Refused, match="belongs to another user"):
+        Receiver().offer(str(tmp_path), "inside", [], "here")
+
+
 ORDERS = [
     b"{}\n", b'{"do": "dance"}\n', b'{"do": "offer"}\n', b'{"do": "begin", "path": 7, "mode": 420}\n', b"\xff\n", b'{"do": "data", "size": -1}\n',
     b'{"do": "offer", "root": "%ROOT%", "manifest": "inside", "origin": "", "silence": 5, "size": 1}\n[',

@@ -252,3 +252,10 @@ def test_importing_it_compiles_no_pattern() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "0\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_masked"), [("STOKER_API_KEY", "123456789", True), ("API_KEY", "12", False)]
+)
+def test_a_long_number_under_a_secrets_name_is_masked(name: str, value: str, is_masked: bool) -> None:
+    assert (mask_value(name, value) == HIDDEN) == is_masked

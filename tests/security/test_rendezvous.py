@@ -367,3 +367,14 @@ def test_a_launcher_outlives_other_programs_at_its_port(stoker: Stoker, port: in
     outputs = [process.communicate(timeout=60)[0] for process in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0), outputs
     assert not any(b"Traceback" in output for output in outputs)
+
+
+def test_another_users_listener_at_the_endpoint_is_not_joined(
+    port: int, machines: list[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks would be our peers."""
+    monkeypatch.setattr(rendezvous, "answering_users", lambda connection: {12345})
+    with socket.create_server(("127.0.0.1", port)):
+        machines.append(Machine(port))
+        refusal = machines[-1].end()
+    assert isinstance(refusal, Refusal) and "whom this launch does not join" in refusal.line

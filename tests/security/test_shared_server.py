@@ -409,7 +409,7 @@ def test_a_checkpoint_of_another_user_is_not_resumed_from(stoker: Stoker) -> Non
 
 
 @ROOT_ONLY
-@pytest.mark.parametrize("place", ["stoker", "stoker/compile"])
+@pytest.mark.parametrize("place", [".", "stoker", "stoker/compile"])
 @pytest.mark.parametrize("how", ["theirs", "open to all"])
 def test_code_is_not_loaded_from_a_cache_that_others_can_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, how: str
