@@ -65,7 +65,7 @@ _HUB_ENTRIES = (
 
 
 def hub_blobs(folder: str) -> Iterator[str]:
-    """Where links of a folder of the hub's cache may lead. `blobs` that is a link itself leads elsewhere, and does not count."""
+    """Yield the folders to which links of a folder of the hub's cache may lead. A `blobs` that is a link itself does not count."""
     parts = folder.split(os.sep)
     for place, (name, inner) in enumerate(itertools.pairwise(parts)):
         if name.startswith(_HUB_ENTRIES) and inner == "snapshots":

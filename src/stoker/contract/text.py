@@ -14,7 +14,7 @@ _NEEDED = frozenset("\u00a0\u200c\u200d\u202f\u3000")
 
 
 def printable(text: str, limit: int = 0) -> str:
-    """One line that a terminal only prints: control codes, line ends, broken and text-reversing characters become \\x1b and the like."""
+    """Return the text as one line that a terminal only prints: control codes, line ends and text-reversing characters become \\x1b and the like."""
     if limit and len(text) > limit:
         text = text[: limit - 1] + "…"
     if text.isascii() and text.isprintable():
@@ -25,7 +25,7 @@ def printable(text: str, limit: int = 0) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """The same of a text with several lines: ends of line and tabs stay."""
+    """Return a text of several lines without control codes; ends of line and tabs stay."""
     return "\n".join("\t".join(printable(cell) for cell in line.split("\t")) for line in text.split("\n"))
 
 
@@ -115,5 +115,5 @@ def _within(found: Any, room: list[int], longest: int) -> Any:
 
 
 def is_count(text: str) -> bool:
-    """Whether int() may read it: str.isdigit is true of `²` and of ten thousand nines, and int() fails on both."""
+    """Return whether int() can read the text. str.isdigit is true of `²` and of ten thousand nines, and int() fails on both."""
     return text.isascii() and text.isdigit() and len(text) <= 18

@@ -199,7 +199,7 @@ class Output:
                 self._console.put(2 if fd == 2 else 1, cutter.flush())
 
     def tail(self, rank: int) -> str:
-        """What it printed last, for verdicts. Masked before they quote lines of it; a line that is cut is left out."""
+        """Return what a rank printed last, masked, for verdicts that quote lines of it; a line that is cut is left out."""
         last = self._tails.get(rank, b"")
         if len(last) == _TAIL:
             last = last[max(last.find(b"\n"), last.find(b"\r")) + 1 :]

@@ -360,7 +360,7 @@ def read_line(line: bytes) -> dict[str, Any]:
 
 
 class Secret:
-    """What all machines of a job know. It never travels itself, and a proof is good for one meeting only."""
+    """A secret that all machines of a job know. It never travels itself, and a proof is valid for one meeting only."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key

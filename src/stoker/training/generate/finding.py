@@ -309,7 +309,7 @@ def _own_folders(place: str) -> list[str]:
 
 
 def _is_own(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder of this user's: other users' models are used only if they are named."""
+    """Return whether this is a folder of this user: other users' models are used only if they are named."""
     return safe_io.is_own(entry.path) and entry.is_dir(follow_symlinks=False)
 
 
