@@ -20,7 +20,7 @@ import pytest
 
 from conftest import EVERYTHING, Done, Stoker, forget_verdict, gpu_json, machine_json, tagged, wait_for
 from localuser import ATTACKER, VICTIM, do_as, start_as
-from stoker.contract import checkpoints, safe_io
+from stoker.contract import safe_io
 from stoker.contract.names import Refusal
 from stoker.contract.process import process, send
 from stoker.control.agent import probe_ready
@@ -386,29 +386,6 @@ def test_a_host_takes_a_run_directory_of_ones_own_again(tmp_path: Path) -> None:
 
 
 @ROOT_ONLY
-def test_a_checkpoint_of_another_user_is_not_resumed_from(stoker: Stoker) -> None:
-    stoker.script(
-        "a.py",
-        "import os, stoker\n"
-        "folder = os.path.join(os.environ['STOKER_RUN_DIR'], 'checkpoints')\n"
-        "os.mkdir(folder)\n"
-        "for step in (1, 2): open(f'{folder}/step-{step}.pt', 'w').close()\n"
-        f"os.chown(f'{{folder}}/step-2.pt', {ATTACKER}, {ATTACKER})\n"
-        "print('resumed', os.path.basename(stoker.resume()))\n"
-        f"os.chown(folder, {ATTACKER}, {ATTACKER})\n"
-        "print('resumed', stoker.resume())\n",
-    )
-    done = stoker("run", "--nproc-per-node", "1", "a.py")
-    assert done.code == 0 and "resumed step-1.pt" in done.out and "resumed None" in done.out, done.out + done.err
-    assert "step-2.pt belongs to" in done.err + done.out
-    folder = stoker.latest / "checkpoints"
-    assert checkpoints.newest(str(stoker.latest)) is None
-    os.chown(folder, 0, 0)
-    saved = checkpoints.newest(str(stoker.latest))
-    assert saved is not None and saved.path.endswith("step-1.pt")
-
-
-@ROOT_ONLY
 @pytest.mark.parametrize("place", [".", "stoker", "stoker/compile"])
 @pytest.mark.parametrize("how", ["theirs", "open to all"])
 def test_code_is_not_loaded_from_a_cache_that_others_can_write(
@@ -523,37 +500,6 @@ OPENED: dict[str, Callable[[str, str], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["folder", "link", "link to what was ours", "our link to what they made again"])
-@pytest.mark.parametrize("command", OPENED)
-def test_latest_of_another_user_is_our_newest_run_for_every_command(public: Path, command: str, kind: str) -> None:
-    """A folder `latest` of theirs was taken for ours, and its model was exported, served and trained on."""
-    made(public, "ours")
-
-    def theirs() -> None:
-        made(public, "latest" if kind == "folder" else "theirs")
-        if kind == "link":
-            (public / "latest").symlink_to("theirs")
-        elif kind == "link to what was ours":
-            (public / "latest").symlink_to("ours-of-long-ago")
-
-    if kind == "link to what was ours":
-        made(public, "ours-of-long-ago")
-        about = {"schema": 1, "id": "ours-of-long-ago", "name": "ours-of-long-ago", "started": 0.5}
-        (public / "ours-of-long-ago" / "run.json").write_text(json.dumps(about))
-    if kind == "our link to what they made again":
-        (public / "latest").symlink_to("theirs")
-    do_as(ATTACKER, theirs)
-    found = OPENED[command](f"{public}/latest", str(public))
-    assert os.path.samefile(found, public / "ours"), found
-
-
-def test_a_folder_called_latest_where_we_have_no_runs_is_what_was_named(public: Path) -> None:
-    """A colleague's models/latest, say."""
-    do_as(ATTACKER, lambda: made(public, "latest"))
-    path = f"{public}/latest"
-    assert model_folder(path, str(public)) == path == setting(path, str(public))
-
-
 _MOUNT = """
 import ctypes, os, sys
 libc, handle = ctypes.CDLL(None, use_errno=True), os.open("/dev/fuse", os.O_RDWR)
@@ -562,42 +508,6 @@ if libc.mount(b"theirs", sys.argv[1].encode(), b"fuse", 6, options):
     sys.exit(f"mount: {os.strerror(ctypes.get_errno())}")
 os.set_inheritable(handle, True)
 os.execvp(sys.argv[2], sys.argv[2:])
-"""
-
-
-_LOOK = """
-import sys
-from stoker.contract import checkpoints, safe_io
-from stoker.control.doctor import debris
-from stoker.control.launch.runplace import RunPlace, abandon
-from stoker.control.record import ownership, finder, reader
-from stoker.speedrun.state import check_own
-from stoker.contract.names import Refusal
-from stoker.training.checkpoint import folders, reading
-from stoker.training.generate import finding
-from stoker.training.model import hf_write
-
-root, theirs = sys.argv[1:]
-listing = finder.look(root)
-assert listing.others == 1 and not listing.damaged, listing
-assert not safe_io.is_own(theirs) and safe_io.is_own(root)
-debris.FRESH_S = -1.0
-assert [entry.name for entry, _ in debris._own_entries(root, debris.re.compile("step-.*"))] == ["step-00000001"]
-assert list(folders.steps_in(root)) == [2, 1] and not folders.is_trusted(theirs)
-folders.repair(root)
-hf_write.sweep(root, "step-00000002")
-lines = []
-assert reading.find(root, lines.append) is None
-assert "can't be read: Permission denied" in lines[0] and "step-00000001 is not a complete" in lines[1], lines
-assert checkpoints._trusted(theirs, root, None) is False
-assert ownership.own_folder(root, "step-00000002") == theirs + "-0"
-assert finding._models(root, "") == []
-try:
-    check_own(theirs)
-except Refusal as refusal:
-    assert "not a folder of yours" in refusal.line
-else:
-    raise AssertionError("not refused")
 """
 
 
@@ -613,26 +523,6 @@ def beside_anothers_mount(
     if done.stderr.startswith(("mount:", "unshare:")):
         pytest.skip(f"no FUSE file system can be mounted here: {done.stderr.strip()}")
     return done
-
-
-def test_what_only_its_owner_can_look_at_is_another_users(tmp_path: Path) -> None:
-    root = tmp_path / "shared"
-    (root / "step-00000001").mkdir(parents=True)
-    theirs = root / "step-00000002"
-    done = beside_anothers_mount(theirs, sys.executable, "-c", _LOOK, str(root), str(theirs), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
-def test_anothers_mount_in_a_runs_folder_ends_no_command(stoker: Stoker) -> None:
-    stoker.script("ok.py", "print('fine')\n")
-    run = f"{sys.executable} -m stoker run --name mine --runs-dir runs --nproc-per-node 1 ok.py"
-    looks = [f"{sys.executable} -m stoker {what} --runs-dir runs" for what in ("runs", "why", "why mine")]
-    commands = " && ".join([run, *looks])
-    done = beside_anothers_mount(
-        stoker.cwd / "runs" / "theirs", "bash", "-c", commands, cwd=stoker.cwd, env=stoker.environment()
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Permission denied" not in done.stdout + done.stderr
 
 
 @ROOT_ONLY

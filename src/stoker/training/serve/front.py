@@ -99,7 +99,7 @@ class LoopCalls:
 
 
 class _Channel:
-    """What the engine says about the requests of one body, for the task that answers it."""
+    """Receives what the engine reports about the requests of one body, for the task that answers it."""
 
     def __init__(self) -> None:
         self.is_gone = False  # the client left
