@@ -11,8 +11,10 @@ import json
 import lzma
 import os
 import re
+import signal
 import socket
 import subprocess
+import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -31,7 +33,7 @@ import tokenizers
 
 from conftest import Stoker
 from stoker.cli.main import main
-from stoker.contract.names import Refusal
+from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.training.config.amount import lines_in
 from stoker.training.data import crew, sources
 from stoker.training.data.config import DataConfig
@@ -287,6 +289,31 @@ def test_a_damaged_tokenizer_is_one_line(kind: str, tmp_path: Path, capfd: pytes
     (folder / name).unlink(missing_ok=True)
     write(folder / name)
     check_one_line(prepared(tmp_path / "a.txt", str(folder)), capfd.readouterr().err)
+
+
+def test_a_tokenizer_whose_library_panics_on_a_text_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("hello " * 40 + "x" * 40)  # more tries than the regex engine makes
+    folder = tmp_path / "words"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes(definition(pre_tokenizer=with_regex(r"(?:x+x+)+y|[\s\S]")))
+    code = prepared(tmp_path / "a.txt", str(folder))
+    errors = capfd.readouterr().err
+    # The library prints its panic to stderr by itself, before the exception.
+    refusals = [line for line in errors.splitlines() if line.startswith("stoker: tokenizer")]
+    assert code == EX_DATAERR and len(refusals) == 1 and "retry-limit" in refusals[0] and "Traceback" not in errors
+
+
+def test_ctrl_c_works_while_a_library_works_on_one_text() -> None:
+    program = """
+import hashlib, os, signal, threading
+from stoker.training.data.crew import run_interruptibly
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+run_interruptibly(lambda: hashlib.pbkdf2_hmac("sha256", b"x", b"y", 2**31 - 1))  # minutes without the GIL
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120, check=False)
+    assert done.returncode == -signal.SIGINT and b"KeyboardInterrupt" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"])  # fmt: skip

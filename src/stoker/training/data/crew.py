@@ -9,11 +9,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import stoker
 from stoker.contract.names import EX_SOFTWARE, Refusal
@@ -22,11 +24,30 @@ from stoker.training.data.units import Span
 from stoker.training.data.work import Part, Work, do, files_in, prepared_tokenizer, too_much_memory
 
 _NO_MEMORY = (-signal.SIGKILL, -signal.SIGABRT)  # the kernel's way, and that of a library at the process's limit
+T = TypeVar("T")
 ALONE = 8 << 20  # bytes that are done before processes would have started
 
 
 def cores() -> int:
     return len(os.sched_getaffinity(0))
+
+
+def run_interruptibly(job: Callable[[], T]) -> T:
+    """Run a job in a thread and wait for it, so that Ctrl-C works while a tokenizer's library encodes one long text.
+
+    Python handles signals in the main thread only, between two of its instructions. The libraries release the GIL. An
+    interrupted job is abandoned with its thread, which ends with the process.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(job())
+        except BaseException as problem:
+            future.set_exception(problem)
+
+    threading.Thread(target=run, daemon=True, name="stoker-prepare").start()
+    return future.result()
 
 
 class Crew:
@@ -73,7 +94,7 @@ class Crew:
             tokenizer = prepared_tokenizer(self.work)
             for number, spans in enumerate(jobs):
                 try:
-                    part = do(tokenizer, self.work, spans, path_of(number))
+                    part = run_interruptibly(partial(do, tokenizer, self.work, spans, path_of(number)))
                 except MemoryError as problem:
                     raise too_much_memory(spans) from problem
                 yield part

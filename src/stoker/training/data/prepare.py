@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_DATAERR, Refusal
@@ -17,7 +18,7 @@ from stoker.contract.text import printable
 from stoker.training.data import shards
 from stoker.training.data.build import alone, build, whole
 from stoker.training.data.config import DataConfig
-from stoker.training.data.crew import ALONE, cores
+from stoker.training.data.crew import ALONE, cores, run_interruptibly
 from stoker.training.data.formats.format import Format
 from stoker.training.data.formats.table import AUTO, FORMATS, TEXT, known, recognise
 from stoker.training.data.learn import trained
@@ -257,7 +258,9 @@ def _plan(words: Tokenizer, spans: Sequence[Span], data: DataConfig, say: Say) -
         return None
     slow = words.encoder_by(None)
     for text in _probes(spans, data):
-        if words.array(text).tolist() != slow(text.decode()).tolist():
+        by_tiktoken = run_interruptibly(partial(words.array, text))
+        by_tokenizers = run_interruptibly(partial(words.guard_library, partial(slow, text.decode())))
+        if by_tiktoken.tolist() != by_tokenizers.tolist():
             say(
                 f"tokenizer {words.where}: tiktoken and tokenizers differ on {text[:60]!r}; `tokenizers` encodes, some"
                 " 8 times slower"

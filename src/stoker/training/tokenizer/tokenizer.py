@@ -120,8 +120,8 @@ class Tokenizer:
 
     def _span_encoder(self, doubles: Mapping[str, str]) -> SpanEncoder:
         """Return the encoder of this tokenizer with a second name for each of its special tokens."""
-        encode = self._made(lambda: span_encoder(with_doubles(self.data, doubles)))
-        return lambda text: self._made(lambda: encode(text))
+        encode = self.guard_library(lambda: span_encoder(with_doubles(self.data, doubles)))
+        return lambda text: self.guard_library(lambda: encode(text))
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -162,7 +162,7 @@ class Tokenizer:
 
     @cached_property
     def plan(self) -> FastPlan | str:
-        return self._made(lambda: plan_fast(self.told, self.data))
+        return self.guard_library(lambda: plan_fast(self.told, self.data))
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -176,10 +176,12 @@ class Tokenizer:
             self.__dict__["encoder"] = self.encoder_by(plan)
 
     def encoder_by(self, plan: FastPlan | None) -> Encoder:
-        return self._made(lambda: slow_encoder(self.data) if plan is None else fast_encoder(self.told, self.data, plan))
+        return self.guard_library(
+            lambda: slow_encoder(self.data) if plan is None else fast_encoder(self.told, self.data, plan)
+        )
 
-    def _made(self, make: Callable[[], T]) -> T:
-        """What tokenizers or tiktoken make of the file. Both raise whatever they like where it is not what they expect."""
+    def guard_library(self, make: Callable[[], T]) -> T:
+        """Call tokenizers or tiktoken. Raises Refusal for whatever they raise, a panic of their Rust code included."""
         try:
             return make()
         except (ImportError, Refusal):
@@ -252,7 +254,7 @@ class Tokenizer:
         return ids
 
     def _encode(self, text: str) -> Ids:
-        return self._made(
+        return self.guard_library(
             lambda: self.encoder(text)
         )  # a pattern that backtracks without end makes the library panic only here
 
