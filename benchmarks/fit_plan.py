@@ -32,7 +32,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # 
 import torch
 from shapes import SHAPES, built, fill
 
-from stoker.contract.shape import replace, shape
+from stoker.contract.frozen import frozen, replace
 from stoker.training.fit.answers import ANSWERS, SCORES
 from stoker.training.fit.cards import Card
 from stoker.training.fit.footprint import Footprint
@@ -73,7 +73,7 @@ EXACT, ONE_BELOW, BELOW, ABOVE = "exact", "one below", "below", "above"
 FAR = 3  # samples above the planned micro-batch that are tried
 
 
-@shape
+@frozen
 class Case:
     model: str
     method: str  # off (full), lora, qlora

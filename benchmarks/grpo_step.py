@@ -116,7 +116,7 @@ def stoker(folder: Path, size: Size, told: argparse.Namespace) -> Iterator[dict[
     """Gives each step's parts, in seconds, as soon as it is over."""
     import torch
 
-    from stoker.contract.shape import replace
+    from stoker.contract.frozen import replace
     from stoker.training.generate.config import GenerateConfig
     from stoker.training.model import hf, ready
     from stoker.training.model.decoder import Decoder

@@ -21,7 +21,7 @@ import time
 
 import torch
 
-from stoker.contract.names import API_KEY
+from stoker.contract.env_vars import API_KEY
 from stoker.training.model import hf
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder

@@ -24,7 +24,7 @@ from shapes import device, written
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from stoker.contract.shape import replace
+from stoker.contract.frozen import replace
 from stoker.training.model import adapters, hf, nf4, ready
 from stoker.training.model.attention import kernels
 from stoker.training.model.config import AdapterConfig

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from shapes import SHAPES
 
-from stoker.contract.shape import replace
+from stoker.contract.frozen import replace
 from stoker.training.generate.config import Sampling
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder

@@ -33,8 +33,8 @@ from typing import Any
 import qlora
 from shapes import shape_of
 
-from stoker.contract import names
-from stoker.contract.shape import replace
+from stoker.contract import env_vars
+from stoker.contract.frozen import replace
 from stoker.training.fit.cards import CONTEXT, GIB, NCCL, SHOWN, Card
 from stoker.training.fit.plan import FSDP, OFFLOADED_WORDS, Plan, Wish
 from stoker.training.fit.strategy import decide
@@ -284,7 +284,7 @@ def tried(at: int, row: Row, limit: float, taken: int, exchange: str) -> tuple[l
         memory = shared_exchange.made()
     shared = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(row.cards), "LOCAL_WORLD_SIZE": str(row.cards),
-        "LOCAL_RANK": "0", names.SHARED_GPU: "1", TAKEN: str(taken), EXCHANGE: "" if memory is None else str(memory),
+        "LOCAL_RANK": "0", env_vars.SHARED_GPU: "1", TAKEN: str(taken), EXCHANGE: "" if memory is None else str(memory),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         logs = [os.path.join(folder, str(rank)) for rank in range(row.cards)]

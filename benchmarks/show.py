@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stoker.contract import layout
-from stoker.contract.process import process
-from stoker.contract.shape import replace
+from stoker.contract.frozen import replace
+from stoker.contract.process import find_process
 from stoker.control.record.history import Members, Moment
 from stoker.control.record.writer import RunRecord
 from stoker.control.show.snapshot import Snapshot
@@ -80,7 +80,7 @@ class Recording:
         self._begun, self._size = time.time() - 600.0, (hosts, gpus)
         self.dir = root / "measured"
         self.dir.mkdir(parents=True)
-        me = process(os.getpid())
+        me = find_process(os.getpid())
         assert me is not None
         snapshot = self._now()
         ranks = snapshot.runs[-1].ranks

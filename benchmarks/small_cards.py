@@ -27,7 +27,7 @@ from typing import Any
 import qlora
 from shapes import shape_of
 
-from stoker.contract.shape import replace
+from stoker.contract.frozen import replace
 from stoker.training.config.files import load
 from stoker.training.fit.cards import CONTEXT, GIB, NCCL, SHOWN, Card
 from stoker.training.fit.plan import STEP, Plan, Wish, make

@@ -30,7 +30,7 @@ from goodput import trials
 from kills import WentWrong, running_below, whole_lines
 from launch import setting
 
-from stoker.control.machine import processes
+from stoker.contract import process
 
 CAP_S = 900.0  # for a chain of a minute or two
 TARGETS = ("speedrun", "launcher", "rank")
@@ -107,9 +107,9 @@ class Chain:
             return None
         if who == "launcher":
             told = _json(run / "run.json")
-            return told["launcher"]["pid"] if told and processes.process(told["launcher"]["pid"]) else None
+            return told["launcher"]["pid"] if told and process.find_process(told["launcher"]["pid"]) else None
         up = [json.loads(line) for line in whole_lines(run / "events.jsonl") if '"rank-up"' in line]
-        living = [one["pid"] for one in up if processes.process(one["pid"])]
+        living = [one["pid"] for one in up if process.find_process(one["pid"])]
         return living[-1] if living else None
 
     def results(self) -> dict[str, Any]:

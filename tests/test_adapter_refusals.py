@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from conftest import Stoker, at_length_but
 from forked_recipes import trained
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal
 from stoker.training.config.files import load, shipped
 from stoker.training.model import adapters, hf, hf_config
 from stoker.training.model.config import AdapterConfig, ModelConfig

@@ -16,7 +16,7 @@ import torch
 
 from conftest import Stoker, at_length_but
 from forked_recipes import trained
-from stoker.contract.shape import replace
+from stoker.contract.frozen import replace
 from stoker.training.model import adapters, hf
 from stoker.training.model.attention import documents
 from stoker.training.model.config import AdapterConfig

@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal
 from stoker.training.model import adapters, hf, nf4, ready
 from stoker.training.model.config import AdapterConfig
 from stoker.training.model.decoder import Decoder

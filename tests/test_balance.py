@@ -20,7 +20,7 @@ from forked_ranks import Server, free_port, program, server
 torch = pytest.importorskip("torch")
 
 from stoker import balance  # noqa: E402
-from stoker.contract.names import Refusal  # noqa: E402
+from stoker.contract.errors import Refusal  # noqa: E402
 from stoker.training.balance.plan import STEPS, NetworkRule, Plan, Plans, Rule, apportion, equal  # noqa: E402  # noqa: E402
 from stoker.training.config.resolve import recipe_settings  # noqa: E402
 from stoker.training.parallel.config import local_steps, read_comm  # noqa: E402

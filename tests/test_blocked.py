@@ -17,9 +17,9 @@ import pytest
 
 from conftest import wait_for
 from localuser import ATTACKER, do_as
-from stoker.contract.names import PY_SPY, STACK_SIGNAL
-from stoker.contract.process import process
-from stoker.contract.shapes import Stall
+from stoker.contract.env_vars import PY_SPY, STACK_SIGNAL
+from stoker.contract.evidence import Stall
+from stoker.contract.process import find_process
 from stoker.control.agent.questions import inspect
 from stoker.control.agent.spawn import Rank
 from stoker.control.verdict.hang import trouble
@@ -40,13 +40,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
         path.write_text((ON_SIGNAL if stacks_on_signal else "\n") + textwrap.dedent(script))
         base = str(tmp_path / f"0-{number}")
         spec = {"rank": number, "env": {}}
-        asked = Rank(spec, process(os.getpid()), {}, base, 0.0).files["asked"]  # type: ignore[arg-type]
+        asked = Rank(spec, find_process(os.getpid()), {}, base, 0.0).files["asked"]  # type: ignore[arg-type]
         child = subprocess.Popen(
             [sys.executable, str(path), asked], stdout=subprocess.PIPE, text=True, cwd=tmp_path, start_new_session=True
         )
         started.append(child)
         assert child.stdout is not None and child.stdout.readline(), "it ended before it blocked"
-        me = process(child.pid)
+        me = find_process(child.pid)
         assert me is not None
         return Rank(spec, me, {}, base, 0.0)
 

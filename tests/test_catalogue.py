@@ -18,9 +18,9 @@ import pytest
 from conftest import Stoker, at_length
 from faults.around import cannot
 from stoker.contract.checkpoints import SavedCheckpoint
-from stoker.contract.quantities import amount
-from stoker.contract.shape import replace
-from stoker.contract.shapes import STOP_RULES, Around, Evidence, RankEnd, RankError, ScriptEnd, Stall, Verdict
+from stoker.contract.evidence import STOP_RULES, Evidence, ExitContext, RankError, RankExit, ScriptEnd, Stall, Verdict
+from stoker.contract.frozen import replace
+from stoker.contract.units import format_bytes
 from stoker.control.verdict import docs
 from stoker.control.verdict.catalogue import CATALOGUE
 from stoker.control.verdict.consequence import unquoted
@@ -44,11 +44,11 @@ def end(
     label: str = "GPU0",
     time: float = 5.0,
     **more: Any,
-) -> RankEnd:
-    return RankEnd(rank, "", label, 100 + rank, code, time, error=error, **more)
+) -> RankExit:
+    return RankExit(rank, "", label, 100 + rank, code, time, error=error, **more)
 
 
-def verdict(*ends: RankEnd) -> Verdict:
+def verdict(*ends: RankExit) -> Verdict:
     return judge(Evidence(max(2, len(ends)), ends))
 
 
@@ -175,8 +175,8 @@ SLEEPS = Stall(
 
 
 def test_a_run_that_is_stopped_keeps_what_was_known() -> None:
-    def ended(number: int) -> RankEnd:
-        return RankEnd(number, "", f"CPU{number}", 100 + number, -9, 60.0, ours=True)
+    def ended(number: int) -> RankExit:
+        return RankExit(number, "", f"CPU{number}", 100 + number, -9, 60.0, ours=True)
 
     late = judge(Evidence(2, (ended(0), ended(1)), stop_signal=2, stopped_at=10.0))
     assert "--grace" in late.fix[0] and "Before the stop" not in late.summary
@@ -200,7 +200,7 @@ def test_a_run_that_is_stopped_keeps_what_was_known() -> None:
 
 
 def test_a_rank_that_raised_and_hangs_at_its_exit_is_judged_by_its_exception() -> None:
-    stuck = RankEnd(1, "", "CPU1", 101, -15, 60.0, ours=True, error=err("ValueError", "boom"))
+    stuck = RankExit(1, "", "CPU1", 101, -15, 60.0, ours=True, error=err("ValueError", "boom"))
     found = judge(
         Evidence(
             2,
@@ -303,7 +303,7 @@ UNSEEN = oom(
     "PyTorch, and 1.05 GiB is reserved by PyTorch but unallocated.",
     cards="GPU 0 has a total capacity of 79.15 GiB",
 )
-HELD = Around(
+HELD = ExitContext(
     holders=(
         {"pid": 100, "memory": GIB // 2, "command": "train.py", "user": "me", "run": "", "ours": True},
         {
@@ -316,7 +316,7 @@ HELD = Around(
         },
     )
 )
-OUTSIDE = Around(
+OUTSIDE = ExitContext(
     holders=({"pid": 4711, "memory": 100 * GIB, "command": "", "user": "", "run": "", "ours": False},),
     gpu_total=140 * GIB,
 )
@@ -356,7 +356,7 @@ SUBPROCESS = 'Traceback (most recent call last):\n  File "/usr/lib/python3.11/su
 JSON_LOAD = 'Traceback (most recent call last):\n  File "/usr/lib/python3.11/json/__init__.py", line 293, in {}\n    return loads(fp.read())\n'
 
 # (cause, the end, tried again, words of the summary)
-CASES: list[tuple[str, RankEnd, bool, tuple[str, ...]]] = [
+CASES: list[tuple[str, RankExit, bool, tuple[str, ...]]] = [
     ("nan.traced", end(err("NonFinite", "step 12: NaN first in aten.bmm of layers.3.attention (forward) on rank 0, samples 17, 18", module="stoker.training.forensics.culprit")), False, ("step 12", "aten.bmm of layers.3.attention", "samples 17, 18")),
     ("grpo.broken", end(code=70, tail="INFO | [GPU 0] GRPO stopped itself: the divergence from the first model stayed above 10 for 3 steps (since step 40), now 12.5\n"), False, ("stayed above 10",)),
     ("grpo.other-weights", end(code=70, tail="INFO | [GPU 0] GRPO stopped itself: the server at 127.0.0.1:8000 answers with other weights than the trainers': on a test prompt its log-probabilities differ by 0.31 a token\n"), False, ("127.0.0.1:8000 answers with other weights",)),
@@ -385,9 +385,9 @@ CASES: list[tuple[str, RankEnd, bool, tuple[str, ...]]] = [
     ("oom.gpu-foreign", end(UNSEEN), True, ("18.9 GiB are held by processes that can't be seen",)),
     ("oom.gpu-foreign", end(cuda("out of memory"), around=OUTSIDE), True, ("pid 4711 holds 100.0 GiB, held from outside this container",)),
     ("oom.gpu-fragmentation", end(PIECES), False, ("1.5 GiB needed", "7.8 GiB reserved and unused")),
-    ("oom.host", end(code=-9, oom_killed=True, around=Around(rss=((0.0, 3 * 10**9), (40.0, 58 * 10**9)), host_available=4 * 10**8, host_total=64 * 10**9)), False, ("killed by the kernel", "grew from 2.8 GiB to 54.0 GiB in 40 s")),
-    ("oom.host", end(code=-9, around=Around(kernel=(KILLED_LINE,))), False, ("killed by the kernel",)),
-    ("oom.host", end(WORKER, around=Around(kernel=("Out of memory: Killed process 2027 (python3) total-vm:9kB",))), False, ("data-loader worker (pid 2027)", "killed by the kernel")),
+    ("oom.host", end(code=-9, oom_killed=True, around=ExitContext(rss=((0.0, 3 * 10**9), (40.0, 58 * 10**9)), host_available=4 * 10**8, host_total=64 * 10**9)), False, ("killed by the kernel", "grew from 2.8 GiB to 54.0 GiB in 40 s")),
+    ("oom.host", end(code=-9, around=ExitContext(kernel=(KILLED_LINE,))), False, ("killed by the kernel",)),
+    ("oom.host", end(WORKER, around=ExitContext(kernel=("Out of memory: Killed process 2027 (python3) total-vm:9kB",))), False, ("data-loader worker (pid 2027)", "killed by the kernel")),
     ("oom.host-allocation", end(err("MemoryError", "")), False, ("allocation failed",)),
     ("oom.host-allocation", end(err("MemoryError", "std::bad_alloc")), False, ("allocation failed",)),
     ("oom.host-allocation", end(code=-6, tail="terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"), False, ("allocation failed",)),
@@ -399,15 +399,15 @@ CASES: list[tuple[str, RankEnd, bool, tuple[str, ...]]] = [
     ("gpu.assert", end(cuda("device-side assert triggered"), tail="/pytorch/aten/src/ATen/native/cuda/Loss.cu:245: nll_loss_forward_reduce_cuda_kernel_2d: block: [0,0,0], thread: [3,0,0] Assertion `t >= 0 && t < n_classes` failed.\n"), False, ("t < n_classes", "a label is not below")),
     ("gpu.assert", end(cuda("device-side assert triggered"), tail="Indexing.cu:1515: indexSelectSmallIndex: block: [0,0,0], thread: [0,0,0] Assertion `srcIndex < srcSelectDimSize` failed.\n"), False, ("a token id beyond the vocabulary",)),
     ("gpu.illegal-access", end(cuda("an illegal memory access was encountered")), True, ("illegal memory access",)),
-    ("gpu.illegal-access", end(cuda("an illegal memory access was encountered"), around=Around(kernel=(XID.format(31, "MMU Fault"),))), True, ("illegal memory access",)),
+    ("gpu.illegal-access", end(cuda("an illegal memory access was encountered"), around=ExitContext(kernel=(XID.format(31, "MMU Fault"),))), True, ("illegal memory access",)),
     ("gpu.launch-failure", end(cuda("unspecified launch failure")), True, ("unspecified launch failure",)),
     ("gpu.timeout", end(cuda("the launch timed out and was terminated")), False, ("watchdog",)),
     ("gpu.ecc", end(cuda("uncorrectable ECC error encountered")), True, ("ECC",)),
-    ("gpu.ecc", end(cuda("unspecified launch failure"), around=Around(kernel=(XID.format(95, "Uncontained ECC error"),))), True, ("ECC",)),
+    ("gpu.ecc", end(cuda("unspecified launch failure"), around=ExitContext(kernel=(XID.format(95, "Uncontained ECC error"),))), True, ("ECC",)),
     ("gpu.lost", end(cuda("unknown error")), True, ("lost",)),
-    ("gpu.lost", end(code=-6, tail="CUDA error: unspecified launch failure\n", around=Around(kernel=(XID.format(79, "GPU has fallen off the bus."),))), True, ("Xid 79",)),
-    ("gpu.xid", end(cuda("unspecified launch failure"), around=Around(kernel=(XID.format(119, "Timeout waiting for RPC from GSP!"),))), True, ("Xid 119", "GSP")),
-    ("gpu.xid", end(cuda("unspecified launch failure"), around=Around(kernel=(XID.format(94, "Contained ECC error"),))), True, ("Xid 94",)),
+    ("gpu.lost", end(code=-6, tail="CUDA error: unspecified launch failure\n", around=ExitContext(kernel=(XID.format(79, "GPU has fallen off the bus."),))), True, ("Xid 79",)),
+    ("gpu.xid", end(cuda("unspecified launch failure"), around=ExitContext(kernel=(XID.format(119, "Timeout waiting for RPC from GSP!"),))), True, ("Xid 119", "GSP")),
+    ("gpu.xid", end(cuda("unspecified launch failure"), around=ExitContext(kernel=(XID.format(94, "Contained ECC error"),))), True, ("Xid 94",)),
     ("gpu.duplicate", end(nccl("invalid usage", INVALID, "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 60")), False, ("rank 0 and rank 1 are on the same GPU",)),
     ("gpu.arch", end(cuda("no kernel image is available for execution on the device")), False, ("architecture",)),
     ("gpu.driver", end(err("RuntimeError", "No CUDA GPUs are available")), False, ("No CUDA GPUs are available",)),
@@ -420,7 +420,7 @@ CASES: list[tuple[str, RankEnd, bool, tuple[str, ...]]] = [
     ("nccl.version", end(err("ImportError", "/opt/torch/lib/libtorch_cuda.so: undefined symbol: ncclCommWindowRegister")), False, ("ncclCommWindowRegister",)),
     ("nccl.interface", end(nccl("invalid usage", INVALID, "Bootstrap : no socket interface found")), False, ("no network interface", "NCCL_SOCKET_IFNAME")),
     ("nccl.interface", end(nccl("internal error", "ncclInternalError: Internal check failed.", "ncclSocketInit: connecting to address  with family 59936 is neither AF_INET(2) nor AF_INET6(10)")), False, ("no network interface",)),
-    ("nccl.shm", end(nccl("unhandled system error", SYSTEM, "Error while creating shared memory segment /dev/shm/nccl-WU88OE (size 9637888), error: No space left on device (28)"), around=Around(shm_free=10 * 2**20, shm_total=64 * 2**20)), False, ("shared memory", "10.0 MiB of 64.0 MiB free")),
+    ("nccl.shm", end(nccl("unhandled system error", SYSTEM, "Error while creating shared memory segment /dev/shm/nccl-WU88OE (size 9637888), error: No space left on device (28)"), around=ExitContext(shm_free=10 * 2**20, shm_total=64 * 2**20)), False, ("shared memory", "10.0 MiB of 64.0 MiB free")),
     ("nccl.connection", end(nccl("remote process exited or there was a network error", REMOTE, "socketPollConnect: connect to 10.0.0.2<41234> returned Connection refused, exceeded error retry count (35)")), True, ("10.0.0.2<41234>",)),
     ("nccl.connection", end(nccl("unhandled system error", SYSTEM, "socketStartConnect: Connect to 172.17.0.2<54321> failed : No route to host")), True, ("172.17.0.2<54321>",)),
     ("nccl.connection", end(err("DistStoreError", "Timed out after 601 seconds waiting for clients. 15/16 clients joined.", **STORE_TYPES)), True, ("15 of 16 ranks",)),
@@ -434,11 +434,11 @@ CASES: list[tuple[str, RankEnd, bool, tuple[str, ...]]] = [
     ("gloo.connection", end(err("RuntimeError", "Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error"), label="CPU0"), True, ("can't connect to a peer",)),
     ("gloo.timeout", end(err("RuntimeError", "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"), label="CPU0"), True, ("4 s", "recv")),
     ("data.worker-died", end(WORKER), True, ("data-loader worker (pid 2027)", "Killed")),
-    ("data.worker-died", end(BUS_ERROR, around=Around(shm_free=60 * GIB, shm_total=64 * GIB)), True, ("Bus error",)),
-    ("data.shm", end(BUS_ERROR, around=Around(shm_free=60 * 2**20, shm_total=64 * 2**20)), False, ("bus error", "of 64.0 MiB free")),
+    ("data.worker-died", end(BUS_ERROR, around=ExitContext(shm_free=60 * GIB, shm_total=64 * GIB)), True, ("Bus error",)),
+    ("data.shm", end(BUS_ERROR, around=ExitContext(shm_free=60 * 2**20, shm_total=64 * 2**20)), False, ("bus error", "of 64.0 MiB free")),
     ("data.shm", end(err("RuntimeError", "unable to allocate shared memory(shm) for file </torch_2328_314884356_0>: No space left on device (28)")), False, ("shared memory",)),
     ("data.shm", end(err("RuntimeError", "DataLoader worker is killed. ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).")), False, ("shared memory",)),
-    ("data.shm", end(code=-7, around=Around(shm_free=0, shm_total=64 * 2**20)), False, ("bus error",)),
+    ("data.shm", end(code=-7, around=ExitContext(shm_free=0, shm_total=64 * 2**20)), False, ("bus error",)),
     ("data.too-many-files", end(err("OSError", "[Errno 24] Too many open files: '/dev/null'")), False, ("ulimit -n",)),
     ("data.too-many-files", end(err("RuntimeError", "received 0 items of ancdata")), False, ("ulimit -n",)),
     ("data.too-many-files", end(err("RuntimeError", "unable to open shared memory object </torch_1_2_3> in read-write mode: Too many open files (24)")), False, ("ulimit -n",)),
@@ -494,7 +494,7 @@ CASES: list[tuple[str, RankEnd, bool, tuple[str, ...]]] = [
 @pytest.mark.parametrize(
     ("cause", "ended", "retryable", "words"), CASES, ids=[f"{case[0]}-{n}" for n, case in enumerate(CASES)]
 )
-def test_each_cause_by_its_words(cause: str, ended: RankEnd, retryable: bool, words: tuple[str, ...]) -> None:
+def test_each_cause_by_its_words(cause: str, ended: RankExit, retryable: bool, words: tuple[str, ...]) -> None:
     found = verdict(ended)
     assert (found.cause, found.retryable) == (cause, retryable), found.summary
     assert all(word in found.summary for word in words), found.summary
@@ -525,7 +525,7 @@ def test_a_checkpoint_is_spoken_of_only_where_one_was_saved(cause: str, line: st
 
 
 # What looks like a cause and is not: (not this one, the end, what it is)
-NEAR: list[tuple[str, RankEnd, str]] = [
+NEAR: list[tuple[str, RankExit, str]] = [
     # the text was printed and survived: the rank was killed, or failed of something else
     ("oom.gpu", end(code=-9, tail="torch.OutOfMemoryError: " + FULL.message), "rank.killed"),
     ("oom.gpu", end(err("KeyError", "'labels'"), tail="skipped a batch: " + FULL.message), "rank.exception"),
@@ -533,23 +533,23 @@ NEAR: list[tuple[str, RankEnd, str]] = [
     ("oom.gpu", end(err("KeyError", "'x'", "torch.OutOfMemoryError: " + FULL.message + "\n\nDuring handling of the above exception, another exception occurred:\n\nKeyError: 'x'\n")), "rank.exception"),
     ("oom.gpu", end(err("ValueError", "the host's words: memory of CUDA cores")), "rank.exception"),
     # a desktop's 300 MiB do not make it somebody else's fault
-    ("oom.gpu-foreign", end(FULL, around=Around(holders=({"pid": 9, "memory": 300 * 2**20, "command": "Xorg", "user": "root", "run": "", "ours": False},))), "oom.gpu"),
+    ("oom.gpu-foreign", end(FULL, around=ExitContext(holders=({"pid": 9, "memory": 300 * 2**20, "command": "Xorg", "user": "root", "run": "", "ours": False},))), "oom.gpu"),
     ("oom.gpu-foreign", end(OWN_UNDER_ANOTHER_PID), "oom.gpu"),
-    ("oom.gpu-foreign", end(FOREIGN, around=Around(holders=({"pid": 727, "memory": 100 * GIB, "command": "train.py", "user": "me", "run": "r", "ours": True},))), "oom.gpu"),
+    ("oom.gpu-foreign", end(FOREIGN, around=ExitContext(holders=({"pid": 727, "memory": 100 * GIB, "command": "train.py", "user": "me", "run": "r", "ours": True},))), "oom.gpu"),
     ("oom.gpu-fragmentation", end(NEARLY), "oom.gpu"),
     ("oom.gpu-fragmentation", end(OWN_UNDER_ANOTHER_PID), "oom.gpu"),
     # somebody else was killed for memory, not this pid
-    ("oom.host", end(code=-9, around=Around(kernel=(KILLED_LINE.replace("100", "1001"),))), "rank.killed"),
+    ("oom.host", end(code=-9, around=ExitContext(kernel=(KILLED_LINE.replace("100", "1001"),))), "rank.killed"),
     ("oom.host", end(code=3, oom_killed=True), "rank.exit"),
-    ("gpu.xid", end(err("KeyError", "'labels'"), around=Around(kernel=(XID.format(79, "GPU has fallen off the bus."),))), "rank.exception"),
-    ("gpu.xid", end(cuda("unspecified launch failure"), around=Around(kernel=(XID.format(43, "Reset Channel"),))), "gpu.launch-failure"),
+    ("gpu.xid", end(err("KeyError", "'labels'"), around=ExitContext(kernel=(XID.format(79, "GPU has fallen off the bus."),))), "rank.exception"),
+    ("gpu.xid", end(cuda("unspecified launch failure"), around=ExitContext(kernel=(XID.format(43, "Reset Channel"),))), "gpu.launch-failure"),
     ("gpu.lost", end(err("RuntimeError", "unknown error in the tokenizer")), "rank.exception"),
     ("gloo.connection", end(err("ConnectionRefusedError", "[Errno 111] Connection refused"), label="CPU0"), "rank.exception"),
     ("gloo.connection", end(err("RuntimeError", "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"), label="CPU0"), "rank.exception"),
     ("nccl.version", end(nccl("invalid usage", INVALID, "Invalid root 9 (root should be in the 0..2 range)")), "rank.exception"),
     ("nccl.cuda", end(nccl("unhandled cuda error", "ncclUnhandledCudaError: Call to CUDA function failed.", "Cuda failure 700 'an illegal memory access was encountered'")), "gpu.illegal-access"),
     ("data.no-space", end(nccl("unhandled system error", SYSTEM, "Error: failed to extend /dev/shm/nccl-WU88OE to 9637892 bytes, error: No space left on device (28)")), "nccl.shm"),
-    ("data.shm", end(code=-7, around=Around(shm_free=60 * GIB, shm_total=64 * GIB)), "rank.crash"),
+    ("data.shm", end(code=-7, around=ExitContext(shm_free=60 * GIB, shm_total=64 * GIB)), "rank.crash"),
     ("data.file-missing", end(err("FileNotFoundError", "[Errno 2] No such file or directory: 'ninja'", SUBPROCESS)), "rank.exception"),
     ("data.corrupt", end(err("UnpicklingError", "Weights only load failed.\nWeightsUnpickler error: Unsupported global: GLOBAL argparse.Namespace was not an allowed global", module="_pickle")), "rank.exception"),
     ("data.corrupt", end(err("EOFError", "Ran out of input")), "rank.exception"),
@@ -673,7 +673,7 @@ def test_what_the_program_does_wrong_with_tensors_is_not_tried_again(cause: str,
 
 
 @pytest.mark.parametrize(("wrong", "ended", "right"), NEAR, ids=[f"{case[0]}-{n}" for n, case in enumerate(NEAR)])
-def test_near_misses(wrong: str, ended: RankEnd, right: str) -> None:
+def test_near_misses(wrong: str, ended: RankExit, right: str) -> None:
     found = verdict(ended)
     assert found.cause == right != wrong, found.summary
 
@@ -688,7 +688,7 @@ def test_near_misses(wrong: str, ended: RankEnd, right: str) -> None:
         (end(code=-6, rank=1, tail="Process group watchdog thread terminated with exception: CUDA error: unspecified launch failure\nSome NCCL operations have failed or timed out\n"), "gpu.launch-failure"),
     ],
 )  # fmt: skip
-def test_a_ranks_own_network_trouble_is_no_echo(own: RankEnd, cause: str) -> None:
+def test_a_ranks_own_network_trouble_is_no_echo(own: RankExit, cause: str) -> None:
     """The peer that lost its connection is seen first."""
     found = verdict(end(ECHO, time=4.9, label="CPU0"), own)
     assert (found.rank, found.cause) == (1, cause)
@@ -837,7 +837,7 @@ def test_an_address_space_limit_is_named_and_the_host_is_not_blamed(stoker: Stok
         subprocess.run(["bash", "-c", words], cwd=stoker.cwd, env=stoker.environment(), check=False)
         done = stoker.result(1)
     told = done.verdict
-    assert told["cause"] == "oom.host-allocation" and amount(limit) in told["summary"], told
+    assert told["cause"] == "oom.host-allocation" and format_bytes(limit) in told["summary"], told
     assert "RLIMIT_AS" in told["summary"] and "ulimit -v" in told["summary"] and "bad.py:" in told["summary"]
     assert "ulimit -v unlimited" in told["fix"][0] and not any("free -h" in line for line in told["fix"]), told["fix"]
 
@@ -847,7 +847,7 @@ def test_a_refused_allocation_without_a_limit_says_nothing_of_limits(stoker: Sto
     assert done.verdict["cause"] == "oom.host-allocation" and "ulimit" not in json.dumps(done.verdict), done.verdict
 
 
-KERNELS = Around(kernel=("Out of memory: Killed process 100 (python3) total-vm:9kB",))
+KERNELS = ExitContext(kernel=("Out of memory: Killed process 100 (python3) total-vm:9kB",))
 LM_TRACE = '  File "model.py", line 9, in forward\n    return F.cross_entropy(logits, targets)\n'
 
 
@@ -907,7 +907,7 @@ def test_a_full_disk_is_named_with_what_is_complete() -> None:
     )
     tail = f"{line}\nINFO | [CPU 0] wrote /data/runs/r/hf: 2.0 MB of float32 as LlamaForCausalLM\n"
     disks = (("/", 0, 10**10), ("/data", 4 * 10**5, 14 * 10**6), ("/other", 0, 10**9))
-    full = end(code=73, tail=tail, around=Around(full_disks=disks))
+    full = end(code=73, tail=tail, around=ExitContext(full_disks=disks))
     saved = SavedCheckpoint("/data/runs/r/checkpoints/step-00000010", 1.0)
     found = judge(Evidence(1, (full,), checkpoint=saved))
     assert found.cause == "data.no-space" and "/data/runs/r/checkpoints" in found.summary

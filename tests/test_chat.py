@@ -28,9 +28,9 @@ import torch
 from conftest import Stoker
 from small_model import SHAPE, write_model
 from stoker.cli import chat, export
-from stoker.contract import hostmemory
-from stoker.contract.names import EX_UNAVAILABLE, Refusal
-from stoker.contract.shape import as_json, replace
+from stoker.contract import host_memory
+from stoker.contract.errors import EX_UNAVAILABLE, Refusal
+from stoker.contract.frozen import as_json, replace
 from stoker.training.checkpoint.saver import Saver
 from stoker.training.data.learn import train
 from stoker.training.generate.conversation import Conversation
@@ -470,7 +470,7 @@ def test_weights_that_the_memory_cant_hold_are_not_read(tmp_path: Path, monkeypa
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which --device cpu sets, for good
     words = ["--device", "cpu", "--prompt", "hi", "--max-tokens", "1"]
     assert chat.main([str(tmp_path / "m"), *words]) == 0
-    monkeypatch.setattr(hostmemory, "memory", lambda: (4 * parameters(SHAPE) - 1, 1 << 40, None))
+    monkeypatch.setattr(host_memory, "read_memory", lambda: (4 * parameters(SHAPE) - 1, 1 << 40, None))
     with pytest.raises(Refusal, match=r"parameters take .* of memory or more, and this machine has") as problem:
         chat.main([str(tmp_path / "m"), *words])
     assert problem.value.code == EX_UNAVAILABLE and str(tmp_path / "m") in problem.value.line
@@ -481,7 +481,7 @@ def test_weights_that_the_memory_cant_hold_are_not_read(tmp_path: Path, monkeypa
 
 def only(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     total = 1 << 40
-    monkeypatch.setattr(hostmemory, "memory", lambda: (total, free, total))
+    monkeypatch.setattr(host_memory, "read_memory", lambda: (total, free, total))
 
 
 def test_a_model_is_opened_in_the_memory_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 import stoker  # noqa: E402
 from conftest import EVERYTHING, at_length, wait_for  # noqa: E402
 from devices import needs_gpu  # noqa: E402
-from stoker.contract.names import Refusal  # noqa: E402
+from stoker.contract.errors import Refusal  # noqa: E402
 from stoker.training.checkpoint import part, snapshot  # noqa: E402
 from stoker.training.checkpoint.reading import find, open_checkpoint, verify  # noqa: E402
 from stoker.training.checkpoint.saver import Saver  # noqa: E402

@@ -21,8 +21,8 @@ import pytest
 
 from conftest import Stoker, gpu_json, wait_for
 from stoker.cli import clean as command
-from stoker.contract.process import process, send
-from stoker.contract.shape import replace
+from stoker.contract.frozen import replace
+from stoker.contract.process import find_process, send_signal
 from stoker.control.doctor import caches, clean, debris, leftovers
 from stoker.control.machine import gather, origin, processes
 from stoker.control.machine.model import Machine, machine_from_json
@@ -53,7 +53,7 @@ def start() -> Iterator[Start]:
 def dead_run(root: Path, name: str = "20260101-000000-dead", **launcher: Any) -> dict[str, str]:
     """A run whose launcher is gone, as its processes know it."""
     gone = subprocess.Popen(["sleep", "60"])
-    before = process(gone.pid)
+    before = find_process(gone.pid)
     assert before is not None
     gone.kill()
     gone.wait()
@@ -112,7 +112,7 @@ def test_leftovers_are_shown_and_then_stopped(stoker: Stoker, start: Start) -> N
         and entry["rss"] > 0
         and 0 <= entry["age"] < 60
     )
-    assert "is dead" in entry["why"] and entry["start"] == process(one.pid).start  # type: ignore[union-attr]
+    assert "is dead" in entry["why"] and entry["start"] == find_process(one.pid).start  # type: ignore[union-attr]
 
     plain = stoker("clean", "--runs-dir", "runs")
     assert plain.code == 1 and "left behind by dead runs" in plain.out and "--yes" in plain.out and alive(one)
@@ -138,7 +138,7 @@ def test_ignored_sigterm_and_children_without_a_tag(stoker: Stoker, start: Start
     assert why[child] == f"started by pid {family.pid}"
     assert code == 0 and said["stopped"]["killed"] == [stubborn.pid] and said["stopped"]["seconds"] >= 0.5
     assert stubborn.wait(100) == -signal.SIGKILL and family.wait(100) == -signal.SIGTERM
-    assert process(child) is None or process(child).state == "Z"  # type: ignore[union-attr]
+    assert find_process(child) is None or find_process(child).state == "Z"  # type: ignore[union-attr]
 
 
 def test_run_directory_gone(stoker: Stoker, start: Start) -> None:
@@ -164,15 +164,15 @@ def test_what_a_real_run_leaves_when_all_its_keepers_die(stoker: Stoker) -> None
         ),
     ]
     assert len(keepers) == 3
-    assert look(stoker, "--yes")[0] == 0 and process(left) is not None  # nothing of a living run
+    assert look(stoker, "--yes")[0] == 0 and find_process(left) is not None  # nothing of a living run
     for signum in (signal.SIGSTOP, signal.SIGKILL):
         for pid in keepers:
             os.kill(pid, signum)
     run.wait(100)
-    assert wait_for(lambda: True if all(process(pid) is None for pid in keepers[1:]) else None, 5)
+    assert wait_for(lambda: True if all(find_process(pid) is None for pid in keepers[1:]) else None, 5)
     code, said = look(stoker, "--yes")
     assert code == 0 and left in {entry["pid"] for entry in said["leftovers"]} and not said["stopped"]["survivors"]
-    assert wait_for(lambda: True if process(left) is None else None, 2)
+    assert wait_for(lambda: True if find_process(left) is None else None, 2)
 
 
 @pytest.mark.parametrize(
@@ -308,17 +308,17 @@ def test_200_strangers_and_a_living_run_survive(stoker: Stoker, start: Start) ->
 
 def test_a_reused_pid_is_not_hit(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     one = start(["sleep", "600"])
-    me = process(one.pid)
+    me = find_process(one.pid)
     assert me is not None
     another = replace(me, start=me.start - 1)  # what was listed; its pid is somebody else's by now
-    assert not send(another, signal.SIGKILL)
+    assert not send_signal(another, signal.SIGKILL)
     assert clean.stop_ladder([another], 0.1).survivors == () and alive(one)
     with monkeypatch.context() as patch:
-        patch.setattr("stoker.contract.process.owner", lambda pid: 12345)
-        assert not send(me, signal.SIGKILL)
+        patch.setattr("stoker.contract.process.process_owner", lambda pid: 12345)
+        assert not send_signal(me, signal.SIGKILL)
     assert alive(one)
-    assert send(me, signal.SIGKILL) and one.wait(100) == -signal.SIGKILL
-    assert not send(me, signal.SIGKILL)
+    assert send_signal(me, signal.SIGKILL) and one.wait(100) == -signal.SIGKILL
+    assert not send_signal(me, signal.SIGKILL)
 
 
 def test_the_ladder_asks_parents_first(start: Start, tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_the_ladder_asks_parents_first(start: Start, tmp_path: Path) -> None:
     rank = start([sys.executable, "-c", script, str(tmp_path / "saved")], stdout=subprocess.PIPE)
     assert rank.stdout is not None
     child = int(rank.stdout.readline())
-    both = [one for one in (process(child), process(rank.pid)) if one]
+    both = [one for one in (find_process(child), find_process(rank.pid)) if one]
     assert clean.stop_ladder(both, 5.0).killed == ()
     assert (tmp_path / "saved").read_text() == "0" and not leftovers.lives(both[0])
 

@@ -16,7 +16,7 @@ import pytest
 
 from conftest import at_length, at_length_but, wait_for
 from netcluster import HOSTNAME, NetCluster, _run
-from stoker.contract.shapes import Finding
+from stoker.contract.evidence import Finding
 from stoker.control.cluster import hosts as hostlist
 from stoker.control.cluster import transport
 from stoker.control.cluster.asking import Asking

@@ -12,8 +12,8 @@ import yaml
 
 from conftest import machine_json
 from stoker.cli import cluster as command
-from stoker.contract.names import Refusal
-from stoker.contract.shape import replace
+from stoker.contract.errors import Refusal
+from stoker.contract.frozen import replace
 from stoker.control.cluster import between, table
 from stoker.control.cluster.check import doctor_findings
 from stoker.control.cluster.facts import Facts, OneHost, Pair, Reduce

@@ -12,8 +12,8 @@ import pytest
 
 from conftest import Stoker, Terminal
 from stoker.cli.main import COMMANDS
-from stoker.contract.settings import Parser
-from stoker.contract.wrapping import wrapped
+from stoker.contract.options import OptionParser
+from stoker.contract.terminal import wrap_text
 
 ROOT = Path(__file__).parents[1]
 LONGEST = 80  # of the fixed part of a message
@@ -22,8 +22,8 @@ _ENTRY = ["-c", "import sys; from stoker.cli.main import main; sys.exit(main(sys
 
 def test_a_line_breaks_between_words_and_a_command_stays_whole() -> None:
     text = "stoker: one two three `stoker run --name a train.py` four five six seven eight nine"
-    assert wrapped(text, 0) == text  # no terminal
-    lines = wrapped(text, 50).split("\n")
+    assert wrap_text(text, 0) == text  # no terminal
+    lines = wrap_text(text, 50).split("\n")
     assert lines == [
         "stoker: one two three",
         "  `stoker run --name a train.py` four five six",
@@ -31,16 +31,16 @@ def test_a_line_breaks_between_words_and_a_command_stays_whole() -> None:
     ]
     assert " ".join(line.strip() for line in lines) == text
     command = f"  stoker run {'--flag value ' * 8}train.py"
-    assert wrapped(command, 60) == command
-    assert wrapped(f"{command}   what it is for", 60) == f"{command}\n        what it is for"
+    assert wrap_text(command, 60) == command
+    assert wrap_text(f"{command}   what it is for", 60) == f"{command}\n        what it is for"
     row = "  length         141 steps, 3 passes over your 199 conversations  sft's default; --epochs or --max-steps"
-    assert wrapped(row, 80).split("\n") == [row[:64], " " * 17 + "sft's default; --epochs or --max-steps"]
+    assert wrap_text(row, 80).split("\n") == [row[:64], " " * 17 + "sft's default; --epochs or --max-steps"]
     word = "/a/path/without/any/blank" * 4
-    assert wrapped(f"    {word} is long", 60).split("\n") == [f"    {word}", "      is long"]
+    assert wrap_text(f"    {word} is long", 60).split("\n") == [f"    {word}", "      is long"]
 
 
-def parsers() -> dict[str, Parser]:
-    found: dict[str, Parser] = {}
+def parsers() -> dict[str, OptionParser]:
+    found: dict[str, OptionParser] = {}
     for name in COMMANDS:
         module = import_module(f"stoker.cli.{name}")
         for part in vars(module):
@@ -56,11 +56,11 @@ def test_a_command_that_ends_a_line_gets_one_of_its_own() -> None:
         "stoker: to continue:",
         "stoker: hf/ (the model) is on host 10.0.0.1, in a folder; to copy the model:",
     ):
-        lines = wrapped(f"{lead} {command}", 80).split("\n")
+        lines = wrap_text(f"{lead} {command}", 80).split("\n")
         assert lines[-1] == f"  {command}" and " ".join(lines[:-1]).replace("   ", " ") == lead
-    assert wrapped("stoker: to continue: stoker run a.py", 80) == "stoker: to continue: stoker run a.py"
+    assert wrap_text("stoker: to continue: stoker run a.py", 80) == "stoker: to continue: stoker run a.py"
     copied = "scp -r -F /home/me/cluster/ssh_config me@10.0.0.1:/home/me/runs/20260101-000000-job/hf runs/x/"
-    assert f"  {copied}" in wrapped(f"  {copied}   # hf/ (the model)", 80).split("\n")
+    assert f"  {copied}" in wrap_text(f"  {copied}   # hf/ (the model)", 80).split("\n")
 
 
 def test_help_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def plain(terminal: Terminal) -> list[str]:
 
 def test_a_description_that_takes_two_lines_has_no_indent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    about = Parser("stoker x", "Words " * 20, "examples:\n  stoker x").format_help().split("\n\n")[1]
+    about = OptionParser("stoker x", "Words " * 20, "examples:\n  stoker x").format_help().split("\n\n")[1]
     assert len(about.splitlines()) == 2 and all(line.startswith("Words") for line in about.splitlines()), about
 
 

@@ -10,11 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from stoker.contract import beats, process, protocol, quantities
-from stoker.contract.names import Refusal
-from stoker.contract.settings import Parser, add_flags, build, from_environment, from_mapping, suggest
-from stoker.contract.shape import as_json, option, pick, replace, section, shape
-from stoker.contract.shapes import Verdict
+from stoker.contract import beat, process, protocol, units
+from stoker.contract.errors import Refusal
+from stoker.contract.evidence import Verdict
+from stoker.contract.frozen import as_json, frozen, option, pick_fields, replace, section
+from stoker.contract.options import (
+    OptionParser,
+    add_flags,
+    build_options,
+    options_from_environment,
+    options_from_mapping,
+    suggest,
+)
 from stoker.contract.spelling import suggest_file
 
 
@@ -23,14 +30,14 @@ from stoker.contract.spelling import suggest_file
     [("20GB", 20 * 10**9), ("1.5GiB", 1610612736), ("512mb", 512 * 10**6), ("7", 7), ("3 TB", 3 * 10**12)],
 )
 def test_size(text: str, count: int) -> None:
-    assert quantities.size(text) == count
+    assert units.parse_bytes(text) == count
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"), [("90", 90), ("10m", 600), ("1h30m", 5400), ("250ms", 0.25), ("2 d", 172800)]
 )
 def test_duration(text: str, seconds: float) -> None:
-    assert quantities.duration(text.replace(" ", "")) == seconds
+    assert units.parse_duration(text.replace(" ", "")) == seconds
 
 
 @pytest.mark.parametrize(
@@ -45,19 +52,19 @@ def test_duration(text: str, seconds: float) -> None:
     ],
 )
 def test_amount(count: float, text: str) -> None:
-    assert quantities.amount(count) == text
+    assert units.format_bytes(count) == text
 
 
 @pytest.mark.parametrize("text", ["", "GB", "20XB", "1iB", "ten"])
 def test_a_size_that_is_none(text: str) -> None:
     with pytest.raises(ValueError, match="size"):
-        quantities.size(text)
+        units.parse_bytes(text)
 
 
 @pytest.mark.parametrize("text", ["", "m", "10x", "1h banana", "-5s"])
 def test_a_duration_that_is_none(text: str) -> None:
     with pytest.raises(ValueError, match="duration"):
-        quantities.duration(text)
+        units.parse_duration(text)
 
 
 def test_protocol_survives_any_cut_and_a_greeting() -> None:
@@ -69,7 +76,7 @@ def test_protocol_survives_any_cut_and_a_greeting() -> None:
     stream = (
         b"Welcome to host!\nSTOKER? not yet\n"
         + protocol.SENTINEL
-        + b"".join(protocol.encode(message, payload) for message, payload in said)
+        + b"".join(protocol.encode_message(message, payload) for message, payload in said)
     )
     for seed in range(50):
         rng = random.Random(seed)
@@ -89,8 +96,8 @@ def test_protocol_refuses_another_version_and_endless_greetings(noise: bytes) ->
 
 
 def test_beats_come_through_and_old_ones_are_dropped_not_mixed_up() -> None:
-    memory = mmap.mmap(-1, beats.SIZE)
-    writer, reader = beats.Writer(memory, 7), beats.Reader(memory)
+    memory = mmap.mmap(-1, beat.PAGE_SIZE)
+    writer, reader = beat.BeatWriter(memory, 7), beat.BeatReader(memory)
     assert reader.new() == []
     for step in range(5):
         writer.beat(1000 + step, step, 1)
@@ -101,10 +108,10 @@ def test_beats_come_through_and_old_ones_are_dropped_not_mixed_up() -> None:
     for step in range(1000):
         writer.beat(step, step)
     late = reader.new()
-    assert [beat.step for beat in late] == list(range(1000 - beats.SLOTS + 1, 1000))
+    assert [beat.step for beat in late] == list(range(1000 - beat.SLOTS + 1, 1000))
 
 
-@shape
+@frozen
 class _Sample:
     count: int = option("how many", default=3)
     name: str | None = option("a name", default=None)
@@ -125,15 +132,15 @@ def test_shape_is_frozen_typed_and_comparable() -> None:
 
 def test_settings_layers_and_the_near_key() -> None:
     layers = (
-        from_mapping(_Sample, {"count": "7", "fast": "yes"}, "file"),
-        from_environment(_Sample, {"count": "N"}, {"N": "8", "NAME": "x"}),
+        options_from_mapping(_Sample, {"count": "7", "fast": "yes"}, "file"),
+        options_from_environment(_Sample, {"count": "N"}, {"N": "8", "NAME": "x"}),
         {"name": "y"},
     )
-    assert build(_Sample, *layers) == _Sample(8, "y", True)
+    assert build_options(_Sample, *layers) == _Sample(8, "y", True)
     with pytest.raises(Refusal, match=r"unknown key 'coutn' \(did you mean count"):
-        from_mapping(_Sample, {"coutn": 1}, "file")
+        options_from_mapping(_Sample, {"coutn": 1}, "file")
     with pytest.raises(Refusal, match="count"):
-        from_mapping(_Sample, {"count": [1]}, "file")
+        options_from_mapping(_Sample, {"count": [1]}, "file")
 
 
 def test_suggestions_know_abbreviations() -> None:
@@ -197,8 +204,8 @@ def test_a_module_is_found_because_it_lies_in_the_folder(tmp_path: Path, monkeyp
 
 
 def test_a_command_tells_what_is_wrong_with_a_value_in_the_readers_words() -> None:
-    made = Parser("stoker test")
-    made.option("--wait -w", "TIME", "how long", quantities.duration, default=1.0)
+    made = OptionParser("stoker test")
+    made.option("--wait -w", "TIME", "how long", units.parse_duration, default=1.0)
     made.option("--count", "N", "how many", int)
     made.switch("--json", "as JSON")
     assert vars(made.parse_args(["-w", "2m", "--json"])) == {"wait": 120.0, "count": None, "json": True}
@@ -209,17 +216,17 @@ def test_a_command_tells_what_is_wrong_with_a_value_in_the_readers_words() -> No
 
 
 def test_options_stand_below_the_section_they_follow() -> None:
-    @shape
+    @frozen
     class Some:
         first: int = option("before any section", "N", default=0)
         _run = section("life of the run")
         second: str = option("in it", default="")
 
-    made = Parser("stoker test", usage="stoker test")
+    made = OptionParser("stoker test", usage="stoker test")
     add_flags(made, Some)
     text = made.format_help()
     assert text.index("--first N") < text.index("life of the run:") < text.index("--second SECOND")
-    assert pick(Some(second="x"), "second") == {"second": "x"}
+    assert pick_fields(Some(second="x"), "second") == {"second": "x"}
 
 
 # ---- programs of ours in somebody's folder, with a Python older than 3.11, which has no -P ----

@@ -22,7 +22,7 @@ from conftest import Stoker, wait_for
 from localuser import ATTACKER, needs_root
 from netcluster import NetCluster
 from stoker.contract import progress, protocol
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal
 from stoker.control.agent.probe_ready import files
 from stoker.control.agent.receiving import Receiver, Refused, serve
 from stoker.control.cluster import agentzip, agreement, copying, farend, hosts, listing, ssh

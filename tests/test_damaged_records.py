@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from conftest import Stoker
-from stoker.contract import names
+from stoker.contract import errors
+from stoker.contract.evidence import Verdict
 from stoker.contract.safe_io import write_json
-from stoker.contract.shapes import Verdict
 from stoker.control.record import finder, follow, reader
 
 pytestmark = pytest.mark.timeout(120)  # a command that waits for a pipe waits for ever
@@ -122,9 +122,9 @@ def test_one_damaged_record_is_skipped_and_reported(tmp_path: Path, kind: str) -
         assert run.attempts == [] and list(reader.events(run.dir)) == [] and reader.last_time(run.dir) is None
         assert list(follow.rank_logs(run)) == [] and follow.labels(run) == {}
     if word:
-        with pytest.raises(names.Refusal, match="damaged"):
+        with pytest.raises(errors.Refusal, match="damaged"):
             finder.find(str(folder), str(tmp_path))
-        with pytest.raises(names.Refusal, match="damaged"):
+        with pytest.raises(errors.Refusal, match="damaged"):
             finder.find(folder.name, str(tmp_path))
 
 

@@ -22,7 +22,7 @@ pytest.importorskip("tiktoken")
 import numpy as np
 
 from conftest import EVERYTHING, Stoker, at_length, wait_for
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal
 from stoker.control.doctor.caches import cache_roots
 from stoker.training.config.amount import lines_in
 from stoker.training.data import shards, show, units

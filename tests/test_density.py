@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 import numpy as np  # noqa: E402
 
 from conftest import Stoker, at_length  # noqa: E402
-from stoker.contract.names import Refusal  # noqa: E402
+from stoker.contract.errors import Refusal  # noqa: E402
 from stoker.training.density.points import (  # noqa: E402  # noqa: E402
     Vectors,
     centred,

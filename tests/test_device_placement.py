@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from devices import needs_gpu
-from stoker.contract.shape import replace
+from stoker.contract.frozen import replace
 from stoker.training.evaluate.likelihood import embed, log_likelihoods
 from stoker.training.generate.cached import Weights
 from stoker.training.model import adapters, hf

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
 
-from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, Refusal  # noqa: E402
+from stoker.contract.errors import EX_CONFIG, EX_DATAERR, EX_NOINPUT, Refusal  # noqa: E402
 from stoker.training.density.points import (  # noqa: E402
     centred,
     clusters,

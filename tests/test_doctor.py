@@ -14,8 +14,8 @@ import pytest
 
 from conftest import Stoker, wait_for
 from stoker.cli.doctor import advice
-from stoker.contract.names import Refusal
-from stoker.contract.shape import replace
+from stoker.contract.errors import Refusal
+from stoker.contract.frozen import replace
 from stoker.control.doctor import check, docs
 from stoker.control.machine import examine
 from stoker.control.machine.facts import Examination, examination_from_json

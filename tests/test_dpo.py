@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conftest import Stoker, at_length, at_length_but, wait_for
-from stoker.contract.names import EX_DATAERR
+from stoker.contract.errors import EX_DATAERR
 from stoker.training.data.formats.preferences import preference
 from stoker.training.model import hf
 from stoker.training.model.attention import documents

@@ -21,7 +21,7 @@ import transformers
 
 from conftest import Done, Stoker, at_length
 from forked_ranks import Server, program, server
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal
 from stoker.training.checkpoint.reading import open_checkpoint
 from stoker.training.model import hf, outside
 from stoker.training.model.attention import Documents, documents

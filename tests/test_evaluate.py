@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 
 from conftest import Stoker, at_length  # noqa: E402
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal  # noqa: E402
+from stoker.contract.errors import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal  # noqa: E402
 from stoker.training.data.formats.questions import Question  # noqa: E402
 from stoker.training.evaluate.answering import Answerer, Written, mark, put  # noqa: E402
 from stoker.training.evaluate.asking import Manner, answer_text, as_asked, prompt_ids, stop_ids  # noqa: E402

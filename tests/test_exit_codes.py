@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from conftest import Stoker
-from stoker.contract.shapes import Evidence, RankEnd, RankError
+from stoker.contract.evidence import Evidence, RankError, RankExit
 from stoker.control.verdict.judge import judge
 
 # A job without torch: ranks meet over a socket and lose each other as gloo's would.
@@ -183,8 +183,8 @@ def test_what_can_not_succeed_is_not_tried_again(stoker: Stoker, text: str, atte
     assert attempts == 1 or "deterministic" in done.verdict["evidence"][-1]
 
 
-def end(rank: int, code: int | None, time: float, error: RankError | None = None, **more: object) -> RankEnd:
-    return RankEnd(rank, "", f"CPU{rank}", 100 + rank, code, time, error=error, **more)  # type: ignore[arg-type]
+def end(rank: int, code: int | None, time: float, error: RankError | None = None, **more: object) -> RankExit:
+    return RankExit(rank, "", f"CPU{rank}", 100 + rank, code, time, error=error, **more)  # type: ignore[arg-type]
 
 
 LOST = RankError(
@@ -244,7 +244,7 @@ NCCL = "[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=6
         ([end(0, 0, 3.0), end(1, 1, 6.0, REAL)], 1, "rank.exception"),
     ],
 )
-def test_cause_before_consequence(ends: list[RankEnd], rank: int, cause: str) -> None:
+def test_cause_before_consequence(ends: list[RankExit], rank: int, cause: str) -> None:
     verdict = judge(Evidence(len(ends), tuple(ends), stopped_at=6.5))
     assert (verdict.rank, verdict.cause) == (rank, cause)
 

@@ -23,8 +23,8 @@ import transformers
 from published import PUBLISHED, Published, byte_level
 from small_model import write_model
 from stoker.cli import export as exporting
-from stoker.contract.names import Refusal
-from stoker.contract.shape import as_json
+from stoker.contract.errors import Refusal
+from stoker.contract.frozen import as_json
 from stoker.training.checkpoint.manifest import NAME, Entry, Manifest, Piece, Sums, encode
 from stoker.training.data.config import DataConfig
 from stoker.training.data.formats.questions import Question

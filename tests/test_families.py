@@ -25,8 +25,8 @@ from torch import Tensor
 
 import stoker
 from conftest import at_length, at_length_but
-from stoker.contract.names import Refusal
-from stoker.contract.shape import replace
+from stoker.contract.errors import Refusal
+from stoker.contract.frozen import replace
 from stoker.training.generate.cached import kernels_for
 from stoker.training.loop.resume import check as check_resume
 from stoker.training.model import families, hf, hf_config

@@ -17,10 +17,10 @@ from conftest import Stoker, at_length, at_length_but, gpu_json, machine_json
 from localuser import needs_root
 from small_model import SHAPE, write_model
 from stoker.cli import run, train
-from stoker.contract.names import Refusal
-from stoker.contract.quantities import amount
-from stoker.contract.shape import replace
-from stoker.contract.shapes import Evidence, RankEnd, RankError
+from stoker.contract.errors import Refusal
+from stoker.contract.evidence import Evidence, RankError, RankExit
+from stoker.contract.frozen import replace
+from stoker.contract.units import format_bytes
 from stoker.control.verdict.judge import judge
 from stoker.training.fit import answers, block, terms
 from stoker.training.fit.cards import Card, written
@@ -655,8 +655,8 @@ def test_the_summary_names_both_memory_needs(stoker: Stoker, folder: Path, tmp_p
     (gpu,) = json.loads(stoker(*given, "--json").out)["gpus"]
     (line,) = [line for line in stoker(*given).out.splitlines() if line.startswith("memory plan: ")]
     assert (
-        f"{amount(gpu['planned_bytes'])} of tensors" in line
-        and f"{amount(gpu['needs_bytes'])} with the CUDA context" in line
+        f"{format_bytes(gpu['planned_bytes'])} of tensors" in line
+        and f"{format_bytes(gpu['needs_bytes'])} with the CUDA context" in line
     ), line
 
 
@@ -1136,7 +1136,7 @@ def test_a_run_compares_what_it_used_with_the_plan_made_before_its_start(
     planned = before.planned.total
     use = MemoryUse(int(1.019 * planned), int(0.019 * planned), 2 * planned, 2 * planned + GIB)
     line = usage_line(before, before.micro, use)
-    assert "1.9% above the plan" in line and f"{amount(int(0.019 * planned))} of it by CUDA graphs" in line
+    assert "1.9% above the plan" in line and f"{format_bytes(int(0.019 * planned))} of it by CUDA graphs" in line
     for size in (planned, 1.019 * planned, 2 * planned, 2 * planned + GIB):
         assert f"{size / GIB:.1f} GiB" in line, line
     assert "below the plan" in usage_line(before, before.micro, replace(use, allocated=planned // 2, graphs=0))
@@ -1150,7 +1150,7 @@ def test_the_verdict_names_the_term_that_was_underestimated() -> None:
     error = RankError("OutOfMemoryError", said, "train.py", 7, "main", "", int(5e9), module="torch")
     line = "INFO | [GPU 0] ran out of GPU memory at 22.0 GiB in tensors, 20.0 GiB were planned; underestimated: activations"
     line += " and working memory, by 2.0 GiB so far"
-    found = judge(Evidence(2, (RankEnd(0, "", "GPU0", 100, 1, 5.0, error=error, tail=line),)))
+    found = judge(Evidence(2, (RankExit(0, "", "GPU0", 100, 1, 5.0, error=error, tail=line),)))
     assert found.cause == "oom.gpu" and "the memory plan underestimated activations and working memory" in found.summary
     assert any("20.0 GiB were planned" in evidence for evidence in found.evidence)
 

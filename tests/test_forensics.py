@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from conftest import Stoker, at_length
-from stoker.contract.names import Refusal
-from stoker.contract.shapes import Evidence, RankEnd, RankError
+from stoker.contract.errors import Refusal
+from stoker.contract.evidence import Evidence, RankError, RankExit
 from stoker.control.verdict.judge import judge
 from stoker.training.forensics.config import parse
 from stoker.training.forensics.culprit import NonFinite, banner, decide, worded
@@ -540,9 +540,9 @@ def test_a_report_survives_json_strictly() -> None:
     assert math.isnan(back.loss) and back.to_json() == one.to_json() and back.output == one.output
 
 
-def ended(rank: int, message: str, time: float) -> RankEnd:
+def ended(rank: int, message: str, time: float) -> RankExit:
     error = RankError("NonFinite", message, "loop.py", 9, "train", "", int(time * 1e9), module=NonFinite.__module__)
-    return RankEnd(rank, "", f"GPU{rank}", 100 + rank, 1, time, error=error)
+    return RankExit(rank, "", f"GPU{rank}", 100 + rank, 1, time, error=error)
 
 
 def test_the_verdict_is_the_summary_and_its_rank_the_one_it_names() -> None:

@@ -23,7 +23,7 @@ pytest.importorskip("tiktoken")
 import numpy as np
 
 from conftest import Stoker
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal
 from stoker.training.data import sources, unpack
 from stoker.training.data.config import DataConfig
 from stoker.training.data.formats.format import Unusable, checked
@@ -480,7 +480,7 @@ def test_show_colours_learned_tokens_on_a_terminal(stoker: Stoker, place: Place)
 
 
 def test_the_help_of_the_key_names_every_ending() -> None:
-    from stoker.contract.shape import options_of
+    from stoker.contract.frozen import options_of
 
     told = options_of(DataConfig)["path"].help
     assert " ".join(KINDS) in told and " ".join(unpack.PACKED) in told

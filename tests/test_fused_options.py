@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 import torch
 from torch import Tensor
 
-from stoker.contract.shape import replace
+from stoker.contract.frozen import replace
 from stoker.training.generate import plain
 from stoker.training.model import experts
 from stoker.training.model.attention import rotary_table, rotate

@@ -19,9 +19,9 @@ import torch
 
 from conftest import at_length
 from devices import needs_gpu
-from stoker.contract import hostmemory
-from stoker.contract.names import Refusal
-from stoker.contract.shape import replace
+from stoker.contract import host_memory
+from stoker.contract.errors import Refusal
+from stoker.contract.frozen import replace
 from stoker.training.model import hf
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
@@ -466,7 +466,7 @@ def test_keys_and_values_beyond_the_memory_that_is_free_are_refused(
     small_model(tmp_path / "deep", layers=64, heads=512, kv_heads=512)
     model, words = opened(str(tmp_path / "deep"), 4096, torch.device("cpu"), lambda line: None)
     total, free = 8 << 30, 1 << 30
-    monkeypatch.setattr(hostmemory, "memory", lambda: (total, free, None))
+    monkeypatch.setattr(host_memory, "read_memory", lambda: (total, free, None))
     with pytest.raises(Refusal, match=r"keys and values of 4,\d\d\d tokens take 8.* and 1.* is free"):
         BatchEngine(model, rows=1, length=4096, vocab=words.vocab_size)
     BatchEngine(model, rows=1, length=128, vocab=words.vocab_size)

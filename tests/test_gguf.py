@@ -20,8 +20,8 @@ from torch import Tensor
 
 from published import PUBLISHED
 from stoker.cli import export
-from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, Refusal
-from stoker.contract.tensorheader import pack_header
+from stoker.contract.errors import EX_CANTCREAT, EX_DATAERR, Refusal
+from stoker.contract.tensor_header import pack_header
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.hf_config import config_of
 from stoker.training.model.hf_files import places

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 
-from stoker.contract.shape import replace
+from stoker.contract.frozen import replace
 from stoker.training.model import hf, ready
 from stoker.training.model.attention import rotary_table
 from stoker.training.model.config import ModelConfig

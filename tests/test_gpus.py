@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from conftest import gpu_json, machine_json
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal
 from stoker.control.launch.gpus import choose
 from stoker.control.launch.options import RunOptions
 from stoker.control.machine.model import machine_from_json

@@ -12,8 +12,8 @@ import pytest
 import stoker as package
 from conftest import Stoker
 from stoker.cli import chat, main
-from stoker.contract.names import Refusal
-from stoker.contract.quantities import counted, duration
+from stoker.contract.errors import Refusal
+from stoker.contract.units import parse_duration, plural
 from stoker.control.verdict.rules.environment import install_advice
 from stoker.training.config.flags import parse
 from stoker.training.config.layers import gather
@@ -64,7 +64,7 @@ def test_a_flag_of_another_trainer(words: list[str], values: dict[str, object]) 
 def test_a_number_without_a_unit_is_refused_with_both_ways_to_write_it() -> None:
     with pytest.raises(Refusal, match=r"--checkpoint.every: 500 of what\? write 500s, 500m or '500 steps'"):
         gather(parse(["--checkpoint.every", "500"]), {})
-    assert duration("1h 30 min 5 sec") == 5405
+    assert parse_duration("1h 30 min 5 sec") == 5405
 
 
 def test_tab_offers_runs(stoker: Stoker) -> None:
@@ -151,7 +151,7 @@ def test_nothing_is_installed_by_the_name_stoker_which_is_somebody_elses_on_pypi
      (3, "entry", "3 entries"), (2, "day", "2 days"), (2, "process", "2 processes"), (1, "process", "1 process")],
 )  # fmt: skip
 def test_a_number_and_its_noun_agree(count: int, noun: str, text: str) -> None:
-    assert counted(count, noun) == text
+    assert plural(count, noun) == text
 
 
 def test_one_row_is_not_one_rows(stoker: Stoker) -> None:

@@ -11,8 +11,8 @@ pytest.importorskip("torch")
 import torch
 from torch import Tensor
 
-from stoker.contract.names import Refusal
-from stoker.contract.shape import replace
+from stoker.contract.errors import Refusal
+from stoker.contract.frozen import replace
 from stoker.training.model import host_kept, ready
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder

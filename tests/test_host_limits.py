@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from conftest import Stoker
-from stoker.contract import hostmemory, kerneltext
+from stoker.contract import host_memory, kernel_messages
 from stoker.contract.layout import scratch_files
 from stoker.control.doctor import debris
 from stoker.control.machine import host, kernellog
@@ -23,7 +23,7 @@ from stoker.control.machine import host, kernellog
 def test_a_card_is_found_in_the_kernels_log(pci: str, where: str, same: bool) -> None:
     assert kernellog.same_card(pci, where) == same
     if same and "." not in where:
-        found = kerneltext.xid(f"NVRM: Xid (PCI:{where}): 79, pid=1234, GPU has fallen off the bus.")
+        found = kernel_messages.parse_xid(f"NVRM: Xid (PCI:{where}): 79, pid=1234, GPU has fallen off the bus.")
         assert found == (where, 79) and kernellog.same_card(pci, found[0])
 
 
@@ -45,13 +45,13 @@ def test_the_tightest_of_the_cgroups_around_a_process_counts(tmp_path: Path, mon
         (folder / "memory.stat").write_text("inactive_file 1000000000\n")
     (root / "job_7" / "cpu.max").write_text("150000 100000")
     (task / "cpu.max").write_text("max 100000")
-    dirs = hostmemory.cgroup_dirs
-    for module in (host, hostmemory):
+    dirs = host_memory.cgroup_dirs
+    for module in (host, host_memory):
         monkeypatch.setattr(module, "cgroup_dirs", lambda controller: dirs(controller, str(root), str(told)))
-    assert hostmemory.cgroup_memory() == (8_000_000_000, 2_000_000_000)
-    assert host._quotas(*hostmemory.cgroup_dirs("cpu")) == [2] and host.cores() <= 2
+    assert host_memory.cgroup_memory() == (8_000_000_000, 2_000_000_000)
+    assert host._quotas(*host_memory.cgroup_dirs("cpu")) == [2] and host.cores() <= 2
     told.write_text("0::/../elsewhere\n")
-    assert hostmemory.cgroup_dirs("memory")[0] == [str(root)], "a container sees its own root"
+    assert host_memory.cgroup_dirs("memory")[0] == [str(root)], "a container sees its own root"
 
 
 def test_every_file_of_a_rank_is_an_agents() -> None:

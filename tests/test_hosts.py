@@ -16,7 +16,7 @@ import pytest
 from conftest import Stoker, at_length, machine_json, wait_for
 from localuser import ATTACKER, do_as, needs_root
 from netcluster import NetCluster
-from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.errors import EX_CONFIG, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.control.cluster import agentzip, copying, hosts, init, ssh
 
 

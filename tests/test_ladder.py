@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from conftest import Done, Stoker, at_length, tagged, wait_for
-from stoker.contract.settings import build
+from stoker.contract.options import build_options
 from stoker.control.launch import imports, ladder
 from stoker.control.launch.ladder import Climbed, Plan, command_words, rung_words, rungs, scaling, wanted_by_environment
 from stoker.control.launch.options import RunOptions
@@ -136,7 +136,7 @@ def test_a_rung_is_a_short_run_of_its_own_on_the_same_cards() -> None:
         "isolate": True,
         "env": ("A=1",),
     }
-    request = Request(build(RunOptions, told), "t.py", ("--lr", "1"), frozenset(told))
+    request = Request(build_options(RunOptions, told), "t.py", ("--lr", "1"), frozenset(told))
     words = rung_words(request, Plan(4, ("GPU-a", "GPU-b", "GPU-c", "GPU-d"), False), 2, 20, "now")
     flags = set(words[: words.index("--")])
     assert words[-4:] == ["--", "t.py", "--lr", "1"]

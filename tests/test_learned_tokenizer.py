@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("tokenizers", reason="training a tokenizer needs tokenizers")
 
 from conftest import Stoker, at_length
-from stoker.contract import hostmemory
-from stoker.contract.names import Refusal
+from stoker.contract import host_memory
+from stoker.contract.errors import Refusal
 from stoker.training.data.config import DataConfig
 from stoker.training.data.learn import train, train_apart
 from stoker.training.data.prepare import prepare
@@ -37,7 +37,7 @@ def test_training_a_tokenizer_keeps_to_the_memory_that_is_free(tmp_path: Path, m
 
     (tmp_path / "book.txt").write_text("".join(all_different(9 << 20)))
     total, free = 8 << 30, 600 << 20
-    monkeypatch.setattr(hostmemory, "memory", lambda: (total, free, None))
+    monkeypatch.setattr(host_memory, "read_memory", lambda: (total, free, None))
     data = DataConfig(path=(str(tmp_path / "book.txt"),), cache=str(tmp_path / "cache"), context_length=64)
     with pytest.raises(Refusal, match=r"takes more than .* of memory.*train_megabytes"):
         prepare(data, TokenizerConfig(vocab_size=300), lambda line: None)

@@ -30,7 +30,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from conftest import Stoker, at_length, gpu_json, machine_json, wait_for
 from netcluster import NetCluster
-from stoker.contract.shapes import Verdict
+from stoker.contract.evidence import Verdict
 from stoker.control.machine.model import GpuGauges, HostGauges
 from stoker.control.show import serving
 from stoker.control.show.metrics import docs, names, server

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from devices import needs_gpu
-from stoker.contract.names import Refusal
-from stoker.contract.shape import replace
+from stoker.contract.errors import Refusal
+from stoker.contract.frozen import replace
 from stoker.training.model import config, linear, loss, ready
 from stoker.training.model.attention import Seen, attend, documents, kernels, rotary_table, rotate, seen_by
 from stoker.training.model.config import ModelConfig, flops_per_token, matmul_parameters

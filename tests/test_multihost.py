@@ -504,7 +504,7 @@ def route(*ways: tuple[str, str | None], reached: str | None = None) -> dict[str
 
 
 def test_addresses_and_interfaces_are_found_without_names() -> None:
-    from stoker.contract.names import Refusal
+    from stoker.contract.errors import Refusal
     from stoker.control.cluster.hosts import Host
     from stoker.control.launch import network
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from devices import needs_gpu
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal
 from stoker.training.model import hf_config, hf_files, nf4, nf4_size
 from stoker.training.model.nf4_size import NF4_PARTS
 

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from conftest import Stoker
-from stoker.contract.names import Refusal
-from stoker.contract.shapes import Verdict
+from stoker.contract.errors import Refusal
+from stoker.contract.evidence import Verdict
 from stoker.control.launch import notify
 from stoker.control.launch.notify import Notifier, Target, target
 from stoker.control.launch.ourselves import own_program

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("numpy", reason="numpy is not installed")
 
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal
 from stoker.training.data.config import DataConfig
 from stoker.training.data.prepare import prepare
 from stoker.training.data.rows import rows

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from conftest import Stoker, at_length
 from devices import needs_gpu
-from stoker.contract.shape import replace
+from stoker.contract.frozen import replace
 from stoker.training.data.config import DataConfig
 from stoker.training.data.prepare import prepare
 from stoker.training.data.shards import Prepared

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from conftest import EVERYTHING, at_length
-from stoker.contract.names import Refusal
-from stoker.contract.shape import replace
+from stoker.contract.errors import Refusal
+from stoker.contract.frozen import replace
 from stoker.speedrun import gather, plots, report
 from stoker.speedrun.report_chain import hardware_lines
 from stoker.training.diversity import metrics as comparing

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from conftest import Stoker, gpu_json, machine_json, wait_for
-from stoker.contract.shapes import RankEnd, RankError, Verdict
+from stoker.contract.evidence import RankError, RankExit, Verdict
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.plan import Role, RunPlan
@@ -41,7 +41,7 @@ def failure(cause: str, retryable: bool = True, rank: int | None = 1) -> Verdict
 
 def attempt(line: int = 1, steps: int = 20, can: tuple[str, ...] = ()) -> Attempt:
     made = Attempt(0, plan_with(0))
-    made.ends[1] = RankEnd(1, "", "CPU1", 7, 1, 0.0, error=RankError("ValueError", "x", "train.py", line), steps=steps)
+    made.ends[1] = RankExit(1, "", "CPU1", 7, 1, 0.0, error=RankError("ValueError", "x", "train.py", line), steps=steps)
     made.steps = {1: steps}
     made.can.update(can)
     return made

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from conftest import Stoker
 from forked_ranks import program, server
-from stoker.contract.names import Refusal
-from stoker.contract.shape import replace
+from stoker.contract.errors import Refusal
+from stoker.contract.frozen import replace
 from stoker.training.config.resolve import recipe_settings
 from stoker.training.data.reader import IGNORED
 from stoker.training.generate.exporting import export

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from conftest import wait_for
-from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.errors import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.training.config.flags import parse
 from stoker.training.config.layers import gather
 from stoker.training.evaluate.answering import Written, mark

@@ -17,7 +17,7 @@ import pytest
 from conftest import Stoker, at_length, at_length_but, gpu_json, machine_json, tagged, wait_for
 from netcluster import NetCluster, why_not
 from stoker.cli.roles import by_allocation
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal
 from stoker.control.roles import allocation, role, served
 from stoker.control.roles.placing import Card, deal, moved
 from stoker.control.roles.ready import Watching

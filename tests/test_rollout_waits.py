@@ -21,7 +21,7 @@ pytest.importorskip("torch")
 
 from conftest import PATIENCE, at_length_but, wait_for
 from forked_ranks import server
-from stoker.contract.shapes import Verdict
+from stoker.contract.evidence import Verdict
 from stoker.control.roles.blame import is_echo
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.config import ParallelConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stoker.cli import rollouts as command
-from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract.errors import EX_NOINPUT, Refusal
 from stoker.control.record.rollouts import ENDS, OF_A_STEP, Rollout, Rollouts, read_rollouts, summary
 
 

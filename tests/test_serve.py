@@ -25,7 +25,7 @@ import torch
 from conftest import at_length, wait_for
 from devices import needs_gpu
 from stoker.cli import serve
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal
 from stoker.training.data.learn import train
 from stoker.training.model import hf
 from stoker.training.model.config import ModelConfig

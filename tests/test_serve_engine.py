@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from conftest import at_length, at_length_but
-from stoker.contract.names import Refusal
-from stoker.contract.shape import replace
+from stoker.contract.errors import Refusal
+from stoker.contract.frozen import replace
 from stoker.training.generate.config import Sampling
 from stoker.training.generate.sample import sample_token, uniforms
 from stoker.training.model.config import ModelConfig

@@ -19,7 +19,7 @@ pytest.importorskip("tokenizers")
 import torch
 
 from conftest import at_length, wait_for
-from stoker.contract.shape import replace
+from stoker.contract.frozen import replace
 from stoker.training.data.learn import train
 from stoker.training.model import adapters, hf
 from stoker.training.model.config import AdapterConfig

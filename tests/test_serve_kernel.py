@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 import torch
 
-from stoker.contract.shape import replace
+from stoker.contract.frozen import replace
 from stoker.training.generate import plain
 from stoker.training.generate.config import Sampling
 from stoker.training.model.config import ModelConfig

@@ -24,8 +24,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import wait_for
-from stoker.contract import sharedweights
-from stoker.contract.shape import replace
+from stoker.contract import shared_weights
+from stoker.contract.frozen import replace
 from stoker.training.data.learn import train
 from stoker.training.model import adapters, hf
 from stoker.training.model.config import AdapterConfig, ModelConfig
@@ -125,7 +125,7 @@ def test_answers_are_the_new_weights_whole_or_an_adapters_and_carry_version_and_
 ) -> None:
     base = server.answer()
     assert base[0] == wanted(place / "base") and base[1]["digest"] == adapters.weights_digest(str(place / "base"))
-    assert server.ask(PATH) == (200, {**base[1], "shared_memory": sharedweights.identity(), "device": "cpu"})
+    assert server.ask(PATH) == (200, {**base[1], "shared_memory": shared_weights.shm_identity(), "device": "cpu"})
     seen = {tuple(base[0])}
     pushed = place / "pushed"
     for number, name in enumerate(("adapter", "adapter-2", "seed-6", "seed-7"), 10):
@@ -171,7 +171,7 @@ def test_what_cannot_be_loaded_gets_the_status_and_one_sentence_and_the_old_weig
 
 def test_weights_in_shared_memory_are_taken_from_closed_folders_of_ones_own_user(server: Pushed, place: Path) -> None:
     """Whatever --weights-from is: who may write there is who runs the server."""
-    made = sharedweights.SharedFolder()
+    made = shared_weights.SharedFolder()
     try:
         version = shutil.copytree(place / "pushed" / "seed-6", Path(made.path) / "version-00000001")
         status, told = server.push(version, version=31)

@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 
 from conftest import EVERYTHING, at_length, at_length_but
 from forked_ranks import Server, program, server
-from stoker.contract.shape import replace
-from stoker.contract.shapes import Evidence, RankEnd, RankError
+from stoker.contract.evidence import Evidence, RankError, RankExit
+from stoker.contract.frozen import replace
 from stoker.control.verdict.judge import judge
 from stoker.training.fit.accumulation import choose
 from stoker.training.fit.footprint import Footprint
@@ -735,7 +735,7 @@ def test_out_of_memory_in_shards_names_the_phase_and_what_helps() -> None:
         message = trace.splitlines()[-1].partition(": ")[2]
         error = RankError("OutOfMemoryError", message, "train.py", 7, "main", trace, int(5e9), module="torch")
         theirs, ours = (
-            judge(Evidence(2, (RankEnd(0, "", "GPU0", 100, 1, 5.0, error=error, tail=tail),))) for tail in ("", OWN)
+            judge(Evidence(2, (RankExit(0, "", "GPU0", 100, 1, 5.0, error=error, tail=tail),))) for tail in ("", OWN)
         )
         assert theirs.cause == ours.cause == "oom.gpu"
         for verdict in (theirs, ours):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from localuser import VICTIM, start_as, wait
-from stoker.contract import sharedweights
+from stoker.contract import shared_weights
 from stoker.control.doctor import clean, debris
 
 
@@ -22,7 +22,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """In the place of /dev/shm, which the other tests use at the same time. Other users can reach it."""
     with tempfile.TemporaryDirectory(prefix="shm-", dir="/tmp") as made:
         os.chmod(made, 0o1777)
-        monkeypatch.setattr(sharedweights, "PLACE", made)
+        monkeypatch.setattr(shared_weights, "SHM", made)
         yield Path(made)
 
 
@@ -48,11 +48,11 @@ def test_what_a_killed_process_left_is_swept_and_what_lives_stays(place: Path) -
     try:
         (top,) = place.iterdir()
         assert top.stat().st_mode & 0o777 == 0o700
-        mine = sharedweights.SharedFolder()
-        assert not list(sharedweights.dead()), "both live"
+        mine = shared_weights.SharedFolder()
+        assert not list(shared_weights.find_dead_folders()), "both live"
         trainer.kill()
         trainer.wait()
-        assert list(sharedweights.dead()) == [str(top)]
+        assert list(shared_weights.find_dead_folders()) == [str(top)]
         (found,) = debris.find_debris(str(place / "no-tmp"), str(place))
         assert (found.kind, found.path) == (debris.WEIGHTS, str(top)) and found.size >= 8192
         assert clean.remove_debris([found]) == [] and not top.exists() and Path(mine.path).exists()
@@ -68,7 +68,7 @@ def test_the_next_trainer_sweeps_before_it_begins(place: Path) -> None:
     text = KILLED.replace("worker = os.fork()", "os.kill(os.getpid(), signal.SIGKILL)")
     done = subprocess.run([sys.executable, "-c", text, str(place)], check=False)
     assert done.returncode == -signal.SIGKILL and len(list(place.iterdir())) == 1
-    mine = sharedweights.SharedFolder()
+    mine = shared_weights.SharedFolder()
     assert [str(one) for one in place.iterdir()] == [mine.path]
     mine.remove()
 
@@ -80,20 +80,22 @@ def test_only_closed_folders_of_ones_own_user_count(place: Path) -> None:
         return place / name / "version-1"
 
     good = made("stoker-weights-a")
-    assert sharedweights.holds(str(good))
+    assert shared_weights.is_shared_folder(str(good))
     (place / "stoker-weights-link").symlink_to(good.parent)
     others = [made("stoker-weights-b", 0o755), made("other"), place / "stoker-weights-link" / "version-1", good.parent]
     others += [good / ".." / ".." / "other", Path("/etc/passwd")]
-    assert not any(sharedweights.holds(str(path)) for path in others)
+    assert not any(shared_weights.is_shared_folder(str(path)) for path in others)
     if os.geteuid() == 0:
-        pid = start_as(VICTIM, lambda: sharedweights.SharedFolder() and None)
+        pid = start_as(VICTIM, lambda: shared_weights.SharedFolder() and None)
         assert wait(pid) == 0
         (theirs,) = [one for one in place.iterdir() if one.stat().st_uid == VICTIM]
-        assert not sharedweights.holds(str(theirs / "version-1")) and str(theirs) not in list(sharedweights.dead())
+        assert not shared_weights.is_shared_folder(str(theirs / "version-1")) and str(theirs) not in list(
+            shared_weights.find_dead_folders()
+        )
         read = start_as(VICTIM, lambda: os.listdir(good))
         assert wait(read) == 1, "closed to others"
     place.chmod(0o777)
-    assert not sharedweights.holds(str(good)), "others could put theirs in its place"
+    assert not shared_weights.is_shared_folder(str(good)), "others could put theirs in its place"
 
 
 FILLED = """

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from conftest import Stoker, wait_for
-from stoker.contract.safe_io import write_whole
-from stoker.contract.shape import replace
+from stoker.contract.frozen import replace
+from stoker.contract.safe_io import write_atomic
 from stoker.control.machine.gauges import Gauges, HostMeter
 from stoker.control.machine.model import OFFLINE, GpuGauges, HostGauges
 from stoker.control.record import history, reader
@@ -248,12 +248,12 @@ def test_a_run_of_the_future_and_of_a_clock_that_jumps_is_shown(stoker: Stoker) 
         told = {**json.loads((run_dir / "run.json").read_text()), "started": ahead}
         half = len(events) // 2
         moved = [{**event, "time": ahead if at < half else ends} for at, event in enumerate(events)]
-        write_whole(str(run_dir / "events.jsonl"), "".join(json.dumps(event) + "\n" for event in moved))
-        write_whole(str(run_dir / "run.json"), json.dumps(told))
+        write_atomic(str(run_dir / "events.jsonl"), "".join(json.dumps(event) + "\n" for event in moved))
+        write_atomic(str(run_dir / "run.json"), json.dumps(told))
         lines = [
             {"schema": 1, "step": at, "loss": 1.0, "time": when} for at, when in enumerate((ahead, ends, ends - 9))
         ]
-        write_whole(str(run_dir / "metrics.jsonl"), "".join(json.dumps(line) + "\n" for line in lines))
+        write_atomic(str(run_dir / "metrics.jsonl"), "".join(json.dumps(line) + "\n" for line in lines))
         shutil.rmtree(run_dir / "history", ignore_errors=True)
         (run_dir / "history").mkdir()
         writer = Folder(run_dir).writer()

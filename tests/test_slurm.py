@@ -16,10 +16,10 @@ import stoker as package
 from conftest import Done, Stoker, forget_verdict, gpu_json, tagged, wait_for
 from forked_ranks import free_port
 from slurmcluster import SlurmCluster
-from stoker.contract.names import Refusal
-from stoker.contract.process import process
-from stoker.contract.shapes import Verdict
-from stoker.contract.slurmjob import Job
+from stoker.contract.errors import Refusal
+from stoker.contract.evidence import Verdict
+from stoker.contract.process import find_process
+from stoker.contract.slurm_job import SlurmJob
 from stoker.control.machine.origin import Origin
 from stoker.control.scheduler import slurm as engine
 from stoker.control.scheduler import slurm_runs
@@ -598,10 +598,10 @@ def test_the_words_slurm_uses_are_read() -> None:
     assert {text: limit_s(text) for text in spelled} == spelled
     assert seeds("0-4") == [0, 1, 2, 3, 4] and seeds("1,7,10-14:2%2") == [1, 7, 10, 12, 14]
     job = slurm_runs.read_accounting("12|CANCELLED by 1000|0:15|None|node[1-2]|01:00:00")
-    assert job == Job("12", "CANCELLED", "", 0, 15, 0, "node[1-2]", "01:00:00", "1000")
+    assert job == SlurmJob("12", "CANCELLED", "", 0, 15, 0, "node[1-2]", "01:00:00", "1000")
 
 
-_PARENT = process(os.getppid())
+_PARENT = find_process(os.getppid())
 assert _PARENT is not None
 IN_A_RANK = Origin(_PARENT.pid, _PARENT.start, "7", (1,), "").text()
 NOT_BELOW_IT = Origin(_PARENT.pid, _PARENT.start - 1, "7", (1,), "").text()
@@ -674,7 +674,7 @@ def test_a_step_of_many_tasks_is_not_a_run_each() -> None:
 )
 def test_slurms_act_is_the_cause_and_a_runs_own_cause_stays(state: str, own: str, cause: str, status: str) -> None:
     verdict = Verdict("completed" if own == "completed" else "failed", own, "as the run saw it", 143, rank=1)
-    told = words.refined(verdict, Job("12", state, limit="01:00:00", nodes="node[1-2]"))
+    told = words.refined(verdict, SlurmJob("12", state, limit="01:00:00", nodes="node[1-2]"))
     assert (told.cause, told.status, told.exit_code) == (cause, status, 143)
     assert any(f"Slurm: job 12 is {state}" in line for line in told.evidence)
     assert (told.rank is None) == (cause != own)
@@ -682,7 +682,8 @@ def test_slurms_act_is_the_cause_and_a_runs_own_cause_stays(state: str, own: str
 
 def test_a_job_back_in_the_queue_says_so() -> None:
     told = words.refined(
-        Verdict("stopped", "launch.stopped", "stopped by SIGTERM", 143), Job("12", "PENDING", "BeginTime", restarts=1)
+        Verdict("stopped", "launch.stopped", "stopped by SIGTERM", 143),
+        SlurmJob("12", "PENDING", "BeginTime", restarts=1),
     )
     assert told.cause == "slurm.requeued" and told.retryable and "waits in the queue again (BeginTime)" in told.summary
 
@@ -694,7 +695,7 @@ def test_slurm_is_named_in_its_own_files_only() -> None:
     """Adding a scheduler touches its own files and one line of contract/schedulers.py."""
     allowed = {
         "contract/schedulers.py": "the line that makes it known",
-        "contract/slurmjob.py": "its job, as it describes it",
+        "contract/slurm_job.py": "its job, as it describes it",
         "control/scheduler/slurm.py": "its allocation, and the transport srun",
         "control/scheduler/slurm_runs.py": "follows a job and the runs in it",
         "control/scheduler/slurm_submit.py": "its job script, and handing that to sbatch",

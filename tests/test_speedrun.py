@@ -20,7 +20,7 @@ from conftest import Stoker, at_length, machine_json, wait_for
 from stoker.cli.runs import main as runs_command
 from stoker.cli.speedrun import main
 from stoker.cli.why import main as why_command
-from stoker.contract.names import (
+from stoker.contract.errors import (
     EX_CANTCREAT,
     EX_CONFIG,
     EX_DATAERR,
@@ -30,8 +30,8 @@ from stoker.contract.names import (
     EX_USAGE,
     Refusal,
 )
-from stoker.contract.quantities import amount, span
-from stoker.contract.shape import replace
+from stoker.contract.frozen import replace
+from stoker.contract.units import format_bytes, format_duration
 from stoker.speedrun import course, estimate, presets, rows, state
 from stoker.speedrun.child import Children, cards_of, watt_hours
 from stoker.speedrun.drive import TooLong, Tools, too_long
@@ -456,7 +456,7 @@ def test_a_stage_is_announced_by_the_pace_that_was_measured(
     assert speedrun() == 0
     said = capsys.readouterr().out
     (announced,) = re.findall(r"\] grpo-density … about (.+)", said)
-    assert announced != span(planned["grpo-density"]), said
+    assert announced != format_duration(planned["grpo-density"]), said
 
 
 def test_a_plan_leaves_out_columns_that_the_terminal_has_no_room_for(
@@ -485,7 +485,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_made(
     assert plan["refused"] is None
     monkeypatch.setattr(course.shutil, "disk_usage", lambda path: Disk(free=int(0.7 * needed)))
     assert speedrun("--plan") == 0
-    line = f"about {amount(needed)} of disk are needed, {amount(int(0.7 * needed))} are free in {speedrun.home}"
+    line = f"about {format_bytes(needed)} of disk are needed, {format_bytes(int(0.7 * needed))} are free in {speedrun.home}"
     assert f"here it would be refused: {line}" in capsys.readouterr().out
     assert speedrun() == EX_CANTCREAT and line in capsys.readouterr().out and not speedrun.folder.parent.exists()
     assert speedrun("--until", "tokenizer") == 0, "room for these"

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from conftest import Stoker, at_length, wait_for
-from stoker.contract.names import Refusal
-from stoker.contract.shape import replace
+from stoker.contract.errors import Refusal
+from stoker.contract.frozen import replace
 from stoker.training.config.keys import KEYS, values_of
 from stoker.training.stages import registry
 from stoker.training.stages.registry import STAGES, load

@@ -13,7 +13,7 @@ import pytest
 
 from conftest import Stoker, Terminal, at_length, wait_for
 from stoker.contract import progress
-from stoker.contract.progress import BYTES, State
+from stoker.contract.progress import BYTES, ProgressState
 from stoker.control.launch.console import LineCutter
 from stoker.control.launch.shortlines import OwnLines, RoleLines, ShortLines, step_line
 
@@ -54,7 +54,10 @@ def test_a_pipe_gets_lines_and_no_codes(stoker: Stoker) -> None:
 
 @pytest.mark.parametrize("columns", [20, 40, 60, 80, 100])
 def test_a_bar_fits_and_has_the_time_left(columns: int) -> None:
-    for state in (State("training", 1200, 10_000, note="loss 2.1234", left=4000.0), State("x", 1, 0, BYTES)):
+    for state in (
+        ProgressState("training", 1200, 10_000, note="loss 2.1234", left=4000.0),
+        ProgressState("x", 1, 0, BYTES),
+    ):
         assert len(state.bar(columns)) <= max(columns, 31) and "ETA" in state.bar(columns)
 
 
@@ -139,9 +142,9 @@ def test_a_progress_file_of_others_is_data(tmp_path: Path) -> None:
     path = tmp_path / "progress.json"
     for text in ("", "{", "[]", '{"schema": 2}', '{"schema": 1, "what": 5}', '{"schema": 1, "what": "x", "more": 1}'):
         path.write_text(text)
-        assert progress.of_run(str(tmp_path)) is None
+        assert progress.read_progress(str(tmp_path)) is None
     path.write_text(json.dumps({"schema": 1, "what": "x", "done": 1, "total": 4, "left": 5.5}))
-    assert progress.of_run(str(tmp_path)) == State("x", 1, 4, left=5.5)
+    assert progress.read_progress(str(tmp_path)) == ProgressState("x", 1, 4, left=5.5)
 
 
 @pytest.mark.parametrize(("where", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("tiktoken")
 
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal
 from stoker.training.data.learn import train
 from stoker.training.tokenizer import alphabet, chat
 from stoker.training.tokenizer.definition import GPT2, OURS, SPECIAL

@@ -20,8 +20,8 @@ import pytest
 
 from conftest import Stoker, at_length_but, gpu_json, machine_json, wait_for
 from netcluster import NetCluster
-from stoker.contract.shape import replace
-from stoker.contract.shapes import Verdict
+from stoker.contract.evidence import Verdict
+from stoker.contract.frozen import replace
 from stoker.control.cluster.elsewhere import Elsewhere
 from stoker.control.cluster.hosts import read as read_hosts
 from stoker.control.machine.model import Holder

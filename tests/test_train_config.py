@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from conftest import Stoker, gpu_json
-from stoker.contract.names import Refusal
-from stoker.contract.shape import options_of, replace
+from stoker.contract.errors import Refusal
+from stoker.contract.frozen import options_of, replace
 from stoker.control.launch.options import RunOptions
 from stoker.training.config import aliases, amount
 from stoker.training.config.amount import Amount

@@ -22,8 +22,8 @@ from conftest import Stoker, machine_json, wait_for
 from forked_ranks import free_port
 from netcluster import NetCluster
 from stoker.contract import protocol
-from stoker.contract.names import EX_UNAVAILABLE, Refusal
-from stoker.contract.shapes import RankEnd, RankError, Verdict
+from stoker.contract.errors import EX_UNAVAILABLE, Refusal
+from stoker.contract.evidence import RankError, RankExit, Verdict
 from stoker.control.cluster import copying, transport
 from stoker.control.cluster.members import Members
 from stoker.control.launch import rendezvous, supervision
@@ -179,7 +179,7 @@ def test_an_echo_waits_for_the_look_at_those_that_live_however_late_it_comes() -
         "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete",
         module="builtins",
     )
-    attempt.ends[0] = RankEnd(0, "", "CPU0", 41, 1, time.time(), error=error)
+    attempt.ends[0] = RankExit(0, "", "CPU0", 41, 1, time.time(), error=error)
     now = time.time()
     assert not attempt.must_stop(now, 1.0)
     attempt.watch.answered("", cast(Any, before).order["ask"], b"{}", began + 61)
@@ -205,7 +205,7 @@ def test_an_echo_waits_for_the_look_at_those_that_live_however_late_it_comes() -
 def test_an_echo_does_not_wait_for_ever_for_a_look_that_nobody_answers() -> None:
     attempt = Attempt(0, plan_of(2, ""))
     attempt.begin_watch(300.0, 1800.0)
-    attempt.ends[0] = RankEnd(
+    attempt.ends[0] = RankExit(
         0, "", "CPU0", 41, 1, time.time(), error=RankError("DistBackendError", "lost", module="torch.distributed")
     )
     now = time.time()

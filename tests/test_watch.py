@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from stoker.contract.collectives import digest
-from stoker.contract.quantities import ranks_text
-from stoker.contract.shape import replace
-from stoker.contract.shapes import BadNumber, Stall
+from stoker.contract.evidence import BadNumber, Stall
+from stoker.contract.flight_recorder import summarize_trace
+from stoker.contract.frozen import replace
+from stoker.contract.units import format_ranks
 from stoker.control.agent.spy import conditions_around
 from stoker.control.verdict.hang import cause_of, summary, trouble
 from stoker.control.verdict.rules import numbers
@@ -193,7 +193,7 @@ def test_a_group_made_again_is_counted_anew() -> None:
         }
         for n, (seq, name) in enumerate([(1, "gloo:barrier"), (2, "gloo:broadcast"), (1, "gloo:all_reduce")])
     ]
-    assert [one["name"] for one in digest({"entries": entries})[0]["ops"]] == ["gloo:all_reduce"]
+    assert [one["name"] for one in summarize_trace({"entries": entries})[0]["ops"]] == ["gloo:all_reduce"]
 
 
 def test_asynchronous_operations_in_another_order_are_no_proof() -> None:
@@ -286,14 +286,14 @@ def test_what_comes_next_is_known_from_what_came_before() -> None:
         "left out": entry(41, 41, size=289),
         "another": entry(41, 41, "gloo:barrier", 1),
     }
-    assert {name: digest({"entries": [*steps, one]})[0]["ops"][-1]["usual"] for name, one in said.items()} == {
+    assert {name: summarize_trace({"entries": [*steps, one]})[0]["ops"][-1]["usual"] for name, one in said.items()} == {
         "as before": True,
         "left out": False,
         "another": False,
     }
-    assert digest({"entries": steps[:3]})[0]["ops"][-1]["usual"] is None  # nothing has repeated itself yet
+    assert summarize_trace({"entries": steps[:3]})[0]["ops"][-1]["usual"] is None  # nothing has repeated itself yet
     evaluated = [entry(n, n, size=7 if n % 20 == 0 else 289) for n in range(1, 100)]  # an evaluation now and then
-    assert digest({"entries": [*evaluated, entry(100, 100, size=7)]})[0]["ops"][-1]["usual"]
+    assert summarize_trace({"entries": [*evaluated, entry(100, 100, size=7)]})[0]["ops"][-1]["usual"]
 
 
 @pytest.mark.parametrize("guilty", [0, 1])
@@ -495,9 +495,9 @@ def test_digest_keeps_what_is_pending() -> None:
         }
         for n in range(100)
     ]
-    ops = digest({"entries": entries, "pg_config": {"0": {"ranks": "[0, 1]"}}})[0]
+    ops = summarize_trace({"entries": entries, "pg_config": {"0": {"ranks": "[0, 1]"}}})[0]
     assert ops["ranks"] == [0, 1] and not ops["ops"][0]["done"] and ops["ops"][0]["seq"] == 60
-    assert digest({}) == []
+    assert summarize_trace({}) == []
 
 
 # ---- when ----
@@ -1152,7 +1152,7 @@ def test_a_wrong_clock_is_no_straggler() -> None:
 
 
 def test_ranks_in_words() -> None:
-    assert [ranks_text(ranks) for ranks in ([2], [0, 1], [0, 2, 3, 4], [0, 1, 2, 7])] == [
+    assert [format_ranks(ranks) for ranks in ([2], [0, 1], [0, 2, 3, 4], [0, 1, 2, 7])] == [
         "rank 2",
         "ranks 0, 1",
         "ranks 0, 2-4",

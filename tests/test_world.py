@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal
 from stoker.training.evaluate.marking import right_in_form
 from stoker.training.world.make import make
 from stoker.training.world.world import chain_held, fact_held, lexicon, order_held, pair_held, sum_held

@@ -25,10 +25,10 @@ from typing import IO, Any
 
 from stoker import LaunchFailed
 from stoker.contract import layout
-from stoker.contract.names import EX_SOFTWARE
-from stoker.contract.settings import suggest
-from stoker.contract.shape import options_of
-from stoker.contract.shapes import Verdict
+from stoker.contract.errors import EX_SOFTWARE
+from stoker.contract.evidence import Verdict
+from stoker.contract.frozen import options_of
+from stoker.contract.options import suggest
 from stoker.control.cluster.transport import ROOT
 from stoker.control.launch.ladder import flag_words
 from stoker.control.launch.options import TORCHRUN_VARIABLES, RunOptions

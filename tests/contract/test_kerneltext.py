@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stoker.contract.shapes import Around, Evidence, RankEnd
+from stoker.contract.evidence import Evidence, ExitContext, RankExit
 from stoker.control.machine import gather, kernellog
 from stoker.control.verdict.judge import judge
 
@@ -24,7 +24,7 @@ REAL_KILL = "Out of memory: Killed process 4242 (python) total-vm:98304kB, anon-
 
 
 def verdict_with(kernel: str, code: int) -> str:
-    end = RankEnd(0, "", "GPU 0", 4242, code, 1.0, tail="CUDA error: x\n", around=Around(kernel=(kernel,)))
+    end = RankExit(0, "", "GPU 0", 4242, code, 1.0, tail="CUDA error: x\n", around=ExitContext(kernel=(kernel,)))
     return judge(Evidence(world_size=1, ends=(end,))).cause
 
 

@@ -13,15 +13,15 @@ import pytest
 
 from stoker.contract import masking
 from stoker.contract.masking import (
-    HIDDEN,
+    MASK,
     allowed_environment,
     is_secret_name,
     learn_secrets,
     mask_argv,
     mask_json,
+    mask_lines,
     mask_text,
     mask_value,
-    masked_lines,
 )
 
 BODY = "Zx7f00Lk9QwS3bV81mN4pR6tY2uC5hJ0dG9aE7iB"  # of no service
@@ -125,7 +125,7 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes_are_masked_in_text(shape: str, around: str) -> None:
     shown = mask_text(around.format(SHAPES[shape]))
-    assert BODY not in shown and LETTERS not in shown and HIDDEN in shown
+    assert BODY not in shown and LETTERS not in shown and MASK in shown
     assert mask_text(shown) == shown, "text that is masked twice must not change"
     assert "last line" not in around or shape == "private key without its end" or "last line" in shown
 
@@ -146,14 +146,14 @@ def test_documentation_stays_readable() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_values_are_masked_under_secret_names(name: str) -> None:
     for value in ("hunter2", BODY, "two words", "/not/a/path"):
-        assert is_secret_name(name) and mask_value(name, value) == HIDDEN
-        assert mask_argv([f"{name}={value}", "x"]) == [f"{name}={HIDDEN}", "x"]
-        assert mask_argv([f"--env={name}={value}"]) == [f"--env={name}={HIDDEN}"]
+        assert is_secret_name(name) and mask_value(name, value) == MASK
+        assert mask_argv([f"{name}={value}", "x"]) == [f"{name}={MASK}", "x"]
+        assert mask_argv([f"--env={name}={value}"]) == [f"--env={name}={MASK}"]
         flag = f"--{name.lower() if name.isupper() else name}"
         if is_secret_name(flag):
-            assert mask_argv([flag, value, "-v"]) == [flag, HIDDEN, "-v"]
-            assert mask_argv([f"{flag}={value}"]) == [f"{flag}={HIDDEN}"]
-        assert mask_json({name: value, "deep": [{name: [value]}]}) == {name: HIDDEN, "deep": [{name: [HIDDEN]}]}
+            assert mask_argv([flag, value, "-v"]) == [flag, MASK, "-v"]
+            assert mask_argv([f"{flag}={value}"]) == [f"{flag}={MASK}"]
+        assert mask_json({name: value, "deep": [{name: [value]}]}) == {name: MASK, "deep": [{name: [MASK]}]}
         assert value not in mask_text(f'{{"{name}": "{value}"}}')
 
 
@@ -163,7 +163,7 @@ def test_names_that_only_look_like_a_secrets(name: str) -> None:
 
 
 def test_no_setting_of_ours_has_a_secrets_name() -> None:
-    from stoker.contract.shape import options_of
+    from stoker.contract.frozen import options_of
     from stoker.control.launch.options import RunOptions
     from stoker.training.config.keys import KEYS
 
@@ -177,15 +177,15 @@ def test_switches_numbers_placeholders_and_files_are_no_secrets(tmp_path: Path) 
         "wandb_api_key": "${KEY}", "private_key": str(tmp_path / "token"),
     }  # fmt: skip
     assert mask_json(readable) == readable
-    assert mask_json({"password": 47110815}) == {"password": HIDDEN}
+    assert mask_json({"password": 47110815}) == {"password": MASK}
 
 
 def test_keys_and_command_lines_in_json() -> None:
     shown = mask_json({f"https://me:{BODY}@host/": 1, "argv": ["deploy", "--password", "correcthorse", "-v"], 5: "x"})
-    assert shown == {f"https://me:{HIDDEN}@host/": 1, "argv": ["deploy", "--password", HIDDEN, "-v"], 5: "x"}
+    assert shown == {f"https://me:{MASK}@host/": 1, "argv": ["deploy", "--password", MASK, "-v"], 5: "x"}
     for words in (["--use-auth-token", "-v", "x"], ["--token", "--fp16"], ["--password", "--max-length=5"]):
         assert mask_argv(words) == words
-    assert mask_argv(["--max-tokens", "5", "--token", "s3cr3t"]) == ["--max-tokens", "5", "--token", HIDDEN]
+    assert mask_argv(["--max-tokens", "5", "--token", "s3cr3t"]) == ["--max-tokens", "5", "--token", MASK]
 
 
 def test_given_values_are_masked_in_every_form() -> None:
@@ -202,9 +202,7 @@ def test_given_values_are_masked_in_every_form() -> None:
     forms = (odd, quoted, repr(quoted), json.dumps(quoted), quote(quoted), quote(quoted, safe=""), "hunter2secret")
     for form in (*forms, "only-on-the-command-line"):
         shown = mask_text(f"failed with {form} there")
-        assert HIDDEN in shown and not any(part in shown for part in ("swordfish", "quotes", "hunter2", "command")), (
-            shown
-        )
+        assert MASK in shown and not any(part in shown for part in ("swordfish", "quotes", "hunter2", "command")), shown
     assert mask_text("/bin/sh-long") == "/bin/sh-long"
     before = list(masking._known or ())
     learn_secrets({"MY_PASSWORD": odd, "DB_PASS": quoted})
@@ -217,8 +215,8 @@ def test_short_values_are_not_looked_for_in_text() -> None:
 
 
 def test_lines_are_masked_before_they_are_split() -> None:
-    lines = masked_lines(f"bad key:\n\n{SHAPES['private key']}\nlast")
-    assert lines == ["bad key:", HIDDEN, "last"]
+    lines = mask_lines(f"bad key:\n\n{SHAPES['private key']}\nlast")
+    assert lines == ["bad key:", MASK, "last"]
 
 
 def test_the_record_has_variables_that_change_a_job_alone() -> None:
@@ -227,8 +225,8 @@ def test_the_record_has_variables_that_change_a_job_alone() -> None:
         "DATABASE_URL": "postgres://me:pw@db/x", "EDITOR": "vi", "STOKER_RDZV_SECRET": BODY, "CUDA_VISIBLE_DEVICES": "0",
     }  # fmt: skip
     assert allowed_environment(variables) == {
-        "PATH": "/bin", "NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "7", "HF_TOKEN": HIDDEN, "HF_HOME": "/hf",
-        "STOKER_RDZV_SECRET": HIDDEN, "CUDA_VISIBLE_DEVICES": "0",
+        "PATH": "/bin", "NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "7", "HF_TOKEN": MASK, "HF_HOME": "/hf",
+        "STOKER_RDZV_SECRET": MASK, "CUDA_VISIBLE_DEVICES": "0",
     }  # fmt: skip
 
 
@@ -247,7 +245,7 @@ def test_a_traceback_of_24_kb_is_masked_in_milliseconds() -> None:
 def test_importing_it_compiles_no_pattern() -> None:
     """Every launch imports it."""
     code = (
-        "import re, stoker.contract.wrapping\ncompile = re.compile\ncount = []\n"
+        "import re, stoker.contract.terminal\ncompile = re.compile\ncount = []\n"
         "re.compile = lambda *a, **k: (count.append(a), compile(*a, **k))[1]\nimport stoker.contract.masking\nprint(len(count))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -258,4 +256,4 @@ def test_importing_it_compiles_no_pattern() -> None:
     ("name", "value", "is_masked"), [("STOKER_API_KEY", "123456789", True), ("API_KEY", "12", False)]
 )
 def test_a_long_number_under_a_secrets_name_is_masked(name: str, value: str, is_masked: bool) -> None:
-    assert (mask_value(name, value) == HIDDEN) == is_masked
+    assert (mask_value(name, value) == MASK) == is_masked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stoker.contract.yamltext import NotYaml, parse_yaml
+from stoker.contract.yaml_text import YamlError, parse_yaml
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from stoker.contract.yamltext import NotYaml, parse_yaml
     ],
 )
 def test_what_cant_be_used_is_one_line_with_its_place(text: str, problem: str, line: int) -> None:
-    with pytest.raises(NotYaml) as raised:
+    with pytest.raises(YamlError) as raised:
         parse_yaml(text)
     assert problem in raised.value.problem and "\n" not in raised.value.problem
     assert raised.value.line == line

@@ -12,8 +12,8 @@ import pytest
 
 from conftest import Stoker, machine_json, wait_for
 from stoker.cli import run
-from stoker.contract.shapes import Evidence, RankEnd
-from stoker.contract.text import within
+from stoker.contract.evidence import Evidence, RankExit
+from stoker.contract.text import truncate_json
 from stoker.control.cluster.check import doctor_findings
 from stoker.control.cluster.facts import Facts, OneHost
 from stoker.control.cluster.hosts import read as read_hosts
@@ -78,7 +78,7 @@ def test_numbers_that_are_none_end_in_a_verdict(text: str) -> None:
     """The launcher ended in a traceback, and the run was neither started again nor explained."""
     for kind, module in (("RuntimeError", ""), ("NonFinite", "stoker.training.forensics.culprit")):
         error = read_error({"type": kind, "message": text, "module": module, "file": "train.py", "line": 3})
-        verdict = judge(Evidence(1, (RankEnd(0, "", "GPU0", 5, 1, 1.0, error=error),)))
+        verdict = judge(Evidence(1, (RankExit(0, "", "GPU0", 5, 1, 1.0, error=error),)))
         assert verdict.status == "failed" and verdict.exit_code == 1 and verdict.rank == 0
 
 
@@ -88,7 +88,7 @@ def test_what_a_host_saw_around_an_end_may_be_anything() -> None:
         "holders": [{"pid": [], "memory": "much"}, {"pid": {}, "memory": {}, "ours": 7}],
     }
     error = read_error({"type": "OutOfMemoryError", "message": "CUDA out of memory. Tried to allocate 2.00 GiB. of 1"})
-    end = RankEnd(0, "evil", "evil/GPU0", 5, 1, 1.0, error=error, around=read_around(told))
+    end = RankExit(0, "evil", "evil/GPU0", 5, 1, 1.0, error=error, around=read_around(told))
     assert end.around.holders and judge(Evidence(1, (end,))).exit_code == 1
 
 
@@ -164,8 +164,8 @@ def test_an_error_that_quotes_much_text_costs_no_agent(stoker: Stoker) -> None:
 
 def test_no_word_is_cut_in_two() -> None:
     """Half a secret is not recognized as one."""
-    assert within({"message": "a row: " + "x" * 400}, 300) == {"message": "a row:"}
-    assert within("x" * 400, 164) == "x" * 100
+    assert truncate_json({"message": "a row: " + "x" * 400}, 300) == {"message": "a row:"}
+    assert truncate_json("x" * 400, 164) == "x" * 100
 
 
 @pytest.mark.parametrize(("words", "shown"), [(["x" * 5000], "…"), (["a b " + "x" * 5000], "a b …")])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.contract.shapes import Around, RankError
+from stoker.contract.evidence import ExitContext, RankError
 from stoker.control.doctor.checks import net
 from stoker.control.machine.facts import Net
 from test_catalogue import FOREIGN, end, verdict
@@ -101,7 +101,7 @@ def test_no_documented_server_of_answers_listens_on_all_interfaces() -> None:
 
 def test_a_run_that_a_host_names_is_one_word_of_a_command() -> None:
     holder = {"pid": 727, "memory": 100 << 30, "command": "x", "user": "bob", "run": "a; reboot", "ours": False}
-    told = verdict(end(FOREIGN, around=Around(holders=(holder,))))
+    told = verdict(end(FOREIGN, around=ExitContext(holders=(holder,))))
     assert told.cause == "oom.gpu-foreign"
     assert shlex.split(told.fix[0], comments=True) == ["stoker", "stop", "a; reboot"]
 

@@ -11,8 +11,8 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 import torch
 
-from stoker.contract.names import Refusal
-from stoker.contract.shape import as_json
+from stoker.contract.errors import Refusal
+from stoker.contract.frozen import as_json
 from stoker.training.balance.plan import Plans
 from stoker.training.loop.resume import Data, position
 from stoker.training.model.config import ModelConfig

@@ -33,7 +33,7 @@ import tokenizers
 
 from conftest import Stoker
 from stoker.cli.main import main
-from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.errors import EX_DATAERR, Refusal
 from stoker.training.config.amount import lines_in
 from stoker.training.data import crew, sources
 from stoker.training.data.config import DataConfig

@@ -19,8 +19,8 @@ pytest.importorskip("torch", reason="torch is not installed")
 from conftest import Stoker, at_length, machine_json
 from small_model import SHAPE, header_of_model, write_model, write_weights
 from stoker.cli.main import main
-from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, Refusal
-from stoker.contract.shape import as_json
+from stoker.contract.errors import EX_CONFIG, EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.frozen import as_json
 from stoker.training.checkpoint.manifest import Manifest, encode
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.hf_config import INDEX, kept_text, shape_for, shape_of

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from test_fuzz import ROUNDS, bent, refused_or_fine
 
-from stoker.contract.names import Refusal
-from stoker.contract.safe_io import WholeFile, write_json, write_whole
-from stoker.contract.shapes import Verdict
+from stoker.contract.errors import Refusal
+from stoker.contract.evidence import Verdict
+from stoker.contract.safe_io import AtomicFile, write_atomic, write_json
 from stoker.control.launch.notify import Notifier
 from stoker.training.forensics import reading
 from stoker.training.forensics.culprit import banner, decide, headline
@@ -106,7 +106,7 @@ def test_a_whole_file_replaces_and_leaves_nothing_beside_it(tmp_path: Path) -> N
     write_json(str(path), {"a": "\udc80"})
     write_json(str(path), {"a": 2})
     assert json.loads(path.read_text()) == {"a": 2} and os.listdir(tmp_path) == ["a.json"]
-    with pytest.raises(RuntimeError), WholeFile(str(path)) as file:
+    with pytest.raises(RuntimeError), AtomicFile(str(path)) as file:
         file.write(b"half")
         raise RuntimeError
     assert json.loads(path.read_text()) == {"a": 2} and os.listdir(tmp_path) == ["a.json"]
@@ -116,7 +116,7 @@ def test_a_whole_file_follows_no_link_to_its_target(tmp_path: Path) -> None:
     victim, link = tmp_path / "victim", tmp_path / "link"
     victim.write_text("mine")
     link.symlink_to(victim)
-    write_whole(str(link), b"new")
+    write_atomic(str(link), b"new")
     assert victim.read_text() == "mine" and not link.is_symlink() and link.read_bytes() == b"new"
 
 

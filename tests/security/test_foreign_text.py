@@ -18,8 +18,8 @@ from conftest import Stoker, gpu_json, machine_json
 from stoker.cli import clean as clean_command
 from stoker.cli.main import main
 from stoker.contract import terminal
-from stoker.contract.names import Refusal
-from stoker.contract.text import json_text, printable, printable_lines
+from stoker.contract.errors import Refusal
+from stoker.contract.text import dump_json, escape, escape_lines
 from stoker.control.cluster import init, ssh
 from stoker.control.doctor.debris import Lock
 from stoker.control.launch.console import Console
@@ -53,8 +53,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_what_a_terminal_would_act_on_is_escaped(text: str, shown: str) -> None:
-    assert printable(text) == shown
-    assert printable_lines(f"{text}\n\tx") == (f"{shown}\n\tx" if "\t" not in text else "a\\rb\nc\td\n\tx")
+    assert escape(text) == shown
+    assert escape_lines(f"{text}\n\tx") == (f"{shown}\n\tx" if "\t" not in text else "a\\rb\nc\td\n\tx")
 
 
 def test_a_refusal_is_one_line_and_bounded() -> None:
@@ -271,7 +271,7 @@ def test_a_rank_may_write_anything_as_its_error_file(stoker: Stoker) -> None:
 
 
 def test_a_banner_of_ssh_is_quoted_safely() -> None:
-    check_text(printable(ssh.explain("a", f"Permission denied ({EVIL})", 255)))
+    check_text(escape(ssh.explain("a", f"Permission denied ({EVIL})", 255)))
     reader, writer = os.pipe()
     console = Console(writer, writer)
     console.say(2, ssh.explain("a", EVIL.rpartition("\n")[0], 255))
@@ -285,7 +285,7 @@ def test_a_banner_of_ssh_is_quoted_safely() -> None:
 
 
 def test_a_hosts_file_gets_no_lines_from_a_hosts_answer() -> None:
-    assert "\n" not in printable(EVIL) and init._flow(EVIL).count("\n") == 0
+    assert "\n" not in escape(EVIL) and init._flow(EVIL).count("\n") == 0
     assert json.loads(init._flow(EVIL)) == EVIL
 
 
@@ -296,8 +296,8 @@ def test_prints_are_cleaned_and_progress_bars_still_draw(monkeypatch: pytest.Mon
     with terminal.own_lines():
         print("theirs:", EVIL)
         sys.stdout.writelines(["\x1b[1m", "x\n"])
-        terminal.draw(f"50 % {EVIL}")
-        terminal.wipe()
+        terminal.draw_bar(f"50 % {EVIL}")
+        terminal.clear_bar()
         with terminal.own_lines():  # a command that calls another
             print("\x07")
         assert sys.stdout.getvalue() == out.getvalue()
@@ -315,9 +315,9 @@ def test_prints_are_cleaned_and_progress_bars_still_draw(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("value", ["plain ✓", EVIL, "\x7f", "\U000e0041", "\udc80", "nbsp\u00a0"])
 def test_json_for_people_stays_json(value: str) -> None:
-    text = json_text({"key": value, value: [1]})
+    text = dump_json({"key": value, value: [1]})
     assert json.loads(text) == {"key": value, value: [1]}
-    assert printable_lines(text) == text
+    assert escape_lines(text) == text
 
 
 def test_names_that_are_not_utf8_are_handled(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from small_model import header_of_model, write_model, write_weights
-from stoker.contract.names import Refusal
-from stoker.contract.tensorheader import read_header
+from stoker.contract.errors import Refusal
+from stoker.contract.tensor_header import read_header
 from stoker.control.cluster import hosts
 from stoker.training.config.check import check
 from stoker.training.config.flags import Flag

@@ -10,7 +10,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 import shutil
 
 from conftest import Stoker
-from stoker.contract.names import EX_CONFIG, Refusal
+from stoker.contract.errors import EX_CONFIG, Refusal
 from stoker.training.config import files, layers
 from stoker.training.config.flags import parse
 from stoker.training.config.keys import KEYS

@@ -16,7 +16,7 @@ import pytest
 from conftest import Stoker
 from localuser import ATTACKER, VICTIM, do_as, start_as, wait
 from stoker.contract import layout
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal
 from stoker.contract.safe_io import read_json
 from stoker.control.doctor import bundle
 from stoker.control.machine.facts import Examination

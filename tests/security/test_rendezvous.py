@@ -18,7 +18,7 @@ import pytest
 
 from conftest import Stoker, wait_for
 from forked_ranks import free_port
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal
 from stoker.control.launch import rendezvous
 from stoker.control.launch.nodes import Meeting, Nodes
 from stoker.control.launch.rendezvous import Secret, find_secret

@@ -19,8 +19,8 @@ from conftest import Done, Stoker
 from stoker import calling
 from stoker.cli import run as run_command
 from stoker.contract import masking, terminal
-from stoker.contract.masking import HIDDEN
-from stoker.contract.shapes import Verdict
+from stoker.contract.evidence import Verdict
+from stoker.contract.masking import MASK
 from stoker.control.agent.agent import Agent
 from stoker.control.launch import ladder
 from stoker.control.launch.request import Request
@@ -116,7 +116,7 @@ def test_what_is_no_secret_stays_readable(stoker: Stoker, failed: Done) -> None:
 
 def test_the_record_has_no_other_variables_than_those_it_needs(failed: Done) -> None:
     environment = json.loads((failed.run_dir / "run.json").read_text())["environment"]
-    assert environment["PATH"] == os.environ["PATH"] and environment["HF_TOKEN"] == HIDDEN
+    assert environment["PATH"] == os.environ["PATH"] and environment["HF_TOKEN"] == MASK
     assert not {"MY_PASSWORD", "SETTING_0", "CONFIG_0", "OLDPWD"} & set(environment)
 
 
@@ -142,7 +142,7 @@ def test_no_secret_in_a_bundle(stoker: Stoker) -> None:
     with tarfile.open(stoker.cwd / "ticket.tar.gz") as archive:
         files = {one.name: archive.extractfile(one).read().decode() for one in archive.getmembers()}  # type: ignore[union-attr]
     assert str(other.pid) in files["stoker-doctor/processes.txt"]
-    assert json.loads(files["stoker-doctor/latest-run/run.json"])["environment"]["HF_TOKEN"] == HIDDEN
+    assert json.loads(files["stoker-doctor/latest-run/run.json"])["environment"]["HF_TOKEN"] == MASK
     assert not leaks({**files, "stdout": done.out, "stderr": done.err}, "record", "process")
 
 
@@ -170,7 +170,7 @@ def test_a_phase_is_kept_without_a_token(stoker: Stoker) -> None:
     )
     assert stoker("run", "--nproc-per-node", "1", script).code == 0
     kept = {path.name: path.read_text() for path in (stoker.latest / "history").iterdir()}
-    assert f"loading {HIDDEN}" in kept["seconds.jsonl"]
+    assert f"loading {MASK}" in kept["seconds.jsonl"]
     assert not [name for name, text in {**kept, **files_in(stoker.latest)}.items() if LETTERS in text]
 
 
@@ -188,7 +188,7 @@ def test_an_agent_masks_what_only_its_host_knows(monkeypatch: pytest.MonkeyPatch
     agent = Agent(heart=-1, life=-1, guardian=0, stdin_fd=-1)
     agent._specs = {0: {"env": {"HF_TOKEN": "variable-of-the-rank"}, "argv": ["t.py", "--api-key", "argument-of-it"]}}
     report = {"message": "no variable-of-this-host, variable-of-the-rank, argument-of-it"}
-    assert agent._masked(report) == {"message": f"no {HIDDEN}, {HIDDEN}, {HIDDEN}"}
+    assert agent._masked(report) == {"message": f"no {MASK}, {MASK}, {MASK}"}
 
 
 def test_a_dry_run_and_a_job_script_show_no_secret(stoker: Stoker) -> None:
@@ -212,23 +212,23 @@ def test_a_refusal_shows_no_secret(stoker: Stoker) -> None:
         ["run", f"sk-{hidden}-x.py"],
     ):
         done = stoker(*command)
-        assert done.code in (64, 66) and HIDDEN in done.err and hidden not in done.err and LETTERS not in done.err
+        assert done.code in (64, 66) and MASK in done.err and hidden not in done.err and LETTERS not in done.err
 
 
 def test_every_print_of_a_command_is_masked(capsys: pytest.CaptureFixture[str]) -> None:
     with terminal.own_lines():
         print(json.dumps({"client_secret": "hunter2xyz"}))
-        terminal.tell("login with password=hunter2xyz")
-        terminal.say("login with password=hunter2xyz", terminal.ERROR)
-        terminal.paint([("login with password=hunter2xyz", "red")])
+        terminal.print_text("login with password=hunter2xyz")
+        terminal.print_status("login with password=hunter2xyz", terminal.ERROR)
+        terminal.print_coloured([("login with password=hunter2xyz", "red")])
     shown = capsys.readouterr()
-    assert "hunter2xyz" not in shown.out + shown.err and (shown.out + shown.err).count(HIDDEN) == 4
+    assert "hunter2xyz" not in shown.out + shown.err and (shown.out + shown.err).count(MASK) == 4
 
 
 def test_an_address_with_its_token_is_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
     """Who starts `stoker web` needs it."""
     with terminal.own_lines():
-        terminal.tell_secret(f"http://127.0.0.1:8000/?token={LETTERS}")
+        terminal.print_secret(f"http://127.0.0.1:8000/?token={LETTERS}")
     assert capsys.readouterr().out == f"http://127.0.0.1:8000/?token={LETTERS}\n"
 
 
@@ -240,15 +240,15 @@ def test_commands_of_other_processes_are_shown_without_secrets() -> None:
         while "--api-key" not in (processes.command(child.pid) or "") and time.monotonic() < deadline:
             time.sleep(0.01)
         shown = processes.command(child.pid) or ""
-        assert shown.endswith(f"--api-key {HIDDEN} DB_PASSWORD={HIDDEN} --max-tokens 5")
+        assert shown.endswith(f"--api-key {MASK} DB_PASSWORD={MASK} --max-tokens 5")
     finally:
         child.kill()
         child.wait()
 
 
 def test_a_configuration_is_written_without_secrets_and_else_as_it_is() -> None:
+    from stoker.contract.frozen import replace
     from stoker.contract.masking import mask_text
-    from stoker.contract.shape import replace
     from stoker.training.config.keys import as_yaml, config_of
     from stoker.training.config.resolve import combine
 
@@ -257,7 +257,7 @@ def test_a_configuration_is_written_without_secrets_and_else_as_it_is() -> None:
     hidden = secret("config")
     data = replace(config.data, path=(f"https://me:{hidden}@example.org/x.txt",))
     shown = mask_text(as_yaml(replace(config, data=data)))
-    assert hidden not in shown and f"https://me:{HIDDEN}@example.org/x.txt" in shown
+    assert hidden not in shown and f"https://me:{MASK}@example.org/x.txt" in shown
 
 
 # ---- command lines of processes that we start: every user of the machine can read them ----

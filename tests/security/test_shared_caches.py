@@ -18,9 +18,9 @@ import pytest
 from conftest import EVERYTHING, Stoker, at_length
 from localuser import VICTIM, do_as
 from small_model import write_model
-from stoker.contract.diskroom import DiskRoom
-from stoker.contract.names import Refusal
-from stoker.contract.shapes import RankEnd, RankError
+from stoker.contract.disk_space import DiskSpace
+from stoker.contract.errors import Refusal
+from stoker.contract.evidence import RankError, RankExit
 from stoker.control.doctor.caches import cache_roots, find_caches
 from stoker.control.record import ownership
 from stoker.control.record.metrics import Metrics
@@ -333,7 +333,7 @@ def test_cleaning_caches_leaves_what_is_not_stokers(tmp_path: Path) -> None:
 def test_a_long_message_of_a_host_is_judged_at_once() -> None:
     error = RankError(type="ValueError", module="builtins", message="bad row: " + "[" * 20_000)
     began = time.process_time()
-    is_consequence(RankEnd(0, "h", "GPU0", 1, 1, 0.0, error=error))
+    is_consequence(RankExit(0, "h", "GPU0", 1, 1, 0.0, error=error))
     assert time.process_time() - began < 2, "its time grows with the square of the message"
 
 
@@ -376,7 +376,7 @@ def test_rows_of_a_private_file_stay_private_in_a_folder_that_is_open(tmp_path: 
     private.write_bytes(gzip.compress(b'{"prompt": "hello", "completion": "there"}\n'))
     private.chmod(0o600)
     if write == "unpacked":
-        made = sources.unfold(str(private), str(tmp_path / "cache"), print, DiskRoom(str(folder), ""))
+        made = sources.unfold(str(private), str(tmp_path / "cache"), print, DiskSpace(str(folder), ""))
     else:
         made = str(folder / "sft-1.jsonl")
         copy_usable("sft", [str(private)], made)

@@ -17,7 +17,7 @@ import torch
 from conftest import Stoker
 from localuser import ATTACKER, VICTIM, do_as
 from stoker.contract import checkpoints
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal
 from stoker.training.checkpoint import folders
 from stoker.training.checkpoint.config import CheckpointConfig
 from stoker.training.checkpoint.saver import Saver
@@ -186,9 +186,9 @@ def test_a_checkpoint_of_another_user_is_not_resumed_from(stoker: Stoker) -> Non
     assert done.code == 0 and "resumed step-1.pt" in done.out and "resumed None" in done.out, done.out + done.err
     assert "step-2.pt belongs to" in done.err + done.out
     folder = stoker.latest / "checkpoints"
-    assert checkpoints.newest(str(stoker.latest)) is None
+    assert checkpoints.find_newest_checkpoint(str(stoker.latest)) is None
     os.chown(folder, 0, 0)
-    saved = checkpoints.newest(str(stoker.latest))
+    saved = checkpoints.find_newest_checkpoint(str(stoker.latest))
     assert saved is not None and saved.path.endswith("step-1.pt")
 
 

@@ -20,13 +20,12 @@ import pytest
 
 from conftest import EVERYTHING, Done, Stoker, forget_verdict, gpu_json, machine_json, tagged, wait_for
 from localuser import ATTACKER, VICTIM, do_as, start_as
-from stoker.contract import safe_io
-from stoker.contract.names import Refusal
-from stoker.contract.process import process, send
+from stoker.contract import process, safe_io
+from stoker.contract.errors import Refusal
+from stoker.contract.process import find_process, send_signal
 from stoker.control.agent import probe_ready
 from stoker.control.doctor import debris
 from stoker.control.launch.runplace import RunPlace, abandon
-from stoker.control.machine import processes
 from stoker.control.machine.gpu_lock import GpuLocks, held
 from stoker.control.record import finder, ownership
 from stoker.control.scheduler import slurm_runs
@@ -180,7 +179,7 @@ def test_a_planted_record_is_neither_listed_continued_nor_signalled(users: tuple
     ann, bob = users
     victim = subprocess.Popen(ann.command("sleep", "600"), start_new_session=True)
     try:
-        assert wait_for(lambda: True if processes.owner(victim.pid) == ANN else None, 5)
+        assert wait_for(lambda: True if process.process_owner(victim.pid) == ANN else None, 5)
         with open(f"/proc/{victim.pid}/stat", "rb") as file:
             start = int(file.read().rpartition(b")")[2].split()[19])
         for name in ("exp", "2026-planted"):
@@ -312,10 +311,10 @@ def test_where_the_file_system_names_us_otherwise_runs_are_still_ours(
 ) -> None:
     """NFS makes nobody of root: what we make there is not ours by number, and still ours."""
     about = tmp_path.stat()
-    assert ownership.is_mine(about.st_uid, str(tmp_path)) and not ownership.is_mine(about.st_uid + 1, str(tmp_path))
+    assert safe_io.is_own_uid(about.st_uid, str(tmp_path)) and not safe_io.is_own_uid(about.st_uid + 1, str(tmp_path))
     monkeypatch.setattr(os, "geteuid", lambda: about.st_uid + 7)
     monkeypatch.setattr(safe_io, "_own_uids", {})
-    assert ownership.is_mine(about.st_uid, str(tmp_path)) and not ownership.is_mine(about.st_uid + 1, str(tmp_path))
+    assert safe_io.is_own_uid(about.st_uid, str(tmp_path)) and not safe_io.is_own_uid(about.st_uid + 1, str(tmp_path))
 
 
 # ---- folders and files that another user made ----
@@ -555,9 +554,9 @@ def test_where_others_could_exchange_notes_of_jobs_runs_are_explained_without(tm
 def test_another_users_process_is_not_signalled() -> None:
     pid = start_as(ATTACKER, lambda: time.sleep(600))
     try:
-        assert wait_for(lambda: True if processes.owner(pid) == ATTACKER else None, SOON)
-        about = process(pid)
-        assert about is not None and not send(about, signal.SIGKILL)
+        assert wait_for(lambda: True if process.process_owner(pid) == ATTACKER else None, SOON)
+        about = find_process(pid)
+        assert about is not None and not send_signal(about, signal.SIGKILL)
         assert os.waitpid(pid, os.WNOHANG) == (0, 0)
     finally:
         os.kill(pid, signal.SIGKILL)

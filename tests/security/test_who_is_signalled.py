@@ -16,8 +16,8 @@ import pytest
 
 import stoker as package
 from conftest import Stoker, wait_for
-from stoker.contract import names
-from stoker.contract.process import process
+from stoker.contract import env_vars
+from stoker.contract.process import find_process
 from stoker.control.agent.sweep import take_over
 from stoker.control.machine import origin, processes
 from stoker.control.scheduler import slurm_submit as submit
@@ -46,7 +46,7 @@ def start() -> Iterator[Start]:
 
 def record(folder: Path, victim: int, name: str = "forged") -> Path:
     """A record that names this process as its launcher."""
-    about = process(victim)
+    about = find_process(victim)
     assert about is not None
     folder.mkdir(parents=True)
     who = {"pid": victim, "start": about.start, "host": os.uname().nodename, "uid": os.getuid()}
@@ -95,7 +95,7 @@ def test_who_only_reads_a_record_is_not_its_launcher(stoker: Stoker, start: Star
             lambda pid=victim.pid: True if any("events.jsonl" in path for path in _open_files(pid)) else None, 10
         )
         (folder / "run.json").unlink(missing_ok=True)
-        about = process(victim.pid)
+        about = find_process(victim.pid)
         assert about is not None
         who = {"pid": victim.pid, "start": about.start, "host": os.uname().nodename}
         (folder / "run.json").write_text(json.dumps({"name": "forged", "started": 1.0, "launcher": who}))
@@ -203,7 +203,7 @@ class Scheduler:
 
     @property
     def job_lives(self) -> bool:
-        about = process(self.job)
+        about = find_process(self.job)
         return about is not None and about.state != "Z"
 
     def end_job(self) -> None:
@@ -252,7 +252,7 @@ def test_a_job_that_a_rank_submits_outlives_the_run(stoker: Stoker, scheduler: S
     if ending == "stopped":
         run.terminate()
     elif ending == "agent killed":
-        os.kill(next(pid for pid in keepers if process(pid).name == "stoker-agent"), signal.SIGKILL)  # type: ignore[union-attr]
+        os.kill(next(pid for pid in keepers if find_process(pid).name == "stoker-agent"), signal.SIGKILL)  # type: ignore[union-attr]
     elif ending == "all killed":
         for signum in (signal.SIGSTOP, signal.SIGKILL):
             for pid in (run.pid, *keepers):
@@ -266,7 +266,9 @@ def test_a_job_that_a_rank_submits_outlives_the_run(stoker: Stoker, scheduler: S
         assert [entry["pid"] for entry in said["left_alone"]] == [
             scheduler.job
         ] and "another process started it" in said["left_alone"][0]["why"]
-    assert wait_for(lambda: True if process(helper_pid) is None or process(helper_pid).state == "Z" else None, 10)  # type: ignore[union-attr]
+    assert wait_for(
+        lambda: True if find_process(helper_pid) is None or find_process(helper_pid).state == "Z" else None, 10
+    )  # type: ignore[union-attr]
     assert scheduler.job_lives
     assert processes.run_tag(scheduler.job) is not None, (
         "the job has the run's environment: the test would prove nothing without"
@@ -295,7 +297,7 @@ def test_daemons_and_tmux_servers_of_a_rank_end_with_the_run(stoker: Stoker) -> 
     done = stoker("run", "--grace", "0", stoker.script("d.py", textwrap.dedent(script)))
     pids = [int(pid) for pid in re.findall(rb"daemon (\d+)", done.log(0))]
     assert done.code == 0 and len(pids) == 2 if os.path.exists("/usr/bin/tmux") else len(pids) == 1, done.log(0)
-    assert all(process(pid) is None or process(pid).state == "Z" for pid in pids)  # type: ignore[union-attr]
+    assert all(find_process(pid) is None or find_process(pid).state == "Z" for pid in pids)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("ending", ["0", "3"])
@@ -317,17 +319,17 @@ def test_what_is_marked_to_be_kept_is_kept(stoker: Stoker, ending: str) -> None:
     below = processes.descendants(kept, processes.all_processes())
     try:
         assert done.code == int(ending) and text.rstrip().endswith("None")
-        assert process(kept) is not None and len(below) == 1 and process(swept) is None
+        assert find_process(kept) is not None and len(below) == 1 and find_process(swept) is None
         told = json.loads(stoker("clean", "--yes", "--json", "--runs-dir", "runs").out)
-        assert told["leftovers"] == told["left_alone"] == [] and process(kept) is not None
+        assert told["leftovers"] == told["left_alone"] == [] and find_process(kept) is not None
     finally:
         for pid in (kept, *below):
             os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: True if all(process(pid) is None for pid in (kept, *below)) else None, 5)
+        wait_for(lambda: True if all(find_process(pid) is None for pid in (kept, *below)) else None, 5)
 
 
 def tag(run_dir: Path, where: origin.Origin) -> dict[str, str]:
-    return {names.RUN_ID: run_dir.name, names.RUN_DIR: str(run_dir), names.RUN_ORIGIN: where.text()}
+    return {env_vars.RUN_ID: run_dir.name, env_vars.RUN_DIR: str(run_dir), env_vars.RUN_ORIGIN: where.text()}
 
 
 @pytest.fixture
@@ -338,7 +340,7 @@ def here() -> origin.Origin:
 
 def strangers(run_dir: Path, here: origin.Origin, start: Start) -> dict[str, subprocess.Popen[bytes]]:
     """Each with the whole tag of the run, and started by somebody else."""
-    from stoker.contract.shape import replace
+    from stoker.contract.frozen import replace
 
     broker = start(
         [
@@ -356,8 +358,8 @@ def strangers(run_dir: Path, here: origin.Origin, start: Start) -> dict[str, sub
         ),
         "it is older than its run": start(["sleep", "600"], tag(run_dir, replace(here, start=1 << 60))),
         "another process started it": start(["sleep", "600"], tag(run_dir, elsewhere)),
-        "does not say where": start(["sleep", "600"], {names.RUN_ID: run_dir.name, names.RUN_DIR: str(run_dir)}),
-        "does not say  where": start(["sleep", "600"], {**tag(run_dir, here), names.RUN_ORIGIN: "a:b:c"}),
+        "does not say where": start(["sleep", "600"], {env_vars.RUN_ID: run_dir.name, env_vars.RUN_DIR: str(run_dir)}),
+        "does not say  where": start(["sleep", "600"], {**tag(run_dir, here), env_vars.RUN_ORIGIN: "a:b:c"}),
     }
 
 
@@ -379,10 +381,10 @@ def test_a_host_that_is_back_ends_only_what_its_run_left_there(
     tmp_path: Path, start: Start, here: origin.Origin
 ) -> None:
     run_dir = tmp_path / "runs" / "2026-back"
-    ours = start(["sleep", "600"], {**tag(run_dir, here), names.HOST: "b"})
-    other_host = start(["sleep", "600"], {**tag(run_dir, here), names.HOST: "a"})
-    kept = start(["sleep", "600"], {**tag(run_dir, here), names.HOST: "b", names.KEEP: "1"})
-    others = strangers(run_dir, here, lambda argv, env=None: start(argv, {**env, names.HOST: "b"} if env else None))
+    ours = start(["sleep", "600"], {**tag(run_dir, here), env_vars.HOST: "b"})
+    other_host = start(["sleep", "600"], {**tag(run_dir, here), env_vars.HOST: "a"})
+    kept = start(["sleep", "600"], {**tag(run_dir, here), env_vars.HOST: "b", env_vars.KEEP: "1"})
+    others = strangers(run_dir, here, lambda argv, env=None: start(argv, {**env, env_vars.HOST: "b"} if env else None))
     assert take_over([], run_dir.name, str(run_dir), "b") == []
     assert ours.wait(100) == -signal.SIGKILL
     assert all(one.poll() is None for one in (other_host, kept, *others.values()))
@@ -402,7 +404,7 @@ def test_another_control_group_is_another_service(tmp_path: Path, start: Start, 
     except OSError as problem:
         pytest.skip(f"control groups can't be made here: {problem}")
     one = start(["sleep", "600"], tag(tmp_path / "runs" / "2026-x", here))
-    me = process(one.pid)
+    me = find_process(one.pid)
     assert me is not None
     try:
         table = {entry.pid: entry for entry in processes.all_processes()}
@@ -452,7 +454,7 @@ def test_a_run_in_a_rank_knows_it_and_a_job_with_its_environment_does_not(stoker
     assert done.log(0).count(b"in True\n") == 2
     with open(f"/proc/{scheduler.job}/environ", encoding="utf-8") as file:
         handed = dict(item.partition("=")[::2] for item in file.read().split("\0") if item)
-    assert handed[names.RUN_ID] == done.run_dir.name and origin.run_we_are_in(handed) == ""
+    assert handed[env_vars.RUN_ID] == done.run_dir.name and origin.run_we_are_in(handed) == ""
 
 
 def test_submit_hands_on_nothing_that_makes_a_rank(tmp_path: Path) -> None:
@@ -461,7 +463,7 @@ def test_submit_hands_on_nothing_that_makes_a_rank(tmp_path: Path) -> None:
     script = submit.make_script(submit.SubmitOptions(), ["stoker", "run"], ["t.py"], "t", str(tmp_path), str(tmp_path))
     path = submit.write(script, str(tmp_path), "t")
     environ = {
-        **dict.fromkeys(names.OF_A_RANK, "x"),
+        **dict.fromkeys(env_vars.RANK_VARIABLES, "x"),
         "STOKER_RUNS": "/shared",
         "MINE": "1",
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
@@ -473,9 +475,9 @@ def test_submit_hands_on_nothing_that_makes_a_rank(tmp_path: Path) -> None:
     finally:
         os.environ["PATH"] = before
     handed = {line.partition("=")[0] for line in (tmp_path / "env").read_text().splitlines()}
-    assert not handed & set(names.OF_A_RANK) and {"STOKER_RUNS", "MINE"} <= handed
+    assert not handed & set(env_vars.RANK_VARIABLES) and {"STOKER_RUNS", "MINE"} <= handed
     assert (
-        f"\nunset {' '.join(names.OF_A_RANK)}\n" in script.text
+        f"\nunset {' '.join(env_vars.RANK_VARIABLES)}\n" in script.text
     )  # the script may be handed to sbatch by hand, in a rank
 
 

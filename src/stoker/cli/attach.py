@@ -8,12 +8,12 @@ import sys
 import time
 
 from stoker.contract import layout, terminal
-from stoker.contract.errors import reading
-from stoker.contract.names import RECIPES
-from stoker.contract.progress import of_run
+from stoker.contract.env_vars import RECIPES
+from stoker.contract.errors import parsing
+from stoker.contract.options import OptionParser
+from stoker.contract.progress import read_progress
 from stoker.contract.safe_io import open_regular
-from stoker.contract.settings import Parser
-from stoker.contract.terminal import columns_of, in_colour, say, tell
+from stoker.contract.terminal import print_status, print_text, terminal_width, uses_colour
 from stoker.control.launch.console import LineCutter
 from stoker.control.launch.shortlines import OwnLines, ShortLines
 from stoker.control.record import finder, follow, reader
@@ -21,12 +21,12 @@ from stoker.control.record import finder, follow, reader
 _LOOK_BACK = 1 << 16  # bytes
 
 
-def parser() -> Parser:
+def parser() -> OptionParser:
     about = (
         "Follows the newest start of a run as its own console would show it. Ctrl-C leaves the run alone. Ends with the run's"
         " exit code."
     )
-    made = Parser("stoker attach", about)
+    made = OptionParser("stoker attach", about)
     made.run_argument()
     made.option("--lines -n", "N", "begin with this many of the last lines of each rank (default: 10)", int, default=10)
     made.runs_dir()
@@ -36,7 +36,7 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     run = finder.find(told.run, layout.runs_root(told.runs_dir, os.environ))
-    with reading(f"run {run.id}"):
+    with parsing(f"run {run.id}"):
         return _follow(run, told.lines)
 
 
@@ -46,11 +46,11 @@ def _follow(run: reader.Run, lines: int) -> int:
     if start.number > 1:
         command = f"stoker logs {shlex.quote(run.id)} --attempt {start.first_attempt - 1}"
         before = f"; `{command}` shows the one before" if start.first_attempt else ""
-        say(f"this is start {start.number} of run {run.id}{before}")
+        print_status(f"this is start {start.number} of run {run.id}{before}")
     starts = {"": start}
     console = follow.Tail(os.path.join(run.dir, layout.CONSOLE), start.console_at)
     open_: dict[str, tuple[follow.Tail, LineCutter]] = {
-        "": (console, LineCutter(b"", OwnLines(in_colour(), lambda: columns_of(sys.stdout)) if watched else None))
+        "": (console, LineCutter(b"", OwnLines(uses_colour(), lambda: terminal_width(sys.stdout)) if watched else None))
     }
     first = True
     try:
@@ -75,7 +75,7 @@ def _follow(run: reader.Run, lines: int) -> int:
                     if not run.mine:
                         data = follow.without_codes(data)
                     if shown := cutter.feed(data):
-                        terminal.wipe()
+                        terminal.clear_bar()
                         sys.stdout.buffer.write(shown)
             if over:
                 break
@@ -83,10 +83,10 @@ def _follow(run: reader.Run, lines: int) -> int:
             _draw([run, *finder.roles(run).values()])
             time.sleep(0.1)
     except KeyboardInterrupt:
-        terminal.fresh_line()
-        tell(f"left run {run.id}; it keeps running. `stoker stop {shlex.quote(run.id)}` ends it", sys.stderr)
+        terminal.start_line()
+        print_text(f"left run {run.id}; it keeps running. `stoker stop {shlex.quote(run.id)}` ends it", sys.stderr)
         return 0
-    terminal.wipe()
+    terminal.clear_bar()
     for _, cutter in open_.values():
         sys.stdout.buffer.write(cutter.flush())
     sys.stdout.buffer.flush()
@@ -96,13 +96,13 @@ def _follow(run: reader.Run, lines: int) -> int:
 
 def _draw(runs: list[reader.Run]) -> None:
     """Of a job's roles one has a bar."""
-    if not terminal.for_bars():
+    if not terminal.shows_bars():
         return
-    state = next((state for run in runs if (state := of_run(run.dir)) is not None), None)
+    state = next((state for run in runs if (state := read_progress(run.dir)) is not None), None)
     if state is None:
-        terminal.wipe()
+        terminal.clear_bar()
     else:
-        terminal.draw(state.bar(terminal.room()))
+        terminal.draw_bar(state.bar(terminal.bar_width()))
 
 
 def _start_of_last(path: str, lines: int) -> int:

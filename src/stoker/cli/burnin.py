@@ -14,11 +14,11 @@ from typing import Any
 
 import stoker
 from stoker.contract import layout
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.quantities import counted, duration
-from stoker.contract.safe_io import json_lines
-from stoker.contract.settings import Parser
-from stoker.contract.shape import as_json, pick
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.frozen import as_json, pick_fields
+from stoker.contract.options import OptionParser
+from stoker.contract.safe_io import read_json_lines
+from stoker.contract.units import parse_duration, plural
 from stoker.control.doctor import burnin as doctor
 from stoker.control.launch.options import RunOptions, ranks_asked
 from stoker.control.launch.request import Request
@@ -38,8 +38,8 @@ _EXAMPLES = """examples:
 exit codes: 0 fine, 1 something is slow, 2 something computes or adds up wrong, 3 could not be checked, 64 usage, 128+n stopped."""
 
 
-def parser() -> Parser:
-    made = Parser("stoker burnin", _HELP, _EXAMPLES)
+def parser() -> OptionParser:
+    made = OptionParser("stoker burnin", _HELP, _EXAMPLES)
     made.option("--minutes", "M", "how long the replicas train (default: 5, where --steps is not given)", float)
     made.option("--steps", "N", "how many steps they make", int)
     made.option(
@@ -50,7 +50,7 @@ def parser() -> Parser:
     replicas = "replicas (default: one per usable GPU, or per core; cpu: leave GPUs alone)"
     made.option("--nproc-per-node --nproc_per_node", "N", replicas)
     made.switch("--share-gpus", "let several replicas, or another run, use one GPU: bits are compared, speed is not")
-    made.option("--wait", "TIME", "wait this long for enough free GPUs, e.g. 10m", duration)
+    made.option("--wait", "TIME", "wait this long for enough free GPUs, e.g. 10m", parse_duration)
     show = "the replicas' output: all, none, errors, or ranks (default: rank 0's on a terminal, else none)"
     made.option("--show", "WHAT", show)
     made.runs_dir()
@@ -142,7 +142,7 @@ class _Result:
             "exit_code": self.exit_code,
             "replicas": [self._replica(one) for one in self.replicas],
             "left_out": self.left_out,
-            "links": [pick(link, "ranks", "backend", "bus_gbs", "wrong") for link in self.links],
+            "links": [pick_fields(link, "ranks", "backend", "bus_gbs", "wrong") for link in self.links],
             "findings": as_json(self.judgement.findings),
         }
 
@@ -150,11 +150,11 @@ class _Result:
         opinion = self._opinion(replica)
         own = doctor.sheet(replica.card)
         return {
-            **pick(replica, "rank", "label", "card", "rounds", "step_s", "start", "end"),
+            **pick_fields(replica, "rank", "label", "card", "rounds", "step_s", "start", "end"),
             "uuid": replica.device,
             "steps": len(replica.steps),
             "sheet": {"tflops": own[0], "gbs": own[1]} if own else None,
-            **pick(opinion, "agrees", "twins"),
+            **pick_fields(opinion, "agrees", "twins"),
             "first_difference": opinion.first,
         }
 
@@ -187,8 +187,8 @@ class _Result:
         alone = [one.label for one in self.replicas if not self._opinion(one).twins]
         if len(self.replicas) > 1 and not alone:
             links = "; every all-reduce is right" if self.links else ""
-            return f"{len(self.replicas)} replicas agree bit for bit over {counted(steps, 'step')}{links}"
-        return f"{counted(steps, 'step')}; without a twin, compared with its own rounds only: {', '.join(alone)}"
+            return f"{len(self.replicas)} replicas agree bit for bit over {plural(steps, 'step')}{links}"
+        return f"{plural(steps, 'step')}; without a twin, compared with its own rounds only: {', '.join(alone)}"
 
     def _row(self, replica: doctor.Replica) -> tuple[str, ...]:
         opinion, speed, own = self._opinion(replica), doctor.hot(replica), doctor.sheet(replica.card)
@@ -217,4 +217,4 @@ def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
 
 
 def _records(path: str) -> Iterator[dict[str, Any]]:
-    return (record for _, record in json_lines(path))
+    return (record for _, record in read_json_lines(path))

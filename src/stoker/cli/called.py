@@ -10,7 +10,7 @@ import signal
 import sys
 
 from stoker.cli import run
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal
 from stoker.control.agent.kernel import die_with_parent
 from stoker.control.cluster import transport
 from stoker.control.launch import coordinator, detach

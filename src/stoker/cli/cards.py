@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from stoker.contract.errors import reading
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.quantities import amount
-from stoker.contract.shape import shape
+from stoker.contract.errors import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal, parsing
+from stoker.contract.frozen import frozen
+from stoker.contract.units import format_bytes
 from stoker.control.launch.gpus import CONTEXT as LEAST
 from stoker.control.machine.model import Gpu, Machine, machine_from_json
 from stoker.training.fit.cards import CONTEXT, Card, written
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 _LONGEST = 40  # of a holder's command
 
 
-@shape
+@frozen
 class Asked:
     """What the flags say."""
 
@@ -34,7 +33,7 @@ def machine_of(asked: Asked) -> Machine | None:
         return None
     if not asked.machine:
         return _machine("")
-    with reading(f"--machine {asked.machine}"):
+    with parsing(f"--machine {asked.machine}"):
         return _machine(asked.machine)
 
 
@@ -71,7 +70,7 @@ def _usable(gpus: tuple[Gpu, ...], say: Callable[[str], None]) -> list[Gpu]:
     for gpu in working if found else ():
         if gpu not in found:
             say(
-                f"left out: GPU {gpu.label[3:]}, {amount(gpu.memory_free or 0)} free of {amount(gpu.memory_total or 0)}"
+                f"left out: GPU {gpu.label[3:]}, {format_bytes(gpu.memory_free or 0)} free of {format_bytes(gpu.memory_total or 0)}"
             )
     return found or working
 
@@ -153,10 +152,10 @@ def card_of(gpu: Gpu, host: str, contexts: Mapping[str, int], host_free: int | N
         if holder.command:
             who = f"({holder.user}: {holder.command[:_LONGEST]})"
         run = f", run {holder.run}" if holder.run else ""
-        held.append(f"{amount(holder.memory or 0)} by pid {holder.pid} {who}{run}")
+        held.append(f"{format_bytes(holder.memory or 0)} by pid {holder.pid} {who}{run}")
     rest = total - free - known
     if rest > 2 * CONTEXT:
-        held.append(f"{amount(rest)} by the driver, or outside this container")
+        held.append(f"{format_bytes(rest)} by the driver, or outside this container")
     # Without a measurement (0) the card's own estimate counts, as for a card that is only described (--gpus 24GB).
     return Card(
         name, total, free, f"GPU {gpu.label[3:]}", host, tuple(held), total - free, contexts.get(name, 0), host_free

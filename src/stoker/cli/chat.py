@@ -11,9 +11,9 @@ import time
 from types import FrameType
 
 from stoker.contract import layout
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.settings import Parser
-from stoker.contract.terminal import say, tell_completion
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.options import OptionParser
+from stoker.contract.terminal import print_completion, print_status
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,8 +36,10 @@ _EPILOG = """examples:
 Ctrl-C stops an answer; at the prompt Ctrl-C or Ctrl-D leaves."""
 
 
-def parser() -> Parser:
-    made = Parser("stoker chat", "Talks to a model in the terminal.", _EPILOG, usage="stoker chat [MODEL] [options]")
+def parser() -> OptionParser:
+    made = OptionParser(
+        "stoker chat", "Talks to a model in the terminal.", _EPILOG, usage="stoker chat [MODEL] [options]"
+    )
     made.option("model", "MODEL", _MODEL, nargs="?")
     made.option("--stage", "NAME", _STAGE)
     made.option("--prompt", "TEXT", "print one answer on stdout, and nothing else")
@@ -66,7 +68,7 @@ def main(argv: list[str]) -> int:
     from stoker.training.model import hf_config, hf_files
     from stoker.training.model.config import ModelConfig
 
-    found = find(told.model, told.stage, layout.runs_root(told.runs_dir, os.environ), say)
+    found = find(told.model, told.stage, layout.runs_root(told.runs_dir, os.environ), print_status)
     shape = hf_config.shape_for(ModelConfig(trust_remote_code=told.trust_remote_code), found.folder)
     if shape.engine != "transformers":
         hf_files.check(found.folder, shape)
@@ -88,15 +90,15 @@ def _opened(told: argparse.Namespace, folder: str) -> Conversation:
     checked(told.temperature, 0, told.top_p)
     trust = told.trust_remote_code
     device, context = device_of(told.device), context_of(folder, told.context, trust)
-    model, words = opened(folder, context, device, say, trust, told.bits)
+    model, words = opened(folder, context, device, print_status, trust, told.bits)
     manner = Manner(told.temperature, told.top_p, told.max_tokens, told.raw)
     seed = told.seed if told.seed is not None else time.time_ns()
     in_codes = coded(model)
     engine = BatchEngine(model, rows=1, length=context, vocab=words.vocab_size, codes=in_codes)
-    talk = Conversation(engine, words, manner, told.system, seed, say)
+    talk = Conversation(engine, words, manner, told.system, seed, print_status)
     in_4_bits = " in 4 bits" if in_codes else ""
     size = parameters(model)
-    say(f"{folder}: {size / 1e6:,.1f} M parameters{in_4_bits}, {context} tokens of context, on {device.type}")
+    print_status(f"{folder}: {size / 1e6:,.1f} M parameters{in_4_bits}, {context} tokens of context, on {device.type}")
     return talk
 
 
@@ -105,7 +107,7 @@ def _converse(talk: Conversation) -> int:
     if watched:
         import readline  # noqa: F401  input() edits lines and remembers them
 
-        say("Ctrl-C stops an answer, Ctrl-D leaves; /help")
+        print_status("Ctrl-C stops an answer, Ctrl-D leaves; /help")
     while True:
         try:
             text = input("> " if watched else "").strip()
@@ -123,17 +125,17 @@ def _converse(talk: Conversation) -> int:
         try:
             _answer(talk, text, stoppable=True)
         except Refusal as refusal:
-            say(refusal.line)
+            print_status(refusal.line)
 
 
 def _obey(talk: Conversation, word: str) -> None:
     if word == "/new":
         talk.forget()
-        say("new conversation; the system prompt stays")
+        print_status("new conversation; the system prompt stays")
         return
     if word not in ("/help", "/?"):
-        say(f"no command {word}")
-    say(
+        print_status(f"no command {word}")
+    print_status(
         "/new starts a new conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer; `stoker chat --help` has the options"
     )
 
@@ -152,7 +154,7 @@ def _answer(talk: Conversation, text: str, stoppable: bool = False) -> None:
     pieces, empty = talk.answer(text), True
     try:
         for piece in pieces:
-            tell_completion(piece)
+            print_completion(piece)
             empty = empty and not piece.strip()
             if stopped:
                 break
@@ -162,4 +164,4 @@ def _answer(talk: Conversation, text: str, stoppable: bool = False) -> None:
             signal.signal(signal.SIGINT, before)
     print(flush=True)
     if empty and not stopped:
-        say("(empty answer)")  # not into a file that takes the answers
+        print_status("(empty answer)")  # not into a file that takes the answers

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from stoker.contract import names
-from stoker.contract.quantities import amount, counted, duration, size, span
-from stoker.contract.settings import Parser
-from stoker.contract.shape import as_json, pick
-from stoker.contract.terminal import tell, tell_json
-from stoker.contract.text import printable
+from stoker.contract import env_vars, errors
+from stoker.contract.frozen import as_json, pick_fields
+from stoker.contract.options import OptionParser
+from stoker.contract.terminal import print_json, print_text
+from stoker.contract.text import escape
+from stoker.contract.units import format_bytes, format_duration, parse_bytes, parse_duration, plural
 from stoker.control.doctor import caches, clean, debris, leftovers
 from stoker.control.doctor.caches import Cache
 from stoker.control.doctor.clean import Stopped
@@ -30,16 +30,18 @@ CLEAN, FOUND, SURVIVED, UNSURE = 0, 1, 2, 3
 _LINES = 10  # of a kind of file; dead agents' folders come by the hundred
 
 
-def parser() -> Parser:
-    made = Parser("stoker clean", _ABOUT, _CODES)
+def parser() -> OptionParser:
+    made = OptionParser("stoker clean", _ABOUT, _CODES)
     made.switch("--yes", "stop and remove what is shown")
-    made.option("--grace", "TIME", "between SIGTERM and SIGKILL (default: 5s)", duration, default=5.0)
+    made.option("--grace", "TIME", "between SIGTERM and SIGKILL (default: 5s)", parse_duration, default=5.0)
     only = "leftovers of the runs in this folder only (default: of all your runs, and files that no process uses)"
     made.option("--runs-dir", "DIR", only)
     made.option("--pid", "N", "stop this process of yours, whatever started it; asks first", int, action="append")
     made.switch("--cache", "show data and compile caches instead; with limits and --yes, prune them")
-    made.option("--older-than", "TIME", "with --cache: what has not been used for this long, such as 30d", duration)
-    made.option("--max-size", "SIZE", "with --cache: the longest unused, until all together fit, as 20GB", size)
+    made.option(
+        "--older-than", "TIME", "with --cache: what has not been used for this long, such as 30d", parse_duration
+    )
+    made.option("--max-size", "SIZE", "with --cache: the longest unused, until all together fit, as 20GB", parse_bytes)
     made.switch("--json", "one JSON object")
     return made
 
@@ -48,14 +50,14 @@ def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     limits = told.older_than is not None or told.max_size is not None
     if limits and not told.cache:
-        raise names.Refusal("--older-than and --max-size need --cache", names.EX_USAGE)
+        raise errors.Refusal("--older-than and --max-size need --cache", errors.EX_USAGE)
     if told.cache and (told.pid or told.runs_dir):
-        raise names.Refusal("--cache can't be combined with --pid or --runs-dir", names.EX_USAGE)
+        raise errors.Refusal("--cache can't be combined with --pid or --runs-dir", errors.EX_USAGE)
     if told.cache and told.yes and not limits:
         line = "--cache --yes: say how much; `--older-than 30d`, `--max-size 20GB` or both"
-        raise names.Refusal(line, names.EX_USAGE)
+        raise errors.Refusal(line, errors.EX_USAGE)
     if told.pid and told.runs_dir:
-        raise names.Refusal("--pid names a process, --runs-dir a folder of runs: one of them", names.EX_USAGE)
+        raise errors.Refusal("--pid names a process, --runs-dir a folder of runs: one of them", errors.EX_USAGE)
     if told.cache:
         return _caches(told)
     return _named(told) if told.pid else _leftovers(told)
@@ -104,7 +106,7 @@ def _leftovers(told: argparse.Namespace) -> int:
         if not left and not files:
             print("nothing to clean")
         elif not told.yes:
-            tell("nothing was touched: `stoker clean --yes` stops and removes what is left behind")
+            print_text("nothing was touched: `stoker clean --yes` stops and removes what is left behind")
     if (stopped and stopped.survivors) or kept:
         return SURVIVED
     if (left or files) and not told.yes:
@@ -121,7 +123,7 @@ def _named(told: argparse.Namespace) -> int:
     if not agreed and not told.json:
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             line = "--pid asks before it stops anything, and there is no terminal to ask at: add --yes"
-            raise names.Refusal(line, names.EX_USAGE)
+            raise errors.Refusal(line, errors.EX_USAGE)
         agreed = input("stop them? [y/N] " if len(found) > 1 else "stop it? [y/N] ").strip().lower() in ("y", "yes")
     stopped, back = _stop(found, told.grace, machine) if agreed else (None, [])
     if told.json:
@@ -136,7 +138,7 @@ def _named(told: argparse.Namespace) -> int:
 
 
 def _recorded() -> str | None:
-    return os.environ.get(names.MACHINE) or None
+    return os.environ.get(env_vars.MACHINE) or None
 
 
 def _look() -> tuple[Machine, dict[int, int]]:
@@ -171,7 +173,7 @@ def _caches(told: argparse.Namespace) -> int:
         _show_caches(found, chosen)
         _tell_removed("cache entry", "cache entries", chosen if told.yes else [], kept)
         if chosen and not told.yes:
-            entries, freed = _count(chosen, "entry", "entries"), amount(sum(one.size for one in chosen))
+            entries, freed = _count(chosen, "entry", "entries"), format_bytes(sum(one.size for one in chosen))
             print(f"nothing was touched: with --yes {entries} of {freed} would go")
     if kept:
         return SURVIVED
@@ -189,12 +191,12 @@ def _show_caches(found: list[Cache], chosen: list[Cache]) -> None:
         groups.setdefault(one.path if one.kind == "data" else one.root, []).append(one)
     for path, members in groups.items():
         going, staying = [one for one in members if one in chosen], {one.kept for one in members if one.kept}
-        note = f", {counted(len(members), 'entry')}" if members[0].kind != "data" else ""
-        note += f"; to prune: {amount(sum(one.size for one in going))} ({len(going)})" if going else ""
+        note = f", {plural(len(members), 'entry')}" if members[0].kind != "data" else ""
+        note += f"; to prune: {format_bytes(sum(one.size for one in going))} ({len(going)})" if going else ""
         note += f"; kept: {', '.join(sorted(staying))}" if staying else ""
-        held, idle = amount(sum(one.size for one in members)), span(min(one.idle for one in members))
+        held, idle = format_bytes(sum(one.size for one in members)), format_duration(min(one.idle for one in members))
         _line(f"{members[0].kind:<8} {held:>9} {idle:>14}  {path}{note}")
-    print(f"{'total':<8} {amount(sum(one.size for one in found)):>9}")
+    print(f"{'total':<8} {format_bytes(sum(one.size for one in found)):>9}")
 
 
 def _show_processes(title: str, found: list[Found]) -> None:
@@ -202,9 +204,9 @@ def _show_processes(title: str, found: list[Found]) -> None:
         return
     print(f"{title}:\n  {'PID':>8} {'AGE':>12} {'RAM':>9} {'GPU':>9}  {'RUN':<30}  COMMAND")
     for one in found:
-        rss, held = ("n/a" if many is None else amount(many) for many in (one.rss, one.gpu_memory))
+        rss, held = ("n/a" if many is None else format_bytes(many) for many in (one.rss, one.gpu_memory))
         why = f"  ({one.why})" if one.why else ""
-        columns = f"{one.process.pid:>8} {span(one.age):>12} {rss:>9} {held:>9}  {one.run or '-':<30}"
+        columns = f"{one.process.pid:>8} {format_duration(one.age):>12} {rss:>9} {held:>9}  {one.run or '-':<30}"
         _line(f"  {columns}  {_short(one.command)}{why}")
 
 
@@ -214,10 +216,10 @@ def _show_debris(found: list[Debris]) -> None:
     for kind in dict.fromkeys(one.kind for one in found):
         alike = [one for one in found if one.kind == kind]
         for one in alike[:_LINES]:
-            _line(f"  {one.path}  {kind}, {amount(one.size)}, {span(one.age)} old")
+            _line(f"  {one.path}  {kind}, {format_bytes(one.size)}, {format_duration(one.age)} old")
         rest = alike[_LINES:]
         if rest:
-            held = amount(sum(one.size for one in rest))
+            held = format_bytes(sum(one.size for one in rest))
             print(f"  and {len(rest)} more ({kind}), {held}; --json lists them all")
 
 
@@ -226,21 +228,21 @@ def _show_locks(locks: list[Lock], strange: list[str]) -> None:
     held = [one for one in locks if one.held]
     if locks:
         free = len(locks) - len(held)
-        tell(f"GPU locks: {len(held)} held, {free} free (the files stay; a lock ends with its process)")
+        print_text(f"GPU locks: {len(held)} held, {free} free (the files stay; a lock ends with its process)")
     for one in held:
         _line(f"  {one.gpu}  held by {one.who}")
     for line in strange[:_LINES]:
         _line(f"GPU locks: {line}; skipped")
     if len(strange) > _LINES:
-        tell(f"GPU locks: and {len(strange) - _LINES} more files that are not locks; --json lists them all")
+        print_text(f"GPU locks: and {len(strange) - _LINES} more files that are not locks; --json lists them all")
 
 
 def _show_others(others: list[OnGpu]) -> None:
     if others:
         print("on the GPUs, not touched:")
     for one in others:
-        age = f", {span(one.age)} old" if one.age is not None else ""
-        memory = amount(one.memory) if one.memory is not None else "n/a"
+        age = f", {format_duration(one.age)} old" if one.age is not None else ""
+        memory = format_bytes(one.memory) if one.memory is not None else "n/a"
         _line(f"  {one.gpu}: pid {one.pid} ({one.user or '?'}{age}, {memory}) {_short(one.command or '?')}")
         _line(f"      {one.advice}")
 
@@ -250,29 +252,29 @@ def _tell(stopped: Stopped | None, back: Iterable[clean.Back]) -> None:
         return
     forced = f", {len(stopped.killed)} by SIGKILL" if stopped.killed else ""
     if not stopped.survivors:
-        print(f"stopped in {span(stopped.seconds)}{forced}")
+        print(f"stopped in {format_duration(stopped.seconds)}{forced}")
     for one in stopped.survivors:
         stuck = ": it waits in the kernel for a GPU or a disk, where no signal reaches it; a reboot may be needed"
         state = f"{one.state}{stuck if one.state == 'D' else ''}"
-        _line(f"pid {one.pid} ({one.name}) survives after {span(stopped.seconds)}, in state {state}")
+        _line(f"pid {one.pid} ({one.name}) survives after {format_duration(stopped.seconds)}, in state {state}")
     for gpu in back:
-        took = span(gpu.seconds)
+        took = format_duration(gpu.seconds)
         when = f"back after {took}" if gpu.whole else f"back; not all of what was held, {took} after"
-        print(f"{gpu.gpu}: {amount(gpu.freed)} {when}")
+        print(f"{gpu.gpu}: {format_bytes(gpu.freed)} {when}")
 
 
 def _tell_removed(one: str, many: str, tried: list[Any], kept: list[tuple[Any, str]]) -> None:
     stays = {id(item) for item, _ in kept}
     gone = [item for item in tried if id(item) not in stays]
     if gone:
-        print(f"removed {_count(gone, one, many)}, {amount(sum(item.size for item in gone))}")
+        print(f"removed {_count(gone, one, many)}, {format_bytes(sum(item.size for item in gone))}")
     for item, why in kept:
         _line(f"{item.path} stays: {why}")
 
 
 def _line(text: str) -> None:
     """One line, whatever the names of processes and files hold."""
-    print(printable(text))
+    print(escape(text))
 
 
 def _count(items: list[Any], one: str, many: str) -> str:
@@ -285,8 +287,8 @@ def _short(command: str) -> str:
 
 def _processes(found: list[Found]) -> list[dict[str, Any]]:
     return [
-        pick(one.process, "pid", "start", "state")
-        | pick(one, "user", "rss", "gpu_memory", "command", "run", "why")
+        pick_fields(one.process, "pid", "start", "state")
+        | pick_fields(one, "user", "rss", "gpu_memory", "command", "run", "why")
         | {"age": round(one.age, 3)}
         for one in found
     ]
@@ -297,4 +299,4 @@ def _outcome(stopped: Stopped | None, back: list[clean.Back]) -> dict[str, Any]:
 
 
 def _print_json(**fields: Any) -> None:
-    tell_json({"schema": 1, **fields})
+    print_json({"schema": 1, **fields})

@@ -10,13 +10,13 @@ import time
 from typing import Any
 
 from stoker.contract import schedulers
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.quantities import counted
-from stoker.contract.settings import Parser, suggest
-from stoker.contract.shape import as_json
-from stoker.contract.shapes import Finding
-from stoker.contract.terminal import say, tell, tell_json
-from stoker.contract.text import printable
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.evidence import Finding
+from stoker.contract.frozen import as_json
+from stoker.contract.options import OptionParser, suggest
+from stoker.contract.terminal import print_json, print_status, print_text
+from stoker.contract.text import escape
+from stoker.contract.units import plural
 from stoker.control.cluster.hosts import Hosts, read
 from stoker.control.cluster.price import FORMULA, parse_count, prices, sentence
 
@@ -54,17 +54,17 @@ def main(argv: list[str]) -> int:
     raise Refusal(f"no `stoker cluster {argv[0]}`{near}; there are check and init", EX_USAGE)
 
 
-def parser() -> Parser:
+def parser() -> OptionParser:
     """For completion: both words, and check's flags."""
-    made = Parser("stoker cluster")
+    made = OptionParser("stoker cluster")
     made.add_argument("what", choices=("check", "init"))
     made.take_over(check_parser())
     return made
 
 
-def check_parser() -> Parser:
+def check_parser() -> OptionParser:
     about = "Checks whether these hosts can train together: what is wrong, how that is known, and what to type."
-    made = Parser("stoker cluster check", about, _EXAMPLES)
+    made = OptionParser("stoker cluster check", about, _EXAMPLES)
     script = "a script that must be the same on all hosts, and its package"
     made.option("script", "SCRIPT", script, nargs="?", default="")
     hosts = "a hosts file, or a,b,c (default: the nodes of the scheduler's job we are in)"
@@ -83,14 +83,14 @@ def check_parser() -> Parser:
     return made
 
 
-def _add_ssh_option(made: Parser) -> None:
+def _add_ssh_option(made: OptionParser) -> None:
     made.option(
         "--ssh-option", "OPTION", "one more argument for ssh, e.g. --ssh-option=-p2222", action="append", default=[]
     )
 
 
 def _hosts(told: argparse.Namespace) -> Hosts:
-    scheduler = schedulers.found(os.environ)
+    scheduler = schedulers.find_scheduler(os.environ)
     if not told.hosts and scheduler is not None:  # as `stoker run` does
         from stoker.control.scheduler import engine
 
@@ -125,7 +125,7 @@ def check(argv: list[str]) -> int:
     asked = Asked(told.script, tuple(told.data), told.model, told.master_port, told.quick)
     began = time.monotonic()
     if sys.stderr.isatty():
-        say(f"asking {counted(len(hosts.hosts), 'host')}, some seconds")
+        print_status(f"asking {plural(len(hosts.hosts), 'host')}, some seconds")
     tuned: list[str] = []
     with meeting(hosts) as asking:
         checking = Checking(hosts, asked, asking)
@@ -135,7 +135,7 @@ def check(argv: list[str]) -> int:
             from stoker.control.cluster.reducing import tune
 
             assert checking.worker is not None
-            tuned = tune(asking, checking.worker, facts, hosts, say)
+            tuned = tune(asking, checking.worker, facts, hosts, print_status)
     report: dict[str, Any] = {
         "schema": 1,
         "exit_code": exit_code(findings),
@@ -146,7 +146,7 @@ def check(argv: list[str]) -> int:
         "facts": facts.to_json(),
     }
     if told.json:
-        tell_json(report)
+        print_json(report)
     else:
         _print(facts, findings, report)
     return int(report["exit_code"])
@@ -187,23 +187,25 @@ def _print(facts: Any, findings: list[Finding], report: dict[str, Any]) -> None:
         wires = [one.speed * 125_000 for one in facts.there if one.speed and one.physical]
         of = f"; the link: {gigabits(min(wires))} stated" if wires else ""
         of += f"; one TCP stream reaches {gigabits(min(rates))}" if rates else ""
-        tell(f"all-reduce ({facts.reduce.backend}, one rank a host): {gigabits(facts.reduce.bus)} bus bandwidth{of}")
+        print_text(
+            f"all-reduce ({facts.reduce.backend}, one rank a host): {gigabits(facts.reduce.bus)} bus bandwidth{of}"
+        )
     if report["price"]:
-        tell(f"a step's gradients: {report['price']['sentence']}   ({FORMULA}, n = {report['price']['hosts']})")
+        print_text(f"a step's gradients: {report['price']['sentence']}   ({FORMULA}, n = {report['price']['hosts']})")
     for finding in sorted(findings, key=lambda one: list(_MARKS).index(one.level)):
-        tell(printable(f"{_MARKS[finding.level]} {finding.id}: {finding.text}"))
+        print_text(escape(f"{_MARKS[finding.level]} {finding.id}: {finding.text}"))
         if finding.fix:
-            tell(printable(f"    → {finding.fix}"))
+            print_text(escape(f"    → {finding.fix}"))
     if all(finding.level == "ok" for finding in findings):
-        print(f"✓ {counted(len(facts.hosts), 'host')}, nothing wrong")
+        print(f"✓ {plural(len(facts.hosts), 'host')}, nothing wrong")
     for line in report["tuned"]:
         print(line)
     print(f"checked in {report['seconds']:.1f} s")
 
 
-def init_parser() -> Parser:
+def init_parser() -> OptionParser:
     about = "Asks each host for its GPUs, a Python with torch and its way to the others, and writes a hosts file."
-    made = Parser("stoker cluster init", about, _INIT_EXAMPLES)
+    made = OptionParser("stoker cluster init", about, _INIT_EXAMPLES)
     hosts = "name, address or ~/.ssh/config alias, in rank order; user@host is fine"
     made.option("hosts", "HOST", hosts, nargs="+")
     made.option("--out", "FILE", "the file to write (default: ./cluster.yaml)", default=_WRITTEN)
@@ -227,7 +229,7 @@ def init(argv: list[str]) -> int:
     of_all = {key: getattr(told, key) for key in ("user", "port", "identity", "python", "workdir")}
     defaults = {key: value for key, value in of_all.items() if value is not None}
     more = {key: value for key, value in (("ssh_config", told.ssh_config), ("ssh_options", told.ssh_option)) if value}
-    main_part(told.hosts, told.out, defaults, more, told.force, say)
+    main_part(told.hosts, told.out, defaults, more, told.force, print_status)
     return 0
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from stoker.cli.plot import headline_of, watched
 from stoker.contract import layout
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.quantities import amount, span
-from stoker.contract.settings import Parser, names_run
-from stoker.contract.shape import as_json
-from stoker.contract.terminal import paint, tell_json
-from stoker.contract.text import printable
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.frozen import as_json
+from stoker.contract.options import OptionParser, completes_run_names
+from stoker.contract.terminal import print_coloured, print_json
+from stoker.contract.text import escape
+from stoker.contract.units import format_bytes, format_duration
 from stoker.control.record import finder
 from stoker.control.show.comparison import PART, PARTS, Noise, at_equal_step, differing, noise, settings_of
 from stoker.control.show.curves import Curve
@@ -33,14 +33,14 @@ _SHOWN = 60  # settings that differ
 _FIRST_ROWS = 3  # state, steps and time come before the values at equal steps
 
 
-def parser() -> Parser:
-    made = Parser(
+def parser() -> OptionParser:
+    made = OptionParser(
         "stoker compare",
         "Two runs: settings that differ, results side by side, and whether the difference is more than noise.",
         _EPILOG,
     )
-    names_run(made.add_argument("first", metavar="A", help="id, name or path of a run"))
-    names_run(made.add_argument("second", metavar="B", help="id, name or path of the run to compare it with"))
+    completes_run_names(made.add_argument("first", metavar="A", help="id, name or path of a run"))
+    completes_run_names(made.add_argument("second", metavar="B", help="id, name or path of the run to compare it with"))
     made.option("--metric", "NAME", "what is compared (default: reward if both runs have one, else loss)")
     made.runs_dir()
     made.switch("--json", "the comparison as JSON")
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     records = [finder.find(which, root) for which in (told.first, told.second)]
     if os.path.realpath(records[0].dir) == os.path.realpath(records[1].dir):
         line = f"{told.first} and {told.second} are one run, {records[0].id}: name two; `stoker runs` lists them"
-        raise Refusal(printable(line), EX_USAGE)
+        raise Refusal(escape(line), EX_USAGE)
     folders = [watched(record) for record in records]
     settings = differing([settings_of(folder.training.record) for folder in folders])
     results = [_results(folder) for folder in folders]
@@ -71,10 +71,10 @@ def main(argv: list[str]) -> int:
             "results": [{name: value for name, (value, _) in one.items()} for one in results],
             "noise": as_json(judged) | {"beyond": judged.beyond} if judged is not None else None,
         }
-        tell_json(made)
+        print_json(made)
         return 0
     columns = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else 120
-    heads = ("", *(printable(folder.record.id, 60) for folder in folders))
+    heads = ("", *(escape(folder.record.id, 60) for folder in folders))
     rows = [(name, *(one[name][1] for one in results)) for name in results[0]]
     at_equal = [
         (f"{RL_METRICS.get(name, name)}, both at step {step}", *(metric_text(name, one) for one in values))
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
         print("settings that differ: none")
     print()
     for line, colour in _judgement(judged, metric, [folder.record.id for folder in folders]):
-        paint([(line, colour)])
+        print_coloured([(line, colour)])
     return 0
 
 
@@ -122,7 +122,7 @@ def _results(folder: RunFolder) -> dict[str, tuple[Any, str]]:
     return {
         "state": (run.state, run.state + (f" ({run.verdict.cause})" if run.verdict and run.state == "failed" else "")),
         "steps": (run.step, "n/a" if run.step is None else str(run.step)),
-        "time": (run.seconds, span(run.seconds) if run.seconds is not None else "n/a"),
+        "time": (run.seconds, format_duration(run.seconds) if run.seconds is not None else "n/a"),
         **{f"last {RL_METRICS[name]}": (value, metric_text(name, value)) for name, value in newest.items()},
         "reward, mean of the last tenth": (reward, short(reward)),
         "last loss": (run.loss, short(run.loss)),
@@ -130,7 +130,7 @@ def _results(folder: RunFolder) -> dict[str, tuple[Any, str]]:
         "lowest val_loss": (lowest, short(lowest)),
         "tokens/s": (fast, short(fast)),
         "MFU": (mfu, "n/a" if mfu is None else f"{mfu:.1%}"),
-        "peak GPU memory": (memory, "n/a" if memory is None else amount(memory)),
+        "peak GPU memory": (memory, "n/a" if memory is None else format_bytes(memory)),
         "restarts": (run.restarted, str(run.restarted)),
     }
 
@@ -175,6 +175,6 @@ def _judgement(judged: Noise | None, metric: str, names: list[str]) -> list[tupl
     if not judged.beyond:
         return [(f"{means}; {interval}: within the noise", "")]
     is_better = judged.difference > 0 if metric == REWARD else judged.difference < 0
-    better, word = printable(names[1] if is_better else names[0], 60), "higher" if metric == REWARD else "lower"
+    better, word = escape(names[1] if is_better else names[0], 60), "higher" if metric == REWARD else "lower"
     caution = "noise of batches only: another seed may move a run by more"
     return [(f"{means}; {interval}: more than noise; {better} is {word} ({caution})", "green")]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 
-from stoker.contract.names import EX_UNAVAILABLE, Refusal
-from stoker.contract.settings import Parser
+from stoker.contract.errors import EX_UNAVAILABLE, Refusal
+from stoker.contract.options import OptionParser
 
 _USE = """bash:  eval "$(stoker completion bash)"   # in ~/.bashrc
 zsh:   eval "$(stoker completion zsh)"   # in ~/.zshrc, after compinit
@@ -23,8 +23,8 @@ _PREAMBLE = {
 }
 
 
-def parser() -> Parser:
-    made = Parser("stoker completion", "Prints a completion script.", _USE)
+def parser() -> OptionParser:
+    made = OptionParser("stoker completion", "Prints a completion script.", _USE)
     made.add_argument("shell", choices=("bash", "zsh", "tcsh"))
     return made
 
@@ -33,7 +33,7 @@ def whole_parser() -> argparse.ArgumentParser:
     from stoker.cli.main import COMMANDS
 
     whole = argparse.ArgumentParser(prog="stoker")
-    commands = whole.add_subparsers(parser_class=Parser)
+    commands = whole.add_subparsers(parser_class=OptionParser)
     for name, text in COMMANDS.items():
         commands.add_parser(name, help=text).take_over(import_module(f"stoker.cli.{name}").parser())
     return whole

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.quantities import counted
-from stoker.contract.settings import Parser, suggest
-from stoker.contract.shape import as_json
-from stoker.contract.terminal import highlighted, say, tell, tell_json
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.frozen import as_json
+from stoker.contract.options import OptionParser, suggest
+from stoker.contract.terminal import print_highlighted, print_json, print_status, print_text
+from stoker.contract.units import plural
 
 if TYPE_CHECKING:
     from stoker.training.data.show import Shown
@@ -24,17 +24,17 @@ _EXAMPLES = """examples:
   stoker data show rows.csv --format alpaca --json"""
 
 
-def parser() -> Parser:
-    made = Parser(prog="stoker data")
+def parser() -> OptionParser:
+    made = OptionParser(prog="stoker data")
     made.add_argument("action", choices=_ACTIONS)
     made.take_over(show_parser())
     return made
 
 
-def show_parser() -> Parser:
+def show_parser() -> OptionParser:
     from stoker.training.data.formats.table import AUTO, NAMES
 
-    made = Parser("stoker data show", _ABOUT, _EXAMPLES, allow_abbrev=False)
+    made = OptionParser("stoker data show", _ABOUT, _EXAMPLES, allow_abbrev=False)
     made.option("path", "PATH", "files, folders or globs, compressed or not, or a hub id", nargs="+")
     tokenizer = "a folder with tokenizer.json, or a hub id (default: bytes, a token each)"
     made.option("--tokenizer", "PATH", tokenizer, default="bytes")
@@ -63,13 +63,13 @@ def main(argv: list[str]) -> int:
 
     ask = Ask(load(given.tokenizer), given.context_length, given.format, given.text_key, given.rows)
     files = []
-    for path in files_of(given.path, given.cache, say):
-        shown = show(path, ask, say)
+    for path in files_of(given.path, given.cache, print_status):
+        shown = show(path, ask, print_status)
         files.append(shown)
         if not given.json:
             _print(shown, given.tokenizer, given.context_length)
     if given.json:
-        tell_json({"schema": 1, "tokenizer": given.tokenizer, "context_length": given.context_length,
+        print_json({"schema": 1, "tokenizer": given.tokenizer, "context_length": given.context_length,
                          "files": [as_json(shown) for shown in files]})  # fmt: skip
     return 0
 
@@ -77,21 +77,21 @@ def main(argv: list[str]) -> int:
 def _print(shown: Shown, tokenizer: str, context: int) -> None:
     from stoker.training.data.reasons import words
 
-    tell(f"{shown.file}: format {shown.format} ({shown.about}), {counted(shown.rows, 'row')}")
+    print_text(f"{shown.file}: format {shown.format} ({shown.about}), {plural(shown.rows, 'row')}")
     left = shown.rows - shown.used
     share = f", {shown.learned:,} of them learned" if shown.view != "texts" else ""
-    tell(
-        f"  {counted(shown.used, shown.view.removesuffix('s'))} used, {counted(shown.tokens, 'token')}{share} (tokenizer {tokenizer})"
+    print_text(
+        f"  {plural(shown.used, shown.view.removesuffix('s'))} used, {plural(shown.tokens, 'token')}{share} (tokenizer {tokenizer})"
     )
     if shown.long:
-        tell(f"  {shown.long:,} are longer than the context length {context} and are cut")
+        print_text(f"  {shown.long:,} are longer than the context length {context} and are cut")
     print(f"  {left:,} row{'' if left == 1 else 's'} left out" + (":" if left else ""))
     for reason in shown.dropped:
-        tell(f"    {words(reason)}")
+        print_text(f"    {words(reason)}")
     if shown.refused:
-        tell(f"  training refuses this file: {shown.refused}")
+        print_text(f"  training refuses this file: {shown.refused}")
     for sample in shown.samples:
         print(f"\n--- row {sample.row}{f', {sample.what}' if sample.what else ''}")
-        highlighted([*sample.pieces, *([(" …", False)] if sample.cut else [])])
+        print_highlighted([*sample.pieces, *([(" …", False)] if sample.cut else [])])
     if shown.samples:
         print()

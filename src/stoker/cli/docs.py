@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 
-from stoker.contract.names import EX_NOINPUT, EX_UNAVAILABLE, Refusal
-from stoker.contract.settings import Parser, suggest
+from stoker.contract.errors import EX_NOINPUT, EX_UNAVAILABLE, Refusal
+from stoker.contract.options import OptionParser, suggest
 
 # In a checkout a link to docs/; in an installed package the pages themselves.
 FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "docs")
 
 
-def parser() -> Parser:
-    made = Parser("stoker docs", "Shows the documentation of this version, or lists its topics.")
+def parser() -> OptionParser:
+    made = OptionParser("stoker docs", "Shows the documentation of this version, or lists its topics.")
     made.option("topic", "TOPIC", "the page to show (default: list them)", nargs="?")
     return made
 

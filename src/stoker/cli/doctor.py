@@ -9,16 +9,15 @@ from contextlib import nullcontext
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.errors import reading
+from stoker.contract.errors import EX_CANTCREAT, EX_DATAERR, EX_NOINPUT, Refusal, parsing
+from stoker.contract.evidence import Finding
+from stoker.contract.frozen import as_json
 from stoker.contract.masking import mask_json
-from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_NOINPUT, Refusal
-from stoker.contract.quantities import counted, duration, used_of
-from stoker.contract.safe_io import WholeFile, read_json, refuse_other_kind
-from stoker.contract.settings import Parser
-from stoker.contract.shape import as_json
-from stoker.contract.shapes import Finding
-from stoker.contract.terminal import ERROR, SUCCESS, WARNING, paint, tell, tell_json
-from stoker.contract.text import json_text, printable
+from stoker.contract.options import OptionParser
+from stoker.contract.safe_io import AtomicFile, read_json, refuse_other_extension
+from stoker.contract.terminal import ERROR, SUCCESS, WARNING, print_coloured, print_json, print_text
+from stoker.contract.text import dump_json, escape
+from stoker.contract.units import format_used, parse_duration, plural
 from stoker.control.doctor import check
 from stoker.control.machine.examine import NOT_ASKED, PARTS, examine
 from stoker.control.machine.facts import Examination, examination_from_json
@@ -34,8 +33,10 @@ _MARKS = {"fail": "✗", "warn": "!", "unknown": "?"}
 _COLOURS = {"fail": ERROR, "warn": WARNING, "unknown": ""}
 
 
-def parser() -> Parser:
-    made = Parser("stoker doctor", "What is wrong with this machine, how that is known, and what to type.", _EXAMPLES)
+def parser() -> OptionParser:
+    made = OptionParser(
+        "stoker doctor", "What is wrong with this machine, how that is known, and what to type.", _EXAMPLES
+    )
     several: dict[str, Any] = {"action": "append", "default": []}
     made.option("--only", "ID", "only checks whose id starts with this, e.g. gpu. or host.disk", **several)
     made.option("--skip", "ID", "leave these checks out", **several)
@@ -44,7 +45,7 @@ def parser() -> Parser:
     made.switch("--no-probe", "create no CUDA context on the GPUs")
     made.switch("--json", "everything as JSON")
     watch = "check again at this interval (default: 10s) and print what changes"
-    made.option("--watch", "TIME", watch, duration, nargs="?", const="10s")
+    made.option("--watch", "TIME", watch, parse_duration, nargs="?", const="10s")
     made.option("--bundle", "FILE", "write a tar.gz for a support ticket")
     made.option("--record", "FILE", "write the examination as JSON")
     made.option("--machine", "FILE", "examine a recorded machine instead of this one")
@@ -59,9 +60,9 @@ def main(argv: list[str]) -> int:
     if told.no_probe:
         checks = [one for one in checks if "probes" not in one.needs]
     if told.record:
-        refuse_other_kind(told.record, b"{", "a recorded machine")
+        refuse_other_extension(told.record, b"{", "a recorded machine")
     if told.bundle:
-        refuse_other_kind(told.bundle, b"\x1f\x8b", "a bundle (tar.gz)")
+        refuse_other_extension(told.bundle, b"\x1f\x8b", "a bundle (tar.gz)")
     whole = bool(told.record or told.bundle)
     parts = PARTS if whole else frozenset(part for one in checks for part in one.needs if part in PARTS)
 
@@ -72,11 +73,11 @@ def main(argv: list[str]) -> int:
 
     if told.watch:
         return _watch(look, checks, told.nproc_per_node, told.watch)
-    with reading(f"recorded machine {told.machine}") if told.machine else nullcontext():
+    with parsing(f"recorded machine {told.machine}") if told.machine else nullcontext():
         found = look()
         findings = check.run(checks, found, told.nproc_per_node)
     if told.record:
-        _write(told.record, json_text(mask_json(found.to_json())) + "\n")
+        _write(told.record, dump_json(mask_json(found.to_json())) + "\n")
     if told.bundle:
         from stoker.control.doctor.bundle import write_bundle
 
@@ -84,7 +85,7 @@ def main(argv: list[str]) -> int:
     if told.json:
         report = {"schema": 1, "exit_code": check.exit_code(findings), "checks": [one.id for one in checks]}
         report |= {"findings": as_json(findings)}
-        tell_json({**report, "advice": advice(found, findings), "examination": found.to_json()})
+        print_json({**report, "advice": advice(found, findings), "examination": found.to_json()})
     else:
         _print(found, findings, len(checks))
         for word, path in (("bundle", told.bundle), ("recorded machine", told.record)):
@@ -98,22 +99,22 @@ def _print(found: Examination, findings: list[Finding], count: int) -> None:
     cards = f"{len(machine.gpus)} GPU(s)" + (f", driver {machine.driver}" if machine.driver else "")
     unasked = (found.missing or {}).get("torch") == NOT_ASKED
     torch = (found.torch and found.torch.version) or ("not looked at" if unasked else "none")
-    memory = f"{used_of(machine.memory_available, machine.memory_total)} memory free"
-    tell(printable(f"{machine.hostname}: {cards}; {machine.cores} cores, {memory}; torch {torch}"))
+    memory = f"{format_used(machine.memory_available, machine.memory_total)} memory free"
+    print_text(escape(f"{machine.hostname}: {cards}; {machine.cores} cores, {memory}; torch {torch}"))
     for gpu in machine.gpus:
         used = "n/a"
         if gpu.memory_used is not None and gpu.memory_total is not None:
-            used = used_of(gpu.memory_used, gpu.memory_total)
+            used = format_used(gpu.memory_used, gpu.memory_total)
         health = (found.health or {}).get(gpu.uuid)
         heat = f"{health.temperature} °C" if health and health.temperature is not None else "n/a"
-        print(printable(f"  GPU {gpu.label[3:]}  {gpu.name or 'n/a'}  {used}  {heat}"))
+        print(escape(f"  GPU {gpu.label[3:]}  {gpu.name or 'n/a'}  {used}  {heat}"))
     for finding in findings:
-        paint([(f"{_MARKS[finding.level]} {finding.id}", _COLOURS[finding.level]), (f": {finding.text}", "")])
+        print_coloured([(f"{_MARKS[finding.level]} {finding.id}", _COLOURS[finding.level]), (f": {finding.text}", "")])
         if finding.fix:
-            tell(printable(f"    → {finding.fix}"))
+            print_text(escape(f"    → {finding.fix}"))
     if not findings:
-        paint([(f"✓ {count} checks, nothing wrong", SUCCESS)])
-    tell(advice(found, findings))
+        print_coloured([(f"✓ {count} checks, nothing wrong", SUCCESS)])
+    print_text(advice(found, findings))
 
 
 def _watch(look: Any, checks: list[check.Check], ranks: int, seconds: float) -> int:
@@ -127,11 +128,11 @@ def _watch(look: Any, checks: list[check.Check], ranks: int, seconds: float) -> 
             now = {(finding.id, finding.text): finding for finding in findings}
             stamp = time.strftime("%H:%M:%S")
             for key in now.keys() - before.keys():
-                tell(printable(f"{stamp} {_MARKS[now[key].level]} {key[0]}: {key[1]}"))
+                print_text(escape(f"{stamp} {_MARKS[now[key].level]} {key[0]}: {key[1]}"))
             for key in before.keys() - now.keys():
-                tell(printable(f"{stamp} ✓ {key[0]}: no longer: {key[1]}"))
+                print_text(escape(f"{stamp} ✓ {key[0]}: no longer: {key[1]}"))
             if first and not now:
-                print(f"{stamp} ✓ {counted(len(checks), 'check')}, nothing wrong", flush=True)
+                print(f"{stamp} ✓ {plural(len(checks), 'check')}, nothing wrong", flush=True)
             before, first = now, False
             time.sleep(seconds)
     except KeyboardInterrupt:
@@ -152,7 +153,7 @@ def _read(path: str) -> Examination:
 
 def _write(path: str, text: str) -> None:
     try:
-        with WholeFile(path, mode=0o600) as file:
+        with AtomicFile(path, mode=0o600) as file:
             file.write(text.encode("utf-8", "backslashreplace"))
     except OSError as problem:
         raise Refusal(f"{path} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
@@ -183,7 +184,7 @@ def advice(found: Examination, findings: list[Finding]) -> str:
     good = usable(found, findings)
     if not good:
         return (
-            f"none of the {counted(len(cards), 'GPU')} can be used now: `stoker run --wait 10m train.py` waits for one"
+            f"none of the {plural(len(cards), 'GPU')} can be used now: `stoker run --wait 10m train.py` waits for one"
         )
     if good == cards:
         return f"use {'the GPU' if len(cards) == 1 else f'all {len(cards)} GPUs'}: `stoker run train.py`"

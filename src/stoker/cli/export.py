@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from stoker.contract import layout
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.settings import Parser
-from stoker.contract.terminal import say
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.options import OptionParser
+from stoker.contract.terminal import print_status
 
 _ABOUT = "Writes a model as a folder that `transformers` opens: weights, tokenizer, chat template, the tokens that end an answer."
 _EPILOG = """examples:
@@ -21,8 +21,8 @@ The folder opens in transformers: AutoModelForCausalLM.from_pretrained("my-model
 A model that was loaded from elsewhere keeps its context length, end tokens, generation settings, precision and tokenizer files."""
 
 
-def parser() -> Parser:
-    made = Parser("stoker export", _ABOUT, _EPILOG, usage="stoker export MODEL OUT [options]")
+def parser() -> OptionParser:
+    made = OptionParser("stoker export", _ABOUT, _EPILOG, usage="stoker export MODEL OUT [options]")
     made.option(
         "model",
         "MODEL",
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     from stoker.training.generate.finding import find
 
-    found = find(told.model, told.stage, layout.runs_root(told.runs_dir, os.environ), say, checkpoints=True)
+    found = find(told.model, told.stage, layout.runs_root(told.runs_dir, os.environ), print_status, checkpoints=True)
     if not found.checkpoint:
         from stoker.training.model import hf_config, hf_files
 
@@ -59,9 +59,9 @@ def main(argv: list[str]) -> int:
             raise Refusal(line, EX_USAGE)
         from stoker.training.generate.gguf_file import write
 
-        write(found.folder, told.out, told.dtype, told.tokenizer, say, told.force)
+        write(found.folder, told.out, told.dtype, told.tokenizer, print_status, told.force)
         return 0
     from stoker.training.generate.exporting import export  # torch: seconds, and only once it is known what to do
 
-    export(found, told.out, told.dtype, told.tokenizer, say, told.trust_remote_code, told.merge, told.force)
+    export(found, told.out, told.dtype, told.tokenizer, print_status, told.trust_remote_code, told.merge, told.force)
     return 0

@@ -8,10 +8,10 @@ import tempfile
 
 from stoker.cli.cards import Asked, cards_of, machine_of
 from stoker.contract import layout
-from stoker.contract.names import EX_CONFIG, EX_USAGE, Refusal
-from stoker.contract.settings import Parser, suggest
-from stoker.contract.shape import replace, shape
-from stoker.contract.terminal import say, tell, tell_json
+from stoker.contract.errors import EX_CONFIG, EX_USAGE, Refusal
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.options import OptionParser, suggest
+from stoker.contract.terminal import print_json, print_status, print_text
 from stoker.training.config.amount import Amount
 from stoker.training.config.derived import Situation
 from stoker.training.config.flags import parse
@@ -53,8 +53,8 @@ _SAMPLES = 16  # of a step without --data: with data, they follow from it
 _OF_STAGE = {"rows": GRPO, "bits": GRPO, "new_tokens": GRPO, "reward_model": GRPO, "kl": GRPO, "no_likelihood": REWARD}
 
 
-def parser() -> Parser:
-    made = Parser("stoker fit", _ABOUT, _EXAMPLES, allow_abbrev=False)
+def parser() -> OptionParser:
+    made = OptionParser("stoker fit", _ABOUT, _EXAMPLES, allow_abbrev=False)
     made.option(
         "model", "MODEL", "a model's folder (config.json is enough), a run (path, id, name or latest), or a hub id"
     )
@@ -128,12 +128,12 @@ def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     _check(told)
     runs = layout.runs_root(told.runs_dir, os.environ)
-    told.model = find_for_setting(told.model, runs, say)
-    folder = hf_hub.config_of(told.model, say)
+    told.model = find_for_setting(told.model, runs, print_status)
+    folder = hf_hub.config_of(told.model, print_status)
     model = hf_config.shape_for(ModelConfig(load=told.model), folder, planned=True)
     asked = Asked(told.gpus, told.hosts, told.machine)
     machine = machine_of(asked)
-    cards = cards_of(asked, machine, contexts(runs), say)
+    cards = cards_of(asked, machine, contexts(runs), print_status)
     # `stoker train` derives its defaults for all GPUs of a machine, and leaves full ones out only when it starts.
     ranks: int | None = len(cards)
     if told.hosts:
@@ -162,21 +162,21 @@ def main(argv: list[str]) -> int:
 
         return probe(found, command, told.json)
     if told.json:
-        tell_json(text.as_dict(decision, command, rate, tokens, told.price))
+        print_json(text.as_dict(decision, command, rate, tokens, told.price))
         return 0 if found.fits else 1
     for line in text.lines(found, command):
-        tell(line)
+        print_text(line)
     if decision.others:
-        tell(f"parallel {decision.line()}")
+        print_text(f"parallel {decision.line()}")
     if not found.fits:
         return 1
     for line in block:
-        tell(line)
-    tell(summary_line(inputs, found))
+        print_text(line)
+    print_text(summary_line(inputs, found))
     if not told.data and not told.samples and told.stage != GRPO:
-        tell(f"note: without --data a step is assumed to have {_SAMPLES} samples (--samples)")
+        print_text(f"note: without --data a step is assumed to have {_SAMPLES} samples (--samples)")
     for line in text.pace_lines(rate, tokens, exact, told.price, len(found.shares), data=bool(told.data)):
-        tell(line)
+        print_text(line)
     return 0
 
 
@@ -265,7 +265,7 @@ def _resolved(told: argparse.Namespace, model: ModelConfig) -> tuple[Config, dic
         words += [f"--{text.DATA_FLAGS.get(stage, 'data.path').removeprefix('--')}", *told.data]
     resolved = settle(gather(parse(words), os.environ), True, TRAIN_STAGES[stage].defaults)
     config, given = resolved.config, dict(resolved.given)
-    config = within_context_of_model(stage, config, given, model.longest, say)
+    config = within_context_of_model(stage, config, given, model.longest, print_status)
     samples = told.samples or (0 if told.data else _SAMPLES)
     if samples and stage != GRPO:
         values = values_of(config) | {"batch.tokens": samples * config.data.context_length}
@@ -290,7 +290,7 @@ def _check_run(told: argparse.Namespace, config: Config, model: ModelConfig) -> 
         raise Refusal("--bits 4 is for --method qlora: only its weights are in 4 bits", EX_CONFIG)
 
 
-@shape
+@frozen
 class _Rows:
     """The data as `stoker train` would count it."""
 

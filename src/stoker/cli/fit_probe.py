@@ -9,10 +9,10 @@ import sys
 import tempfile
 
 from stoker.contract import layout
-from stoker.contract.names import EX_SOFTWARE, EX_UNAVAILABLE, Refusal
-from stoker.contract.quantities import amount, number_at
+from stoker.contract.errors import EX_SOFTWARE, EX_UNAVAILABLE, Refusal
 from stoker.contract.safe_io import read_json
-from stoker.contract.terminal import say, tell_json
+from stoker.contract.terminal import print_json, print_status
+from stoker.contract.units import finite_number, format_bytes
 from stoker.control.launch.ourselves import stoker_command
 from stoker.training.fit import text
 from stoker.training.fit.plan import Plan
@@ -41,7 +41,7 @@ def probe(found: Plan, given: text.Command, as_json: bool) -> int:
     labels = [share.card.label.removeprefix("GPU ") for share in found.shares]
     with tempfile.TemporaryDirectory(prefix="stoker-probe-") as folder:
         more += ["--runs-dir", folder, "--gpus", ",".join(labels)]
-        say(f"probe: {shlex.join(['stoker', *words, *more])}")
+        print_status(f"probe: {shlex.join(['stoker', *words, *more])}")
         done = subprocess.run(stoker_command([*words, *more]), check=False, stdout=sys.stderr.fileno())
         told = _measured(folder)
     if done.returncode:
@@ -59,15 +59,15 @@ def _measured(folder: str) -> object:
 
 def _report(found: Plan, told: object, as_json: bool) -> int:
     planned = found.shares[0].planned.total
-    peak, rate = number_at(told, "peak_bytes"), number_at(told, "tokens_per_s")
+    peak, rate = finite_number(told, "peak_bytes"), finite_number(told, "tokens_per_s")
     if not peak:
         raise Refusal("the probe measured no GPU memory: `stoker doctor` shows whether there is a GPU", EX_SOFTWARE)
     if as_json:
-        tell_json({"schema": text.SCHEMA, "planned_bytes": planned, "measured": told})
+        print_json({"schema": text.SCHEMA, "planned_bytes": planned, "measured": told})
         return 0
     share = peak / planned - 1
     print(
-        f"planned {amount(planned)}, measured {amount(peak)} ({abs(share):.1%} {'above' if share > 0 else 'below'} the plan)"
+        f"planned {format_bytes(planned)}, measured {format_bytes(peak)} ({abs(share):.1%} {'above' if share > 0 else 'below'} the plan)"
     )
     if rate:
         print(f"speed: {rate:,.0f} tokens/s (measured over {STEPS} steps)")

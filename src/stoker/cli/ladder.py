@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.quantities import amount, counted, span, used_of
-from stoker.contract.settings import Parser, add_flags
-from stoker.contract.shape import as_json
-from stoker.contract.terminal import tell, tell_json
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.frozen import as_json
+from stoker.contract.options import OptionParser, add_flags
+from stoker.contract.terminal import print_json, print_text
+from stoker.contract.units import format_bytes, format_duration, format_used, plural
 from stoker.control.launch import ladder
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.request import Request
@@ -24,10 +24,12 @@ exit codes: 0 if every rung held; else that of the rung that failed, as `stoker 
 _HELP = {"json": "the result as JSON, the progress on stderr", "dry_run": "print the rungs and start nothing"}
 
 
-def parser() -> Parser:
+def parser() -> OptionParser:
     from stoker.cli.run import add_script
 
-    made = Parser("stoker ladder", _ABOUT, _EXAMPLES, usage="stoker ladder [options] [--steps N] script.py [args]")
+    made = OptionParser(
+        "stoker ladder", _ABOUT, _EXAMPLES, usage="stoker ladder [options] [--steps N] script.py [args]"
+    )
     made.option("--steps", "N", f"steps of each rung (default: {ladder.STEPS})", int, default=ladder.STEPS)
     add_flags(made, RunOptions)
     for action in made._actions:
@@ -58,10 +60,10 @@ def main(argv: list[str]) -> int:
         if as_data:
             _dump({"schema": 1, "imports": [one.name for one in imports], "rungs": rungs, "steps": steps})
         else:
-            tell(f"would import: {', '.join(one.name for one in imports) or 'nothing but the standard library'}")
+            print_text(f"would import: {', '.join(one.name for one in imports) or 'nothing but the standard library'}")
             counts = ", ".join(str(ranks) for ranks in rungs)
             ranks = f"{counts} rank{'s' if rungs[-1] > 1 else ''}"
-            print(f"would start {ranks}, one after the other, {counted(steps, 'step')} each")
+            print(f"would start {ranks}, one after the other, {plural(steps, 'step')} each")
         return 0
     climb = climber.climb({ladder.ALL})
     if as_data:
@@ -99,12 +101,12 @@ def report(climb: ladder.Climb) -> list[str]:
             lines.append(memory)
     if climb.verdict is None:
         there = sum(not one.problem for one in climb.imports)
-        what = [counted(there, "import")] if there else []
+        what = [plural(there, "import")] if there else []
         ranks = ", ".join(str(rung.ranks) for rung in done)
         what += [f"{ranks} rank{'s' if done[-1].ranks > 1 else ''}"] if done else []
         return [*lines, f"✓ ladder passed: {' and '.join(what) or 'nothing to try'}"]
     failed = next((rung for rung in climb.climbed if rung.exit_code), None)
-    where = f"with {counted(failed.ranks, 'rank')}" if failed else "before the first rank"
+    where = f"with {plural(failed.ranks, 'rank')}" if failed else "before the first rank"
     lines.append(f"✗ the ladder ends {where}: {climb.verdict.cause}, exit code {climb.exit_code}")
     lines.append(f"  {climb.verdict.summary}")
     lines += [f"  {fix}" for fix in climb.verdict.fix]
@@ -114,12 +116,12 @@ def report(climb: ladder.Climb) -> list[str]:
 
 
 def _row(number: int, rung: ladder.Climbed, found: ladder.Scaling) -> str:
-    first = span(rung.first_step_s) if rung.first_step_s is not None else "n/a"
+    first = format_duration(rung.first_step_s) if rung.first_step_s is not None else "n/a"
     share = f"{found.efficiency:.0%}" if found.efficiency is not None else "n/a"
     if rung.ranks == 1 and rung.steps_per_s:
         share = "100%"
-    card = used_of(*rung.gpu) if rung.gpu else "n/a"
-    memory = amount(rung.rss) if rung.rss else "n/a"
+    card = format_used(*rung.gpu) if rung.gpu else "n/a"
+    memory = format_bytes(rung.rss) if rung.rss else "n/a"
     return _columns(number, rung.ranks, first, _rate(rung), share, memory, card)
 
 
@@ -142,12 +144,12 @@ def to_json(request: Request, climb: ladder.Climb) -> dict[str, Any]:
 
 
 def _dump(data: dict[str, Any]) -> None:
-    tell_json(data)
+    print_json(data)
 
 
 def _to_stdout(line: str) -> None:
-    tell(line)
+    print_text(line)
 
 
 def _to_stderr(line: str) -> None:
-    tell(line, sys.stderr)
+    print_text(line, sys.stderr)

@@ -8,15 +8,14 @@ import sys
 import time
 
 from stoker.contract import layout
-from stoker.contract.errors import reading
-from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
-from stoker.contract.settings import Parser
-from stoker.contract.terminal import say
+from stoker.contract.errors import EX_NOINPUT, EX_USAGE, Refusal, parsing
+from stoker.contract.options import OptionParser
+from stoker.contract.terminal import print_status
 from stoker.control.record import finder, follow, reader
 
 
-def parser() -> Parser:
-    made = Parser("stoker logs", "What a rank printed, byte for byte.")
+def parser() -> OptionParser:
+    made = OptionParser("stoker logs", "What a rank printed, byte for byte.")
     made.run_argument()
     made.option("--role", "NAME", "of a job of several roles: which one")
     made.option("--rank", "N", "which rank (default: 0)", int)
@@ -30,7 +29,7 @@ def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     run = finder.find(told.run, layout.runs_root(told.runs_dir, os.environ))
     run = finder.role_of(run, told.role) if told.role else run
-    with reading(f"run {run.id}"):
+    with parsing(f"run {run.id}"):
         return _show(run, told)
 
 
@@ -53,7 +52,7 @@ def _show(run: reader.Run, told: argparse.Namespace) -> int:
     if shown not in ranks and not told.follow:
         raise Refusal(f"rank {shown} has no log in attempt {attempt}: it was not started", EX_NOINPUT)
     if told.rank is None and world > 1:
-        say(f"this is rank {shown} of {world}; {_others(run, shown, world)}")
+        print_status(f"this is rank {shown} of {world}; {_others(run, shown, world)}")
     tail, silent = follow.Tail(layout.rank_log(run.dir, attempt, shown)), True
     while True:
         over = reader.over(run)  # asked before the last look, so that nothing is missed
@@ -63,7 +62,7 @@ def _show(run: reader.Run, told: argparse.Namespace) -> int:
         sys.stdout.buffer.flush()
         if over or not told.follow:
             if silent:
-                say(f"rank {shown} {'printed nothing' if over else 'has printed nothing yet'}")
+                print_status(f"rank {shown} {'printed nothing' if over else 'has printed nothing yet'}")
             return 0
         newest = run.attempts[-1]
         if told.attempt is None and newest != attempt:

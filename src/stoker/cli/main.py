@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
             # `stoker logs | head`: the reader has enough. Python would complain once more when it flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         except OSError as problem:  # a full disk
-            from stoker.contract.names import EX_OSERR
+            from stoker.contract.errors import EX_OSERR
 
             print(f"stoker: standard output: {problem.strerror}", file=sys.stderr)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -126,8 +126,8 @@ def _main(argv: list[str] | None) -> int:
 
         print(version.line())
         return 0
-    from stoker.contract.names import EX_DATAERR, EX_OSERR, EX_UNAVAILABLE, EX_USAGE, Refusal
-    from stoker.contract.text import printable
+    from stoker.contract.errors import EX_DATAERR, EX_OSERR, EX_UNAVAILABLE, EX_USAGE, Refusal
+    from stoker.contract.text import escape
 
     command, rest = ALIASES.get(words[0], words[0]), words[1:]
     try:
@@ -147,20 +147,20 @@ def _main(argv: list[str] | None) -> int:
         line = f"stoker {command} needs the package {problem.name}, which is not installed here; {install}"
         code = EX_UNAVAILABLE
     except OSError as problem:
-        line, code = printable(str(problem)), EX_OSERR
+        line, code = escape(str(problem)), EX_OSERR
     except RecursionError as problem:
         line, code = f"something is nested too deeply, {_place(problem)}", EX_DATAERR
     except MemoryError as problem:
         line, code = f"out of memory, {_place(problem)}", EX_OSERR
-    from stoker.contract.terminal import ERROR, say
+    from stoker.contract.terminal import ERROR, print_status
 
-    say(line, ERROR)
+    print_status(line, ERROR)
     return code
 
 
 def _meant(word: str) -> str:
     """By meaning, then by spelling."""
-    from stoker.contract.settings import suggest
+    from stoker.contract.options import suggest
     from stoker.training.stages.registry import STAGES
 
     meant = f"stoker train {word}" if word in STAGES else MEANT.get(word)
@@ -187,7 +187,7 @@ def entry() -> None:
     for stream in (sys.stdout, sys.stderr):  # a terminal that has no ✓ gets a ?, and no traceback
         if stream is not None and stream.encoding.lower().replace("-", "") != "utf8":
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    from stoker.contract.terminal import own_lines, wipe
+    from stoker.contract.terminal import clear_bar, own_lines
 
     own_lines().__enter__()  # to the end: a traceback quotes foreign text, too
     try:
@@ -195,7 +195,7 @@ def entry() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
-        wipe()
+        clear_bar()
         if "torch" in sys.modules:  # chat, export: the last look for garbage among all of torch takes a second
             import gc
 

@@ -10,11 +10,11 @@ import sys
 import time
 
 from stoker.contract import layout
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.quantities import duration
-from stoker.contract.settings import Parser
-from stoker.contract.terminal import say
-from stoker.contract.text import printable
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.options import OptionParser
+from stoker.contract.terminal import print_status
+from stoker.contract.text import escape
+from stoker.contract.units import parse_duration
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ _EXAMPLES = """examples:
 `stoker docs metrics` has every metric, a Prometheus configuration, alert rules and Grafana dashboards."""
 
 
-def parser() -> Parser:
-    made = Parser(
+def parser() -> OptionParser:
+    made = OptionParser(
         "stoker metrics", "Serves runs, ranks, hosts and GPUs as Prometheus metrics, until Ctrl-C.", _EXAMPLES
     )
     made.option("--port", "N", f"port to listen on (default: {PORT}; 0: a free one)", int, default=PORT)
@@ -50,7 +50,7 @@ def parser() -> Parser:
         default="classic",
         help="GPU metrics also under DCGM's names: classic (public dashboards; the default), 4.9 (renamed), or off",
     )
-    made.option("--interval", "TIME", "collect this often (default: 2s)", duration, default=2.0)
+    made.option("--interval", "TIME", "collect this often (default: 2s)", parse_duration, default=2.0)
     made.switch("--once", "print the metrics and end")
     made.switch("--all", "other users' runs in the folder, too (default: your own)")
     made.runs_dir()
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
         host, counts = glance(root)
         return Examined(host, time.time(), counts)
 
-    collector = Collector(gather, checks, told.dcgm, lambda line: say(printable(line)))
+    collector = Collector(gather, checks, told.dcgm, lambda line: print_status(escape(line)))
     if told.once:
         if elsewhere is not None:
             elsewhere.wait(_FIRST_S)
@@ -110,9 +110,11 @@ def main(argv: list[str]) -> int:
         signal.signal(signum, lambda number, _frame: over.append(number))
     collector.start(told.interval)
     if not told.run:
-        say(server.where(listening))
+        print_status(server.where(listening))
         if not serving.is_loopback(listening):
-            say("anybody who can reach this port can read the names of runs, users and hosts, and their numbers")
+            print_status(
+                "anybody who can reach this port can read the names of runs, users and hosts, and their numbers"
+            )
     server.MetricsServer(listening, lambda: collector.page, CONTENT_TYPE).serve(lambda: bool(over))
     collector.stop()
     if elsewhere is not None:

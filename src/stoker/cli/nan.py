@@ -8,10 +8,10 @@ import os
 from typing import Any
 
 from stoker.contract import errors, layout
-from stoker.contract.names import EX_NOINPUT, Refusal
-from stoker.contract.settings import Parser
-from stoker.contract.shape import as_json, pick
-from stoker.contract.terminal import tell, tell_json
+from stoker.contract.errors import EX_NOINPUT, Refusal
+from stoker.contract.frozen import as_json, pick_fields
+from stoker.contract.options import OptionParser
+from stoker.contract.terminal import print_json, print_text
 from stoker.control.record import finder
 from stoker.training.forensics import reading
 from stoker.training.forensics.culprit import banner, decide, headline, table
@@ -21,8 +21,8 @@ _TENSOR = "show one tensor of the dump: output, input.self, a parameter's name, 
 TEXT = 300  # characters of a sample
 
 
-def parser() -> Parser:
-    made = Parser("stoker nan", _ABOUT)
+def parser() -> OptionParser:
+    made = OptionParser("stoker nan", _ABOUT)
     where = "a folder nan_step_N or a rank's in it, or a run's id, name or path (default: the newest run)"
     made.option("where", "DIR", where, nargs="?")
     made.option("--rank", "R", "which rank (default: the guilty one)", int)
@@ -35,7 +35,7 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     folder = _folder(told.where, layout.runs_root(told.runs_dir, os.environ))
-    with errors.reading(folder):
+    with errors.parsing(folder):
         return _show(folder, told)
 
 
@@ -51,8 +51,8 @@ def _show(folder: str, told: argparse.Namespace) -> int:
         _tensor(reading.show(dump, told.tensor), told.json)
     elif told.json:
         shown = [one for one in dumps if told.rank is None or one is dump]
-        found = {"schema": 1, "folder": folder, **pick(guilty, "summary", "ranks")}
-        tell_json({**found, "reports": [one.report.to_json() for one in shown]})
+        found = {"schema": 1, "folder": folder, **pick_fields(guilty, "summary", "ranks")}
+        print_json({**found, "reports": [one.report.to_json() for one in shown]})
     else:
         _print(dump, dumps, guilty.summary)
     return 0
@@ -87,8 +87,8 @@ def _print(dump: reading.RankDump, dumps: list[reading.RankDump], summary: str) 
     if others:
         print("\nOther ranks:")
     for one in others:
-        tell(f"  {headline(one.report)}")
-    tell(f"\n{summary}")
+        print_text(f"  {headline(one.report)}")
+    print_text(f"\n{summary}")
     print(f"files: {dump.folder}")
 
 
@@ -101,7 +101,7 @@ def _words(sample: dict[str, Any]) -> str:
 
 def _tensor(shown: reading.Shown, as_json_: bool) -> None:
     if as_json_:
-        tell_json({"schema": 1, **as_json(shown)})
+        print_json({"schema": 1, **as_json(shown)})
         return
     print("\n".join(table((shown.stats,))))
     if shown.cut:

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.errors import reading
-from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
-from stoker.contract.settings import Parser, names_run, suggest
-from stoker.contract.terminal import in_colour, paint, say, tell, tell_json
-from stoker.contract.text import is_count, printable
+from stoker.contract.errors import EX_NOINPUT, EX_USAGE, Refusal, parsing
+from stoker.contract.options import OptionParser, completes_run_names, suggest
+from stoker.contract.terminal import print_coloured, print_json, print_status, print_text, uses_colour
+from stoker.contract.text import escape, is_digits
 from stoker.control.record import finder, reader
 from stoker.control.show.curves import Curve, smoothed
 from stoker.control.show.drawing import COLOURS, LETTERS, Line, chart, fitted, mean, short, sparkline
@@ -26,9 +25,11 @@ _EPILOG = """  stoker plot                                     the newest run's 
   stoker plot exp1 --smooth 20 --png loss.png"""
 
 
-def parser() -> Parser:
-    made = Parser("stoker plot", "Draws a metric of one or several runs in the terminal, or into a PNG file.", _EPILOG)
-    names_run(
+def parser() -> OptionParser:
+    made = OptionParser(
+        "stoker plot", "Draws a metric of one or several runs in the terminal, or into a PNG file.", _EPILOG
+    )
+    completes_run_names(
         made.add_argument("runs", nargs="*", metavar="RUN", help="ids, names or paths of runs (default: the newest)")
     )
     made.option(
@@ -50,7 +51,7 @@ def parser() -> Parser:
 
 
 def _count(text: str) -> int:
-    if not is_count(text) or not 0 < int(text) <= 100_000:
+    if not is_digits(text) or not 0 < int(text) <= 100_000:
         raise ValueError(f"{text!r} is not a number from 1 to 100000")
     return int(text)
 
@@ -63,11 +64,11 @@ def main(argv: list[str]) -> int:
     curves = [(folder.record, _curve(folder, metric)) for folder in found]
     if told.json:
         runs = [{"run": run.id, "points": [list(one) for one in curve.points(1 << 40)]} for run, curve in curves]
-        tell_json({"schema": 1, "metric": metric, "runs": runs})
+        print_json({"schema": 1, "metric": metric, "runs": runs})
         return 0
     lines = [Line(_title(one.record), _means(one, metric, told.smooth)) for one in found]
     if not any(line.points for line in lines):
-        raise Refusal(f"no finite value of {printable(metric)} to draw{_not_finite(curves[0][1])}", EX_NOINPUT)
+        raise Refusal(f"no finite value of {escape(metric)} to draw{_not_finite(curves[0][1])}", EX_NOINPUT)
     panels = [(metric, lines)]
     if not told.metric and metric == REWARD:
         panels = [(RL_METRICS[REWARD], lines), *_companions(found, told.smooth)]
@@ -75,7 +76,7 @@ def main(argv: list[str]) -> int:
         from stoker.control.show.picture import write_png
 
         write_png(told.png, panels, log=told.log)
-        print(f"wrote {printable(told.png)}")
+        print(f"wrote {escape(told.png)}")
         return 0
     _draw(metric, lines, told)
     _draw_companions(panels[1:])
@@ -91,12 +92,12 @@ def _once(runs: list[reader.Run]) -> list[reader.Run]:
     by_path: dict[str, reader.Run] = {}
     for run in runs:
         if by_path.setdefault(os.path.realpath(run.dir), run) is not run:
-            say(f"run {printable(run.id, 100)} was named before; it is drawn once")
+            print_status(f"run {escape(run.id, 100)} was named before; it is drawn once")
     return list(by_path.values())
 
 
 def watched(run: reader.Run) -> RunFolder:
-    with reading(f"run {run.id}"):
+    with parsing(f"run {run.id}"):
         folder = folder_of(run)
         folder.run(run.started, watched=True)
     return folder
@@ -144,18 +145,18 @@ def _curve(folder: RunFolder, name: str) -> Curve:
         return curve
     metrics = folder.training.metrics
     assert metrics is not None
-    shown, names = printable(folder.record.id, 100), sorted(folder.curve_names())
+    shown, names = escape(folder.record.id, 100), sorted(folder.curve_names())
     if metrics.problem:
         raise Refusal(f"run {shown}: {metrics.problem}", EX_NOINPUT)
     if not names:
         line = f"run {shown} has no metrics: neither metrics.jsonl, nor a loss that it told by stoker.beat or printed"
         raise Refusal(line, EX_NOINPUT)
     line = f"run {shown} has no metric {name!r}{suggest(name, names)}; it has {', '.join(names)}"
-    raise Refusal(printable(line), EX_USAGE)
+    raise Refusal(escape(line), EX_USAGE)
 
 
 def _title(run: reader.Run) -> str:
-    return printable(run.id if not run.name or run.name in run.id else f"{run.name} ({run.id})", 100)
+    return escape(run.id if not run.name or run.name in run.id else f"{run.name} ({run.id})", 100)
 
 
 def _not_finite(curve: Curve) -> str:
@@ -169,13 +170,13 @@ def _not_finite(curve: Curve) -> str:
 def _draw(metric: str, lines: Sequence[Line], told: Any) -> None:
     columns = told.width or shutil.get_terminal_size((80, 24)).columns
     plain = "utf" not in (sys.stdout.encoding or "").lower()
-    coloured = in_colour()
+    coloured = uses_colour()
     print(fitted(f"{metric}{', logarithmic' if told.log else ''}", columns).rstrip())
     rows = chart(lines, max(columns, 20), told.height, log=told.log, coloured=coloured, ascii_only=plain)
     for row in rows:
-        paint(row)
+        print_coloured(row)
     if not rows:
-        tell("nothing to draw: --log leaves out values that are not positive")
+        print_text("nothing to draw: --log leaves out values that are not positive")
     for number, line in enumerate(lines):
         if not line.points:
             continue
@@ -185,4 +186,4 @@ def _draw(metric: str, lines: Sequence[Line], told: Any) -> None:
         best = f"highest {short(max(values))}" if metric == REWARD else f"lowest {short(min(values))}"
         about = f"last {short(values[-1])}, {best}, mean of the last tenth {short(tail)}"
         steps = f"step {int(line.points[-1][0])}"
-        paint([(mark, COLOURS[number % len(COLOURS)]), (f" {line.name}: {about}; {steps}", "")])
+        print_coloured([(mark, COLOURS[number % len(COLOURS)]), (f" {line.name}: {about}; {steps}", "")])

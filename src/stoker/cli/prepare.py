@@ -6,10 +6,10 @@ import os
 import time
 
 from stoker.cli.sight import gpus_to_use, look
-from stoker.contract.quantities import counted
-from stoker.contract.settings import Parser, build, from_mapping
-from stoker.contract.shape import as_json
-from stoker.contract.terminal import say, tell_json
+from stoker.contract.frozen import as_json
+from stoker.contract.options import OptionParser, build_options, options_from_mapping
+from stoker.contract.terminal import print_json, print_status
+from stoker.contract.units import plural
 from stoker.control.launch.options import RunOptions, from_torchrun_environment, ranks_asked
 from stoker.training.config.check import check
 from stoker.training.config.flags import add_key_flags
@@ -31,8 +31,8 @@ _EXAMPLES = """examples:
 """
 
 
-def parser() -> Parser:
-    made = Parser("stoker prepare", _HELP, _EXAMPLES, usage="stoker prepare [options]", allow_abbrev=False)
+def parser() -> OptionParser:
+    made = OptionParser("stoker prepare", _HELP, _EXAMPLES, usage="stoker prepare [options]", allow_abbrev=False)
     made.switch(
         "--verify", "compare every shard with its checksum, even if nothing changed; a damaged one is made again"
     )
@@ -52,12 +52,12 @@ def main(argv: list[str]) -> int:
     layers = gather(getattr(told, "keys", ()), os.environ)
     resolved = settle(layers, _for_gpus(layers))
     check(resolved.config, resolved.given)
-    say(resolved.lines[0])
+    print_status(resolved.lines[0])
     began = time.monotonic()
-    made = prepare(resolved.config.data, resolved.config.tokenizer, say, verify)
+    made = prepare(resolved.config.data, resolved.config.tokenizer, print_status, verify)
     seconds = time.monotonic() - began
     if as_data:
-        tell_json({"schema": 1, **as_json(made), "call_seconds": round(seconds, 3)})
+        print_json({"schema": 1, **as_json(made), "call_seconds": round(seconds, 3)})
         return 0
     documents = made.train_documents + made.validation_documents
     tokens, size = made.train_tokens + made.validation_tokens, made.train_bytes + made.validation_bytes
@@ -65,16 +65,16 @@ def main(argv: list[str]) -> int:
     if made.fresh:
         how = f"made in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s"
     print(
-        f"{counted(tokens, 'token')} of {counted(documents, 'conversation' if made.kind == 'chat' else 'document')}, {how}"
+        f"{plural(tokens, 'token')} of {plural(documents, 'conversation' if made.kind == 'chat' else 'document')}, {how}"
     )
-    held = f"{made.validation_tokens:,} held out ({counted(made.validation_bytes, 'byte')})"
+    held = f"{made.validation_tokens:,} held out ({plural(made.validation_bytes, 'byte')})"
     held = held if made.validation_tokens else "nothing held out"
     density = f"; {size / max(tokens, 1):.2f} bytes/token" if made.kind == "stream" else ""
-    print(f"  train {made.train_tokens:,} ({counted(made.train_bytes, 'byte')}), {held}{density}")
+    print(f"  train {made.train_tokens:,} ({plural(made.train_bytes, 'byte')}), {held}{density}")
     if made.kind == "chat":
         left = f"{made.cut:,} cut, {made.dropped:,} with nothing to learn"
         print(
-            f"  {counted(made.train_samples or 0, 'row')} of {made.context}, {100 * (made.fill or 0):.1f} % full; {left}"
+            f"  {plural(made.train_samples or 0, 'row')} of {made.context}, {100 * (made.fill or 0):.1f} % full; {left}"
         )
     print(f"  vocabulary {made.vocab_size:,}, {made.shards} shard(s): {made.folder}")
     return 0
@@ -85,6 +85,6 @@ def _for_gpus(layers: Layers) -> bool:
     device = layers.told("parallel.device")
     if device is not None and device[0] == "cuda":
         return True
-    section = from_mapping(RunOptions, layers.run, f"config file {layers.path}: run")
-    options = build(RunOptions, section, from_torchrun_environment(os.environ))
+    section = options_from_mapping(RunOptions, layers.run, f"config file {layers.path}: run")
+    options = build_options(RunOptions, section, from_torchrun_environment(os.environ))
     return gpus_to_use(look(), ranks_asked(options.nproc_per_node, os.environ))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib import import_module
 
 from stoker.cli.main import ALIASES, GROUPS
-from stoker.contract.settings import Parser
+from stoker.contract.options import OptionParser
 
 _HEAD = """# Command line
 
@@ -36,7 +36,7 @@ def page() -> Iterator[str]:
                 yield from _one(parser, many=len(parsers) > 1)
 
 
-def _one(parser: Parser, many: bool) -> Iterator[str]:
+def _one(parser: OptionParser, many: bool) -> Iterator[str]:
     if many:
         yield f"#### {parser.prog}\n"
     formatter = argparse.HelpFormatter(parser.prog)

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stoker.cli import run
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.quantities import counted
-from stoker.contract.settings import Parser, add_flags, build
-from stoker.contract.shape import options_of, replace
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.frozen import options_of, replace
+from stoker.contract.options import OptionParser, add_flags, build_options
+from stoker.contract.units import plural
 from stoker.control.launch.nodes import hosts_of
 from stoker.control.launch.options import RANK_VARIABLES, TORCHRUN_VARIABLES, RunOptions
 from stoker.control.launch.ourselves import stoker_command
@@ -31,9 +31,9 @@ _TAKEN = {
 _OF_LOOK = ("gpu", "gpus", "hosts", "min_free_memory", "python", "share_gpus", "wait")
 
 
-def parser() -> Parser:
+def parser() -> OptionParser:
     """As `stoker run`'s, but for --role, which may be given several times."""
-    made = Parser("stoker run", usage="stoker run --role NAME:COUNT:'COMMAND' ...")
+    made = OptionParser("stoker run", usage="stoker run --role NAME:COUNT:'COMMAND' ...")
     add_flags(made, RunOptions, without=("role",))
     made.add_argument("--role", action="append", default=argparse.SUPPRESS, help=options_of(RunOptions)["role"].help)
     run.add_script(made)
@@ -81,7 +81,7 @@ def start_plan(request: Request, plan: Plan) -> int:
 
 
 def request_for(told: dict[str, Any], specs: Sequence[RoleSpec], words: Sequence[str]) -> Request:
-    options = build(RunOptions, told)
+    options = build_options(RunOptions, told)
     name = "-".join(spec.name for spec in specs)[:40]
     # The commands make it the same run, or another.
     commands = tuple(f"{spec.name}:{spec.count}:{' '.join(spec.command)}" for spec in specs)
@@ -114,7 +114,7 @@ def by_allocation(specs: Sequence[RoleSpec], text: str) -> Plan:
             raise Refusal(f"--allocation {text}: there is no role {name!r}; the roles are {', '.join(known)}", EX_USAGE)
     if len(parts) != len(specs):
         raise Refusal(
-            f"--allocation {text} has {counted(len(parts), 'part')}, and there are {len(specs)} roles: {', '.join(known)}",
+            f"--allocation {text} has {plural(len(parts), 'part')}, and there are {len(specs)} roles: {', '.join(known)}",
             EX_USAGE,
         )
     rest = iter(part for part in parts if not part.name)

@@ -8,12 +8,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.errors import reading
-from stoker.contract.names import EX_NOINPUT, Refusal
-from stoker.contract.quantities import counted
-from stoker.contract.settings import Parser
-from stoker.contract.terminal import tell, tell_json
-from stoker.contract.text import is_count, printable
+from stoker.contract.errors import EX_NOINPUT, Refusal, parsing
+from stoker.contract.options import OptionParser
+from stoker.contract.terminal import print_json, print_text
+from stoker.contract.text import escape, is_digits
+from stoker.contract.units import plural
 from stoker.control.record import finder
 from stoker.control.record.rollouts import (
     ENDS,
@@ -32,8 +31,8 @@ _PARTS = 20  # of a reward, that are shown
 _TEXT = 300  # characters of a prompt or an answer
 
 
-def parser() -> Parser:
-    made = Parser("stoker rollouts", _ABOUT)
+def parser() -> OptionParser:
+    made = OptionParser("stoker rollouts", _ABOUT)
     made.run_argument()
     made.option("--most", "N", "how many of each (default: 3)", _count, default=3)
     made.option("--step", "N", "the answers of this step instead", int)
@@ -43,7 +42,7 @@ def parser() -> Parser:
 
 
 def _count(text: str) -> int:
-    if not is_count(text) or not 0 < int(text) <= 10_000:
+    if not is_digits(text) or not 0 < int(text) <= 10_000:
         raise ValueError(f"{text!r} is not a number from 1 to 10000")
     return int(text)
 
@@ -51,13 +50,13 @@ def _count(text: str) -> int:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     folder = _folder(told.run, layout.runs_root(told.runs_dir, os.environ))
-    with reading(folder):
+    with parsing(folder):
         found = summary(one for one in read_rollouts(folder) if told.step is None or one.step == told.step)
         if not found.answers:
             of_step = "" if told.step is None else f" of step {told.step}"
             raise Refusal(f"{os.path.join(folder, layout.ROLLOUTS)} has no answers{of_step} yet", EX_NOINPUT)
         if told.json:
-            tell_json(_as_json(found, told.most))
+            print_json(_as_json(found, told.most))
         else:
             _print(found, told.most)
     return 0
@@ -105,7 +104,7 @@ def _as_json(found: Summary, most: int) -> dict[str, Any]:
 
 def _print(found: Summary, most: int) -> None:
     first, last = found.steps[0], found.steps[-1]
-    print(f"{counted(found.answers, 'answer')} of {len(found.steps)} steps, {first} to {last}")
+    print(f"{plural(found.answers, 'answer')} of {len(found.steps)} steps, {first} to {last}")
     if len(found.steps) <= ENDS:
         print(f"mean reward {mean(found.last):.3f}")
     else:
@@ -113,28 +112,28 @@ def _print(found: Summary, most: int) -> None:
             f"mean reward {mean(found.first):.3f} in the first {ENDS} steps, {mean(found.last):.3f} in the last {ENDS}"
         )
     if any(one.correct is not None for one in found.last):
-        tell("correct or wrong: as `stoker train evaluate` grades the answer, whatever the reward pays for")
+        print_text("correct or wrong: as `stoker train evaluate` grades the answer, whatever the reward pays for")
     for title, some in (("Best", best(found.last, most)), ("Worst", best(found.last, most, worst=True))):
         print(f"\n{title}:")
         for one in some:
-            tell(f"  {_about(one)}")
-            tell(f"    prompt: {_shown(one.prompt)}\n    answer: {_shown(one.answer)}")
+            print_text(f"  {_about(one)}")
+            print_text(f"    prompt: {_shown(one.prompt)}\n    answer: {_shown(one.answer)}")
     gained, lost = chosen(found.changes, most)
-    tell(
+    print_text(
         "\nWhat changed for the same prompt:"
         if found.changes
         else "\nNo prompt occurs in two of these steps, so there is no change to show."
     )
     for change in (*gained, *lost):
         before, after = typical(change.before), typical(change.after)
-        tell(f"  {change.gain:+.3f}  prompt: {_shown(change.before[0].prompt)}")
+        print_text(f"  {change.gain:+.3f}  prompt: {_shown(change.before[0].prompt)}")
         for one, group in ((before, change.before), (after, change.after)):
-            tell(f"    step {one.step}, mean reward {mean(group):.3f}: {_shown(one.answer)}")
+            print_text(f"    step {one.step}, mean reward {mean(group):.3f}: {_shown(one.answer)}")
 
 
 def _about(one: Rollout) -> str:
     some = list(one.parts.items())[:_PARTS]
-    parts = ", ".join(f"{printable(name, 60)} {value:g}" for name, value in some)
+    parts = ", ".join(f"{escape(name, 60)} {value:g}" for name, value in some)
     marks = [f"step {one.step}", f"{one.tokens} tokens"]
     if one.correct is not None:
         marks.append("correct" if one.correct else "wrong")
@@ -147,4 +146,4 @@ def _shown(text: Any) -> str:
     if isinstance(text, list) and text and isinstance(text[-1], dict):
         text = text[-1].get("content")  # of messages, what was asked last
     words = text if isinstance(text, str) else json.dumps(text)
-    return printable(words[: 4 * _TEXT].replace("\n", " ⏎ "), _TEXT)
+    return escape(words[: 4 * _TEXT].replace("\n", " ⏎ "), _TEXT)

@@ -6,10 +6,10 @@ import argparse
 import os
 from typing import Any
 
-from stoker.contract import names, schedulers
-from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
-from stoker.contract.settings import Parser, add_flags, build
-from stoker.contract.text import is_count
+from stoker.contract import env_vars, schedulers
+from stoker.contract.errors import EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.options import OptionParser, add_flags, build_options
+from stoker.contract.text import is_digits
 from stoker.control.launch.options import RunOptions, from_torchrun_environment
 from stoker.control.launch.request import Request, how_to_run
 
@@ -37,20 +37,20 @@ refusals: 64 usage, 65 syntax error in script or config, 66 not found, 69 GPUs, 
           73 runs folder can't be written, 75 --wait ran out, 77 no permission, 78 bad config value."""
 
 
-def parser() -> Parser:
+def parser() -> OptionParser:
     about = "Starts a script, one process per rank, on this machine or with --hosts on several. Takes torchrun's flags."
-    made = Parser("stoker run", about, _EXAMPLES, usage="stoker run [options] script.py [args]")
+    made = OptionParser("stoker run", about, _EXAMPLES, usage="stoker run [options] script.py [args]")
     add_flags(made, RunOptions)
     add_script(made)
     return made
 
 
-def add_script(made: Parser) -> None:
+def add_script(made: OptionParser) -> None:
     made.add_argument("script", nargs="?", help="the script, module (-m) or program (--no-python)")
     made.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
 
 
-def split(words: list[str], made: Parser | None = None) -> tuple[dict[str, Any], str | None, list[str]]:
+def split(words: list[str], made: OptionParser | None = None) -> tuple[dict[str, Any], str | None, list[str]]:
     """(options, script, its arguments). argparse alone would refuse the script's own `--debug`: two of ours begin so."""
     made, argv = made or parser(), list(words)
     at = _script_at(made, argv)
@@ -67,7 +67,7 @@ def split(words: list[str], made: Parser | None = None) -> tuple[dict[str, Any],
     return given, argv[at] if at < len(argv) else None, args
 
 
-def _script_at(made: Parser, argv: list[str]) -> int:
+def _script_at(made: OptionParser, argv: list[str]) -> int:
     """Where the script stands: the first word that is neither a flag nor a flag's value."""
     at = 0
     while at < len(argv):
@@ -81,7 +81,7 @@ def _script_at(made: Parser, argv: list[str]) -> int:
     return len(argv)
 
 
-def _takes_next(made: Parser, word: str) -> bool:
+def _takes_next(made: OptionParser, word: str) -> bool:
     flags = made._option_string_actions
     if word.startswith("--"):
         name, equals, _ = word.partition("=")
@@ -105,21 +105,21 @@ def _request(told: dict[str, Any], script: str | None, args: list[str]) -> Reque
     if not script:
         raise Refusal("no script given: stoker run [options] script.py [args]", EX_USAGE)
     given = frozenset(key for layer in layers for key in layer)
-    return Request(how_to_run(build(RunOptions, *layers)), script, tuple(args), given)
+    return Request(how_to_run(build_options(RunOptions, *layers)), script, tuple(args), given)
 
 
 def given_by_job() -> list[str]:
     """Where a job started this run as one of its roles: ends with it, and has these variables (NAME=VALUE) for its ranks."""
-    parent = os.environ.pop(names.PARENT, "")
-    if not is_count(parent):
-        os.environ.pop(names.JOB, None)  # started by a rank of a role: a run of its own
+    parent = os.environ.pop(env_vars.JOB_PID, "")
+    if not is_digits(parent):
+        os.environ.pop(env_vars.JOB, None)  # started by a rank of a role: a run of its own
         return []
     import signal
 
     from stoker.control.agent.kernel import die_with_parent
 
     die_with_parent(int(parent), signal.SIGTERM)
-    given = os.environ.pop(names.GIVEN, "")
+    given = os.environ.pop(env_vars.ROLE_ENV, "")
     if not given:
         return []
     import json
@@ -133,7 +133,7 @@ def is_job(told: dict[str, Any]) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    if names.HANDED in os.environ:
+    if env_vars.PASSED_OPTIONS in os.environ:
         from stoker.control.launch.ourselves import handed
 
         argv = handed(argv)
@@ -163,7 +163,7 @@ def start(request: Request, ended: Ended | None = None) -> int:
     from stoker.control.launch import detach
 
     hosts: Hosts | None = None
-    if schedulers.found(os.environ) is not None or request.given & _SEVERAL:
+    if schedulers.find_scheduler(os.environ) is not None or request.given & _SEVERAL:
         from stoker.control.launch.nodes import hosts_of
 
         request, hosts = hosts_of(request, os.environ)
@@ -175,10 +175,10 @@ def start(request: Request, ended: Ended | None = None) -> int:
 
 
 def _read_config(path: str) -> dict[str, Any]:
-    from stoker.contract.settings import from_mapping
+    from stoker.contract.options import options_from_mapping
     from stoker.training.config.files import load, shipped
 
     if not os.path.exists(path):
         named = f"; {path} is a config of `stoker train`" if path in shipped() else ""
         raise Refusal(f"config file {path} does not exist{named}", EX_NOINPUT)
-    return from_mapping(RunOptions, load(path), f"config file {path}")
+    return options_from_mapping(RunOptions, load(path), f"config file {path}")

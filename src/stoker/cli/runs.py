@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.quantities import counted, span
-from stoker.contract.settings import Parser, suggest
-from stoker.contract.shape import as_json, pick
-from stoker.contract.terminal import paint, say, tell, tell_json
-from stoker.contract.text import is_count, printable
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.frozen import as_json, pick_fields
+from stoker.contract.options import OptionParser, suggest
+from stoker.contract.terminal import print_coloured, print_json, print_status, print_text
+from stoker.contract.text import escape, is_digits
+from stoker.contract.units import format_duration, plural
 from stoker.control.record.speedruns import speedruns
 from stoker.control.show.drawing import columns_of, fitted, metric_text, short
 from stoker.control.show.gather import Gatherer
@@ -48,8 +48,8 @@ _EPILOG = f"""--filter takes a word that the run's id, name, state or cause hold
   stoker runs --sort loss --limit 5"""
 
 
-def parser() -> Parser:
-    made = Parser("stoker runs", "Lists the runs, newest last.", _EPILOG)
+def parser() -> OptionParser:
+    made = OptionParser("stoker runs", "Lists the runs, newest last.", _EPILOG)
     made.runs_dir()
     made.switch("--all", "other users' runs in this folder, too (default: your own)")
     made.option("--filter", "WORD", "only runs that match; may be given several times", action="append", default=[])
@@ -60,7 +60,7 @@ def parser() -> Parser:
 
 
 def _count(text: str) -> int:
-    if not is_count(text) or not int(text):
+    if not is_digits(text) or not int(text):
         raise ValueError(f"{text!r} is not a number from 1 up")
     return int(text)
 
@@ -71,29 +71,27 @@ def main(argv: list[str]) -> int:
     fits, order = [_filter(word) for word in told.filter], _order(told.sort)
     runs, others, skipped = Gatherer(root, told.all, machine=False).runs()
     if skipped:
-        say(skipped)
+        print_status(skipped)
     chosen = order([run for run in runs if all(one(run) for one in fits)])
     chosen = chosen[-told.limit :] if told.limit else chosen
     chains = speedruns(root) if not told.filter else []
     if told.json:
         rows = [_row(run) for run in chosen]
         made = [as_json(one) | {"runs_dir": one.runs_dir} for one in chains]
-        tell_json({"schema": 1, "runs": rows, "speedruns": made, "others_left_out": others})
+        print_json({"schema": 1, "runs": rows, "speedruns": made, "others_left_out": others})
         return 0
-    left_out = counted(others, "folder")
+    left_out = plural(others, "folder")
     more = f"{left_out} of other users: `stoker runs --all`" if others else ""
     if others and told.all:
         more = f"{left_out} of other users can't be read"
     if chosen:
         _print_table(chosen, told.all)
     elif runs or not chains:
-        none = (
-            f"none of {counted(len(runs), 'run')} matches" if runs else f"no runs in {printable(os.path.abspath(root))}"
-        )
+        none = f"none of {plural(len(runs), 'run')} matches" if runs else f"no runs in {escape(os.path.abspath(root))}"
         print(none + (f"; {more}" if more else ""))
         return 0
     for chain in chains:
-        tell(chain.line)
+        print_text(chain.line)
     if more:
         print(more)
     return 0
@@ -172,10 +170,10 @@ def _cells(run: Run, everybody: bool) -> dict[str, str]:
     of = f"/{run.total_steps}" if run.total_steps else ""
     step = f"{run.step}{of}" if run.step is not None else ""
     cells = {
-        "RUN": printable(run.id, 200),
-        "USER": printable(run.user, 12),
+        "RUN": escape(run.id, 200),
+        "USER": escape(run.user, 12),
         "DATE": time.strftime("%m-%d %H:%M", time.localtime(run.started)) if run.started else "",
-        "STATE": printable(run.state, 10),
+        "STATE": escape(run.state, 10),
         "STEP": step,
         "REWARD": short(reward) if (reward := _reward(run)) is not None else "",
         **{title: _companion(run, name) for name, title in _COMPANIONS.items()},
@@ -184,8 +182,8 @@ def _cells(run: Run, everybody: bool) -> dict[str, str]:
         **{title: _of_servers(run, rate) for title, rate in _SERVERS.items()},
         "RANKS": str(run.world),
         "TRIES": str(run.attempts),
-        "TIME": span(run.seconds) if run.seconds is not None else "",
-        "CAUSE": printable(_cause(run) or "", 60),
+        "TIME": format_duration(run.seconds) if run.seconds is not None else "",
+        "CAUSE": escape(_cause(run) or "", 60),
     }
     return cells if everybody else {name: text for name, text in cells.items() if name != "USER"}
 
@@ -217,22 +215,22 @@ def _print_table(runs: list[Run], everybody: bool) -> None:
         while pieces and not pieces[-1][0].strip():
             pieces.pop()
         pieces[-1] = pieces[-1][0].rstrip(), pieces[-1][1]
-        paint(pieces)
+        print_coloured(pieces)
 
 
 def _row(run: Run) -> dict[str, Any]:
     return {
         "run": run.id,
         "status": run.state,
-        **pick(run, "name"),
+        **pick_fields(run, "name"),
         "ranks": run.world,
-        **pick(run, "user", "started", "dir", "attempts"),
+        **pick_fields(run, "user", "started", "dir", "attempts"),
         "seconds": round(run.seconds, 3) if run.seconds is not None else None,
         "cause": _cause(run),
         "exit_code": run.verdict.exit_code if run.verdict else None,
-        **pick(run, "step", "total_steps", "loss"),
+        **pick_fields(run, "step", "total_steps", "loss"),
         "reward": _reward(run),
         **{name: run.rl_metrics.get(name) for name in _COMPANIONS},
-        **pick(run, "tokens_per_s", "mfu", "restarts", "updated"),
+        **pick_fields(run, "tokens_per_s", "mfu", "restarts", "updated"),
         "servers": [as_json(server) for server in run.servers],
     }

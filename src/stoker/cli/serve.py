@@ -10,13 +10,14 @@ import signal
 import socket
 import time
 
-from stoker.contract import layout, names, sharedweights
-from stoker.contract.names import API_KEY, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal
-from stoker.contract.quantities import duration
+from stoker.contract import env_vars, layout, shared_weights
+from stoker.contract.env_vars import API_KEY
+from stoker.contract.errors import EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal
+from stoker.contract.options import OptionParser, check_port
 from stoker.contract.safe_io import read_text
-from stoker.contract.settings import Parser, check_port
-from stoker.contract.terminal import say, tell_secret
-from stoker.contract.text import printable
+from stoker.contract.terminal import print_secret, print_status
+from stoker.contract.text import escape
+from stoker.contract.units import parse_duration
 from stoker.control.show import serving
 
 TYPE_CHECKING = False
@@ -44,8 +45,8 @@ It has /v1/completions, /v1/chat/completions, /v1/models, /v1/weights, /tokenize
 SIGTERM lets it finish what it began; Ctrl-C ends it immediately."""
 
 
-def parser() -> Parser:
-    made = Parser(
+def parser() -> OptionParser:
+    made = OptionParser(
         "stoker serve", "Answers requests for a model over HTTP, as OpenAI's API does, until Ctrl-C.", _EPILOG
     )
     made.option("model", "MODEL", _MODEL, nargs="?")
@@ -66,7 +67,7 @@ def parser() -> Parser:
         "--queue", "N", f"requests that may wait for a slot; more get a 429 (default: {QUEUE})", int, default=QUEUE
     )
     grace = f"how long running requests may go on after SIGTERM (default: {GRACE_S:g}s)"
-    made.option("--grace", "TIME", grace, duration, default=GRACE_S)
+    made.option("--grace", "TIME", grace, parse_duration, default=GRACE_S)
     context = "tokens of a prompt and its answer (default: what the model was trained for, up to 4096)"
     made.option("--context", "N", context, int, default=0)
     memory = "tokens whose keys and values the cache holds, all answers together (default: half of slots × context)"
@@ -88,12 +89,12 @@ def main(argv: list[str]) -> int:
         )
     key = _key(told.api_key_file)
     if told.weights_from is not None and not os.path.isdir(told.weights_from):
-        raise Refusal(f"--weights-from {printable(told.weights_from)}: no such folder", EX_NOINPUT)
+        raise Refusal(f"--weights-from {escape(told.weights_from)}: no such folder", EX_NOINPUT)
     from stoker.training.generate.finding import find
     from stoker.training.model import hf_config, hf_files
     from stoker.training.model.config import ModelConfig
 
-    found = find(told.model, told.stage, layout.runs_root(told.runs_dir, os.environ), say)
+    found = find(told.model, told.stage, layout.runs_root(told.runs_dir, os.environ), print_status)
     shape = hf_config.shape_for(ModelConfig(), found.folder)
     if shape.engine == "transformers":
         raise Refusal(
@@ -116,7 +117,7 @@ def _key(path: str | None) -> str:
         return os.environ.get(KEY, "")
     key = read_text(path).strip()
     if not key:
-        raise Refusal(f"--api-key-file {printable(path)} is empty", EX_USAGE)
+        raise Refusal(f"--api-key-file {escape(path)} is empty", EX_USAGE)
     return key
 
 
@@ -134,7 +135,7 @@ def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key:
     addresses = (told.weights_group or "").replace("localhost", "127.0.0.1").split(",")
     groups = tuple(one.strip() for one in addresses if one.strip())
     takes = told.weights_from is not None or groups
-    weights = Loader(model, folder, told.weights_from or "", driver, say, groups) if takes else None
+    weights = Loader(model, folder, told.weights_from or "", driver, print_status, groups) if takes else None
     token = secrets.token_urlsafe(24) if weights is not None and not key else ""
     app = App(
         served,
@@ -145,8 +146,8 @@ def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key:
         weights=weights,
         token=token,
         version=lambda: (driver.engine.version, driver.engine.digest),
-        about={"shared_memory": sharedweights.identity(), "device": model.device.type},
-        log=lambda line: say(printable(line, 500)),
+        about={"shared_memory": shared_weights.shm_identity(), "device": model.device.type},
+        log=lambda line: print_status(escape(line, 500)),
     )
     _allow_open_files(driver.most + MORE_FILES)
     server = HttpServer(app, listening, received, told.grace)
@@ -155,8 +156,8 @@ def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key:
     if weights is not None:
         weights.start()
     counters = None
-    if run_dir := os.environ.get(names.RUN_DIR):
-        counters = CounterLog(driver, run_dir, int(os.environ.get("RANK", "0")), say)
+    if run_dir := os.environ.get(env_vars.RUN_DIR):
+        counters = CounterLog(driver, run_dir, int(os.environ.get("RANK", "0")), print_status)
         counters.start()
 
     url = serving.url(listening, "/v1")
@@ -164,15 +165,15 @@ def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key:
     def started() -> None:
         print(f"{url}  model {served.name}", flush=True)
         if token:
-            tell_secret(f"token for POST /v1/weights: {token}")
+            print_secret(f"token for POST /v1/weights: {token}")
         if not local:
-            say("anybody who sees the traffic sees the key and the texts: it is not encrypted")
+            print_status("anybody who sees the traffic sees the key and the texts: it is not encrypted")
 
     server.run(started, lambda: bool(driver.failure))
     if counters is not None:
         counters.close()
     if driver.failure:
-        raise Refusal(f"the engine failed: {printable(driver.failure, 500)}", EX_SOFTWARE)
+        raise Refusal(f"the engine failed: {escape(driver.failure, 500)}", EX_SOFTWARE)
     driver.stop()
     return 0
 
@@ -199,7 +200,7 @@ def _opened(told: argparse.Namespace, folder: str) -> tuple[Served, Driver, Deco
     from stoker.training.serve.text import Text
 
     device, context = device_of(told.device), context_of(folder, told.context)
-    model, words = opened(folder, context, device, say)
+    model, words = opened(folder, context, device, print_status)
     assert isinstance(model, Decoder)
     marks, strips = frozenset(words.special.values()), words.told.decoding.strips
 
@@ -219,7 +220,9 @@ def _opened(told: argparse.Namespace, folder: str) -> tuple[Served, Driver, Deco
     if name == "hf" and not told.name:
         name = os.path.basename(os.path.dirname(os.path.realpath(folder)))
     size = f"{parameters(model) / 1e6:,.1f} M parameters"
-    say(f"{folder}: {size}, {told.slots} slots of {context} tokens, memory for {memory} tokens, on {device.type}")
+    print_status(
+        f"{folder}: {size}, {told.slots} slots of {context} tokens, memory for {memory} tokens, on {device.type}"
+    )
     return (
         Served(name, words, context, int(time.time()), Grammars(words)),
         Driver(engine, told.slots + told.queue),

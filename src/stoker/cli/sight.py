@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 
-from stoker.contract import names
+from stoker.contract import env_vars
 from stoker.control.launch.options import hides_all
 from stoker.control.machine.model import Machine
 
 
 def look() -> Machine:
     """As `stoker train` will see it; a driver that hangs costs three seconds, not the launch."""
-    recorded = os.environ.get(names.MACHINE)
+    recorded = os.environ.get(env_vars.MACHINE)
     if recorded:
         from stoker.control.machine.observe import read_recorded
 

@@ -10,11 +10,10 @@ import textwrap
 from collections.abc import Iterator
 
 from stoker.cli.sight import gpus_to_use, look
-from stoker.contract import names
-from stoker.contract.settings import Parser, add_flags, build
-from stoker.contract.shape import replace
-from stoker.contract.terminal import tell, tell_json
-from stoker.contract.wrapping import wrapped
+from stoker.contract import errors
+from stoker.contract.frozen import replace
+from stoker.contract.options import OptionParser, add_flags, build_options
+from stoker.contract.terminal import print_json, print_text, wrap_text
 from stoker.speedrun.options import SpeedrunOptions
 
 TYPE_CHECKING = False
@@ -36,12 +35,12 @@ exit codes: the failed stage's own; 128+n for a signal; 64 a flag, 65 and 66 dat
 is full, 75 another speedrun works there."""
 
 
-def parser() -> Parser:
+def parser() -> OptionParser:
     from stoker.training.stages.registry import links
 
     order = ", ".join(("world", *(link.name for link, _ in links()), "report"))
     epilog = _EPILOG.format(stages=textwrap.fill(order, 130, break_on_hyphens=False))
-    made = Parser("stoker speedrun", _ABOUT, epilog, usage="stoker speedrun [options]", allow_abbrev=False)
+    made = OptionParser("stoker speedrun", _ABOUT, epilog, usage="stoker speedrun [options]", allow_abbrev=False)
     add_flags(made, SpeedrunOptions)
     return made
 
@@ -52,9 +51,9 @@ def main(argv: list[str], tools: Tools | None = None) -> int:
     told, extra = made.parse_known_args(argv)
     if extra:
         made.unknown(extra)
-    options = build(SpeedrunOptions, vars(told))
+    options = build_options(SpeedrunOptions, vars(told))
     if options.json and not options.plan:
-        raise names.Refusal("--json needs --plan", names.EX_USAGE)
+        raise errors.Refusal("--json needs --plan", errors.EX_USAGE)
     from stoker.speedrun.course import lacking, settle
 
     machine = look()
@@ -108,14 +107,14 @@ def _plan(course: Course) -> int:
     from stoker.speedrun import plan
 
     if course.options.json:
-        tell_json(plan.as_data(course))
+        print_json(plan.as_data(course))
         return 0
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     refused = [f"here it would be refused: {course.refused}"] if course.refused else []
-    before = (wrapped(line, columns or 0) for line in (*course.lines, *refused))
+    before = (wrap_text(line, columns or 0) for line in (*course.lines, *refused))
     print("\n".join((*before, "", plan.as_text(course, columns))))
     return 0
 
 
 def _say(line: str) -> None:
-    tell(line)
+    print_text(line)

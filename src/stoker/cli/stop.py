@@ -8,20 +8,21 @@ import signal
 import time
 
 from stoker.contract import layout
-from stoker.contract.names import STOP_NOW_SIGNAL, Refusal
-from stoker.contract.quantities import duration
-from stoker.contract.settings import Parser
-from stoker.contract.terminal import say, tell
-from stoker.contract.text import printable
+from stoker.contract.env_vars import STOP_NOW_SIGNAL
+from stoker.contract.errors import Refusal
+from stoker.contract.options import OptionParser
+from stoker.contract.terminal import print_status, print_text
+from stoker.contract.text import escape
+from stoker.contract.units import parse_duration
 from stoker.control.launch.signals import tell_launcher
 from stoker.control.record import finder, reader
 
 
-def parser() -> Parser:
-    made = Parser("stoker stop", "Ends a run. Gracefully: the ranks get SIGTERM and their grace to save.")
+def parser() -> OptionParser:
+    made = OptionParser("stoker stop", "Ends a run. Gracefully: the ranks get SIGTERM and their grace to save.")
     made.run_argument(default="the newest that is running")
     made.switch("--now", "without grace")
-    made.option("--wait", "TIME", "wait for its end at most this long (default: 60s)", duration, default=60.0)
+    made.option("--wait", "TIME", "wait for its end at most this long (default: 60s)", parse_duration, default=60.0)
     made.runs_dir()
     return made
 
@@ -33,14 +34,14 @@ def main(argv: list[str]) -> int:
     status = reader.status(run)
     if run.mine and status not in ("running", "unknown"):
         which = f"run {run.id} is not running" if told.run else f"no run in {root} is running; the newest, {run.id}"
-        print(printable(f"{which}: {status}"))
+        print(escape(f"{which}: {status}"))
         return 0
     tell_launcher(run, STOP_NOW_SIGNAL if told.now else signal.SIGTERM)
     deadline = time.monotonic() + told.wait
     while reader.alive(run) and time.monotonic() < deadline:
         time.sleep(0.05)
     if reader.alive(run):
-        tell(f"run {run.id} is still stopping; `stoker stop --now {shlex.quote(run.id)}` ends it at once")
+        print_text(f"run {run.id} is still stopping; `stoker stop --now {shlex.quote(run.id)}` ends it at once")
         return 75
     print(f"run {run.id} is stopped")
     return 0
@@ -54,7 +55,7 @@ def _newest(root: str) -> reader.Run:
     if found is None:
         return finder.find(None, root)
     if listing.skipped:
-        say(listing.skipped)
+        print_status(listing.skipped)
     return found
 
 
@@ -66,5 +67,5 @@ def stop_run(run_dir: str) -> str:
             return "this run is gone"
         tell_launcher(run, signal.SIGTERM)
     except (Refusal, reader.Damaged) as problem:
-        return problem.line if isinstance(problem, Refusal) else printable(str(problem))
-    return f"stopping run {printable(run.id)}: its ranks get SIGTERM and their grace to save"
+        return problem.line if isinstance(problem, Refusal) else escape(str(problem))
+    return f"stopping run {escape(run.id)}: its ranks get SIGTERM and their grace to save"

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Collection
 
 from stoker.contract import layout
-from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.settings import Parser, add_flags, build
-from stoker.contract.terminal import tell
+from stoker.contract.errors import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.options import OptionParser, add_flags, build_options
+from stoker.contract.terminal import print_text
 from stoker.control.record.writer import make_private
 from stoker.control.scheduler import slurm_submit as submit
 from stoker.control.scheduler.slurm_submit import SubmitOptions
@@ -26,8 +26,8 @@ After -- come the arguments of `stoker run`: its options, the script, the script
 Ctrl-C leaves the job alone. exit codes: the run's own; 64 usage, 66 no script, 69 sbatch missing or failing, 73 runs folder can't be written."""
 
 
-def parser() -> Parser:
-    made = Parser(
+def parser() -> OptionParser:
+    made = OptionParser(
         "stoker submit",
         "Writes a Slurm job script for a run, submits it, and follows it until it ends.",
         _EXAMPLES,
@@ -47,9 +47,9 @@ def main(argv: list[str]) -> int:
         if not extra[0].startswith("-"):
             raise Refusal(f"put -- before the run: stoker submit [options] -- {' '.join(extra)}", EX_USAGE)
         made.unknown(extra)
-    options = build(SubmitOptions, vars(found))
+    options = build_options(SubmitOptions, vars(found))
     root = os.path.abspath(layout.runs_root(options.runs_dir, os.environ, write=True))
-    if root == layout.private_runs(os.environ):
+    if root == layout.private_runs_root(os.environ):
         make_private(root)
     if options.follow is not None:
         if words:
@@ -126,7 +126,7 @@ def _follow(root: str, number: str) -> int:
     from stoker.control.scheduler.slurm_runs import Submitted
 
     def say(line: str) -> None:
-        tell(line, sys.stderr)
+        print_text(line, sys.stderr)
 
     def put(data: bytes) -> None:
         sys.stdout.buffer.write(data)

@@ -9,10 +9,10 @@ import sys
 
 from stoker.cli.stop import stop_run
 from stoker.contract import layout
-from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.quantities import duration
-from stoker.contract.settings import Parser
-from stoker.contract.terminal import tell_json
+from stoker.contract.errors import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.options import OptionParser
+from stoker.contract.terminal import print_json
+from stoker.contract.units import parse_duration
 from stoker.control.record import finder
 from stoker.control.show.top.frame import text
 from stoker.control.show.top.player import Player
@@ -31,14 +31,14 @@ _USE = """  stoker top                           this machine and the runs in ./
 Keys: q quit, arrows move, Tab goes to another panel, o and a letter sort, / filters, T stops your own run, h shows them all."""
 
 
-def parser() -> Parser:
-    made = Parser("stoker top", "Hosts, GPUs, processes, ranks and the run's loss, live.", _USE)
+def parser() -> OptionParser:
+    made = OptionParser("stoker top", "Hosts, GPUs, processes, ranks and the run's loss, live.", _USE)
     made.run_argument(default="the newest that is running")
     made.option("--hosts", "HOSTS", "a hosts file, or a,b,c: these hosts instead of this machine")
     made.option("--ssh-option", "OPTION", "for the ssh client, such as -oProxyJump=gate", action="append", default=[])
     made.option("--replay", "RUN", "play what this run recorded: its id, name or path")
     made.switch("--demo", "a made-up cluster with a throttled GPU")
-    made.option("--interval", "TIME", "between two looks, at least 0.25s (default: 2s)", duration, default=2.0)
+    made.option("--interval", "TIME", "between two looks, at least 0.25s (default: 2s)", parse_duration, default=2.0)
     made.switch("--once", "print one picture as text")
     made.switch("--json", "print one snapshot as a JSON object")
     made.switch("--all", "other users' runs in this folder, too")
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     finally:
         source.close()
     if told.json:
-        tell_json(snapshot.to_json())
+        print_json(snapshot.to_json())
     else:
         width = shutil.get_terminal_size((_TEXT_COLUMNS, 24)).columns
         print(text(snapshot, max(width, 20), view))

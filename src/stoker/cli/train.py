@@ -19,14 +19,14 @@ from stoker.cli.train_fit import (
     with_memory_plan,
     without_memory_plan,
 )
-from stoker.contract import layout, names, schedulers
-from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.quantities import counted
-from stoker.contract.settings import Help, Parser, add_flags, build, from_mapping, suggest
-from stoker.contract.shape import options_of, replace
-from stoker.contract.shapes import Verdict
-from stoker.contract.terminal import tell
-from stoker.contract.text import is_count
+from stoker.contract import env_vars, errors, layout, schedulers
+from stoker.contract.errors import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.evidence import Verdict
+from stoker.contract.frozen import options_of, replace
+from stoker.contract.options import HelpFormatter, OptionParser, add_flags, build_options, options_from_mapping, suggest
+from stoker.contract.terminal import print_text
+from stoker.contract.text import is_digits
+from stoker.contract.units import plural
 from stoker.control.launch.options import RunOptions, from_torchrun_environment, ranks_asked
 from stoker.control.launch.request import Request
 from stoker.control.machine.model import Machine
@@ -96,20 +96,22 @@ _OF_LOADING = ("load", "engine", "trust_remote_code", "vocab_size")  # keys of `
 _RUN_MOST = ("nproc_per_node", "gpus", "hosts", "name", "again", "max_restarts", "detach", "dry_run")
 
 
-def parser(stage: str | None = None, *, short: bool = False, default: Callable[[str], str] | None = None) -> Parser:
+def parser(
+    stage: str | None = None, *, short: bool = False, default: Callable[[str], str] | None = None
+) -> OptionParser:
     """`short`: its help lists only what people need most. All of it is understood in any case. `default`: of a key, in words."""
     kind = STAGES[stage] if stage is not None else None
     keys = kind.common if kind is not None and short else None
     foreign = _foreign(stage) if stage is not None else ()
     rest = len(KEYS) - len(foreign) - len(keys or ())
     prog = f"stoker train {stage or 'STAGE'}"
-    made = Parser(
+    made = OptionParser(
         prog,
         f"{stage}: {kind.about}." if kind is not None and short else _ABOUT,
         _SHORT.format(more=rest) if short else _EPILOG,
         usage=f"{prog} [options]",
         allow_abbrev=False,
-        formatter_class=_wide if short else Help,
+        formatter_class=_wide if short else HelpFormatter,
     )
     if stage is None:  # for completion
         made.add_argument("stage", choices=list(STAGES))
@@ -119,7 +121,7 @@ def parser(stage: str | None = None, *, short: bool = False, default: Callable[[
     return made
 
 
-class _KeyHelp(Help):
+class _KeyHelp(HelpFormatter):
     """Prints an option's value once: --lr, --optim.learning_rate RATE."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
@@ -198,14 +200,14 @@ def _refuse_keys_of_others(stage: str, layers: Layers) -> None:
 def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     outside = _run_layers(layers.run, layers.path, told)
     machine = look()
-    gpus = gpus_to_use(machine, ranks_asked(build(RunOptions, *outside).nproc_per_node, os.environ))
+    gpus = gpus_to_use(machine, ranks_asked(build_options(RunOptions, *outside).nproc_per_node, os.environ))
     resolved = settle(layers, gpus, STAGES[stage].defaults)
     named = dict(resolved.run_options)
     if any("gpus" in layer for layer in outside[1:]):  # these, and not the GPU that the file's device_id names
         named.pop("gpu", None)
     outside = _run_layers(named, layers.path, told)
     # People grep for GPU0:INFO, with one GPU and in files too.
-    options = build(RunOptions, {"module": not STAGES[stage].is_script, "prefix": "always"}, *outside)
+    options = build_options(RunOptions, {"module": not STAGES[stage].is_script, "prefix": "always"}, *outside)
     root, remote = layout.runs_root(options.runs_dir, os.environ), options.hosts is not None
     config, models = with_models(resolved.config, root, _say, options.name, remote)
     config = _with_data_as_input(stage, config)
@@ -249,7 +251,7 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     request = request_of(resolved.config)
     if STAGES[stage].learning is not None:
         resolved = with_kept_optimizer(resolved, request)
-    os.environ.pop(names.MEMORY_PLAN, None)  # another run's, of which this command is a part
+    os.environ.pop(env_vars.MEMORY_PLAN, None)  # another run's, of which this command is a part
     if machines:
         amount = at.amount if at is not None else None
         resolved, options, plan = with_memory_plan(stage, resolved, options, machines, ready, _say, amount)
@@ -269,9 +271,9 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
         del os.environ[name]  # what they say is in the ranks' flags by now
     if sys.stderr.isatty() and not options.detach:
-        os.environ[names.TERMINAL] = "1"
+        os.environ[env_vars.TERMINAL] = "1"
     if gpus and STAGES[stage].learning is not None:
-        os.environ[names.EARLY_CONTEXT] = "1"
+        os.environ[env_vars.EARLY_CONTEXT] = "1"
     from stoker.cli.run import start
 
     keep = (*STAGES[stage].defaults, *derivable(STAGES[stage].learning))
@@ -281,9 +283,9 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
         shown = _worth_showing(stage, resolved, keep)
         print(as_yaml(resolved.config, shown), end="")
         if resolved.config.model.load and learns:
-            tell(f"# The model's shape is that of {resolved.config.model.load}{_in_words(resolved.config)}.")
+            print_text(f"# The model's shape is that of {resolved.config.model.load}{_in_words(resolved.config)}.")
         rest = len(KEYS) - len(shown) - len(_of_loaded(resolved))
-        tell(f"# The other {rest} keys have their defaults: `stoker docs config` prints them.")
+        print_text(f"# The other {rest} keys have their defaults: `stoker docs config` prints them.")
     return code
 
 
@@ -292,7 +294,7 @@ def _in_words(config: Config) -> str:
     from stoker.training.model.config import parameters
 
     c = _loaded_shape(config.model)
-    return f": {parameters(c):,} parameters, {c.layers} layers of width {c.dim}, {counted(c.vocab_size, 'token')}"
+    return f": {parameters(c):,} parameters, {c.layers} layers of width {c.dim}, {plural(c.vocab_size, 'token')}"
 
 
 def _of_loaded(resolved: Resolved) -> set[str]:
@@ -320,20 +322,24 @@ def _run_layers(section: Any, path: str, told: dict[str, Any]) -> list[dict[str,
     where = f"config file {path}: run"
     for name in _NOT_HERE:
         if name in section:
-            raise Refusal(f"{where}.{name} does not apply here", names.EX_CONFIG)
+            raise Refusal(f"{where}.{name} does not apply here", errors.EX_CONFIG)
     for key in section:
         name = str(key).replace("-", "_")
         if name in options_of(RunOptions) and name not in _IN_A_FILE:
             why = "is not taken from a file, which another person may have written"
-            raise Refusal(f"{where}.{name} {why}: give it as a flag (--{name.replace('_', '-')})", names.EX_CONFIG)
-    return [from_mapping(RunOptions, section, where), from_torchrun_environment(os.environ, without=_NOT_HERE), told]
+            raise Refusal(f"{where}.{name} {why}: give it as a flag (--{name.replace('_', '-')})", errors.EX_CONFIG)
+    return [
+        options_from_mapping(RunOptions, section, where),
+        from_torchrun_environment(os.environ, without=_NOT_HERE),
+        told,
+    ]
 
 
 def _most_ranks(config: Config, options: RunOptions, machine: Machine, gpus: bool) -> int | None:
     """None: other hosts have a say, or only `stoker run` knows."""
     asked = ranks_asked(options.nproc_per_node, os.environ).strip().lower()
-    several = options.hosts is not None or options.nnodes != "1" or schedulers.found(os.environ) is not None
-    if several or (asked and not is_count(asked)):
+    several = options.hosts is not None or options.nnodes != "1" or schedulers.find_scheduler(os.environ) is not None
+    if several or (asked and not is_digits(asked)):
         return None
     if asked:
         return int(asked)
@@ -552,4 +558,4 @@ def _show_loss(verdict: Verdict, run_dir: str, say: Callable[[str], None]) -> No
 
 
 def _say(line: str) -> None:
-    tell(line, sys.stderr)
+    print_text(line, sys.stderr)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.names import EX_CONFIG, EX_UNAVAILABLE, Refusal
-from stoker.contract.quantities import amount, counted
-from stoker.contract.shape import replace
+from stoker.contract.errors import EX_CONFIG, EX_UNAVAILABLE, Refusal
+from stoker.contract.frozen import replace
+from stoker.contract.units import format_bytes, plural
 from stoker.control.launch.differing import keys_in
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.request import Request
@@ -95,9 +95,9 @@ def refuse_beyond_memory(config: Config, ranks: int, memory: int, loaded: int = 
     least = int(numbers * {LORA: 2, QLORA: 0.5}.get(config.adapter.method, learned))  # frozen: 16 or 4 bits
     needed = ranks * _RANK + least * (1 if config.parallel.strategy == "fsdp" else ranks)
     if needed > memory:
-        what = f"{counted(numbers, 'parameter')}" if least > _RANK else "what a rank takes by itself"
-        line = f"{ranks} rank{'' if ranks == 1 else 's'} on the CPU with {what} need {amount(needed)} of memory or more"
-        line = f"this does not fit: {line}, and this machine has {amount(memory)}"
+        what = f"{plural(numbers, 'parameter')}" if least > _RANK else "what a rank takes by itself"
+        line = f"{ranks} rank{'' if ranks == 1 else 's'} on the CPU with {what} need {format_bytes(needed)} of memory or more"
+        line = f"this does not fit: {line}, and this machine has {format_bytes(memory)}"
         smaller = "an adapter (--lora, --qlora)" if config.model.load else "a smaller model (--model.depth)"
         raise Refusal(f"{line}; take {smaller}, or fewer ranks (--nproc-per-node)", EX_UNAVAILABLE)
 
@@ -112,14 +112,14 @@ def _refuse_shards(found: Plan, cards: list[Card]) -> None:
     for share in found.shares:
         card, size = share.card, share.planned.terms.get(GATHERED, 0)
         if size + _SURELY > card.free:
-            line = f"a gathered block and the buffer of the next take {amount(size)}, and {_named(card)} has {amount(card.free)} free"
+            line = f"a gathered block and the buffer of the next take {format_bytes(size)}, and {_named(card)} has {format_bytes(card.free)} free"
             more = "" if found.settings.method == "qlora" else "; with --qlora they are a quarter of that"
             raise Refusal(f"this does not fit: {line}, however many ranks there are{more}", EX_UNAVAILABLE)
     for host, free in {card.host: card.host_free for card in cards}.items():
         needed = sum(share.host_bytes for share in found.shares if share.card.host == host)
         if free is not None and needed > free:
             there = f" on {host}" if host else ""
-            line = f"parallel.offload {found.settings.offload} needs {amount(needed)} of host memory{there}, and {amount(free)} are available"
+            line = f"parallel.offload {found.settings.offload} needs {format_bytes(needed)} of host memory{there}, and {format_bytes(free)} are available"
             raise Refusal(
                 f"this does not fit: {line}; use fewer ranks of this host, or parallel.offload off", EX_UNAVAILABLE
             )
@@ -259,8 +259,8 @@ def _too_much(found: Plan) -> str:
     change = found.change
     words = "" if change is None else change.flags(train=True) or change.words
     return (
-        f"{_named(card)} has {amount(card.free)} free, and {s.method} with {s.micro} sample{'' if s.micro == 1 else 's'} at"
-        f" once{again} needs {amount(share.needs)}; smallest change: {words}"
+        f"{_named(card)} has {format_bytes(card.free)} free, and {s.method} with {s.micro} sample{'' if s.micro == 1 else 's'} at"
+        f" once{again} needs {format_bytes(share.needs)}; smallest change: {words}"
     )
 
 

@@ -11,9 +11,10 @@ from typing import Any
 from stoker.cli import roles
 from stoker.cli.sight import gpus_to_use, look
 from stoker.contract import layout
-from stoker.contract.names import API_KEY, EX_USAGE, Refusal
-from stoker.contract.shape import replace
-from stoker.contract.terminal import tell
+from stoker.contract.env_vars import API_KEY
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.frozen import replace
+from stoker.contract.terminal import print_text
 from stoker.control.launch.options import ranks_asked
 from stoker.control.launch.ourselves import stoker_command
 from stoker.control.roles import allocation, role
@@ -131,4 +132,4 @@ def _trainer(keys: Sequence[Flag], layers: Layers, part: Part, server: str, env:
 
 
 def _say(line: str) -> None:
-    tell(line, sys.stderr)
+    print_text(line, sys.stderr)

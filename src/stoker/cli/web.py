@@ -10,11 +10,11 @@ import socket
 import sys
 
 from stoker.contract import layout
-from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
-from stoker.contract.quantities import amount, duration
-from stoker.contract.settings import Parser, check_port
-from stoker.contract.terminal import say, tell, tell_secret
-from stoker.contract.text import printable
+from stoker.contract.errors import EX_CANTCREAT, EX_USAGE, Refusal
+from stoker.contract.options import OptionParser, check_port
+from stoker.contract.terminal import print_secret, print_status, print_text
+from stoker.contract.text import escape
+from stoker.contract.units import format_bytes, parse_duration
 from stoker.control.record import finder
 
 TYPE_CHECKING = False
@@ -33,8 +33,8 @@ _EXAMPLES = """examples:
 The page is for this machine only; from elsewhere use the `ssh -L` line that it prints. `stoker docs show` has more."""
 
 
-def parser() -> Parser:
-    made = Parser(
+def parser() -> OptionParser:
+    made = OptionParser(
         "stoker web",
         "Runs, curves, ranks, GPUs and logs as a live page in the browser, until Ctrl-C.",
         _EXAMPLES,
@@ -47,7 +47,7 @@ def parser() -> Parser:
     )
     made.option("--hosts", "FILE|A,B", "these hosts instead of this machine: a hosts file, or a,b,c reached by ssh")
     made.option("--ssh-option", "OPT", "an option for the ssh client: --ssh-option=-p2222", action="append", default=[])
-    made.option("--interval", "TIME", "look this often while a page is open (default: 2s)", duration, default=2.0)
+    made.option("--interval", "TIME", "look this often while a page is open (default: 2s)", parse_duration, default=2.0)
     made.add_argument(
         "--save", nargs="+", metavar="[RUN] FILE", help="write a run (default: the newest) as one HTML file, and end"
     )
@@ -72,19 +72,19 @@ def main(argv: list[str]) -> int:
 
 def _save(root: str, which: str | None, path: str) -> int:
     from stoker.cli.why import verdict_of
-    from stoker.contract.safe_io import refuse_other_kind, write_whole
+    from stoker.contract.safe_io import refuse_other_extension, write_atomic
     from stoker.control.show.web.saved import saved_page
 
-    refuse_other_kind(path, b"<!doctype html", "an HTML page")
+    refuse_other_extension(path, b"<!doctype html", "an HTML page")
     run = finder.find(which, root)
     if which is None:
-        say(f"the newest run: {printable(run.id)}")
+        print_status(f"the newest run: {escape(run.id)}")
     data = saved_page(run, verdict_of)
     try:
-        write_whole(path, data)
+        write_atomic(path, data)
     except OSError as problem:
-        raise Refusal(f"{printable(path)} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
-    print(f"wrote {printable(path)} ({amount(len(data))})")
+        raise Refusal(f"{escape(path)} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
+    print(f"wrote {escape(path)} ({format_bytes(len(data))})")
     return 0
 
 
@@ -130,7 +130,7 @@ def _serve(told: argparse.Namespace, root: str) -> int:
         line = f"stoker web: an answer failed: {type(problem).__name__}: {problem}"
         if line not in complained and len(complained) < 20:
             complained.add(line)
-            say(printable(line, 500))
+            print_status(escape(line, 500))
 
     serving.Server(listening, pages.answer, failed).serve(lambda: bool(over))
     hub.stop()
@@ -141,11 +141,11 @@ def _serve(told: argparse.Namespace, root: str) -> int:
 
 def _announce(listening: socket.socket, token: str, address: str, local: bool) -> None:
     port = listening.getsockname()[1]
-    tell_secret(f"{address}?token={token}")
+    print_secret(f"{address}?token={token}")
     if local:
-        tell(f"from another machine: ssh -N -L {port}:127.0.0.1:{port} {_me()}   and open the same address there")
+        print_text(f"from another machine: ssh -N -L {port}:127.0.0.1:{port} {_me()}   and open the same address there")
     else:
-        tell("anybody who sees the traffic sees the token and the page: it is not encrypted. `ssh -L` is")
+        print_text("anybody who sees the traffic sees the token and the page: it is not encrypted. `ssh -L` is")
     print("Ctrl-C ends it")
     sys.stdout.flush()
 
@@ -155,4 +155,4 @@ def _me() -> str:
         user = getpass.getuser()
     except (KeyError, OSError):  # a number without a name
         user = "USER"
-    return printable(f"{user}@{os.uname().nodename}")
+    return escape(f"{user}@{os.uname().nodename}")

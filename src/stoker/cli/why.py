@@ -8,18 +8,18 @@ import time
 from typing import Any
 
 from stoker.contract import layout, schedulers
-from stoker.contract.errors import reading
-from stoker.contract.quantities import span
-from stoker.contract.settings import Parser
-from stoker.contract.shape import replace
-from stoker.contract.shapes import Verdict
-from stoker.contract.terminal import ERROR, SUCCESS, WARNING, paint, tell, tell_json
-from stoker.contract.text import printable, printable_lines
+from stoker.contract.errors import parsing
+from stoker.contract.evidence import Verdict
+from stoker.contract.frozen import replace
+from stoker.contract.options import OptionParser
+from stoker.contract.terminal import ERROR, SUCCESS, WARNING, print_coloured, print_json, print_text
+from stoker.contract.text import escape, escape_lines
+from stoker.contract.units import format_duration
 from stoker.control.record import again, finder, reader
 from stoker.control.scheduler import runs
 from stoker.control.verdict.launch import lost
 
-_JOBS = " or ".join(f"{scheduler.name}:JOB" for scheduler in schedulers.KNOWN)
+_JOBS = " or ".join(f"{scheduler.name}:JOB" for scheduler in schedulers.SCHEDULERS)
 
 _MOST_CAUSES = 20  # of restarts, shown
 _UNCOUNTED = ("host.lost", "launch.regroup")  # restarts for them cost none of --max-restarts
@@ -27,8 +27,8 @@ _UNCOUNTED = ("host.lost", "launch.regroup")  # restarts for them cost none of -
 _MAYBE_DETERMINISTIC = ("rank.exception", "rank.exit", "rank.early-exit", "rank.crash")
 
 
-def parser() -> Parser:
-    made = Parser("stoker why", "How a run ended, and why: the verdict, its evidence, and what to do.")
+def parser() -> OptionParser:
+    made = OptionParser("stoker why", "How a run ended, and why: the verdict, its evidence, and what to do.")
     made.run_argument(f"id, name or path of a run, or {_JOBS}")
     made.runs_dir()
     made.switch("--json", "the verdict as JSON")
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     root = layout.runs_root(told.runs_dir, os.environ)
     name, colon, job = (told.run or "").partition(":")
-    if colon and (scheduler := schedulers.named(name)) is not None:
+    if colon and (scheduler := schedulers.scheduler_named(name)) is not None:
         jobs = runs(scheduler)
         found = jobs.run_of(root, job)
         if found is None:
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
         run = found
     else:
         run = finder.find(told.run, root)
-    with reading(f"run {run.id}"):
+    with parsing(f"run {run.id}"):
         return _explain(run, told.json)
 
 
@@ -63,7 +63,7 @@ def _explain(run: reader.Run, as_json: bool) -> int:
     where = f" (on host {run.launcher[2]})" if status == "unknown" else ""
     _print(f"run {run.id}{_whose(run)}: {status}, no verdict yet{where}")
     for event in _suspicions(run):
-        _print(f"  {span(max(0.0, time.time() - event['time']))} ago: {event['summary']}")
+        _print(f"  {format_duration(max(0.0, time.time() - event['time']))} ago: {event['summary']}")
         evidence = event.get("evidence")
         for line in evidence if isinstance(evidence, list) else ():
             _print(f"    {line}")
@@ -79,7 +79,7 @@ def verdict_of(run: reader.Run) -> Verdict | None:
         verdict = lost(run.id, saved[0].path if saved else "", saved[0].host if saved else "")
         if run.mine:  # "the same command" alone would start a run without a name from its beginning
             verdict = replace(verdict, fix=(f"{again.command_of(run)}   # {again.purpose(run)}", *verdict.fix))
-    scheduler = schedulers.found(run.data.get("environment") or {}) if run.mine else None
+    scheduler = schedulers.find_scheduler(run.data.get("environment") or {}) if run.mine else None
     if scheduler is not None and status not in ("running", "completed"):
         verdict = runs(scheduler).explained(os.path.dirname(run.dir), run, verdict)
     if verdict is not None and run.mine:
@@ -92,11 +92,11 @@ def _whose(run: reader.Run) -> str:
 
 
 def _print(line: str) -> None:
-    tell(printable(line))
+    print_text(escape(line))
 
 
 def _dump(data: dict[str, Any]) -> None:
-    tell_json(data)
+    print_json(data)
 
 
 def _show(verdict: Verdict, title: str, run: reader.Run | None, as_json: bool) -> int:
@@ -105,7 +105,7 @@ def _show(verdict: Verdict, title: str, run: reader.Run | None, as_json: bool) -
         _dump(verdict.to_json())
         return 0
     colour = {"completed": SUCCESS, "stopped": WARNING}.get(verdict.status, ERROR)
-    paint([(f"{title}: ", ""), (f"{verdict.status}, exit code {verdict.exit_code}", colour)])
+    print_coloured([(f"{title}: ", ""), (f"{verdict.status}, exit code {verdict.exit_code}", colour)])
     rank = f", rank {verdict.rank}" if verdict.rank is not None else ""
     _print(f"cause: {verdict.cause}{rank}" + (f" on host {verdict.host}" if verdict.host else ""))
     _print_lines(verdict.summary)
@@ -118,9 +118,9 @@ def _show(verdict: Verdict, title: str, run: reader.Run | None, as_json: bool) -
     if run is not None:
         _print_restarts(run)
     if verdict.detected_s is not None:
-        when = f"detected {span(verdict.detected_s)} after it happened"
+        when = f"detected {format_duration(verdict.detected_s)} after it happened"
         if verdict.stalled:
-            when = f"first noticed after {span(verdict.detected_s)} without progress"
+            when = f"first noticed after {format_duration(verdict.detected_s)} without progress"
         _print(f"{when}{_another_attempt(verdict)}")
     if run is not None:
         _print(f"record: {os.path.abspath(run.dir)}")
@@ -141,7 +141,7 @@ def _print_restarts(run: reader.Run) -> None:
         if event["event"] == "restart":
             count += 1
             if count <= _MOST_CAUSES:
-                cause = printable(str(event.get("cause")), 80)
+                cause = escape(str(event.get("cause")), 80)
                 causes.append(f"{cause}, which --max-restarts does not count" if cause in _UNCOUNTED else cause)
     if count > _MOST_CAUSES:
         causes.append(f"and {count - _MOST_CAUSES} more")
@@ -151,7 +151,7 @@ def _print_restarts(run: reader.Run) -> None:
 
 def _print_lines(text: str) -> None:
     """Evidence may have several lines: those stay."""
-    tell("\n".join(f"  {line}" for line in printable_lines(text).split("\n")))
+    print_text("\n".join(f"  {line}" for line in escape_lines(text).split("\n")))
 
 
 def _another_attempt(verdict: Verdict) -> str:

@@ -7,19 +7,19 @@ import re
 from collections.abc import Callable
 
 from stoker.contract import layout, safe_io
-from stoker.contract.shape import shape
-from stoker.contract.text import printable
+from stoker.contract.frozen import frozen
+from stoker.contract.text import escape
 
 _FOLDER, _MANIFEST = re.compile(r"step-([0-9]{8,18})"), "manifest.json"
 
 
-@shape
+@frozen
 class SavedCheckpoint:
     path: str
     time: float  # of its last change
 
 
-def newest(run_dir: str, say: Callable[[str], None] | None = None) -> SavedCheckpoint | None:
+def find_newest_checkpoint(run_dir: str, say: Callable[[str], None] | None = None) -> SavedCheckpoint | None:
     """A folder is complete when it holds manifest.json, written last, and every file the manifest names is there with
     its size; a file is complete when it is in place under its own name (write to NAME.tmp, then rename).
 
@@ -39,7 +39,7 @@ def newest(run_dir: str, say: Callable[[str], None] | None = None) -> SavedCheck
     incomplete: list[tuple[str, str]] = []  # path, and why
     saved = None
     for entry in entries:
-        lacks = _lacks(entry.path) if entry.is_dir() else ""
+        lacks = _missing_part(entry.path) if entry.is_dir() else ""
         if not lacks:
             # A folder's own time changes when its last file is put in place, and a rename of the folder leaves it.
             saved = SavedCheckpoint(entry.path, entry.stat().st_mtime)
@@ -50,7 +50,7 @@ def newest(run_dir: str, say: Callable[[str], None] | None = None) -> SavedCheck
     return saved
 
 
-def newest_step(run_dir: str) -> int | None:
+def find_newest_step(run_dir: str) -> int | None:
     """Of `stoker train`'s own: the number in the name of the newest folder with a manifest. Nothing of it is read."""
     folder = os.path.join(run_dir, layout.CHECKPOINTS)
     try:
@@ -64,9 +64,9 @@ def newest_step(run_dir: str) -> int | None:
 def _skipping(incomplete: list[tuple[str, str]], saved: SavedCheckpoint | None) -> str:
     path, lacks = incomplete[0]
     others = f" ({len(incomplete) - 1} more like it)" if len(incomplete) > 1 else ""
-    instead = f"using {printable(os.path.basename(saved.path))}" if saved else "there is no other"
+    instead = f"using {escape(os.path.basename(saved.path))}" if saved else "there is no other"
     return (
-        f"{printable(path)} does not count as a complete checkpoint: {lacks}{others}; {instead}"
+        f"{escape(path)} does not count as a complete checkpoint: {lacks}{others}; {instead}"
         " (`stoker docs python`: what makes one complete)"
     )
 
@@ -79,9 +79,7 @@ def _trusted(path: str, folder: str, say: Callable[[str], None] | None) -> bool:
         return False  # gone meanwhile, a link to nowhere, or another user's mount
     theirs = [uid for uid in uids if not safe_io.is_trusted(uid, folder)]
     if theirs and say is not None:
-        say(
-            f"{printable(path)} belongs to {safe_io.user_name(theirs[0])}: it is not taken for a checkpoint of this run"
-        )
+        say(f"{escape(path)} belongs to {safe_io.user_name(theirs[0])}: it is not taken for a checkpoint of this run")
     return not theirs
 
 
@@ -90,7 +88,7 @@ def _step_in(name: str) -> int:
     return int(numbers[-1]) if numbers else -1
 
 
-def _lacks(folder: str) -> str:
+def _missing_part(folder: str) -> str:
     """What a folder lacks to be complete; empty: nothing."""
     from stoker.contract.safe_io import read_json
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from stoker.contract.names import EX_CANTCREAT, Refusal
-from stoker.contract.safe_io import why_not_ours_alone
+from stoker.contract.errors import EX_CANTCREAT, Refusal
+from stoker.contract.safe_io import why_shared
 
 SCHEMA = 1
 SYNCED = ".stoker-sync.json"  # in a working directory that --sync filled: what it brought
@@ -50,7 +50,7 @@ def rank_stack(run_dir: str, attempt: int, rank: int) -> str:
     return os.path.join(attempt_dir(run_dir, attempt), f"rank-{rank}.stack.txt")
 
 
-def stacks(run_dir: str, attempt: int) -> str:
+def all_stacks(run_dir: str, attempt: int) -> str:
     """All ranks' stacks, workers and collectives, from the newest suspicion."""
     return os.path.join(attempt_dir(run_dir, attempt), "stacks.txt")
 
@@ -63,29 +63,29 @@ def runs_root(given: str | None, environment: dict[str, str] | os._Environ[str],
     named = given or environment.get("STOKER_RUNS")
     if named or _writable("runs"):
         root = named or "runs"
-        why = why_not_for_runs(root) if write else ""
+        why = why_unsafe_root(root) if write else ""
         if why:
             line = f"the runs folder {os.path.abspath(root)} can't be used: {why}, so others can replace your runs"
             raise Refusal(f"{line}; choose a folder of your own with --runs-dir", EX_CANTCREAT, cause="launch.runs-dir")
         return root
-    private = private_runs(environment)
+    private = private_runs_root(environment)
     base = os.path.dirname(os.path.dirname(private))
-    problem = why_not_ours_alone(base) if os.path.exists(base) else ""
+    problem = why_shared(base) if os.path.exists(base) else ""
     if problem:
         line = f"{os.getcwd()} can't be written, and {base} can't be used ({problem}): name a folder with --runs-dir"
         raise Refusal(line, EX_CANTCREAT, cause="launch.runs-dir")
     return "runs" if not write and os.path.isdir("runs") and not os.path.isdir(private) else private
 
 
-def why_not_for_runs(root: str) -> str:
+def why_unsafe_root(root: str) -> str:
     """Why others could put another run directory in the place of ours. Empty: nobody can, or it is not there yet."""
     try:
-        return why_not_ours_alone(root, sticky=True)
+        return why_shared(root, sticky=True)
     except OSError:
         return ""  # to be made; or the reason shows when it is written
 
 
-def private_runs(environment: dict[str, str] | os._Environ[str]) -> str:
+def private_runs_root(environment: dict[str, str] | os._Environ[str]) -> str:
     """Below the user's state folder, else TMPDIR. One per working directory: names of runs must not clash."""
     home = environment.get("HOME") or os.path.expanduser("~")
     state = environment.get("XDG_STATE_HOME") or os.path.join(home, ".local", "state")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 
-from stoker.contract.shape import option, shape
+from stoker.contract.frozen import frozen, option
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-@shape
+@frozen
 class Range:
     low: float
     high: float = math.inf
@@ -43,17 +43,17 @@ class Range:
         return f"from {self.low:g} to {'below ' if self.below else ''}{self.high:g}"
 
 
-MANY = 10**9  # no run has more of anything it counts; of tokens and samples a million times as many
-COUNT, FROM_ONE, FROM_TWO = Range(0, MANY), Range(1, MANY), Range(2, MANY)
-LARGE, SEED = Range(0, MANY * 10**6), Range(0, 2**63 - 1)
+MAX_COUNT = 10**9  # no run has more of anything it counts; of tokens and samples a million times as many
+COUNT, FROM_ONE, FROM_TWO = Range(0, MAX_COUNT), Range(1, MAX_COUNT), Range(2, MAX_COUNT)
+LARGE, SEED = Range(0, MAX_COUNT * 10**6), Range(0, 2**63 - 1)
 NOT_NEGATIVE, POSITIVE = Range(0), Range(0, above=True)
-SHARE, LESS_THAN_ALL = Range(0, 1), Range(0, 1, below=True)
+FRACTION, FRACTION_BELOW_ONE = Range(0, 1), Range(0, 1, below=True)
 
 
-def one_of(*choices: str) -> Callable[[str], Any]:
+def choice(*choices: str) -> Callable[[str], Any]:
     """The first is the default."""
     return lambda help: option(help, default=choices[0], choices=choices)
 
 
-def text(metavar: str) -> Callable[[str], Any]:
+def text_option(metavar: str) -> Callable[[str], Any]:
     return lambda help: option(help, metavar, default="")

@@ -14,7 +14,7 @@ _NO_INODE = "0"  # not accepted yet, or closed
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 
 
-def rows_of(port: int, state: str) -> list[list[str]]:
+def read_socket_table(port: int, state: str) -> list[list[str]]:
     """The kernel's rows of the sockets on this local port in this state."""
     found: list[list[str]] = []
     for table in _TABLES:
@@ -27,7 +27,7 @@ def listening_users(host: str, port: int) -> set[int]:
     """Whose sockets get a connection to this address, which is one of this machine's. As the kernel chooses: one that listens
     on that very address goes before one that listens on all. Others may have the port on other addresses, 127.0.0.2 say.
     """
-    rows = rows_of(port, LISTEN)
+    rows = read_socket_table(port, LISTEN)
     return {uid for family, address in _resolved(host, port) for uid in _taking(rows, family, address)}
 
 

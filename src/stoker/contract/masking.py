@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-HIDDEN = "<redacted>"
+MASK = "<redacted>"
 Span = tuple[int, int]
 
 
@@ -24,14 +24,14 @@ def mask_text(text: str) -> str:
     return _without(text, _spans(text))
 
 
-def masked_lines(text: str) -> list[str]:
+def mask_lines(text: str) -> list[str]:
     """Return the lines of what a program printed, without blank ones. Masked first: a line of a key has no known shape."""
     return [line for line in mask_text(text).splitlines() if line.strip()]
 
 
 def mask_value(name: str, value: str) -> str:
     """Return the value of a variable or setting, hidden if its name is a secret's."""
-    return HIDDEN if is_secret_name(name) and _is_secret_value(name, value) else mask_text(value)
+    return MASK if is_secret_name(name) and _is_secret_value(name, value) else mask_text(value)
 
 
 def mask_argv(argv: Iterable[str]) -> list[str]:
@@ -56,10 +56,10 @@ def mask_json(value: Any) -> Any:
 
 def allowed_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a record keeps: those that change how a job runs, without secrets."""
-    from stoker.contract.schedulers import KNOWN
+    from stoker.contract.schedulers import SCHEDULERS
 
     # All variables of a scheduler, by which `stoker why` knows the job of a run.
-    prefixes = (*_RECORDED_PREFIXES, *(scheduler.job_variable.partition("_")[0] + "_" for scheduler in KNOWN))
+    prefixes = (*_RECORDED_PREFIXES, *(scheduler.job_variable.partition("_")[0] + "_" for scheduler in SCHEDULERS))
     return {
         name: mask_value(name, value)
         for name, value in sorted(variables.items())
@@ -88,7 +88,7 @@ def _masked_entry(key: Any, value: Any) -> Any:
         return value
     if isinstance(key, str) and is_secret_name(key):
         if isinstance(value, (str, int, float)) and not isinstance(value, bool):
-            return HIDDEN if _is_secret_value(key, str(value)) else value
+            return MASK if _is_secret_value(key, str(value)) else value
         if isinstance(value, (list, tuple)):
             return [_masked_entry(key, item) for item in value]
     return mask_json(value)
@@ -133,7 +133,7 @@ def _spans(text: str) -> list[Span]:
 
 def _without(text: str, spans: list[Span]) -> str:
     for begin, end in reversed(spans):
-        text = text[:begin] + HIDDEN + text[end:]
+        text = text[:begin] + MASK + text[end:]
     return text
 
 
@@ -210,7 +210,7 @@ def is_secret_name(name: str) -> bool:
 
 def _is_secret_value(name: str, value: str) -> bool:
     """Return whether a value is worth hiding under a secret's name: no switch, number, placeholder or existing file."""
-    if not value or value.lower() in _NO_SECRETS or HIDDEN in value:
+    if not value or value.lower() in _NO_SECRETS or MASK in value:
         return False
     if _pattern(r"\$\{?\w+\}?|\$\(.*|%\w+%|\{[\w.]+\}").fullmatch(value):  # $TOKEN, $(cat file), {token}
         return False
@@ -393,7 +393,7 @@ def _known_secrets() -> list[str]:
 def _without_known(text: str) -> str:
     for secret in _known_secrets():
         if secret in text:
-            text = text.replace(secret, HIDDEN)
+            text = text.replace(secret, MASK)
     return text
 
 

@@ -9,11 +9,11 @@ import os
 import signal
 from collections.abc import Callable
 
-from stoker.contract.names import EX_OSERR, Refusal
-from stoker.contract.shape import shape
+from stoker.contract.errors import EX_OSERR, Refusal
+from stoker.contract.frozen import frozen
 
 
-@shape
+@frozen
 class Process:
     pid: int
     parent: int
@@ -24,7 +24,7 @@ class Process:
     name: str
 
 
-def process(pid: int) -> Process | None:
+def find_process(pid: int) -> Process | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
@@ -37,7 +37,7 @@ def process(pid: int) -> Process | None:
     return Process(pid, parent, group, session, fields[0].decode(), start, name)
 
 
-def of_kernel(path: str) -> str:
+def read_kernel_file(path: str) -> str:
     """A small file of /proc or /sys; empty where there is none, or it is not ours to read."""
     try:
         with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
@@ -48,39 +48,39 @@ def of_kernel(path: str) -> str:
 
 def kernel_lines(path: str) -> list[str]:
     """Its lines that hold anything. Not by splitlines: a process may have a carriage return in its name."""
-    return [line for line in of_kernel(path).split("\n") if line]
+    return [line for line in read_kernel_file(path).split("\n") if line]
 
 
-def owner(pid: int) -> int | None:
+def process_owner(pid: int) -> int | None:
     """The real uid. Not the owner of /proc/PID: that is root for a process that may not be dumped, such as ssh-agent."""
-    uid = status(pid, "Uid:")
+    uid = read_status(pid, "Uid:")
     return None if uid is None else int(uid)
 
 
-def status(pid: int, key: str) -> str | None:
+def read_status(pid: int, key: str) -> str | None:
     """The first word behind this key in the kernel's /proc/PID/status; None where there is none."""
     lines = kernel_lines(f"/proc/{pid}/status")
     return next((line.split()[1] for line in lines if line.startswith(key)), None)
 
 
-def send(who: Process, signum: int, if_still: Callable[[], bool] | None = None) -> bool:
+def send_signal(who: Process, signum: int, if_still: Callable[[], bool] | None = None) -> bool:
     """Signals exactly this process, and only one of our user. `if_still`: asked while the pidfd is held."""
 
     def the_same() -> bool:
-        now = process(who.pid)
-        if now is None or now.start != who.start or owner(who.pid) != os.getuid():
+        now = find_process(who.pid)
+        if now is None or now.start != who.start or process_owner(who.pid) != os.getuid():
             return False
         return if_still is None or if_still()
 
     return _signal(who.pid, signum, the_same)
 
 
-def send_to_child(pid: int, signum: int) -> bool:
+def signal_child(pid: int, signum: int) -> bool:
     """To a child of ours that nobody has waited for: its number can't be another's."""
     return _signal(pid, signum, lambda: True)
 
 
-def send_to_group(leader: int, signum: int) -> bool:
+def signal_group(leader: int, signum: int) -> bool:
     """To the group of such a child, and what it forks meanwhile. A pidfd reaches groups since Linux 6.9 only."""
     try:
         os.killpg(leader, signum)

@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stoker.contract import layout, names, terminal
-from stoker.contract.quantities import amount, clock
+from stoker.contract import env_vars, layout, terminal
+from stoker.contract.frozen import as_json, frozen
 from stoker.contract.safe_io import read_json, write_json
-from stoker.contract.shape import as_json, shape
-from stoker.contract.typed import read_shape
+from stoker.contract.typed_values import read_frozen
+from stoker.contract.units import format_bytes, format_clock
 
 SCHEMA = 1
 AFTER_S = 2.0  # what takes less is over before anybody reads its bar
@@ -32,8 +32,8 @@ WIDTH, _NARROWEST = 20, 5
 BYTES = "B"
 
 
-@shape
-class State:
+@frozen
+class ProgressState:
     what: str
     done: float
     total: float
@@ -44,15 +44,15 @@ class State:
 
     def bar(self, room: int) -> str:
         """In so many columns: where they are few the bar is shorter, or there is none."""
-        about = f"{self._numbers()} | ETA {clock(self.left)}"
+        about = f"{self._numbers()} | ETA {format_clock(self.left)}"
         width = min(room - len(f"{self.what} [] {about}"), WIDTH)
         if width < _NARROWEST:
-            return f"{self.what} {100 * self._share:.0f} % | ETA {clock(self.left)}"
+            return f"{self.what} {100 * self._share:.0f} % | ETA {format_clock(self.left)}"
         full = int(width * self._share)
         return f"{self.what} [{'█' * full}{'·' * (width - full)}] {about}"
 
     def line(self) -> str:
-        return f"{self.what}: {self._numbers()}, {100 * self._share:.0f} %, ETA {clock(self.left)}"
+        return f"{self.what}: {self._numbers()}, {100 * self._share:.0f} %, ETA {format_clock(self.left)}"
 
     @property
     def _share(self) -> float:
@@ -61,7 +61,7 @@ class State:
     def _numbers(self) -> str:
         if self.unit == BYTES:
             size, of = (2**30, "GiB") if self.total >= 2**30 else (2**20, "MiB")
-            rate = f", {amount(self.rate)}/s" if self.rate else ""
+            rate = f", {format_bytes(self.rate)}/s" if self.rate else ""
             counted = f"{self.done / size:.1f}/{self.total / size:.1f} {of}{rate}"
         else:
             counted = f"{self.done:,.0f}/{self.total:,.0f}{' ' + self.unit if self.unit else ''}"
@@ -77,7 +77,7 @@ class Progress:
         self._say = say
         self._began = self._said = time.monotonic()
         self._drawn = self._kept = 0.0
-        self._terminal = terminal.for_bars()
+        self._terminal = terminal.shows_bars()
         self._file = _file() if "RANK" in os.environ else ""
 
     def __enter__(self) -> Progress:
@@ -97,7 +97,7 @@ class Progress:
             return
         if self._terminal and now - self._drawn >= REDRAW_S:
             self._drawn = now
-            terminal.draw(self._state(now, note, left).bar(terminal.room()))
+            terminal.draw_bar(self._state(now, note, left).bar(terminal.bar_width()))
         elif self._say is not None and not self._terminal and now - self._said >= SAY_S:
             self._said = now
             self._say(self._state(now, note, left).line())
@@ -107,37 +107,37 @@ class Progress:
                 state = self._state(now, note, left)
                 write_json(self._file, {"schema": SCHEMA, **as_json(state)}, durable=False)
 
-    def _state(self, now: float, note: str, left: float | None) -> State:
+    def _state(self, now: float, note: str, left: float | None) -> ProgressState:
         rate = (self.done - self._first) / (now - self._began)
         if left is None and rate > 0:
             left = (self.total - self.done) / rate
-        return State(self._what, self.done, self.total, self._unit, note, rate, left)
+        return ProgressState(self._what, self.done, self.total, self._unit, note, rate, left)
 
     def end(self) -> None:
         if self._drawn:
-            terminal.wipe()
+            terminal.clear_bar()
         if self._kept:
-            forget(os.path.dirname(self._file))
+            remove_progress(os.path.dirname(self._file))
 
 
 def _file() -> str:
     """Of rank 0, where the run directory is on this host."""
-    folder = os.environ.get(names.RUN_DIR, "")
+    folder = os.environ.get(env_vars.RUN_DIR, "")
     return os.path.join(folder, layout.PROGRESS) if folder and terminal.is_first() and os.path.isdir(folder) else ""
 
 
-def of_run(run_dir: str) -> State | None:
+def read_progress(run_dir: str) -> ProgressState | None:
     """Where rank 0 is in what takes it long; None: nobody knows."""
     try:
         found: Any = read_json(os.path.join(run_dir, layout.PROGRESS))
         if not isinstance(found, dict) or found.pop("schema", None) != SCHEMA:
             return None
-        return read_shape(State, found)
+        return read_frozen(ProgressState, found)
     except (OSError, ValueError):
         return None  # none now, or of another version
 
 
-def forget(run_dir: str) -> None:
+def remove_progress(run_dir: str) -> None:
     """What a rank that was killed left behind, too."""
     with contextlib.suppress(OSError):
         os.unlink(os.path.join(run_dir, layout.PROGRESS))

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from stoker.contract import typed
+from stoker.contract import typed_values
 from stoker.contract.text import parse_json
 
 VERSION = 1
@@ -30,7 +30,7 @@ class ProtocolError(Exception):
     pass
 
 
-def encode(message: Message, payload: bytes = b"") -> bytes:
+def encode_message(message: Message, payload: bytes = b"") -> bytes:
     if payload:
         message = {**message, "size": len(payload)}
     return json.dumps(message, separators=(",", ":")).encode() + b"\n" + payload
@@ -114,9 +114,9 @@ def _read_header(line: bytes) -> Message:
 
 
 def read_payload(kind: str, payload: bytes, what: str) -> Any:
-    """Return the JSON value of a payload, which has the type `kind` (contract/typed.py). `what` names it in errors."""
+    """Return the JSON value of a payload, which has the type `kind` (contract/typed_values.py). `what` names it in errors."""
     try:
-        return typed.read(kind, parse_json(payload))
+        return typed_values.read_value(kind, parse_json(payload))
     except ValueError as problem:
         raise ProtocolError(f"{what} can't be read: {problem}") from None
 
@@ -162,13 +162,13 @@ KINDS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
-def read(message: Message) -> Message:
+def check_message(message: Message) -> Message:
     """Return the message with the fields of its kind. Raises ProtocolError if one is missing or has another type."""
     kind = message.get("is")
     fields = KINDS.get(kind) if isinstance(kind, str) else None
     if fields is None:
         raise ProtocolError(f"it sent an unknown message {ascii(kind)[:60]}")
     try:
-        return {"is": kind, **typed.read_fields(fields, message)}
+        return {"is": kind, **typed_values.read_fields(fields, message)}
     except ValueError as problem:
         raise ProtocolError(f"its message {kind!r} is wrong: {problem}") from None

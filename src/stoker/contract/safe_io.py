@@ -12,7 +12,8 @@ import stat
 from types import TracebackType
 from typing import IO
 
-from stoker.contract.text import parse_json, printable
+from stoker.contract.errors import Refusal
+from stoker.contract.text import escape, parse_json
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def open_regular(path: str | os.PathLike[str], dir_fd: int | None = None, follow
     if not stat.S_ISREG(mode):
         os.close(handle)
         code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-        raise OSError(code, f"is {kind_of(mode)}, not a regular file", os.fspath(path))
+        raise OSError(code, f"is {file_kind(mode)}, not a regular file", os.fspath(path))
     return handle
 
 
@@ -78,7 +79,9 @@ def open_inside(path: str | os.PathLike[str]) -> int:
     """
     folder, real = os.path.realpath(os.path.dirname(path)), os.path.realpath(path)
     if os.path.dirname(real) not in (folder, *hub_blobs(folder)):
-        why = f"is a link that leads out of its folder, to {printable(real, 200)}: copy that file there if it belongs there"
+        why = (
+            f"is a link that leads out of its folder, to {escape(real, 200)}: copy that file there if it belongs there"
+        )
         raise OSError(errno.ELOOP, why, os.fspath(path))
     return open_regular(real, follow=False)
 
@@ -89,11 +92,11 @@ def open_lock_file(path: str) -> int:
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
         os.close(handle)
-        raise OSError(errno.EINVAL, f"is {kind_of(mode)}, not a lock file", path)
+        raise OSError(errno.EINVAL, f"is {file_kind(mode)}, not a lock file", path)
     return handle
 
 
-def kind_of(mode: int) -> str:
+def file_kind(mode: int) -> str:
     kinds = {
         stat.S_IFIFO: "a named pipe",
         stat.S_IFSOCK: "a socket",
@@ -121,13 +124,13 @@ def read_json(path: str | os.PathLike[str], *, inside: bool = False) -> Any:
     return parse_json(read_bytes(path, inside=inside))
 
 
-def lines_of(path: str | os.PathLike[str]) -> Iterator[bytes]:
+def read_lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
     """Yield the lines of a regular file, with their ends."""
     with os.fdopen(open_regular(path), "rb") as file:
         yield from file
 
 
-def json_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_json_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each line that holds a JSON object, with the object.
 
     A line that is being written, or that a crash tore, is passed over. A missing file has no lines. Raises OSError if
@@ -135,7 +138,7 @@ def json_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     if not os.path.exists(path):
         return
-    for raw in lines_of(path):
+    for raw in read_lines(path):
         if raw.lstrip()[:1] != b"{":
             continue
         line = raw.decode("utf-8", "replace")
@@ -147,9 +150,9 @@ def json_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield line, value
 
 
-def text_lines(path: str | os.PathLike[str]) -> Iterator[str]:
+def read_text_lines(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yield the lines as UTF-8 text without a byte-order mark, as csv.reader takes them. Raises ValueError if it is not UTF-8."""
-    for number, line in enumerate(lines_of(path)):
+    for number, line in enumerate(read_lines(path)):
         yield (line if number else line.removeprefix(b"\xef\xbb\xbf")).decode()
 
 
@@ -158,7 +161,7 @@ def temporary_name(path: str) -> str:
     return f"{path}.{os.getpid()}-{os.urandom(4).hex()}.tmp"
 
 
-class WholeFile:
+class AtomicFile:
     """In place after the `with` block, gone when it raises. `durable`: also after a power cut, for a disk's answer."""
 
     def __init__(self, path: str, mode: int = 0o666, durable: bool = True) -> None:
@@ -194,11 +197,11 @@ class WholeFile:
             pass
 
 
-def refuse_other_kind(path: str, begins: bytes, kind: str) -> None:
+def refuse_other_extension(path: str, begins: bytes, kind: str) -> None:
     """A file that somebody named is replaced by one of the same kind alone: a mistyped name costs no other file. What
     holds nothing (a link, a pipe, an empty file) may go.
     """
-    from stoker.contract.names import EX_CANTCREAT, Refusal
+    from stoker.contract.errors import EX_CANTCREAT
 
     if os.path.islink(path) or not os.path.isfile(path) or not os.path.getsize(path):
         return
@@ -206,16 +209,14 @@ def refuse_other_kind(path: str, begins: bytes, kind: str) -> None:
         with os.fdopen(open_regular(path, follow=False), "rb") as file:
             same = file.read(len(begins)).lower() == begins.lower()
     except OSError as problem:
-        raise Refusal(
-            f"{printable(path)} already exists and can't be read: {problem.strerror}", EX_CANTCREAT
-        ) from problem
+        raise Refusal(f"{escape(path)} already exists and can't be read: {problem.strerror}", EX_CANTCREAT) from problem
     if not same:
-        line = f"{printable(path)} already exists and is not {kind}: give another name, or remove it first"
+        line = f"{escape(path)} already exists and is not {kind}: give another name, or remove it first"
         raise Refusal(line, EX_CANTCREAT)
 
 
-def write_whole(path: str, data: bytes | str, durable: bool = True) -> None:
-    with WholeFile(path, durable=durable) as file:
+def write_atomic(path: str, data: bytes | str, durable: bool = True) -> None:
+    with AtomicFile(path, durable=durable) as file:
         # Names that aren't UTF-8: \\udc80 is JSON.
         file.write(data if isinstance(data, bytes) else data.encode("utf-8", "backslashreplace"))
 
@@ -223,7 +224,7 @@ def write_whole(path: str, data: bytes | str, durable: bool = True) -> None:
 def write_json(path: str, value: Any, durable: bool = True) -> None:
     import json
 
-    write_whole(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", durable)
+    write_atomic(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", durable)
 
 
 def sync_folder(path: str) -> None:
@@ -238,7 +239,7 @@ def sync_folder(path: str) -> None:
 # ---- whose a file or folder is, and whether another user of this machine can change what is in it ----
 
 
-def is_mine(uid: int, folder: str) -> bool:
+def is_own_uid(uid: int, folder: str) -> bool:
     """Return whether files of this uid in `folder` are ours. A file system may map our uid: NFS makes nobody of root."""
     return uid == os.geteuid() or uid == _own_uid_in(folder or os.curdir)
 
@@ -246,7 +247,7 @@ def is_mine(uid: int, folder: str) -> bool:
 def is_own(path: str) -> bool:
     """Return whether the entry itself is ours, not what it leads to as a link. False if it can't be looked at."""
     try:
-        return is_mine(os.lstat(path).st_uid, os.path.dirname(path))
+        return is_own_uid(os.lstat(path).st_uid, os.path.dirname(path))
     except OSError:
         return False  # another user's FUSE mount is closed even to root
 
@@ -256,7 +257,7 @@ def is_trusted(uid: int, folder: str) -> bool:
 
     Root in a container also trusts the owner of the working folder: a bind mount shows files with their uid on the host.
     """
-    if uid == 0 or is_mine(uid, folder):
+    if uid == 0 or is_own_uid(uid, folder):
         return True
     if os.geteuid() != 0 or not _owns_working_folder(uid):
         return False
@@ -264,7 +265,7 @@ def is_trusted(uid: int, folder: str) -> bool:
     return any(map(os.path.exists, _CONTAINER_MARKS)) or not _account(uid)
 
 
-def why_not_ours_alone(path: str, sticky: bool = False) -> str:
+def why_shared(path: str, sticky: bool = False) -> str:
     """Return why another user can change what is at `path`: it is theirs, or they may write there. Empty if they can't.
 
     With `sticky`, a folder passes in which others may create files and remove only their own. Raises OSError if it is

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 
 
-@shape
+@frozen
 class Scheduler:
     """`engine` and `runs`: modules of control/scheduler with its functions of these names' protocols."""
 
@@ -18,28 +18,28 @@ class Scheduler:
     runs: str
 
 
-KNOWN = (Scheduler("slurm", "Slurm", "SLURM_JOB_ID", "slurm", "slurm_runs"),)
+SCHEDULERS = (Scheduler("slurm", "Slurm", "SLURM_JOB_ID", "slurm", "slurm_runs"),)
 
 
-def found(environ: Mapping[str, str]) -> Scheduler | None:
+def find_scheduler(environ: Mapping[str, str]) -> Scheduler | None:
     """Of the job whose environment this is."""
-    return next((one for one in KNOWN if environ.get(one.job_variable)), None)
+    return next((one for one in SCHEDULERS if environ.get(one.job_variable)), None)
 
 
-def named(name: str) -> Scheduler | None:
-    return next((one for one in KNOWN if one.name == name), None)
+def scheduler_named(name: str) -> Scheduler | None:
+    return next((one for one in SCHEDULERS if one.name == name), None)
 
 
-def job(environ: Mapping[str, str]) -> str:
+def job_id(environ: Mapping[str, str]) -> str:
     """The job's number, or NAME/NUMBER where it is not of the first known scheduler; empty for none."""
-    scheduler = found(environ)
+    scheduler = find_scheduler(environ)
     if scheduler is None:
         return ""
     number = environ[scheduler.job_variable]
-    return number if scheduler is KNOWN[0] else f"{scheduler.name}/{number}"
+    return number if scheduler is SCHEDULERS[0] else f"{scheduler.name}/{number}"
 
 
-def spoken(job: str) -> str:
+def describe_job(job: str) -> str:
     """What `job` says, in words."""
     name, _, number = job.rpartition("/")
-    return f"{(named(name) or KNOWN[0]).title} job {number}"
+    return f"{(scheduler_named(name) or SCHEDULERS[0]).title} job {number}"

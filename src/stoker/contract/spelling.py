@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-LONGEST = 200  # letters of a name: comparing takes their product
-SHORTEST = 3  # letters: of two, nobody can say what was meant
+MAX_NAME = 200  # letters of a name: comparing takes their product
+MIN_NAME = 3  # letters: of two, nobody can say what was meant
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -31,19 +31,19 @@ def _stem(name: str) -> str:
 
 def _nearest(word: str, names: list[str], part: Callable[[str], str], abbreviated: bool = True) -> str:
     core = len(word.strip("-_."))
-    if core < SHORTEST or len(word) > LONGEST:
+    if core < MIN_NAME or len(word) > MAX_NAME:
         return ""
     allowed = max(core // 4, 1)
     found: list[tuple[int, bool, int, str]] = []
     for place, name in enumerate(names):
         whole = part(name)
-        if len(whole) > LONGEST:
+        if len(whole) > MAX_NAME:
             continue
         beginnings = [whole[: len(word) + more] for more in (-1, 0, 1) if abbreviated and len(word) + more < len(whole)]
         for candidate in (whole, *beginnings):
             if _numbers(candidate) == _numbers(word):
-                found.append((edits(word, candidate), candidate != whole, place, name))
-        if len(whole) >= SHORTEST - 1 and word.startswith(whole) and 2 * len(whole) >= len(word):
+                found.append((edit_distance(word, candidate), candidate != whole, place, name))
+        if len(whole) >= MIN_NAME - 1 and word.startswith(whole) and 2 * len(whole) >= len(word):
             found.append((allowed, True, place, name))
     best = min(found, default=(allowed + 1, True, 0, ""))
     return best[3] if best[0] <= allowed else ""
@@ -53,7 +53,7 @@ def _only_one_with_these_words(word: str, names: list[str]) -> str:
     """`--steps` may mean --max-steps, if nothing else has steps."""
     words = set(re.split(r"[-_.\s]+", word.strip("-_.")))
     found = [name for name in names if words <= set(re.split(r"[-_.\s]+", name))]
-    return found[0] if len(found) == 1 and all(len(one) > SHORTEST for one in words) else ""
+    return found[0] if len(found) == 1 and all(len(one) > MIN_NAME for one in words) else ""
 
 
 def _numbers(text: str) -> list[str]:
@@ -61,7 +61,7 @@ def _numbers(text: str) -> list[str]:
     return re.findall(r"\d+", text)
 
 
-def edits(a: str, b: str) -> int:
+def edit_distance(a: str, b: str) -> int:
     """Letters to add, drop, replace, or swap with their neighbour."""
     before: list[int] = []
     row = list(range(len(b) + 1))

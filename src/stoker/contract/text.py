@@ -13,23 +13,24 @@ _HIDING = frozenset("\u061c\u200b\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u206
 _NEEDED = frozenset("\u00a0\u200c\u200d\u202f\u3000")
 
 
-def printable(text: str, limit: int = 0) -> str:
+def escape(text: str, limit: int = 0) -> str:
     """Return the text as one line that a terminal only prints: control codes, line ends and text-reversing characters become \\x1b and the like."""
     if limit and len(text) > limit:
         text = text[: limit - 1] + "…"
     if text.isascii() and text.isprintable():
         return text
     return "".join(
-        sign if (sign.isprintable() or sign in _NEEDED) and sign not in _HIDING else _escaped(sign) for sign in text
+        sign if (sign.isprintable() or sign in _NEEDED) and sign not in _HIDING else _escape_character(sign)
+        for sign in text
     )
 
 
-def printable_lines(text: str) -> str:
+def escape_lines(text: str) -> str:
     """Return a text of several lines without control codes; ends of line and tabs stay."""
-    return "\n".join("\t".join(printable(cell) for cell in line.split("\t")) for line in text.split("\n"))
+    return "\n".join("\t".join(escape(cell) for cell in line.split("\t")) for line in text.split("\n"))
 
 
-def _escaped(sign: str) -> str:
+def _escape_character(sign: str) -> str:
     code = ord(sign)
     if 0xDC80 <= code <= 0xDCFF:  # a byte of a file name that isn't UTF-8
         return f"\\x{code - 0xDC00:02x}"
@@ -70,25 +71,25 @@ def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                raise ValueError(f"the key {printable(name, 80)} appears twice")
+                raise ValueError(f"the key {escape(name, 80)} appears twice")
             seen.add(name)
     return values
 
 
-def json_text(found: Any) -> str:
+def dump_json(found: Any) -> str:
     """Indented JSON: characters as they are, but escaped where a terminal would act on one of them."""
     import json
 
     text = json.dumps(found, indent=1, ensure_ascii=False)
-    return text if printable_lines(text) == text else json.dumps(found, indent=1)
+    return text if escape_lines(text) == text else json.dumps(found, indent=1)
 
 
-def within(found: Any, room: int, longest: int = 0) -> Any:
+def truncate_json(found: Any, room: int, longest: int = 0) -> Any:
     """A JSON value cut to about so many characters (64 more per value and key): the rest is left out. `longest`: of a text."""
-    return _within(found, [room], longest or room)
+    return _truncate(found, [room], longest or room)
 
 
-def _within(found: Any, room: list[int], longest: int) -> Any:
+def _truncate(found: Any, room: list[int], longest: int) -> Any:
     room[0] -= 64
     if isinstance(found, str):
         kept = found[: max(min(room[0], longest), 0)]
@@ -102,18 +103,18 @@ def _within(found: Any, room: list[int], longest: int) -> Any:
             room[0] -= 64 + len(key)
             if room[0] <= 0:
                 break
-            fitting[key[:longest]] = _within(value, room, longest)
+            fitting[key[:longest]] = _truncate(value, room, longest)
         return fitting
     if isinstance(found, (list, tuple)):
         items = []
         for item in found:
             if room[0] <= 0:
                 break
-            items.append(_within(item, room, longest))
+            items.append(_truncate(item, room, longest))
         return items
     return found
 
 
-def is_count(text: str) -> bool:
+def is_digits(text: str) -> bool:
     """Return whether int() can read the text. str.isdigit is true of `²` and of ten thousand nines, and int() fails on both."""
     return text.isascii() and text.isdigit() and len(text) <= 18

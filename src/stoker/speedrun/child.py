@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-from stoker.contract import names
-from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
+from stoker.contract import env_vars
+from stoker.contract.errors import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
 from stoker.contract.safe_io import APPEND
 from stoker.control.launch.gpus import NotFree, choose
 from stoker.control.launch.options import RunOptions
@@ -60,7 +60,7 @@ class Reserved:
         for notice in self._locks.notices:
             say(notice)
         ctypes.CDLL(None).prctl(_PR_SET_NAME, b"stoker-speedrun", 0, 0, 0)  # shown to others as the holder
-        self.environment = {names.GPU_LENDER: str(os.getpid())}
+        self.environment = {env_vars.GPU_LENDER: str(os.getpid())}
         if len(uuids) < len(machine.gpus):
             self.environment["CUDA_VISIBLE_DEVICES"] = ",".join(uuids)
 

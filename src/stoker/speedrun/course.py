@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.names import EX_CANTCREAT, EX_NOINPUT, EX_USAGE, Refusal
-from stoker.contract.quantities import amount
-from stoker.contract.settings import suggest
-from stoker.contract.shape import replace, shape
-from stoker.contract.terminal import tell
-from stoker.contract.text import is_count
+from stoker.contract.errors import EX_CANTCREAT, EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.options import suggest
+from stoker.contract.terminal import print_text
+from stoker.contract.text import is_digits
+from stoker.contract.units import format_bytes
 from stoker.control.doctor.debris import walk
 from stoker.control.machine.model import Machine
 from stoker.control.record.speedruns import CHAIN
@@ -50,7 +50,7 @@ PATHS = (
 _WORLD: dict[str, Callable[[str], Any]] = {"level": int, "size": float, "seed": int}
 
 
-@shape
+@frozen
 class Override:
     said: str  # as it was typed
     stage: str  # a stage's or a recipe's name; empty: all that care
@@ -154,7 +154,7 @@ _OR_OF_THE_HUB = ("model.load", "tokenizer.path", "grpo.reward_model", "diversit
 _WRITTEN = ("checkpoint.resume", "checkpoint.folder")  # may be words, or folders that are made
 
 
-@shape
+@frozen
 class Course:
     folder: str
     preset: Preset
@@ -212,7 +212,7 @@ def settle(options: SpeedrunOptions, machine: Machine, gpus: bool, environment: 
     if "/" in options.name or options.name in (".", ".."):
         raise Refusal(f"--name {options.name!r} can't be part of a folder's name", EX_USAGE)
     root = layout.runs_root(options.runs_dir, dict(environment), write=True)
-    if root == layout.private_runs(dict(environment)):
+    if root == layout.private_runs_root(dict(environment)):
         make_private(root)
     folder = os.path.abspath(os.path.join(root, f"speedrun-{preset.name}{f'-{options.name}' if options.name else ''}"))
     check_own(folder)
@@ -266,11 +266,11 @@ def _with_settings(stages: Sequence[Stage], options: SpeedrunOptions) -> tuple[S
 
 
 def _say(line: str) -> None:
-    tell(line, sys.stderr)
+    print_text(line, sys.stderr)
 
 
 def _ranks(asked: str | None, usual: int) -> int:
-    return int(asked) if asked is not None and is_count(asked) and int(asked) > 0 else max(usual, 1)
+    return int(asked) if asked is not None and is_digits(asked) and int(asked) > 0 else max(usual, 1)
 
 
 def check_options(options: SpeedrunOptions) -> None:
@@ -278,7 +278,7 @@ def check_options(options: SpeedrunOptions) -> None:
     if (
         ranks is not None
         and ranks.strip().lower() not in ("gpu", "cpu", "auto")
-        and not (is_count(ranks) and int(ranks) > 0)
+        and not (is_digits(ranks) and int(ranks) > 0)
     ):
         raise Refusal(f"--nproc-per-node {ranks}: give a whole number of ranks from 1 up, or gpu, cpu, auto", EX_USAGE)
     if price is not None and not 0 <= price < math.inf:
@@ -369,7 +369,7 @@ def too_little_room(course: Course) -> Refusal | None:
     free = shutil.disk_usage(place).free
     if free >= ENOUGH * needed:
         return None
-    found = f"about {amount(needed)} of disk are needed, {amount(free)} are free in {place}"
+    found = f"about {format_bytes(needed)} of disk are needed, {format_bytes(free)} are free in {place}"
     return Refusal(f"{found}: make room, or choose another place with --runs-dir", EX_CANTCREAT)
 
 

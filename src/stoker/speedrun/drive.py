@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stoker.contract import names, terminal
-from stoker.contract.names import EX_DATAERR, EX_SOFTWARE, EX_TEMPFAIL, Refusal
-from stoker.contract.progress import of_run
-from stoker.contract.quantities import span
+from stoker.contract import env_vars, terminal
+from stoker.contract.errors import EX_DATAERR, EX_SOFTWARE, EX_TEMPFAIL, Refusal
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.progress import read_progress
 from stoker.contract.safe_io import write_json
-from stoker.contract.shape import replace, shape
+from stoker.contract.units import format_duration
 from stoker.control.record import reader
 from stoker.speedrun import child, state
 from stoker.speedrun.child import Children
@@ -41,7 +41,7 @@ def make_world(folder: str, keys: Mapping[str, Any]) -> None:
     make(folder, seed=keys["seed"], level=keys["level"], size=keys["size"])
 
 
-@shape
+@frozen
 class TooLong:
     what: str
     long: int
@@ -72,7 +72,7 @@ def too_long(stage: str, config: Config, tokenizer: str) -> TooLong | None:
     return None
 
 
-@shape
+@frozen
 class Tools:
     """What does the work; tests put others in their place."""
 
@@ -96,12 +96,12 @@ class Drive:
         self.course, self.tools, self.say, self._argv = course, tools, say, argv
         self.entries = dict(course.entries)
         kept = {name: text for name, text in environment.items() if not name.startswith(VARIABLES)}
-        self._environment = {names.PICTURES: "0", **kept}  # the report has every curve
+        self._environment = {env_vars.PLOTS: "0", **kept}  # the report has every curve
         self._handles = handles
         self._took: dict[str, float] = {}
         self._estimated = {name: about.seconds for name, about in course.estimates.items()}
         self._tokenizer = next(stage.name for stage in course.stages if TOKENIZER in stage.outputs)
-        self._bar = terminal.for_bars() and not course.options.verbose
+        self._bar = terminal.shows_bars() and not course.options.verbose
 
     def run(self) -> int:
         course = self.course
@@ -152,7 +152,7 @@ class Drive:
             found = state.result_of(run) if run is not None else None
             if headline := kind.headline((found or {}).get("metrics") or {}):
                 result = f" | {stage.name}: {headline}"
-        self.say(f"all {len(self.entries)} stages are done, in {span(took)}{result}")
+        self.say(f"all {len(self.entries)} stages are done, in {format_duration(took)}{result}")
         report = os.path.join(folder, "report.html")
         self.say(f"next: `stoker chat {folder}` | {report} | `stoker export {folder} my-model` for transformers")
 
@@ -187,7 +187,7 @@ class Drive:
     def _stage(self, stage: Stage, children: Children, after: Sequence[str]) -> int:
         name, options = stage.name, self.course.options
         number = f"[{[one.name for one in self.course.stages].index(name) + 1}/{len(self.course.stages)}]"
-        self.say(f"{number} {name} … about {span(left(self._estimated, self._took, [name]))}")
+        self.say(f"{number} {name} … about {format_duration(left(self._estimated, self._took, [name]))}")
         self._await_end_of_former(stage)
         used = child.millijoules() if self.course.machine.gpus else None
         began, clock = time.time(), time.monotonic()
@@ -199,7 +199,7 @@ class Drive:
         else:
             where = None if options.verbose else log
             code = children.run(self._command(stage), self._environment, where, lambda: self._draw(stage, clock))
-        terminal.wipe()
+        terminal.clear_bar()
         seconds = round(self.entries[name].seconds + time.monotonic() - clock, 2)
         run, spent = self._run_of(stage), None
         recorded = reader.load(run) if run is not None and used is not None else None
@@ -231,15 +231,18 @@ class Drive:
             whole = all(entry.done for one, entry in self.entries.items() if one != name)
             self._note(name, status=DONE if whole else PARTIAL)
             page = os.path.join(_shown(self.course.folder), stage.outputs[0])
-            self.say(f"{number} {name} ✓ {span(self.entries[name].seconds)} | {page}")
+            self.say(f"{number} {name} ✓ {format_duration(self.entries[name].seconds)} | {page}")
             return 0
         if result is not None and (code == 0 or stopped):
             self._note(name, status=DONE)
             self._took[name] = self.entries[name].seconds
             headline = STAGES[stage.stage].headline(result.get("metrics") or {}) if stage.stage in STAGES else ""
             rest = left(self._estimated, self._took, after)
-            parts = [f"{number} {name} ✓ {span(self.entries[name].seconds)}", *([headline] if headline else [])]
-            parts += [f"the rest takes about {span(rest)}"] if rest >= 1 else []
+            parts = [
+                f"{number} {name} ✓ {format_duration(self.entries[name].seconds)}",
+                *([headline] if headline else []),
+            ]
+            parts += [f"the rest takes about {format_duration(rest)}"] if rest >= 1 else []
             self.say(" | ".join(parts))
             return 0
         if stopped:
@@ -251,7 +254,7 @@ class Drive:
         self._note(name, status=FAILED, trouble=line)
         line += f"; {fix}" if fix else ""
         line += "" if self.course.options.verbose else f"; log: {_shown(log)}"
-        self.say(f"{number} {name} ✗ after {span(self.entries[name].seconds)}: {line}")
+        self.say(f"{number} {name} ✗ after {format_duration(self.entries[name].seconds)}: {line}")
         return code or EX_SOFTWARE
 
     def _ended_early(self, stage: Stage, unreached: Sequence[Stage], code: int, stopped: int) -> int:
@@ -368,14 +371,16 @@ class Drive:
         if not self._bar:
             return
         run = self._run_of(stage)
-        state_of_rank = of_run(run) if run is not None else None
+        state_of_rank = read_progress(run) if run is not None else None
         steps = stage.keys.get("train.max_steps", 0)
         progress = (
-            state_of_rank.bar(terminal.room() - len(stage.name) - 20)
+            state_of_rank.bar(terminal.bar_width() - len(stage.name) - 20)
             if state_of_rank is not None
             else state.progress(run, steps)
         )
-        terminal.draw(f"  {stage.name} {span(time.monotonic() - began)}{f' | {progress}' if progress else ''}")
+        terminal.draw_bar(
+            f"  {stage.name} {format_duration(time.monotonic() - began)}{f' | {progress}' if progress else ''}"
+        )
 
 
 def _shown(path: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoker.contract.shape import replace
+from stoker.contract.frozen import replace
 from stoker.speedrun.stages import REPORT, WORLD, File, Stage
 from stoker.training.config.resolve import combine
 from stoker.training.stages.estimate import Estimate, Job, Pace

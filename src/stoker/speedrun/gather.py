@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.errors import reading
-from stoker.contract.names import EX_NOINPUT, Refusal
-from stoker.contract.quantities import number_at
-from stoker.contract.safe_io import lines_of
-from stoker.contract.shape import shape
+from stoker.contract.errors import EX_NOINPUT, Refusal, parsing
+from stoker.contract.frozen import frozen
+from stoker.contract.safe_io import read_lines
 from stoker.contract.text import parse_json
+from stoker.contract.units import finite_number
 from stoker.control.record import reader
 from stoker.control.record.speedruns import CHAIN
 from stoker.speedrun.stages import REPORT
@@ -39,7 +38,7 @@ _REPORTED = [
 ]  # fmt: skip
 
 
-@shape
+@frozen
 class Sample:
     prompt: str
     answer: str
@@ -50,7 +49,7 @@ class Sample:
     cut: bool = False
 
 
-@shape
+@frozen
 class Evaluation:
     everything: Marks
     files: dict[str, Marks]  # of questions, where there are several
@@ -70,7 +69,7 @@ class Evaluation:
         return self.files.get(PROMPTS)
 
 
-@shape
+@frozen
 class StageRecord:
     name: str
     stage: str
@@ -92,12 +91,12 @@ class StageRecord:
         found = [
             (step, value)
             for row in self.steps
-            if (step := number_at(row, "step")) is not None and (value := number_at(row, key)) is not None
+            if (step := finite_number(row, "step")) is not None and (value := finite_number(row, key)) is not None
         ]
         return tuple(step for step, _ in found), tuple(value for _, value in found)
 
 
-@shape
+@frozen
 class Chain:
     folder: str
     preset: str
@@ -133,13 +132,13 @@ def gather(folder: str) -> Chain:
             f"{folder} has no readable {CHAIN}: name a speedrun directory; `stoker speedrun` makes one", EX_NOINPUT
         )
     rows = chain.get("stages")
-    price = number_at(chain, "price_per_hour")
+    price = finite_number(chain, "price_per_hour")
     known = [
         row
         for row in (rows if isinstance(rows, list) else ())
         if isinstance(row, dict) and row.get("name") not in (None, REPORT)
     ]
-    with reading(f"speedrun {folder}"):
+    with parsing(f"speedrun {folder}"):
         records = [_stage(folder, row, price) for row in known]
     hardware = chain.get("hardware")
     hardware = hardware if isinstance(hardware, dict) else {}
@@ -160,8 +159,8 @@ def _stage(folder: str, row: dict[str, Any], price: float | None) -> StageRecord
     metrics = result.get("metrics")
     metrics = metrics if isinstance(metrics, dict) else {}
     about = _object(os.path.join(where, layout.RUN)) if where else {}
-    attempts, seconds = number_at(row, "attempts"), number_at(row, "seconds")
-    cost = number_at(row, "cost") if price is None or seconds is None else round(seconds / 3600 * price, 4)
+    attempts, seconds = finite_number(row, "attempts"), finite_number(row, "seconds")
+    cost = finite_number(row, "cost") if price is None or seconds is None else round(seconds / 3600 * price, 4)
     kind = _text(row.get("stage") or row.get("name"))
     versions = about.get("versions")
     return StageRecord(
@@ -172,7 +171,7 @@ def _stage(folder: str, row: dict[str, Any], price: float | None) -> StageRecord
         done=bool(result) and not metrics.get("stopped"),
         seconds=seconds,
         attempts=None if attempts is None else int(attempts),
-        energy_wh=number_at(row, "energy_wh"),
+        energy_wh=finite_number(row, "energy_wh"),
         cost=cost,
         metrics=metrics,
         steps=tuple(_lines(os.path.join(where, layout.METRICS))) if where else (),
@@ -190,7 +189,7 @@ def _object(path: str) -> dict[str, Any]:
 def _lines(path: str) -> Iterator[dict[str, Any]]:
     """Whole JSON objects only: a crash may have cut the last line."""
     try:
-        for line in lines_of(path):
+        for line in read_lines(path):
             try:
                 row = parse_json(line)
             except ValueError:
@@ -212,7 +211,7 @@ def _text(value: Any) -> str:
 
 def _evaluation(where: str, result: dict[str, Any], metrics: dict[str, Any]) -> Evaluation:
     files, kinds = metrics.get("tasks"), metrics.get("kinds")
-    kept, limit = result.get("samples"), number_at(metrics, "new_tokens")
+    kept, limit = result.get("samples"), finite_number(metrics, "new_tokens")
     rows: Sequence[Any] = kept if isinstance(kept, list) and kept else list(_first_of_each_kind(where))
     samples = tuple(_sample(row) for row in rows if isinstance(row, dict))
     return Evaluation(
@@ -221,7 +220,7 @@ def _evaluation(where: str, result: dict[str, Any], metrics: dict[str, Any]) -> 
         if isinstance(files, dict) and len(files) > 1
         else {},
         {_text(kind): marks(found) for kind, found in kinds.items()} if isinstance(kinds, dict) else {},
-        number_at(metrics, "bits_per_byte"),
+        finite_number(metrics, "bits_per_byte"),
         samples,
         None if limit is None else int(limit),
     )

@@ -12,10 +12,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
-from stoker.contract.quantities import counted
-from stoker.contract.safe_io import text_lines
-from stoker.contract.shape import shape
+from stoker.contract.errors import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.safe_io import read_text_lines
+from stoker.contract.units import plural
 from stoker.speedrun.rows import CHECKS, TEXT_KEY, check_once, check_questions, check_text, copy_usable, judge
 from stoker.speedrun.stages import FILES, OUR_WORLD, Data, File, Place
 from stoker.speedrun.state import COPIES
@@ -60,7 +60,7 @@ _SHARD = re.compile(r"-\d+-of-\d+$")  # of the hub
 _ONE_FILE = ("pairs", "prompts", *(name for name in FILES if name.endswith(HELD_OUT)))  # keys that name one path
 
 
-@shape
+@frozen
 class Found:
     roles: dict[str, tuple[str, ...]]  # role, or role-held-out -> paths
     unused: tuple[str, ...]
@@ -180,13 +180,13 @@ _FIRST_ROW = 1000  # lines, at most: of quotes that open as soon as they close a
 
 def _is_mmlu(path: str) -> bool:
     try:
-        cells = next(csv.reader(itertools.islice(text_lines(path), _FIRST_ROW)), [])
+        cells = next(csv.reader(itertools.islice(read_text_lines(path), _FIRST_ROW)), [])
         return len(cells) == 6 and cells[-1].strip().upper() in (*LETTERS[:4], "ANSWER")
     except (OSError, ValueError, csv.Error) as problem:
         raise Refusal(f"--data: {path} can't be read: {problem}", EX_NOINPUT) from problem
 
 
-@shape
+@frozen
 class Copy:
     """Usable rows that must be written before a stage reads them."""
 
@@ -255,7 +255,7 @@ def _role(role: str, paths: list[str], speedrun: str, cache: str) -> tuple[tuple
     others = [path for path in paths if path not in listed]
     if role in _ONE_FILE and len(paths) > 1 and (others or not listed):
         raise Refusal(
-            f"--data: {counted(len(paths), 'file')} for {role} ({', '.join(map(os.path.basename, paths[:4]))}): make them one",
+            f"--data: {plural(len(paths), 'file')} for {role} ({', '.join(map(os.path.basename, paths[:4]))}): make them one",
             EX_DATAERR,
         )
 

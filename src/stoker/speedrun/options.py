@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from stoker.contract.shape import option, shape
+from stoker.contract.frozen import frozen, option
 
 _WHAT, _WHICH, _HOW = "what is trained", "which stages", "how"
 
 
-@shape
+@frozen
 class SpeedrunOptions:
     preset: str | None = option(
         "cpu, gpu, d20 or d32 (default: by the hardware)", default=None, metavar="NAME", group=_WHAT

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from stoker.contract.quantities import amount, span
-from stoker.contract.shape import as_json
-from stoker.contract.wrapping import wrapped
+from stoker.contract.frozen import as_json
+from stoker.contract.terminal import wrap_text
+from stoker.contract.units import format_bytes, format_duration
 from stoker.speedrun.course import Course
 from stoker.speedrun.estimate import room
 from stoker.speedrun.stages import REPORT, File, Stage
@@ -68,8 +68,8 @@ def as_text(course: Course, columns: int | None = None) -> str:
         made_from = "all stages" if stage.name == REPORT else ", ".join((*stage.inputs, *files)) or "-"
         sizes = (_count(about.parameters, "parameters"), _count(about.tokens, "tokens"))
         size, mark = ", ".join(part for part in sizes if part) or "-", "•" if stage.name in course.waiting else ""
-        state = f"done in {span(entry.seconds)}" if entry.done else entry.status
-        costs = (span(about.seconds), _bytes(about.memory), _bytes(about.disk))
+        state = f"done in {format_duration(entry.seconds)}" if entry.done else entry.status
+        costs = (format_duration(about.seconds), _bytes(about.memory), _bytes(about.disk))
         rows.append((mark, stage.name, made_from, size, *costs, state))
     lines = _table(rows, columns)
     total = _total(course)
@@ -77,13 +77,13 @@ def as_text(course: Course, columns: int | None = None) -> str:
     lines.append("")
     if count:
         lines.append(
-            f"{count} of {len(course.stages)} stages to run (•): about {span(total['seconds'])}"
-            f" ({course.estimated_for}), about {amount(total['memory'])} of {'GPU ' if course.gpus else ''}memory in each"
-            f" rank, about {amount(total['disk'])} of disk in {course.folder}"
+            f"{count} of {len(course.stages)} stages to run (•): about {format_duration(total['seconds'])}"
+            f" ({course.estimated_for}), about {format_bytes(total['memory'])} of {'GPU ' if course.gpus else ''}memory in each"
+            f" rank, about {format_bytes(total['disk'])} of disk in {course.folder}"
         )
     else:
         lines.append(f"nothing to run: all is done in {course.folder}")
-    return "\n".join((*lines[:-1], wrapped(lines[-1], columns or 0)))
+    return "\n".join((*lines[:-1], wrap_text(lines[-1], columns or 0)))
 
 
 def _table(rows: Sequence[Sequence[str]], columns: int | None) -> list[str]:
@@ -110,4 +110,4 @@ def _count(number: int, what: str) -> str:
 def _bytes(count: float) -> str:
     if not count:
         return "-"
-    return amount(count)
+    return format_bytes(count)

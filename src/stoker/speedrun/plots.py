@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from stoker.contract.quantities import number_at, span
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
+from stoker.contract.units import finite_number, format_duration
 from stoker.speedrun.gather import MODELS, Chain, StageRecord
 from stoker.training.stages.registry import links
 from stoker.training.stages.significance import Measured, measured, share
@@ -46,7 +46,7 @@ STYLE: Any = {
 }  # fmt: skip
 
 
-@shape
+@frozen
 class Drawing:
     svg: str
     png: bytes
@@ -209,10 +209,10 @@ def _first(chain: Chain, metric: str) -> Any:
 def calibration(chain: Chain) -> Figure | None:
     rows = _first(chain, "calibration")
     points = [
-        (predicted, observed, number_at(row, "count") or 0)
+        (predicted, observed, finite_number(row, "count") or 0)
         for row in (rows if isinstance(rows, list) else ())
-        if (predicted := number_at(row, "predicted")) is not None
-        and (observed := number_at(row, "observed")) is not None
+        if (predicted := finite_number(row, "predicted")) is not None
+        and (observed := finite_number(row, "observed")) is not None
     ]
     if not points:
         return None
@@ -269,7 +269,7 @@ def time(chain: Chain) -> Figure | None:
     units = (("hours", 3600), ("minutes", 60), ("seconds", 1))
     unit, per = next((unit, per) for unit, per in units if longest >= 2 * per or per == 1)
     bars = axes.barh(range(len(rows)), [seconds / per for _, seconds in rows], color=BLUE, height=0.65)
-    axes.bar_label(bars, [span(seconds) for _, seconds in rows], padding=3, fontsize=10)
+    axes.bar_label(bars, [format_duration(seconds) for _, seconds in rows], padding=3, fontsize=10)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, 1.3 * longest / per)

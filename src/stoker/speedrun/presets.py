@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.settings import suggest
-from stoker.contract.shape import shape
+from stoker.contract.errors import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.options import suggest
 
 
-@shape
+@frozen
 class Preset:
     name: str
     about: str

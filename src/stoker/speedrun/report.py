@@ -12,11 +12,11 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from html import escape
+from html import escape as escape_html
 
-from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
-from stoker.contract.safe_io import write_whole
-from stoker.contract.text import printable
+from stoker.contract.errors import EX_CANTCREAT, EX_USAGE, Refusal
+from stoker.contract.safe_io import write_atomic
+from stoker.contract.text import escape
 from stoker.speedrun import report_chain, report_results, report_summary
 from stoker.speedrun.gather import Chain, gather
 from stoker.speedrun.plots import COLOURS, Drawing, draw
@@ -101,10 +101,10 @@ def write(folder: str) -> None:
     try:
         os.makedirs(os.path.join(folder, PLOTS), exist_ok=True)
         for name, drawing in drawings.items():
-            write_whole(os.path.join(folder, PLOTS, f"{name}.svg"), drawing.svg.encode())
-            write_whole(os.path.join(folder, PLOTS, f"{name}.png"), drawing.png)
-        write_whole(os.path.join(folder, "report.html"), page(TITLE, blocks, drawings).encode("utf-8", "replace"))
-        write_whole(os.path.join(folder, "report.md"), markdown(TITLE, blocks, drawings).encode("utf-8", "replace"))
+            write_atomic(os.path.join(folder, PLOTS, f"{name}.svg"), drawing.svg.encode())
+            write_atomic(os.path.join(folder, PLOTS, f"{name}.png"), drawing.png)
+        write_atomic(os.path.join(folder, "report.html"), page(TITLE, blocks, drawings).encode("utf-8", "replace"))
+        write_atomic(os.path.join(folder, "report.md"), markdown(TITLE, blocks, drawings).encode("utf-8", "replace"))
     except OSError as problem:
         raise Refusal(
             f"the report can't be written in {folder}: {problem.strerror or problem}", EX_CANTCREAT
@@ -138,7 +138,7 @@ def markdown(title: str, blocks: Iterable[Block], drawings: dict[str, Drawing]) 
             case Bullets(items=items):
                 parts.append("\n".join(f"- {plain(item)}" for item in items))
             case Code(lines=lines):
-                parts.append("\n".join(f"    {printable(line.replace(chr(10), ' '))}" for line in lines))
+                parts.append("\n".join(f"    {escape(line.replace(chr(10), ' '))}" for line in lines))
             case Table():
                 parts.append(_table(block))
             case Figure(name=name, caption=caption):
@@ -150,7 +150,7 @@ def markdown(title: str, blocks: Iterable[Block], drawings: dict[str, Drawing]) 
 def plain(text: str) -> str:
     """Nothing in it is markup, and it stays on one line: what models write may look like anything."""
     safe = _MARKUP.sub(r"\\\1", text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
-    return "<br>".join(printable(line.strip()) for line in safe.splitlines() if line.strip())
+    return "<br>".join(escape(line.strip()) for line in safe.splitlines() if line.strip())
 
 
 def _table(table: Table) -> str:
@@ -173,7 +173,7 @@ def page(title: str, blocks: Iterable[Block], drawings: dict[str, Drawing]) -> s
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport"'
         ' content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
+        f"<title>{escape_html(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n<h1>{escape_html(title)}</h1>\n{body}\n</body>\n</html>\n"
     )
 
 
@@ -184,14 +184,14 @@ def _variables(colours: dict[str, str]) -> str:
 def _html_block(block: Block, drawings: dict[str, Drawing]) -> str:
     match block:
         case Heading(text=text):
-            return f"<h2>{escape(text)}</h2>"
+            return f"<h2>{escape_html(text)}</h2>"
         case Text(text=text, lead=lead):
             look = ' class="lead"' if lead else ""
             return f"<p{look}>{_words(text)}</p>"
         case Bullets(items=items):
             return f"<ul>{''.join(f'<li>{_words(item)}</li>' for item in items)}</ul>"
         case Code(lines=lines):
-            return f"<pre>{escape(chr(10).join(lines))}</pre>"
+            return f"<pre>{escape_html(chr(10).join(lines))}</pre>"
         case Table():
             return _html_table(block)
         case Figure(name=name, caption=caption):
@@ -202,8 +202,8 @@ def _html_block(block: Block, drawings: dict[str, Drawing]) -> str:
 
 
 def _html_table(table: Table) -> str:
-    caption = f"<caption>{escape(table.title)}</caption>" if table.title else ""
-    head = "".join(f'<th scope="col">{escape(word)}</th>' for word in table.head)
+    caption = f"<caption>{escape_html(table.title)}</caption>" if table.title else ""
+    head = "".join(f'<th scope="col">{escape_html(word)}</th>' for word in table.head)
     rows = "".join(f"<tr>{''.join(_html_cell(cell) for cell in row)}</tr>" for row in table.rows)
     look = f' class="words{" stack" * table.stacked}"' if table.words else ""
     return f'<div class="wide"><table{look}>{caption}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
@@ -217,7 +217,7 @@ def _html_cell(cell: Cell) -> str:
 
 def _words(text: str) -> str:
     """Escaped, and no line ends between a number and its percent sign."""
-    return escape(text).replace(" %", "&nbsp;%")
+    return escape_html(text).replace(" %", "&nbsp;%")
 
 
 def inline(name: str, svg: str, caption: str) -> str:
@@ -228,7 +228,7 @@ def inline(name: str, svg: str, caption: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.S)
     opening, rest = svg.split(">", 1)
     box = re.search(r'viewBox="[^"]*"', opening)
-    svg = f'<svg {box[0] if box else ""} role="img" aria-label="{escape(caption)}">{rest}'
+    svg = f'<svg {box[0] if box else ""} role="img" aria-label="{escape_html(caption)}">{rest}'
     svg = re.sub(r'\bid="([^"]*)"', rf'id="{name}-\1"', svg)
     svg = re.sub(r'href="#|url\(#', lambda found: f"{found[0]}{name}-", svg)
     for variable, colour in COLOURS.items():

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from stoker.contract.quantities import amount, number_at, span
+from stoker.contract.units import finite_number, format_bytes, format_duration
 from stoker.speedrun.gather import MODELS, Chain, StageRecord
 from stoker.training.stages.blocks import Block, Bullets, Cell, Code, Figure, Heading, Table, Text
 from stoker.training.stages.registry import links
@@ -63,11 +63,11 @@ def hardware_lines(data: dict[str, Any]) -> tuple[str, ...]:
         lines.append(", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)))
     elif isinstance(cards, int) and not isinstance(cards, bool) and cards:
         lines.append(f"{cards} GPU{'s' if cards > 1 else ''}")
-    cores, memory = number_at(data, "cores"), number_at(data, "memory_total")
+    cores, memory = finite_number(data, "cores"), finite_number(data, "memory_total")
     if cores is not None:
         lines.append(f"{cores:.0f} CPU core{'s' if cores != 1 else ''}")
     if memory is not None:
-        lines.append(f"{amount(memory)} RAM")
+        lines.append(f"{format_bytes(memory)} RAM")
     lines += [
         f"{key.replace('_', ' ')}: {value}"
         for key, value in rest.items()
@@ -79,8 +79,8 @@ def hardware_lines(data: dict[str, Any]) -> tuple[str, ...]:
 def _card(card: Any) -> str:
     if not isinstance(card, dict):
         return str(card)
-    memory = number_at(card, "memory_total")
-    return f"{card.get('name') or 'GPU'}" + (f" ({amount(memory)})" if memory else "")
+    memory = finite_number(card, "memory_total")
+    return f"{card.get('name') or 'GPU'}" + (f" ({format_bytes(memory)})" if memory else "")
 
 
 def total_of(chain: Chain, what: str) -> float | None:
@@ -110,7 +110,7 @@ def _bill_row(
 ) -> tuple[Cell, ...]:
     return (
         name,
-        Cell(span(seconds) if seconds else ABSENT),
+        Cell(format_duration(seconds) if seconds else ABSENT),
         Cell(f"{attempts:.0f}" if attempts else ABSENT),
         Cell(ABSENT if energy is None else f"{number(energy)} Wh"),
         Cell(ABSENT if cost is None else f"{cost:,.{3 if cost < 1 else 2}f}"),

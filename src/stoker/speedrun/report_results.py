@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 
-from stoker.contract.shape import replace
+from stoker.contract.frozen import replace
 from stoker.speedrun.gather import BEFORE, MODELS, Chain, Evaluation, Sample
 from stoker.speedrun.report_summary import Regression, regressions, right_by_measure
 from stoker.training.stages.blocks import BAD, GOOD, Block, Cell, Figure, Heading, Table, Text

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stoker.contract.quantities import span
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
+from stoker.contract.units import format_duration
 from stoker.speedrun.gather import BEFORE, MODELS, Chain, Evaluation
 from stoker.speedrun.report_chain import hardware_lines, missing, total_of
 from stoker.training.stages.blocks import Block, Bullets, Cell, Heading, Table, Text, tone_of
@@ -23,7 +23,7 @@ NOT_EVALUATED = Evaluation(Marks(), {}, {}, None, ())
 
 def summary(chain: Chain) -> Iterator[Block]:
     seconds, on = total_of(chain, "seconds"), hardware_lines(chain.hardware)
-    took = span(seconds) if seconds is not None else "time unknown"
+    took = format_duration(seconds) if seconds is not None else "time unknown"
     evaluations = chain.evaluations
     lines = [
         f"Preset {chain.preset or ABSENT}, seed {chain.seed or ABSENT}: {took} on"
@@ -160,7 +160,7 @@ def _about_forgetting(chain: Chain, evaluations: dict[str, Evaluation]) -> Itera
         yield "Nothing was forgotten: no stage is significantly worse than an earlier one on any measure."
 
 
-@shape
+@frozen
 class Regression:
     """A stage that is significantly worse on a measure than the best stage before it."""
 

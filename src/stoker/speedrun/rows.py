@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from stoker.contract.diskroom import DiskRoom
-from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.safe_io import PRIVATE, WholeFile, read_json, sync_folder, write_json
-from stoker.contract.shape import shape
+from stoker.contract.disk_space import DiskSpace
+from stoker.contract.errors import EX_DATAERR, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.safe_io import PRIVATE, AtomicFile, read_json, sync_folder, write_json
 from stoker.training.data.formats.format import Format, Unusable
 from stoker.training.data.formats.preferences import preference
 from stoker.training.data.formats.table import recognise
@@ -27,7 +27,7 @@ TEXT_KEY = "text"
 MOST_SPANS = 256  # of 1 MB
 
 
-@shape
+@frozen
 class Checked:
     total: int
     bad: int
@@ -170,8 +170,8 @@ def _read(index: str) -> dict[str, Any]:
 def copy_usable(role: str, sources: Sequence[str], target: str) -> None:
     """The usable rows of all sources in one file: whole, or not there."""
     os.makedirs(os.path.dirname(target), exist_ok=True)
-    room = DiskRoom(os.path.dirname(target), "--runs-dir names another place")
-    with WholeFile(target, PRIVATE) as file:
+    room = DiskSpace(os.path.dirname(target), "--runs-dir names another place")
+    with AtomicFile(target, PRIVATE) as file:
         for path in sources:
             for _, row, wrong in rows_of(role, path):
                 if not wrong:

@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.settings import suggest
-from stoker.contract.shape import replace, shape
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.options import suggest
 from stoker.speedrun.presets import Preset
 from stoker.training.config.keys import KEYS, config_of
 from stoker.training.config.resolve import combine
@@ -18,7 +18,7 @@ from stoker.training.stages.stage import From, Link, Rows
 from stoker.training.stages.stage import Stage as Kind
 
 
-@shape
+@frozen
 class File:
     """A file or folder of the user's, known by its bytes."""
 
@@ -34,7 +34,7 @@ class File:
 Place = From | File
 
 
-@shape
+@frozen
 class Data:
     """Where each role's rows come from: base, midtrain, sft, pairs, prompts, questions, and their `-held-out`."""
 
@@ -55,7 +55,7 @@ class Data:
         return any(isinstance(place, From) for found in self.places.values() for place in found)
 
 
-@shape
+@frozen
 class Stage:
     name: str
     stage: str  # as in `stoker train STAGE`; world and report are the chain's own

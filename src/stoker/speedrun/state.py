@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stoker.contract import layout, safe_io
-from stoker.contract.masking import mask_json, masked_lines
-from stoker.contract.names import EX_CANTCREAT, EX_TEMPFAIL, Refusal
-from stoker.contract.quantities import number_at
+from stoker.contract.errors import EX_CANTCREAT, EX_TEMPFAIL, Refusal
+from stoker.contract.frozen import as_json, frozen, replace
+from stoker.contract.masking import mask_json, mask_lines
 from stoker.contract.safe_io import open_lock_file, write_json
-from stoker.contract.shape import as_json, replace, shape
 from stoker.contract.text import parse_json
-from stoker.contract.typed import read_shape
+from stoker.contract.typed_values import read_frozen
+from stoker.contract.units import finite_number
 from stoker.control.record import again, reader
 from stoker.control.record.speedruns import CHAIN, LOCK, STAGES
 from stoker.speedrun.keys import run_name
@@ -32,7 +32,7 @@ _TAIL = 4096  # bytes that are read of the end of a log
 _OURS = "stoker: "  # how our own lines begin
 
 
-@shape
+@frozen
 class Entry:
     """One stage in chain.json."""
 
@@ -139,7 +139,7 @@ def _recorded(folder: str) -> list[Entry]:
     found = []
     for row in rows if isinstance(rows, list) else ():
         try:
-            found.append(read_shape(Entry, row))
+            found.append(read_frozen(Entry, row))
         except ValueError:
             continue  # it only adds what the run directories don't tell
     return found
@@ -240,9 +240,9 @@ def progress(run: str | None, steps: int) -> str:
         row = parse_json(lines[-1])
     except ValueError:
         return ""  # longer than the tail
-    done = number_at(row, "step")
+    done = finite_number(row, "step")
     parts = [f"step {done + 1:.0f}{f' of {steps}' if steps else ''}"] if done is not None else []
-    parts += [f"{name} {value:.3f}" for name in ("loss", "reward") if (value := number_at(row, name)) is not None]
+    parts += [f"{name} {value:.3f}" for name in ("loss", "reward") if (value := finite_number(row, name)) is not None]
     return ", ".join(parts)
 
 
@@ -266,7 +266,7 @@ def trouble(run: str | None, code: int, log: str, log_from: int) -> tuple[str, s
         return str(said.get("summary", "")), first
     if code > 128:
         return f"its launcher was ended by {_signal(code - 128)}, and no verdict was written", ""
-    lines = masked_lines(_tail(log, log_from))
+    lines = mask_lines(_tail(log, log_from))
     named = [line for line in lines if line.startswith(_OURS)]
     return (named or lines or ["it ended without an error message"])[-1].removeprefix(_OURS).strip(), ""
 

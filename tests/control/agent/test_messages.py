@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from conftest import Done, Stoker, at_length_but
-from stoker.contract import protocol, typed
-from stoker.contract.protocol import SENTINEL, Decoder, ProtocolError, encode
+from stoker.contract import protocol, typed_values
+from stoker.contract.protocol import SENTINEL, Decoder, ProtocolError, encode_message
 from stoker.control.cluster.asking import fitting, read_answer, read_word
 from stoker.control.launch.attempt import read_around, read_error
 from stoker.control.machine.facts import examination_from_json
@@ -48,7 +48,7 @@ def test_what_is_no_message_is_a_protocol_error(line: bytes) -> None:
 
 def test_large_messages_pass_in_pieces() -> None:
     stack, payload = "x" * 20_000_000, os.urandom(70_000_000)
-    stream = encode({"is": "exit", "stack": stack}) + encode({"is": "inspection", "ask": 1}, payload)
+    stream = encode_message({"is": "exit", "stack": stack}) + encode_message({"is": "inspection", "ask": 1}, payload)
     decoder = Decoder()
     heard = [one for at in range(0, len(stream), 1 << 20) for one in decoder.feed(stream[at : at + (1 << 20)])]
     assert heard[0][0]["stack"] == stack and heard[1][1] == payload
@@ -68,7 +68,7 @@ GOOD: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("message", GOOD, ids=lambda message: str(message["is"]))
 def test_what_agents_say_passes(message: dict[str, Any]) -> None:
-    assert protocol.read({**message, "size": 3, "unknown": 1})["is"] == message["is"]
+    assert protocol.check_message({**message, "size": 3, "unknown": 1})["is"] == message["is"]
 
 
 BAD: list[dict[str, Any]] = [
@@ -81,7 +81,7 @@ BAD: list[dict[str, Any]] = [
 @pytest.mark.parametrize("message", BAD, ids=range(len(BAD)))
 def test_a_message_with_a_missing_field_or_another_type_is_a_protocol_error(message: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError) as refused:
-        protocol.read(message)
+        protocol.check_message(message)
     assert str(refused.value).isprintable()
 
 
@@ -136,15 +136,18 @@ def test_a_report_of_a_rank_with_wrong_types_is_none(report: Any) -> None:
 
 
 def test_types_are_read_as_they_are_written() -> None:
-    assert typed.read("dict[str, tuple[int, str | None]]", {"a": [1, None]}) == {"a": (1, None)}
-    assert typed.read("tuple[float, ...] | None", [1, 2.5]) == (1, 2.5) and typed.read("float", 3) == 3
+    assert typed_values.read_value("dict[str, tuple[int, str | None]]", {"a": [1, None]}) == {"a": (1, None)}
+    assert (
+        typed_values.read_value("tuple[float, ...] | None", [1, 2.5]) == (1, 2.5)
+        and typed_values.read_value("float", 3) == 3
+    )
     wrong: list[tuple[str, Any]] = [
         ("int", True), ("int", 1.0), ("float", float("nan")), ("float", "1"), ("str", b"x"), ("bool", 1), ("list[int]", (1, "x")),
         ("tuple[int, int]", [1]), ("dict[str, int]", []), ("None", 0), ("int", 1 << 64),
     ]  # fmt: skip
     for kind, value in wrong:
         with pytest.raises(ValueError, match="is expected, found"):
-            typed.read(kind, value)
+            typed_values.read_value(kind, value)
 
 
 # ---- a whole run and a whole check with a broken agent ----
@@ -176,7 +179,7 @@ AT_START = {
     "text between the messages": b"Warning: something prints to stdout\n",
     "a kind that nobody knows": b'{"is": "dance"}\n',
     "a missing field": b'{"is": "exit", "rank": 0}\n',
-    "a field of another type": encode({**EXIT, "code": "0"}),
+    "a field of another type": encode_message({**EXIT, "code": "0"}),
 }
 
 
@@ -192,7 +195,10 @@ def test_an_agent_that_ends_in_the_middle_of_a_message_is_lost(fake: Callable[..
 
 
 BEFORE = {
-    "a machine with fields of another version": ("open", encode({"is": "host", "machine": {"schema": 9}, "held": {}})),
+    "a machine with fields of another version": (
+        "open",
+        encode_message({"is": "host", "machine": {"schema": 9}, "held": {}}),
+    ),
     "no machine": ("open", b'{"is": "host"}\n'),
     "an answer that is none": ("probe-ready", b'{"is": "probe", "ask": "%ASK%", "what": "ready", "size": 2}\n[]'),
     "a port that is text": ("reserve", b'{"is": "port", "port": "22"}\n'),
@@ -212,7 +218,7 @@ def test_an_agent_of_another_version_is_refused_in_one_line(fake: Callable[..., 
 
 
 def test_what_a_host_refuses_reaches_the_terminal_without_control_codes(fake: Callable[..., Done]) -> None:
-    done = fake("open", encode({"is": "refused", "line": "\x1b[31mno\x07\nstoker: all is well", "code": 71}))
+    done = fake("open", encode_message({"is": "refused", "line": "\x1b[31mno\x07\nstoker: all is well", "code": 71}))
     assert done.code == 71 and "\x1b" not in done.err and "\x07" not in done.err
     assert not any(line.startswith("stoker: all is well") for line in done.err.splitlines())
 

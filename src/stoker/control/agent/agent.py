@@ -17,12 +17,12 @@ import tempfile
 import time
 from typing import Any
 
-from stoker.contract import hostmemory, protocol
+from stoker.contract import host_memory, protocol
+from stoker.contract.errors import EX_OSERR, Refusal
 from stoker.contract.masking import learn_secrets, mask_json
-from stoker.contract.names import EX_OSERR, Refusal
-from stoker.contract.process import process, send
+from stoker.contract.process import find_process, send_signal
 from stoker.contract.safe_io import read_json, read_text
-from stoker.contract.text import is_count, parse_json, within
+from stoker.contract.text import is_digits, parse_json, truncate_json
 from stoker.control.agent import kernel, spawn
 from stoker.control.agent.questions import Questions
 from stoker.control.agent.relay import CHUNK, RESTLESS, Relay
@@ -243,7 +243,9 @@ class Agent:
         found = []
         if order.get("former"):
             found = take_over(order["former"], order["run"], order["dir"], order.get("host", ""))
-        selves = [(one.pid, one.start) for one in (process(self._guardian), process(os.getpid())) if one is not None]
+        selves = [
+            (one.pid, one.start) for one in (find_process(self._guardian), find_process(os.getpid())) if one is not None
+        ]
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         self._look_aside({"selves": selves, "found": found, "visible": visible}, order.get("recorded"))
 
@@ -299,7 +301,7 @@ class Agent:
 
     def _to_all(self, signum: int) -> None:
         for one in self._sweeper.leftovers():
-            send(one, signum)
+            send_signal(one, signum)
 
     def _start(self, order: protocol.Message) -> None:
         now = self._gauged_at = time.monotonic()
@@ -336,7 +338,7 @@ class Agent:
         if gate.slots == 0 and rank is not None:
             from stoker.control.machine.processes import peak_resident
 
-            gate.measured(peak_resident(rank.pid) or 0, hostmemory.memory()[1])
+            gate.measured(peak_resident(rank.pid) or 0, host_memory.read_memory()[1])
         limited = gate.limited
         gate.release(number)
         if limited:
@@ -368,7 +370,7 @@ class Agent:
                 data = self._mail.recv(1 << 16)
                 pid, _, rest = data.decode("utf-8", "replace").partition("\t")
                 kind, _, text = rest.partition("\t")
-                rank = self._by_pid.get(int(pid)) if is_count(pid) else None
+                rank = self._by_pid.get(int(pid)) if is_digits(pid) else None
                 if rank is not None:
                     self._hear(rank, kind, text)
 
@@ -382,7 +384,7 @@ class Agent:
             self._tell_memory(rank, "START")
         elif kind == "ended":
             how, status, file, line, function = [*name.split("\t"), "", "", "", ""][:5]
-            number = int(line) if is_count(line) else 0
+            number = int(line) if is_digits(line) else 0
             rank.script_end = {"how": how, "status": status, "file": file, "line": number, "function": function}
         elif kind == "note":
             self._relay.say({"is": "note", "rank": rank.rank, "text": name[:500]})
@@ -459,7 +461,7 @@ class Agent:
             self._learned = True
             spec = next(iter(self._specs.values()))  # the ranks' secrets are the same
             learn_secrets(spec["env"], spec["argv"])
-        return mask_json(within(report, _MAX_REPORT))
+        return mask_json(truncate_json(report, _MAX_REPORT))
 
     def _stop(self, order: protocol.Message) -> None:
         if self._gate is not None:

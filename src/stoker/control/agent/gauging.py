@@ -12,8 +12,8 @@ import select
 import time
 
 from stoker.contract import protocol
-from stoker.contract.names import MACHINE
-from stoker.contract.shape import as_json
+from stoker.contract.env_vars import MACHINE
+from stoker.contract.frozen import as_json
 from stoker.control.machine.gauges import Gauges
 
 SILENCE_S = 20.0
@@ -28,7 +28,7 @@ def serve(orders: int, answers: int, interval: float) -> int:
         due = time.monotonic() + interval
         host, cards = gauges.read()
         payload = json.dumps({"host": as_json(host), "gpus": as_json(cards)}, separators=(",", ":")).encode()
-        data += protocol.encode({"is": "gauges"}, payload + b"\n")
+        data += protocol.encode_message({"is": "gauges"}, payload + b"\n")
         while data or time.monotonic() < due:
             until = heard + SILENCE_S if data else min(due, heard + SILENCE_S)
             wait = max(0.0, until - time.monotonic())

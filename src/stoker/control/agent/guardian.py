@@ -13,8 +13,8 @@ import sys
 import time
 
 from stoker.contract import protocol
-from stoker.contract.process import send_to_child
-from stoker.contract.text import printable
+from stoker.contract.process import signal_child
+from stoker.contract.text import escape
 from stoker.control.agent import kernel
 from stoker.control.agent.agent import Agent
 from stoker.control.agent.sweep import Sweeper, reap
@@ -53,7 +53,7 @@ def main(stdin_fd: int = -1) -> int:
     if scratch:
         shutil.rmtree(scratch, ignore_errors=True)  # an agent that was killed could not
     for one in survivors:
-        print(f"stoker: pid {one.pid} ({printable(one.name)}) can't be killed: state {one.state}", file=sys.stderr)
+        print(f"stoker: pid {one.pid} ({escape(one.name)}) can't be killed: state {one.state}", file=sys.stderr)
     return os.waitstatus_to_exitcode(status) & 0xFF
 
 
@@ -85,7 +85,7 @@ def _wait(child: int, heart: int) -> tuple[int, str]:
         elif time.monotonic() - last > STALL_S:
             text = f"stoker: the agent (pid {child}) has stalled for {STALL_S:.0f} s: stopping its ranks"
             print(text, file=sys.stderr)
-            send_to_child(child, signal.SIGKILL)
+            signal_child(child, signal.SIGKILL)
             return _reap_for(child), scratch
 
 

@@ -7,7 +7,7 @@ import ctypes
 import os
 import signal
 
-from stoker.contract.process import of_kernel
+from stoker.contract.process import read_kernel_file
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -36,7 +36,7 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
 
 def tracing_is_restricted() -> bool:
     """Yama's mode 1: a process may be traced by its ancestors and by whom it names."""
-    return of_kernel("/proc/sys/kernel/yama/ptrace_scope").strip() == "1"
+    return read_kernel_file("/proc/sys/kernel/yama/ptrace_scope").strip() == "1"
 
 
 def allow_tracing_by(agent: int) -> None:

@@ -11,10 +11,10 @@ import sys
 import time
 from typing import Any
 
-from stoker.contract.names import MACHINE
-from stoker.contract.process import NOT_FROM_HERE, of_kernel
-from stoker.contract.shape import replace
-from stoker.contract.text import is_count
+from stoker.contract.env_vars import MACHINE
+from stoker.contract.frozen import replace
+from stoker.contract.process import NOT_FROM_HERE, read_kernel_file
+from stoker.contract.text import is_digits
 from stoker.control.machine.observe import Observer, read_recorded
 
 _LOOK = """
@@ -104,6 +104,6 @@ def link(interface: str) -> dict[str, Any]:
     """Megabits a second as the driver states them; a virtual interface's figure means nothing."""
     folder = os.path.join("/sys/class/net", interface)
     # Wireless, tunnels and interfaces that are down have none.
-    stated = of_kernel(os.path.join(folder, "speed")).strip()
-    speed = int(stated) if is_count(stated) else 0
+    stated = read_kernel_file(os.path.join(folder, "speed")).strip()
+    speed = int(stated) if is_digits(stated) else 0
     return {"speed": speed or None, "physical": os.path.exists(os.path.join(folder, "device"))}

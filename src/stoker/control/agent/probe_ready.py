@@ -13,7 +13,7 @@ from typing import Any
 
 from stoker.contract import layout, safe_io
 from stoker.contract.process import NOT_FROM_HERE
-from stoker.contract.safe_io import kind_of
+from stoker.contract.safe_io import file_kind
 from stoker.control.machine.hashing import Hashes, sha256_of
 
 
@@ -50,7 +50,7 @@ def _make(run_dir: str) -> str:
         os.makedirs(root, 0o700, exist_ok=True)
     except FileExistsError as problem:  # a file where a folder should be
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), root) from problem
-    why = layout.why_not_for_runs(root)
+    why = layout.why_unsafe_root(root)
     if why:
         return f"the runs folder {root} can't be used: {why}; choose another with --runs-dir"
     try:
@@ -58,8 +58,8 @@ def _make(run_dir: str) -> str:
     except FileExistsError:
         about = os.lstat(run_dir)
         if not stat.S_ISDIR(about.st_mode):
-            return f"the run directory {run_dir} is {kind_of(about.st_mode)} there; choose another name with --name"
-        if not safe_io.is_mine(about.st_uid, root):
+            return f"the run directory {run_dir} is {file_kind(about.st_mode)} there; choose another name with --name"
+        if not safe_io.is_own_uid(about.st_uid, root):
             name = safe_io.user_name(about.st_uid)
             return f"the run directory {run_dir} belongs to {name} there; choose another name with --name"
     return ""

@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from stoker.contract import protocol
-from stoker.contract.process import of_kernel, process, send, status
-from stoker.contract.text import printable
+from stoker.contract import process, protocol
+from stoker.contract.process import find_process, read_kernel_file, read_status, send_signal
+from stoker.contract.text import escape
 from stoker.control.agent import kernel
 from stoker.control.agent.relay import Relay
 from stoker.control.agent.spawn import Rank
-from stoker.control.agent.spy import CALLS, LOOK_S, SPY_S, Spy, flight_recorder, newest_calls, timings, with_source
+from stoker.control.agent.spy import CALLS, LOOK_S, SPY_S, Spy, newest_calls, read_flight_recorder, timings, with_source
 from stoker.control.agent.sweep import Sweeper
 from stoker.control.agent.vitals import children
 from stoker.control.machine import blocked, processes
@@ -103,7 +103,7 @@ class Child:
             self._run(work, told, write, agent, seconds)
         os.close(write)
         os.close(told)
-        self._me = process(self.pid)
+        self._me = find_process(self.pid)
 
     def _run(self, work: Callable[[], Any], told: int, write: int, agent: int, seconds: float) -> None:
         """In the child. Never returns."""
@@ -123,7 +123,7 @@ class Child:
                     text = text[os.write(3, text) :]
         except BaseException as problem:
             what = f"a probe ({self.answer['what']})" if "what" in self.answer else "an inspection"
-            line = printable(f"stoker: {what} failed: {type(problem).__name__}: {problem}")
+            line = escape(f"stoker: {what} failed: {type(problem).__name__}: {problem}")
             os.write(2, line.encode() + b"\n")
         os._exit(0)
 
@@ -153,7 +153,7 @@ class Child:
     def end(self) -> None:
         """Its answer is not wanted any more. Its pipe closes, and that is told like any other end."""
         if self._me is not None:
-            send(self._me, signal.SIGKILL)
+            send_signal(self._me, signal.SIGKILL)
 
 
 def _answers(what: str, args: dict[str, Any]) -> Iterator[tuple[bytes, Any]]:
@@ -214,7 +214,7 @@ class _Look:
     def begin(self) -> None:
         self._since = time.monotonic()
         self._first = self._meter(self.rank.pid)
-        before = processes.process(self.rank.pid)
+        before = process.find_process(self.rank.pid)
         self._state = before.state if before else "Z"
         self._children = children(self.rank.pid)
         awaited = blocked.awaited_child(self.rank.pid)
@@ -224,7 +224,7 @@ class _Look:
         self._groups: list[dict[str, Any]] = []
         self._no_groups = "its process is stopped"
         if self._state not in "Tt":
-            self._groups, self._no_groups = flight_recorder(self.rank.files["server"])
+            self._groups, self._no_groups = read_flight_recorder(self.rank.files["server"])
 
     def sample(self) -> None:
         threads = self._spy.stacks(self.rank.pid, self.rank.files["asked"])
@@ -234,7 +234,7 @@ class _Look:
         self._samples.append(threads)
 
     def end(self) -> dict[str, Any]:
-        one = processes.process(self.rank.pid)
+        one = process.find_process(self.rank.pid)
         took = max(time.monotonic() - self._since, 0.01)
         last = self._meter(self.rank.pid)
         share = {key: round((last[key] - value) / took, 5) for key, value in self._first.items() if key != "swap"}
@@ -255,7 +255,7 @@ class _Look:
             "calls": newest_calls(self.rank.calls(CALLS)),
             "children": children(self.rank.pid),
             "children_before": self._children,
-            "workers": [self._worker(pid, took) for pid in self._below if processes.process(pid)],
+            "workers": [self._worker(pid, took) for pid in self._below if process.find_process(pid)],
         }
 
     def _counters(self) -> dict[str, int]:
@@ -271,7 +271,7 @@ class _Look:
         }
 
     def _worker(self, pid: int, took: float) -> dict[str, Any]:
-        one = processes.process(pid)
+        one = process.find_process(pid)
         cpu = (processes.cpu_seconds(pid) or 0.0) - self._below_first[pid]
         return {
             "pid": pid,
@@ -289,7 +289,9 @@ class _Look:
     @staticmethod
     def _meter(pid: int) -> dict[str, float]:
         # None where it is gone, or the kernel has none.
-        faults = of_kernel(f"/proc/{pid}/stat").rpartition(")")[2].split()[9:10]  # major ones: they went to the disk
+        faults = (
+            read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()[9:10]
+        )  # major ones: they went to the disk
         ran, delayed = processes.main_thread_seconds(pid)
         return {
             "cpu": processes.cpu_seconds(pid) or 0.0,
@@ -297,7 +299,7 @@ class _Look:
             "waiting_for_core": delayed,
             "faults": sum(map(int, faults)),
             "moved": processes.bytes_moved(pid) or 0,
-            "swap": int(status(pid, "VmSwap:") or 0) * 1024,
+            "swap": int(read_status(pid, "VmSwap:") or 0) * 1024,
         }
 
 

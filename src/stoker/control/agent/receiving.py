@@ -21,9 +21,9 @@ import tempfile
 import threading
 from typing import Any
 
-from stoker.contract import layout, protocol, typed
-from stoker.contract.quantities import amount
-from stoker.contract.safe_io import WholeFile, is_trusted, read_json
+from stoker.contract import layout, protocol, typed_values
+from stoker.contract.safe_io import AtomicFile, is_trusted, read_json
+from stoker.contract.units import format_bytes
 from stoker.control.machine.hashing import Hashes, sha256_of
 
 _ORDERS: dict[str, dict[str, str]] = {
@@ -94,7 +94,9 @@ class Receiver:
         disk = os.statvfs(self._root)
         free = disk.f_bavail * disk.f_frsize
         if size_of_need and size_of_need + _RESERVE > free:
-            raise Refused(f"the disk of {self._root} is full: {amount(size_of_need)} to copy, {amount(free)} free")
+            raise Refused(
+                f"the disk of {self._root} is full: {format_bytes(size_of_need)} to copy, {format_bytes(free)} free"
+            )
         if need:
             self._ours |= {path: self._offered[path][1] for path in need}
             self._save_manifest()  # before the first byte: a copy that breaks off is still known as ours
@@ -218,7 +220,7 @@ class Receiver:
         folder = os.path.dirname(self._manifest)
         os.makedirs(folder, mode=0o700, exist_ok=True)
         content = json.dumps({"schema": 2, "root": self._root, "origins": {**self._others, self._origin: self._ours}})
-        with WholeFile(self._manifest, mode=0o600, durable=False) as file:
+        with AtomicFile(self._manifest, mode=0o600, durable=False) as file:
             file.write(content.encode())
 
 
@@ -235,7 +237,7 @@ def _read_manifest(path: str) -> dict[str, dict[str, str]]:
             raise Refused(f"{path} belongs to another user: remove it, or copy to another folder")
         manifest = read_json(path)
         origins = manifest["origins"] if manifest["schema"] == 2 else {"": manifest["files"]}
-        brought: dict[str, dict[str, str]] = typed.read("dict[str, dict[str, str]]", origins)
+        brought: dict[str, dict[str, str]] = typed_values.read_value("dict[str, dict[str, str]]", origins)
         for name in (name for files in brought.values() for name in files):
             if os.path.isabs(name) or ".." in name.split("/"):
                 raise ValueError(f"it names {name}, outside the folder")
@@ -262,10 +264,13 @@ def serve(source: int, sink: int) -> int:
                 if _obey(receiver, order, payload, sink):
                     return 0
     except (Refused, protocol.ProtocolError) as refusal:
-        _say(sink, protocol.encode({"is": "refused", "line": str(refusal)}))
+        _say(sink, protocol.encode_message({"is": "refused", "line": str(refusal)}))
     except OSError as problem:
         where = problem.filename if problem.filename is not None else receiver.at  # a write names no file
-        _say(sink, protocol.encode({"is": "refused", "line": f"{os.fsdecode(where)}: {problem.strerror or problem}"}))
+        _say(
+            sink,
+            protocol.encode_message({"is": "refused", "line": f"{os.fsdecode(where)}: {problem.strerror or problem}"}),
+        )
     finally:
         over.set()
         receiver.drop_part()
@@ -278,14 +283,14 @@ def _obey(receiver: Receiver, order: protocol.Message, payload: bytes, sink: int
     if do not in _ORDERS:
         raise protocol.ProtocolError(f"unknown order {do!r}")
     try:
-        order = typed.read_fields(_ORDERS[do], order)
+        order = typed_values.read_fields(_ORDERS[do], order)
     except ValueError as problem:
         raise protocol.ProtocolError(f"the order {do!r} can't be read: {problem}") from None
     if do == "offer":
         receiver.silence_s = float(order["silence"])
         entries = protocol.read_payload(_ENTRIES, payload, "the offer")
         need = receiver.offer(order["root"], order["manifest"], entries, order["origin"])
-        _say(sink, protocol.encode({"is": "need"}, json.dumps(need).encode()))
+        _say(sink, protocol.encode_message({"is": "need"}, json.dumps(need).encode()))
     elif do == "begin":
         receiver.begin(order["path"], order["mode"])
     elif do == "data":
@@ -293,14 +298,14 @@ def _obey(receiver: Receiver, order: protocol.Message, payload: bytes, sink: int
     elif do == "end":
         receiver.end(order["sha256"])
     else:
-        _say(sink, protocol.encode({"is": "finished", **receiver.finish()}))
+        _say(sink, protocol.encode_message({"is": "finished", **receiver.finish()}))
     return bool(do == "finish")
 
 
 def _ping(sink: int, over: threading.Event) -> None:
     with contextlib.suppress(OSError):  # nobody hears us: who reads the orders notices
         while not over.wait(protocol.PING_S):
-            _say(sink, protocol.encode({"is": "ping"}))
+            _say(sink, protocol.encode_message({"is": "ping"}))
 
 
 _saying = threading.Lock()  # a ping between the parts of a long answer would break it

@@ -25,7 +25,7 @@ class Relay:
         self._paused = False
 
     def say(self, message: protocol.Message, payload: bytes = b"") -> None:
-        self.outbox += protocol.encode(message, payload)
+        self.outbox += protocol.encode_message(message, payload)
 
     def flush(self) -> None:
         while self.outbox:

@@ -11,9 +11,9 @@ from collections import deque
 from mmap import mmap
 from typing import Any
 
-from stoker.contract import beats, layout, names
+from stoker.contract import beat, env_vars, layout
+from stoker.contract.process import Process, find_process
 from stoker.control.agent import kernel
-from stoker.control.machine.processes import Process, process
 from stoker.control.rank import call_log
 
 INJECT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "rank", "inject")
@@ -31,7 +31,7 @@ class Rank:
         self.pid = me.pid
         self.me = me
         self.streams = streams  # our read end -> 1 or 2, or 0 where both are one pipe
-        self.reader: beats.Reader | None = None
+        self.reader: beat.BeatReader | None = None
         self.shared_memory: mmap | None = None  # beats and the log of torch.distributed's calls
         self.files = layout.scratch_files(base)
         self.gpu: str | None = spec.get("gpu")
@@ -41,7 +41,7 @@ class Rank:
         self.reported = 0.0  # when the shim reported an exception: it is on its way out by itself
         self.error: Any = None  # the shim's report of an exception, without secrets
         self.ended: int | None = None
-        self.script_end: dict[str, Any] | None = None  # contract/shapes.py:ScriptEnd
+        self.script_end: dict[str, Any] | None = None  # contract/evidence.py:ScriptEnd
         self.marks: set[str] = set()
         self.steps = 0
         self.beaten = 0.0  # when its last beat was noticed
@@ -49,14 +49,14 @@ class Rank:
         self.state = "R"
         self.rss: deque[tuple[float, int]] = deque(maxlen=120)
         self.over = 0  # bytes, when it passed its memory limit
-        port = spec["env"].get(names.PORT, "")
+        port = spec["env"].get(env_vars.PORT, "")
         self.port = int(port) if port.isdecimal() else 0  # STOKER_PORT; 0: it has none
         self.loader_workers = 0  # of torch's DataLoader, the most that were seen at once
         self.is_listening = False  # on that port; set once and kept
 
     def calls(self, newest: int) -> list[dict[str, Any]]:
         """Return its newest calls of torch.distributed, also after its end (control/rank/call_log.py)."""
-        return call_log.read_calls(self.shared_memory, beats.SIZE, newest) if self.shared_memory is not None else []
+        return call_log.read_calls(self.shared_memory, beat.PAGE_SIZE, newest) if self.shared_memory is not None else []
 
 
 def start(spec: dict[str, Any], host_dir: str, stdin: int) -> Rank:
@@ -64,16 +64,16 @@ def start(spec: dict[str, Any], host_dir: str, stdin: int) -> Rank:
     base = os.path.join(host_dir, f"{spec['attempt']}-{spec['rank']}")
     env = {**os.environ, **spec["env"]}
     # A rank is never kept: only what it starts.
-    for name in (*spec.get("unset", ()), names.RDZV_SECRET, names.RDZV_SECRET_FILE, names.KEEP):
+    for name in (*spec.get("unset", ()), env_vars.RDZV_SECRET, env_vars.RDZV_SECRET_FILE, env_vars.KEEP):
         env.pop(name, None)
-    env[names.RUN_ORIGIN] = spec["origin"]
+    env[env_vars.RUN_ORIGIN] = spec["origin"]
     env["TORCHELASTIC_ERROR_FILE"] = layout.scratch_files(base)["elastic"]
     held: list[int] = []  # descriptors, for the case that the next one can't be had
     try:
         memory = os.memfd_create(f"stoker-beats-{spec['rank']}", os.MFD_CLOEXEC)
         held.append(memory)
         os.posix_fallocate(
-            memory, 0, beats.SIZE + call_log.SIZE
+            memory, 0, beat.PAGE_SIZE + call_log.SIZE
         )  # a page that can't be had later would be a SIGBUS in the rank
         held += (out := _pipe())
         err = (-1, out[1])
@@ -98,7 +98,7 @@ def start(spec: dict[str, Any], host_dir: str, stdin: int) -> Rank:
     os.close(failed_write)
     problem = _read_all(failed_read)
     os.close(failed_read)
-    page = mmap(memory, beats.SIZE + call_log.SIZE)
+    page = mmap(memory, beat.PAGE_SIZE + call_log.SIZE)
     os.close(memory)
     streams = {out_read: 1 if spec["split"] else 0}
     if err_read >= 0:
@@ -108,24 +108,24 @@ def start(spec: dict[str, Any], host_dir: str, stdin: int) -> Rank:
         for handle in streams:
             os.close(handle)
         raise OSError(problem)
-    me = process(pid) or Process(pid, agent, pid, pid, "Z", 0, "?")
+    me = find_process(pid) or Process(pid, agent, pid, pid, "Z", 0, "?")
     made = Rank(spec, me, streams, base, started)
     if spec["shim"]:
-        made.reader = beats.Reader(page)
+        made.reader = beat.BeatReader(page)
         made.shared_memory = page
     return made
 
 
 def _tell_shim(spec: dict[str, Any], env: dict[str, str], base: str, memory: int) -> None:
     if "PYTHONPATH" in env:
-        env[names.SHIM_PYTHONPATH] = env["PYTHONPATH"]
+        env[env_vars.SHIM_PYTHONPATH] = env["PYTHONPATH"]
     env["PYTHONPATH"] = INJECT + (os.pathsep + env["PYTHONPATH"] if env.get("PYTHONPATH") else "")
-    env[names.SHIM_BEATS] = str(memory)
-    env[names.SHIM_SOCKET] = os.path.join(os.path.dirname(base), MAIL)
-    env[names.SHIM_FILES] = base
+    env[env_vars.SHIM_BEATS] = str(memory)
+    env[env_vars.SHIM_SOCKET] = os.path.join(os.path.dirname(base), MAIL)
+    env[env_vars.SHIM_FILES] = base
     if kernel.tracing_is_restricted():
-        env[names.SHIM_TRACER] = str(os.getpid())
-    env[names.SHIM_GATED] = "1" if spec["gated"] else "0"
+        env[env_vars.SHIM_TRACER] = str(os.getpid())
+    env[env_vars.SHIM_GATED] = "1" if spec["gated"] else "0"
 
 
 def _become(

@@ -14,10 +14,10 @@ import time
 import zlib
 from typing import Any
 
-from stoker.contract import collectives, names
-from stoker.contract.process import send
-from stoker.contract.stacktext import threads_of
-from stoker.contract.text import parse_json, printable
+from stoker.contract import env_vars, flight_recorder, process
+from stoker.contract.process import send_signal
+from stoker.contract.stack_traces import parse_stacks
+from stoker.contract.text import escape, parse_json
 from stoker.control.machine import processes
 
 TYPE_CHECKING = False
@@ -43,7 +43,7 @@ class Spy:
 
         beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
         found = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
-        self._program = os.environ.get(names.PY_SPY, found)
+        self._program = os.environ.get(env_vars.PY_SPY, found)
         self.how = "py-spy" if self._program else "faulthandler (py-spy is not installed)"
         self.deadline = time.monotonic() + LOOK_S
         self.problems: dict[int, str] = {}  # pid -> why its stack could not be read
@@ -89,7 +89,7 @@ class Spy:
                 refusal = "py-spy may not read the ranks: it needs CAP_SYS_PTRACE here"
                 self.how = f"faulthandler ({refusal})"
                 return [], refusal
-            return [], f"py-spy: {printable(' '.join(said.split()), 200)}"
+            return [], f"py-spy: {escape(' '.join(said.split()), 200)}"
         try:
             return [_thread(one) for one in json.loads(done.stdout)][:THREADS], ""
         except ValueError:
@@ -300,15 +300,15 @@ def _digest_of_locals(thread: dict[str, Any]) -> str:
 
 def _by_faulthandler(pid: int, path: str) -> tuple[list[dict[str, Any]], str]:
     """Return the threads, and why there are none. By a signal that the process catches, unless it is stopped."""
-    one = processes.process(pid)
+    one = process.find_process(pid)
     if one is None or one.state == "Z":
         return [], "its process has ended"
     if one.state in "Tt":
         return [], "its process is stopped and can't answer a signal"
-    if not processes.catches(pid, names.STACK_SIGNAL) or not _has_open(pid, path):
-        return [], f"it has no handler for signal {names.STACK_SIGNAL}"
+    if not processes.catches(pid, env_vars.STACK_SIGNAL) or not _has_open(pid, path):
+        return [], f"it has no handler for signal {env_vars.STACK_SIGNAL}"
     before = _size(path)
-    if not send(one, names.STACK_SIGNAL):
+    if not send_signal(one, env_vars.STACK_SIGNAL):
         return [], "it may not be signalled (another user's process)"
     deadline = time.monotonic() + ASK_S
     size = before
@@ -324,7 +324,7 @@ def _by_faulthandler(pid: int, path: str) -> tuple[list[dict[str, Any]], str]:
             text = file.read(1 << 18).decode("utf-8", "replace")
     except OSError as problem:
         return [], str(problem)
-    threads = threads_of(text)
+    threads = parse_stacks(text)
     if not threads:
         state = (
             "it is in uninterruptible sleep" if one.state == "D" else f"it did not answer a signal within {ASK_S:g} s"
@@ -352,10 +352,10 @@ def _size(path: str) -> int:
 SERVER_S = 1.0
 
 
-def flight_recorder(path: str) -> tuple[list[dict[str, Any]], str]:
+def read_flight_recorder(path: str) -> tuple[list[dict[str, Any]], str]:
     """(the digest of its collectives, why there is none)."""
     trace, why = _ask_server(path)
-    return (collectives.digest(trace), "") if trace is not None else ([], why)
+    return (flight_recorder.summarize_trace(trace), "") if trace is not None else ([], why)
 
 
 def timings(path: str) -> list[list[Any]]:
@@ -376,9 +376,9 @@ def timings(path: str) -> list[list[Any]]:
 def _ask_server(path: str) -> tuple[dict[str, Any] | None, str]:
     if not os.path.exists(path):
         return None, "no worker server in this rank"
-    answers = [_ask_handler(path, name) for name in collectives.HANDLERS]
+    answers = [_ask_handler(path, name) for name in flight_recorder.HANDLERS]
     traces = [trace for trace, _ in answers if trace is not None]
-    return (collectives.joined(traces), "") if traces else (None, answers[0][1])
+    return (flight_recorder.merge_traces(traces), "") if traces else (None, answers[0][1])
 
 
 def _ask_handler(path: str, name: str) -> tuple[dict[str, Any] | None, str]:

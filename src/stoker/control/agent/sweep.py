@@ -11,14 +11,13 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from stoker.contract import names
-from stoker.contract.process import send, send_to_group
-from stoker.contract.shape import pick
+from stoker.contract import env_vars, process
+from stoker.contract.frozen import pick_fields
+from stoker.contract.process import Process, send_signal, signal_group
 from stoker.control.agent.relay import Relay
 from stoker.control.agent.spawn import Rank
 from stoker.control.machine import origin, processes
 from stoker.control.machine.nvml import Nvml
-from stoker.control.machine.processes import Process
 
 
 class Sweeper:
@@ -37,13 +36,13 @@ class Sweeper:
             below -= {pid, *processes.descendants(pid, table)}
         me = os.getuid()
         there = (one for one in table if one.pid in below and one.pid not in self.spare and one.state != "Z")
-        return [one for one in there if processes.owner(one.pid) == me]
+        return [one for one in there if process.process_owner(one.pid) == me]
 
     def signal_all(self, signum: int, targets: list[Process]) -> None:
         for one in targets:
             if one.state == "T" and signum != signal.SIGKILL:
-                send(one, signal.SIGCONT)
-            send(one, signum)
+                send_signal(one, signal.SIGCONT)
+            send_signal(one, signum)
 
     def kill(self, seconds: float = 3.0) -> list[Process]:
         """SIGKILL until two looks in a row find nothing, for at most `seconds`. Returns what survived: D state."""
@@ -56,7 +55,7 @@ class Sweeper:
                 return []
             # By group too: the kernel reaches all of it at once, also a child forked since the look.
             for group in self.groups:
-                send_to_group(group, signal.SIGKILL)
+                signal_group(group, signal.SIGKILL)
             self.signal_all(signal.SIGKILL, left)
             reap(self.groups)
             if left and time.monotonic() > deadline:
@@ -104,12 +103,12 @@ def take_over(former: Sequence[Sequence[int]], run_id: str, run_dir: str, host: 
     doomed = [*old, *(one for one in table if one.pid in below and one not in old and not origin.kept(one.pid))]
     said = [f"{one.name} {'was stopped' if one.state == 'T' else 'still ran'}" for one in old]
     for one in doomed:
-        send(one, signal.SIGKILL)
+        send_signal(one, signal.SIGKILL)
     _await_end(doomed)
     deadline = time.monotonic() + SECONDS
     while (orphans := _orphans(run_id, run_dir, host)) and time.monotonic() < deadline:
         for one in orphans:
-            send(one, signal.SIGKILL)
+            send_signal(one, signal.SIGKILL)
         _await_end(orphans)
     return said
 
@@ -120,9 +119,9 @@ def _orphans(run_id: str, run_dir: str, host: str) -> list[Process]:
 
     def ours(one: Process) -> bool:
         tagged = one.state != "Z" and processes.run_tag(one.pid) == (run_id, run_dir)
-        if not tagged or processes.owner(one.pid) != os.getuid():
+        if not tagged or process.process_owner(one.pid) != os.getuid():
             return False
-        here = processes.environment(one.pid).get(names.HOST, "") == host
+        here = processes.environment(one.pid).get(env_vars.HOST, "") == host
         return here and not origin.kept(one.pid) and not origin.why_another_started_it(one, table)
 
     return [one for one in table.values() if ours(one)]
@@ -131,7 +130,7 @@ def _orphans(run_id: str, run_dir: str, host: str) -> list[Process]:
 def _await_end(doomed: list[Process]) -> None:
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
-        now = {one.pid: one for pid in {one.pid for one in doomed} if (one := processes.process(pid)) is not None}
+        now = {one.pid: one for pid in {one.pid for one in doomed} if (one := process.find_process(pid)) is not None}
         if not any(one.pid in now and now[one.pid].start == one.start and now[one.pid].state != "Z" for one in doomed):
             return
         time.sleep(0.01)
@@ -173,7 +172,7 @@ class StopSequence:
                 self._send(rank, signal.SIGKILL)
             elif rank.pid not in self._asked and not (self._grace > 0 and now - rank.reported < ON_ITS_WAY_S):
                 self._asked.add(rank.pid)
-                send(rank.me, signal.SIGCONT)
+                send_signal(rank.me, signal.SIGCONT)
                 self._send(rank, self._signum)
         if now - self._begun < self._grace or not self.living():
             return
@@ -191,7 +190,7 @@ class StopSequence:
         caught = signum == signal.SIGKILL or processes.catches(rank.pid, signum)
         if not caught and processes.catches(rank.pid, signal.SIGTERM):
             signum = signal.SIGTERM  # what scripts save on: a closed terminal must not cost more than a stop
-        send(rank.me, signum)
+        send_signal(rank.me, signum)
 
 
 # ---- after the ranks: what they left behind gets its own grace, then goes; then the GPUs' memory is back ----
@@ -236,7 +235,7 @@ class Finishing:
             if handle in relay.streams:
                 relay.forget(handle)
         held = _wait_for_gpus(ranks, nvml)
-        left_over = [pick(one, "pid", "name", "state") for one in stuck]
+        left_over = [pick_fields(one, "pid", "name", "state") for one in stuck]
         relay.say({"is": "finished", "stopped": self._named, "gpus_held": held, "stuck": left_over})
         return True
 

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stoker.contract import hostmemory, kerneltext
-from stoker.contract.beats import Beat
-from stoker.contract.process import kernel_lines, of_kernel, send
-from stoker.contract.shape import as_json
-from stoker.contract.shapes import Around
+from stoker.contract import host_memory, kernel_messages, process
+from stoker.contract.beat import Beat
+from stoker.contract.evidence import ExitContext
+from stoker.contract.frozen import as_json
+from stoker.contract.process import kernel_lines, read_kernel_file, send_signal
 from stoker.control.agent.spawn import Rank
 from stoker.control.machine import host, kernellog, ports, processes
 from stoker.control.machine.model import GpuGauges, HostGauges
@@ -55,7 +55,7 @@ class Vitals:
                 rank.rss.append((round(time.time(), 1), resident))
                 self._report_listening(rank)
             if now - rank.beaten > QUIET_S:
-                one = processes.process(rank.pid)
+                one = process.find_process(rank.pid)
                 state = one.state if one else "Z"
                 turned, rank.state = state != rank.state and "T" in (state.upper(), rank.state.upper()), state
                 if due or turned:
@@ -105,13 +105,13 @@ class Vitals:
             )
 
     def around(self, rank: Rank, nvml: Nvml | None, run_id: str) -> dict[str, Any]:
-        total, available, _ = hostmemory.memory()
+        total, available, _ = host_memory.read_memory()
         free, whole = host.shared_memory()
         if rank.pid not in self._holders:
             self.note_holders(rank, nvml, run_id)
         card = nvml.memory(rank.gpu) if nvml is not None and rank.gpu else None
         holders = self._holders.get(rank.pid, ())
-        seen = Around(
+        seen = ExitContext(
             tuple(rank.rss),
             available,
             total,
@@ -130,7 +130,7 @@ class Vitals:
 
 def _is_loader_worker(pid: int) -> bool:
     """Return whether torch's DataLoader started this process: it names its workers since torch 2.7."""
-    return of_kernel(f"/proc/{pid}/comm").strip() == "pt_data_worker"
+    return read_kernel_file(f"/proc/{pid}/comm").strip() == "pt_data_worker"
 
 
 def address_space_limit(pid: int) -> int | None:
@@ -187,7 +187,7 @@ def _kernel_lines(rank: Rank) -> tuple[str, ...]:
     words = (f"process {rank.pid} ", f"[{rank.pid}]", "Out of memory", "oom-kill", "Memory cgroup out of memory")
 
     def concerns(line: str) -> bool:
-        found = kerneltext.xid(line)
+        found = kernel_messages.parse_xid(line)
         return kernellog.same_card(rank.pci, found[0]) if found else any(word in line for word in words)
 
     return tuple(line[:300] for line in kernellog.lines(rank.started) if concerns(line))[-12:]
@@ -199,7 +199,7 @@ def _kernel_lines(rank: Rank) -> tuple[str, ...]:
 
 
 def memory_now(pid: int, gpu: str | None, nvml: Nvml | None) -> dict[str, Any]:
-    total, available, _ = hostmemory.memory()
+    total, available, _ = host_memory.read_memory()
     card = nvml.memory(gpu) if nvml is not None and gpu else None
     of_host = {"host_used": total - available, "host_total": total}
     return {"rss": processes.resident(pid), **of_host, "gpu": list(card) if card else None}
@@ -218,14 +218,14 @@ def keep_below(limit: int, ranks: dict[int, Rank], say: Say) -> None:
         if taken > limit:
             rank.over = taken
             rank.signalled = True
-            send(rank.me, signal.SIGSTOP)  # no further growth while the coordinator hears of it
+            send_signal(rank.me, signal.SIGSTOP)  # no further growth while the coordinator hears of it
             workers = max(rank.loader_workers, sum(map(_is_loader_worker, family)))
             say({"is": "ram", "rank": rank.rank, "bytes": taken, "limit": limit, "loader_workers": workers})
 
 
 def children(pid: int) -> list[int]:
     """Its children, and theirs."""
-    direct = [int(child) for child in of_kernel(f"/proc/{pid}/task/{pid}/children").split()]
+    direct = [int(child) for child in read_kernel_file(f"/proc/{pid}/task/{pid}/children").split()]
     return direct + [grandchild for child in direct for grandchild in children(child)]
 
 

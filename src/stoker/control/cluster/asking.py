@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from stoker.contract import protocol, typed
-from stoker.contract.text import printable
+from stoker.contract import protocol, typed_values
+from stoker.contract.text import escape
 from stoker.control.cluster import transport
 from stoker.control.cluster.hosts import Hosts
 from stoker.control.cluster.members import Member, Members
@@ -164,7 +164,7 @@ def fitting(fields: Mapping[str, Any], word: Any, what: str) -> dict[str, Any]:
     if isinstance(word, dict) and set(word) == {"error"}:
         return word
     try:
-        return typed.read_fields(fields, word)
+        return typed_values.read_fields(fields, word)
     except ValueError as problem:
         return _unfit(what, problem)
 
@@ -175,9 +175,9 @@ def _unfit(what: str, problem: ValueError) -> dict[str, Any]:
 
 def _clean(value: Any) -> Any:
     if isinstance(value, str):
-        return printable(value)
+        return escape(value)
     if isinstance(value, dict):
-        return {printable(name): _clean(one) for name, one in value.items()}
+        return {escape(name): _clean(one) for name, one in value.items()}
     return [_clean(one) for one in value] if isinstance(value, list) else value
 
 

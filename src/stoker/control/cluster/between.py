@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from stoker.contract.shape import replace
-from stoker.contract.shapes import Finding
+from stoker.contract.evidence import Finding
+from stoker.contract.frozen import replace
 from stoker.control.cluster.facts import Facts, OneHost, Pair
 from stoker.control.cluster.price import gigabits
 from stoker.control.doctor.check import fail, unknown, warn

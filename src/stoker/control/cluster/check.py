@@ -9,8 +9,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract.shape import replace, shape
-from stoker.contract.shapes import Finding
+from stoker.contract.evidence import Finding
+from stoker.contract.frozen import frozen, replace
 from stoker.control.cluster import between, path, reaching, reducing
 from stoker.control.cluster.agreement import disagreements
 from stoker.control.cluster.asking import TORCH, Asking, Question, fitting, skews
@@ -27,7 +27,7 @@ TORCH_S = 90.0  # a cold disk
 WORKER_S = 1800.0  # with --tune it measures for minutes
 
 
-@shape
+@frozen
 class Asked:
     """What the user wants to know of; empty where not told."""
 

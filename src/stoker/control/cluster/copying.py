@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from stoker.contract import protocol, typed
-from stoker.contract.names import EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract import protocol, typed_values
+from stoker.contract.errors import EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.frozen import frozen, pick_fields
 from stoker.contract.progress import BYTES, Progress
-from stoker.contract.quantities import amount, counted, span
 from stoker.contract.safe_io import open_regular
-from stoker.contract.shape import pick, shape
-from stoker.contract.text import printable
+from stoker.contract.text import escape
+from stoker.contract.units import format_bytes, format_duration, plural
 from stoker.control.cluster import listing
 from stoker.control.cluster.farend import FarEnd, Refused, Silent
 from stoker.control.cluster.hosts import Host, Hosts
@@ -32,7 +32,7 @@ _COUNTS = {"written": "int", "removed": "int", "others": "dict[str, int]"}
 Say = Callable[[str], None]
 
 
-@shape
+@frozen
 class Load:
     """What goes to one place on each host. Read once: who comes later gets what the others got."""
 
@@ -60,7 +60,7 @@ def sync_load(hosts: Hosts, source: str, say: Say) -> Load:
     load = _load("the working directory", listing.working_directory(source), "inside", hosts, places, say)
     skipped = load.listing.skipped
     for path, why in skipped[:3]:
-        say(f"{printable(path)} is not copied: {why}")
+        say(f"{escape(path)} is not copied: {why}")
     if len(skipped) > 3:
         say(f"{len(skipped) - 3} more are not copied")
     return load
@@ -97,7 +97,7 @@ def _own(host: Host, where: str, source: str) -> bool:
 def _load(what: str, found: listing.Listing, manifest: str, hosts: Hosts, places: dict[str, str], say: Say) -> Load:
     total = sum(entry.size for entry in found.entries)
     if total > _LONG:
-        say(f"reading {what}, {amount(total)}, for its hashes; those of big files are remembered")
+        say(f"reading {what}, {format_bytes(total)}, for its hashes; those of big files are remembered")
     hashes = Hashes()
     rows = []
     with Progress(f"hashing {what}", total, unit=BYTES) as progress:
@@ -122,7 +122,7 @@ def copy(hosts: Hosts, load: Load, say: Say) -> None:
     for thread in threads:
         thread.start()
     began = time.monotonic()
-    progress = Progress(f"copying {load.what} to {counted(len(copies), 'host')}", 0, unit=BYTES, say=say)
+    progress = Progress(f"copying {load.what} to {plural(len(copies), 'host')}", 0, unit=BYTES, say=say)
     try:
         while any(thread.is_alive() for thread in threads):
             next(thread for thread in threads if thread.is_alive()).join(0.1)
@@ -143,13 +143,13 @@ def copy(hosts: Hosts, load: Load, say: Say) -> None:
     if took:
         names = ", ".join(f"{copy.host.name} ({_count(copy)})" for copy in took)
         had = f"; {len(copies) - len(took)} had it" if len(took) < len(copies) else ""
-        say(f"copied {load.what} to {names} in {span(time.monotonic() - began)}{had}")
+        say(f"copied {load.what} to {names} in {format_duration(time.monotonic() - began)}{had}")
     elif copies:
         say(f"{load.what} is the same on all hosts, nothing to copy")
 
 
 def _count(copy: _Copy) -> str:
-    parts = [f"{counted(copy.written, 'file')}, {amount(copy.sent)}"] if copy.written else []
+    parts = [f"{plural(copy.written, 'file')}, {format_bytes(copy.sent)}"] if copy.written else []
     return ", ".join([*parts, *([f"{copy.removed} removed"] if copy.removed else [])])
 
 
@@ -230,33 +230,38 @@ class _Copy:
         why = self._far.why(problem)
         if not self._far.greeted or isinstance(problem, (Refused, protocol.ProtocolError)):
             return why
-        lost = f"the connection was lost in the middle of the copy, after {amount(self.sent)}"
+        lost = f"the connection was lost in the middle of the copy, after {format_bytes(self.sent)}"
         return f"{lost}: {why}" if why else lost
 
     def _talk(self) -> None:
         far = self._far = FarEnd(self.host, self._hosts, _RECEIVER, SILENCE_S)
         far.start()
-        order = {"do": "offer", "root": self.where, "silence": SILENCE_S, **pick(self.load, "manifest", "origin")}
-        far.send(protocol.encode(order, self.load.entries))
+        order = {
+            "do": "offer",
+            "root": self.where,
+            "silence": SILENCE_S,
+            **pick_fields(self.load, "manifest", "origin"),
+        }
+        far.send(protocol.encode_message(order, self.load.entries))
         need = set(protocol.read_payload("list[str]", far.answer()[1], "its list of missing files"))
         missing = [entry for entry in self.load.listing.entries if entry.path in need]
         offered = {row[0]: row[4] for row in json.loads(self.load.entries)} if self._as_offered else {}
         self.needed = sum(entry.size for entry in missing)
         for entry in missing:
             self._send_file(far, entry, offered.get(entry.path))
-        far.send(protocol.encode({"do": "finish"}))
+        far.send(protocol.encode_message({"do": "finish"}))
         finished, _ = far.answer()
         try:
-            counts = typed.read_fields(_COUNTS, finished)
+            counts = typed_values.read_fields(_COUNTS, finished)
         except ValueError as problem:
             raise protocol.ProtocolError(f"its last message can't be read: {problem}") from None
         self.written, self.removed = counts["written"], counts["removed"]
-        self.others = {printable(origin): count for origin, count in counts["others"].items()}
+        self.others = {escape(origin): count for origin, count in counts["others"].items()}
 
     def _send_file(self, far: FarEnd, entry: listing.Entry, offered: str | None) -> None:
         """Hashes what it sends: a file may have changed since it was offered. `offered`: it must not have."""
         digest = hashlib.sha256()
-        far.send(protocol.encode({"do": "begin", "path": entry.path, "mode": entry.mode}))
+        far.send(protocol.encode_message({"do": "begin", "path": entry.path, "mode": entry.mode}))
         place = os.path.join(self.load.listing.root, entry.path)
         try:
             handle = open_regular(place)
@@ -265,8 +270,8 @@ class _Copy:
         with os.fdopen(handle, "rb", buffering=0) as file:
             while data := file.read(_CHUNK):
                 digest.update(data)
-                far.send(protocol.encode({"do": "data"}, data))
+                far.send(protocol.encode_message({"do": "data"}, data))
                 self.sent += len(data)
         if offered not in (None, digest.hexdigest()):
             raise Refused(f"{place} has changed here since the run began")
-        far.send(protocol.encode({"do": "end", "sha256": digest.hexdigest()}))
+        far.send(protocol.encode_message({"do": "end", "sha256": digest.hexdigest()}))

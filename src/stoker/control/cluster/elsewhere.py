@@ -8,10 +8,11 @@ import time
 from typing import Any
 
 from stoker.contract import protocol
-from stoker.contract.names import MACHINE, Refusal
-from stoker.contract.shape import replace, shape
-from stoker.contract.text import parse_json, printable
-from stoker.contract.typed import read_shape
+from stoker.contract.env_vars import MACHINE
+from stoker.contract.errors import Refusal
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.text import escape, parse_json
+from stoker.contract.typed_values import read_frozen
 from stoker.control.cluster.farend import FarEnd, Refused, Silent
 from stoker.control.cluster.hosts import Host, Hosts
 from stoker.control.cluster.ssh import afresh
@@ -25,7 +26,7 @@ _AGAIN_S = 2.0  # between two attempts to reach a host
 _FAR_END = "stoker.control.agent.gauging"
 
 
-@shape
+@frozen
 class _Reading:
     host: HostGauges
     gpus: tuple[GpuGauges, ...]
@@ -98,7 +99,7 @@ class _Watch:
             try:
                 self._look_here() if self._host.here else self._look_there()
             except Exception as problem:  # of a thread nobody would hear of it
-                self._reason = printable(f"{type(problem).__name__}: {problem}", 300)
+                self._reason = escape(f"{type(problem).__name__}: {problem}", 300)
             self._closing.wait(_AGAIN_S)
 
     def _take(self, host: HostGauges, cards: tuple[GpuGauges, ...]) -> None:
@@ -129,11 +130,11 @@ class _Watch:
                 far.send(b"\n")
         except (Refused, Silent, protocol.ProtocolError, OSError, EOFError) as problem:
             if far is not None:
-                self._reason = printable(far.why(problem), 300) or "the connection was lost"
+                self._reason = escape(far.why(problem), 300) or "the connection was lost"
             elif isinstance(problem, FileNotFoundError):
                 self._reason = "there is no ssh client on the PATH"
             else:
-                self._reason = printable(str(problem), 300)
+                self._reason = escape(str(problem), 300)
         finally:
             self._end()
 
@@ -143,6 +144,6 @@ def _read(message: protocol.Message, payload: bytes) -> _Reading:
         raise protocol.ProtocolError("it sent something that is not a reading")
     try:
         data: Any = parse_json(payload)
-        return read_shape(_Reading, data)
+        return read_frozen(_Reading, data)
     except ValueError as problem:
         raise protocol.ProtocolError(f"its reading can't be used: {problem}") from None

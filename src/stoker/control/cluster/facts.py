@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.contract.shape import as_json, shape
+from stoker.contract.frozen import as_json, frozen
 from stoker.control.cluster.path import Hole
 from stoker.control.machine.facts import Examination, Torch
 
 SCHEMA = 1
 
 
-@shape
+@frozen
 class OneHost:
     name: str
     error: str = ""  # why it could not be asked; the rest is then unknown
@@ -32,7 +32,7 @@ class OneHost:
     files: dict[str, str] | None = None  # what must be the same everywhere -> its digest; "" where it is not there
 
 
-@shape
+@frozen
 class Pair:
     """What one host reaches of another."""
 
@@ -51,7 +51,7 @@ class Pair:
         return {port: why for port, why in self.ports.items() if why}
 
 
-@shape
+@frozen
 class Reduce:
     """A short all-reduce with the hosts' own torch, one rank a host."""
 
@@ -69,7 +69,7 @@ class Reduce:
         return 2 * (self.world - 1) / self.world * self.bytes / sorted(self.times)[len(self.times) // 2]
 
 
-@shape
+@frozen
 class Facts:
     hosts: tuple[OneHost, ...]
     pairs: tuple[Pair, ...] = ()

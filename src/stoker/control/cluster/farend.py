@@ -12,7 +12,7 @@ import time
 from collections import deque
 
 from stoker.contract import protocol
-from stoker.contract.text import printable, printable_lines
+from stoker.contract.text import escape, escape_lines
 from stoker.control.cluster import agentzip, transport
 from stoker.control.cluster.hosts import Host, Hosts
 from stoker.control.cluster.ssh import explain
@@ -76,7 +76,7 @@ class FarEnd:
             code = None
         while self._errors >= 0 and len(self._complaints) < _COMPLAINTS and self._take_complaint():
             pass
-        complaints = printable_lines(self._complaints.decode("utf-8", "replace"))
+        complaints = escape_lines(self._complaints.decode("utf-8", "replace"))
         if self.greeted and not complaints:
             return ""
         return explain(self._host.name, complaints, code).removeprefix(f"host {self._host.name}: ")
@@ -138,6 +138,6 @@ class FarEnd:
         self._heard = time.monotonic()
         for message, payload in self._decoder.feed(data):
             if message.get("is") == "refused":
-                raise Refused(printable(message["line"]))
+                raise Refused(escape(message["line"]))
             if message.get("is") != "ping":
                 self._answers.append((message, payload))

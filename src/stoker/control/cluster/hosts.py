@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from stoker.contract import schedulers
-from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.errors import EX_CONFIG, EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.options import suggest
 from stoker.contract.safe_io import read_text
-from stoker.contract.settings import suggest
-from stoker.contract.shape import replace, shape
-from stoker.contract.yamltext import NotYaml, parse_yaml
+from stoker.contract.yaml_text import YamlError, parse_yaml
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ NO_GPUS = "none"  # of a host: its ranks run on the CPU
 _LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
 
 
-@shape
+@frozen
 class Host:
     name: str  # unique; printed, and the key of everything that is kept by host
     target: str  # what ssh is given
@@ -54,7 +54,7 @@ class Host:
         return self.gpus == NO_GPUS
 
 
-@shape
+@frozen
 class Hosts:
     hosts: tuple[Host, ...]
     ssh_config: str | None = None
@@ -115,8 +115,10 @@ def from_mapping(data: Mapping[Any, Any], path: str, more_options: tuple[str, ..
         hosts.append(_host({**base, **entry}, where, folder, ssh_options, config))
     env = _environment(data.get("env") or {}, path)
     scheduler = data.get("scheduler", "")
-    if scheduler not in ("", *(one.name for one in schedulers.KNOWN)):
-        _refuse(path, f"scheduler: {_found(scheduler)}; there is {', '.join(one.name for one in schedulers.KNOWN)}")
+    if scheduler not in ("", *(one.name for one in schedulers.SCHEDULERS)):
+        _refuse(
+            path, f"scheduler: {_found(scheduler)}; there is {', '.join(one.name for one in schedulers.SCHEDULERS)}"
+        )
     made = _checked(hosts, path, config, ssh_options, path if written else None, env)
     return replace(made, scheduler=scheduler)
 
@@ -129,7 +131,7 @@ def _parse(path: str) -> dict[Any, Any]:
         raise Refusal(line, EX_NOINPUT) from problem
     except OSError as problem:
         raise Refusal(f"the hosts file {path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
-    except NotYaml as problem:
+    except YamlError as problem:
         where = f", line {problem.line}" if problem.line else ""
         raise Refusal(f"{path}{where}: not YAML: {problem.problem}", EX_CONFIG) from problem
     except ValueError as problem:

@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
-from stoker.contract.quantities import counted
-from stoker.contract.safe_io import write_whole
-from stoker.contract.shape import shape
-from stoker.contract.text import printable
-from stoker.contract.yamltext import NotYaml, parse_yaml
+from stoker.contract.errors import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.safe_io import write_atomic
+from stoker.contract.text import escape
+from stoker.contract.units import plural
+from stoker.contract.yaml_text import YamlError, parse_yaml
 from stoker.control.cluster.asking import meeting
 from stoker.control.cluster.hosts import Hosts, from_mapping, is_address
 from stoker.control.cluster.ssh import CONNECT_S
@@ -23,7 +23,7 @@ _PYTHONS = ("~/venv/bin/python", "~/.venv/bin/python", "python3", "python")
 Say = Callable[[str], None]
 
 
-@shape
+@frozen
 class Answer:
     """One host, as it will stand in the file."""
 
@@ -71,7 +71,7 @@ def main_part(
         say(
             f"no torch on {', '.join(without)} ({looked}): name a Python that has it, with --python or python: in {out}"
         )
-    wrote = f"wrote {out}: {counted(len(answers), 'host')}, {counted(ranks, 'rank')}"
+    wrote = f"wrote {out}: {plural(len(answers), 'host')}, {plural(ranks, 'rank')}"
     say(f"{wrote}; `stoker cluster check --hosts {out}` looks closer")
 
 
@@ -128,7 +128,7 @@ def text(answers: list[Answer], defaults: Mapping[str, Any], more: Mapping[str, 
         entry: dict[str, Any] = {"host": answer.name, "slots": max(1, len(answer.gpus))}
         mine = {"user": answer.user, "python": answer.python, "interface": answer.interface, "address": answer.address}
         entry |= {key: value for key, value in mine.items() if value is not None and value != common.get(key)}
-        lines.append(f"  - {_flow(entry)}  # {printable(answer.about)}")
+        lines.append(f"  - {_flow(entry)}  # {escape(answer.about)}")
     return "\n".join(lines) + "\n"
 
 
@@ -144,13 +144,13 @@ def _flow(value: Any) -> str:
         return json.dumps(value)
     try:
         same = value.isprintable() and parse_yaml(f"{{k: {value}}}") == {"k": value}
-    except NotYaml:
+    except YamlError:
         same = False
     return value if same else json.dumps(value)
 
 
 def _write(out: str, content: str) -> None:
     try:
-        write_whole(out, content)
+        write_atomic(out, content)
     except OSError as problem:
         raise Refusal(f"{out} can't be written: {problem.strerror}", EX_CANTCREAT) from problem

@@ -9,10 +9,10 @@ import subprocess
 from collections.abc import Iterable, Iterator
 
 from stoker.contract import layout
-from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract.errors import EX_NOINPUT, Refusal
+from stoker.contract.frozen import frozen
 from stoker.contract.safe_io import hub_blobs
-from stoker.contract.shape import shape
-from stoker.contract.text import printable
+from stoker.contract.text import escape
 
 GIT_S = 120.0  # a large checkout on a slow network disk
 LEFT_OUT = ("runs", "cache", ".venv", "__pycache__", ".git")  # not copied, unless git tracks it
@@ -20,7 +20,7 @@ LEFT_OUT = ("runs", "cache", ".venv", "__pycache__", ".git")  # not copied, unle
 _OF_A_REPOSITORY = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX")
 
 
-@shape
+@frozen
 class Entry:
     path: str  # relative, with '/'
     kind: str  # "file" or "link"
@@ -29,7 +29,7 @@ class Entry:
     target: str = ""  # of a link
 
 
-@shape
+@frozen
 class Listing:
     root: str
     entries: tuple[Entry, ...]
@@ -74,7 +74,7 @@ def _follow(root: str) -> Iterator[str]:
             return
         real = os.path.realpath(place)
         if not any(os.path.commonpath([real, folder]) == folder for folder in allowed):
-            line = f"--stage {root}: the link {printable(place)} leads out of it, to {printable(real)}"
+            line = f"--stage {root}: the link {escape(place)} leads out of it, to {escape(real)}"
             raise Refusal(f"{line}; stage that by itself, or remove the link", EX_NOINPUT)
 
     for folder, folders, names in os.walk(root, followlinks=True, onerror=unreadable):
@@ -114,7 +114,7 @@ def _list(root: str, paths: Iterable[str], followed: bool = False, by_git: bool 
         mode = stat.S_IMODE(about.st_mode) & 0o777
         link = _link_above(root, path) if by_git else ""
         if link:
-            skipped.append((path, f"git names it, but {printable(link)} is a symbolic link"))
+            skipped.append((path, f"git names it, but {escape(link)} is a symbolic link"))
         elif stat.S_ISLNK(about.st_mode):
             entries[path] = Entry(path, "link", mode, 0, os.readlink(place))
         elif stat.S_ISREG(about.st_mode):
@@ -143,7 +143,7 @@ def _git(root: str) -> Iterator[str] | None:
     complaint = inside.stderr.decode("utf-8", "replace").strip()
     if inside.returncode or inside.stdout.strip() != b"true":
         if "dubious ownership" in complaint:
-            line = f"git does not trust {root} ({printable(complaint.splitlines()[0])})"
+            line = f"git does not trust {root} ({escape(complaint.splitlines()[0])})"
             raise Refusal(f"{line}, so what it ignores is not known", EX_NOINPUT)
         return None
     if _ask_git(root, "check-ignore", "-q", root).returncode == 0:
@@ -190,7 +190,7 @@ def _is_folder(place: str) -> bool:
 def _git_list(root: str, *which: str) -> list[str]:
     done = _ask_git(root, "ls-files", "-z", *which)
     if done.returncode:
-        complaint = printable(done.stderr.decode("utf-8", "replace").strip())
+        complaint = escape(done.stderr.decode("utf-8", "replace").strip())
         raise Refusal(f"git can't list {root}: {complaint}", EX_NOINPUT)
     return [os.fsdecode(path) for path in done.stdout.split(b"\0") if path]
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.contract import protocol
-from stoker.contract.names import EX_UNAVAILABLE, Refusal
-from stoker.contract.process import send_to_child
-from stoker.contract.text import printable
+from stoker.contract.errors import EX_UNAVAILABLE, Refusal
+from stoker.contract.process import signal_child
+from stoker.contract.text import escape
 from stoker.control.cluster.transport import Link
 from stoker.control.machine.model import Machine
 
@@ -52,7 +52,7 @@ class Member:
     def say(self, message: protocol.Message) -> None:
         with self._lock:
             if not self.gone:
-                self.outbox += protocol.encode(message)
+                self.outbox += protocol.encode_message(message)
                 self.flush()
 
     def flush(self) -> None:
@@ -85,7 +85,7 @@ class Member:
         """Closes a lost one's connection: no old words come later. Its agent ends by its own silence rule."""
         self.retire()
         if not self.link.local:  # our own child, the ssh client; a guardian on this machine is left to sweep
-            send_to_child(self.link.pid, signal.SIGKILL)
+            signal_child(self.link.pid, signal.SIGKILL)
             os.waitpid(self.link.pid, 0)
         os.close(self.link.answers)
         os.close(self.link.errors)
@@ -196,12 +196,12 @@ class Members:
                 return
             # A login's chatter is no agent's last word.
             before = b"" if member.decoder.greeted else member.decoder.greeting
-            last = member.complaint or printable(before.decode("utf-8", "replace").strip().rpartition("\n")[2], 1000)
+            last = member.complaint or escape(before.decode("utf-8", "replace").strip().rpartition("\n")[2], 1000)
             self._lose(member, f"it ended: {last}" if last else _how_ended(member))
             return
         try:
             for message, payload in member.decoder.feed(data):
-                self._hear(member, protocol.read(message), payload)
+                self._hear(member, protocol.check_message(message), payload)
         except protocol.ProtocolError as problem:
             self._lose(member, f"it is broken: {problem}" if member.decoder.greeted else str(problem))
 
@@ -220,8 +220,8 @@ class Members:
             return
         for line in data.decode("utf-8", "replace").splitlines():
             if line.strip():
-                member.complaint = printable(line.strip(), 1000)
-                self._complain(member, printable(line, 1000))
+                member.complaint = escape(line.strip(), 1000)
+                self._complain(member, escape(line, 1000))
 
     def _lose(self, member: Member, why: str) -> None:
         member.lose(why)
@@ -246,7 +246,7 @@ class Members:
                 time.sleep(0.001)
         for pid, link in ending.items():
             if not link.local:  # an ssh client whose other side does not answer any more
-                send_to_child(pid, signal.SIGKILL)
+                signal_child(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
         for member in everybody:
             os.close(member.link.answers)

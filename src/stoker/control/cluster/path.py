@@ -9,7 +9,7 @@ import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 from stoker.control.cluster.hosts import Host, Hosts
 from stoker.control.cluster.ssh import ssh_command
 
@@ -20,7 +20,7 @@ _TIOCOUTQ = 0x5411  # bytes that the other side's kernel has not acknowledged
 _PADDING = 8
 
 
-@shape
+@frozen
 class Hole:
     passes: int  # the largest packet, of those tried, that arrives
 

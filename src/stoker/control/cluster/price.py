@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from math import prod
 
-from stoker.contract.shape import shape
-from stoker.contract.tensorheader import read_header
+from stoker.contract.frozen import frozen
+from stoker.contract.tensor_header import read_header
 
 LORA_SHARE = 1_126_400 / 1.1e9  # rank 8 on q and v of a 1.1 B Llama; other ranks and modules in proportion
 FORMULA = "2(n-1)/n × bytes / bandwidth"
 
 
-@shape
+@frozen
 class Price:
     what: str
     bytes: int

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Mapping
 
-from stoker.contract.shape import replace
-from stoker.contract.shapes import Finding
+from stoker.contract.evidence import Finding
+from stoker.contract.frozen import replace
 from stoker.control.cluster import between
 from stoker.control.cluster.asking import PAIR, PORTS, RATE, Asking, Question, fitting, skews
 from stoker.control.cluster.facts import Facts, OneHost, Pair

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
-from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, Refusal
-from stoker.contract.safe_io import WholeFile, read_text
-from stoker.contract.shape import shape
+from stoker.contract.errors import EX_CANTCREAT, EX_CONFIG, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.safe_io import AtomicFile, read_text
 from stoker.contract.text import parse_json
-from stoker.contract.yamltext import NotYaml, parse_yaml
+from stoker.contract.yaml_text import YamlError, parse_yaml
 from stoker.control.cluster.asking import STORE, TIMES, Asking, Question, fitting
 from stoker.control.cluster.between import build
 from stoker.control.cluster.facts import Facts, OneHost, Reduce
@@ -123,7 +123,7 @@ _VIRTUAL = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel", "tap", "tu
 Say = Callable[[str], None]
 
 
-@shape
+@frozen
 class Trial:
     """A setting and the bus bandwidths of its rounds, beside the default's of the same minutes."""
 
@@ -263,7 +263,7 @@ def with_env(text: str, env: dict[str, str]) -> str:
         after = text + ("" if text.endswith("\n") or not text else "\n") + block
     try:
         right = (parse_yaml(after) or {}) == wanted
-    except NotYaml:  # a file in one pair of braces
+    except YamlError:  # a file in one pair of braces
         right = False
     if not right:
         raise ValueError("its env: can't be replaced without touching the rest")
@@ -275,7 +275,7 @@ def keep(path: str, env: dict[str, str]) -> None:
     try:
         changed = with_env(read_text(path), env)
         mode = os.stat(path).st_mode & 0o7777
-        with WholeFile(path, mode=0o600) as file:  # its env may hold secrets: who opens it now could read them later
+        with AtomicFile(path, mode=0o600) as file:  # its env may hold secrets: who opens it now could read them later
             os.fchmod(file.fileno(), mode)
             file.write(changed.encode())
     except ValueError as problem:

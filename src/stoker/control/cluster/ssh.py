@@ -7,8 +7,8 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from stoker.contract.shape import replace
-from stoker.contract.text import printable
+from stoker.contract.frozen import replace
+from stoker.contract.text import escape
 from stoker.control.cluster.agentzip import DAMAGED, NOT_WRITTEN, OLDEST_PYTHON, TOO_OLD
 
 TYPE_CHECKING = False
@@ -145,7 +145,7 @@ _SHELL = {126: "can't be executed there", 127: "does not exist there"}
 
 def explain(host: str, said: str, code: int | None) -> str:
     """`said`: all of stderr, and what came before the agent's first word. `code`: None: it has not ended."""
-    said = "\n".join(printable(line, _MAX_LINE) for line in said[-_MAX_LOOKED_AT:].splitlines())
+    said = "\n".join(escape(line, _MAX_LINE) for line in said[-_MAX_LOOKED_AT:].splitlines())
     if code in _SHELL:  # 126 and 127 are the login shell's: ssh itself has 255
         return f"host {host}: no Python: {_program(said)} {_SHELL[code]}; name one with python:, venv: or --python"
     for pattern, means, fix in _TABLE:

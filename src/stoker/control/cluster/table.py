@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stoker.contract.quantities import amount
-from stoker.contract.text import printable
+from stoker.contract.text import escape
+from stoker.contract.units import format_bytes
 from stoker.control.cluster.between import CLOCK_S, odd
 from stoker.control.cluster.facts import Facts, OneHost, Pair
 from stoker.control.cluster.price import gigabits
@@ -50,12 +50,12 @@ def _link(one: OneHost) -> str:
 
 def _machine(one: OneHost) -> str:
     machine = one.examination.machine if one.examination else None
-    return f"{machine.cores} cores, {amount(machine.memory_available)} free" if machine else ""
+    return f"{machine.cores} cores, {format_bytes(machine.memory_available)} free" if machine else ""
 
 
 def _disk(one: OneHost) -> str:
     host = one.examination.host if one.examination else None
-    return f"{amount(host.disk_free)} free" if host and host.disk_free is not None else ""
+    return f"{format_bytes(host.disk_free)} free" if host and host.disk_free is not None else ""
 
 
 # (label, cell, must it be the same everywhere). Cells that are empty on all hosts leave their row out.
@@ -126,7 +126,7 @@ def _reached(facts: Facts, one: OneHost) -> str:
 
 
 def _row(facts: Facts, label: str, values: dict[str, str], marked: set[str]) -> tuple[str, list[str], list[bool]]:
-    cells = [printable(values.get(one.name) or ("" if one.error else NONE)) for one in facts.hosts]
+    cells = [escape(values.get(one.name) or ("" if one.error else NONE)) for one in facts.hosts]
     return label, cells, [one.name in marked for one in facts.hosts]
 
 

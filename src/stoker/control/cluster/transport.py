@@ -88,7 +88,7 @@ def reach(host: Host, hosts: Hosts) -> Link:
 
 
 def reach_all(hosts: Hosts) -> list[Link]:
-    from stoker.contract.names import EX_UNAVAILABLE, Refusal
+    from stoker.contract.errors import EX_UNAVAILABLE, Refusal
 
     try:
         return [reach(host, hosts) for host in hosts.hosts]

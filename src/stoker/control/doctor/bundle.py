@@ -9,13 +9,13 @@ import subprocess
 import tarfile
 import time
 
-from stoker.contract import layout
+from stoker.contract import layout, process
+from stoker.contract.errors import EX_CANTCREAT, Refusal
+from stoker.contract.evidence import Finding
+from stoker.contract.frozen import as_json
 from stoker.contract.masking import allowed_environment, mask_json, mask_text
-from stoker.contract.names import EX_CANTCREAT, Refusal
-from stoker.contract.safe_io import WholeFile, open_below
-from stoker.contract.shape import as_json
-from stoker.contract.shapes import Finding
-from stoker.contract.text import parse_json, printable
+from stoker.contract.safe_io import AtomicFile, open_below
+from stoker.contract.text import escape, parse_json
 from stoker.control.machine import processes
 from stoker.control.machine.facts import Examination
 from stoker.control.record import finder
@@ -45,7 +45,7 @@ def write_bundle(path: str, found: Examination, findings: list[Finding], runs_di
         except (OSError, Refusal):
             continue  # no run yet, or none of ours
     try:
-        with WholeFile(path, mode=0o600) as out, tarfile.open(mode="w:gz", fileobj=out) as archive:
+        with AtomicFile(path, mode=0o600) as out, tarfile.open(mode="w:gz", fileobj=out) as archive:
             for name, text in files.items():
                 data = _masked(name, text).encode("utf-8", "backslashreplace")
                 entry = tarfile.TarInfo(f"stoker-doctor/{name}")
@@ -71,10 +71,10 @@ def _processes() -> str:
     """Not by `ps`: it shows a command line as one text, in which words can't be told apart."""
     lines = ["pid parent user state start memory command"]
     for one in processes.all_processes():
-        owner, resident = processes.owner(one.pid), processes.resident(one.pid)
+        owner, resident = process.process_owner(one.pid), processes.resident(one.pid)
         started = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(processes.started_at(one.start)))
         who = processes.user_name(owner) if owner is not None else "?"
-        command = printable(processes.command(one.pid) or f"[{one.name}]")
+        command = escape(processes.command(one.pid) or f"[{one.name}]")
         lines.append(f"{one.pid} {one.parent} {who} {one.state} {started} {resident or 0} {command}")
     return "\n".join(lines) + "\n"
 

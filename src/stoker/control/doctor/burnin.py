@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
-from stoker.contract.quantities import counted, rank_name
-from stoker.contract.shape import shape
-from stoker.contract.shapes import Finding
+from stoker.contract.evidence import Finding
+from stoker.contract.frozen import frozen
+from stoker.contract.units import plural, rank_name
 
 SLOW = 0.85  # of its twins, or of its own first measurement
 LOW_TFLOPS = 0.4  # of the sheet: a healthy L4 holds half of it at its 72 W, an H200 four fifths
@@ -28,13 +28,13 @@ CARDS: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 
 
-@shape
+@frozen
 class Speed:
     tflops: float
     gbs: float
 
 
-@shape
+@frozen
 class Replica:
     rank: int
     label: str  # GPU0, CPU1
@@ -52,7 +52,7 @@ class Replica:
         return len({step // self.round for step, _, _ in self.steps})
 
 
-@shape
+@frozen
 class Link:
     ranks: tuple[int, ...]
     backend: str
@@ -60,7 +60,7 @@ class Link:
     wrong: Mapping[str, int] = {}
 
 
-@shape
+@frozen
 class Opinion:
     """What the comparison says of one replica. `agrees` is None where there was nothing to compare it with."""
 
@@ -71,7 +71,7 @@ class Opinion:
     decided: bool = True  # False: it differs from a twin, and nobody can say which of them is wrong
 
 
-@shape
+@frozen
 class Judgement:
     opinions: tuple[Opinion, ...]
     findings: tuple[Finding, ...]
@@ -280,7 +280,7 @@ def between(link: Link, of: Mapping[int, Replica]) -> str:
     return (
         "–".join(_label(of, rank) for rank in link.ranks)
         if len(link.ranks) == 2
-        else f"all {counted(len(link.ranks), 'rank')}"
+        else f"all {plural(len(link.ranks), 'rank')}"
     )
 
 

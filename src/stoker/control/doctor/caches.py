@@ -9,15 +9,15 @@ import time
 from collections.abc import Mapping
 
 from stoker.contract import layout
+from stoker.contract.frozen import frozen
+from stoker.contract.layout import cache_home
 from stoker.contract.safe_io import read_text
-from stoker.contract.shape import shape
 from stoker.control.doctor.debris import paths_in_use, walk
 from stoker.control.doctor.leftovers import AGENTS
 from stoker.control.machine import processes
-from stoker.control.record.ownership import cache_home
 
 
-@shape
+@frozen
 class Cache:
     kind: str  # data | compile | agent
     root: str

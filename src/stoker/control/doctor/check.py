@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from stoker.contract.discovery import modules_in
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.settings import suggest
-from stoker.contract.shape import replace, shape
-from stoker.contract.shapes import Finding
-from stoker.contract.text import printable
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.evidence import Finding
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.options import suggest
+from stoker.contract.text import escape
 from stoker.control.machine.facts import Examination, Health
 from stoker.control.machine.model import Gpu
 
@@ -17,7 +17,7 @@ Body = Callable[..., Iterator[Finding]]
 Cards = list[tuple[Gpu, Health]]
 
 
-@shape
+@frozen
 class Check:
     id: str
     needs: tuple[str, ...]  # parts of the examination: health, probes, torch, host, net, environment
@@ -97,7 +97,7 @@ def run(checks: list[Check], found: Examination, ranks: int = 0) -> list[Finding
                 findings += [replace(finding, id=one.id) for finding in one.body(**given)]
             except _NO_SENSE as problem:
                 why = f"{type(problem).__name__}: {problem}"
-                findings.append(Finding(one.id, "unknown", f"could not be checked ({printable(why, 200)})"))
+                findings.append(Finding(one.id, "unknown", f"could not be checked ({escape(why, 200)})"))
     return findings
 
 

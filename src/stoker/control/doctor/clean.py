@@ -14,15 +14,14 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from stoker.contract import sharedweights
-from stoker.contract.process import process, send
-from stoker.contract.shape import shape
+from stoker.contract import shared_weights
+from stoker.contract.frozen import frozen
+from stoker.contract.process import Process, find_process, send_signal
 from stoker.control.doctor.caches import Cache, own_folder
 from stoker.control.doctor.debris import WEIGHTS, Debris, alone_with, folder_in_use, paths_in_use
 from stoker.control.doctor.leftovers import lives, untouchable
 from stoker.control.machine import processes
 from stoker.control.machine.model import Machine
-from stoker.control.machine.processes import Process
 
 GROUP_S = 1.0  # between a child's SIGTERM and SIGKILL, once its parent's grace is over
 KILL_S = 10.0  # a killed process that held 100 GB of pinned memory takes seconds to end
@@ -32,7 +31,7 @@ _POLL_S = 0.02
 Thing = TypeVar("Thing")
 
 
-@shape
+@frozen
 class Stopped:
     seconds: float
     killed: tuple[int, ...]  # those that SIGTERM did not end
@@ -48,7 +47,7 @@ def stop_ladder(targets: list[Process], grace: float, more: Callable[[], list[Pr
     killed: set[int] = set()
     kill_at = began + grace
     for one in targets:
-        send(one, signal.SIGCONT)
+        send_signal(one, signal.SIGCONT)
     while True:
         left = [one for one in targets if lives(one)]
         now = time.monotonic()
@@ -58,7 +57,7 @@ def stop_ladder(targets: list[Process], grace: float, more: Callable[[], list[Pr
                 return Stopped(now - began, tuple(sorted(killed)), ())
             targets, kill_at = left, min(kill_at, now)
         if now - began > grace + GROUP_S + KILL_S:
-            return Stopped(now - began, tuple(sorted(killed)), tuple(process(one.pid) or one for one in left))
+            return Stopped(now - began, tuple(sorted(killed)), tuple(find_process(one.pid) or one for one in left))
         unasked = [one for one in left if one.pid not in asked]
         pids = {one.pid for one in left}
         due = [one for one in unasked if one.parent not in pids] if now < began + grace else unasked
@@ -66,15 +65,15 @@ def stop_ladder(targets: list[Process], grace: float, more: Callable[[], list[Pr
             kill_at = now + GROUP_S
         for one in due:
             asked.add(one.pid)
-            send(one, signal.SIGTERM)
+            send_signal(one, signal.SIGTERM)
         if now >= kill_at:
             for one in left:
-                if send(one, signal.SIGKILL):
+                if send_signal(one, signal.SIGKILL):
                     killed.add(one.pid)
         time.sleep(_POLL_S)
 
 
-@shape
+@frozen
 class Back:
     """What a GPU has got back."""
 
@@ -122,7 +121,7 @@ def remove_debris(found: list[Debris]) -> list[tuple[Debris, str]]:
         if one.kind == "shared memory":
             return one.path not in used and unlink_alone(one.path, os.lstat(one.path))
         if one.kind == WEIGHTS:
-            if not sharedweights.is_dead(one.path):
+            if not shared_weights.is_dead(one.path):
                 return False
             shutil.rmtree(one.path)
             return True

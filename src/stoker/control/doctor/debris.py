@@ -13,12 +13,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from stoker.contract import layout, sharedweights
-from stoker.contract.shape import shape
-from stoker.contract.text import printable
+from stoker.contract import layout, shared_weights
+from stoker.contract.frozen import frozen
+from stoker.contract.process import find_process
+from stoker.contract.text import escape
 from stoker.control.machine import gpu_lock
 from stoker.control.machine.gpu_lock import LockFolder, Unusable
-from stoker.control.machine.processes import open_files, pids_here, process
+from stoker.control.machine.processes import open_files, pids_here
 
 FRESH_S = 60.0  # a file younger than this may be about to be opened
 WEIGHTS = "weights in shared memory"
@@ -27,7 +28,7 @@ _AGENT_FOLDER = re.compile(r"stoker-[a-z0-9_]{8}")  # tempfile's eight random ch
 _AGENT_FILE = re.compile(r"s|\d+-\d+(" + "|".join(map(re.escape, layout.scratch_files("").values())) + r")(\.tmp)?")
 
 
-@shape
+@frozen
 class Lock:
     """A lock file of a GPU. The kernel frees it when its holder dies, and it is never unlinked: see machine/gpu_lock.py."""
 
@@ -36,7 +37,7 @@ class Lock:
     who: str
 
 
-@shape
+@frozen
 class Debris:
     kind: str  # shared memory | agent's folder | WEIGHTS
     path: str
@@ -72,7 +73,7 @@ def _lock(folder: LockFolder, name: str) -> list[Lock]:
     try:
         is_held = not gpu_lock.try_lock(handle, fcntl.LOCK_SH)
         who = gpu_lock.describe_holder if is_held else gpu_lock.last_holder
-        return [Lock(printable(name, 200), is_held, who(handle))]
+        return [Lock(escape(name, 200), is_held, who(handle))]
     finally:
         os.close(handle)
 
@@ -103,7 +104,7 @@ def _dead_shared_memory(folder: str, used: set[str]) -> Iterator[Debris]:
     for entry, about in _own_entries(folder, _SHM):
         match = _SHM.fullmatch(entry.name)
         maker = match and (match[1] or match[2])
-        if not stat.S_ISREG(about.st_mode) or entry.path in used or (maker and process(int(maker)) is not None):
+        if not stat.S_ISREG(about.st_mode) or entry.path in used or (maker and find_process(int(maker)) is not None):
             continue
         with alone_with(entry.path, about) as alone:
             pass  # asked only
@@ -123,7 +124,7 @@ def _dead_folders(folder: str, used: set[str]) -> Iterator[Debris]:
 
 def _dead_weights(folder: str) -> Iterator[Debris]:
     """What trainers published there; a lock that died with them tells it."""
-    for path in sharedweights.dead(folder):
+    for path in shared_weights.find_dead_folders(folder):
         found = list(walk(path))
         if found:
             size = sum(about.st_blocks * 512 for _, about in found)

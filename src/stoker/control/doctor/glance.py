@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 
-from stoker.contract.names import MACHINE, Refusal
+from stoker.contract.env_vars import MACHINE
+from stoker.contract.errors import Refusal
 from stoker.control.doctor import check
 from stoker.control.machine.examine import look_aside
 from stoker.control.machine.facts import KNOWN, Examination

@@ -8,13 +8,13 @@ import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
-from stoker.contract import names
-from stoker.contract.shape import shape
+from stoker.contract import errors, process
+from stoker.contract.frozen import frozen
+from stoker.contract.process import Process, find_process
 from stoker.control.machine import origin, processes
 from stoker.control.machine.examine import look_aside
 from stoker.control.machine.model import Holder, Machine
 from stoker.control.machine.observe import read_recorded
-from stoker.control.machine.processes import Process, process
 from stoker.control.record import reader
 
 NVML_S = 5.0  # a driver that says nothing for so long is sick
@@ -22,7 +22,7 @@ AGENTS = ("stoker-agent", "stoker-guard")
 _SYSTEM = ("Xorg", "Xwayland", "gnome-shell", "nvidia-persiste", "nv-hostengine", "dcgm", "dcgm-exporter")
 
 
-@shape
+@frozen
 class Found:
     """A process, as it is shown."""
 
@@ -36,7 +36,7 @@ class Found:
     why: str  # it is a leftover, or is left alone; or what its owner could do
 
 
-@shape
+@frozen
 class OnGpu:
     """Somebody's hold on a GPU. What lies outside this container has neither user nor age nor command."""
 
@@ -70,7 +70,7 @@ def _holders(machine: Machine) -> Iterator[Holder]:
 
 
 def describe(one: Process, held: Mapping[int, int], run: str | None, why: str) -> Found:
-    uid = processes.owner(one.pid)
+    uid = process.process_owner(one.pid)
     return Found(
         one,
         processes.user_name(uid) if uid is not None else "?",
@@ -89,7 +89,7 @@ def _age(one: Process) -> float:
 
 def lives(one: Process) -> bool:
     """Still that process, and no zombie. Its first thread may be gone while another hangs in the driver."""
-    now = process(one.pid)
+    now = find_process(one.pid)
     if now is None or now.start != one.start:
         return False
     if now.state not in "ZX":
@@ -111,7 +111,7 @@ def _agent_above(pid: int, here: Mapping[int, Process]) -> int:
     return next((one.pid for one in origin.above(pid, here) if one.name in AGENTS and one.state not in "TtZ"), 0)
 
 
-@shape
+@frozen
 class Standing:
     over: bool | None  # None: can't be told
     why: str = ""
@@ -150,7 +150,7 @@ def find_leftovers(held: Mapping[int, int], root: str | None = None) -> tuple[li
     table = processes.all_processes()
     here = {one.pid: one for one in table}
     me = os.getuid()
-    mine = [one for one in table if processes.owner(one.pid) == me and lives(one) and not origin.kept(one.pid)]
+    mine = [one for one in table if process.process_owner(one.pid) == me and lives(one) and not origin.kept(one.pid)]
     tags = {one.pid: tag for one in mine if (tag := processes.run_tag(one.pid)) is not None and tag[1]}
     runs = {tag: standing(*tag) for tag in set(tags.values())}
     inside = os.path.realpath(root) if root is not None else None
@@ -222,28 +222,28 @@ def find_named(pids: list[int], held: Mapping[int, int]) -> list[Found]:
     for pid in dict.fromkeys(pids):
         one = here.get(pid)
         if one is None:
-            raise names.Refusal(f"--pid {pid}: no such process", names.EX_NOINPUT)
+            raise errors.Refusal(f"--pid {pid}: no such process", errors.EX_NOINPUT)
         if pid in spared:
             what = "init" if pid == 1 else "this very command, one of its parents or its session's leader"
-            raise names.Refusal(f"--pid {pid}: that is {what}; it is not stopped from here", names.EX_USAGE)
-        uid = processes.owner(pid)
+            raise errors.Refusal(f"--pid {pid}: that is {what}; it is not stopped from here", errors.EX_USAGE)
+        uid = process.process_owner(pid)
         if uid != os.getuid():
             who = processes.user_name(uid) if uid is not None else "another user"
             line = f"--pid {pid}: it belongs to {who}, and only your own processes are stopped; ask {who} to end it"
-            raise names.Refusal(line, names.EX_NOPERM)
+            raise errors.Refusal(line, errors.EX_NOPERM)
         if not lives(one):
             line = f"--pid {pid}: it is dead already, a zombie that its parent (pid {one.parent}) has to collect"
-            raise names.Refusal(line, names.EX_UNAVAILABLE)
+            raise errors.Refusal(line, errors.EX_UNAVAILABLE)
         if pid == 2 or one.parent == 2:
-            raise names.Refusal(f"--pid {pid}: {one.name} is a thread of the kernel", names.EX_USAGE)
+            raise errors.Refusal(f"--pid {pid}: {one.name} is a thread of the kernel", errors.EX_USAGE)
         run = _living_run(pid, table)
         if run:
             line = f"--pid {pid}: run {run} is under way in it; `stoker stop {shlex.quote(run)}` ends that"
-            raise names.Refusal(line, names.EX_UNAVAILABLE)
+            raise errors.Refusal(line, errors.EX_UNAVAILABLE)
         agent = _agent_above(pid, here)
         if agent:
             line = f"--pid {pid}: its agent (pid {agent}) is alive and looks after it"
-            raise names.Refusal(f"{line}; stop its run where that was started", names.EX_UNAVAILABLE)
+            raise errors.Refusal(f"{line}; stop its run where that was started", errors.EX_UNAVAILABLE)
         children = [child for child in sorted(processes.descendants(pid, table)) if child not in pids]
         tag = processes.run_tag(pid)
         note = ""
@@ -274,13 +274,13 @@ def find_others(machine: Machine, ours: set[int], recorded: bool) -> list[OnGpu]
         for holder in gpu.holders or ():
             if holder.pid not in ours:
                 seen.add(holder.pid)
-                known = process(holder.pid) if holder.command is not None and not recorded else None
+                known = find_process(holder.pid) if holder.command is not None and not recorded else None
                 found.append(_on_gpu(gpu.label, holder, _age(known) if known else None))
     if not recorded:
         for pid, devices in _device_openers().items():
-            one = process(pid)
+            one = find_process(pid)
             if pid not in seen and one is not None:
-                uid, tag = processes.owner(pid), processes.run_tag(pid)
+                uid, tag = process.process_owner(pid), processes.run_tag(pid)
                 user = processes.user_name(uid) if uid is not None else None
                 who = Holder(pid, None, processes.command(pid) or one.name, user, tag[0] if tag else None)
                 found.append(_on_gpu(", ".join(devices), who, _age(one)))

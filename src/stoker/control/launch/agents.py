@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stoker.contract import names, protocol
-from stoker.contract.names import EX_OSERR, EX_UNAVAILABLE, Refusal
-from stoker.contract.shape import replace
-from stoker.contract.text import printable
+from stoker.contract import env_vars, protocol
+from stoker.contract.errors import EX_OSERR, EX_UNAVAILABLE, Refusal
+from stoker.contract.frozen import replace
+from stoker.contract.text import escape
 from stoker.control.cluster import transport
 from stoker.control.cluster.members import Member, Members, Unusable
 from stoker.control.launch.request import taken, wanted_port
@@ -72,7 +72,7 @@ class Agents:
             "run": self._place.id,
             "dir": self._place.dir,
             "hup_ignored": signal.getsignal(signal.SIGHUP) is signal.SIG_IGN,
-            "recorded": os.environ.get(names.MACHINE),
+            "recorded": os.environ.get(env_vars.MACHINE),
             "packages": packages_dir(),
             "host": host,
             "former": former or [],
@@ -96,9 +96,9 @@ class Agents:
             member.machine = machine_from_json(message.pop("machine"))
         except ValueError as problem:
             raise protocol.ProtocolError(f"what it says of its machine is {problem}") from None
-        message["held"] = {uuid: printable(holder) for uuid, holder in message["held"].items()}
+        message["held"] = {uuid: escape(holder) for uuid, holder in message["held"].items()}
         if "selves" in message:
-            message["found"] = [printable(line) for line in message.get("found", [])]
+            message["found"] = [escape(line) for line in message.get("found", [])]
             member.selves = message.pop("selves")
             self._take_share(member.host, message.get("visible"))
 
@@ -183,7 +183,7 @@ class Agents:
         if not answer["port"]:
             raise taken(answer)
         if answer.get("wanted"):
-            holder = printable(answer["holder"])
+            holder = escape(answer["holder"])
             self._say(f"stoker: MASTER_PORT={answer['wanted']} is in use by {holder}; using port {answer['port']}")
         return address, answer["port"]
 
@@ -221,7 +221,7 @@ class Agents:
         if kind == "host":
             self._note_machine(member, message)
         if kind == "refused":
-            message["line"] = printable(message["line"])
+            message["line"] = escape(message["line"])
         if kind in _AWAITED:
             member.answers[kind] = message
         if not waiting:

@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 from stoker.contract.checkpoints import SavedCheckpoint
-from stoker.contract.shape import fields_of, pick
-from stoker.contract.shapes import Around, Evidence, LastCall, RankEnd, RankError, ScriptEnd, Stall, Verdict
-from stoker.contract.typed import read_shape
+from stoker.contract.evidence import Evidence, ExitContext, LastCall, RankError, RankExit, ScriptEnd, Stall, Verdict
+from stoker.contract.frozen import fields_of, pick_fields
+from stoker.contract.typed_values import read_frozen
 from stoker.control.launch.plan import RunPlan
 from stoker.control.verdict.consequence import failed, is_consequence, is_mismatch, unquoted
 
@@ -34,7 +34,7 @@ class Attempt:
         self.plan = plan
         self.up: dict[int, int] = {}  # rank -> pid
         self.errors: dict[int, RankError] = {}
-        self.ends: dict[int, RankEnd] = {}
+        self.ends: dict[int, RankExit] = {}
         self.steps: dict[int, int] = {}
         self.trouble: list[dict[str, Any]] = []
         self.first_failure = 0.0
@@ -144,7 +144,7 @@ class Attempt:
             notes=tuple(self.notes),
             checkpoint=newest,
             saved=bool(self.stop_signal) and saved,
-            **pick(self, "stop_signal", "stop_now", "stopped_at", "steps_reached", "regrouping"),
+            **pick_fields(self, "stop_signal", "stop_now", "stopped_at", "steps_reached", "regrouping"),
         )
 
 
@@ -175,14 +175,14 @@ def read_script_end(data: Any) -> ScriptEnd | None:
         return None
 
 
-def read_around(data: Any) -> Around:
+def read_around(data: Any) -> ExitContext:
     try:
-        return _known(Around, data)
+        return _known(ExitContext, data)
     except ValueError:
-        return Around()
+        return ExitContext()
 
 
 def _known(kind: type[T], data: Any) -> T:
     if isinstance(data, dict):
         data = {key: value for key, value in data.items() if key in fields_of(kind)}
-    return read_shape(kind, data)
+    return read_frozen(kind, data)

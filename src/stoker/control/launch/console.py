@@ -13,9 +13,8 @@ from collections import deque
 from collections.abc import Callable
 
 from stoker.contract.masking import mask_text
-from stoker.contract.terminal import coloured, wants_colour
-from stoker.contract.text import printable_lines
-from stoker.contract.wrapping import wrapped
+from stoker.contract.terminal import colour_text, wants_colour, wrap_text
+from stoker.contract.text import escape_lines
 
 ROOM = 24 << 20
 RESERVE = 2 << 20  # for small pieces: others' lines, and our own, when a flooding rank has filled the room
@@ -77,8 +76,8 @@ class Console:
 
     def say(self, stream: int, text: str, colour: str = "") -> None:
         """Lines of our own. They quote what others wrote: secrets are masked, and control codes escaped."""
-        text = wrapped(printable_lines(mask_text(text)), self.columns(stream))
-        self.put(stream, (coloured(text, colour) if self._colours[stream] else text).encode() + b"\n", own=True)
+        text = wrap_text(escape_lines(mask_text(text)), self.columns(stream))
+        self.put(stream, (colour_text(text, colour) if self._colours[stream] else text).encode() + b"\n", own=True)
 
     def columns(self, stream: int) -> int:
         """0: there is no terminal, or it does not say. Asked each time: windows change their size."""

@@ -11,14 +11,14 @@ import sys
 import time
 from collections.abc import Callable
 
-from stoker.contract import names
+from stoker.contract import env_vars
+from stoker.contract.errors import EX_OSERR, EX_SOFTWARE, Refusal
+from stoker.contract.evidence import Verdict
+from stoker.contract.frozen import replace
 from stoker.contract.masking import learn_secrets, mask_argv, mask_json
-from stoker.contract.names import EX_OSERR, EX_SOFTWARE, Refusal
-from stoker.contract.quantities import counted, span
-from stoker.contract.shape import replace
-from stoker.contract.shapes import Verdict
 from stoker.contract.terminal import ERROR, SUCCESS, WARNING
-from stoker.contract.text import printable
+from stoker.contract.text import escape
+from stoker.contract.units import format_duration, plural
 from stoker.control.cluster import transport
 from stoker.control.cluster.members import Unusable
 from stoker.control.launch import description, detach
@@ -189,7 +189,7 @@ class Coordinator:
             self._say(place.elsewhere)
         if self.options.quiet is False:
             # What a role continues from, its job has said; one that starts from scratch says why.
-            begins = "" if names.JOB in os.environ and place.reopened else place.notice
+            begins = "" if env_vars.JOB in os.environ and place.reopened else place.notice
             for line in filter(None, (*begins.splitlines(), notice, *plan.lines)):
                 self._say(line)
             for line in warnings:
@@ -220,7 +220,7 @@ class Coordinator:
             warnings = preflight.preflight(self.options, plan, machine)
         if live.network is not None:
             warnings = live.network.prepare(plan, place)
-        recipe = self.options.module and self.request.script.startswith(names.RECIPES)
+        recipe = self.options.module and self.request.script.startswith(env_vars.RECIPES)
         live.output = Output(self.options, plan, place.id, self._console, recipe)
         # Before the record: a port that can't be had leaves nothing behind.
         return live.reserve(plan), warnings
@@ -228,7 +228,7 @@ class Coordinator:
     def _close_record(self, verdict: Verdict, place: RunPlace) -> None:
         assert self._record is not None
         missing = self._not_written()
-        alone = names.JOB not in os.environ
+        alone = env_vars.JOB not in os.environ
         not_its_fault = verdict.status == "stopped" or verdict.cause == "host.lost"
         resume = ""
         if alone and verdict.status != "completed":
@@ -260,7 +260,7 @@ class Coordinator:
 
     def _say_how(self, verdict: Verdict, place: RunPlace) -> None:
         shown = os.path.relpath(place.dir, self._cwd) if place.dir.startswith(self._cwd + os.sep) else place.dir
-        took = span(time.time() - self._began)
+        took = format_duration(time.time() - self._began)
         if verdict.status == "completed":
             self._say(f"✓ {verdict.summary} in {took}; record: {shown}")
         else:
@@ -302,9 +302,9 @@ class Coordinator:
             cards = [f"  {p.gpu.name} {p.gpu.uuid}" if p.gpu else "" for p in plan.places]
             rows = [f"  rank {p.rank}  {p.label}{card}" for p, card in zip(plan.places, cards, strict=True)]
             command = " ".join(mask_argv(plan.roles[0].argv))
-            start = f"would start {counted(plan.world_size, 'rank')} of: {command}"
+            start = f"would start {plural(plan.world_size, 'rank')} of: {command}"
             record = f"would record in: {os.path.relpath(place.dir, self._cwd)}"
-            text = "\n".join(map(printable, (*plan.lines, start, *rows, record)))
+            text = "\n".join(map(escape, (*plan.lines, start, *rows, record)))
         self._console.say(1, text)
 
     def _open_record(self, plan: RunPlan, place: RunPlace) -> str:
@@ -322,7 +322,7 @@ class Coordinator:
 
     def _say(self, line: str, *, colour: str = "") -> None:
         """One line, whatever the texts that it quotes hold."""
-        line = printable(line)
+        line = escape(line)
         self._console.say(2, line, colour or (SUCCESS if line.startswith("✓") else ""))
         if self._record is not None:
             self._record.say(line)

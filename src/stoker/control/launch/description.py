@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from stoker.contract import layout
+from stoker.contract.evidence import Verdict
+from stoker.contract.frozen import as_json, pick_fields
 from stoker.contract.masking import allowed_environment
+from stoker.contract.process import find_process
 from stoker.contract.safe_io import read_text
-from stoker.contract.shape import as_json, pick
-from stoker.contract.shapes import Verdict
 from stoker.control.launch.contents import contents_of
 from stoker.control.launch.plan import RunPlan
 from stoker.control.launch.request import Request
 from stoker.control.launch.runplace import RunPlace, config_hash
 from stoker.control.machine.model import Machine
-from stoker.control.machine.processes import process
 from stoker.control.record.again import command_for
 from stoker.control.record.finder import is_only_one
 from stoker.control.record.reader import read_json
@@ -36,7 +36,7 @@ def describe(
     """`apart`: hosts with a run directory of their own -> the command that copies from there."""
     from stoker import __version__
 
-    me, host = process(os.getpid()), os.uname().nodename
+    me, host = find_process(os.getpid()), os.uname().nodename
     options = as_json(request.options)
     return {
         "run": place.id,
@@ -78,7 +78,7 @@ def _planned(plan: RunPlan) -> dict[str, Any]:
         "argv": plan.roles[0].argv,
         "roles": [{"name": role.name, "world_size": role.world, "argv": role.argv} for role in plan.roles],
         "ranks": [
-            {**pick(p, "rank", "role", "role_rank", "local_rank", "host", "label"), "gpu": p.gpu and p.gpu.uuid}
+            {**pick_fields(p, "rank", "role", "role_rank", "local_rank", "host", "label"), "gpu": p.gpu and p.gpu.uuid}
             for p in plan.places
         ],
     }

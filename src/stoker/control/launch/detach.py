@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-from stoker.contract.names import Refusal
-from stoker.contract.terminal import tell
+from stoker.contract.errors import Refusal
+from stoker.contract.terminal import print_text
 
 _STARTED = b"\0started "
 _ENDED = b"\0ended "
@@ -94,7 +94,7 @@ def _listen(pipe: int) -> int:
                 return 0
             if line.startswith(_ENDED):
                 return int(line[len(_ENDED) :])
-            tell(line.decode("utf-8", "replace"), sys.stderr)
+            print_text(line.decode("utf-8", "replace"), sys.stderr)
         if not data:
             os.write(2, b"stoker: the background process ended without an error message\n")
             return 70

@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from stoker.contract.frozen import as_json
 from stoker.contract.masking import mask_argv
-from stoker.contract.shape import as_json
-from stoker.contract.text import printable
+from stoker.contract.text import escape
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.request import Request
 
@@ -63,4 +63,4 @@ def _option(value: Any) -> str:
 
 
 def _shown(value: str) -> str:
-    return printable(value, _SHOWN) or "empty"
+    return escape(value, _SHOWN) or "empty"

@@ -10,7 +10,7 @@ import os
 import subprocess
 from collections.abc import Callable
 
-from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.errors import EX_USAGE, Refusal
 from stoker.control.launch.ourselves import stoker_command
 from stoker.control.show import serving
 from stoker.control.show.metrics import server

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.quantities import amount, counted
-from stoker.contract.shape import replace, shape
-from stoker.contract.text import is_count
+from stoker.contract.errors import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.text import is_digits
+from stoker.contract.units import format_bytes, plural
 from stoker.control.launch.options import RANK_VARIABLES, RunOptions, hides_all
 from stoker.control.machine.model import Gpu, Machine
 
@@ -18,7 +18,7 @@ class NotFree(Refusal):
     """The GPUs are there but busy: with --wait it is worth asking again."""
 
 
-@shape
+@frozen
 class Choice:
     """The ranks' devices on one host: GPUs, or none and a number of CPU ranks. `line` says so in the notes' words."""
 
@@ -70,7 +70,7 @@ def choose(options: RunOptions, environment: Mapping[str, str], machine: Machine
     left_out = "; ".join(_sentence(gpu, reasons) for gpu in pool if gpu.uuid in reasons)
     using = len({gpu.uuid for gpu in chosen})
     ranks = need // each
-    line = f"✓ Found {found} GPU(s), using {using} GPUs" + (f" ({counted(ranks, 'rank')})" if ranks != using else "")
+    line = f"✓ Found {found} GPU(s), using {using} GPUs" + (f" ({plural(ranks, 'rank')})" if ranks != using else "")
     if source and source != "--nproc-per-node":
         line += f" ({source}={count})"
     if wanted is not None or any_of is not None or using < found:
@@ -98,7 +98,7 @@ def _number(text: str, where: str) -> int | str:
     word = text.strip().lower()
     if word in ("gpu", "cpu", "auto"):
         return word
-    if not is_count(word) or int(word) < 1:
+    if not is_digits(word) or int(word) < 1:
         raise Refusal(f"{where} {text}: give a whole number of ranks from 1 up, or gpu, cpu, auto", EX_USAGE)
     return int(word)
 
@@ -108,12 +108,12 @@ def _cpu(ranks: int, machine: Machine, why: str) -> Choice:
     most = machine.max_processes
     if most is not None and ranks >= most:
         raise Refusal(
-            f"{counted(ranks, 'rank')}: this machine allows {most} processes", EX_UNAVAILABLE, cause="host.processes"
+            f"{plural(ranks, 'rank')}: this machine allows {most} processes", EX_UNAVAILABLE, cause="host.processes"
         )
     if machine.max_files is not None and ranks * 4 + 64 > machine.max_files:
-        line = f"{ranks * 4 + 64} open files are needed for {counted(ranks, 'rank')}; the limit here is {machine.max_files} (ulimit -n)"
+        line = f"{ranks * 4 + 64} open files are needed for {plural(ranks, 'rank')}; the limit here is {machine.max_files} (ulimit -n)"
         raise Refusal(line, EX_UNAVAILABLE, cause="host.files")
-    return Choice((), ranks, f"✓ {why[0].upper()}{why[1:]}: {counted(ranks, 'CPU rank')}, gloo")
+    return Choice((), ranks, f"✓ {why[0].upper()}{why[1:]}: {plural(ranks, 'CPU rank')}, gloo")
 
 
 def _visible(hidden: str | None, gpus: tuple[Gpu, ...]) -> list[Gpu]:
@@ -131,7 +131,7 @@ def _visible(hidden: str | None, gpus: tuple[Gpu, ...]) -> list[Gpu]:
 
 
 def _by_id(word: str, gpus: tuple[Gpu, ...] | list[Gpu]) -> list[Gpu]:
-    if is_count(word):
+    if is_digits(word):
         return [gpu for gpu in gpus if gpu.index == int(word)]
     if "." in word and word.replace(".", "").isdigit():
         return [gpu for gpu in gpus if gpu.label == f"GPU{word}"]
@@ -147,7 +147,7 @@ def _any(options: RunOptions) -> int | None:
     if not options.gpus or not options.gpus.startswith("any"):
         return None
     head, _, number = options.gpus.partition(":")
-    if head != "any" or (number and not (is_count(number) and int(number))):
+    if head != "any" or (number and not (is_digits(number) and int(number))):
         raise Refusal(f"--gpus {options.gpus}: write any:2 for the two with the most free memory", EX_USAGE)
     return int(number or 1)
 
@@ -184,9 +184,7 @@ def _unusable(gpu: Gpu, options: RunOptions, held: Mapping[str, str]) -> str:
         return f"is in use by {held[gpu.uuid]}"
     floor = max(options.min_free_memory, CONTEXT)
     if gpu.memory_free is not None and gpu.memory_free < floor:
-        return (
-            f"has {amount(gpu.memory_free)} free of {amount(gpu.memory_total or 0)}, {amount(floor)} needed{_by(gpu)}"
-        )
+        return f"has {format_bytes(gpu.memory_free)} free of {format_bytes(gpu.memory_total or 0)}, {format_bytes(floor)} needed{_by(gpu)}"
     return ""
 
 
@@ -218,12 +216,12 @@ def _list(gpus: tuple[Gpu, ...] | list[Gpu]) -> str:
 def _too_few(
     need: int, each: int, usable: list[Gpu], pool: list[Gpu], reasons: Mapping[str, str], found: int, hidden: str | None
 ) -> Refusal:
-    there = f"{counted(found, 'GPU')} here"
+    there = f"{plural(found, 'GPU')} here"
     if hidden is not None:
         there += f", {len(pool)} of them in CUDA_VISIBLE_DEVICES={hidden}"
     busy = "; ".join(_sentence(gpu, reasons) for gpu in pool if gpu.uuid in reasons)
     of_each = f" with {each} GPUs each" if each > 1 else ""
-    text = f"{counted(need // each, 'rank')}{of_each} asked for and {counted(len(usable), 'GPU')} usable: {there}"
+    text = f"{plural(need // each, 'rank')}{of_each} asked for and {plural(len(usable), 'GPU')} usable: {there}"
     text += f"; {busy}" if busy else ""
     if need <= len(pool):
         return NotFree(f"{text}; --wait 10m waits for them", EX_UNAVAILABLE, cause="gpu.busy")

@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from stoker.contract.masking import masked_lines
-from stoker.contract.names import EX_NOINPUT, EX_SOFTWARE, Refusal
-from stoker.contract.process import send_to_group
-from stoker.contract.shape import shape
-from stoker.contract.shapes import Verdict
+from stoker.contract.errors import EX_NOINPUT, EX_SOFTWARE, Refusal
+from stoker.contract.evidence import Verdict
+from stoker.contract.frozen import frozen
+from stoker.contract.masking import mask_lines
+from stoker.contract.process import signal_group
 from stoker.control.launch.request import Request
 
 IMPORT_S = 120.0
@@ -53,7 +53,7 @@ os._exit(0)
 """
 
 
-@shape
+@frozen
 class Import:
     """A module the script imports at its top level."""
 
@@ -63,7 +63,7 @@ class Import:
     optional: str = ""  # why a failure proves nothing; empty: the script can't do without
 
 
-@shape
+@frozen
 class Imported:
     name: str
     seconds: float
@@ -156,12 +156,12 @@ def try_imports(
             under_way, late, verdict = _listen(child, answers, named, path, done, say, stopped)
         finally:
             # With whatever it left in its session: it is not reaped yet, so the number is still its own.
-            send_to_group(child.pid, signal.SIGKILL)
+            signal_group(child.pid, signal.SIGKILL)
             code = child.wait()
         if verdict is not None or stopped() or (code == 0 and under_way is None):
             return verdict
         noise.seek(0)
-        tail = masked_lines(noise.read().decode("utf-8", "replace"))[-8:]
+        tail = mask_lines(noise.read().decode("utf-8", "replace"))[-8:]
     return _died(under_way, path, code, late, tail)
 
 
@@ -216,7 +216,7 @@ def _failed_import(one: Import, path: str, answer: dict[str, Any], problem: str)
         "is it the right Python environment? the ranks use the one that runs Stoker, or --python",
     )
     summary = f"import {one.name} fails at {path}:{one.line}: {problem.partition(chr(10))[0]}"
-    return _failed(summary, 1, masked_lines(answer["traceback"])[-6:], fix)
+    return _failed(summary, 1, mask_lines(answer["traceback"])[-6:], fix)
 
 
 def _failed(summary: str, code: int, evidence: list[str], fix: tuple[str, ...]) -> Verdict:

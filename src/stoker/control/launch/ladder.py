@@ -16,10 +16,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.quantities import amount, counted
-from stoker.contract.shape import options_of, shape
-from stoker.contract.shapes import Verdict
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.evidence import Verdict
+from stoker.contract.frozen import frozen, options_of
+from stoker.contract.units import format_bytes, plural
 from stoker.control.launch.imports import Import, Imported, find_imports, start, try_imports
 from stoker.control.launch.options import TORCHRUN_VARIABLES, RunOptions
 from stoker.control.launch.ourselves import stoker_command, unseen
@@ -40,7 +40,7 @@ _NOT_PASSED = {"config", "detach", "dry_run", "gpu", "gpus", "json", "ladder", "
                "show"}  # fmt: skip
 
 
-@shape
+@frozen
 class Climbed:
     """A rung of ranks that was run, in its record's numbers. None: the script never said."""
 
@@ -58,7 +58,7 @@ class Climbed:
     host_total: int | None = None
 
 
-@shape
+@frozen
 class Scaling:
     efficiency: float | None = None  # steps/s of the highest rung, in those of one rank alone
     throughput: str = ""  # scales | does not scale
@@ -68,7 +68,7 @@ class Scaling:
     memory: str = ""  # scales | does not scale
 
 
-@shape
+@frozen
 class Climb:
     """How the ladder went. `verdict` is that of the rung that failed."""
 
@@ -81,7 +81,7 @@ class Climb:
     exit_code: int
 
 
-@shape
+@frozen
 class Plan:
     world_size: int
     uuids: tuple[str, ...]  # of each rank's GPU; empty for CPU ranks
@@ -152,9 +152,9 @@ def scaling(climbed: Sequence[Climbed], world: int) -> Scaling:
 def memory_line(found: Scaling, world: int) -> str:
     if found.memory_needed is None or found.memory_total is None:
         return ""
-    room = "" if found.memory == "scales" else f", and {amount(found.memory_others)} of it is in use by others"
-    need = f"will need {amount(found.memory_needed)} of {amount(found.memory_total)} host memory"
-    return f"memory {found.memory}: {counted(world, 'rank')} {need}{room}"
+    room = "" if found.memory == "scales" else f", and {format_bytes(found.memory_others)} of it is in use by others"
+    need = f"will need {format_bytes(found.memory_needed)} of {format_bytes(found.memory_total)} host memory"
+    return f"memory {found.memory}: {plural(world, 'rank')} {need}{room}"
 
 
 def measure(ranks: int, exit_code: int, run: reader.Run | None) -> Climbed:
@@ -280,7 +280,7 @@ class Ladder:
         found = scaling(self._climbed, ranks)
         if found.memory == "does not scale":
             self._say(memory_line(found, ranks))
-        self._say(f"{which}: {counted(ranks, 'rank')}, {counted(self._steps, 'step')} or the script's end")
+        self._say(f"{which}: {plural(ranks, 'rank')}, {plural(self._steps, 'step')} or the script's end")
         words = rung_words(request, plan, ranks, self._steps, time.strftime("%Y%m%d-%H%M%S"))
         code, _, said, pid = self._stoker(words, True, hide=plan.hidden)
         runs = finder.all_runs(layout.runs_root(request.options.runs_dir, os.environ))

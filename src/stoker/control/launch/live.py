@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 
 from stoker.contract import checkpoints, layout, protocol
-from stoker.contract.names import EX_TEMPFAIL, EX_UNAVAILABLE, Refusal
-from stoker.contract.quantities import span
-from stoker.contract.shape import pick, replace
-from stoker.contract.shapes import Verdict
+from stoker.contract.errors import EX_TEMPFAIL, EX_UNAVAILABLE, Refusal
+from stoker.contract.evidence import Verdict
+from stoker.contract.frozen import pick_fields, replace
 from stoker.contract.terminal import WARNING
-from stoker.contract.text import printable
+from stoker.contract.text import escape
+from stoker.contract.units import format_duration
 from stoker.control.cluster import transport
 from stoker.control.cluster.members import Member, Unusable
 from stoker.control.launch import description
@@ -130,7 +130,7 @@ class LiveRun:
                 again, env = decided, decided.env
             number += 1
             variables = [name for name, _ in env]
-            why = pick(verdict, "cause", "rank")
+            why = pick_fields(verdict, "cause", "rank")
             self.record.event("restart", attempt=number, **why, wait_s=again.wait_s, env=variables)
             self.say(f"stoker: {again.line}", colour=WARNING)
             if self.notifier is not None:
@@ -241,7 +241,7 @@ class LiveRun:
         from stoker.control.verdict.judge import judge
 
         attempt.note_bad_numbers()
-        verdict = judge(attempt.evidence(checkpoints.newest(place.dir)))
+        verdict = judge(attempt.evidence(checkpoints.find_newest_checkpoint(place.dir)))
         seen = None if verdict.cause == "host.lost" else attempt.detected_s(verdict)  # when a host was lost nobody saw
         evidence = (*verdict.evidence, *attempt.notes)
         return replace(verdict, run=place.id, attempt=number, detected_s=seen, evidence=evidence)
@@ -297,11 +297,11 @@ class Planner:
                 if not self._options.wait:
                     raise
                 if time.monotonic() > deadline:
-                    line = f"waited {span(self._options.wait)}: {busy.line}"
+                    line = f"waited {format_duration(self._options.wait)}: {busy.line}"
                     raise Refusal(line, EX_TEMPFAIL, cause="gpu.busy") from busy
                 if busy.line != announced:
                     announced = busy.line
-                    self._say(f"stoker: waiting for up to {span(deadline - time.monotonic())}: {busy.line}")
+                    self._say(f"stoker: waiting for up to {format_duration(deadline - time.monotonic())}: {busy.line}")
                 self._agents.pause(1.0)
             self._agents.look()
 
@@ -348,10 +348,10 @@ class Planner:
         self._agents.await_all("locked")
         for member in members:
             for notice in member.answers["locked"]["notices"]:
-                line = f"stoker: {f'host {member.host}: ' if member.host else ''}{printable(notice, 1000)}"
+                line = f"stoker: {f'host {member.host}: ' if member.host else ''}{escape(notice, 1000)}"
                 if line not in self._noticed:
                     self._noticed.add(line)
                     self._say(line)
         return {
-            uuid: printable(who, 300) for member in members for uuid, who in member.answers["locked"]["refused"].items()
+            uuid: escape(who, 300) for member in members for uuid, who in member.answers["locked"]["refused"].items()
         }

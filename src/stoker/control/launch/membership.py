@@ -10,12 +10,12 @@ import time
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.checkpoints import newest
-from stoker.contract.names import Refusal
-from stoker.contract.shape import replace
-from stoker.contract.shapes import Verdict
+from stoker.contract.checkpoints import find_newest_checkpoint
+from stoker.contract.errors import Refusal
+from stoker.contract.evidence import Verdict
+from stoker.contract.frozen import replace
 from stoker.contract.terminal import WARNING
-from stoker.contract.text import printable
+from stoker.contract.text import escape
 from stoker.control.cluster.members import Member, Unusable, short
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.restarts import Again
@@ -65,10 +65,10 @@ class Lost:
 
 def _again(run_dir: str, who: str) -> str:
     """How the next attempt goes on, and from where. Only what is seen from here: hosts may have disks of their own."""
-    saved = newest(run_dir)
+    saved = find_newest_checkpoint(run_dir)
     if saved is not None:
-        return f"continuing with {who}; newest checkpoint: {printable(os.path.basename(saved.path))}"
-    folder = printable(os.path.relpath(os.path.join(run_dir, layout.CHECKPOINTS)))
+        return f"continuing with {who}; newest checkpoint: {escape(os.path.basename(saved.path))}"
+    folder = escape(os.path.relpath(os.path.join(run_dir, layout.CHECKPOINTS)))
     own = "from the beginning unless your script loads a file of its own"
     how = "how a script saves and resumes: `stoker docs python`"
     return f"starting again with {who}, {own}: no complete checkpoint is seen in {folder} ({how})"

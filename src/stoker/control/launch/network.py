@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoker.contract.names import EX_UNAVAILABLE, Refusal
-from stoker.contract.shape import replace
+from stoker.contract.errors import EX_UNAVAILABLE, Refusal
+from stoker.contract.frozen import replace
 from stoker.control.cluster import copying, ssh, transport
 from stoker.control.cluster.hosts import Host, is_address
 from stoker.control.cluster.members import Unusable

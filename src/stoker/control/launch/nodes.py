@@ -9,10 +9,10 @@ import os
 from collections.abc import Callable, Mapping
 
 from stoker.contract import schedulers
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.quantities import counted
-from stoker.contract.shape import replace, shape
-from stoker.contract.text import is_count
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.text import is_digits
+from stoker.contract.units import plural
 from stoker.control.cluster.hosts import Hosts, read
 from stoker.control.launch.agents import Agents
 from stoker.control.launch.options import ranks_asked
@@ -23,7 +23,7 @@ DEFAULT_PORT = 29500  # torchrun's
 LAST_CALL_S = 30.0  # torchrun's, too
 
 
-@shape
+@frozen
 class Nodes:
     """This machine among the others."""
 
@@ -35,7 +35,7 @@ class Nodes:
     port: int
 
 
-@shape
+@frozen
 class Meeting:
     """What the flags say."""
 
@@ -88,7 +88,7 @@ def span_of(nnodes: str) -> tuple[int, int]:
     """Of --nnodes: at least, at most."""
     low, colon, high = nnodes.partition(":")
     words = [low, high] if colon else [low]
-    numbers = [int(word) for word in words if is_count(word)]
+    numbers = [int(word) for word in words if is_digits(word)]
     if len(numbers) != len(words) or numbers[0] < 1 or numbers[-1] < numbers[0]:
         raise Refusal(f"--nnodes {nnodes}: give a number of machines, or MIN:MAX", EX_USAGE)
     return numbers[0], numbers[-1]
@@ -112,7 +112,7 @@ def _where(request: Request, environment: Mapping[str, str]) -> tuple[str, int]:
         address, port = endpoint(options.rdzv_endpoint)
         return address, port if port is not None else options.master_port or 0
     asked = environment.get("MASTER_PORT", "")
-    found = options.master_port or (int(asked) if is_count(asked) else 0)
+    found = options.master_port or (int(asked) if is_digits(asked) else 0)
     return options.master_addr or environment.get("MASTER_ADDR", ""), found
 
 
@@ -171,7 +171,7 @@ def hosts_of(request: Request, environment: Mapping[str, str]) -> tuple[Request,
     hosts: Hosts | None = None
     if options.hosts is not None:
         hosts = _with_python(_reached(read(options.hosts, options.ssh_option), environment), options.python)
-    elif options.nnodes == "1" and (scheduler := schedulers.found(environment)) is not None:
+    elif options.nnodes == "1" and (scheduler := schedulers.find_scheduler(environment)) is not None:
         # What the user names (--hosts, --nnodes by hand) wins over the job's nodes.
         from stoker.control.scheduler import engine
 
@@ -179,7 +179,7 @@ def hosts_of(request: Request, environment: Mapping[str, str]) -> tuple[Request,
     if hosts is None and (options.min_hosts or options.sync or options.stage):
         raise Refusal("--min-hosts, --sync and --stage are for several hosts: name them with --hosts", EX_USAGE)
     if hosts is not None and options.min_hosts and not 1 <= options.min_hosts <= len(hosts.hosts):
-        there = counted(len(hosts.hosts), "host")
+        there = plural(len(hosts.hosts), "host")
         raise Refusal(f"--min-hosts {options.min_hosts}: the run has {there}; give a number from 1 to that", EX_USAGE)
     return request, hosts
 
@@ -190,7 +190,7 @@ def _reached(hosts: Hosts, environment: Mapping[str, str]) -> Hosts:
         return hosts
     from stoker.control.scheduler import engine
 
-    scheduler = schedulers.named(hosts.scheduler)
+    scheduler = schedulers.scheduler_named(hosts.scheduler)
     assert scheduler is not None
     ours = engine(scheduler).allocation(environment)
     missing = [host.name for host in hosts.hosts if ours is None or host.name not in ours.transports]

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.evidence import Verdict
+from stoker.contract.frozen import frozen
 from stoker.contract.masking import mask_json
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.shape import shape
-from stoker.contract.shapes import Verdict
-from stoker.contract.text import printable
+from stoker.contract.text import escape
 from stoker.control.launch.ourselves import own_program
 
 NOTIFY_S = 30.0
@@ -26,7 +26,7 @@ _WEB = ("http://", "https://")
 _ADDRESS = re.compile(r"[^\s,;<>\"'()\\-][^\s,;<>\"'()\\]*")
 
 
-@shape
+@frozen
 class Target:
     kind: str
     to: str  # a URL, addresses separated by commas, or the command
@@ -117,7 +117,7 @@ class Notifier:
             try:
                 code = sent.child.wait(wait)
                 if code:
-                    errors = printable(_end_of(sent.errors))
+                    errors = escape(_end_of(sent.errors))
                     ended = f" ended with {code}" if command else ""
                     self._say(f"stoker: --notify{ended}: {errors}")
             except subprocess.TimeoutExpired:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract.quantities import duration, size
-from stoker.contract.settings import from_environment
-from stoker.contract.shape import option, section, shape
+from stoker.contract.frozen import frozen, option, section
+from stoker.contract.options import options_from_environment
+from stoker.contract.units import parse_bytes, parse_duration
 
 
 def _time(help: str, default: float | None) -> Any:
-    return option(help, "TIME", default=default, parse=duration)
+    return option(help, "TIME", default=default, parse=parse_duration)
 
 
-@shape
+@frozen
 class RunOptions:
     _ranks = section("ranks")
     nproc_per_node: str | None = option(
@@ -40,7 +40,7 @@ class RunOptions:
         "a rank gives its start-up slot back after this long at the latest (default: 2m)", 120.0
     )
     ram_limit: int = option(
-        "stop the job when a rank's resident memory passes this, e.g. 20GB", "SIZE", default=0, parse=size
+        "stop the job when a rank's resident memory passes this, e.g. 20GB", "SIZE", default=0, parse=parse_bytes
     )
     numa_binding: str | None = option(
         "node: bind each rank to the CPUs near its GPU (torchrun's socket, exclusive and core-complex mean the same"
@@ -58,7 +58,7 @@ class RunOptions:
     )
     gpu: str | None = option("one GPU by its number or UUID", "ID", default=None)
     min_free_memory: int = option(
-        "a GPU with less free memory than this is not used, e.g. 20GB", "SIZE", default=0, parse=size
+        "a GPU with less free memory than this is not used, e.g. 20GB", "SIZE", default=0, parse=parse_bytes
     )
     wait: float = _time("wait this long for enough free GPUs, e.g. 10m", 0.0)
     isolate: bool = option("each rank sees its own GPU only, as device 0", default=False)
@@ -289,7 +289,7 @@ def hides_all(visible: str | None) -> bool:
 def from_torchrun_environment(environment: Mapping[str, str], without: tuple[str, ...] = ()) -> dict[str, Any]:
     """Options from torchrun's variables; PET_* wins over the others, as in torchrun. `without`: not read."""
     found = {
-        **from_environment(RunOptions, _OTHER_VARIABLES, environment),
-        **from_environment(RunOptions, _PET_VARIABLES, environment),
+        **options_from_environment(RunOptions, _OTHER_VARIABLES, environment),
+        **options_from_environment(RunOptions, _PET_VARIABLES, environment),
     }
     return {name: value for name, value in found.items() if name not in without}

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from stoker.contract.names import HANDED
+from stoker.contract.env_vars import PASSED_OPTIONS
 from stoker.control.cluster.transport import ROOT
 
 # Not `-m stoker`: that puts the working directory first, and a user's queue.py there would be Stoker's.
@@ -35,12 +35,12 @@ def unseen(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     end = words.index("--") if "--" in words else len(words)
     hidden = [word for word in words[:end] if word.startswith(_SECRET)]
     shown = [word for word in words[:end] if not word.startswith(_SECRET)]
-    return [*shown, *words[end:]], {HANDED: json.dumps(hidden)} if hidden else {}
+    return [*shown, *words[end:]], {PASSED_OPTIONS: json.dumps(hidden)} if hidden else {}
 
 
 def handed(words: Sequence[str]) -> list[str]:
     """The words with those that came the other way, also in sys.argv; nobody that we start has the variable."""
-    hidden = [str(word) for word in json.loads(os.environ.pop(HANDED, "[]"))]
+    hidden = [str(word) for word in json.loads(os.environ.pop(PASSED_OPTIONS, "[]"))]
     at = len(sys.argv) - len(words)
     sys.argv[at:at] = hidden
     return [*hidden, *words]

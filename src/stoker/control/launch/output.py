@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from stoker.contract import layout
+from stoker.contract.errors import EX_USAGE, Refusal
 from stoker.contract.masking import mask_text
-from stoker.contract.names import EX_USAGE, Refusal
 from stoker.control.launch.console import SMALL, Console, LineCutter, LogLines
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.plan import Place, RunPlan

@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract import names
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.shape import as_json, replace, shape
-from stoker.contract.text import is_count
+from stoker.contract import env_vars, errors
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.frozen import as_json, frozen, replace
+from stoker.contract.text import is_digits
 from stoker.control.launch import gpus
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.request import Request, notices
@@ -28,7 +28,7 @@ AMPLE_GPU = 16 * 10**9
 GATE_TOTAL_S = 480.0  # the store's own patience is 600 s with NCCL: everybody must be through before
 
 
-@shape
+@frozen
 class Role:
     """Ranks that run one command and form one world. A plain job is one role."""
 
@@ -40,7 +40,7 @@ class Role:
     env: Mapping[str, str] = {}  # asked for; over what every rank gets
 
 
-@shape
+@frozen
 class Place:
     """One rank's place in the job."""
 
@@ -60,7 +60,7 @@ class Place:
         return (self.gpu, *self.more) if self.gpu else ()
 
 
-@shape
+@frozen
 class RunPlan:
     places: tuple[Place, ...]
     roles: tuple[Role, ...]  # one; the places of each follow those of the one before
@@ -128,7 +128,7 @@ def make_plan(
     isolate = isolate or each > 1
     if len({bool(choice.gpus) for choice in choices.values()}) > 1:
         line = "some hosts have GPUs and some have none: --nproc-per-node cpu uses none anywhere"
-        raise Refusal(line, names.EX_UNAVAILABLE, cause="gpu.too-few")
+        raise Refusal(line, errors.EX_UNAVAILABLE, cause="gpu.too-few")
     places: list[Place] = []
     slots: dict[str, int] = {}
     visible: dict[str, str | None] = {}
@@ -190,7 +190,7 @@ def _pythons(options: RunOptions, argv: list[str], hosts: Mapping[str, Host] | N
 
 def _slots(asked: str | None, choice: gpus.Choice, machine: Machine) -> int:
     if asked is not None and asked != "auto":
-        if not is_count(asked) or int(asked) < 1:
+        if not is_digits(asked) or int(asked) < 1:
             raise Refusal(f"--init-slots {asked}: give a number from 1 up, or auto", EX_USAGE)
         return min(int(asked), choice.ranks)
     if choice.ranks == 1:
@@ -210,7 +210,7 @@ def _visible(choice: gpus.Choice, machine: Machine, environment: Mapping[str, st
 
 def _check_ranks(text: str, world: int) -> None:
     for word in text.split(","):
-        if not is_count(word.strip()) or int(word) >= world:
+        if not is_digits(word.strip()) or int(word) >= world:
             raise Refusal(f"--show {text}: give all, none, errors or ranks from 0 to {world - 1}", EX_USAGE)
 
 
@@ -257,16 +257,16 @@ def common_environment(
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        names.RUN_ID: run.id,
-        names.RUN_DIR: run.dir,
+        env_vars.RUN_ID: run.id,
+        env_vars.RUN_DIR: run.dir,
     }
     if host:
-        found[names.HOST] = host
+        found[env_vars.HOST] = host
     if any(place.gpu for place in mine):
         found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     cards = [(place.host, place.gpu.uuid) for place in plan.places if place.gpu]
     if len(set(cards)) < len(cards):
-        found[names.SHARED_GPU] = "1"
+        found[env_vars.SHARED_GPU] = "1"
     if "OMP_NUM_THREADS" not in environment:
         found["OMP_NUM_THREADS"] = str(max(1, cores // max(1, len(mine))))
     if not any(place.gpu for place in mine) and "OMP_WAIT_POLICY" not in {**environment, **role.env}:
@@ -283,10 +283,10 @@ def rank_environment(place: Place, plan: RunPlan) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(place.local_world),
         "GROUP_RANK": str(place.group_rank),
         "ROLE_RANK": str(place.role_rank),
-        names.GPU_RANK: str(place.gpu.index if place.gpu else place.local_rank),
+        env_vars.GPU_RANK: str(place.gpu.index if place.gpu else place.local_rank),
     }
     if plan.port_base is not None:
-        found[names.PORT] = str(plan.port_base + place.local_rank)
+        found[env_vars.PORT] = str(plan.port_base + place.local_rank)
     visible = plan.visible[place.host]
     if plan.isolate and place.gpu:
         visible = ",".join(gpu.uuid for gpu in place.cards)
@@ -304,11 +304,11 @@ def rank_argv(place: Place, plan: RunPlan) -> list[str]:
 
 
 # Beginnings of variables that ranks on other hosts are given, too.
-_TRAVEL = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "HF_", "OMP_", "STOKER_ROLE_", names.MEMORY_PLAN)
+_TRAVEL = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "HF_", "OMP_", "STOKER_ROLE_", env_vars.MEMORY_PLAN)
 _STAY = ("CUDA_VISIBLE_DEVICES",)  # says which of this machine's GPUs are meant
 
 
-@shape
+@frozen
 class Towards:
     """What one host is given because of where it stands."""
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from stoker.contract import layout, names
-from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.quantities import amount, counted
+from stoker.contract import env_vars, layout
+from stoker.contract.errors import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.frozen import replace
 from stoker.contract.safe_io import read_json
-from stoker.contract.shape import replace
-from stoker.contract.text import is_count
+from stoker.contract.text import is_digits
+from stoker.contract.units import format_bytes, plural
 from stoker.control.doctor import check
 from stoker.control.launch.gpus import marked
 from stoker.control.launch.options import RunOptions
@@ -65,7 +65,7 @@ def diagnosis(machine: Machine, card: Gpu) -> list[str]:
         who = (one.command or "outside this container") + (f", {one.user}" if one.user else "")
         lines.append(f"{card.label} is held by pid {one.pid} ({who})")
     if now.memory_free is not None and now.memory_total is not None:
-        lines.append(f"{card.label} has {amount(now.memory_free)} of {amount(now.memory_total)} free")
+        lines.append(f"{card.label} has {format_bytes(now.memory_free)} of {format_bytes(now.memory_total)} free")
     broken = proof(machine, card)
     outcome = f"fails its proof: {broken}" if broken else "passes its proof now: it was busy for a while"
     return [*lines, f"{card.label} {outcome}"]
@@ -82,7 +82,7 @@ def without_bad(machine: Machine) -> Machine:
 
 
 def _recorded() -> Mapping[str, Probe] | None:
-    path = os.environ.get(names.MACHINE)
+    path = os.environ.get(env_vars.MACHINE)
     if not path:
         return None
     data = read_json(path)
@@ -93,11 +93,11 @@ def check_legal(options: RunOptions, plan: RunPlan) -> None:
     if options.legal_ranks is None:
         return
     words = [word.strip() for word in options.legal_ranks.split(",")]
-    if not all(is_count(word) and int(word) for word in words):
+    if not all(is_digits(word) and int(word) for word in words):
         raise Refusal(f"--legal-ranks {options.legal_ranks}: write numbers like 1,2,4,8", EX_USAGE)
     legal = sorted(int(word) for word in words)
     if plan.world_size not in legal:
         fits = [count for count in legal if count <= plan.world_size]
         hint = f"--nproc-per-node {fits[-1]} would do" if fits else "too few GPUs for any of them"
-        line = f"{counted(plan.world_size, 'rank')}, and the job takes {', '.join(map(str, legal))}; {hint}"
+        line = f"{plural(plan.world_size, 'rank')}, and the job takes {', '.join(map(str, legal))}; {hint}"
         raise Refusal(line, EX_UNAVAILABLE, cause="gpu.legal")

@@ -23,12 +23,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stoker.contract import typed
+from stoker.contract import typed_values
+from stoker.contract.env_vars import RDZV_SECRET, RDZV_SECRET_FILE
+from stoker.contract.errors import EX_CONFIG, EX_TEMPFAIL, EX_UNAVAILABLE, Refusal
 from stoker.contract.listeners import answering_users
-from stoker.contract.names import EX_CONFIG, EX_TEMPFAIL, EX_UNAVAILABLE, RDZV_SECRET, RDZV_SECRET_FILE, Refusal
-from stoker.contract.quantities import counted, span
 from stoker.contract.safe_io import is_trusted, read_text, user_name
-from stoker.contract.text import parse_json, printable
+from stoker.contract.text import escape, parse_json
+from stoker.contract.units import format_duration, plural
 from stoker.control.launch.nodes import Meeting, Nodes
 
 PATIENCE_S = 600.0  # torchrun's
@@ -75,7 +76,7 @@ def _others(meeting: Meeting) -> str:
     if meeting.most <= meeting.count:
         return f"{meeting.count - 1} more machine(s)"
     at_least = f"{meeting.count - 1} to " if meeting.count > 1 else "up to "
-    return f"{at_least}{meeting.most - 1} more machine(s), {span(meeting.last_call)} after the last that is needed"
+    return f"{at_least}{meeting.most - 1} more machine(s), {format_duration(meeting.last_call)} after the last that is needed"
 
 
 # ---- the machine that listens ----
@@ -140,7 +141,7 @@ class _Host:
                 return
             if not last_call_ends and now > deadline:
                 came = f"{len(self._accepted) + 1} of {meeting.count} machines came to {meeting.address}:{meeting.port}"
-                raise Refusal(f"{came} within {span(PATIENCE_S)}", EX_TEMPFAIL, cause="launch.nodes")
+                raise Refusal(f"{came} within {format_duration(PATIENCE_S)}", EX_TEMPFAIL, cause="launch.nodes")
             for key, _ in self._selector.select(POLL_S):
                 if key.data is None:
                     self._accept_connection()
@@ -181,7 +182,7 @@ class _Host:
                 self._turn_away(guest, "the secrets differ (STOKER_RDZV_SECRET)")
             return
         try:
-            guest.hello = typed.read_fields(_HELLO, message)
+            guest.hello = typed_values.read_fields(_HELLO, message)
         except ValueError as problem:
             if message:
                 guest.send({"refused": f"use one version of Stoker on all machines ({problem})"})
@@ -273,9 +274,9 @@ def _join(
         if not is_reported:
             is_reported = True
             nobody = f"no answer from {meeting.address}:{meeting.port} yet ({problem})"
-            say(f"stoker: {nobody}; trying for up to {span(PATIENCE_S)}")
+            say(f"stoker: {nobody}; trying for up to {format_duration(PATIENCE_S)}")
         if time.monotonic() > deadline:
-            raise _refusal(meeting, f"no answer within {span(PATIENCE_S)}: {problem}", EX_TEMPFAIL)
+            raise _refusal(meeting, f"no answer within {format_duration(PATIENCE_S)}: {problem}", EX_TEMPFAIL)
         until = time.monotonic() + AGAIN_S
         while time.monotonic() < until:
             rest()
@@ -305,7 +306,7 @@ def _introduce(
     if not message:
         return None
     try:
-        answer = typed.read_fields(_ANSWER, message)
+        answer = typed_values.read_fields(_ANSWER, message)
     except ValueError as problem:
         raise _refusal(meeting, f"its answer can't be used: {problem}") from None
     if secret is not None and not secret.fits(message.get("proof"), HOST, {**hello, **answer}, str(challenge)):
@@ -343,7 +344,7 @@ def _receive(connection: socket.socket, meeting: Meeting, deadline: float, rest:
     if not message:
         raise ValueError(f"it says {data[:60]!a}")
     if "refused" in message:
-        raise _refusal(meeting, printable(str(message["refused"]), 500))
+        raise _refusal(meeting, escape(str(message["refused"]), 500))
     return message
 
 
@@ -396,7 +397,7 @@ def find_secret(environment: Mapping[str, str]) -> Secret | None:
     if len(key) < MIN_SECRET:
         better = f"give {MIN_SECRET} or more, as from `openssl rand -hex 32`"
         variable = RDZV_SECRET_FILE if path else RDZV_SECRET
-        raise _bad_secret(f"{variable}: {counted(len(key), 'character')} can be guessed; {better}")
+        raise _bad_secret(f"{variable}: {plural(len(key), 'character')} can be guessed; {better}")
     return Secret(key.encode("utf-8", "surrogateescape"))
 
 

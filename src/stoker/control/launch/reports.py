@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.contract import layout, protocol
-from stoker.contract.names import CHECKPOINT
-from stoker.contract.quantities import counted, span
-from stoker.contract.shape import pick, replace
-from stoker.contract.shapes import BadNumber, RankEnd, RankError
-from stoker.contract.stacktext import threads_of
+from stoker.contract.env_vars import CHECKPOINT
+from stoker.contract.evidence import BadNumber, RankError, RankExit
+from stoker.contract.frozen import pick_fields, replace
+from stoker.contract.stack_traces import parse_stacks
 from stoker.contract.terminal import WARNING
-from stoker.contract.text import printable
+from stoker.contract.text import escape
+from stoker.contract.units import format_duration, plural
 from stoker.control.launch.attempt import Attempt, read_around, read_error, read_last_call, read_script_end
 from stoker.control.launch.restarts import CAN_HALVE
 
@@ -29,7 +29,7 @@ def place_in(error: RankError) -> list[Any]:
 
 def main_thread(stack: str) -> list[Any]:
     """The main thread's frames in faulthandler's report."""
-    return next((thread["frames"] for thread in threads_of(stack) if thread["main"]), [])
+    return next((thread["frames"] for thread in parse_stacks(stack) if thread["main"]), [])
 
 
 class Reports:
@@ -75,7 +75,7 @@ class Reports:
     def _on_up(self, host: str, message: protocol.Message) -> None:
         attempt, record = self._attempt, self._record
         attempt.up[message["rank"]] = message["pid"]
-        place = pick(attempt.plan.place(message["rank"]), "rank", "role", "label")
+        place = pick_fields(attempt.plan.place(message["rank"]), "rank", "role", "label")
         record.event("rank-up", **place, pid=message["pid"], attempt=attempt.number, on=host or None)
         # A rank that prints nothing has an empty log. After the event: who sees the log finds its label.
         record.output(layout.rank_log(record.dir, attempt.number, message["rank"]), b"")
@@ -85,7 +85,7 @@ class Reports:
     def _on_unstarted(self, _host: str, message: protocol.Message) -> None:
         from stoker.control.verdict import launch
 
-        why = printable(message["text"])
+        why = escape(message["text"])
         self._attempt.trouble.append(launch.not_started(message["rank"], why))
 
     def _on_error(self, _host: str, message: protocol.Message) -> None:
@@ -103,7 +103,7 @@ class Reports:
         if error is not None and error.late and code != 1:
             error = None
         stack = message["stack"]
-        end = attempt.ends[rank] = RankEnd(
+        end = attempt.ends[rank] = RankExit(
             rank,
             host,
             attempt.label(rank),
@@ -137,16 +137,16 @@ class Reports:
         self._attempt.finished.add(host)
         if message["stopped"]:
             self._record.event("leftovers", stopped=message["stopped"])
-            helpers = counted(len(message["stopped"]), "helper process")
+            helpers = plural(len(message["stopped"]), "helper process")
             self._say(f"stoker: stopped {helpers} the ranks left behind: {_listed(message['stopped'])}")
         for one in message["stuck"]:
             stuck = f"stoker: pid {one['pid']} ({one['name']}) can't be killed, it is in state {one['state']}"
-            self._say(printable(f"{stuck}: do not use its GPU until it is gone"), colour=WARNING)
+            self._say(escape(f"{stuck}: do not use its GPU until it is gone"), colour=WARNING)
         for card in message["gpus_held"]:
-            self._say(f"stoker: {printable(card)} still shows memory of a rank that is gone", colour=WARNING)
+            self._say(f"stoker: {escape(card)} still shows memory of a rank that is gone", colour=WARNING)
 
     def _on_helpers(self, _host: str, message: protocol.Message) -> None:
-        limit, names = span(message["seconds"]), _listed(message["names"])
+        limit, names = format_duration(message["seconds"]), _listed(message["names"])
         self._say(f"stoker: the ranks are done; waiting up to {limit} for what they left running: {names}")
 
     def _on_mem(self, _host: str, message: protocol.Message) -> None:
@@ -172,12 +172,16 @@ class Reports:
         elif what == "acquired":
             line = "LOCK: acquired! Starting initialization..."
         else:
-            late = f" (deadline of {span(self._options.init_timeout)} over)" if message.get("why") == "deadline" else ""
+            late = (
+                f" (deadline of {format_duration(self._options.init_timeout)} over)"
+                if message.get("why") == "deadline"
+                else ""
+            )
             line = f"LOCK: released{late}"
         self._aside(rank, f"[Rank {rank}] {line}")
 
     def _aside(self, rank: int, line: str) -> None:
-        line = printable(line, 2000)
+        line = escape(line, 2000)
         if self._output.shows(rank) and not self._options.quiet:
             self._say(line)
         else:
@@ -228,7 +232,7 @@ class Reports:
         if not bad.step:  # the line has none: the optimizer's count, as of the last beat
             bad = replace(bad, step=self._attempt.steps.get(bad.rank, 0), counted=True)
         said = numbers.summary(bad, label, world)
-        fields = pick(bad, "rank", "step", "value", "source", "firm")
+        fields = pick_fields(bad, "rank", "step", "value", "source", "firm")
         self._record.event("numbers", cause=f"nan.{bad.kind}", summary=said, **fields)
         if not bad.firm:
             stops = self._options.on_nan == "stop" and bad.stops
@@ -270,4 +274,4 @@ class Reports:
 
 
 def _listed(names: list[str]) -> str:
-    return ", ".join(printable(name, 100) for name in names[:5])
+    return ", ".join(escape(name, 100) for name in names[:5])

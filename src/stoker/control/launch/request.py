@@ -6,11 +6,12 @@ import os
 import sys
 from typing import Any
 
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, RECIPES, Refusal
+from stoker.contract.env_vars import RECIPES
+from stoker.contract.errors import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.frozen import frozen, options_of, replace
 from stoker.contract.safe_io import open_regular
-from stoker.contract.shape import options_of, replace, shape
 from stoker.contract.spelling import suggest_file
-from stoker.contract.text import is_count
+from stoker.contract.text import is_digits
 from stoker.control.launch.options import RunOptions
 
 TYPE_CHECKING = False
@@ -25,7 +26,7 @@ _NO_EFFECT["rdzv_conf"] = "ranks meet in torch's own store"
 _ALONE = {"rdzv_backend": "ranks meet in torch's own store", "node_rank": "one machine has number 0"}
 
 
-@shape
+@frozen
 class Request:
     options: RunOptions
     script: str
@@ -231,7 +232,7 @@ def _module_spec(name: str) -> ModuleSpec | None:
 def endpoint(text: str) -> tuple[str, int | None]:
     """--rdzv-endpoint's address and port; None: it has none."""
     address, colon, port = text.rpartition(":")
-    if colon and not is_count(port):
+    if colon and not is_digits(port):
         raise Refusal(f"--rdzv-endpoint {text}: write HOST:PORT", EX_USAGE)
     return (address.strip("[]"), int(port)) if colon else (port, None)
 
@@ -247,7 +248,7 @@ def wanted_port(request: Request) -> tuple[int, bool]:
         port = endpoint(options.rdzv_endpoint)[1]
         return (port, True) if port is not None else (0, False)
     asked = os.environ.get("MASTER_PORT", "")
-    return (int(asked), False) if is_count(asked) and 1024 <= int(asked) <= 65535 else (0, False)
+    return (int(asked), False) if is_digits(asked) and 1024 <= int(asked) <= 65535 else (0, False)
 
 
 def check_numbers(request: Request) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from stoker.contract.names import MICRO_BATCH_HALVINGS
-from stoker.contract.shape import replace, shape
-from stoker.contract.shapes import Verdict
+from stoker.contract.env_vars import MICRO_BATCH_HALVINGS
+from stoker.contract.evidence import Verdict
+from stoker.contract.frozen import frozen, replace
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.options import RunOptions
 
@@ -23,7 +23,7 @@ _PROBED = (
 )  # fmt: skip
 
 
-@shape
+@frozen
 class Again:
     line: str  # said to the user
     wait_s: float = 0.0

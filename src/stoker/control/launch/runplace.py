@@ -10,11 +10,12 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 
-from stoker.contract import layout, names, schedulers
-from stoker.contract.names import API_KEY, EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.shape import as_json, replace, shape
-from stoker.contract.terminal import say
-from stoker.contract.text import printable
+from stoker.contract import env_vars, layout, schedulers
+from stoker.contract.env_vars import API_KEY
+from stoker.contract.errors import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.frozen import as_json, frozen, replace
+from stoker.contract.terminal import print_status
+from stoker.contract.text import escape
 from stoker.control.launch.contents import changes
 from stoker.control.launch.differing import differences
 from stoker.control.launch.plan import default_name
@@ -33,7 +34,7 @@ _IS_NEW = "this is a new run of that name"
 _LIKE_AN_ID = re.compile(r"[0-9]{8}-[0-9]{6}-.+")
 
 
-@shape
+@frozen
 class RunPlace:
     dir: str
     id: str
@@ -94,7 +95,7 @@ def other_settings(request: Request, environment: dict[str, str] | os._Environ[s
 def find_place(request: Request, environment: dict[str, str] | os._Environ[str]) -> RunPlace:
     """Decides, and makes the folder of a new run."""
     root = os.path.abspath(layout.runs_root(request.options.runs_dir, environment, write=True))
-    if root != layout.private_runs(environment):
+    if root != layout.private_runs_root(environment):
         return _find(request, environment, root)
     if not request.options.dry_run:
         try:
@@ -117,7 +118,7 @@ def _find(request: Request, environment: dict[str, str] | os._Environ[str], root
     listing = finder.look(root)  # one's own: another user's run of this name is another run
     notice = listing.skipped
     same = [run for run in listing.runs if run.name == name]
-    if same and names.JOB in environment and reader.alive(same[-1]):
+    if same and env_vars.JOB in environment and reader.alive(same[-1]):
         _await_former(same[-1])
         same = [run for run in finder.look(root).runs if run.name == name]
     if same:
@@ -126,9 +127,7 @@ def _find(request: Request, environment: dict[str, str] | os._Environ[str], root
             return replace(place, notice=_joined(notice, line, place.notice))
         notice = _joined(notice, line)
     elif _LIKE_AN_ID.fullmatch(name):
-        notice = _joined(
-            notice, f"no run in {printable(os.path.relpath(root))} has the id {printable(name)}: {_IS_NEW}"
-        )
+        notice = _joined(notice, f"no run in {escape(os.path.relpath(root))} has the id {escape(name)}: {_IS_NEW}")
     return _new(root, name, notice, make=not request.options.dry_run)
 
 
@@ -194,7 +193,7 @@ def _is_complete(run: reader.Run) -> bool:
 
 def _ended_by_stop_rule(run: reader.Run) -> bool:
     """Return whether a stop rule ended the run and nobody has decided yet to continue: for a job's roles, the job has."""
-    return names.JOB not in os.environ and run.verdict is not None and run.verdict.is_stop_rule
+    return env_vars.JOB not in os.environ and run.verdict is not None and run.verdict.is_stop_rule
 
 
 def _nothing_to_do(which: str, run: reader.Run, request: Request) -> str:
@@ -210,7 +209,7 @@ def _nothing_to_do(which: str, run: reader.Run, request: Request) -> str:
 
 
 def _named(labels: Sequence[str]) -> str:
-    shown = [printable(label, 100) for label in labels[:3]]
+    shown = [escape(label, 100) for label in labels[:3]]
     if len(labels) > 3:
         shown.append(f"{len(labels) - 3} more")
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
@@ -218,12 +217,12 @@ def _named(labels: Sequence[str]) -> str:
 
 def _is_changed_role(run: reader.Run, request: Request) -> bool:
     """Return whether a complete role of a resumed job is run again: its files changed, and nobody can give it --again."""
-    return names.JOB in os.environ and bool(changes(run.data, request))
+    return env_vars.JOB in os.environ and bool(changes(run.data, request))
 
 
 def _await_former(run: reader.Run) -> None:
     """Wait for a role of a job whose launcher was killed: its ranks were told to save and end when the launcher died."""
-    say(f"the former run of role {printable(run.name)} is still saving; waiting for its end")
+    print_status(f"the former run of role {escape(run.name)} is still saving; waiting for its end")
     deadline = time.monotonic() + FORMER_S
     while reader.alive(run) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -232,7 +231,7 @@ def _await_former(run: reader.Run) -> None:
 def _refuse_running(run: reader.Run, name: str, environment: Mapping[str, str]) -> None:
     living = reader.alive(run)
     if living is None and run.verdict is None and not _requeued(run, environment):
-        host = printable(run.launcher[2])
+        host = escape(run.launcher[2])
         line = f"run {name} was started on host {host} and may be running there: stop it there first"
         raise Refusal(line, EX_UNAVAILABLE)
     if living:
@@ -300,8 +299,8 @@ def _joined(*notices: str) -> str:
 
 def _requeued(last: reader.Run, environment: Mapping[str, str]) -> bool:
     """A scheduler's job that was requeued keeps its number and runs once at a time: its former start is over."""
-    job = schedulers.job(environment)
-    return bool(job) and schedulers.job(last.data.get("environment") or {}) == job
+    job = schedulers.job_id(environment)
+    return bool(job) and schedulers.job_id(last.data.get("environment") or {}) == job
 
 
 def _new(root: str, name: str, notice: str, make: bool) -> RunPlace:
@@ -339,4 +338,4 @@ def abandon(place: RunPlace) -> None:
     except FileNotFoundError:
         pass  # gone already
     except OSError as problem:
-        say(f"{problem.filename or place.dir} can't be removed: {problem.strerror}")
+        print_status(f"{problem.filename or place.dir} can't be removed: {problem.strerror}")

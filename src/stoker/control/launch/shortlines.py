@@ -12,8 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 
-from stoker.contract.terminal import ERROR, SUCCESS, WARNING, coloured
-from stoker.contract.wrapping import wrapped
+from stoker.contract.terminal import ERROR, SUCCESS, WARNING, colour_text, wrap_text
 
 WIDEST = 100  # columns
 _LABEL = re.compile(rb"(?:([^\s/:]+)/)?[GC]PU(\d{1,9}):")  # of a rank
@@ -50,10 +49,10 @@ class ShortLines:
         if room <= 0:
             return line
         text = line.decode("utf-8", "replace")
-        shown = wrapped(text, room)
+        shown = wrap_text(text, room)
         if max(map(len, shown.split("\n"))) > room:  # a path, which has no place to break at
             with contextlib.suppress(OSError):
-                shown = wrapped(text.replace(f" {os.getcwd()}/", " "), room)
+                shown = wrap_text(text.replace(f" {os.getcwd()}/", " "), room)
         return shown.encode()
 
 
@@ -66,8 +65,8 @@ class OwnLines:
 
     def __call__(self, line: bytes) -> bytes:
         colour = next((colour for begin, colour in _COLOURS.items() if line.startswith(begin)), "")
-        pieces = wrapped(line.decode("utf-8", "replace"), self._columns()).split("\n")
-        return "\n".join(coloured(piece, colour if self._colours else "") for piece in pieces).encode()
+        pieces = wrap_text(line.decode("utf-8", "replace"), self._columns()).split("\n")
+        return "\n".join(colour_text(piece, colour if self._colours else "") for piece in pieces).encode()
 
 
 class RoleLines:

@@ -8,9 +8,10 @@ import signal
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from stoker.contract.names import DETACH_SIGNAL, EX_NOPERM, EX_UNAVAILABLE, EX_USAGE, STOP_NOW_SIGNAL, Refusal
-from stoker.contract.process import process, send
-from stoker.contract.text import printable
+from stoker.contract.env_vars import DETACH_SIGNAL, STOP_NOW_SIGNAL
+from stoker.contract.errors import EX_NOPERM, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.process import find_process, send_signal
+from stoker.contract.text import escape
 from stoker.control.launch.options import RunOptions
 from stoker.control.machine import processes
 from stoker.control.record.reader import Run, alive
@@ -96,17 +97,17 @@ def _named(text: str) -> list[signal.Signals]:
 
 def tell_launcher(run: Run, signum: int) -> None:
     pid, _, host = run.launcher
-    shown = printable(run.id)
+    shown = escape(run.id)
     if not run.mine:
         raise Refusal(f"run {shown} belongs to {run.user}, and only that user can stop it", EX_NOPERM)
     if host and host != os.uname().nodename:
-        raise Refusal(f"run {shown} runs on host {printable(host)}: run this command there", EX_UNAVAILABLE)
-    launcher = process(pid)
+        raise Refusal(f"run {shown} runs on host {escape(host)}: run this command there", EX_UNAVAILABLE)
+    launcher = find_process(pid)
     if launcher is not None and alive(run) is None:
-        unknown = f"pid {pid} ({printable(launcher.name)}) does not show whether it is the launcher"
+        unknown = f"pid {pid} ({escape(launcher.name)}) does not show whether it is the launcher"
         raise Refusal(f"run {shown}: {unknown}, so it is not signalled", EX_UNAVAILABLE)
     if signum == DETACH_SIGNAL and launcher is not None and alive(run) and not processes.catches(pid, signum):
         how = "in its terminal: Ctrl-Z, then `bg` and `disown -h`"
         raise Refusal(f"run {shown} was started by a Stoker that can't detach; {how}", EX_UNAVAILABLE)
-    if launcher is None or not send(launcher, signum, lambda: alive(run) is True):
+    if launcher is None or not send_signal(launcher, signum, lambda: alive(run) is True):
         raise Refusal(f"run {shown}: its launcher (pid {pid}) is gone", EX_UNAVAILABLE)

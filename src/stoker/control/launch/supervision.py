@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 
 from stoker.contract import checkpoints, layout
-from stoker.contract.quantities import rank_name, ranks_text, span
-from stoker.contract.shape import pick
-from stoker.contract.shapes import RankEnd, Stall
+from stoker.contract.evidence import RankExit, Stall
+from stoker.contract.frozen import pick_fields
 from stoker.contract.terminal import WARNING
+from stoker.contract.units import format_duration, format_ranks, rank_name
 from stoker.control.cluster.members import Member
 from stoker.control.launch.attempt import Attempt
 from stoker.control.record.writer import RunRecord
@@ -160,7 +160,7 @@ class Supervision:
         for rank in ranks:
             one, pid = attempt.plan.place(rank), attempt.up.setdefault(rank, 0)
             error = attempt.errors.get(rank)
-            attempt.ends[rank] = RankEnd(rank, one.host, one.label, pid, None, time.time(), ours=True, error=error)
+            attempt.ends[rank] = RankExit(rank, one.host, one.label, pid, None, time.time(), ours=True, error=error)
 
     def _pass_signals(self) -> None:
         attempt = self._attempt
@@ -174,7 +174,7 @@ class Supervision:
                 continue  # a closing terminal sends SIGHUP from the kernel and from its shell
             again = bool(attempt.stop_signal)
             if not again:
-                attempt.checkpoint_before = checkpoints.newest(self._record.dir)
+                attempt.checkpoint_before = checkpoints.find_newest_checkpoint(self._record.dir)
             attempt.stop_signal = attempt.stop_signal or signum
             attempt.stopped_at = attempt.stopped_at or now
             attempt.stop_now = again
@@ -226,7 +226,7 @@ class Supervision:
                 self._report_busy(action.stall, action.stops_in)
             elif isinstance(action, Relieve):
                 who = f"rank {action.rank}" if action.rank is not None else "the job"
-                self._say(f"stoker: {who} makes progress again, after {span(action.silent_s)}")
+                self._say(f"stoker: {who} makes progress again, after {format_duration(action.silent_s)}")
                 self._record.event("relief", rank=action.rank, silent_s=round(action.silent_s, 1))
             else:
                 rank = action.stall.rank
@@ -239,22 +239,22 @@ class Supervision:
         attempt, record = self._attempt, self._record
         summary = hang.summary(stall, attempt.label(stall.rank))
         attempt.suspected_s = stall.silent_s
-        seen = pick(stall, "rank", "ranks", "waiting", "where", "step", "silent_s", "proof", "evidence")
+        seen = pick_fields(stall, "rank", "ranks", "waiting", "where", "step", "silent_s", "proof", "evidence")
         record.event("suspicion", attempt=attempt.number, cause=hang.cause_of(stall), summary=summary, **seen)
         stacks = "\n".join(text for _, text in sorted(attempt.watch.text_of_stacks().items()))
-        record.save(layout.stacks(record.dir, attempt.number), stacks)
+        record.save(layout.all_stacks(record.dir, attempt.number), stacks)
         if not attempt.first_failure:  # else the verdict comes within seconds, and it knows more
             self._say(f"stoker: {summary} ({self._then(stall, stops_in)})", colour=WARNING)
 
     def _report_busy(self, stall: Stall, stops_in: float | None) -> None:
         """Say once that a rank works for long. It is no suspicion: nothing is wrong as far as can be seen."""
         attempt, summary = self._attempt, hang.summary(stall, self._attempt.label(stall.rank))
-        seen = pick(stall, "rank", "ranks", "waiting", "where", "step", "silent_s", "evidence")
+        seen = pick_fields(stall, "rank", "ranks", "waiting", "where", "step", "silent_s", "evidence")
         self._record.event("busy", attempt=attempt.number, cause=hang.cause_of(stall), summary=summary, **seen)
         if not attempt.first_failure:
             then = "the job keeps running"
             if stops_in is not None:
-                then += f"; it is stopped in {span(stops_in)} unless a step ends (--busy-timeout)"
+                then += f"; it is stopped in {format_duration(stops_in)} unless a step ends (--busy-timeout)"
             self._say(f"stoker: {summary} ({then})")
 
     def _then(self, stall: Stall, stops_in: float | None) -> str:
@@ -265,8 +265,8 @@ class Supervision:
         again = f"`kill -CONT {pid}` continues it; " if pid else ""
         if stops_in is None:
             return f"{again}the job keeps running"
-        limit = f"--hang-timeout {span(self._run.options.hang_timeout)}"
-        return f"{again}the job keeps running; {limit} stops it in {span(stops_in)} unless it makes progress"
+        limit = f"--hang-timeout {format_duration(self._run.options.hang_timeout)}"
+        return f"{again}the job keeps running; {limit} stops it in {format_duration(stops_in)} unless it makes progress"
 
     def _tell_stragglers(self) -> None:
         found = self._attempt.watch.stragglers.found
@@ -276,7 +276,7 @@ class Supervision:
             line = f"{rank_name(one.rank, self._attempt.label(one.rank))} is slow because {one.because}; {cost}"
             self._attempt.notes.append(line)
             self._say(f"stoker: {line}", colour=WARNING)
-            seen = pick(one, "cause", "rank", "step", "wait_s", "step_s", "where")
+            seen = pick_fields(one, "cause", "rank", "step", "wait_s", "step_s", "where")
             self._record.event("straggler", summary=line, **seen)
         over = self._attempt.watch.stragglers.over
         while over:
@@ -290,7 +290,7 @@ class Supervision:
         early = [rank for rank in self._attempt.left_early(time.time(), EARLY_S) if rank not in self._early]
         if early:
             self._early.update(early)
-            line = f"{ranks_text(early)} ended with exit code 0 more than {EARLY_S:.0f} s ago; the others still run"
+            line = f"{format_ranks(early)} ended with exit code 0 more than {EARLY_S:.0f} s ago; the others still run"
             self._say(f"stoker: {line}", colour=WARNING)
             self._record.event("suspicion", cause="rank.early-exit", rank=early[0], ranks=early, summary=line)
 

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from stoker.contract.masking import mask_text
-from stoker.contract.text import printable
+from stoker.contract.text import escape
 from stoker.control.launch.attempt import Attempt
 from stoker.control.record.history import Columns, Members, Moment
 
@@ -58,7 +58,7 @@ def _of_rank(attempt: Attempt, standing: Any, rank: int, host: str) -> dict[str,
         "step": standing.step,
         "step_s": _rounded(standing.step_s, 4),
         "waiting": standing.waiting,
-        "phase": printable(mask_text(standing.phase), _MAX_PHASE) or None,
+        "phase": escape(mask_text(standing.phase), _MAX_PHASE) or None,
         "state": standing.state if standing.state != "?" else None,
         "beat_age": _rounded(standing.beat_age, 2),
         "collective_age": _rounded(standing.collective_age, 2),

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stoker.contract import layout
+from stoker.contract.errors import EX_CANTCREAT, Refusal
+from stoker.contract.evidence import Verdict
 from stoker.contract.masking import mask_json
-from stoker.contract.names import EX_CANTCREAT, Refusal
-from stoker.contract.shapes import Verdict
 from stoker.control.record.reader import read_json
 from stoker.control.record.writer import RunRecord
 

@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from stoker.contract.process import kernel_lines, of_kernel, process
-from stoker.contract.text import is_count, printable
+from stoker.contract.process import find_process, kernel_lines, read_kernel_file
+from stoker.contract.text import escape, is_digits
 from stoker.control.machine import processes
 
 COMMAND = 120  # characters of a command line
@@ -54,7 +54,7 @@ def _syscall(pid: int) -> tuple[str, list[int], str]:
             number, *arguments = file.read().split()
     except (OSError, ValueError) as problem:
         return "", [], f"/proc/{pid}/syscall: {problem.strerror if isinstance(problem, OSError) else 'it is empty'}"
-    if not is_count(number.removeprefix("-")):
+    if not is_digits(number.removeprefix("-")):
         return number, [], ""
     name = SYSCALLS.get(os.uname().machine, {}).get(int(number), f"system call {number}")
     return name, [int(one, 16) for one in arguments[:6]], ""
@@ -95,7 +95,7 @@ class OpenFiles:
 def read_wait(pid: int, files: OpenFiles, rank_of: RankOf) -> dict[str, Any]:
     """Return what the main thread of a process is blocked on, as fields of watch's Snapshot and Worker."""
     name, arguments, problem = _syscall(pid)
-    wchan = of_kernel(f"/proc/{pid}/wchan").strip().strip("0")
+    wchan = read_kernel_file(f"/proc/{pid}/wchan").strip().strip("0")
     found: dict[str, Any] = {"wchan": wchan, "syscall": name, "wait_unseen": problem, "awaited_pid": awaited_child(pid)}
     found["blocked"] = []
     if name in ("open", "openat") and arguments:
@@ -160,7 +160,7 @@ def _opened_fifo(pid: int, name: str, arguments: list[int]) -> dict[str, Any] | 
     if not path:
         return None
     writes = flags & os.O_ACCMODE == os.O_WRONLY
-    whole = printable(os.path.normpath(os.path.join(base, path)), PATH)
+    whole = escape(os.path.normpath(os.path.join(base, path)), PATH)
     return {"call": "open", "kind": "fifo", "name": whole, "writes": writes}
 
 
@@ -179,7 +179,7 @@ def _describe(pid: int, fd: int, name: str, writes: bool, files: OpenFiles, rank
     target = _target(pid, fd)
     if not target:
         return None
-    found: dict[str, Any] = {"call": name, "fd": fd, "writes": writes, "name": printable(target, PATH)}
+    found: dict[str, Any] = {"call": name, "fd": fd, "writes": writes, "name": escape(target, PATH)}
     if name in _LOCKS:
         found.update(kind="lock", holders=_lock_holders(pid, fd, target, files))
     elif target.startswith("socket:["):
@@ -215,7 +215,7 @@ def _target(pid: int, fd: int) -> str:
 
 def _is_fifo(pid: int, fd: int) -> bool:
     """Read the type of an open file. Not while the process is in state D: its file system may not answer us either."""
-    one = process(pid)
+    one = find_process(pid)
     if one is None or one.state == "D":
         return False
     try:
@@ -250,7 +250,7 @@ def _lock_holders(pid: int, fd: int, path: str, files: OpenFiles) -> list[int]:
     waiting = [words for words in table if words[1:2] == ["->"] and len(words) > 6 and words[5] == str(pid)]
     numbers = {words[0] for words in waiting}
     held = [words for words in table if words[0] in numbers and words[1:2] != ["->"] and len(words) > 5]
-    takers = [int(words[4]) for words in held if is_count(words[4]) and process(int(words[4])) is not None]
+    takers = [int(words[4]) for words in held if is_digits(words[4]) and find_process(int(words[4])) is not None]
     if takers:
         return takers
     inodes = {words[5] for words in held}
@@ -319,4 +319,4 @@ def _address(address: tuple[str, int]) -> str:
 def _unix_path(pid: int, inode: str) -> str:
     """Return the path of a Unix socket; most clients have none."""
     lines = [line.split(None, 7) for line in kernel_lines(f"/proc/{pid}/net/unix")]
-    return next((printable(words[7], PATH) for words in lines if len(words) > 7 and words[6] == inode), "")
+    return next((escape(words[7], PATH) for words in lines if len(words) > 7 and words[6] == inode), "")

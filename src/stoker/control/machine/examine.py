@@ -14,9 +14,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract import hostmemory
+from stoker.contract import host_memory
+from stoker.contract.frozen import replace
 from stoker.contract.process import NOT_FROM_HERE
-from stoker.contract.shape import replace
 from stoker.control.machine import facts, gather, host
 from stoker.control.machine.facts import KNOWN, Examination, Health, Host, Net, Probe, Torch
 from stoker.control.machine.model import Gpu, Machine, machine_from_json
@@ -187,7 +187,7 @@ def _after(probes: dict[str, Probe], before: Machine) -> dict[str, Probe]:
 
 def _blind(why: str) -> Machine:
     """The look itself hung: what can be said without the driver."""
-    total, available, limit = hostmemory.memory()
+    total, available, limit = host_memory.read_memory()
     return Machine(
         os.uname().nodename, host.cores(), total, available, gpu_error=f"NVML gives {why}", cgroup_limit=limit
     )

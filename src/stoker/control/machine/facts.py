@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.contract.shape import as_json, replace, shape
-from stoker.contract.typed import read_recorded, read_shape
+from stoker.contract.frozen import as_json, frozen, replace
+from stoker.contract.typed_values import read_frozen, read_recorded
 from stoker.control.machine.model import Machine, machine_from_json
 
 SCHEMA = 1
@@ -21,7 +21,7 @@ KNOWN = (
 )  # fmt: skip
 
 
-@shape
+@frozen
 class Health:
     """One card's. A field it doesn't have is None."""
 
@@ -46,7 +46,7 @@ class Health:
     peers: dict[str, str] | None = None  # uuid -> ok, or why one card can't read the other's memory
 
 
-@shape
+@frozen
 class Torch:
     version: str | None = None
     cuda: str | None = None  # the build's
@@ -56,7 +56,7 @@ class Torch:
     error: str | None = None
 
 
-@shape
+@frozen
 class Host:
     shm_total: int | None = None
     shm_free: int | None = None
@@ -71,7 +71,7 @@ class Host:
     clock: float | None = None
 
 
-@shape
+@frozen
 class Net:
     hostname: str | None = None
     addresses: tuple[str, ...] = ()  # what the host's own name resolves to
@@ -83,7 +83,7 @@ class Net:
     silent_servers: tuple[str, ...] = ()  # name servers that do not answer
 
 
-@shape
+@frozen
 class Probe:
     """A context made, memory taken, a product computed and compared, in a child of its own."""
 
@@ -93,7 +93,7 @@ class Probe:
     left: int | None = None  # bytes still in use on the card after the child was gone, above what was before
 
 
-@shape
+@frozen
 class Examination:
     machine: Machine
     health: dict[str, Health] | None = None  # by uuid
@@ -111,7 +111,7 @@ class Examination:
 
 def read(kind: type[Any], data: Any) -> Any:
     """One shape back from JSON; an unknown field, or one of another type, is an error."""
-    return None if data is None else read_shape(kind, data)
+    return None if data is None else read_frozen(kind, data)
 
 
 def examination_from_json(data: Any) -> Examination:

@@ -13,9 +13,9 @@ import sys
 import time
 from typing import Any
 
-from stoker.contract import kerneltext
-from stoker.contract.process import of_kernel
-from stoker.contract.shape import as_json, replace
+from stoker.contract import kernel_messages, process
+from stoker.contract.frozen import as_json, replace
+from stoker.contract.process import read_kernel_file
 from stoker.control.machine import facts, kernellog, ports, processes
 from stoker.control.machine.host import quick_host
 from stoker.control.machine.lookups import look_up
@@ -60,7 +60,7 @@ def _kernel_xids() -> dict[str, list[int]]:
     """PCI address -> Xid numbers in the kernel's log, where we may read it."""
     found: dict[str, list[int]] = {}
     for line in kernellog.lines():
-        one = kerneltext.xid(line)
+        one = kernel_messages.parse_xid(line)
         if one is not None:
             found.setdefault(one[0], []).append(one[1])
     return found
@@ -73,7 +73,7 @@ def _host(disk: str) -> Any:
     stuck = tuple(
         f"{pid} ({one.name})"
         for pid, one in first.items()
-        if (now := processes.process(pid)) and now.state == "D" and now.start == one.start
+        if (now := process.find_process(pid)) and now.state == "D" and now.start == one.start
     )
     zombies = sum(1 for one in processes.all_processes() if one.state == "Z")
     return as_json(replace(quick_host(disk), stuck=stuck, zombies=zombies))
@@ -92,7 +92,7 @@ def _net(port: str) -> Any:
 
 
 def _up(interface: str) -> bool:
-    return of_kernel(f"/sys/class/net/{interface}/operstate").strip() in ("up", "unknown")
+    return read_kernel_file(f"/sys/class/net/{interface}/operstate").strip() in ("up", "unknown")
 
 
 # ---- the context probe: talks to libcuda itself, in a child that sees one GPU ----

@@ -6,11 +6,11 @@ import os
 import time
 from collections.abc import Collection
 
-from stoker.contract import hostmemory, kerneltext
-from stoker.contract.process import kernel_lines, of_kernel
-from stoker.contract.shape import pick, replace
+from stoker.contract import host_memory, kernel_messages
+from stoker.contract.frozen import pick_fields, replace
+from stoker.contract.process import kernel_lines, read_kernel_file
 from stoker.contract.text import parse_json
-from stoker.contract.typed import read_shape
+from stoker.contract.typed_values import read_frozen
 from stoker.control.machine import host, kernellog
 from stoker.control.machine.facts import Health
 from stoker.control.machine.model import Gpu, GpuGauges, HostGauges
@@ -39,7 +39,7 @@ class HostMeter:
 
     def read(self) -> HostGauges:
         now, counters = time.monotonic(), _counters()
-        total, available, _ = hostmemory.memory()
+        total, available, _ = host_memory.read_memory()
         free, size = _space(self._disk)
         rates: dict[str, float] = {}
         if self._before is not None:
@@ -112,7 +112,7 @@ class Gauges:
         assert self._observer is not None and self._observer.nvml is not None
         if not self._told_before:
             self._told_before = True
-            for where, number in filter(None, map(kerneltext.xid, kernellog.lines())):
+            for where, number in filter(None, map(kernel_messages.parse_xid, kernellog.lines())):
                 for card in cards:
                     if kernellog.same_card(card.pci or "", where):
                         self._keep_xid(card.uuid, 0.0, number)
@@ -125,7 +125,7 @@ class Gauges:
 
 def _counters() -> dict[str, int]:
     found: dict[str, int] = {}
-    words = of_kernel("/proc/stat").partition("\n")[0].split()[1:]
+    words = read_kernel_file("/proc/stat").partition("\n")[0].split()[1:]
     if len(words) >= 8:
         ticks = [int(word) for word in words[:8]]
         found["cpu_all"] = sum(ticks)
@@ -171,7 +171,7 @@ def _link() -> float | None:
         names = [name for name in os.listdir("/sys/class/net") if not name.startswith(_NO_LINK)]
     except OSError:
         return None
-    words = [of_kernel(f"/sys/class/net/{name}/speed").strip() for name in names]
+    words = [read_kernel_file(f"/sys/class/net/{name}/speed").strip() for name in names]
     return max((int(word) * 1e6 / 8 for word in words if word.isdigit() and int(word)), default=None)
 
 
@@ -192,7 +192,7 @@ def recorded_gauges(path: str, here: HostGauges) -> tuple[HostGauges, tuple[GpuG
         name=machine.hostname,
         driver=machine.driver,
         gpu_error=machine.gpu_error,
-        **pick(machine, "cores", "memory_total", "memory_available"),
+        **pick_fields(machine, "cores", "memory_total", "memory_available"),
     )
     return described, tuple(_recorded_card(gpu, health.get(gpu.uuid), machine.hostname) for gpu in machine.gpus)
 
@@ -222,7 +222,7 @@ def _recorded_health(path: str) -> dict[str, Health]:
     found: dict[str, Health] = {}
     for uuid, one in (told or {}).items() if isinstance(told, dict) else ():
         try:
-            found[uuid] = read_shape(Health, one)
+            found[uuid] = read_frozen(Health, one)
         except ValueError:
             continue  # an older Stoker's
     return found

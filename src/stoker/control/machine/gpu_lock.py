@@ -17,11 +17,11 @@ import os
 import stat
 from collections.abc import Iterator
 
-from stoker.contract import names
-from stoker.contract.process import kernel_lines, owner, process
+from stoker.contract import env_vars
+from stoker.contract.frozen import frozen
+from stoker.contract.process import find_process, kernel_lines, process_owner
 from stoker.contract.safe_io import open_regular
-from stoker.contract.shape import shape
-from stoker.contract.text import parse_json, printable
+from stoker.contract.text import escape, parse_json
 from stoker.control.machine.processes import user_name
 
 _DEFAULT = "/tmp/stoker-gpu-locks"
@@ -93,7 +93,7 @@ def held(uuids: list[str]) -> dict[str, str]:
 # ---- folders ----
 
 
-@shape
+@frozen
 class LockFolder:
     path: str
     handle: int
@@ -106,7 +106,7 @@ def open_folders(make: bool) -> Iterator[LockFolder | Unusable]:
 
     `make` creates them. The caller closes the handles.
     """
-    shared = os.environ.get(names.GPU_LOCKS) or _DEFAULT
+    shared = os.environ.get(env_vars.GPU_LOCKS) or _DEFAULT
     # Another user may have taken the first of the own names in /tmp, too.
     own = (f"{shared}-{os.getuid()}", f"/run/user/{os.getuid()}/stoker-gpu-locks")
     for path in (shared, *own):
@@ -223,7 +223,7 @@ def lock_name(uuid: str) -> str:
     """Return the file name of a GPU's lock. A MIG device of an old driver has slashes in its name."""
     name = "".join(sign if sign.isalnum() or sign in "-_.:" else "_" for sign in uuid)[:200]
     if not name.strip("."):
-        raise Unusable(f"GPU {printable(uuid, 60)!r} has no name for a lock file")
+        raise Unusable(f"GPU {escape(uuid, 60)!r} has no name for a lock file")
     return name
 
 
@@ -281,12 +281,12 @@ def _checked(handle: int, folder: LockFolder, name: str) -> int:
         return handle
     os.close(handle)
     kind = "has several names" if stat.S_ISREG(about.st_mode) else "is not a regular file"
-    raise Unusable(f"{folder.path}/{printable(name, 80)} of user {user_name(about.st_uid)} {kind}: not a lock file")
+    raise Unusable(f"{folder.path}/{escape(name, 80)} of user {user_name(about.st_uid)} {kind}: not a lock file")
 
 
 def _cannot_open(name: str, problem: OSError, folder: LockFolder | None = None) -> Unusable:
     """Return why a lock file, or without `folder` the folder `name`, can't be opened, and whose it is."""
-    where = printable(f"{folder.path}/{name[:80]}" if folder else name)
+    where = escape(f"{folder.path}/{name[:80]}" if folder else name)
     try:
         about = os.stat(name, dir_fd=folder.handle if folder else None, follow_symlinks=False)
     except OSError:
@@ -323,12 +323,12 @@ def describe_holder(handle: int) -> str:
             return f"run {run} (agent pid {pid}, not visible from here)"
         hidden = f"a process that is not visible from here (lock file of user {user_name(about.st_uid)})"
         return f"{hidden}; --share-gpus starts without GPU locks"
-    uid = owner(holder_pid)
+    uid = process_owner(holder_pid)
     whose = f", user {user_name(uid)}" if uid is not None and uid != os.getuid() else ""
     if run and holder_pid == pid:
         return f"run {run} (agent pid {pid}{whose})"
-    holder = process(holder_pid)
-    name = f" ({printable(holder.name, 40)}{whose})" if holder is not None else ""
+    holder = find_process(holder_pid)
+    name = f" ({escape(holder.name, 40)}{whose})" if holder is not None else ""
     return f"pid {holder_pid}{name}, which is not a Stoker run; --share-gpus starts without GPU locks"
 
 
@@ -346,7 +346,7 @@ def _read_holder(handle: int) -> tuple[str, int]:
         return "", 0
     if not isinstance(run, str) or not run or type(pid) is not int:
         return "", 0
-    return printable(run, 200), pid
+    return escape(run, 200), pid
 
 
 def _locked_by(about: os.stat_result) -> int:

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 
 from stoker.contract.layout import cache_home
-from stoker.contract.safe_io import open_regular, read_json, write_whole
-from stoker.contract.typed import read
+from stoker.contract.safe_io import open_regular, read_json, write_atomic
+from stoker.contract.typed_values import read_value
 
 _CHUNK = 1 << 20
 _BIG = 4 << 20  # smaller ones are read faster than remembered
@@ -48,7 +48,7 @@ class Hashes:
         self._changed = False
         # None yet, half a one, or something else: everything is read again.
         with contextlib.suppress(OSError, ValueError):
-            self._known = read("dict[str, tuple[int, int, int, str]]", read_json(self._memory))
+            self._known = read_value("dict[str, tuple[int, int, int, str]]", read_json(self._memory))
 
     def of(self, path: str, tick: Tick | None = None) -> str:
         """Return the hash of a regular file: the remembered one if it has not changed since. Raises OSError."""
@@ -82,4 +82,4 @@ class Hashes:
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(self._memory), mode=0o700, exist_ok=True)
             known = {path: one for path, one in self._known.items() if os.path.exists(path)}
-            write_whole(self._memory, json.dumps(known), durable=False)
+            write_atomic(self._memory, json.dumps(known), durable=False)

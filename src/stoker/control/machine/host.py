@@ -7,8 +7,8 @@ import re
 import resource
 import time
 
-from stoker.contract.hostmemory import cgroup_dirs, kernel_number, meminfo_lines
-from stoker.contract.process import kernel_lines, of_kernel
+from stoker.contract.host_memory import cgroup_dirs, meminfo_lines, read_number
+from stoker.contract.process import kernel_lines, read_kernel_file
 from stoker.control.machine import facts
 
 
@@ -66,9 +66,9 @@ def _quotas(folders: list[str], v2: bool) -> list[int]:
     found = []
     for folder in folders:
         if v2:
-            quota, _, period = of_kernel(f"{folder}/cpu.max").strip().partition(" ")
+            quota, _, period = read_kernel_file(f"{folder}/cpu.max").strip().partition(" ")
         else:
-            quota, period = (of_kernel(f"{folder}/cpu.cfs_{one}_us").strip() for one in ("quota", "period"))
+            quota, period = (read_kernel_file(f"{folder}/cpu.cfs_{one}_us").strip() for one in ("quota", "period"))
         if quota.isdigit() and period.isdigit() and int(period):
             found.append(max(1, -(-int(quota) // int(period))))
     return found
@@ -78,8 +78,8 @@ def max_processes() -> int | None:
     """The tightest of the kernel's, the user's and the cgroup's limits."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     limits = [
-        kernel_number("/proc/sys/kernel/pid_max"),
-        kernel_number("/sys/fs/cgroup/pids.max"),
+        read_number("/proc/sys/kernel/pid_max"),
+        read_number("/sys/fs/cgroup/pids.max"),
         None if soft < 0 else soft,
     ]
     return min((limit for limit in limits if limit is not None), default=None)
@@ -100,7 +100,7 @@ def max_files() -> int | None:
 def cpus_near(pci: str) -> list[int]:
     """The CPUs near a PCI device; empty if unknown. NVML's bus id has eight digits of domain, sysfs four."""
     domain, _, rest = pci.lower().partition(":")
-    words = of_kernel(f"/sys/bus/pci/devices/{domain[-4:]}:{rest}/local_cpulist").strip().split(",")
+    words = read_kernel_file(f"/sys/bus/pci/devices/{domain[-4:]}:{rest}/local_cpulist").strip().split(",")
     ranges = (word.partition("-") for word in words if word)
     return [cpu for low, dash, high in ranges for cpu in range(int(low), int(high or low) + 1)]
 

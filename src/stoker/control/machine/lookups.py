@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stoker.contract.process import of_kernel
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
+from stoker.contract.process import read_kernel_file
 
 SLOW_S = 1.5  # a lookup that takes longer holds up connections; a server far away answers in 0.3 s
 ANSWER_S = 0.7
@@ -25,7 +25,7 @@ _SIOCGIFADDR = 0x8915
 _QUESTION = struct.pack("!6H", 0x5354, 0x0100, 1, 0, 0, 0) + b"\0" + struct.pack("!2H", 2, 1)
 
 
-@shape
+@frozen
 class Lookups:
     addresses: tuple[str, ...] = ()  # what the host's own name resolves to
     error: str | None = None  # why it resolves to none
@@ -75,7 +75,7 @@ def _address(interface: str) -> str | None:
 
 
 def _servers() -> tuple[str, ...]:
-    words = (line.split() for line in of_kernel("/etc/resolv.conf").splitlines())
+    words = (line.split() for line in read_kernel_file("/etc/resolv.conf").splitlines())
     return tuple(line[1] for line in words if len(line) > 1 and line[0] == "nameserver")[
         :3
     ]  # the C library reads three

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract.shape import as_json, shape
-from stoker.contract.typed import Real, read_recorded
+from stoker.contract.frozen import as_json, frozen
+from stoker.contract.typed_values import Real, read_recorded
 
 SCHEMA = 1
 
 
-@shape
+@frozen
 class Holder:
     """A process with a context on a GPU. In a container its pid may be the host's: no command and user then."""
 
@@ -23,7 +23,7 @@ class Holder:
     age: float | None = None  # seconds
 
 
-@shape
+@frozen
 class Gpu:
     index: int  # as nvidia-smi shows it
     uuid: str
@@ -49,7 +49,7 @@ class Gpu:
         return f"GPU{self.index}" if self.mig is None else f"GPU{self.index}.{self.mig}"
 
 
-@shape
+@frozen
 class Machine:
     hostname: str
     cores: int
@@ -80,7 +80,7 @@ def machine_from_json(data: Any) -> Machine:
 OK, OFFLINE = "OK", "OFFLINE"
 
 
-@shape
+@frozen
 class GpuGauges:
     index: int  # as nvidia-smi shows it
     uuid: str
@@ -116,7 +116,7 @@ class GpuGauges:
         return f"GPU{self.index}" if self.mig is None else f"GPU{self.index}.{self.mig}"
 
 
-@shape
+@frozen
 class HostGauges:
     name: str
     time: float = 0.0  # of this reading, by the host's own clock

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
+from stoker.contract import process
 from stoker.control.machine import kernellog, processes
 from stoker.control.machine.facts import Health
 from stoker.control.machine.model import Gpu, GpuGauges, Holder
@@ -373,11 +374,11 @@ def _text(value: Any) -> str | None:
 def _holder(entry: Any) -> Holder:
     pid = int(entry.pid)
     memory = None if entry.usedGpuMemory is None else int(entry.usedGpuMemory)
-    one = processes.process(pid)
+    one = process.find_process(pid)
     # A pid of the host's, seen from inside a container, may be somebody else's here.
     if one is None or not _has_device_open(pid):
         return Holder(pid, memory)
-    uid = processes.owner(pid)
+    uid = process.process_owner(pid)
     tag = processes.run_tag(pid)
     return Holder(
         pid,
@@ -394,6 +395,6 @@ def _has_device_open(pid: int) -> bool:
     try:
         return any(os.readlink(f"{folder}/{fd}").startswith("/dev/nvidia") for fd in os.listdir(folder))
     except PermissionError:
-        return processes.process(pid) is not None  # another user's: its descriptors are not ours to read
+        return process.find_process(pid) is not None  # another user's: its descriptors are not ours to read
     except OSError:
         return False

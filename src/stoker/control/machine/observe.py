@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from stoker.contract import hostmemory, names
+from stoker.contract import env_vars, errors, host_memory
 from stoker.contract.text import parse_json
 from stoker.control.machine import host
 from stoker.control.machine.model import Gpu, Machine, machine_from_json
@@ -31,7 +31,7 @@ class Observer:
     def look(self) -> Machine:
         if self.recorded:
             return read_recorded(self.recorded)
-        total, available, limit = hostmemory.memory()
+        total, available, limit = host_memory.read_memory()
         system = os.uname()
         gpus: tuple[Gpu, ...] = ()
         driver, error = None, self.gpu_error
@@ -64,10 +64,10 @@ def read_recorded(path: str) -> Machine:
         # A look, or a whole examination.
         return machine_from_json(data["machine"] if isinstance(data, dict) and "machine" in data else data)
     except FileNotFoundError as problem:
-        raise names.Refusal(f"{names.MACHINE}={path}: no such file", names.EX_NOINPUT) from problem
+        raise errors.Refusal(f"{env_vars.MACHINE}={path}: no such file", errors.EX_NOINPUT) from problem
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
-        raise names.Refusal(
-            f"{names.MACHINE}={path} is not a recorded machine: {problem}", names.EX_DATAERR
+        raise errors.Refusal(
+            f"{env_vars.MACHINE}={path} is not a recorded machine: {problem}", errors.EX_DATAERR
         ) from problem
 
 

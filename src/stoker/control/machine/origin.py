@@ -10,16 +10,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from stoker.contract import names, schedulers
-from stoker.contract.process import kernel_lines
-from stoker.contract.shape import shape
-from stoker.contract.text import is_count
-from stoker.control.machine.processes import Process, environment, process
+from stoker.contract import env_vars, schedulers
+from stoker.contract.frozen import frozen
+from stoker.contract.process import Process, find_process, kernel_lines
+from stoker.contract.text import is_digits
+from stoker.control.machine.processes import environment
 
 _KEEPERS = ("stoker-agent", "stoker-guard")
 
 
-@shape
+@frozen
 class Origin:
     agent: int
     start: int  # clock ticks since boot
@@ -33,9 +33,9 @@ class Origin:
 
 def of_this_process(environ: Mapping[str, str]) -> Origin:
     """The agent's own."""
-    me = process(os.getpid())
+    me = find_process(os.getpid())
     parents = tuple(one.pid for one in above(os.getpid()))
-    return Origin(os.getpid(), me.start if me else 0, schedulers.job(environ), parents, cgroup(os.getpid()))
+    return Origin(os.getpid(), me.start if me else 0, schedulers.job_id(environ), parents, cgroup(os.getpid()))
 
 
 def read(text: str | None) -> Origin | None:
@@ -48,7 +48,7 @@ def read(text: str | None) -> Origin | None:
 
 def above(pid: int, table: Mapping[int, Process] | None = None) -> list[Process]:
     """Its parent, that one's parent, and so on."""
-    look = process if table is None else table.get
+    look = find_process if table is None else table.get
     found: list[Process] = []
     one = look(pid)
     while one is not None and one.parent and one.parent not in {parent.pid for parent in found}:
@@ -66,7 +66,7 @@ def cgroup(pid: int) -> str:
 
 def run_we_are_in(environ: Mapping[str, str]) -> str:
     """The run in whose rank this process was started; empty for none. A scheduler's job has only its environment."""
-    run, origin = environ.get(names.RUN_ID, ""), read(environ.get(names.RUN_ORIGIN))
+    run, origin = environ.get(env_vars.RUN_ID, ""), read(environ.get(env_vars.RUN_ORIGIN))
     if not run or origin is None:
         return ""
     return run if any(one.pid == origin.agent and one.start == origin.start for one in above(os.getpid())) else ""
@@ -74,32 +74,32 @@ def run_we_are_in(environ: Mapping[str, str]) -> str:
 
 def gpu_lender(environ: Mapping[str, str]) -> int:
     """The process above this one that holds GPU locks for the runs it starts; 0 for none."""
-    pid = environ.get(names.GPU_LENDER, "")
-    return int(pid) if is_count(pid) and any(one.pid == int(pid) for one in above(os.getpid())) else 0
+    pid = environ.get(env_vars.GPU_LENDER, "")
+    return int(pid) if is_digits(pid) and any(one.pid == int(pid) for one in above(os.getpid())) else 0
 
 
 def kept(pid: int) -> bool:
     """Its user wants it to outlive the run."""
-    return bool(environment(pid).get(names.KEEP))
+    return bool(environment(pid).get(env_vars.KEEP))
 
 
 def why_another_started_it(one: Process, table: Mapping[int, Process]) -> str:
     """Why a process with a run's environment, whose agent is gone, is not the run's own; empty: it is."""
     environ = environment(one.pid)
-    origin = read(environ.get(names.RUN_ORIGIN))
+    origin = read(environ.get(env_vars.RUN_ORIGIN))
     if origin is None:
         return "its environment does not say where it was started"
     if one.start < origin.start:
         return "it is older than its run"
-    job = schedulers.job(environ)
+    job = schedulers.job_id(environ)
     if job != origin.job:
         if job:
-            return f"it belongs to {schedulers.spoken(job)}"
-        return f"it runs outside its run's {schedulers.spoken(origin.job)}"
+            return f"it belongs to {schedulers.describe_job(job)}"
+        return f"it runs outside its run's {schedulers.describe_job(origin.job)}"
     if cgroup(one.pid) != origin.cgroup:
         return f"another service started it: its control group is {cgroup(one.pid).rpartition(':')[2] or 'unknown'}"
-    run, parents = environ.get(names.RUN_ID), above(one.pid, table)
-    of_the_run = [parent for parent in parents if environment(parent.pid).get(names.RUN_ID) == run]
+    run, parents = environ.get(env_vars.RUN_ID), above(one.pid, table)
+    of_the_run = [parent for parent in parents if environment(parent.pid).get(env_vars.RUN_ID) == run]
     top = of_the_run[-1] if of_the_run else one
     starter = table.get(top.parent)
     if starter is None or starter.pid in (1, origin.agent, *origin.above) or starter.name in _KEEPERS:

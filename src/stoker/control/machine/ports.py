@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterable
 from typing import Any
 
-from stoker.contract.listeners import LISTEN, rows_of
+from stoker.contract.listeners import LISTEN, read_socket_table
 from stoker.control.machine import processes
 
 _TIME_WAIT = "06"
@@ -15,7 +15,7 @@ _TIME_WAIT = "06"
 
 def _sockets(port: int, state: str) -> set[str]:
     """Their inodes."""
-    return {row[9] for row in rows_of(port, state)}
+    return {row[9] for row in read_socket_table(port, state)}
 
 
 def closing(port: int) -> bool:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import time
 
-from stoker.contract import names
+from stoker.contract import env_vars
 from stoker.contract.masking import mask_argv
-from stoker.contract.process import Process, kernel_lines, of_kernel, owner, process, status
-
-__all__ = ["Process", "owner", "process"]  # and what is defined here
+from stoker.contract.process import Process, find_process, kernel_lines, read_kernel_file, read_status
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _COMMAND = 4096  # bytes of a command line that are worth showing
@@ -32,7 +30,7 @@ def open_files(pid: int) -> list[str]:
 
 
 def all_processes() -> list[Process]:
-    return [one for one in map(process, pids_here()) if one is not None]
+    return [one for one in map(find_process, pids_here()) if one is not None]
 
 
 def descendants(root: int, table: list[Process]) -> set[int]:
@@ -51,7 +49,7 @@ def descendants(root: int, table: list[Process]) -> set[int]:
 
 def catches(pid: int, signum: int) -> bool:
     """Whether the process has a handler for this signal; without one most signals kill it."""
-    return bool(int(status(pid, "SigCgt:") or "0", 16) >> (signum - 1) & 1)
+    return bool(int(read_status(pid, "SigCgt:") or "0", 16) >> (signum - 1) & 1)
 
 
 def command(pid: int) -> str | None:
@@ -102,24 +100,24 @@ def _within_exec(pid: int) -> bool:
 
 def run_tag(pid: int) -> tuple[str, str] | None:
     found = environment(pid)
-    run = found.get(names.RUN_ID)
-    return (run, found.get(names.RUN_DIR, "")) if run else None
+    run = found.get(env_vars.RUN_ID)
+    return (run, found.get(env_vars.RUN_DIR, "")) if run else None
 
 
 def resident(pid: int) -> int | None:
-    pages = of_kernel(f"/proc/{pid}/statm").split()[1:2]
+    pages = read_kernel_file(f"/proc/{pid}/statm").split()[1:2]
     return int(pages[0]) * _PAGE if pages else None
 
 
 def peak_resident(pid: int) -> int | None:
-    kilobytes = status(pid, "VmHWM:")
+    kilobytes = read_status(pid, "VmHWM:")
     return None if kilobytes is None else int(kilobytes) * 1024
 
 
 def cpu_seconds(pid: int, thread: int | None = None) -> float | None:
     """User and system time of a process, or of one thread of it."""
     path = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
-    ticks = of_kernel(path).rpartition(")")[2].split()[11:13]
+    ticks = read_kernel_file(path).rpartition(")")[2].split()[11:13]
     return sum(map(int, ticks)) / _TICKS if ticks else None
 
 
@@ -128,7 +126,7 @@ def main_thread_seconds(pid: int) -> tuple[float, float]:
 
     A kernel without scheduler statistics knows only the first, in steps of a clock tick.
     """
-    fields = of_kernel(f"/proc/{pid}/schedstat").split()[:2]
+    fields = read_kernel_file(f"/proc/{pid}/schedstat").split()[:2]
     if len(fields) < 2:
         return cpu_seconds(pid, pid) or 0.0, 0.0
     return int(fields[0]) / 1e9, int(fields[1]) / 1e9
@@ -143,7 +141,7 @@ def bytes_moved(pid: int, thread: int | None = None) -> int | None:
 def page_faults(pid: int, thread: int | None = None) -> int:
     """Return the page faults of a process, or of one thread of it: it touched memory it had not touched before."""
     path = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
-    fields = of_kernel(path).rpartition(")")[2].split()[7:10:2]  # minor, major
+    fields = read_kernel_file(path).rpartition(")")[2].split()[7:10:2]  # minor, major
     return sum(map(int, fields))
 
 

@@ -14,7 +14,7 @@ import sys
 import types
 from typing import Any
 
-from stoker.contract.safe_io import write_whole
+from stoker.contract.safe_io import write_atomic
 
 CALL, MAIN = "call.pickle", "main.json"
 importing_main = False  # the caller's script is being imported again: a stoker.launch in it must not start another run
@@ -40,7 +40,7 @@ def main(folder: str) -> None:
     except Exception as problem:
         line = f"the result of {function.__qualname__} can't be sent back to the caller: {problem}"
         raise TypeError(line) from problem
-    write_whole(path, data, durable=False)
+    write_atomic(path, data, durable=False)
 
 
 def _prepare(caller: dict[str, Any]) -> None:

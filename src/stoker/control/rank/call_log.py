@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from mmap import mmap
 
-from stoker.contract.stacktext import is_library
+from stoker.contract.stack_traces import is_library
 
 TYPE_CHECKING = False  # this file is imported in every rank
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 
-from stoker.contract import layout, names
+from stoker.contract import env_vars, layout
 
 TYPE_CHECKING = False  # typing and collections together cost every rank 8 ms
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ def inside() -> bool:
 def install() -> None:
     global _pid, _socket_path, _files, _previous_hook
     _pid = os.getpid()
-    _socket_path = os.environ.pop(names.SHIM_SOCKET)
-    _files = layout.scratch_files(os.environ.pop(names.SHIM_FILES))
-    gated = os.environ.pop(names.SHIM_GATED, "") == "1"
-    _open_beats(int(os.environ.pop(names.SHIM_BEATS)))
+    _socket_path = os.environ.pop(env_vars.SHIM_SOCKET)
+    _files = layout.scratch_files(os.environ.pop(env_vars.SHIM_FILES))
+    gated = os.environ.pop(env_vars.SHIM_GATED, "") == "1"
+    _open_beats(int(os.environ.pop(env_vars.SHIM_BEATS)))
     _keep_stacks()
-    _allow_tracing(os.environ.pop(names.SHIM_TRACER, ""))
+    _allow_tracing(os.environ.pop(env_vars.SHIM_TRACER, ""))
     for _ in range(4):  # for the report's imports and its file
         _spare_descriptors.append(os.open(os.devnull, os.O_RDONLY))
     _previous_hook = sys.excepthook
@@ -80,13 +80,13 @@ def _open_beats(descriptor: int) -> None:
     global _writer, _call_log
     from mmap import mmap
 
-    from stoker.contract import beats
+    from stoker.contract import beat
     from stoker.control.rank import call_log
 
     try:
-        memory = mmap(descriptor, beats.SIZE + call_log.SIZE)
-        _writer = beats.Writer(memory, _pid)
-        _call_log = call_log.Writer(memory, beats.SIZE, time.time_ns)
+        memory = mmap(descriptor, beat.PAGE_SIZE + call_log.SIZE)
+        _writer = beat.BeatWriter(memory, _pid)
+        _call_log = call_log.Writer(memory, beat.PAGE_SIZE, time.time_ns)
     finally:
         os.close(descriptor)
 
@@ -99,7 +99,7 @@ def _keep_stacks() -> None:
         _kept_open.append(open(_files[name], "wb", buffering=0))  # noqa: SIM115  open for the life of the process
         return _kept_open[-1]
 
-    faulthandler.register(names.STACK_SIGNAL, file=opened("asked"), all_threads=True, chain=False)
+    faulthandler.register(env_vars.STACK_SIGNAL, file=opened("asked"), all_threads=True, chain=False)
     if not faulthandler.is_enabled():  # python -X faulthandler: the user wants it on stderr
         faulthandler.enable(file=opened("stack"))
 
@@ -163,7 +163,7 @@ def _watch_exit() -> None:
     def exit(status: Any = None, /) -> NoReturn:
         global _exit_call
         if inside():
-            from stoker.contract.stacktext import is_library
+            from stoker.contract.stack_traces import is_library
 
             caller: Any = sys._getframe(1)
             frame: Any = caller
@@ -264,7 +264,7 @@ def _write_short_report(kind: type[BaseException], value: BaseException, trace: 
     """Write the exception and its frames without Python's traceback module, and without texts that may hold secrets."""
     import json
 
-    from stoker.contract.stacktext import is_library
+    from stoker.contract.stack_traces import is_library
 
     frames = []
     while trace is not None:
@@ -292,7 +292,7 @@ def _write_report(kind: type[BaseException], value: BaseException, trace: Any, l
     import json
     import traceback
 
-    from stoker.contract.stacktext import is_library
+    from stoker.contract.stack_traces import is_library
 
     frames = traceback.extract_tb(trace)
     theirs = (os.path.join(sys.prefix, "lib"), os.path.join(sys.base_prefix, "lib"), "<frozen")
@@ -360,11 +360,11 @@ def _collectives(value: BaseException) -> list[Any]:
     try:
         import json
 
-        from stoker.contract import collectives
+        from stoker.contract import flight_recorder
 
         c10d = sys.modules["torch._C._distributed_c10d"]
-        dumps = [json.loads(getattr(c10d, name)()) for name in collectives.DUMPS if hasattr(c10d, name)]
-        return collectives.digest(collectives.joined(dumps))
+        dumps = [json.loads(getattr(c10d, name)()) for name in flight_recorder.DUMPS if hasattr(c10d, name)]
+        return flight_recorder.summarize_trace(flight_recorder.merge_traces(dumps))
     except Exception as problem:  # another torch, or one that is broken by now: less evidence
         return [{"name": "", "about": f"no flight recorder: {type(problem).__name__}: {problem}", "ops": []}]
 

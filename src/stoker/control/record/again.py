@@ -8,16 +8,16 @@ import shlex
 from collections.abc import Sequence
 
 from stoker.contract import checkpoints, layout
-from stoker.contract.masking import HIDDEN, mask_argv
-from stoker.contract.names import CHECKPOINT, RECIPES
-from stoker.contract.shape import shape
+from stoker.contract.env_vars import CHECKPOINT, RECIPES
+from stoker.contract.frozen import frozen
+from stoker.contract.masking import MASK, mask_argv
 from stoker.control.record.finder import is_only_one, roles
 from stoker.control.record.reader import Run
 
 TO_CONTINUE, TO_START_AGAIN = "to continue", "to start it again"  # what it is for: behind it, as a comment
 
 
-@shape
+@frozen
 class Saved:
     role: str  # of a job; empty: the run's own
     path: str  # of the newest complete checkpoint; on another host, of the folder of all
@@ -32,7 +32,7 @@ def saved(run: Run) -> tuple[Saved, ...]:
 
 
 def _saved(role: str, run: Run) -> Saved | None:
-    newest = checkpoints.newest(run.dir)
+    newest = checkpoints.find_newest_checkpoint(run.dir)
     if newest is not None:
         return Saved(role, newest.path)
     host = host_of_files(run)
@@ -99,7 +99,7 @@ def command_for(typed: Sequence[str], run: str, named: str | None) -> str:
     """What was typed, with this run's id (or name) as --name. `named`: the --name that it was started with."""
     words = 1 if typed[:1] == ["run"] else 2  # stoker run [options]; stoker train STAGE [options]
     kept, rest = list(typed[:words]), list(typed[words:])
-    hidden = any(HIDDEN in word for word in rest) or mask_argv(rest) != rest
+    hidden = any(MASK in word for word in rest) or mask_argv(rest) != rest
     if kept[:1] not in (["run"], ["train"]) or hidden:
         return "the same command again" if named == run else f"the same command with --name {shlex.quote(run)}"
     if named == run:

@@ -6,17 +6,16 @@ import os
 import stat
 from collections.abc import Callable
 
-from stoker.contract import layout, names, terminal
+from stoker.contract import errors, layout, safe_io, terminal
+from stoker.contract.frozen import frozen
 from stoker.contract.safe_io import open_below
-from stoker.contract.shape import shape
 from stoker.contract.spelling import suggest
-from stoker.contract.text import printable
-from stoker.control.record import ownership
+from stoker.contract.text import escape
 from stoker.control.record.reader import Damaged, Run, load, read
 from stoker.control.record.speedruns import speedrun_at, speedruns
 
 
-@shape
+@frozen
 class Listing:
     runs: tuple[Run, ...]  # oldest first
     damaged: tuple[tuple[str, str], ...]  # name of the folder, why
@@ -27,7 +26,7 @@ class Listing:
         """One line; empty where nothing was skipped."""
         if not self.damaged:
             return ""
-        told = "; ".join(f"{printable(name, 80)}: {why}" for name, why in self.damaged[:3])
+        told = "; ".join(f"{escape(name, 80)}: {why}" for name, why in self.damaged[:3])
         more = f"; and {len(self.damaged) - 3} more" if len(self.damaged) > 3 else ""
         return f"skipped {len(self.damaged)} damaged run record{'s' if len(self.damaged) > 1 else ''}: {told}{more}"
 
@@ -45,8 +44,8 @@ def look(root: str, everybody: bool = False, read_run: Callable[[str], Run | Non
     except FileNotFoundError:
         entries = []
     except OSError as problem:
-        line = f"the runs folder {printable(root)} can't be read: {problem.strerror}; name another with --runs-dir"
-        raise names.Refusal(line, names.EX_NOINPUT) from problem
+        line = f"the runs folder {escape(root)} can't be read: {problem.strerror}; name another with --runs-dir"
+        raise errors.Refusal(line, errors.EX_NOINPUT) from problem
     for name in entries:
         run_dir = os.path.join(root, name)
         try:
@@ -59,7 +58,7 @@ def look(root: str, everybody: bool = False, read_run: Callable[[str], Run | Non
         if not stat.S_ISDIR(about.st_mode):
             continue
         try:
-            if not ownership.is_mine(about.st_uid, root) and (not everybody or _is_closed(run_dir)):
+            if not safe_io.is_own_uid(about.st_uid, root) and (not everybody or _is_closed(run_dir)):
                 others += 1
                 continue
             run = read_run(run_dir)
@@ -103,11 +102,11 @@ def is_only_one(root: str, name: str) -> bool:
     """Of one's own runs there, at most one has this name, as far as can be read."""
     try:
         return sum(run.name == name for run in look(root).runs) <= 1
-    except names.Refusal:
+    except errors.Refusal:
         return False
 
 
-def find(which: str | None, root: str, exact: bool = False, say: Callable[[str], None] = terminal.say) -> Run:
+def find(which: str | None, root: str, exact: bool = False, say: Callable[[str], None] = terminal.print_status) -> Run:
     """By path, id, name (the newest), a beginning that fits one run only, or the newest. Others' by path only."""
     if which is None or which == layout.LATEST:
         return _newest(root, say)
@@ -119,14 +118,14 @@ def find(which: str | None, root: str, exact: bool = False, say: Callable[[str],
         candidate = through_latest(given, say)
         folder = os.path.dirname(candidate) or "."
         link = os.path.islink(candidate) and not by_path
-        if link and not ownership.is_mine(os.lstat(candidate).st_uid, folder):
+        if link and not safe_io.is_own_uid(os.lstat(candidate).st_uid, folder):
             continue
         try:
             run = read(os.path.realpath(candidate))
         except Damaged as problem:
             if by_path:
-                line = f"the record of run {printable(which)} is damaged: {problem}"
-                raise names.Refusal(line, names.EX_DATAERR) from problem
+                line = f"the record of run {escape(which)} is damaged: {problem}"
+                raise errors.Refusal(line, errors.EX_DATAERR) from problem
             continue  # perhaps another run has this name
         if run is not None and (run.mine or by_path):
             return run
@@ -137,7 +136,7 @@ def find(which: str | None, root: str, exact: bool = False, say: Callable[[str],
         say(listing.skipped)
     match = [run for run in listing.runs if run.name == which]
     if len(match) > 1:
-        say(f"{printable(which, 100)} is the name of {len(match)} runs; the newest is taken: {match[-1].id}")
+        say(f"{escape(which, 100)} is the name of {len(match)} runs; the newest is taken: {match[-1].id}")
     if match:
         return match[-1]
     begins = [run for run in listing.runs if run.id.startswith(which) or run.name.startswith(which)]
@@ -157,7 +156,7 @@ def _role(which: str, root: str, exact: bool, say: Callable[[str], None]) -> Run
     job, _, name = which.rpartition(os.sep)
     try:
         return role_of(find(job or None, root, exact, say), name)
-    except names.Refusal:
+    except errors.Refusal:
         return None
 
 
@@ -174,7 +173,7 @@ def role_of(run: Run, name: str) -> Run:
     found = roles(run)
     if name not in found:
         there = f"; it has {', '.join(found)}" if found else ", but is a plain run"
-        raise names.Refusal(f"run {run.id} has no role {printable(name, 60)!r}{there}", names.EX_NOINPUT)
+        raise errors.Refusal(f"run {run.id} has no role {escape(name, 60)!r}{there}", errors.EX_NOINPUT)
     return found[name]
 
 
@@ -183,7 +182,7 @@ def _newest(root: str, say: Callable[[str], None]) -> Run:
     link = os.path.join(root, layout.LATEST)
     try:
         target = os.readlink(link)
-        if ownership.is_mine(os.lstat(link).st_uid, root) and os.path.basename(target) == target:
+        if safe_io.is_own_uid(os.lstat(link).st_uid, root) and os.path.basename(target) == target:
             run = load(os.path.realpath(link))
             if run is not None and run.mine:
                 return run
@@ -194,9 +193,9 @@ def _newest(root: str, say: Callable[[str], None]) -> Run:
         say(listing.skipped)
     if not listing.runs:
         others = f" of yours ({listing.others} of other users: `stoker runs --all`)" if listing.others else ""
-        there = [f"{printable(one.dir)} is a speedrun: --runs-dir {printable(one.runs_dir)}" for one in speedruns(root)]
+        there = [f"{escape(one.dir)} is a speedrun: --runs-dir {escape(one.runs_dir)}" for one in speedruns(root)]
         hint = "; ".join(there[:3]) or "name another folder with --runs-dir"
-        raise names.Refusal(f"no runs{others} in {printable(os.path.abspath(root))}; {hint}", names.EX_NOINPUT)
+        raise errors.Refusal(f"no runs{others} in {escape(os.path.abspath(root))}; {hint}", errors.EX_NOINPUT)
     return listing.runs[-1]
 
 
@@ -214,7 +213,7 @@ def split_latest(path: str) -> tuple[str, str] | None:
         if root != "." or os.path.islink(latest):
             try:
                 runs = all_runs(root)
-            except names.Refusal:  # a folder that we can't list has no runs of ours
+            except errors.Refusal:  # a folder that we can't list has no runs of ours
                 continue
             if runs:
                 return root, "/".join(filter(None, parts[at + 1 :]))
@@ -231,7 +230,7 @@ def _split(parts: list[str], at: int) -> tuple[str, str]:
     return "/".join(parts[: at + 1]), "/".join(parts[:at]) or ("/" if at else ".")
 
 
-def through_latest(path: str, say: Callable[[str], None] = terminal.say) -> str:
+def through_latest(path: str, say: Callable[[str], None] = terminal.print_status) -> str:
     """Return the path with the run instead of a link `latest`, which may lead to another run later.
 
     Where `latest` is another user's (in a shared folder anybody may make it, as a link or a folder), it is our newest run
@@ -247,10 +246,10 @@ def through_latest(path: str, say: Callable[[str], None] = terminal.say) -> str:
             continue
         try:
             runs = all_runs(root)
-        except names.Refusal:  # a folder that we can't list has no runs of ours
+        except errors.Refusal:  # a folder that we can't list has no runs of ours
             continue
         if runs:
-            say(f"{printable(latest)} {whose}: your newest run there is used, {printable(runs[-1].dir)}")
+            say(f"{escape(latest)} {whose}: your newest run there is used, {escape(runs[-1].dir)}")
             return os.path.join(runs[-1].dir, *filter(None, parts[at + 1 :]))
     return path
 
@@ -262,34 +261,34 @@ def _whose(latest: str, root: str) -> str:
     except OSError:
         return ""
     is_link = stat.S_ISLNK(link.st_mode)
-    if not ownership.is_mine(link.st_uid, root):
-        return f"is a {'link' if is_link else 'folder'} of {ownership.user_name(link.st_uid)}"
+    if not safe_io.is_own_uid(link.st_uid, root):
+        return f"is a {'link' if is_link else 'folder'} of {safe_io.user_name(link.st_uid)}"
     try:
         target = os.stat(latest).st_uid
     except OSError:
         return "leads nowhere"
-    return "" if ownership.is_mine(target, root) else f"leads to a folder of {ownership.user_name(target)}"
+    return "" if safe_io.is_own_uid(target, root) else f"leads to a folder of {safe_io.user_name(target)}"
 
 
-def _no_run(which: str, root: str, listing: Listing) -> names.Refusal:
-    shown = printable(which, 100)
+def _no_run(which: str, root: str, listing: Listing) -> errors.Refusal:
+    shown = escape(which, 100)
     path = os.path.join(root, which)
     broken = dict(listing.damaged).get(which)
     if broken:
-        return names.Refusal(f"the record of run {shown} is damaged: {broken}", names.EX_DATAERR)
+        return errors.Refusal(f"the record of run {shown} is damaged: {broken}", errors.EX_DATAERR)
     if os.sep not in which and os.path.isdir(path):
         uid = os.lstat(path).st_uid
-        if not ownership.is_mine(uid, root):
-            user = ownership.user_name(uid)
-            line = f"run {shown} in {printable(root)} belongs to {user}: to read it give its path, {printable(path)}"
-            return names.Refusal(line, names.EX_NOPERM)
+        if not safe_io.is_own_uid(uid, root):
+            user = safe_io.user_name(uid)
+            line = f"run {shown} in {escape(root)} belongs to {user}: to read it give its path, {escape(path)}"
+            return errors.Refusal(line, errors.EX_NOPERM)
     for place in (which, path):
         if (speedrun := speedrun_at(place.rstrip(os.sep))) is not None:
-            line = f"{shown} is a speedrun: name a run of its stages, with --runs-dir {printable(speedrun.runs_dir)}"
-            return names.Refusal(line, names.EX_NOINPUT)
+            line = f"{shown} is a speedrun: name a run of its stages, with --runs-dir {escape(speedrun.runs_dir)}"
+            return errors.Refusal(line, errors.EX_NOINPUT)
     hint = suggest(
         os.path.basename(which.rstrip(os.sep)), [*(run.name for run in listing.runs), *(run.id for run in listing.runs)]
     )
     if not hint and listing.runs:
         hint = f"; `stoker runs` lists the {len(listing.runs)} there"
-    return names.Refusal(f"no run {shown!r} in {printable(os.path.abspath(root))}{printable(hint)}", names.EX_NOINPUT)
+    return errors.Refusal(f"no run {shown!r} in {escape(os.path.abspath(root))}{escape(hint)}", errors.EX_NOINPUT)

@@ -7,17 +7,17 @@ import re
 from collections.abc import Iterator
 
 from stoker.contract import layout
-from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract.errors import EX_NOINPUT, Refusal
+from stoker.contract.frozen import frozen
 from stoker.contract.safe_io import open_regular
-from stoker.contract.shape import shape
-from stoker.contract.text import printable, printable_lines
+from stoker.contract.text import escape, escape_lines
 from stoker.control.record.reader import Run
 
 
 def without_codes(data: bytes) -> bytes:
     """Return what a rank printed as lines that a terminal only prints: another user's output may hold any control codes."""
     text = data.decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n")
-    return printable_lines(text).encode()
+    return escape_lines(text).encode()
 
 
 class Tail:
@@ -35,7 +35,7 @@ class Tail:
         except FileNotFoundError:
             return b""
         except OSError as problem:
-            raise Refusal(f"{printable(self.path)} can't be read: {problem.strerror}", EX_NOINPUT) from problem
+            raise Refusal(f"{escape(self.path)} can't be read: {problem.strerror}", EX_NOINPUT) from problem
         self._at += len(data)
         return data
 
@@ -47,12 +47,12 @@ def rank_logs(run: Run) -> Iterator[tuple[int, int, str]]:
         try:
             matches = [re.fullmatch(r"rank-(0|[1-9]\d{0,6})\.log", name) for name in os.listdir(folder)]
         except OSError as problem:
-            raise Refusal(f"{printable(folder)} can't be read: {problem.strerror}", EX_NOINPUT) from problem
+            raise Refusal(f"{escape(folder)} can't be read: {problem.strerror}", EX_NOINPUT) from problem
         for rank in sorted(int(match[1]) for match in matches if match):
             yield attempt, rank, layout.rank_log(run.dir, attempt, rank)
 
 
-@shape
+@frozen
 class Start:
     """A run that is started again under its name has several."""
 
@@ -75,5 +75,5 @@ def labels(run: Run) -> dict[tuple[int, int], str]:
     for event in run.events():
         attempt, rank = event.get("attempt"), event.get("rank")
         if event["event"] == "rank-up" and isinstance(attempt, int) and isinstance(rank, int):
-            by_rank[attempt, rank] = printable(str(event.get("label")), 80)
+            by_rank[attempt, rank] = escape(str(event.get("label")), 80)
     return by_rank

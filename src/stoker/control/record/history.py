@@ -14,9 +14,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from stoker.contract import layout, typed
+from stoker.contract import layout, typed_values
+from stoker.contract.frozen import as_json, frozen
 from stoker.contract.safe_io import APPEND, open_below
-from stoker.contract.shape import as_json, shape
 
 SCHEMA = 1
 FOLDER = layout.HISTORY
@@ -34,14 +34,14 @@ PARTS = ("ranks", "gpus", "hosts")
 Columns = dict[str, tuple[Any, ...]]
 
 
-@shape
+@frozen
 class Members:
     ranks: tuple[int, ...] = ()
     gpus: tuple[tuple[str, str], ...] = ()  # (host, uuid)
     hosts: tuple[str, ...] = ()
 
 
-@shape
+@frozen
 class Moment:
     time: float
     attempt: int
@@ -273,7 +273,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 def _members(data: Any) -> Members | None:
     try:
-        return typed.read_shape(Members, data)
+        return typed_values.read_frozen(Members, data)
     except ValueError:
         return None
 
@@ -283,7 +283,7 @@ _FIELDS = {"time": "float", "attempt": "int", **dict.fromkeys(PARTS, "dict[str, 
 
 def _moment(data: dict[str, Any], members: Members) -> Moment | None:
     try:
-        told = typed.read_fields(_FIELDS, data)
+        told = typed_values.read_fields(_FIELDS, data)
     except ValueError:
         return None
     for part in PARTS:

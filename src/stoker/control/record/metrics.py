@@ -11,7 +11,7 @@ from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.errors import unreadable
-from stoker.contract.safe_io import APPEND, WholeFile, json_lines
+from stoker.contract.safe_io import APPEND, AtomicFile, read_json_lines
 
 
 def _number(value: Any) -> Any:
@@ -28,8 +28,8 @@ class Metrics:
         self._handle = os.open(self._path, APPEND, 0o644)
 
     def _forget(self, step: int) -> None:
-        with WholeFile(self._path, durable=False) as kept:
-            for line, told in json_lines(self._path):
+        with AtomicFile(self._path, durable=False) as kept:
+            for line, told in read_json_lines(self._path):
                 if line.endswith("\n") and _step(told) < step:
                     kept.write(line.encode("utf-8", "backslashreplace"))
 
@@ -51,7 +51,7 @@ def metrics_in(run_dir: str) -> Iterator[dict[str, Any]]:
     """Yield the same lines one at a time: a run of weeks has a million of them."""
     path = os.path.join(run_dir, layout.METRICS)
     try:
-        yield from (line for _, line in json_lines(path))
+        yield from (line for _, line in read_json_lines(path))
     except OSError as problem:
         raise unreadable(path, problem) from problem
 

@@ -6,12 +6,10 @@ import os
 import stat
 from collections.abc import Callable
 
+from stoker.contract.errors import EX_NOPERM, Refusal
 from stoker.contract.layout import cache_home
-from stoker.contract.names import EX_NOPERM, Refusal
 from stoker.contract.process import kernel_lines
-from stoker.contract.safe_io import is_mine, user_name, why_not_ours_alone
-
-__all__ = ["cache_home", "is_mine", "own_folder", "private_cache", "user_name", "why_not_ours_alone", "writes_to"]
+from stoker.contract.safe_io import is_own_uid, why_shared
 
 
 def own_folder(root: str, name: str) -> str:
@@ -19,7 +17,7 @@ def own_folder(root: str, name: str) -> str:
 
     It exists and is ours alone, or it is missing. Raises Refusal if there is no such path.
     """
-    problem = why_not_ours_alone(root, sticky=True) if os.path.lexists(root) else ""
+    problem = why_shared(root, sticky=True) if os.path.lexists(root) else ""
     if problem:
         raise Refusal(f"{root}: {problem}, and could replace your folders there; choose another folder", EX_NOPERM)
     path = os.path.join(root, name)
@@ -30,8 +28,8 @@ def own_folder(root: str, name: str) -> str:
             return candidate
         except OSError:
             continue  # another user's mount
-        mine = stat.S_ISDIR(about.st_mode) and is_mine(about.st_uid, root)
-        if mine and not why_not_ours_alone(candidate):
+        mine = stat.S_ISDIR(about.st_mode) and is_own_uid(about.st_uid, root)
+        if mine and not why_shared(candidate):
             return candidate
     raise Refusal(f"other users have {path} and {path}-{os.geteuid()}; choose another folder", EX_NOPERM)
 
@@ -46,10 +44,10 @@ def private_cache(name: str, say: Callable[[str], None]) -> str:
     try:
         for folder in (os.path.dirname(path), path):
             os.makedirs(folder, 0o700, exist_ok=True)
-            problem = problem or why_not_ours_alone(folder)
+            problem = problem or why_shared(folder)
         above = os.path.dirname(os.path.realpath(os.path.dirname(path)))
         while not problem and above != os.path.dirname(above):  # who may rename a folder above could exchange the code
-            problem = why_not_ours_alone(above, sticky=True)
+            problem = why_shared(above, sticky=True)
             above = os.path.dirname(above)
     except OSError as error:
         problem = error.strerror or str(error)

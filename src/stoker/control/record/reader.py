@@ -11,12 +11,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from stoker.contract import layout, names, safe_io, text
-from stoker.contract.errors import reading
-from stoker.contract.process import owner, process
-from stoker.contract.shape import replace, shape
-from stoker.contract.shapes import Verdict
-from stoker.contract.text import printable
+from stoker.contract import errors, layout, safe_io, text
+from stoker.contract.errors import parsing
+from stoker.contract.evidence import Verdict
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.process import find_process, process_owner
+from stoker.contract.text import escape
 from stoker.control.record import ownership
 
 
@@ -24,7 +24,7 @@ class Damaged(Exception):
     """A run's record that can't be read, and why: one line, printable."""
 
 
-@shape
+@frozen
 class Run:
     dir: str
     id: str
@@ -53,7 +53,7 @@ class Run:
 
     @property
     def user(self) -> str:
-        return ownership.user_name(self.uid)
+        return safe_io.user_name(self.uid)
 
     def events(self) -> Iterator[dict[str, Any]]:
         return events(self.dir)
@@ -87,9 +87,9 @@ def load(run_dir: str) -> Run | None:
 def read(run_dir: str) -> Run | None:
     """Return the run's record, or None where there is none. Raises Damaged."""
     try:
-        with reading("it", Damaged):
+        with parsing("it", Damaged):
             return _read(run_dir)
-    except names.Refusal as problem:
+    except errors.Refusal as problem:
         raise Damaged(problem.line) from problem
 
 
@@ -111,7 +111,7 @@ def _read(run_dir: str) -> Run | None:
         verdict = Verdict.from_json(_json_file(run_dir, layout.VERDICT))
     except (FileNotFoundError, TypeError, Damaged):
         verdict = _verdict_in_events(run_dir)  # none yet, of another version, or damaged: the run is listed without it
-    mine = ownership.is_mine(uid, os.path.dirname(run_dir))
+    mine = safe_io.is_own_uid(uid, os.path.dirname(run_dir))
     return Run(run_dir, os.path.basename(run_dir), data, verdict, uid, mine)
 
 
@@ -140,7 +140,7 @@ def _json_file(run_dir: str, name: str) -> Any:
     try:
         return text.parse_json(data)
     except ValueError as problem:
-        raise Damaged(f"{name} is not JSON: {printable(str(problem), 80)}") from problem
+        raise Damaged(f"{name} is not JSON: {escape(str(problem), 80)}") from problem
 
 
 def _open(run_dir: str, name: str) -> int:
@@ -150,7 +150,7 @@ def _open(run_dir: str, name: str) -> int:
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from None
     except OSError as problem:
-        why = "is a symbolic link" if problem.errno == errno.ELOOP else printable(problem.strerror or str(problem))
+        why = "is a symbolic link" if problem.errno == errno.ELOOP else escape(problem.strerror or str(problem))
         raise Damaged(f"{name} {why}") from problem
 
 
@@ -229,8 +229,8 @@ def alive(run: Run) -> bool | None:
     pid, start, host = run.launcher
     if not run.mine or (host and host != os.uname().nodename):
         return None
-    now = process(pid) if pid > 0 else None
-    if now is None or now.start != start or now.state == "Z" or owner(pid) != os.getuid():
+    now = find_process(pid) if pid > 0 else None
+    if now is None or now.start != start or now.state == "Z" or process_owner(pid) != os.getuid():
         return False
     return ownership.writes_to(pid, os.path.join(run.dir, layout.EVENTS))
 

@@ -13,10 +13,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.errors import unreadable
-from stoker.contract.names import EX_NOINPUT, Refusal
-from stoker.contract.safe_io import APPEND, json_lines, write_whole
-from stoker.contract.shape import as_json, shape
+from stoker.contract.errors import EX_NOINPUT, Refusal, unreadable
+from stoker.contract.frozen import as_json, frozen
+from stoker.contract.safe_io import APPEND, read_json_lines, write_atomic
 
 ENDS = 5  # steps at both ends that are never thinned
 OF_A_STEP = 16  # a step has no more than this part of the limit: those at both ends always fit
@@ -25,7 +24,7 @@ MAX_TEXT = 1 << 17  # characters of a prompt or an answer
 MAX_LINE = 4 << 20  # bytes of a line
 
 
-@shape
+@frozen
 class Rollout:
     step: int
     weights: int  # updates behind the weights that wrote it
@@ -50,7 +49,7 @@ class Rollouts:
         self._path, self._limit = os.path.join(run_dir, layout.ROLLOUTS), limit
         if os.path.exists(self._path):
             kept = [line for step, line in self._lines() if step < resumed_at]
-            write_whole(self._path, "".join(kept), durable=False)
+            write_atomic(self._path, "".join(kept), durable=False)
         self._handle = os.open(self._path, APPEND, 0o600)
 
     def write(self, rollouts: Iterable[Rollout]) -> None:
@@ -72,7 +71,7 @@ class Rollouts:
         os.close(self._handle)
 
     def _lines(self) -> Iterator[tuple[int, str]]:
-        for line, told in json_lines(self._path):
+        for line, told in read_json_lines(self._path):
             if line.endswith("\n") and isinstance(told.get("step"), int):
                 yield told["step"], line
 
@@ -87,7 +86,7 @@ class Rollouts:
         while between and sum(size[step] for step in (*first, *between, *last)) > 3 * self._limit // 4:
             every *= 2
             between = [step for step in between if step % every == 0]
-        write_whole(self._path, "".join("".join(of_step[step]) for step in (*first, *between, *last)), durable=False)
+        write_atomic(self._path, "".join("".join(of_step[step]) for step in (*first, *between, *last)), durable=False)
         os.close(self._handle)
         self._handle = os.open(self._path, APPEND, 0o600)
 
@@ -110,7 +109,7 @@ def read_rollouts(folder: str) -> Iterator[Rollout]:
         line = f"no {layout.ROLLOUTS} in {folder}: stage grpo writes it, unless grpo.rollouts_mb is 0"
         raise Refusal(line, EX_NOINPUT)
     try:
-        for _, values in json_lines(path):
+        for _, values in read_json_lines(path):
             rollout = parse_rollout(values)
             if rollout is not None:
                 yield rollout
@@ -149,7 +148,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-@shape
+@frozen
 class Change:
     """One prompt, asked in two steps."""
 
@@ -162,7 +161,7 @@ class Change:
         return mean(self.after) - mean(self.before)
 
 
-@shape
+@frozen
 class Summary:
     answers: int
     steps: tuple[int, ...]

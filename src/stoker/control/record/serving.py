@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.safe_io import APPEND, PRIVATE, open_below, write_whole
-from stoker.contract.shape import as_json, fields_of, shape
+from stoker.contract.frozen import as_json, fields_of, frozen
+from stoker.contract.safe_io import APPEND, PRIVATE, open_below, write_atomic
 from stoker.contract.text import parse_json
-from stoker.contract.typed import Real, readable
+from stoker.contract.typed_values import Real, known_fields
 
 EVERY_S = 2.0  # between two lines
 RATE_S = 30.0  # rates are means over so long
@@ -24,7 +24,7 @@ _RECENT = 64  # lines that are never dropped
 _TAIL_BYTES = 1 << 14
 
 
-@shape
+@frozen
 class ServerSample:
     """Totals since the run began, and what is under way, at one moment."""
 
@@ -40,7 +40,7 @@ class ServerSample:
 TOTALS = ("requests", "prompt_tokens", "tokens")
 
 
-@shape
+@frozen
 class ServerRates:
     requests: Real | None = None  # a second
     tokens: Real | None = None  # generated a second
@@ -71,7 +71,7 @@ class ServerLog:
         with open(self._path, "rb") as file:
             lines = file.read().splitlines(keepends=True)
         data = b"".join([*lines[:-_RECENT:2], *lines[-_RECENT:]])
-        write_whole(self._path, data, durable=False)
+        write_atomic(self._path, data, durable=False)
         self._size = len(data)
 
 
@@ -129,7 +129,7 @@ def _samples_in(run_dir: str, rank: int, most: int) -> tuple[ServerSample, ...]:
             values = parse_json(line)
         except ValueError:
             continue
-        known = readable(ServerSample, values) if isinstance(values, dict) else {}
+        known = known_fields(ServerSample, values) if isinstance(values, dict) else {}
         if len(known) == len(fields_of(ServerSample)) and (not found or known["time"] > found[-1].time):
             found.append(ServerSample(**known))
     return tuple(found)

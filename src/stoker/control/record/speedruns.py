@@ -6,16 +6,17 @@ import os
 import shlex
 import stat
 
-from stoker.contract.process import owner
+from stoker.contract import safe_io
+from stoker.contract.frozen import frozen
+from stoker.contract.process import process_owner
 from stoker.contract.safe_io import read_json, read_text
-from stoker.contract.shape import shape
-from stoker.contract.text import is_count, printable
+from stoker.contract.text import escape, is_digits
 from stoker.control.record import ownership
 
 CHAIN, STAGES, LOCK = "chain.json", "stages", ".lock"
 
 
-@shape
+@frozen
 class Speedrun:
     dir: str
     state: str  # completed, running, failed or unfinished
@@ -31,8 +32,8 @@ class Speedrun:
     def line(self) -> str:
         at = f" at stage {self.stage}" if self.stage else ""
         count = f"{self.done} of {self.stages} stages done" if self.stages else "no stage has begun"
-        how = f"`stoker runs --runs-dir {printable(shlex.quote(self.runs_dir))}` lists the runs of its stages"
-        return f"{printable(self.dir)} is a speedrun, {self.state}{at}: {count}; {how}"
+        how = f"`stoker runs --runs-dir {escape(shlex.quote(self.runs_dir))}` lists the runs of its stages"
+        return f"{escape(self.dir)} is a speedrun, {self.state}{at}: {count}; {how}"
 
 
 def speedruns(root: str) -> list[Speedrun]:
@@ -51,7 +52,7 @@ def speedrun_at(path: str) -> Speedrun | None:
     except OSError:
         return None
     folders = stat.S_ISDIR(about.st_mode) and stat.S_ISDIR(inside.st_mode)
-    if not folders or not ownership.is_mine(about.st_uid, os.path.dirname(path) or "."):
+    if not folders or not safe_io.is_own_uid(about.st_uid, os.path.dirname(path) or "."):
         return None
     try:
         chain = read_json(os.path.join(path, CHAIN))
@@ -60,7 +61,7 @@ def speedrun_at(path: str) -> Speedrun | None:
     rows = chain.get("stages") if isinstance(chain, dict) else None
     known = rows if isinstance(rows, list) else []
     stages = [(str(row.get("name")), row.get("status")) for row in known if isinstance(row, dict)]
-    left = [(printable(name, 60), status) for name, status in stages if status != "done"]
+    left = [(escape(name, 60), status) for name, status in stages if status != "done"]
     state, stage = "completed" if stages else "unfinished", ""
     if left:
         failed = [name for name, status in left if status == "failed"]
@@ -77,4 +78,4 @@ def _is_running(path: str) -> bool:
         pid = read_text(lock).strip()
     except (OSError, ValueError):
         return False
-    return is_count(pid) and owner(int(pid)) == os.getuid() and bool(ownership.writes_to(int(pid), lock))
+    return is_digits(pid) and process_owner(int(pid)) == os.getuid() and bool(ownership.writes_to(int(pid), lock))

@@ -12,13 +12,12 @@ import os
 import time
 from typing import Any
 
-from stoker.contract import layout, names
+from stoker.contract import errors, layout, safe_io
+from stoker.contract.evidence import Verdict
+from stoker.contract.frozen import frozen, pick_fields
 from stoker.contract.masking import mask_json, mask_text
 from stoker.contract.safe_io import APPEND, temporary_name, write_json
-from stoker.contract.shape import pick, shape
-from stoker.contract.shapes import Verdict
-from stoker.contract.text import printable
-from stoker.control.record import ownership
+from stoker.contract.text import escape
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ VERDICT_ROOM = 1 << 16
 EVENTS_ROOM = 1 << 16
 
 
-@shape
+@frozen
 class Lost:
     """What could not be written to one file, and why."""
 
@@ -83,7 +82,7 @@ class RunRecord:
                 raise
         except OSError as problem:
             newest = "commands without a RUN take your newest run all the same"
-            return f"{printable(link)} stays as it is: {problem.strerror}; {newest}"
+            return f"{escape(link)} stays as it is: {problem.strerror}; {newest}"
         return ""
 
     def _put_verdict_aside(self) -> None:
@@ -113,10 +112,10 @@ class RunRecord:
     def require_place(self) -> None:
         """Refused where ranks would find another run directory, and resume from what lies in that."""
         if not self._is_in_place():
-            moved = f"the run directory {printable(self.dir)} was moved or replaced during the run"
+            moved = f"the run directory {escape(self.dir)} was moved or replaced during the run"
             fix = "start the run again with --runs-dir and a folder that is yours alone"
             line = f"{moved}: no ranks are started there; {fix}"
-            raise names.Refusal(line, names.EX_CANTCREAT, cause="launch.runs-dir")
+            raise errors.Refusal(line, errors.EX_CANTCREAT, cause="launch.runs-dir")
 
     def attempt(self, number: int) -> None:
         """Its folder."""
@@ -222,7 +221,7 @@ class RunRecord:
                 self._lose(path, len(data), problem)
         with contextlib.suppress(OSError):  # a disk that is read-only by now: the run is over all the same
             self._forget_progress()
-        self.event("verdict", **pick(verdict, "status", "cause", "rank", "exit_code", "summary"))
+        self.event("verdict", **pick_fields(verdict, "status", "cause", "rank", "exit_code", "summary"))
 
 
 def _open_own(run_dir: str) -> int:
@@ -233,11 +232,11 @@ def _open_own(run_dir: str) -> int:
         if problem.errno not in (errno.ELOOP, errno.ENOTDIR):  # a link, a file
             raise
     else:
-        if ownership.is_mine(os.fstat(handle).st_uid, os.path.dirname(run_dir)):
+        if safe_io.is_own_uid(os.fstat(handle).st_uid, os.path.dirname(run_dir)):
             return handle
         os.close(handle)
-    line = f"the run directory {printable(run_dir)} is not a folder of yours; choose another with --name"
-    raise names.Refusal(line, names.EX_NOPERM)
+    line = f"the run directory {escape(run_dir)} is not a folder of yours; choose another with --name"
+    raise errors.Refusal(line, errors.EX_NOPERM)
 
 
 def _reserve(path: str) -> int:
@@ -257,14 +256,14 @@ def make_private(root: str) -> None:
     """The folder of private runs (layout.private_runs)."""
     base = os.path.dirname(os.path.dirname(root))
     os.makedirs(base, mode=0o700, exist_ok=True)
-    problem = ownership.why_not_ours_alone(base)
+    problem = safe_io.why_shared(base)
     if problem:
         raise PermissionError(errno.EACCES, f"{base} can't be used: {problem}")
     os.makedirs(root, mode=0o700, exist_ok=True)
 
 
-def cannot_write(folder: str, problem: OSError) -> names.Refusal:
+def cannot_write(folder: str, problem: OSError) -> errors.Refusal:
     full = problem.errno in FULL
     why = "its disk or quota is full" if full else problem.strerror or str(problem)
     line = f"the runs folder {folder} can't be written: {why}; {'make room, or ' if full else ''}choose another with --runs-dir"
-    return names.Refusal(line, names.EX_CANTCREAT, cause="launch.no-space" if full else "launch.runs-dir")
+    return errors.Refusal(line, errors.EX_CANTCREAT, cause="launch.no-space" if full else "launch.runs-dir")

@@ -10,11 +10,11 @@ import math
 import re
 from collections.abc import Sequence
 
-from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.quantities import counted
-from stoker.contract.settings import suggest
-from stoker.contract.shape import shape
-from stoker.contract.text import printable
+from stoker.contract.errors import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.options import suggest
+from stoker.contract.text import escape
+from stoker.contract.units import plural
 
 SERVING = ("sglang", "vllm", "stoker")
 TRAINING = ("fsdp", "ddp", "megatron")
@@ -25,7 +25,7 @@ _SIZE = re.compile(r"([A-Za-z])(\d+)")
 _MOST = 1 << 16
 
 
-@shape
+@frozen
 class Part:
     engine: str  # empty: a trainer of your own
     name: str
@@ -109,7 +109,7 @@ def _part(word: str, text: str, group: int) -> Part:
 
 
 def _wrong(text: str, why: str) -> Refusal:
-    return Refusal(f"--allocation {printable(text, 200)}: {why}", EX_USAGE)
+    return Refusal(f"--allocation {escape(text, 200)}: {why}", EX_USAGE)
 
 
 def needed(parts: Sequence[Part]) -> int:
@@ -124,7 +124,7 @@ def check(text: str, parts: Sequence[Part], gpus: int) -> None:
         other = smaller(parts, gpus)
         held = [dict(one.sizes) | {"d": 1} for one in parts] != [dict(one.sizes) | {"d": 1} for one in _of(other)]
         advice = f"; {other} would fit{', if the model fits so few GPUs' * held}" if other else ""
-        line = f"--allocation {text} needs {counted(total, 'GPU')} and {gpus} can be used{advice}"
+        line = f"--allocation {text} needs {plural(total, 'GPU')} and {gpus} can be used{advice}"
         raise Refusal(line, EX_UNAVAILABLE, cause="gpu.too-few")
 
 

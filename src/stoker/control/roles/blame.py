@@ -6,10 +6,10 @@ import re
 import time
 from collections.abc import Mapping
 
-from stoker.contract.names import EX_SOFTWARE
-from stoker.contract.quantities import span
-from stoker.contract.shape import replace, shape
-from stoker.contract.shapes import Verdict
+from stoker.contract.errors import EX_SOFTWARE
+from stoker.contract.evidence import Verdict
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.units import format_duration
 from stoker.control.roles.role import AUTO
 from stoker.control.roles.run import ENDED, UP, RoleRun
 from stoker.control.verdict import launch
@@ -31,7 +31,7 @@ def is_echo(verdict: Verdict) -> bool:
     return verdict.cause in _TAUGHT_NOTHING or _LOST.search(verdict.summary) is not None
 
 
-@shape
+@frozen
 class Doubt:
     """A role's failure that may be only the echo of another's: decided when that is known, or is not."""
 
@@ -112,7 +112,7 @@ class Blame:
             if is_echo(verdict) and (down or verdict.cause not in _TAUGHT_NOTHING):
                 echo = f"then role {role.name}: {verdict.summary}"
                 return self._of_role(name, replace(cause, evidence=(*cause.evidence, echo)))
-            before = f"role {name} had failed {span(max(doubt.when - when, 0.0))} before: {cause.summary}"
+            before = f"role {name} had failed {format_duration(max(doubt.when - when, 0.0))} before: {cause.summary}"
             verdict = replace(verdict, evidence=(*verdict.evidence, before))
         return self._of_role(role.name, verdict)
 

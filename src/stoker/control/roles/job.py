@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoker.contract import layout, names
+from stoker.contract import env_vars, layout
+from stoker.contract.errors import EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.evidence import Verdict
+from stoker.contract.frozen import frozen, pick_fields, replace
 from stoker.contract.masking import learn_secrets, mask_argv
-from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.quantities import counted
 from stoker.contract.safe_io import write_json
-from stoker.contract.shape import pick, replace, shape
-from stoker.contract.shapes import Verdict
-from stoker.contract.text import printable
+from stoker.contract.text import escape
+from stoker.contract.units import plural
 from stoker.control.agent.kernel import set_name
 from stoker.control.cluster.hosts import NO_GPUS, Hosts
 from stoker.control.launch import description, detach, request
@@ -39,7 +39,7 @@ from stoker.control.roles.running import Running
 from stoker.control.roles.seating import Seating
 
 
-@shape
+@frozen
 class Plan:
     """`share`: role -> another whose GPUs it uses, too."""
 
@@ -47,7 +47,7 @@ class Plan:
     share: Mapping[str, str] = {}
 
 
-@shape
+@frozen
 class Found:
     """What there is to run on."""
 
@@ -139,7 +139,7 @@ class JobCoordinator(Coordinator):
                     which = "; ".join(f"{gpu.name or 'GPU'} {gpu.uuid}" for gpu in cards)
                     lines.append(f"  rank {one.role_rank}  {one.label}{f'  {which}' if which else ''}")
         record = f"record: {os.path.relpath(place.dir, self._cwd)}"
-        self._console.say(1, "\n".join(map(printable, (*lines, record))))
+        self._console.say(1, "\n".join(map(escape, (*lines, record))))
 
     def _role(self, spec: RoleSpec, seating: Seating, port: int, root: str) -> RoleRun:
         o = self.options
@@ -188,7 +188,7 @@ class JobCoordinator(Coordinator):
             raise Refusal(f"the GPUs are in use: {who}", EX_UNAVAILABLE, cause="gpu.busy")
         for notice in self._locks.notices:
             self._say(f"stoker: {notice}")
-        return {**os.environ, names.GPU_LENDER: str(os.getpid())}
+        return {**os.environ, env_vars.GPU_LENDER: str(os.getpid())}
 
 
 def check_programs(specs: Sequence[RoleSpec], options: RunOptions, here: bool) -> None:
@@ -240,7 +240,7 @@ def hosts_file(described: Hosts, seats: Sequence[Seat]) -> dict[str, Any]:
         mine = [seat for seat in seats if seat.host == host.name]
         if not mine:
             continue
-        known = pick(host, "user", "port", "identity", "python", "workdir", "interface", "address")
+        known = pick_fields(host, "user", "port", "identity", "python", "workdir", "interface", "address")
         entry = {"host": host.target, **{key: value for key, value in known.items() if value is not None}}
         entry |= {"slots": len(mine), "local": host.here}
         cards = [card.uuid for seat in mine for card in seat.cards]
@@ -285,7 +285,7 @@ def order_lines(specs: Sequence[RoleSpec], dealt: Mapping[str, Sequence[Seat]], 
             last = first + max(number for _, number in numbered(seats))
             port = f", port {first}" if first == last else f", ports {first}-{last}"
         after = f", after {' and '.join(spec.after)}" if spec.after else ""
-        found.append(f"role {spec.name}: {counted(spec.count, 'rank')} on {where}{port}{after}")
+        found.append(f"role {spec.name}: {plural(spec.count, 'rank')} on {where}{port}{after}")
     return found
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.quantities import counted
-from stoker.contract.shape import shape
+from stoker.contract.errors import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.units import plural
 from stoker.control.roles.role import RoleSpec
 
 
-@shape
+@frozen
 class Card:
     """A GPU that can be used."""
 
@@ -24,7 +24,7 @@ class Card:
     name: str | None = None  # the model
 
 
-@shape
+@frozen
 class Seat:
     """One process's place."""
 
@@ -74,7 +74,7 @@ def deal(
     for spec in specs:
         there = len({seat.host for seat in found[spec.name]})
         if spec.min_hosts > there:
-            line = f"role {spec.name}: min_hosts: {spec.min_hosts}, and its processes are on {counted(there, 'host')}"
+            line = f"role {spec.name}: min_hosts: {spec.min_hosts}, and its processes are on {plural(there, 'host')}"
             raise Refusal(f"{line}; raise its count, or leave min_hosts out", EX_USAGE)
     return {spec.name: found[spec.name] for spec in specs}
 
@@ -104,9 +104,9 @@ def moved(
 def _too_few(wanted: Mapping[str, int], cards: Sequence[Card], hosts: Sequence[str]) -> Refusal:
     total = sum(wanted.values())
     parts = ", ".join(f"{name} {number}" for name, number in wanted.items() if number)
-    line = f"the roles need {counted(total, 'GPU')} ({parts}) and {len(cards)} can be used"
+    line = f"the roles need {plural(total, 'GPU')} ({parts}) and {len(cards)} can be used"
     if total <= len(cards) and len(hosts) > 1:
-        line = f"the roles need {counted(total, 'GPU')} ({parts}), those of a process on one host: {len(cards)} on {len(hosts)} hosts do not divide so"
+        line = f"the roles need {plural(total, 'GPU')} ({parts}), those of a process on one host: {len(cards)} on {len(hosts)} hosts do not divide so"
     advice = "lower a count, or gpus: 0 in the roles file for a role that runs on the CPU"
     return Refusal(f"{line}; {advice}", EX_UNAVAILABLE, cause="gpu.too-few")
 

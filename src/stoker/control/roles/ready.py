@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from stoker.contract import listeners, safe_io
-from stoker.contract.text import printable
+from stoker.contract.text import escape
 from stoker.control.record import reader
 from stoker.control.roles.role import Ready
 from stoker.control.roles.served import Served, parse
@@ -77,7 +77,7 @@ class Watching:
             try:
                 found = self._wrong()
             except Exception as problem:  # of a thread nobody would hear of it
-                found = f"{type(problem).__name__}: {printable(str(problem), 200)}"
+                found = f"{type(problem).__name__}: {escape(str(problem), 200)}"
             self.wrong_since = self.wrong_since if self.newest else began
             self.newest = found
             self.looks += 1
@@ -158,7 +158,7 @@ class Watching:
         except TimeoutError:
             return f"{host}:{port}{rule.value}: no answer within {time.monotonic() - began:.0f} s"
         except (OSError, http.client.HTTPException) as problem:
-            return f"{host}:{port}{rule.value}: {printable(str(problem), 200) or type(problem).__name__}"
+            return f"{host}:{port}{rule.value}: {escape(str(problem), 200) or type(problem).__name__}"
         finally:
             connection.close()
         if not 200 <= answer.status < 300:

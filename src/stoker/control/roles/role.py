@@ -25,13 +25,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_USAGE, Refusal
-from stoker.contract.quantities import duration
+from stoker.contract.errors import EX_CONFIG, EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.options import suggest
 from stoker.contract.safe_io import read_text
-from stoker.contract.settings import suggest
-from stoker.contract.shape import replace, shape
-from stoker.contract.text import is_count, printable
-from stoker.contract.yamltext import NotYaml, parse_yaml
+from stoker.contract.text import escape, is_digits
+from stoker.contract.units import parse_duration
+from stoker.contract.yaml_text import YamlError, parse_yaml
 
 ALWAYS, NEVER, JOB = "always", "never", "job"
 RESTARTS = (ALWAYS, NEVER, JOB)
@@ -50,7 +50,7 @@ _OF_JOB = {  # what a role's `stoker train` is given by its job
 }  # fmt: skip
 
 
-@shape
+@frozen
 class Ready:
     """When a role is ready, and afterwards healthy."""
 
@@ -76,7 +76,7 @@ class Ready:
         }[self.kind]
 
 
-@shape
+@frozen
 class RoleSpec:
     name: str
     command: tuple[str, ...]
@@ -116,7 +116,7 @@ def from_words(words: Sequence[str], counts: Mapping[str, int] | None = None) ->
                 f"--role {word}: write NAME:COUNT:'COMMAND', such as trainer:3:'train.py --lr 1e-5'", EX_USAGE
             )
         name, count, command = parts
-        if not is_count(count) or not 1 <= int(count) <= _MOST:
+        if not is_digits(count) or not 1 <= int(count) <= _MOST:
             raise Refusal(f"--role {word}: {count!r} is not a number of replicas from 1 to {_MOST}", EX_USAGE)
         argv = _command(command, f"--role {name}", EX_USAGE)
         found.append(RoleSpec(name, argv, int(count), port=0 if trains(argv) else AUTO))
@@ -130,7 +130,7 @@ def from_file(path: str) -> tuple[RoleSpec, ...]:
         raise Refusal(f"no roles file {path}", EX_NOINPUT) from problem
     except OSError as problem:
         raise Refusal(f"the roles file {path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
-    except NotYaml as problem:
+    except YamlError as problem:
         where = f", line {problem.line}" if problem.line else ""
         raise Refusal(f"{path}{where}: not YAML: {problem.problem}", EX_CONFIG) from problem
     except ValueError as problem:
@@ -145,7 +145,7 @@ def from_file(path: str) -> tuple[RoleSpec, ...]:
 
 
 def _role(name: Any, about: Any, where: str) -> RoleSpec:
-    where = printable(where, 200)
+    where = escape(where, 200)
     if not isinstance(name, str):
         _refuse(where, "a role's name is a text; put it in quotes")
     if isinstance(about, str):
@@ -263,11 +263,11 @@ def _ready(value: Any, where: str) -> Ready:
     try:
         posted = body if isinstance(body, str) else json.dumps(body)
     except (TypeError, ValueError) as problem:  # a date, or what YAML calls binary
-        _refuse(where, f"body: {printable(str(problem), 100)}; put such a value in quotes")
+        _refuse(where, f"body: {escape(str(problem), 100)}; put such a value in quotes")
     times = {}
     for key, default in (("timeout", READY_S), ("check", CHECK_S), ("answer", ANSWER_S)):
         try:
-            times[key] = duration(str(value[key])) if key in value else default
+            times[key] = parse_duration(str(value[key])) if key in value else default
         except ValueError as problem:
             _refuse(where, f"{key}: {problem}")
     if times["answer"] <= 0:
@@ -308,7 +308,7 @@ def checked(specs: Sequence[RoleSpec], where: str, code: int) -> tuple[RoleSpec,
     for spec in specs:
         if not _NAME.fullmatch(spec.name):
             rule = "a letter, then letters, digits, - and _, at most 40"
-            raise Refusal(f"{where}: {printable(spec.name, 60)!r} can't be a role's name: {rule}", code)
+            raise Refusal(f"{where}: {escape(spec.name, 60)!r} can't be a role's name: {rule}", code)
         if spec.name in names:
             raise Refusal(f"{where}: two roles are named {spec.name}", code)
         like = next((name for name in names if variable(name) == variable(spec.name)), "")

@@ -10,12 +10,12 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from stoker.contract import layout, names
-from stoker.contract.progress import of_run
-from stoker.contract.shape import shape
-from stoker.contract.shapes import Verdict
-from stoker.contract.terminal import in_one_row
-from stoker.contract.text import printable
+from stoker.contract import env_vars, layout
+from stoker.contract.evidence import Verdict
+from stoker.contract.frozen import frozen
+from stoker.contract.progress import read_progress
+from stoker.contract.terminal import without_wrapping
+from stoker.contract.text import escape
 from stoker.control.launch.console import Console, LineCutter
 from stoker.control.launch.ourselves import stoker_command
 from stoker.control.launch.shortlines import OwnLines, RoleLines
@@ -32,7 +32,7 @@ SERVICE_MARK = "READY"
 _LINES = 20  # of its last ones that are kept
 
 
-@shape
+@frozen
 class Given:
     """What the plan gives a role."""
 
@@ -154,7 +154,7 @@ class RoleRun:
 
     def start(self, environment: Mapping[str, str], handles: Sequence[int]) -> None:
         variables = [*self.given.env, *(f"{name}={value}" for name, value in self.spec.env.items())]
-        own = {**environment, names.PARENT: str(os.getpid()), names.GIVEN: json.dumps(variables)}
+        own = {**environment, env_vars.JOB_PID: str(os.getpid()), env_vars.ROLE_ENV: json.dumps(variables)}
         if not self.cards:
             own["CUDA_VISIBLE_DEVICES"] = ""
         self.began, self.state, self.verdict, self.why, self.stopping = time.time(), STARTING, None, "", 0
@@ -195,11 +195,11 @@ class RoleRun:
     def draw(self) -> bool:
         """A bar of what its rank 0 is at, below the lines, as far as that is known here."""
         run = self.find_record() if self.child is not None else None
-        state = of_run(run.dir) if run is not None else None
+        state = read_progress(run.dir) if run is not None else None
         if state is None:
             return False
         prefix = self._prefix.decode()
-        bar = in_one_row(f"{prefix}{state.bar(self._console.columns(2) - len(prefix) - 1)}")
+        bar = without_wrapping(f"{prefix}{state.bar(self._console.columns(2) - len(prefix) - 1)}")
         self._console.put(2, f"{bar}\x1b[K\r".encode())
         return True
 
@@ -222,7 +222,7 @@ class RoleRun:
         *whole, rest = (self._begun.get(pipe, b"") + data).split(b"\n")  # a line may come in pieces
         self._begun[pipe] = rest[-_LONGEST_LINE:]
         for line in whole if data else [rest]:
-            self._lines.append(printable(line.decode("utf-8", "replace"), 300))
+            self._lines.append(escape(line.decode("utf-8", "replace"), 300))
         if self.watching is not None:
             for line in (*whole, rest):
                 self.watching.printed(line)
@@ -242,7 +242,7 @@ class RoleRun:
             self.child.send_signal(signum)
 
     def hurry(self) -> None:
-        self.send(names.STOP_NOW_SIGNAL)
+        self.send(env_vars.STOP_NOW_SIGNAL)
 
     def pause(self) -> None:
         """Ctrl-Z: its run stops its ranks, then itself."""

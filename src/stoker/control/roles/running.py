@@ -7,12 +7,12 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from stoker.contract import names
-from stoker.contract.names import EX_SOFTWARE, Refusal
-from stoker.contract.quantities import span
-from stoker.contract.shape import replace
-from stoker.contract.shapes import Verdict
+from stoker.contract import env_vars
+from stoker.contract.errors import EX_SOFTWARE, Refusal
+from stoker.contract.evidence import Verdict
+from stoker.contract.frozen import replace
 from stoker.contract.terminal import WARNING
+from stoker.contract.units import format_duration
 from stoker.control.launch.signals import Signals
 from stoker.control.record.writer import RunRecord
 from stoker.control.roles.blame import HOST_GONE, Blame, is_echo
@@ -107,7 +107,7 @@ class Running:
                 self._start(role)
 
     def _start(self, role: RoleRun) -> None:
-        environment = {**self._environment, names.JOB: self._id}
+        environment = {**self._environment, env_vars.JOB: self._id}
         for other in self._roles.values():
             if other is not role and other.addresses:
                 environment[variable(other.name)] = ",".join(f"{host}:{port}" for host, port in other.addresses)
@@ -148,7 +148,7 @@ class Running:
                 role.state, role.was_ready = UP, True
                 took = time.time() - role.began
                 self._record.event("role-ready", role=role.name, seconds=round(took, 3))
-                self._say(f"✓ role {role.name} is ready after {span(took)}")
+                self._say(f"✓ role {role.name} is ready after {format_duration(took)}")
             if watching.served != role.served and any(watching.served):
                 role.served = watching.served
                 counts = [{"requests": one.requests, "tokens": one.tokens} if one else None for one in role.served]
@@ -157,7 +157,7 @@ class Running:
             assert rule is not None
             if role.state == STARTING and not role.stopping and time.time() - role.began > rule.timeout:
                 found = f": {watching.newest}" if watching.newest else ""
-                role.why = f"it was not ready after {span(rule.timeout)}: no {_short(rule.words)}{found}"
+                role.why = f"it was not ready after {format_duration(rule.timeout)}: no {_short(rule.words)}{found}"
                 role.send(signal.SIGTERM)
             if watching.unhealthy and not role.stopping:
                 role.why = f"it no longer answers: {watching.unhealthy}"
@@ -286,7 +286,7 @@ class Running:
         """`same`: failures of this cause."""
         if same < LOOP:
             return verdict
-        line = f"it failed {same} times within {span(LOOP_S)}: {verdict.summary}"
+        line = f"it failed {same} times within {format_duration(LOOP_S)}: {verdict.summary}"
         evidence = (f"cause of each: {verdict.cause}", *verdict.evidence)
         return Verdict("failed", "role.restart-loop", line, verdict.exit_code, evidence=evidence, fix=verdict.fix)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from stoker.contract.names import Refusal
-from stoker.contract.quantities import counted
+from stoker.contract.errors import Refusal
+from stoker.contract.units import plural
 from stoker.control.roles.placing import Card, Seat, deal, moved
 from stoker.control.roles.role import RoleSpec
 
@@ -46,7 +46,7 @@ class Seating:
         cards = [card for card in self._cards if card.host in self._hosts]
         seats = moved(spec, self.seats, cards, self._hosts)
         if seats is None:
-            left = counted(len(self._hosts), "other host")
+            left = plural(len(self._hosts), "other host")
             return f"none of the {left} has free GPUs for it" if self._hosts else "there is no other host"
         self._take(spec, seats)
         return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 
 # Counters of requests answered and tokens written, by who counts them. vLLM, SGLang, TGI; and a server of one's own.
 _COUNTERS = {
@@ -21,7 +21,7 @@ _COUNTERS = {
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]{0,199})(?:\{[^\n]*\})?[ \t]+(\S{1,40})(?:[ \t]+-?\d{1,20})?[ \t\r]*", re.ASCII)
 
 
-@shape
+@frozen
 class Served:
     requests: int = 0
     tokens: int = 0

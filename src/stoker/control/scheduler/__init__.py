@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
+    from stoker.contract.evidence import Verdict
     from stoker.contract.schedulers import Scheduler
-    from stoker.contract.shapes import Verdict
     from stoker.control.cluster.hosts import Hosts
     from stoker.control.record.reader import Run
 

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.slurmjob import ASK_S, ask_slurm
-from stoker.contract.text import is_count
+from stoker.contract.errors import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.slurm_job import ASK_S, run_slurm
+from stoker.contract.text import is_digits
 from stoker.control.machine.origin import run_we_are_in
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _whole_job(environ: Mapping[str, str]) -> bool:
     if step is None or step == _INTERACTIVE_STEP or environ.get("SLURM_PTY_PORT"):
         return True
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if is_count(tasks) and int(tasks) > 1:
+    if is_digits(tasks) and int(tasks) > 1:
         fix = "start `stoker run` once, without srun, in the job script or in salloc's shell"
         line = f"srun has started this once per task ({tasks} times): {fix}; it starts the ranks on all nodes itself"
         raise _unusable(line, EX_USAGE)
@@ -111,7 +111,7 @@ def step_options(job: str, binds: bool) -> tuple[str, ...]:
 def ask(*argv: str) -> str:
     """What one of Slurm's own programs answers."""
     try:
-        done = ask_slurm(argv)
+        done = run_slurm(argv)
     except FileNotFoundError as problem:
         line = f"this is a Slurm job, and there is no {argv[0]} on the PATH"
         raise _unusable(f"{line}: load Slurm's module, or name the nodes with --hosts") from problem

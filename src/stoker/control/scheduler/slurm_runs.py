@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stoker.contract import slurmjob as jobs
-from stoker.contract.masking import masked_lines
-from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract import slurm_job as jobs
+from stoker.contract.errors import EX_NOINPUT, Refusal
+from stoker.contract.evidence import Verdict
+from stoker.contract.frozen import as_json, fields_of, replace
+from stoker.contract.masking import mask_lines
 from stoker.contract.safe_io import write_json
-from stoker.contract.shape import as_json, fields_of, replace
-from stoker.contract.shapes import Verdict
-from stoker.contract.slurmjob import Job, ask_slurm
-from stoker.contract.text import is_count
+from stoker.contract.slurm_job import SlurmJob, run_slurm
+from stoker.contract.text import is_digits
 from stoker.control.launch.console import LineCutter
 from stoker.control.record import finder, reader
 from stoker.control.record.follow import Tail
@@ -45,7 +45,7 @@ class Submitted:
         self._say = say
         self._put = put
         self._said: dict[str, str] = {}
-        self._known: dict[str, Job] = {}
+        self._known: dict[str, SlurmJob] = {}
         self._logs = {}
         for task in self._tasks:
             label = f"seed {task.rpartition('_')[2]}: " if seeds else ""
@@ -88,7 +88,7 @@ class Submitted:
             self._tell(name, one)  # what waits of an array is one line, 12_[3-4]
         return bool(found)
 
-    def _tell(self, task: str, one: Job) -> None:
+    def _tell(self, task: str, one: SlurmJob) -> None:
         said = one.state
         if one.state == "PENDING" and one.reason:
             said += f" ({one.reason})"
@@ -165,12 +165,12 @@ def _unsettled(run: reader.Run | None) -> bool:
     return run is not None and run.verdict is None and reader.alive(run) is not False
 
 
-def slurms_word(root: str, task: str) -> Job | None:
+def slurms_word(root: str, task: str) -> SlurmJob | None:
     """From Slurm while it remembers the job, else what was kept when it ended."""
     found = look(task)
     kept = (read_note(root, task).get("ended") or {}).get(task)
     if found is None and isinstance(kept, dict):
-        found = Job(**{key: value for key, value in kept.items() if key in fields_of(Job)})
+        found = SlurmJob(**{key: value for key, value in kept.items() if key in fields_of(SlurmJob)})
     notice = kept_file(root, task + jobs.NOTICE)
     return replace(found, noticed=notice is not None and os.path.exists(notice)) if found else None
 
@@ -206,7 +206,7 @@ def _last_lines(path: str) -> list[str]:
         text = file.read().decode("utf-8", "replace")
     if skipped:  # the first line is cut, and half a token has no known shape
         text = text.partition("\n")[2]
-    return masked_lines(text)[-5:]
+    return mask_lines(text)[-5:]
 
 
 # ---- what became of a job: `scontrol` while the controller remembers it, else `sacct` ----
@@ -214,12 +214,12 @@ def _last_lines(path: str) -> list[str]:
 _UNTOLD = ("(null)", "None", "N/A", "Unknown", "")
 
 
-def look(job: str) -> Job | None:
+def look(job: str) -> SlurmJob | None:
     """None where Slurm is not there or knows nothing of it."""
     return next(iter(tasks_of(job)), None) or _accounting(job)
 
 
-def tasks_of(job: str) -> list[Job]:
+def tasks_of(job: str) -> list[SlurmJob]:
     """A job by itself, or every task of an array; empty where the controller has forgotten it, or is not clear."""
     lines = _run("scontrol", "--oneliner", "show", "job", job).split("\n")
     jobs = [read_controller(line) for line in lines if line.strip()]
@@ -230,7 +230,7 @@ def tasks_of(job: str) -> list[Job]:
 _WORDS = ("ArrayJobId", "ArrayTaskId", "JobState", "Reason", "ExitCode", "Restarts", "NodeList", "TimeLimit")
 
 
-def read_controller(line: str) -> Job | None:
+def read_controller(line: str) -> SlurmJob | None:
     """One line of `scontrol --oneliner show job`. None where it is not clear: Slurm quotes nothing, and a job's name or
     comment may hold ` JobState=COMPLETED`. `sacct` prints neither.
     """
@@ -242,24 +242,24 @@ def read_controller(line: str) -> Job | None:
     array, task = word["ArrayJobId"], word["ArrayTaskId"]
     name = f"{array}_{task}" if array and task else number[1]
     code, signal = _codes(word["ExitCode"])
-    restarts = int(word["Restarts"]) if is_count(word["Restarts"]) else 0
-    return Job(name, word["JobState"], word["Reason"], code, signal, restarts, word["NodeList"], word["TimeLimit"])
+    restarts = int(word["Restarts"]) if is_digits(word["Restarts"]) else 0
+    return SlurmJob(name, word["JobState"], word["Reason"], code, signal, restarts, word["NodeList"], word["TimeLimit"])
 
 
-def _accounting(job: str) -> Job | None:
+def _accounting(job: str) -> SlurmJob | None:
     columns = "--format=JobID,State,ExitCode,Reason,NodeList,Timelimit"
     lines = _run("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", columns).splitlines()
     return read_accounting(lines[0]) if lines else None
 
 
-def read_accounting(line: str) -> Job | None:
+def read_accounting(line: str) -> SlurmJob | None:
     """One line of `sacct --parsable2`: 12|CANCELLED by 1000|0:15|None|node[1-2]|01:00:00"""
     words = line.split("|")
     if len(words) < 6:
         return None
     state, _, by = words[1].partition(" by ")
     reason, nodes, limit = ("" if word in _UNTOLD else word for word in words[3:6])
-    return Job(words[0], state.strip(), reason, *_codes(words[2]), 0, nodes, limit, by.strip())
+    return SlurmJob(words[0], state.strip(), reason, *_codes(words[2]), 0, nodes, limit, by.strip())
 
 
 def _codes(text: str) -> tuple[int, int]:
@@ -273,7 +273,7 @@ def _run(*argv: str) -> str:
     if shutil.which(argv[0]) is None:
         return ""
     try:
-        done = ask_slurm(argv)
+        done = run_slurm(argv)
     except subprocess.TimeoutExpired:
         return ""
     return done.stdout if done.returncode == 0 else ""

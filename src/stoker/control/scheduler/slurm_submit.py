@@ -10,13 +10,14 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from stoker.contract import slurmjob as job
-from stoker.contract.masking import HIDDEN, mask_argv
-from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, OF_A_RANK, Refusal
-from stoker.contract.quantities import duration
+from stoker.contract import slurm_job as job
+from stoker.contract.env_vars import RANK_VARIABLES
+from stoker.contract.errors import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.frozen import frozen, option, section
+from stoker.contract.masking import MASK, mask_argv
 from stoker.contract.safe_io import write_json
-from stoker.contract.shape import option, section, shape
-from stoker.contract.text import is_count
+from stoker.contract.text import is_digits
+from stoker.contract.units import parse_duration
 from stoker.control.record.ownership import own_folder
 from stoker.control.record.writer import cannot_write
 
@@ -26,7 +27,7 @@ _GPUS = r"([A-Za-z][\w.-]*:)?[1-9]\d*"
 _SEEDS = r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%[1-9]\d*)?"
 
 
-@shape
+@frozen
 class SubmitOptions:
     _job = section("what the job gets")
     nodes: int = option("nodes (default: 1)", "N", default=1, flags=("-N",))
@@ -58,7 +59,7 @@ class SubmitOptions:
         "the ranks get SIGTERM this long before the time limit or a preemption, and --grace to save (default: 60s)",
         "TIME",
         default=60.0,
-        parse=duration,
+        parse=parse_duration,
     )
     name: str | None = option(
         "name of the run and of the job; given again it resumes that run if it is unfinished", default=None
@@ -73,7 +74,7 @@ class SubmitOptions:
     dry_run: bool = option("print the job script and submit nothing", default=False)
 
 
-@shape
+@frozen
 class JobScript:
     text: str
     name: str  # of the run; {job} stands for the job's number, {seed} for the seed
@@ -137,7 +138,7 @@ def make_script(
         needs="".join(
             f': "${{{one}:?was in the environment that submitted this job, and is not here}}"\n' for one in secrets
         ),
-        unset=" ".join(OF_A_RANK),
+        unset=" ".join(RANK_VARIABLES),
         seconds=math.ceil(options.signal_before),
         requeue=_REQUEUE if options.requeue else "",
     )
@@ -202,7 +203,7 @@ def _hidden(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         variable = None
         if before == "--env" or word.startswith("--env="):
             variable = re.fullmatch(r"(--env=)?([A-Za-z_]\w*)=(.*)", word, re.DOTALL)
-        if HIDDEN not in masked or HIDDEN in word:
+        if MASK not in masked or MASK in word:
             shown.append(shlex.quote(word))
         elif variable:  # --env NAME takes it from the environment: not even the run's command line holds it
             secrets[variable[2]] = variable[3]
@@ -219,7 +220,7 @@ def slurm_time(text: str | None) -> str | None:
     if text is None or re.fullmatch(r"\d+(:\d\d?){0,2}|\d+-\d+(:\d\d?){0,2}|UNLIMITED|INFINITE", text, re.IGNORECASE):
         return text
     try:
-        return str(max(1, math.ceil(duration(text) / 60)))
+        return str(max(1, math.ceil(parse_duration(text) / 60)))
     except ValueError as problem:
         line = f"--time {text}: write it like 30m, 12h or 2d, or as Slurm does: 1-12:00:00"
         raise Refusal(line, EX_USAGE) from problem
@@ -228,7 +229,7 @@ def slurm_time(text: str | None) -> str | None:
 def limit_s(spelling: str) -> float | None:
     """Seconds of a time as Slurm writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S. None: there is no limit."""
     days, dash, rest = spelling.rpartition("-")
-    if not all(is_count(part) for part in (*rest.split(":"), days or "0")):
+    if not all(is_digits(part) for part in (*rest.split(":"), days or "0")):
         return None
     parts = [int(part) for part in rest.split(":")]
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
@@ -297,7 +298,7 @@ def submit(path: str, script: JobScript, environ: Mapping[str, str]) -> str:
     # Inside a job its own request must not become the new job's, nor a rank's place the new run's.
     inside = {name for name in environ if name.startswith(("SLURM_", "SLURMD_"))} - {"SLURM_CONF", "SLURM_CLUSTERS"}
     env = {name: value for name, value in environ.items() if name not in inside}
-    env = {name: value for name, value in env.items() if name not in OF_A_RANK}
+    env = {name: value for name, value in env.items() if name not in RANK_VARIABLES}
     try:
         done = subprocess.run(
             ["sbatch", "--parsable"],  # the script on stdin: what lies at `path` by now may be another one

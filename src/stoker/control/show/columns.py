@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 from stoker.contract.text import parse_json
 
 _FEWEST = 1 << 16  # bytes: fewer are read as JSON at once
@@ -26,7 +26,7 @@ _OWN = {"step": rb"(-?[0-9]{1,18}+)", "time": rb"([0-9]{1,10}+(?:\.[0-9]{1,20}+)
 Lines = list[dict[str, Any]]
 
 
-@shape
+@frozen
 class Columns:
     """Lines with the same names. `texts`: of each name its values, as JSON without the brackets; null is one of them."""
 

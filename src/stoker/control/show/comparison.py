@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stoker.contract.frozen import frozen
 from stoker.contract.safe_io import open_below
-from stoker.contract.shape import shape
-from stoker.contract.text import printable
+from stoker.contract.text import escape
 from stoker.control.record import reader
 from stoker.control.show.curves import Curve
 from stoker.control.show.drawing import mean
@@ -27,7 +27,7 @@ _DIGEST = 12  # characters of a digest that are shown
 _LEFT_OUT = ("checkpoint.folder", "run.name", "name")
 
 
-@shape
+@frozen
 class Noise:
     """Of the difference second - first, over the last steps that both have made."""
 
@@ -122,7 +122,7 @@ def settings_of(run: reader.Run) -> dict[str, str]:
         if isinstance(gpu, dict)
     ]
     found["gpus"] = ", ".join(sorted({f"{cards.count(name)}x {name}" for name in cards})) or "none"
-    return {name: printable(value, 200) for name, value in found.items()}
+    return {name: escape(value, 200) for name, value in found.items()}
 
 
 def _digests(data: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, str]:
@@ -146,12 +146,12 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _config(run_dir: str) -> dict[str, str]:
-    from stoker.contract.yamltext import NotYaml, parse_yaml
+    from stoker.contract.yaml_text import YamlError, parse_yaml
 
     try:
         with os.fdopen(open_below(run_dir, CONFIG), "rb") as file:
             data = parse_yaml(file.read().decode("utf-8", "replace"))
-    except (OSError, NotYaml):
+    except (OSError, YamlError):
         return {}
     return dict(_flat(data)) if isinstance(data, dict) else {}
 

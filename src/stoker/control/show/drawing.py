@@ -7,7 +7,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 from stoker.control.show.snapshot import SHARES, Metric, finite
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -22,7 +22,7 @@ _NARROW = re.compile("[ -\u02ff\u2010-\u2027\u2190-\u21ff\u2500-\u259f\u2800-\u2
 Cell = tuple[str, str]  # a character, and its colour
 
 
-@shape
+@frozen
 class Line:
     name: str
     points: tuple[tuple[float, float], ...]  # finite, by x

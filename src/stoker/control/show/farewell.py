@@ -7,9 +7,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from stoker.contract import names
-from stoker.contract.names import Refusal
-from stoker.contract.text import printable
+from stoker.contract import env_vars
+from stoker.contract.errors import Refusal
+from stoker.contract.text import escape
 from stoker.control.show.curves import MetricsTail, averaged, finite_points, smoothed
 from stoker.control.show.drawing import Line, short, sparkline
 from stoker.control.show.picture import leave_picture
@@ -33,7 +33,7 @@ def show_loss(run_dir: str, say: Callable[[str], None]) -> None:
     drawn = f"{metric} {sparkline(values, _WIDTH)} {short(values[0])} to {short(values[-1])}{bad}"
     picture = ""
     try:
-        if os.environ.get(names.PICTURES) != "0":
+        if os.environ.get(env_vars.PLOTS) != "0":
             name, drawn_metrics = os.path.basename(run_dir), [metric]
             if metric == REWARD:
                 drawn_metrics = [one for one in RL_METRICS if one in metrics.curves]
@@ -45,5 +45,5 @@ def show_loss(run_dir: str, say: Callable[[str], None]) -> None:
     except Refusal as problem:
         say(f"stoker: {problem.line}")
     except Exception as problem:  # a matplotlib that is there and does not work
-        say(f"stoker: {metric}.png could not be drawn: {printable(f'{type(problem).__name__}: {problem}', 200)}")
+        say(f"stoker: {metric}.png could not be drawn: {escape(f'{type(problem).__name__}: {problem}', 200)}")
     say(drawn + (f"; {os.path.relpath(picture)}" if picture else ""))

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from stoker.contract import checkpoints, layout
-from stoker.contract.names import RECIPES
+from stoker.contract.env_vars import RECIPES
+from stoker.contract.frozen import replace
 from stoker.contract.safe_io import open_below
-from stoker.contract.shape import replace
-from stoker.contract.text import printable
+from stoker.contract.text import escape
 from stoker.control.record import reader
 from stoker.control.record.history import Columns, HistoryTail, Moment, newest_columns
 from stoker.control.record.serving import ServerSample, rates, recent_samples
@@ -110,7 +110,7 @@ class EventTail:
             for of_attempt in (self.up, self.ended, self.stopped, self.phases, self.slow, self.suspicions):
                 of_attempt.clear()
         elif kind == "restart":
-            cause = printable(str(event.get("cause")), 80)
+            cause = escape(str(event.get("cause")), 80)
             self.restarts[cause] = self.restarts.get(cause, 0) + 1
         elif kind in ("relief", "busy"):
             self.suspicions.pop("suspicion", None)
@@ -132,12 +132,12 @@ class EventTail:
             if event.get("ours") is True:
                 self.stopped.add(rank)
         elif kind == "phase" and isinstance(event.get("name"), str):
-            self.phases[rank] = when, printable(event["name"], 80)
+            self.phases[rank] = when, escape(event["name"], 80)
 
     def _suspect(self, kind: str, when: float, rank: int | None, event: dict[str, Any]) -> None:
         waiting = event.get("waiting") if isinstance(event.get("waiting"), list) else []
         ranks = tuple(one for one in waiting or () if whole(one) is not None)
-        cause, summary = printable(str(event.get("cause")), 80), printable(event["summary"], _TEXT)
+        cause, summary = escape(str(event.get("cause")), 80), escape(event["summary"], _TEXT)
         silent = metric(event.get("silent_s"))
         self.suspicions[kind] = Suspicion(when, kind, cause, summary, rank, ranks, finite(silent))
         if kind == "straggler" and rank is not None:
@@ -330,7 +330,7 @@ class RunFolder:
             suspicion=events.suspicion if state in (RUNNING, UNKNOWN) else None,
             verdict=record.verdict,
             problem=self.metrics.problem if self.metrics is not None else "",
-            command=printable(" ".join(map(str, command)), 500) if isinstance(command, list) else "",
+            command=escape(" ".join(map(str, command)), 500) if isinstance(command, list) else "",
             hosts=_hosts(plan, record),
             servers=self._servers(now, state),
         )
@@ -343,7 +343,7 @@ class RunFolder:
     def _done(self, logged: int | None) -> int | None:
         beaten = self._beaten()
         if not beaten and self._is_recipe:  # it was resumed and has made no step since
-            beaten = checkpoints.newest_step(self.record.dir) or beaten
+            beaten = checkpoints.find_newest_step(self.record.dir) or beaten
         known = [steps for steps in (logged, beaten) if steps is not None]
         return max(known, default=None)
 
@@ -374,7 +374,7 @@ class RunFolder:
         entered, name = self.events.phases.get(rank, (0.0, ""))
         if self.moment is None or entered > self.moment.time:
             return name
-        return printable(str(self.moment.of_rank(rank).get("phase") or ""), 80)
+        return escape(str(self.moment.of_rank(rank).get("phase") or ""), 80)
 
     def _seconds(self, now: float, state: str) -> float | None:
         """All starts of the run together, without the time between them. A start begins with the event "run"."""

@@ -11,14 +11,15 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from stoker.contract.errors import reading
-from stoker.contract.names import MACHINE, Refusal
-from stoker.contract.shape import fields_of, replace
-from stoker.contract.text import printable
-from stoker.contract.typed import readable
+from stoker.contract import safe_io
+from stoker.contract.env_vars import MACHINE
+from stoker.contract.errors import Refusal, parsing
+from stoker.contract.frozen import fields_of, replace
+from stoker.contract.text import escape
+from stoker.contract.typed_values import known_fields
 from stoker.control.machine.gauges import Gauges
 from stoker.control.machine.model import OFFLINE, GpuGauges, HostGauges
-from stoker.control.record import finder, ownership, reader
+from stoker.control.record import finder, reader
 from stoker.control.record.history import EVERY_S, Moment, row_at
 from stoker.control.show.curves import Curve
 from stoker.control.show.folder import RECENT, Remembering, RunFolder
@@ -120,7 +121,7 @@ class Gatherer:
         folder.record = record
         close = watched is not None and (record.id in watched or reader.status(record) in (RUNNING, UNKNOWN))
         try:
-            with reading("it"):
+            with parsing("it"):
                 return folder.run(now, close)
         except Refusal as problem:  # a damaged record keeps no other run from being listed
             return _damaged(self.root, record.id, problem.line)
@@ -187,7 +188,7 @@ def recorded_hosts(folder: RunFolder, now: float) -> Iterable[HostReading]:
         if "load" in row:
             row["load"] = (row["load"],)
         silent = now - (heard if heard is not None else moment.time)
-        host = HostGauges(**{**readable(HostGauges, row), "name": name, "time": moment.time})
+        host = HostGauges(**{**known_fields(HostGauges, row), "name": name, "time": moment.time})
         if silent > OFFLINE_S:
             host = replace(host, state=OFFLINE, reason=f"no word from it for {silent:.0f} s")
         yield host, tuple(_recorded_gpus(name, cards.get(name, ()), moment, machines.get(name)))
@@ -202,7 +203,7 @@ def _recorded_gpus(host: str, members: Iterable[tuple[int, str]], moment: Moment
         row = {key: column[at] for key, column in moment.gpus.items() if column[at] is not None}
         if isinstance(row.get("throttle"), list):
             row["throttle"] = tuple(row["throttle"])
-        known = readable(GpuGauges, {**fixed, **{key: row[key] for key in row if key in fields_of(GpuGauges)}})
+        known = known_fields(GpuGauges, {**fixed, **{key: row[key] for key in row if key in fields_of(GpuGauges)}})
         yield GpuGauges(**{"index": at, **known, "uuid": uuid, "host": host})
 
 
@@ -213,7 +214,5 @@ def _damaged(root: str, name: str, why: str) -> Run:
         uid, when = about.st_uid, about.st_mtime
     except OSError:
         uid, when = os.getuid(), 0.0
-    mine, user = ownership.is_mine(uid, root), ownership.user_name(uid)
-    return Run(
-        id=name, name="", dir=path, user=user, mine=mine, state=DAMAGED, started=when, problem=printable(why, 200)
-    )
+    mine, user = safe_io.is_own_uid(uid, root), safe_io.user_name(uid)
+    return Run(id=name, name="", dir=path, user=user, mine=mine, state=DAMAGED, started=when, problem=escape(why, 200))

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from stoker.contract.quantities import counted
-from stoker.contract.shape import replace
+from stoker.contract.frozen import replace
+from stoker.contract.units import plural
 from stoker.control.record import finder, reader
 from stoker.control.record.serving import ServerSample, read_samples
 from stoker.control.show.curves import Curve
@@ -109,7 +109,7 @@ class JobFolder(RunFolder):
             pages = self.events.served.get(role)
             replicas = pages[-1][1] if pages else []
             counts = _counts(replicas[replica]) if 0 <= replica < len(replicas) else None
-        return f"{counted(counts[0], 'request')}, {counted(counts[1], 'token')}" if counts is not None else ""
+        return f"{plural(counts[0], 'request')}, {plural(counts[1], 'token')}" if counts is not None else ""
 
     def _look(self) -> None:
         for record in finder.roles(self.record).values():

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from stoker.contract.quantities import amount, rank_name
+from stoker.contract.units import format_bytes, rank_name
 from stoker.control.machine.model import GpuGauges, HostGauges
 from stoker.control.show.folder import RunFolder
 from stoker.control.show.snapshot import RUNNING, UNKNOWN, Rank, Run, Slow, finite, metric
@@ -135,7 +135,10 @@ def why_host(host: HostGauges | None, others: Sequence[HostGauges | None]) -> tu
     pressed = only_here("pressure_io", PRESSED)
     if pressed is not None:
         moved = sum(rate or 0.0 for rate in (host.disk_read, host.disk_written))
-        return "slow.disk", f"its host {host.name} waits for its disk {pressed:.0%} of the time ({amount(moved)}/s)"
+        return (
+            "slow.disk",
+            f"its host {host.name} waits for its disk {pressed:.0%} of the time ({format_bytes(moved)}/s)",
+        )
     busy = only_here("cpu", BUSY_CPU)
     if busy is not None:
         return "slow.cpu", f"its host {host.name} has its CPUs busy ({busy:.0%} of {host.cores} cores)"
@@ -143,5 +146,5 @@ def why_host(host: HostGauges | None, others: Sequence[HostGauges | None]) -> tu
         used = max(host.received or 0.0, host.sent or 0.0) / host.link
         full = [max(one.received or 0.0, one.sent or 0.0) / one.link for one in others if one is not None and one.link]
         if used >= FULL_LINK and all(one < FULL_LINK for one in full):
-            return "slow.network", f"its host {host.name} has its network full ({amount(used * host.link)}/s)"
+            return "slow.network", f"its host {host.name} has its network full ({format_bytes(used * host.link)}/s)"
     return "", ""

@@ -17,9 +17,9 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
-from stoker.contract.names import Refusal
-from stoker.contract.shapes import Verdict
-from stoker.contract.text import printable
+from stoker.contract.errors import Refusal
+from stoker.contract.evidence import Verdict
+from stoker.contract.text import escape
 from stoker.control.record import reader
 from stoker.control.show.job import folder_of
 from stoker.control.show.snapshot import Run, finite
@@ -48,7 +48,7 @@ def entry() -> None:
         else:
             post(kind, to, text, state)
     except Failed as problem:
-        print(printable(str(problem)), file=sys.stderr)
+        print(escape(str(problem)), file=sys.stderr)
         sys.exit(1)
 
 
@@ -78,10 +78,10 @@ def line(verdict: Verdict, state: str, run_dir: str) -> str:
         number = finite(run.headline_value)
         parts.append(f"{run.headline} {run.headline_value if number is None else f'{number:.4g}'}")
     if verdict.status != "completed":
-        parts.append(f"{printable(verdict.summary, _SUMMARY)} [{verdict.cause}]")
+        parts.append(f"{escape(verdict.summary, _SUMMARY)} [{verdict.cause}]")
     where = f"on {os.uname().nodename}"
     look = f"{where}: stoker why {shlex.quote(os.path.abspath(run_dir))}" if run_dir else where
-    return printable("; ".join([*parts, look]))
+    return escape("; ".join([*parts, look]))
 
 
 def _run(run_dir: str) -> Run | None:
@@ -154,8 +154,8 @@ def mail(to: str, text: str, verdict: Verdict, state: str) -> None:
 
     message = EmailMessage()
     message["To"] = to
-    message["Subject"] = printable(f"stoker: {text.partition(';')[0]} [{verdict.cause}]", _SUBJECT)
-    fixes = [printable(fix) for fix in verdict.fix] if state not in ("completed", "restarting") else []
+    message["Subject"] = escape(f"stoker: {text.partition(';')[0]} [{verdict.cause}]", _SUBJECT)
+    fixes = [escape(fix) for fix in verdict.fix] if state not in ("completed", "restarting") else []
     message.set_content("\n".join([text, *(f"→ {fix}" for fix in fixes)]) + "\n")
     server = os.environ.get("STOKER_SMTP")
     if server:

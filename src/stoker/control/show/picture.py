@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
-from stoker.contract.safe_io import WholeFile, refuse_other_kind
-from stoker.contract.text import printable
+from stoker.contract.errors import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
+from stoker.contract.safe_io import AtomicFile, refuse_other_extension
+from stoker.contract.text import escape
 from stoker.control.show.drawing import Line
 
 # Okabe and Ito's: told apart without red and green.
@@ -37,8 +37,8 @@ def write_png(path: str, panels: Sequence[Panel], *, log: bool = False) -> None:
         import matplotlib.figure
     except ImportError as problem:
         line = f"no picture: matplotlib can't be imported ({problem}); pip install matplotlib, or leave --png out"
-        raise Refusal(printable(line), EX_UNAVAILABLE) from problem
-    refuse_other_kind(path, b"\x89PNG", "a PNG picture")
+        raise Refusal(escape(line), EX_UNAVAILABLE) from problem
+    refuse_other_extension(path, b"\x89PNG", "a PNG picture")
     with matplotlib.rc_context(_LOOK):
         height = 4.5 if len(panels) == 1 else 1.2 + 1.7 * len(panels)
         figure = matplotlib.figure.Figure(figsize=(8, height), layout="constrained")
@@ -62,10 +62,10 @@ def write_png(path: str, panels: Sequence[Panel], *, log: bool = False) -> None:
             grid[0].set_title(first[0].name, loc="left", fontsize=11)
         figure.align_ylabels()
         try:
-            with WholeFile(path, durable=False) as file:
+            with AtomicFile(path, durable=False) as file:
                 figure.savefig(file, format="png", metadata={"Software": None})
         except OSError as problem:
-            raise Refusal(f"{printable(path)} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
+            raise Refusal(f"{escape(path)} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
 
 
 def leave_picture(run_dir: str, panels: Sequence[Panel], metric: str) -> str:

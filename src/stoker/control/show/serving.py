@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from urllib.parse import parse_qsl
 
-from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.shape import shape
-from stoker.contract.text import is_count
+from stoker.contract.errors import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.text import is_digits
 from stoker.control.machine import ports
 
 MAX_HEADERS = 8192  # bytes
@@ -85,7 +85,7 @@ def url(server: socket.socket, path: str) -> str:
 # ---- requests and answers: pure ----
 
 
-@shape
+@frozen
 class Request:
     method: str
     path: str  # as it came: nothing in it is decoded
@@ -101,7 +101,7 @@ class Request:
         return name if colon and port.isdigit() else host
 
 
-@shape
+@frozen
 class Answer:
     status: int
     body: bytes = b""
@@ -165,7 +165,7 @@ def parse(data: bytes | bytearray) -> Request | int | None:
 def _body_size(headers: Mapping[str, str]) -> int:
     """Return the size of the body, or -1 if the headers don't say it."""
     text = headers.get("content-length", "0")
-    return int(text) if is_count(text) and "transfer-encoding" not in headers else -1
+    return int(text) if is_digits(text) and "transfer-encoding" not in headers else -1
 
 
 # ---- the loop ----

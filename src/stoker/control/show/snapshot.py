@@ -11,9 +11,9 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from stoker.contract.shape import as_json, shape
-from stoker.contract.shapes import Verdict
-from stoker.contract.typed import Real, read_shape
+from stoker.contract.evidence import Verdict
+from stoker.contract.frozen import as_json, frozen
+from stoker.contract.typed_values import Real, read_frozen
 from stoker.control.machine.model import OFFLINE, OK, GpuGauges, Holder, HostGauges
 
 __all__ = ["OFFLINE", "OK", "GpuGauges", "Holder", "HostGauges"]  # and what is defined here
@@ -54,7 +54,7 @@ def ordered_metrics(names: Iterable[str]) -> list[str]:
     return [name for name in first if name in known] + sorted(name for name in known if name not in first)
 
 
-@shape
+@frozen
 class Suspicion:
     """What the watch reported of a run and has not taken back."""
 
@@ -67,7 +67,7 @@ class Suspicion:
     silent_s: Real | None = None
 
 
-@shape
+@frozen
 class Slow:
     """Joined: a slow rank, what its GPU or its host has that the others' don't, and what that costs the others."""
 
@@ -83,7 +83,7 @@ class Slow:
     summary: str  # one sentence with all of it
 
 
-@shape
+@frozen
 class Rank:
     rank: int  # unique in the job
     role: str
@@ -105,14 +105,14 @@ class Rank:
     recent: Mapping[str, tuple[Real | None, ...]] = {}  # step_s, waiting: newest values, evenly spaced
 
 
-@shape
+@frozen
 class Role:
     name: str
     world: int
     ranks: tuple[int, ...]
 
 
-@shape
+@frozen
 class ServerLoad:
     """The load of a server, all its replicas together: totals since its run began, and rates of the last half minute."""
 
@@ -128,7 +128,7 @@ class ServerLoad:
     tokens_per_s: Real | None = None
 
 
-@shape
+@frozen
 class Run:
     """A row of the list. `ranks`, `roles`, `slow` and `curve` are filled in for runs that are watched (gather.py)."""
 
@@ -187,7 +187,7 @@ class Run:
         )
 
 
-@shape
+@frozen
 class Snapshot:
     time: float
     hosts: tuple[HostGauges, ...] = ()
@@ -229,7 +229,7 @@ def snapshot_from_json(data: Any) -> Snapshot:
     """ValueError: it is none, or of another version."""
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise ValueError(f"not a snapshot of schema {SCHEMA}")
-    return read_shape(Snapshot, data)
+    return read_frozen(Snapshot, data)
 
 
 def metric(value: Any) -> Metric:

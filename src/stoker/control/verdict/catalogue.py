@@ -12,16 +12,16 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.contract.discovery import modules_in
-from stoker.contract.names import EX_SOFTWARE
-from stoker.contract.quantities import rank_name
-from stoker.contract.shape import shape
-from stoker.contract.shapes import Evidence, RankEnd, Verdict
+from stoker.contract.errors import EX_SOFTWARE
+from stoker.contract.evidence import Evidence, RankExit, Verdict
+from stoker.contract.frozen import frozen
+from stoker.contract.units import rank_name
 from stoker.control.verdict.lastwords import LINE, at, exit_code, find, first_line, line_of, path_in, place
 
 
-@shape
+@frozen
 class Case:
-    end: RankEnd
+    end: RankExit
     evidence: Evidence
 
     @property
@@ -39,7 +39,7 @@ class Case:
         return self.message + "\n" + self.end.tail
 
 
-@shape
+@frozen
 class Found:
     summary: str
     evidence: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ class Found:
     retryable: bool | None = None  # instead of the entry's own
 
 
-@shape
+@frozen
 class Cause:
     id: str
     says: str  # one sentence: what happened

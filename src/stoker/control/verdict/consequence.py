@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from stoker.contract.shape import replace
-from stoker.contract.shapes import RankEnd, RankError
-from stoker.contract.stacktext import is_library
+from stoker.contract.evidence import RankError, RankExit
+from stoker.contract.frozen import replace
+from stoker.contract.stack_traces import is_library
 
 _LOST_PEER = (
     r"(?i)Connection (reset|closed|aborted|refused) by peer|Connection reset|Broken pipe|Connection closed|"
@@ -32,7 +32,7 @@ _BROKEN_PIPES = {
 _TORCH_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 
 
-def is_consequence(end: RankEnd) -> bool:
+def is_consequence(end: RankExit) -> bool:
     if end.error is not None:
         text = end.error.message
         if re.search(_OWN, text) or lost_worker(end.error):
@@ -56,12 +56,12 @@ def _is_torchs(error: RankError) -> bool:
     return error.type in _TORCH_TYPES and error.module.startswith("torch")
 
 
-def is_collectives(end: RankEnd) -> bool:
+def is_collectives(end: RankExit) -> bool:
     """An echo out of a collective: gloo's RuntimeError, torch's own types. A ConnectionError may be a tracker's."""
     return is_consequence(end) and (end.error is None or end.error.type == "RuntimeError" or _is_torchs(end.error))
 
 
-def is_mismatch(end: RankEnd) -> bool:
+def is_mismatch(end: RankExit) -> bool:
     """gloo found other sizes than its own: it ends the rank that received them, and another rank sent them."""
     text = end.tail if end.code == -6 else ""
     if end.error is not None:
@@ -69,7 +69,7 @@ def is_mismatch(end: RankEnd) -> bool:
     return bool(re.search(_SIZES, text))
 
 
-def failed(end: RankEnd, stopped_at: float = 0.0) -> bool:
+def failed(end: RankExit, stopped_at: float = 0.0) -> bool:
     """It ended badly by itself: not by our signal, nor in answer to it."""
     if end.code == 0 or (end.code is None and end.error is None):
         return False
@@ -77,7 +77,7 @@ def failed(end: RankEnd, stopped_at: float = 0.0) -> bool:
     return not (end.ours and answered)
 
 
-def when(end: RankEnd) -> float:
+def when(end: RankExit) -> float:
     return end.error.time_ns / 1e9 if end.error and end.error.time_ns else end.time
 
 

@@ -21,7 +21,7 @@ _FAMILIES = {
     "completed": "Done", "unknown": "Unknown", "launch": "What Stoker was told or decided", "rank": "What one rank did by itself",
     "oom": "Memory, of the GPU and of the host", "gpu": "GPUs and their driver", "nccl": "NCCL", "gloo": "gloo", "net": "Ports", "hang": "Hangs",
     "slow": "Slowness", "nan": "Numbers", "grpo": "Learning from rewards", "data": "Files and data", "env": "Software", "torch": "How a program uses torch", "host": "Hosts and their limits",
-    **{one.name: one.title for one in schedulers.KNOWN},
+    **{one.name: one.title for one in schedulers.SCHEDULERS},
 }  # fmt: skip
 
 

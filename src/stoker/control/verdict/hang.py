@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from stoker.contract.quantities import counted, rank_name, ranks_text, span
-from stoker.contract.shapes import Stall
-from stoker.contract.stacktext import is_library
+from stoker.contract.evidence import Stall
+from stoker.contract.stack_traces import is_library
+from stoker.contract.units import format_duration, format_ranks, plural, rank_name
 from stoker.control.verdict.catalogue import Family, named, report
 
 _SILENT = "no step for longer than max(3 s, 5 × the p99 of its steps); "
@@ -159,18 +159,18 @@ def summary(stall: Stall, label: str) -> str:
     at = f" at {stall.where}" if stall.where and stall.where not in stall.detail else ""
     who, others = _who(stall, label), ""
     if stall.waiting:
-        names = f"rank {stall.waiting[0]}" if len(stall.waiting) == 1 else f"{counted(len(stall.waiting), 'rank')}"
+        names = f"rank {stall.waiting[0]}" if len(stall.waiting) == 1 else f"{plural(len(stall.waiting), 'rank')}"
         inside = f" in {stall.operation}" if stall.operation else ""
         others = f"; {names} wait{'s' if len(stall.waiting) == 1 else ''} for it{inside}"
     if stall.kind == "rank-only":
-        gone = f"; {ranks_text(stall.waiting)} did not come to it"
+        gone = f"; {format_ranks(stall.waiting)} did not come to it"
         inside = f", inside `{stall.detail}`" if stall.detail else ""
         return f"{who} entered a collective alone{step}{inside}: {stall.operation}{at}{gone}"
     if stall.kind == "left":
         return f"{who} ended with exit code 0{step}{others}{at}"
     have = "has" if len(stall.ranks) < 2 else "have"
     if stall.kind == "busy":
-        return f"{who} {have} been busy for {span(stall.silent_s)} without finishing a step: {stall.detail}{at}{others}"
+        return f"{who} {have} been busy for {format_duration(stall.silent_s)} without finishing a step: {stall.detail}{at}{others}"
     since = f"made no progress since step {stall.step}" if stall.step else "not finished the first step"
     return f"{who} {have} {since}: {stall.detail}{at}{others}"
 
@@ -183,13 +183,13 @@ def _parted(stall: Stall, label: str, step: str) -> str:
     ]
     more = f"; and {len(stall.parties) - 4} more ways" if len(stall.parties) > 4 else ""
     if stall.rank is None:
-        everybody = ranks_text(rank for ranks, _, _ in stall.parties for rank in ranks)
+        everybody = format_ranks(rank for ranks, _, _ in stall.parties for rank in ranks)
         if stall.detail == "messages":
             circle = "; ".join(each).replace(" entered ", " waits in ")
             return f"{everybody} wait for each other{step}: {circle}{more}"
         paths = f"{everybody} took different paths{step}: {'; '.join(each)}{more}"
         return f"{paths}; which of them is wrong can't be seen from outside"
-    others = ranks_text(stall.waiting)
+    others = format_ranks(stall.waiting)
     what = {
         "rank-only": f"entered a collective alone{step}{f', inside `{stall.detail}`' if stall.detail else ''}",
         "unequal": f"left the training loop{step}, with fewer batches than {others}",
@@ -203,7 +203,7 @@ def _who(stall: Stall, label: str) -> str:
 
 
 def _they(stall: Stall, ranks: tuple[int, ...]) -> str:
-    return "it" if ranks == (stall.rank,) else ranks_text(ranks)
+    return "it" if ranks == (stall.rank,) else format_ranks(ranks)
 
 
 def _places(stall: Stall) -> str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-from stoker.contract.quantities import counted, rank_name, ranks_text, span
-from stoker.contract.shape import replace
-from stoker.contract.shapes import Evidence, RankEnd, Stall, Verdict
+from stoker.contract.evidence import Evidence, RankExit, Stall, Verdict
+from stoker.contract.frozen import replace
+from stoker.contract.units import format_duration, format_ranks, plural, rank_name
 from stoker.control.verdict import hang, launch
 from stoker.control.verdict.catalogue import Case, rules, verdict_of
 from stoker.control.verdict.consequence import failed, is_collectives, is_consequence, is_mismatch, when
@@ -54,7 +54,9 @@ def judge(evidence: Evidence) -> Verdict:
             return launch.stopped(evidence, *_known_by_then(evidence))
         return _then_stopped(explain(guilty, evidence), evidence)
     if evidence.steps_reached and guilty is None:
-        made = f"{_everybody(evidence)} made at least {counted(evidence.steps_reached, 'step')}; stopped there as requested"
+        made = (
+            f"{_everybody(evidence)} made at least {plural(evidence.steps_reached, 'step')}; stopped there as requested"
+        )
         return Verdict("completed", "completed", made, 0)
     # Then 0 means "saved and left", not "done".
     told_to = bool(evidence.regrouping) and any(end.ours for end in evidence.ends)
@@ -72,7 +74,7 @@ def _then_stopped(verdict: Verdict, evidence: Evidence) -> Verdict:
     return replace(verdict, retryable=False, evidence=(*verdict.evidence, received))
 
 
-def _raised_before(evidence: Evidence) -> RankEnd | None:
+def _raised_before(evidence: Evidence) -> RankExit | None:
     """The rank stopped for standing still, if it had reported its own exception before: its exit hung."""
     if not evidence.trouble[0]["cause"].startswith("hang."):
         return None
@@ -81,7 +83,7 @@ def _raised_before(evidence: Evidence) -> RankEnd | None:
     return end if own else None
 
 
-def _left_before(evidence: Evidence) -> RankEnd | None:
+def _left_before(evidence: Evidence) -> RankExit | None:
     """Return the rank for whose early exit the job was stopped: its own end names the line, if it is known."""
     if evidence.trouble[0]["cause"] != "rank.early-exit":
         return None
@@ -101,7 +103,7 @@ def _known_by_then(evidence: Evidence) -> tuple[str, tuple[str, ...], tuple[str,
     left = [end for end in evidence.ends if end.code == 0 and evidence.stopped_at - end.time > LEFT_S]
     if not left:
         return "", (), ()
-    before = span(evidence.stopped_at - left[0].time)
+    before = format_duration(evidence.stopped_at - left[0].time)
     return f"{rank_name(left[0].rank, left[0].label)} had ended with exit code 0 {before} before", (), ()
 
 
@@ -149,11 +151,11 @@ def _waited_alone(evidence: Evidence) -> dict[str, Any] | None:
         return None
     ranks, others = tuple(end.rank for end in lost), tuple(end.rank for end in done)
     stall = Stall("rank-only", ranks[0], ranks, others, call.where, call.condition, call.name, step=lost[0].steps)
-    trouble = hang.trouble(stall, lost[0].label, f"the scripts of {ranks_text(others)} had returned")
+    trouble = hang.trouble(stall, lost[0].label, f"the scripts of {format_ranks(others)} had returned")
     return {**trouble, "exit_code": exit_code(lost[0])}
 
 
-def _guilty(evidence: Evidence) -> RankEnd | None:
+def _guilty(evidence: Evidence) -> RankExit | None:
     bad = sorted((end for end in evidence.ends if failed(end, evidence.stopped_at)), key=when)
     causes = [end for end in bad if not is_consequence(end)]
     if causes and not (evidence.steps_reached and when(causes[0]) >= evidence.stopped_at):
@@ -171,7 +173,7 @@ def _guilty(evidence: Evidence) -> RankEnd | None:
     return left[0] if left and (is_collectives(first) or at_once) else first
 
 
-def explain(end: RankEnd, evidence: Evidence) -> Verdict:
+def explain(end: RankExit, evidence: Evidence) -> Verdict:
     """The first cause of the catalogue that the end fits."""
     case = Case(end, evidence)
     for cause in _RULES:

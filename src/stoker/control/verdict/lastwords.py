@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import signal
 
-from stoker.contract.names import EX_SOFTWARE
-from stoker.contract.quantities import amount
-from stoker.contract.shapes import Around, RankEnd
+from stoker.contract.errors import EX_SOFTWARE
+from stoker.contract.evidence import ExitContext, RankExit
+from stoker.contract.units import format_bytes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -81,13 +81,13 @@ def path_in(line: str) -> str:
     return named[1] if named else ""
 
 
-def shm_left(around: Around) -> tuple[str, ...]:
+def shm_left(around: ExitContext) -> tuple[str, ...]:
     if around.shm_total is None:
         return ()
-    return (f"/dev/shm: {amount(around.shm_free or 0)} of {amount(around.shm_total)} free",)
+    return (f"/dev/shm: {format_bytes(around.shm_free or 0)} of {format_bytes(around.shm_total)} free",)
 
 
-def exit_code(end: RankEnd) -> int:
+def exit_code(end: RankExit) -> int:
     """The guilty rank's own; 128 + n for a signal; 70 where that would be 0 or was our doing."""
     if end.ours and end.code and end.code < 0 and end.error is not None and not end.error.late:
         return 1  # Python's own: it had reported its exception and was on its way out when our signal met it
@@ -96,7 +96,7 @@ def exit_code(end: RankEnd) -> int:
     return end.code if end.code > 0 else 128 - end.code
 
 
-def place(end: RankEnd) -> str:
+def place(end: RankExit) -> str:
     error = end.error
     return f"{error.file}:{error.line}, in {error.function}" if error and error.file else "no place known"
 
@@ -112,7 +112,7 @@ def first_line(text: str, limit: int = 200) -> str:
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
-def traced(end: RankEnd, lines: int = 6) -> tuple[str, ...]:
+def traced(end: RankExit, lines: int = 6) -> tuple[str, ...]:
     """The exception, where it was, and the end of its traceback: what most causes quote."""
     error = end.error
     if error is None:
@@ -124,7 +124,7 @@ def traced_line(case: Case, line: str) -> tuple[str, ...]:
     return (line, *traced(case.end, 4))
 
 
-def last_lines(end: RankEnd, count: int = 3) -> tuple[str, ...]:
+def last_lines(end: RankExit, count: int = 3) -> tuple[str, ...]:
     return tuple([line for line in end.tail.strip().splitlines() if line.strip()][-count:])
 
 

@@ -6,9 +6,9 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-from stoker.contract.names import EX_OSERR, EX_SOFTWARE, Refusal
-from stoker.contract.quantities import amount, rank_name, span
-from stoker.contract.shapes import Evidence, RankEnd, Verdict
+from stoker.contract.errors import EX_OSERR, EX_SOFTWARE, Refusal
+from stoker.contract.evidence import Evidence, RankExit, Verdict
+from stoker.contract.units import format_bytes, format_duration, rank_name
 from stoker.control.verdict.catalogue import CATALOGUE, Family, report
 from stoker.control.verdict.lastwords import signal_name
 
@@ -166,7 +166,7 @@ def _kept(evidence: Evidence) -> str:
     if evidence.saved:
         return f"saved: {_short(newest.path)}" if newest else "a checkpoint was saved"
     if newest is not None:
-        older = f"{span(max(evidence.stopped_at - newest.time, 0.0))} older"
+        older = f"{format_duration(max(evidence.stopped_at - newest.time, 0.0))} older"
         return f"nothing was saved at the stop, the newest checkpoint is {_short(newest.path)}, {older}"
     return "no checkpoint was seen in the run's checkpoints/"
 
@@ -176,7 +176,7 @@ def _short(path: str) -> str:
     return "/".join(path.rsplit("/", 2)[1:])
 
 
-def _ran_out_of_time(end: RankEnd, stopped_at: float) -> bool:
+def _ran_out_of_time(end: RankExit, stopped_at: float) -> bool:
     """Killed by SIGKILL, or late by a second SIGTERM, as a rank with a handler may be; without one it ends at once."""
     return end.ours and (
         end.code == -signal.SIGKILL or (end.code == -signal.SIGTERM and end.time - stopped_at > AT_ONCE_S)
@@ -231,7 +231,9 @@ def over_ram_limit(rank: int, label: str, taken: int, limit: int, workers: int, 
     from stoker.control.verdict.rules.memory import FEWER_WORKERS
 
     seen = f"; last seen at {where}" if where else ""
-    summary = f"{rank_name(rank, label)} took {amount(taken)} of memory, past --ram-limit {amount(limit)}{seen}"
+    summary = (
+        f"{rank_name(rank, label)} took {format_bytes(taken)} of memory, past --ram-limit {format_bytes(limit)}{seen}"
+    )
     fix = [line for line in CATALOGUE["oom.ram-limit"].fix if workers or line != FEWER_WORKERS]
     evidence = [f"resident memory {taken} bytes, limit {limit}"]
     return report("oom.ram-limit", summary, evidence, rank=rank, at_once=True, fix=fix)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from stoker.contract.names import EX_SOFTWARE
-from stoker.contract.shape import replace
-from stoker.contract.shapes import Verdict
-from stoker.contract.slurmjob import Job
+from stoker.contract.errors import EX_SOFTWARE
+from stoker.contract.evidence import Verdict
+from stoker.contract.frozen import replace
+from stoker.contract.slurm_job import SlurmJob
 from stoker.control.verdict.catalogue import CATALOGUE, Cause, Family
 
 # What a run that was ended from outside looks like from inside. Anything else is the run's own cause, and stays it.
@@ -79,7 +79,7 @@ _STATES = {
 }  # fmt: skip
 
 
-def word(job: Job) -> str:
+def word(job: SlurmJob) -> str:
     """Slurm's own, in one line."""
     said = f"Slurm: job {job.id} is {job.state}" + (f" ({job.reason})" if job.reason else "")
     if job.over:
@@ -88,7 +88,7 @@ def word(job: Job) -> str:
     return said + (f", on {job.nodes}" if job.nodes else "")
 
 
-def refined(verdict: Verdict, job: Job) -> Verdict:
+def refined(verdict: Verdict, job: SlurmJob) -> Verdict:
     """The run's verdict with Slurm's word: instead of it where Slurm's act is what ended the run, else as evidence."""
     told = replace(verdict, evidence=(*verdict.evidence, word(job)))
     cause = cause_of(job)
@@ -109,7 +109,7 @@ def refined(verdict: Verdict, job: Job) -> Verdict:
     )
 
 
-def without_run(job: Job, evidence: tuple[str, ...] = ()) -> Verdict:
+def without_run(job: SlurmJob, evidence: tuple[str, ...] = ()) -> Verdict:
     """Of a job in which no run began."""
     found = CATALOGUE[cause_of(job) or "slurm.no-run"]
     return Verdict(
@@ -123,14 +123,14 @@ def without_run(job: Job, evidence: tuple[str, ...] = ()) -> Verdict:
     )
 
 
-def cause_of(job: Job) -> str:
+def cause_of(job: SlurmJob) -> str:
     """Empty where Slurm's act did not end it."""
     if job.restarts and job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD"):
         return _REQUEUED
     return _STATES.get(job.state) or (_NOTICE if job.noticed and job.over and job.state != "COMPLETED" else "")
 
 
-def _summary(found: Cause, job: Job) -> str:
+def _summary(found: Cause, job: SlurmJob) -> str:
     limit = job.limit if job.limit != "UNLIMITED" else ""
     return found.summary.format(
         id=job.id,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 from stoker.control.watch import stacks
 from stoker.control.watch.snapshot import BlockedOn, Frame, LockUse, OtherProcess, Snapshot, Thread, Worker
 
@@ -16,7 +16,7 @@ _STANDARD = ("its standard input", "its standard output", "its standard error")
 _BUSY = 0.5  # of a core
 
 
-@shape
+@frozen
 class InnerWait:
     kind: str  # of the stall: lock, io, child
     detail: str  # it waits at train.py:12, in load, for …

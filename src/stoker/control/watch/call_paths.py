@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import takewhile
 
-from stoker.contract.collectives import is_usual, sizes_must_agree
+from stoker.contract.flight_recorder import is_usual_next, sizes_must_agree
 from stoker.control.watch.snapshot import Call, Op, Party, Snapshot, Snapshots, Wait
 
 _RECEIVES = ("irecv", "recv")
@@ -81,7 +81,7 @@ def _is_usual(call: Call, snapshot: Snapshot) -> bool | None:
     path = [
         (one.group, _likeness(one, True), one.peer, one.where) for one in snapshot.calls if one.number <= call.number
     ]
-    return is_usual(path[:-1], path[-1]) if path else None
+    return is_usual_next(path[:-1], path[-1]) if path else None
 
 
 def blocked_in(snapshot: Snapshot) -> Call | None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from stoker.contract.quantities import ranks_text
-from stoker.contract.shape import replace
-from stoker.contract.shapes import Stall
+from stoker.contract.evidence import Stall
+from stoker.contract.frozen import replace
+from stoker.contract.units import format_ranks
 from stoker.control.watch import blocked, call_paths, rank_only, stacks
 from stoker.control.watch.diverged import at_odds, mismatched
 from stoker.control.watch.snapshot import Frame, Members, Snapshot, Snapshots, Thread, Worker, main_thread
@@ -125,7 +125,7 @@ def _alone(guilty: list[int], snapshots: Snapshots, graph: Waits) -> Stall:
     edge = next((edge for edge in graph.edges if edge.target == rank), None)
     lines = []
     if waiting and edge is not None:
-        those = f"{ranks_text(waiting)} wait{'s' if len(waiting) == 1 else ''}"
+        those = f"{format_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''}"
         lines.append(f"{those} in {operation}, which rank {rank} has not entered")
     if edge is not None and edge.other is not None:
         last = f"rank {rank}'s last operation there: number {edge.other.seq}, {edge.other}"
@@ -158,7 +158,7 @@ def _left(
     lines = []
     if waiting:
         wait = "waits" if len(waiting) == 1 else "wait"
-        lines.append(f"{ranks_text(waiting)} {wait} in {operation or 'a collective'}; rank {rank} is gone")
+        lines.append(f"{format_ranks(waiting)} {wait} in {operation or 'a collective'}; rank {rank} is gone")
     left = Stall("left", rank, (rank,), waiting, where, detail, operation, backend, proof=True, evidence=tuple(lines))
     if _came_too_often(gone, waiting, steps, snapshots):
         return _waits_alone(left, gone, snapshots)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 
-from stoker.contract.collectives import kind_of, likeness
-from stoker.contract.quantities import ranks_text
-from stoker.contract.shape import replace, shape
-from stoker.contract.shapes import Stall
+from stoker.contract.evidence import Stall
+from stoker.contract.flight_recorder import operation_kind, operation_signature
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.units import format_ranks
 from stoker.control.watch import call_paths, rank_only, stacks
 from stoker.control.watch.snapshot import Call, Frame, Group, Members, Op, Party, Snapshot, Snapshots, Wait
 from stoker.control.watch.waits import Waits
@@ -21,14 +21,14 @@ from stoker.control.watch.waits import Waits
 Place = tuple[str, int]  # file and line of the script
 
 
-@shape
+@frozen
 class Parting:
     parties: tuple[Party, ...]  # those that left the path first
     odd: tuple[int, ...]  # the ranks that left it; none: a tie
     how: str  # it is known
 
 
-@shape
+@frozen
 class Step:
     """One operation of a rank, made comparable between ranks."""
 
@@ -158,7 +158,7 @@ def _group_names(
 def _path(snapshot: Snapshot, names: Mapping[str, tuple[object, ...]]) -> list[Step]:
     """All collectives of a rank in the order it made them."""
     steps = [
-        Step((names[group.name], group.backend, *likeness(op.name, op.sizes)), group.name, op)
+        Step((names[group.name], group.backend, *operation_signature(op.name, op.sizes)), group.name, op)
         for group in snapshot.groups
         for op in group.ops
         if not op.p2p
@@ -196,7 +196,7 @@ def decided(parties: list[Party], by_majority: bool = True) -> Parting:
     most = parties[-1]
     if by_majority and 2 * len(most.ranks) > sum(len(party.ranks) for party in parties):
         fewer = _ranks(parties[:-1])
-        return Parting(tuple(parties), fewer, f"{ranks_text(most.ranks)} did the same, {ranks_text(fewer)} did not")
+        return Parting(tuple(parties), fewer, f"{format_ranks(most.ranks)} did the same, {format_ranks(fewer)} did not")
     usual = [party for party in parties if party.op is not None and party.op.usual]
     unusual = [party for party in parties if party.op is not None and party.op.usual is False]
     unknown = [party for party in parties if party.op is None]
@@ -205,7 +205,7 @@ def decided(parties: list[Party], by_majority: bool = True) -> Parting:
         left = unusual
     if left and len(left) < len(parties):
         stayed = [party for party in parties if party not in left]
-        never = f"what {ranks_text(_ranks(left))} entered never came next in them"
+        never = f"what {format_ranks(_ranks(left))} entered never came next in them"
         return Parting((*left, *stayed), _ranks(left), f"the operations before repeat themselves, and {never}")
     parties.sort(key=lambda party: party.ranks)
     how = "as many ranks did one as the other, and nothing before shows which is the usual one"
@@ -266,7 +266,7 @@ def _parties(edges: list[Wait]) -> list[Party]:
     for edge in edges:
         for rank, op in ((edge.rank, edge.op), (edge.target, edge.other)):
             if op is not None:
-                entered.setdefault(likeness(op.name, op.sizes), {})[rank] = Party((rank,), edge.group, op)
+                entered.setdefault(operation_signature(op.name, op.sizes), {})[rank] = Party((rank,), edge.group, op)
     firsts = ((ranks, next(iter(ranks.values()))) for ranks in entered.values())
     return [Party(tuple(sorted(ranks)), first.group, first.op) for ranks, first in firsts]
 
@@ -285,7 +285,7 @@ def _stall(apart: Parting, snapshots: Snapshots, proof: bool, kind: str = "") ->
     same_sizes = len({str(party.op.sizes) for party in apart.parties if party.op is not None}) == 1
     odd_party = next((party for party in apart.parties if rank in party.ranks), None)
     frame = _party_frame(odd_party, apart.parties, snapshots) if odd_party is not None else None
-    lines = [f"{ranks_text(party.ranks)} entered {_operation(party)}" for party in apart.parties]
+    lines = [f"{format_ranks(party.ranks)} entered {_operation(party)}" for party in apart.parties]
     operation, backend = str(usual.op or ""), usual.op.name.partition(":")[0] if usual.op else "gloo"
     where, evidence = str(frame or ""), (*lines, apart.how)
     detail = "dtype" if kind == "shape-mismatch" and same_sizes else ""
@@ -310,7 +310,7 @@ def _by_loop(apart: Parting, snapshots: Snapshots) -> tuple[Parting, bool]:
         others = tuple(rank for other in apart.parties if other is not party for rank in other.ranks)
         if apart.odd in ((), party.ranks) and _left_the_loop(snapshots, party.ranks, others):
             rest = tuple(other for other in apart.parties if other is not party)
-            left = f"{ranks_text(others)} are inside a loop that {ranks_text(party.ranks)} has left"
+            left = f"{format_ranks(others)} are inside a loop that {format_ranks(party.ranks)} has left"
             how = apart.how if apart.odd else left
             return Parting((party, *rest), party.ranks, how), True
     return apart, False
@@ -319,7 +319,7 @@ def _by_loop(apart: Parting, snapshots: Snapshots) -> tuple[Parting, bool]:
 def _kind(parties: tuple[Party, ...], snapshots: Snapshots) -> str:
     """Different calls, or one call with different tensors? The line tells where both are all_reduce."""
     ops = [party.op for party in parties if party.op is not None]
-    if len({kind_of(op.name) for op in ops}) > 1:
+    if len({operation_kind(op.name) for op in ops}) > 1:
         return "op-mismatch"
     if len({party.group for party in parties if party.op is not None}) > 1:
         return "diverged"

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import re
 
-from stoker.contract.shape import replace
-from stoker.contract.shapes import BadNumber
+from stoker.contract.evidence import BadNumber
+from stoker.contract.frozen import replace
 
 IN_A_ROW = 3
 CONSTANT_FOR = 20  # readings, from the first on: a loss may well stay the same when it has converged

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from stoker.contract.names import WAITING_PHASE
+from stoker.contract.env_vars import WAITING_PHASE
 
 FLOOR_S = 3.0  # between steps of a training that runs
 K = 5.0  # times the rolling p99 of its own gaps

@@ -6,14 +6,14 @@ ranks they wait for is, in either branch of it. Those are in another collective,
 
 from __future__ import annotations
 
-from stoker.contract.quantities import ranks_text
-from stoker.contract.shape import replace, shape
-from stoker.contract.shapes import Stall
+from stoker.contract.evidence import Stall
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.units import format_ranks
 from stoker.control.watch import call_paths, stacks
 from stoker.control.watch.snapshot import Condition, Frame, Snapshot, Snapshots
 
 
-@shape
+@frozen
 class Found:
     ranks: tuple[int, ...]
     frame: Frame  # the line inside the condition
@@ -26,7 +26,7 @@ def instead(stall: Stall, snapshots: Snapshots, entered: tuple[int, ...], others
     if found is None:
         return stall
     where = f"it is inside `{found.condition.text}` (line {found.condition.line})"
-    line = f"{ranks_text(found.ranks)} alone came to {found.frame}: {where}, and {ranks_text(others)} {'is' if len(others) == 1 else 'are'} not"
+    line = f"{format_ranks(found.ranks)} alone came to {found.frame}: {where}, and {format_ranks(others)} {'is' if len(others) == 1 else 'are'} not"
     return replace(
         stall, kind="rank-only", rank=found.ranks[0], ranks=found.ranks, waiting=others, where=str(found.frame),
         detail=found.condition.text, proof=True, evidence=(line, *stall.evidence),

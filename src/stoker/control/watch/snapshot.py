@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract.quantities import counted
-from stoker.contract.shape import replace, shape
-from stoker.contract.typed import readable
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.typed_values import known_fields
+from stoker.contract.units import plural
 
 _SIZES = 400  # characters of the sizes of an operation: it may have hundreds of tensors
 
 
-@shape
+@frozen
 class Condition:
     """On the rank, in the script: what the code inside is for some ranks alone."""
 
@@ -22,7 +22,7 @@ class Condition:
     as_list = True  # it travels as [line, text]
 
 
-@shape
+@frozen
 class Frame:
     name: str
     file: str
@@ -41,7 +41,7 @@ class Frame:
         return self.name.rpartition(".")[2]
 
 
-@shape
+@frozen
 class LockUse:
     """A lock that a thread waits for, or holds as far as the source around its line says."""
 
@@ -59,7 +59,7 @@ class LockUse:
         return f"{self.file}:{self.line}, in {self.name}"
 
 
-@shape
+@frozen
 class Thread:
     main: bool
     frames: tuple[Frame, ...]  # innermost first
@@ -71,7 +71,7 @@ class Thread:
     locks: tuple[LockUse, ...] = ()  # innermost first
 
 
-@shape
+@frozen
 class Op:
     seq: int
     p2p: int
@@ -79,7 +79,7 @@ class Op:
     sizes: tuple[Any, ...]
     done: bool
     order: int = 0
-    usual: bool | None = None  # it is what came next before too (contract/collectives.py)
+    usual: bool | None = None  # it is what came next before too (contract/flight_recorder.py)
     frames: tuple[Frame, ...] = ()  # of the script, when it made the call; none for what torch starts in C++ (DDP)
     dtype: str = ""
 
@@ -87,13 +87,13 @@ class Op:
         if not self.sizes:
             return self.name
         if self.dtype:  # from the log of calls, which has no shape
-            return f"{self.name} of {counted(self.sizes[0][0], 'element')} ({self.dtype})"
+            return f"{self.name} of {plural(self.sizes[0][0], 'element')} ({self.dtype})"
         shapes = ", ".join(str(one[:_SIZES] if isinstance(one, (list, str)) else one) for one in self.sizes[:_SIZES])
         cut = shapes if len(shapes) <= _SIZES else shapes[:_SIZES] + "…"
         return f"{self.name} of shape{'s' if len(self.sizes) > 1 else ''} {cut}"
 
 
-@shape
+@frozen
 class Party:
     """Ranks that entered the same operation."""
 
@@ -102,7 +102,7 @@ class Party:
     op: Op | None = None  # None: it is not known: gloo ended these ranks, and their recorders with them
 
 
-@shape
+@frozen
 class Wait:
     rank: int
     target: int  # the rank it waits for
@@ -112,7 +112,7 @@ class Wait:
     other: Op | None = None  # what the target did instead
 
 
-@shape
+@frozen
 class Group:
     name: str
     ops: tuple[Op, ...]
@@ -128,7 +128,7 @@ class Group:
         return undone[0] if undone else None
 
 
-@shape
+@frozen
 class Call:
     """A call of torch.distributed as the script made it (control/rank/call_log.py). It can be read after the rank's end."""
 
@@ -152,7 +152,7 @@ class Call:
         return str(self.frames[0]) if self.frames else ""
 
 
-@shape
+@frozen
 class OtherProcess:
     """A process that holds a file lock, or has the other end of a pipe or a socket open."""
 
@@ -162,7 +162,7 @@ class OtherProcess:
     is_rank: bool = False  # it is the rank itself, not a child
 
 
-@shape
+@frozen
 class BlockedOn:
     """A file, pipe, socket or file lock that a process waits for (control/machine/blocked.py)."""
 
@@ -176,7 +176,7 @@ class BlockedOn:
     hidden: int = 0  # processes whose files may not be read: one of them may be at the other end
 
 
-@shape
+@frozen
 class Worker:
     pid: int
     parent: int = 0
@@ -199,7 +199,7 @@ class Worker:
         return main.frames if main else ()
 
 
-@shape
+@frozen
 class Snapshot:
     rank: int
     state: str = "?"
@@ -257,7 +257,7 @@ def main_thread(threads: tuple[Thread, ...]) -> Thread | None:
 def read(rank: int, data: dict[str, Any]) -> Snapshot:
     card = data["gpu"] if isinstance(data.get("gpu"), dict) else {}
     of_card = {"gpu_use": card.get("use"), "throttle": card.get("throttle"), "lanes": card.get("lanes")}
-    snapshot = Snapshot(**{**readable(Snapshot, {**data, **of_card}), "rank": rank})
+    snapshot = Snapshot(**{**known_fields(Snapshot, {**data, **of_card}), "rank": rank})
     groups = tuple(
         replace(group, ops=tuple(replace(op, frames=_caller(op, group, snapshot.calls)) for op in group.ops))
         for group in snapshot.groups

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from stoker.contract.quantities import ranks_text
-from stoker.contract.stacktext import is_library
+from stoker.contract.stack_traces import is_library
+from stoker.contract.units import format_ranks
 from stoker.control.watch.snapshot import Frame, Snapshot, main_thread
 
 # Not all of torch/distributed: elastic's decorators and FSDP's forward are around the script's own code.
@@ -120,7 +120,7 @@ def told(snapshots: Iterable[Snapshot], frames: int = 4) -> list[str]:
     lines = []
     for ranks, one in grouped(snapshots):
         shown = " < ".join(f"{frame.name} ({_short(frame.file)}:{frame.line})" for frame in _telling(one.main)[:frames])
-        lines.append(f"{ranks_text(ranks)}: {shown or 'no Python stack'}")
+        lines.append(f"{format_ranks(ranks)}: {shown or 'no Python stack'}")
     return lines
 
 

@@ -13,9 +13,9 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract.quantities import amount
-from stoker.contract.shape import shape
-from stoker.contract.text import is_count
+from stoker.contract.frozen import frozen
+from stoker.contract.text import is_digits
+from stoker.contract.units import format_bytes
 from stoker.control.watch import stacks
 from stoker.control.watch.snapshot import Snapshot, Snapshots, main_thread
 
@@ -37,7 +37,7 @@ PACES = 100
 _GPU_WAITS = ("synchronize", "item", "tolist", "cpu")
 
 
-@shape
+@frozen
 class Straggler:
     cause: str  # slow.data, slow.cpu, slow.swap, slow.throttle, slow.link, slow.code
     rank: int
@@ -48,7 +48,7 @@ class Straggler:
     step: int
 
 
-@shape
+@frozen
 class Late:
     rank: int
     wait_s: float  # what it makes the others wait
@@ -57,7 +57,7 @@ class Late:
     asynchronous: bool = False  # NCCL's times are those of the launch: only a peer that really waits makes it true
 
 
-@shape
+@frozen
 class Named:
     """Reported as slow, and not yet seen to keep up again."""
 
@@ -146,7 +146,7 @@ class Stragglers:
 
     def answered(self, host: str, told: Mapping[str, Any]) -> None:
         for rank, data in told.items():
-            if is_count(rank) and isinstance(data, dict) and "timings" in data:
+            if is_digits(rank) and isinstance(data, dict) and "timings" in data:
                 entries = data["timings"] if isinstance(data["timings"], list) else []
                 self._timings.setdefault(host, {})[int(rank)] = [entry for entry in entries if _is_timing(entry)]
 
@@ -331,7 +331,7 @@ def why(one: Snapshot, peer: Snapshot | None) -> tuple[str, str, str]:
     if _narrow(one) and not (peer is not None and _narrow(peer)):
         return "slow.link", f"its GPU's PCIe link has {one.lanes[0]} of {one.lanes[1]} lanes", where
     if one.swap and one.faults > 20:
-        faults, out = f"{one.faults:.0f} page faults a second from the disk", f"{amount(one.swap)} swapped out"
+        faults, out = f"{one.faults:.0f} page faults a second from the disk", f"{format_bytes(one.swap)} swapped out"
         return "slow.swap", f"it swaps: {faults}, {out}", where
     if one.waiting_for_core > 0.25 and (peer is None or one.waiting_for_core > 1.5 * peer.waiting_for_core):
         may = f"; it may run on {one.cpus} CPU{'s' if one.cpus != 1 else ''}" if one.cpus else ""

@@ -10,15 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from stoker.contract.collectives import kind_of, numbers_in, sizes_must_agree
-from stoker.contract.shape import shape
+from stoker.contract.flight_recorder import count_elements, operation_kind, sizes_must_agree
+from stoker.contract.frozen import frozen
 from stoker.control.watch import call_paths
 from stoker.control.watch.snapshot import Group, Members, Op, Snapshots, Wait
 
 _PEER = re.compile(r"(?<!\d)(\d{1,9})\s{0,9}(->|<-)\s{0,9}(\d{1,9})")
 
 
-@shape
+@frozen
 class Waits:
     edges: tuple[Wait, ...]
     pending: Mapping[int, tuple[str, Op]]  # rank -> (group, the operation it waits in)
@@ -94,9 +94,9 @@ def _edge(rank: int, other: int, name: str, op: Op, theirs: Group | None) -> Wai
         if ops and ops[0].seq > op.seq:
             return None  # they have been past it: its entry has rolled out of their recorder
         return Wait(rank, other, "absent", name, op, ops[-1] if ops else None)
-    if kind_of(same.name) != kind_of(op.name):
+    if operation_kind(same.name) != operation_kind(op.name):
         return Wait(rank, other, "other-op", name, op, same)
-    if sizes_must_agree(op.name) and numbers_in(same.sizes) != numbers_in(op.sizes):
+    if sizes_must_agree(op.name) and count_elements(same.sizes) != count_elements(op.sizes):
         return Wait(rank, other, "other-shape", name, op, same)
     return None
 
@@ -114,6 +114,6 @@ def _peer(rank: int, name: str, op: Op, snapshots: Snapshots, everybody: tuple[i
         next((group for group in snapshots[peer].groups if group.name == name), None) if peer in snapshots else None
     )
     for one in theirs.ops if theirs else ():
-        if not one.done and one.p2p and _PEER.search(one.name) and kind_of(one.name) != kind_of(op.name):
+        if not one.done and one.p2p and _PEER.search(one.name) and operation_kind(one.name) != operation_kind(op.name):
             return []
     return [Wait(rank, peer, "peer", name, op)]

@@ -9,10 +9,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoker.contract.quantities import span
-from stoker.contract.shape import replace, shape
-from stoker.contract.shapes import Stall
-from stoker.contract.text import is_count, parse_json
+from stoker.contract.evidence import Stall
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.text import is_digits, parse_json
+from stoker.contract.units import format_duration
 from stoker.control.watch import progress, snapshot, stacks
 from stoker.control.watch.activity import activity
 from stoker.control.watch.culprit import explain
@@ -35,20 +35,20 @@ BUSY_TIMEOUT_S = 1800.0
 COMPUTES_S = 10.0  # silence of a rank that computes and keeps nobody waiting: before that it is only slow
 
 
-@shape
+@frozen
 class Inspect:
     """Ask the agents."""
 
     order: Mapping[str, Any]
 
 
-@shape
+@frozen
 class Suspect:
     stall: Stall
     stops_in: float | None  # seconds until the job is stopped for it, if nothing changes; None: never
 
 
-@shape
+@frozen
 class Busy:
     """A rank works for long without finishing a step. It is no suspicion, and withdraws one that was reported."""
 
@@ -56,7 +56,7 @@ class Busy:
     stops_in: float | None  # seconds until the job is stopped for it, if no step ends; None: never
 
 
-@shape
+@frozen
 class Relieve:
     """What was suspected makes progress again."""
 
@@ -64,13 +64,13 @@ class Relieve:
     silent_s: float
 
 
-@shape
+@frozen
 class Stop:
     stall: Stall
     why: str
 
 
-@shape
+@frozen
 class Standing:
     """How one rank stands, for those who look on."""
 
@@ -155,7 +155,7 @@ class Watcher:
         for item in text.split(";"):
             name, _, ranks = item.partition("=")
             if ranks:
-                told = (int(word) for word in ranks.split(",") if is_count(word))
+                told = (int(word) for word in ranks.split(",") if is_digits(word))
                 self._members[name] = everybody if ranks == "*" else tuple(told)
 
     def ended(self, rank: int, code: int) -> None:
@@ -197,7 +197,7 @@ class Watcher:
         if self.stragglers.asked == ask:
             self.stragglers.answered(host, told)
         for rank, data in told.items():
-            if is_count(rank) and isinstance(data, dict) and "timings" not in data:
+            if is_digits(rank) and isinstance(data, dict) and "timings" not in data:
                 one = self._answers[int(rank)] = snapshot.read(int(rank), data)
                 if one.newest and any(group.pending for group in one.groups):
                     self._inside[int(rank)] = now - max(0.0, time.time() - one.newest / 1e9)
@@ -450,7 +450,7 @@ class Watcher:
             return "it can't continue by itself"
         if now - self._silent_since(stall, now) >= self._limit(stall) - 0.5:
             if stall.kind == "busy":
-                return f"--busy-timeout of {span(self._busy_timeout)} is over"
+                return f"--busy-timeout of {format_duration(self._busy_timeout)} is over"
             return f"--hang-timeout of {self._timeout:g} s is over"
         return ""
 

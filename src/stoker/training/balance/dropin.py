@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import stoker
-from stoker.contract.quantities import counted
-from stoker.contract.shape import shape
-from stoker.contract.text import printable
+from stoker.contract.frozen import frozen
+from stoker.contract.text import escape
+from stoker.contract.units import plural
 from stoker.training.balance.comm import now, to_host
 from stoker.training.balance.plan import Plan, Plans, Rule, apportion
 
@@ -27,7 +27,7 @@ MARGIN = 3  # steps a loader may have run ahead since that was told
 LAG = 2
 
 
-@shape
+@frozen
 class Given:
     """A step's batch on its way through the loader."""
 
@@ -55,7 +55,7 @@ class Sampler:
         self.batch, self._seed, self._shuffle = batch, seed, shuffle
         if batch < self.world or self._samples < self.world:
             raise ValueError(
-                f"a batch of {batch} from {self._samples} samples can't be split over {counted(self.world, 'rank')}: each"
+                f"a batch of {batch} from {self._samples} samples can't be split over {plural(self.world, 'rank')}: each"
                 " needs one"
             )
         self.most = self._mosts(most)
@@ -148,7 +148,7 @@ class Sampler:
 
 
 def _said(line: str) -> None:
-    print(f"stoker balance: {printable(line)}", flush=True)
+    print(f"stoker balance: {escape(line)}", flush=True)
 
 
 def attach(model: nn.Module, loader: Any, *, rows: bool = True, say: Callable[[str], None] = _said) -> Any:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
-from stoker.contract.shape import as_json, shape
-from stoker.contract.typed import read_fields, read_shape
+from stoker.contract.frozen import as_json, frozen
+from stoker.contract.typed_values import read_fields, read_frozen
 
 
-@shape
+@frozen
 class Plan:
     """In force from `step` on: `shares` are the samples of each rank in a whole batch."""
 
@@ -103,7 +103,7 @@ class Plans:
         kept = read_fields({"ranks": "Count", "batch": "Count", "plans": "list[Any]"}, told)
         if kept["ranks"] != self.ranks or kept["batch"] != self.batch:
             return False
-        plans = [read_shape(Plan, one) for one in kept["plans"]]
+        plans = [read_frozen(Plan, one) for one in kept["plans"]]
         least = 1 if self.batch >= self.ranks else 0
         for plan in plans:
             if len(plan.shares) != self.ranks or sum(plan.shares) != self.batch or min(plan.shares) < least:
@@ -126,7 +126,7 @@ HELPS = (
 )
 
 
-@shape
+@frozen
 class Proposal:
     shares: tuple[int, ...]
     seconds: tuple[float, ...]  # per sample, of each rank
@@ -166,7 +166,7 @@ def imbalance(seconds: Sequence[float]) -> float:
     return max(seconds) * len(seconds) / sum(seconds) - 1
 
 
-@shape
+@frozen
 class Network:
     share: float  # of a step
     waiting: float  # seconds a step that even the slowest rank waits

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from stoker.contract import limits
-from stoker.contract.limits import text
-from stoker.contract.quantities import duration
-from stoker.contract.shape import option, shape
+from stoker.contract.frozen import frozen, option
+from stoker.contract.limits import text_option
+from stoker.contract.units import parse_duration
 
 
 def interval(text: str) -> float:
@@ -13,10 +13,10 @@ def interval(text: str) -> float:
     if text.strip().isdecimal() and int(text):
         number = text.strip()
         raise ValueError(f"{number} of what? write {number}s, {number}m or '{number} steps'")
-    return duration(text)
+    return parse_duration(text)
 
 
-@shape
+@frozen
 class CheckpointConfig:
     every_steps: int = limits.COUNT("save every this many steps (0: by time only)", 0)
     every: float = limits.NOT_NEGATIVE(
@@ -32,7 +32,7 @@ class CheckpointConfig:
         default="auto",
         metavar="WHERE",
     )
-    folder: str = text("DIR")("where to save them (empty: checkpoints/ in the run directory)")
+    folder: str = text_option("DIR")("where to save them (empty: checkpoints/ in the run directory)")
     at_end: bool = option("save at the end of the run, too", default=True)
     export: bool = option(
         "at the end, write the model as a folder `transformers` opens: hf/ in the run directory", default=True

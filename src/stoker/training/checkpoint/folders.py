@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Iterator
 
 from stoker.contract import safe_io
-from stoker.contract.names import EX_CANTCREAT, EX_TEMPFAIL, Refusal
+from stoker.contract.errors import EX_CANTCREAT, EX_TEMPFAIL, Refusal
 from stoker.contract.safe_io import open_lock_file, sync_folder
 from stoker.training.checkpoint.manifest import NAME as MANIFEST
 

@@ -14,18 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from stoker.contract.frozen import as_json, frozen
 from stoker.contract.progress import Progress
-from stoker.contract.safe_io import kind_of
-from stoker.contract.shape import as_json, shape
+from stoker.contract.safe_io import file_kind
 from stoker.contract.text import parse_json
-from stoker.contract.typed import Count, read_shape
+from stoker.contract.typed_values import Count, read_frozen
 
 SCHEMA = 1
 NAME = "manifest.json"
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
-@shape
+@frozen
 class Piece:
     """One block of a tensor, as one file holds it."""
 
@@ -35,7 +35,7 @@ class Piece:
     shape: tuple[Count, ...]
 
 
-@shape
+@frozen
 class Entry:
     """A whole tensor."""
 
@@ -44,7 +44,7 @@ class Entry:
     pieces: tuple[Piece, ...]
 
 
-@shape
+@frozen
 class Sums:
     """A file's size, and the CRC-32 of each `chunk` bytes of it."""
 
@@ -53,7 +53,7 @@ class Sums:
     crc32: tuple[Count, ...]
 
 
-@shape
+@frozen
 class Manifest:
     step: Count
     world: Count
@@ -79,7 +79,7 @@ def decode(data: bytes) -> Manifest:
     if body.pop("sha256", None) != _digest(body):
         raise ValueError("its own checksum is wrong")
     del body["schema"]
-    manifest = read_shape(Manifest, body)
+    manifest = read_frozen(Manifest, body)
     check_files(manifest.files)
     problem = disagreement(manifest.files, manifest.tensors)
     if problem:
@@ -218,7 +218,7 @@ def _wrong_size(folder: str, name: str, sums: Sums) -> str | None:
     except OSError as problem:
         return f"can't be read: {problem.strerror}"
     if not stat.S_ISREG(about.st_mode):
-        return f"is {kind_of(about.st_mode)}, not a file"
+        return f"is {file_kind(about.st_mode)}, not a file"
     return None if about.st_size == sums.size else f"has {about.st_size} bytes instead of {sums.size}"
 
 

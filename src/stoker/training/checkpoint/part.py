@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from stoker.contract import safe_io
-from stoker.contract.quantities import amount, span
-from stoker.contract.safe_io import read_json, sync_folder, write_whole
-from stoker.contract.shape import as_json, replace, shape
-from stoker.contract.tensorheader import pack_header
-from stoker.contract.typed import read_shape
+from stoker.contract.frozen import as_json, frozen, replace
+from stoker.contract.safe_io import read_json, sync_folder, write_atomic
+from stoker.contract.tensor_header import pack_header
+from stoker.contract.typed_values import read_frozen
+from stoker.contract.units import format_bytes, format_duration
 from stoker.training.checkpoint import manifest
 from stoker.training.checkpoint.folders import is_checkpoint, put_in_place
 from stoker.training.checkpoint.manifest import Entry, Manifest, Piece, SummedFile, Sums, sizes_wrong_in
@@ -32,7 +32,7 @@ class GivenUp(Exception):
         self.own = own
 
 
-@shape
+@frozen
 class Part:
     rank: int
     files: dict[str, Sums]
@@ -58,7 +58,7 @@ def write_part(
         if size:
             files[name] = _write_tensors(os.path.join(folder, name), step, placed, buffers, size, stopped)
         part = Part(rank, files, entries)
-        write_whole(os.path.join(folder, name_of(rank, NOTE)), json.dumps(as_json(part)).encode())
+        write_atomic(os.path.join(folder, name_of(rank, NOTE)), json.dumps(as_json(part)).encode())
         sync_folder(folder)
     except BaseException:
         for left in (name, name_of(rank, NOTE)):
@@ -69,7 +69,7 @@ def write_part(
 
 
 def read_part(folder: str, rank: int) -> Part:
-    part = read_shape(Part, read_json(os.path.join(folder, name_of(rank, NOTE))))
+    part = read_frozen(Part, read_json(os.path.join(folder, name_of(rank, NOTE))))
     manifest.check_files(part.files)
     return part
 
@@ -92,7 +92,7 @@ def _room_for(folder: str, name: str, size: int) -> None:
     free = disk.f_bavail * disk.f_frsize
     if disk.f_blocks and free < size:
         raise GivenUp(
-            f"no space left: {name} needs {amount(size)}, {amount(free)} are free in {os.path.dirname(folder)}"
+            f"no space left: {name} needs {format_bytes(size)}, {format_bytes(free)} are free in {os.path.dirname(folder)}"
         )
 
 
@@ -136,7 +136,7 @@ def gather(folder: str, ranks: Sequence[int], patience: float, pause: Callable[[
             return [read_part(folder, rank) for rank in ranks]
         if time.monotonic() > deadline:
             raise GivenUp(
-                f"the part of rank {missing[0]} did not come within {span(patience)}; all hosts must see the same"
+                f"the part of rank {missing[0]} did not come within {format_duration(patience)}; all hosts must see the same"
                 f" {os.path.dirname(folder)}"
             )
         if pause(wait):
@@ -171,7 +171,7 @@ def commit(unfinished: str, final: str, parts: Sequence[Part], wanted: Manifest)
     if problem:
         raise GivenUp(problem)
     whole = manifest.encode(replace(wanted, files=files, tensors=tensors))
-    write_whole(os.path.join(unfinished, manifest.NAME), whole)
+    write_atomic(os.path.join(unfinished, manifest.NAME), whole)
     for part in parts:
         os.unlink(os.path.join(unfinished, name_of(part.rank, NOTE)))  # the manifest has what they said
     sync_folder(unfinished)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.errors import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.progress import Progress
 from stoker.contract.safe_io import is_trusted, read_bytes, user_name
 from stoker.training.checkpoint.folders import repair, steps_in

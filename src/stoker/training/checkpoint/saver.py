@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 import stoker
-from stoker.contract.names import Refusal
-from stoker.contract.quantities import amount
-from stoker.contract.shape import shape
+from stoker.contract.errors import Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.units import format_bytes
 from stoker.training.checkpoint import folders
 from stoker.training.checkpoint.manifest import Manifest
 from stoker.training.checkpoint.part import GivenUp, commit, gather, note_failure, write_part
@@ -31,7 +31,7 @@ Tensors = Mapping[str, torch.Tensor]
 _LINGER_S = 3.0  # how long a save under way may hold up the exit of a process that did not call close()
 
 
-@shape
+@frozen
 class _Job:
     serial: int
     wanted: Manifest
@@ -174,7 +174,7 @@ class _Store:
             disk = os.statvfs(self.folder)
         except OSError as problem:
             return f" (its free space is unknown: {problem.strerror})"
-        return f" ({amount(disk.f_bavail * disk.f_frsize)} free)"
+        return f" ({format_bytes(disk.f_bavail * disk.f_frsize)} free)"
 
     def _sweep(self, dead: Callable[[str, int], bool]) -> None:
         try:

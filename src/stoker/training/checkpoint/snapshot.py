@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from stoker.contract.quantities import amount
-from stoker.contract.shape import replace, shape
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.units import format_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -22,7 +22,7 @@ _SPELLING = {
 DTYPES = {getattr(torch, ours): theirs for ours, theirs in _SPELLING.items() if hasattr(torch, ours)}
 
 
-@shape
+@frozen
 class Block:
     """The part of a tensor that is here: where it begins in the whole, and its data."""
 
@@ -30,7 +30,7 @@ class Block:
     data: torch.Tensor
 
 
-@shape
+@frozen
 class Source:
     """One piece this rank writes; without `block` it only knows that the tensor exists."""
 
@@ -165,7 +165,7 @@ class Buffers:
                     raise
                 why = str(problem).splitlines()[0]
                 self._say(
-                    f"{amount(size)} of host memory for checkpoints can't be pinned ({why}); ordinary memory is taken, and"
+                    f"{format_bytes(size)} of host memory for checkpoints can't be pinned ({why}); ordinary memory is taken, and"
                     " each save stalls training longer"
                 )
                 pinned = False

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from stoker.contract.settings import suggest, truth
-from stoker.contract.text import is_count
+from stoker.contract.options import parse_bool, suggest
+from stoker.contract.text import is_digits
 from stoker.training.config.keys import BARE, KEYS, LEAVES
 
 PRESET, GPU = "preset", "run.gpu"  # what an alias may mean besides a key: the preset, and an option of `stoker run`
@@ -57,27 +57,27 @@ def _every(value: Any) -> dict[str, Any]:
 
 
 def _dtype(name: str) -> Callable[[Any], dict[str, Any]]:
-    return lambda value: {"compute.dtype": name if truth(value) else "auto"}
+    return lambda value: {"compute.dtype": name if parse_bool(value) else "auto"}
 
 
 def _logger(name: str) -> Callable[[Any], dict[str, Any]]:
-    return lambda value: {"train.log_to": name if truth(value) else ""}
+    return lambda value: {"train.log_to": name if parse_bool(value) else ""}
 
 
 def _device_id(value: Any) -> dict[str, Any]:
-    if isinstance(value, bool) or not is_count(str(value)):
+    if isinstance(value, bool) or not is_digits(str(value)):
         raise ValueError(f"{value!r} is not the number of a GPU")
     return {GPU: str(value)}
 
 
 TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "use_amp": lambda value: {"compute.dtype": "auto" if truth(value) else "fp32"},
-    "gradient_checkpointing": lambda value: {"compute.recompute": "full" if truth(value) else "off"},
+    "use_amp": lambda value: {"compute.dtype": "auto" if parse_bool(value) else "fp32"},
+    "gradient_checkpointing": lambda value: {"compute.recompute": "full" if parse_bool(value) else "off"},
     **{name: _dtype(name) for name in ("bf16", "fp16", "fp32")},
     **{name: _logger(name) for name in ("tensorboard", "wandb", "trackio", "mlflow")},
-    "lora": lambda value: {"adapter.method": "lora" if truth(value) else "off"},
-    "qlora": lambda value: {"adapter.method": "qlora" if truth(value) else "off"},
-    "debug": lambda value: {PRESET: "debug"} if truth(value) else {},
+    "lora": lambda value: {"adapter.method": "lora" if parse_bool(value) else "off"},
+    "qlora": lambda value: {"adapter.method": "qlora" if parse_bool(value) else "off"},
+    "debug": lambda value: {PRESET: "debug"} if parse_bool(value) else {},
     "warmup": _warmup,
     "device_id": _device_id,
 }

@@ -7,10 +7,9 @@ import math
 import os
 from collections.abc import Sequence
 
-from stoker.contract.errors import reading
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal, parsing
+from stoker.contract.frozen import frozen
 from stoker.contract.progress import Progress
-from stoker.contract.shape import shape
 from stoker.training.config.schema import Config
 from stoker.training.data.formats.table import TEXT
 from stoker.training.data.rows import kind_of, rows
@@ -35,7 +34,7 @@ CHAT_TEXT = 0.75  # of a chat's row is text, the rest JSON
 FILL = 0.95  # of packed rows is not padding
 
 
-@shape
+@frozen
 class Amount:
     """One pass over the data."""
 
@@ -193,7 +192,7 @@ def lines_in(path: str) -> int:
     """Rows, by the lines that are not blank; of a file that has no lines, about."""
     if kind_of(path) in ("parquet", "arrow"):
         return max(os.path.getsize(path) // PARQUET_ROW, 1)
-    with reading(path):
+    with parsing(path):
         if kind_of(path) in ("json", "csv"):  # a row may have many lines, or all rows one
             return sum(1 for _ in itertools.islice(rows(path), COUNTED_ROWS))
         count, read = _counted(path)

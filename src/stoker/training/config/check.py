@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from stoker.contract import limits, settings
-from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, Refusal
-from stoker.contract.quantities import amount, counted
-from stoker.contract.shape import shape
+from stoker.contract import limits, options
+from stoker.contract.errors import EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.units import format_bytes, plural
 from stoker.training.config.keys import KEYS, values_of
 from stoker.training.config.layers import Origin
 from stoker.training.config.schema import Config, NeedsConfig
@@ -23,7 +23,7 @@ MOST_EPOCHS_A_STEP = 100
 LOGS_TO = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
-@shape
+@frozen
 class _Checking:
     config: Config
     given: Mapping[str, Origin]
@@ -41,7 +41,7 @@ def check(config: Config, given: Mapping[str, Origin] | None = None, on_cpu: boo
     """`given`: where keys were said, for the refusal's words and code. `on_cpu`: None where nobody knows yet."""
     checking = _Checking(config, given or {})
     for name, value in values_of(config).items():
-        if outside := settings.outside(KEYS[name].spec, value, KEYS[name].text(value)):
+        if outside := options.explain_limit(KEYS[name].spec, value, KEYS[name].text(value)):
             checking.refuse(f"{name} {outside}", name)
     if not config.model.load:
         _shape(checking)
@@ -120,7 +120,7 @@ def _words(checking: _Checking) -> None:
     percent = _PERCENT.fullmatch(share)
     if percent:
         checking.refuse(f"data.validation {share} is a percentage: write the share, {float(percent[1]) / 100:g}")
-    if _NUMBER.fullmatch(share) and float(share) not in limits.LESS_THAN_ALL:
+    if _NUMBER.fullmatch(share) and float(share) not in limits.FRACTION_BELOW_ONE:
         checking.refuse(f"data.validation {share} is not a share of the data from 0 to below 1, nor a path")
 
 
@@ -253,7 +253,7 @@ def check_needs(needs: NeedsConfig, cards: Sequence[int | None], given: Mapping[
     anyway = f"--needs.gpus 0{' --needs.vram 0' if needs.vram else ''} starts it anyway"
     if len(cards) < needs.gpus:
         raise Refusal(
-            f"{blame('needs.gpus')}{counted(needs.gpus, 'GPU')} needed, this machine has {len(cards) or 'none'}; {anyway}",
+            f"{blame('needs.gpus')}{plural(needs.gpus, 'GPU')} needed, this machine has {len(cards) or 'none'}; {anyway}",
             EX_UNAVAILABLE,
             cause="gpu.too-few",
         )
@@ -262,13 +262,13 @@ def check_needs(needs: NeedsConfig, cards: Sequence[int | None], given: Mapping[
     if needs.vram and len(large) < count:
         largest = sorted((memory for memory in cards if memory is not None), reverse=True)[:count]
         found = (
-            f"the largest here have {', '.join(amount(memory) for memory in largest)}"
+            f"the largest here have {', '.join(format_bytes(memory) for memory in largest)}"
             if cards
             else "this machine has none"
         )
         wanted = f"{count} GPUs" if count > 1 else "a GPU"
         raise Refusal(
-            f"{blame('needs.vram')}{wanted} with {amount(needs.vram)} of memory needed, {found}; {anyway}",
+            f"{blame('needs.vram')}{wanted} with {format_bytes(needs.vram)} of memory needed, {found}; {anyway}",
             EX_UNAVAILABLE,
             cause="gpu.too-few",
         )

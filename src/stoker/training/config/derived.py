@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 from stoker.training.config.amount import Amount
 from stoker.training.config.keys import config_of, values_of
 from stoker.training.config.schema import Config
@@ -35,7 +35,7 @@ EVALUATIONS = 10  # of a run that trains adapters: their checkpoints are small, 
 EVALUATIONS_SHARE, LEARNED_COST = 0.1, 2.0
 
 
-@shape
+@frozen
 class Learning:
     """How a stage learns where nobody says otherwise."""
 
@@ -52,7 +52,7 @@ class Learning:
 GRPO_STEPS, GRPO_MOST_STEPS, GRPO_PASSES = 100, 1000, 10
 
 
-@shape
+@frozen
 class Situation:
     """What the rules look at beside the settings."""
 

@@ -7,11 +7,11 @@ import os
 import re
 from typing import Any
 
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.errors import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.options import suggest
 from stoker.contract.safe_io import read_text
-from stoker.contract.settings import suggest
 from stoker.contract.text import parse_json
-from stoker.contract.yamltext import NotYaml, parse_yaml
+from stoker.contract.yaml_text import YamlError, parse_yaml
 
 _NAMED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "named")
 # A string or comment that does not end goes to the end of the text: looking for each of them again from the next sign
@@ -80,7 +80,7 @@ def _parse(text: str, path: str, where: str) -> Any:
             # else YAML, which has {a: 1} too
     try:
         return parse_yaml(text)
-    except NotYaml as problem:
+    except YamlError as problem:
         raise Refusal(f"{where} is not YAML{problem.where}: {problem.problem}", EX_DATAERR) from problem
 
 

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from stoker.contract.settings import Help, Parser
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
+from stoker.contract.options import HelpFormatter, OptionParser
 from stoker.training.config import presets
 from stoker.training.config.aliases import RENAMED, SECTION_VALUES, SWITCHES, TRANSLATED
 from stoker.training.config.keys import BARE, KEYS, LEAVES
@@ -15,7 +15,7 @@ from stoker.training.config.presets import PRESETS
 from stoker.training.config.schema import ABOUT, SECTIONS
 
 
-@shape
+@frozen
 class Flag:
     name: str  # `preset`, `config`, a dotted key, or a name that aliases know
     spelling: str  # as it was typed
@@ -39,7 +39,7 @@ class _Collect(argparse.Action):
     name = ""
 
 
-@shape
+@frozen
 class Shown:
     """What a --help lists: these keys, in this order; None: all of them, section by section."""
 
@@ -162,7 +162,7 @@ def _add(where: Any, name: str, spellings: list[str], text: str | None, metavar:
 
 def parse(argv: Sequence[str], prog: str = "pretrain") -> tuple[Flag, ...]:
     """Nothing but keys: what a recipe is started with."""
-    made = Parser(prog=prog, allow_abbrev=False, formatter_class=Help)
+    made = OptionParser(prog=prog, allow_abbrev=False, formatter_class=HelpFormatter)
     add_key_flags(made)
     found, extra = made.parse_known_args(list(argv))
     if extra:

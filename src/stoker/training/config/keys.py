@@ -7,12 +7,12 @@ from collections.abc import Collection
 from decimal import Decimal
 from typing import Any
 
-from stoker.contract import settings
-from stoker.contract.shape import Option, options_of, shape
+from stoker.contract import options
+from stoker.contract.frozen import Option, frozen, options_of
 from stoker.training.config.schema import SECTIONS, Config
 
 
-@shape
+@frozen
 class Key:
     section: str
     name: str
@@ -29,7 +29,7 @@ class Key:
 
     def read(self, value: Any) -> Any:
         """Raises ValueError, in words, for what can't be this key's value."""
-        return settings.read(self.spec, self.kind, value)
+        return options.read_setting(self.spec, self.kind, value)
 
     def text(self, value: Any) -> str:
         """What `read` reads back as this value; one item of a key that has many."""

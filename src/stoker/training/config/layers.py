@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stoker.contract.names import EX_CONFIG, EX_USAGE, Refusal
-from stoker.contract.safe_io import why_not_ours_alone
-from stoker.contract.settings import suggest
-from stoker.contract.shape import shape
+from stoker.contract.errors import EX_CONFIG, EX_USAGE, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.options import suggest
+from stoker.contract.safe_io import why_shared
 from stoker.training.config import aliases
 from stoker.training.config.files import load, shipped
 from stoker.training.config.flags import Flag
@@ -28,7 +28,7 @@ ONLY_IN_OWN_FILE: dict[str, Callable[[Any], bool]] = {
 _HUB_CACHE = re.compile(r"/(?:models|datasets|spaces)--[^/]+/(?:snapshots|blobs)/")
 
 
-@shape
+@frozen
 class Origin:
     words: str  # for people: `--learning-rate`, `config file a.yaml: optim.learning_rate`
     code: int  # the exit code of a refusal because of it
@@ -52,7 +52,7 @@ class Layer:
         return found is not None
 
 
-@shape
+@frozen
 class Layers:
     file: Layer
     environment: Layer
@@ -100,7 +100,7 @@ def _why_not_own(path: str) -> str:
         return "comes with Stoker"
     if _HUB_CACHE.search(os.path.realpath(path)):
         return "was downloaded from the hub"
-    return why_not_ours_alone(path).removeprefix("it ")
+    return why_shared(path).removeprefix("it ")
 
 
 def from_flags(flags: Sequence[Flag]) -> Layer:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from stoker.contract import layout, terminal
-from stoker.contract.names import Refusal
-from stoker.contract.settings import suggest
-from stoker.contract.shape import options_of, replace, shape
+from stoker.contract.errors import Refusal
+from stoker.contract.frozen import frozen, options_of, replace
+from stoker.contract.options import suggest
 from stoker.control.record import finder
 from stoker.training.config import aliases
 from stoker.training.config.check import check
@@ -45,7 +45,7 @@ COUPLED = (
 )
 
 
-@shape
+@frozen
 class Resolved:
     config: Config
     given: Mapping[str, Origin]  # dotted keys that no preset decided
@@ -236,7 +236,7 @@ def _quiet(line: str) -> None:
     """It was said of the settings."""
 
 
-def _pinned(value: Any, say: Callable[[str], None] = terminal.say) -> Any:
+def _pinned(value: Any, say: Callable[[str], None] = terminal.print_status) -> Any:
     if isinstance(value, tuple):
         return tuple(_pinned(one, say) for one in value)
     if not isinstance(value, str) or layout.LATEST not in value.split("/"):

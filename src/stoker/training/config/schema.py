@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, get_type_hints
 
 from stoker.contract import limits
-from stoker.contract.quantities import size
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
+from stoker.contract.units import parse_bytes
 from stoker.training.checkpoint.config import CheckpointConfig
 from stoker.training.data.config import DataConfig
 from stoker.training.evaluate.config import DensityConfig, DiversityConfig, EvaluateConfig
@@ -21,15 +21,15 @@ from stoker.training.rl.config import GrpoConfig
 from stoker.training.tokenizer.config import TokenizerConfig
 
 
-@shape
+@frozen
 class NeedsConfig:
     gpus: int = limits.COUNT("refuse to start on a machine with fewer GPUs", 0)
     vram: int = limits.NOT_NEGATIVE(
-        "refuse to start where GPUs with this much memory are missing, e.g. 40GB", 0, parse=size, metavar="SIZE"
+        "refuse to start where GPUs with this much memory are missing, e.g. 40GB", 0, parse=parse_bytes, metavar="SIZE"
     )
 
 
-@shape
+@frozen
 class Config:
     preset: str
     model: ModelConfig

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.contract.diskroom import DiskRoom
-from stoker.contract.names import EX_CANTCREAT, Refusal
+from stoker.contract.disk_space import DiskSpace
+from stoker.contract.errors import EX_CANTCREAT, Refusal
+from stoker.contract.frozen import frozen
 from stoker.contract.progress import BYTES, Progress
 from stoker.contract.safe_io import open_lock_file, sync_folder, write_json
-from stoker.contract.shape import shape
-from stoker.contract.text import printable
+from stoker.contract.text import escape
 from stoker.training.data import shards
 from stoker.training.data.crew import Crew
 from stoker.training.data.ours import OTHER_CACHE
@@ -35,7 +35,7 @@ from stoker.training.data.work import BEGIN, Part, Work, lengths_path, mask_path
 # room.
 
 
-@shape
+@frozen
 class Packing:
     rows: int
     row: NDArray[np.int64]  # of each conversation
@@ -97,7 +97,7 @@ def alone(folder: str, say: Say) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() - reported >= REMIND_S:
                     lock.seek(0)
-                    holder = printable(lock.read(200).strip()) or "another process"
+                    holder = escape(lock.read(200).strip()) or "another process"
                     say(f"{holder} is preparing {folder}: waiting for it; another folder: --data.cache DIR")
                     reported = time.monotonic()
                 time.sleep(POLL_S)
@@ -158,7 +158,7 @@ def build(
 
 def _with_disk_room(parts: Iterator[Part], folder: str) -> Iterator[Part]:
     """Yield the parts. Raises Refusal before they fill the disk that `folder` is on."""
-    room = DiskRoom(folder, OTHER_CACHE)
+    room = DiskSpace(folder, OTHER_CACHE)
     for part in parts:
         room.take(os.path.getsize(part.path))
         yield part

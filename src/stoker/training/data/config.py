@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from stoker.contract import limits
-from stoker.contract.shape import option, shape
+from stoker.contract.frozen import frozen, option
 from stoker.training.data.formats.table import AUTO, NAMES
 
 
-@shape
+@frozen
 class DataConfig:
     path: tuple[str, ...] = option(
         "files, folders, globs, or a hub id (owner/name:config:split@revision); several: one after the other. Of a folder:"
@@ -35,7 +35,7 @@ class DataConfig:
     )
     context_length: int = option("tokens per sample", default=1024, limit=limits.FROM_TWO)
     text_key: str = option("the field of a row that holds its text, where `data.kind` is stream", default="text")
-    kind: str = limits.one_of("stream", "chat")(
+    kind: str = limits.choice("stream", "chat")(
         "stream: one text after the other; chat: whole conversations, best-fit packed, the assistant's words learned"
     )
     documents: bool = option(

@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import stoker
-from stoker.contract.names import EX_SOFTWARE, Refusal
-from stoker.contract.shape import as_json
+from stoker.contract.errors import EX_SOFTWARE, Refusal
+from stoker.contract.frozen import as_json
 from stoker.training.data.units import Span
 from stoker.training.data.work import Part, Work, do, files_in, prepared_tokenizer, too_much_memory
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from stoker.contract.safe_io import lines_of
+from stoker.contract.safe_io import read_lines
 from stoker.contract.text import parse_json
 
 HALF = re.compile(r"\\u[dD]")  # how JSON spells half a surrogate pair
@@ -65,7 +65,7 @@ def parse_row(line: bytes) -> Row:
 
 def lines(path: str) -> Iterator[tuple[int, str]]:
     """(number, line) of those not blank, which end with newlines alone. ValueError: not UTF-8."""
-    for number, line in enumerate(lines_of(path), 1):
+    for number, line in enumerate(read_lines(path), 1):
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
         if not line.isspace():

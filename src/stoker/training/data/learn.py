@@ -20,12 +20,12 @@ from importlib import import_module
 from typing import Any
 
 import stoker
-from stoker.contract import hostmemory
-from stoker.contract.memory import limit_to, used_memory
-from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_OSERR, EX_SOFTWARE, Refusal
+from stoker.contract import host_memory
+from stoker.contract.errors import EX_CONFIG, EX_DATAERR, EX_OSERR, EX_SOFTWARE, Refusal
+from stoker.contract.host_memory import limit_memory, used_memory
 from stoker.contract.progress import BYTES, Progress
-from stoker.contract.quantities import amount
-from stoker.contract.quantities import span as time_span
+from stoker.contract.units import format_bytes
+from stoker.contract.units import format_duration as time_span
 from stoker.training.data.build import Say, alone, whole
 from stoker.training.data.config import DataConfig
 from stoker.training.data.crew import ALONE
@@ -101,7 +101,7 @@ def train_apart(texts: Iterable[str], vocab_size: int, folder: str) -> Tokenizer
     """In a process of its own, with nine tenths of the memory that is free now. Each different word takes 650 bytes: text in which
     no word comes twice takes 110 times its own size, and only the library knows how many words there are.
     """
-    room = hostmemory.memory()[1] // 10 * 9
+    room = host_memory.read_memory()[1] // 10 * 9
     root = os.path.dirname(os.path.dirname(os.path.abspath(stoker.__file__)))
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
@@ -124,7 +124,7 @@ def train_apart(texts: Iterable[str], vocab_size: int, folder: str) -> Tokenizer
         process.stdout.close()
     if code in _NO_MEMORY:
         raise Refusal(
-            f"training a tokenizer takes more than {amount(room)} of memory, which is what is free here: this text has very"
+            f"training a tokenizer takes more than {format_bytes(room)} of memory, which is what is free here: this text has very"
             " many different words; lower tokenizer.train_megabytes, or name a tokenizer with --tokenizer.path",
             EX_OSERR,
         )
@@ -146,7 +146,7 @@ def main(argv: list[str]) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: who asked decides
     folder, vocab_size, room = argv
-    limit_to(used_memory() + int(room))
+    limit_memory(used_memory() + int(room))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         train(_sent(), int(vocab_size), folder)
@@ -170,7 +170,7 @@ def trained(
             if not _sound(folder, lambda line: None):
                 chosen = spread(spans(), told.train_megabytes * 1_000_000)
                 limit = min(sum(span.size for span in chosen), told.train_megabytes * 1_000_000)
-                say(f"training a tokenizer of {told.vocab_size} tokens on {amount(limit)} of the data")
+                say(f"training a tokenizer of {told.vocab_size} tokens on {format_bytes(limit)} of the data")
                 began = time.monotonic()
                 with whole(folder) as temporary, Progress("reading for the tokenizer", limit, unit=BYTES) as progress:
                     pieces = _counted(_announced(_pieces(chosen, data, limit), say), progress)

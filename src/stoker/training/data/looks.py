@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.errors import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.safe_io import open_regular
 
 _BEGINNINGS = (

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.contract.names import EX_CONFIG, Refusal
-from stoker.contract.quantities import counted
+from stoker.contract.errors import EX_CONFIG, Refusal
+from stoker.contract.units import plural
 from stoker.training.data.config import DataConfig
 
 ROUNDS = 6
@@ -86,7 +86,7 @@ def mixture_of(data: DataConfig) -> Mixture | None:
     if not shares or not all(0 < share < math.inf for share in shares) or math.isinf(sum(shares)):
         raise Refusal(f"data.mixture {' '.join(words)}: give a number above 0 for each path, e.g. 3 1", EX_CONFIG)
     if len(shares) != len(data.path):
-        line = f"data.mixture has {len(shares)} shares and data.path {counted(len(data.path), 'entry')}"
+        line = f"data.mixture has {len(shares)} shares and data.path {plural(len(data.path), 'entry')}"
         raise Refusal(f"{line}: give one share for each path", EX_CONFIG)
     if data.max_samples:
         raise Refusal("data.mixture and data.max_samples exclude each other: leave one of them out", EX_CONFIG)

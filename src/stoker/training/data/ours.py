@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from stoker.contract import layout, typed
-from stoker.contract.names import EX_CANTCREAT, Refusal
+from stoker.contract import layout, typed_values
+from stoker.contract.errors import EX_CANTCREAT, Refusal
 from stoker.contract.progress import BYTES, Progress
-from stoker.contract.quantities import amount
-from stoker.contract.safe_io import open_lock_file, open_regular, read_json, why_not_ours_alone, write_json, write_whole
+from stoker.contract.safe_io import open_lock_file, open_regular, read_json, why_shared, write_atomic, write_json
+from stoker.contract.units import format_bytes
 from stoker.control.record import ownership
 
 TAG = layout.CACHE_TAG
@@ -29,13 +29,13 @@ def tag(cache: str) -> None:
     os.makedirs(cache, 0o700, exist_ok=True)
     path = os.path.join(cache, TAG)
     if not os.path.lexists(path):
-        write_whole(path, layout.CACHE_SIGNATURE, durable=False)
+        write_atomic(path, layout.CACHE_SIGNATURE, durable=False)
 
 
 def own_cache(cache: str, say: Callable[[str], None]) -> str:
     """The cache where only we can write to it, else a folder of our own in it: nothing of others is used."""
     try:
-        problem = why_not_ours_alone(cache)
+        problem = why_shared(cache)
     except FileNotFoundError:
         if os.path.islink(cache):  # whoever made the link could put a folder there at any time
             line = f"data.cache {cache} is a link to {os.readlink(cache)}, which does not exist: create it, or remove the link"
@@ -43,7 +43,7 @@ def own_cache(cache: str, say: Callable[[str], None]) -> str:
         return _made(cache, say)
     if not problem:
         return cache if _is_cache(cache) else _inside(cache, say)
-    if why_not_ours_alone(cache, sticky=True):  # who owns the folder can exchange everything in it
+    if why_shared(cache, sticky=True):  # who owns the folder can exchange everything in it
         own = ownership.private_cache("data", say)
     else:
         own = ownership.own_folder(cache, f"user-{os.geteuid()}")
@@ -122,7 +122,7 @@ def digest_files(paths: Sequence[str], cache: str, workers: int, say: Callable[[
     found = {path: str(known[os.path.abspath(path)][1]) for path in stats if path not in fresh}
     total = sum(stats[path][0] for path in fresh)
     if total > 1 << 30:
-        say(f"hashing {amount(total)} of input")
+        say(f"hashing {format_bytes(total)} of input")
     now = time.time_ns()
     blocks = [(path, begin) for path in fresh for begin in range(0, max(stats[path][0], 1), BLOCK)]
     sums = []
@@ -157,7 +157,7 @@ def _block(block: tuple[str, int]) -> bytes:
 def _read(index: str) -> dict[str, list[object]]:
     try:
         told = read_json(index)
-        files: dict[str, list[object]] = typed.read_fields({"schema": "int", "files": _FILES}, told)["files"]
+        files: dict[str, list[object]] = typed_values.read_fields({"schema": "int", "files": _FILES}, told)["files"]
     except (OSError, ValueError):
         return {}  # it only saves reading: what it held is found again
     return files if told["schema"] == SCHEMA else {}

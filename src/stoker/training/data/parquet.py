@@ -8,7 +8,7 @@ from importlib import import_module
 from itertools import accumulate
 from typing import Any
 
-from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.errors import EX_DATAERR, Refusal
 
 ROWS, BATCH = 1024, 64 << 20  # rows that are read at once, and their bytes as far as the file's metadata tells
 

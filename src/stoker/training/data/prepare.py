@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_DATAERR, Refusal
-from stoker.contract.quantities import amount
-from stoker.contract.shape import replace, shape
-from stoker.contract.text import printable
+from stoker.contract.errors import EX_CANTCREAT, EX_CONFIG, EX_DATAERR, Refusal
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.text import escape
+from stoker.contract.units import format_bytes
 from stoker.training.data import shards
 from stoker.training.data.build import alone, build, whole
 from stoker.training.data.config import DataConfig
@@ -75,7 +75,7 @@ def _format(source: Source) -> Format:
         )
     if first is None:
         raise Refusal(f"{source.name or source.path} has no rows", EX_DATAERR)
-    raise Refusal(printable(first, 1000), EX_DATAERR)
+    raise Refusal(escape(first, 1000), EX_DATAERR)
 
 
 def _named(sources: Sequence[Source]) -> list[str]:
@@ -92,7 +92,7 @@ Say = Callable[[str], None]
 PROBES, PROBE_BYTES = 16, 1 << 14
 
 
-@shape
+@frozen
 class Given:
     """The sources, known by their bytes."""
 
@@ -120,7 +120,7 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Say, verify: bool
 
 def _room(folder: str) -> str:
     try:
-        return f"{amount(shutil.disk_usage(folder).free)} free"
+        return f"{format_bytes(shutil.disk_usage(folder).free)} free"
     except OSError as problem:
         return f"not usable: {problem.strerror}"
 

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from stoker.contract.errors import reading, unreadable
-from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.errors import EX_DATAERR, Refusal, parsing, unreadable
+from stoker.contract.frozen import as_json, frozen
+from stoker.contract.options import suggest
 from stoker.contract.safe_io import open_regular
-from stoker.contract.settings import suggest
-from stoker.contract.shape import as_json, shape
-from stoker.contract.text import printable
+from stoker.contract.text import escape
 from stoker.training.data.formats.format import Format, Turn, Unusable, checked, in_bytes, refuse_mixed
 from stoker.training.data.formats.table import FORMATS, known, recognise
 from stoker.training.data.jsonl import parse_row, utf8
@@ -32,7 +31,7 @@ HOPELESS_AFTER_ALL = 100_000  # rows of which not one in a hundred is a conversa
 Message = tuple[str, bytes]
 
 
-@shape
+@frozen
 class Place:
     """Where a row stands. Its number is counted only when somebody must be told."""
 
@@ -46,7 +45,7 @@ Remark = tuple[dict[str, Any], str]  # a place, and the remark about it: a line 
 
 
 def remark(place: Place, text: str) -> Remark:
-    return as_json(place), printable(text, 1000)
+    return as_json(place), escape(text, 1000)
 
 
 class Remarks:
@@ -129,7 +128,7 @@ def _stretch(span: Span) -> bytes:
 
 def rows(span: Span, columns: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], Place]]:
     """`columns`: those that are read where a file keeps them apart."""
-    with reading(span.shown):
+    with parsing(span.shown):
         yield from _parquet(span, columns) if span.form == "parquet" else _lines(span)
 
 

@@ -7,15 +7,15 @@ import os
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
-from stoker.contract.shape import shape
+from stoker.contract.errors import EX_CONFIG, EX_DATAERR, Refusal
+from stoker.contract.frozen import frozen
 from stoker.training.data.shards import Prepared, dtype_for, read_manifest
 from stoker.training.data.work import BEGIN, LEARN
 
 IGNORED = -100  # a target that is not learned
 
 
-@shape
+@frozen
 class Batch:
     inputs: NDArray[np.int64]  # [n, T]
     targets: NDArray[np.int64]  # [n, T]

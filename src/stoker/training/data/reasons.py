@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stoker.contract.shape import shape
-from stoker.contract.text import printable
+from stoker.contract.frozen import frozen
+from stoker.contract.text import escape
 
 NAMED = 5  # rows that a line names for each reason
 TOLERATED = 0.01  # a smaller share of rows that can't be used is left out
@@ -11,7 +11,7 @@ MOST_REASONS, OTHERS = 1000, "other reasons"  # a reason may quote the row: each
 MOST_LONG = 0.5  # a larger share of pairs that are too long is refused
 
 
-@shape
+@frozen
 class Reason:
     why: str
     count: int
@@ -27,7 +27,7 @@ class Reasons:
         self.largest = 0
 
     def add(self, why: str, row: int, size: int = 0) -> None:
-        why = printable(why, 300)
+        why = escape(why, 300)
         if why not in self._counts and len(self._counts) >= MOST_REASONS:
             why = OTHERS
         self._counts[why] = self._counts.get(why, 0) + 1

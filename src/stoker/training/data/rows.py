@@ -15,11 +15,10 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, BinaryIO
 
-from stoker.contract.diskroom import DiskRoom
-from stoker.contract.errors import reading
-from stoker.contract.names import EX_DATAERR, EX_OSERR, Refusal
-from stoker.contract.quantities import counted
+from stoker.contract.disk_space import DiskSpace
+from stoker.contract.errors import EX_DATAERR, EX_OSERR, Refusal, parsing
 from stoker.contract.safe_io import open_regular
+from stoker.contract.units import plural
 from stoker.training.data.jsonl import DECODER, HALF, parse_row, sound, utf8
 from stoker.training.data.looks import as_text
 from stoker.training.data.parquet import first_line, open_parquet, read_rows
@@ -57,7 +56,7 @@ def rows(path: str) -> Iterator[tuple[int, Row]]:
     """(number from 1, row); of jsonl the number of the line."""
     number = 0
     try:
-        with reading(path):
+        with parsing(path):
             for number, row in _rows(path):
                 yield number, row
     except MemoryError as problem:
@@ -159,7 +158,7 @@ def _cells(path: str, stream: BinaryIO) -> Iterator[Row]:
         for cells in reader:
             number += 1
             if cells and len(cells) != len(names):
-                line = f"{path}, row {number} has {counted(len(cells), 'cell')}, and the first row names {counted(len(names), 'column')}"
+                line = f"{path}, row {number} has {plural(len(cells), 'cell')}, and the first row names {plural(len(names), 'column')}"
                 raise Refusal(line, EX_DATAERR)
             if cells:
                 yield dict(zip(names, cells, strict=True))
@@ -185,7 +184,7 @@ def _on_disk(path: str) -> Iterator[str]:
         tempfile.NamedTemporaryFile(prefix="stoker-", suffix=".unpacked") as file,
         open_unpacked(path) as stream,
     ):
-        room = DiskRoom(os.path.dirname(file.name), "name another place in TMPDIR, or unpack the file yourself")
+        room = DiskSpace(os.path.dirname(file.name), "name another place in TMPDIR, or unpack the file yourself")
         while data := stream.read(_READ):
             room.take(len(data))
             file.write(data)

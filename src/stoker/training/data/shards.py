@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from stoker.contract import typed
-from stoker.contract.diskroom import DiskRoom
-from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract import typed_values
+from stoker.contract.disk_space import DiskSpace
+from stoker.contract.errors import EX_NOINPUT, Refusal
+from stoker.contract.frozen import frozen
 from stoker.contract.progress import BYTES, Progress
-from stoker.contract.safe_io import kind_of, read_json, write_json
-from stoker.contract.shape import shape
+from stoker.contract.safe_io import file_kind, read_json, write_json
 from stoker.training.data.ours import OTHER_CACHE
 
 SCHEMA = 1
@@ -40,7 +40,7 @@ class ShardWriter:
     def __init__(self, folder: str, stem: str, width: int) -> None:
         self.folder, self.stem, self.width = folder, stem, width
         self.files: list[dict[str, Any]] = []
-        self._room = DiskRoom(folder, OTHER_CACHE)
+        self._room = DiskSpace(folder, OTHER_CACHE)
         self._file: Any = None
         self._left = 0
 
@@ -106,7 +106,7 @@ def read_manifest(folder: str) -> dict[str, Any] | None:
 def _plain(manifest: dict[str, Any]) -> bool:
     """Its shards are files of its own folder, with sizes and sums. One of somebody's cache may name anything."""
     try:
-        splits: dict[str, Any] = typed.read_fields(_MANIFEST, manifest)["splits"]
+        splits: dict[str, Any] = typed_values.read_fields(_MANIFEST, manifest)["splits"]
     except ValueError:
         return False
     parts = [part for split in splits.values() for part in (split.get("shards"), split.get("masks", []))]
@@ -145,7 +145,7 @@ def damage(folder: str, manifest: dict[str, Any], verify: bool) -> str | None:
         except FileNotFoundError:
             return f"{path} is missing"
         if not stat.S_ISREG(found.st_mode):
-            return f"{path} is {kind_of(found.st_mode)}"
+            return f"{path} is {file_kind(found.st_mode)}"
         if found.st_size != about["bytes"]:
             return f"{path} has {found.st_size} bytes instead of {about['bytes']}"
         stats[about["file"]] = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
@@ -191,7 +191,7 @@ def _checksum(path: str) -> int:
 TOKENIZER = "tokenizer"  # the folder beside the shards: what made them
 
 
-@shape
+@frozen
 class Prepared:
     folder: str
     key: str

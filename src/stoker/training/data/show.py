@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from stoker.contract.errors import reading
-from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.shape import shape
+from stoker.contract.errors import EX_DATAERR, Refusal, parsing
+from stoker.contract.frozen import frozen
 from stoker.training.data.encode import Encoded, conversation_ids, pair_ids
 from stoker.training.data.formats.format import Format, Row, Unusable, checked, text_of
 from stoker.training.data.formats.table import AUTO, FORMATS, TEXT, known, recognise, recognise_any
@@ -32,7 +31,7 @@ PAIRS, CHATS, TEXTS = "pairs", "conversations", "texts"
 _STRETCH = 1 << 20
 
 
-@shape
+@frozen
 class Ask:
     tokenizer: Tokenizer
     context: int
@@ -41,7 +40,7 @@ class Ask:
     most: int = 0  # rows that are looked at; 0: all
 
 
-@shape
+@frozen
 class Sample:
     row: int
     what: str  # of a pair: chosen or rejected
@@ -49,7 +48,7 @@ class Sample:
     cut: bool  # there is more
 
 
-@shape
+@frozen
 class Shown:
     file: str
     format: str
@@ -65,7 +64,7 @@ class Shown:
     samples: tuple[Sample, ...]
 
 
-@shape
+@frozen
 class _Row:
     """One usable row as ids: a text, a conversation, or both answers of a pair."""
 
@@ -73,7 +72,7 @@ class _Row:
     long: bool = False
 
 
-@shape
+@frozen
 class _Counted:
     total: int
     used: int
@@ -111,7 +110,7 @@ def show(path: str, ask: Ask, say: Callable[[str], None]) -> Shown:
         try:
             if view is None:
                 raise Unusable(f"no known format; its keys: {key_names(row)}")
-            with reading(f"{path}, row {number}", Unusable):
+            with parsing(f"{path}, row {number}", Unusable):
                 found = _encoded(row, made, view, ask)
         except Unusable as problem:
             dropped.add(str(problem), number)

@@ -8,13 +8,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 
-from stoker.contract.diskroom import DiskRoom
-from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
-from stoker.contract.quantities import amount
-from stoker.contract.safe_io import PRIVATE, WholeFile
-from stoker.contract.shape import shape
+from stoker.contract.disk_space import DiskSpace
+from stoker.contract.errors import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.safe_io import PRIVATE, AtomicFile
 from stoker.contract.spelling import suggest_file
-from stoker.contract.text import printable
+from stoker.contract.text import escape
+from stoker.contract.units import format_bytes
 from stoker.training.data.looks import check_head
 from stoker.training.data.ours import OTHER_CACHE, digest_files, files_below
 from stoker.training.data.rows import IN_PLACE, KINDS, as_line, counted_in, is_known, kind_of, rows
@@ -53,8 +53,8 @@ def fetch(name: str, cache: str, say: Callable[[str], None]) -> str:
         dataset = builder.as_streaming_dataset(split=parts["split"] or "train")
         os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
         say(f"{name}: fetching from the hub")
-        room = DiskRoom(cache, OTHER_CACHE)
-        with WholeFile(path, PRIVATE) as file:
+        room = DiskSpace(cache, OTHER_CACHE)
+        with AtomicFile(path, PRIVATE) as file:
             for row in dataset:
                 data = as_line(row)
                 room.take(len(data))
@@ -73,7 +73,7 @@ def fetch(name: str, cache: str, say: Callable[[str], None]) -> str:
         raise Refusal(
             f"{name}: no such file here, and it can't be fetched from the hub: {first[:200]}", EX_UNAVAILABLE
         ) from problem
-    say(f"{name}: {amount(size)} of rows in {path}")
+    say(f"{name}: {format_bytes(size)} of rows in {path}")
     return path
 
 
@@ -82,7 +82,7 @@ def _refuse_files_of_ours(name: str, files: Mapping[str, Iterable[object]]) -> N
     for path in (str(one) for some in files.values() for one in some):
         *within, file = path.split("::")  # zip://rows.csv::hf://…; of another chain it may open any part
         if not file.startswith(("hf://", "https://")) or not all(part.startswith(_ARCHIVES) for part in within):
-            line = f"{name}: its page names {printable(path, 200)} as one of its files, which is not a file of the hub"
+            line = f"{name}: its page names {escape(path, 200)} as one of its files, which is not a file of the hub"
             raise Refusal(line, EX_DATAERR)
 
 
@@ -91,7 +91,7 @@ def _refuse_files_of_ours(name: str, files: Mapping[str, Iterable[object]]) -> N
 UNFOLDED = 1  # raised when the same file would give other bytes
 
 
-def unfold(path: str, cache: str, say: Callable[[str], None], room: DiskRoom) -> str:
+def unfold(path: str, cache: str, say: Callable[[str], None], room: DiskSpace) -> str:
     """`room`: of the cache, for all files that are read together."""
     assert cache, "the working directory is no cache"
     kind = kind_of(path)
@@ -101,12 +101,12 @@ def unfold(path: str, cache: str, say: Callable[[str], None], room: DiskRoom) ->
     if os.path.exists(target):
         return target
     os.makedirs(os.path.dirname(target), 0o700, exist_ok=True)
-    with WholeFile(target, PRIVATE) as file:
+    with AtomicFile(target, PRIVATE) as file:
         for data in _unfolded(path, kind):
             room.take(len(data))
             file.write(data)
         size = file.tell()
-    say(f"{path}: unpacked to {amount(size)} in {target}")
+    say(f"{path}: unpacked to {format_bytes(size)} in {target}")
     return target
 
 
@@ -122,7 +122,7 @@ def _unfolded(path: str, kind: str) -> Iterator[bytes]:
 FORMS = KINDS  # the endings that a folder is read for; each may be followed by one of PACKED
 
 
-@shape
+@frozen
 class Source:
     path: str
     form: str  # text, jsonl or parquet
@@ -148,11 +148,11 @@ def find_sources(
     )
     if twice:
         say(f"{twice} is given twice: it is read twice")
-    room = DiskRoom(cache, OTHER_CACHE)
+    room = DiskSpace(cache, OTHER_CACHE)
     return tuple(_source(path, cache, say, room) for path in files)
 
 
-def _source(path: str, cache: str, say: Callable[[str], None], room: DiskRoom) -> Source:
+def _source(path: str, cache: str, say: Callable[[str], None], room: DiskSpace) -> Source:
     kind = kind_of(path)
     if os.path.splitext(path)[1].lower() == ".zip":
         raise Refusal(f"{path} is an archive of files: unpack it first, e.g. `unzip {path}`", EX_DATAERR)

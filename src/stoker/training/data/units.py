@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.shape import shape
+from stoker.contract.errors import EX_DATAERR, Refusal
+from stoker.contract.frozen import frozen
 from stoker.training.data.parquet import open_parquet
 from stoker.training.data.sources import Source
 
@@ -23,7 +23,7 @@ ROW_GROUP_UNIT = 64 << 20  # a part of a row group decodes what stands before it
 _LINE = re.compile(rb"\n(?=\S)")
 
 
-@shape
+@frozen
 class Span:
     """A stretch of a file. text: `begin` to `end`; jsonl: lines that begin there; parquet: rows of a row group."""
 

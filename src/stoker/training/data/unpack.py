@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, BinaryIO
 
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
-from stoker.contract.quantities import counted
+from stoker.contract.errors import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
 from stoker.contract.safe_io import open_regular
+from stoker.contract.units import plural
 
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 _READ = 1 << 20
@@ -158,7 +158,7 @@ class _Unpacked(io.RawIOBase):
             data = self._stream.read(min(len(buffer), _READ))
         except self._errors as problem:
             why = str(problem).splitlines()[0][:120] if str(problem) else type(problem).__name__
-            beyond = f" beyond its first {counted(self._done, 'byte')}" if self._done else ""
+            beyond = f" beyond its first {plural(self._done, 'byte')}" if self._done else ""
             line = f"{self._path} is damaged: it can't be unpacked{beyond} ({why})"
             raise Refusal(f"{line}; download it again", EX_DATAERR) from problem
         self._done += len(data)

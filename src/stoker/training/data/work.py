@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.contract.diskroom import DiskRoom
-from stoker.contract.memory import limit_to, used_memory
-from stoker.contract.names import EX_OSERR, Refusal
-from stoker.contract.quantities import counted
-from stoker.contract.shape import as_json, shape
+from stoker.contract.disk_space import DiskSpace
+from stoker.contract.errors import EX_OSERR, Refusal
+from stoker.contract.frozen import as_json, frozen
+from stoker.contract.host_memory import limit_memory, used_memory
+from stoker.contract.units import plural
 from stoker.training.data.ours import OTHER_CACHE
 from stoker.training.data.read import NAMED, Remark, Remarks, conversations, remark, texts
 from stoker.training.data.units import Span, span_from
@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 MAX_MEMORY = 6 << 30  # bytes that a worker may take besides its tokenizer: a row of 1 GB takes about as much
 
 
-@shape
+@frozen
 class Work:
     tokenizer: str  # the folder of its copy
     tokenizer_named: str  # as the user knows it
@@ -45,7 +45,7 @@ class Work:
     longest: int  # a conversation is cut to so many tokens
 
 
-@shape
+@frozen
 class Part:
     """What a job made: tokens at `path`; for chats masks and lengths beside it."""
 
@@ -88,7 +88,7 @@ def _stream(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> P
     begin = np.array(tokenizer.begin, dtype=work.dtype).tobytes()
     tokens = size = documents = 0
     inked = False
-    room = DiskRoom(os.path.dirname(path), OTHER_CACHE)  # a row group of any size is one part
+    room = DiskSpace(os.path.dirname(path), OTHER_CACHE)  # a row group of any size is one part
     with open(path, "wb", buffering=1 << 20) as file:
         for span in spans:
             for text, ends in texts(span, work.text_key):
@@ -114,7 +114,7 @@ def _chats(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> Pa
     learned = size = cut = dropped = only_last = 0
     wrong = Remarks()
     first_cut: list[Remark] = []
-    room = DiskRoom(os.path.dirname(path), OTHER_CACHE)
+    room = DiskSpace(os.path.dirname(path), OTHER_CACHE)
     with open(path, "wb", buffering=1 << 20) as file, open(mask_path(path), "wb", buffering=1 << 20) as beside:
         for span in spans:
             for messages, place in conversations(span, wrong):
@@ -127,7 +127,7 @@ def _chats(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> Pa
                 only_last += encoded.only_last
                 if len(ids) > work.longest:
                     cut += 1
-                    first_cut += [remark(place, f" has {counted(len(ids), 'token')}")] if len(first_cut) < NAMED else []
+                    first_cut += [remark(place, f" has {plural(len(ids), 'token')}")] if len(first_cut) < NAMED else []
                 ids, mask = ids[: work.longest], mask[: work.longest]
                 mine = ids[mask != 0]
                 if not len(mine):
@@ -184,7 +184,7 @@ def main() -> None:
     unreachable = told.pop("unreachable")
     work = Work(**told, unreachable=None if unreachable is None else tuple(unreachable))
     tokenizer = prepared_tokenizer(work)
-    limit_to(used_memory() + MAX_MEMORY)
+    limit_memory(used_memory() + MAX_MEMORY)
     for line in sys.stdin:
         job = json.loads(line)
         spans = [span_from(one) for one in job["spans"]]

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.contract.quantities import counted
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
+from stoker.contract.units import plural
 from stoker.training.density.points import Vectors, evenness, gini
 from stoker.training.evaluate.confidence import around, holm, p_value
 
@@ -103,7 +103,7 @@ def vendi(vectors: Vectors) -> float:
 Floats = NDArray[np.float64]
 
 
-@shape
+@frozen
 class Metric:
     about: str
     varied: int  # +1: higher is more varied; -1: lower is; 0: says nothing about it
@@ -174,7 +174,7 @@ SAME = "no difference"
 ROUNDING = 1e-9  # a difference this small beside the values is the arithmetic's
 
 
-@shape
+@frozen
 class Compared:
     name: str
     baseline: float
@@ -278,7 +278,7 @@ def report(
 ) -> str:
     varied = [name for name in found["difference"] if METRICS[name].varied]
     others = [name for name in found["difference"] if name not in varied]
-    few = f"Only {counted(len(prompts), 'prompt')}: take the intervals as rough.\n\n" if len(prompts) < 20 else ""
+    few = f"Only {plural(len(prompts), 'prompt')}: take the intervals as rough.\n\n" if len(prompts) < 20 else ""
     page = f"""# Diversity
 
 **{found["verdict"][0].upper()}{found["verdict"][1:]}.**

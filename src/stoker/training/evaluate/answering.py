@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
+from stoker.contract.frozen import frozen
 from stoker.contract.progress import Progress
-from stoker.contract.shape import shape
 from stoker.training.evaluate.asking import (
     Manner,
     answer_text,
@@ -30,7 +30,7 @@ from stoker.training.tokenizer.tokenizer import Tokenizer
 BLOCK = 64
 
 
-@shape
+@frozen
 class Asked:
     """A task's questions as a model sees them."""
 
@@ -47,13 +47,13 @@ class Asked:
         return [place for place in self.places if self.task.questions[place].labels]
 
 
-@shape
+@frozen
 class Written:
     text: str
     cut: bool  # at generate.new_tokens: it did not end by itself
 
 
-@shape
+@frozen
 class Marked:
     """`correct`: by content; `in_form`: in the expected form; `strict`: correct in that form, which GRPO's `exact` pays for."""
 
@@ -64,7 +64,7 @@ class Marked:
     cut: bool = False
 
 
-@shape
+@frozen
 class Outcome:
     task: str
     index: int
@@ -108,7 +108,7 @@ def choose(asked: Asked, places: Sequence[int], model: Decoder, tokenizer: Token
     return [_chosen(asked, place, scores[place]) for place in places]
 
 
-@shape
+@frozen
 class Answerer:
     """Who writes answers, and how."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.shape import shape
+from stoker.contract.errors import EX_DATAERR, Refusal
+from stoker.contract.frozen import frozen
 from stoker.training.data.formats.questions import Question
 from stoker.training.evaluate.tasks import TOLERATED
 from stoker.training.tokenizer.chat import check
@@ -16,7 +16,7 @@ from stoker.training.tokenizer.tokenizer import Tokenizer
 _CALCULATOR = re.compile(r"<<[^<>]*>>")  # GSM8K's notes in its answers, for a calculator and not for readers
 
 
-@shape
+@frozen
 class Manner:
     """`evaluate.chat`, `evaluate.shots` and `generate.system`."""
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.errors import EX_DATAERR, Refusal
 from stoker.contract.progress import Progress
 from stoker.training.data.config import DataConfig
 from stoker.training.data.ours import own_cache

@@ -15,7 +15,7 @@ import re
 from collections.abc import Collection
 from decimal import Decimal
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 
 _STATED = re.compile(r"answer is\b|\banswer\W{0,3}:|####", re.IGNORECASE)
 _BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
@@ -106,7 +106,7 @@ def _bare(text: str) -> str:
     return text.rstrip(_AROUND + _BEHIND).lstrip(_AROUND)
 
 
-@shape
+@frozen
 class Alternatives:
     """Other answers the question might have had, as words. `asked`: those in the question contradict nothing."""
 

@@ -7,9 +7,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
-from stoker.contract.errors import reading
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
-from stoker.contract.shape import replace, shape
+from stoker.contract.errors import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal, parsing
+from stoker.contract.frozen import frozen, replace
 from stoker.training.data import jsonl
 from stoker.training.data.formats.format import Row, Unusable
 from stoker.training.data.formats.questions import FORMS, Form, Question, messages_of, mmlu_cells
@@ -26,7 +25,7 @@ _ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv")
 _LOOK = 10_000  # rows of a file: the first of them that can be asked decides the form of all
 
 
-@shape
+@frozen
 class Task:
     name: str
     questions: tuple[Question, ...]
@@ -34,7 +33,7 @@ class Task:
     grader: Grader  # of all questions of the file, so that evaluate.most changes no grade
 
 
-@shape
+@frozen
 class Prompts:
     """Questions that need no answer: what density and diversity ask."""
 
@@ -47,7 +46,7 @@ class Prompts:
 def read_tasks(paths: Sequence[str], most: int) -> tuple[Task, ...]:
     """A path, or NAME=PATH."""
     told = [_told(word) for word in paths]
-    with reading("evaluate.tasks"):
+    with parsing("evaluate.tasks"):
         tasks = [replace(task, name=name or task.name) for (name, path) in told for task in (_task(path, most),)]
     names = [task.name for task in tasks]
     twice = {name for name in names if names.count(name) > 1}
@@ -90,7 +89,7 @@ def _task(path: str, most: int) -> Task:
     files = _files(path)
     questions: list[Question] = []
     skipped: list[str] = []
-    with reading(f"evaluate.tasks {path}"):
+    with parsing(f"evaluate.tasks {path}"):
         for file in files:
             kind = (
                 _name(file)
@@ -170,7 +169,7 @@ def _usable(
         try:
             if isinstance(row, _NotJson):
                 raise Unusable(row.why)
-            with reading(f"{where}, {number}", Unusable):
+            with parsing(f"{where}, {number}", Unusable):
                 found.append(read(row))
             places.append(place)
         except Unusable as problem:
@@ -186,7 +185,7 @@ def _usable(
     return found, places, f"{line} and are skipped"
 
 
-@shape
+@frozen
 class _NotJson:
     why: str
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stoker.contract.quantities import amount
-from stoker.contract.shape import replace, shape
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.units import format_bytes
 from stoker.training.fit.block import WIDE
 from stoker.training.fit.footprint import Footprint
 from stoker.training.fit.plan import MOST, last
@@ -11,7 +11,7 @@ from stoker.training.fit.sharded import GATHERS, gathered
 from stoker.training.fit.terms import Job, reserved
 
 
-@shape
+@frozen
 class Accumulation:
     whole: bool
     why: str
@@ -35,7 +35,7 @@ def choose(footprint: Footprint, job: Job, room: int, share: int, micro: int) ->
 
     sizes = {whole: largest(whole) for whole in (False, True)}
     if not sizes[True]:
-        return Accumulation(False, f"whole ones need {amount(needs[True])}, and {amount(room)} can be used")
+        return Accumulation(False, f"whole ones need {format_bytes(needs[True])}, and {format_bytes(room)} can be used")
     weights = gathered(footprint.described).every(footprint.config.layers)
     sent = {}
     for whole, size in sizes.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from stoker.contract.shape import replace
+from stoker.contract.frozen import replace
 from stoker.training.fit.block import HALF, WIDE
 from stoker.training.fit.described import Described
 from stoker.training.fit.memory import (

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 from stoker.training.fit.memory import ACTIVATIONS, WORK, Held, Memory
 
 PROGRAMS = 528  # of a norm's backward: each adds up its own share of the weight's gradient (model/fused_kernel.py)
 HALF, WIDE = 2, 4  # bytes of bf16, of fp32
 
 
-@shape
+@frozen
 class Layer:
     """A linear layer, as its map computes it."""
 
@@ -50,7 +50,7 @@ class Layer:
         return (HALF * self.ranks * self.inputs, HALF * self.rows * self.ranks) if self.adapted else ()
 
 
-@shape
+@frozen
 class Block:
     qkv: Layer
     out: Layer
@@ -73,7 +73,7 @@ class Block:
     expert_gradients: int = 0
 
 
-@shape
+@frozen
 class Rows:
     """What a micro-batch has."""
 

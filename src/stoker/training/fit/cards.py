@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.quantities import size
-from stoker.contract.shape import shape
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.units import parse_bytes
 
 GIB = 1 << 30
 # Dense bf16 (fp16 before Ampere) with fp32 accumulation, TFLOP/s, as the vendor's sheets have it; GiB on the card; compute
@@ -43,7 +43,7 @@ PEERS = {
 PEERS_ELSE, NETWORK = 10e9, 1.1e9
 
 
-@shape
+@frozen
 class Card:
     name: str
     total: int  # bytes
@@ -137,4 +137,4 @@ def written(text: str) -> list[Card] | None:
 
 def _gib(text: str) -> float:
     """Sellers call a GiB of a card a GB."""
-    return size(re.sub(r"\s*Gi?B?$", "", text, flags=re.IGNORECASE) + "GB") / 1e9
+    return parse_bytes(re.sub(r"\s*Gi?B?$", "", text, flags=re.IGNORECASE) + "GB") / 1e9

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 from stoker.training.fit.cards import LINK_ELSE, NETWORK, Card
 from stoker.training.model.config import ModelConfig, matmul_parameters
 
@@ -45,7 +45,7 @@ def host_seconds(size: float, cards: Sequence[Card]) -> float:
     return max(size / min(card.link or LINK_ELSE, HOST_LINKS / beside[card.host]) for card in cards)
 
 
-@shape
+@frozen
 class Copies:
     """Of one micro-batch, beside its arithmetic."""
 

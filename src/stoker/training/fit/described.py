@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 from stoker.training.fit.block import HALF, WIDE, Block, Layer
 from stoker.training.fit.memory import ADAPTERS, WEIGHTS, rounded
 from stoker.training.model.config import OFF, QLORA, AdapterConfig, ModelConfig, gate_up_rows, tensors
@@ -19,7 +19,7 @@ _QUANTIZED = ("attention.qkv.weight", "attention.out.weight", "mlp.gate_up.weigh
 KIND_ADAMW, KIND_8BIT, KIND_MUON = "adamw", "adamw8bit", "muon"
 
 
-@shape
+@frozen
 class Learned:
     """A tensor that learns."""
 
@@ -29,7 +29,7 @@ class Learned:
     shapes: tuple[tuple[int, ...], ...]  # of the maps joined in it
 
 
-@shape
+@frozen
 class Described:
     config: ModelConfig
     adapter: AdapterConfig

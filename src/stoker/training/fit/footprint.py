@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stoker.contract.shape import replace
+from stoker.contract.frozen import replace
 from stoker.training.fit.answers import GrpoStep
 from stoker.training.fit.block import HALF, WIDE
 from stoker.training.fit.described import Described, describe

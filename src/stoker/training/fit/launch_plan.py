@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from stoker.contract.names import MEMORY_PLAN
-from stoker.contract.shape import shape
+from stoker.contract.env_vars import MEMORY_PLAN
+from stoker.contract.frozen import frozen
 from stoker.training.fit.plan import Plan
 from stoker.training.fit.terms import Planned
 from stoker.training.fit.text import tightest
 
 
-@shape
+@frozen
 class LaunchPlan:
     """What the launcher expects of the rank that has the least memory left."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.contract.quantities import number_at
-from stoker.contract.shape import replace, shape
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.units import finite_number
 from stoker.training.fit.block import WIDE
 from stoker.training.fit.cards import Card
 from stoker.training.fit.cost import ASSUMED, HALF_SPEED, SHARE, exchange_seconds, flops_per_token, host_seconds
@@ -19,7 +19,7 @@ from stoker.training.model.config import OFF, matmul_parameters, parameters
 BACKWARD_SHARE = 2 / 3  # of a micro-batch's time: what an exchange of gradients can hide behind
 
 
-@shape
+@frozen
 class Pace:
     tokens_per_s: float
     source: str  # where it comes from, in words
@@ -86,7 +86,7 @@ def from_table(plan: Plan) -> Pace | None:
 def measured(runs: str, plan: Plan, model: tuple[str, ...]) -> Pace | None:
     """Of the newest run with this model, method, cards and context. `model`: its names, folder or hub id."""
     for name, told in recorded(runs):
-        rate = number_at(told, "tokens_per_s")
+        rate = finite_number(told, "tokens_per_s")
         if rate and rate > 0 and _same(told, plan, model):
             return Pace(rate, f"measured by run {name}")
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import cache
 
-from stoker.contract.shape import replace
+from stoker.contract.frozen import replace
 from stoker.training.fit.block import HALF, PROGRAMS, WIDE, Block, Forward, Layer, Rows
 from stoker.training.fit.described import Described, Learned
 from stoker.training.fit.memory import (

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from stoker.contract.errors import reading
-from stoker.contract.quantities import amount
-from stoker.contract.shape import replace, shape
+from stoker.contract.errors import parsing
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.units import format_bytes
 from stoker.training.fit.block import HALF
 from stoker.training.fit.cards import LINK_ELSE, Card
 from stoker.training.fit.cost import (
@@ -48,7 +48,7 @@ _WIDE_IN_GAPS = 3
 GAIN = 0.97  # of the time without: what copies to the host have to come to before a plan makes them for speed alone
 
 
-@shape
+@frozen
 class Wish:
     """What is asked for. auto, 0 and None: the plan decides."""
 
@@ -80,7 +80,7 @@ class Wish:
         return max(-(-self.samples // (world * self.needs.updates)), 1)
 
 
-@shape
+@frozen
 class Settings:
     method: str
     optimizer: str
@@ -106,7 +106,7 @@ class Settings:
         return bool(self.recompute or self.mlp)
 
 
-@shape
+@frozen
 class Share:
     """One card's part."""
 
@@ -117,7 +117,7 @@ class Share:
     host_bytes: int = 0  # of host memory that its rank takes for what is moved there
 
 
-@shape
+@frozen
 class Change:
     """After which it fits. Without settings only `words` say what would help."""
 
@@ -135,7 +135,7 @@ class Change:
         return " ".join(found)
 
 
-@shape
+@frozen
 class Plan:
     wish: Wish
     fits: bool
@@ -379,10 +379,10 @@ class Search:
 
     def _reasons(self, s: Settings) -> Iterator[str]:
         wish, card = self._wish, self._tightest
-        room = amount(card.room(self._world))
+        room = format_bytes(card.room(self._world))
         if wish.method == AUTO:
             before = METHODS[: METHODS.index(s.method)]
-            needs = [f"{name} needs {amount(self._needs(self._frugal(name), card))}" for name in before]
+            needs = [f"{name} needs {format_bytes(self._needs(self._frugal(name), card))}" for name in before]
             yield f"method {s.method}: " + (
                 f"{', '.join(needs)}, and {room} can be used" if needs else "all weights fit"
             )
@@ -463,9 +463,11 @@ class Search:
         missing = needs - card.room(self._world)
         if card.held_bytes >= missing:
             who = f" ({card.held[0]})" if card.held else ""
-            return f"free {amount(missing)} on {card.label}, where others hold {amount(card.held_bytes)}{who}"
+            return (
+                f"free {format_bytes(missing)} on {card.label}, where others hold {format_bytes(card.held_bytes)}{who}"
+            )
         total = needs + card.free - card.room(self._world)
-        return f"use a GPU with {amount(total)} free ({card.label} has {amount(card.free)})"
+        return f"use a GPU with {format_bytes(total)} free ({card.label} has {format_bytes(card.free)})"
 
     def _smaller(self, s: Settings) -> Iterator[tuple[dict[str, str], Settings]]:
         layers = self._wish.layers
@@ -522,5 +524,5 @@ def _sizes(share: int) -> list[int]:
 
 
 def make(cards: list[Card], wish: Wish) -> Plan:
-    with reading(f"model {wish.model.load}"):
+    with parsing(f"model {wish.model.load}"):
         return Search(cards, wish).plan()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.safe_io import is_mine, read_json
+from stoker.contract.safe_io import is_own_uid, read_json
 
 MAX_RUNS = 200  # newest runs that are looked at: a plan is made in a moment
 
@@ -34,7 +34,7 @@ def _is_own(runs: str, name: str) -> bool:
         about = os.lstat(os.path.join(runs, name))
     except OSError:
         return False
-    return stat.S_ISDIR(about.st_mode) and is_mine(about.st_uid, runs)
+    return stat.S_ISDIR(about.st_mode) and is_own_uid(about.st_uid, runs)
 
 
 def contexts(runs: str) -> dict[str, int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from stoker.contract.shape import replace
-from stoker.contract.tensorheader import read_header
+from stoker.contract.frozen import replace
+from stoker.contract.tensor_header import read_header
 from stoker.training.fit.terms import StageNeeds
 from stoker.training.model import hf_config, hf_hub
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from functools import cache
 
-from stoker.contract.shape import replace, shape
+from stoker.contract.frozen import frozen, replace
 from stoker.training.fit.block import HALF, WIDE, Block, Layer
 from stoker.training.fit.described import Described
 from stoker.training.fit.memory import GATHERED, GRADIENTS, rounded
@@ -23,7 +23,7 @@ UNITS = 2  # of weights, gathered at a time
 GATHERS = 2  # of each weight, with each micro-batch: forward and backward
 
 
-@shape
+@frozen
 class Gathered:
     """Bytes."""
 

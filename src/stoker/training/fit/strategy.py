@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from stoker.contract.errors import reading
-from stoker.contract.names import EX_CONFIG, Refusal
-from stoker.contract.quantities import amount
-from stoker.contract.shape import replace, shape
+from stoker.contract.errors import EX_CONFIG, Refusal, parsing
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.units import format_bytes
 from stoker.training.fit.cards import Card
 from stoker.training.fit.cost import ASSUMED
 from stoker.training.fit.pace import step_seconds
@@ -21,7 +20,7 @@ PROMISED = 0.9  # of the time of the way before it: links are guessed, and every
 _WORDS = {ONE: "one card", DDP: "ddp", FSDP: "fsdp"}
 
 
-@shape
+@frozen
 class Way:
     strategy: str
     plan: Plan
@@ -33,7 +32,7 @@ class Way:
         return max(share.needs for share in self.plan.shares)
 
 
-@shape
+@frozen
 class Decision:
     way: Way
     others: tuple[Way, ...]  # that were looked at, too
@@ -66,7 +65,7 @@ class Decision:
             time = "" if way.seconds is None else f", {way.seconds:.3g} s a step"
             time = time if way.plan.fits else ", does not fit"
             parts.append(
-                f"{_WORDS[way.strategy]}{inside}{method} {amount(way.needs)}{' a card' if way.strategy != ONE else ''}{time}"
+                f"{_WORDS[way.strategy]}{inside}{method} {format_bytes(way.needs)}{' a card' if way.strategy != ONE else ''}{time}"
             )
         unknown = any(share.card.peak is None for way in self.ways for share in way.plan.shares)
         timed = unknown and any(way.seconds is not None and way.plan.fits for way in self.ways)
@@ -76,7 +75,7 @@ class Decision:
 
 def decide(cards: list[Card], wish: Wish, asked: str = AUTO, but: Collection[str] = ()) -> Decision:
     """`asked`: auto, or one of STRATEGIES; `but`: those that can't be had."""
-    with reading(f"model {wish.model.load}"):
+    with parsing(f"model {wish.model.load}"):
         names = [name for name in STRATEGIES if asked in (AUTO, name) and (asked == name or name not in but)]
         if len(cards) == 1:
             names = [ONE]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import groupby, zip_longest
 
-from stoker.contract.shape import replace, shape
+from stoker.contract.frozen import frozen, replace
 from stoker.training.fit.backward import Walk
 from stoker.training.fit.block import HALF, PROGRAMS, WIDE, Block, Rows
 from stoker.training.fit.cards import BF16_SINCE
@@ -40,7 +40,7 @@ FORWARD, BACKWARD, STEP = "forward and loss", "backward", "optimizer step"
 SFT, REWARD, DPO, GRPO = "sft", "reward", "dpo", "grpo"
 
 
-@shape
+@frozen
 class StageNeeds:
     """What a stage holds and computes besides a step on rows."""
 
@@ -64,7 +64,7 @@ def asked_bits(told: str) -> int:
     return 0 if told == "auto" else int(told)
 
 
-@shape
+@frozen
 class Job:
     micro: int
     context: int
@@ -95,7 +95,7 @@ class Job:
         return block_kinds(layers, self.recomputed, self.inputs_on_host, self.mlp)
 
 
-@shape
+@frozen
 class Planned:
     """At its highest."""
 
@@ -108,7 +108,7 @@ class Planned:
         return sum(self.terms.values())
 
 
-@shape
+@frozen
 class _Passes:
     """Of one block: bytes by term at the highest point of each pass, over what stays of the blocks before it."""
 
@@ -119,7 +119,7 @@ class _Passes:
     saved: tuple[int, ...]  # bytes of each storage that a backward pass reads, of those that are worth a copy
 
 
-@shape
+@frozen
 class _Run:
     """Blocks that follow each other and are alike."""
 

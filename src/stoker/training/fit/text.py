@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from stoker.contract.quantities import amount, counted, span
-from stoker.contract.shape import as_json, shape
+from stoker.contract.frozen import as_json, frozen
+from stoker.contract.units import format_bytes, format_duration, plural
 from stoker.training.fit.cards import NCCL, Card
 from stoker.training.fit.memory import COMMUNICATION, CONTEXT, MARGIN, TERMS
 from stoker.training.fit.pace import Pace
@@ -54,8 +54,8 @@ def summary(plan: Plan) -> str:
     step = f"{size:,} tokens a step" if size else f"{plan.wish.samples:,} completions a step"
     about = f" ({plan.about})" if plan.about else ""
     return (
-        f"memory plan: {amount(share.planned.total)} of tensors, {amount(share.needs)} with the CUDA context and a margin,"
-        f" of {amount(share.card.free)} free on {card}, micro-batch {plan.settings.micro}, {step}{about}"
+        f"memory plan: {format_bytes(share.planned.total)} of tensors, {format_bytes(share.needs)} with the CUDA context and a margin,"
+        f" of {format_bytes(share.card.free)} free on {card}, micro-batch {plan.settings.micro}, {step}{about}"
     )
 
 
@@ -114,7 +114,7 @@ def _card_lines(share: Share, cards: list[Card], ranks: int) -> Iterator[str]:
     card = share.card
     labels = cards[0].label if len(cards) == 1 else f"{cards[0].label} and {len(cards) - 1} like it"
     where = f"{card.host}: " if card.host else ""
-    yield f"{where}{labels}: {card.name}, {amount(card.total)}, {amount(card.free)} free now"
+    yield f"{where}{labels}: {card.name}, {format_bytes(card.total)}, {format_bytes(card.free)} free now"
     for holder in card.held:
         yield f"  held: {holder}"
     terms = terms_of(share, ranks)
@@ -125,7 +125,7 @@ def _card_lines(share: Share, cards: list[Card], ranks: int) -> Iterator[str]:
         yield f"  {term:<14}{size / 2**30:8.2f} GiB  {bar}{about}"[:80]
     needs = share.needs
     free = card.free - needs
-    left = f"{amount(free)} left" if free >= 0 else f"{amount(-free)} too much"
+    left = f"{format_bytes(free)} left" if free >= 0 else f"{format_bytes(-free)} too much"
     yield f"  {'needed':<14}{needs / 2**30:8.2f} GiB, in {share.planned.phase}; {left}"
     if share.host_bytes:
         yield f"  {'host memory':<14}{share.host_bytes / 2**30:8.2f} GiB"
@@ -155,7 +155,7 @@ PLACEHOLDER = "YOUR_DATA"
 GROUP = 8  # completions of a prompt by default (rl/config.py)
 
 
-@shape
+@frozen
 class Command:
     """What the command line of `stoker train` takes from that of `stoker fit`, besides the plan."""
 
@@ -243,7 +243,7 @@ def pace_lines(
     seconds = tokens / pace.tokens_per_s
     cost = f", {gpus * seconds / 3600 * price:,.2f} at {price:g} per GPU hour" if price else ""
     about = "" if exact else "about "
-    yield f"one epoch: {about}{counted(tokens, 'token')}, {span(seconds)}{cost}"
+    yield f"one epoch: {about}{plural(tokens, 'token')}, {format_duration(seconds)}{cost}"
 
 
 def as_dict(decision: Decision, given: Command, pace: Pace | None, tokens: int, price: float) -> dict[str, Any]:

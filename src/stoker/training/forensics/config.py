@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 
-from stoker.contract.limits import text
-from stoker.contract.names import EX_CONFIG, Refusal
-from stoker.contract.settings import suggest
-from stoker.contract.shape import option, shape
+from stoker.contract.errors import EX_CONFIG, Refusal
+from stoker.contract.frozen import frozen, option
+from stoker.contract.limits import text_option
+from stoker.contract.options import suggest
 
 GRAMMAR = re.compile(r"(?:(?P<kind>nan|inf|grad):)?(?P<where>[^@:\s]+)@(?P<step>\d+)(?:@(?P<rank>\d+))?")
 _OUTSIDE = ("embed", "norm", "head")
@@ -17,17 +17,17 @@ _OF_LAYER = ("", ".attention_norm", ".attention", ".attention.qkv", ".attention.
 _BARE = ("score", "trust")  # parameters that are in no module: the reward model's
 
 
-@shape
+@frozen
 class NanConfig:
     check: bool = option("look at loss and gradient norm of every step, on the device, one step late", default=True)
     dump: bool = option("write nan_step_N/: parameters, gradients, bad activations, batch, verdict", default=True)
-    inject: str = text("WHERE@STEP")(
+    inject: str = text_option("WHERE@STEP")(
         "inject a fault, to test: WHERE@STEP[@RANK], e.g. layers.1.attention@5@0 (a NaN in its output), grad:layers.0.mlp.down.weight@5"
         " (an Inf in a gradient)"
     )
 
 
-@shape
+@frozen
 class Injection:
     where: str  # a module; of a gradient: a parameter
     step: int

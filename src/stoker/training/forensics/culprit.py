@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from stoker.contract.quantities import counted
-from stoker.contract.shape import replace, shape
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.units import plural
 from stoker.training.forensics import report as phases
 from stoker.training.forensics.report import PHASES, Report, TensorStats, guilty
 
@@ -31,7 +31,7 @@ class NonFinite(RuntimeError):
     """A step's loss or gradient is no number. Its message is the summary that all ranks agree on."""
 
 
-@shape
+@frozen
 class Culprits:
     ranks: tuple[int, ...]  # empty: nobody's replay went wrong
     summary: str
@@ -235,7 +235,7 @@ def _section(title: str, stats: tuple[TensorStats, ...]) -> list[str]:
     if not stats:
         return []
     word = "NaN" if any(one.nan for one in stats) else "Inf"
-    lines = [f"⚠️  {title} with {word} ({counted(len(stats), 'layer')}):"]
+    lines = [f"⚠️  {title} with {word} ({plural(len(stats), 'layer')}):"]
     for one in stats[:_LISTED]:
         lines.append(f"  • {one.name} (shape: {list(one.shape)}, {one.dtype})")
         if one.nan or not one.inf:

@@ -8,13 +8,12 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from stoker.contract import typed
-from stoker.contract.errors import reading
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract import typed_values
+from stoker.contract.errors import EX_DATAERR, EX_NOINPUT, Refusal, parsing
+from stoker.contract.frozen import frozen
+from stoker.contract.options import suggest
 from stoker.contract.safe_io import read_json
-from stoker.contract.settings import suggest
-from stoker.contract.shape import shape
-from stoker.contract.tensorheader import Header, Tensor, read_header
+from stoker.contract.tensor_header import Header, Tensor, read_header
 from stoker.training.forensics.report import Report, TensorStats
 
 REPORT, BATCH = "report.json", "batch.json"
@@ -35,7 +34,7 @@ Read = TypeVar("Read")
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-@shape
+@frozen
 class RankDump:
     folder: str
     report: Report
@@ -43,7 +42,7 @@ class RankDump:
     left_out: dict[str, str]
 
 
-@shape
+@frozen
 class Shown:
     stats: TensorStats
     file: str
@@ -74,14 +73,14 @@ def newest(folder: str) -> str | None:
 def ranks(folder: str) -> list[RankDump]:
     """Every rank's, in order. `folder` is a step's or one rank's."""
     if os.path.exists(os.path.join(folder, REPORT)):
-        with reading(folder):
+        with parsing(folder):
             return [_dump(folder)]
     numbers = sorted(int(name[5:]) for name in os.listdir(folder) if re.fullmatch(r"rank-[0-9]+", name))
     if not numbers:
         raise Refusal(
             f"{folder} holds no rank's report; a NaN dump is a folder nan_step_N with rank-0, rank-1 …", EX_NOINPUT
         )
-    with reading(folder):
+    with parsing(folder):
         return [_dump(os.path.join(folder, f"rank-{number}")) for number in numbers]
 
 
@@ -89,7 +88,7 @@ def _dump(folder: str) -> RankDump:
     path = os.path.join(folder, REPORT)
     data: Any = _read_with(read_json, path)
     try:
-        found = typed.read_fields(
+        found = typed_values.read_fields(
             {"report": "Any", "files?": {"cut?": "dict[str, str]", "left_out?": "dict[str, str]"}}, data
         )
         files = found.get("files", {})
@@ -103,12 +102,12 @@ def texts(dump: RankDump) -> list[dict[str, Any]]:
     path = os.path.join(dump.folder, BATCH)
     if not os.path.exists(path):
         return []
-    with reading(path):
+    with parsing(path):
         data: Any = _read_with(read_json, path)
         try:
             samples = [
-                typed.read_fields(_SAMPLE, sample)
-                for sample in typed.read_fields({"samples": "list[Any]"}, data)["samples"]
+                typed_values.read_fields(_SAMPLE, sample)
+                for sample in typed_values.read_fields({"samples": "list[Any]"}, data)["samples"]
             ]
         except ValueError as problem:
             raise Refusal(f"{path} is damaged: {problem}", EX_DATAERR) from problem
@@ -129,7 +128,7 @@ def _read_with(reader: Callable[[str], Read], path: str) -> Read:
 
 def show(dump: RankDump, name: str, most: int = 8) -> Shown:
     """A tensor by its name; `gradients/layers.0.mlp.down.weight` where several files have it."""
-    with reading(dump.folder):
+    with parsing(dump.folder):
         path, found, header = _found(dump, name)
     tensor = found.partition("/")[2]
     return _read(path, found, header.tensors[tensor], header.metadata.get(f"cut {tensor}", ""), most)

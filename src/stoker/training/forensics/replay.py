@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stoker.contract.errors import EX_CONFIG, Refusal
+from stoker.contract.frozen import frozen, replace
 from stoker.contract.masking import mask_json
-from stoker.contract.names import EX_CONFIG, Refusal
-from stoker.contract.quantities import amount
-from stoker.contract.safe_io import write_whole
-from stoker.contract.settings import suggest
-from stoker.contract.shape import replace, shape
-from stoker.contract.tensorheader import pack_header
+from stoker.contract.options import suggest
+from stoker.contract.safe_io import write_atomic
+from stoker.contract.tensor_header import pack_header
+from stoker.contract.units import format_bytes
 from stoker.training.checkpoint.folders import put_in_place
 from stoker.training.data.reader import IGNORED
 from stoker.training.forensics import report as phases
@@ -86,7 +86,7 @@ LOSS = "loss"  # the scope that the decoder's loss is in
 _SQUARES_OVERFLOW = math.sqrt(torch.finfo(torch.float32).max)
 
 
-@shape
+@frozen
 class MicroBatch:
     """`run` does forward and backward of it, eagerly, with the RNG of the first time, and gives the loss."""
 
@@ -96,14 +96,14 @@ class MicroBatch:
     targets: Tensor | None = None
 
 
-@shape
+@frozen
 class Replay:
     micro_batches: Sequence[MicroBatch]
     # What the step does to the gradients before their norm: a drill's injection.
     after: Callable[[], None] | None = None
 
 
-@shape
+@frozen
 class Investigation:
     report: Report
     tensors: dict[str, Tensor]  # the bad operation's output and inputs, in the host's memory
@@ -263,11 +263,11 @@ def write_dump(
         )
         for name, tensors in ((GRADIENTS, gradients), (PARAMETERS, weights)):
             _write_if_room(os.path.join(building, name), tensors, about, left_out)
-        write_whole(os.path.join(building, BATCH), json.dumps(_batch(replay, decode), indent=1))
+        write_atomic(os.path.join(building, BATCH), json.dumps(_batch(replay, decode), indent=1))
         about_files = {"cut": dict(found.cuts), "left_out": left_out}
         data = mask_json({"report": report.to_json(), "files": about_files})
-        write_whole(os.path.join(building, REPORT), json.dumps(data, indent=1))
-        write_whole(os.path.join(building, "banner.txt"), banner(report, final) + "\n")
+        write_atomic(os.path.join(building, REPORT), json.dumps(data, indent=1))
+        write_atomic(os.path.join(building, "banner.txt"), banner(report, final) + "\n")
         put_in_place(building, final)  # a restarted attempt that fails at the same step replaces the one before
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
@@ -281,7 +281,7 @@ def _write_if_room(path: str, tensors: dict[str, Tensor], about: dict[str, str],
         return
     need, have = bytes_of(tensors), shutil.disk_usage(os.path.dirname(path)).free
     if need + SPARE > have and need > SPARE // 16:  # small files are always worth a try
-        left_out[name] = f"{amount(need)} needed, {amount(have)} free"
+        left_out[name] = f"{format_bytes(need)} needed, {format_bytes(have)} free"
         return
     write_tensors(path, tensors, about)
 

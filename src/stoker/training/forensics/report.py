@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from stoker.contract.shape import as_json, replace, shape
-from stoker.contract.text import printable
-from stoker.contract.typed import Real, read, read_shape
+from stoker.contract.frozen import as_json, frozen, replace
+from stoker.contract.text import escape
+from stoker.contract.typed_values import Real, read_frozen, read_value
 
 SCHEMA = 1
 
@@ -24,7 +24,7 @@ CLEAN = "clean"  # the replay came out finite
 PHASES = (PARAMETERS, TARGETS, FORWARD, BACKWARD, GRADIENT, NORM, REDUCED, FAILED, CLEAN)
 
 
-@shape
+@frozen
 class TensorStats:
     """min, max and absmax are of the finite part; None where there is none."""
 
@@ -43,7 +43,7 @@ class TensorStats:
         return self.nan + self.inf
 
 
-@shape
+@frozen
 class Report:
     step: int
     rank: int
@@ -80,9 +80,9 @@ class Report:
         if not isinstance(data, dict):
             raise ValueError(f"an object is expected, found a {type(data).__name__}")
         numbers = {name: _number(data[name]) for name in ("loss", "grad_norm") if name in data}
-        report = replace(read_shape(Report, {**data, **dict.fromkeys(numbers, 0.0)}), **numbers)
+        report = replace(read_frozen(Report, {**data, **dict.fromkeys(numbers, 0.0)}), **numbers)
         if report.phase not in PHASES:
-            raise ValueError(f"phase: {printable(report.phase, 40)!r} is not one of {', '.join(PHASES)}")
+            raise ValueError(f"phase: {escape(report.phase, 40)!r} is not one of {', '.join(PHASES)}")
         if report.schema != SCHEMA:
             raise ValueError(f"schema: {report.schema} instead of {SCHEMA}")
         return report
@@ -96,7 +96,7 @@ def _number(value: Any) -> float:
     """A number or the word for one that JSON has not."""
     if value in ("nan", "inf", "-inf"):
         return float(value)
-    number: float = read("Real", value)
+    number: float = read_value("Real", value)
     return number
 
 

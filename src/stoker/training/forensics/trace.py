@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 from stoker.training.forensics.report import BACKWARD, FORWARD, GRADIENT, REDUCED
 from stoker.training.forensics.statistics import Named, Origin, Value, counted, extremes, finite, keep, plain, word
 
@@ -70,7 +70,7 @@ _ATTENTION_SCRATCH = {
 }  # fmt: skip
 
 
-@shape
+@frozen
 class Operation:
     name: str  # aten.bmm
     kind: str

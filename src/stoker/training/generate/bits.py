@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from stoker.contract.names import EX_UNAVAILABLE, Refusal
-from stoker.contract.quantities import amount
+from stoker.contract.errors import EX_UNAVAILABLE, Refusal
+from stoker.contract.units import format_bytes
 from stoker.training.model.config import ModelConfig, tensors
 from stoker.training.model.linear import Linear
 
@@ -33,7 +33,7 @@ def four(asked: str, c: ModelConfig, rows: int, length: int, device: torch.devic
     if needed(c, rows, length) <= free:
         return False
     say(
-        f"16-bit weights and a cache of {rows} × {length} tokens need {amount(needed(c, rows, length))}, and {amount(free)} are"
+        f"16-bit weights and a cache of {rows} × {length} tokens need {format_bytes(needed(c, rows, length))}, and {format_bytes(free)} are"
         " free on the GPU: loading the weights in 4 bits (NF4), which costs some quality"
     )
     return True

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stoker.contract import hostmemory
-from stoker.contract.names import EX_UNAVAILABLE, Refusal
-from stoker.contract.quantities import amount
-from stoker.contract.shape import shape
+from stoker.contract import host_memory
+from stoker.contract.errors import EX_UNAVAILABLE, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.units import format_bytes
 from stoker.training.generate import plain
 from stoker.training.generate.config import kernels_lack
 from stoker.training.model.adapters import merged
@@ -34,7 +34,7 @@ Attention = Callable[[Tensor, Tensor, int], Tensor]
 Angles = list[tuple[Tensor, Tensor]]  # cos and sin of each view
 
 
-@shape
+@frozen
 class Dense:
     """A product with a weight in the activations' dtype."""
 
@@ -45,7 +45,7 @@ class Dense:
         return F.linear(x, self.weight, self.bias)
 
 
-@shape
+@frozen
 class Coded:
     """A product with a weight in 4 bits, and with the adapter beside it."""
 
@@ -82,7 +82,7 @@ class Coded:
 Product = Dense | Coded
 
 
-@shape
+@frozen
 class Layer:
     """None where the block has no such norm or router. With a router: its experts'. A LayerNorm: [2, width]."""
 
@@ -259,9 +259,9 @@ class _Streamed:
 
 def _refuse_beyond_memory(needed: int, tokens: int) -> None:
     """A model of few and wide columns is small, and what it keeps of each token is not."""
-    free = hostmemory.memory()[1]
+    free = host_memory.read_memory()[1]
     if needed > free:
-        line = f"keys and values of {tokens:,} tokens take {amount(needed)} of memory, and {amount(free)} is free here"
+        line = f"keys and values of {tokens:,} tokens take {format_bytes(needed)} of memory, and {format_bytes(free)} is free here"
         raise Refusal(f"{line}: take a shorter context or fewer answers at once, or a smaller model", EX_UNAVAILABLE)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from stoker.contract import limits
-from stoker.contract.limits import one_of, text
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.shape import replace, shape
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.limits import choice, text_option
 from stoker.training.model.config import ModelConfig, lacking
 
 BLOCK = 16  # tokens of a batch's cache that are shared and given back together
@@ -22,26 +22,28 @@ KERNELS = (
 )  # fmt: skip
 
 
-@shape
+@frozen
 class GenerateConfig:
     new_tokens: int = limits.FROM_ONE("an answer has at most this many tokens", 128)
     temperature: float = limits.NOT_NEGATIVE("0: greedy, always the most likely token", 1.0)
     top_k: int = limits.COUNT("sample only from the k most likely tokens (0: all)", 0)
-    top_p: float = limits.SHARE(
+    top_p: float = limits.FRACTION(
         "sample only from the most likely tokens that together have this probability (1: all)", 1.0
     )
     rows: int = limits.FROM_ONE("answers written at once", 64)
-    bits: str = one_of("auto", "16", "4")(
+    bits: str = choice("auto", "16", "4")(
         "bits per weight while answers are written; 4: NF4, a quarter of the memory; auto: 4 only if 16 don't fit on the GPU"
     )
-    system: str = text("TEXT")("system message for chats that have none, for example the form of answer you want")
+    system: str = text_option("TEXT")(
+        "system message for chats that have none, for example the form of answer you want"
+    )
 
     @property
     def sampling(self) -> dict[str, Any]:
         return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
 
 
-@shape
+@frozen
 class Sampling:
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # 0: all

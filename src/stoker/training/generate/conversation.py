@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
-from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.quantities import counted
-from stoker.contract.shape import shape
+from stoker.contract.errors import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.units import plural
 from stoker.training.generate import bits
 from stoker.training.model import hf, outside, ready
 from stoker.training.model.config import ModelConfig
@@ -72,7 +72,7 @@ def _quiet(line: str) -> None:
     """How much was read from where: not what somebody who wants to talk asked for."""
 
 
-@shape
+@frozen
 class Manner:
     temperature: float
     top_p: float
@@ -161,7 +161,7 @@ class Conversation:
                 ids = self._chat()
         if len(ids) > room:
             raise Refusal(
-                f"this has {counted(len(ids), 'token')}, and only {room} fit in the context with the answer: shorten it, or"
+                f"this has {plural(len(ids), 'token')}, and only {room} fit in the context with the answer: shorten it, or"
                 " lower --max-tokens",
                 EX_USAGE,
             )

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from stoker import __version__
-from stoker.contract.errors import reading
+from stoker.contract.errors import EX_CANTCREAT, EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal, parsing
+from stoker.contract.frozen import frozen, replace
 from stoker.contract.masking import mask_text
-from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
-from stoker.contract.safe_io import read_text, write_whole
-from stoker.contract.shape import replace, shape
-from stoker.contract.text import parse_json, printable
-from stoker.contract.typed import read_fields
-from stoker.contract.yamltext import NotYaml, parse_yaml
+from stoker.contract.safe_io import read_text, write_atomic
+from stoker.contract.text import escape, parse_json
+from stoker.contract.typed_values import read_fields
+from stoker.contract.yaml_text import YamlError, parse_yaml
 from stoker.control.record import reader
 from stoker.control.record.metrics import metrics_in
 from stoker.training.checkpoint.reading import Checkpoint, open_checkpoint
@@ -56,7 +55,7 @@ def card_of(run: str, stage: str = "") -> str:
     try:
         text = read_text(path, inside=True)
         told = parse_yaml(text)
-    except (OSError, NotYaml, ValueError) as problem:
+    except (OSError, YamlError, ValueError) as problem:
         raise Refusal(f"{path} can't be read: {getattr(problem, 'strerror', None) or problem}", EX_DATAERR) from problem
     rows = [f"| {key} | {shown} |" for key in _TOLD if (shown := _shown(told, key))]
     numbers: dict[str, object] = {}
@@ -84,7 +83,7 @@ def _shown(told: object, key: str) -> str:
 
 def _text(value: str) -> str:
     """One line that Markdown takes for text: no table, no HTML, no link."""
-    return re.sub(r"([|\[\]`])", r"\\\1", printable(value, 200)).replace("<", "&lt;")
+    return re.sub(r"([|\[\]`])", r"\\\1", escape(value, 200)).replace("<", "&lt;")
 
 
 Say = Callable[[str], None]
@@ -104,7 +103,7 @@ def export(
     _refuse_inputs(out, found.folder)  # --force would not help
     if not overwrite:
         refuse_existing(out)
-    with reading(found.folder):
+    with parsing(found.folder):
         _export(found, out, dtype, tokenizer, say, trust_remote_code, merge)
 
 
@@ -136,7 +135,7 @@ def _folder(folder: str, out: str, dtype: str | None, tokenizer: str | None, say
     def more(fresh: str) -> None:
         _beside(fresh, words, os.path.dirname(os.path.realpath(folder)), say)
         if scored:
-            write_whole(os.path.join(fresh, SCORE), beside(os.path.join(folder, SCORE)))
+            write_atomic(os.path.join(fresh, SCORE), beside(os.path.join(folder, SCORE)))
             say(
                 f"a reward model: its score is in {SCORE}, for `--grpo.reward_model`; transformers opens the decoder"
                 " without it"
@@ -164,13 +163,13 @@ def _dtype(asked: str | None, added: Added | None) -> torch.dtype | None:
 
 def _beside(folder: str, words: Tokenizer, run: str, say: Say) -> None:
     """`run`: its directory, or another folder that says nothing."""
-    write_whole(os.path.join(folder, EXPORTED), f"stoker {__version__}\n")
+    write_atomic(os.path.join(folder, EXPORTED), f"stoker {__version__}\n")
     if line := write_template(folder, words):
         say(line)
     stage = reader.read_json(os.path.join(run, RESULT))
     card = card_of(run, str(stage.get("stage", "")) if isinstance(stage, dict) else "")
     if card:
-        write_whole(os.path.join(folder, CARD), card.encode("utf-8", "replace"))
+        write_atomic(os.path.join(folder, CARD), card.encode("utf-8", "replace"))
 
 
 def _checkpoint(
@@ -233,7 +232,7 @@ def _checkpoint(
     hf.save_from(_tensors(opened, shape), shape, out, context_length=context, **how)
 
 
-@shape
+@frozen
 class _Files:
     tokenizer: str
     write: Say

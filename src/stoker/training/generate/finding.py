@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from stoker.contract import layout, safe_io
-from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
-from stoker.contract.settings import suggest
-from stoker.contract.shape import shape
-from stoker.contract.text import printable
+from stoker.contract.errors import EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.options import suggest
+from stoker.contract.text import escape
 from stoker.control.record import again, finder, reader
 from stoker.training.checkpoint.folders import steps_in
 from stoker.training.checkpoint.manifest import NAME as MANIFEST
@@ -26,7 +26,7 @@ NO_ANSWERS = ("reward",)  # stages whose model gives scores
 ORDER = ("base", "midtrain", "sft", "reward", "grpo-uniform", "grpo-density")
 
 
-@shape
+@frozen
 class Found:
     folder: str  # weights as transformers writes them, or a checkpoint
     checkpoint: bool = False
@@ -145,11 +145,11 @@ def _from_here(path: str) -> str:
 def _say_which(run_dir: str, newest: reader.Run | None, say: Say) -> None:
     """Print which run's model is used. `newest`: the newest run that the word could mean."""
     stage = f" (stage {_stage_of(run_dir)})" if _stage_of(run_dir) else ""
-    line = f"using the model of run {printable(_from_here(run_dir))}{stage}"
+    line = f"using the model of run {escape(_from_here(run_dir))}{stage}"
     parts = os.path.realpath(run_dir).split(os.sep)
     if newest is not None and os.path.basename(os.path.realpath(newest.dir)) not in parts:
         instead = "gives scores, not answers" if _stage_of(newest.dir) in NO_ANSWERS else "has no model"
-        line += f", the newest that fits: {printable(newest.id)} ({reader.status(newest)}) {instead}"
+        line += f", the newest that fits: {escape(newest.id)} ({reader.status(newest)}) {instead}"
     say(line)
 
 

@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker import __version__
-from stoker.contract.errors import reading
-from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.errors import EX_CANTCREAT, EX_DATAERR, EX_UNAVAILABLE, EX_USAGE, Refusal, parsing
+from stoker.contract.frozen import frozen
 from stoker.contract.progress import BYTES, Progress
-from stoker.contract.quantities import amount, counted
 from stoker.contract.safe_io import open_regular, sync_folder, temporary_name
-from stoker.contract.shape import shape
+from stoker.contract.units import format_bytes, plural
 from stoker.training.model import hf_stream
 from stoker.training.model.config import ModelConfig, lacking
 from stoker.training.model.families import family_of
@@ -42,7 +41,7 @@ _HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
 Say = Callable[[str], None]
 
 
-@shape
+@frozen
 class _Entry:
     name: str  # in GGUF
     stored: Stored
@@ -76,7 +75,7 @@ def write(
     fresh = temporary_name(os.path.abspath(out))
     try:
         os.makedirs(os.path.dirname(fresh), exist_ok=True)
-        with reading(f"model {folder}"):  # a number of its config.json that GGUF has no room for
+        with parsing(f"model {folder}"):  # a number of its config.json that GGUF has no room for
             writer = library.GGUFWriter(fresh, kind)
             _describe(library, writer, folder, c)
             _add_words(library, writer, c, words)
@@ -90,7 +89,7 @@ def write(
     finally:
         if os.path.exists(fresh):
             os.unlink(fresh)
-    say(f"wrote {out}: {amount(os.path.getsize(out))} as {kind}, {counted(len(entries), 'tensor')}")
+    say(f"wrote {out}: {format_bytes(os.path.getsize(out))} as {kind}, {plural(len(entries), 'tensor')}")
 
 
 def _is_ours(path: str) -> bool:
@@ -123,7 +122,7 @@ def _refuse(folder: str, c: ModelConfig, words: Tokenizer) -> str:
     if not why and (told.kind != "BPE" or not told.decoding.byte_level or told.normalizer not in (None, "NFC")):
         why = "its tokenizer is not a byte-level BPE"
     if not why and words.vocab_size > c.vocab_size:
-        why = f"its tokenizer has {counted(words.vocab_size, 'token')} and the model {c.vocab_size:,}"
+        why = f"its tokenizer has {plural(words.vocab_size, 'token')} and the model {c.vocab_size:,}"
     if not why and _splitter(words) is None:
         why = "GGUF has no name for how its tokenizer splits text into words"
     if why:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.util
 
 from stoker.contract import limits
-from stoker.contract.limits import text
-from stoker.contract.names import EX_UNAVAILABLE, Refusal
-from stoker.contract.shape import option, shape
+from stoker.contract.errors import EX_UNAVAILABLE, Refusal
+from stoker.contract.frozen import frozen, option
+from stoker.contract.limits import text_option
 
 ANSWERED = 64  # tokens of an answer to a held-out prompt, at most
 
 
-@shape
+@frozen
 class TrainConfig:
     max_steps: int = limits.COUNT("optimizer steps (0: `epochs` counts)", 0)
     epochs: float = limits.COUNT("passes over the data, where max_steps is 0", 1.0)
@@ -31,7 +31,7 @@ class TrainConfig:
         " (0: none)",
         3,
     )
-    log_to: str = text("NAMES")("write metrics also to tensorboard, wandb, trackio, mlflow, comma-separated")
+    log_to: str = text_option("NAMES")("write metrics also to tensorboard, wandb, trackio, mlflow, comma-separated")
     profile: bool = option("write a trace of a few steps and print the ten costliest items", default=False)
     profile_steps: int = limits.FROM_ONE("steps that --profile traces, after three of warm-up", 3)
     log_samples: bool = option("write the ids of every step's samples to samples-rank-N.jsonl", default=False)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 from stoker.training.balance.plan import Plans
 from stoker.training.data.config import DataConfig
 from stoker.training.data.order import Order
@@ -33,7 +33,7 @@ class Rows(Protocol):
     def batch(self, ids: NDArray[np.int64]) -> Batch: ...
 
 
-@shape
+@frozen
 class Material:
     key: str  # of these very bytes, in these rows
     vocab_size: int
@@ -70,7 +70,7 @@ AHEAD = 2  # steps
 CUT_AHEAD = AHEAD + 4
 
 
-@shape
+@frozen
 class MicroBatch:
     ids: tuple[int, ...]  # real samples; the rows behind them are padding
     inputs: Tensor  # [micro, T]
@@ -78,7 +78,7 @@ class MicroBatch:
     segments: Tensor | None
 
 
-@shape
+@frozen
 class StepBatch:
     step: int
     samples: int  # of all ranks
@@ -91,7 +91,7 @@ class StepBatch:
         return [one for micro in self.micro_batches for one in micro.ids]
 
 
-@shape
+@frozen
 class Course:
     """Which samples each step has: `batch` at a time from global index `start`, up to `total` (0: no end)."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.contract import layout
-from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.errors import EX_CANTCREAT, EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.training.checkpoint import folders
 from stoker.training.checkpoint.config import CheckpointConfig
 from stoker.training.checkpoint.manifest import Manifest

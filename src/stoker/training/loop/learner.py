@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stoker.contract.frozen import frozen
 from stoker.contract.progress import Progress
-from stoker.contract.safe_io import write_whole
-from stoker.contract.shape import shape
+from stoker.contract.safe_io import write_atomic
 from stoker.training.data.reader import IGNORED
 from stoker.training.loop.feeder import Rows, padded
 from stoker.training.loop.samples import Example, from_chats
@@ -29,7 +29,7 @@ from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 Say = Callable[[str], None]
 
 
-@shape
+@frozen
 class Validation:
     loss: float  # nats per token
     bits_per_byte: float | None  # None: not of text
@@ -61,7 +61,7 @@ def validate(model: nn.Module, samples: Rows, group: Group, *, tokens: int, micr
     return Validation(nats, nats / math.log(2) / samples.bytes_per_target, int(learned))
 
 
-@shape
+@frozen
 class Beside:
     """What lies beside an export's weights."""
 
@@ -75,7 +75,7 @@ class Beside:
 
     def write(self, folder: str) -> None:
         if self.card:
-            write_whole(os.path.join(folder, CARD), self.card.encode("utf-8", "replace"))
+            write_atomic(os.path.join(folder, CARD), self.card.encode("utf-8", "replace"))
         if self.taught_chat:
             write_template(folder, load_tokenizer(self.tokenizer))
 
@@ -85,7 +85,7 @@ def _save(model: Decoder, folder: str, beside: Beside, say: Say, write: bool) ->
     hf.save(model, folder, say=say, write=write, **how)
 
 
-@shape
+@frozen
 class Learner:
     kind: type[Decoder] = Decoder
     outside: type[Outside] | None = Outside  # of transformers' modules; None: this stage can't learn with one

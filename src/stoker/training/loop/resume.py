@@ -7,11 +7,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract import layout, names, safe_io
-from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_NOINPUT, EX_NOPERM, Refusal
+from stoker.contract import env_vars, layout, safe_io
+from stoker.contract.errors import EX_CANTCREAT, EX_CONFIG, EX_NOINPUT, EX_NOPERM, Refusal
+from stoker.contract.frozen import as_json, frozen, replace
+from stoker.contract.options import suggest
 from stoker.contract.safe_io import read_bytes
-from stoker.contract.settings import suggest
-from stoker.contract.shape import as_json, replace, shape
 from stoker.training.checkpoint import folders, manifest
 from stoker.training.checkpoint.config import CheckpointConfig
 from stoker.training.data.shards import Prepared
@@ -22,7 +22,7 @@ _SHAPE = ("layers", "dim", "heads", "kv_heads", "head_dim", "ff", "vocab_size",
           "rope_theta", "rope_factor", "rope_low", "rope_high", "rope_original", "norm_eps", "qk_norm", "tied", *OPTIONS)  # fmt: skip
 
 
-@shape
+@frozen
 class Data:
     """What a sample's global index counts in."""
 
@@ -32,7 +32,7 @@ class Data:
     count: int  # samples an epoch has
 
 
-@shape
+@frozen
 class Position:
     step: int  # optimizer steps that are done
     samples: int  # global index of the next sample
@@ -55,7 +55,7 @@ def meta(position: Position, data: Data, model: ModelConfig, tokenizer: str, opt
 
 def run_of(folder: str) -> str:
     """Which run's a checkpoint is: several may save into one folder."""
-    return os.environ.get(names.RUN_ID) or os.path.basename(os.path.abspath(folder))
+    return os.environ.get(env_vars.RUN_ID) or os.path.basename(os.path.abspath(folder))
 
 
 def check(found: Mapping[str, Any], where: str, model: ModelConfig, tokenizer: str, optimizer: str) -> None:

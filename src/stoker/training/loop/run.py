@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import torch
 
 import stoker
-from stoker.contract.names import EX_CANTCREAT
-from stoker.contract.shape import shape
+from stoker.contract.errors import EX_CANTCREAT
+from stoker.contract.frozen import frozen
 from stoker.training.checkpoint.folders import name_of
 from stoker.training.loop.keeping import BROKEN, BUSY, Keeper
 from stoker.training.loop.say import Voice
@@ -32,7 +32,7 @@ Batch = TypeVar("Batch")
 Words = tuple[bool, bool, bool, bool]  # stop, save, busy, slow
 
 
-@shape
+@frozen
 class Answers:
     """What the ranks said with a step, the same on all of them."""
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from stoker.contract import layout
+from stoker.contract.frozen import frozen
 from stoker.contract.safe_io import APPEND
-from stoker.contract.shape import shape
 from stoker.training.data.reader import IGNORED
 from stoker.training.loop.config import ANSWERED
 from stoker.training.loop.feeder import Rows
@@ -32,7 +32,7 @@ MULTIPLE = 64  # tokens of a row: one shape for a whole answer
 SHOWN = 160  # characters of a text in the log
 
 
-@shape
+@frozen
 class Example:
     prompt: tuple[int, ...]
     answer: tuple[int, ...]  # as the data has it

@@ -9,11 +9,11 @@ from typing import Any
 
 import stoker
 from stoker.contract import terminal
+from stoker.contract.frozen import frozen
 from stoker.contract.masking import mask_json, mask_text
 from stoker.contract.progress import Progress
-from stoker.contract.quantities import clock
-from stoker.contract.shape import shape
-from stoker.contract.text import printable_lines
+from stoker.contract.text import escape_lines
+from stoker.contract.units import format_clock
 from stoker.control.record.metrics import Metrics
 from stoker.training.balance.plan import Plan
 from stoker.training.loop.config import check_loggers
@@ -23,7 +23,7 @@ from stoker.training.loop.wandb_login import check_wandb_login, wandb_settings
 from stoker.training.parallel.group import Group
 
 
-@shape
+@frozen
 class Logger:
     log: Callable[[int, dict[str, float]], None]
     close: Callable[[], None]
@@ -104,8 +104,8 @@ class Voice:
             self._loggers = open_loggers(log_to, folder, config, self.say)
 
     def say(self, text: str) -> None:
-        terminal.wipe()
-        print(printable_lines(f"INFO | [{self._group.label}] {mask_text(text)}"), flush=True)
+        terminal.clear_bar()
+        print(escape_lines(f"INFO | [{self._group.label}] {mask_text(text)}"), flush=True)
 
     def say_once(self, text: str) -> None:
         """Of the whole job: rank 0 says it."""
@@ -129,7 +129,7 @@ class Voice:
         self._last = {"loss": loss, **values, "tokens_per_s": round(fast, 1) if fast else None}
         is_last = done == self._steps
         if (step % self._every == 0 or is_last) and (every_rank or self._group.first):
-            self.say(f"Step [{step}/{self._steps}] | {line(clock(left))}")
+            self.say(f"Step [{step}/{self._steps}] | {line(format_clock(left))}")
         if step % self._metrics_every == 0 or is_last:
             self.metrics(step, **self._last)
 

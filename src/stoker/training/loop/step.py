@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 from stoker.training.balance.comm import Meeting, StepClock, to_host
 from stoker.training.balance.plan import Plans
 from stoker.training.forensics.replay import Drill
@@ -38,7 +38,7 @@ ROOM = 1.25  # of what a step takes besides what stays: free before a graph is c
 MOST_GRAPHS = 8
 
 
-@shape
+@frozen
 class Numbers:
     """What a step said, the same on all ranks."""
 
@@ -202,7 +202,7 @@ class _Graph:
         return self.loss
 
 
-@shape
+@frozen
 class Parts:
     """A run's finished parts, as recipes/build.py makes them."""
 

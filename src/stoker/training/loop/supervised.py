@@ -13,9 +13,9 @@ from torch import Tensor
 
 import stoker
 from stoker.contract import layout
-from stoker.contract.safe_io import APPEND, write_whole
-from stoker.contract.shape import replace, shape
-from stoker.contract.text import printable_lines
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.safe_io import APPEND, write_atomic
+from stoker.contract.text import escape_lines
 from stoker.training.balance.plan import Balancer
 from stoker.training.checkpoint.saver import Saver
 from stoker.training.forensics import replay
@@ -39,7 +39,7 @@ from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 BEFORE = "before.json"
 
 
-@shape
+@frozen
 class Launched:
     pending: Pending
     batch: StepBatch
@@ -47,7 +47,7 @@ class Launched:
     numbers: Mapping[str, Tensor] = {}  # what the learner says besides
 
 
-@shape
+@frozen
 class Start:
     """Where a run begins: at its first step, or where a checkpoint left it."""
 
@@ -57,7 +57,7 @@ class Start:
     steps: int  # of the whole run
 
 
-@shape
+@frozen
 class Settings:
     """Those that the task looks at."""
 
@@ -111,7 +111,7 @@ class Supervised(Task):
             if self._group.first:
                 before = {"val_loss_before": found.loss, "val_bits_per_byte_before": found.bits_per_byte}
                 text = json.dumps({"schema": layout.SCHEMA, **before})
-                write_whole(os.path.join(self._c.folder, BEFORE), text.encode())
+                write_atomic(os.path.join(self._c.folder, BEFORE), text.encode())
         if self._asked is not None and not self._start.position.step:
             # Of a model in shards all ranks make the same passes.
             self._asked.write(self._parts.model, 0, stopping if self._group.strategy != "fsdp" else None)
@@ -186,7 +186,7 @@ class Supervised(Task):
             except OSError as problem:
                 self._voice.say(f"the dump could not be written: {problem}")
         if group.rank in culprits.ranks or (not culprits.ranks and group.first):
-            print(printable_lines(banner(found.report)), flush=True)
+            print(escape_lines(banner(found.report)), flush=True)
             self._voice.say(f"{culprits.summary}{where}")
         return culprits.summary
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from stoker.contract.names import EX_NOPERM, Refusal
+from stoker.contract.errors import EX_NOPERM, Refusal
 
 WANDB_API = "https://api.wandb.ai"
 

@@ -12,12 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from stoker.contract.errors import reading
-from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, Refusal
-from stoker.contract.quantities import counted
+from stoker.contract.errors import EX_CONFIG, EX_DATAERR, EX_NOINPUT, Refusal, parsing
+from stoker.contract.frozen import as_json, frozen
 from stoker.contract.safe_io import read_bytes, read_json
-from stoker.contract.shape import as_json, shape
-from stoker.contract.tensorheader import read_header
+from stoker.contract.tensor_header import read_header
+from stoker.contract.units import plural
 from stoker.training.model import nf4
 from stoker.training.model.config import QLORA, AdapterConfig, ModelConfig, tensors
 from stoker.training.model.decoder import Decoder
@@ -166,7 +165,7 @@ def merge(model: Decoder) -> None:
         layer.settle()
 
 
-@shape
+@frozen
 class Beside:
     """The adapters of a run, and the weights they stand beside."""
 
@@ -337,7 +336,7 @@ def _plain(tensor: Tensor) -> Tensor:
 def check_base(folder: str, base: str = "") -> None:
     """Refuses an adapter of other weights than `base`, or than its own base has now. Peft's folders don't say which it was."""
     path = os.path.join(folder, WEIGHTS)
-    with reading(f"adapter {folder}"):
+    with parsing(f"adapter {folder}"):
         stored_tensors(folder)
         wanted = read_header(path).metadata.get(DIGEST)
     base = base or base_of(folder)
@@ -352,7 +351,7 @@ def check_base(folder: str, base: str = "") -> None:
 def settings_of(folder: str, method: str, dropout: float = 0.0) -> tuple[AdapterConfig, str]:
     """(what peft's file says, the base it is for)."""
     path = os.path.join(folder, SETTINGS)
-    with reading(f"adapter {path}"):
+    with parsing(f"adapter {path}"):
         return _settings_in(folder, path, method, dropout)
 
 
@@ -420,7 +419,7 @@ def load(model: Decoder, told: AdapterConfig, folder: str, say: Say) -> None:
         together = torch.cat([piece.t() if family.turned(name) else piece for piece in extras]).float()
         parameter = model.get_parameter(name)
         parameter.copy_(like(together.to(parameter.device), parameter))
-    say(f"adapter from {folder}: rank {told.lora_rank}, {counted(len(stored), 'tensor')}")
+    say(f"adapter from {folder}: rank {told.lora_rank}, {plural(len(stored), 'tensor')}")
 
 
 def pair_names(name: str) -> tuple[str, str]:
@@ -435,7 +434,7 @@ def extra_name(name: str) -> str:
 
 def checked(c: ModelConfig, told: AdapterConfig, folder: str, *, scored: bool) -> dict[str, Stored]:
     """The folder's tensors, all that this model needs and no others. `scored`: it may have a reward model's head."""
-    with reading(f"adapter {folder}"):
+    with parsing(f"adapter {folder}"):
         return _checked(c, told, folder, scored)
 
 
@@ -481,7 +480,7 @@ def score_in(folder: str) -> Stored | None:
     """The head of an adapter that scores."""
     if not is_adapter(folder) or not os.path.exists(os.path.join(folder, WEIGHTS)):
         return None
-    with reading(f"adapter {folder}"):
+    with parsing(f"adapter {folder}"):
         score = stored_tensors(folder).get(_SCORE_NAME)
     if score is not None and (len(score.shape) != 2 or score.shape[0] != 1):
         raise Refusal(f"adapter {folder}: its score is {list(score.shape)}: only one number is read", EX_DATAERR)

@@ -10,17 +10,17 @@ import math
 from collections.abc import Collection, Iterator
 
 from stoker.contract import limits
-from stoker.contract.limits import one_of, text
-from stoker.contract.names import EX_CONFIG, Refusal
-from stoker.contract.shape import fields_of, option, replace, shape
+from stoker.contract.errors import EX_CONFIG, Refusal
+from stoker.contract.frozen import fields_of, frozen, option, replace
+from stoker.contract.limits import choice, text_option
 
 
-@shape
+@frozen
 class ModelConfig:
-    load: str = text("DIR")(
+    load: str = text_option("DIR")(
         "the model to start from: a folder as transformers writes it, a run (name, id, latest) or a hub id"
     )
-    engine: str = one_of("auto", "native", "transformers")(
+    engine: str = choice("auto", "native", "transformers")(
         "who computes: native (ours), transformers (its own module: slower, trains any causal model it has), auto (ours"
         " where the architecture is known)"
     )
@@ -51,7 +51,7 @@ class ModelConfig:
     init_std: float = limits.POSITIVE(
         "standard deviation of fresh weights; projections into the residual stream get 1/√(2 × layers) of it", 0.02
     )
-    dropout: float = limits.LESS_THAN_ALL(
+    dropout: float = limits.FRACTION_BELOW_ONE(
         "share dropped in training: after the embedding, of the attention's weights, after each sub-layer", 0.0
     )
 
@@ -105,9 +105,9 @@ OFF, LORA, QLORA = "off", "lora", "qlora"
 EVERY = "all-linear"
 
 
-@shape
+@frozen
 class AdapterConfig:
-    method: str = one_of(OFF, LORA, QLORA)(
+    method: str = choice(OFF, LORA, QLORA)(
         "off: all weights learn; lora: small matrices beside frozen weights; qlora: frozen weights in 4 bits (NF4)"
     )
     lora_rank: int = limits.Range(1, 4096)("width of an adapter", 16)
@@ -115,12 +115,14 @@ class AdapterConfig:
     lora_targets: str = option(
         "which linear layers get one: all-linear, or names as in the model's folder: q_proj,v_proj", default=EVERY
     )
-    lora_dropout: float = limits.LESS_THAN_ALL("share of an adapter's inputs that is dropped in training", 0.0)
+    lora_dropout: float = limits.FRACTION_BELOW_ONE("share of an adapter's inputs that is dropped in training", 0.0)
     rslora: bool = option("count alpha / √rank times instead (rank-stabilised LoRA)", default=False)
-    also_train: str = text("NAMES")(
+    also_train: str = text_option("NAMES")(
         "what else learns, as a whole: names as in the model's folder: embed_tokens,lm_head,norm"
     )
-    continue_from: str = text("DIR")("an adapter's folder (peft) to begin with; its rank, alpha and targets count")
+    continue_from: str = text_option("DIR")(
+        "an adapter's folder (peft) to begin with; its rank, alpha and targets count"
+    )
 
     @property
     def scale(self) -> float:

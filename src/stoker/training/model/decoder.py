@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stoker.contract.names import EX_CONFIG, Refusal
+from stoker.contract.errors import EX_CONFIG, Refusal
 from stoker.training.forensics.trace import scope
 from stoker.training.model.attention import Documents, Seen, attend, begins, rotary_table, rotate, seen_by
 from stoker.training.model.config import ModelConfig, check_options

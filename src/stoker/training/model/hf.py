@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.contract.errors import reading
-from stoker.contract.names import EX_CANTCREAT, Refusal
+from stoker.contract.errors import EX_CANTCREAT, Refusal, parsing
+from stoker.contract.frozen import replace
 from stoker.contract.progress import BYTES, Progress
-from stoker.contract.quantities import amount, counted
-from stoker.contract.shape import replace
+from stoker.contract.units import format_bytes, plural
 from stoker.training.checkpoint.snapshot import local_block
 from stoker.training.model import adapters, nf4, outside
 from stoker.training.model.config import QLORA, AdapterConfig, ModelConfig, parameters
@@ -85,7 +84,7 @@ def load_named(
         if rows < c.vocab_size
         else ""
     )
-    say(f"weights from {folder}: {counted(len(stored), 'tensor')}, {amount(_size(stored.values()))}{padded}")
+    say(f"weights from {folder}: {plural(len(stored), 'tensor')}, {format_bytes(_size(stored.values()))}{padded}")
 
 
 def _size(stored: Iterable[Stored]) -> int:
@@ -177,7 +176,7 @@ def save_from(
     gathered = (_gathered(name, tensor, dtype) for name, tensor in tensors)
     try:
         if write:
-            with reading(f"model {c.load}: what it says of itself"):
+            with parsing(f"model {c.load}: what it says of itself"):
                 config = config_of(c, kept.context(context_length), DTYPES[dtype][1])
                 config, generation = kept.changed(config, end_ids, tokenizer_folder)
             size = sum(size_of(part, dtype) for place in places(c) for part in place.parts)
@@ -191,7 +190,7 @@ def save_from(
                 add_files(fresh, config, generation, ((tokenizer_folder, name) for name in TOKENIZER_FILES))
                 if more is not None:
                     more(fresh)
-            say(f"wrote {folder}: {amount(size)} of {DTYPES[dtype][1]} as {config['architectures'][0]}")
+            say(f"wrote {folder}: {format_bytes(size)} of {DTYPES[dtype][1]} as {config['architectures'][0]}")
     except OSError as problem:
         raise Refusal(f"{folder}: the model can't be written: {problem.strerror or problem}", EX_CANTCREAT) from problem
     finally:

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.errors import reading
-from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
+from stoker.contract.errors import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal, parsing
+from stoker.contract.frozen import frozen, replace
 from stoker.contract.safe_io import read_json
-from stoker.contract.shape import replace, shape
-from stoker.contract.tensorheader import read_header
+from stoker.contract.tensor_header import read_header
 from stoker.training.model import hf_hub
 from stoker.training.model.config import OFF, QLORA, ModelConfig, check_options
 from stoker.training.model.families import family_in, family_of, known_family
@@ -25,7 +24,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-@shape
+@frozen
 class Stored:
     """A tensor in a file: `begin` counts from the file's start."""
 
@@ -46,7 +45,7 @@ def stored_in(folder: str) -> dict[str, Stored]:
     except OSError as problem:
         raise Refusal(f"model {folder}: {problem.strerror}", EX_NOINPUT) from problem
     files = [name for name in names if name.endswith(".safetensors")]
-    with reading(f"model {folder}: reading its weights' headers"):
+    with parsing(f"model {folder}: reading its weights' headers"):
         return _in_files(folder, names, files)
 
 
@@ -134,7 +133,7 @@ _NOT_KEPT = ("auto_map", "_name_or_path", "quantization_config")
 def shape_of(folder: str) -> ModelConfig:
     """The shape that the folder's weights have, both 4.x's and 5.x's way of writing it."""
     folder = _described_in(folder)
-    with reading(f"model {folder}: its {CONFIG}"):
+    with parsing(f"model {folder}: its {CONFIG}"):
         return _shape_in(folder)
 
 
@@ -158,7 +157,7 @@ def shape_for(asked: ModelConfig, folder: str, *, planned: bool = False) -> Mode
     `planned`: nothing is computed here, so neither transformers nor weights have to be.
     """
     own = _described_in(folder)
-    with reading(f"model {own}: its {CONFIG}"):
+    with parsing(f"model {own}: its {CONFIG}"):
         told = _read(own)
         _refuse_quantized(told)
         if asked.engine != "native" and (asked.engine != "auto" or known_family(told) is None):
@@ -302,7 +301,7 @@ def _bits(method: Mapping[str, Any]) -> str:
 def is_quantized(folder: str) -> bool:
     """Its base's weights have 4 bits that can be read; others are refused."""
     folder = _described_in(base_of(folder))
-    with reading(f"model {folder}: its {CONFIG}"):
+    with parsing(f"model {folder}: its {CONFIG}"):
         told = _read(folder)
         _refuse_quantized(told)
         return bool(told.get("quantization_config"))
@@ -426,7 +425,7 @@ GENERATION = "generation_config.json"
 _AS_LOADED = ("bos_token_id", "pad_token_id")
 
 
-@shape
+@frozen
 class Kept:
     config: Mapping[str, Any]
     generation: Mapping[str, Any]

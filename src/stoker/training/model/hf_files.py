@@ -7,11 +7,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 
-from stoker.contract import hostmemory
-from stoker.contract.errors import reading
-from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, Refusal
-from stoker.contract.quantities import amount, counted
-from stoker.contract.shape import shape
+from stoker.contract import host_memory
+from stoker.contract.errors import EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, Refusal, parsing
+from stoker.contract.frozen import frozen
+from stoker.contract.units import format_bytes, plural
 from stoker.training.model.config import ModelConfig, tensors
 from stoker.training.model.families import family_of
 from stoker.training.model.hf_config import Stored, shape_of, stored_in
@@ -22,7 +21,7 @@ _COMPARED_AT_ONCE = 1 << 24
 _GROW = ("embed.weight", "head.weight")  # with the vocabulary
 
 
-@shape
+@frozen
 class Part:
     name: str  # theirs
     shape: tuple[int, ...]  # ours
@@ -33,7 +32,7 @@ class Part:
         return self.shape[::-1] if self.transposed else self.shape
 
 
-@shape
+@frozen
 class Place:
     name: str  # ours
     parts: tuple[Part, ...]
@@ -51,17 +50,17 @@ def places(c: ModelConfig) -> Iterator[Place]:
 
 def refuse_beyond_memory(folder: str, numbers: int, width: float) -> None:
     """Refuse weights that don't fit in this machine's memory, before the kernel ends the process. `width`: bytes per parameter."""
-    needed, total = int(numbers * width), hostmemory.memory()[0]
-    line = f"model {folder}: its {numbers:,} parameters take {amount(needed)} of memory or more"
+    needed, total = int(numbers * width), host_memory.read_memory()[0]
+    line = f"model {folder}: its {numbers:,} parameters take {format_bytes(needed)} of memory or more"
     if needed > total:
-        raise Refusal(f"{line}, and this machine has {amount(total)}", EX_UNAVAILABLE)
-    if needed > (free := hostmemory.usable()):
-        raise Refusal(f"{line}, and {amount(free)} is free here", EX_UNAVAILABLE)
+        raise Refusal(f"{line}, and this machine has {format_bytes(total)}", EX_UNAVAILABLE)
+    if needed > (free := host_memory.usable_memory()):
+        raise Refusal(f"{line}, and {format_bytes(free)} is free here", EX_UNAVAILABLE)
 
 
 def check(folder: str, c: ModelConfig) -> dict[str, Stored]:
     """Name -> where it lies, of all tensors of this model; missing, left over or misshapen ones are refused."""
-    with reading(f"model {folder}"):
+    with parsing(f"model {folder}"):
         return _check(folder, c)
 
 
@@ -110,7 +109,7 @@ def _fits_in_4_bits(folder: str, found: dict[str, Stored], part: Part) -> None:
         raise Refusal(f"model {folder}: {part.name} has 4 bits and is transposed, which Stoker can't read", EX_DATAERR)
     if stored.size != numbers // 2 or numbers % 64:
         raise Refusal(
-            f"model {folder}: {part.name} has {counted(stored.size, 'byte')} of codes, and {numbers / 2:,.0f} are needed for"
+            f"model {folder}: {part.name} has {plural(stored.size, 'byte')} of codes, and {numbers / 2:,.0f} are needed for"
             f" {list(part.shape)}",
             EX_DATAERR,
         )
@@ -135,7 +134,7 @@ def _fits_in_4_bits(folder: str, found: dict[str, Stored], part: Part) -> None:
 
 def _state(stored: Stored) -> bytes:
     if stored.dtype != "U8":
-        raise ValueError(f"its description has {counted(stored.size, 'byte')} of {stored.dtype}")
+        raise ValueError(f"its description has {plural(stored.size, 'byte')} of {stored.dtype}")
     with open(stored.path, "rb") as file:
         file.seek(stored.begin)
         return file.read(stored.size)

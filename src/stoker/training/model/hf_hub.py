@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from stoker.contract.names import EX_NOINPUT, EX_UNAVAILABLE, Refusal
+from stoker.contract.errors import EX_NOINPUT, EX_UNAVAILABLE, Refusal
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",

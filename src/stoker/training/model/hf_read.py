@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from stoker.contract.errors import reading
-from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.quantities import counted
-from stoker.contract.shape import replace
+from stoker.contract.errors import EX_DATAERR, Refusal, parsing
+from stoker.contract.frozen import replace
+from stoker.contract.units import plural
 from stoker.training.model import adapters, nf4
 from stoker.training.model.config import LORA, AdapterConfig, ModelConfig
 from stoker.training.model.hf_files import Part, Place, check, places
@@ -54,7 +53,7 @@ def added_by(folder: str, c: ModelConfig, own: bool, say: Say, base: str = "") -
     adapters.check_base(folder, base)
     told, _ = adapters.settings_of(folder, LORA)
     stored = adapters.checked(c, told, folder, scored=own)
-    say(f"adapter from {folder}: rank {told.lora_rank}, {counted(len(stored), 'tensor')}, added to the weights")
+    say(f"adapter from {folder}: rank {told.lora_rank}, {plural(len(stored), 'tensor')}, added to the weights")
     return Added(c, told, {name: lambda one=one: read_stored(one) for name, one in stored.items()})  # type: ignore[misc]
 
 
@@ -77,7 +76,7 @@ class Source:
             return None
         names = (part.name, *(f"{part.name}.{name}" for name in NF4_PARTS))
         tensors = {name: read_stored(self.stored[name]) for name in names if name in self.stored}
-        with reading(f"model {self._folder}: {part.name}"):
+        with parsing(f"model {self._folder}: {part.name}"):
             found = nf4.from_tensors(tensors, part.name, self._folder)
         if found.size != part.shape:
             raise Refusal(

@@ -13,8 +13,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.shape import replace
+from stoker.contract.errors import EX_DATAERR, Refusal
+from stoker.contract.frozen import replace
 from stoker.training.model.hf_config import Stored
 
 PIECE = 8 << 20  # bytes

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.contract.names import EX_CANTCREAT, Refusal
-from stoker.contract.quantities import amount, counted
-from stoker.contract.safe_io import is_own, open_regular, read_bytes, sync_folder, write_whole
-from stoker.contract.tensorheader import pack_header
-from stoker.contract.text import is_count
+from stoker.contract.errors import EX_CANTCREAT, Refusal
+from stoker.contract.safe_io import is_own, open_regular, read_bytes, sync_folder, write_atomic
+from stoker.contract.tensor_header import pack_header
+from stoker.contract.text import is_digits
+from stoker.contract.units import format_bytes, plural
 from stoker.training.checkpoint.folders import put_in_place, remove, repair
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.families.family import CONFIG
@@ -65,7 +65,9 @@ def fresh_folder(folder: str, size: int = 0) -> Iterator[str]:
     disk = os.statvfs(parent)
     free = disk.f_bavail * disk.f_frsize
     if disk.f_blocks and free < size:
-        raise Refusal(f"no space left: {folder} needs {amount(size)}, {amount(free)} are free there", EX_CANTCREAT)
+        raise Refusal(
+            f"no space left: {folder} needs {format_bytes(size)}, {format_bytes(free)} are free there", EX_CANTCREAT
+        )
     fresh = os.path.join(parent, f".{name}.{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}.tmp")
     os.mkdir(fresh)
     try:
@@ -89,7 +91,7 @@ class Export:
         for number, parts in enumerate(plan, 1):
             name = WEIGHTS if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
             header = pack_header({part.name: (kind, part.stored) for part in parts}, {"format": "pt"})
-            write_whole(os.path.join(fresh, name), header)
+            write_atomic(os.path.join(fresh, name), header)
             begin = len(header)
             for part in parts:
                 self._spots[part.name] = (name, begin)
@@ -119,7 +121,7 @@ class Export:
     def finish(self) -> None:
         if self._waiting:
             raise Refusal(
-                f"{self._folder}: {counted(len(self._waiting), 'tensor')} of this model were not given, {min(self._waiting)} among"
+                f"{self._folder}: {plural(len(self._waiting), 'tensor')} of this model were not given, {min(self._waiting)} among"
                 " them"
             )
         for name in {name for name, _ in self._spots.values()}:
@@ -129,7 +131,7 @@ class Export:
 
 def write_json(folder: str, name: str, value: Mapping[str, Any]) -> None:
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    write_whole(os.path.join(folder, name), text)  # half of a surrogate pair stays as JSON spells it
+    write_atomic(os.path.join(folder, name), text)  # half of a surrogate pair stays as JSON spells it
 
 
 def add_files(
@@ -141,7 +143,7 @@ def add_files(
         write_json(fresh, GENERATION, generation)
     for folder, name in copied:
         if folder and os.path.isfile(path := os.path.join(folder, name)):
-            write_whole(os.path.join(fresh, name), beside(path))
+            write_atomic(os.path.join(fresh, name), beside(path))
 
 
 def beside(path: str) -> bytes:
@@ -207,7 +209,7 @@ def sweep(parent: str, name: str) -> None:
         begin = f".{name}.{host}-"
         pid = entry.removeprefix(begin).removesuffix(".tmp").partition("-")[0]
         ours = entry.startswith(begin) and entry.endswith(".tmp") and is_own(os.path.join(parent, entry))
-        if ours and is_count(pid) and (int(pid) == os.getpid() or not _alive(int(pid))):
+        if ours and is_digits(pid) and (int(pid) == os.getpid() or not _alive(int(pid))):
             remove(os.path.join(parent, entry))
 
 

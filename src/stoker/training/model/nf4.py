@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.shape import replace, shape
+from stoker.contract.errors import EX_DATAERR, Refusal
+from stoker.contract.frozen import frozen, replace
 from stoker.training.model.nf4_size import BLOCK, SECOND_BLOCK, description
 from stoker.training.model.nf4_size import NF4_PARTS as PARTS
 
@@ -36,7 +36,7 @@ _SMALLEST = 2e-38  # of numbers whose reciprocal a GPU computes; a block of zero
 STATE = PARTS[-1]
 
 
-@shape
+@frozen
 class Quantized:
     codes: Tensor  # uint8: two elements each, the first in the upper half
     scales: Tensor  # uint8: of each block of 64
@@ -108,7 +108,7 @@ def dequantize(q: Quantized) -> Tensor:
     return expand(_join([q]), torch.empty(q.size, dtype=q.dtype, device=q.codes.device))
 
 
-@shape
+@frozen
 class Joined:
     """Parts of one layer, one below the other, as one kernel reads them."""
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 from stoker.training.checkpoint.snapshot import local_block
 from stoker.training.model import nf4
 from stoker.training.model.nf4_size import BLOCK, SECOND_BLOCK
@@ -26,7 +26,7 @@ _WORD = 4  # bytes of a parameter's number
 _KINDS = ("codes", "scales", "second")
 
 
-@shape
+@frozen
 class Part:
     """What the folder stores apart."""
 

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, Refusal
-from stoker.contract.quantities import counted
+from stoker.contract.errors import EX_CANTCREAT, EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, Refusal
+from stoker.contract.units import plural
 from stoker.training.model.attention import Documents, begins
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.hf_config import base_of, config_of, kept_of
@@ -195,7 +195,7 @@ def load(model: Outside, folder: str, say: Say) -> None:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise Refusal(f"model {folder}: its weights have no {missing[0]}{more}: the folder is not complete", EX_DATAERR)
     model.module.load_state_dict(stored.state_dict())
-    say(f"weights from {folder}: {counted(c.stored, 'parameter')}, by transformers")
+    say(f"weights from {folder}: {plural(c.stored, 'parameter')}, by transformers")
     if adapter != folder:
         import_module("stoker.training.model.outside_adapters").merge(model, adapter, say)  # it imports this module
 

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.contract.errors import reading
-from stoker.contract.names import EX_CONFIG, EX_UNAVAILABLE, Refusal
-from stoker.contract.quantities import counted
+from stoker.contract.errors import EX_CONFIG, EX_UNAVAILABLE, Refusal, parsing
+from stoker.contract.units import plural
 from stoker.training.model import adapters
 from stoker.training.model.config import EVERY, LORA, AdapterConfig
 from stoker.training.model.hf_stream import read_stored
@@ -57,7 +56,7 @@ def attach(model: Outside, told: AdapterConfig, seed: int) -> None:
 @torch.no_grad()
 def fill(model: Outside, told: AdapterConfig, folder: str, say: Say) -> None:
     """The adapters that `attach` made, from a folder of peft's."""
-    with reading(f"adapter {folder}"):
+    with parsing(f"adapter {folder}"):
         stored = adapters.stored_tensors(folder)
     wanted = _tensors(model)
     for name, tensor in wanted.items():
@@ -67,7 +66,7 @@ def fill(model: Outside, told: AdapterConfig, folder: str, say: Say) -> None:
         raise Refusal(f"adapter {folder}: this model has no place for {left[0]}", EX_CONFIG)
     found = _library().set_peft_model_state_dict(model.module, {name: read_stored(stored[name]) for name in wanted})
     assert not found.unexpected_keys, f"{found.unexpected_keys[0]} has its place"
-    say(f"adapter from {folder}: rank {told.lora_rank}, {counted(len(wanted), 'tensor')}")
+    say(f"adapter from {folder}: rank {told.lora_rank}, {plural(len(wanted), 'tensor')}")
 
 
 def _tensors(model: Outside) -> dict[str, Tensor]:

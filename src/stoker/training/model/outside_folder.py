@@ -7,8 +7,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from stoker.contract.safe_io import write_whole
-from stoker.contract.text import printable
+from stoker.contract.safe_io import write_atomic
+from stoker.contract.text import escape
 from stoker.training.model.hf_config import GENERATION, INDEX, WEIGHTS, stored_in
 
 
@@ -23,13 +23,13 @@ def only_weights(folder: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="stoker-") as fresh:
         for name, path in links.items():
             os.symlink(os.path.abspath(path), os.path.join(fresh, name))
-        write_whole(os.path.join(fresh, GENERATION), "{}", durable=False)  # transformers 5 fails without one
+        write_atomic(os.path.join(fresh, GENERATION), "{}", durable=False)  # transformers 5 fails without one
         yield fresh
 
 
 def first_line(problem: Exception) -> str:
     """Return an exception's first line, with its class where the text alone says little."""
-    text = printable(str(problem).strip().partition("\n")[0], 200)
+    text = escape(str(problem).strip().partition("\n")[0], 200)
     if text and isinstance(problem, (OSError, ValueError, RuntimeError)):
         return text
     return f"{type(problem).__name__} {text}"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from stoker.contract.names import EX_CONFIG, EX_UNAVAILABLE, Refusal
+from stoker.contract.errors import EX_CONFIG, EX_UNAVAILABLE, Refusal
 from stoker.control.record.ownership import private_cache
 from stoker.training.model import linear
 from stoker.training.model.config import ModelConfig, unfusable

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stoker.contract.names import EX_CONFIG, Refusal
-from stoker.contract.settings import suggest
-from stoker.contract.shape import shape
+from stoker.contract.errors import EX_CONFIG, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.options import suggest
 from stoker.training.model.config import EVERY, AdapterConfig, ModelConfig, tensors
 from stoker.training.model.families import family_of
 
 _LAYERS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")  # of a block, that may have one
 
 
-@shape
+@frozen
 class Target:
     name: str  # ours: layers.3.attention.qkv
     inputs: int

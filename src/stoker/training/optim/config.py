@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from stoker.contract import limits
-from stoker.contract.limits import one_of
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
+from stoker.contract.limits import choice
 
 
 def micro(text: str) -> int:
@@ -19,28 +19,28 @@ def micro(text: str) -> int:
     return value
 
 
-@shape
+@frozen
 class OptimConfig:
-    kind: str = one_of("adamw", "adamw8bit", "muon")(
+    kind: str = choice("adamw", "adamw8bit", "muon")(
         "adamw, adamw8bit (its two moments in 8 bits), or muon (matrices by Muon, the rest by AdamW)"
     )
     learning_rate: float = limits.POSITIVE("peak learning rate of AdamW", 3e-4)
     muon_learning_rate: float = limits.POSITIVE("peak learning rate of Muon's matrices", 0.02)
-    min_ratio: float = limits.SHARE("the schedule ends at this share of the peak", 0.1)
-    schedule: str = one_of("cosine", "linear", "constant", "wsd")(
+    min_ratio: float = limits.FRACTION("the schedule ends at this share of the peak", 0.1)
+    schedule: str = choice("cosine", "linear", "constant", "wsd")(
         "wsd: constant, then linear over the last `cooldown` of the run"
     )
     warmup_steps: int = limits.COUNT("steps of linear warm-up (0: `warmup_ratio` counts)", 0)
-    warmup_ratio: float = limits.LESS_THAN_ALL("share of the run that is warm-up", 0.01)
-    cooldown: float = limits.SHARE("share of the run that wsd cools down", 0.2)
+    warmup_ratio: float = limits.FRACTION_BELOW_ONE("share of the run that is warm-up", 0.01)
+    cooldown: float = limits.FRACTION("share of the run that wsd cools down", 0.2)
     weight_decay: float = limits.NOT_NEGATIVE("decoupled weight decay of matrices; norms have none", 0.1)
-    beta1: float = limits.LESS_THAN_ALL("AdamW's first moment", 0.9)
-    beta2: float = limits.LESS_THAN_ALL("AdamW's second moment", 0.95)
+    beta1: float = limits.FRACTION_BELOW_ONE("AdamW's first moment", 0.9)
+    beta2: float = limits.FRACTION_BELOW_ONE("AdamW's second moment", 0.95)
     eps: float = limits.POSITIVE("AdamW's epsilon", 1e-8)
     max_grad_norm: float = limits.NOT_NEGATIVE("gradients are scaled down to this norm (0: never)", 1.0)
 
 
-@shape
+@frozen
 class BatchConfig:
     tokens: int = limits.LARGE(
         "tokens per optimizer step of all ranks together (0: micro × accumulation × ranks × context)",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.contract.typed import read_fields
+from stoker.contract.typed_values import read_fields
 
 START, SMALLEST, LARGEST = 65536.0, 1.0, 2.0**24
 GROWS_AFTER = 2000  # steps

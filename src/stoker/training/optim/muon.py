@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 from stoker.training.optim.config import MUON_BYTES, OptimConfig
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -55,7 +55,7 @@ def orthogonal(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.mT if tall else x
 
 
-@shape
+@frozen
 class Place:
     """A matrix: rows of a parameter that has `of` of them."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from stoker.contract import limits
-from stoker.contract.limits import one_of
-from stoker.contract.quantities import duration
-from stoker.contract.shape import option, shape
-from stoker.contract.text import is_count
+from stoker.contract.frozen import frozen, option
+from stoker.contract.limits import choice
+from stoker.contract.text import is_digits
+from stoker.contract.units import parse_duration
 
 PLAIN = ("full", "bf16", "powersgd")
 ACCUMULATE = ("auto", "sharded", "whole")
@@ -17,7 +17,7 @@ OFFLOAD = NOTHING, MOMENTS, EVERYTHING = ("off", "optimizer", "all")
 def read_comm(text: str) -> str:
     """full, bf16, powersgd, or local:N."""
     kind, _, number = text.partition(":")
-    if text in PLAIN or (kind == "local" and is_count(number) and int(number) > 1):
+    if text in PLAIN or (kind == "local" and is_digits(number) and int(number) > 1):
         return text
     if kind == "local":
         raise ValueError(f"{text!r} needs the number of steps between exchanges, 2 or more; write local:8")
@@ -37,9 +37,9 @@ def read_recompute(text: str) -> str:
     """One of RECOMPUTE, N, mlp:N or N+mlp."""
     if (
         text in RECOMPUTE
-        or is_count(text)
-        or is_count(text.removeprefix("mlp:"))
-        or is_count(text.removesuffix("+mlp"))
+        or is_digits(text)
+        or is_digits(text.removeprefix("mlp:"))
+        or is_digits(text.removesuffix("+mlp"))
     ):
         return text
     raise ValueError(
@@ -51,7 +51,7 @@ def read_recompute(text: str) -> str:
 def recomputed_blocks(told: str, layers: int) -> tuple[int, int]:
     """(blocks that are computed again in full, blocks of which only the MLP's first product is)."""
     whole, plus, _ = told.partition("+")
-    full = min(int(whole), layers) if is_count(whole) else 0
+    full = min(int(whole), layers) if is_digits(whole) else 0
     full = layers if told == "full" else full
     kind, _, number = told.partition(":")
     narrow = min(int(number), layers) if number else layers
@@ -100,24 +100,24 @@ def host_bytes(size: int, pieces: int) -> int:
     return -(-pieces // count) * slab
 
 
-@shape
+@frozen
 class ParallelConfig:
-    strategy: str = one_of("ddp", "fsdp", "auto")(
+    strategy: str = choice("ddp", "fsdp", "auto")(
         "ddp: each rank holds the model; fsdp: in shards (FSDP2); auto: by the memory plan"
     )
-    device: str = one_of("auto", "cuda", "cpu")("auto: GPUs where there are some; cuda; cpu")
-    balance: str = one_of("off", "auto")(
+    device: str = choice("auto", "cuda", "cpu")("auto: GPUs where there are some; cuda; cpu")
+    balance: str = choice("off", "auto")(
         "auto: a faster rank takes more of a step's samples, planned again when imbalance stays; off: equal shares"
     )
-    accumulate: str = one_of(*ACCUMULATE)(
+    accumulate: str = choice(*ACCUMULATE)(
         "fsdp: gradients between the micro-batches of a step: sharded (exchanged after each), whole (exchanged once a step; every"
         " rank holds all of them), auto (what takes less network time and fits, by the memory plan)"
     )
-    sharding: str = one_of(*SHARDING)(
+    sharding: str = choice(*SHARDING)(
         "fsdp: over which ranks the model is cut: all, or host (those of a host: each host holds all of it, and hosts exchange"
         " gradients only)"
     )
-    offload: str = one_of(*OFFLOAD)(
+    offload: str = choice(*OFFLOAD)(
         "fsdp: what is in host memory: off (nothing), optimizer (moments, which visit the GPU for an update), all (weights and"
         " gradients in shards, too: a block is on the GPU while it computes)"
     )
@@ -128,15 +128,17 @@ class ParallelConfig:
         parse=read_comm,
         metavar="HOW",
     )
-    timeout: float = limits.POSITIVE("a collective that takes longer has failed", 600.0, parse=duration, metavar="TIME")
+    timeout: float = limits.POSITIVE(
+        "a collective that takes longer has failed", 600.0, parse=parse_duration, metavar="TIME"
+    )
 
 
-@shape
+@frozen
 class ComputeConfig:
-    dtype: str = one_of("auto", "bf16", "fp16", "fp32")(
+    dtype: str = choice("auto", "bf16", "fp16", "fp32")(
         "auto: bf16, fp16 on GPUs without it, fp32 on CPUs; what learns is always fp32"
     )
-    compile: str = one_of("auto", "on", "fused", "off")(
+    compile: str = choice("auto", "on", "fused", "off")(
         "how a block runs: auto (on GPUs fused, with fp8 compiled), fused (our own kernels, nothing to compile), on"
         " (compiled), off (plain torch)"
     )
@@ -148,23 +150,23 @@ class ComputeConfig:
         parse=read_recompute,
         metavar="HOW|N",
     )
-    fp8: str = one_of("off", "tensorwise")(
+    fp8: str = choice("off", "tensorwise")(
         "off, or tensorwise: the blocks' matrix products in 8 bits (Hopper and later)"
     )
-    loss: str = one_of("auto", "chunked", "liger", "plain")(
+    loss: str = choice("auto", "chunked", "liger", "plain")(
         "auto, chunked (head and loss in pieces), liger (its fused kernel), or plain"
     )
-    embedding: str = one_of("device", "host")(
+    embedding: str = choice("device", "host")(
         "where a frozen embedding is kept: device, or host (adapters only: the GPU gets the rows it needs)"
     )
-    activations: str = one_of("device", "host")(
+    activations: str = choice("device", "host")(
         "where saved activations wait for the backward pass (inputs of recomputed blocks, all that others save): device, or host"
         " (the GPU holds that of two blocks)"
     )
-    attention: str = one_of("auto", "cudnn", "flash", "math")(
+    attention: str = choice("auto", "cudnn", "flash", "math")(
         "auto (cuDNN where it works, then flash), cudnn, flash, or math"
     )
-    cuda_graphs: str = one_of("auto", "on", "off")(
+    cuda_graphs: str = choice("auto", "on", "off")(
         "replay a whole micro-step as one graph: auto (on one rank, if launching its kernels takes longer than computing"
         " them), on, off"
     )

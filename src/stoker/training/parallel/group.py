@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stoker.contract import hostmemory, names
-from stoker.contract.memory import limit_to, used_memory
-from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.shape import shape
+from stoker.contract import env_vars, host_memory
+from stoker.contract.errors import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.host_memory import limit_memory, used_memory
 from stoker.training.parallel.config import EVERYTHING, IN_HOST, NOTHING, ParallelConfig
 
 
-@shape
+@frozen
 class Share:
     """One rank's part of a step: samples [begin, end) of the step's, in micro-batches of `micro`."""
 
@@ -60,7 +60,7 @@ def _bound_memory(ranks: int) -> None:
     """Each of a host's ranks may take its part of what is free now. A stranger's model or config of some MB may ask for any
     amount; then this rank is refused memory, and nobody else's process is killed for it.
     """
-    limit_to(used_memory() + hostmemory.usable() // ranks)
+    limit_memory(used_memory() + host_memory.usable_memory() // ranks)
 
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class Group:
         else:
             _bound_memory(self.beside)
         # NCCL refuses several ranks on one card, gloo does not.
-        shared = os.environ.get(names.SHARED_GPU) == "1"
+        shared = os.environ.get(env_vars.SHARED_GPU) == "1"
         nccl = self.device.type == "cuda" and dist.is_nccl_available() and not shared
         limit = timedelta(seconds=c.timeout)
         backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"

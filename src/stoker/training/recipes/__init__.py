@@ -2,9 +2,9 @@
 
 import os
 
-from stoker.contract import names
+from stoker.contract import env_vars
 
-if os.environ.pop(names.EARLY_CONTEXT, ""):  # not for programs that a rank starts
+if os.environ.pop(env_vars.EARLY_CONTEXT, ""):  # not for programs that a rank starts
     from stoker.training.recipes.context import begin
 
     begin()

@@ -9,11 +9,10 @@ from typing import Any, cast
 import torch
 
 import stoker
-from stoker.contract import names
-from stoker.contract.errors import reading
-from stoker.contract.names import EX_CONFIG, Refusal
-from stoker.contract.quantities import amount, counted
-from stoker.contract.shape import replace
+from stoker.contract import env_vars
+from stoker.contract.errors import EX_CONFIG, Refusal, parsing
+from stoker.contract.frozen import replace
+from stoker.contract.units import format_bytes, plural
 from stoker.training.balance import comm
 from stoker.training.balance.comm import StepClock
 from stoker.training.balance.plan import Plans
@@ -107,7 +106,7 @@ def warn_of_idle_ranks(count: int, noun: str, key: str, group: Group, voice: Voi
     if count < group.world:
         idle = f"{group.world - count} of {group.world} ranks"
         voice.say_once(
-            f"warning: a step has {counted(count, noun)}, so {idle} have nothing to compute; raise {key} to use them"
+            f"warning: a step has {plural(count, noun)}, so {idle} have nothing to compute; raise {key} to use them"
         )
 
 
@@ -209,7 +208,7 @@ def adapted(
     bytes_of = adapters.held(model)
     voice.say_once(
         f"adapter: {told.method}, rank {told.lora_rank}, {sum(p.numel() for p in adapters.learned(model).values()):,} numbers"
-        f" learn; frozen weights take {amount(bytes_of['frozen'] + bytes_of['codes'])}"
+        f" learn; frozen weights take {format_bytes(bytes_of['frozen'] + bytes_of['codes'])}"
     )
     return model
 
@@ -279,7 +278,7 @@ def _adapted_outside(model: Any, own: adapters.Beside, learner: Learner, seed: i
     if learner.compares:
         model.begun = outside_adapters.begun(model)
     count = sum(parameter.numel() for parameter in adapters.learned(model).values())
-    voice.say_once(f"adapter: {told.method} by peft, rank {told.lora_rank}, {counted(count, 'number')} learn")
+    voice.say_once(f"adapter: {told.method} by peft, rank {told.lora_rank}, {plural(count, 'number')} learn")
 
 
 def model_shape(c: ModelConfig, vocab_size: int, voice: Voice, method: str = OFF) -> tuple[str, ModelConfig]:
@@ -305,7 +304,7 @@ def _announce_mask(model: Decoder, context: int, device: torch.device, voice: Vo
     blocks = kernel == "flex" and context % FLEX_BLOCK
     if (kernel == "bias" or blocks) and (device.type == "cuda" or size > 1 << 24):
         voice.say_once(
-            f"packed rows: attention uses a mask of {context} x {context} numbers per row ({amount(size)}); without"
+            f"packed rows: attention uses a mask of {context} x {context} numbers per row ({format_bytes(size)}); without"
             f" one: a GPU from Ampere on, torch 2.10, 16 bits, no dropout and a multiple of {FLEX_BLOCK} tokens"
         )
 
@@ -324,7 +323,7 @@ def micro_batch(
     """Before DDP is around the model: a trial that runs out of memory would leave its exchange half done. `each`: gradients
     in shards are exchanged with each micro-batch."""
     micro, share = c.batch.micro, share_of(c, group)
-    halvings = int(os.environ.get(names.MICRO_BATCH_HALVINGS, "0"))
+    halvings = int(os.environ.get(env_vars.MICRO_BATCH_HALVINGS, "0"))
     sharded = group.strategy == "fsdp"
     if packed and isinstance(model, Decoder):
         _announce_mask(model, c.data.context_length, group.device, voice)
@@ -395,8 +394,8 @@ def largest_micro(
     guess = even_micro(share, max(guess >> halvings, 1))
     while guess > 2 and peak(guess) is None:
         guess = even_micro(share, max(guess * 7 // 8, 2))
-    a_sample = f"{amount(two - one)} a sample"
-    voice.say_once(f"micro-batch auto: {guess} ({a_sample}, {amount(room)} free)")
+    a_sample = f"{format_bytes(two - one)} a sample"
+    voice.say_once(f"micro-batch auto: {guess} ({a_sample}, {format_bytes(room)} free)")
     return guess
 
 
@@ -435,7 +434,7 @@ def samples_per_step(c: Config, micro: int, world: int, found: Checkpoint | None
                 EX_CONFIG,
             )
         return stored[0]
-    return (micro << int(os.environ.get(names.MICRO_BATCH_HALVINGS, "0"))) * b.accumulation * world
+    return (micro << int(os.environ.get(env_vars.MICRO_BATCH_HALVINGS, "0"))) * b.accumulation * world
 
 
 def graphed(c: Config, model: Decoder, group: Group, voice: Voice, *, packed: bool) -> str:
@@ -491,7 +490,7 @@ def start_of(
         voice.say_once(f"resumes at step {position.step} from {found.path}")
         if line:
             voice.say_once(line)
-        with reading(f"checkpoint {found.path}"):
+        with parsing(f"checkpoint {found.path}"):
             planned = parts.plans is not None and parts.plans.go_on(found.meta.get("balance"))
             if parts.loss_scale is not None:
                 parts.loss_scale.go_on(found.meta.get("loss_scale"))

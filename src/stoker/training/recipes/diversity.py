@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import torch
 
 import stoker
-from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
-from stoker.contract.quantities import counted
-from stoker.contract.safe_io import write_whole
+from stoker.contract.errors import EX_CONFIG, EX_DATAERR, Refusal
+from stoker.contract.safe_io import write_atomic
+from stoker.contract.units import plural
 from stoker.training.config.schema import Config
 from stoker.training.data.formats.questions import Question
 from stoker.training.density.points import Vectors, centred, clusters
@@ -84,7 +84,7 @@ def _questions(c: Config, folders: Sequence[str]) -> list[Question]:
     chosen = [prompts.questions[places[place]] for place in spread(len(places), c.diversity.most)]
     if len(chosen) < LEAST:
         raise Refusal(
-            f"diversity.prompts {c.diversity.prompts}: {counted(len(chosen), 'prompt')}; a comparison needs at least {LEAST}",
+            f"diversity.prompts {c.diversity.prompts}: {plural(len(chosen), 'prompt')}; a comparison needs at least {LEAST}",
             EX_DATAERR,
         )
     return chosen
@@ -136,7 +136,7 @@ def _compare(c: Config, prompts: list[str], baseline: Answers, compared: Answers
     ]
     where = stage.write_rows(c, COMPLETIONS, lines)
     text = report(found, prompts, baseline, compared, (c.diversity.baseline, c.diversity.compared), c.diversity.rounds)
-    write_whole(os.path.join(where, REPORT), text.encode())
+    write_atomic(os.path.join(where, REPORT), text.encode())
     stage.finish(c, "diversity", found)
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import stoker
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.shape import as_json, pick, replace
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.frozen import as_json, pick_fields, replace
 from stoker.training.config.schema import Config
 from stoker.training.evaluate.answering import Answerer, Asked, Outcome, choose, mark, put
 from stoker.training.evaluate.asking import Manner
@@ -90,7 +90,7 @@ def samples(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 def row(outcome: Outcome) -> dict[str, Any]:
     """A line of completions.jsonl."""
-    asked = pick(outcome, "task", "index", "kind", "prompt", "answer")
+    asked = pick_fields(outcome, "task", "index", "kind", "prompt", "answer")
     return {**asked, **as_json(outcome.greedy), "sampled": as_json(outcome.sampled)}
 
 

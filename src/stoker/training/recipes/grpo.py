@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 import stoker
-from stoker.contract import names
-from stoker.contract.errors import reading
-from stoker.contract.names import API_KEY, EX_CONFIG, EX_SOFTWARE, Refusal
-from stoker.contract.quantities import amount, counted
-from stoker.contract.shape import as_json
+from stoker.contract import env_vars
+from stoker.contract.env_vars import API_KEY
+from stoker.contract.errors import EX_CONFIG, EX_SOFTWARE, Refusal, parsing
+from stoker.contract.frozen import as_json
+from stoker.contract.units import format_bytes, plural
 from stoker.training.config.schema import Config
 from stoker.training.fit.memory import CACHE, COPY, REFERENCE, SCORER
 from stoker.training.fit.terms import GRPO, StageNeeds
@@ -184,7 +184,7 @@ class WeightsChecks:
 
 def writer(bits: str, merged_bytes: int) -> str:
     """Who writes the answers where adapters learn, in words. `merged_bytes`: of weights in 16 bits with adapters in them."""
-    size = amount(merged_bytes)
+    size = format_bytes(merged_bytes)
     if bits != "4":
         return f"a copy of the weights with the adapters merged into it: {size}"
     rest = f"; those that have no whole blocks in a row by a 16-bit copy: {size}" if merged_bytes else ""
@@ -194,7 +194,7 @@ def writer(bits: str, merged_bytes: int) -> str:
 def main(argv: list[str]) -> int:
     # Settings, refused here where they can't work.
     c = stage.settings(argv, "grpo")
-    micro = max((c.batch.micro or MICRO) >> int(os.environ.get(names.MICRO_BATCH_HALVINGS, "0")), 1)
+    micro = max((c.batch.micro or MICRO) >> int(os.environ.get(env_vars.MICRO_BATCH_HALVINGS, "0")), 1)
     weights, tokenizer = stage.weights_of(c.model.load), stage.tokenizer_of(c)
 
     # Prompts as token ids, what an answer to them is worth, and how often each is sampled.
@@ -262,7 +262,7 @@ def main(argv: list[str]) -> int:
         found.read_into(tensors)
         voice.say_once(f"resumes at step {position.step} from {found.path}")
         if scale is not None:
-            with reading(f"checkpoint {found.path}"):
+            with parsing(f"checkpoint {found.path}"):
                 scale.go_on(found.meta.get("loss_scale"))
     updater.resume(position.updates)
     voice.begin(folder, steps, c.train.log_to, as_json(c), position.step)
@@ -312,7 +312,7 @@ def main(argv: list[str]) -> int:
         if sampler.engine is not None:
             voice.say_once(f"answers are written by {writer(c.generate.bits, sampler.engine.merged_bytes)}")
     voice.say_once(
-        f"prompts: {len(prompts):,}, {c.grpo.prompts_per_step} a step with {c.grpo.group} answers each, {counted(steps, 'step')}"
+        f"prompts: {len(prompts):,}, {c.grpo.prompts_per_step} a step with {c.grpo.group} answers each, {plural(steps, 'step')}"
     )
     engine, others = sampler.engine, {REFERENCE: copy, SCORER: judge}
     more: dict[str, Callable[[], int]] = {}

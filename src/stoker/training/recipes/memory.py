@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from stoker.contract import layout
-from stoker.contract.quantities import amount
-from stoker.contract.safe_io import write_whole
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
+from stoker.contract.safe_io import write_atomic
+from stoker.contract.units import format_bytes
 from stoker.training.config.keys import values_of
 from stoker.training.config.schema import Config
 from stoker.training.fit.accumulation import Accumulation, choose
@@ -38,7 +38,7 @@ SHORT = "ran out of GPU memory"  # `stoker why` looks for the line that begins s
 _LEAST = 32 << 20  # bytes a term has to be over its plan to be named
 
 
-@shape
+@frozen
 class Holding:
     """What a rank holds from step to step."""
 
@@ -133,7 +133,7 @@ def of_grpo(
     return MemoryRecord(c, GRPO, held, planned(c, adapter, held, job), folder, voice)
 
 
-@shape
+@frozen
 class MemoryUse:
     """What a rank's process took of its GPU, in bytes."""
 
@@ -145,21 +145,21 @@ class MemoryUse:
 
 def usage_line(plan: LaunchPlan | None, micro: int, use: MemoryUse) -> str:
     """Compare what a run used with the plan made before it started, and name each number."""
-    graphs = f"{amount(use.graphs)} of it by CUDA graphs" if use.graphs else ""
+    graphs = f"{format_bytes(use.graphs)} of it by CUDA graphs" if use.graphs else ""
     if plan is None:
         planned, notes = "no plan", [graphs]
     else:
         at = "" if plan.micro == micro else f" for micro-batch {plan.micro}, and it was {micro}"
-        planned = f"{amount(plan.planned.total)} planned before the start{at}"
+        planned = f"{format_bytes(plan.planned.total)} planned before the start{at}"
         share = use.allocated / max(plan.planned.total, 1) - 1
         notes = [f"{abs(share):.1%} {'above' if share > 0 else 'below'} the plan", graphs]
     note = ", ".join(filter(None, notes))
     device = "unknown, NVML does not show this process"
     if use.device is not None:
-        device = f"{amount(use.device)} now, with the CUDA context (NVML)"
+        device = f"{format_bytes(use.device)} now, with the CUDA context (NVML)"
     return (
-        f"memory: {planned}; allocated {amount(use.allocated)} at the peak{f' ({note})' if note else ''};"
-        f" reserved {amount(use.reserved)} at the peak; on the device {device}"
+        f"memory: {planned}; allocated {format_bytes(use.allocated)} at the peak{f' ({note})' if note else ''};"
+        f" reserved {format_bytes(use.reserved)} at the peak; on the device {device}"
     )
 
 
@@ -192,7 +192,7 @@ class MemoryRecord:
             return
         about = f" ({plan.about})" if plan.about else ""
         self._voice.say_once(
-            f"memory plan: {amount(plan.planned.total)} at most with micro-batch {plan.micro}, in {plan.planned.phase}{about}:"
+            f"memory plan: {format_bytes(plan.planned.total)} at most with micro-batch {plan.micro}, in {plan.planned.phase}{about}:"
             f" {_words(plan.planned.terms)}"
         )
         self._write({})
@@ -227,7 +227,7 @@ class MemoryRecord:
             "cards": self._cards, "planned_bytes": self.planned_bytes,
             "planned_terms": self.planned.terms if self.planned is not None else None, **more,
         }  # fmt: skip
-        write_whole(self._path, json.dumps(told, indent=1).encode(), durable=False)
+        write_atomic(self._path, json.dumps(told, indent=1).encode(), durable=False)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -248,7 +248,7 @@ class MemoryRecord:
 
     def _at(self) -> str:
         now = torch.cuda.memory_allocated(self._held.group.device) if torch.cuda.is_available() else 0
-        return f"{SHORT} at {amount(now)} in tensors{self._in_shards}"
+        return f"{SHORT} at {format_bytes(now)} in tensors{self._in_shards}"
 
     def _short(self, planned: Planned) -> str:
         held = self._held
@@ -262,10 +262,10 @@ class MemoryRecord:
             "activations and working memory": rest - others
         }
         worst = max(over, key=lambda term: over[term])
-        line = f"{self._at()}, {amount(planned.total)} were planned"
+        line = f"{self._at()}, {format_bytes(planned.total)} were planned"
         if over[worst] < _LEAST:
             return f"{line}; no term is above its plan: the card had less free memory than that, or it was fragmented"
-        return f"{line}; underestimated: {worst}, by {amount(over[worst])} so far"
+        return f"{line}; underestimated: {worst}, by {format_bytes(over[worst])} so far"
 
 
 def measured(held: Holding) -> dict[str, int]:
@@ -290,7 +290,7 @@ def bytes_of(model: Decoder) -> int:
 
 
 def _words(terms: dict[str, int]) -> str:
-    return ", ".join(f"{term} {amount(terms[term])}" for term in TERMS if terms.get(term, 0) >= 1 << 26)
+    return ", ".join(f"{term} {format_bytes(terms[term])}" for term in TERMS if terms.get(term, 0) >= 1 << 26)
 
 
 def _device_bytes(device: torch.device) -> int | None:

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from stoker.contract import names
-from stoker.contract.errors import reading
+from stoker.contract import env_vars
+from stoker.contract.errors import EX_NOINPUT, EX_USAGE, Refusal, parsing
 from stoker.contract.masking import mask_text
-from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
-from stoker.contract.safe_io import read_json, write_whole
-from stoker.contract.text import printable_lines
+from stoker.contract.safe_io import read_json, write_atomic
+from stoker.contract.text import escape_lines
 from stoker.control.record import ownership
 from stoker.control.record.metrics import metrics_in
 from stoker.training.config.derived import derivable
@@ -49,7 +48,7 @@ SCHEMA = 1
 
 def where_runs_go(c: Config) -> str:
     """The run directory; under plain torchrun, which has none, one that the same settings find again and others don't."""
-    given = os.environ.get(names.RUN_DIR)
+    given = os.environ.get(env_vars.RUN_DIR)
     if given:
         return given
     digest = hashlib.sha256(json.dumps(flags(c)).encode()).hexdigest()[:10]
@@ -155,7 +154,7 @@ def rows_of(path: str, key: str) -> list[dict[str, Any]]:
     """A file's rows, whatever its kind."""
     if not path:
         raise Refusal(f"{key} is empty: name a file of rows", EX_USAGE)
-    with reading(f"{key} {path}"):
+    with parsing(f"{key} {path}"):
         values = [row for _, row in rows(path)]
     if not values:
         raise Refusal(f"{key} {path} has no rows", EX_NOINPUT)
@@ -177,7 +176,7 @@ def finish(
 ) -> None:
     """Rank 0 alone calls this."""
     told = {"schema": SCHEMA, "stage": stage, "metrics": metrics, "model": model, **(more or {})}
-    write_whole(os.path.join(where_runs_go(c), RESULT), json.dumps(told, indent=1).encode())
+    write_atomic(os.path.join(where_runs_go(c), RESULT), json.dumps(told, indent=1).encode())
 
 
 def write_rows(c: Config, name: str, rows: Iterable[Mapping[str, Any]]) -> str:
@@ -185,7 +184,7 @@ def write_rows(c: Config, name: str, rows: Iterable[Mapping[str, Any]]) -> str:
     folder = where_runs_go(c)
     os.makedirs(folder, 0o700, exist_ok=True)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    write_whole(os.path.join(folder, name), text.encode())
+    write_atomic(os.path.join(folder, name), text.encode())
     return folder
 
 
@@ -194,7 +193,7 @@ def run_directory(c: Config, group: Group) -> str:
     folder = where_runs_go(c)
     if group.first:
         os.makedirs(folder, 0o700, exist_ok=True)
-        write_whole(os.path.join(folder, "config.yaml"), mask_text(as_yaml(c)).encode())
+        write_atomic(os.path.join(folder, "config.yaml"), mask_text(as_yaml(c)).encode())
     return folder
 
 
@@ -211,12 +210,12 @@ def learned(folder: str, steps: int, tokens: int) -> dict[str, Any]:
 
 def from_rank_0(line: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(printable_lines(mask_text(line)), flush=True)
+        print(escape_lines(mask_text(line)), flush=True)
 
 
 def of_data(line: str) -> None:
     """What preparing data prints; `stoker train` has told of formats before there were ranks."""
-    if names.RUN_DIR not in os.environ or not line.startswith(FORMAT):
+    if env_vars.RUN_DIR not in os.environ or not line.startswith(FORMAT):
         from_rank_0(line)
 
 

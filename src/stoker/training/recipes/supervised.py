@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from stoker.contract.quantities import counted
-from stoker.contract.shape import as_json, shape
+from stoker.contract.frozen import as_json, frozen
+from stoker.contract.units import plural
 from stoker.training.config.schema import Config
 from stoker.training.data.order import order_of
 from stoker.training.evaluate.confidence import wilson
@@ -34,7 +34,7 @@ from stoker.training.reward.pairs import Pair, PairRows, pairs_of
 from stoker.training.tokenizer import chat
 
 
-@shape
+@frozen
 class Trained:
     code: int  # the exit code
     whole: bool  # the run has come to its end, in this attempt or one before
@@ -58,11 +58,11 @@ def train(
     voice.begin(folder, steps, c.train.log_to, as_json(c), first)
     size, device = ready.parameters(parts.model), group.device
     voice.say_once(
-        f"model: {counted(size, 'parameter')}, {str(parts.model.dtype)[6:]} on {group.world} × {device.type},"
+        f"model: {plural(size, 'parameter')}, {str(parts.model.dtype)[6:]} on {group.world} × {device.type},"
         f" {c.parallel.strategy}"
     )
     voice.say_once(
-        f"data: {counted(order.count, 'sample')} of {c.data.context_length} tokens, {parts.batch} a step, {counted(steps, 'step')}"
+        f"data: {plural(order.count, 'sample')} of {c.data.context_length} tokens, {parts.batch} a step, {plural(steps, 'step')}"
     )
     memory = memory_plan.of_rows(c, stage_name, parts, folder, voice)
     memory.begin()
@@ -115,7 +115,7 @@ def take_best(keeper: Keeper, tensors: dict[str, Tensor], group: Group, voice: V
     voice.say_once(f"back to the best checkpoint: {path}, validation loss {found.score:.4f}")
 
 
-@shape
+@frozen
 class PairStage:
     """What a stage that learns from pairs of answers says besides."""
 

@@ -14,7 +14,7 @@ import sys
 
 import numpy as np
 
-from stoker.contract.names import EX_DATAERR, EX_USAGE, Refusal
+from stoker.contract.errors import EX_DATAERR, EX_USAGE, Refusal
 from stoker.training.data.prepare import prepare
 from stoker.training.data.reader import Samples
 from stoker.training.data.shards import Prepared

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from stoker.contract import limits
-from stoker.contract.limits import one_of, text
-from stoker.contract.shape import option, shape
+from stoker.contract.frozen import frozen, option
+from stoker.contract.limits import choice, text_option
 
 
-@shape
+@frozen
 class RewardConfig:
-    pairs: str = text("PATH")(
+    pairs: str = text_option("PATH")(
         "rows with chosen and rejected, and prompt where these don't hold it: hh-rlhf's and UltraFeedback's files work; "
         "--data names it, too"
     )
     likelihood: bool = option(
         "the answer's own log-probability adds to its score, with a weight that is learned", default=True
     )
-    held_out: str = text("PATH")("pairs to measure by; empty: the last tenth of `pairs`")
+    held_out: str = text_option("PATH")("pairs to measure by; empty: the last tenth of `pairs`")
 
 
-@shape
+@frozen
 class DpoConfig:
-    pairs: str = text("PATH")(
+    pairs: str = text_option("PATH")(
         "rows with chosen and rejected, and prompt where these don't hold it: hh-rlhf's and UltraFeedback's files work; "
         "--data names it, too"
     )
-    held_out: str = text("PATH")("pairs to measure by; empty: the last tenth of `pairs`")
+    held_out: str = text_option("PATH")("pairs to measure by; empty: the last tenth of `pairs`")
     beta: float = limits.POSITIVE("how strongly the model is held to the one it began with: more stays closer", 0.1)
-    loss: str = one_of("sigmoid", "ipo")(
+    loss: str = choice("sigmoid", "ipo")(
         "sigmoid: -log σ(margin); ipo: (margin / beta - 1 / 2 beta)², which keeps pairs that are already clear from growing for ever"
     )
     length_normalised: bool = option(

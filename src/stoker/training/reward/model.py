@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
-from stoker.contract.tensorheader import read_header
+from stoker.contract.errors import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.tensor_header import read_header
 from stoker.training.data.reader import IGNORED
 from stoker.training.evaluate.likelihood import padded as padded_right
 from stoker.training.loop.feeder import Rows, padded

@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.contract.errors import reading
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
-from stoker.contract.quantities import counted
-from stoker.contract.shape import shape
+from stoker.contract.errors import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal, parsing
+from stoker.contract.frozen import frozen
+from stoker.contract.units import plural
 from stoker.training.data.encode import pair_ids
 from stoker.training.data.formats.format import Preference, Unusable
 from stoker.training.data.formats.preferences import preference
@@ -32,7 +31,7 @@ T = TypeVar("T")
 Prompt = str | Sequence[dict[str, Any]]
 
 
-@shape
+@frozen
 class Pair:
     """Arrays: a hundred thousand pairs as Python's integers would be gigabytes."""
 
@@ -69,7 +68,7 @@ def lengths_of(path: str, tokenizer: Tokenizer) -> list[int]:
     found = []
     for number, row in rows(path):
         try:
-            with reading(f"{path}, row {number}", Unusable):
+            with parsing(f"{path}, row {number}", Unusable):
                 pair = encode(preference(row), tokenizer)
         except Unusable:
             continue
@@ -131,7 +130,7 @@ def _usable_pairs(
 
 def _split(pairs: list[T], held_out: list[T], where: str, section: str, say: Say) -> tuple[list[T], list[T]]:
     """Hold out the last tenth of `pairs` unless there are held-out ones."""
-    say(f"{where}: {counted(len(pairs), 'pair')} in the format preference (chosen and rejected answers)")
+    say(f"{where}: {plural(len(pairs), 'pair')} in the format preference (chosen and rejected answers)")
     if held_out:
         return pairs, held_out
     if len(pairs) < 2:
@@ -162,7 +161,7 @@ def iterate_pairs(
     long = Reasons()
     for number, row in numbered:
         try:
-            with reading(f"{where}, row {number}", Unusable):
+            with parsing(f"{where}, row {number}", Unusable):
                 pair = encode(preference(row), tokenizer)
         except Unusable as problem:
             wrong.add(str(problem), number)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from stoker.contract import listeners, safe_io
-from stoker.contract.quantities import span
-from stoker.contract.text import printable
+from stoker.contract.text import escape
+from stoker.contract.units import format_duration
 from stoker.training.rl.waiting import ServerWait
 from stoker.training.serve.api import OTHER_MODEL
 
@@ -49,7 +49,7 @@ class Asking:
         `data` it is a GET. Raises NoAnswer.
         """
         connection = http.client.HTTPConnection(address, timeout=seconds)
-        over, late = threading.Event(), f"no complete answer within {span(2 * seconds)}"
+        over, late = threading.Event(), f"no complete answer within {format_duration(2 * seconds)}"
         try:
             connection.sock = own = self._connected(connection.host, connection.port, seconds)
             timer = threading.Timer(2 * seconds, _end, (own, over))
@@ -171,7 +171,7 @@ class Patient:
             if status == 200:
                 return text
             message, code = _error(text)
-            line = printable(message, 300)
+            line = escape(message, 300)
             if is_fine(status, line):
                 return None
             if code == OTHER_MODEL:
@@ -181,7 +181,7 @@ class Patient:
             if 400 <= status < 500 and status != 429:
                 raise ServerFailed(f"the server at {address} refused {path} with status {status}: {line}")
             if time.monotonic() > until:
-                gone = f"the server at {address} did not answer {path} for {span(self.patience_s)}"
+                gone = f"the server at {address} did not answer {path} for {format_duration(self.patience_s)}"
                 raise ServerFailed(f"{gone}: {f'status {status}: ' if status else ''}{line}")
             if self._over.is_set():
                 raise ServerFailed(f"the server at {address} is no longer asked: the run ends")

@@ -7,9 +7,9 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from stoker.contract import limits
-from stoker.contract.limits import one_of, text
-from stoker.contract.quantities import duration
-from stoker.contract.shape import option, shape
+from stoker.contract.frozen import frozen, option
+from stoker.contract.limits import choice, text_option
+from stoker.contract.units import parse_duration
 
 STALE_CAP = 2.0  # of importance weights, where answers are of older weights and nobody gave one
 AUTO, IN_FOLDER, MEMORY, GROUP = "auto", "folder", "memory", "group"  # grpo.publish
@@ -34,12 +34,12 @@ def _is_here(url: str) -> bool:
         return False
 
 
-@shape
+@frozen
 class GrpoConfig:
-    prompts: str = text("PATH")(
+    prompts: str = text_option("PATH")(
         "jsonl rows with prompt (a text, or messages) and answer, or GSM8K's; --data names it, too"
     )
-    weights: str = text("PATH")(
+    weights: str = text_option("PATH")(
         "how often each prompt is sampled: weights.jsonl of the density stage (empty: all equally often)"
     )
     reward: tuple[str, ...] = option(
@@ -50,19 +50,22 @@ class GrpoConfig:
         many=True,
     )
     reward_timeout: float = limits.POSITIVE(
-        "your own reward fails if it takes longer than this for a step's answers", 300.0, parse=duration, metavar="TIME"
+        "your own reward fails if it takes longer than this for a step's answers",
+        300.0,
+        parse=parse_duration,
+        metavar="TIME",
     )
-    rollout: str = text("FILE.py:FUNCTION")(
+    rollout: str = text_option("FILE.py:FUNCTION")(
         "an async function of your own that makes each rollout: several turns, tools, environments (empty: one answer to each"
         " prompt)"
     )
     rollout_timeout: float = limits.POSITIVE(
         "a rollout whose own code (not the sampling) takes longer than this is left out of the step",
         300.0,
-        parse=duration,
+        parse=parse_duration,
         metavar="TIME",
     )
-    reward_model: str = text("DIR")("folder of the reward stage's model (empty: none)")
+    reward_model: str = text_option("DIR")("folder of the reward stage's model (empty: none)")
     reward_weight: float = limits.NOT_NEGATIVE("how much the reward model's score adds to a right answer's 1", 0.1)
     prompts_per_step: int = limits.FROM_ONE("prompts a step, all ranks together", 32)
     group: int = limits.FROM_TWO("answers per prompt", 8)
@@ -75,17 +78,17 @@ class GrpoConfig:
         "weights tokens by their probability here over that where they were sampled, at most this, e.g. 2 (0: all weigh 1)",
         0.0,
     )
-    server: str = text("URL")(
+    server: str = text_option("URL")(
         "who writes the answers: a `stoker serve` with --weights-from, several separated by commas, or a role of the job (empty: the"
         " trainers); its key or token in STOKER_API_KEY"
     )
-    server_kind: str = one_of("stoker", "sglang", "vllm")(
+    server_kind: str = choice("stoker", "sglang", "vllm")(
         "what grpo.server is: `stoker serve`; sglang, which loads what the trainers publish; vllm, which takes adapters (--lora)"
     )
     server_timeout: float = limits.POSITIVE(
-        "the run fails if a server does not answer for this long", 600.0, parse=duration, metavar="TIME"
+        "the run fails if a server does not answer for this long", 600.0, parse=parse_duration, metavar="TIME"
     )
-    publish: str = one_of(AUTO, IN_FOLDER, MEMORY, GROUP)(
+    publish: str = choice(AUTO, IN_FOLDER, MEMORY, GROUP)(
         "how new weights reach grpo.server: a folder of the run directory; shared memory of this machine, where there is room;"
         " a process group with the servers, also of other machines; auto: memory where the servers see it, else folder"
     )
@@ -108,12 +111,14 @@ class GrpoConfig:
         " after as many with all answers right it ends as done (0: never)",
         10,
     )
-    breaker_cut: float = limits.SHARE(
+    breaker_cut: float = limits.FRACTION(
         "stop if this share of the answers or more stays cut at generate.new_tokens (0: never)", 0.95
     )
     breaker_kl: float = limits.NOT_NEGATIVE("stop if the divergence stays above this", 10.0)
     breaker_entropy: float = limits.NOT_NEGATIVE("stop if the entropy per token stays below this", 0.001)
-    breaker_length: float = limits.SHARE("stop if answers stay shorter than this share of those at the beginning", 0.1)
+    breaker_length: float = limits.FRACTION(
+        "stop if answers stay shorter than this share of those at the beginning", 0.1
+    )
 
     @property
     def weight_cap(self) -> float:

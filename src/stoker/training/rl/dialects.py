@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from stoker.contract.quantities import counted
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
+from stoker.contract.units import plural
 from stoker.training.rl.sampler import Written
 
 KINDS = ("stoker", "sglang", "vllm")
@@ -20,7 +20,7 @@ Body = dict[str, Any]
 _LARGEST_SEED = 1 << 63
 
 
-@shape
+@frozen
 class Published:
     version: int
     folder: str  # empty: it was sent
@@ -28,7 +28,7 @@ class Published:
     transfer: str = ""  # its name, where it was sent through a process group
 
 
-@shape
+@frozen
 class Wanted:
     """Of every answer."""
 
@@ -44,7 +44,7 @@ class Wanted:
         return f"{self.new_tokens} {self.temperature:g} {self.vocab} {sorted(self.stop)}"
 
 
-@shape
+@frozen
 class Question:
     prompt: tuple[int, ...]
     seed: int
@@ -191,9 +191,7 @@ def dialect_of(kind: str, policy: str) -> Dialect:
 
 def checked(ids: Sequence[Any], logprobs: Sequence[Any], versions: Sequence[Any], wanted: Wanted) -> Written:
     if not 0 < len(ids) <= wanted.new_tokens or not len(ids) == len(versions) == len(logprobs):
-        raise ValueError(
-            f"{counted(len(ids), 'token')}, {len(versions)} versions and {len(logprobs)} log-probabilities"
-        )
+        raise ValueError(f"{plural(len(ids), 'token')}, {len(versions)} versions and {len(logprobs)} log-probabilities")
     if any(type(one) is not int or not 0 <= one < wanted.vocab for one in ids):
         raise ValueError("ids that are not the tokenizer's")
     if any(type(one) is not int or one < 0 for one in versions):

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from stoker.contract import layout
-from stoker.contract.safe_io import APPEND, lines_of
+from stoker.contract.safe_io import APPEND, read_lines
 from stoker.contract.text import parse_json
 from stoker.training.rl.sampler import Written
 
@@ -96,7 +96,7 @@ class Kept:
         return [(name, int(found[1]), int(found[2])) for name in names if (found := _NAME.fullmatch(name))]
 
     def _read(self, path: str) -> None:
-        for line in lines_of(path):
+        for line in read_lines(path):
             self._take(line)
 
     def _take(self, line: bytes) -> None:

@@ -14,11 +14,11 @@ import os
 import re
 from collections.abc import Callable, Collection, Sequence
 
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.errors import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.options import suggest
 from stoker.contract.safe_io import read_text
-from stoker.contract.settings import suggest
-from stoker.contract.shape import shape
-from stoker.contract.text import is_count, printable
+from stoker.contract.text import escape, is_digits
 from stoker.training.data.rows import rows
 from stoker.training.evaluate.marking import marked_part, right_in_form, right_number, states_number
 from stoker.training.evaluate.mathematics import same_value
@@ -41,7 +41,7 @@ _THINK = re.compile(r"\s*<think>(.+?)</think>\s*(\S.*)", re.DOTALL)
 _LOOKED_AT = 100_000  # rows of the prompts whose columns a function may ask for
 
 
-@shape
+@frozen
 class RewardPart:
     kind: str
     argument: str  # of code: the function's name
@@ -116,7 +116,7 @@ def _check_argument(text: str, kind: str, argument: str) -> None:
         problem = problem if argument else "no pattern after regex:"
     elif kind == FORMAT and argument not in FORMATS:
         problem = f"{f'no format {argument!r}' if argument else 'no format given'}; there are {', '.join(FORMATS)}"
-    elif kind == LENGTH and argument and not (is_count(argument) and int(argument)):
+    elif kind == LENGTH and argument and not (is_digits(argument) and int(argument)):
         problem = f"{argument!r} is not a number of tokens; write length:200"
     elif argument and kind not in (REGEX, FORMAT, LENGTH):
         problem = f"{kind} takes nothing after a colon"
@@ -157,7 +157,7 @@ def _checked_code(file: str, name: str, key: str) -> ast.Module:
     if name not in names and "*" not in names:
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
         functions = sorted(node.name for node in tree.body if isinstance(node, kinds))
-        listed = f"its functions are {printable(', '.join(functions), 200)}" if functions else "it has no functions"
+        listed = f"its functions are {escape(', '.join(functions), 200)}" if functions else "it has no functions"
         there = suggest(name, names) or f"; {listed}"
         raise Refusal(f"{where} has no function {name!r}{there}", EX_DATAERR)
     return tree
@@ -190,8 +190,8 @@ def _check_parameters(part: RewardPart, tree: ast.Module, prompts: str) -> None:
         return  # the recipe says what is wrong with them
     name, there = next(name for name in unknown if name not in columns), list(dict.fromkeys((*known, *columns)))[:20]
     raise Refusal(
-        f"grpo.reward {shown(part)} has an unknown parameter {printable(name, 80)!r}{suggest(name, there)}; there are"
-        f" {printable(', '.join(there), 400)}",
+        f"grpo.reward {shown(part)} has an unknown parameter {escape(name, 80)!r}{suggest(name, there)}; there are"
+        f" {escape(', '.join(there), 400)}",
         EX_DATAERR,
     )
 

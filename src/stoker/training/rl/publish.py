@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from stoker.contract import sharedweights
-from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
-from stoker.contract.shape import shape
-from stoker.contract.text import printable
+from stoker.contract import shared_weights
+from stoker.contract.errors import EX_CANTCREAT, EX_USAGE, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.text import escape
 from stoker.training.model import adapters, hf
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.targets import extra, targets
@@ -32,7 +32,7 @@ Say = Callable[[str], None]
 T = TypeVar("T")
 
 
-@shape
+@frozen
 class To:
     """The servers, and how weights reach them: grpo.publish."""
 
@@ -86,7 +86,7 @@ class Publisher:
     def __init__(self, model: Decoder, own: adapters.Beside | None, run: str, group: Group, to: To) -> None:
         self._model, self._own, self._group, self._to = model, own, group, to
         self._disk = os.path.join(os.path.abspath(run), FOLDER)
-        self._shared: sharedweights.SharedFolder | None = None
+        self._shared: shared_weights.SharedFolder | None = None
         self._is_settled = False
         self._size = _BESIDE + bytes_of(model, own)
 
@@ -113,25 +113,25 @@ class Publisher:
         to = self._to
         if to.how not in (AUTO, MEMORY):
             return
-        here = sharedweights.identity()
+        here = shared_weights.shm_identity()
         for address in to.addresses:
             if not here or told_by(to, address, None, _is_not_there).get("shared_memory") != here:
                 if to.how == MEMORY:
                     line = f"grpo.publish {MEMORY}: the server at {address} does not share memory with the trainers"
                     raise Refusal(f"{line} (another machine, container or user): use {AUTO}", EX_USAGE)
                 return
-        problem = sharedweights.why_no_room(versions_kept(to.staleness) * self._size)
+        problem = shared_weights.why_too_large(versions_kept(to.staleness) * self._size)
         try:
-            self._shared = None if problem else sharedweights.SharedFolder()
+            self._shared = None if problem else shared_weights.SharedFolder()
         except OSError as refused:
-            problem = f"{sharedweights.PLACE}: {refused.strerror}"
+            problem = f"{shared_weights.SHM}: {refused.strerror}"
         if problem:
             self._leave_memory(problem)
         elif self._shared is not None:
             to.say(f"new weights reach the servers through shared memory: {self._shared.path}")
 
     def _leave_memory(self, problem: str) -> None:
-        self._to.say(f"new weights go to {self._disk}, not to shared memory: {printable(problem, 300)}")
+        self._to.say(f"new weights go to {self._disk}, not to shared memory: {escape(problem, 300)}")
         self.end()
 
     def _folder_for(self, version: int) -> str:
@@ -140,7 +140,7 @@ class Publisher:
             _remove_old(
                 self._shared.path, versions_kept(self._to.staleness) - 1, name
             )  # and the one that is written now
-            if problem := sharedweights.why_no_room(self._size):
+            if problem := shared_weights.why_too_large(self._size):
                 self._leave_memory(problem)
         return os.path.join(self._disk if self._shared is None else self._shared.path, name)
 

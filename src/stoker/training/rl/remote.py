@@ -16,10 +16,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.quantities import counted
-from stoker.contract.shape import replace
-from stoker.contract.text import printable
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.frozen import replace
+from stoker.contract.text import escape
+from stoker.contract.units import plural
 from stoker.training.rl.asking import Patient, ServerFailed
 from stoker.training.rl.dialects import Published, Question, Told, Wanted, dialect_of
 from stoker.training.rl.kept import Kept
@@ -51,7 +51,7 @@ def addresses_of(text: str, environment: Mapping[str, str]) -> tuple[str, ...]:
     if "://" not in text:
         found = environment.get(f"{ROLE}{text.upper().replace('-', '_')}", "")
         if not found:
-            raise Refusal(f"grpo.server {printable(text)}: neither a URL (http://…) nor a role of this job", EX_USAGE)
+            raise Refusal(f"grpo.server {escape(text)}: neither a URL (http://…) nor a role of this job", EX_USAGE)
         return tuple(found.split(","))
     return tuple(_address(one.strip()) for one in text.split(","))
 
@@ -63,7 +63,7 @@ def _address(url: str) -> str:
     except ValueError:
         host, port = None, 0
     if not host or parts.scheme != "http" or parts.path.rstrip("/") not in ("", "/v1") or parts.query:
-        raise Refusal(f"grpo.server {printable(url)}: write a URL such as http://127.0.0.1:8000", EX_USAGE)
+        raise Refusal(f"grpo.server {escape(url)}: write a URL such as http://127.0.0.1:8000", EX_USAGE)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -288,7 +288,7 @@ class Servers:
             if discards == TRIES:
                 line = f"the server at {address} answers with other weights than the trainers'"
                 oldest = [(min(one.version, *one.written.versions), one.digest) for one in discarded]
-                shown = printable(
+                shown = escape(
                     ", ".join(f"version {version} ({digest})" for version, digest in dict.fromkeys(oldest)), 300
                 )
                 raise OtherWeights(
@@ -312,9 +312,9 @@ class Servers:
         try:
             found = self._dialect.read(told, wanted, newest)
             if len(found) != count:
-                raise ValueError(f"{counted(len(found), 'answer')} instead of {count}")
+                raise ValueError(f"{plural(len(found), 'answer')} instead of {count}")
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as problem:
-            what = printable(f"{type(problem).__name__}: {problem}", 200)
+            what = escape(f"{type(problem).__name__}: {problem}", 200)
             raise ServerFailed(f"the server at {address} sent an answer that can't be read: {what}") from problem
         return found
 

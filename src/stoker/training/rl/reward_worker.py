@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from stoker.contract.quantities import counted
+from stoker.contract.units import plural
 from stoker.training.rl.last_position import PositionWriter, first_line_of
 
 _PR_SET_PDEATHSIG = 1
@@ -141,7 +141,7 @@ class Function:
             )
         if len(made) != count:
             raise Failed(
-                f"reward {self.name} returned {counted(len(made), 'number')} for {count} answers; it must return one for each"
+                f"reward {self.name} returned {plural(len(made), 'number')} for {count} answers; it must return one for each"
             )
         return [self._number(value, call, place) for place, value in enumerate(made)]
 

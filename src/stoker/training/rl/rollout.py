@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.quantities import counted
-from stoker.contract.shape import replace, shape
+from stoker.contract.errors import EX_DATAERR, Refusal
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.units import plural
 from stoker.rollout import Rollout as PublicRollout
 from stoker.rollout import Turn
 from stoker.training.data.order import Order
@@ -41,7 +41,7 @@ NAMED = 3
 Draw = Callable[[int, int, int], list[int]]  # of step, seed and how many
 
 
-@shape
+@frozen
 class Prompt:
     row: int  # of the file, from 0: what the density stage's weights count in
     asked: Any  # a text, or messages: what the reward model is shown
@@ -159,7 +159,9 @@ def weights(rows: Sequence[Mapping[str, Any]], count: int, path: str) -> NDArray
         if 0 <= index < count:
             found[index] = weight
     if len(rows) != count or np.isnan(found).any():
-        line = f"grpo.weights {path} has weights of {counted(len(rows), 'prompt')} and grpo.prompts {counted(count, 'row')}"
+        line = (
+            f"grpo.weights {path} has weights of {plural(len(rows), 'prompt')} and grpo.prompts {plural(count, 'row')}"
+        )
         raise Refusal(
             f"{line}: they don't belong together; make them again with stage density, from this prompts file",
             EX_DATAERR,
@@ -198,7 +200,7 @@ def number_from(*parts: object) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-@shape
+@frozen
 class Answer:
     place: int  # among all of the step, of all ranks
     prompt: Prompt
@@ -320,7 +322,7 @@ def in_trainer(
     return InTrainer(engine, c.new_tokens, frozenset(tokenizer.stop_ids), c.sampling)
 
 
-@shape
+@frozen
 class Paid:
     """What some of a step's answers were given."""
 
@@ -328,7 +330,7 @@ class Paid:
     rewards: float = 0.0  # their sum
 
 
-@shape
+@frozen
 class Outcome:
     """Of all answers of a step, on every rank. Each [answers], float64 on the host."""
 
@@ -465,7 +467,7 @@ def _why_none(answers: Sequence[Answer], rewards: Rewards, ranks: Group) -> str:
     return f"reward {names} returned None for every answer of the step: is there a return in every branch?"
 
 
-@shape
+@frozen
 class Step:
     """What a step learns from: this rank's answers, what they are worth, and all ranks' numbers."""
 
@@ -477,7 +479,7 @@ class Step:
     numbers: Mapping[str, float] = {}  # of grpo.rollout, for metrics.jsonl
 
 
-@shape
+@frozen
 class Age:
     """Of a step's tokens, of all ranks: by how many steps the weights that wrote them are behind those that learn."""
 

@@ -21,9 +21,10 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 import stoker
-from stoker.contract.names import EX_DATAERR, WAITING_PHASE, Refusal
-from stoker.contract.shape import shape
-from stoker.contract.text import printable
+from stoker.contract.env_vars import WAITING_PHASE
+from stoker.contract.errors import EX_DATAERR, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.text import escape
 from stoker.rollout import Rollout as PublicRollout
 from stoker.rollout import Turn
 from stoker.training.generate.config import GenerateConfig, Sampling, checked
@@ -47,7 +48,7 @@ PIPE_BYTES = 4096  # that a pipe which is ready takes without waiting
 SHOWN_FAILURES = 3  # lines about failed rollouts, of a step and rank
 
 
-@shape
+@frozen
 class SampleRequest:
     """A completion that a rollout waits for."""
 
@@ -60,7 +61,7 @@ class SampleRequest:
     stop: tuple[str, ...]
 
 
-@shape
+@frozen
 class Sampled:
     """What was sampled for a rollout."""
 
@@ -236,7 +237,7 @@ class RolloutHook:
         except RewardFailed as problem:
             self._refused = str(problem)
         if self._refused:
-            line = printable(self._refused, LONGEST)
+            line = escape(self._refused, LONGEST)
             self.close()
             raise Refusal(f"grpo.rollout {self._name}: {line}", EX_DATAERR)
         self._should_stop = should_stop
@@ -300,7 +301,7 @@ class RolloutHook:
                 return answer_of(live.place, live.prompt, rollout, self._tokenizer, self._stop, versions)
             except ValueError as problem:
                 failed = str(problem)
-        line = printable(f"rollout {self._name}, prompt {live.prompt.row + 1}: {failed}", LONGEST)
+        line = escape(f"rollout {self._name}, prompt {live.prompt.row + 1}: {failed}", LONGEST)
         return Answer(live.place, live.prompt, (), "", False, failed=line)
 
     def _verified(self, rollout: PublicRollout, sampled: Sequence[Sampled]) -> tuple[PublicRollout, tuple[int, ...]]:

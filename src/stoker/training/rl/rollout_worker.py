@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal
 from stoker.rollout import Completion, ContextFull, Conversation, Message, Rollout, Turn
 from stoker.training.rl.last_position import PositionWriter, first_line_of
 from stoker.training.rl.reward_worker import TimeIsUp, described_error, end_with_the_rank, load_module

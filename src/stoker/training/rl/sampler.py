@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 from stoker.training.serve.batch import BatchEngine
 
 
-@shape
+@frozen
 class Ask:
     """What this rank wants of a step. An answer depends on its prompt, the seed and its place alone."""
 
@@ -21,7 +21,7 @@ class Ask:
     places: tuple[int, ...]  # among all answers of the step, one for each prompt; those of a prompt are in a row
 
 
-@shape
+@frozen
 class Written:
     ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()  # at the temperature of the sampling; empty: not kept

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import stoker
-from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.shape import shape
-from stoker.contract.text import printable
+from stoker.contract.errors import EX_DATAERR, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.text import escape
 from stoker.control.record.rollouts import Rollout, Rollouts
 from stoker.training.evaluate.grading import Grader, open_question
 from stoker.training.rl.last_position import PositionFile, described
@@ -45,7 +45,7 @@ class RewardFailed(Exception):
     """One line: whose reward, where and why."""
 
 
-@shape
+@frozen
 class Judged:
     """Of this rank's answers, in their order. NaN: a reward does not apply to an answer; as the sum: none does."""
 
@@ -123,7 +123,7 @@ class Worker:
         line, _, self._rest = b"".join(pieces).partition(b"\n")
         told = json.loads(line)
         if "failed" in told:
-            raise RewardFailed(printable(str(told["failed"]), LONGEST))
+            raise RewardFailed(escape(str(told["failed"]), LONGEST))
         return told["made"]
 
     def _died(self) -> RewardFailed:
@@ -142,7 +142,7 @@ class Worker:
             few = f"one of {count} answers at once, the first: " if position.item is None else ""
             about = f"; {few}{self._call.about(position.item or 0)}"
         return RewardFailed(
-            printable(f"reward {name} failed: {line}its process {how}{about}; what it printed is in the log", LONGEST)
+            escape(f"reward {name} failed: {line}its process {how}{about}; what it printed is in the log", LONGEST)
         )
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stoker.contract.text import printable
+from stoker.contract.text import escape
 from stoker.training.model import adapters, hf
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_write import DTYPES
@@ -143,12 +143,10 @@ class Sender:
             if self._to.wait.should_stop():
                 raise StopRequested(str(failed)) from failed
             if time.monotonic() < until:
-                self._to.say(
-                    f"new weights did not reach all servers, and are sent again: {printable(str(failed), 200)}"
-                )
+                self._to.say(f"new weights did not reach all servers, and are sent again: {escape(str(failed), 200)}")
                 return None
             servers = ", ".join(self._to.addresses)
-            line = f"the server at {servers} could not be sent new weights: {printable(str(failed), 300)}"
+            line = f"the server at {servers} could not be sent new weights: {escape(str(failed), 300)}"
             raise ServerFailed(line) from failed
 
     def end(self) -> None:

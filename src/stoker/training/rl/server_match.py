@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from stoker.contract.text import printable
+from stoker.contract.text import escape
 from stoker.training.rl.asking import Asking, NoAnswer
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ def served_logprobs(
     try:
         status, data = Asking().post(address, "/v1/completions", body, headers, seconds=seconds)
     except NoAnswer as problem:
-        raise Unanswered(f"{address}/v1/completions: {printable(str(problem), 200)}") from None
+        raise Unanswered(f"{address}/v1/completions: {escape(str(problem), 200)}") from None
     if status != 200:
-        said = printable(data[:200].decode("utf-8", "replace"), 200)
+        said = escape(data[:200].decode("utf-8", "replace"), 200)
         raise Unanswered(f"{address}/v1/completions: HTTP status {status}: {said}")
     return _read(data, len(ids), address)
 

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import stoker
-from stoker.contract.errors import reading
-from stoker.contract.names import EX_CONFIG, Refusal
-from stoker.contract.quantities import counted
-from stoker.contract.shape import as_json, shape
-from stoker.contract.typed import read_shape
+from stoker.contract.errors import EX_CONFIG, Refusal, parsing
+from stoker.contract.frozen import as_json, frozen
+from stoker.contract.typed_values import read_frozen
+from stoker.contract.units import plural
 from stoker.training.checkpoint.reading import Checkpoint
 from stoker.training.loop.run import Answers, Task, Words, agree
 from stoker.training.loop.say import Voice
@@ -32,7 +31,7 @@ NEAR_MAXIMUM = 0.95  # share of the largest possible reward from which on nothin
 NOTHING_LEFT, HARDER = "nothing is left to learn from these prompts", "give harder ones, or train fewer steps"
 
 
-@shape
+@frozen
 class Seen:
     """One step's numbers."""
 
@@ -53,7 +52,7 @@ class Seen:
     matched: float | None = None  # mean of what exact, number and math paid; None: they are not among the rewards
 
 
-@shape
+@frozen
 class Finding:
     line: str
     solved: bool = False  # nothing is left to learn: the end of the run, but no failure
@@ -79,7 +78,7 @@ class History:
 
     @classmethod
     def from_json(cls, c: GrpoConfig, told: dict[str, list[dict[str, object]]]) -> History:
-        first, recent = ([read_shape(Seen, step) for step in told[part]] for part in ("first", "recent"))
+        first, recent = ([read_frozen(Seen, step) for step in told[part]] for part in ("first", "recent"))
         return cls(c, first, recent)
 
     def finding(self) -> Finding | None:
@@ -98,7 +97,7 @@ class History:
         if not is_near_maximum(self._c, self.first):
             return ""
         return (
-            f"the reward of the first {counted(len(self.first), 'step')} is already {_reward_of(self._c, self.first)}:"
+            f"the reward of the first {plural(len(self.first), 'step')} is already {_reward_of(self._c, self.first)}:"
             " little is left to learn from these prompts; harder ones teach more"
         )
 
@@ -110,7 +109,7 @@ def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Findi
         """Since when, where the last `count` steps are all bad."""
         if count < 1 or len(recent) < count or not all(bad(seen) for seen in recent[-count:]):
             return ""
-        return f"for {counted(count, 'step')} (since step {recent[-count].step})"
+        return f"for {plural(count, 'step')} (since step {recent[-count].step})"
 
     if not recent:
         return None
@@ -310,7 +309,7 @@ def _began(first: Sequence[Seen]) -> float:
 STAGE = "grpo"
 
 
-@shape
+@frozen
 class Position:
     step: int = 0  # steps that are done
     updates: int = 0  # optimizer steps that counted
@@ -332,14 +331,14 @@ def resumed(found: Checkpoint | None, optimizer: str, c: GrpoConfig) -> tuple[Po
         raise Refusal(
             f"checkpoint {found.path} has the state of optim.kind {meta.get('optimizer')}, not {optimizer}", EX_CONFIG
         )
-    with reading(f"checkpoint {found.path}"):
+    with parsing(f"checkpoint {found.path}"):
         counts = [meta[name] for name in ("step", "updates", "tokens")]
         if not all(type(one) is int and one >= 0 for one in counts):
             raise ValueError("it has no step number")
         return Position(*counts), History.from_json(c, meta["history"])
 
 
-@shape
+@frozen
 class Launched:
     """A step that is done, but for telling it."""
 

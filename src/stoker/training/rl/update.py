@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from stoker.contract.shape import replace, shape
+from stoker.contract.frozen import frozen, replace
 from stoker.training.model.attention import kernels
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.loss import token_logprobs
@@ -30,7 +30,7 @@ from stoker.training.rl.rollout import Answer
 MULTIPLE = 16
 
 
-@shape
+@frozen
 class Row:
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -44,7 +44,7 @@ class Row:
         return np.flatnonzero(self.learn) if self.learn else np.arange(len(self.answer))
 
 
-@shape
+@frozen
 class Batch:
     inputs: Tensor  # [B, T]; padding is behind what is read, and attention is causal: it needs no mask
     where: Tensor  # [N]: flat places in [B, T] whose successors are the answers' tokens
@@ -87,7 +87,7 @@ def _batch(rows: Sequence[Row], context: int, device: torch.device, counted: flo
 # GRPO's loss: each answer token's clipped surrogate, and its divergence from the model it all began with.
 
 
-@shape
+@frozen
 class Clip:
     low: float
     high: float
@@ -174,7 +174,7 @@ def _with_missing(group: Tensor, scaled: bool) -> Tensor:
     return found
 
 
-@shape
+@frozen
 class Learned:
     """The same on all ranks; means over the step's tokens, of its updates' norms."""
 
@@ -188,7 +188,7 @@ class Learned:
     capped: float | None = None  # share of the tokens whose importance weight was capped
 
 
-@shape
+@frozen
 class _Part:
     """What one update learns from."""
 

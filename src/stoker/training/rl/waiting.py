@@ -10,9 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-from stoker.contract.names import WAITING_PHASE
-from stoker.contract.quantities import span
-from stoker.contract.text import printable
+from stoker.contract.env_vars import WAITING_PHASE
+from stoker.contract.text import escape
+from stoker.contract.units import format_duration
 
 FOR_SERVER, FOR_COMPLETIONS = f"{WAITING_PHASE}the server", f"{WAITING_PHASE}completions"
 POLL_S = 0.1
@@ -86,7 +86,7 @@ class ServerWait:
                     self._phase(phase)
                     announced, announce_at = phase, now + RENEW_S
                 if now > progress_at and not self._outages:
-                    self._report(f"waiting for the servers' answers for {span(now - began)}")
+                    self._report(f"waiting for the servers' answers for {format_duration(now - began)}")
                     progress_at = now + PROGRESS_S
             return future.result()
         finally:
@@ -105,8 +105,8 @@ class ServerWait:
             if now < outage.next_line:
                 return
             is_first, outage.is_reported, outage.next_line = not outage.is_reported, True, now + PROGRESS_S
-        line = f"the server at {address} {printable(problem, 300)}"
-        waited, limit = span(now - outage.since), span(patience_s)
+        line = f"the server at {address} {escape(problem, 300)}"
+        waited, limit = format_duration(now - outage.since), format_duration(patience_s)
         self._report(
             f"{line}; waiting for it, up to {limit}" if is_first else f"{line}; has waited {waited} of up to {limit}"
         )
@@ -121,4 +121,6 @@ class ServerWait:
                 return
             del self._outages[address]
         if outage.is_reported:
-            self._report(f"the server at {address} answers again, after {span(time.monotonic() - outage.since)}")
+            self._report(
+                f"the server at {address} answers again, after {format_duration(time.monotonic() - outage.since)}"
+            )

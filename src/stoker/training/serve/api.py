@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from stoker.contract.names import Refusal
-from stoker.contract.quantities import counted
-from stoker.contract.settings import suggest
-from stoker.contract.shape import shape
-from stoker.contract.text import parse_json, printable
+from stoker.contract.errors import Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.options import suggest
+from stoker.contract.text import escape, parse_json
+from stoker.contract.units import plural
 from stoker.training.generate.config import Sampling, checked
 from stoker.training.serve.constrain import GrammarMatcher, Grammars, Unconstrainable
 from stoker.training.serve.request import (
@@ -77,7 +77,7 @@ class Problem(Exception):
         self.line, self.status, self.key, self.code, self.headers = line, status, key, code, headers
 
 
-@shape
+@frozen
 class Served:
     """What the server has: the model's name, and the length of a prompt and its answer."""
 
@@ -88,7 +88,7 @@ class Served:
     grammars: Grammars | None = None  # None: completions can't be constrained
 
 
-@shape
+@frozen
 class Asked:
     """A body: one request for each of its answers, in the order of their index."""
 
@@ -123,7 +123,7 @@ def read(body: bytes, is_chat: bool, served: Served) -> Asked:
     count = _whole(told, "n", 1, 1, MOST_ANSWERS)
     if len(prompts) * count > MOST_ANSWERS:
         raise Problem(
-            f"{counted(len(prompts), 'prompt')} with {count} answers each are too many: at most {MOST_ANSWERS} at once",
+            f"{plural(len(prompts), 'prompt')} with {count} answers each are too many: at most {MOST_ANSWERS} at once",
             key="n",
         )
     is_stream, with_ids = (_flag(told, key) for key in ("stream", "return_token_ids"))
@@ -237,7 +237,7 @@ def object_in(body: bytes) -> dict[str, Any]:
     try:
         told = parse_json(body, unique=True)
     except ValueError as problem:
-        raise Problem(f"the body is not JSON: {printable(str(problem), 200)}") from problem
+        raise Problem(f"the body is not JSON: {escape(str(problem), 200)}") from problem
     if not isinstance(told, dict):
         raise Problem("the body is not a JSON object")
     return told
@@ -249,7 +249,7 @@ def _object(body: bytes, known: Sequence[str]) -> dict[str, Any]:
         if key in known:
             continue
         if key not in _IDLE:
-            raise Problem(f"unknown key {_shown(key)}{suggest(key, known)}", key=printable(key, 60))
+            raise Problem(f"unknown key {_shown(key)}{suggest(key, known)}", key=escape(key, 60))
         if value is not None and not any(type(value) is type(idle) and value == idle for idle in _IDLE[key]):
             raise Problem(f"{key} {_shown(value)}: this server does not support {key}; leave it out", key=key)
     return told
@@ -553,7 +553,7 @@ def _flag(told: Mapping[str, Any], key: str, default: bool = False, of: str = ""
 
 
 def _shown(value: Any) -> str:
-    return printable(repr(value), 60)
+    return escape(repr(value), 60)
 
 
 # ---- what is answered ----

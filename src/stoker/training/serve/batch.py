@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.quantities import counted
-from stoker.contract.shape import replace
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.frozen import replace
+from stoker.contract.units import plural
 from stoker.training.generate.config import BLOCK, PREFILL_TOKENS, TURN, Sampling, checked
 from stoker.training.generate.sample import sample_token, uniforms
 from stoker.training.model.decoder import Decoder
@@ -254,7 +254,7 @@ class BatchEngine:
             if not prompt:
                 raise Refusal(f"prompt {index} is empty: an answer needs a token to follow", EX_USAGE)
             if len(prompt) + new_tokens > self.length:
-                line = f"prompt {index} has {counted(len(prompt), 'token')}; with an answer of {new_tokens} that is more than"
+                line = f"prompt {index} has {plural(len(prompt), 'token')}; with an answer of {new_tokens} that is more than"
                 line += f" the limit of {self.length}"
                 raise Refusal(f"{line}: lower generate.new_tokens, or raise data.context_length", EX_USAGE)
             if max(prompt) >= self._embedded or min(prompt) < 0:

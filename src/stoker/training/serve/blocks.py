@@ -12,7 +12,7 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 
 Key = bytes
 
@@ -44,7 +44,7 @@ class Chain:
         return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
-@shape
+@frozen
 class Copy:
     """A block's whole content, before anything is written to either."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.contract.text import printable
+from stoker.contract.text import escape
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 # Free whitespace would let a model write blanks without end.
@@ -111,4 +111,4 @@ def _line(text: str) -> str:
     if first.startswith("oneOf constraints are not supported"):
         first = "oneOf is supported only where no value can match two of its schemas: use anyOf"
     reasons = [first, *(line for line in more if line.startswith("error: "))]  # that of a regular expression
-    return printable(f"the schema can't be compiled: {' '.join(reasons)}", 300)
+    return escape(f"the schema can't be compiled: {' '.join(reasons)}", 300)

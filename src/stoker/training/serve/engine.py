@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.quantities import counted
-from stoker.contract.shape import shape
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.units import plural
 from stoker.training.generate.cached import Weights, kernels_for
 from stoker.training.generate.sample import uniforms
 from stoker.training.model.decoder import Decoder
@@ -89,7 +89,7 @@ class _Open:
         return Row(writing.slot, writing.table.blocks, end - 1, last, drawn, how.temperature, how.top_k, how.top_p)
 
 
-@shape
+@frozen
 class Sizes:
     slots: int  # answers at once
     length: int  # tokens of a prompt and its answer
@@ -325,7 +325,7 @@ class PagedEngine:
         if new_tokens < 1 or not prompt:
             raise Refusal(f"a prompt of {len(prompt)} tokens with {new_tokens} new ones: at least 1 of each", EX_USAGE)
         if len(prompt) + new_tokens > self.length:
-            line = f"the prompt has {counted(len(prompt), 'token')}; with an answer of {new_tokens} that is more"
+            line = f"the prompt has {plural(len(prompt), 'token')}; with an answer of {new_tokens} that is more"
             raise Refusal(f"{line} than the limit of {self.length}", EX_USAGE)
         if max(prompt) >= self._embedded or min(prompt) < 0:
             line = f"the prompt has the token id {max(prompt) if min(prompt) >= 0 else min(prompt)}"

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from stoker.contract.shape import shape
-from stoker.contract.text import printable
+from stoker.contract.frozen import frozen
+from stoker.contract.text import escape
 from stoker.training.serve import api
 from stoker.training.serve.api import Problem
 from stoker.training.serve.request import ABORTED, Event, Request
@@ -53,7 +53,7 @@ class WeightsLoader(Protocol):
     def load(self, body: bytes, reply: Callable[[int, bytes], None]) -> None: ...
 
 
-@shape
+@frozen
 class HttpRequest:
     method: str
     path: str  # percent-decoded
@@ -214,7 +214,7 @@ class App:
         elif request.path in self._routes:
             methods = self._routes[request.path]
         else:
-            line = f"no such path: {printable(request.path, 80)}; there are {', '.join(self._routes)}"
+            line = f"no such path: {escape(request.path, 80)}; there are {', '.join(self._routes)}"
             raise Problem(line, 404)
         if request.method not in methods:
             allowed = ", ".join(methods)

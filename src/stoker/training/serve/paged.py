@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.contract.shape import replace, shape
+from stoker.contract.frozen import frozen, replace
 from stoker.training.generate import plain
 from stoker.training.generate.cached import Attention, Blocks, Cache, Weights, as_mask, seen
 from stoker.training.generate.config import BUCKET
@@ -48,7 +48,7 @@ class Row(NamedTuple):  # made for each token: a tenth of the time of a shape
     top_p: float
 
 
-@shape
+@frozen
 class Part:
     """A row's tokens before the one at its `place`, and that, whose keys and values are computed."""
 
@@ -59,7 +59,7 @@ class Part:
     alternatives: int = 0  # how many of the most likely tokens, too
 
 
-@shape
+@frozen
 class Written:
     """Tokens of each row, and what was asked for beside them."""
 
@@ -69,14 +69,14 @@ class Written:
     following: tuple[list[PromptLogprob], ...] = ()  # of each part's
 
 
-@shape
+@frozen
 class Kind:
     sampling: int
     logprobs: int
     adjusts: bool = False  # some row's logits are adjusted before sampling (adjust.py): never captured as a graph
 
 
-@shape
+@frozen
 class Kernels:
     """Modules of Triton kernels: generate/kernel.py, and serve/kernel.py."""
 
@@ -84,7 +84,7 @@ class Kernels:
     paged: Any
 
 
-@shape
+@frozen
 class _Group:
     """Parts whose attention is computed together. `begin`: how many tokens of a single part's row came before."""
 

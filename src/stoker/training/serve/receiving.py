@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.contract.hostmemory import memory
-from stoker.contract.quantities import amount
-from stoker.contract.shape import shape
-from stoker.contract.text import printable
+from stoker.contract.frozen import frozen
+from stoker.contract.host_memory import read_memory
+from stoker.contract.text import escape
+from stoker.contract.units import format_bytes
 from stoker.training.model import adapters, hf
 from stoker.training.model.config import LORA
 from stoker.training.model.decoder import Decoder
@@ -29,7 +29,7 @@ BACKENDS = ("gloo", "nccl")
 REST_S = 600.0  # nothing came for so long: the second copy's memory is given back
 
 
-@shape
+@frozen
 class Group:
     name: str
     host: str
@@ -72,10 +72,12 @@ class Receiver:
         self._transfer = ""
         if not known:
             self._leave()
-            free, needed = memory()[1], manifest.total
+            free, needed = read_memory()[1], manifest.total
             if free < needed:
                 raise Problem(
-                    f"{amount(needed)} of host memory are needed, and {amount(free)} are free", 422, "tensors"
+                    f"{format_bytes(needed)} of host memory are needed, and {format_bytes(free)} are free",
+                    422,
+                    "tensors",
                 )
             self._moving, self._group = Moving(needed, group.host), group
             device = self._model.device if group.backend == "nccl" else "cpu"
@@ -96,7 +98,7 @@ class Receiver:
         moving, manifest = self._moving, self._manifest
         if not self.has(transfer) or moving is None or manifest is None:
             raise Problem(
-                f"transfer {printable(transfer, 40)} has not come to this server: send it again", 409, "transfer"
+                f"transfer {escape(transfer, 40)} has not come to this server: send it again", 409, "transfer"
             )
         self._transfer, self._used = "", time.monotonic()
         try:
@@ -105,10 +107,10 @@ class Receiver:
             found = manifest.digest(str(moving.hear("digest", JOIN_S + IDLE_S)))
         except MemberFailed as problem:
             self._leave()
-            line = f"transfer {printable(transfer, 40)} broke off: {printable(str(problem), 300)}"
+            line = f"transfer {escape(transfer, 40)} broke off: {escape(str(problem), 300)}"
             raise Problem(line, 409, "transfer") from None
         if digest != found:
-            line = f"transfer {printable(transfer, 40)} has the digest {found}: damaged, or another transfer"
+            line = f"transfer {escape(transfer, 40)} has the digest {found}: damaged, or another transfer"
             raise Problem(line, 422, "digest")
         tensors = _tensors(manifest, moving.handle)
         return self._adapted(manifest, tensors) if manifest.adapter is not None else self._whole(tensors)
@@ -131,7 +133,7 @@ class Receiver:
             )
         if host not in self._allowed and address not in self._allowed:
             shown = ", ".join(self._allowed) or "none"
-            line = f"group {printable(address, 100)}: this server joins those at {shown} (--weights-group)"
+            line = f"group {escape(address, 100)}: this server joins those at {shown} (--weights-group)"
             raise Problem(line, 403, "group")
         return Group(name, host, int(port), backend, rank, size, bucket)
 
@@ -153,10 +155,10 @@ class Receiver:
         for name, size in given.items():
             if name not in wanted:
                 raise Problem(
-                    f"{printable(name, 100)}: the served model does not have this tensor", 409, "tensors", OTHER_MODEL
+                    f"{escape(name, 100)}: the served model does not have this tensor", 409, "tensors", OTHER_MODEL
                 )
             if size != wanted[name]:
-                line = f"{printable(name, 100)} is {list(size)}, and in the served model {list(wanted[name])}"
+                line = f"{escape(name, 100)} is {list(size)}, and in the served model {list(wanted[name])}"
                 raise Problem(f"{line}: weights of another shape", 409, "tensors", OTHER_MODEL)
         missing = next((name for name in wanted if name not in given), "")
         if missing or len(given) != len(manifest.entries):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 from stoker.training.generate.config import Sampling
 
 # What happens to an answer that is being written when the weights change.
@@ -16,7 +16,7 @@ STOP, LENGTH, ABORTED = "stop", "length", "abort"
 MOST_ALTERNATIVES = 20  # per token
 
 
-@shape
+@frozen
 class LogitAdjustments:
     """Changes to a request's logits before a token is sampled, in this order. Each default changes nothing."""
 
@@ -40,7 +40,7 @@ class Constraint(Protocol):
     def accept(self, token: int) -> None: ...
 
 
-@shape
+@frozen
 class Request:
     id: str
     prompt: tuple[int, ...]
@@ -119,7 +119,7 @@ class Run(NamedTuple):
             )
 
 
-@shape
+@frozen
 class Answer:
     id: str
     tokens: tuple[int, ...]

@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 from stoker.training.serve.blocks import Chain, Copy, Key, Pool, Table
 
 GROUPS = 16  # of the slots: so many passes over prompts renew them all
@@ -43,7 +43,7 @@ class Writing:
         return self.slot >= 0 or len(self.tokens) > self.prompt
 
 
-@shape
+@frozen
 class Piece:
     """tokens[begin:end] are computed. At the last token's end a new one is written."""
 
@@ -56,7 +56,7 @@ class Piece:
         return self.end == len(self.writing.tokens)
 
 
-@shape
+@frozen
 class Plan:
     copies: tuple[Copy, ...]  # of blocks, before all else
     pieces: tuple[Piece, ...]

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 from stoker.training.serve.constrain import JSON_STYLE
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
@@ -29,7 +29,7 @@ class ToolCall(NamedTuple):
         return {"id": secrets.token_hex(5)[:9], "type": "function", "function": function}
 
 
-@shape
+@frozen
 class ToolFormat:
     """`begin`: the text in front of a call; `end`: behind it (empty: calls last to the end of the completion)."""
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import stoker
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 
 BUCKET = 32 << 20  # bytes that are broadcast at once
 ALIGNED = 64  # each tensor begins at a multiple of it
@@ -30,7 +30,7 @@ class MemberFailed(Exception):
     """A line: why the bytes did not travel."""
 
 
-@shape
+@frozen
 class Entry:
     name: str
     dtype: str
@@ -41,7 +41,7 @@ class Entry:
         return math.prod(self.size) * ITEM[self.dtype]
 
 
-@shape
+@frozen
 class Manifest:
     """`adapter`: peft's settings, of tensors that are one's; `base`: digest of the weights that it is for."""
 

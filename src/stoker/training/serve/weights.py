@@ -1,7 +1,7 @@
 """New weights for a model that is being served: read beside the old ones, and put in their place in one go.
 
 A body names a folder below the one given for that, or one that a trainer of the same user has put into shared memory
-(contract/sharedweights.py), or a transfer through a process group (receiving.py): whole weights, or an adapter for those that the server began with. The
+(contract/shared_weights.py), or a transfer through a process group (receiving.py): whole weights, or an adapter for those that the server began with. The
 old weights stay until all of the new ones are in memory, so whatever is wrong with a folder changes nothing.
 """
 
@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 import torch
 
-from stoker.contract import sharedweights
-from stoker.contract.names import EX_CONFIG, EX_NOINPUT, Refusal
-from stoker.contract.settings import suggest
-from stoker.contract.shape import replace, shape
-from stoker.contract.text import printable
+from stoker.contract import shared_weights
+from stoker.contract.errors import EX_CONFIG, EX_NOINPUT, Refusal
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.options import suggest
+from stoker.contract.text import escape
 from stoker.training.model import adapters, hf
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
@@ -44,7 +44,7 @@ class Engine(Protocol):
     ) -> None: ...
 
 
-@shape
+@frozen
 class Asked:
     folder: str  # empty: a transfer
     version: int | None
@@ -106,12 +106,12 @@ class Loader:
             except Refusal as refusal:
                 status = {EX_NOINPUT: 404, EX_CONFIG: 409}.get(refusal.code, 422)
                 code = OTHER_MODEL if status == 409 else ""
-                reply(status, error(printable(refusal.line, 500), status, "folder", code))
+                reply(status, error(escape(refusal.line, 500), status, "folder", code))
             except (OSError, ValueError, RuntimeError, MemoryError) as problem:
-                line = printable(f"the folder can't be loaded: {type(problem).__name__}: {problem}", 500)
+                line = escape(f"the folder can't be loaded: {type(problem).__name__}: {problem}", 500)
                 reply(422, error(line, 422, "folder"))
             except Exception as problem:  # one folder must not end the thread that loads all
-                self._say(printable(f"new weights: {type(problem).__name__}: {problem}", 500))
+                self._say(escape(f"new weights: {type(problem).__name__}: {problem}", 500))
                 reply(500, error("loading failed; see the server's log", 500))
 
     def _next(self) -> tuple[bytes, Reply] | None:
@@ -121,7 +121,7 @@ class Loader:
             except queue.Empty:
                 self._receiver.rest()
                 if self._sweeps:
-                    sharedweights.sweep()
+                    shared_weights.remove_dead_folders()
         return self._bodies.get()
 
     def _load(self, asked: Asked, reply: Reply) -> None:
@@ -162,7 +162,7 @@ class Loader:
     def _folder(self, path: str) -> str:
         if not self._root:
             raise Problem("this server takes no folders: start it with --weights-from FOLDER", 403, "folder")
-        if sharedweights.holds(path):
+        if shared_weights.is_shared_folder(path):
             self._sweeps = True
             return inside(os.path.dirname(path), path)
         return inside(self._root, path)
@@ -217,7 +217,7 @@ def asked_in(body: bytes) -> Asked:
     told = object_in(body)
     for key in told:
         if key not in KEYS:
-            raise Problem(f"unknown key {printable(repr(key), 60)}{suggest(key, KEYS)}", key=printable(key, 60))
+            raise Problem(f"unknown key {escape(repr(key), 60)}{suggest(key, KEYS)}", key=escape(key, 60))
     folder, version, digest, transfer = (told.get(key) for key in KEYS[:4])
     if transfer is not None:
         if not isinstance(transfer, str) or not transfer or folder is not None:
@@ -240,7 +240,7 @@ def asked_in(body: bytes) -> Asked:
 def inside(root: str, path: str) -> str:
     """The folder, below `root` with all its files, wherever links lead."""
     found = os.path.realpath(os.path.join(root, path))
-    shown = printable(path, 200)
+    shown = escape(path, 200)
     if not _is_below(found, root):
         raise Problem(
             f"{shown} is not in the folder that this server takes weights from (--weights-from)", 403, "folder"
@@ -249,7 +249,7 @@ def inside(root: str, path: str) -> str:
         raise Problem(f"{shown}: no such folder", 404, "folder")
     for name in os.listdir(found):
         if not _is_below(os.path.realpath(os.path.join(found, name)), root):
-            raise Problem(f"{printable(name, 100)} of {shown} is a link to a place outside", 403, "folder")
+            raise Problem(f"{escape(name, 100)} of {shown} is a link to a place outside", 403, "folder")
     return found
 
 
@@ -262,7 +262,7 @@ def refuse_other_shape(theirs: ModelConfig, ours: ModelConfig, folder: str) -> N
     key = next((key for key in other if one[key] != other[key]), "")
     if key:
         line = f"{folder}: its {key} is {one[key]}, and that of the served model is {other[key]}"
-        raise Problem(f"{printable(line, 400)}: weights of another shape", 409, "folder", OTHER_MODEL)
+        raise Problem(f"{escape(line, 400)}: weights of another shape", 409, "folder", OTHER_MODEL)
 
 
 def _quiet(line: str) -> None:

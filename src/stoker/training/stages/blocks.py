@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 
 GOOD, BAD, SAME = "good", "bad", "same"
 
 
-@shape
+@frozen
 class Heading:
     text: str
 
 
-@shape
+@frozen
 class Text:
     text: str
     lead: bool = False  # the sentence a hurried reader reads
 
 
-@shape
+@frozen
 class Bullets:
     items: tuple[str, ...]
 
 
-@shape
+@frozen
 class Code:
     lines: tuple[str, ...]
 
 
-@shape
+@frozen
 class Cell:
     text: str
     small: str = ""  # below the number: its interval
     tone: str = ""
 
 
-@shape
+@frozen
 class Table:
     head: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
@@ -44,7 +44,7 @@ class Table:
     title: str = ""  # a sample's prompt
 
 
-@shape
+@frozen
 class Figure:
     """Left out where nothing could be drawn."""
 

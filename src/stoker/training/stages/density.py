@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from stoker.contract.quantities import number_at
+from stoker.contract.units import finite_number
 from stoker.training.stages import estimate
 from stoker.training.stages.stage import From, Link, Metrics, Rows, Stage, joined, keys_of
 
 
 def headline(metrics: Metrics) -> str:
-    least, most = (number_at(metrics, f"weight_{which}") for which in ("min", "max"))
+    least, most = (finite_number(metrics, f"weight_{which}") for which in ("min", "max"))
     spread = (
         "" if least is None or most is None else f"weights from {least:.2f} to {most:.2f} (rare prompts count more)"
     )
-    return ", ".join(part for part in (joined(("{:.0f} prompts", number_at(metrics, "prompts"))), spread) if part)
+    return ", ".join(part for part in (joined(("{:.0f} prompts", finite_number(metrics, "prompts"))), spread) if part)
 
 
 STAGE = Stage(

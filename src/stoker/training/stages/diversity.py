@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stoker.contract.names import EX_CONFIG, Refusal
+from stoker.contract.errors import EX_CONFIG, Refusal
 from stoker.training.config.schema import Config
 from stoker.training.stages import estimate
 from stoker.training.stages.blocks import Block, Cell, Figure, Heading, Table, Text

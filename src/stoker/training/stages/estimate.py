@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract.shape import options_of, replace, shape
+from stoker.contract.frozen import frozen, options_of, replace
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.config import parameters as parameters_of
 
@@ -15,7 +15,7 @@ TOKENIZER_BYTES_PER_S = 4e6
 MOMENTS = {"adamw": 8, "adamw8bit": 2}  # bytes a parameter
 
 
-@shape
+@frozen
 class Pace:
     """What one rank's hardware gets done in such training, not what its sheet promises."""
 
@@ -27,7 +27,7 @@ class Pace:
     width: int = 2  # bytes of an activation
 
 
-@shape
+@frozen
 class Estimate:
     seconds: float
     memory: float = 0.0  # bytes of each rank
@@ -37,7 +37,7 @@ class Estimate:
     spare: float = 0.0  # bytes of disk that it may take besides, until it is done
 
 
-@shape
+@frozen
 class Job:
     """A stage with its settings, on some hardware."""
 

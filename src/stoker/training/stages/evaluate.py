@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.quantities import number_at
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.units import finite_number
 from stoker.training.config.schema import Config
 from stoker.training.stages import estimate
 from stoker.training.stages.stage import From, Link, Metrics, Rows, Stage, Words, joined, keys_of
@@ -50,15 +50,18 @@ def check(c: Config) -> None:
 
 def headline(metrics: Metrics) -> str:
     """As the report has it: a chain asks two sets of questions, and each has a share of its own."""
-    shares = [(TASKS[name], number_at(metrics, "tasks", name, "accuracy"), name) for name in TASKS]
-    cut = ("{:.1%} cut at the token limit", number_at(metrics, "all", "cut_accuracy") or None)  # 0: nothing to report
+    shares = [(TASKS[name], finite_number(metrics, "tasks", name, "accuracy"), name) for name in TASKS]
+    cut = (
+        "{:.1%} cut at the token limit",
+        finite_number(metrics, "all", "cut_accuracy") or None,
+    )  # 0: nothing to report
     if any(share is None for _, share, _ in shares):
         return joined(
-            ("{:.1%} of held-out questions right", number_at(metrics, "all", "accuracy")),
-            ("{:.1%} of sampled answers", number_at(metrics, "all", "sampled_accuracy")),
+            ("{:.1%} of held-out questions right", finite_number(metrics, "all", "accuracy")),
+            ("{:.1%} of sampled answers", finite_number(metrics, "all", "sampled_accuracy")),
             cut,
         )
-    counts = [number_at(metrics, "tasks", name, "total") or 0 for _, _, name in shares]
+    counts = [finite_number(metrics, "tasks", name, "total") or 0 for _, _, name in shares]
     words = [f"{{:.1%}} of {int(count):,} {what}" for (what, _, _), count in zip(shares, counts, strict=True)]
     return joined((f"right: {words[0]}", shares[0][1]), (words[1], shares[1][1]), cut)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.quantities import number_at
+from stoker.contract.errors import EX_USAGE, Refusal
+from stoker.contract.units import finite_number
 from stoker.training.config.derived import Learning
 from stoker.training.config.schema import Config
 from stoker.training.rl import parts
@@ -67,15 +67,15 @@ def lengths(c: Config, words: Words) -> list[tuple[str, list[int]]]:
 
 def headline(metrics: Metrics) -> str:
     return joined(
-        ("reward {:.3f} at first", number_at(metrics, "reward_first")),
-        ("{:.3f} at last", number_at(metrics, "reward_last")),
+        ("reward {:.3f} at first", finite_number(metrics, "reward_first")),
+        ("{:.3f} at last", finite_number(metrics, "reward_last")),
     )
 
 
 def effects(link: Reported) -> Iterator[Row]:
     yield from link.answers("questions", "prompts")
     if link.metrics is not None:
-        numbers = (number_at(link.metrics, f"reward_{when}") for when in ("first", "last"))
+        numbers = (finite_number(link.metrics, f"reward_{when}") for when in ("first", "last"))
         yield untested_row(link.title, "reward in training, mean of 5 steps", *numbers, higher_is_better=True)
 
 
@@ -83,8 +83,8 @@ def about_weights(given: Mapping[str, Metrics]) -> Iterator[Block]:
     """Of a link that has some."""
     weights = given.get("grpo.weights")
     if weights is not None:
-        prompts, clusters = (number(number_at(weights, key)) for key in ("prompts", "clusters"))
-        gini, least, most = (number(number_at(weights, key), 2) for key in ("gini", "weight_min", "weight_max"))
+        prompts, clusters = (number(finite_number(weights, key)) for key in ("prompts", "clusters"))
+        gini, least, most = (number(finite_number(weights, key), 2) for key in ("gini", "weight_min", "weight_max"))
         yield Text(
             f"Density weights: {prompts} prompts in {clusters} clusters (Gini {gini}); weights from {least} to {most}"
             " times the mean. Prompts with few neighbours are sampled more often."

@@ -7,8 +7,8 @@ import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 
-from stoker.contract.names import EX_CONFIG, Refusal
-from stoker.contract.shape import replace
+from stoker.contract.errors import EX_CONFIG, Refusal
+from stoker.contract.frozen import replace
 from stoker.training.config.derived import Learning
 from stoker.training.config.schema import SECTIONS
 from stoker.training.stages.stage import RUNS, Link, Stage

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from stoker.contract.names import EX_CONFIG, Refusal
-from stoker.contract.quantities import number_at
-from stoker.contract.shape import replace
+from stoker.contract.errors import EX_CONFIG, Refusal
+from stoker.contract.frozen import replace
+from stoker.contract.units import finite_number
 from stoker.training.config.derived import Learning
 from stoker.training.config.schema import Config
 from stoker.training.data.formats.table import AUTO
@@ -50,7 +50,7 @@ def by_kind(metrics: Metrics, right: str, least: int = 1) -> Iterator[Table]:
     """Where pairs of so many kinds were told apart."""
     kinds = metrics.get("by_kind")
     if isinstance(kinds, dict) and len(kinds) >= least:
-        shares = [(kind, marks(value).greedy, number_at(value, "total")) for kind, value in kinds.items()]
+        shares = [(kind, marks(value).greedy, finite_number(value, "total")) for kind, value in kinds.items()]
         cells = [
             (Cell(str(kind)), Cell(percent(share.value), between(share)), Cell(number(total)))
             for kind, share, total in shares
@@ -113,7 +113,7 @@ REWARD = Stage(
     ),
     check=check,
     estimate=estimate.training,
-    headline=lambda metrics: joined(("{:.1%} of held-out pairs right", number_at(metrics, "accuracy"))),
+    headline=lambda metrics: joined(("{:.1%} of held-out pairs right", finite_number(metrics, "accuracy"))),
     report=report,
     effects=effects,
     worth_knowing=worth_knowing,
@@ -131,8 +131,8 @@ def _dpo_cost(job: Job) -> Estimate:
 
 def _dpo_headline(metrics: Metrics) -> str:
     return joined(
-        ("better answer preferred in {:.1%} of held-out pairs", number_at(metrics, "accuracy")),
-        ("margin {:.3f}", number_at(metrics, "reward_margin")),
+        ("better answer preferred in {:.1%} of held-out pairs", finite_number(metrics, "accuracy")),
+        ("margin {:.3f}", finite_number(metrics, "reward_margin")),
     )
 
 
@@ -145,7 +145,7 @@ def _dpo_report(metrics: Metrics) -> Iterator[Block]:
         " without training it would in 50 %."
     )
     rows = [
-        (Cell(name), Cell(number(number_at(metrics, key))))
+        (Cell(name), Cell(number(finite_number(metrics, key))))
         for name, key in (
             ("Margin of the implicit reward", "reward_margin"),
             ("Log-probability of the better answer", "logp_chosen"),

@@ -9,8 +9,8 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from stoker.contract.names import Refusal
-from stoker.contract.shape import replace, shape
+from stoker.contract.errors import Refusal
+from stoker.contract.frozen import frozen, replace
 from stoker.training.config.amount import Amount
 from stoker.training.config.keys import values_of
 from stoker.training.config.layers import Origin
@@ -40,7 +40,7 @@ PLANNED_KEYS = (
 _CHECKPOINT = "checkpoint "  # how the origin of an optimizer begins that a checkpoint decided
 
 
-@shape
+@frozen
 class RunInputs:
     """What the plan of a run is made from, besides its GPUs."""
 

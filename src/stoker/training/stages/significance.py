@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from stoker.contract.quantities import number_at
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
+from stoker.contract.units import finite_number
 from stoker.training.evaluate.confidence import wilson
 from stoker.training.stages.blocks import Cell, tone_of
 
@@ -14,7 +14,7 @@ ABSENT = "n/a"
 Row = tuple[Cell, ...]  # of the table "Did each stage help?"
 
 
-@shape
+@frozen
 class Measured:
     """A number with its 95 % interval. None: it was not measured."""
 
@@ -24,7 +24,7 @@ class Measured:
     total: int | None = None  # questions or pairs behind it
 
 
-@shape
+@frozen
 class Change:
     """From `before` to `after`; low and high are None where a side has no interval to test by."""
 
@@ -124,7 +124,7 @@ def number_and_interval(measured: Measured) -> tuple[str, str]:
 
 def random_guess(metrics: Any) -> float | None:
     """Bits per byte of a model to which all tokens of this tokenizer are equally likely."""
-    size, packed = number_at(metrics, "vocab_size"), number_at(metrics, "bytes_per_token")
+    size, packed = finite_number(metrics, "vocab_size"), finite_number(metrics, "bytes_per_token")
     return math.log2(size) / packed if size and size > 0 and packed else None
 
 
@@ -141,7 +141,7 @@ def shares_row(stage: str, what: str, before: Measured, after: Measured) -> Row:
     return Cell(stage, what), shares, Cell(verdict, points(found), tone_of(verdict))
 
 
-@shape
+@frozen
 class Marks:
     greedy: Measured = Measured()  # right by content, as `sampled`
     sampled: Measured = Measured()
@@ -156,8 +156,8 @@ def marks(data: Any) -> Marks:
 
 
 def _measured(data: Any, prefix: str) -> Measured:
-    value, low, high = (number_at(data, prefix + key) for key in ("accuracy", "low", "high"))
-    right, total = number_at(data, prefix + "correct"), number_at(data, prefix + "total")
+    value, low, high = (finite_number(data, prefix + key) for key in ("accuracy", "low", "high"))
+    right, total = finite_number(data, prefix + "correct"), finite_number(data, prefix + "total")
     if right is not None and total and (value is None or low is None or high is None):
         return share(right, total)
     return Measured(value, low, high, None if total is None else int(total))
@@ -166,4 +166,4 @@ def _measured(data: Any, prefix: str) -> Measured:
 def measured(data: Any, key: str) -> Measured:
     """{"value", "low", "high"} under a metric's name."""
     inside = data.get(key) if isinstance(data, dict) else None
-    return Measured(number_at(inside, "value"), number_at(inside, "low"), number_at(inside, "high"))
+    return Measured(finite_number(inside, "value"), finite_number(inside, "low"), finite_number(inside, "high"))

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from stoker.contract.quantities import counted
-from stoker.contract.shape import replace, shape
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.units import plural
 from stoker.training.config import amount
 from stoker.training.config.amount import Amount
 from stoker.training.config.check import check
@@ -37,7 +37,7 @@ from stoker.training.stages.registry import STAGES
 MANY_PASSES = 10
 
 
-@shape
+@frozen
 class Choice:
     what: str
     chosen: str
@@ -54,7 +54,7 @@ def _choices(
     optim, context = config.optim, config.data.context_length
     rate = f"{optim.learning_rate:.2g}" + (f" (Muon {optim.muon_learning_rate:.2g})" if optim.kind == "muon" else "")
     yield Choice("learning rate", f"{rate}, {optim.schedule}", "--learning-rate, --schedule", ("optim.learning_rate",))
-    warm = counted(warmup_length(optim, steps), "step") if steps else f"{optim.warmup_ratio:.0%} of the run"
+    warm = plural(warmup_length(optim, steps), "step") if steps else f"{optim.warmup_ratio:.0%} of the run"
     yield Choice("warm-up", warm, "--warmup", ("optim.warmup_steps", "optim.warmup_ratio"))
     if learning.prompts:
         asked = f"{config.grpo.prompts_per_step} prompts a step, {config.grpo.group} answers each"
@@ -64,7 +64,7 @@ def _choices(
         whole = config.batch.tokens or config.batch.micro
         words = "as many tokens a step as fit"
         if whole:
-            words = f"{samples * context:,} tokens a step, {counted(samples, 'row')}"
+            words = f"{samples * context:,} tokens a step, {plural(samples, 'row')}"
         if at.amount is None and not set(BATCH) & set(given):
             words += " at most"
         yield Choice("batch", words, "--batch.tokens", ("batch.tokens", "batch.accumulation", "batch.micro"))
@@ -80,7 +80,7 @@ def _choices(
         else:
             when = _validation(config.train.eval_every, steps)
             yield Choice("validation", when, "--eval-every", ("train.eval_every",))
-    yield Choice("row length", f"{counted(context, 'token')}", "--context-length", (CONTEXT,))
+    yield Choice("row length", f"{plural(context, 'token')}", "--context-length", (CONTEXT,))
     dtype = {"auto": "fp32" if on_cpu else "bf16, or fp16 with loss scaling on a card without it"}.get(
         config.compute.dtype, config.compute.dtype
     )
@@ -90,7 +90,7 @@ def _choices(
 def _length(steps: int, passes: float, at: Situation, fixed: bool) -> str:
     """`fixed`: the steps are a setting, and do not follow from the data."""
     if at.amount is None:
-        return f"{counted(steps, 'step')}" if steps else "known once the data is here"
+        return f"{plural(steps, 'step')}" if steps else "known once the data is here"
     shown = f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}"
     many = f"{steps:,}" if at.amount.exact or fixed else f"about {_rounded(steps):,}"
     return f"{many} steps, {shown} pass{'' if shown == '1' else 'es'} over {_count(at.amount)}"
@@ -106,7 +106,7 @@ def _count(amount: Amount) -> str:
 def _validation(every: int, steps: int) -> str:
     if not every or every >= steps:
         return "at the end only"
-    return f"every {counted(every, 'step')}, {counted(-(-steps // every), 'time')}"
+    return f"every {plural(every, 'step')}, {plural(-(-steps // every), 'time')}"
 
 
 def _amount(at: Situation) -> str:
@@ -188,7 +188,7 @@ def within_context_of_model(
         return config_of(config.preset, values_of(config) | changed)
     if 1 < longest < config.data.context_length:
         say(
-            f"warning: {CONTEXT} {config.data.context_length:,} is more than the {counted(longest, 'token')} that"
+            f"warning: {CONTEXT} {config.data.context_length:,} is more than the {plural(longest, 'token')} that"
             f" {config.model.load} was trained for; beyond them it starts from what it can't do yet"
         )
     return config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 from stoker.training.config.derived import Learning
 from stoker.training.config.schema import Config
 from stoker.training.stages.blocks import Block
@@ -29,7 +29,7 @@ def keys_of(section: str, names: str) -> tuple[str, ...]:
     return tuple(f"{section}.{name}" for name in names.split())
 
 
-@shape
+@frozen
 class From:
     """A path in the run directory of another link of the chain."""
 
@@ -37,7 +37,7 @@ class From:
     path: str
 
 
-@shape
+@frozen
 class Rows:
     """The chain's data for a role (base, midtrain, sft, pairs, prompts, questions, or one with -held-out), if any."""
 
@@ -47,7 +47,7 @@ class Rows:
     task: str = ""  # the name that an evaluation gives it
 
 
-@shape
+@frozen
 class Link:
     """A stage's place in the chain: `stoker speedrun` runs it there."""
 
@@ -59,7 +59,7 @@ class Link:
     versus: tuple[str, str] | None = None  # another link whose model it is compared with, and the comparison's title
 
 
-@shape
+@frozen
 class Reported:
     """A link of the chain as its effect is reported."""
 
@@ -70,7 +70,7 @@ class Reported:
     answers: Callable[..., Iterable[Row]]
 
 
-@shape
+@frozen
 class Curves:
     """A figure of what links log at every step, in a section of its own. Without `panels`: the loss."""
 
@@ -82,7 +82,7 @@ class Curves:
     about: Callable[[Mapping[str, Metrics]], Iterable[Block]] = lambda given: ()  # of a link, by what it was given
 
 
-@shape
+@frozen
 class Stage:
     name: str = ""
     about: str = ""  # one line for `stoker train --help`

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stoker.contract.quantities import number_at
+from stoker.contract.units import finite_number
 from stoker.training.config.derived import CONTINUED, Learning
 from stoker.training.stages import estimate
 from stoker.training.stages.blocks import Cell
@@ -16,15 +16,15 @@ TEXT = {"data.path": Rows("base", many=True), "data.validation": Rows("base-held
 
 
 def _tokenizer_headline(metrics: Metrics) -> str:
-    whole_words = number_at(metrics, "words_bytes_per_token")
+    whole_words = finite_number(metrics, "words_bytes_per_token")
     reference = "" if whole_words is None else f" (whole words have {whole_words:.2f})"
-    return joined((f"{{:.2f}} bytes of text per token{reference}", number_at(metrics, "bytes_per_token")))
+    return joined((f"{{:.2f}} bytes of text per token{reference}", finite_number(metrics, "bytes_per_token")))
 
 
 def _tokenizer_effects(link: Reported) -> Iterator[Row]:
     if link.metrics is None:
         return
-    ours, reference = (number_at(link.metrics, f"{which}bytes_per_token") for which in ("", "words_"))
+    ours, reference = (finite_number(link.metrics, f"{which}bytes_per_token") for which in ("", "words_"))
     yield (
         Cell("Tokenizer", "bytes per token; reference: one token per word"),
         Cell(f"reference {number(reference)}, this one {number(ours)}"),
@@ -52,15 +52,15 @@ LOSSES = Curves("losses", "Training", "Loss of base, midtraining and SFT")
 
 def headline(metrics: Metrics) -> str:
     return joined(
-        ("{:.3f} bits per byte held out", number_at(metrics, "val_bits_per_byte")),
-        ("loss {:.3f}", number_at(metrics, "val_loss")),
+        ("{:.3f} bits per byte held out", finite_number(metrics, "val_bits_per_byte")),
+        ("loss {:.3f}", finite_number(metrics, "val_loss")),
     )
 
 
 def _effects(link: Reported) -> Iterator[Row]:
     if link.metrics is not None:
         measure = "bits per byte of its own held-out chats, lower is better; before: its first step"
-        numbers = (number_at(link.metrics, f"val_bits_per_byte{when}") for when in ("_before", ""))
+        numbers = (finite_number(link.metrics, f"val_bits_per_byte{when}") for when in ("_before", ""))
         yield untested_row(link.title, measure, *numbers, higher_is_better=False)
     yield from link.answers("questions", "strict")
 
@@ -94,7 +94,7 @@ def chat_stage(name: str, about: str, title: str, model: str, learning: Learning
 def _pretrain_effects(link: Reported) -> Iterator[Row]:
     if link.metrics is not None:
         measure = "bits per byte of held-out text, lower is better; before: a random guess"
-        guess, after = random_guess(link.given.get("tokenizer.path")), number_at(link.metrics, "val_bits_per_byte")
+        guess, after = random_guess(link.given.get("tokenizer.path")), finite_number(link.metrics, "val_bits_per_byte")
         yield untested_row(link.title, measure, guess, after, higher_is_better=False)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 from stoker.training.config.amount import Amount
 from stoker.training.config.derived import Situation, samples_a_step, settled, steps_and_passes
 from stoker.training.config.keys import config_of
@@ -23,7 +23,7 @@ _DENSE_8 = ModelConfig(
 _CHAT, _SHORT_CHAT, _PAIR, _SHORT_PAIR = 300, 45, 600, 90  # tokens: of real ones, and of the built-in data set's
 
 
-@shape
+@frozen
 class Case:
     stage: str
     preset: str

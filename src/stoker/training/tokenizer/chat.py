@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.safe_io import write_whole
+from stoker.contract.errors import EX_DATAERR, Refusal
+from stoker.contract.safe_io import write_atomic
 from stoker.training.tokenizer.encoders import Ids
 from stoker.training.tokenizer.place import FILES
 from stoker.training.tokenizer.roles import LEARNED, MORE, ROLES, Conversation, Turn
@@ -84,7 +84,7 @@ def write_template(folder: str, tokenizer: Tokenizer) -> str:
         "chat_template": CHATML,
     }
     text = json.dumps(told, indent=1, ensure_ascii=False) + "\n"
-    write_whole(os.path.join(folder, FILES[1]), text.encode("utf-8", "backslashreplace"))
+    write_atomic(os.path.join(folder, FILES[1]), text.encode("utf-8", "backslashreplace"))
     return ""
 
 

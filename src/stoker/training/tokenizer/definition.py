@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.shape import shape
-from stoker.contract.text import parse_json, printable
+from stoker.contract.errors import EX_DATAERR, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.text import escape, parse_json
 from stoker.training.tokenizer import alphabet
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
@@ -38,7 +38,7 @@ GGUF_SPLITTERS_WHOLE_WORDS = {OURS: "llama-bpe", _GPT4: "llama-bpe"}
 GGUF_SPLITTERS = {GPT2: "gpt-2", OURS: "dbrx", _GPT4: "dbrx", _DIGIT_BY_DIGIT: "qwen2"}
 
 
-@shape
+@frozen
 class Decoding:
     """How tokens become text again."""
 
@@ -51,7 +51,7 @@ class Decoding:
     strips: bool = False  # a blank before the whole text is the tokenizer's own
 
 
-@shape
+@frozen
 class Definition:
     kind: str  # of the model: BPE, Unigram …
     vocabulary: dict[str, int]  # the model's own tokens, as they are written there
@@ -84,7 +84,7 @@ def define(data: bytes, where: str, eos: str | None = None) -> Definition:
         model = told["model"]
         kind = model.get("type") or "BPE"
         if kind not in KINDS:
-            raise refuse(f"its model is {printable(str(kind), 40)}; those that load are {', '.join(KINDS)}")
+            raise refuse(f"its model is {escape(str(kind), 40)}; those that load are {', '.join(KINDS)}")
         vocabulary = _vocabulary(model["vocab"])
         merges = tuple(_pair(one) for one in model.get("merges") or ())
         added = told.get("added_tokens") or []

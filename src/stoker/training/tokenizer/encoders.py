@@ -24,7 +24,7 @@ from unicodedata import category, is_normalized
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 from stoker.contract.text import parse_json
 from stoker.training.tokenizer import alphabet
 from stoker.training.tokenizer.definition import Definition
@@ -37,7 +37,7 @@ SpanEncoder = Callable[[str], tuple[Ids, Ids]]  # a text's ids, and the first an
 NFC: Final = "NFC"
 
 
-@shape
+@frozen
 class FastPlan:
     """What tiktoken must be told, so that it gives what tokenizers gives."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract.errors import EX_NOINPUT, Refusal
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
 BYTES = "bytes"

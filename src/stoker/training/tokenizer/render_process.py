@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import stoker
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 
 RENDER_S = 10.0  # wall-clock time that rendering one conversation may take; 100 turns take 0.02 s
 _START_S = 60.0  # to import jinja2 on a busy machine: 0.2 s on an idle one
@@ -24,7 +24,7 @@ MARKS, TURNS, LAST = "marks", "turns", "last"  # what decides which characters a
 Span = tuple[int, int]
 
 
-@shape
+@frozen
 class Rendered:
     text: str
     learned: Sequence[Span] = ()  # in characters of `text`, none empty

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.shape import shape
+from stoker.contract.errors import EX_DATAERR, Refusal
+from stoker.contract.frozen import frozen
 from stoker.contract.text import parse_json
 from stoker.training.tokenizer.definition import any_of
 from stoker.training.tokenizer.encoders import Ids, SpanEncoder
@@ -45,7 +45,7 @@ class Unfit(Refusal):
         super().__init__(why, EX_DATAERR)
 
 
-@shape
+@frozen
 class Encoded:
     ids: Ids
     mask: NDArray[np.uint8]  # 1: learned

@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from stoker.contract.errors import reading
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
-from stoker.contract.safe_io import read_bytes, read_json, write_whole
+from stoker.contract.errors import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal, parsing
+from stoker.contract.safe_io import read_bytes, read_json, write_atomic
 from stoker.contract.text import parse_json
 from stoker.training.tokenizer import alphabet
 from stoker.training.tokenizer.definition import ENDS, SPECIAL, Definition, define, token_bytes
@@ -61,7 +60,7 @@ class Tokenizer:
 
     @cached_property
     def told(self) -> Definition:
-        with reading(f"tokenizer {self.where}"):
+        with parsing(f"tokenizer {self.where}"):
             return define(self.data, self.where, self._eos)
 
     @property
@@ -289,10 +288,10 @@ class Tokenizer:
             (self.data, (json.dumps(config, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")),
             strict=True,
         ):
-            write_whole(os.path.join(folder, name), data)
+            write_atomic(os.path.join(folder, name), data)
         for name, data in self.files.items():
             if name != GENERATION:  # of a model, not of its tokenizer
-                write_whole(os.path.join(folder, name), data)
+                write_atomic(os.path.join(folder, name), data)
 
 
 def load(path: str) -> Tokenizer:

@@ -11,9 +11,9 @@ from itertools import islice
 from json.encoder import encode_basestring_ascii as quoted
 from zlib import crc32
 
-from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
-from stoker.contract.safe_io import WholeFile, sync_folder, write_whole
-from stoker.contract.shape import shape
+from stoker.contract.errors import EX_CANTCREAT, EX_USAGE, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.safe_io import AtomicFile, sync_folder, write_atomic
 from stoker.training.world import arithmetic, people
 from stoker.training.world.world import LEADS, Case, Dice, Fact, World, asked, loose, prompt_of, strict, wordings
 
@@ -266,7 +266,7 @@ def _chat(messages: list[dict[str, str]]) -> str:
     return json.dumps({"messages": messages})
 
 
-@shape
+@frozen
 class File:
     name: str
     rows: Callable[[World, Dice, bool], Iterator[str]]
@@ -304,7 +304,7 @@ def make(folder: str, *, seed: int, level: int, size: float) -> None:
         }
         version = sha256(f"stoker world {VERSION}".encode()).hexdigest()[:16]
         story = {"schema": SCHEMA, "generator": version, "seed": seed, "level": level, "size": size, "rows": counts}
-        write_whole(told, json.dumps(story, indent=1).encode())
+        write_atomic(told, json.dumps(story, indent=1).encode())
         sync_folder(folder)
     except OSError as problem:
         raise Refusal(
@@ -333,7 +333,7 @@ def _until(found: Iterator[str], wanted: int) -> Iterator[str]:
 def _write(path: str, lines: Iterator[str]) -> int:
     """Row by row, so that a large world needs no memory; under a temporary name until the last byte is on the disk."""
     count = 0
-    with WholeFile(path) as file:
+    with AtomicFile(path) as file:
         while chunk := list(islice(lines, CHUNK)):
             count += len(chunk)
             file.write(("\n".join(chunk) + "\n").encode())

@@ -12,7 +12,7 @@ from functools import cache
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeVar
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ class Fact(NamedTuple):
     value: str
 
 
-@shape
+@frozen
 class Lexicon:
     level: int
     names: list[str]

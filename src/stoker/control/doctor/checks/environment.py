@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stoker.contract.shapes import Finding
+from stoker.contract.evidence import Finding
 from stoker.control.doctor.check import check, warn
 
 _SLOW = {

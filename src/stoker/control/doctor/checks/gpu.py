@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from stoker.contract.quantities import amount, counted, span
-from stoker.contract.shapes import Finding
-from stoker.contract.text import printable
+from stoker.contract.evidence import Finding
+from stoker.contract.text import escape
+from stoker.contract.units import format_bytes, format_duration, plural
 from stoker.control.doctor.check import Cards, check, fail, unknown, warn
 from stoker.control.machine.facts import Probe
 from stoker.control.machine.model import Holder, Machine
@@ -55,13 +55,13 @@ def count(environment: dict[str, str], machine: Machine, ranks: int) -> Iterator
         if word not in there and not any(
             gpu.uuid.startswith(word) for gpu in machine.gpus if word.startswith(("GPU-", "MIG-"))
         ):
-            shown = f"CUDA_VISIBLE_DEVICES={printable(visible or '', 200)}"
-            text = f"{shown}: there is no GPU {printable(word, 80)}; CUDA ignores it and all after it"
+            shown = f"CUDA_VISIBLE_DEVICES={escape(visible or '', 200)}"
+            text = f"{shown}: there is no GPU {escape(word, 80)}; CUDA ignores it and all after it"
             yield fail(text, "unset CUDA_VISIBLE_DEVICES")
             break
     usable = len(words) if words else len(machine.gpus)
     if ranks and machine.gpus and ranks > usable:
-        text = f"{counted(ranks, 'rank')} requested, {counted(usable, 'GPU')} found (invalid device ordinal)"
+        text = f"{plural(ranks, 'rank')} requested, {plural(usable, 'GPU')} found (invalid device ordinal)"
         yield fail(text, f"stoker run --nproc-per-node {usable} ...")
 
 
@@ -86,7 +86,7 @@ def compute_mode(machine: Machine) -> Iterator[Finding]:
 def _who(one: Holder) -> str:
     if one.command is None:
         return f"pid {one.pid}, held from outside this container"
-    age = f", {span(one.age)} old" if one.age is not None else ""
+    age = f", {format_duration(one.age)} old" if one.age is not None else ""
     run = f", run {one.run}" if one.run else ""
     return f"pid {one.pid} ({one.user}{age}{run}: {one.command[:60]})"
 
@@ -105,9 +105,7 @@ def held(machine: Machine) -> Iterator[Finding]:
             ours = any(one.run for one in gpu.holders or ())
             fix = "stoker clean shows what is ours" if ours else "ask its owner, or --gpus any:N takes the freest"
             level = fail if gpu.memory_total - gpu.memory_used < 10**9 else warn
-            text = (
-                f"GPU {gpu.index}: {amount(gpu.memory_used)} of {amount(gpu.memory_total)} in use by {'; '.join(names)}"
-            )
+            text = f"GPU {gpu.index}: {format_bytes(gpu.memory_used)} of {format_bytes(gpu.memory_total)} in use by {'; '.join(names)}"
             yield level(text, fix, gpu=gpu.index)
 
 
@@ -118,7 +116,7 @@ def context(probes: dict[str, Probe], machine: Machine) -> Iterator[Finding]:
         probe = probes.get(gpu.uuid)
         if probe is None or probe.outcome == "ok":
             if probe is not None and (probe.left or 0) > 2 * 10**8:
-                text = f"GPU {gpu.index}: {amount(probe.left or 0)} more in use after the probe was gone"
+                text = f"GPU {gpu.index}: {format_bytes(probe.left or 0)} more in use after the probe was gone"
                 yield warn(text, "another process started in the meantime, or the driver is slow", gpu=gpu.index)
             continue
         if probe.outcome == "busy":

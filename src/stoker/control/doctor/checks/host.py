@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stoker.contract.quantities import amount, counted
-from stoker.contract.shapes import Finding
+from stoker.contract.evidence import Finding
+from stoker.contract.units import format_bytes, plural
 from stoker.control.doctor.check import check, fail, warn
 from stoker.control.machine.facts import Host
 from stoker.control.machine.model import Machine
@@ -25,7 +25,7 @@ def memory(machine: Machine, ranks: int) -> Iterator[Finding]:
     ranks, available = _ranks(machine, ranks), machine.memory_available
     need = ranks * (RANK_RAM if machine.gpus else RANK_RAM // 4)
     if available < need:
-        text = f"{amount(available)} of memory is free; starting {counted(ranks, 'rank')} at once takes about {amount(need)}"
+        text = f"{format_bytes(available)} of memory is free; starting {plural(ranks, 'rank')} at once takes about {format_bytes(need)}"
         yield warn(text, "--init-slots 1 starts them one after the other")
 
 
@@ -34,7 +34,7 @@ def cgroup(machine: Machine) -> Iterator[Finding]:
     """The container may use much less memory than the machine shows."""
     limit = machine.cgroup_limit
     if limit is not None and limit < 4 * 10**9:
-        text = f"this container may use {amount(limit)} of memory"
+        text = f"this container may use {format_bytes(limit)} of memory"
         yield warn(text, "ask for a larger container; --ram-limit gives a verdict before the kernel kills")
 
 
@@ -47,7 +47,7 @@ def shm(host: Host, machine: Machine, ranks: int) -> Iterator[Finding]:
     if host.shm_free is None:
         yield warn("there is no /dev/shm", "data loaders with workers will fail: mount one, or num_workers=0")
     elif host.shm_free < need:
-        text = f"/dev/shm has {amount(host.shm_free)} free of {amount(host.shm_total or 0)}"
+        text = f"/dev/shm has {format_bytes(host.shm_free)} free of {format_bytes(host.shm_total or 0)}"
         yield warn(text, "docker run --shm-size 16g (or --ipc=host); else num_workers=0")
 
 
@@ -56,7 +56,7 @@ def disk(host: Host) -> Iterator[Finding]:
     """Room for logs and checkpoints where the runs go."""
     if host.disk_free is not None and host.disk_free < DISK:
         level = fail if host.disk_free < 10**8 else warn
-        text = f"{amount(host.disk_free)} free on the disk of {host.disk_path}"
+        text = f"{format_bytes(host.disk_free)} free on the disk of {host.disk_path}"
         yield level(text, "--runs-dir on another disk; stoker clean --cache")
 
 
@@ -72,7 +72,7 @@ def cores(machine: Machine, ranks: int) -> Iterator[Finding]:
     """At least one core per rank, or they wait for each other."""
     ranks = _ranks(machine, ranks)
     if machine.cores < ranks:
-        text = f"{counted(ranks, 'rank')} on {counted(machine.cores, 'core')}"
+        text = f"{plural(ranks, 'rank')} on {plural(machine.cores, 'core')}"
         yield warn(text, f"stoker run --nproc-per-node {machine.cores} ...")
 
 
@@ -100,7 +100,7 @@ def address_space(host: Host, machine: Machine) -> Iterator[Finding]:
     """
     if host.address_space is not None and host.address_space < 256 * 10**9:
         level = fail if machine.gpus and host.address_space < 128 * 10**9 else warn
-        text = f"RLIMIT_AS is {amount(host.address_space)}: it causes std::bad_alloc, it saves no memory"
+        text = f"RLIMIT_AS is {format_bytes(host.address_space)}: it causes std::bad_alloc, it saves no memory"
         yield level(text, "ulimit -v unlimited; use --ram-limit instead")
 
 
@@ -108,7 +108,7 @@ def address_space(host: Host, machine: Machine) -> Iterator[Finding]:
 def swap(host: Host, machine: Machine) -> Iterator[Finding]:
     """A machine that swaps trains at the speed of its disk."""
     if host.swap_used is not None and host.swap_used > 4 * 10**9 and machine.memory_available < 4 * 10**9:
-        text = f"{amount(host.swap_used)} are swapped out and {amount(machine.memory_available)} of memory is free"
+        text = f"{format_bytes(host.swap_used)} are swapped out and {format_bytes(machine.memory_available)} of memory is free"
         yield warn(text, "free memory before starting")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from stoker.contract.shapes import Finding
+from stoker.contract.evidence import Finding
 from stoker.control.doctor.check import check, warn
 from stoker.control.machine.facts import Net
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stoker.contract.quantities import counted
-from stoker.contract.shapes import Finding
-from stoker.contract.text import is_count
+from stoker.contract.evidence import Finding
+from stoker.contract.text import is_digits
+from stoker.contract.units import plural
 from stoker.control.doctor.check import Cards, check, fail, warn
 from stoker.control.machine.facts import Torch
 from stoker.control.machine.model import Machine
@@ -30,13 +30,13 @@ def cuda_build(torch: Torch, machine: Machine) -> Iterator[Finding]:
     if torch.error or not machine.gpus:
         return
     if torch.cuda is None:
-        cards = counted(len(machine.gpus), "GPU")
+        cards = plural(len(machine.gpus), "GPU")
         text = f"torch {torch.version} is built without CUDA and the machine has {cards}"
         yield fail(text, "install a CUDA build of torch")
         return
     need = _DRIVER_FOR_CUDA.get(int(torch.cuda.split(".")[0]))
     have = machine.driver
-    if need and have and is_count(have.split(".")[0]) and int(have.split(".")[0]) < need:
+    if need and have and is_digits(have.split(".")[0]) and int(have.split(".")[0]) < need:
         text = f"torch is built for CUDA {torch.cuda}, which needs driver {need} or newer; this one is {have}"
         yield fail(text, "a newer driver, or a torch built for an older CUDA")
 
@@ -59,7 +59,7 @@ def _covered(major: int, minor: int, archs: tuple[str, ...]) -> bool:
     for word in archs:
         kind, _, number = word.partition("_")
         digits = number.rstrip("af")
-        if not is_count(digits):
+        if not is_digits(digits):
             continue
         have_major, have_minor = int(digits[:-1]), int(digits[-1])
         if kind == "sm" and have_major == major and have_minor <= minor:
@@ -80,5 +80,5 @@ def import_time(torch: Torch) -> Iterator[Finding]:
 def nccl(torch: Torch, machine: Machine) -> Iterator[Finding]:
     """Several GPUs need NCCL in the build."""
     if not torch.error and torch.cuda and len(machine.gpus) > 1 and torch.nccl is None:
-        text = f"torch {torch.version} has no NCCL and the machine has {counted(len(machine.gpus), 'GPU')}"
+        text = f"torch {torch.version} has no NCCL and the machine has {plural(len(machine.gpus), 'GPU')}"
         yield fail(text, "install the official build")

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal
 from stoker.control.show.metrics.page import Collected, Examined, render
 from stoker.control.show.snapshot import Snapshot
 

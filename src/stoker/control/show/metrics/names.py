@@ -6,7 +6,7 @@ as its run, its host or its card is there.
 
 from __future__ import annotations
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 
 GAUGE, COUNTER = "gauge", "counter"
 
@@ -20,7 +20,7 @@ CLASSIC = ("gpu", "UUID", "pci_bus_id", "device", "modelName", "Hostname", "DCGM
 NEW = ("gpu", "UUID", "pci_bus_id", "device", "modelName", "hostname", "DCGM_FI_SYSTEM_DRIVER_VERSION")
 
 
-@shape
+@frozen
 class Described:
     name: str
     labels: tuple[str, ...]

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from stoker import __version__
-from stoker.contract.shape import shape
-from stoker.contract.text import printable
+from stoker.contract.frozen import frozen
+from stoker.contract.text import escape
 from stoker.control.machine.nvml import THROTTLE_REASONS
 from stoker.control.show.metrics import names
 from stoker.control.show.snapshot import (
@@ -44,7 +44,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TRAINING = ("loss", "tokens", "tokens_per_s", "seconds_per_step", "mfu", "grad_norm", "lr", "total_steps")
 
 
-@shape
+@frozen
 class Examined:
     """What the doctor's fast checks found, and when. `counts`: (check, level) -> findings."""
 
@@ -53,7 +53,7 @@ class Examined:
     counts: Mapping[tuple[str, str], int]
 
 
-@shape
+@frozen
 class Collected:
     """How the newest collection went; `time`: of the snapshot that is served, which may be an older one."""
 
@@ -93,7 +93,7 @@ def _labels(keys: tuple[str, ...], values: tuple[str, ...]) -> str:
     """Of a page most are those of the page before. Names of runs, metrics and phases are anybody's texts, and whoever can
     reach the port reads them.
     """
-    shown = [printable(text, _MAX_LABEL) for text in values]
+    shown = [escape(text, _MAX_LABEL) for text in values]
     pairs = [f'{key}="{_escaped(text, quoted=True)}"' for key, text in zip(keys, shown, strict=True)]
     return f"{{{','.join(pairs)}}}" if pairs else ""
 

@@ -16,8 +16,8 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from stoker.contract.names import Refusal
-from stoker.contract.shape import replace
+from stoker.contract.errors import Refusal
+from stoker.contract.frozen import replace
 from stoker.control.show.snapshot import Snapshot
 from stoker.control.show.top.cells import Line
 from stoker.control.show.top.frame import Frame, make_frame

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from stoker.contract.shape import shape
-from stoker.contract.text import printable
+from stoker.contract.frozen import frozen
+from stoker.contract.text import escape
 from stoker.control.show.drawing import columns_of, fitted, sparkline
 from stoker.control.show.snapshot import Metric
 
@@ -22,7 +22,7 @@ _LONGEST = 4000  # characters of foreign text that are looked at
 
 def foreign(text: object) -> str:
     """Text of others: command lines, names, errors. A terminal only prints it."""
-    return printable(str(text), _LONGEST)
+    return escape(str(text), _LONGEST)
 
 
 def cut(text: str, width: int) -> str:
@@ -107,7 +107,7 @@ def wrapped(text: str, width: int, style: str, most: int) -> list[Line]:
 # ---- columns of a table ----
 
 
-@shape
+@frozen
 class Column:
     """`width` 0: takes what is left (at least `least`). Columns of a higher `order` are the first to be left out."""
 

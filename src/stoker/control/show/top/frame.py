@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from stoker.contract.quantities import counted
-from stoker.contract.shape import replace, shape
+from stoker.contract.frozen import frozen, replace
+from stoker.contract.units import plural
 from stoker.control.show.snapshot import OFFLINE, RUNNING, Run, Snapshot
 from stoker.control.show.top.cells import (
     ACCENT,
@@ -36,7 +36,7 @@ _LEAST = {GPUS: 4, RUN: 2, RANKS: 3, PROCESSES: 2, RUNS: 2}  # lines, with the h
 _CURVE_MORE = 8  # lines that a curve gets where nobody else needs them
 
 
-@shape
+@frozen
 class Place:
     x: int
     y: int
@@ -101,7 +101,7 @@ KEYS = (
 REPLAY_KEYS = (("← →", "back, forward"), ("+ -", "faster, slower"), ("Space", "hold, go on"))
 
 
-@shape
+@frozen
 class Frame:
     lines: tuple[Line, ...]
     places: Mapping[str, Place]
@@ -184,11 +184,11 @@ def _header(snapshot: Snapshot, view: View, width: int, age: float, status: str)
         (status, ACCENT),
         ("HELD", WARN) if view.paused else None,
         (f"last data {age:.0f} s ago", BAD) if age > _STALE_S and not view.paused and not view.replay else None,
-        (counted(len(snapshot.hosts), "host"), PLAIN),
+        (plural(len(snapshot.hosts), "host"), PLAIN),
         (f"{offline} {OFFLINE}", BAD) if offline else None,
-        (counted(len(snapshot.gpus), "GPU"), PLAIN),
+        (plural(len(snapshot.gpus), "GPU"), PLAIN),
         (f"{sum(watts):.0f} W", PLAIN) if watts else None,
-        (f"{running} of {counted(len(snapshot.runs), 'run')} running", PLAIN),
+        (f"{running} of {plural(len(snapshot.runs), 'run')} running", PLAIN),
         (f"filter: {foreign(view.filter)}", WARN) if view.filter else None,
     ]
     return fit(joined(parts), width)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 from stoker.control.show.snapshot import GpuGauges, Rank, Run, Snapshot
 from stoker.control.show.top.cells import DIM, Column, Line, choose, drawn, titles
 
@@ -14,7 +14,7 @@ PANELS = (GPUS, RUN, RANKS, PROCESSES, RUNS)
 TITLES = {GPUS: "GPUs", RUN: "Run", RANKS: "Ranks", PROCESSES: "Processes", RUNS: "Runs"}
 
 
-@shape
+@frozen
 class Wish:
     """What the person at the keyboard wants of one panel."""
 
@@ -23,7 +23,7 @@ class Wish:
     filter: str = ""
 
 
-@shape
+@frozen
 class Order:
     """`key`: of a row; None goes last, whichever way it is sorted."""
 
@@ -32,7 +32,7 @@ class Order:
     down: bool = True  # the largest first
 
 
-@shape
+@frozen
 class Row:
     key: str  # the same for the same thing in the next snapshot
     item: Any
@@ -40,7 +40,7 @@ class Row:
     draw: Callable[[Any, int], Line] | None = None  # where it is not drawn by the columns
 
 
-@shape
+@frozen
 class Panel:
     name: str
     columns: tuple[Column, ...]

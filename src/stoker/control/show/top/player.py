@@ -7,10 +7,10 @@ import time
 from bisect import bisect_right
 from typing import Any
 
-from stoker.contract.names import EX_NOINPUT, Refusal
-from stoker.contract.quantities import span
-from stoker.contract.shape import replace
-from stoker.contract.text import printable
+from stoker.contract.errors import EX_NOINPUT, Refusal
+from stoker.contract.frozen import replace
+from stoker.contract.text import escape
+from stoker.contract.units import format_duration
 from stoker.control.record import reader
 from stoker.control.record.history import EVERY_S, Columns, Moment, whole_history
 from stoker.control.show.curves import Curve, MetricsTail
@@ -83,7 +83,7 @@ class Player:
         self._record, self._replay = record, Replay(record)
         self._moments = self._replay.moments
         if not self._moments:
-            line = f"run {printable(record.id)} has no history: one is recorded from a run's first seconds on"
+            line = f"run {escape(record.id)} has no history: one is recorded from a run's first seconds on"
             raise Refusal(line, EX_NOINPUT)
         self._times = [moment.time for moment in self._moments]
         self._at = self._times[0]  # of the run's own clock
@@ -115,7 +115,7 @@ class Player:
     def status(self) -> str:
         done, whole = self._at - self._times[0], self._times[-1] - self._times[0]
         held = ", held" if self._held else ""
-        return f"replay {span(max(0.0, done))} of {span(max(0.0, whole))}, {self._speed:g}×{held}"
+        return f"replay {format_duration(max(0.0, done))} of {format_duration(max(0.0, whole))}, {self._speed:g}×{held}"
 
     def close(self) -> None:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stoker.contract.quantities import counted, span
+from stoker.contract.units import format_duration, plural
 from stoker.control.show.drawing import Line as Drawn
 from stoker.control.show.drawing import chart, metric_text, short
 from stoker.control.show.snapshot import REWARD, RL_METRICS, RUNNING, UNKNOWN, Metric, Run, ServerLoad, finite
@@ -95,13 +95,13 @@ def run_words(run: Run | None, width: int) -> int:
 
 
 def _numbers(run: Run, width: int) -> Iterator[Line]:
-    restarts = counted(run.restarted, "restart")
+    restarts = plural(run.restarted, "restart")
     causes = ", ".join(f"{foreign(cause)} ×{count}" for cause, count in run.restarts.items())
-    ranks = counted(run.world, "rank")
-    where = f" on {counted(len(run.hosts), 'host')}" if len(run.hosts) > 1 else ""
+    ranks = plural(run.world, "rank")
+    where = f" on {plural(len(run.hosts), 'host')}" if len(run.hosts) > 1 else ""
     first: list[Piece | None] = [
         (foreign(run.state), state_style(run)),
-        (span(run.seconds), PLAIN) if run.seconds is not None else None,
+        (format_duration(run.seconds), PLAIN) if run.seconds is not None else None,
         (f"{ranks}{where}", PLAIN),
         (f"{restarts} ({causes})", WARN) if run.restarted else None,
         (f"phase {foreign(run.phase)}", DIM) if run.phase and run.state in (RUNNING, UNKNOWN) else None,
@@ -145,7 +145,7 @@ def _server(server: ServerLoad) -> list[Piece | None]:
         *((f"{short(value)} {unit}", PLAIN) for value, unit in speeds if value is not None),
         *((f"{value} {what}", PLAIN) for value, what in counts if value is not None),
         (f"weights {server.weights_version}", PLAIN) if server.weights_version is not None else None,
-        (f"{counted(server.requests, 'request')} and {counted(server.tokens, 'token')} so far", DIM),
+        (f"{plural(server.requests, 'request')} and {plural(server.tokens, 'token')} so far", DIM),
     ]
 
 

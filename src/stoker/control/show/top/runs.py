@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from stoker.contract.quantities import span
+from stoker.contract.units import format_duration
 from stoker.control.show.drawing import metric_text, short
 from stoker.control.show.snapshot import (
     DAMAGED,
@@ -49,7 +49,13 @@ def runs_panel(index: Index, wish: Wish, chosen: str) -> Panel:
         *(_rl_column(name) for name in of_rl),
         Column("LOSS", 9, lambda run, width: _loss(run), 3, True),
         Column("TOKENS/S", 8, lambda run, width: (short(run.tokens_per_s), PLAIN), 4, True),
-        Column("TIME", 12, lambda run, width: (span(run.seconds) if run.seconds is not None else NONE, PLAIN), 5, True),
+        Column(
+            "TIME",
+            12,
+            lambda run, width: (format_duration(run.seconds) if run.seconds is not None else NONE, PLAIN),
+            5,
+            True,
+        ),
         Column("USER", 10, lambda run, width: (foreign(run.user), PLAIN if run.mine else DIM), 7),
         Column("DATE", 12, lambda run, width: (_date(run.started), DIM), 6),
         Column("WHAT", 0, _what, order=8, least=14),

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Protocol
 
-from stoker.contract.quantities import rank_name
+from stoker.contract.units import rank_name
 from stoker.control.machine.model import Holder
 from stoker.control.show.gather import Gatherer, HostReading
 from stoker.control.show.snapshot import RUNNING, GpuGauges, HostGauges, Rank, Role, Run, Slow, Snapshot, Suspicion

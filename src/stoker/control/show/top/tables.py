@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stoker.contract.quantities import amount, span
+from stoker.contract.units import format_bytes, format_duration
 from stoker.control.show.snapshot import RUNNING, GpuGauges, Holder, Rank, Run
 from stoker.control.show.top.cells import (
     ACCENT,
@@ -108,7 +108,7 @@ def _beat(rank: Rank, width: int) -> Piece:
 
 
 def _size(size: int | None) -> str:
-    return NONE if size is None else amount(size)
+    return NONE if size is None else format_bytes(size)
 
 
 # ---- processes ----
@@ -147,7 +147,7 @@ def _card(card: GpuGauges, many: bool) -> str:
 
 
 def _age(holder: Holder) -> Piece:
-    return (NONE, DIM) if holder.age is None else (span(holder.age), PLAIN)
+    return (NONE, DIM) if holder.age is None else (format_duration(holder.age), PLAIN)
 
 
 def _command(holder: Holder) -> Piece:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from stoker.contract.shape import replace, shape
+from stoker.contract.frozen import frozen, replace
 from stoker.control.show.snapshot import RUNNING, UNKNOWN, Run, Snapshot
 from stoker.control.show.top import gpus, runs, tables
 from stoker.control.show.top.cells import foreign
@@ -17,13 +17,13 @@ ORDERS: Mapping[str, Mapping[str, Order]] = {
 }  # fmt: skip
 
 
-@shape
+@frozen
 class Effect:
     what: str
     run: str = ""  # its id
 
 
-@shape
+@frozen
 class View:
     mode: str = BROWSE
     focus: str = GPUS

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import IO, Any
 
 from stoker.contract import layout
+from stoker.contract.frozen import as_json
 from stoker.contract.safe_io import open_below
-from stoker.contract.shape import as_json
 from stoker.control.record import finder
 from stoker.control.show.comparison import at_equal_step, differing, noise, settings_of
 from stoker.control.show.curves import Curve, interval_of, smoothed, thinned

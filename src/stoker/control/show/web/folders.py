@@ -15,8 +15,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from stoker.contract.text import printable
-from stoker.control.record import ownership, reader
+from stoker.contract import safe_io
+from stoker.contract.text import escape
+from stoker.control.record import reader
 from stoker.control.record.history import HistoryTail, Moment, read_history
 from stoker.control.show.folder import RunFolder
 from stoker.control.show.job import folder_of
@@ -134,7 +135,7 @@ def _mark(event: Mapping[str, Any], first: int) -> dict[str, Any]:
         "time": round(float(event["time"]), 1),
         "kind": event["event"],
         "rank": first + event["rank"] if type(event.get("rank")) is int else None,
-        "text": printable(str(text), 400),
+        "text": escape(str(text), 400),
     }
 
 
@@ -178,7 +179,7 @@ class Folders:
             about = os.lstat(path)
         except (OSError, ValueError):
             raise NotThere("this run does not exist, or no longer does") from None
-        mine = ownership.is_mine(about.st_uid, self.root)
+        mine = safe_io.is_own_uid(about.st_uid, self.root)
         if not stat.S_ISDIR(about.st_mode) or not (mine or self._everybody):
             raise NotThere("no such run")
         return path
@@ -188,7 +189,7 @@ class Folders:
         try:
             run = reader.read(path)
         except (reader.Damaged, OSError) as problem:
-            raise NotThere(printable(f"the record of this run is damaged: {problem}", 300)) from None
+            raise NotThere(escape(f"the record of this run is damaged: {problem}", 300)) from None
         if run is None:
             raise NotThere("there is no run in this folder")
         return run

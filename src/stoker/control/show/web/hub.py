@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stoker.contract.names import Refusal
-from stoker.contract.text import printable
+from stoker.contract.errors import Refusal
+from stoker.contract.text import escape
 from stoker.control.show.serving import Stream
 from stoker.control.show.snapshot import Snapshot
 from stoker.control.show.web.state import State, difference, ranks_of, recent, shared
@@ -98,7 +98,7 @@ class Hub:
         except Exception as problem:  # a damaged folder must not end the page: it is shown
             line = problem.line if isinstance(problem, Refusal) else f"{type(problem).__name__}: {problem}"
             for viewer in viewers:
-                self._push(viewer, {"time": time.time(), "problems": [printable(line, 500)]})
+                self._push(viewer, {"time": time.time(), "problems": [escape(line, 500)]})
 
     def _look_and_tell(self, viewers: tuple[_Viewer, ...]) -> None:
         watched = tuple(sorted({viewer.run for viewer in viewers if viewer.run}))

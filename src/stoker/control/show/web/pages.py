@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stoker.contract.shape import replace
-from stoker.contract.text import is_count, parse_json
+from stoker.contract.frozen import replace
+from stoker.contract.text import is_digits, parse_json
 from stoker.control.record import reader
 from stoker.control.show.serving import Answer, Request, Stream, Work, failure
 from stoker.control.show.web import details, texts
@@ -202,7 +202,7 @@ def _listed(query: Query, name: str) -> list[str]:
 
 def _count(query: Query, name: str) -> int | None:
     text = query.get(name, "")
-    return int(text) if is_count(text) else None
+    return int(text) if is_digits(text) else None
 
 
 def _within(query: Query) -> tuple[float, float]:

@@ -11,8 +11,8 @@ import re
 import time
 from typing import Any
 
-from stoker.contract.names import EX_NOINPUT, Refusal
-from stoker.contract.text import printable
+from stoker.contract.errors import EX_NOINPUT, Refusal
+from stoker.contract.text import escape
 from stoker.control.record import reader
 from stoker.control.show.snapshot import Snapshot
 from stoker.control.show.web import details, texts
@@ -33,7 +33,7 @@ def saved_page(record: reader.Run, explain: texts.Explain) -> bytes:
     try:
         data = {"run": run, "time": time.time(), **_answers(folders, run, explain)}
     except NotThere as problem:
-        raise Refusal(f"run {printable(run)}: {problem}", EX_NOINPUT) from None
+        raise Refusal(f"run {escape(run)}: {problem}", EX_NOINPUT) from None
     # `<` ends no element, and starts none.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     files = {name: body.decode() for name, (body, _) in assets().items()}

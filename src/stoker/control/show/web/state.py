@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract.shape import as_json
+from stoker.contract.frozen import as_json
 from stoker.control.show.drawing import metric_text
 from stoker.control.show.snapshot import RL_METRICS, GpuGauges, HostGauges, Rank, Run, Snapshot
 

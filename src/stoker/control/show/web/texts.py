@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from stoker.contract import checkpoints, layout
+from stoker.contract.evidence import Verdict
 from stoker.contract.safe_io import open_below
-from stoker.contract.shapes import Verdict
-from stoker.contract.text import parse_json, printable, printable_lines, within
+from stoker.contract.text import escape, escape_lines, parse_json, truncate_json
 from stoker.control.record import finder, follow, reader
 from stoker.control.record import rollouts as rollout_records
 from stoker.control.show.web.folders import Folders, NotThere
@@ -133,13 +133,13 @@ def ending(folders: Folders, run: str, explain: Explain) -> dict[str, Any]:
     for event in record.events():
         if event["event"] in ("suspicion", "busy", "straggler", "straggler-over", "numbers", "relief", "restart"):
             evidence = event.get("evidence")
-            lines = [printable(str(line), 2000) for line in evidence[:50]] if isinstance(evidence, list) else []
+            lines = [escape(str(line), 2000) for line in evidence[:50]] if isinstance(evidence, list) else []
             suspicions.append(
                 {
                     "time": event["time"],
                     "kind": event["event"],
                     "rank": event.get("rank") if type(event.get("rank")) is int else None,
-                    "text": printable(str(event.get("summary") or event.get("cause") or ""), 1000),
+                    "text": escape(str(event.get("summary") or event.get("cause") or ""), 1000),
                     "evidence": lines,
                 }
             )
@@ -152,7 +152,7 @@ def ending(folders: Folders, run: str, explain: Explain) -> dict[str, Any]:
 
 def _shown_deep(value: Any) -> Any:
     if isinstance(value, str):
-        return printable_lines(value)
+        return escape_lines(value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # JSON has none, and a browser reads no other
     if isinstance(value, dict):
@@ -175,7 +175,7 @@ def _stacks(record: reader.Run) -> Iterator[dict[str, Any]]:
                     text = shown(file.read(_STACK_BYTES))
             except OSError as problem:
                 text = f"can't be read: {problem.strerror}"
-            yield {"name": printable(f"{folder}/{name}", 200), "text": text}
+            yield {"name": escape(f"{folder}/{name}", 200), "text": text}
 
 
 # ---- files ----
@@ -184,7 +184,7 @@ def _stacks(record: reader.Run) -> Iterator[dict[str, Any]]:
 def listing(folders: Folders, run: str) -> dict[str, Any]:
     place = folders.place(run)
     files = [one for one in _walk(place, "") if one["kind"] != "checkpoint"]
-    newest = checkpoints.newest(place)
+    newest = checkpoints.find_newest_checkpoint(place)
     saved = []
     try:
         with os.scandir(os.path.join(place, layout.CHECKPOINTS)) as entries:
@@ -194,7 +194,7 @@ def listing(folders: Folders, run: str) -> dict[str, Any]:
             inside = entry.is_dir(follow_symlinks=False)
             size = sum(one["size"] for one in _walk(entry.path, "")) if inside else about.st_size
             is_newest = newest is not None and os.path.basename(newest.path) == entry.name
-            name = printable(entry.name, 200)
+            name = escape(entry.name, 200)
             saved.append({"name": name, "size": size, "time": about.st_mtime, "newest": is_newest})
     except OSError:
         pass  # it has none
@@ -216,8 +216,8 @@ def _walk(place: str, below: str, depth: int = 0) -> Iterator[dict[str, Any]]:
         if stat.S_ISDIR(about.st_mode) and depth < _DEPTH:
             yield from _walk(place, path + "/", depth + 1)
         elif stat.S_ISREG(about.st_mode):
-            kind = "" if printable(path) != path else kind_of(path)
-            yield {"path": printable(path, 300), "size": about.st_size, "time": about.st_mtime, "kind": kind}
+            kind = "" if escape(path) != path else kind_of(path)
+            yield {"path": escape(path, 300), "size": about.st_size, "time": about.st_mtime, "kind": kind}
 
 
 def kind_of(path: str) -> str:
@@ -249,7 +249,7 @@ def read_file(folders: Folders, run: str, path: str) -> tuple[bytes, str]:
     except (OSError, ValueError):
         raise NotThere("no such file") from None
     if len(data) > MAX_SERVED:
-        raise NotThere(f"this file is larger than {MAX_SERVED >> 20} MB: {printable(path, 200)}")
+        raise NotThere(f"this file is larger than {MAX_SERVED >> 20} MB: {escape(path, 200)}")
     return data, TYPES.get(os.path.splitext(path)[1], "text/plain; charset=utf-8")
 
 
@@ -273,9 +273,9 @@ def rows(folders: Folders, run: str, path: str, begin: int) -> dict[str, Any]:
 
 def _json_or_text(line: str) -> Any:
     try:
-        return _shown_deep(within(parse_json(line), 16_000))
+        return _shown_deep(truncate_json(parse_json(line), 16_000))
     except ValueError:
-        return printable(line.rstrip("\n"), 4000)
+        return escape(line.rstrip("\n"), 4000)
 
 
 def rollouts(folders: Folders, run: str, before: int | None) -> dict[str, Any]:
@@ -315,7 +315,7 @@ def _shown_rollout(line: bytes) -> dict[str, Any] | None:
     if rollout is None:
         return None
     numbers = {name: getattr(rollout, name) for name in ("step", "row", "reward", "correct", "tokens", "cut")}
-    parts = {printable(name, 60): value for name, value in list(rollout.parts.items())[:_ROLLOUT_PARTS]}
+    parts = {escape(name, 60): value for name, value in list(rollout.parts.items())[:_ROLLOUT_PARTS]}
     texts = {"prompt": _limited(_prompt_text(rollout.prompt)), "completion": _limited(rollout.answer)}
     return {**numbers, "parts": parts if len(rollout.parts) > 1 else {}, **texts}
 
@@ -332,8 +332,8 @@ def _prompt_text(prompt: Any) -> str:
 
 def _limited(text: str) -> str:
     """Return the beginning of a text without control codes, and how long it is if that is not all."""
-    shown = str(within(text, _ROLLOUT_TEXT + 64))
-    return printable_lines(shown) + (f" … ({len(text):,} characters)" if len(shown) < len(text) else "")
+    shown = str(truncate_json(text, _ROLLOUT_TEXT + 64))
+    return escape_lines(shown) + (f" … ({len(text):,} characters)" if len(shown) < len(text) else "")
 
 
 def reports(folders: Folders) -> dict[str, Any]:
@@ -349,6 +349,6 @@ def reports(folders: Folders) -> dict[str, Any]:
             about = os.lstat(os.path.join(place, "report.html"))
         except (NotThere, OSError):
             continue
-        if stat.S_ISREG(about.st_mode) and printable(name) == name:
+        if stat.S_ISREG(about.st_mode) and escape(name) == name:
             found.append({"run": name, "time": about.st_mtime})
     return {"reports": found[:50]}

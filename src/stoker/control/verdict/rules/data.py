@@ -7,7 +7,7 @@ import re
 import shlex
 import signal
 
-from stoker.contract.quantities import amount
+from stoker.contract.units import format_bytes
 from stoker.control.verdict.catalogue import CATALOGUE, Case, Family, Found, Match
 from stoker.control.verdict.consequence import lost_worker
 from stoker.control.verdict.lastwords import at, find, first_line, line_of, path_in, said, shm_left, traced_line
@@ -127,7 +127,7 @@ def no_space(case: Case, found: Match) -> Found:
     if os.path.isabs(path):
         above = [disk for disk in disks if os.path.commonpath([path, disk[0]]) == disk[0]]
         disks = tuple(sorted(above, key=lambda disk: len(disk[0]))[-1:])
-    full = [f"{mount} ({amount(free)} of {amount(total)} free)" for mount, free, total in disks]
+    full = [f"{mount} ({format_bytes(free)} of {format_bytes(total)} free)" for mount, free, total in disks]
     where = f" for {path}" if path else ""
     on = f"; full: {', '.join(full)}" if full else ""
     safe = _complete_outputs(case)

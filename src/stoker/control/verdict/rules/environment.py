@@ -7,7 +7,7 @@ import os
 import re
 import sys
 
-from stoker.contract.stacktext import is_library
+from stoker.contract.stack_traces import is_library
 from stoker.control.verdict.catalogue import Case, Family, Found, Match
 from stoker.control.verdict.lastwords import at, first_line, line_of, place, traced, traced_line
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 
-from stoker.contract import kerneltext
+from stoker.contract import kernel_messages
 from stoker.control.verdict.catalogue import Case, Family, Found, Match
 from stoker.control.verdict.lastwords import find, line_of, noticed
 
@@ -38,7 +38,7 @@ def _xids(case: Case) -> list[tuple[int, str]]:
     )
     if not crashed and not find(case, r"(?i)\b(?:cuda|nccl|hip|nvml|cublas|cudnn)"):
         return []
-    lines = ((kerneltext.xid(line), line) for line in case.end.around.kernel)
+    lines = ((kernel_messages.parse_xid(line), line) for line in case.end.around.kernel)
     return [(told[1], line) for told, line in lines if told is not None and told[1] in _XIDS]
 
 

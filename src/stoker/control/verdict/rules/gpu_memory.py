@@ -7,9 +7,9 @@ import re
 import shlex
 from typing import Any
 
-from stoker.contract.quantities import amount
-from stoker.contract.shape import shape
-from stoker.contract.shapes import RankEnd
+from stoker.contract.evidence import RankExit
+from stoker.contract.frozen import frozen
+from stoker.contract.units import format_bytes
 from stoker.control.verdict.catalogue import Case, Family, Found
 from stoker.control.verdict.lastwords import at, find, last_seen, line_of, place, said
 
@@ -61,7 +61,7 @@ _HELPS = {
 }  # fmt: skip
 
 
-@shape
+@frozen
 class Phase:
     name: str
     helps: str  # nothing: the model is not known to be in shards
@@ -71,7 +71,7 @@ class Phase:
         return _WORDS[self.name]
 
 
-def phase_of(end: RankEnd) -> Phase | None:
+def phase_of(end: RankExit) -> Phase | None:
     """None: the forward pass, or nobody knows."""
     trace = end.error.traceback if end.error is not None else ""
     frames = _FRAME.findall(trace)
@@ -106,7 +106,7 @@ _SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
-@shape
+@frozen
 class Refused:
     """An allocation that did not fit. What the message leaves out is None."""
 
@@ -242,28 +242,30 @@ class _Card:
     def who_holds(self) -> list[str]:
         lines = []
         for one in self.holders:
-            memory = amount(one["memory"]) if one.get("memory") else "an unknown amount"
+            memory = format_bytes(one["memory"]) if one.get("memory") else "an unknown amount"
             if not one.get("command"):
                 lines.append(f"pid {one.get('pid')} holds {memory}, held from outside this container")
                 continue
             run = f", run {one['run']}" if one.get("run") else ""
             user = f", user {one['user']}" if one.get("user") else ""
             lines.append(f"pid {one.get('pid')} ({one['command']}{user}{run}) holds {memory}")
-        lines += [f"pid {pid} holds {amount(size)}" for pid, size in self.strangers]
+        lines += [f"pid {pid} holds {format_bytes(size)}" for pid, size in self.strangers]
         if not lines and self.foreign:
             unseen = "processes that can't be seen from here, outside this container"
-            lines.append(f"{amount(self.foreign)} are held by {unseen}")
+            lines.append(f"{format_bytes(self.foreign)} are held by {unseen}")
         return lines
 
     def sentence(self) -> str:
         refused = self.refused
         if refused is None:
             return "an allocation failed"
-        parts = [f"{amount(refused.needed)} needed"]
+        parts = [f"{format_bytes(refused.needed)} needed"]
         if refused.free is not None:
-            parts.append(f"{amount(refused.free)}{f' of {amount(refused.total)}' if refused.total else ''} free")
+            parts.append(
+                f"{format_bytes(refused.free)}{f' of {format_bytes(refused.total)}' if refused.total else ''} free"
+            )
         if refused.unused is not None:
-            parts.append(f"{amount(refused.unused)} reserved and unused")
+            parts.append(f"{format_bytes(refused.unused)} reserved and unused")
         return ", ".join(parts)
 
 
@@ -274,7 +276,7 @@ def _look(case: Case) -> tuple[_Card, tuple[str, ...]] | None:
         return None
     card = _Card(case, refused)
     said_so = line_of(bare) if bare else next(line for line in said(case).splitlines() if "out of memory" in line)
-    own = (f"this process held {amount(refused.own)}",) if refused and refused.own else ()
+    own = (f"this process held {format_bytes(refused.own)}",) if refused and refused.own else ()
     at = (f"at {place(case.end)}",) if case.end.error else ()
     return card, (said_so.partition(" If reserved but unallocated")[0], *at, *own, *card.who_holds())
 
@@ -344,7 +346,7 @@ def too_big(case: Case) -> Found | None:
     if refused is None:
         return Found(when, evidence, helps)
     if refused.allowed is not None and refused.cached + refused.needed > refused.allowed:
-        limit = f"the script allows itself {amount(refused.allowed)} only (torch.cuda.set_per_process_memory_fraction)"
+        limit = f"the script allows itself {format_bytes(refused.allowed)} only (torch.cuda.set_per_process_memory_fraction)"
         summary = f"{when}: {card.sentence()}; {limit}"
         return Found(summary, evidence, (f"raise that limit: {limit}", *helps))
     if refused.free is not None and refused.free > refused.needed + _SLACK:

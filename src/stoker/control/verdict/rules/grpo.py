@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stoker.contract.names import EX_SOFTWARE
-from stoker.contract.shape import replace
+from stoker.contract.errors import EX_SOFTWARE
+from stoker.contract.frozen import replace
 from stoker.control.verdict.catalogue import Case, Family, Found, named
 from stoker.control.verdict.lastwords import find, last_lines
 

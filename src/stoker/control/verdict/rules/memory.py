@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import signal
 
-from stoker.contract import kerneltext
-from stoker.contract.quantities import amount, counted, span
-from stoker.contract.shapes import Around
+from stoker.contract import kernel_messages
+from stoker.contract.evidence import ExitContext
+from stoker.contract.units import format_bytes, format_duration, plural
 from stoker.control.verdict.catalogue import CATALOGUE, Case, Family, Found, Match
 from stoker.control.verdict.lastwords import at, find, first_line, last_seen, line_of, place, said
 
@@ -48,7 +48,7 @@ def host(case: Case) -> Found | None:
     if end.code != -signal.SIGKILL and worker is None:
         return None
     pids = worker[1].replace(",", " ").split() if worker else [str(end.pid)]
-    kernel = [line for line in end.around.kernel if kerneltext.killed(line) in pids]
+    kernel = [line for line in end.around.kernel if kernel_messages.parse_oom_kill(line) in pids]
     if not kernel and not end.oom_killed:
         return None
     who = f"a data-loader worker (pid {', '.join(pids)}) of {case.who}" if worker else case.who
@@ -60,7 +60,7 @@ def host(case: Case) -> Found | None:
     where = "" if worker else last_seen(case)
     summary = f"{who} was killed by the kernel: out of memory{grew}{where and f'; last seen at {where}'}"
     workers = (
-        (f"it had {counted(end.around.loader_workers, 'data-loader worker')}",) if end.around.loader_workers else ()
+        (f"it had {plural(end.around.loader_workers, 'data-loader worker')}",) if end.around.loader_workers else ()
     )
     has_workers = worker is not None or bool(workers)
     fix = (
@@ -71,18 +71,20 @@ def host(case: Case) -> Found | None:
     return Found(summary, (*how, *steps, *counter, *kernel[-2:], *trend, *workers), tuple(fix))
 
 
-def memory_trend(around: Around) -> tuple[str, ...]:
+def memory_trend(around: ExitContext) -> tuple[str, ...]:
     """How the rank's memory went, and what the host had left."""
     lines = []
     if len(around.rss) > 1:
         (since, first), (until, last) = around.rss[0], around.rss[-1]
         verb = "grew" if last > first else "went"
-        lines.append(f"its resident memory {verb} from {amount(first)} to {amount(last)} in {span(until - since)}")
+        lines.append(
+            f"its resident memory {verb} from {format_bytes(first)} to {format_bytes(last)} in {format_duration(until - since)}"
+        )
     elif around.rss:
-        lines.append(f"its resident memory was {amount(around.rss[0][1])}")
+        lines.append(f"its resident memory was {format_bytes(around.rss[0][1])}")
     if around.host_available is not None:
-        of = f" of {amount(around.host_total)}" if around.host_total is not None else ""
-        lines.append(f"the host had {amount(around.host_available)}{of} available")
+        of = f" of {format_bytes(around.host_total)}" if around.host_total is not None else ""
+        lines.append(f"the host had {format_bytes(around.host_available)}{of} available")
     return tuple(lines)
 
 
@@ -104,21 +106,21 @@ def allocation(case: Case, found: Match | None) -> Found | None:
     if found is None and not (error is not None and error.type in ("MemoryError", "_ArrayMemoryError")):
         return None
     requested = _requested(said(case))
-    size = amount(requested) if requested else ""
+    size = format_bytes(requested) if requested else ""
     around = case.end.around
     limit = around.address_limit
     # The kernel refuses address space above the limit, and otherwise only what the host can't have at all.
     is_too_much = bool(requested and around.host_total and requested > around.host_total)
     if limit is not None and not is_too_much:
         failed = line_of(found) if found else "MemoryError"
-        summary = f"{case.who}: out of address space{at(case)}: limited to {amount(limit)} (ulimit -v, RLIMIT_AS)"
+        summary = f"{case.who}: out of address space{at(case)}: limited to {format_bytes(limit)} (ulimit -v, RLIMIT_AS)"
         refused = f"{failed}: an allocation{f' of {size}' if size else ''} was refused by that limit, not by the host"
         return Found(summary, (refused, *memory_trend(around)), (UNLIMITED,))
     fix: tuple[str, ...] = ()
     if around.host_total is not None and limit is None:  # the agent looked, and there is no limit
         fix = tuple(line for line in CATALOGUE["oom.host-allocation"].fix if line != UNLIMITED)
     if is_too_much and around.host_total:
-        piece = f"{size} in one piece is more than the host has ({amount(around.host_total)})"
+        piece = f"{size} in one piece is more than the host has ({format_bytes(around.host_total)})"
         fix = (f"{piece}: look at the shape at {place(case.end)}",)
     said_so = (f"{error.type}: {first_line(error.message)}",) if error else ()
     if found:

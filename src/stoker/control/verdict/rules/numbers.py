@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from stoker.contract.quantities import rank_name
-from stoker.contract.shapes import BadNumber, RankEnd
+from stoker.contract.evidence import BadNumber, RankExit
+from stoker.contract.units import rank_name
 from stoker.control.verdict.catalogue import Case, Family, Found, named, report
 from stoker.control.verdict.lastwords import first_line
 
@@ -71,12 +71,12 @@ def traced(case: Case) -> Found | None:
     return Found(said, (f"said by rank {case.end.rank}, which all ranks agree on: {said}",), fix)
 
 
-def _is_traced(end: RankEnd) -> bool:
+def _is_traced(end: RankExit) -> bool:
     own = ("NonFinite", "stoker.training.forensics.culprit")
     return end.error is not None and (end.error.type, end.error.module) == own
 
 
-def named_by(ends: Sequence[RankEnd]) -> RankEnd | None:
+def named_by(ends: Sequence[RankExit]) -> RankExit | None:
     """All ranks raise the same finding at once: the guilty one is whom it names, not who was first to raise it."""
     for end in ends:
         if not _is_traced(end) or end.error is None:

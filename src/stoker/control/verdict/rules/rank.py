@@ -6,10 +6,10 @@ import re
 import signal
 from typing import Any
 
-from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_NOPERM, EX_USAGE
-from stoker.contract.quantities import counted
-from stoker.contract.shapes import RankEnd
-from stoker.contract.stacktext import is_library, threads_of
+from stoker.contract.errors import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_NOPERM, EX_USAGE
+from stoker.contract.evidence import RankExit
+from stoker.contract.stack_traces import is_library, parse_stacks
+from stoker.contract.units import plural
 from stoker.control.verdict.catalogue import Case, Family, Found
 from stoker.control.verdict.consequence import is_consequence
 from stoker.control.verdict.lastwords import first_line, last_lines, place, signal_name
@@ -56,7 +56,7 @@ def exception(case: Case) -> Found | None:
     trace = error.traceback.strip().splitlines()
     checks_ranks = error.type == "AssertionError" and _WORLD_SIZE.search("\n".join(trace[-3:]))
     ranks = (
-        f"this run has {counted(case.evidence.world_size, 'rank')}; --nproc-per-node sets how many there are per host"
+        f"this run has {plural(case.evidence.world_size, 'rank')}; --nproc-per-node sets how many there are per host"
     )
     return Found(
         f"{case.who}: {error.type}{': ' + said if said else ''} at {place(case.end)}",
@@ -97,7 +97,7 @@ def left_early(case: Case) -> Found | None:
     return Found(summary, (seen, *heard[:4]), look)
 
 
-def _aborted_after_script(end: RankEnd) -> bool:
+def _aborted_after_script(end: RankExit) -> bool:
     return end.code == -signal.SIGABRT and end.script_end is not None
 
 
@@ -149,7 +149,7 @@ def crash(case: Case) -> Found | None:
         return None
     if _aborted_after_script(case.end):
         return _aborted_when_done(case, name, seen)
-    if threads_of(case.end.stack) and not any(thread["frames"] for thread in threads_of(case.end.stack)):
+    if parse_stacks(case.end.stack) and not any(thread["frames"] for thread in parse_stacks(case.end.stack)):
         return _crashed_while_ending(case, name, seen)
     where, frames = _crashed_at(case.end.stack)
     lines = [f'  File "{file}", line {line}, in {function}' for function, file, line in frames[:20]]
@@ -205,7 +205,7 @@ def _crashed_at(stack: str) -> tuple[str, list[list[Any]]]:
     """Where the thread was that crashed, the script's own line and the library's: `at x.py:3, in work (in string_at,
     ctypes/__init__.py:519)`.
     And its frames. faulthandler calls it the current one; other threads come before and after it."""
-    threads = threads_of(stack)
+    threads = parse_stacks(stack)
     crashed: list[list[Any]] = next((thread["frames"] for thread in threads if thread["current"]), [])
     if not crashed:
         main: list[list[Any]] = next((thread["frames"] for thread in threads if thread["main"]), [])

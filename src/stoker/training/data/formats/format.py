@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.shape import shape
-from stoker.contract.text import parse_json, printable
+from stoker.contract.errors import EX_DATAERR, Refusal
+from stoker.contract.frozen import frozen
+from stoker.contract.text import escape, parse_json
 from stoker.training.data.jsonl import utf8
 from stoker.training.tokenizer import roles as speakers
 from stoker.training.tokenizer.roles import LEARNED, MORE, ROLES
@@ -21,7 +21,7 @@ class Unusable(Exception):
     """One row that can't be used, and why."""
 
 
-@shape
+@frozen
 class Preference:
     """Two answers to one prompt. Each answer ends with the assistant's turn."""
 
@@ -31,7 +31,7 @@ class Preference:
     kind: str = "all"
 
 
-@shape
+@frozen
 class Format:
     """`conversation` and `preference`: the views that training reads, None where there is none. Both raise Unusable."""
 
@@ -123,7 +123,7 @@ def checked(turns: list[Turn]) -> list[Turn]:
 def refuse_mixed(where: str, row: Format, file: Format) -> Refusal:
     """`where`: the file and the row."""
     return Refusal(
-        printable(
+        escape(
             f"{where}: the row is of format {row.name} ({row.about}) and the rows before it are {file.name}"
             f" ({file.about}): put each format in a file of its own, or set data.format {file.name} to leave such rows out"
         ),

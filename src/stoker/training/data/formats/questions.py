@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stoker.contract.quantities import counted
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
+from stoker.contract.units import plural
 from stoker.training.data.formats.format import Format, Row, Turn, Unusable
 from stoker.training.tokenizer.roles import LEARNED, ROLES
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-@shape
+@frozen
 class Question:
     messages: tuple[tuple[str, str], ...]  # (role, text); a plain question is one user's message
     answer: str  # for a choice: its label
@@ -85,7 +85,7 @@ def mmlu(row: Row, kind: str) -> Question | None:
     texts, place = _list(row["choices"], "choices"), row["answer"]
     if isinstance(place, int) and not isinstance(place, bool):
         if not 0 <= place < min(len(texts), len(LETTERS)):
-            raise Unusable(f"answer {place} is not one of its {counted(len(texts), 'choice')}")
+            raise Unusable(f"answer {place} is not one of its {plural(len(texts), 'choice')}")
         place = LETTERS[place]
     subject = row.get("subject")
     return _choice(
@@ -101,7 +101,7 @@ def mmlu(row: Row, kind: str) -> Question | None:
 def mmlu_cells(cells: Sequence[str], kind: str) -> Question:
     """A line of the published csv: question, A, B, C, D, answer."""
     if len(cells) != 6:
-        raise Unusable(f"{counted(len(cells), 'cell')}, not the six of question,A,B,C,D,answer")
+        raise Unusable(f"{plural(len(cells), 'cell')}, not the six of question,A,B,C,D,answer")
     return _choice(cells[0], list("ABCD"), list(cells[1:5]), cells[5].strip(), kind, lettered=True)
 
 
@@ -120,7 +120,7 @@ def messages_of(prompt: Any) -> tuple[tuple[str, str], ...]:
 
 def _choice(asked: Any, labels: list[Any], texts: list[Any], key: Any, kind: str, *, lettered: bool) -> Question:
     if len(labels) != len(texts) or len(texts) < 2:
-        raise Unusable(f"{counted(len(texts), 'choice')} with {counted(len(labels), 'label')}")
+        raise Unusable(f"{plural(len(texts), 'choice')} with {plural(len(labels), 'label')}")
     names = tuple(_text(label, "a choice's label").strip() for label in labels)
     answer = _text(key, "the answer").strip()
     if answer not in names or len(set(names)) < len(names):

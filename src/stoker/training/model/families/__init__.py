@@ -10,7 +10,7 @@ import pkgutil
 import sys
 from importlib import import_module
 
-from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
+from stoker.contract.errors import EX_CONFIG, EX_DATAERR, Refusal
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.families.family import ConfigJson, Family
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, NoReturn
 
-from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.errors import EX_DATAERR, Refusal
 from stoker.training.model.config import ModelConfig
 
 CONFIG = "config.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.contract.quantities import counted
+from stoker.contract.units import plural
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.families.family import ConfigJson, Family, kinds_of
 
@@ -19,7 +19,7 @@ class SmolLM3(Family):
         layers, every = told.count("num_hidden_layers"), told.count("no_rope_layer_interval", 4)
         turned = told.whole_numbers("no_rope_layers") or tuple(int((at + 1) % every != 0) for at in range(layers))
         if len(turned) != layers:
-            told.refuse(f"no_rope_layers has {counted(len(turned), 'entry')} for {layers} layers")
+            told.refuse(f"no_rope_layers has {plural(len(turned), 'entry')} for {layers} layers")
         slides = told.yes("use_sliding_window") and told.get("sliding_window")
         return {
             "unrotated": tuple(layer for layer in range(layers) if not turned[layer]),

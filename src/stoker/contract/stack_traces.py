@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.contract.text import is_count
+from stoker.contract.text import is_digits
 
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "<string>", "/stoker/control/rank/")
 _CURRENT = "Current thread 0x"  # in a report of a fatal signal: the thread it happened in
@@ -15,7 +15,7 @@ def is_library(file: str) -> bool:
     return any(part in file for part in _LIBRARY)
 
 
-def threads_of(text: str) -> list[dict[str, Any]]:
+def parse_stacks(text: str) -> list[dict[str, Any]]:
     """Each with frames [function, file, line], innermost first; `current`: it crashed; `main`: the first."""
     threads: list[dict[str, Any]] = []
     for line in text.splitlines():
@@ -25,7 +25,7 @@ def threads_of(text: str) -> list[dict[str, Any]]:
         elif line.startswith('  File "') and threads:
             file, _, rest = line[len('  File "') :].rpartition('", line ')
             number, _, name = rest.partition(" in ")
-            threads[-1]["frames"].append([name, file, int(number) if is_count(number) else 0])
+            threads[-1]["frames"].append([name, file, int(number) if is_digits(number) else 0])
     if threads:
         threads[-1]["main"] = True
     return threads

@@ -8,8 +8,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stoker.contract.frozen import frozen
 from stoker.contract.safe_io import open_regular
-from stoker.contract.shape import shape
 from stoker.contract.text import parse_json
 
 BITS = {
@@ -18,7 +18,7 @@ BITS = {
 }  # fmt: skip
 
 
-@shape
+@frozen
 class Tensor:
     """`begin` and `end` count from the file's start."""
 
@@ -28,7 +28,7 @@ class Tensor:
     end: int
 
 
-@shape
+@frozen
 class Header:
     tensors: dict[str, Tensor]
     metadata: dict[str, str]

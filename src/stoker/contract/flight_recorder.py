@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from stoker.contract.text import is_count
+from stoker.contract.text import is_digits
 
 HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")  # of torch's worker server: NCCL has a recorder of its own
 DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # the same from inside
@@ -18,7 +18,7 @@ _LONG_ENOUGH = 32  # operations in a row that are the same as before: more prove
 _SHORTEST = 4
 
 
-def digest(trace: Any) -> list[dict[str, Any]]:
+def summarize_trace(trace: Any) -> list[dict[str, Any]]:
     """Per group: its ranks if torch says them, its newest operations, which are done, which the usual next one."""
     groups: dict[str, dict[str, Any]] = {}
     path: list[tuple[Any, dict[str, Any]]] = []  # all operations of this rank in their order, made comparable
@@ -42,22 +42,24 @@ def digest(trace: Any) -> list[dict[str, Any]]:
             "usual": None,
         }
         group["ops"].append(op)
-        path.append(((name, *likeness(op["name"], op["sizes"])), op))
+        path.append(((name, *operation_signature(op["name"], op["sizes"])), op))
     path.sort(key=lambda step: step[1]["order"])
     for number in range(max(0, len(path) - _JUDGED), len(path)):
-        path[number][1]["usual"] = is_usual([key for key, _ in path[max(0, number - _PAST) : number]], path[number][0])
+        path[number][1]["usual"] = is_usual_next(
+            [key for key, _ in path[max(0, number - _PAST) : number]], path[number][0]
+        )
     for group in groups.values():
         pending = next((n for n, op in enumerate(group["ops"]) if not op["done"]), len(group["ops"]))
         first = max(0, min(pending, len(group["ops"]) - RECENT))
         group["ops"] = group["ops"][first : first + RECENT]
         told = (trace.get("pg_config") or {}).get(group["name"], {}).get("ranks", "")
-        ranks = [int(word) for word in str(told).strip("[]").replace(",", " ").split() if is_count(word)]
+        ranks = [int(word) for word in str(told).strip("[]").replace(",", " ").split() if is_digits(word)]
         if ranks:
             group["ranks"] = ranks
     return list(groups.values())
 
 
-def is_usual(past: list[Any], key: Any) -> bool | None:
+def is_usual_next(past: list[Any], key: Any) -> bool | None:
     """Is this what came next whenever the operations before were the same? None: they have not repeated yet."""
     longest, nearest = 0, 0
     followers: set[Any] = set()
@@ -73,7 +75,7 @@ def is_usual(past: list[Any], key: Any) -> bool | None:
     return key in followers if longest >= max(_SHORTEST, min(nearest, _LONG_ENOUGH)) else None
 
 
-def joined(traces: list[Any]) -> dict[str, Any]:
+def merge_traces(traces: list[Any]) -> dict[str, Any]:
     """What the recorders of all backends know, as one trace."""
     found: dict[str, Any] = {"entries": [], "pg_config": {}}
     for trace in traces:
@@ -82,20 +84,20 @@ def joined(traces: list[Any]) -> dict[str, Any]:
     return found
 
 
-def kind_of(op: str) -> str:
+def operation_kind(op: str) -> str:
     """gloo:all_reduce, nccl:all_reduce_sparse … → all_reduce."""
     return op.partition(":")[2].partition(" ")[0] or op
 
 
-def numbers_in(sizes: Any) -> list[int]:
+def count_elements(sizes: Any) -> list[int]:
     """Return how many numbers each tensor has: these must agree between ranks, the shapes need not."""
     return [math.prod(shape) for shape in sizes]
 
 
-def likeness(op: str, sizes: Any) -> tuple[str, tuple[int, ...]]:
+def operation_signature(op: str, sizes: Any) -> tuple[str, tuple[int, ...]]:
     """What must be the same on all ranks of a group that enter one operation together."""
-    return kind_of(op), tuple(numbers_in(sizes)) if sizes_must_agree(op) else ()
+    return operation_kind(op), tuple(count_elements(sizes)) if sizes_must_agree(op) else ()
 
 
 def sizes_must_agree(op: str) -> bool:
-    return kind_of(op).startswith(_SAME_EVERYWHERE)
+    return operation_kind(op).startswith(_SAME_EVERYWHERE)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from stoker.contract.checkpoints import SavedCheckpoint
-from stoker.contract.shape import as_json, fields_of, shape
-from stoker.contract.typed import read_shape
+from stoker.contract.frozen import as_json, fields_of, frozen
+from stoker.contract.typed_values import read_frozen
 
 SCHEMA = 1
 
 
-@shape
+@frozen
 class RankError:
     """What the shim wrote when an exception ended the script."""
 
@@ -26,12 +26,12 @@ class RankError:
     module: str = ""  # where the exception's class lives
     files: tuple[str, ...] = ()  # that the code was reading when it failed, the innermost frame's first
     module_file: str = ""  # of an ImportError: the file that Python took for the module or its package
-    collectives: tuple[dict[str, Any], ...] = ()  # where it was in its process groups (contract/collectives.py)
+    collectives: tuple[dict[str, Any], ...] = ()  # where it was in its process groups (contract/flight_recorder.py)
     # found at exit, by a script that replaced the excepthook: only believed if the exit code is an exception's
     late: bool = False
 
 
-@shape
+@frozen
 class ScriptEnd:
     """How a rank's script ended, as the shim saw it: its process may die after that, in a thread of a library."""
 
@@ -46,7 +46,7 @@ class ScriptEnd:
         return f"{self.file}:{self.line}, in {self.function}" if self.file else ""
 
 
-@shape
+@frozen
 class LastCall:
     """The call of torch.distributed that a rank was in when it ended."""
 
@@ -56,8 +56,8 @@ class LastCall:
     repeated: bool = False  # the same line had made a call before: it belongs to a loop
 
 
-@shape
-class Around:
+@frozen
+class ExitContext:
     """What an agent sees when a rank ends badly: the keys of RankEnd.around, None where it could not be seen."""
 
     rss: tuple[tuple[float, int], ...] = ()  # (time, resident bytes) of the rank and its children, newest last
@@ -75,8 +75,8 @@ class Around:
     address_limit: int | None = None  # RLIMIT_AS of the rank (`ulimit -v`), bytes; None: unlimited
 
 
-@shape
-class RankEnd:
+@frozen
+class RankExit:
     """How one rank ended, as its agent saw it. `code` is a wait status: negative for a signal."""
 
     rank: int
@@ -94,15 +94,15 @@ class RankEnd:
     core: bool = False
     last_call: LastCall | None = None  # None: it was in none, or its line is not known
     script_end: ScriptEnd | None = None  # None: not seen: an exception, a signal, os._exit()
-    around: Around = Around()  # what its agent saw around a bad end
+    around: ExitContext = ExitContext()  # what its agent saw around a bad end
 
 
-@shape
+@frozen
 class Evidence:
     """Everything an attempt left behind for the judge."""
 
     world_size: int
-    ends: tuple[RankEnd, ...]
+    ends: tuple[RankExit, ...]
     stop_signal: int = 0  # a signal the launcher received
     stop_now: bool = False
     stopped_at: float = 0.0  # when we began to stop the ranks, for whatever reason
@@ -115,7 +115,7 @@ class Evidence:
     saved: bool = False  # a checkpoint was completed after the stop signal: rank 0 said so, or it lies there
 
 
-@shape
+@frozen
 class Stall:
     """A rank that stopped making progress, as the watch room explains it."""
 
@@ -140,7 +140,7 @@ class Stall:
     waits_for: str = ""
 
 
-@shape
+@frozen
 class BadNumber:
     """A loss or a gradient norm that is not finite, or explodes; a loss or a reward that never changes."""
 
@@ -156,7 +156,7 @@ class BadNumber:
     shared: bool = False  # only this rank prints a loss, and averaging spreads a NaN: it may have begun on any rank
 
 
-@shape
+@frozen
 class Finding:
     id: str
     level: str  # ok | warn | fail | unknown
@@ -169,7 +169,7 @@ class Finding:
 STOP_RULES = frozenset(f"grpo.{rule}" for rule in ("no-signal", "identical", "cut", "other-weights", "broken"))
 
 
-@shape
+@frozen
 class Verdict:
     status: str  # completed | failed | stopped | refused | lost
     cause: str
@@ -207,6 +207,6 @@ class Verdict:
         known = {name: value for name, value in data.items() if name in fields_of(Verdict)}
         known |= {name: known.get(name) or () for name in ("evidence", "fix")}
         try:
-            return read_shape(Verdict, known)
+            return read_frozen(Verdict, known)
         except ValueError as problem:
             raise TypeError(f"a verdict can't have {problem}") from None

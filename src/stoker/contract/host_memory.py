@@ -1,10 +1,11 @@
-"""Memory that this process may count on: the host's, or its cgroup's where that is less."""
+"""Host memory that this process may use: the machine's, or its cgroup's where that is less, and a limit for one process."""
 
 from __future__ import annotations
 
 import os
+import resource
 
-from stoker.contract.process import kernel_lines, of_kernel
+from stoker.contract.process import kernel_lines, read_kernel_file
 
 
 def meminfo_lines(*keys: str) -> list[int | None]:
@@ -14,7 +15,7 @@ def meminfo_lines(*keys: str) -> list[int | None]:
     return [found.get(key) for key in keys]
 
 
-def meminfo() -> tuple[int, int]:
+def read_meminfo() -> tuple[int, int]:
     """(total, available) bytes of the host."""
     total, available = meminfo_lines("MemTotal", "MemAvailable")
     assert total is not None
@@ -42,8 +43,8 @@ def cgroup_dirs(
     return [], True
 
 
-def kernel_number(path: str) -> int | None:
-    text = of_kernel(path).strip()
+def read_number(path: str) -> int | None:
+    text = read_kernel_file(path).strip()
     return int(text) if text.isdigit() else None
 
 
@@ -51,7 +52,7 @@ def cgroup_memory() -> tuple[int | None, int | None]:
     """(limit, used) of the memory cgroup; page cache that can be dropped does not count as used."""
     folders, v2 = cgroup_dirs("memory")
     limits = {
-        folder: kernel_number(f"{folder}/memory.max" if v2 else f"{folder}/memory.limit_in_bytes") for folder in folders
+        folder: read_number(f"{folder}/memory.max" if v2 else f"{folder}/memory.limit_in_bytes") for folder in folders
     }
     limit, folder = min(
         ((limit, folder) for folder, limit in limits.items() if limit is not None and limit < 1 << 60),
@@ -59,7 +60,7 @@ def cgroup_memory() -> tuple[int | None, int | None]:
     )
     if limit is None:
         return None, None
-    used = kernel_number(f"{folder}/memory.current" if v2 else f"{folder}/memory.usage_in_bytes")
+    used = read_number(f"{folder}/memory.current" if v2 else f"{folder}/memory.usage_in_bytes")
     if used is not None:
         stats = dict(line.split() for line in kernel_lines(f"{folder}/memory.stat"))
         # Where it says nothing, an over-estimate of "used" is the safe side.
@@ -67,16 +68,35 @@ def cgroup_memory() -> tuple[int | None, int | None]:
     return limit, used
 
 
-def memory() -> tuple[int, int, int | None]:
+def read_memory() -> tuple[int, int, int | None]:
     """(total, available, cgroup limit): what this process may count on."""
-    total, available = meminfo()
+    total, available = read_meminfo()
     limit, used = cgroup_memory()
     if limit is not None and limit < total:
         return limit, max(0, min(available, limit - (used or 0))), limit
     return total, available, limit
 
 
-def usable() -> int:
+def usable_memory() -> int:
     """Bytes that can still be taken before the kernel ends a process for it: with swap, where no cgroup limits us."""
-    _, free, limit = memory()
+    _, free, limit = read_memory()
     return free + (meminfo_lines("SwapFree")[0] or 0 if limit is None else 0)
+
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def used_memory() -> int:
+    """Bytes, as RLIMIT_DATA counts them."""
+    handle = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return int(os.read(handle, 200).split()[5]) * _PAGE
+    finally:
+        os.close(handle)
+
+
+def limit_memory(size: int) -> None:
+    """Of this process, from now on; never more than it may have already."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [size, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))

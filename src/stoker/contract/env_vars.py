@@ -1,10 +1,6 @@
-"""Names that cross a process boundary: environment variables and exit codes."""
+"""Names of environment variables, signals and marks that cross a process boundary."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-
-from stoker.contract.text import printable
 
 RUN_ID = "STOKER_RUN_ID"
 RUN_DIR = "STOKER_RUN_DIR"
@@ -15,14 +11,14 @@ TERMINAL = "STOKER_TERMINAL"  # 1: somebody watches the launcher's terminal: ran
 EARLY_CONTEXT = (
     "STOKER_EARLY_CONTEXT"  # 1: `stoker train` uses GPUs: a rank makes its CUDA context while it imports torch
 )
-PICTURES = "STOKER_PICTURES"  # 0: `stoker train` leaves no loss.png
+PLOTS = "STOKER_PICTURES"  # 0: `stoker train` leaves no loss.png
 MACHINE = "STOKER_MACHINE"  # a recorded machine (JSON) that stands in for the real one
 GPU_LOCKS = "STOKER_GPU_LOCKS"  # the folder of the GPUs' lock files, where it is not /tmp/stoker-gpu-locks
 GPU_LENDER = "STOKER_GPU_LENDER"  # a pid above this process: it holds GPU locks for the runs it starts
 JOB = "STOKER_JOB"  # the run of which this one is a role
-GIVEN = "STOKER_GIVEN"  # a role's own variables, as JSON: command lines are visible to all users
-HANDED = "STOKER_HANDED"  # options of a `stoker run` that may hold secrets, as JSON, for the same reason
-PARENT = "STOKER_PARENT"  # a pid: this `stoker run` is a role of that process's job, and ends when it is killed
+ROLE_ENV = "STOKER_GIVEN"  # a role's own variables, as JSON: command lines are visible to all users
+PASSED_OPTIONS = "STOKER_HANDED"  # options of a `stoker run` that may hold secrets, as JSON, for the same reason
+JOB_PID = "STOKER_PARENT"  # a pid: this `stoker run` is a role of that process's job, and ends when it is killed
 RDZV_SECRET = "STOKER_RDZV_SECRET"  # what machines started by hand prove to know where they meet. No rank is given it
 RDZV_SECRET_FILE = "STOKER_RDZV_SECRET_FILE"
 PY_SPY = "STOKER_PY_SPY"  # the py-spy program; empty: none, stacks come from faulthandler
@@ -46,44 +42,9 @@ SHIM_GATED = "STOKER_SHIM_GATED"
 SHIM_PYTHONPATH = "STOKER_SHIM_PYTHONPATH"
 
 # What a rank has because it is one: a new job that a rank submits is none.
-OF_A_RANK = (RUN_ID, RUN_DIR, RUN_ORIGIN, KEEP, HOST, TERMINAL, SHARED_GPU, MICRO_BATCH_HALVINGS, MEMORY_PLAN,
+RANK_VARIABLES = (RUN_ID, RUN_DIR, RUN_ORIGIN, KEEP, HOST, TERMINAL, SHARED_GPU, MICRO_BATCH_HALVINGS, MEMORY_PLAN,
              GPU_RANK, PORT, SHIM_BEATS, SHIM_SOCKET, SHIM_FILES, SHIM_TRACER, SHIM_GATED, SHIM_PYTHONPATH)  # fmt: skip
 
 STOP_NOW_SIGNAL = 60  # SIGRTMAX - 4: `stoker stop --now` to the launcher
 STACK_SIGNAL = 61  # SIGRTMAX - 3: asks a rank for its Python stacks. Not SIGUSR1: Lightning and schedulers have it
 DETACH_SIGNAL = 59  # SIGRTMAX - 5: `stoker detach` tells a launcher to ignore the end of its terminal
-
-# Exit codes of Stoker's own refusals: sysexits.h.
-EX_USAGE = 64  # a flag or a count that can't be
-EX_DATAERR = 65  # a script or a config file that doesn't parse
-EX_NOINPUT = 66  # a script, module, config or run that isn't there
-EX_UNAVAILABLE = 69  # GPUs, driver or port that can't be had
-EX_SOFTWARE = 70  # the guilty rank's own code would be 0, or was our doing
-EX_OSERR = 71  # the operating system said no
-EX_CANTCREAT = 73  # the run directory can't be written
-EX_TEMPFAIL = 75  # --wait ran out: try again later
-EX_NOPERM = 77
-EX_CONFIG = 78  # a config file with unknown or impossible values
-
-_LONGEST_LINE = 16_000  # 512 hosts that do not answer, each with its reason
-
-
-class Refusal(Exception):
-    """Something a user can fix: one line, and the exit code that goes with it.
-
-    The line quotes file names, keys and texts from anywhere: control codes and line ends in it are escaped, and its
-    middle is cut where it is endless. `more`: lines below it.
-    """
-
-    def __init__(
-        self, line: str, code: int = EX_USAGE, *, cause: str = "launch.refused", fix: str = "", more: Iterable[str] = ()
-    ) -> None:
-        self.line = "\n".join(printable(_shortened(one)) for one in (line, *more))
-        super().__init__(self.line)
-        self.code = code
-        self.cause = cause
-        self.fix = printable(fix)
-
-
-def _shortened(line: str) -> str:
-    return line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE // 2]} … {line[-_LONGEST_LINE // 2 :]}"

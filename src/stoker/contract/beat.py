@@ -15,7 +15,7 @@ _HEAD = struct.Struct("<IIQ")  # version, pid, beats written so far
 _BEAT = struct.Struct("<Qqd?I")  # time_ns, step, loss, whether there is one, optimizer
 RING_AT = 16
 SLOTS = 256
-SIZE = RING_AT + SLOTS * _BEAT.size
+PAGE_SIZE = RING_AT + SLOTS * _BEAT.size
 MOST = 100_000_000  # beats between two looks: more than any script can make
 _COUNT = struct.Struct("<Q")
 _COUNT_AT = 8
@@ -30,7 +30,7 @@ class Beat:
         self.time_ns, self.step, self.loss, self.optimizer = time_ns, step, loss, optimizer
 
 
-class Writer:
+class BeatWriter:
     def __init__(self, memory: mmap, pid: int) -> None:
         self._memory = memory
         self._written = 0
@@ -43,7 +43,7 @@ class Writer:
         _COUNT.pack_into(self._memory, _COUNT_AT, self._written)  # last: a reader that sees the count sees the beat
 
 
-class Reader:
+class BeatReader:
     def __init__(self, memory: mmap) -> None:
         self._memory = memory
         self.seen = 0

@@ -63,7 +63,7 @@ MISSING = object()  # no default
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(option,))
-def shape(cls: type[T]) -> type[T]:
+def frozen(cls: type[T]) -> type[T]:
     fields: dict[str, Any] = {}
     for name in cls.__dict__.get("__annotations__", {}):  # noqa: RUF063  inspect is what this file avoids
         default = cls.__dict__.get(name, MISSING)
@@ -145,7 +145,7 @@ def as_json(value: Any) -> Any:
     return value
 
 
-def pick(value: Any, *names: str) -> dict[str, Any]:
+def pick_fields(value: Any, *names: str) -> dict[str, Any]:
     """Some of its fields, as JSON has them."""
     return {name: as_json(getattr(value, name)) for name in names}
 

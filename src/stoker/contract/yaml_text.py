@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class NotYaml(ValueError):
+class YamlError(ValueError):
     """The text is not usable YAML. `line` counts from 1; 0 where no single line is to blame."""
 
     def __init__(self, problem: str, line: int = 0, column: int = 0) -> None:
@@ -36,13 +36,13 @@ def parse_yaml(text: str) -> Any:
     except yaml.YAMLError as problem:
         mark = getattr(problem, "problem_mark", None)
         words = getattr(problem, "problem", None) or str(problem).splitlines()[0]
-        raise NotYaml(str(words), mark.line + 1 if mark else 0, mark.column + 1 if mark else 0) from problem
+        raise YamlError(str(words), mark.line + 1 if mark else 0, mark.column + 1 if mark else 0) from problem
     except RecursionError:
-        raise NotYaml("nested too deeply") from None
-    except NotYaml:
+        raise YamlError("nested too deeply") from None
+    except YamlError:
         raise
     except (TypeError, ValueError, OverflowError) as problem:  # unhashable keys, dates such as 2026-13-45
-        raise NotYaml(str(problem)) from problem
+        raise YamlError(str(problem)) from problem
 
 
 def _check(node: Any, above: set[int], checked: set[int]) -> None:
@@ -50,7 +50,7 @@ def _check(node: Any, above: set[int], checked: set[int]) -> None:
     import yaml
 
     if id(node) in above:
-        raise NotYaml("an alias that contains itself", node.start_mark.line + 1, node.start_mark.column + 1)
+        raise YamlError("an alias that contains itself", node.start_mark.line + 1, node.start_mark.column + 1)
     if id(node) in checked or not isinstance(node, yaml.CollectionNode):
         return
     checked.add(id(node))
@@ -73,5 +73,5 @@ def _refuse_repeated_keys(node: Any) -> None:
             if key.value in first_lines and key.value != "<<":
                 mark = key.start_mark
                 line = f"the key {key.value} appears twice (first in line {first_lines[key.value]})"
-                raise NotYaml(line, mark.line + 1, mark.column + 1)
+                raise YamlError(line, mark.line + 1, mark.column + 1)
             first_lines[key.value] = key.start_mark.line + 1

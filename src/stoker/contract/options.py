@@ -1,8 +1,4 @@
-"""Typed shapes as settings: each field is a flag, a YAML/JSON key and a line of help.
-
-argparse and this file instead of a library: cyclopts, tyro, jsonargparse and typer cost 80-140 ms and 8-15 MB in a
-launcher whose whole start must stay under 0.2 s, and torchrun's own grammar is argparse's (see docs/decisions.md).
-"""
+"""Options as frozen classes: each field is a flag, a YAML or JSON key, a line of --help and a check of its value."""
 
 from __future__ import annotations
 
@@ -11,20 +7,20 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from stoker.contract import spelling
-from stoker.contract.names import EX_CONFIG, EX_USAGE, Refusal
-from stoker.contract.shape import Option, options_of
-from stoker.contract.wrapping import wrapped
+from stoker.contract.errors import EX_CONFIG, EX_USAGE, Refusal
+from stoker.contract.frozen import Option, options_of
+from stoker.contract.terminal import wrap_text
 
 T = TypeVar("T")
 
 suggest = spelling.suggest
 
 
-class Help(argparse.RawDescriptionHelpFormatter):
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Line breaks of a text stay; lines that are too long get more."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return wrapped(super()._fill_text(text, width, indent), width, hanging=0)
+        return wrap_text(super()._fill_text(text, width, indent), width, hanging=0)
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         """Print a metavar of several words, such as "[RUN] FILE", once."""
@@ -33,11 +29,11 @@ class Help(argparse.RawDescriptionHelpFormatter):
         return super()._format_args(action, default_metavar)
 
 
-class Parser(argparse.ArgumentParser):
+class OptionParser(argparse.ArgumentParser):
     """Raises Refusal instead of exiting, and suggests a flag. With an `epilog` line breaks of texts stay."""
 
     def __init__(self, prog: str, description: str | None = None, epilog: str | None = None, **more: Any) -> None:
-        more.setdefault("formatter_class", Help if epilog else argparse.HelpFormatter)
+        more.setdefault("formatter_class", HelpFormatter if epilog else argparse.HelpFormatter)
         super().__init__(prog, description=description, epilog=epilog, **more)
 
     def option(self, flags: str, metavar: str, help: str, type: Callable[[str], Any] = str, **more: Any) -> None:
@@ -54,7 +50,7 @@ class Parser(argparse.ArgumentParser):
                 self._add_action(action)
 
     def run_argument(self, kinds: str = "id, name or path of a run, or latest", default: str = "the newest") -> None:
-        names_run(self.add_argument("run", nargs="?", metavar="RUN", help=f"{kinds} (default: {default})"))
+        completes_run_names(self.add_argument("run", nargs="?", metavar="RUN", help=f"{kinds} (default: {default})"))
 
     def runs_dir(self) -> None:
         self.option("--runs-dir", "DIR", "folder of the run directories (default: $STOKER_RUNS, else ./runs)")
@@ -90,7 +86,7 @@ def check_port(port: int) -> None:
         raise Refusal(f"--port {port}: a port is a number from 0 to 65535", EX_USAGE)
 
 
-def names_run(argument: argparse.Action) -> None:
+def completes_run_names(argument: argparse.Action) -> None:
     """TAB then offers runs: functions of `stoker completion`'s script."""
     argument.complete = {"bash": "_stoker_runs", "zsh": "_stoker_runs", "tcsh": "f:*"}  # type: ignore[attr-defined]
 
@@ -144,7 +140,7 @@ def add_flags(
         groups[spec.group].add_argument(*spellings, action="append" if spec.many else "store", **more)
 
 
-def read(spec: Option, kind: str, value: Any) -> Any:
+def read_setting(spec: Option, kind: str, value: Any) -> Any:
     """A setting's value from a flag's text, from YAML or from JSON. Raises ValueError, in words, for what can't be one.
 
     `kind`: bool, int, float or str. Limits are checked apart (`outside`): there it is known who gave the value.
@@ -157,7 +153,7 @@ def read(spec: Option, kind: str, value: Any) -> Any:
     if isinstance(value, (dict, list, tuple)):
         raise ValueError(f"{value!r} is not a single value")
     if kind == "bool":
-        return truth(value)
+        return parse_bool(value)
     text = str(value)
     if isinstance(value, bool):  # YAML reads a bare on or off so
         worded = spec.choices is not None or (kind == "str" and spec.parse is not None)
@@ -175,7 +171,7 @@ def _number_or_text(spec: Option, kind: str, text: str) -> Any:
         if spec.parse:
             return spec.parse(text)
         if kind == "int":
-            return whole(text)
+            return parse_int(text)
         found = float(text) if kind == "float" else text
     except ValueError as problem:
         words = str(problem)
@@ -188,12 +184,12 @@ def _number_or_text(spec: Option, kind: str, text: str) -> Any:
     return found
 
 
-def outside(spec: Option, value: Any, text: str) -> str:
+def explain_limit(spec: Option, value: Any, text: str) -> str:
     """What is wrong with a number that its limit leaves out; nothing else."""
     return f"{text} is out of range: {spec.limit}" if spec.limit is not None and value not in spec.limit else ""
 
 
-def truth(value: Any) -> bool:
+def parse_bool(value: Any) -> bool:
     if isinstance(value, bool):
         return value
     if str(value).lower() in ("1", "true", "yes", "on"):
@@ -203,7 +199,7 @@ def truth(value: Any) -> bool:
     raise ValueError(f"{value!r} is not true or false")
 
 
-def whole(text: str) -> int:
+def parse_int(text: str) -> int:
     """Also 1e6 and 1000000.0: a number of tokens is written like that."""
     try:
         return int(text)
@@ -220,12 +216,12 @@ def _reader(spec: Option, kind: str) -> Callable[[str], Any]:
 
 
 def _within(spec: Option, value: Any, text: str) -> Any:
-    if wrong := outside(spec, value, text):
+    if wrong := explain_limit(spec, value, text):
         raise ValueError(wrong)
     return value
 
 
-def build(settings: type[T], *layers: Mapping[str, Any]) -> T:
+def build_options(settings: type[T], *layers: Mapping[str, Any]) -> T:
     """Later layers win: file, environment, flags."""
     merged: dict[str, Any] = {}
     for layer in layers:
@@ -233,7 +229,7 @@ def build(settings: type[T], *layers: Mapping[str, Any]) -> T:
     return settings(**merged)
 
 
-def from_environment(
+def options_from_environment(
     settings: type[Any], variables: Mapping[str, str], environment: Mapping[str, str]
 ) -> dict[str, Any]:
     """`variables`: the variable of each setting that has one."""
@@ -245,7 +241,7 @@ def from_environment(
     }
 
 
-def from_mapping(settings: type[Any], data: Mapping[Any, Any], where: str) -> dict[str, Any]:
+def options_from_mapping(settings: type[Any], data: Mapping[Any, Any], where: str) -> dict[str, Any]:
     """What a config file holds; every key must be one of the settings."""
     known = options_of(settings)
     found: dict[str, Any] = {}
@@ -259,6 +255,6 @@ def from_mapping(settings: type[Any], data: Mapping[Any, Any], where: str) -> di
 
 def _convert(spec: Option, kind: str, value: Any, where: str) -> Any:
     try:
-        return _within(spec, read(spec, kind, value), str(value))
+        return _within(spec, read_setting(spec, kind, value), str(value))
     except ValueError as problem:
         raise Refusal(f"{where}: {problem}", EX_CONFIG) from problem

@@ -1,4 +1,4 @@
-"""Sizes, durations and ranks as people write them: 20GB, 512MiB, 10m, 1h30m, 90; ranks 0, 2-4."""
+"""Quantities as people write and read them: bytes, durations, counts with their noun, lists of ranks."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-_LONGEST = 60  # characters: a longer number is no float any more, and finding its parts takes their number squared
+_MAX_NUMBER = 60  # characters: a longer number is no float any more, and finding its parts takes their number squared
 _SIZE = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_YEARS = 1e11  # seconds
+_MAX_SECONDS = 1e11  # seconds
 _TIME = {"ms": 0.001, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def size(text: str) -> int:
+def parse_bytes(text: str) -> int:
     """Bytes. GB is 10^9 and GiB is 2^30, as nvidia-smi and the vendors' sheets have it."""
-    match = None if len(text) > _LONGEST else re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text.lower())
+    match = None if len(text) > _MAX_NUMBER else re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text.lower())
     if not match or match[2] == "i":
         raise ValueError(f"{text!r} is not a size; write it like 20GB, 512MB or 1.5GiB")
     return int(float(match[1]) * _SIZE[match[2]])
 
 
-def duration(text: str) -> float:
+def parse_duration(text: str) -> float:
     """Seconds. A bare number is seconds."""
     word = text.strip().lower()
-    if len(word) > _LONGEST:
-        raise ValueError(f"{text[:_LONGEST]!r}… is not a duration; write it like 30s, 10m or 1h30m")
+    if len(word) > _MAX_NUMBER:
+        raise ValueError(f"{text[:_MAX_NUMBER]!r}… is not a duration; write it like 30s, 10m or 1h30m")
     if re.fullmatch(r"[0-9]*\.?[0-9]+", word):
         return float(word)
     word = word.replace(" ", "")
@@ -36,7 +36,7 @@ def duration(text: str) -> float:
     return float(sum(float(n) * _TIME[u] for n, u in parts))
 
 
-def amount(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Return a number of bytes as torch and nvidia-smi write it, in powers of 1024: 3.2 GiB, 15.0 MiB, 576 bytes."""
     for power, unit in ((5, "PiB"), (4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if count >= 1024**power:
@@ -44,12 +44,12 @@ def amount(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-def used_of(used: int, total: int) -> str:
+def format_used(used: int, total: int) -> str:
     """Return how much of a memory or a disk is used, in GiB: 0.5/139.8 GiB."""
     return f"{used / 2**30:.1f}/{total / 2**30:.1f} GiB"
 
 
-def clock(seconds: float | None) -> str:
+def format_clock(seconds: float | None) -> str:
     """5:30, 1:05:30; ?:?? where nobody knows yet."""
     if seconds is None:
         return "?:??"
@@ -58,11 +58,11 @@ def clock(seconds: float | None) -> str:
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A duration for people: 0.3 s, 42 s, 5 min 3 s, 2 h 10 min."""
     if seconds < 10:
         return f"{seconds:.1f} s"
-    if not seconds < _YEARS:  # infinity and NaN are no whole numbers
+    if not seconds < _MAX_SECONDS:  # infinity and NaN are no whole numbers
         return "thousands of years"
     whole = int(seconds)
     if whole < 60:
@@ -72,7 +72,7 @@ def span(seconds: float) -> str:
     return f"{whole // 3600} h" + (f" {whole % 3600 // 60} min" if whole % 3600 // 60 else "")
 
 
-def counted(count: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
     """Return the number with its noun: 1 row, 2 rows, 12,000 tokens, 2 processes, 3 entries."""
     if count == 1:
         return f"1 {noun}"
@@ -89,7 +89,7 @@ def rank_name(rank: int | None, label: str) -> str:
     return f"rank {rank} ({device})"
 
 
-def ranks_text(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     ranks = sorted(ranks)
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
@@ -100,7 +100,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(parts)}"
 
 
-def number_at(data: Any, *path: str) -> float | None:
+def finite_number(data: Any, *path: str) -> float | None:
     """A finite number, or None. NaN is written as a word in metrics.jsonl, and true is no number."""
     for key in path:
         data = data.get(key) if isinstance(data, dict) else None

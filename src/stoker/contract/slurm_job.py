@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Sequence
 
-from stoker.contract.shape import shape
+from stoker.contract.frozen import frozen
 
 ASK_S = 20.0
 
@@ -17,8 +17,8 @@ OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"
         "TIMEOUT")  # fmt: skip
 
 
-@shape
-class Job:
+@frozen
+class SlurmJob:
     id: str  # 12, or 12_3 for a task of an array
     state: str  # PENDING, RUNNING, COMPLETING, CANCELLED, TIMEOUT ...
     reason: str = ""  # why it waits, or why it ended
@@ -40,7 +40,7 @@ class Job:
         return 128 + self.signal if self.signal else self.exit_code
 
 
-def ask_slurm(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def run_slurm(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         argv, capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False, stdin=subprocess.DEVNULL
     )

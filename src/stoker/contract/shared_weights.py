@@ -16,11 +16,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 
-from stoker.contract.hostmemory import memory
-from stoker.contract.process import of_kernel
-from stoker.contract.quantities import amount
+from stoker.contract.host_memory import read_memory
+from stoker.contract.process import read_kernel_file
+from stoker.contract.units import format_bytes
 
-PLACE = "/dev/shm"
+SHM = "/dev/shm"
 PREFIX, LOCK = "stoker-weights-", ".owner"
 FRESH_S = 60.0  # a folder younger than this may be about to be locked
 
@@ -29,8 +29,8 @@ class SharedFolder:
     """One of ours, until `remove` or until this process ends. OSError: it can't be made."""
 
     def __init__(self) -> None:
-        sweep()
-        self.path = tempfile.mkdtemp(prefix=PREFIX, dir=PLACE)
+        remove_dead_folders()
+        self.path = tempfile.mkdtemp(prefix=PREFIX, dir=SHM)
         _own.add(self.path)
         fresh, final = (os.path.join(self.path, name) for name in (f"{LOCK}.tmp", LOCK))
         self._handle = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -47,33 +47,33 @@ class SharedFolder:
 _own: set[str] = set()  # of this process: opening and closing their locks would free them
 
 
-def identity() -> str:
+def shm_identity() -> str:
     """The same for two processes that see the same /dev/shm as the same user, and for no others. Empty: there is none."""
     try:
-        about = os.stat(PLACE)
+        about = os.stat(SHM)
     except OSError:
         return ""
-    told = f"{of_kernel('/proc/sys/kernel/random/boot_id').strip()} {about.st_dev} {about.st_ino} {os.geteuid()}"
+    told = f"{read_kernel_file('/proc/sys/kernel/random/boot_id').strip()} {about.st_dev} {about.st_ino} {os.geteuid()}"
     return hashlib.sha256(told.encode()).hexdigest()[:32]
 
 
-def why_no_room(size: int) -> str:
+def why_too_large(size: int) -> str:
     """Empty: so many bytes more fit. Its pages are memory of this host, and of this container."""
     try:
-        disk = os.statvfs(PLACE)
+        disk = os.statvfs(SHM)
     except OSError as problem:
-        return f"{PLACE}: {problem.strerror}"
+        return f"{SHM}: {problem.strerror}"
     if disk.f_bavail * disk.f_frsize < size:
-        return f"{PLACE} has {amount(disk.f_bavail * disk.f_frsize)} free, and {amount(size)} are needed"
-    available = memory()[1]
+        return f"{SHM} has {format_bytes(disk.f_bavail * disk.f_frsize)} free, and {format_bytes(size)} are needed"
+    available = read_memory()[1]
     if available // 2 < size:  # the rest is for the trainers themselves
-        return f"{amount(size)} are needed, and of this host's memory {amount(available)} are free"
+        return f"{format_bytes(size)} are needed, and of this host's memory {format_bytes(available)} are free"
     return ""
 
 
-def holds(path: str, place: str = "") -> bool:
+def is_shared_folder(path: str, place: str = "") -> bool:
     """Whether it is in such a folder of our own user. No link is followed to it, and nobody else can write to it."""
-    place = place or PLACE
+    place = place or SHM
     top, _, rest = path.removeprefix(f"{place}/").partition("/")
     if not path.startswith(f"{place}/{PREFIX}") or not rest or ".." in rest.split("/"):
         return False
@@ -86,16 +86,21 @@ def holds(path: str, place: str = "") -> bool:
     return bool(closed and kept)
 
 
-def dead(place: str = "") -> Iterator[str]:
+def find_dead_folders(place: str = "") -> Iterator[str]:
     """Folders of this user whose process has ended. `place`: empty: PLACE."""
-    place = place or PLACE
+    place = place or SHM
     try:
         names = sorted(os.listdir(place))
     except OSError:
         return
     for name in names:
         path = os.path.join(place, name)
-        if name.startswith(PREFIX) and path not in _own and holds(os.path.join(path, LOCK), place) and is_dead(path):
+        if (
+            name.startswith(PREFIX)
+            and path not in _own
+            and is_shared_folder(os.path.join(path, LOCK), place)
+            and is_dead(path)
+        ):
             yield path
 
 
@@ -123,7 +128,7 @@ def _is_old(path: str) -> bool:
         return False
 
 
-def sweep() -> None:
+def remove_dead_folders() -> None:
     """What killed trainers of this user left behind."""
-    for path in dead():
+    for path in find_dead_folders():
         shutil.rmtree(path, ignore_errors=True)

@@ -22,7 +22,7 @@ Real = float  # any finite number: a tensor's values; "float" must fit 64 bits
 _readers: dict[tuple[str, str], Reader] = {}
 
 
-def read(kind: str, value: Any, module: str = __name__) -> Any:
+def read_value(kind: str, value: Any, module: str = __name__) -> Any:
     """The value, as that type; ValueError says what was found. `module`: where shapes are looked up."""
     reader = _readers.get((kind, module))
     if reader is None:
@@ -47,14 +47,14 @@ def read_fields(fields: Mapping[str, Any], value: Any, module: str = __name__) -
                 continue
             raise ValueError(f"no {name!r}")
         try:
-            reader: Any = read if isinstance(kind, str) else read_fields
+            reader: Any = read_value if isinstance(kind, str) else read_fields
             found[name] = reader(kind, value[name], module)
         except ValueError as problem:
             raise ValueError(f"{name}: {problem}") from None
     return found
 
 
-def read_shape(shape: type[T], value: Any) -> T:
+def read_frozen(shape: type[T], value: Any) -> T:
     """One shape back from what as_json made of it. An unknown field is an error: half understood would be worse."""
     kinds = shape.__dict__["__annotations__"]  # noqa: RUF063  as in shape.py
     if getattr(shape, "as_list", False) and isinstance(value, list):
@@ -71,13 +71,13 @@ def read_shape(shape: type[T], value: Any) -> T:
         raise ValueError(str(problem)) from None
 
 
-def readable(shape: type[Any], value: Mapping[str, Any]) -> dict[str, Any]:
+def known_fields(shape: type[Any], value: Mapping[str, Any]) -> dict[str, Any]:
     """Of its fields those that are there and have their type: what is wrong is as if it were missing."""
     found = {}
     for name, kind in shape.__dict__["__annotations__"].items():  # noqa: RUF063  as in shape.py
         if name in value:
             with contextlib.suppress(ValueError):
-                found[name] = read(kind, value[name], shape.__module__)
+                found[name] = read_value(kind, value[name], shape.__module__)
     return found
 
 
@@ -86,7 +86,7 @@ def read_recorded(shape: type[T], value: Any, schema: int) -> T:
     if not isinstance(value, dict) or value.get("schema") != schema:
         raise ValueError(f"not a recorded machine of schema {schema}")
     try:
-        return read_shape(shape, value)
+        return read_frozen(shape, value)
     except ValueError as problem:
         raise ValueError(f"not a recorded machine: {problem}") from None
 
@@ -116,7 +116,7 @@ def _reader(kind: str, module: str) -> Reader:
         return _PLAIN[kind]
     shape = getattr(sys.modules.get(module), kind, None)
     assert shape is not None and hasattr(shape, "__fields__"), f"no type {kind!r} in {module}"
-    return lambda value: read_shape(shape, value)
+    return lambda value: read_frozen(shape, value)
 
 
 def _split(text: str, sign: str) -> list[str]:
