@@ -28,7 +28,7 @@ from pathlib import Path
 from goodput import trials
 from launch import setting
 
-from stoker.control.machine import processes
+from stoker.control.machine import procfs
 
 CAP_S = 180.0  # for what takes seconds: a restart that has not come by then never does
 AT_ANY_TIME = 0.2  # this share of the kills does not wait for a new checkpoint
@@ -162,8 +162,8 @@ class Job:
 def running_below(folder: Path) -> list[int]:
     """All that carry the tag of a run in this folder: ranks, agent, guardian."""
     found = []
-    for one in processes.all_processes():
-        tag = processes.run_tag(one.pid)
+    for one in procfs.all_processes():
+        tag = procfs.run_tag(one.pid)
         if tag is not None and tag[1].startswith(str(folder)) and one.state != "Z":
             found.append(one.pid)
     return found

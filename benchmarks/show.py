@@ -30,8 +30,8 @@ from pathlib import Path
 from stoker.contract import layout
 from stoker.contract.frozen import replace
 from stoker.contract.process import find_process
-from stoker.control.record.history import Members, Moment
-from stoker.control.record.writer import RunRecord
+from stoker.control.record.history import HistoryPoint, Members
+from stoker.control.record.run_writer import RunWriter
 from stoker.control.show.snapshot import Snapshot
 from stoker.control.show.top.frame import make_frame
 from stoker.control.show.top.sources import demo_snapshot
@@ -84,7 +84,7 @@ class Recording:
         assert me is not None
         snapshot = self._now()
         ranks = snapshot.runs[-1].ranks
-        self.record = RunRecord(str(self.dir), os.uname().nodename, False)
+        self.record = RunWriter(str(self.dir), os.uname().nodename, False)
         self.record.begin(
             {
                 "name": "measured",
@@ -144,7 +144,7 @@ class Recording:
         self._thread.join()
 
 
-def moment_of(snapshot: Snapshot) -> Moment:
+def moment_of(snapshot: Snapshot) -> HistoryPoint:
     ranks = snapshot.runs[-1].ranks
     members = Members(
         tuple(one.rank for one in ranks),
@@ -155,7 +155,7 @@ def moment_of(snapshot: Snapshot) -> Moment:
         {name: tuple(getattr(one, name) for one in things) for name in names}
         for things, names in ((ranks, _RANK), (snapshot.gpus, _GPU), (snapshot.hosts, _HOST))
     ]
-    return Moment(snapshot.time, 0, members, *columns)
+    return HistoryPoint(snapshot.time, 0, members, *columns)
 
 
 def frame_ms(hosts: int, gpus: int, times: int = 50) -> float:

@@ -29,7 +29,7 @@ from left_behind import leaves_nothing_behind  # noqa: F401  a fixture of all fi
 from order import slowest_first
 from reruns import may_run_again, pytest_runtest_logreport, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401  hooks
 from shards import keep_share
-from stoker.control.machine import processes
+from stoker.control.machine import procfs
 from workers import pytest_addoption as add_workers
 from workers import pytest_runtestloop  # noqa: F401  a hook
 
@@ -317,10 +317,10 @@ def stoker(tmp_path: Path) -> Iterator[Stoker]:
 def tagged(root: Path) -> list[str]:
     """Processes that carry the tag of a run below this folder."""
     found = []
-    for one in processes.all_processes():
-        tag = processes.run_tag(one.pid)
+    for one in procfs.all_processes():
+        tag = procfs.run_tag(one.pid)
         if tag and tag[1].startswith(str(root)) and one.state != "Z":
-            found.append(f"{one.pid} {processes.command(one.pid)}")
+            found.append(f"{one.pid} {procfs.command_line(one.pid)}")
     return found
 
 

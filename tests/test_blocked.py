@@ -20,13 +20,13 @@ from localuser import ATTACKER, do_as
 from stoker.contract.env_vars import PY_SPY, STACK_SIGNAL
 from stoker.contract.evidence import Stall
 from stoker.contract.process import find_process
-from stoker.control.agent.questions import inspect
-from stoker.control.agent.spawn import Rank
-from stoker.control.verdict.hang import trouble
-from stoker.control.watch import snapshot
-from stoker.control.watch.culprit import explain
+from stoker.control.agent.inspector import inspect
+from stoker.control.agent.spawn import RankProcess
+from stoker.control.verdict.hangs import trouble
+from stoker.control.watch import rank_inspection
+from stoker.control.watch.culprit import find_culprit
 
-Start = Callable[..., Rank]
+Start = Callable[..., RankProcess]
 ON_SIGNAL = f"import faulthandler, sys; faulthandler.register({STACK_SIGNAL}, file=open(sys.argv[1], 'w'))\n"
 
 
@@ -35,12 +35,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Start a script as a rank; it prints a line just before it blocks."""
     started: list[subprocess.Popen[str]] = []
 
-    def start_rank(script: str, number: int = 0, stacks_on_signal: bool = False) -> Rank:
+    def start_rank(script: str, number: int = 0, stacks_on_signal: bool = False) -> RankProcess:
         path = tmp_path / f"train{number}.py"
         path.write_text((ON_SIGNAL if stacks_on_signal else "\n") + textwrap.dedent(script))
         base = str(tmp_path / f"0-{number}")
         spec = {"rank": number, "env": {}}
-        asked = Rank(spec, find_process(os.getpid()), {}, base, 0.0).files["asked"]  # type: ignore[arg-type]
+        asked = RankProcess(spec, find_process(os.getpid()), {}, base, 0.0).files["asked"]  # type: ignore[arg-type]
         child = subprocess.Popen(
             [sys.executable, str(path), asked], stdout=subprocess.PIPE, text=True, cwd=tmp_path, start_new_session=True
         )
@@ -48,7 +48,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         assert child.stdout is not None and child.stdout.readline(), "it ended before it blocked"
         me = find_process(child.pid)
         assert me is not None
-        return Rank(spec, me, {}, base, 0.0)
+        return RankProcess(spec, me, {}, base, 0.0)
 
     yield start_rank
     for child in started:
@@ -56,16 +56,16 @@ def start(tmp_path: Path) -> Iterator[Start]:
         child.wait()
 
 
-def look(*ranks: Rank, accused: int = 0) -> tuple[Stall, dict[str, Any]]:
+def look(*ranks: RankProcess, accused: int = 0) -> tuple[Stall, dict[str, Any]]:
     """Inspect them as an agent does, and return the stall and its report."""
     answer = json.loads(json.dumps(inspect({}, list(ranks))))
-    seen = {int(number): snapshot.read(int(number), data) for number, data in answer.items()}
-    stall = explain(seen, len(ranks), {}, {}, {accused: 4.0}, dict.fromkeys(seen, 20))
+    seen = {int(number): rank_inspection.read(int(number), data) for number, data in answer.items()}
+    stall = find_culprit(seen, len(ranks), {}, {}, {accused: 4.0}, dict.fromkeys(seen, 20))
     assert stall is not None
     return stall, trouble(stall, f"CPU{accused}", "the time is over")
 
 
-def look_when(is_seen: Callable[[Stall], bool], *ranks: Rank, accused: int = 0) -> tuple[Stall, dict[str, Any]]:
+def look_when(is_seen: Callable[[Stall], bool], *ranks: RankProcess, accused: int = 0) -> tuple[Stall, dict[str, Any]]:
     """Look until it blocks as expected: what a process prints comes before it blocks."""
     found: list[tuple[Stall, dict[str, Any]]] = []
 
@@ -407,8 +407,8 @@ def test_a_data_set_that_waits_in_the_rank_itself_gets_no_advice_about_loader_wo
         ["<module>", "/home/user/train.py", 20],
     ]
     thread = {"main": True, "frames": frames}
-    seen = snapshot.read(0, {"state": "S", "syscall": "futex", "samples": [[thread], [thread]], "stacks_by": "py-spy"})
-    stall = explain({0: seen}, 1, {}, {}, {0: 4.0}, {0: 20})
+    seen = rank_inspection.read(0, {"state": "S", "syscall": "futex", "samples": [[thread], [thread]], "stacks_by": "py-spy"})
+    stall = find_culprit({0: seen}, 1, {}, {}, {0: 4.0}, {0: 20})
     assert stall is not None
     report = trouble(stall, "CPU0", "the time is over")
     assert report["cause"] == "hang.lock" and "train.py:8" in report["summary"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from conftest import Stoker, at_length, wait_for
-from stoker.control.doctor.burnin import Link, Replica, Speed, judge, links_from, replica_from, sheet
+from stoker.control.doctor.burnin_analysis import Link, Replica, Speed, judge, links_from, replica_from, sheet
 
 ROUND = 4
 

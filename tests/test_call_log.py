@@ -13,7 +13,7 @@ import pytest
 from conftest import Stoker
 from stoker.control.rank import call_log
 from stoker.control.watch.call_paths import first_difference
-from stoker.control.watch.snapshot import Snapshot, read
+from stoker.control.watch.rank_inspection import RankInspection, read
 
 
 class Tensor:
@@ -135,7 +135,7 @@ def test_memory_that_the_script_overwrote_is_no_log(log: tuple[mmap, call_log.Wr
 # ---- the first call in which ranks differ ----
 
 
-def snapshot(rank: int, *calls: tuple[str, int, bool], dtype: str = "float32", state: str = "S") -> Snapshot:
+def snapshot(rank: int, *calls: tuple[str, int, bool], dtype: str = "float32", state: str = "S") -> RankInspection:
     """`calls`: (name, elements, whether it returned)."""
     entries = [
         {

@@ -21,10 +21,10 @@ from stoker.contract.checkpoints import SavedCheckpoint
 from stoker.contract.evidence import STOP_RULES, Evidence, ExitContext, RankError, RankExit, ScriptEnd, Stall, Verdict
 from stoker.contract.frozen import replace
 from stoker.contract.units import format_bytes
-from stoker.control.verdict import docs
+from stoker.control.verdict import cause_docs
 from stoker.control.verdict.catalogue import CATALOGUE
-from stoker.control.verdict.consequence import unquoted
-from stoker.control.verdict.hang import trouble
+from stoker.control.verdict.echo import unquoted
+from stoker.control.verdict.hangs import trouble
 from stoker.control.verdict.judge import judge
 from stoker.control.verdict.rules.gpu_memory import read
 
@@ -757,14 +757,14 @@ def test_ranks_that_went_different_ways_are_looked_for_at_the_places_of_both() -
 
 
 def test_every_cause_is_complete_and_has_a_case() -> None:
-    docs.page()
+    cause_docs.page()
     assert all(one.says and one.seen and one.says.endswith(".") for one in CATALOGUE.values())
     read_off = {one.id for one in CATALOGUE.values() if one.explain is not None and not one.id.startswith("rank.")}
     assert read_off - {case[0] for case in CASES} - {cause for cause, _ in MISUSES} == set()
 
 
 def test_every_cause_that_stoker_can_name_is_in_the_catalogue() -> None:
-    docs.page()
+    cause_docs.page()
     named = set()
     for path in (ROOT / "src" / "stoker").rglob("*.py"):
         named |= set(
@@ -775,10 +775,10 @@ def test_every_cause_that_stoker_can_name_is_in_the_catalogue() -> None:
 
 def test_the_page_is_current() -> None:
     # In a process of its own: the order of the causes is that in which their modules were imported.
-    page = subprocess.run([sys.executable, "-m", docs.__name__], capture_output=True, check=True, text=True).stdout
+    page = subprocess.run([sys.executable, "-m", cause_docs.__name__], capture_output=True, check=True, text=True).stdout
     assert all(f"### {id}\n" in page for id in CATALOGUE)
     assert (ROOT / "docs" / "verdicts.md").read_text() == page, (
-        "python -m stoker.control.verdict.docs > docs/verdicts.md"
+        "python -m stoker.control.verdict.cause_docs > docs/verdicts.md"
     )
 
 

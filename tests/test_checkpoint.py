@@ -525,7 +525,7 @@ def test_a_rank_whose_part_never_comes_is_named(job: Callable[..., Job]) -> None
 
 
 SECOND_JOB = """
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal
 try:
     Saver(sys.argv[1], rank=0, world=1, token="b", say=print)
 except Refusal as refused:

@@ -23,8 +23,8 @@ from conftest import Stoker, gpu_json, wait_for
 from stoker.cli import clean as command
 from stoker.contract.frozen import replace
 from stoker.contract.process import find_process, send_signal
-from stoker.control.doctor import caches, clean, debris, leftovers
-from stoker.control.machine import gather, origin, processes
+from stoker.control.doctor import cleanup, leftovers, stale_caches, stale_files
+from stoker.control.machine import examine_child, procfs, run_origin
 from stoker.control.machine.model import Machine, machine_from_json
 from stoker.control.machine.nvml import DriverError, NoDriver, Nvml
 from stoker.training.data.ours import tag
@@ -69,7 +69,7 @@ def tag_of(name: str, folder: Path) -> dict[str, str]:
     return {
         "STOKER_RUN_ID": name,
         "STOKER_RUN_DIR": str(folder),
-        "STOKER_RUN_ORIGIN": origin.of_this_process(os.environ).text(),
+        "STOKER_RUN_ORIGIN": run_origin.own_origin(os.environ).text(),
     }
 
 
@@ -131,7 +131,7 @@ def test_ignored_sigterm_and_children_without_a_tag(stoker: Stoker, start: Start
     assert stubborn.stdout is not None and family.stdout is not None and stubborn.stdout.readline()
     child = int(family.stdout.readline())
     assert wait_for(
-        lambda: True if (processes.command(child) or "").startswith("sleep") else None, 5
+        lambda: True if (procfs.command_line(child) or "").startswith("sleep") else None, 5
     )  # env has become sleep
     code, said = look(stoker, "--yes", "--grace", "0.5")
     why = {entry["pid"]: entry["why"] for entry in said["leftovers"]}
@@ -159,8 +159,8 @@ def test_what_a_real_run_leaves_when_all_its_keepers_die(stoker: Stoker) -> None
         run.pid,
         *(
             one.pid
-            for one in processes.all_processes()
-            if one.pid in processes.descendants(run.pid, processes.all_processes()) and one.name.startswith("stoker-")
+            for one in procfs.all_processes()
+            if one.pid in procfs.descendants(run.pid, procfs.all_processes()) and one.name.startswith("stoker-")
         ),
     ]
     assert len(keepers) == 3
@@ -208,7 +208,7 @@ def test_whom_an_agent_looks_after_is_left_alone(stoker: Stoker, start: Start) -
     )
     assert agent.stdout is not None
     rank = int(agent.stdout.readline())
-    assert wait_for(lambda: True if processes.run_tag(rank) else None, 5)
+    assert wait_for(lambda: True if procfs.run_tag(rank) else None, 5)
     code, said = look(stoker, "--yes")
     assert code == 3 and said["leftovers"] == [] and f"its agent (pid {agent.pid})" in said["left_alone"][0]["why"]
     refused = stoker("clean", "--pid", str(rank), "--yes")
@@ -281,7 +281,7 @@ def test_200_strangers_and_a_living_run_survive(stoker: Stoker, start: Start) ->
     run = begin_run(stoker)
     try:
         ranks = ranks_of(stoker)
-        tag = processes.run_tag(ranks[0])
+        tag = procfs.run_tag(ranks[0])
         assert tag is not None
         living = {"STOKER_RUN_ID": tag[0], "STOKER_RUN_DIR": tag[1]}
         dead = dead_run(stoker.cwd)
@@ -294,7 +294,7 @@ def test_200_strangers_and_a_living_run_survive(stoker: Stoker, start: Start) ->
             and inner.wait(100) == -signal.SIGTERM
         )
         assert all(alive(one) for one in strangers) and len(strangers) == 200
-        assert run.poll() is None and all(processes.run_tag(pid) == tag for pid in ranks)
+        assert run.poll() is None and all(procfs.run_tag(pid) == tag for pid in ranks)
         refused = stoker("clean", "--yes", "--pid", str(ranks[1]))
         assert refused.code == 69 and f"`stoker stop {tag[0]}`" in refused.err and refused.err.count("\n") == 1
         assert stoker("clean", "--yes", "--pid", str(run.pid)).code == 69
@@ -312,7 +312,7 @@ def test_a_reused_pid_is_not_hit(start: Start, monkeypatch: pytest.MonkeyPatch) 
     assert me is not None
     another = replace(me, start=me.start - 1)  # what was listed; its pid is somebody else's by now
     assert not send_signal(another, signal.SIGKILL)
-    assert clean.stop_ladder([another], 0.1).survivors == () and alive(one)
+    assert cleanup.stop_ladder([another], 0.1).survivors == () and alive(one)
     with monkeypatch.context() as patch:
         patch.setattr("stoker.contract.process.process_owner", lambda pid: 12345)
         assert not send_signal(me, signal.SIGKILL)
@@ -336,7 +336,7 @@ def test_the_ladder_asks_parents_first(start: Start, tmp_path: Path) -> None:
     assert rank.stdout is not None
     child = int(rank.stdout.readline())
     both = [one for one in (find_process(child), find_process(rank.pid)) if one]
-    assert clean.stop_ladder(both, 5.0).killed == ()
+    assert cleanup.stop_ladder(both, 5.0).killed == ()
     assert (tmp_path / "saved").read_text() == "0" and not leftovers.lives(both[0])
 
 
@@ -418,13 +418,13 @@ def test_shared_memory_of_the_dead(tmp_path: Path, start: Start) -> None:
         with kept[2].open("r+b") as file:
             mapping = mmap.mmap(file.fileno(), 0)
         found = [
-            one for one in debris.find_debris(str(tmp), str(shm)) if one.path in {str(path) for path in (*dead, *kept)}
+            one for one in stale_files.find_debris(str(tmp), str(shm)) if one.path in {str(path) for path in (*dead, *kept)}
         ]
         assert {one.path for one in found} == {str(path) for path in dead} and all(
             one.size >= 8192 and one.age > 3000 for one in found
         )
         reopened = dead[1].open("rb")  # between showing and removing
-        stays = clean.remove_debris(found)
+        stays = cleanup.remove_debris(found)
         assert [one.path for one, _ in stays] == [str(dead[1])]
         assert [path.exists() for path in dead] == [False, True] and all(os.path.lexists(path) for path in kept)
         for handle in (holding, mapping, reopened):
@@ -440,8 +440,8 @@ def test_a_lease_sees_what_proc_does_not(tmp_path: Path) -> None:
     path.write_bytes(b"x")
     try:
         with path.open("rb"):
-            assert not clean.unlink_alone(str(path), os.lstat(path)) and path.exists()
-        assert clean.unlink_alone(str(path), os.lstat(path)) and not path.exists()
+            assert not cleanup.unlink_alone(str(path), os.lstat(path)) and path.exists()
+        assert cleanup.unlink_alone(str(path), os.lstat(path)) and not path.exists()
     finally:
         path.unlink(missing_ok=True)
 
@@ -468,9 +468,9 @@ def test_folders_of_dead_agents(tmp_path_factory: pytest.TempPathFactory, start:
         start(["sleep", "600"], cwd=folders["standing"])
         (tmp / "stoker-linked_0").symlink_to(folders["deadbeef"])
         with (folders["writing_"] / "0-0.stack").open("w"):
-            found = debris.find_debris(str(tmp), str(tmp / "no-shm"))
+            found = stale_files.find_debris(str(tmp), str(tmp / "no-shm"))
         assert {Path(one.path).name for one in found} == {"stoker-deadbeef", "stoker-emptyold"}
-        assert clean.remove_debris(found) == []
+        assert cleanup.remove_debris(found) == []
         assert {path.name for path in tmp.iterdir()} == {
             "stoker-" + n for n in ("alive_00", "notes_00", "standing", "writing_", "gpu-locks", "linked_0")
         }
@@ -480,9 +480,9 @@ def test_folders_of_dead_agents(tmp_path_factory: pytest.TempPathFactory, start:
 def test_many_files_of_a_kind_are_summed_up(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    many = [debris.Debris("agent's folder", f"/tmp/stoker-{n}", 2_000_000, 3600.0) for n in range(13)]
+    many = [stale_files.Debris("agent's folder", f"/tmp/stoker-{n}", 2_000_000, 3600.0) for n in range(13)]
     monkeypatch.setattr(
-        debris, "find_debris", lambda: [*many[:12], debris.Debris("shared memory", "/dev/shm/x", 0, 3600.0), many[12]]
+        stale_files, "find_debris", lambda: [*many[:12], stale_files.Debris("shared memory", "/dev/shm/x", 0, 3600.0), many[12]]
     )
     command.main([])
     said = capsys.readouterr().out
@@ -502,7 +502,7 @@ def test_young_files_stay(tmp_path: Path) -> None:
     old(path)  # a file may claim any age; its inode's change time does not lie
     try:
         assert not {str(path), str(tmp_path / "stoker-young_00")} & {
-            one.path for one in debris.find_debris(str(tmp_path))
+            one.path for one in stale_files.find_debris(str(tmp_path))
         }
     finally:
         path.unlink()
@@ -511,14 +511,14 @@ def test_young_files_stay(tmp_path: Path) -> None:
 def test_locks_are_listed_and_never_unlinked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "locks"
     monkeypatch.setenv("STOKER_GPU_LOCKS", str(folder))
-    assert debris.find_locks() == ([], [])
+    assert stale_files.find_locks() == ([], [])
     folder.mkdir()
     folder.chmod(0o1777)
     for name in ("GPU-free", "GPU-held", "GPU-torn"):
         (folder / name).write_text(json.dumps({"run": "r1", "pid": 7}) if name != "GPU-torn" else '{"run"')
     with (folder / "GPU-held").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        found, strange = debris.find_locks()
+        found, strange = stale_files.find_locks()
     assert [(one.gpu, one.held) for one in found] == [
         ("GPU-free", False),
         ("GPU-held", True),
@@ -535,7 +535,7 @@ def test_who_else_is_on_the_gpus(stoker: Stoker, box: Callable[..., dict[str, st
     holders = [
         {"pid": 31, "memory": 5 * 10**9, "command": None, "user": None, "run": None},
         {"pid": 32, "memory": None, "command": "python serve.py", "user": "alice", "run": None},
-        {"pid": 1, "memory": 10**9, "command": "python mine.py", "user": processes.user_name(os.getuid()), "run": None},
+        {"pid": 1, "memory": 10**9, "command": "python mine.py", "user": procfs.user_name(os.getuid()), "run": None},
         {"pid": 34, "memory": 10**7, "command": "/usr/lib/xorg/Xorg :0", "user": "root", "run": None},
     ]
     done = stoker(
@@ -552,10 +552,10 @@ def test_who_else_is_on_the_gpus(stoker: Stoker, box: Callable[..., dict[str, st
 
 
 def test_a_driver_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "BOOT", "import time; time.sleep(60)")
+    monkeypatch.setattr(examine_child, "BOOT", "import time; time.sleep(60)")
     began = time.monotonic()
     assert leftovers.look_at_gpus(None, 0.3) == "NVML has not answered within 0 s" and time.monotonic() - began < 50
-    monkeypatch.setattr(gather, "BOOT", "1 // 0")
+    monkeypatch.setattr(examine_child, "BOOT", "1 // 0")
     assert "ZeroDivisionError" in str(leftovers.look_at_gpus(None))
 
 
@@ -574,15 +574,15 @@ def test_waiting_for_the_memory() -> None:
         )
 
     looks = iter([machine(100 * 10**9, 5, 6), machine(50 * 10**9, 5), "NVML stopped", machine(10**9)])
-    back = clean.wait_for_memory(machine(100 * 10**9, 5, 6), {5, 6}, lambda: next(looks))
+    back = cleanup.wait_for_memory(machine(100 * 10**9, 5, 6), {5, 6}, lambda: next(looks))
     assert [(one.gpu, one.freed, one.whole) for one in back] == [("GPU0", 99 * 10**9, True)]
-    late = clean.wait_for_memory(machine(100 * 10**9, 5), {5}, lambda: machine(100 * 10**9, 5), 0.1)
+    late = cleanup.wait_for_memory(machine(100 * 10**9, 5), {5}, lambda: machine(100 * 10**9, 5), 0.1)
     assert [(one.freed, one.whole) for one in late] == [(0, False)]
-    assert clean.wait_for_memory(machine(10**9), {5}, lambda: "no") == []
+    assert cleanup.wait_for_memory(machine(10**9), {5}, lambda: "no") == []
 
 
-def entry(name: str, size: int, idle: float, kept: str = "") -> caches.Cache:
-    return caches.Cache("data", "/c", f"/c/{name}", size, idle, kept)
+def entry(name: str, size: int, idle: float, kept: str = "") -> stale_caches.Cache:
+    return stale_caches.Cache("data", "/c", f"/c/{name}", size, idle, kept)
 
 
 @pytest.mark.parametrize(
@@ -606,7 +606,7 @@ def test_what_is_pruned(older_than: float | None, max_size: int | None, gone: st
         entry("d", 40, 1000),
         entry("e", 5, 5000, "in use"),
     ]
-    assert [one.path[-1] for one in caches.choose_to_prune(some, older_than, max_size)] == list(gone)
+    assert [one.path[-1] for one in stale_caches.choose_to_prune(some, older_than, max_size)] == list(gone)
 
 
 def test_caches(stoker: Stoker, start: Start) -> None:
@@ -672,14 +672,14 @@ def test_pruning_follows_no_link(tmp_path: Path) -> None:
     (treasure / "gold").touch()
     (root / "a" / "out").symlink_to(treasure)
     (tmp_path / "planted").symlink_to(treasure)
-    assert caches.find_caches([("compile", str(tmp_path / "planted"), ".*")]) == []
-    found = caches.find_caches([("compile", str(root), ".*")])
+    assert stale_caches.find_caches([("compile", str(tmp_path / "planted"), ".*")]) == []
+    found = stale_caches.find_caches([("compile", str(root), ".*")])
     (root / "b").mkdir()
-    assert clean.prune(found) == [] and [path.name for path in root.iterdir()] == ["b"] and (treasure / "gold").exists()
+    assert cleanup.prune(found) == [] and [path.name for path in root.iterdir()] == ["b"] and (treasure / "gold").exists()
     (root / "b").rmdir()
     (root / "b").symlink_to(treasure)  # swapped after it was listed
     assert (
-        clean.prune([caches.Cache("compile", str(root), str(root / "b"), 1, 1.0)]) == []
+        cleanup.prune([stale_caches.Cache("compile", str(root), str(root / "b"), 1, 1.0)]) == []
         and (treasure / "gold").exists()
     )
 

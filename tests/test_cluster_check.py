@@ -19,9 +19,9 @@ from netcluster import HOSTNAME, NetCluster, _run
 from stoker.contract.evidence import Finding
 from stoker.control.cluster import hosts as hostlist
 from stoker.control.cluster import transport
-from stoker.control.cluster.asking import Asking
-from stoker.control.cluster.members import Members
-from stoker.control.cluster.reaching import quick
+from stoker.control.cluster.agent_pool import AgentPool
+from stoker.control.cluster.connectivity import quick
+from stoker.control.cluster.probes import ProbeBatch
 from stoker.control.doctor.check import exit_code
 
 SPEED = {
@@ -288,28 +288,28 @@ def test_tune_keeps_what_helps_in_the_hosts_file(second_network: NetCluster) -> 
     assert "GLOO_SOCKET_IFNAME=eth1 gives" in report.json["tuned"][0] and json.loads(file.read_text())["env"] == {
         "GLOO_SOCKET_IFNAME": "eth1"
     }
-    assert hostlist.read(str(file)).env == {"GLOO_SOCKET_IFNAME": "eth1"}
+    assert hostlist.read_hosts_file(str(file)).env == {"GLOO_SOCKET_IFNAME": "eth1"}
 
 
 # ---- without the command ----
 
 
 @pytest.fixture
-def one_agent() -> Iterator[Asking]:
-    found: list[Asking] = []
-    members = Members(
-        [transport.local(-1)],
+def one_agent() -> Iterator[ProbeBatch]:
+    found: list[ProbeBatch] = []
+    members = AgentPool(
+        [transport.start_local_agent(-1)],
         lambda member, message, payload: found[0].hear(member.host, message, payload) and None,
         lambda member, line: None,
     )
-    found.append(Asking(members.all, members.pump))
+    found.append(ProbeBatch(members.all, members.pump))
     try:
         yield found[0]
     finally:
         members.close()
 
 
-def test_a_stranger_without_the_token_gets_nothing_and_the_listeners_go(one_agent: Asking) -> None:
+def test_a_stranger_without_the_token_gets_nothing_and_the_listeners_go(one_agent: ProbeBatch) -> None:
     question = one_agent.ask("net", {"": {"address": "127.0.0.1", "token": "secret" * 4}}, 30.0)
     ports = one_agent.words(question, 1, 10.0)[""]["ports"]
     with socket.create_connection(("127.0.0.1", ports[0]), 5) as stranger:
@@ -326,7 +326,7 @@ def test_a_stranger_without_the_token_gets_nothing_and_the_listeners_go(one_agen
             assert late.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_a_probe_that_fails_or_is_ended_is_an_answer(one_agent: Asking) -> None:
+def test_a_probe_that_fails_or_is_ended_is_an_answer(one_agent: ProbeBatch) -> None:
     assert "no probe 'nix'" in one_agent.answers(one_agent.ask("nix", {"": {}}, 60.0), 100.0)[""]["error"]
     assert "error" in one_agent.answers(one_agent.ask("clock", {"": {"wrong": 1}}, 60.0), 100.0)[""]
     question = one_agent.ask("net", {"": {"address": "127.0.0.1", "token": "t"}}, 250.0)
@@ -338,14 +338,14 @@ def test_a_probe_that_fails_or_is_ended_is_an_answer(one_agent: Asking) -> None:
 
 def test_the_quick_part_before_a_run(netcluster: NetCluster) -> None:
     netcluster.block(0, 1)
-    hosts = hostlist.read(str(netcluster.file((1, 1))))
-    found: list[Asking] = []
-    members = Members(
+    hosts = hostlist.read_hosts_file(str(netcluster.file((1, 1))))
+    found: list[ProbeBatch] = []
+    members = AgentPool(
         transport.reach_all(hosts),
         lambda member, message, payload: found[0].hear(member.host, message, payload) and None,
         lambda member, line: None,
     )
-    found.append(Asking(members.all, members.pump))
+    found.append(ProbeBatch(members.all, members.pump))
     try:
         findings = quick(found[0], hosts, {host.name: host.address for host in netcluster.hosts[:2]})
     finally:

@@ -14,15 +14,15 @@ from conftest import machine_json
 from stoker.cli import cluster as command
 from stoker.contract.errors import Refusal
 from stoker.contract.frozen import replace
-from stoker.control.cluster import between, table
-from stoker.control.cluster.check import doctor_findings
-from stoker.control.cluster.facts import Facts, OneHost, Pair, Reduce
+from stoker.control.cluster import check_rules, check_table
+from stoker.control.cluster.all_reduce import Trial, candidates, keep, with_env
+from stoker.control.cluster.all_reduce_cost import parse_count, prices, sentence
+from stoker.control.cluster.check_facts import Facts, OneHost, Pair, Reduce
+from stoker.control.cluster.cluster_check import doctor_findings
 from stoker.control.cluster.hosts import Host, Hosts
-from stoker.control.cluster.path import Hole
-from stoker.control.cluster.price import parse_count, prices, sentence
-from stoker.control.cluster.reducing import Trial, candidates, keep, with_env
+from stoker.control.cluster.path_mtu import MtuHole
 from stoker.control.doctor.check import exit_code
-from stoker.control.machine.facts import Examination, Torch, examination_from_json
+from stoker.control.machine.examination import Examination, Torch, examination_from_json
 
 NAMES = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
 GBIT = 118e6
@@ -69,11 +69,11 @@ def facts(
 
 
 def said(found: Facts) -> dict[str, str]:
-    return {finding.id: finding.text for finding in between.findings(found)}
+    return {finding.id: finding.text for finding in check_rules.findings(found)}
 
 
 def test_three_equal_hosts_have_no_finding() -> None:
-    assert between.findings(facts()) == []
+    assert check_rules.findings(facts()) == []
 
 
 NO_ANSWER = {"ports": {29500: "does not answer", 41234: "does not answer"}, "rtt": None, "big": None, "rate": None}
@@ -89,7 +89,7 @@ CASES = [
     (facts(pairs={(a, b): NO_ANSWER for a in range(3) for b in range(3)}), "between.port-blocked", "no host reaches any other: ports 29500 and 41234 do not answer"),
     (facts(pairs={(1, 2): {"big": False, "passes": 1400}}), "between.mtu",
      "10.0.0.2 → 10.0.0.3: small messages pass, full-size packets (1500 bytes) vanish without an error message: an MTU hole; packets of up to 1400 bytes pass"),
-    (facts(host(0, error="timed out", hole=Hole(1400))), "between.mtu",
+    (facts(host(0, error="timed out", hole=MtuHole(1400))), "between.mtu",
      "this machine → 10.0.0.1: small packets pass, full-size ones vanish without an error message: an MTU hole; packets of up to 1400 bytes pass"),
     (facts(host(0, mtu=9000)), "between.mtu-differs", "the interfaces have different MTUs: 10.0.0.1 9000, 10.0.0.2 1500, 10.0.0.3 1500"),
     (facts(host(2, skew=300.0)), "between.clock", "10.0.0.3: its clock is 5.0 minutes ahead of the other hosts'"),
@@ -120,12 +120,12 @@ CASES = [
 
 @pytest.mark.parametrize(("found", "id", "text"), CASES, ids=[f"{id}-{n}" for n, (_, id, _) in enumerate(CASES)])
 def test_a_fault_has_one_finding_that_names_the_host(found: Facts, id: str, text: str) -> None:
-    texts = [finding.text for finding in between.findings(found) if finding.id == id]
+    texts = [finding.text for finding in check_rules.findings(found) if finding.id == id]
     assert len(texts) == 1 and texts[0].startswith(text)
 
 
 def test_every_check_between_hosts_has_a_case() -> None:
-    assert set(between.CHECKS) == {id for _, id, _ in CASES}
+    assert set(check_rules.CHECKS) == {id for _, id, _ in CASES}
 
 
 def test_a_blocked_pair_says_that_no_all_reduce_was_tried() -> None:
@@ -152,7 +152,7 @@ def test_the_doctor_s_findings_of_several_hosts_are_said_once_with_all_names() -
     texts = [finding.text for finding in doctor_findings(found, hosts) if finding.id == "env.slow"]
     assert texts == ["10.0.0.1 and 10.0.0.3: CUDA_LAUNCH_BLOCKING=1 waits for every kernel: for debugging only"]
     codes = {
-        level: exit_code([replace(between.findings(CASES[0][0])[0], level=level)])
+        level: exit_code([replace(check_rules.findings(CASES[0][0])[0], level=level)])
         for level in ("warn", "fail", "unknown")
     }
     assert codes == {"warn": 1, "fail": 2, "unknown": 3}
@@ -160,7 +160,7 @@ def test_the_doctor_s_findings_of_several_hosts_are_said_once_with_all_names() -
 
 def test_the_table_has_hosts_as_columns_and_marks_what_differs() -> None:
     found = facts(host(2, torch=Torch("2.12.0", None), skew=300.0), host(1, files={"script train.py": ""}))
-    lines = table.lines(found)
+    lines = check_table.lines(found)
     assert lines[0].split() == list(NAMES)
     rows = {line[: line.index("  ")].strip(): line for line in lines[1:]}
     assert rows["torch"].endswith("≠ 2.12.0") and rows["torch"].count("≠") == 1
@@ -174,9 +174,9 @@ def test_the_table_has_hosts_as_columns_and_marks_what_differs() -> None:
 
 
 def test_a_host_that_does_not_answer_keeps_its_column_and_many_hosts_are_folded() -> None:
-    lines = table.lines(facts(host(1, error="no route to it")))
+    lines = check_table.lines(facts(host(1, error="no route to it")))
     assert lines[0].split() == ["10.0.0.1", "10.0.0.2", "✗", "10.0.0.3"]
-    folded = table.lines(facts(), width=60)
+    folded = check_table.lines(facts(), width=60)
     assert [line.split() for line in folded if line.strip().startswith("10.")] == [
         ["10.0.0.1"],
         ["10.0.0.2"],

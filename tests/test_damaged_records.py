@@ -14,7 +14,7 @@ from conftest import Stoker
 from stoker.contract import errors
 from stoker.contract.evidence import Verdict
 from stoker.contract.safe_io import write_json
-from stoker.control.record import finder, follow, reader
+from stoker.control.record import log_tail, run_index, run_record
 
 pytestmark = pytest.mark.timeout(120)  # a command that waits for a pipe waits for ever
 ESC = "\x1b]0;owned\x07\x1b[2J\u202e"
@@ -110,22 +110,22 @@ def test_one_damaged_record_is_skipped_and_reported(tmp_path: Path, kind: str) -
     folder = damage(tmp_path, kind)
     (tmp_path / "2026-good").mkdir()
     write_json(str(tmp_path / "2026-good" / "run.json"), {**GOOD, "name": "good"})
-    listing = finder.look(str(tmp_path))
+    listing = run_index.list_runs(str(tmp_path))
     word = DAMAGED[kind][1]
     assert [run.id for run in listing.runs if run.name == "good"] == ["2026-good"] and len(listing.runs) == (
         1 if word else 2
     )
     assert word in listing.skipped and "\n" not in listing.skipped and listing.skipped.isprintable(), listing.skipped
-    assert finder.find("good", str(tmp_path)).id == "2026-good"
+    assert run_index.find_run("good", str(tmp_path)).id == "2026-good"
     for run in listing.runs:
-        assert reader.status(run) == "lost" and reader.over(run)
-        assert run.attempts == [] and list(reader.events(run.dir)) == [] and reader.last_time(run.dir) is None
-        assert list(follow.rank_logs(run)) == [] and follow.labels(run) == {}
+        assert run_record.run_status(run) == "lost" and run_record.is_over(run)
+        assert run.attempts == [] and list(run_record.read_events(run.dir)) == [] and run_record.last_time(run.dir) is None
+        assert list(log_tail.rank_logs(run)) == [] and log_tail.labels(run) == {}
     if word:
         with pytest.raises(errors.Refusal, match="damaged"):
-            finder.find(str(folder), str(tmp_path))
+            run_index.find_run(str(folder), str(tmp_path))
         with pytest.raises(errors.Refusal, match="damaged"):
-            finder.find(folder.name, str(tmp_path))
+            run_index.find_run(folder.name, str(tmp_path))
 
 
 def test_every_command_gets_past_all_of_them(stoker: Stoker) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from conftest import EVERYTHING, Stoker, at_length, wait_for
 from stoker.contract.errors import Refusal
-from stoker.control.doctor.caches import cache_roots
+from stoker.control.doctor.stale_caches import cache_roots
 from stoker.training.config.amount import lines_in
 from stoker.training.data import shards, show, units
 from stoker.training.data.build import best_fit

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 from forked_ranks import server  # noqa: E402
 from stoker.contract.errors import EX_USAGE, Refusal  # noqa: E402
-from stoker.control.record.rollouts import read_rollouts  # noqa: E402
+from stoker.control.record.rollouts_log import read_rollouts  # noqa: E402
 from stoker.training.config.flags import parse  # noqa: E402
 from stoker.training.config.layers import gather  # noqa: E402
 from stoker.training.config.resolve import settle  # noqa: E402

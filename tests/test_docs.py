@@ -16,8 +16,8 @@ WRITERS = {
     "training/model/hf_write.py",
     "training/config/docs.py",
     "training/config/table.py",
-    "control/doctor/docs.py",
-    "control/verdict/docs.py",
+    "control/doctor/check_docs.py",
+    "control/verdict/cause_docs.py",
 }
 
 

@@ -16,9 +16,9 @@ from conftest import Stoker, wait_for
 from stoker.cli.doctor import advice
 from stoker.contract.errors import Refusal
 from stoker.contract.frozen import replace
-from stoker.control.doctor import check, docs
+from stoker.control.doctor import check, check_docs
 from stoker.control.machine import examine
-from stoker.control.machine.facts import Examination, examination_from_json
+from stoker.control.machine.examination import Examination, examination_from_json
 
 MACHINES = Path(__file__).parent / "machines"
 NAMES = sorted(path.stem for path in MACHINES.glob("*.json"))
@@ -31,7 +31,7 @@ def load(name: str) -> Examination:
 
 def report(name: str) -> str:
     found = load(name)
-    findings = check.run(check.choose([], []), found)
+    findings = check.run_checks(check.choose([], []), found)
     lines = [
         f"{one.level} {one.id}"
         + (f" [GPU {one.gpu}]" if one.gpu is not None else "")
@@ -48,7 +48,7 @@ def test_a_recorded_machine_gives_exactly_its_findings(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(HEALTHY & set(NAMES)))
 def test_a_healthy_machine_gives_none(name: str) -> None:
-    assert check.run(check.choose([], []), load(name)) == []
+    assert check.run_checks(check.choose([], []), load(name)) == []
 
 
 def test_there_are_machines_enough_and_every_check_has_spoken() -> None:
@@ -56,10 +56,10 @@ def test_there_are_machines_enough_and_every_check_has_spoken() -> None:
     said = {
         finding.id
         for name in NAMES
-        for finding in check.run(check.choose([], []), load(name))
+        for finding in check.run_checks(check.choose([], []), load(name))
         if finding.level != "unknown"
     }
-    silent = set(check.load()) - said
+    silent = set(check.load_checks()) - said
     assert silent == {"host.swap", "host.clock", "env.python"}, "these have their own tests below"
 
 
@@ -72,7 +72,7 @@ def test_the_three_without_a_machine() -> None:
     old = replace(sick, host=replace(sick.host, clock=1.0))
     env = replace(sick, environment={"PYTHONHOME": "/x"})
     for found, id in ((swapping, "host.swap"), (old, "host.clock"), (env, "env.python")):
-        assert id in {finding.id for finding in check.run(check.choose([id], []), found)}
+        assert id in {finding.id for finding in check.run_checks(check.choose([id], []), found)}
 
 
 def test_what_is_said_elsewhere_or_harms_nobody() -> None:
@@ -84,7 +84,7 @@ def test_what_is_said_elsewhere_or_harms_nobody() -> None:
             next(
                 (
                     finding.level
-                    for finding in check.run(check.choose([], []), one)
+                    for finding in check.run_checks(check.choose([], []), one)
                     if finding.id == "host.address-space"
                 ),
                 None,
@@ -96,20 +96,20 @@ def test_what_is_said_elsewhere_or_harms_nobody() -> None:
         machine=replace(found.machine, gpus=(), gpu_error="no answer in 3 s"),
         environment={"CUDA_VISIBLE_DEVICES": "0,1"},
     )
-    findings = check.run(check.choose([], []), hung)
+    findings = check.run_checks(check.choose([], []), hung)
     assert "gpu.count" not in {finding.id for finding in findings} and "driver does not answer" in advice(
         hung, findings
     )
 
 
 def test_asking_for_too_much() -> None:
-    findings = check.run(check.choose(["gpu.count"], []), load("box8-healthy"), 9)
+    findings = check.run_checks(check.choose(["gpu.count"], []), load("box8-healthy"), 9)
     assert [finding.level for finding in findings] == ["fail"] and "9 ranks" in findings[0].text
 
 
 def test_only_and_skip_and_the_near_id() -> None:
     assert {one.id for one in check.choose(["env."], ["env.slow"])} == {
-        id for id in check.load() if id.startswith("env.")
+        id for id in check.load_checks() if id.startswith("env.")
     } - {"env.slow"}
     with pytest.raises(Refusal, match=r"no check 'gpu.ecccc' \(did you mean gpu.ecc\?\)"):
         check.choose(["gpu.ecccc"], [])
@@ -117,13 +117,13 @@ def test_only_and_skip_and_the_near_id() -> None:
 
 def test_the_docs_page_is_current() -> None:
     page = Path(__file__).parent.parent / "docs" / "doctor.md"
-    assert page.read_text() == docs.page(), "run: python -m stoker.control.doctor.docs > docs/doctor.md"
+    assert page.read_text() == check_docs.page(), "run: python -m stoker.control.doctor.check_docs > docs/doctor.md"
 
 
 def test_the_order_is_that_of_the_files_whichever_was_imported_first() -> None:
-    script = "import stoker.control.doctor.checks.torch; from stoker.control.doctor import check; print(*check.load())"
+    script = "import stoker.control.doctor.checks.torch; from stoker.control.doctor import check; print(*check.load_checks())"
     shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    assert shown == list(check.load())
+    assert shown == list(check.load_checks())
     assert [id.partition(".")[0] for id in shown] == sorted(id.partition(".")[0] for id in shown)
 
 
@@ -137,7 +137,7 @@ def test_this_machine(stoker: Stoker) -> None:
         isinstance(told["examination"]["machine"]["memory_total"], int)
         and told["examination"]["machine"]["hostname"] == os.uname().nodename
     )
-    assert set(told["checks"]) == {id for id in check.load() if not id.startswith("torch.")}
+    assert set(told["checks"]) == {id for id in check.load_checks() if not id.startswith("torch.")}
     assert re.search(r" GiB memory free; torch not looked at\n", stoker("doctor", "--only", "env.").out)
 
 

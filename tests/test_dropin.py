@@ -22,7 +22,7 @@ import pytest
 from conftest import EVERYTHING, Stoker, at_length, wait_for
 from forked_ranks import free_port
 from stoker.cli.run import parser, split
-from stoker.control.launch.options import TORCHRUN_VARIABLES
+from stoker.control.plan.options import TORCHRUN_VARIABLES
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="no torch, so no torchrun to compare with"

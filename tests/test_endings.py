@@ -244,12 +244,12 @@ def test_a_killed_launcher_is_called_lost_with_its_checkpoint(stoker: Stoker) ->
 
 
 def test_a_killed_agent_is_a_failure_of_its_own(stoker: Stoker) -> None:
-    from stoker.control.machine import processes
+    from stoker.control.machine import procfs
 
     run = stoker.start(*own_script(stoker, "saves", "earlier"))
     assert wait_for(lambda: is_ready(stoker), 30)
-    table = processes.all_processes()
-    agents = [one for one in table if one.name == "stoker-agent" and one.pid in processes.descendants(run.pid, table)]
+    table = procfs.all_processes()
+    agents = [one for one in table if one.name == "stoker-agent" and one.pid in procfs.descendants(run.pid, table)]
     assert len(agents) == 1
     os.kill(agents[0].pid, signal.SIGKILL)
     run.communicate(timeout=60)

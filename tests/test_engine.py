@@ -346,7 +346,7 @@ def test_without_transformers_it_is_refused_with_what_to_install(bloom: Path) ->
     script = (
         "import sys, importlib.util as u; real = u.find_spec\n"
         "u.find_spec = lambda name, *more: None if name == 'transformers' else real(name, *more)\n"
-        "from stoker.contract.names import Refusal\n"
+        "from stoker.contract.errors import Refusal\n"
         "from stoker.training.model.config import ModelConfig; from stoker.training.model.hf_config import shape_for\n"
         "try: shape_for(ModelConfig(), sys.argv[1])\n"
         "except Refusal as refusal: print(refusal.line)\n"

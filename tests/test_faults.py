@@ -15,7 +15,7 @@ import pytest
 from conftest import Done, Stoker, alone_on_the_card, at_length_but
 from faults.around import cannot
 from faults.cases import CASES, Case
-from stoker.control.verdict import docs
+from stoker.control.verdict import cause_docs
 from stoker.control.verdict.catalogue import CATALOGUE
 
 FAULTS = Path(__file__).parent / "faults"
@@ -82,7 +82,7 @@ def test_each_family_has_a_case_here() -> None:
 
 
 def test_each_expected_cause_is_in_the_catalogue_and_alone_or_explained() -> None:
-    docs.page()
+    cause_docs.page()
     assert {cause for case in CASES for cause in case.cause} - CATALOGUE.keys() == set()
     assert [case.name for case in CASES if len(case.cause) > 1 and not case.reason] == []
     assert all(case.places for case in CASES if case.line)

@@ -810,8 +810,8 @@ def test_fit_and_train_print_the_same_numbers_for_the_same_job(
 ) -> None:  # fmt: skip
     """`stoker train` runs up to where its ranks would start, on a recorded machine with the GPUs that fit is told of."""
     from stoker.cli import run, train
-    from stoker.control.launch.request import Request
     from stoker.control.machine.model import machine_from_json
+    from stoker.control.plan.request import Request
     from stoker.training.config.flags import parse
     from stoker.training.config.layers import gather
     from stoker.training.config.resolve import settle
@@ -877,8 +877,8 @@ def test_fit_and_train_print_the_same_numbers_for_the_same_job(
 
 def test_train_takes_from_the_plan_what_nobody_set(tmp_path: Path, small: Path) -> None:
     from stoker.cli.train_fit import with_memory_plan
-    from stoker.control.launch.options import RunOptions
     from stoker.control.machine.model import machine_from_json
+    from stoker.control.plan.options import RunOptions
     from stoker.training.config.flags import parse
     from stoker.training.config.layers import gather
     from stoker.training.config.resolve import settle
@@ -903,8 +903,8 @@ def test_train_takes_from_the_plan_what_nobody_set(tmp_path: Path, small: Path) 
 
 def test_train_takes_the_strategy_from_the_plan(tmp_path: Path, small: Path, folder: Path) -> None:
     from stoker.cli.train_fit import refuse_too_large, with_memory_plan
-    from stoker.control.launch.options import RunOptions
     from stoker.control.machine.model import machine_from_json
+    from stoker.control.plan.options import RunOptions
     from stoker.training.config.flags import parse
     from stoker.training.config.layers import gather
     from stoker.training.config.resolve import settle
@@ -956,8 +956,8 @@ def test_train_takes_the_strategy_of_several_hosts_from_what_they_say(
     tmp_path: Path, small: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from stoker.cli.train_fit import machines_to_plan, refuse_too_large, with_memory_plan
-    from stoker.control.launch.options import RunOptions
     from stoker.control.machine.model import machine_from_json
+    from stoker.control.plan.options import RunOptions
     from stoker.training.config.flags import parse
     from stoker.training.config.layers import gather
     from stoker.training.config.resolve import settle
@@ -1010,8 +1010,8 @@ def test_train_takes_the_strategy_of_several_hosts_from_what_they_say(
 
 def test_train_plans_pairs_and_prompts_too(tmp_path: Path, small: Path) -> None:
     from stoker.cli.train_fit import refuse_too_large, with_memory_plan
-    from stoker.control.launch.options import RunOptions
     from stoker.control.machine.model import machine_from_json
+    from stoker.control.plan.options import RunOptions
     from stoker.training.config.flags import parse
     from stoker.training.config.layers import gather
     from stoker.training.config.resolve import settle
@@ -1058,9 +1058,9 @@ def test_a_resume_keeps_the_optimizer_that_a_plan_chose_whatever_the_card_is_now
     tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from stoker.cli import run, train
-    from stoker.control.launch.request import Request
-    from stoker.control.launch.runplace import config_hash, find_place
     from stoker.control.machine.model import machine_from_json
+    from stoker.control.plan.request import Request
+    from stoker.control.plan.run_dir import config_hash, open_run_dir
     from stoker.training.checkpoint.manifest import Manifest, encode
 
     monkeypatch.chdir(tmp_path)
@@ -1099,7 +1099,7 @@ def test_a_resume_keeps_the_optimizer_that_a_plan_chose_whatever_the_card_is_now
         encode(Manifest(2, 1, "token", {}, {}, {"optimizer": "adamw8bit"}))
     )
     again = request(80 * GIB)
-    assert kind(again) == "adamw8bit" and find_place(again, {}).dir == str(unfinished)
+    assert kind(again) == "adamw8bit" and open_run_dir(again, {}).dir == str(unfinished)
     assert kind(request(80 * GIB, "--optimizer", "adamw")) == "adamw", "who sets it means it"
     elsewhere = request(80 * GIB, "--checkpoint.resume", str(unfinished), "--name", "other")
     assert kind(elsewhere) == "adamw8bit"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 
 from conftest import Stoker, machine_json
-from stoker.control.agent.spawn import Gate
-from stoker.control.launch.gpus import Choice
-from stoker.control.launch.plan import _slots
+from stoker.control.agent.spawn import InitGate
 from stoker.control.machine.model import machine_from_json
+from stoker.control.plan.gpu_choice import GpuChoice
+from stoker.control.plan.run_plan import _slots
 
 
 def test_slots_are_passed_on_in_order() -> None:
-    gate = Gate((0, 1, 2, 3), 2, 10.0, 100.0, 0.0)
+    gate = InitGate((0, 1, 2, 3), 2, 10.0, 100.0, 0.0)
     assert gate.admit(0.0) == [0, 1] and gate.admit(1.0) == [] and gate.limited
     assert gate.release(1) and not gate.release(1)
     assert gate.admit(2.0) == [2]
@@ -20,7 +20,7 @@ def test_slots_are_passed_on_in_order() -> None:
 
 
 def test_the_first_rank_tells_how_many_fit() -> None:
-    gate = Gate(tuple(range(8)), 0, 10.0, 100.0, 0.0)
+    gate = InitGate(tuple(range(8)), 0, 10.0, 100.0, 0.0)
     assert gate.admit(0.0) == [0]
     gate.measured(took=5 * 10**9, available=17 * 10**9)
     gate.release(0)
@@ -28,7 +28,7 @@ def test_the_first_rank_tells_how_many_fit() -> None:
 
 
 def test_everybody_goes_before_the_store_gives_up() -> None:
-    gate = Gate((0, 1, 2), 1, 1000.0, 50.0, 0.0)
+    gate = InitGate((0, 1, 2), 1, 1000.0, 50.0, 0.0)
     assert gate.admit(0.0) == [0]
     assert gate.admit(51.0) == [1, 2]
 
@@ -36,7 +36,7 @@ def test_everybody_goes_before_the_store_gives_up() -> None:
 def test_memory_decides_the_default() -> None:
     def slots(ranks: int, available: float, asked: str | None = None) -> int:
         return _slots(
-            asked, Choice((), ranks, ""), machine_from_json(machine_json(0, memory_available=int(available * 10**9)))
+            asked, GpuChoice((), ranks, ""), machine_from_json(machine_json(0, memory_available=int(available * 10**9)))
         )
 
     assert (

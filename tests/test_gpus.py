@@ -8,9 +8,9 @@ import pytest
 
 from conftest import gpu_json, machine_json
 from stoker.contract.errors import Refusal
-from stoker.control.launch.gpus import choose
-from stoker.control.launch.options import RunOptions
 from stoker.control.machine.model import machine_from_json
+from stoker.control.plan.gpu_choice import choose_gpus
+from stoker.control.plan.options import RunOptions
 
 FULL = {
     "memory_used": 47_900_000_000,
@@ -26,7 +26,7 @@ def pick(
     machine: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    return choose(
+    return choose_gpus(
         RunOptions(**options), env or {}, machine_from_json(machine_json(cards, **(machine or {}))), held or {}
     )
 

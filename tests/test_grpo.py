@@ -25,7 +25,7 @@ from conftest import Stoker, at_length, at_length_but, wait_for  # noqa: E402
 from forked_ranks import Server, program, server  # noqa: E402
 from stoker.contract.errors import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402
 from stoker.contract.frozen import replace  # noqa: E402
-from stoker.control.record.rollouts import read_rollouts  # noqa: E402
+from stoker.control.record.rollouts_log import read_rollouts  # noqa: E402
 from stoker.training.checkpoint.reading import open_checkpoint  # noqa: E402
 from stoker.training.data.learn import train  # noqa: E402
 from stoker.training.generate import exporting  # noqa: E402

@@ -26,7 +26,7 @@ from conftest import Stoker, Terminal, at_length, at_length_but, wait_for  # noq
 from forked_ranks import program, server  # noqa: E402
 from stoker.cli import train  # noqa: E402
 from stoker.contract.errors import EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402
-from stoker.control.record.rollouts import read_rollouts  # noqa: E402
+from stoker.control.record.rollouts_log import read_rollouts  # noqa: E402
 from stoker.training.checkpoint.reading import open_checkpoint  # noqa: E402
 from stoker.training.model import hf  # noqa: E402
 from stoker.training.model.decoder import Decoder  # noqa: E402

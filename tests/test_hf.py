@@ -456,7 +456,7 @@ SHARDED = """
 import os, sys, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal
 from stoker.training.model import hf
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_config import shape_of
@@ -550,7 +550,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 HUB = """
 import sys
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal
 from stoker.training.model.hf_hub import folder_of
 from stoker.training.model.hf_config import shape_of
 from stoker.training.model.hf_files import check

@@ -9,8 +9,8 @@ import pytest
 from conftest import Stoker
 from stoker.contract import host_memory, kernel_messages
 from stoker.contract.layout import scratch_files
-from stoker.control.doctor import debris
-from stoker.control.machine import host, kernellog
+from stoker.control.doctor import stale_files
+from stoker.control.machine import host_limits, kernel_log
 
 
 @pytest.mark.parametrize(
@@ -21,10 +21,10 @@ from stoker.control.machine import host, kernellog
     ],
 )  # fmt: skip
 def test_a_card_is_found_in_the_kernels_log(pci: str, where: str, same: bool) -> None:
-    assert kernellog.same_card(pci, where) == same
+    assert kernel_log.same_card(pci, where) == same
     if same and "." not in where:
         found = kernel_messages.parse_xid(f"NVRM: Xid (PCI:{where}): 79, pid=1234, GPU has fallen off the bus.")
-        assert found == (where, 79) and kernellog.same_card(pci, found[0])
+        assert found == (where, 79) and kernel_log.same_card(pci, found[0])
 
 
 def test_the_tightest_of_the_cgroups_around_a_process_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,17 +46,17 @@ def test_the_tightest_of_the_cgroups_around_a_process_counts(tmp_path: Path, mon
     (root / "job_7" / "cpu.max").write_text("150000 100000")
     (task / "cpu.max").write_text("max 100000")
     dirs = host_memory.cgroup_dirs
-    for module in (host, host_memory):
+    for module in (host_limits, host_memory):
         monkeypatch.setattr(module, "cgroup_dirs", lambda controller: dirs(controller, str(root), str(told)))
     assert host_memory.cgroup_memory() == (8_000_000_000, 2_000_000_000)
-    assert host._quotas(*host_memory.cgroup_dirs("cpu")) == [2] and host.cores() <= 2
+    assert host_limits._quotas(*host_memory.cgroup_dirs("cpu")) == [2] and host_limits.cores() <= 2
     told.write_text("0::/../elsewhere\n")
     assert host_memory.cgroup_dirs("memory")[0] == [str(root)], "a container sees its own root"
 
 
 def test_every_file_of_a_rank_is_an_agents() -> None:
-    assert all(debris._AGENT_FILE.fullmatch(name) for name in scratch_files("0-12").values())
-    assert not debris._AGENT_FILE.fullmatch("notes.txt")
+    assert all(stale_files._AGENT_FILE.fullmatch(name) for name in scratch_files("0-12").values())
+    assert not stale_files._AGENT_FILE.fullmatch("notes.txt")
 
 
 PRINTS = "import sys; print('to stdout', flush=True); print('to stderr', file=sys.stderr, flush=True)"

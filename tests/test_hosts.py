@@ -17,7 +17,7 @@ from conftest import Stoker, at_length, machine_json, wait_for
 from localuser import ATTACKER, do_as, needs_root
 from netcluster import NetCluster
 from stoker.contract.errors import EX_CONFIG, EX_NOINPUT, EX_USAGE, Refusal
-from stoker.control.cluster import agentzip, copying, hosts, init, ssh
+from stoker.control.cluster import agent_zip, file_sync, hosts, hosts_writer, ssh
 
 
 def _file(tmp_path: Path, text: str, name: str = "cluster.yaml") -> str:
@@ -46,7 +46,7 @@ hosts:
   - {host: node-d, gpus: any:2, local: true}
 """,
     )
-    read = hosts.read(path, ("-v",))
+    read = hosts.read_hosts_file(path, ("-v",))
     assert (
         read.ssh_config == str(tmp_path / "my config")
         and read.ssh_options == ("-v", "-oCompression=yes")
@@ -79,7 +79,7 @@ hosts:
 
 
 def test_names_on_the_command_line() -> None:
-    read = hosts.read("a, train@b ,fd00::1", ("-p2222",))
+    read = hosts.read_hosts_file("a, train@b ,fd00::1", ("-p2222",))
     assert [(host.name, host.user) for host in read.hosts] == [
         ("a", None),
         ("b", "train"),
@@ -88,16 +88,16 @@ def test_names_on_the_command_line() -> None:
 
 
 def test_this_very_machine_is_known_by_its_addresses(tmp_path: Path) -> None:
-    assert [host.here for host in hosts.read("localhost,192.0.2.77").hosts] == [True, False]
-    assert hosts.read("127.0.0.1").hosts[0].here
-    assert not hosts.read("127.0.0.1", ("-p2222",)).hosts[0].here, "a forwarded port leads elsewhere"
-    assert not hosts.read("somebody-else@localhost").hosts[0].here
-    assert not hosts.read(_file(tmp_path, "hosts: [{host: localhost, local: false}]")).hosts[0].here
+    assert [host.here for host in hosts.read_hosts_file("localhost,192.0.2.77").hosts] == [True, False]
+    assert hosts.read_hosts_file("127.0.0.1").hosts[0].here
+    assert not hosts.read_hosts_file("127.0.0.1", ("-p2222",)).hosts[0].here, "a forwarded port leads elsewhere"
+    assert not hosts.read_hosts_file("somebody-else@localhost").hosts[0].here
+    assert not hosts.read_hosts_file(_file(tmp_path, "hosts: [{host: localhost, local: false}]")).hosts[0].here
 
 
 def test_the_test_cluster_is_not_this_machine_but_its_bridge_is(netcluster: NetCluster) -> None:
-    assert [host.here for host in hosts.read(str(netcluster.file())).hosts] == [False, False, False]
-    assert hosts.read(netcluster.address).hosts[0].here
+    assert [host.here for host in hosts.read_hosts_file(str(netcluster.file())).hosts] == [False, False, False]
+    assert hosts.read_hosts_file(netcluster.address).hosts[0].here
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_the_test_cluster_is_not_this_machine_but_its_bridge_is(netcluster: NetC
 def test_what_a_hosts_file_may_not_say(tmp_path: Path, text: str, says: str) -> None:
     path = _file(tmp_path, text)
     with pytest.raises(Refusal) as refused:
-        hosts.read(path)
+        hosts.read_hosts_file(path)
     assert (
         says in refused.value.line
         and refused.value.line.startswith(path)
@@ -156,7 +156,7 @@ def test_what_a_hosts_file_may_not_say(tmp_path: Path, text: str, says: str) -> 
 def test_what_is_no_name_is_refused(tmp_path: Path, user: str) -> None:
     for entry in ({"host": "a", "user": user}, {"host": user}):
         with pytest.raises(Refusal) as refused:
-            hosts.read(_file(tmp_path, json.dumps({"hosts": [entry]})))
+            hosts.read_hosts_file(_file(tmp_path, json.dumps({"hosts": [entry]})))
         assert repr(user) in refused.value.line and "\n" not in refused.value.line and refused.value.code == EX_CONFIG
 
 
@@ -167,7 +167,7 @@ def test_what_is_no_name_is_refused(tmp_path: Path, user: str) -> None:
 )  # fmt: skip
 def test_what_the_flag_may_not_say(told: str, says: str, code: int) -> None:
     with pytest.raises(Refusal) as refused:
-        hosts.read(told)
+        hosts.read_hosts_file(told)
     assert says in refused.value.line and refused.value.code == code
 
 
@@ -175,7 +175,7 @@ def test_a_file_without_its_ending_is_not_taken_for_a_host(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hostfile").write_text("10.0.0.1 slots=2\n")
     with pytest.raises(Refusal) as refused:
-        hosts.read("hostfile")
+        hosts.read_hosts_file("hostfile")
     assert "a hosts file ends in .yaml" in refused.value.line and refused.value.code == EX_USAGE
 
 
@@ -185,7 +185,7 @@ def test_files_it_names_must_be_there(tmp_path: Path) -> None:
         ("hosts: [{host: a, identity: key}]", f"host a: identity: no file {tmp_path}/key"),
     ):
         with pytest.raises(Refusal) as refused:
-            hosts.read(_file(tmp_path, text))
+            hosts.read_hosts_file(_file(tmp_path, text))
         assert says in refused.value.line and refused.value.code == EX_NOINPUT
 
 
@@ -215,14 +215,14 @@ def test_words_arrive_as_they_are_through_any_shell(tmp_path: Path) -> None:
 
 
 def test_the_agents_first_line_has_nothing_a_shell_acts_on() -> None:
-    line = agentzip.unpack()
+    line = agent_zip.unpack()
     assert "\n" not in line and not set(line) & set('!\\$`"') and compile(line, "unpack", "exec")
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh here")
 def test_ssh_is_given_what_was_told_and_ours_comes_last(tmp_path: Path) -> None:
     (tmp_path / "k").write_text("")
-    read = hosts.read(_file(tmp_path, "hosts: [{host: b, user: u, port: 7, identity: k}]"), ("-oConnectTimeout=99",))
+    read = hosts.read_hosts_file(_file(tmp_path, "hosts: [{host: b, user: u, port: 7, identity: k}]"), ("-oConnectTimeout=99",))
     argv = ssh.ssh_command(read.hosts[0], read, ["true"])
     assert argv[-3:] == ["--", "b", "true"] and argv.index("-oConnectTimeout=99") < argv.index(
         f"-oConnectTimeout={ssh.CONNECT_S}"
@@ -246,7 +246,7 @@ def test_ssh_is_given_what_was_told_and_ours_comes_last(tmp_path: Path) -> None:
 
 
 def test_one_connection_serves_every_command_of_a_host(netcluster: NetCluster) -> None:
-    read = hosts.read(str(netcluster.file()))
+    read = hosts.read_hosts_file(str(netcluster.file()))
     seen = []
     for words in (["sh", "-c", "echo $SSH_CONNECTION"], ["echo", "it's $(id)"], ["sh", "-c", "echo $SSH_CONNECTION"]):
         seen.append(
@@ -260,7 +260,7 @@ def test_one_connection_serves_every_command_of_a_host(netcluster: NetCluster) -
 def test_a_folder_for_connections_that_is_not_ours_alone_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = hosts.read(_file(tmp_path, "hosts: [{host: b}]"))
+    read = hosts.read_hosts_file(_file(tmp_path, "hosts: [{host: b}]"))
     for name, says in (
         ("open", "belongs to another user, or is open to others"),
         ("no/where", "can't be made (No such file or directory)"),
@@ -282,9 +282,9 @@ def test_banners_and_chatty_shells_do_no_harm(netcluster: NetCluster, tmp_path: 
     netcluster.set_env(0, BASH_ENV=str(host.home / ".bashrc"))
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "a.py").write_text("1")
-    copying.sync(hosts.read(str(netcluster.file((1,)))), str(tmp_path / "src"), lambda line: None)
+    file_sync.sync(hosts.read_hosts_file(str(netcluster.file((1,)))), str(tmp_path / "src"), lambda line: None)
     assert (host.workdir / "a.py").read_text() == "1"
-    read = hosts.read(str(netcluster.file((1,))))
+    read = hosts.read_hosts_file(str(netcluster.file((1,))))
     said = subprocess.run(ssh.ssh_command(read.hosts[0], read, ["true"]), capture_output=True, text=True, check=True)
     assert "Welcome" in said.stdout, "the shell there is chatty"
 
@@ -333,9 +333,9 @@ def test_a_jump_host_of_the_ssh_config_leads_to_the_next(netcluster: NetCluster)
         ("motd\nsh: 1: python3: not found\n", 127, "no Python: python3 does not exist there"),
         ("zsh:1: no such file or directory: /no/py\n", 127, "no Python: /no/py does not exist there"),
         ("bash: line 1: /etc: Is a directory\n", 126, "no Python: /etc can't be executed there"),
-        (f"banner\n{agentzip.TOO_OLD} 3.6\n", 1, "its Python is 3.6, too old; name a Python of 3.10 or later"),
+        (f"banner\n{agent_zip.TOO_OLD} 3.6\n", 1, "its Python is 3.6, too old; name a Python of 3.10 or later"),
         ("Unknown option: -I\nusage: python [option] ...\n", 2, "its Python is too old"),
-        (f"{agentzip.NOT_WRITTEN} /h/.cache: No space left on device\n", 1, "the agent's files can't be written there: /h/.cache: No space left on device; make room"),
+        (f"{agent_zip.NOT_WRITTEN} /h/.cache: No space left on device\n", 1, "the agent's files can't be written there: /h/.cache: No space left on device; make room"),
         ("This account is currently not available.\n", 1, "its user may not log in"),
         ("a\nsomething odd\n", 3, "something odd (exit code 3)"),
         ("", 255, "it said nothing (exit code 255)"),
@@ -441,7 +441,7 @@ def test_init_asks_the_hosts_and_writes_a_file_that_reads_back(stoker: Stoker, n
         "cluster", "init", a.name, b.name, f"root@{c.name}", "--workdir", "~/my train", *_reaching(netcluster)
     )
     assert done.code == 0, done.err
-    read = hosts.read(str(stoker.cwd / "cluster.yaml"))
+    read = hosts.read_hosts_file(str(stoker.cwd / "cluster.yaml"))
     assert [(host.slots, host.interface, host.workdir) for host in read.hosts] == [
         (2, "eth0", "~/my train"),
         (1, "eth0", "~/my train"),
@@ -465,11 +465,11 @@ def test_init_asks_the_hosts_and_writes_a_file_that_reads_back(stoker: Stoker, n
     for name in ("ssh_config", "id"):
         shutil.copy(netcluster.folder / name, stoker.cwd / name)
     beside = stoker("cluster", "init", a.name, "--ssh-config", "ssh_config", "--identity", "id", "--out", "sub/c.yaml")
-    assert beside.code == 0 and hosts.read(str(stoker.cwd / "sub" / "c.yaml")).ssh_config == str(
+    assert beside.code == 0 and hosts.read_hosts_file(str(stoker.cwd / "sub" / "c.yaml")).ssh_config == str(
         stoker.cwd / "ssh_config"
     ), beside.err
     forced = stoker("cluster", "init", a.name, "--force", "--python", sys.executable, *_reaching(netcluster))
-    assert forced.code == 0 and hosts.read(str(stoker.cwd / "cluster.yaml")).hosts[0].python == sys.executable, (
+    assert forced.code == 0 and hosts.read_hosts_file(str(stoker.cwd / "cluster.yaml")).hosts[0].python == sys.executable, (
         forced.err
     )
 
@@ -496,10 +496,10 @@ def test_init_names_every_host_that_does_not_answer_and_writes_nothing(stoker: S
 
 
 def test_a_written_file_quotes_what_yaml_would_misread() -> None:
-    answer = init.Answer("1e3", "no", (), None, "~/my venv: x/bin/python", "3.11.2", None, "eth0", "10.1")
+    answer = hosts_writer.Answer("1e3", "no", (), None, "~/my venv: x/bin/python", "3.11.2", None, "eth0", "10.1")
     import yaml
 
-    data = yaml.safe_load(init.text([answer], {"workdir": "~/it's, {here}"}, {"ssh_config": "/a #b"}))
+    data = yaml.safe_load(hosts_writer.text([answer], {"workdir": "~/it's, {here}"}, {"ssh_config": "/a #b"}))
     assert data["hosts"] == [{"host": "1e3", "slots": 1, "user": "no", "interface": "eth0", "address": "10.1"}]
     assert (
         data["defaults"] == {"workdir": "~/it's, {here}", "python": "~/my venv: x/bin/python"}

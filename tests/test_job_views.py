@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from conftest import Stoker, wait_for
-from stoker.control.record import serving
-from stoker.control.record.serving import ServerLog, ServerRates, ServerSample, rates, read_samples
+from stoker.control.record import serving_log
+from stoker.control.record.serving_log import ServerLog, ServerRates, ServerSample, rates, read_samples
 from stoker.control.show.curves import Curve, MetricsTail, averaged, newest_line
-from stoker.control.show.folder import load_of
-from stoker.control.show.job import folder_of, server_curves
+from stoker.control.show.job_view import folder_of, server_curves
+from stoker.control.show.run_tail import load_of
 from stoker.control.show.snapshot import RUNNING
 
 INTERVAL = 3
@@ -45,7 +45,7 @@ def test_counters_go_on_where_the_replaced_server_stopped(tmp_path: Path) -> Non
 def test_a_long_file_of_counters_is_thinned_and_keeps_its_totals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "MAX_BYTES", 40_000)
+    monkeypatch.setattr(serving_log, "MAX_BYTES", 40_000)
     log = ServerLog(str(tmp_path), 0)
     for number in range(2000):
         log.write(sample(2.0 * number, number, 3 * number))
@@ -208,22 +208,22 @@ def see_running(stoker: Stoker, job: subprocess.Popen[bytes]) -> None:
 
 def check_page(stoker: Stoker) -> None:
     """The page's answers about the job, and the same saved as a file."""
-    from stoker.control.show.web import details, texts
-    from stoker.control.show.web.folders import Folders
+    from stoker.control.show.web import run_details, run_texts
+    from stoker.control.show.web.run_folders import Folders
 
     folders, run = Folders(str(stoker.cwd / "runs")), stoker.latest.resolve().name
-    answer = details.curves(folders, run, ["reward", "server_requests_per_s"], most=600, smooth=INTERVAL)
+    answer = run_details.curves(folders, run, ["reward", "server_requests_per_s"], most=600, smooth=INTERVAL)
     assert answer["names"][: len(COMPANIONS)] == COMPANIONS and answer["interval"] == INTERVAL
     assert {"server_requests_per_s", "server_tokens_per_s", "loss"} <= {*answer["names"]}
     folder, timeline = folders.watched(run)
     points = folder.training.curve("reward").values[-INTERVAL:]
     assert answer["curves"]["reward"]["values"][-1] == pytest.approx(sum(points) / INTERVAL, rel=1e-4)
     assert answer["curves"]["server_requests_per_s"]["values"]
-    assert len(details.sparks(folders, [run])[run]) > 3
-    assert ["grpo.group", "8"] in details.settings(folders, run)["settings"]
-    over_time = details.over_time(folders, run, 0.0)
+    assert len(run_details.sparks(folders, [run])[run]) > 3
+    assert ["grpo.group", "8"] in run_details.settings(folders, run)["settings"]
+    over_time = run_details.over_time(folders, run, 0.0)
     assert over_time["ranks"] == [1] and "stop" in {mark["kind"] for mark in over_time["marks"]}
-    found = texts.rollouts(folders, run, None)["rollouts"]
+    found = run_texts.rollouts(folders, run, None)["rollouts"]
     assert found and found[0]["prompt"] and found[0]["step"] >= found[-1]["step"]
     assert stoker("web", "--save", run, "job.html").code == 0
     assert folder_of(folder.record).record.id == run and timeline.dir == folder.training.record.dir

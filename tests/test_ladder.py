@@ -16,10 +16,18 @@ import pytest
 
 from conftest import Done, Stoker, at_length, tagged, wait_for
 from stoker.contract.options import build_options
-from stoker.control.launch import imports, ladder
-from stoker.control.launch.ladder import Climbed, Plan, command_words, rung_words, rungs, scaling, wanted_by_environment
-from stoker.control.launch.options import RunOptions
-from stoker.control.launch.request import Request
+from stoker.control.launch import import_check, ladder
+from stoker.control.launch.ladder import (
+    LadderResult,
+    Plan,
+    command_words,
+    rung_words,
+    rungs,
+    scaling,
+    wanted_by_environment,
+)
+from stoker.control.plan.options import RunOptions
+from stoker.control.plan.request import Request
 
 STEP = (
     "import os, sys, time, stoker\ntime.sleep(0.1)\nfor i in range(10**6):\n    time.sleep(0.02); stoker.beat(step=i)\n"
@@ -27,7 +35,7 @@ STEP = (
 # Through the real entry, whether or not the command is listed there yet.
 COMMAND = "import sys\nfrom stoker.cli import main\nmain.COMMANDS.setdefault('ladder', '')\nsys.exit(main.main(['ladder', *sys.argv[1:]]))"
 BEFORE = (
-    "import sys\nfrom stoker.cli import ladder, run\nfrom stoker.contract.names import Refusal\n"
+    "import sys\nfrom stoker.cli import ladder, run\nfrom stoker.contract.errors import Refusal\n"
     "try: sys.exit(ladder.before_run(run.parse(sys.argv[2:]), set(sys.argv[1].split(',')), 5))\n"
     "except Refusal as refusal: print('stoker:', refusal.line, file=sys.stderr); sys.exit(refusal.code)\n"
 )
@@ -77,7 +85,7 @@ def test_wanted_by_environment() -> None:
 
 
 def test_imports_are_read_from_the_text() -> None:
-    found = imports.imports_of(
+    found = import_check.imports_of(
         "from __future__ import annotations\nimport os, json, torch, numpy as np\nfrom torch import nn\nfrom torch.optim import AdamW\nfrom torch.optim import SGD\n"
         "from . import sibling\nfrom .other import x\n"
         "try:\n    import flash_attn\nexcept ImportError:\n    import fallback\n"
@@ -154,11 +162,11 @@ def test_a_rung_is_a_short_run_of_its_own_on_the_same_cards() -> None:
 
 
 def test_what_scales() -> None:
-    one = Climbed(1, 0, steps_per_s=10.0, rss=10**9, rss_all=10**9, host_used=3 * 10**9, host_total=16 * 10**9)
+    one = LadderResult(1, 0, steps_per_s=10.0, rss=10**9, rss_all=10**9, host_used=3 * 10**9, host_total=16 * 10**9)
     good = scaling(
         (
             one,
-            Climbed(4, 0, steps_per_s=9.0, rss=10**9, rss_all=35 * 10**8, host_used=55 * 10**8, host_total=16 * 10**9),
+            LadderResult(4, 0, steps_per_s=9.0, rss=10**9, rss_all=35 * 10**8, host_used=55 * 10**8, host_total=16 * 10**9),
         ),
         4,
     )
@@ -169,14 +177,14 @@ def test_what_scales() -> None:
         2 * 10**9,
     )
     assert good.efficiency == pytest.approx(0.9)
-    foretold = scaling((one, Climbed(4, 137)), 15)
+    foretold = scaling((one, LadderResult(4, 137)), 15)
     assert (foretold.efficiency, foretold.memory, foretold.memory_needed) == (None, "does not scale", 15 * 10**9)
     assert (
         ladder.memory_line(foretold, 15)
         == "memory does not scale: 15 ranks will need 14.0 GiB of 14.9 GiB host memory, and 1.9 GiB of it is in use by others"
     )
-    assert scaling((one, Climbed(2, 0, steps_per_s=7.9)), 2).throughput == "does not scale"
-    assert scaling((Climbed(1, 0),), 4) == ladder.Scaling()
+    assert scaling((one, LadderResult(2, 0, steps_per_s=7.9)), 2).throughput == "does not scale"
+    assert scaling((LadderResult(1, 0),), 4) == ladder.Scaling()
 
 
 # ---- climbing ----
@@ -300,9 +308,9 @@ def test_an_import_that_hangs_is_named_and_leaves_nothing(stoker: Stoker, monkey
     )
     stoker.script("t.py", "import slow\n")
     monkeypatch.chdir(stoker.cwd)
-    monkeypatch.setattr(imports, "IMPORT_S", 1.0)
+    monkeypatch.setattr(import_check, "IMPORT_S", 1.0)
     said: list[str] = []
-    verdict = imports.try_imports(Request(RunOptions(), "t.py", (), frozenset()), [], [], said.append, lambda: False)
+    verdict = import_check.try_imports(Request(RunOptions(), "t.py", (), frozenset()), [], [], said.append, lambda: False)
     assert verdict is not None and verdict.exit_code == 70 and "import slow at t.py:1 is not through" in verdict.summary
     pid = int((stoker.cwd / "pid").read_text())
     assert wait_for(lambda: True if _gone(pid) else None, 5)

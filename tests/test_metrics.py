@@ -32,11 +32,11 @@ from conftest import Stoker, at_length, gpu_json, machine_json, wait_for
 from netcluster import NetCluster
 from stoker.contract.evidence import Verdict
 from stoker.control.machine.model import GpuGauges, HostGauges
-from stoker.control.show import serving
-from stoker.control.show.metrics import docs, names, server
-from stoker.control.show.metrics.collect import Collector
-from stoker.control.show.metrics.page import CONTENT_TYPE, ENDED_S, Collected, Examined, render
-from stoker.control.show.snapshot import OFFLINE, Rank, Run, ServerLoad, Slow, Snapshot, Suspicion
+from stoker.control.show import http_server
+from stoker.control.show.metrics import metric_docs, metric_table, metrics_server
+from stoker.control.show.metrics.metrics_collector import Collector
+from stoker.control.show.metrics.metrics_page import CONTENT_TYPE, ENDED_S, Collected, Examined, render
+from stoker.control.show.snapshot import OFFLINE, RankView, RunView, ServerLoad, SlowRank, Snapshot, Suspicion
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -54,7 +54,7 @@ def series(page: bytes) -> Series:
     for family in text_string_to_metric_families(page.decode()):
         for sample in family.samples:
             # To prometheus-client a counter ends in _total; DCGM's end in _TOTAL, or do not.
-            name = sample.name if sample.name in names.ALL else sample.name.removesuffix("_total")
+            name = sample.name if sample.name in metric_table.ALL else sample.name.removesuffix("_total")
             key = name, frozenset(sample.labels.items())
             assert key not in found, f"twice: {key}"
             found[key] = sample.value
@@ -69,17 +69,17 @@ def value(page: bytes, name: str, **labels: str) -> float | None:
     return matching[0] if matching else None
 
 
-def a_run(**more: Any) -> Run:
+def a_run(**more: Any) -> RunView:
     told: dict[str, Any] = {
         "id": "r1", "name": "exp", "dir": "/runs/r1", "user": "me", "mine": True, "state": "running", "started": NOW - 100, "updated": NOW,
     }  # fmt: skip
-    return Run(**{**told, **more})
+    return RunView(**{**told, **more})
 
 
 def everything() -> Snapshot:
     """With a value for every metric."""
     ranks = tuple(
-        Rank(
+        RankView(
             rank,
             "train",
             rank,
@@ -114,7 +114,7 @@ def everything() -> Snapshot:
         suspicion=Suspicion(NOW - 5, "suspicion", "hang.lock", "no progress"),
         ranks=ranks,
         servers=(ServerLoad("server", 2, 1204, 350_112, 90_000, 3, 1, 7, 12.5, 3500.0),),
-        slow=(Slow(1, "GPU1", "box", "GPU-1", "slow.throttle", "hot", 0.9, 2.0, NOW, "rank 1 is slow"),),
+        slow=(SlowRank(1, "GPU1", "box", "GPU-1", "slow.throttle", "hot", 0.9, 2.0, NOW, "rank 1 is slow"),),
     )
     ended = a_run(id="r2", state="failed", verdict=Verdict("failed", "rank.exception", "boom", 3, run="r2"))
     host = HostGauges(
@@ -172,11 +172,11 @@ def test_every_metric_is_exported_and_documented() -> None:
     examined = Examined("box", NOW, {("host.shm", "fail"): 1})
     pages = [render(everything(), DONE, examined, dialect) for dialect in ("classic", "4.9")]
     exported = {name for page in pages for name, _ in series(page)}
-    assert exported == set(names.ALL)
-    assert (ROOT / "docs" / "metrics.md").read_text() == docs.page(), (
-        "run: python -m stoker.control.show.metrics.docs > docs/metrics.md"
+    assert exported == set(metric_table.ALL)
+    assert (ROOT / "docs" / "metrics.md").read_text() == metric_docs.page(), (
+        "run: python -m stoker.control.show.metrics.metric_docs > docs/metrics.md"
     )
-    labels = {label for row in names.ALL.values() for label in row.labels}
+    labels = {label for row in metric_table.ALL.values() for label in row.labels}
     assert not labels & {"step", "pid", "loss", "time"}
 
 
@@ -222,7 +222,7 @@ HOSTILE = 'x"} 1\nstoker_training_loss{run="y\\\udc80\x1b[31m'
 
 def test_whatever_a_run_writes_the_page_stays_a_page() -> None:
     """Names that would end a label, numbers that are none, the same rank twice."""
-    rank = Rank(0, HOSTILE, 0, HOSTILE, HOSTILE, HOSTILE, state="running", phase=HOSTILE)
+    rank = RankView(0, HOSTILE, 0, HOSTILE, HOSTILE, HOSTILE, state="running", phase=HOSTILE)
     run = a_run(
         id=HOSTILE,
         name=HOSTILE,
@@ -322,7 +322,7 @@ def test_alerts_and_dashboards_name_what_is_exported() -> None:
     boards = {path: path.read_text() for path in (DEPLOY / "grafana").glob("*.json")}
     assert len(boards) == 2
     for text in (rules, tests, *boards.values()):
-        assert {word for word in re.findall(r"\bstoker_\w+", text)} <= set(names.ALL)
+        assert {word for word in re.findall(r"\bstoker_\w+", text)} <= set(metric_table.ALL)
     for text in boards.values():
         check_dashboard(json.loads(text))
     assert len({json.loads(text)["uid"] for text in boards.values()}) == 2
@@ -336,10 +336,10 @@ def test_alerts_and_dashboards_name_what_is_exported() -> None:
 
 @contextmanager
 def served(page: bytes | None = b"stoker_up 1\n") -> Iterator[int]:
-    listening = serving.listen("127.0.0.1", 0)
+    listening = http_server.listen("127.0.0.1", 0)
     port = listening.getsockname()[1]
     over = threading.Event()
-    made = server.MetricsServer(listening, lambda: page, CONTENT_TYPE)
+    made = metrics_server.MetricsServer(listening, lambda: page, CONTENT_TYPE)
     thread = threading.Thread(target=made.serve, args=(over.is_set, 0.05))
     thread.start()
     try:
@@ -417,9 +417,9 @@ def test_a_thousand_malformed_requests_leave_it_alive() -> None:
 
 
 def test_clients_that_never_finish_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "IDLE_S", 0.5)
+    monkeypatch.setattr(http_server, "IDLE_S", 0.5)
     with served() as port:
-        idle = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(serving.MAX_CLIENTS + 10)]
+        idle = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(http_server.MAX_CLIENTS + 10)]
         for client in idle:
             client.sendall(b"GET /metrics HTTP/1.1\r\n")
         assert get(port)[0] == 200

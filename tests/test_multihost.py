@@ -506,7 +506,7 @@ def route(*ways: tuple[str, str | None], reached: str | None = None) -> dict[str
 def test_addresses_and_interfaces_are_found_without_names() -> None:
     from stoker.contract.errors import Refusal
     from stoker.control.cluster.hosts import Host
-    from stoker.control.launch import network
+    from stoker.control.launch import host_setup
 
     hosts = [
         Host("here", "localhost", here=True),
@@ -514,14 +514,14 @@ def test_addresses_and_interfaces_are_found_without_names() -> None:
         Host("alias", "alias"),
         Host("told", "told", "10.0.0.4", interface="ib0"),
     ]
-    known = network.known(hosts)
+    known = host_setup.known(hosts)
     assert known == {"10.0.0.2": "10.0.0.2", "told": "10.0.0.4"}, "a name is no address, and loopback none for others"
-    known = network.reached({"alias": route(reached="10.0.0.3"), "here": route()}, known)
+    known = host_setup.reached({"alias": route(reached="10.0.0.3"), "here": route()}, known)
     answers = {host.name: route(*((to, "eth0") for to in known.values())) for host in hosts}
-    whole = network.complete(hosts, answers, known)
+    whole = host_setup.complete(hosts, answers, known)
     assert whole == {**known, "alias": "10.0.0.3", "here": "10.0.0.9"}
     answers = {host.name: route(*((to, "eth0") for to in whole.values())) for host in hosts}
-    assert network.interfaces(hosts, answers, whole) == {
+    assert host_setup.interfaces(hosts, answers, whole) == {
         "here": "eth0",
         "10.0.0.2": "eth0",
         "alias": "eth0",
@@ -529,7 +529,7 @@ def test_addresses_and_interfaces_are_found_without_names() -> None:
     }
     answers["alias"] = route(("10.0.0.9", None))
     with pytest.raises(Refusal, match=r"alias has no way to 10.0.0.9 \(No route to host\)"):
-        network.interfaces(hosts, answers, whole)
+        host_setup.interfaces(hosts, answers, whole)
 
 
 def test_one_machine_under_two_names_is_refused(stoker: Stoker, netcluster: NetCluster) -> None:

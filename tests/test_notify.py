@@ -24,8 +24,8 @@ from conftest import Stoker
 from stoker.contract.errors import Refusal
 from stoker.contract.evidence import Verdict
 from stoker.control.launch import notify
+from stoker.control.launch.children import own_program
 from stoker.control.launch.notify import Notifier, Target, target
-from stoker.control.launch.ourselves import own_program
 
 BOOM = """import json, os
 with open(os.path.join(os.environ["STOKER_RUN_DIR"], "metrics.jsonl"), "w") as file:
@@ -342,7 +342,7 @@ def test_a_message_about_a_restart_ends_while_the_run_goes_on() -> None:
         verdict = Verdict("failed", "rank.exit", "it ended", 3, None).to_json()
         topic = {"kind": "ntfy", "to": f"http://127.0.0.1:{server.getsockname()[1]}/topic"}
         message = {"target": topic, "verdict": verdict, "what": "restarting", "run_dir": "", "seconds": 2.0}
-        argv = own_program("stoker.control.show.notice", "entry")
+        argv = own_program("stoker.control.show.notification", "entry")
         done = subprocess.run(argv, input=json.dumps(message), capture_output=True, text=True, timeout=60, check=False)
         over.set()
         thread.join()

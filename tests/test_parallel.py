@@ -106,11 +106,11 @@ def test_weighted_by_tokens_an_uneven_split_gives_the_gradient_of_one_process(
 ASKS_FOR_MUCH = """
 import sys
 import torch
-from stoker.contract import hostmemory
+from stoker.contract import host_memory
 from stoker.training.parallel.config import ParallelConfig
 from stoker.training.parallel.group import Group
 
-hostmemory.memory = lambda: (8 << 30, 1 << 30, 8 << 30)
+host_memory.read_memory = lambda: (8 << 30, 1 << 30, 8 << 30)
 Group(ParallelConfig(strategy="ddp", device="cpu"))
 torch.zeros(int(sys.argv[1]) << 20, dtype=torch.uint8)
 """

@@ -17,9 +17,9 @@ import pytest
 from conftest import Stoker, Terminal, forget_verdict, tagged, wait_for
 from stoker.contract.errors import Refusal
 from stoker.contract.safe_io import refuse_other_extension
-from stoker.control.record import finder, reader
-from stoker.control.record.metrics import Metrics, read_metrics
-from stoker.control.record.writer import RunRecord
+from stoker.control.record import run_index, run_record
+from stoker.control.record.metrics_log import MetricsReader, read_metrics
+from stoker.control.record.run_writer import RunWriter
 
 COUNT = "import os, sys, time\nfor i in range(int(sys.argv[1])): print('step', i, flush=True); time.sleep(0.05)\n"
 
@@ -314,7 +314,7 @@ def test_a_torn_record_is_read_as_far_as_it_goes(stoker: Stoker) -> None:
         file.write(b'{"event": "half')
     (done.run_dir / "verdict.json").write_text('{"status": "comp')
     assert json.loads(stoker("why", "--json").out)["cause"] == "completed"  # the event has it
-    assert [event["event"] for event in reader.events(str(done.run_dir))][-1] == "verdict"
+    assert [event["event"] for event in run_record.read_events(str(done.run_dir))][-1] == "verdict"
     forget_verdict(done.run_dir)
     assert json.loads(stoker("why", "--json").out)["cause"] == "launch.killed"
     (stoker.cwd / "runs" / "junk").mkdir()
@@ -406,7 +406,7 @@ def test_a_log_that_is_a_pipe_is_not_waited_for(stoker: Stoker, name: str) -> No
     assert shown.code == 66 and shown.err.count("\n") == 1 and "named pipe" in shown.err, shown.err
     if name == "stoker.log":
         with pytest.raises(Refusal, match="can't be written"):
-            RunRecord(str(done.run_dir), "here", reopened=True)
+            RunWriter(str(done.run_dir), "here", reopened=True)
 
 
 def test_metrics_that_are_a_pipe_are_one_line(tmp_path: Path) -> None:
@@ -421,7 +421,7 @@ def test_metrics_of_a_resumed_run_are_cut_line_by_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     tracemalloc.start()
     try:
-        Metrics(str(tmp_path), resumed_at=40_000).close()
+        MetricsReader(str(tmp_path), resumed_at=40_000).close()
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -432,11 +432,11 @@ def test_metrics_of_a_resumed_run_are_cut_line_by_line(tmp_path: Path) -> None:
 def test_a_record_that_no_check_foresaw_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text('{"schema": 1}')
-    monkeypatch.setattr(reader, "_check", lambda data: data["schema"]["x"])
-    listing = finder.look(str(tmp_path))
+    monkeypatch.setattr(run_record, "_check", lambda data: data["schema"]["x"])
+    listing = run_index.list_runs(str(tmp_path))
     assert not listing.runs and "run: it can't be read: TypeError" in listing.skipped
     with pytest.raises(Refusal, match="is damaged: it can't be read: TypeError"):
-        finder.find(str(tmp_path / "run"), str(tmp_path))
+        run_index.find_run(str(tmp_path / "run"), str(tmp_path))
 
 
 def test_a_file_that_somebody_named_replaces_its_own_kind_only(stoker: Stoker, tmp_path: Path) -> None:

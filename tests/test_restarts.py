@@ -14,23 +14,23 @@ import pytest
 from conftest import Stoker, gpu_json, machine_json, wait_for
 from stoker.contract.evidence import RankError, RankExit, Verdict
 from stoker.control.launch.attempt import Attempt
-from stoker.control.launch.options import RunOptions
-from stoker.control.launch.plan import Role, RunPlan
-from stoker.control.launch.restarts import CAN_HALVE, Again, Restarts
+from stoker.control.launch.restart import CAN_HALVE, Restart, RestartState
+from stoker.control.plan.options import RunOptions
+from stoker.control.plan.run_plan import RolePlan, RunPlan
 
 
 def plan_with(max_restarts: int) -> RunPlan:
-    return RunPlan((), (Role("default", (), 2, True, max_restarts),), ("",), False, False, {}, (), {})
+    return RunPlan((), (RolePlan("default", (), 2, True, max_restarts),), ("",), False, False, {}, (), {})
 
 
 class Policy:
     """Of a job with one role."""
 
     def __init__(self, max_restarts: int = 0, debug_retry: bool = False) -> None:
-        self._restarts = Restarts(RunOptions(debug_retry=debug_retry))
+        self._restarts = RestartState(RunOptions(debug_retry=debug_retry))
         self._plan = plan_with(max_restarts)
 
-    def decide(self, verdict: Verdict, attempt: Attempt, lived_s: float) -> tuple[Verdict, Again | None]:
+    def decide(self, verdict: Verdict, attempt: Attempt, lived_s: float) -> tuple[Verdict, Restart | None]:
         attempt.plan = self._plan
         return self._restarts.decide(verdict, attempt, lived_s)
 

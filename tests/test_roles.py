@@ -18,11 +18,11 @@ from conftest import Stoker, at_length, at_length_but, gpu_json, machine_json, t
 from netcluster import NetCluster, why_not
 from stoker.cli.roles import by_allocation
 from stoker.contract.errors import Refusal
-from stoker.control.roles import allocation, role, served
-from stoker.control.roles.placing import Card, deal, moved
-from stoker.control.roles.ready import Watching
+from stoker.control.roles import allocation, role, service_address
+from stoker.control.roles.placement import GpuSlot, deal, moved
+from stoker.control.roles.ready_check import ReadyWatch
 from stoker.control.roles.role import Ready, RoleSpec
-from stoker.control.roles.served import Served
+from stoker.control.roles.service_address import Served
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import roles
@@ -683,15 +683,15 @@ def test_a_server_sees_all_its_gpus_and_each_trainer_its_own(stoker: Stoker) -> 
 )
 def test_allocations_that_make_no_sense(text: str, said: str) -> None:
     with pytest.raises(Refusal) as refused:
-        allocation.parse(text)
+        allocation.parse_allocation(text)
     assert said in refused.value.line and text in refused.value.line
 
 
 def test_allocations_in_both_spellings() -> None:
-    old, new = allocation.parse("sglang.d1t1p1+d3t1p1"), allocation.parse("sglang:d1+fsdp:d3")
+    old, new = allocation.parse_allocation("sglang.d1t1p1+d3t1p1"), allocation.parse_allocation("sglang:d1+fsdp:d3")
     assert [(part.serves, part.world, part.replicas, part.gpus) for part in old] == [(True, 1, 1, 1), (False, 3, 3, 1)]
     assert [part.world for part in new] == [1, 3]
-    three = allocation.parse("sglang[rollout]:d2+fsdp[actor]:d4|fsdp[critic]:d4")
+    three = allocation.parse_allocation("sglang[rollout]:d2+fsdp[actor]:d4|fsdp[critic]:d4")
     assert allocation.needed(three) == 6 and [part.group for part in three] == [0, 1, 1]
     specs = [RoleSpec(name, ("x",)) for name in ("critic", "rollout", "actor")]
     plan = by_allocation(specs, "sglang[rollout]:d2+fsdp[actor]:d4|fsdp[critic]:d4")
@@ -718,22 +718,22 @@ def test_allocations_in_both_spellings() -> None:
 )
 def test_an_allocation_that_does_not_fit_is_refused_with_one_that_does(text: str, gpus: int, fits: str) -> None:
     with pytest.raises(Refusal) as refused:
-        allocation.check(text, allocation.parse(text), gpus)
+        allocation.check(text, allocation.parse_allocation(text), gpus)
     assert (f"; {fits}" in refused.value.line) if fits else refused.value.line.endswith("can be used")
     if fits:
-        other = allocation.parse(fits.split()[0])
+        other = allocation.parse_allocation(fits.split()[0])
         allocation.check(fits, other, gpus)
 
 
 def test_gpus_are_dealt_once_each() -> None:
-    cards = [Card(f"u{n}", f"GPU{n}", n) for n in range(4)]
+    cards = [GpuSlot(f"u{n}", f"GPU{n}", n) for n in range(4)]
     specs = [RoleSpec("s", ("x",), 1, 2), RoleSpec("t", ("x",), 2), RoleSpec("log", ("x",), 1, 0)]
     dealt = deal(specs, cards)
     indices = {name: [[card.index for card in seat.cards] for seat in seats] for name, seats in dealt.items()}
     assert indices == {"s": [[0, 1]], "t": [[2], [3]], "log": [[]]}
     with pytest.raises(Refusal, match=r"the roles need 4 GPUs \(s 2, t 2\) and 3 can be used"):
         deal(specs, cards[:3])
-    far = [Card(f"u{n}", f"{host}/GPU{n}", n, host) for host in "ab" for n in range(3)]
+    far = [GpuSlot(f"u{n}", f"{host}/GPU{n}", n, host) for host in "ab" for n in range(3)]
     two = [RoleSpec("s", ("x",), 2, 2), RoleSpec("t", ("x",), 2)]
     dealt = deal(two, far, hosts=("a", "b"))
     assert [seat.host for seat in dealt["s"]] == ["a", "b"], "two GPUs of one process are on one host"
@@ -886,7 +886,7 @@ def test_another_users_server_or_file_makes_no_role_ready(stoker: Stoker, tmp_pa
         listen()
     try:
         port = int(os.read(told[0], 10))
-        watching = Watching(Ready("port", ""), [("127.0.0.1", port)], 0.0, 1)
+        watching = ReadyWatch(Ready("port", ""), [("127.0.0.1", port)], 0.0, 1)
         assert wait_for(lambda: watching.newest or None, 10) == f"port {port} is in use by nobody"
         assert not watching.ready.is_set()
         watching.close()
@@ -896,7 +896,7 @@ def test_another_users_server_or_file_makes_no_role_ready(stoker: Stoker, tmp_pa
     file = tmp_path / "there"
     file.symlink_to("/tmp")
     os.chown(file, 65534, 65534, follow_symlinks=False)
-    watching = Watching(Ready("file", str(file)), [], 0.0, 1)
+    watching = ReadyWatch(Ready("file", str(file)), [], 0.0, 1)
     assert wait_for(lambda: watching.newest or None, 10) == f"{file} belongs to nobody" and not watching.ready.is_set()
     watching.close()
 
@@ -961,4 +961,4 @@ def test_a_servers_progress_is_its_requests_and_tokens(stoker: Stoker) -> None:
     ],
 )  # fmt: skip
 def test_what_a_page_of_metrics_counts(page: str, found: Served | None) -> None:
-    assert served.parse(page) == found
+    assert service_address.parse(page) == found

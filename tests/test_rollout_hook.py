@@ -20,7 +20,7 @@ import test_guide  # noqa: E402
 from conftest import at_length  # noqa: E402
 from forked_ranks import server  # noqa: E402
 from stoker.contract.errors import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402
-from stoker.control.record.rollouts import read_rollouts  # noqa: E402
+from stoker.control.record.rollouts_log import read_rollouts  # noqa: E402
 from stoker.training.config.flags import parse  # noqa: E402
 from stoker.training.config.layers import gather  # noqa: E402
 from stoker.training.generate.config import GenerateConfig  # noqa: E402

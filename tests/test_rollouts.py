@@ -10,7 +10,7 @@ import pytest
 
 from stoker.cli import rollouts as command
 from stoker.contract.errors import EX_NOINPUT, Refusal
-from stoker.control.record.rollouts import ENDS, OF_A_STEP, Rollout, Rollouts, read_rollouts, summary
+from stoker.control.record.rollouts_log import ENDS, OF_A_STEP, Rollout, Rollouts, read_rollouts, summary
 
 
 def rollout(step: int, row: int = 0, answer: str = "x", reward: float = 0.5, prompt: object = "?") -> Rollout:

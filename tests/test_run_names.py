@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch")
 
 from conftest import Done, Stoker, at_length_but
-from stoker.control.record.rollouts import Rollout, Rollouts
+from stoker.control.record.rollouts_log import Rollout, Rollouts
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 400
 TINY = (

@@ -145,7 +145,7 @@ def test_when_the_engine_fails_clients_hear_of_it_and_the_server_ends(folder: Pa
     code = """
 import sys
 from stoker.cli import serve
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal
 from stoker.training.serve.engine import PagedEngine
 step = PagedEngine.step
 def failing(engine):

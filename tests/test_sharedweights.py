@@ -14,7 +14,7 @@ import pytest
 
 from localuser import VICTIM, start_as, wait
 from stoker.contract import shared_weights
-from stoker.control.doctor import clean, debris
+from stoker.control.doctor import cleanup, stale_files
 
 
 @pytest.fixture
@@ -28,9 +28,9 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 KILLED = """
 import os, signal, sys
-from stoker.contract import sharedweights
-sharedweights.PLACE = sys.argv[1]
-made = sharedweights.SharedFolder()
+from stoker.contract import shared_weights
+shared_weights.SHM = sys.argv[1]
+made = shared_weights.SharedFolder()
 os.mkdir(f"{made.path}/version-00000001")
 with open(f"{made.path}/version-00000001/model.safetensors", "wb") as file:
     file.write(bytes(8192))
@@ -53,9 +53,9 @@ def test_what_a_killed_process_left_is_swept_and_what_lives_stays(place: Path) -
         trainer.kill()
         trainer.wait()
         assert list(shared_weights.find_dead_folders()) == [str(top)]
-        (found,) = debris.find_debris(str(place / "no-tmp"), str(place))
-        assert (found.kind, found.path) == (debris.WEIGHTS, str(top)) and found.size >= 8192
-        assert clean.remove_debris([found]) == [] and not top.exists() and Path(mine.path).exists()
+        (found,) = stale_files.find_debris(str(place / "no-tmp"), str(place))
+        assert (found.kind, found.path) == (stale_files.WEIGHTS, str(top)) and found.size >= 8192
+        assert cleanup.remove_debris([found]) == [] and not top.exists() and Path(mine.path).exists()
     finally:
         os.kill(worker, signal.SIGKILL)
         trainer.kill()
@@ -101,8 +101,8 @@ def test_only_closed_folders_of_ones_own_user_count(place: Path) -> None:
 FILLED = """
 import os, sys
 import torch
-from stoker.contract import sharedweights
-from stoker.contract.names import Refusal
+from stoker.contract import shared_weights
+from stoker.contract.errors import Refusal
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.config import ParallelConfig
@@ -135,7 +135,7 @@ first, second = publisher("first", 0), publisher("second", 1)
 print(first(0).folder, second(0).folder)
 fill(300_000)
 print(first(1).folder)
-sharedweights.why_no_room = lambda size: ""  # it looked well, and then somebody was faster
+shared_weights.why_too_large = lambda size: ""  # it looked well, and then somebody was faster
 os.unlink("/dev/shm/other")
 fill(100_000)
 print(second(1).folder, os.listdir("second/published"), os.listdir("/dev/shm"))

@@ -21,18 +21,18 @@ from stoker.contract.frozen import replace
 from stoker.contract.safe_io import write_atomic
 from stoker.control.machine.gauges import Gauges, HostMeter
 from stoker.control.machine.model import OFFLINE, GpuGauges, HostGauges
-from stoker.control.record import history, reader
-from stoker.control.record.history import HistoryTail, HistoryWriter, Members, Moment
+from stoker.control.record import history, run_record
+from stoker.control.record.history import HistoryPoint, HistoryTail, HistoryWriter, Members
 from stoker.control.show import curves
-from stoker.control.show.columns import Columns, Layout
+from stoker.control.show.charts import Line, chart, columns_of, fitted, mean, short, sparkline
+from stoker.control.show.collector import SnapshotCollector
 from stoker.control.show.comparison import differing, noise
 from stoker.control.show.curves import Curve, MetricsTail, newest_line
-from stoker.control.show.drawing import Line, chart, columns_of, fitted, mean, short, sparkline
-from stoker.control.show.folder import EventTail, RunFolder
-from stoker.control.show.gather import Gatherer
-from stoker.control.show.joined import late_rank, why_card, why_host
-from stoker.control.show.snapshot import Rank, Run, Snapshot, snapshot_from_json
-from stoker.control.show.top.player import Replay
+from stoker.control.show.printed_metrics import Columns, Layout
+from stoker.control.show.run_tail import EventTail, RunTail
+from stoker.control.show.slow_rank import late_rank, why_card, why_host
+from stoker.control.show.snapshot import RankView, RunView, Snapshot, snapshot_from_json
+from stoker.control.show.top.replay import Replay
 from stoker.control.verdict import judge  # noqa: F401 (fills the catalogue)
 from stoker.control.verdict.catalogue import CATALOGUE
 from stoker.control.watch.straggler import waiting_shares
@@ -83,7 +83,7 @@ def test_a_running_job_is_seen_with_ranks_cards_and_hosts(stoker: Stoker, monkey
     go = stoker.cwd / "go"
     env = {"STOKER_MACHINE": machine}
     job = stoker.start("run", "--nproc-per-node", "2", script, "10", str(go), env=env)
-    gatherer = Gatherer(str(stoker.cwd / "runs"))
+    gatherer = SnapshotCollector(str(stoker.cwd / "runs"))
 
     def seen() -> Snapshot | None:
         snapshot = same_in_json(gatherer.snapshot())
@@ -110,7 +110,7 @@ def test_a_running_job_is_seen_with_ranks_cards_and_hosts(stoker: Stoker, monkey
     assert [rank.state for rank in ended.ranks] == ["ended", "ended"]
     moments = history.read_history(run.dir)
     assert moments[-1].of_rank(1)["step"] == 10 and moments[-1].attempt == 0
-    replay = Replay(record := reader.read(run.dir))  # type: ignore[arg-type]
+    replay = Replay(record := run_record.read_run(run.dir))  # type: ignore[arg-type]
     assert record is not None and len(replay.moments) == len(moments)
     last = same_in_json(replay.snapshot(len(moments) - 1)).runs[0]
     first = same_in_json(replay.snapshot(0)).runs[0]
@@ -126,10 +126,10 @@ def test_a_short_job_has_no_history(finished: Stoker) -> None:
     assert not (finished.latest / "history").exists()
 
 
-def moment(at: float, ranks: int = 2, attempt: int = 0, **columns: Any) -> Moment:
+def moment(at: float, ranks: int = 2, attempt: int = 0, **columns: Any) -> HistoryPoint:
     members = Members(tuple(range(ranks)), (("here", "GPU-1"),), ("here",))
     step = {"step": tuple(int(at) for _ in range(ranks)), **columns}
-    return Moment(at, attempt, members, step, {"power": (at,), "throttle": (("power cap",) if at == 10 else (),)}, {})
+    return HistoryPoint(at, attempt, members, step, {"power": (at,), "throttle": (("power cap",) if at == 10 else (),)}, {})
 
 
 class Folder:
@@ -209,7 +209,7 @@ def test_damaged_half_written_and_deleted_folders_are_shown_as_they_are(finished
     metrics_file(root / "nan", [5.0, "nan", float("1e400"), 4.0, "inf"], tokens_per_s=10**400)
     (root / "nan" / "history").symlink_to("/etc")
     (root / "empty").mkdir()
-    gatherer = Gatherer(str(root))
+    gatherer = SnapshotCollector(str(root))
     snapshot = same_in_json(gatherer.snapshot([name.name for name in root.iterdir()]))
     states = {run.id: run.state for run in snapshot.runs}
     assert states["cut"] == states["no-json"] == "damaged" and "empty" not in states
@@ -230,7 +230,7 @@ def test_a_clock_that_was_set_back_gives_no_negative_times(finished: Stoker) -> 
     lines = [json.loads(line) for line in events.read_text().splitlines()]
     lines[-1]["time"] = 1.0
     events.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (run,) = Gatherer(str(finished.cwd / "runs")).snapshot().runs
+    (run,) = SnapshotCollector(str(finished.cwd / "runs")).snapshot().runs
     assert run.seconds == 0.0
     tail = MetricsTail(str(finished.latest))
     metrics_file(finished.latest, [3.0, 2.0, 1.0])
@@ -262,12 +262,12 @@ def test_a_run_of_the_future_and_of_a_clock_that_jumps_is_shown(stoker: Stoker) 
         writer.close()
 
     try:
-        wait_for(lambda: any(run.phase == "eval" for run in Gatherer(root).snapshot().runs) or None, 60.0)
+        wait_for(lambda: any(run.phase == "eval" for run in SnapshotCollector(root).snapshot().runs) or None, 60.0)
         run_dir = stoker.latest
         events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
         for ends in (ahead, 1.0):
             shifted(ends)
-            (run,) = same_in_json(Gatherer(root).snapshot()).runs
+            (run,) = same_in_json(SnapshotCollector(root).snapshot()).runs
             assert (run.state, run.step) == ("running", 3) and run.seconds is not None and run.seconds >= 0
             ages = [age for rank in run.ranks for age in (rank.beat_age, rank.step_s) if age is not None]
             assert all(age >= 0 for age in ages) and (run.eta_s is None or run.eta_s >= 0)
@@ -290,12 +290,12 @@ def test_the_step_is_of_the_ranks_that_still_run(finished: Stoker) -> None:
     (run_dir / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in kept))
     folder = Folder(run_dir)
     folder.writer().write(moment(1.0, 3, step=(3, 2, 1)))
-    record = reader.read(str(run_dir))
+    record = run_record.read_run(str(run_dir))
     assert record is not None
-    assert RunFolder(record).run(2.0, watched=False).step == RunFolder(record).run(2.0, watched=True).step == 1
+    assert RunTail(record).run(2.0, watched=False).step == RunTail(record).run(2.0, watched=True).step == 1
 
 
-def recipe_run(finished: Stoker, name: str, logged: float, moment_at: float, verdict: bool = False) -> RunFolder:
+def recipe_run(finished: Stoker, name: str, logged: float, moment_at: float, verdict: bool = False) -> RunTail:
     """A recipe's run whose ranks have not ended: 21 steps in its metrics since `logged`, none in its history's moment."""
     run_dir = finished.cwd / "runs" / name
     shutil.copytree(finished.latest, run_dir)
@@ -309,9 +309,9 @@ def recipe_run(finished: Stoker, name: str, logged: float, moment_at: float, ver
     line = {"schema": 1, "time": logged, "step": 20, "total_steps": 60, "loss": 1.0}
     (run_dir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     Folder(run_dir).writer().write(moment(moment_at, 2, step=(0, 0)))
-    record = reader.read(str(run_dir))
+    record = run_record.read_run(str(run_dir))
     assert record is not None
-    return RunFolder(record)
+    return RunTail(record)
 
 
 def test_ranks_have_made_the_steps_that_the_run_has_made(finished: Stoker) -> None:
@@ -338,9 +338,9 @@ def test_ranks_of_a_run_that_was_stopped_have_not_failed(stoker: Stoker) -> None
     finally:
         child.terminate()
         child.wait(60)
-    record = reader.read(str(stoker.latest))
+    record = run_record.read_run(str(stoker.latest))
     assert record is not None
-    run = RunFolder(record).run(time.time(), watched=True)
+    run = RunTail(record).run(time.time(), watched=True)
     assert run.state == "stopped" and {rank.exit_code for rank in run.ranks} == {-signal.SIGTERM}
     assert {rank.state for rank in run.ranks} == {"stopped"}
     shown = stoker("top", "--once", "endless").out
@@ -401,7 +401,7 @@ def test_lines_cut_into_columns_are_what_json_makes_of_them(tmp_path: Path) -> N
 
 def test_a_viewer_that_needs_the_newest_values_alone_reads_no_more(finished: Stoker) -> None:
     metrics_file(finished.latest, [5.0] * 10_000 + [4.0], tokens_per_s=7)
-    (run,) = Gatherer(str(finished.cwd / "runs"), whole_curves=False).snapshot([finished.latest.name]).runs
+    (run,) = SnapshotCollector(str(finished.cwd / "runs"), whole_curves=False).snapshot([finished.latest.name]).runs
     assert (run.step, run.loss, run.tokens_per_s) == (10_001, 4.0, 7) and 0 < len(run.curve) < 500
 
 
@@ -409,7 +409,7 @@ def test_finished_runs_are_not_read_again(finished: Stoker, monkeypatch: pytest.
     root = finished.cwd / "runs"
     for number in range(20):
         shutil.copytree(finished.latest, root / f"copy-{number}")
-    gatherer = Gatherer(str(root), machine=False)
+    gatherer = SnapshotCollector(str(root), machine=False)
     assert len(gatherer.snapshot().runs) == 21
     opened: list[str] = []
     monkeypatch.setattr("stoker.contract.safe_io.open_below", lambda *names: opened.append(str(names)))
@@ -419,20 +419,20 @@ def test_finished_runs_are_not_read_again(finished: Stoker, monkeypatch: pytest.
 # ---- who is slow, and why ----
 
 
-def rank(number: int, **more: Any) -> Rank:
-    return Rank(
+def rank(number: int, **more: Any) -> RankView:
+    return RankView(
         number, "main", number, f"GPU{number}", more.pop("host", "here"), f"GPU-{number}", state="running", **more
     )
 
 
 def test_the_slow_rank_its_card_and_what_the_others_wait(finished: Stoker) -> None:
-    from stoker.control.show.joined import slow_ranks
+    from stoker.control.show.slow_rank import slow_ranks
 
-    record = reader.load(str(finished.latest))
+    record = run_record.load_run(str(finished.latest))
     assert record is not None
-    folder = RunFolder(record)
+    folder = RunTail(record)
     ranks = tuple(rank(n, waiting=0.05 if n == 2 else 0.43, step_s=2.1) for n in range(4))
-    run = Run("exp", "exp", "", "me", True, "running", 1.0, ranks=ranks)
+    run = RunView("exp", "exp", "", "me", True, "running", 1.0, ranks=ranks)
     cards = [GpuGauges(n, f"GPU-{n}", host="here", throttle=("power cap",)) for n in range(4)]
     cards[2] = replace(cards[2], throttle=("power cap", "hardware thermal slowdown"), temperature=93)
     (slow,) = slow_ranks(run, folder, [HostGauges("here", cpu=1.0)], cards)
@@ -514,7 +514,7 @@ def test_this_host_is_read_and_a_recorded_card_in_base_units(tmp_path: Path) -> 
     assert here.memory_total and here.disk_free and here.disk_total and (here.cpu is None or 0 <= here.cpu <= 1)
     _, cards = Gauges(str(MACHINES / "hot-and-narrow.json")).read()
     assert cards[1].utilization == 0.95 and cards[1].throttle == ("power cap",)
-    gatherer = Gatherer(str(tmp_path))
+    gatherer = SnapshotCollector(str(tmp_path))
     away = HostGauges("away", state=OFFLINE, reason="connection refused"), ()
     snapshot = same_in_json(gatherer.snapshot(elsewhere=[away]))
     assert snapshot.host("away") == replace(away[0], recent=snapshot.hosts[1].recent)
@@ -793,7 +793,7 @@ def test_a_name_of_several_runs_means_the_newest_and_says_so(finished: Stoker) -
 
 def test_the_end_of_a_training_shows_its_loss(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from stoker.control.show.farewell import show_loss
+    from stoker.control.show.final_chart import show_loss
 
     said: list[str] = []
     show_loss(str(tmp_path), said.append)
@@ -808,7 +808,7 @@ def test_the_end_of_a_training_shows_its_loss(tmp_path: Path) -> None:
 
 
 def test_viewers_load_nothing_heavy() -> None:
-    code = "import sys, stoker.control.show.gather, stoker.cli.runs, stoker.cli.plot, stoker.cli.compare; print([m for m in ('torch', 'numpy', 'matplotlib', 'textual', 'yaml') if m in sys.modules])"
+    code = "import sys, stoker.control.show.collector, stoker.cli.runs, stoker.cli.plot, stoker.cli.compare; print([m for m in ('torch', 'numpy', 'matplotlib', 'textual', 'yaml') if m in sys.modules])"
     import sys
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -20,11 +20,11 @@ from stoker.contract.errors import Refusal
 from stoker.contract.evidence import Verdict
 from stoker.contract.process import find_process
 from stoker.contract.slurm_job import SlurmJob
-from stoker.control.machine.origin import Origin
+from stoker.control.machine.run_origin import Origin
 from stoker.control.scheduler import slurm as engine
-from stoker.control.scheduler import slurm_runs
+from stoker.control.scheduler import slurm_job
 from stoker.control.scheduler.slurm_submit import SubmitOptions, limit_s, make_script, seeds, slurm_time
-from stoker.control.verdict import slurm as words
+from stoker.control.verdict import slurm_ends as words
 
 ALL_REDUCE = """
 import os, sys, torch, torch.distributed as dist
@@ -597,7 +597,7 @@ def test_the_words_slurm_uses_are_read() -> None:
     }
     assert {text: limit_s(text) for text in spelled} == spelled
     assert seeds("0-4") == [0, 1, 2, 3, 4] and seeds("1,7,10-14:2%2") == [1, 7, 10, 12, 14]
-    job = slurm_runs.read_accounting("12|CANCELLED by 1000|0:15|None|node[1-2]|01:00:00")
+    job = slurm_job.read_accounting("12|CANCELLED by 1000|0:15|None|node[1-2]|01:00:00")
     assert job == SlurmJob("12", "CANCELLED", "", 0, 15, 0, "node[1-2]", "01:00:00", "1000")
 
 
@@ -697,9 +697,9 @@ def test_slurm_is_named_in_its_own_files_only() -> None:
         "contract/schedulers.py": "the line that makes it known",
         "contract/slurm_job.py": "its job, as it describes it",
         "control/scheduler/slurm.py": "its allocation, and the transport srun",
-        "control/scheduler/slurm_runs.py": "follows a job and the runs in it",
+        "control/scheduler/slurm_job.py": "follows a job and the runs in it",
         "control/scheduler/slurm_submit.py": "its job script, and handing that to sbatch",
-        "control/verdict/slurm.py": "its causes",
+        "control/verdict/slurm_ends.py": "its causes",
         "cli/submit.py": "the command for it: help texts, and sbatch's options",
         "cli/main.py": "the help text of that command",
     }

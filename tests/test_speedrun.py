@@ -314,8 +314,8 @@ def test_the_code_of_a_stage_is_what_its_recipe_imports(tmp_path: Path) -> None:
         "training/loop/__init__.py": "",
         "training/loop/steps.py": "def f():\n    from stoker.training.model.decoder import Decoder\n",
         "training/rl/loss.py": "",
-        "training/model/decoder.py": "from stoker.control.record import metrics\n",
-        "control/record/metrics.py": "",
+        "training/model/decoder.py": "from stoker.control.record import metrics_log\n",
+        "control/record/metrics_log.py": "",
     }.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
@@ -332,7 +332,7 @@ def test_the_code_of_a_stage_is_what_its_recipe_imports(tmp_path: Path) -> None:
     assert after("training/model/decoder.py") == [True, False, True]
     assert after("training/rl/loss.py") == [False, True, True]
     assert after("training/loop/__init__.py") == [True, False, True]
-    assert after("control/record/metrics.py") == [False, False, False]
+    assert after("control/record/metrics_log.py") == [False, False, False]
 
 
 def test_every_real_recipe_is_found() -> None:

@@ -329,7 +329,7 @@ def test_every_default_in_help_is_that_of_a_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     from stoker.cli import run, train
-    from stoker.control.launch.request import Request
+    from stoker.control.plan.request import Request
     from stoker.training.config.flags import SHORT_NAMES, parse, shown_value
     from stoker.training.config.layers import gather
     from stoker.training.config.resolve import settle

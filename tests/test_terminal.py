@@ -15,14 +15,14 @@ from conftest import Stoker, Terminal, at_length, wait_for
 from stoker.contract import progress
 from stoker.contract.progress import BYTES, ProgressState
 from stoker.control.launch.console import LineCutter
-from stoker.control.launch.shortlines import OwnLines, RoleLines, ShortLines, step_line
+from stoker.control.launch.short_lines import OwnLines, RoleLines, ShortLines, step_line
 
 # A program that works for as long as it is left to, with lines in between.
 WORK = """
 import sys, time
 from stoker.contract import progress, terminal
 progress.AFTER_S, progress.SAY_S = 0.0, 0.2
-with terminal.own_lines(), progress.Progress("hashing", 50e6, unit="B", say=terminal.say) as bar:
+with terminal.own_lines(), progress.Progress("hashing", 50e6, unit="B", say=terminal.print_status) as bar:
     for block in range(50 if sys.argv[1] == "whole" else 100_000):
         bar.tick(1e6)
         if block == 20:

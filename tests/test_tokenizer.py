@@ -221,7 +221,7 @@ def test_a_tokenizer_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: p
     with pytest.raises(Refusal, match=r"no tokenizer\.json"):
         load(str(tmp_path))
     pytest.importorskip("huggingface_hub")
-    script = "from stoker.training.tokenizer.tokenizer import load\nfrom stoker.contract.names import Refusal\ntry: load('no-such-owner/no-such-name')\nexcept Refusal as r: print(r.line)"
+    script = "from stoker.training.tokenizer.tokenizer import load\nfrom stoker.contract.errors import Refusal\ntry: load('no-such-owner/no-such-name')\nexcept Refusal as r: print(r.line)"
     done = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,

@@ -22,15 +22,23 @@ from conftest import Stoker, at_length_but, gpu_json, machine_json, wait_for
 from netcluster import NetCluster
 from stoker.contract.evidence import Verdict
 from stoker.contract.frozen import replace
-from stoker.control.cluster.elsewhere import Elsewhere
-from stoker.control.cluster.hosts import read as read_hosts
+from stoker.control.cluster.host_monitor import HostMonitor
+from stoker.control.cluster.hosts import read_hosts_file as read_hosts
 from stoker.control.machine.model import Holder
-from stoker.control.show.drawing import columns_of
-from stoker.control.show.snapshot import GpuGauges, HostGauges, Rank, Run, Snapshot, Suspicion, snapshot_from_json
+from stoker.control.show.charts import columns_of
+from stoker.control.show.snapshot import (
+    GpuGauges,
+    HostGauges,
+    RankView,
+    RunView,
+    Snapshot,
+    Suspicion,
+    snapshot_from_json,
+)
 from stoker.control.show.top.cells import plain
 from stoker.control.show.top.frame import Frame, make_frame, text
-from stoker.control.show.top.panel import PANELS, RANKS, RUNS
 from stoker.control.show.top.sources import demo_snapshot
+from stoker.control.show.top.table import PANELS, RANKS, RUNS
 from stoker.control.show.top.view import View, press, without_gone
 
 
@@ -55,7 +63,7 @@ def own_demo() -> Snapshot:
 def nothing_known() -> Snapshot:
     """Each field that may be None is, and names are hostile."""
     card = GpuGauges(0, "GPU-0", HOSTILE, host=HOSTILE, processes=(Holder(1, None, HOSTILE, HOSTILE, HOSTILE),))
-    run = Run(HOSTILE, HOSTILE, "runs/x", HOSTILE, True, HOSTILE, 1e300, problem=HOSTILE, command=HOSTILE)
+    run = RunView(HOSTILE, HOSTILE, "runs/x", HOSTILE, True, HOSTILE, 1e300, problem=HOSTILE, command=HOSTILE)
     offline = HostGauges("gone", state="OFFLINE", reason=HOSTILE)
     return Snapshot(1e300, (HostGauges(HOSTILE), offline), (card,), (run,), HOSTILE, problems=(HOSTILE,))
 
@@ -63,11 +71,11 @@ def nothing_known() -> Snapshot:
 def wild_numbers() -> Snapshot:
     """Values as a damaged record may have them."""
     curve = ((0, 1e308), (1, "nan"), (2, -1e308), (3, "inf"), (2**62, 0.0), (2**62 + 1, None))
-    rank = Rank(
+    rank = RankView(
         0, HOSTILE, 0, HOSTILE, "h", "GPU-0", step=2**62, step_s=1e308, waiting=-1e308, beat_age=1e308, memory=2**62
     )
     rank = replace(rank, state="failed", exit_code=-9, recent={"step_s": (1e308, None, -1e308)})
-    run = Run(
+    run = RunView(
         "r", "", "runs/r", "u", True, "running", -1e10, step=2**62, total_steps=1, loss="nan", tokens_per_s=1e308, mfu="inf", eta_s=1e308,
         seconds=1e308, ranks=(rank,), curve=curve, restarts={HOSTILE: 2**60}, grad_norm="-inf", lr=1e-300,
         suspicion=Suspicion(0.0, "suspicion", "hang", HOSTILE * 20), verdict=Verdict("failed", "c", HOSTILE * 20, 1),
@@ -500,7 +508,7 @@ def test_a_host_that_is_cut_off_is_offline_and_holds_up_nobody(
     told = json.loads(stoker("top", "--json", "--hosts", str(netcluster.file())).out)
     assert [(host["name"], host["state"]) for host in told["hosts"]] == [(name, "OK") for name in names]
     assert [card["host"] for card in told["gpus"]] == names
-    elsewhere = Elsewhere(read_hosts(str(netcluster.file())), 0.5)
+    elsewhere = HostMonitor(read_hosts(str(netcluster.file())), 0.5)
 
     def states() -> dict[str, str]:
         begun = time.process_time(), time.monotonic()

@@ -16,7 +16,7 @@ import pytest
 from conftest import Stoker, gpu_json
 from stoker.contract.errors import Refusal
 from stoker.contract.frozen import options_of, replace
-from stoker.control.launch.options import RunOptions
+from stoker.control.plan.options import RunOptions
 from stoker.training.config import aliases, amount
 from stoker.training.config.amount import Amount
 from stoker.training.config.check import check, check_data, check_needs
@@ -997,8 +997,8 @@ def test_help_lists_options_and_keys_with_defaults(stoker: Stoker) -> None:
 
 
 def test_a_run_that_goes_on_is_the_same_with_other_ranks_and_other_words_but_not_with_another_rate() -> None:
-    from stoker.control.launch.request import Request
-    from stoker.control.launch.runplace import config_hash
+    from stoker.control.plan.request import Request
+    from stoker.control.plan.run_dir import config_hash
     from stoker.training.config.resolve import lasting
 
     def of(ranks: str, *argv: str) -> str:

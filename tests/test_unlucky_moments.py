@@ -24,14 +24,14 @@ from netcluster import NetCluster
 from stoker.contract import protocol
 from stoker.contract.errors import EX_UNAVAILABLE, Refusal
 from stoker.contract.evidence import RankError, RankExit, Verdict
-from stoker.control.cluster import copying, transport
-from stoker.control.cluster.members import Members
+from stoker.control.cluster import file_sync, transport
+from stoker.control.cluster.agent_pool import AgentPool
 from stoker.control.launch import rendezvous, supervision
 from stoker.control.launch.agents import Agents
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.live import LiveRun
-from stoker.control.launch.nodes import Meeting, Nodes
 from stoker.control.launch.supervision import Supervision
+from stoker.control.plan.targets import MeetingPoint, NodeGroup
 
 # ---- the agent ----
 
@@ -41,8 +41,8 @@ class Alone:
 
     def __init__(self, folder: Path) -> None:
         self.heard: list[dict[str, Any]] = []
-        links = [transport.local(-1)]
-        self.members = Members(links, lambda _, message, payload: self.heard.append(message), lambda *_: None)
+        links = [transport.start_local_agent(-1)]
+        self.members = AgentPool(links, lambda _, message, payload: self.heard.append(message), lambda *_: None)
         self.member = self.members.all[0]
         (folder / "machine.json").write_text(json.dumps(machine_json(0)))
         self.member.say(
@@ -93,7 +93,7 @@ def test_more_than_a_pipe_holds_goes_out_as_fast_as_it_is_read() -> None:
     link = transport.start(["sh", "-c", "echo STOKER-AGENT 1; head -c 4194304 | wc -c >&2; cat >/dev/null"], "gpu1")
     link.first_bytes = bytes(4 << 20)
     counted: list[str] = []
-    members = Members([link], lambda *_: None, lambda _, line: counted.append(line.strip()))
+    members = AgentPool([link], lambda *_: None, lambda _, line: counted.append(line.strip()))
     deadline = time.monotonic() + 15
     while not counted and time.monotonic() < deadline:
         members.pump(60)
@@ -103,7 +103,7 @@ def test_more_than_a_pipe_holds_goes_out_as_fast_as_it_is_read() -> None:
 
 def test_what_a_login_printed_is_not_why_its_agent_was_lost_later() -> None:
     told = f"echo welcome to STOKER; sleep 0.3; printf %s {shlex.quote(protocol.SENTINEL.decode())}"
-    members = Members([transport.start(["sh", "-c", told], "gpu1")], lambda *_: None, lambda *_: None)
+    members = AgentPool([transport.start(["sh", "-c", told], "gpu1")], lambda *_: None, lambda *_: None)
     member = members.all[0]
     deadline = time.monotonic() + 10
     while not member.gone and time.monotonic() < deadline:
@@ -296,8 +296,8 @@ def test_a_copy_that_breaks_for_any_reason_is_no_copy(monkeypatch: pytest.Monkey
     def broken(_self: object) -> None:
         raise MemoryError("none left")
 
-    monkeypatch.setattr(copying._Copy, "_talk", broken)
-    one = copying._Copy(cast(Any, SimpleNamespace(name="a")), cast(Any, None), cast(Any, None), "/there")
+    monkeypatch.setattr(file_sync._Copy, "_talk", broken)
+    one = file_sync._Copy(cast(Any, SimpleNamespace(name="a")), cast(Any, None), cast(Any, None), "/there")
     one.run()
     assert one.failure == "MemoryError: none left"
 
@@ -307,7 +307,7 @@ def test_a_copy_that_breaks_for_any_reason_is_no_copy(monkeypatch: pytest.Monkey
 
 def met(port: int, count: int, most: int = 0, last_call: float = 0.0) -> tuple[threading.Thread, list[Any]]:
     found: list[Any] = []
-    told = Meeting(count, None, "127.0.0.1", port, "job", most, last_call)
+    told = MeetingPoint(count, None, "127.0.0.1", port, "job", most, last_call)
 
     def meet() -> None:
         try:
@@ -350,7 +350,7 @@ def test_strangers_and_machines_that_left_do_not_count_where_machines_meet() -> 
         time.sleep(0.1)
         guests[-1].sendall(hello[7:])
     thread.join(100)
-    assert found == [Nodes(3, 0, 0, 3, "127.0.0.1", 29999)]
+    assert found == [NodeGroup(3, 0, 0, 3, "127.0.0.1", 29999)]
     assert [json.loads(guest.makefile().readline())["rank"] for guest in guests] == [1, 2]
 
 
@@ -364,7 +364,7 @@ def test_more_machines_than_are_needed_may_come_until_the_last_call_is_over(
     for way in ways:
         way.sendall(json.dumps({"job": "job", "count": 1, "ranks": 2}).encode() + b"\n")
     thread.join(100)
-    assert found == [Nodes(nodes, 0, 0, 1 + 2 * guests, "127.0.0.1", 29999)]
+    assert found == [NodeGroup(nodes, 0, 0, 1 + 2 * guests, "127.0.0.1", 29999)]
     answers = [json.loads(way.makefile().readline()) for way in ways]
     assert sorted(answers, key=lambda answer: answer["rank"]) == [  # whoever was heard first
         {"rank": n + 1, "first": 1 + 2 * n, "world": 1 + 2 * guests, "port": 29999, "nodes": nodes}

@@ -13,14 +13,14 @@ from stoker.contract.evidence import BadNumber, Stall
 from stoker.contract.flight_recorder import summarize_trace
 from stoker.contract.frozen import replace
 from stoker.contract.units import format_ranks
-from stoker.control.agent.spy import conditions_around
-from stoker.control.verdict.hang import cause_of, summary, trouble
+from stoker.control.agent.stack_dump import conditions_around
+from stoker.control.verdict.hangs import cause_of, summary, trouble
 from stoker.control.verdict.rules import numbers
-from stoker.control.watch.culprit import explain, reason
-from stoker.control.watch.numbers import Losses
-from stoker.control.watch.progress import Progress
-from stoker.control.watch.snapshot import Snapshot, Thread, read
-from stoker.control.watch.straggler import Stragglers, who_is_late, why
+from stoker.control.watch.culprit import find_culprit, reason
+from stoker.control.watch.loss_monitor import LossMonitor
+from stoker.control.watch.rank_inspection import RankInspection, Thread, read
+from stoker.control.watch.rank_progress import RankProgress
+from stoker.control.watch.straggler import StragglerDetector, who_is_late, why
 from stoker.control.watch.watcher import Busy, Inspect, Relieve, Stop, Suspect, Watcher
 
 SCRIPT, TORCH = "/home/me/train.py", "/venv/lib/python3.11/site-packages/torch"
@@ -61,7 +61,7 @@ def group(
     return {"name": name, "about": about, "ops": list(ops), **({"ranks": ranks} if ranks else {})}
 
 
-def rank(number: int, *groups: dict[str, Any], frames: Any = (), **more: Any) -> Snapshot:
+def rank(number: int, *groups: dict[str, Any], frames: Any = (), **more: Any) -> RankInspection:
     thread = {"main": True, "active": more.pop("active", False), "gil": more.pop("gil", False), "frames": list(frames)}
     return read(
         number,
@@ -77,18 +77,18 @@ def rank(number: int, *groups: dict[str, Any], frames: Any = (), **more: Any) ->
 
 
 def found(
-    *ranks: Snapshot,
+    *ranks: RankInspection,
     world: int = 0,
     members: dict[str, tuple[int, ...]] | None = None,
     ended: dict[int, int] | None = None,
 ) -> Any:
     table = {one.rank: one for one in ranks}
-    return explain(
+    return find_culprit(
         table, world or len(ranks), members or {}, ended or {}, dict.fromkeys(table, 4.0), dict.fromkeys(table, 20)
     )
 
 
-def waiting(number: int, seq: int = 26, **more: Any) -> Snapshot:
+def waiting(number: int, seq: int = 26, **more: Any) -> RankInspection:
     return rank(number, group(op(seq - 1), op(seq, done=False, **more)), frames=BACKWARD)
 
 
@@ -115,7 +115,7 @@ DONE = group(op(24), op(25))
         (rank(1, DONE, frames=at(12), syscall="running", main_cpu=1.0, cpu=1.0, active=True, gpu={"use": 100}), "kernel", False),
     ],
 )  # fmt: skip
-def test_what_a_stuck_rank_does(culprit: Snapshot, kind: str, proof: bool) -> None:
+def test_what_a_stuck_rank_does(culprit: RankInspection, kind: str, proof: bool) -> None:
     stall = found(waiting(0), culprit, waiting(2), waiting(3))
     assert (stall.kind, stall.rank, stall.proof) == (kind, 1, proof)
     assert stall.where == f"{SCRIPT}:12, in load"
@@ -199,7 +199,7 @@ def test_a_group_made_again_is_counted_anew() -> None:
 def test_asynchronous_operations_in_another_order_are_no_proof() -> None:
     """Rank 0 has one under way and evaluates; it waits in neither."""
 
-    def pair(number: int, first: str, second: str, frames: Any) -> Snapshot:
+    def pair(number: int, first: str, second: str, frames: Any) -> RankInspection:
         return rank(
             number,
             group(op(1), name=second, about=""),
@@ -238,7 +238,7 @@ def test_fewer_batches_are_told_from_another_call_in_the_loop() -> None:
 
 
 def test_a_missing_rank_of_a_subgroup() -> None:
-    def sub(number: int, *ops: dict[str, Any]) -> Snapshot:
+    def sub(number: int, *ops: dict[str, Any]) -> RankInspection:
         return rank(number, DONE, group(*ops, name="5", about=""), frames=ALL_REDUCE)
 
     members = {"4": (0, 1), "5": (2, 3)}
@@ -255,7 +255,7 @@ def test_a_missing_rank_of_a_subgroup() -> None:
 
 
 def test_groups_entered_in_opposite_order() -> None:
-    def pair(number: int, first: str, second: str) -> Snapshot:
+    def pair(number: int, first: str, second: str) -> RankInspection:
         return rank(
             number,
             group(op(1), name=second, about=""),
@@ -298,7 +298,7 @@ def test_what_comes_next_is_known_from_what_came_before() -> None:
 
 @pytest.mark.parametrize("guilty", [0, 1])
 def test_of_two_ranks_the_one_that_left_the_usual_order(guilty: int) -> None:
-    def one(number: int) -> Snapshot:
+    def one(number: int) -> RankInspection:
         usual = number != guilty
         last = {**op(26, "gloo:all_reduce" if usual else "gloo:barrier", done=False), "usual": usual}
         return rank(
@@ -361,7 +361,7 @@ def test_who_leaves_its_pairs_operation_out_is_blamed_and_not_its_partner(guilty
     """Everybody ends up waiting for the partner, who waits for the guilty one."""
     partner = guilty ^ 1
 
-    def one(number: int) -> Snapshot:
+    def one(number: int) -> RankInspection:
         past = [op(1, order=24)] if used else []
         mine = [] if number == guilty else [op(len(past) + 1, done=number != partner, order=30)]
         world = [op(25, order=25)] if number == partner else [op(25, order=25), op(26, done=False, order=40)]
@@ -380,7 +380,7 @@ def test_who_leaves_its_pairs_operation_out_is_blamed_and_not_its_partner(guilty
 def test_stages_of_a_pipeline_may_differ() -> None:
     """Ranks 0 and 1 reduce other sizes than ranks 2 and 3, in every step; rank 3 sleeps."""
 
-    def one(number: int) -> Snapshot:
+    def one(number: int) -> RankInspection:
         stage = number // 2
         mine = group(
             *(
@@ -410,7 +410,7 @@ def test_a_receive_without_a_send() -> None:
 
 
 def test_a_cycle_of_requests_names_where_they_are_waited_for_and_where_they_were_started() -> None:
-    def one(number: int) -> Snapshot:
+    def one(number: int) -> RankInspection:
         call = {"number": 1, "count": 1, "name": "irecv", "group": "0", "entered_ns": 5, "left_ns": 6, "elements": 4,
                 "dtype": "float32", "peer": 1 - number, "frames": [["refresh", "/x/train.py", 31]]}  # fmt: skip
         return read(number, {"state": "S", "samples": [[{"main": True, "frames": at(32, "refresh")}]], "calls": [call]})
@@ -467,8 +467,8 @@ def test_ranks_that_connect_or_compute_are_not_said_to_wait_in_a_collective() ->
 
 
 def test_nothing_at_all_is_no_accusation() -> None:
-    assert explain({}, 2, {}, {}, {}, {}) is None
-    assert read(0, {}) == Snapshot(0)
+    assert find_culprit({}, 2, {}, {}, {}, {}) is None
+    assert read(0, {}) == RankInspection(0)
 
 
 def test_a_recorder_that_marks_nothing_done() -> None:
@@ -553,7 +553,7 @@ def drive(
 def test_a_rank_without_python_frames_is_on_no_line() -> None:
     """Python shuts down in native code, with the GIL held."""
     shutting_down = (Thread(main=True, active=True, gil=True, frames=()),)
-    kind, frame, detail = reason(Snapshot(1, state="R", cpu=0.9, main_cpu=0.9, samples=(shutting_down,) * 3))
+    kind, frame, detail = reason(RankInspection(1, state="R", cpu=0.9, main_cpu=0.9, samples=(shutting_down,) * 3))
     assert (kind, frame) == ("spin", None)
     assert "always on this line" not in detail and "no Python stack seen" in detail
 
@@ -859,7 +859,7 @@ def test_a_phase_is_given_time_and_a_slow_training_too() -> None:
     for one in (0, 1):
         watch.said(one, now, "eval")
     assert drive(watch, now, 55, WAITING, SLEEPING) == []
-    slow = Progress(0.0)
+    slow = RankProgress(0.0)
     for n in range(1, 50):
         slow.beat(n, 8.0, n * 8.0)
     assert slow.patience >= 40
@@ -877,7 +877,7 @@ def test_who_steps_again_is_training_again() -> None:
 
 
 def test_a_long_pause_now_and_then_does_not_make_it_blind() -> None:
-    one = Progress(0.0)
+    one = RankProgress(0.0)
     for n in range(1, 200):
         one.beat(n, 60.0 if n == 100 else 0.05, n * 0.5)
     assert one.patience == 3.0
@@ -930,7 +930,7 @@ def test_unreadable_answers_are_less_evidence_and_no_crash() -> None:
 
 
 def test_three_bad_losses_are_firm_one_is_not() -> None:
-    losses = Losses()
+    losses = LossMonitor()
     one = losses.heard(0, 5, float("nan"))
     assert one is not None and not one.firm
     assert losses.heard(0, 6, 2.0) is None
@@ -961,7 +961,7 @@ def test_three_bad_losses_are_firm_one_is_not() -> None:
     ],
 )  # fmt: skip
 def test_step_lines(line: bytes, bad: bool) -> None:
-    losses = Losses()
+    losses = LossMonitor()
     assert bool(losses.read(0, line)) == bad
 
 
@@ -974,7 +974,7 @@ def test_step_lines(line: bytes, bad: bool) -> None:
     ],
 )
 def test_the_mean_that_the_hf_trainer_ends_with_is_not_the_last_loss(line: bytes) -> None:
-    losses = Losses()
+    losses = LossMonitor()
     losses.read(0, b"{'loss': 2.25, 'grad_norm': 1.0, 'epoch': 0.9}\n" + line)
     assert losses.newest[0][1] == 2.25
     losses.read(0, line.replace(b"3.5", b"nan"))
@@ -982,7 +982,7 @@ def test_the_mean_that_the_hf_trainer_ends_with_is_not_the_last_loss(line: bytes
 
 
 def test_a_loss_of_another_name_is_said_and_ends_nothing() -> None:
-    losses = Losses()
+    losses = LossMonitor()
     told = [one for n in range(30) for one in losses.read(0, b"critic loss: %.1f\n" % (0.1 if n < 12 else 500.0))]
     assert told == [], "a critic's may grow as it should"
     told = [one for _ in range(9) for one in losses.read(0, b"aux_loss: nan\n")]
@@ -991,27 +991,27 @@ def test_a_loss_of_another_name_is_said_and_ends_nothing() -> None:
 
 def test_a_gradient_scaler_may_overflow_for_a_while() -> None:
     fine, bad = b"{'loss': '2.3', 'grad_norm': '1.1'}\n", b"{'loss': '2.3', 'grad_norm': 'inf'}\n"
-    told = Losses().read(0, (bad * 9 + fine) * 3)
+    told = LossMonitor().read(0, (bad * 9 + fine) * 3)
     assert [(one.kind, one.firm) for one in told] == [("grad-norm", False)]
-    told = Losses().read(0, fine + bad * 10)
+    told = LossMonitor().read(0, fine + bad * 10)
     assert [(one.kind, one.firm) for one in told] == [("grad-norm", False), ("grad-norm", True)]
 
 
 def test_a_bar_that_is_drawn_again_counts_once() -> None:
-    losses, bar = Losses(), b"Epoch 0:   5%%|5   | %d/400 [00:01<00:24, train_loss=nan.0]\r"
+    losses, bar = LossMonitor(), b"Epoch 0:   5%%|5   | %d/400 [00:01<00:24, train_loss=nan.0]\r"
     assert not any(one.firm for one in losses.read(0, bar % 21 * 5))
     assert any(one.firm for one in losses.read(0, bar % 22 + bar % 23))
 
 
 def test_a_loss_that_one_rank_prints_may_be_any_ranks() -> None:
-    losses = Losses()
+    losses = LossMonitor()
     assert [one.shared for one in losses.read(0, b"loss nan\n")] == [True]
     losses.read(1, b"loss 2.0\n")
     assert [one.shared for one in losses.read(0, b"loss nan\nloss nan\n")] == [False]
 
 
 def test_a_last_loss_that_is_no_number_is_noted() -> None:
-    losses = Losses()
+    losses = LossMonitor()
     losses.read(0, b"loss 2.0\nloss nan\n")
     assert [one.value for one in losses.unresolved()] == ["nan"]
     losses.read(0, b"loss 2.0\n")
@@ -1019,20 +1019,20 @@ def test_a_last_loss_that_is_no_number_is_noted() -> None:
 
 
 def test_lines_that_come_in_pieces_and_floods() -> None:
-    losses = Losses()
+    losses = LossMonitor()
     assert losses.read(0, b"step 1 loss: n") == []
     assert losses.read(0, b"an\n")
-    assert Losses().read(0, b"loss: nan\n" * 10000) == []
+    assert LossMonitor().read(0, b"loss: nan\n" * 10000) == []
 
 
 def test_exploding() -> None:
-    losses = Losses()
+    losses = LossMonitor()
     for n in range(20):
         assert losses.heard(0, n, 2.0 + n % 3) is None
     assert losses.heard(0, 20, 500.0) is None, "a spike"
     assert losses.heard(0, 21, 3.0) is None
     told = [losses.heard(0, 22 + n, 900.0 * (n + 1)) for n in range(6)]
-    quiet = Losses()
+    quiet = LossMonitor()
     assert not any(quiet.heard(0, n, 0.0 if n < 10 else 0.9) for n in range(30)), "RL begins with 0"
     assert [one.kind for one in told if one] == ["exploding"] and told[4] is not None
 
@@ -1073,7 +1073,7 @@ def test_a_slow_member_of_a_pair_is_named_although_its_partner_is_late_for_all_o
 
 
 def test_one_who_keeps_up_again_is_reported_once_and_can_be_named_again() -> None:
-    stragglers = Stragglers(2)
+    stragglers = StragglerDetector(2)
     clock, steps = 0.0, 0
 
     def look(late: float) -> None:
@@ -1206,7 +1206,7 @@ BARRIER = ["barrier", f"{TORCH}/distributed/distributed_c10d.py", 4800]
 ALONE = [GATHER, ["save", SCRIPT, 12, []], ["main", SCRIPT, 44, [30], [[43, "if rank == 0"]]]]
 
 
-def entered(number: int, name: str, frames: Any) -> Snapshot:
+def entered(number: int, name: str, frames: Any) -> RankInspection:
     return rank(number, group(op(25), op(26, name=name, done=False)), frames=frames)
 
 
@@ -1238,7 +1238,7 @@ def test_ranks_in_the_other_branch_or_on_their_way_are_judged_as_before() -> Non
 
 
 def test_a_loss_that_never_changes_is_reported_once() -> None:
-    losses = Losses()
+    losses = LossMonitor()
     reports = [bad for step in range(60) for bad in losses.read(0, b"step %d loss 0.6931\n" % step)]
     reports += [bad for step in range(60) for bad in losses.read(1, b"step %d loss 0.6931\n" % step)]
     assert [(bad.kind, bad.rank, bad.value, bad.firm, bad.stops) for bad in reports] == [
@@ -1247,14 +1247,14 @@ def test_a_loss_that_never_changes_is_reported_once() -> None:
 
 
 def test_a_loss_that_has_converged_is_not_called_constant() -> None:
-    losses = Losses()
+    losses = LossMonitor()
     lines = [b"step 0 loss 2.3\n", *(b"step %d loss 0.0001\n" % step for step in range(1, 80))]
     assert [bad for line in lines for bad in losses.read(0, line)] == []
 
 
 def test_of_a_step_with_a_reward_the_reward_is_read_and_not_the_loss() -> None:
     line = "{{'loss': 0.0, 'reward': {}, 'reward_std': 0.0, 'step': {}}}\n"
-    varying, flat = Losses(), Losses()
+    varying, flat = LossMonitor(), LossMonitor()
     assert [bad for n in range(50) for bad in varying.read(0, line.format(n % 3, n).encode())] == []
     reports = [bad for n in range(50) for bad in flat.read(0, line.format(0.0, n).encode())]
     assert [bad.value for bad in reports] == ["reward 0"]
@@ -1262,7 +1262,7 @@ def test_of_a_step_with_a_reward_the_reward_is_read_and_not_the_loss() -> None:
 
 def test_the_rank_whose_loss_was_bad_first_is_named() -> None:
     """Averaging spreads a NaN: another rank's lines may arrive before those of the one that began."""
-    losses = Losses()
+    losses = LossMonitor()
     for step in range(30):
         for rank in range(2):
             losses.read(rank, b"step %d: loss 0.5%d\n" % (step, step % 7))

@@ -24,13 +24,13 @@ from browser import Browser, browsing
 from conftest import EVERYTHING, Stoker, at_length, gpu_json, machine_json, wait_for
 from localuser import ATTACKER, needs_root
 from netcluster import NetCluster
-from stoker.control.record import reader
-from stoker.control.record.history import Members, Moment
-from stoker.control.show.serving import Request, parse
+from stoker.control.record import run_record
+from stoker.control.record.history import HistoryPoint, Members
+from stoker.control.show.http_server import HttpRequest, parse
 from stoker.control.show.top.sources import demo_snapshot
-from stoker.control.show.web import folders
-from stoker.control.show.web.folders import letters
-from stoker.control.show.web.state import difference, ranks_of, shared
+from stoker.control.show.web import run_folders
+from stoker.control.show.web.page_state import difference, ranks_of, shared
+from stoker.control.show.web.run_folders import letters
 
 BEATS = "import stoker, sys\nfor step in range(int(sys.argv[1])):\n    stoker.beat(step)\nprint(open('said.txt').read() if len(sys.argv) > 2 else 'done')\n"  # fmt: skip
 FOREIGN = (
@@ -114,7 +114,7 @@ def test_a_request_is_taken_whole_or_refused() -> None:
     head = b"POST /a/%2e%2e?x=%41&y= HTTP/1.1\r\nHost: Localhost:80\r\nContent-Length: 2\r\n\r\n"
     assert parse(head) is None and parse(head + b"o") is None
     made = parse(head + b"ok more")
-    assert isinstance(made, Request) and (made.method, made.path, made.body, made.host) == ("POST", "/a/%2e%2e", b"ok", "localhost")  # fmt: skip
+    assert isinstance(made, HttpRequest) and (made.method, made.path, made.body, made.host) == ("POST", "/a/%2e%2e", b"ok", "localhost")  # fmt: skip
     assert made.query == {"x": "A", "y": ""}
     for bad, status in (
         (b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 400),
@@ -152,7 +152,7 @@ def test_a_letter_for_each_moment_of_a_rank() -> None:
         "phase": ("", "step", "", "", "", "eval", None),
         "step": (1, 1, 1, 1, 1, 1, None),
     }
-    moment = Moment(1.0, 0, Members(tuple(range(7))), columns, {}, {})
+    moment = HistoryPoint(1.0, 0, Members(tuple(range(7))), columns, {}, {})
     assert "".join(letters(moment)) == "AFKswpJ"
 
 
@@ -728,9 +728,9 @@ def test_steps_beyond_whole_numbers_leave_the_page_alive(stoker: Stoker, tmp_pat
 def test_a_page_that_is_open_for_weeks_drops_the_oldest_moments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folders, "_CELLS", 1000)
-    record = reader.Run(str(tmp_path), "exp", {}, None, os.getuid(), mine=True)
-    timeline = folders.Timeline(record)
+    monkeypatch.setattr(run_folders, "_CELLS", 1000)
+    record = run_record.RunRecord(str(tmp_path), "exp", {}, None, os.getuid(), mine=True)
+    timeline = run_folders.Timeline(record)
     (tmp_path / "history").mkdir()
     with open(tmp_path / "history" / "seconds.jsonl", "w") as file:
         file.write(json.dumps({"schema": 1, "time": 0, "members": {"ranks": [0, 1], "gpus": [], "hosts": []}}) + "\n")

@@ -58,7 +58,7 @@ def resume() -> "str | None":
         if os.environ.get("LOCAL_RANK", "0") == "0":  # once a host
             print(f"stoker: {line}", file=sys.stderr, flush=True)
 
-    saved = import_module("stoker.contract.checkpoints").newest(run_dir, say)
+    saved = import_module("stoker.contract.checkpoints").find_newest_checkpoint(run_dir, say)
     return saved.path if saved else None
 
 

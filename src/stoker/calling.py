@@ -30,13 +30,20 @@ from stoker.contract.evidence import Verdict
 from stoker.contract.frozen import options_of
 from stoker.contract.options import suggest
 from stoker.control.cluster.transport import ROOT
+from stoker.control.launch.children import unseen
 from stoker.control.launch.ladder import flag_words
-from stoker.control.launch.options import TORCHRUN_VARIABLES, RunOptions
-from stoker.control.launch.ourselves import unseen
-from stoker.control.rank import call
-from stoker.control.rank.call import NoValue, fill_class, fill_function, make_class, make_function, make_mapping
-from stoker.control.record import reader
-from stoker.control.verdict.launch import lost
+from stoker.control.plan.options import TORCHRUN_VARIABLES, RunOptions
+from stoker.control.rank import function_call
+from stoker.control.rank.function_call import (
+    NoValue,
+    fill_class,
+    fill_function,
+    make_class,
+    make_function,
+    make_mapping,
+)
+from stoker.control.record import run_record
+from stoker.control.verdict.launch_failures import lost
 
 # The program is the function, results come back through this machine's disk, and the caller waits.
 _NOT_HERE = ("module", "no_python", "run_path", "python", "hosts", "min_hosts", "rejoin", "sync", "stage", "ssh_option", "nnodes", "node_rank", "detach",
@@ -45,7 +52,7 @@ _LAUNCHER = (
     "import sys\nif not sys.flags.safe_path: del sys.path[0]\nsys.path.append({root!r})\nfrom stoker.cli.called import"
     " entry\nentry()"
 )
-_RANK = "import sys\nsys.path.append({root!r})\nfrom stoker.control.rank.call import main\nmain({folder!r})\n"
+_RANK = "import sys\nsys.path.append({root!r})\nfrom stoker.control.rank.function_call import main\nmain({folder!r})\n"
 
 
 def launch(
@@ -56,7 +63,7 @@ def launch(
     options: dict[str, Any],
 ) -> dict[int, Any]:
     """See stoker.launch, which has the words for people."""
-    if call.importing_main:
+    if function_call.importing_main:
         line = "stoker.launch runs while its ranks import this script"
         raise RuntimeError(f"{line}: put the call below  if __name__ == '__main__':")
     words, hidden = unseen(_words(nproc, options))
@@ -92,9 +99,9 @@ def _write_call(folder: str, function: Callable[..., Any], args: tuple[Any, ...]
     data = dumps((function, args), bool(main))
     if b"__main__" not in data:  # nothing of the caller's script is needed: it is not imported
         main = {}
-    with open(os.path.join(folder, call.MAIN), "w", encoding="utf-8") as file:
+    with open(os.path.join(folder, function_call.MAIN), "w", encoding="utf-8") as file:
         json.dump({"sys_path": caller["sys_path"], "sys_argv": caller["sys_argv"], **main}, file)
-    with open(os.path.join(folder, call.CALL), "wb") as pickled:
+    with open(os.path.join(folder, function_call.CALL), "wb") as pickled:
         pickled.write(data)
     name = "".join(char if char.isalnum() else "-" for char in getattr(function, "__name__", "call")).strip("-")
     script = os.path.join(folder, f"{name or 'call'}.py")
@@ -149,7 +156,7 @@ def _relay(source: IO[bytes], target: IO[str]) -> None:
 
 
 def _results(folder: str, report: str) -> dict[int, Any]:
-    run = reader.load(reader.read_json(report)["run_dir"])
+    run = run_record.load_run(run_record.read_json(report)["run_dir"])
     assert run is not None
     kept = [name.removesuffix(".pickle") for name in os.listdir(folder) if name.startswith("result-")]
     found = [tuple(int(part) for part in name.split("-")[1:]) for name in kept]
@@ -158,23 +165,23 @@ def _results(folder: str, report: str) -> dict[int, Any]:
     results: dict[int, Any] = dict.fromkeys(range(int(run.data["plan"]["world_size"])))
     for restarts, rank in found:
         if restarts == last:
-            with open(call.result_file(folder, restarts, rank), "rb") as file:
+            with open(function_call.result_file(folder, restarts, rank), "rb") as file:
                 results[rank] = pickle.load(file)
     return dict(sorted(results.items()))
 
 
 def _failure(code: int, report: str) -> LaunchFailed:
-    told = reader.read_json(report) or {}
+    told = run_record.read_json(report) or {}
     if told.get("refused"):
         return LaunchFailed(Verdict("refused", told["cause"], told["refused"], told["code"]), "", "")
-    run = reader.load(told["run_dir"]) if "run_dir" in told else None
+    run = run_record.load_run(told["run_dir"]) if "run_dir" in told else None
     if run is None:
         what = f"the launcher ended with {code} before the run began; what it printed says why"
         return LaunchFailed(Verdict("failed", "launch.system", what, code if code > 0 else EX_SOFTWARE), "", "")
     verdict = run.verdict or lost(run.id)
     kept = None
     if verdict.rank is not None:
-        kept = reader.read_json(layout.rank_error(run.dir, verdict.attempt, verdict.rank))
+        kept = run_record.read_json(layout.rank_error(run.dir, verdict.attempt, verdict.rank))
     return LaunchFailed(verdict, run.dir, str((kept or {}).get("traceback") or ""))
 
 

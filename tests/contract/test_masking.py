@@ -164,7 +164,7 @@ def test_names_that_only_look_like_a_secrets(name: str) -> None:
 
 def test_no_setting_of_ours_has_a_secrets_name() -> None:
     from stoker.contract.frozen import options_of
-    from stoker.control.launch.options import RunOptions
+    from stoker.control.plan.options import RunOptions
     from stoker.training.config.keys import KEYS
 
     assert [name for name in (*KEYS, *options_of(RunOptions)) if is_secret_name(name)] == []

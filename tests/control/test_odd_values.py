@@ -14,18 +14,18 @@ from conftest import Stoker, machine_json, wait_for
 from stoker.cli import run
 from stoker.contract.evidence import Evidence, RankExit
 from stoker.contract.text import truncate_json
-from stoker.control.cluster.check import doctor_findings
-from stoker.control.cluster.facts import Facts, OneHost
-from stoker.control.cluster.hosts import read as read_hosts
+from stoker.control.cluster.check_facts import Facts, OneHost
+from stoker.control.cluster.cluster_check import doctor_findings
+from stoker.control.cluster.hosts import read_hosts_file as read_hosts
 from stoker.control.doctor.leftovers import find_others
 from stoker.control.launch.attempt import read_around, read_error
-from stoker.control.launch.plan import make_plan
-from stoker.control.machine import processes
-from stoker.control.machine.facts import examination_from_json
+from stoker.control.machine import procfs
+from stoker.control.machine.examination import examination_from_json
 from stoker.control.machine.model import Gpu, Holder, Machine, machine_from_json
-from stoker.control.show.web.folders import Folders
+from stoker.control.plan.run_plan import make_plan
 from stoker.control.show.web.pages import _json
-from stoker.control.show.web.texts import rows
+from stoker.control.show.web.run_folders import Folders
+from stoker.control.show.web.run_texts import rows
 from stoker.control.verdict.judge import judge
 
 LONG, LONGER = "9" * 400, "9" * 5000  # more than a float holds, and than int() reads
@@ -172,7 +172,7 @@ def test_no_word_is_cut_in_two() -> None:
 def test_a_word_is_not_cut_within(words: list[str], shown: str) -> None:
     with subprocess.Popen([*words, "600"], executable="/bin/sleep") as child:
         try:
-            assert wait_for(lambda: processes.command(child.pid), 10.0) == shown  # empty for a moment after exec
+            assert wait_for(lambda: procfs.command_line(child.pid), 10.0) == shown  # empty for a moment after exec
         finally:
             child.kill()
 

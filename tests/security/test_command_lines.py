@@ -14,7 +14,7 @@ import pytest
 
 from stoker.contract.evidence import ExitContext, RankError
 from stoker.control.doctor.checks import net
-from stoker.control.machine.facts import Net
+from stoker.control.machine.examination import Net
 from test_catalogue import FOREIGN, end, verdict
 
 pytest.importorskip("torch")

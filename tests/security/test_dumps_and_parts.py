@@ -122,8 +122,8 @@ def test_a_whole_file_follows_no_link_to_its_target(tmp_path: Path) -> None:
 
 def test_a_whole_file_s_bits_are_the_umask_s_or_those_asked_for(tmp_path: Path) -> None:
     code = f"""import os; os.umask(0o027)
-from stoker.contract.safe_io import WholeFile, write_whole
-write_whole({str(tmp_path / "a")!r}, "x")
-with WholeFile({str(tmp_path / "b")!r}, mode=0o600) as file: file.write(b"x")"""
+from stoker.contract.safe_io import AtomicFile, write_atomic
+write_atomic({str(tmp_path / "a")!r}, "x")
+with AtomicFile({str(tmp_path / "b")!r}, mode=0o600) as file: file.write(b"x")"""
     subprocess.run([sys.executable, "-c", code], check=True)
     assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in "ab"] == [0o640, 0o600]

@@ -20,8 +20,8 @@ from stoker.cli.main import main
 from stoker.contract import terminal
 from stoker.contract.errors import Refusal
 from stoker.contract.text import dump_json, escape, escape_lines
-from stoker.control.cluster import init, ssh
-from stoker.control.doctor.debris import Lock
+from stoker.control.cluster import hosts_writer, ssh
+from stoker.control.doctor.stale_files import Lock
 from stoker.control.launch.console import Console
 
 pytestmark = pytest.mark.timeout(120)
@@ -285,8 +285,8 @@ def test_a_banner_of_ssh_is_quoted_safely() -> None:
 
 
 def test_a_hosts_file_gets_no_lines_from_a_hosts_answer() -> None:
-    assert "\n" not in escape(EVIL) and init._flow(EVIL).count("\n") == 0
-    assert json.loads(init._flow(EVIL)) == EVIL
+    assert "\n" not in escape(EVIL) and hosts_writer._flow(EVIL).count("\n") == 0
+    assert json.loads(hosts_writer._flow(EVIL)) == EVIL
 
 
 def test_prints_are_cleaned_and_progress_bars_still_draw(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,7 @@ def test_bent_hosts_files(tmp_path: Path) -> None:
     for number in range(ROUNDS):
         content = dumped(bent(HOSTS, dice)) if number % 2 else bent_bytes(HOSTS_YAML, dice)
         path.write_bytes(content)
-        fine += refused_or_fine(lambda: hosts.read(str(path)), content)
+        fine += refused_or_fine(lambda: hosts.read_hosts_file(str(path)), content)
     assert 0 < fine < ROUNDS
 
 

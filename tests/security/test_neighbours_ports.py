@@ -11,7 +11,7 @@ import pytest
 from conftest import wait_for
 from localuser import ATTACKER, needs_root, start_as, wait
 from stoker.contract import listeners
-from stoker.control.roles.ready import MISSES, Watching
+from stoker.control.roles.ready_check import MISSES, ReadyWatch
 from stoker.control.roles.role import Ready
 
 
@@ -85,7 +85,7 @@ def test_a_neighbours_port_on_another_address_stops_no_role(address: str) -> Non
     with listening("127.0.0.1") as own:
         port = own.getsockname()[1]
         rule = Ready("port", "", check=0.05)
-        watching = Watching(rule, [("127.0.0.1", port)], 0.0, 1)
+        watching = ReadyWatch(rule, [("127.0.0.1", port)], 0.0, 1)
         assert watching.ready.wait(10)
         with Neighbour(address, port):
             assert listeners.listening_users("127.0.0.1", port) == {os.getuid()}
@@ -100,7 +100,7 @@ def test_a_neighbour_who_would_be_asked_in_the_roles_place_is_found(address: str
     with Neighbour(address, dual=dual) as neighbour:
         assert listeners.listening_users("127.0.0.1", neighbour.port) == {ATTACKER}
         assert listeners.listening_users("localhost", neighbour.port) == {ATTACKER}
-        watching = Watching(Ready("port", ""), [("127.0.0.1", neighbour.port)], 0.0, 1)
+        watching = ReadyWatch(Ready("port", ""), [("127.0.0.1", neighbour.port)], 0.0, 1)
         wrong = wait_for(lambda: watching.newest or None, 10)
         watching.close()
         assert wrong is not None and "is in use by" in wrong and not watching.ready.is_set()

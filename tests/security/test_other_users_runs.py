@@ -14,9 +14,9 @@ import pytest
 
 from conftest import Stoker, Terminal
 from localuser import ATTACKER, VICTIM, do_as, needs_root
-from stoker.control.record import again, finder, reader
-from stoker.control.scheduler import slurm_runs
-from stoker.control.show.gather import Gatherer
+from stoker.control.record import resume_command, run_index, run_record
+from stoker.control.scheduler import slurm_job
+from stoker.control.show.collector import SnapshotCollector
 
 ESCAPES = "a title \x1b]0;owned\a\rand a bar\n✓ done\n"
 
@@ -56,7 +56,7 @@ def test_another_users_run_is_read_like_ones_own(stoker: Stoker) -> None:
         assert why.code == 0 and "restarts: 30 (" in why.out, why.out + why.err
         curve = json.loads(stoker("plot", str(run), "--json").out)
         assert len(curve["runs"][0]["points"]) == 5
-        row = Gatherer(str(runs), everybody=True, machine=False).snapshot([run.name]).run(run.name)
+        row = SnapshotCollector(str(runs), everybody=True, machine=False).snapshot([run.name]).run(run.name)
         assert row is not None and row.mine == (owner != ATTACKER)
         shown[owner] = (row.state, row.step, row.loss, row.seconds, row.restarted, len(row.ranks), row.curve)
     assert shown[os.getuid()] == shown[ATTACKER]
@@ -72,9 +72,9 @@ def test_a_job_of_another_user_is_shown_with_its_roles(tmp_path: Path) -> None:
     job = make_run(tmp_path / "job", ATTACKER, plan={"world_size": 2, "ranks": ranks})
     make_run(job / "roles" / "a", ATTACKER)
     os.chown(job / "roles", ATTACKER, ATTACKER)
-    run = reader.read(str(job))
-    assert run is not None and list(finder.roles(run)) == ["a"] and not finder.roles(run)["a"].mine
-    row = Gatherer(str(tmp_path), everybody=True, machine=False).snapshot(["job"]).run("job")
+    run = run_record.read_run(str(job))
+    assert run is not None and list(run_index.list_roles(run)) == ["a"] and not run_index.list_roles(run)["a"].mine
+    row = SnapshotCollector(str(tmp_path), everybody=True, machine=False).snapshot(["job"]).run("job")
     assert row is not None and row.step == 5 and [role.name for role in row.roles] == ["a", "b"]
 
 
@@ -95,7 +95,7 @@ def test_folders_that_we_may_not_read_are_counted_and_not_called_damaged(public:
     make_run(public / "closed", ATTACKER).chmod(0o700)
 
     def look() -> None:
-        listing = finder.look(str(public), everybody=True)
+        listing = run_index.list_runs(str(public), everybody=True)
         assert [run.id for run in listing.runs] == ["open"] and listing.others == 1 and not listing.damaged
 
     do_as(VICTIM, look)
@@ -106,9 +106,9 @@ def test_no_command_of_another_users_record_is_advised(tmp_path: Path) -> None:
     plan = {"world_size": 1, "ranks": [{"rank": 0, "host": "gpu7"}]}
     for owner in (os.getuid(), ATTACKER):
         folder = make_run(tmp_path / str(owner), owner, plan=plan, apart={"gpu7": ["scp", "-r", "-oPort=22", "gpu7:"]})
-        run = reader.read(str(folder))
+        run = run_record.read_run(str(folder))
         assert run is not None
-        assert again.copy_command(run, "hf").startswith("scp -r -oPort=22 gpu7:") == (owner != ATTACKER)
+        assert resume_command.copy_command(run, "hf").startswith("scp -r -oPort=22 gpu7:") == (owner != ATTACKER)
 
 
 # ---- entries that nobody but their owner can look at ----
@@ -125,20 +125,20 @@ os.execvp(sys.argv[2], sys.argv[2:])
 _LOOK = """
 import sys
 from stoker.contract import checkpoints, safe_io
-from stoker.control.doctor import debris
-from stoker.control.record import ownership, finder, reader
+from stoker.control.doctor import stale_files
+from stoker.control.record import ownership, run_index
 from stoker.speedrun.state import check_own
-from stoker.contract.names import Refusal
+from stoker.contract.errors import Refusal
 from stoker.training.checkpoint import folders, reading
 from stoker.training.generate import finding
 from stoker.training.model import hf_write
 
 root, theirs = sys.argv[1:]
-listing = finder.look(root)
+listing = run_index.list_runs(root)
 assert listing.others == 1 and not listing.damaged, listing
 assert not safe_io.is_own(theirs) and safe_io.is_own(root)
-debris.FRESH_S = -1.0
-assert [entry.name for entry, _ in debris._own_entries(root, debris.re.compile("step-.*"))] == ["step-00000001"]
+stale_files.FRESH_S = -1.0
+assert [entry.name for entry, _ in stale_files._own_entries(root, stale_files.re.compile("step-.*"))] == ["step-00000001"]
 assert list(folders.steps_in(root)) == [2, 1] and not folders.is_trusted(theirs)
 folders.repair(root)
 hf_write.sweep(root, "step-00000002")
@@ -228,7 +228,7 @@ def setting(path: str, root: str) -> str:
 
 
 OPENED: dict[str, Callable[[str, str], str]] = {
-    "stoker why": lambda path, root: finder.find(path, root).dir,
+    "stoker why": lambda path, root: run_index.find_run(path, root).dir,
     "stoker chat": model_folder,
     "--model.load": setting,
     "stoker nan": nan_folder,
@@ -277,7 +277,7 @@ _JOB = (
 
 
 def test_a_jobs_own_words_are_read() -> None:
-    job = slurm_runs.read_controller(_JOB.format("a b", "c"))
+    job = slurm_job.read_controller(_JOB.format("a b", "c"))
     assert job is not None
     assert (job.id, job.state, job.exit_code, job.restarts, job.nodes) == ("12", "FAILED", 3, 2, "n[1-2]")
 
@@ -287,7 +287,7 @@ def test_a_jobs_own_words_are_read() -> None:
 def test_a_jobs_name_says_nothing_about_its_state(text: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     line = _JOB.format(text, "c") if where == "name" else _JOB.format("b", text)
     answers = {"scontrol": line + "\n", "sacct": "12|FAILED|3:0|None|n[1-2]|01:00:00\n"}
-    monkeypatch.setattr(slurm_runs, "_run", lambda program, *_: answers[program])
-    assert slurm_runs.tasks_of("12") == []
-    job = slurm_runs.look("12")
+    monkeypatch.setattr(slurm_job, "_run", lambda program, *_: answers[program])
+    assert slurm_job.tasks_of("12") == []
+    job = slurm_job.look("12")
     assert job is not None and job.state == "FAILED"

@@ -19,7 +19,7 @@ import pytest
 
 from browser import browsing
 from conftest import Stoker, machine_json
-from stoker.control.show import serving
+from stoker.control.show import http_server
 from test_metrics import get, raw, served
 from test_web import Page, finished, run_id, web
 
@@ -202,10 +202,10 @@ def test_the_documented_prometheus_listens_on_loopback() -> None:
 
 def test_a_slow_client_is_answered_and_a_silent_one_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time limit counts from the last byte that moved, in either direction."""
-    monkeypatch.setattr(serving, "IDLE_S", 0.6)
+    monkeypatch.setattr(http_server, "IDLE_S", 0.6)
     large = b"x" * (16 << 20)
-    listening = serving.listen("127.0.0.1", 0)
-    server, over = serving.Server(listening, lambda _: serving.Answer(200, large)), threading.Event()
+    listening = http_server.listen("127.0.0.1", 0)
+    server, over = http_server.HttpServer(listening, lambda _: http_server.HttpResponse(200, large)), threading.Event()
     thread = threading.Thread(target=server.serve, args=(over.is_set, 0.05))
     thread.start()
     try:

@@ -18,10 +18,10 @@ from localuser import ATTACKER, VICTIM, do_as, start_as, wait
 from stoker.contract import layout
 from stoker.contract.errors import Refusal
 from stoker.contract.safe_io import read_json
-from stoker.control.doctor import bundle
-from stoker.control.machine.facts import Examination
+from stoker.control.doctor import support_bundle
+from stoker.control.machine.examination import Examination
 from stoker.control.machine.model import Machine
-from stoker.control.record.writer import RunRecord
+from stoker.control.record.run_writer import RunWriter
 from stoker.control.scheduler import slurm_submit as submit
 from stoker.training.data import ours as digests
 
@@ -48,7 +48,7 @@ def test_the_record_is_not_written_through_links(public: Path) -> None:
     def run_there() -> None:
         precious.write_text("precious")
         run_dir.mkdir(0o700)
-        record = RunRecord(str(run_dir), "host", reopened=False)
+        record = RunWriter(str(run_dir), "host", reopened=False)
         while not swapped.exists():
             time.sleep(0.01)
         try:
@@ -113,7 +113,7 @@ def test_a_folder_of_the_path_that_may_not_be_entered_costs_no_bundle(tmp_path: 
     for name in ("nvidia-smi", "dmesg"):
         (tmp_path / name).write_text("")
         (tmp_path / name).chmod(0o644)
-    code = "from stoker.control.doctor.bundle import _said; print(_said(['nvidia-smi', '-q']))"
+    code = "from stoker.control.doctor.support_bundle import _said; print(_said(['nvidia-smi', '-q']))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PATH": str(tmp_path)},
@@ -157,9 +157,9 @@ def test_a_bundle_takes_the_end_of_a_runs_log(tmp_path: Path, monkeypatch: pytes
     (run / layout.RUN).write_text('{"schema": 1, "name": "a"}')
     log = run / layout.CONSOLE
     log.write_bytes(b"x" * (5 << 20) + b"\nthe last line\n")
-    monkeypatch.setattr(bundle, "COMMANDS", {})
-    monkeypatch.setattr(bundle, "_processes", lambda: "")
-    bundle.write_bundle(str(tmp_path / "b.tgz"), Examination(Machine("here", 1, 1, 1)), [], str(tmp_path))
+    monkeypatch.setattr(support_bundle, "COMMANDS", {})
+    monkeypatch.setattr(support_bundle, "_processes", lambda: "")
+    support_bundle.write_bundle(str(tmp_path / "b.tgz"), Examination(Machine("here", 1, 1, 1)), [], str(tmp_path))
     with tarfile.open(tmp_path / "b.tgz") as archive:
         kept = archive.extractfile(f"stoker-doctor/latest-run/{layout.CONSOLE}")
         assert kept is not None

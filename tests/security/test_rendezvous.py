@@ -20,8 +20,8 @@ from conftest import Stoker, wait_for
 from forked_ranks import free_port
 from stoker.contract.errors import Refusal
 from stoker.control.launch import rendezvous
-from stoker.control.launch.nodes import Meeting, Nodes
 from stoker.control.launch.rendezvous import Secret, find_secret
+from stoker.control.plan.targets import MeetingPoint, NodeGroup
 
 SECRET, OTHER = "0123456789abcdef" * 4, "another secret, as long as it must be"
 SOON = 5.0
@@ -33,9 +33,9 @@ class Machine:
 
     def __init__(self, port: int, count: int = 2, ranks: int = 1, name: str = "job", most: int = 0) -> None:
         self.lines: list[str] = []
-        self.outcome: Nodes | BaseException | None = None
+        self.outcome: NodeGroup | BaseException | None = None
         self._stop = False
-        meeting = Meeting(count, None, "127.0.0.1", port, name, most)
+        meeting = MeetingPoint(count, None, "127.0.0.1", port, name, most)
 
         def rest() -> None:
             time.sleep(0.005)
@@ -132,8 +132,8 @@ def test_another_program_gets_no_number_and_delays_nobody(
         other.sendall(data)
     second = Machine(port)
     machines.append(second)
-    assert first.end() == Nodes(2, 0, 0, 2, "127.0.0.1", 29999)
-    assert second.end() == Nodes(2, 1, 1, 2, "127.0.0.1", 29999)
+    assert first.end() == NodeGroup(2, 0, 0, 2, "127.0.0.1", 29999)
+    assert second.end() == NodeGroup(2, 1, 1, 2, "127.0.0.1", 29999)
     heard = b""
     with contextlib.suppress(OSError):
         while more := other.recv(4096):
@@ -165,7 +165,7 @@ def test_a_slow_machine_is_waited_for(port: int, machines: list[Machine]) -> Non
     for byte in hello():
         guest.sendall(bytes([byte]))
         time.sleep(0.01)
-    assert read_json_line(guest)["rank"] == 1 and first.end() == Nodes(2, 0, 0, 2, "127.0.0.1", 29999)
+    assert read_json_line(guest)["rank"] == 1 and first.end() == NodeGroup(2, 0, 0, 2, "127.0.0.1", 29999)
 
 
 def test_a_machine_that_was_stopped_may_come_again(port: int, machines: list[Machine]) -> None:
@@ -176,7 +176,7 @@ def test_a_machine_that_was_stopped_may_come_again(port: int, machines: list[Mac
     gone.close()
     others = [Machine(port, count=3) for _ in range(2)]
     machines += others
-    assert first.end() == Nodes(3, 0, 0, 3, "127.0.0.1", 29999)
+    assert first.end() == NodeGroup(3, 0, 0, 3, "127.0.0.1", 29999)
     assert sorted(machine.end().rank for machine in others) == [1, 2]
 
 
@@ -230,7 +230,7 @@ def test_with_one_secret_they_meet(port: int, machines: list[Machine], monkeypat
     first = start_host(port, machines, count=3, ranks=2)
     others = [Machine(port, count=3, ranks=2) for _ in range(2)]
     machines += others
-    assert first.end() == Nodes(3, 0, 0, 6, "127.0.0.1", 29999)
+    assert first.end() == NodeGroup(3, 0, 0, 6, "127.0.0.1", 29999)
     assert sorted((machine.end().rank, machine.end().first) for machine in others) == [(1, 2), (2, 4)]
 
 

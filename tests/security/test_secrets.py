@@ -23,9 +23,9 @@ from stoker.contract.evidence import Verdict
 from stoker.contract.masking import MASK
 from stoker.control.agent.agent import Agent
 from stoker.control.launch import ladder
-from stoker.control.launch.request import Request
-from stoker.control.launch.torchfiles import tell_launcher
-from stoker.control.machine import processes
+from stoker.control.launch.torchrun_files import write_launcher_error
+from stoker.control.machine import procfs
+from stoker.control.plan.request import Request
 
 LETTERS = "aBcDeFgHiJkLmNoPqRsTuVwXyZ012345678"
 KEY = "\n".join(["-----BEGIN " + "PRIVATE KEY-----", *[LETTERS * 2] * 15, "-----END " + "PRIVATE KEY-----"])
@@ -177,7 +177,7 @@ def test_a_phase_is_kept_without_a_token(stoker: Stoker) -> None:
 def test_the_launchers_error_file_has_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     verdict = Verdict("refused", "launch.x", "no host at https://me:hunter2hunter2@example.org", 69)
-    tell_launcher(verdict, "", lambda line: None)
+    write_launcher_error(verdict, "", lambda line: None)
     assert "hunter2" not in (tmp_path / "error.json").read_text()
 
 
@@ -237,9 +237,9 @@ def test_commands_of_other_processes_are_shown_without_secrets() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", *words])
     try:
         deadline = time.monotonic() + 30
-        while "--api-key" not in (processes.command(child.pid) or "") and time.monotonic() < deadline:
+        while "--api-key" not in (procfs.command_line(child.pid) or "") and time.monotonic() < deadline:
             time.sleep(0.01)
-        shown = processes.command(child.pid) or ""
+        shown = procfs.command_line(child.pid) or ""
         assert shown.endswith(f"--api-key {MASK} DB_PASSWORD={MASK} --max-tokens 5")
     finally:
         child.kill()

@@ -24,11 +24,11 @@ from stoker.contract import process, safe_io
 from stoker.contract.errors import Refusal
 from stoker.contract.process import find_process, send_signal
 from stoker.control.agent import probe_ready
-from stoker.control.doctor import debris
-from stoker.control.launch.runplace import RunPlace, abandon
-from stoker.control.machine.gpu_lock import GpuLocks, held
-from stoker.control.record import finder, ownership
-from stoker.control.scheduler import slurm_runs
+from stoker.control.doctor import stale_files
+from stoker.control.machine.gpu_lock import GpuLocks, held_gpus
+from stoker.control.plan.run_dir import RunDir, discard_run_dir
+from stoker.control.record import ownership, run_index
+from stoker.control.scheduler import slurm_job
 
 ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="two real users need root to become them")
 
@@ -277,8 +277,8 @@ def test_a_run_directory_of_anothers_is_never_written(users: tuple[User, User]) 
     link.symlink_to(theirs)
     for path in (theirs, link):
         told = ann.python(
-            "from stoker.control.record.writer import RunRecord\nfrom stoker.contract.names import Refusal\n"
-            f"try: RunRecord({str(path)!r}, 'h', True)\nexcept Refusal as refusal: print(refusal.code, refusal.line)\n"
+            "from stoker.control.record.run_writer import RunWriter\nfrom stoker.contract.errors import Refusal\n"
+            f"try: RunWriter({str(path)!r}, 'h', True)\nexcept Refusal as refusal: print(refusal.code, refusal.line)\n"
         )
         assert told.startswith("77 ") and list(theirs.iterdir()) == []
 
@@ -491,7 +491,7 @@ def setting(path: str, root: str) -> str:
 
 
 OPENED: dict[str, Callable[[str, str], str]] = {
-    "stoker why": lambda path, root: finder.find(path, root).dir,
+    "stoker why": lambda path, root: run_index.find_run(path, root).dir,
     "stoker chat": model_folder,
     "--model.load": setting,
     "stoker nan": nan_folder,
@@ -531,8 +531,8 @@ def test_what_cant_be_removed_hides_no_refusal(public: Path, capfd: pytest.Captu
     (root / "x").mkdir(parents=True)
     for folder in (root, root / "x"):
         os.chown(folder, VICTIM, VICTIM)
-    place = RunPlace(str(root / "x"), "x", "x", 0, False, made=True, made_root=True)
-    do_as(VICTIM, lambda: abandon(place))
+    place = RunDir(str(root / "x"), "x", "x", 0, False, made=True, made_root=True)
+    do_as(VICTIM, lambda: discard_run_dir(place))
     assert not (root / "x").exists()
     assert capfd.readouterr().err == f"stoker: {root} can't be removed: Permission denied\n"
 
@@ -540,11 +540,11 @@ def test_what_cant_be_removed_hides_no_refusal(public: Path, capfd: pytest.Captu
 def test_where_others_could_exchange_notes_of_jobs_runs_are_explained_without(tmp_path: Path) -> None:
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm" / "12.json").write_text('{"submitted": 5.0}')
-    assert slurm_runs.read_note(str(tmp_path), "12") == {"submitted": 5.0}
+    assert slurm_job.read_note(str(tmp_path), "12") == {"submitted": 5.0}
     tmp_path.chmod(0o777)
-    assert slurm_runs.read_note(str(tmp_path), "12") == {} and slurm_runs.run_of(str(tmp_path), "12") is None
+    assert slurm_job.read_note(str(tmp_path), "12") == {} and slurm_job.run_of(str(tmp_path), "12") is None
     with pytest.raises(Refusal, match="could replace your folders"):
-        slurm_runs.log_path(str(tmp_path), "12")
+        slurm_job.log_path(str(tmp_path), "12")
 
 
 # ---- signals ----
@@ -637,7 +637,7 @@ def test_ones_own_runs_still_exclude_each_other(locks: Path, precious: Path, pla
         first, second = GpuLocks("first"), GpuLocks("second")
         assert first.take([UUID]) == {} and len(first.notices) == 1, first.notices
         assert UUID in second.take([UUID])  # another open file: as another process would have
-        assert list(held([UUID])) == [UUID]
+        assert list(held_gpus([UUID])) == [UUID]
         assert stat.S_IMODE(os.stat(f"{locks}-{uid}").st_mode) == 0o700
 
     do_as(uid, body)
@@ -657,7 +657,7 @@ def test_where_every_lock_folder_is_taken_the_run_starts_without_a_lock_and_says
         mine = GpuLocks("r")
         assert mine.take([UUID]) == {}
         assert any("another run may pick it too" in line for line in mine.notices), mine.notices
-        assert held([UUID]) == {}
+        assert held_gpus([UUID]) == {}
 
     do_as(VICTIM, body)
 
@@ -674,7 +674,7 @@ def test_two_users_exclude_each_other(locks: Path, public: Path) -> None:
     try:
         assert wait_for(lambda: True if (public / "ready").exists() else None, SOON)
         expected = f"run theirs (agent pid {holder}, user {VICTIM})"
-        assert held([UUID]) == {UUID: expected}
+        assert held_gpus([UUID]) == {UUID: expected}
 
         def other() -> None:
             assert GpuLocks("mine").take([UUID]) == {UUID: expected}
@@ -709,7 +709,7 @@ def test_what_is_no_lock_file_is_reported_and_goes_unused(folder: Path, precious
 
     do_as(uid, body)
     assert precious.read_text() == "keep me"
-    _, strange = debris.find_locks()
+    _, strange = stale_files.find_locks()
     assert any(UUID in line for line in strange)
 
 
@@ -740,11 +740,11 @@ def test_whatever_a_lock_file_says_its_holder_is_named_by_the_kernel(
     pid = start_as(ATTACKER, squat)
     try:
         assert wait_for(lambda: True if (public / "squats").exists() else None, SOON)
-        for holders in (held([UUID]), GpuLocks("r").take([UUID])):
+        for holders in (held_gpus([UUID]), GpuLocks("r").take([UUID])):
             assert list(holders) == [UUID]
             assert holders[UUID].startswith(f"pid {pid} (") and f"user {ATTACKER}" in holders[UUID]
             assert "--share-gpus" in holders[UUID]  # the way out
-        listed, strange = debris.find_locks()
+        listed, strange = stale_files.find_locks()
         assert [lock.held for lock in listed] == [True] and strange == [] and listed[0].who.isprintable()
         if content == LIES["pid 1"]:  # whole commands
             script = stoker.script("ok.py", "print('ran')\n")
@@ -755,6 +755,6 @@ def test_whatever_a_lock_file_says_its_holder_is_named_by_the_kernel(
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    listed, _ = debris.find_locks()
+    listed, _ = stale_files.find_locks()
     assert [lock.held for lock in listed] == [False] and listed[0].who.isprintable()
     assert GpuLocks("r").take([UUID]) == {} and json.loads((folder / UUID).read_text())["run"] == "r"

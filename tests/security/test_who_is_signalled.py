@@ -19,7 +19,7 @@ from conftest import Stoker, wait_for
 from stoker.contract import env_vars
 from stoker.contract.process import find_process
 from stoker.control.agent.sweep import take_over
-from stoker.control.machine import origin, processes
+from stoker.control.machine import procfs, run_origin
 from stoker.control.scheduler import slurm_submit as submit
 
 Start = Callable[..., subprocess.Popen[bytes]]
@@ -245,9 +245,9 @@ def test_a_job_that_a_rank_submits_outlives_the_run(stoker: Stoker, scheduler: S
     )
     log = stoker.cwd / "runs" / "latest" / "attempt-0" / "rank-0.log"
     assert wait_for(lambda: True if log.exists() and b"helper" in log.read_bytes() else None, 30)
-    table = processes.all_processes()
+    table = procfs.all_processes()
     keepers = [
-        one.pid for one in table if one.pid in processes.descendants(run.pid, table) and one.name.startswith("stoker-")
+        one.pid for one in table if one.pid in procfs.descendants(run.pid, table) and one.name.startswith("stoker-")
     ]
     if ending == "stopped":
         run.terminate()
@@ -270,7 +270,7 @@ def test_a_job_that_a_rank_submits_outlives_the_run(stoker: Stoker, scheduler: S
         lambda: True if find_process(helper_pid) is None or find_process(helper_pid).state == "Z" else None, 10
     )  # type: ignore[union-attr]
     assert scheduler.job_lives
-    assert processes.run_tag(scheduler.job) is not None, (
+    assert procfs.run_tag(scheduler.job) is not None, (
         "the job has the run's environment: the test would prove nothing without"
     )
 
@@ -316,7 +316,7 @@ def test_what_is_marked_to_be_kept_is_kept(stoker: Stoker, ending: str) -> None:
     )
     text = done.log(0).decode()
     kept, swept = (int(re.search(rf"{word} (\d+)", text)[1]) for word in ("kept", "swept"))  # type: ignore[index]
-    below = processes.descendants(kept, processes.all_processes())
+    below = procfs.descendants(kept, procfs.all_processes())
     try:
         assert done.code == int(ending) and text.rstrip().endswith("None")
         assert find_process(kept) is not None and len(below) == 1 and find_process(swept) is None
@@ -328,17 +328,17 @@ def test_what_is_marked_to_be_kept_is_kept(stoker: Stoker, ending: str) -> None:
         wait_for(lambda: True if all(find_process(pid) is None for pid in (kept, *below)) else None, 5)
 
 
-def tag(run_dir: Path, where: origin.Origin) -> dict[str, str]:
+def tag(run_dir: Path, where: run_origin.Origin) -> dict[str, str]:
     return {env_vars.RUN_ID: run_dir.name, env_vars.RUN_DIR: str(run_dir), env_vars.RUN_ORIGIN: where.text()}
 
 
 @pytest.fixture
-def here() -> origin.Origin:
+def here() -> run_origin.Origin:
     """As if this process were the agent."""
-    return origin.of_this_process({})
+    return run_origin.own_origin({})
 
 
-def strangers(run_dir: Path, here: origin.Origin, start: Start) -> dict[str, subprocess.Popen[bytes]]:
+def strangers(run_dir: Path, here: run_origin.Origin, start: Start) -> dict[str, subprocess.Popen[bytes]]:
     """Each with the whole tag of the run, and started by somebody else."""
     from stoker.contract.frozen import replace
 
@@ -363,7 +363,7 @@ def strangers(run_dir: Path, here: origin.Origin, start: Start) -> dict[str, sub
     }
 
 
-def test_clean_leaves_alone_what_another_started(stoker: Stoker, start: Start, here: origin.Origin) -> None:
+def test_clean_leaves_alone_what_another_started(stoker: Stoker, start: Start, here: run_origin.Origin) -> None:
     gone = stoker.cwd / "runs" / "2026-gone"
     ours = start(["sleep", "600"], tag(gone, here))
     others = strangers(gone, here, start)
@@ -378,7 +378,7 @@ def test_clean_leaves_alone_what_another_started(stoker: Stoker, start: Start, h
 
 
 def test_a_host_that_is_back_ends_only_what_its_run_left_there(
-    tmp_path: Path, start: Start, here: origin.Origin
+    tmp_path: Path, start: Start, here: run_origin.Origin
 ) -> None:
     run_dir = tmp_path / "runs" / "2026-back"
     ours = start(["sleep", "600"], {**tag(run_dir, here), env_vars.HOST: "b"})
@@ -391,7 +391,7 @@ def test_a_host_that_is_back_ends_only_what_its_run_left_there(
 
 
 @ROOT_ONLY
-def test_another_control_group_is_another_service(tmp_path: Path, start: Start, here: origin.Origin) -> None:
+def test_another_control_group_is_another_service(tmp_path: Path, start: Start, here: run_origin.Origin) -> None:
     place = next(
         (path for path in (Path("/sys/fs/cgroup/systemd"), Path("/sys/fs/cgroup")) if (path / "cgroup.procs").exists()),
         None,
@@ -407,10 +407,10 @@ def test_another_control_group_is_another_service(tmp_path: Path, start: Start, 
     me = find_process(one.pid)
     assert me is not None
     try:
-        table = {entry.pid: entry for entry in processes.all_processes()}
-        assert origin.why_another_started_it(me, table) == ""
+        table = {entry.pid: entry for entry in procfs.all_processes()}
+        assert run_origin.why_another_started_it(me, table) == ""
         (group / "cgroup.procs").write_text(str(one.pid))
-        assert f"/stoker-test-{os.getpid()}" in origin.why_another_started_it(me, table)
+        assert f"/stoker-test-{os.getpid()}" in run_origin.why_another_started_it(me, table)
     finally:
         one.kill()
         one.wait()
@@ -423,24 +423,24 @@ def test_a_process_within_execve_shows_its_environment() -> None:
     for _ in range(100):
         child = subprocess.Popen(["sleep", "600"], env={"MINE": "1", "PATH": os.environ["PATH"]})
         try:
-            assert processes.environment(child.pid) == {"MINE": "1", "PATH": os.environ["PATH"]}
+            assert procfs.environment(child.pid) == {"MINE": "1", "PATH": os.environ["PATH"]}
         finally:
             child.kill()
             child.wait()
     bare = subprocess.Popen(["/bin/sleep", "600"], env={})
     try:
-        assert processes.environment(bare.pid) == {}
+        assert procfs.environment(bare.pid) == {}
     finally:
         bare.kill()
         bare.wait()
-    assert processes.environment(bare.pid) == {}
+    assert procfs.environment(bare.pid) == {}
 
 
 # ---- being in a rank ----
 
 
 def test_a_run_in_a_rank_knows_it_and_a_job_with_its_environment_does_not(stoker: Stoker, scheduler: Scheduler) -> None:
-    asks = "import os\nfrom stoker.control.machine.origin import run_we_are_in\nprint('in', run_we_are_in(os.environ) == os.environ['STOKER_RUN_ID'], flush=True)\n"
+    asks = "import os\nfrom stoker.control.machine.run_origin import current_run\nprint('in', current_run(os.environ) == os.environ['STOKER_RUN_ID'], flush=True)\n"
     done = stoker(
         "run",
         stoker.script(
@@ -454,7 +454,7 @@ def test_a_run_in_a_rank_knows_it_and_a_job_with_its_environment_does_not(stoker
     assert done.log(0).count(b"in True\n") == 2
     with open(f"/proc/{scheduler.job}/environ", encoding="utf-8") as file:
         handed = dict(item.partition("=")[::2] for item in file.read().split("\0") if item)
-    assert handed[env_vars.RUN_ID] == done.run_dir.name and origin.run_we_are_in(handed) == ""
+    assert handed[env_vars.RUN_ID] == done.run_dir.name and run_origin.current_run(handed) == ""
 
 
 def test_submit_hands_on_nothing_that_makes_a_rank(tmp_path: Path) -> None:

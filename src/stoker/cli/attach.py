@@ -15,8 +15,8 @@ from stoker.contract.progress import read_progress
 from stoker.contract.safe_io import open_regular
 from stoker.contract.terminal import print_status, print_text, terminal_width, uses_colour
 from stoker.control.launch.console import LineCutter
-from stoker.control.launch.shortlines import OwnLines, ShortLines
-from stoker.control.record import finder, follow, reader
+from stoker.control.launch.short_lines import OwnLines, ShortLines
+from stoker.control.record import log_tail, run_index, run_record
 
 _LOOK_BACK = 1 << 16  # bytes
 
@@ -35,52 +35,52 @@ def parser() -> OptionParser:
 
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
-    run = finder.find(told.run, layout.runs_root(told.runs_dir, os.environ))
+    run = run_index.find_run(told.run, layout.runs_root(told.runs_dir, os.environ))
     with parsing(f"run {run.id}"):
         return _follow(run, told.lines)
 
 
-def _follow(run: reader.Run, lines: int) -> int:
+def _follow(run: run_record.RunRecord, lines: int) -> int:
     watched = sys.stdout.isatty()
-    start = follow.newest_start(run)
+    start = log_tail.newest_start(run)
     if start.number > 1:
         command = f"stoker logs {shlex.quote(run.id)} --attempt {start.first_attempt - 1}"
         before = f"; `{command}` shows the one before" if start.first_attempt else ""
         print_status(f"this is start {start.number} of run {run.id}{before}")
     starts = {"": start}
-    console = follow.Tail(os.path.join(run.dir, layout.CONSOLE), start.console_at)
-    open_: dict[str, tuple[follow.Tail, LineCutter]] = {
+    console = log_tail.LogTail(os.path.join(run.dir, layout.CONSOLE), start.console_at)
+    open_: dict[str, tuple[log_tail.LogTail, LineCutter]] = {
         "": (console, LineCutter(b"", OwnLines(uses_colour(), lambda: terminal_width(sys.stdout)) if watched else None))
     }
     first = True
     try:
         while True:
-            over = reader.over(run)
-            for name, part in {"": run, **finder.roles(run)}.items():
+            over = run_record.is_over(run)
+            for name, part in {"": run, **run_index.list_roles(run)}.items():
                 if name not in starts:
-                    starts[name] = follow.newest_start(part)
+                    starts[name] = log_tail.newest_start(part)
                 since = starts[name].first_attempt
-                new = [one for one in follow.rank_logs(part) if one[2] not in open_ and one[0] >= since]
-                labels = follow.labels(part) if new else {}
+                new = [one for one in log_tail.rank_logs(part) if one[2] not in open_ and one[0] >= since]
+                labels = log_tail.labels(part) if new else {}
                 recipe = str(part.data.get("script")).startswith(RECIPES)
                 for attempt, rank, path in new:
                     skip = _start_of_last(path, lines) if first else 0
                     label = labels.get((attempt, rank), f"rank {rank}")
                     prefix = (f"[{name}] " if name else "").encode() + f"{label}:".encode()
                     shorten = ShortLines(prefix, not rank, recipe) if watched and (recipe or name) else None
-                    open_[path] = (follow.Tail(path, skip), LineCutter(prefix, shorten))
+                    open_[path] = (log_tail.LogTail(path, skip), LineCutter(prefix, shorten))
             first = False
             for tail, cutter in open_.values():
                 while data := tail.new():
                     if not run.mine:
-                        data = follow.without_codes(data)
+                        data = log_tail.strip_control_codes(data)
                     if shown := cutter.feed(data):
                         terminal.clear_bar()
                         sys.stdout.buffer.write(shown)
             if over:
                 break
             sys.stdout.buffer.flush()
-            _draw([run, *finder.roles(run).values()])
+            _draw([run, *run_index.list_roles(run).values()])
             time.sleep(0.1)
     except KeyboardInterrupt:
         terminal.start_line()
@@ -90,11 +90,11 @@ def _follow(run: reader.Run, lines: int) -> int:
     for _, cutter in open_.values():
         sys.stdout.buffer.write(cutter.flush())
     sys.stdout.buffer.flush()
-    ended = reader.load(run.dir)
+    ended = run_record.load_run(run.dir)
     return ended.verdict.exit_code if ended and ended.verdict else 70
 
 
-def _draw(runs: list[reader.Run]) -> None:
+def _draw(runs: list[run_record.RunRecord]) -> None:
     """Of a job's roles one has a bar."""
     if not terminal.shows_bars():
         return

@@ -19,10 +19,10 @@ from stoker.contract.frozen import as_json, pick_fields
 from stoker.contract.options import OptionParser
 from stoker.contract.safe_io import read_json_lines
 from stoker.contract.units import parse_duration, plural
-from stoker.control.doctor import burnin as doctor
-from stoker.control.launch.options import RunOptions, ranks_asked
-from stoker.control.launch.request import Request
-from stoker.control.record import finder, reader
+from stoker.control.doctor import burnin_analysis as doctor
+from stoker.control.plan.options import RunOptions, ranks_asked
+from stoker.control.plan.request import Request
+from stoker.control.record import run_index, run_record
 
 SCHEMA = 1
 COULD_NOT = 3
@@ -88,9 +88,9 @@ def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     request = request_from(told)
     from stoker.control.cluster import transport
-    from stoker.control.launch import detach
+    from stoker.control.launch import background
 
-    link = transport.local(0 if detach.usable_stdin() else -1)
+    link = transport.start_local_agent(0 if background.usable_stdin() else -1)
     from stoker.control.launch.coordinator import run as launch
 
     code = launch(request, link, None)
@@ -100,15 +100,15 @@ def main(argv: list[str]) -> int:
     return result.exit_code
 
 
-def _own_run(root: str) -> reader.Run | None:
+def _own_run(root: str) -> run_record.RunRecord | None:
     """The run this process launched. Not runs/latest: somebody may have started another since."""
     me = os.getpid(), os.uname().nodename
-    runs = [run for run in finder.all_runs(root) if (run.launcher[0], run.launcher[2]) == me]
+    runs = [run for run in run_index.all_runs(root) if (run.launcher[0], run.launcher[2]) == me]
     return runs[-1] if runs else None
 
 
 class _Result:
-    def __init__(self, run: reader.Run | None, code: int) -> None:
+    def __init__(self, run: run_record.RunRecord | None, code: int) -> None:
         self.run = run
         self.status = run.verdict.status if run and run.verdict else "refused"
         folder = os.path.join(run.dir, "burnin") if run else ""

@@ -11,13 +11,13 @@ import sys
 
 from stoker.cli import run
 from stoker.contract.errors import Refusal
-from stoker.control.agent.kernel import die_with_parent
+from stoker.control.agent.prctl import die_with_parent
 from stoker.control.cluster import transport
-from stoker.control.launch import coordinator, detach
-from stoker.control.launch.ourselves import handed
+from stoker.control.launch import background, coordinator
+from stoker.control.launch.children import handed
 
 
-class CallersReport(detach.Report):
+class CallersReport(background.StartReport):
     def __init__(self, path: str) -> None:
         super().__init__(-1)
         self._path = path
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         print(f"stoker: {refusal.line}", file=sys.stderr)
         report.refused(refusal)
         return refusal.code
-    return coordinator.run(request, transport.local(-1), report)
+    return coordinator.run(request, transport.start_local_agent(-1), report)
 
 
 def entry() -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from stoker.contract.errors import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal, parsing
 from stoker.contract.frozen import frozen
 from stoker.contract.units import format_bytes
-from stoker.control.launch.gpus import CONTEXT as LEAST
 from stoker.control.machine.model import Gpu, Machine, machine_from_json
+from stoker.control.plan.gpu_choice import CONTEXT as LEAST
 from stoker.training.fit.cards import CONTEXT, Card, written
 
 TYPE_CHECKING = False
@@ -104,11 +104,11 @@ def _machine(path: str) -> Machine:
 
 
 def _of_hosts(told: str, contexts: Mapping[str, int]) -> list[Card]:
-    from stoker.control.cluster.hosts import read
+    from stoker.control.cluster.hosts import read_hosts_file
 
     cards = [
         card_of(gpu, name, contexts, machine.memory_available)
-        for name, machine in machines_of(read(told)).items()
+        for name, machine in machines_of(read_hosts_file(told)).items()
         for gpu in machine.gpus
         if not gpu.error
     ]
@@ -119,9 +119,9 @@ def _of_hosts(told: str, contexts: Mapping[str, int]) -> list[Card]:
 
 def machines_of(hosts: Hosts, without: Callable[[str], None] | None = None) -> dict[str, Machine]:
     """Each host's, as it says itself. One that does not answer is refused, or left out where `without` is told why."""
-    from stoker.control.cluster.asking import meeting
-    from stoker.control.cluster.init import MEET_S
-    from stoker.control.machine.facts import examination_from_json
+    from stoker.control.cluster.hosts_writer import MEET_S
+    from stoker.control.cluster.probes import meeting
+    from stoker.control.machine.examination import examination_from_json
 
     found = dict[str, Machine]()
     with meeting(hosts) as asking:

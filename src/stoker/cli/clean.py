@@ -14,11 +14,11 @@ from stoker.contract.options import OptionParser
 from stoker.contract.terminal import print_json, print_text
 from stoker.contract.text import escape
 from stoker.contract.units import format_bytes, format_duration, parse_bytes, parse_duration, plural
-from stoker.control.doctor import caches, clean, debris, leftovers
-from stoker.control.doctor.caches import Cache
-from stoker.control.doctor.clean import Stopped
-from stoker.control.doctor.debris import Debris, Lock
-from stoker.control.doctor.leftovers import Found, OnGpu
+from stoker.control.doctor import cleanup, leftovers, stale_caches, stale_files
+from stoker.control.doctor.cleanup import Stopped
+from stoker.control.doctor.leftovers import Leftover, OnGpu
+from stoker.control.doctor.stale_caches import Cache
+from stoker.control.doctor.stale_files import Debris, Lock
 from stoker.control.machine.model import Machine
 
 _ABOUT = "Shows what dead runs left behind: processes, shared memory, folders. Frees it with --yes. Other users' processes are not touched."
@@ -68,8 +68,8 @@ def _leftovers(told: argparse.Namespace) -> int:
     left, alone = leftovers.find_leftovers(held, told.runs_dir)
     ours = {one.process.pid for one in left}
     others = leftovers.find_others(machine, ours, _recorded() is not None)
-    locks, strange = debris.find_locks()
-    files = [] if told.runs_dir else debris.find_debris()
+    locks, strange = stale_files.find_locks()
+    files = [] if told.runs_dir else stale_files.find_debris()
     if not told.json:
         _show_processes("left behind by dead runs", left)
         _show_debris(files)
@@ -79,14 +79,14 @@ def _leftovers(told: argparse.Namespace) -> int:
         if machine.gpu_error:
             _line(f"GPUs could not be checked: {machine.gpu_error}")
     stopped: Stopped | None = None
-    back: list[clean.Back] = []
+    back: list[cleanup.Back] = []
     kept: list[tuple[Debris, str]] = []
     if told.yes and left:
         stopped, back = _stop(left, told.grace, machine, lambda: leftovers.find_leftovers({}, told.runs_dir)[0])
     if told.yes:
         # What the dead had open is free now.
-        files = files if stopped is None or told.runs_dir else debris.find_debris()
-        kept = clean.remove_debris(files)
+        files = files if stopped is None or told.runs_dir else stale_files.find_debris()
+        kept = cleanup.remove_debris(files)
     if told.json:
         _print_json(
             dry_run=not told.yes,
@@ -149,18 +149,18 @@ def _look() -> tuple[Machine, dict[int, int]]:
     return seen, {} if _recorded() else leftovers.gpu_memory(seen)
 
 
-def _stop(found: list[Found], grace: float, before: Machine, more: Any = list) -> tuple[Stopped, list[clean.Back]]:
-    stopped = clean.stop_ladder([one.process for one in found], grace, lambda: [one.process for one in more()])
+def _stop(found: list[Leftover], grace: float, before: Machine, more: Any = list) -> tuple[Stopped, list[cleanup.Back]]:
+    stopped = cleanup.stop_ladder([one.process for one in found], grace, lambda: [one.process for one in more()])
     if _recorded():
         return stopped, []
     gone = {one.process.pid for one in found if one.gpu_memory is not None} - {one.pid for one in stopped.survivors}
-    return stopped, clean.wait_for_memory(before, gone, lambda: leftovers.look_at_gpus(None))
+    return stopped, cleanup.wait_for_memory(before, gone, lambda: leftovers.look_at_gpus(None))
 
 
 def _caches(told: argparse.Namespace) -> int:
-    found = caches.find_caches(caches.cache_roots(os.environ, os.getcwd()))
-    chosen = caches.choose_to_prune(found, told.older_than, told.max_size)
-    kept = clean.prune(chosen) if told.yes else []
+    found = stale_caches.find_caches(stale_caches.cache_roots(os.environ, os.getcwd()))
+    chosen = stale_caches.choose_to_prune(found, told.older_than, told.max_size)
+    kept = cleanup.prune(chosen) if told.yes else []
     if told.json:
         _print_json(
             dry_run=not told.yes,
@@ -199,7 +199,7 @@ def _show_caches(found: list[Cache], chosen: list[Cache]) -> None:
     print(f"{'total':<8} {format_bytes(sum(one.size for one in found)):>9}")
 
 
-def _show_processes(title: str, found: list[Found]) -> None:
+def _show_processes(title: str, found: list[Leftover]) -> None:
     if not found:
         return
     print(f"{title}:\n  {'PID':>8} {'AGE':>12} {'RAM':>9} {'GPU':>9}  {'RUN':<30}  COMMAND")
@@ -247,7 +247,7 @@ def _show_others(others: list[OnGpu]) -> None:
         _line(f"      {one.advice}")
 
 
-def _tell(stopped: Stopped | None, back: Iterable[clean.Back]) -> None:
+def _tell(stopped: Stopped | None, back: Iterable[cleanup.Back]) -> None:
     if stopped is None:
         return
     forced = f", {len(stopped.killed)} by SIGKILL" if stopped.killed else ""
@@ -285,7 +285,7 @@ def _short(command: str) -> str:
     return command if len(command) <= 100 else command[:99] + "…"
 
 
-def _processes(found: list[Found]) -> list[dict[str, Any]]:
+def _processes(found: list[Leftover]) -> list[dict[str, Any]]:
     return [
         pick_fields(one.process, "pid", "start", "state")
         | pick_fields(one, "user", "rss", "gpu_memory", "command", "run", "why")
@@ -294,7 +294,7 @@ def _processes(found: list[Found]) -> list[dict[str, Any]]:
     ]
 
 
-def _outcome(stopped: Stopped | None, back: list[clean.Back]) -> dict[str, Any]:
+def _outcome(stopped: Stopped | None, back: list[cleanup.Back]) -> dict[str, Any]:
     return {"stopped": as_json(stopped), "memory_back": as_json(back)}
 
 

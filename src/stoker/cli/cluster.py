@@ -17,8 +17,8 @@ from stoker.contract.options import OptionParser, suggest
 from stoker.contract.terminal import print_json, print_status, print_text
 from stoker.contract.text import escape
 from stoker.contract.units import plural
-from stoker.control.cluster.hosts import Hosts, read
-from stoker.control.cluster.price import FORMULA, parse_count, prices, sentence
+from stoker.control.cluster.all_reduce_cost import FORMULA, parse_count, prices, sentence
+from stoker.control.cluster.hosts import Hosts, read_hosts_file
 
 _USAGE = """usage: stoker cluster check --hosts cluster.yaml|a,b,c [SCRIPT] [options]
        stoker cluster init HOST ... [options]
@@ -104,7 +104,7 @@ def _hosts(told: argparse.Namespace) -> Hosts:
         here = os.path.lexists(_WRITTEN)
         way = f"--hosts {_WRITTEN} takes the one here (it can run commands)" if here else "--hosts a,b,c names them"
         raise Refusal(f"no hosts given: {way}; `stoker cluster init a b c` writes a hosts file", EX_USAGE)
-    found = read(told.hosts, tuple(told.ssh_option))
+    found = read_hosts_file(told.hosts, tuple(told.ssh_option))
     if told.tune and found.path is None:
         line = "--tune writes what helps to a hosts file, and --hosts a,b,c is not one"
         raise Refusal(f"{line}: `stoker cluster init a b c` writes one", EX_USAGE)
@@ -116,23 +116,23 @@ def _hosts(told: argparse.Namespace) -> Hosts:
 def check(argv: list[str]) -> int:
     told = check_parser().parse_args(argv)
     hosts = _hosts(told)
-    from stoker.control.cluster import between
-    from stoker.control.cluster.asking import meeting
-    from stoker.control.cluster.check import Asked, Checking, doctor_findings
-    from stoker.control.cluster.price import parameters
+    from stoker.control.cluster import check_rules
+    from stoker.control.cluster.all_reduce_cost import parameters
+    from stoker.control.cluster.cluster_check import ClusterCheck, HostAnswers, doctor_findings
+    from stoker.control.cluster.probes import meeting
     from stoker.control.doctor.check import exit_code
 
-    asked = Asked(told.script, tuple(told.data), told.model, told.master_port, told.quick)
+    asked = HostAnswers(told.script, tuple(told.data), told.model, told.master_port, told.quick)
     began = time.monotonic()
     if sys.stderr.isatty():
         print_status(f"asking {plural(len(hosts.hosts), 'host')}, some seconds")
     tuned: list[str] = []
     with meeting(hosts) as asking:
-        checking = Checking(hosts, asked, asking)
+        checking = ClusterCheck(hosts, asked, asking)
         facts = checking.look()
-        findings = [*between.findings(facts), *doctor_findings(facts, hosts)]
+        findings = [*check_rules.findings(facts), *doctor_findings(facts, hosts)]
         if told.tune:
-            from stoker.control.cluster.reducing import tune
+            from stoker.control.cluster.all_reduce import tune
 
             assert checking.worker is not None
             tuned = tune(asking, checking.worker, facts, hosts, print_status)
@@ -176,10 +176,10 @@ def _price(facts: Any, parameters: float) -> dict[str, Any] | None:
 
 
 def _print(facts: Any, findings: list[Finding], report: dict[str, Any]) -> None:
-    from stoker.control.cluster import table
-    from stoker.control.cluster.price import gigabits
+    from stoker.control.cluster import check_table
+    from stoker.control.cluster.all_reduce_cost import gigabits
 
-    for line in table.lines(facts, max(80, shutil.get_terminal_size((160, 24)).columns)):
+    for line in check_table.lines(facts, max(80, shutil.get_terminal_size((160, 24)).columns)):
         print(line)
     print()
     if facts.reduce is not None and facts.reduce.bus:
@@ -223,7 +223,7 @@ def init_parser() -> OptionParser:
 
 def init(argv: list[str]) -> int:
     told = init_parser().parse_args(argv)
-    from stoker.control.cluster.init import main_part
+    from stoker.control.cluster.hosts_writer import main_part
 
     told.identity, told.ssh_config = _from_here(told.identity), _from_here(told.ssh_config)
     of_all = {key: getattr(told, key) for key in ("user", "port", "identity", "python", "workdir")}

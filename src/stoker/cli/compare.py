@@ -16,11 +16,11 @@ from stoker.contract.options import OptionParser, completes_run_names
 from stoker.contract.terminal import print_coloured, print_json
 from stoker.contract.text import escape
 from stoker.contract.units import format_bytes, format_duration
-from stoker.control.record import finder
+from stoker.control.record import run_index
+from stoker.control.show.charts import fitted, mean, metric_text, short
 from stoker.control.show.comparison import PART, PARTS, Noise, at_equal_step, differing, noise, settings_of
 from stoker.control.show.curves import Curve
-from stoker.control.show.drawing import fitted, mean, metric_text, short
-from stoker.control.show.folder import RunFolder
+from stoker.control.show.run_tail import RunTail
 from stoker.control.show.snapshot import LOSS, REWARD, RL_METRICS
 
 _EPILOG = (
@@ -50,7 +50,7 @@ def parser() -> OptionParser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     root = layout.runs_root(told.runs_dir, os.environ)
-    records = [finder.find(which, root) for which in (told.first, told.second)]
+    records = [run_index.find_run(which, root) for which in (told.first, told.second)]
     if os.path.realpath(records[0].dir) == os.path.realpath(records[1].dir):
         line = f"{told.first} and {told.second} are one run, {records[0].id}: name two; `stoker runs` lists them"
         raise Refusal(escape(line), EX_USAGE)
@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _at_equal_steps(folders: Sequence[RunFolder], metric: str) -> dict[str, tuple[int, list[float]]]:
+def _at_equal_steps(folders: Sequence[RunTail], metric: str) -> dict[str, tuple[int, list[float]]]:
     """Return for each metric the last step that both runs have logged and the two values there.
 
     Runs of different length are at different points at their ends: only equal steps compare them.
@@ -109,7 +109,7 @@ def _at_equal_steps(folders: Sequence[RunFolder], metric: str) -> dict[str, tupl
     return found
 
 
-def _results(folder: RunFolder) -> dict[str, tuple[Any, str]]:
+def _results(folder: RunTail) -> dict[str, tuple[Any, str]]:
     """Name -> (number, as it is shown)."""
     run = folder.run(folder.record.started, watched=True)
     lowest = _lowest(folder.curve("val_loss"))

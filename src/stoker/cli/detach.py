@@ -10,8 +10,8 @@ from stoker.contract.env_vars import DETACH_SIGNAL
 from stoker.contract.options import OptionParser
 from stoker.contract.terminal import print_text
 from stoker.contract.text import escape
-from stoker.control.launch.signals import tell_launcher
-from stoker.control.record import finder, reader
+from stoker.control.launch.signals import signal_launcher
+from stoker.control.record import run_index, run_record
 
 
 def parser() -> OptionParser:
@@ -25,11 +25,11 @@ def parser() -> OptionParser:
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
-    run = finder.find(options.run, layout.runs_root(options.runs_dir, os.environ), exact=True)
-    if reader.status(run) not in ("running", "unknown"):
-        print(f"run {escape(run.id)} is not running: {reader.status(run)}")
+    run = run_index.find_run(options.run, layout.runs_root(options.runs_dir, os.environ), exact=True)
+    if run_record.run_status(run) not in ("running", "unknown"):
+        print(f"run {escape(run.id)} is not running: {run_record.run_status(run)}")
         return 0
-    tell_launcher(run, DETACH_SIGNAL)
+    signal_launcher(run, DETACH_SIGNAL)
     name = shlex.quote(run.id)
     how = f"`stoker attach {name}` follows it, `stoker stop {name}` stops it"
     print_text(f"run {run.id} continues when its terminal closes; {how}")

@@ -19,8 +19,8 @@ from stoker.contract.terminal import ERROR, SUCCESS, WARNING, print_coloured, pr
 from stoker.contract.text import dump_json, escape
 from stoker.contract.units import format_used, parse_duration, plural
 from stoker.control.doctor import check
+from stoker.control.machine.examination import Examination, examination_from_json
 from stoker.control.machine.examine import NOT_ASKED, PARTS, examine
-from stoker.control.machine.facts import Examination, examination_from_json
 
 _EXAMPLES = """exit codes: 0 fine, 1 warnings, 2 failures, 3 something could not be checked
 
@@ -75,11 +75,11 @@ def main(argv: list[str]) -> int:
         return _watch(look, checks, told.nproc_per_node, told.watch)
     with parsing(f"recorded machine {told.machine}") if told.machine else nullcontext():
         found = look()
-        findings = check.run(checks, found, told.nproc_per_node)
+        findings = check.run_checks(checks, found, told.nproc_per_node)
     if told.record:
         _write(told.record, dump_json(mask_json(found.to_json())) + "\n")
     if told.bundle:
-        from stoker.control.doctor.bundle import write_bundle
+        from stoker.control.doctor.support_bundle import write_bundle
 
         write_bundle(told.bundle, found, findings, runs_dir)
     if told.json:
@@ -124,7 +124,7 @@ def _watch(look: Any, checks: list[check.Check], ranks: int, seconds: float) -> 
     first = True
     try:
         while True:
-            findings = check.run(checks, look(), ranks)
+            findings = check.run_checks(checks, look(), ranks)
             now = {(finding.id, finding.text): finding for finding in findings}
             stamp = time.strftime("%H:%M:%S")
             for key in now.keys() - before.keys():

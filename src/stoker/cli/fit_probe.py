@@ -13,7 +13,7 @@ from stoker.contract.errors import EX_SOFTWARE, EX_UNAVAILABLE, Refusal
 from stoker.contract.safe_io import read_json
 from stoker.contract.terminal import print_json, print_status
 from stoker.contract.units import finite_number, format_bytes
-from stoker.control.launch.ourselves import stoker_command
+from stoker.control.launch.children import stoker_command
 from stoker.training.fit import text
 from stoker.training.fit.plan import Plan
 from stoker.training.fit.terms import GRPO

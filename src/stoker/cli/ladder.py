@@ -12,8 +12,8 @@ from stoker.contract.options import OptionParser, add_flags
 from stoker.contract.terminal import print_json, print_text
 from stoker.contract.units import format_bytes, format_duration, format_used, plural
 from stoker.control.launch import ladder
-from stoker.control.launch.options import RunOptions
-from stoker.control.launch.request import Request
+from stoker.control.plan.options import RunOptions
+from stoker.control.plan.request import Request
 
 _ABOUT = "Finds where a script begins to fail: its imports one by one, then one rank, half, all. Takes `stoker run`'s options."
 _EXAMPLES = """examples:
@@ -82,7 +82,7 @@ def before_run(request: Request, wanted: Collection[str], steps: int = ladder.ST
     return climb.exit_code
 
 
-def report(climb: ladder.Climb) -> list[str]:
+def report(climb: ladder.LadderStepRun) -> list[str]:
     lines: list[str] = []
     done = [rung for rung in climb.climbed if rung.exit_code == 0]
     if done:
@@ -115,7 +115,7 @@ def report(climb: ladder.Climb) -> list[str]:
     return lines
 
 
-def _row(number: int, rung: ladder.Climbed, found: ladder.Scaling) -> str:
+def _row(number: int, rung: ladder.LadderResult, found: ladder.Scaling) -> str:
     first = format_duration(rung.first_step_s) if rung.first_step_s is not None else "n/a"
     share = f"{found.efficiency:.0%}" if found.efficiency is not None else "n/a"
     if rung.ranks == 1 and rung.steps_per_s:
@@ -129,11 +129,11 @@ def _columns(*cells: object) -> str:
     return " ".join(f"{cell!s:>{width}}" for cell, width in zip(cells, (4, 5, 11, 9, 9, 9, 16), strict=True))
 
 
-def _rate(rung: ladder.Climbed) -> str:
+def _rate(rung: ladder.LadderResult) -> str:
     return f"{rung.steps_per_s:.3g}" if rung.steps_per_s else "n/a"
 
 
-def to_json(request: Request, climb: ladder.Climb) -> dict[str, Any]:
+def to_json(request: Request, climb: ladder.LadderStepRun) -> dict[str, Any]:
     return {
         "schema": 1,
         "script": request.script,

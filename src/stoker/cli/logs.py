@@ -11,7 +11,7 @@ from stoker.contract import layout
 from stoker.contract.errors import EX_NOINPUT, EX_USAGE, Refusal, parsing
 from stoker.contract.options import OptionParser
 from stoker.contract.terminal import print_status
-from stoker.control.record import finder, follow, reader
+from stoker.control.record import log_tail, run_index, run_record
 
 
 def parser() -> OptionParser:
@@ -27,22 +27,22 @@ def parser() -> OptionParser:
 
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
-    run = finder.find(told.run, layout.runs_root(told.runs_dir, os.environ))
-    run = finder.role_of(run, told.role) if told.role else run
+    run = run_index.find_run(told.run, layout.runs_root(told.runs_dir, os.environ))
+    run = run_index.role_of(run, told.role) if told.role else run
     with parsing(f"run {run.id}"):
         return _show(run, told)
 
 
-def _show(run: reader.Run, told: argparse.Namespace) -> int:
+def _show(run: run_record.RunRecord, told: argparse.Namespace) -> int:
     attempts = run.attempts
-    if not attempts and (names := finder.roles(run)):
+    if not attempts and (names := run_index.list_roles(run)):
         raise Refusal(f"run {run.id} is a job of several roles: --role {' or '.join(names)}", EX_USAGE)
     if not attempts:
         raise Refusal(f"run {run.id} has started no rank yet", EX_NOINPUT)
     attempt = attempts[-1] if told.attempt is None else told.attempt
     if attempt not in attempts:
         raise Refusal(f"run {run.id} has no attempt {attempt}; there are {attempts[0]} to {attempts[-1]}", EX_NOINPUT)
-    ranks = [rank for number, rank, _ in follow.rank_logs(run) if number == attempt]
+    ranks = [rank for number, rank, _ in log_tail.rank_logs(run) if number == attempt]
     planned = run.ranks if attempt == attempts[-1] else 0  # the newest plan is the newest attempt's
     world = max([planned, *(rank + 1 for rank in ranks)])
     shown = told.rank or 0
@@ -53,12 +53,12 @@ def _show(run: reader.Run, told: argparse.Namespace) -> int:
         raise Refusal(f"rank {shown} has no log in attempt {attempt}: it was not started", EX_NOINPUT)
     if told.rank is None and world > 1:
         print_status(f"this is rank {shown} of {world}; {_others(run, shown, world)}")
-    tail, silent = follow.Tail(layout.rank_log(run.dir, attempt, shown)), True
+    tail, silent = log_tail.LogTail(layout.rank_log(run.dir, attempt, shown)), True
     while True:
-        over = reader.over(run)  # asked before the last look, so that nothing is missed
+        over = run_record.is_over(run)  # asked before the last look, so that nothing is missed
         while data := tail.new():
             silent = False
-            sys.stdout.buffer.write(data if run.mine or not sys.stdout.isatty() else follow.without_codes(data))
+            sys.stdout.buffer.write(data if run.mine or not sys.stdout.isatty() else log_tail.strip_control_codes(data))
         sys.stdout.buffer.flush()
         if over or not told.follow:
             if silent:
@@ -67,12 +67,12 @@ def _show(run: reader.Run, told: argparse.Namespace) -> int:
         newest = run.attempts[-1]
         if told.attempt is None and newest != attempt:
             attempt = newest
-            tail = follow.Tail(layout.rank_log(run.dir, attempt, shown))
+            tail = log_tail.LogTail(layout.rank_log(run.dir, attempt, shown))
             continue
         time.sleep(0.1)
 
 
-def _others(run: reader.Run, shown: int, world: int) -> str:
+def _others(run: run_record.RunRecord, shown: int, world: int) -> str:
     """Which of them to look at: the one that failed, where that is known."""
     failed = run.verdict.rank if run.verdict is not None else None
     if failed is not None and 0 <= failed < world:

@@ -18,7 +18,7 @@ from stoker.contract.units import parse_duration
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from stoker.control.cluster.elsewhere import Elsewhere
+    from stoker.control.cluster.host_monitor import HostMonitor
     from stoker.control.show.snapshot import Snapshot
 
 PORT = 9911
@@ -63,28 +63,28 @@ def parser() -> OptionParser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     if told.parent:
-        from stoker.control.agent.kernel import die_with_parent
+        from stoker.control.agent.prctl import die_with_parent
 
         die_with_parent(told.parent, signal.SIGTERM)
     if not 0 <= told.port <= 65535:
         raise Refusal(f"--port {told.port}: a port is a number from 0 to 65535", EX_USAGE)
     if told.interval < _LEAST_S:
         raise Refusal(f"--interval {told.interval:g} s: at least {_LEAST_S} s", EX_USAGE)
-    from stoker.control.doctor.glance import glance
-    from stoker.control.show import serving
-    from stoker.control.show.gather import Gatherer
-    from stoker.control.show.metrics import server
-    from stoker.control.show.metrics.collect import Collector
-    from stoker.control.show.metrics.page import CONTENT_TYPE, Examined
+    from stoker.control.doctor.quick_check import glance
+    from stoker.control.show import http_server
+    from stoker.control.show.collector import SnapshotCollector
+    from stoker.control.show.metrics import metrics_server
+    from stoker.control.show.metrics.metrics_collector import Collector
+    from stoker.control.show.metrics.metrics_page import CONTENT_TYPE, Examined
 
     root = os.path.dirname(told.run) if told.run else layout.runs_root(told.runs_dir, os.environ)
-    elsewhere: Elsewhere | None = None
+    elsewhere: HostMonitor | None = None
     if told.hosts:
-        from stoker.control.cluster.elsewhere import Elsewhere
-        from stoker.control.cluster.hosts import read
+        from stoker.control.cluster.host_monitor import HostMonitor
+        from stoker.control.cluster.hosts import read_hosts_file
 
-        elsewhere = Elsewhere(read(told.hosts, tuple(told.ssh_option)), told.interval)
-    gatherer = Gatherer(root, everybody=told.all, machine=elsewhere is None)
+        elsewhere = HostMonitor(read_hosts_file(told.hosts, tuple(told.ssh_option)), told.interval)
+    gatherer = SnapshotCollector(root, everybody=told.all, machine=elsewhere is None)
 
     def gather() -> Snapshot:
         return gatherer.snapshot(elsewhere=elsewhere.readings() if elsewhere is not None else (), only=told.run)
@@ -103,19 +103,19 @@ def main(argv: list[str]) -> int:
             elsewhere.close()
         sys.stdout.write((collector.page or b"").decode())
         return 0
-    listening = socket.socket(fileno=told.listening) if told.listening else serving.listen(told.host, told.port)
+    listening = socket.socket(fileno=told.listening) if told.listening else http_server.listen(told.host, told.port)
     listening.setblocking(False)
     over: list[int] = []
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, lambda number, _frame: over.append(number))
     collector.start(told.interval)
     if not told.run:
-        print_status(server.where(listening))
-        if not serving.is_loopback(listening):
+        print_status(metrics_server.where(listening))
+        if not http_server.is_loopback(listening):
             print_status(
                 "anybody who can reach this port can read the names of runs, users and hosts, and their numbers"
             )
-    server.MetricsServer(listening, lambda: collector.page, CONTENT_TYPE).serve(lambda: bool(over))
+    metrics_server.MetricsServer(listening, lambda: collector.page, CONTENT_TYPE).serve(lambda: bool(over))
     collector.stop()
     if elsewhere is not None:
         elsewhere.close()

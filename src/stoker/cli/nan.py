@@ -12,7 +12,7 @@ from stoker.contract.errors import EX_NOINPUT, Refusal
 from stoker.contract.frozen import as_json, pick_fields
 from stoker.contract.options import OptionParser
 from stoker.contract.terminal import print_json, print_text
-from stoker.control.record import finder
+from stoker.control.record import run_index
 from stoker.training.forensics import reading
 from stoker.training.forensics.culprit import banner, decide, headline, table
 
@@ -60,13 +60,13 @@ def _show(folder: str, told: argparse.Namespace) -> int:
 
 def _folder(where: str | None, root: str) -> str:
     """Return the folder nan_step_N, or the folder of a rank in it, that `where` names."""
-    path = None if where is None else finder.through_latest(where)
+    path = None if where is None else run_index.through_latest(where)
     if path is not None and os.path.exists(os.path.join(path, reading.REPORT)):
         return path
     if path is not None and os.path.isdir(path) and not os.path.exists(os.path.join(path, layout.RUN)):
         place = path  # a folder in which a recipe ran without `stoker train`
     else:
-        place = finder.find(where, root).dir
+        place = run_index.find_run(where, root).dir
     found = reading.newest(place)
     if found is None:
         raise Refusal(f"no nan_step_N in {place}: it had no NaN, or nan.dump was off", EX_NOINPUT)

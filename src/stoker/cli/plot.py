@@ -13,11 +13,11 @@ from stoker.contract.errors import EX_NOINPUT, EX_USAGE, Refusal, parsing
 from stoker.contract.options import OptionParser, completes_run_names, suggest
 from stoker.contract.terminal import print_coloured, print_json, print_status, print_text, uses_colour
 from stoker.contract.text import escape, is_digits
-from stoker.control.record import finder, reader
+from stoker.control.record import run_index, run_record
+from stoker.control.show.charts import COLOURS, LETTERS, Line, chart, fitted, mean, short, sparkline
 from stoker.control.show.curves import Curve, smoothed
-from stoker.control.show.drawing import COLOURS, LETTERS, Line, chart, fitted, mean, short, sparkline
-from stoker.control.show.folder import RunFolder
-from stoker.control.show.job import folder_of
+from stoker.control.show.job_view import folder_of
+from stoker.control.show.run_tail import RunTail
 from stoker.control.show.snapshot import AVERAGED, LOSS, REWARD, RL_METRICS, SERVER_METRICS
 
 _EPILOG = """  stoker plot                                     the newest run's loss; of GRPO its reward, KL, entropy ...
@@ -59,7 +59,7 @@ def _count(text: str) -> int:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     root = layout.runs_root(told.runs_dir, os.environ)
-    found = [watched(run) for run in _once([finder.find(which, root) for which in told.runs or [None]])]
+    found = [watched(run) for run in _once([run_index.find_run(which, root) for which in told.runs or [None]])]
     metric = told.metric or headline_of(found)
     curves = [(folder.record, _curve(folder, metric)) for folder in found]
     if told.json:
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     if not told.metric and metric == REWARD:
         panels = [(RL_METRICS[REWARD], lines), *_companions(found, told.smooth)]
     if told.png:
-        from stoker.control.show.picture import write_png
+        from stoker.control.show.loss_plot import write_png
 
         write_png(told.png, panels, log=told.log)
         print(f"wrote {escape(told.png)}")
@@ -87,35 +87,35 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _once(runs: list[reader.Run]) -> list[reader.Run]:
+def _once(runs: list[run_record.RunRecord]) -> list[run_record.RunRecord]:
     """Each of them, in this order; one that was named twice is reported."""
-    by_path: dict[str, reader.Run] = {}
+    by_path: dict[str, run_record.RunRecord] = {}
     for run in runs:
         if by_path.setdefault(os.path.realpath(run.dir), run) is not run:
             print_status(f"run {escape(run.id, 100)} was named before; it is drawn once")
     return list(by_path.values())
 
 
-def watched(run: reader.Run) -> RunFolder:
+def watched(run: run_record.RunRecord) -> RunTail:
     with parsing(f"run {run.id}"):
         folder = folder_of(run)
         folder.run(run.started, watched=True)
     return folder
 
 
-def headline_of(folders: Sequence[RunFolder]) -> str:
+def headline_of(folders: Sequence[RunTail]) -> str:
     """Return reward where all the runs have one, else loss."""
     have_rewards = all(folder.curve(REWARD).steps for folder in folders)
     return REWARD if have_rewards else LOSS
 
 
-def _means(folder: RunFolder, name: str, smooth: int | None) -> tuple[tuple[float, float], ...]:
+def _means(folder: RunTail, name: str, smooth: int | None) -> tuple[tuple[float, float], ...]:
     """Return the points to draw; without --smooth means over the logging interval of a run whose metrics have every step."""
     window = smooth or (folder.interval if name in AVERAGED else 1)
     return smoothed(folder.curve(name), window)
 
 
-def _companions(folders: Sequence[RunFolder], smooth: int | None) -> list[tuple[str, list[Line]]]:
+def _companions(folders: Sequence[RunTail], smooth: int | None) -> list[tuple[str, list[Line]]]:
     """Return the curves of KL, entropy and the like, and of a job's servers, of all runs that have them."""
     panels = []
     for name, title in (RL_METRICS | SERVER_METRICS).items():
@@ -139,7 +139,7 @@ def _draw_companions(panels: Sequence[tuple[str, Sequence[Line]]]) -> None:
             print(f"{title:<{width}} {spark} {short(values[0])} to {short(values[-1])}{of}")
 
 
-def _curve(folder: RunFolder, name: str) -> Curve:
+def _curve(folder: RunTail, name: str) -> Curve:
     curve = folder.curve(name)
     if curve.steps:
         return curve
@@ -155,7 +155,7 @@ def _curve(folder: RunFolder, name: str) -> Curve:
     raise Refusal(escape(line), EX_USAGE)
 
 
-def _title(run: reader.Run) -> str:
+def _title(run: run_record.RunRecord) -> str:
     return escape(run.id if not run.name or run.name in run.id else f"{run.name} ({run.id})", 100)
 
 

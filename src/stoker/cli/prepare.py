@@ -10,7 +10,7 @@ from stoker.contract.frozen import as_json
 from stoker.contract.options import OptionParser, build_options, options_from_mapping
 from stoker.contract.terminal import print_json, print_status
 from stoker.contract.units import plural
-from stoker.control.launch.options import RunOptions, from_torchrun_environment, ranks_asked
+from stoker.control.plan.options import RunOptions, from_torchrun_environment, ranks_asked
 from stoker.training.config.check import check
 from stoker.training.config.flags import add_key_flags
 from stoker.training.config.layers import Layers, gather

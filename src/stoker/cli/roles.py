@@ -14,13 +14,13 @@ from stoker.contract.errors import EX_USAGE, Refusal
 from stoker.contract.frozen import options_of, replace
 from stoker.contract.options import OptionParser, add_flags, build_options
 from stoker.contract.units import plural
-from stoker.control.launch.nodes import hosts_of
-from stoker.control.launch.options import RANK_VARIABLES, TORCHRUN_VARIABLES, RunOptions
-from stoker.control.launch.ourselves import stoker_command
-from stoker.control.launch.request import Request
+from stoker.control.launch.children import stoker_command
+from stoker.control.plan.options import RANK_VARIABLES, TORCHRUN_VARIABLES, RunOptions
+from stoker.control.plan.request import Request
+from stoker.control.plan.targets import resolve_hosts
 from stoker.control.roles import allocation, role
-from stoker.control.roles.job import Found, JobCoordinator, Plan
-from stoker.control.roles.placing import Card
+from stoker.control.roles.job_plan import JobCoordinator, JobInputs, JobPlan
+from stoker.control.roles.placement import GpuSlot
 from stoker.control.roles.role import RoleSpec
 
 # What a job of several roles takes besides --role, --roles and --allocation; the rest is each role's own.
@@ -40,7 +40,7 @@ def parser() -> OptionParser:
     return made
 
 
-def request_of(argv: list[str]) -> tuple[Request, Plan]:
+def request_of(argv: list[str]) -> tuple[Request, JobPlan]:
     """Refuses what can't be, before anything is looked at."""
     told, script, _ = run.split(argv, parser())
     if script is not None:
@@ -67,14 +67,14 @@ def start_job(argv: list[str]) -> int:
     return start_plan(*request_of(argv))
 
 
-def start_plan(request: Request, plan: Plan) -> int:
-    from stoker.control.launch import detach
+def start_plan(request: Request, plan: JobPlan) -> int:
+    from stoker.control.launch import background
 
     found = look(request, plan.specs)
     text = request.options.allocation
     if text:
-        allocation.check(text, allocation.parse(text), len(found.cards) or 1 << 16)
-    report = detach.detach() if request.options.detach and not request.options.dry_run else None
+        allocation.check(text, allocation.parse_allocation(text), len(found.cards) or 1 << 16)
+    report = background.start_detached() if request.options.detach and not request.options.dry_run else None
     from stoker.control.launch.coordinator import guarded
 
     return guarded(JobCoordinator(request, plan, found, report, None), report)
@@ -88,7 +88,7 @@ def request_for(told: dict[str, Any], specs: Sequence[RoleSpec], words: Sequence
     return Request(options, name, commands, frozenset((*told, *(("role",) if words else ()))))
 
 
-def make_plan(words: Sequence[str], path: str | None, text: str | None) -> Plan:
+def make_plan(words: Sequence[str], path: str | None, text: str | None) -> JobPlan:
     if path is not None:
         if words:
             raise Refusal("--roles FILE and --role: give one of them", EX_USAGE)
@@ -97,16 +97,16 @@ def make_plan(words: Sequence[str], path: str | None, text: str | None) -> Plan:
             return by_allocation(specs, text)
         for spec in specs:
             role.check_batch(spec, spec.count)
-        return Plan(specs)
+        return JobPlan(specs)
     if text is None:
-        return Plan(role.from_words(words))
+        return JobPlan(role.from_words(words))
     names = {word.partition(":")[0]: 1 for word in words}
     return by_allocation(role.from_words(words, names), text)
 
 
-def by_allocation(specs: Sequence[RoleSpec], text: str) -> Plan:
+def by_allocation(specs: Sequence[RoleSpec], text: str) -> JobPlan:
     """Counts and GPUs as the allocation says: by name where its parts have names, else in order."""
-    parts = allocation.parse(text)
+    parts = allocation.parse_allocation(text)
     named = {part.name: part for part in parts if part.name}
     known = [spec.name for spec in specs]
     for name in named:
@@ -127,16 +127,16 @@ def by_allocation(specs: Sequence[RoleSpec], text: str) -> Plan:
     for name, part in chosen.items():
         if first.setdefault(part.group, name) != name:
             share[name] = first[part.group]
-    return Plan(made, share)
+    return JobPlan(made, share)
 
 
-def look(request: Request, specs: Sequence[RoleSpec]) -> Found:
+def look(request: Request, specs: Sequence[RoleSpec]) -> JobInputs:
     """The hosts, and the GPUs that can be used now, as `stoker run` itself would choose them."""
     options = request.options
-    _, hosts = hosts_of(request, os.environ)
+    _, hosts = resolve_hosts(request, os.environ)
     no_gpus = all(spec.gpus == 0 for spec in specs)
     if no_gpus and hosts is None:
-        return Found((), ())
+        return JobInputs((), ())
     words = ["run", "--dry-run", "--json"]
     for name in _OF_LOOK:
         value = getattr(options, name)
@@ -152,9 +152,9 @@ def look(request: Request, specs: Sequence[RoleSpec]) -> Found:
         raise Refusal(line, said.returncode)
     told = json.loads(said.stdout)
     cards = tuple(
-        Card(place["gpu"]["uuid"], place["label"], place["gpu"]["index"], place["host"], place["gpu"].get("name"))
+        GpuSlot(place["gpu"]["uuid"], place["label"], place["gpu"]["index"], place["host"], place["gpu"].get("name"))
         for place in told["places"]
         if place["gpu"] and not no_gpus
     )
     lines = told["lines"] if cards else ["✓ No GPU is used: the roles run on the CPU"]
-    return Found(cards, tuple(lines), tuple(told["hosts"]), hosts)
+    return JobInputs(cards, tuple(lines), tuple(told["hosts"]), hosts)

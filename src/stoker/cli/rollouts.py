@@ -13,8 +13,8 @@ from stoker.contract.options import OptionParser
 from stoker.contract.terminal import print_json, print_text
 from stoker.contract.text import escape, is_digits
 from stoker.contract.units import plural
-from stoker.control.record import finder
-from stoker.control.record.rollouts import (
+from stoker.control.record import run_index
+from stoker.control.record.rollouts_log import (
     ENDS,
     Change,
     Rollout,
@@ -63,11 +63,11 @@ def main(argv: list[str]) -> int:
 
 
 def _folder(where: str | None, root: str) -> str:
-    where = None if where is None else finder.through_latest(where)
+    where = None if where is None else run_index.through_latest(where)
     if where is not None and os.path.exists(os.path.join(where, layout.ROLLOUTS)):
         return where
-    found = finder.find(where, root).dir
-    path = finder.find_file(found, layout.ROLLOUTS)
+    found = run_index.find_run(where, root).dir
+    path = run_index.find_file(found, layout.ROLLOUTS)
     return found if path is None else os.path.dirname(os.path.join(found, path))
 
 

@@ -10,8 +10,8 @@ from stoker.contract import env_vars, schedulers
 from stoker.contract.errors import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.options import OptionParser, add_flags, build_options
 from stoker.contract.text import is_digits
-from stoker.control.launch.options import RunOptions, from_torchrun_environment
-from stoker.control.launch.request import Request, how_to_run
+from stoker.control.plan.options import RunOptions, from_torchrun_environment
+from stoker.control.plan.request import Request, how_to_run
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def given_by_job() -> list[str]:
         return []
     import signal
 
-    from stoker.control.agent.kernel import die_with_parent
+    from stoker.control.agent.prctl import die_with_parent
 
     die_with_parent(int(parent), signal.SIGTERM)
     given = os.environ.pop(env_vars.ROLE_ENV, "")
@@ -134,7 +134,7 @@ def is_job(told: dict[str, Any]) -> bool:
 
 def main(argv: list[str]) -> int:
     if env_vars.PASSED_OPTIONS in os.environ:
-        from stoker.control.launch.ourselves import handed
+        from stoker.control.launch.children import handed
 
         argv = handed(argv)
     given = given_by_job()
@@ -160,15 +160,15 @@ def start(request: Request, ended: Ended | None = None) -> int:
             return code
     # The agent starts while the coordinator is still being imported: 50 ms each, side by side.
     from stoker.control.cluster import transport
-    from stoker.control.launch import detach
+    from stoker.control.launch import background
 
     hosts: Hosts | None = None
     if schedulers.find_scheduler(os.environ) is not None or request.given & _SEVERAL:
-        from stoker.control.launch.nodes import hosts_of
+        from stoker.control.plan.targets import resolve_hosts
 
-        request, hosts = hosts_of(request, os.environ)
-    report = detach.detach() if request.options.detach and not request.options.dry_run else None
-    link = transport.local(0 if detach.usable_stdin() else -1) if hosts is None else None
+        request, hosts = resolve_hosts(request, os.environ)
+    report = background.start_detached() if request.options.detach and not request.options.dry_run else None
+    link = transport.start_local_agent(0 if background.usable_stdin() else -1) if hosts is None else None
     from stoker.control.launch.coordinator import run
 
     return run(request, link, report, hosts, ended)

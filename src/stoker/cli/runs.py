@@ -16,10 +16,10 @@ from stoker.contract.options import OptionParser, suggest
 from stoker.contract.terminal import print_coloured, print_json, print_status, print_text
 from stoker.contract.text import escape, is_digits
 from stoker.contract.units import format_duration, plural
-from stoker.control.record.speedruns import speedruns
-from stoker.control.show.drawing import columns_of, fitted, metric_text, short
-from stoker.control.show.gather import Gatherer
-from stoker.control.show.snapshot import REWARD, RL_METRICS, Metric, Run, finite
+from stoker.control.record.speedrun_index import list_speedruns
+from stoker.control.show.charts import columns_of, fitted, metric_text, short
+from stoker.control.show.collector import SnapshotCollector
+from stoker.control.show.snapshot import REWARD, RL_METRICS, Metric, RunView, finite
 
 _STATES = {"running": "cyan", "completed": "green", "failed": "red", "lost": "red", "stopped": "yellow"}
 # Columns that go first where a line is too long.
@@ -29,7 +29,7 @@ _LEAST = (
     "CAUSE", "RANKS", "TRIES", "TIME", *reversed(_COMPANIONS.values()), *_SERVERS, "TOK/S", "DATE", "USER", "LOSS", "REWARD", "STEP",
 )  # fmt: skip
 _RIGHT = ("STEP", "REWARD", *_COMPANIONS.values(), *_SERVERS, "LOSS", "TOK/S", "RANKS", "TRIES", "TIME")
-_SORTED: dict[str, Callable[[Run], Any]] = {
+_SORTED: dict[str, Callable[[RunView], Any]] = {
     "date": lambda run: run.started,
     "name": lambda run: run.id,
     "state": lambda run: run.state,
@@ -69,12 +69,12 @@ def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     root = layout.runs_root(told.runs_dir, os.environ)
     fits, order = [_filter(word) for word in told.filter], _order(told.sort)
-    runs, others, skipped = Gatherer(root, told.all, machine=False).runs()
+    runs, others, skipped = SnapshotCollector(root, told.all, machine=False).runs()
     if skipped:
         print_status(skipped)
     chosen = order([run for run in runs if all(one(run) for one in fits)])
     chosen = chosen[-told.limit :] if told.limit else chosen
-    chains = speedruns(root) if not told.filter else []
+    chains = list_speedruns(root) if not told.filter else []
     if told.json:
         rows = [_row(run) for run in chosen]
         made = [as_json(one) | {"runs_dir": one.runs_dir} for one in chains]
@@ -97,7 +97,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _filter(word: str) -> Callable[[Run], bool]:
+def _filter(word: str) -> Callable[[RunView], bool]:
     for sign in ("=", "<", ">"):
         name, found, value = word.partition(sign)
         if found:
@@ -106,8 +106,8 @@ def _filter(word: str) -> Callable[[Run], bool]:
     return lambda run: any(wanted in text.lower() for text in (run.id, run.name, run.state, _cause(run) or ""))
 
 
-def _comparison(name: str, sign: str, value: str) -> Callable[[Run], bool]:
-    keys: dict[str, Callable[[Run], Any]] = {**_SORTED, "cause": _cause}
+def _comparison(name: str, sign: str, value: str) -> Callable[[RunView], bool]:
+    keys: dict[str, Callable[[RunView], Any]] = {**_SORTED, "cause": _cause}
     if name not in keys:
         line = f"--filter {name}{sign}{value}: no column {name!r}{suggest(name, keys)}; there is {', '.join(keys)}"
         raise Refusal(line, EX_USAGE)
@@ -122,7 +122,7 @@ def _comparison(name: str, sign: str, value: str) -> Callable[[Run], bool]:
         wanted = "a date like 2026-11-16" if name == "date" else "a number"
         raise Refusal(f"--filter {name}{sign}{value}: {value!r} is not {wanted}", EX_USAGE) from None
 
-    def fits(run: Run) -> bool:
+    def fits(run: RunView) -> bool:
         found = key(run)
         if found is None:
             return False
@@ -133,14 +133,14 @@ def _comparison(name: str, sign: str, value: str) -> Callable[[Run], bool]:
     return fits
 
 
-def _order(word: str) -> Callable[[list[Run]], list[Run]]:
+def _order(word: str) -> Callable[[list[RunView]], list[RunView]]:
     name = word.removeprefix("-").lower()
     if name not in _SORTED:
         line = f"--sort {word}: no column {name!r}{suggest(name, _SORTED)}; there is {', '.join(_SORTED)}"
         raise Refusal(line, EX_USAGE)
     key = _SORTED[name]
 
-    def ordered(runs: list[Run]) -> list[Run]:
+    def ordered(runs: list[RunView]) -> list[RunView]:
         """Those without a value first, either way."""
         known = sorted((run for run in runs if key(run) is not None), key=key, reverse=word.startswith("-"))
         return [*(run for run in runs if key(run) is None), *known]
@@ -148,25 +148,25 @@ def _order(word: str) -> Callable[[list[Run]], list[Run]]:
     return ordered
 
 
-def _cause(run: Run) -> str | None:
+def _cause(run: RunView) -> str | None:
     return run.verdict.cause if run.verdict and run.verdict.status != "completed" else None
 
 
-def _reward(run: Run) -> Metric:
+def _reward(run: RunView) -> Metric:
     return run.rl_metrics.get(REWARD)
 
 
-def _companion(run: Run, name: str) -> str:
+def _companion(run: RunView, name: str) -> str:
     value = run.rl_metrics.get(name)
     return "" if value is None else metric_text(name, value)
 
 
-def _of_servers(run: Run, rate: str) -> str:
+def _of_servers(run: RunView, rate: str) -> str:
     known = [value for server in run.servers if (value := getattr(server, rate)) is not None]
     return short(sum(known)) if known else ""
 
 
-def _cells(run: Run, everybody: bool) -> dict[str, str]:
+def _cells(run: RunView, everybody: bool) -> dict[str, str]:
     of = f"/{run.total_steps}" if run.total_steps else ""
     step = f"{run.step}{of}" if run.step is not None else ""
     cells = {
@@ -188,7 +188,7 @@ def _cells(run: Run, everybody: bool) -> dict[str, str]:
     return cells if everybody else {name: text for name, text in cells.items() if name != "USER"}
 
 
-def _print_table(runs: list[Run], everybody: bool) -> None:
+def _print_table(runs: list[RunView], everybody: bool) -> None:
     """As wide as the terminal: columns go, least needed first, and then the run's name is cut. In a pipe it is not cut."""
     rows = [_cells(run, everybody) for run in runs]
     terminal = sys.stdout.isatty()
@@ -218,7 +218,7 @@ def _print_table(runs: list[Run], everybody: bool) -> None:
         print_coloured(pieces)
 
 
-def _row(run: Run) -> dict[str, Any]:
+def _row(run: RunView) -> dict[str, Any]:
     return {
         "run": run.id,
         "status": run.state,

@@ -18,7 +18,7 @@ from stoker.contract.safe_io import read_text
 from stoker.contract.terminal import print_secret, print_status
 from stoker.contract.text import escape
 from stoker.contract.units import parse_duration
-from stoker.control.show import serving
+from stoker.control.show import http_server
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ def main(argv: list[str]) -> int:
             EX_USAGE,
         )
     hf_files.check(found.folder, shape)
-    listening = serving.listen(told.host, told.port)
-    if not serving.is_loopback(listening) and not key:
+    listening = http_server.listen(told.host, told.port)
+    if not http_server.is_loopback(listening) and not key:
         listening.close()
         raise Refusal(
             f"--host {told.host} is open to others: an API key is needed, in {KEY} or --api-key-file", EX_USAGE
@@ -131,7 +131,7 @@ def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key:
     for signum in SIGNALS:
         signal.signal(signum, lambda number, _frame: received.append(number))
     served, driver, model = _opened(told, folder)
-    local = serving.is_loopback(listening)
+    local = http_server.is_loopback(listening)
     addresses = (told.weights_group or "").replace("localhost", "127.0.0.1").split(",")
     groups = tuple(one.strip() for one in addresses if one.strip())
     takes = told.weights_from is not None or groups
@@ -141,7 +141,7 @@ def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key:
         served,
         driver,
         key=key,
-        names=serving.LOCAL_NAMES if local else (),
+        names=http_server.LOCAL_NAMES if local else (),
         metrics=lambda: metrics(driver, app.turned_away),
         weights=weights,
         token=token,
@@ -160,7 +160,7 @@ def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key:
         counters = CounterLog(driver, run_dir, int(os.environ.get("RANK", "0")), print_status)
         counters.start()
 
-    url = serving.url(listening, "/v1")
+    url = http_server.url(listening, "/v1")
 
     def started() -> None:
         print(f"{url}  model {served.name}", flush=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from stoker.contract import env_vars
-from stoker.control.launch.options import hides_all
 from stoker.control.machine.model import Machine
+from stoker.control.plan.options import hides_all
 
 
 def look() -> Machine:

@@ -14,8 +14,8 @@ from stoker.contract.options import OptionParser
 from stoker.contract.terminal import print_status, print_text
 from stoker.contract.text import escape
 from stoker.contract.units import parse_duration
-from stoker.control.launch.signals import tell_launcher
-from stoker.control.record import finder, reader
+from stoker.control.launch.signals import signal_launcher
+from stoker.control.record import run_index, run_record
 
 
 def parser() -> OptionParser:
@@ -30,30 +30,30 @@ def parser() -> OptionParser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     root = layout.runs_root(told.runs_dir, os.environ)
-    run = finder.find(told.run, root, exact=True) if told.run else _newest(root)
-    status = reader.status(run)
+    run = run_index.find_run(told.run, root, exact=True) if told.run else _newest(root)
+    status = run_record.run_status(run)
     if run.mine and status not in ("running", "unknown"):
         which = f"run {run.id} is not running" if told.run else f"no run in {root} is running; the newest, {run.id}"
         print(escape(f"{which}: {status}"))
         return 0
-    tell_launcher(run, STOP_NOW_SIGNAL if told.now else signal.SIGTERM)
+    signal_launcher(run, STOP_NOW_SIGNAL if told.now else signal.SIGTERM)
     deadline = time.monotonic() + told.wait
-    while reader.alive(run) and time.monotonic() < deadline:
+    while run_record.is_alive(run) and time.monotonic() < deadline:
         time.sleep(0.05)
-    if reader.alive(run):
+    if run_record.is_alive(run):
         print_text(f"run {run.id} is still stopping; `stoker stop --now {shlex.quote(run.id)}` ends it at once")
         return 75
     print(f"run {run.id} is stopped")
     return 0
 
 
-def _newest(root: str) -> reader.Run:
+def _newest(root: str) -> run_record.RunRecord:
     """One that runs here before one on another host, which may not run any more; else the newest of all."""
-    listing = finder.look(root)
-    runs = [(reader.status(run), run) for run in reversed(listing.runs)]
+    listing = run_index.list_runs(root)
+    runs = [(run_record.run_status(run), run) for run in reversed(listing.runs)]
     found = next((run for wanted in ("running", "unknown") for status, run in runs if status == wanted), None)
     if found is None:
-        return finder.find(None, root)
+        return run_index.find_run(None, root)
     if listing.skipped:
         print_status(listing.skipped)
     return found
@@ -62,10 +62,10 @@ def _newest(root: str) -> reader.Run:
 def stop_run(run_dir: str) -> str:
     """As `stoker stop` does, without waiting for the end: a viewer shows it. One line says what was done."""
     try:
-        run = reader.read(run_dir)
+        run = run_record.read_run(run_dir)
         if run is None:
             return "this run is gone"
-        tell_launcher(run, signal.SIGTERM)
-    except (Refusal, reader.Damaged) as problem:
+        signal_launcher(run, signal.SIGTERM)
+    except (Refusal, run_record.Damaged) as problem:
         return problem.line if isinstance(problem, Refusal) else escape(str(problem))
     return f"stopping run {escape(run.id)}: its ranks get SIGTERM and their grace to save"

@@ -11,7 +11,7 @@ from stoker.contract import layout
 from stoker.contract.errors import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.options import OptionParser, add_flags, build_options
 from stoker.contract.terminal import print_text
-from stoker.control.record.writer import make_private
+from stoker.control.record.run_writer import make_private
 from stoker.control.scheduler import slurm_submit as submit
 from stoker.control.scheduler.slurm_submit import SubmitOptions
 
@@ -86,8 +86,8 @@ def main(argv: list[str]) -> int:
 def _check_run(words: list[str]) -> tuple[str, bool]:
     """Refuses now what would be refused hours later. (The job's name, does it go on without a lost node.)"""
     from stoker.cli.run import is_job, parse, split
-    from stoker.control.launch.plan import default_name
-    from stoker.control.launch.request import program
+    from stoker.control.plan.request import program
+    from stoker.control.plan.run_plan import default_name
 
     told = split(words)[0]
     _refuse_ours(told)
@@ -123,7 +123,7 @@ def _stoker(command: str) -> list[str]:
 
 
 def _follow(root: str, number: str) -> int:
-    from stoker.control.scheduler.slurm_runs import Submitted
+    from stoker.control.scheduler.slurm_job import Submitted
 
     def say(line: str) -> None:
         print_text(line, sys.stderr)

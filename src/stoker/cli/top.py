@@ -13,9 +13,9 @@ from stoker.contract.errors import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.options import OptionParser
 from stoker.contract.terminal import print_json
 from stoker.contract.units import parse_duration
-from stoker.control.record import finder
+from stoker.control.record import run_index
 from stoker.control.show.top.frame import text
-from stoker.control.show.top.player import Player
+from stoker.control.show.top.replay import Player
 from stoker.control.show.top.sources import Demo, Live
 from stoker.control.show.top.view import View
 
@@ -81,17 +81,17 @@ def _source(told: argparse.Namespace) -> tuple[Live | Demo | Player, View]:
     if told.demo:
         return Demo(told.interval), View()
     if told.replay:
-        run = finder.find(told.replay, root)
+        run = run_index.find_run(told.replay, root)
         return Player(run, told.interval), View(run=run.id, replay=True)
     elsewhere = None
     if told.hosts:
-        from stoker.control.cluster.elsewhere import Elsewhere
-        from stoker.control.cluster.hosts import read
+        from stoker.control.cluster.host_monitor import HostMonitor
+        from stoker.control.cluster.hosts import read_hosts_file
 
-        elsewhere = Elsewhere(read(told.hosts, tuple(told.ssh_option)), min(told.interval, _HOSTS_S))
+        elsewhere = HostMonitor(read_hosts_file(told.hosts, tuple(told.ssh_option)), min(told.interval, _HOSTS_S))
     chosen = ""
     if told.run:
-        run = finder.find(told.run, root)
+        run = run_index.find_run(told.run, root)
         root, chosen = os.path.dirname(run.dir), run.id
     return Live(root, told.interval, told.all, elsewhere), View(run=chosen)
 

@@ -27,9 +27,9 @@ from stoker.contract.options import HelpFormatter, OptionParser, add_flags, buil
 from stoker.contract.terminal import print_text
 from stoker.contract.text import is_digits
 from stoker.contract.units import plural
-from stoker.control.launch.options import RunOptions, from_torchrun_environment, ranks_asked
-from stoker.control.launch.request import Request
 from stoker.control.machine.model import Machine
+from stoker.control.plan.options import RunOptions, from_torchrun_environment, ranks_asked
+from stoker.control.plan.request import Request
 from stoker.training.config.check import check, check_data, check_drill, check_needs
 from stoker.training.config.derived import derivable
 from stoker.training.config.flags import Shown, add_key_flags
@@ -369,7 +369,7 @@ def _refuse_what_can_be(stage: str, resolved: Resolved, options: RunOptions, mac
         if on_cpu(config, gpus) and STAGES[stage].learning is not None and not options.dry_run:
             refuse_beyond_memory(config, most, machine.memory_total)
     if "wandb" in check_loggers(config.train.log_to) and not remote:  # rank 0 checks it on its own host
-        from stoker.control.launch.plan import added_environment
+        from stoker.control.plan.run_plan import added_environment
         from stoker.training.loop.wandb_login import check_wandb_login
 
         check_wandb_login({**os.environ, **added_environment(options, os.environ)})
@@ -486,7 +486,7 @@ def _check_resume(config: Config, ready: Prepared) -> None:
 
 def _refuse_earlier_result(config: Config, request: Request) -> None:
     """Raises Refusal where --again would make a new run that resumes from the finished run's last checkpoint."""
-    from stoker.control.launch.runplace import AlreadyEnded, find_place
+    from stoker.control.plan.run_dir import AlreadyEnded, open_run_dir
     from stoker.training.loop.resume import newest_in
 
     folder = config.checkpoint.folder
@@ -494,7 +494,7 @@ def _refuse_earlier_result(config: Config, request: Request) -> None:
     if newest is None:
         return
     try:
-        place = find_place(replace(request, options=replace(request.options, dry_run=True)), os.environ)
+        place = open_run_dir(replace(request, options=replace(request.options, dry_run=True)), os.environ)
     except (AlreadyEnded, Refusal):
         return  # the start reports it
     if not place.reopened:
@@ -552,7 +552,7 @@ def _check_weights(model: ModelConfig, ready: Prepared) -> None:
 def _show_loss(verdict: Verdict, run_dir: str, say: Callable[[str], None]) -> None:
     """At the end of a stage that has a loss: its curve in one line, and as a picture."""
     if verdict.status in ("completed", "stopped"):
-        from stoker.control.show.farewell import show_loss
+        from stoker.control.show.final_chart import show_loss
 
         show_loss(run_dir, say)
 

@@ -11,11 +11,11 @@ from stoker.contract import layout
 from stoker.contract.errors import EX_CONFIG, EX_UNAVAILABLE, Refusal
 from stoker.contract.frozen import replace
 from stoker.contract.units import format_bytes, plural
-from stoker.control.launch.differing import keys_in
-from stoker.control.launch.options import RunOptions
-from stoker.control.launch.request import Request
-from stoker.control.launch.runplace import AlreadyEnded, config_hash, find_place, other_settings
 from stoker.control.machine.model import Machine
+from stoker.control.plan.config_changes import keys_in
+from stoker.control.plan.options import RunOptions
+from stoker.control.plan.request import Request
+from stoker.control.plan.run_dir import AlreadyEnded, config_hash, open_run_dir, other_settings
 from stoker.training.config.keys import KEYS, config_of, values_of
 from stoker.training.config.layers import Origin
 from stoker.training.config.resolve import Resolved
@@ -57,9 +57,9 @@ def machines_to_plan(
 
 def _hosts(options: RunOptions) -> Hosts:
     """Those that --hosts names."""
-    from stoker.control.launch.nodes import hosts_of
+    from stoker.control.plan.targets import resolve_hosts
 
-    _, hosts = hosts_of(Request(options, "", (), frozenset()), os.environ)
+    _, hosts = resolve_hosts(Request(options, "", (), frozenset()), os.environ)
     assert hosts is not None
     return hosts
 
@@ -169,7 +169,7 @@ def _checkpoint(config: Config, request: Request) -> str | None:
         found = newest_in(told.folder) if told.resume == "auto" else None
     else:
         try:
-            place = find_place(replace(request, options=replace(request.options, dry_run=True)), os.environ)
+            place = open_run_dir(replace(request, options=replace(request.options, dry_run=True)), os.environ)
             found = newest_in(os.path.join(place.dir, layout.CHECKPOINTS)) if place.reopened else None
         except (AlreadyEnded, Refusal):
             return None  # the start says it
@@ -276,7 +276,7 @@ def _known(stage: str, config: Config, options: RunOptions) -> bool:
 def _cards(options: RunOptions, machines: Mapping[str, Machine]) -> list[Card]:
     """Those that the run will get; none where it gets none, and says why itself."""
     from stoker.cli.cards import card_of
-    from stoker.control.launch.plan import choose_on
+    from stoker.control.plan.run_plan import choose_gpus_on
     from stoker.training.fit.runs import contexts
 
     about: dict[str, Host | None] = {"": None}
@@ -285,7 +285,7 @@ def _cards(options: RunOptions, machines: Mapping[str, Machine]) -> list[Card]:
     seen, cards = contexts(layout.runs_root(options.runs_dir, os.environ)), list[Card]()
     try:
         for host, machine in machines.items():
-            gpus = choose_on(options, os.environ, machine, {}, about[host]).gpus
+            gpus = choose_gpus_on(options, os.environ, machine, {}, about[host]).gpus
             cards += [card_of(gpu, host, seen, machine.memory_available) for gpu in gpus]
     except Refusal:
         return []

@@ -15,10 +15,10 @@ from stoker.contract.env_vars import API_KEY
 from stoker.contract.errors import EX_USAGE, Refusal
 from stoker.contract.frozen import replace
 from stoker.contract.terminal import print_text
-from stoker.control.launch.options import ranks_asked
-from stoker.control.launch.ourselves import stoker_command
+from stoker.control.launch.children import stoker_command
+from stoker.control.plan.options import ranks_asked
 from stoker.control.roles import allocation, role
-from stoker.control.roles.allocation import Part
+from stoker.control.roles.allocation import AllocationPart
 from stoker.control.roles.role import ALWAYS, AUTO, Ready, RoleSpec
 from stoker.training.config.flags import Flag
 from stoker.training.config.keys import values_of
@@ -64,7 +64,7 @@ def start(stage: str, keys: Sequence[Flag], layers: Layers, told: dict[str, Any]
     keys += [Flag(key, f"--{key}", value) for key, value in replaced.items()]
     server = _server(config, serving, layout.runs_root(told.get("runs_dir"), os.environ))
     specs = [server, _trainer(keys, layers, training, server.name, server.env)]
-    if allocation.parse(text)[0] == training:
+    if allocation.parse_allocation(text)[0] == training:
         specs.reverse()
     plan = roles.by_allocation(role.checked(specs, "--allocation", EX_USAGE), text)
     if on_cpu(config, gpus):
@@ -73,9 +73,9 @@ def start(stage: str, keys: Sequence[Flag], layers: Layers, told: dict[str, Any]
     return roles.start_plan(replace(roles.request_for(told, plan.specs, ()), contents=contents), plan)
 
 
-def parts_of(text: str) -> tuple[Part, Part]:
+def parts_of(text: str) -> tuple[AllocationPart, AllocationPart]:
     """(the servers, the trainers)."""
-    parts = allocation.parse(text)
+    parts = allocation.parse_allocation(text)
     serving, training = ([part for part in parts if part.serves is serves] for serves in (True, False))
     if len(serving) != 1 or len(training) != 1:
         line = f"--allocation {text}: one part serves and one trains, such as stoker:d1+fsdp:d3"
@@ -91,7 +91,7 @@ def parts_of(text: str) -> tuple[Part, Part]:
     return serving[0], training[0]
 
 
-def _server(c: Config, part: Part, runs: str) -> RoleSpec:
+def _server(c: Config, part: AllocationPart, runs: str) -> RoleSpec:
     from stoker.training.model import hf_config, hf_hub
     from stoker.training.model.config import ModelConfig
 
@@ -121,7 +121,7 @@ def _server(c: Config, part: Part, runs: str) -> RoleSpec:
     )
 
 
-def _trainer(keys: Sequence[Flag], layers: Layers, part: Part, server: str, env: Any) -> RoleSpec:
+def _trainer(keys: Sequence[Flag], layers: Layers, part: AllocationPart, server: str, env: Any) -> RoleSpec:
     words = [f"{flag.spelling}={flag.text}" for flag in keys]
     words.append(f"--grpo.server={server}")
     if layers.told("grpo.staleness") is None:

@@ -15,11 +15,11 @@ from stoker.contract.options import OptionParser, check_port
 from stoker.contract.terminal import print_secret, print_status, print_text
 from stoker.contract.text import escape
 from stoker.contract.units import format_bytes, parse_duration
-from stoker.control.record import finder
+from stoker.control.record import run_index
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from stoker.control.cluster.elsewhere import Elsewhere
+    from stoker.control.cluster.host_monitor import HostMonitor
     from stoker.control.show.snapshot import Snapshot
 
 PORT = 9910
@@ -73,10 +73,10 @@ def main(argv: list[str]) -> int:
 def _save(root: str, which: str | None, path: str) -> int:
     from stoker.cli.why import verdict_of
     from stoker.contract.safe_io import refuse_other_extension, write_atomic
-    from stoker.control.show.web.saved import saved_page
+    from stoker.control.show.web.saved_page import saved_page
 
     refuse_other_extension(path, b"<!doctype html", "an HTML page")
-    run = finder.find(which, root)
+    run = run_index.find_run(which, root)
     if which is None:
         print_status(f"the newest run: {escape(run.id)}")
     data = saved_page(run, verdict_of)
@@ -91,28 +91,28 @@ def _save(root: str, which: str | None, path: str) -> int:
 def _serve(told: argparse.Namespace, root: str) -> int:
     from stoker.cli.stop import stop_run
     from stoker.cli.why import verdict_of
-    from stoker.control.show import serving
-    from stoker.control.show.gather import Gatherer
-    from stoker.control.show.web.folders import Folders
-    from stoker.control.show.web.guard import Guard
-    from stoker.control.show.web.hub import Hub
+    from stoker.control.show import http_server
+    from stoker.control.show.collector import SnapshotCollector
+    from stoker.control.show.web.access import Guard
+    from stoker.control.show.web.event_stream import Hub
     from stoker.control.show.web.pages import Pages
+    from stoker.control.show.web.run_folders import Folders
 
     chosen = ""
     if told.run:
-        run = finder.find(told.run, root)
+        run = run_index.find_run(told.run, root)
         root, chosen = os.path.dirname(run.dir), run.id
-    elsewhere: Elsewhere | None = None
+    elsewhere: HostMonitor | None = None
     if told.hosts:
-        from stoker.control.cluster.elsewhere import Elsewhere
-        from stoker.control.cluster.hosts import read
+        from stoker.control.cluster.host_monitor import HostMonitor
+        from stoker.control.cluster.hosts import read_hosts_file
 
-        hosts = read(told.hosts, tuple(told.ssh_option))
-    listening = serving.listen(told.host, told.port)
+        hosts = read_hosts_file(told.hosts, tuple(told.ssh_option))
+    listening = http_server.listen(told.host, told.port)
     if told.hosts:
-        elsewhere = Elsewhere(hosts, min(told.interval, _HOSTS_S))
+        elsewhere = HostMonitor(hosts, min(told.interval, _HOSTS_S))
     # A page asks for its curves by itself (details.py): the list needs their newest values.
-    gatherer = Gatherer(root, everybody=told.all, machine=elsewhere is None, whole_curves=False)
+    gatherer = SnapshotCollector(root, everybody=told.all, machine=elsewhere is None, whole_curves=False)
 
     def look(watched: tuple[str, ...]) -> Snapshot:
         return gatherer.snapshot(watched, elsewhere.readings() if elsewhere is not None else ())
@@ -123,7 +123,7 @@ def _serve(told: argparse.Namespace, root: str) -> int:
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, lambda number, _frame: over.append(number))
     hub.start()
-    _announce(listening, guard.token, serving.url(listening, "/"), serving.is_loopback(listening))
+    _announce(listening, guard.token, http_server.url(listening, "/"), http_server.is_loopback(listening))
     complained: set[str] = set()
 
     def failed(problem: Exception) -> None:
@@ -132,7 +132,7 @@ def _serve(told: argparse.Namespace, root: str) -> int:
             complained.add(line)
             print_status(escape(line, 500))
 
-    serving.Server(listening, pages.answer, failed).serve(lambda: bool(over))
+    http_server.HttpServer(listening, pages.answer, failed).serve(lambda: bool(over))
     hub.stop()
     if elsewhere is not None:
         elsewhere.close()

@@ -15,9 +15,9 @@ from stoker.contract.options import OptionParser
 from stoker.contract.terminal import ERROR, SUCCESS, WARNING, print_coloured, print_json, print_text
 from stoker.contract.text import escape, escape_lines
 from stoker.contract.units import format_duration
-from stoker.control.record import again, finder, reader
+from stoker.control.record import resume_command, run_index, run_record
 from stoker.control.scheduler import runs
-from stoker.control.verdict.launch import lost
+from stoker.control.verdict.launch_failures import lost
 
 _JOBS = " or ".join(f"{scheduler.name}:JOB" for scheduler in schedulers.SCHEDULERS)
 
@@ -46,16 +46,16 @@ def main(argv: list[str]) -> int:
             return _show(jobs.verdict_of(root, job), told.run, None, told.json)
         run = found
     else:
-        run = finder.find(told.run, root)
+        run = run_index.find_run(told.run, root)
     with parsing(f"run {run.id}"):
         return _explain(run, told.json)
 
 
-def _explain(run: reader.Run, as_json: bool) -> int:
+def _explain(run: run_record.RunRecord, as_json: bool) -> int:
     verdict = verdict_of(run)
     if verdict is not None:
         return _show(verdict, f"run {run.id}{_whose(run)}", run, as_json)
-    status = reader.status(run)
+    status = run_record.run_status(run)
     if as_json:
         known = {"schema": 1, "run": run.id, "status": status, "cause": None, "rank": None}
         _dump({**known, "suspicions": _suspicions(run)})
@@ -70,24 +70,24 @@ def _explain(run: reader.Run, as_json: bool) -> int:
     return 0
 
 
-def verdict_of(run: reader.Run) -> Verdict | None:
+def verdict_of(run: run_record.RunRecord) -> Verdict | None:
     """None while it keeps running."""
-    status = reader.status(run)
+    status = run_record.run_status(run)
     verdict = run.verdict if status not in ("running", "unknown") else None
     if verdict is None and status == "lost":
-        saved = again.saved(run) if run.mine else ()
+        saved = resume_command.saved_state(run) if run.mine else ()
         verdict = lost(run.id, saved[0].path if saved else "", saved[0].host if saved else "")
         if run.mine:  # "the same command" alone would start a run without a name from its beginning
-            verdict = replace(verdict, fix=(f"{again.command_of(run)}   # {again.purpose(run)}", *verdict.fix))
+            verdict = replace(verdict, fix=(f"{resume_command.resume_command(run)}   # {resume_command.describe_resume(run)}", *verdict.fix))
     scheduler = schedulers.find_scheduler(run.data.get("environment") or {}) if run.mine else None
     if scheduler is not None and status not in ("running", "completed"):
         verdict = runs(scheduler).explained(os.path.dirname(run.dir), run, verdict)
     if verdict is not None and run.mine:
-        verdict = replace(verdict, fix=tuple(again.by_id(step, run, os.path.dirname(run.dir)) for step in verdict.fix))
+        verdict = replace(verdict, fix=tuple(resume_command.by_id(step, run, os.path.dirname(run.dir)) for step in verdict.fix))
     return verdict
 
 
-def _whose(run: reader.Run) -> str:
+def _whose(run: run_record.RunRecord) -> str:
     return "" if run.mine else f" (of {run.user})"
 
 
@@ -99,7 +99,7 @@ def _dump(data: dict[str, Any]) -> None:
     print_json(data)
 
 
-def _show(verdict: Verdict, title: str, run: reader.Run | None, as_json: bool) -> int:
+def _show(verdict: Verdict, title: str, run: run_record.RunRecord | None, as_json: bool) -> int:
     """`run`: None for a job in which no run began."""
     if as_json:
         _dump(verdict.to_json())
@@ -127,7 +127,7 @@ def _show(verdict: Verdict, title: str, run: reader.Run | None, as_json: bool) -
     return 0
 
 
-def _of_this_run(step: str, verdict: Verdict, run: reader.Run) -> str:
+def _of_this_run(step: str, verdict: Verdict, run: run_record.RunRecord) -> str:
     """A verdict is written while its run is the newest one. Read later, its commands must still mean this run."""
     known = os.path.realpath(os.path.dirname(run.dir)) == os.path.realpath(layout.runs_root(None, os.environ))
     step = step.replace("stoker logs --rank", f"stoker logs {shlex.quote(run.id if known else run.dir)} --rank")
@@ -135,7 +135,7 @@ def _of_this_run(step: str, verdict: Verdict, run: reader.Run) -> str:
     return step.replace("attempt-N/stacks.txt in the run directory", stacks)
 
 
-def _print_restarts(run: reader.Run) -> None:
+def _print_restarts(run: run_record.RunRecord) -> None:
     count, causes = 0, []
     for event in run.events():
         if event["event"] == "restart":
@@ -161,7 +161,7 @@ def _another_attempt(verdict: Verdict) -> str:
     return "" if verdict.cause in _MAYBE_DETERMINISTIC else "; another attempt could help"
 
 
-def _suspicions(run: reader.Run) -> list[dict[str, Any]]:
+def _suspicions(run: run_record.RunRecord) -> list[dict[str, Any]]:
     """What is suspected of a run that goes on: the newest of each kind, less what is over."""
     found: dict[str, dict[str, Any]] = {}
     for event in run.events():

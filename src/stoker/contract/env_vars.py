@@ -4,7 +4,7 @@ from __future__ import annotations
 
 RUN_ID = "STOKER_RUN_ID"
 RUN_DIR = "STOKER_RUN_DIR"
-RUN_ORIGIN = "STOKER_RUN_ORIGIN"  # which agent started the rank, and where (control/machine/origin.py)
+RUN_ORIGIN = "STOKER_RUN_ORIGIN"  # which agent started the rank, and where (control/machine/run_origin.py)
 KEEP = "STOKER_KEEP"  # set by a user inside a rank: what has it is not stopped when the run ends
 HOST = "STOKER_HOST"  # the host's name in the hosts file, of a run with several: two of them may be one machine
 TERMINAL = "STOKER_TERMINAL"  # 1: somebody watches the launcher's terminal: rank 0 may draw a bar

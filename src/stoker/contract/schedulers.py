@@ -18,7 +18,7 @@ class Scheduler:
     runs: str
 
 
-SCHEDULERS = (Scheduler("slurm", "Slurm", "SLURM_JOB_ID", "slurm", "slurm_runs"),)
+SCHEDULERS = (Scheduler("slurm", "Slurm", "SLURM_JOB_ID", "slurm", "slurm_job"),)
 
 
 def find_scheduler(environ: Mapping[str, str]) -> Scheduler | None:

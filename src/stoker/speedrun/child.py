@@ -17,11 +17,11 @@ from typing import Any
 from stoker.contract import env_vars
 from stoker.contract.errors import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
 from stoker.contract.safe_io import APPEND
-from stoker.control.launch.gpus import NotFree, choose
-from stoker.control.launch.options import RunOptions
-from stoker.control.machine.gpu_lock import GpuLocks, held
+from stoker.control.machine.gpu_lock import GpuLocks, held_gpus
 from stoker.control.machine.model import Machine
-from stoker.control.machine.origin import run_we_are_in
+from stoker.control.machine.run_origin import current_run
+from stoker.control.plan.gpu_choice import GpusNotFree, choose_gpus
+from stoker.control.plan.options import RunOptions
 
 # The GPUs of a whole chain: locked once, for the life of this process, and lent to each stage. Between two stages
 # another job could take them otherwise, and the next stage would fail at once.
@@ -41,12 +41,12 @@ class Reserved:
         """`ranks`: of each stage, as --nproc-per-node has it."""
         self.environment: dict[str, str] = {}
         self._locks = GpuLocks(name)
-        if run_we_are_in(environment):
+        if current_run(environment):
             return  # that run holds them
-        holders = held([gpu.uuid for gpu in machine.gpus])
+        holders = held_gpus([gpu.uuid for gpu in machine.gpus])
         try:
-            chosen = choose(RunOptions(nproc_per_node=ranks), environment, machine, holders).gpus
-        except NotFree as busy:  # its last part names a flag of `stoker run`
+            chosen = choose_gpus(RunOptions(nproc_per_node=ranks), environment, machine, holders).gpus
+        except GpusNotFree as busy:  # its last part names a flag of `stoker run`
             raise Refusal(
                 f"{busy.line.rpartition('; ')[0]}; start again when they are free", busy.code, cause="gpu.busy"
             ) from busy

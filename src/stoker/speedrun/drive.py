@@ -15,7 +15,7 @@ from stoker.contract.frozen import frozen, replace
 from stoker.contract.progress import read_progress
 from stoker.contract.safe_io import write_json
 from stoker.contract.units import format_duration
-from stoker.control.record import reader
+from stoker.control.record import run_record
 from stoker.speedrun import child, state
 from stoker.speedrun.child import Children
 from stoker.speedrun.course import Course
@@ -202,7 +202,7 @@ class Drive:
         terminal.clear_bar()
         seconds = round(self.entries[name].seconds + time.monotonic() - clock, 2)
         run, spent = self._run_of(stage), None
-        recorded = reader.load(run) if run is not None and used is not None else None
+        recorded = run_record.load_run(run) if run is not None and used is not None else None
         if recorded is not None:
             spent = child.watt_hours(used, child.millijoules(), child.cards_of(recorded.data))
         spent = None if spent is None else round(spent + (self.entries[name].energy_wh or 0.0), 3)
@@ -281,7 +281,7 @@ class Drive:
         options = self.course.options
         words = [*self.tools.train, stage.stage, "--preset", stage.below]
         run = self._run_of(stage)
-        former = reader.load(run) if run is not None else None
+        former = run_record.load_run(run) if run is not None else None
         ended = former.verdict if former is not None else None
         name = run_name(stage.name, self.course.keys)
         if former is not None and ended is not None and ended.is_stop_rule:
@@ -346,12 +346,12 @@ class Drive:
     def _await_end_of_former(self, stage: Stage) -> None:
         """Its launcher gets SIGTERM when a speedrun is killed, and may still be letting its ranks save."""
         path = self._run_of(stage) if stage.stage != WORLD else None
-        former = reader.load(path) if path is not None else None
-        if former is None or not reader.alive(former):
+        former = run_record.load_run(path) if path is not None else None
+        if former is None or not run_record.is_alive(former):
             return
         self.say(f"stage {stage.name}: its former launcher (pid {former.launcher[0]}) is still ending: waiting for it")
         deadline = time.monotonic() + STILL_ENDING_S
-        while reader.alive(former):
+        while run_record.is_alive(former):
             if time.monotonic() > deadline:
                 raise Refusal(
                     f"stage {stage.name} is running under another launcher (pid {former.launcher[0]}): `stoker stop"

@@ -14,8 +14,8 @@ from stoker.contract.frozen import frozen
 from stoker.contract.safe_io import read_lines
 from stoker.contract.text import parse_json
 from stoker.contract.units import finite_number
-from stoker.control.record import reader
-from stoker.control.record.speedruns import CHAIN
+from stoker.control.record import run_record
+from stoker.control.record.speedrun_index import CHAIN
 from stoker.speedrun.stages import REPORT
 from stoker.speedrun.state import RESULT
 from stoker.training.stages.evaluate import PROMPTS, QUESTIONS
@@ -126,7 +126,7 @@ class Chain:
 
 
 def gather(folder: str) -> Chain:
-    chain = reader.read_json(os.path.join(folder, CHAIN))
+    chain = run_record.read_json(os.path.join(folder, CHAIN))
     if not isinstance(chain, dict):
         raise Refusal(
             f"{folder} has no readable {CHAIN}: name a speedrun directory; `stoker speedrun` makes one", EX_NOINPUT
@@ -182,7 +182,7 @@ def _stage(folder: str, row: dict[str, Any], price: float | None) -> StageRecord
 
 
 def _object(path: str) -> dict[str, Any]:
-    found = reader.read_json(path)
+    found = run_record.read_json(path)
     return found if isinstance(found, dict) else {}
 
 
@@ -250,7 +250,7 @@ def _first_of_each_kind(where: str) -> Iterator[dict[str, Any]]:
 
 def _troubles(where: str, row: dict[str, Any], metrics: dict[str, Any]) -> Iterator[str]:
     """What went wrong on the way, in order, each once: events, what the chain noted, how it ended, what stopped it."""
-    events = list(reader.events(where)) if where else []
+    events = list(run_record.read_events(where)) if where else []
     said = [_event(event) for event in events if event.get("event") in _REPORTED]
     again = sum(event.get("event") == "run" for event in events) - 1
     if again > 0:

@@ -20,8 +20,8 @@ from stoker.contract.safe_io import open_lock_file, write_json
 from stoker.contract.text import parse_json
 from stoker.contract.typed_values import read_frozen
 from stoker.contract.units import finite_number
-from stoker.control.record import again, reader
-from stoker.control.record.speedruns import CHAIN, LOCK, STAGES
+from stoker.control.record import resume_command, run_record
+from stoker.control.record.speedrun_index import CHAIN, LOCK, STAGES
 from stoker.speedrun.keys import run_name
 from stoker.speedrun.stages import REPORT, WORLD, Stage
 
@@ -78,7 +78,7 @@ def run_of(folder: str, stage: Stage, keys: Mapping[str, str]) -> str | None:
 
 def result_of(run: str) -> dict[str, Any] | None:
     """result.json is written last: with it a stage is done. One that the circuit breaker stopped is not."""
-    found = reader.read_json(os.path.join(run, RESULT))
+    found = run_record.read_json(os.path.join(run, RESULT))
     if not isinstance(found, dict):
         return None
     metrics = found.get("metrics")
@@ -127,14 +127,14 @@ def recorded_otherwise(folder: str, keys: Mapping[str, str]) -> bool:
 def note_price(folder: str, price: float) -> None:
     """All else in chain.json stays as it is."""
     path = os.path.join(folder, CHAIN)
-    told = reader.read_json(path)
+    told = run_record.read_json(path)
     assert isinstance(told, dict)
     write_json(path, {**told, "price_per_hour": price}, durable=False)
 
 
 def _recorded(folder: str) -> list[Entry]:
     """The rows of chain.json; one that is damaged, or of another schema, counts as none."""
-    told = reader.read_json(os.path.join(folder, CHAIN))
+    told = run_record.read_json(os.path.join(folder, CHAIN))
     rows = told.get("stages") if isinstance(told, dict) and told.get("schema") == SCHEMA else None
     found = []
     for row in rows if isinstance(rows, list) else ():
@@ -155,12 +155,12 @@ def _lost_seconds(run: str, began: float | None) -> float:
 def seen(folder: str, entry: Entry) -> Entry:
     """With what the run directory tells of attempts and restarts, and of time where nobody measured it."""
     run = os.path.join(folder, entry.run)
-    loaded = reader.load(run) if entry.run else None
+    loaded = run_record.load_run(run) if entry.run else None
     if loaded is None:
         return entry
     restarts = tuple(
         {name: event.get(name) for name in ("time", "attempt", "cause", "rank")}
-        for event in reader.events(run)
+        for event in run_record.read_events(run)
         if event.get("event") == "restart"
     )
     result = os.path.join(run, RESULT)
@@ -250,7 +250,7 @@ def trouble(run: str | None, code: int, log: str, log_from: int) -> tuple[str, s
     """(how it failed, what to do), from its verdict, or its rank's own refusal; from the last line it said where there
     is none, as before the start.
     """
-    said = reader.read_json(os.path.join(run, layout.VERDICT)) if run else None
+    said = run_record.read_json(os.path.join(run, layout.VERDICT)) if run else None
     if isinstance(said, dict) and said.get("status") not in (None, "completed"):
         evidence = said.get("evidence")
         refusals = (
@@ -262,7 +262,7 @@ def trouble(run: str | None, code: int, log: str, log_from: int) -> tuple[str, s
             return refusals[-1].removeprefix(_OURS).strip(), ""
         told = said.get("fix")
         fix = [str(step) for step in told] if isinstance(told, list) else []
-        first = next((step for step in fix if not again.starts_again(step)), "")  # the speedrun's own command does that
+        first = next((step for step in fix if not resume_command.starts_again(step)), "")  # the speedrun's own command does that
         return str(said.get("summary", "")), first
     if code > 128:
         return f"its launcher was ended by {_signal(code - 128)}, and no verdict was written", ""

@@ -14,9 +14,9 @@ import pytest
 from conftest import Done, Stoker, at_length_but
 from stoker.contract import protocol, typed_values
 from stoker.contract.protocol import SENTINEL, Decoder, ProtocolError, encode_message
-from stoker.control.cluster.asking import fitting, read_answer, read_word
+from stoker.control.cluster.probes import fitting, read_answer, read_word
 from stoker.control.launch.attempt import read_around, read_error
-from stoker.control.machine.facts import examination_from_json
+from stoker.control.machine.examination import examination_from_json
 from stoker.control.machine.model import machine_from_json
 
 # ---- the decoder ----

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from conftest import Done, Stoker
-from stoker.control.cluster import agentzip
+from stoker.control.cluster import agent_zip
 from stoker.control.cluster.ssh import explain
 
 SSH = """#!/bin/sh
@@ -70,7 +70,7 @@ def test_an_agent_that_lost_files_is_replaced(far: Callable[..., Done], home: Pa
     assert far().code == 0
     (base,) = agents(home)
     if lost == "the end of a file":
-        os.truncate(base / "stoker" / "contract" / "names.py", 10)
+        os.truncate(base / "stoker" / "contract" / "errors.py", 10)
     elif (base / lost).is_dir():
         shutil.rmtree(base / lost)
     else:
@@ -83,13 +83,13 @@ def test_an_agent_that_lost_files_is_replaced(far: Callable[..., Done], home: Pa
     "change", [lambda data: data[:-1], lambda data: data[:1000] + b"x" + data[1001:], lambda data: b""]
 )
 def test_what_did_not_arrive_whole_does_not_run(home: Path, change: Callable[[bytes], bytes]) -> None:
-    packed = agentzip.pack()
-    code = agentzip.unpack("stoker.control.agent.receiving")
-    argv = [sys.executable, "-I", "-S", "-c", code, agentzip.announced(packed)]
+    packed = agent_zip.pack()
+    code = agent_zip.unpack("stoker.control.agent.file_receiver")
+    argv = [sys.executable, "-I", "-S", "-c", code, agent_zip.announced(packed)]
     done = subprocess.run(
         argv, input=change(packed), env={"HOME": str(home)}, capture_output=True, timeout=30, check=False
     )
-    assert done.returncode == 1 and agentzip.DAMAGED in done.stderr.decode() and not (home / ".cache").exists()
+    assert done.returncode == 1 and agent_zip.DAMAGED in done.stderr.decode() and not (home / ".cache").exists()
     assert "did not arrive whole" in explain("far", done.stderr.decode(), 1)
 
 

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from stoker.control.launch.console import LONGEST, LineCutter, LogLines
-from stoker.control.launch.shortlines import OwnLines, RoleLines, ShortLines
-from stoker.control.watch.numbers import Losses
+from stoker.control.launch.short_lines import OwnLines, RoleLines, ShortLines
+from stoker.control.watch.loss_monitor import LossMonitor
 
 SOON = 5.0
 
@@ -25,12 +25,12 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_printed_line_does_not_hold_the_launcher_up(line: bytes) -> None:
     began = time.process_time()
-    assert Losses().read(0, line + b"\n") == []
+    assert LossMonitor().read(0, line + b"\n") == []
     assert time.process_time() - began < SOON
 
 
 def test_a_step_of_five_thousand_digits_is_a_step_like_any_other() -> None:
-    (bad,) = Losses().read(0, b"step " + b"9" * 5000 + b" loss nan\n")
+    (bad,) = LossMonitor().read(0, b"step " + b"9" * 5000 + b" loss nan\n")
     assert bad.kind == "loss"
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from conftest import Stoker
-from stoker.control.launch.description import git_revision
+from stoker.control.plan.run_json import git_revision
 
 
 def test_a_named_pipe_as_head_does_not_hold_the_launcher_up(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     os.mkfifo(tmp_path / ".git" / "HEAD")
-    code = f"from stoker.control.launch.description import git_revision; print(git_revision({str(tmp_path)!r}))"
+    code = f"from stoker.control.plan.run_json import git_revision; print(git_revision({str(tmp_path)!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
     assert done.stdout == "None\n", done.stderr
 

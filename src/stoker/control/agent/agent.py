@@ -23,16 +23,16 @@ from stoker.contract.masking import learn_secrets, mask_json
 from stoker.contract.process import find_process, send_signal
 from stoker.contract.safe_io import read_json, read_text
 from stoker.contract.text import is_digits, parse_json, truncate_json
-from stoker.control.agent import kernel, spawn
-from stoker.control.agent.questions import Questions
+from stoker.control.agent import prctl, spawn
+from stoker.control.agent.inspector import Inspector
 from stoker.control.agent.relay import CHUNK, RESTLESS, Relay
-from stoker.control.agent.spawn import Gate, Rank
-from stoker.control.agent.spy import CALLS, newest_calls
+from stoker.control.agent.spawn import InitGate, RankProcess
+from stoker.control.agent.stack_dump import CALLS, newest_calls
 from stoker.control.agent.sweep import Finishing, StopSequence, Sweeper, ending, reap, take_over
 from stoker.control.agent.vitals import BEATS_S, VITALS_S, Vitals, gauges_message, keep_below, memory_now
-from stoker.control.machine import host, origin
-from stoker.control.machine.gpu_lock import GpuLocks, held
-from stoker.control.machine.host import cpus_near
+from stoker.control.machine import host_limits, run_origin
+from stoker.control.machine.gpu_lock import GpuLocks, held_gpus
+from stoker.control.machine.host_limits import cpus_near
 from stoker.control.machine.nvml import Nvml
 from stoker.control.machine.observe import Observer
 from stoker.control.machine.ports import reserve
@@ -59,12 +59,12 @@ class Agent:
         self._gauges: Gauges | None = None
         self._gauged_at = 0.0
         self._gauging = False  # a thread is at it
-        self._questions = Questions(self._selector, self._relay, self._sweeper)
+        self._questions = Inspector(self._selector, self._relay, self._sweeper)
         self._decoder = protocol.Decoder()
-        self._ranks: dict[int, Rank] = {}
-        self._by_pid: dict[int, Rank] = {}
+        self._ranks: dict[int, RankProcess] = {}
+        self._by_pid: dict[int, RankProcess] = {}
         self._specs: dict[int, dict[str, Any]] = {}
-        self._gate: Gate | None = None
+        self._gate: InitGate | None = None
         self._stop_sequence: StopSequence | None = None
         self._finish: Finishing | None = None
         self._ram_limit = 0
@@ -76,13 +76,13 @@ class Agent:
         self._closing = False
         self._learned = False
         self._seen: list[protocol.Message] = []  # answers a look has, for the loop to send
-        self._kills_before = host.oom_kills()
+        self._kills_before = host_limits.oom_kills()
 
     def serve(self) -> int:
-        kernel.become_subreaper()
-        kernel.set_name(b"stoker-agent")
-        self._origin = origin.of_this_process(os.environ).text()
-        self._files = host.raise_files_limit()  # two pipes a rank; the ranks themselves get the old limit back
+        prctl.become_subreaper()
+        prctl.set_name(b"stoker-agent")
+        self._origin = run_origin.own_origin(os.environ).text()
+        self._files = host_limits.raise_files_limit()  # two pipes a rank; the ranks themselves get the old limit back
         wake_read, wake_write = os.pipe()
         for handle in (wake_read, wake_write, 0, 1):
             os.set_blocking(handle, False)
@@ -257,7 +257,7 @@ class Agent:
                 if self._observer is None:
                     self._observer = Observer(recorded)
                 machine = self._observer.look()
-                locked = held([gpu.uuid for gpu in machine.gpus])
+                locked = held_gpus([gpu.uuid for gpu in machine.gpus])
                 found: protocol.Message = {"is": "host", "machine": machine.to_json(), "held": locked, **more}
             except Refusal as refusal:
                 found = {"is": "refused", "line": refusal.line, "code": refusal.code}
@@ -310,9 +310,9 @@ class Agent:
         specs = [{**common, **spec, "env": {**common["env"], **spec["env"]}} for spec in order["ranks"]]
         self._specs = {spec["rank"]: spec for spec in specs}
         gate = order["gate"]
-        self._gate = Gate(tuple(self._specs), gate["slots"], gate["slot_s"], gate["total_s"], now)
+        self._gate = InitGate(tuple(self._specs), gate["slots"], gate["slot_s"], gate["total_s"], now)
         self._ram_limit = order["ram_limit"]
-        self._kills_before = host.oom_kills()
+        self._kills_before = host_limits.oom_kills()
         self._pass_gate(now)
         if self._gate.limited:
             holders = self._gate.holding
@@ -336,7 +336,7 @@ class Agent:
         if gate is None or number not in gate.holding:
             return
         if gate.slots == 0 and rank is not None:
-            from stoker.control.machine.processes import peak_resident
+            from stoker.control.machine.procfs import peak_resident
 
             gate.measured(peak_resident(rank.pid) or 0, host_memory.read_memory()[1])
         limited = gate.limited
@@ -352,7 +352,7 @@ class Agent:
         null = os.open(os.devnull, os.O_RDONLY)
         stdin = self._stdin_fd if spec["rank"] == 0 and self._stdin_fd >= 0 else null
         try:
-            rank = spawn.start(spec, self._dir, stdin)
+            rank = spawn.spawn_rank(spec, self._dir, stdin)
         except OSError as problem:
             self._release(number, "not started")
             self._relay.say({"is": "unstarted", "rank": number, "text": str(problem)})
@@ -374,7 +374,7 @@ class Agent:
                 if rank is not None:
                     self._hear(rank, kind, text)
 
-    def _hear(self, rank: Rank, kind: str, name: str) -> None:
+    def _hear(self, rank: RankProcess, kind: str, name: str) -> None:
         if kind == "error":
             rank.reported = time.monotonic()
             rank.error = self._masked(_read_json(rank.files["error"], name))
@@ -402,7 +402,7 @@ class Agent:
             if name in ("INIT", "POST-MODEL"):
                 self._release(rank.rank, name)
 
-    def _tell_memory(self, rank: Rank, where: str, note: str = "") -> None:
+    def _tell_memory(self, rank: RankProcess, where: str, note: str = "") -> None:
         if where not in rank.marks:
             rank.marks.add(where)
             memory = memory_now(rank.pid, rank.gpu, self._nvml)
@@ -414,7 +414,7 @@ class Agent:
     def _nvml(self) -> Nvml | None:
         return self._observer.nvml if self._observer else None
 
-    def _first_step(self, rank: Rank, when: float) -> None:
+    def _first_step(self, rank: RankProcess, when: float) -> None:
         self._relay.say({"is": "first-step", "rank": rank.rank, "time": when})
         self._tell_memory(rank, "POST-MODEL", "first step")
 
@@ -432,7 +432,7 @@ class Agent:
                 self._relay.read_all(handle)
             self._vitals.beats(self._ranks, self._first_step)
             self._release(rank.rank, "exit")
-            kills = host.oom_kills()
+            kills = host_limits.oom_kills()
             bad = end[0] != 0 and not rank.signalled
             self._relay.say(
                 {

@@ -15,7 +15,7 @@ import time
 from stoker.contract import protocol
 from stoker.contract.process import signal_child
 from stoker.contract.text import escape
-from stoker.control.agent import kernel
+from stoker.control.agent import prctl
 from stoker.control.agent.agent import Agent
 from stoker.control.agent.sweep import Sweeper, reap
 
@@ -25,8 +25,8 @@ STALL_S = protocol.SILENCE_S + 2.0
 
 
 def main(stdin_fd: int = -1) -> int:
-    kernel.become_subreaper()
-    kernel.set_name(b"stoker-guard")
+    prctl.become_subreaper()
+    prctl.set_name(b"stoker-guard")
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)  # orders come over the protocol; who wants us gone closes it
     heart_read, heart_write = os.pipe()

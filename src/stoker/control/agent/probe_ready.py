@@ -14,7 +14,7 @@ from typing import Any
 from stoker.contract import layout, safe_io
 from stoker.contract.process import NOT_FROM_HERE
 from stoker.contract.safe_io import file_kind
-from stoker.control.machine.hashing import Hashes, sha256_of
+from stoker.control.machine.file_hash import FileHashes, sha256_of
 
 
 def ready(workdir: str, program: str, run_dir: str, token: str) -> Any:
@@ -163,7 +163,7 @@ def digest(named: Mapping[str, str]) -> str:
 
 def digest_of_paths(paths: Iterable[str]) -> dict[str, str]:
     """Path -> the hash of its content (a folder's: with names); "" for nothing. Big files are remembered."""
-    memory = Hashes()
+    memory = FileHashes()
     found = {}
     for told in paths:
         path = os.path.expanduser(told)

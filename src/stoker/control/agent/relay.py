@@ -7,7 +7,7 @@ import selectors
 import time
 
 from stoker.contract import protocol
-from stoker.control.agent.spawn import Rank
+from stoker.control.agent.spawn import RankProcess
 
 CHUNK = 1 << 18
 BACKLOG = 8 << 20  # of unsent output: past it ranks are not read, and the flooding one waits
@@ -20,7 +20,7 @@ class Relay:
         self._selector = selector
         self.outbox = bytearray()
         self.broken = False  # the coordinator's end is closed
-        self.streams: dict[int, Rank] = {}
+        self.streams: dict[int, RankProcess] = {}
         self._resting: dict[int, float] = {}  # streams that were just read, and when to listen to them again
         self._paused = False
 
@@ -48,7 +48,7 @@ class Relay:
         elif registered and not wanted:
             self._selector.unregister(1)
 
-    def add(self, rank: Rank) -> None:
+    def add(self, rank: RankProcess) -> None:
         for handle in rank.streams:
             self.streams[handle] = rank
             if not self._paused:

@@ -13,7 +13,7 @@ from typing import Any
 
 from stoker.contract import beat, env_vars, layout
 from stoker.contract.process import Process, find_process
-from stoker.control.agent import kernel
+from stoker.control.agent import prctl
 from stoker.control.rank import call_log
 
 INJECT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "rank", "inject")
@@ -23,7 +23,7 @@ _SET_PIPE_SIZE = 1031  # Linux's F_SETPIPE_SZ; Python's fcntl has it since 3.10
 _RESET = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD)
 
 
-class Rank:
+class RankProcess:
     """A started rank, as its agent knows it."""
 
     def __init__(self, spec: dict[str, Any], me: Process, streams: dict[int, int], base: str, started: float) -> None:
@@ -59,7 +59,7 @@ class Rank:
         return call_log.read_calls(self.shared_memory, beat.PAGE_SIZE, newest) if self.shared_memory is not None else []
 
 
-def start(spec: dict[str, Any], host_dir: str, stdin: int) -> Rank:
+def spawn_rank(spec: dict[str, Any], host_dir: str, stdin: int) -> RankProcess:
     """`spec`: an entry of the start message. In the agent's main thread: PDEATHSIG follows the thread."""
     base = os.path.join(host_dir, f"{spec['attempt']}-{spec['rank']}")
     env = {**os.environ, **spec["env"]}
@@ -109,7 +109,7 @@ def start(spec: dict[str, Any], host_dir: str, stdin: int) -> Rank:
             os.close(handle)
         raise OSError(problem)
     me = find_process(pid) or Process(pid, agent, pid, pid, "Z", 0, "?")
-    made = Rank(spec, me, streams, base, started)
+    made = RankProcess(spec, me, streams, base, started)
     if spec["shim"]:
         made.reader = beat.BeatReader(page)
         made.shared_memory = page
@@ -123,7 +123,7 @@ def _tell_shim(spec: dict[str, Any], env: dict[str, str], base: str, memory: int
     env[env_vars.SHIM_BEATS] = str(memory)
     env[env_vars.SHIM_SOCKET] = os.path.join(os.path.dirname(base), MAIL)
     env[env_vars.SHIM_FILES] = base
-    if kernel.tracing_is_restricted():
+    if prctl.tracing_is_restricted():
         env[env_vars.SHIM_TRACER] = str(os.getpid())
     env[env_vars.SHIM_GATED] = "1" if spec["gated"] else "0"
 
@@ -134,8 +134,8 @@ def _become(
     """In the child, between fork and exec. Never returns."""
     try:
         os.setsid()
-        kernel.die_with_parent(agent)
-        kernel.allow_tracing_by(agent)
+        prctl.die_with_parent(agent)
+        prctl.allow_tracing_by(agent)
         for number, handle in enumerate(standard):
             os.dup2(handle, number)
         if spec["shim"]:
@@ -183,7 +183,7 @@ def _read_all(handle: int) -> str:
 # are gated too. The agent owns the slots: a flock would be inherited by forked workers and outlive a killed rank.
 
 
-class Gate:
+class InitGate:
     def __init__(self, ranks: tuple[int, ...], slots: int, slot_s: float, total_s: float, started: float) -> None:
         self.ranks = ranks
         self.slots = slots  # 0: find out from what the first rank takes

@@ -15,8 +15,8 @@ from stoker.contract import env_vars, process
 from stoker.contract.frozen import pick_fields
 from stoker.contract.process import Process, send_signal, signal_group
 from stoker.control.agent.relay import Relay
-from stoker.control.agent.spawn import Rank
-from stoker.control.machine import origin, processes
+from stoker.control.agent.spawn import RankProcess
+from stoker.control.machine import procfs, run_origin
 from stoker.control.machine.nvml import Nvml
 
 
@@ -30,10 +30,10 @@ class Sweeper:
         self.groups: set[int] = set()
 
     def leftovers(self) -> list[Process]:
-        table = processes.all_processes()
-        below = processes.descendants(self.root, table)
-        for pid in [pid for pid in below - self.groups - self.spare if origin.kept(pid)]:
-            below -= {pid, *processes.descendants(pid, table)}
+        table = procfs.all_processes()
+        below = procfs.descendants(self.root, table)
+        for pid in [pid for pid in below - self.groups - self.spare if run_origin.is_kept(pid)]:
+            below -= {pid, *procfs.descendants(pid, table)}
         me = os.getuid()
         there = (one for one in table if one.pid in below and one.pid not in self.spare and one.state != "Z")
         return [one for one in there if process.process_owner(one.pid) == me]
@@ -96,11 +96,11 @@ def take_over(former: Sequence[Sequence[int]], run_id: str, run_dir: str, host: 
     descendants at once, and what is left of those whose guardian was killed. `host`: as the run calls us; another host
     of the same run may be this very machine. Returns what was found, in words.
     """
-    table = processes.all_processes()
+    table = procfs.all_processes()
     # By start time, too: after a reboot the number is a stranger's.
     old = [one for pid, start in former for one in table if (one.pid, one.start) == (pid, start)]
-    below = {pid for one in old for pid in processes.descendants(one.pid, table)}
-    doomed = [*old, *(one for one in table if one.pid in below and one not in old and not origin.kept(one.pid))]
+    below = {pid for one in old for pid in procfs.descendants(one.pid, table)}
+    doomed = [*old, *(one for one in table if one.pid in below and one not in old and not run_origin.is_kept(one.pid))]
     said = [f"{one.name} {'was stopped' if one.state == 'T' else 'still ran'}" for one in old]
     for one in doomed:
         send_signal(one, signal.SIGKILL)
@@ -115,14 +115,14 @@ def take_over(former: Sequence[Sequence[int]], run_id: str, run_dir: str, host: 
 
 def _orphans(run_id: str, run_dir: str, host: str) -> list[Process]:
     """What the run started here and nobody looks after."""
-    table = {one.pid: one for one in processes.all_processes()}
+    table = {one.pid: one for one in procfs.all_processes()}
 
     def ours(one: Process) -> bool:
-        tagged = one.state != "Z" and processes.run_tag(one.pid) == (run_id, run_dir)
+        tagged = one.state != "Z" and procfs.run_tag(one.pid) == (run_id, run_dir)
         if not tagged or process.process_owner(one.pid) != os.getuid():
             return False
-        here = processes.environment(one.pid).get(env_vars.HOST, "") == host
-        return here and not origin.kept(one.pid) and not origin.why_another_started_it(one, table)
+        here = procfs.environment(one.pid).get(env_vars.HOST, "") == host
+        return here and not run_origin.is_kept(one.pid) and not run_origin.why_another_started_it(one, table)
 
     return [one for one in table.values() if ours(one)]
 
@@ -147,7 +147,7 @@ GROUP_S = 1.0
 
 
 class StopSequence:
-    def __init__(self, ranks: dict[int, Rank], sweeper: Sweeper, signum: int, grace: float, at_once: set[int]) -> None:
+    def __init__(self, ranks: dict[int, RankProcess], sweeper: Sweeper, signum: int, grace: float, at_once: set[int]) -> None:
         self._ranks = ranks
         self._sweeper = sweeper
         self._signum = signum
@@ -157,7 +157,7 @@ class StopSequence:
         self._asked: set[int] = set()
         self._group_asked = 0.0
 
-    def living(self) -> list[Rank]:
+    def living(self) -> list[RankProcess]:
         return [rank for rank in self._ranks.values() if rank.ended is None]
 
     def hurry(self) -> None:
@@ -185,10 +185,10 @@ class StopSequence:
             self._sweeper.signal_all(signal.SIGKILL, self._sweeper.leftovers())
 
     @staticmethod
-    def _send(rank: Rank, signum: int) -> None:
+    def _send(rank: RankProcess, signum: int) -> None:
         rank.signalled = True
-        caught = signum == signal.SIGKILL or processes.catches(rank.pid, signum)
-        if not caught and processes.catches(rank.pid, signal.SIGTERM):
+        caught = signum == signal.SIGKILL or procfs.catches(rank.pid, signum)
+        if not caught and procfs.catches(rank.pid, signal.SIGTERM):
             signum = signal.SIGTERM  # what scripts save on: a closed terminal must not cost more than a stop
         send_signal(rank.me, signum)
 
@@ -208,7 +208,7 @@ class Finishing:
         self._said = False
 
     def step(
-        self, sweeper: Sweeper, relay: Relay, ranks: Mapping[int, Rank], nvml: Nvml | None, collect: Callable[[], None]
+        self, sweeper: Sweeper, relay: Relay, ranks: Mapping[int, RankProcess], nvml: Nvml | None, collect: Callable[[], None]
     ) -> bool:
         """Until True: all is swept, and told. `collect`: notes how ranks ended, while they are still our zombies."""
         now = time.monotonic()
@@ -244,7 +244,7 @@ def _names(left: list[Process]) -> list[str]:
     return [f"pid {one.pid} ({one.name})" for one in left]
 
 
-def _wait_for_gpus(ranks: Mapping[int, Rank], nvml: Nvml | None) -> list[str]:
+def _wait_for_gpus(ranks: Mapping[int, RankProcess], nvml: Nvml | None) -> list[str]:
     """Until NVML has our processes off the cards; 2 s at most. On an H200 it takes 0.15 s."""
     if nvml is None:
         return []

@@ -17,8 +17,8 @@ from stoker.contract.beat import Beat
 from stoker.contract.evidence import ExitContext
 from stoker.contract.frozen import as_json
 from stoker.contract.process import kernel_lines, read_kernel_file, send_signal
-from stoker.control.agent.spawn import Rank
-from stoker.control.machine import host, kernellog, ports, processes
+from stoker.control.agent.spawn import RankProcess
+from stoker.control.machine import host_limits, kernel_log, ports, procfs
 from stoker.control.machine.model import GpuGauges, HostGauges
 from stoker.control.machine.nvml import Nvml
 
@@ -36,7 +36,7 @@ class Vitals:
         self._beats_at = self._vitals_at = 0.0
         self._holders: dict[int, tuple[dict[str, Any], ...]] = {}
 
-    def look(self, ranks: dict[int, Rank], now: float, first_step: Callable[[Rank, float], None]) -> None:
+    def look(self, ranks: dict[int, RankProcess], now: float, first_step: Callable[[RankProcess, float], None]) -> None:
         if now - self._beats_at < BEATS_S:
             return
         self._beats_at = now
@@ -50,7 +50,7 @@ class Vitals:
                 continue
             if due:
                 below = children(rank.pid)
-                resident = sum(processes.resident(pid) or 0 for pid in (rank.pid, *below))
+                resident = sum(procfs.resident_bytes(pid) or 0 for pid in (rank.pid, *below))
                 rank.loader_workers = max(rank.loader_workers, sum(map(_is_loader_worker, below)))
                 rank.rss.append((round(time.time(), 1), resident))
                 self._report_listening(rank)
@@ -63,7 +63,7 @@ class Vitals:
         if found:
             self._say({"is": "vitals", "ranks": found})
 
-    def beats(self, ranks: dict[int, Rank], first_step: Callable[[Rank, float], None]) -> None:
+    def beats(self, ranks: dict[int, RankProcess], first_step: Callable[[RankProcess, float], None]) -> None:
         fresh: dict[str, list[Any]] = {}
         for rank in ranks.values():
             if rank.reader is None or rank.reader.written == rank.reader.seen:
@@ -90,13 +90,13 @@ class Vitals:
         if fresh:
             self._say({"is": "beats", "ranks": fresh})
 
-    def _report_listening(self, rank: Rank) -> None:
+    def _report_listening(self, rank: RankProcess) -> None:
         """Report, once, that the rank or a process below it listens on the port it was given: it is a service."""
         if rank.port and not rank.is_listening and ports.is_listening(rank.port, (rank.pid, *children(rank.pid))):
             rank.is_listening = True
             self._say({"is": "listening", "rank": rank.rank, "port": rank.port})
 
-    def note_holders(self, rank: Rank, nvml: Nvml | None, run_id: str) -> None:
+    def note_holders(self, rank: RankProcess, nvml: Nvml | None, run_id: str) -> None:
         """Who is on its card while it fails: once it is gone, so is its own entry, and perhaps the other's."""
         if nvml is not None and rank.gpu:
             self._holders[rank.pid] = tuple(
@@ -104,9 +104,9 @@ class Vitals:
                 for one in nvml.holders(rank.gpu) or ()
             )
 
-    def around(self, rank: Rank, nvml: Nvml | None, run_id: str) -> dict[str, Any]:
+    def around(self, rank: RankProcess, nvml: Nvml | None, run_id: str) -> dict[str, Any]:
         total, available, _ = host_memory.read_memory()
-        free, whole = host.shared_memory()
+        free, whole = host_limits.shared_memory()
         if rank.pid not in self._holders:
             self.note_holders(rank, nvml, run_id)
         card = nvml.memory(rank.gpu) if nvml is not None and rank.gpu else None
@@ -120,7 +120,7 @@ class Vitals:
             card and card[1],
             free,
             whole,
-            tuple(host.full_disks()),
+            tuple(host_limits.full_disks()),
             rank.loader_workers,
             address_space_limit(rank.pid),
         )
@@ -178,19 +178,19 @@ def _work(pid: int) -> tuple[float, int]:
     """(CPU seconds, bytes read and written) of a process and its children so far."""
     cpu, moved = 0.0, 0
     for one in (pid, *children(pid)):
-        cpu += processes.cpu_seconds(one) or 0.0
-        moved += processes.bytes_moved(one) or 0
+        cpu += procfs.cpu_seconds(one) or 0.0
+        moved += procfs.bytes_moved(one) or 0
     return round(cpu, 2), moved
 
 
-def _kernel_lines(rank: Rank) -> tuple[str, ...]:
+def _kernel_lines(rank: RankProcess) -> tuple[str, ...]:
     words = (f"process {rank.pid} ", f"[{rank.pid}]", "Out of memory", "oom-kill", "Memory cgroup out of memory")
 
     def concerns(line: str) -> bool:
         found = kernel_messages.parse_xid(line)
-        return kernellog.same_card(rank.pci, found[0]) if found else any(word in line for word in words)
+        return kernel_log.same_card(rank.pci, found[0]) if found else any(word in line for word in words)
 
-    return tuple(line[:300] for line in kernellog.lines(rank.started) if concerns(line))[-12:]
+    return tuple(line[:300] for line in kernel_log.lines(rank.started) if concerns(line))[-12:]
 
 
 # ---- memory: the MEM lines' numbers, and the guard on resident memory ----
@@ -202,16 +202,16 @@ def memory_now(pid: int, gpu: str | None, nvml: Nvml | None) -> dict[str, Any]:
     total, available, _ = host_memory.read_memory()
     card = nvml.memory(gpu) if nvml is not None and gpu else None
     of_host = {"host_used": total - available, "host_total": total}
-    return {"rss": processes.resident(pid), **of_host, "gpu": list(card) if card else None}
+    return {"rss": procfs.resident_bytes(pid), **of_host, "gpu": list(card) if card else None}
 
 
-def keep_below(limit: int, ranks: dict[int, Rank], say: Say) -> None:
+def keep_below(limit: int, ranks: dict[int, RankProcess], say: Say) -> None:
     """0: no limit."""
     for rank in ranks.values() if limit else ():
         if rank.ended is not None or rank.over:
             continue
         family = [rank.pid, *children(rank.pid)]
-        if sum(processes.resident(pid) or 0 for pid in family) <= limit:
+        if sum(procfs.resident_bytes(pid) or 0 for pid in family) <= limit:
             continue
         # Forked workers share pages with the rank, which the sum counts twice. PSS is exact, and slow to read.
         taken = sum(_proportional(pid) for pid in family)
@@ -232,4 +232,4 @@ def children(pid: int) -> list[int]:
 def _proportional(pid: int) -> int:
     lines = kernel_lines(f"/proc/{pid}/smaps_rollup")
     exact = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), None)
-    return processes.resident(pid) or 0 if exact is None else exact  # gone, or a kernel without it: the next best
+    return procfs.resident_bytes(pid) or 0 if exact is None else exact  # gone, or a kernel without it: the next best

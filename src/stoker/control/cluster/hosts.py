@@ -69,7 +69,7 @@ class Hosts:
         return tuple(host.name for host in self.hosts)
 
 
-def read(told: str, ssh_options: tuple[str, ...] = ()) -> Hosts:
+def read_hosts_file(told: str, ssh_options: tuple[str, ...] = ()) -> Hosts:
     if told.endswith(_FILE):
         return from_mapping(_parse(told), told, ssh_options)
     if "/" in told or os.path.isfile(told):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from stoker.contract.frozen import replace
 from stoker.contract.text import escape
-from stoker.control.cluster.agentzip import DAMAGED, NOT_WRITTEN, OLDEST_PYTHON, TOO_OLD
+from stoker.control.cluster.agent_zip import DAMAGED, NOT_WRITTEN, OLDEST_PYTHON, TOO_OLD
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ class Pipe:
         return [sys.executable, *words]
 
 
-class Link:
+class AgentLink:
     """A started agent: what to write to, what to read from, whom to wait for. `local`: it inherits our environment."""
 
     def __init__(self, host: str, pid: int, orders: int, answers: int, errors: int, local: bool = False) -> None:
@@ -50,7 +50,7 @@ class Link:
         self.first_bytes = b""
 
 
-def local(stdin: int) -> Link:
+def start_local_agent(stdin: int) -> AgentLink:
     """In a session of its own: Ctrl-C reaches the coordinator alone. -I -S: it starts in half the time."""
     argv = [sys.executable, "-I", "-S", "-c", _BOOT, ROOT]
     if stdin < 0:
@@ -63,7 +63,7 @@ def local(stdin: int) -> Link:
         os.close(keep)
 
 
-def way_to(host: Host, hosts: Hosts) -> Transport:
+def transport_for(host: Host, hosts: Hosts) -> Transport:
     """A pipe where it is this very machine; what its scheduler has for it; else ssh."""
     if host.here:
         return Pipe()
@@ -74,20 +74,20 @@ def way_to(host: Host, hosts: Hosts) -> Transport:
     return Ssh()
 
 
-def reach(host: Host, hosts: Hosts) -> Link:
+def reach(host: Host, hosts: Hosts) -> AgentLink:
     """The agent of any host. Elsewhere nothing needs to be installed: the agent's files go first."""
     if host.here:
         return start([sys.executable, "-I", "-S", "-c", _BOOT, ROOT, "-1"], host.name, local=True)
-    from stoker.control.cluster import agentzip
+    from stoker.control.cluster import agent_zip
 
-    packed = agentzip.pack()
-    words = ["-I", "-S", "-c", agentzip.unpack(), agentzip.announced(packed), "-1"]
-    link = start(way_to(host, hosts).python(host, hosts, words), host.name)
+    packed = agent_zip.pack()
+    words = ["-I", "-S", "-c", agent_zip.unpack(), agent_zip.announced(packed), "-1"]
+    link = start(transport_for(host, hosts).python(host, hosts, words), host.name)
     link.first_bytes = packed
     return link
 
 
-def reach_all(hosts: Hosts) -> list[Link]:
+def reach_all(hosts: Hosts) -> list[AgentLink]:
     from stoker.contract.errors import EX_UNAVAILABLE, Refusal
 
     try:
@@ -97,7 +97,7 @@ def reach_all(hosts: Hosts) -> list[Link]:
         raise Refusal(line, EX_UNAVAILABLE) from problem
 
 
-def start(argv: list[str], host: str, local: bool = False) -> Link:
+def start(argv: list[str], host: str, local: bool = False) -> AgentLink:
     there, orders = os.pipe()
     answers, back = os.pipe()
     errors, complaints = os.pipe()
@@ -114,4 +114,4 @@ def start(argv: list[str], host: str, local: bool = False) -> Link:
         os.close(there)
         os.close(back)
         os.close(complaints)
-    return Link(host, pid, orders, answers, errors, local)
+    return AgentLink(host, pid, orders, answers, errors, local)

@@ -10,7 +10,7 @@ from stoker.contract.evidence import Finding
 from stoker.contract.frozen import frozen, replace
 from stoker.contract.options import suggest
 from stoker.contract.text import escape
-from stoker.control.machine.facts import Examination, Health
+from stoker.control.machine.examination import Examination, Health
 from stoker.control.machine.model import Gpu
 
 Body = Callable[..., Iterator[Finding]]
@@ -60,7 +60,7 @@ def unknown(text: str) -> Finding:
     return Finding("", "unknown", text)
 
 
-def load() -> dict[str, Check]:
+def load_checks() -> dict[str, Check]:
     """All checks, in the order of their files, whichever of these was imported first."""
     places = {module.__name__: place for place, module in enumerate(modules_in("stoker.control.doctor.checks"))}
     ordered = sorted(CHECKS.values(), key=lambda check: places.get(check.body.__module__, len(places)))
@@ -68,7 +68,7 @@ def load() -> dict[str, Check]:
 
 
 def choose(only: list[str], skip: list[str]) -> list[Check]:
-    checks = load()
+    checks = load_checks()
     for word in (*only, *skip):
         if not any(id.startswith(word) for id in checks):
             raise Refusal(f"no check {word!r}{suggest(word, checks)}; `stoker docs doctor` lists them", EX_USAGE)
@@ -76,7 +76,7 @@ def choose(only: list[str], skip: list[str]) -> list[Check]:
     return [one for one in chosen if not (skip and one.id.startswith(tuple(skip)))]
 
 
-def run(checks: list[Check], found: Examination, ranks: int = 0) -> list[Finding]:
+def run_checks(checks: list[Check], found: Examination, ranks: int = 0) -> list[Finding]:
     """What is wrong, and what could not be checked. A healthy machine gives nothing."""
     findings: list[Finding] = []
     missing = found.missing or {}

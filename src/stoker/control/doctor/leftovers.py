@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from stoker.contract import errors, process
 from stoker.contract.frozen import frozen
 from stoker.contract.process import Process, find_process
-from stoker.control.machine import origin, processes
+from stoker.control.machine import procfs, run_origin
 from stoker.control.machine.examine import look_aside
 from stoker.control.machine.model import Holder, Machine
 from stoker.control.machine.observe import read_recorded
-from stoker.control.record import reader
+from stoker.control.record import run_record
 
 NVML_S = 5.0  # a driver that says nothing for so long is sick
 AGENTS = ("stoker-agent", "stoker-guard")
@@ -23,7 +23,7 @@ _SYSTEM = ("Xorg", "Xwayland", "gnome-shell", "nvidia-persiste", "nv-hostengine"
 
 
 @frozen
-class Found:
+class Leftover:
     """A process, as it is shown."""
 
     process: Process
@@ -69,15 +69,15 @@ def _holders(machine: Machine) -> Iterator[Holder]:
         yield from gpu.holders or ()
 
 
-def describe(one: Process, held: Mapping[int, int], run: str | None, why: str) -> Found:
+def describe(one: Process, held: Mapping[int, int], run: str | None, why: str) -> Leftover:
     uid = process.process_owner(one.pid)
-    return Found(
+    return Leftover(
         one,
-        processes.user_name(uid) if uid is not None else "?",
+        procfs.user_name(uid) if uid is not None else "?",
         _age(one),
-        processes.resident(one.pid),
+        procfs.resident_bytes(one.pid),
         held.get(one.pid),
-        processes.command(one.pid) or one.name,
+        procfs.command_line(one.pid) or one.name,
         run,
         why,
     )
@@ -103,12 +103,12 @@ def lives(one: Process) -> bool:
 def untouchable(table: Iterable[Process]) -> set[int]:
     """This process, all its parents and its session's leader; and pid 1."""
     here = {one.pid: one for one in table}
-    return {1, os.getpid(), os.getppid(), os.getsid(0), *(one.pid for one in origin.above(os.getpid(), here))}
+    return {1, os.getpid(), os.getppid(), os.getsid(0), *(one.pid for one in run_origin.ancestors(os.getpid(), here))}
 
 
 def _agent_above(pid: int, here: Mapping[int, Process]) -> int:
     """An agent or guardian that lives and looks after this process; 0 for none. One that is stopped looks after nobody."""
-    return next((one.pid for one in origin.above(pid, here) if one.name in AGENTS and one.state not in "TtZ"), 0)
+    return next((one.pid for one in run_origin.ancestors(pid, here) if one.name in AGENTS and one.state not in "TtZ"), 0)
 
 
 @frozen
@@ -129,15 +129,15 @@ def standing(run_id: str, run_dir: str) -> Standing:
     except OSError as problem:
         return Standing(None, f"its run directory can't be read: {problem.strerror}")
     try:
-        run = reader.read(run_dir)
-    except reader.Damaged as problem:
+        run = run_record.read_run(run_dir)
+    except run_record.Damaged as problem:
         return Standing(None, f"its record can't be read: {problem}")
     pid, start, host = run.launcher if run else (0, 0, "")
     if run is None or pid <= 0 or start <= 0:
         return Standing(None, "its run.json does not say who started it")
     if not run.mine:
         return Standing(None, f"its run directory belongs to {run.user}")
-    alive = reader.alive(run)
+    alive = run_record.is_alive(run)
     if alive is None:
         if host != os.uname().nodename:
             return Standing(None, f"its launcher is on host {host}")
@@ -145,13 +145,13 @@ def standing(run_id: str, run_dir: str) -> Standing:
     return Standing(False, launcher=pid) if alive else Standing(True, f"its launcher (pid {pid}) is dead")
 
 
-def find_leftovers(held: Mapping[int, int], root: str | None = None) -> tuple[list[Found], list[Found]]:
+def find_leftovers(held: Mapping[int, int], root: str | None = None) -> tuple[list[Leftover], list[Leftover]]:
     """(leftovers, those with a tag that something speaks against). `root`: of runs in this folder only."""
-    table = processes.all_processes()
+    table = procfs.all_processes()
     here = {one.pid: one for one in table}
     me = os.getuid()
-    mine = [one for one in table if process.process_owner(one.pid) == me and lives(one) and not origin.kept(one.pid)]
-    tags = {one.pid: tag for one in mine if (tag := processes.run_tag(one.pid)) is not None and tag[1]}
+    mine = [one for one in table if process.process_owner(one.pid) == me and lives(one) and not run_origin.is_kept(one.pid)]
+    tags = {one.pid: tag for one in mine if (tag := procfs.run_tag(one.pid)) is not None and tag[1]}
     runs = {tag: standing(*tag) for tag in set(tags.values())}
     inside = os.path.realpath(root) if root is not None else None
     spared = untouchable(table)
@@ -159,10 +159,10 @@ def find_leftovers(held: Mapping[int, int], root: str | None = None) -> tuple[li
     busy: dict[int, str] = {}
     for (run_id, _), how in runs.items():
         if how.launcher:
-            busy |= dict.fromkeys({how.launcher, *processes.descendants(how.launcher, table)}, run_id)
+            busy |= dict.fromkeys({how.launcher, *procfs.descendants(how.launcher, table)}, run_id)
 
-    leftovers: dict[int, Found] = {}
-    alone: list[Found] = []
+    leftovers: dict[int, Leftover] = {}
+    alone: list[Leftover] = []
     for one in mine:
         tag = tags.get(one.pid)
         how = runs[tag] if tag else Standing(False)
@@ -183,8 +183,8 @@ def find_leftovers(held: Mapping[int, int], root: str | None = None) -> tuple[li
 
 def _untagged_below(root: int, table: list[Process], mine: list[Process]) -> Iterator[Process]:
     """setproctitle writes over a process's environment, and the workers that hold the memory are who use it."""
-    below = processes.descendants(root, table)
-    yield from (one for one in mine if one.pid in below and processes.run_tag(one.pid) is None)
+    below = procfs.descendants(root, table)
+    yield from (one for one in mine if one.pid in below and procfs.run_tag(one.pid) is None)
 
 
 def _speaks_against(
@@ -192,7 +192,7 @@ def _speaks_against(
 ) -> str:
     if one.pid in spared:
         return "this command runs inside it"
-    if tag is not None and one.group == os.getpgid(0) and processes.run_tag(os.getpid()) == tag:
+    if tag is not None and one.group == os.getpgid(0) and procfs.run_tag(os.getpid()) == tag:
         return "this command runs beside it"  # `stoker clean | less`, typed in a shell that a rank had opened
     if one.pid in busy:
         return f"run {busy[one.pid]} is under way in it"
@@ -201,7 +201,7 @@ def _speaks_against(
     agent = _agent_above(one.pid, here)
     if agent:
         return f"its agent (pid {agent}) is alive and looks after it"
-    return origin.why_another_started_it(one, here) if tag is not None else ""
+    return run_origin.why_another_started_it(one, here) if tag is not None else ""
 
 
 def _same_container(pid: int) -> bool:
@@ -213,12 +213,12 @@ def _same_container(pid: int) -> bool:
         return False
 
 
-def find_named(pids: list[int], held: Mapping[int, int]) -> list[Found]:
+def find_named(pids: list[int], held: Mapping[int, int]) -> list[Leftover]:
     """The processes a user asks to be stopped; refuses the first that may not be."""
-    table = processes.all_processes()
+    table = procfs.all_processes()
     here = {one.pid: one for one in table}
     spared = untouchable(table)
-    found: list[Found] = []
+    found: list[Leftover] = []
     for pid in dict.fromkeys(pids):
         one = here.get(pid)
         if one is None:
@@ -228,7 +228,7 @@ def find_named(pids: list[int], held: Mapping[int, int]) -> list[Found]:
             raise errors.Refusal(f"--pid {pid}: that is {what}; it is not stopped from here", errors.EX_USAGE)
         uid = process.process_owner(pid)
         if uid != os.getuid():
-            who = processes.user_name(uid) if uid is not None else "another user"
+            who = procfs.user_name(uid) if uid is not None else "another user"
             line = f"--pid {pid}: it belongs to {who}, and only your own processes are stopped; ask {who} to end it"
             raise errors.Refusal(line, errors.EX_NOPERM)
         if not lives(one):
@@ -244,8 +244,8 @@ def find_named(pids: list[int], held: Mapping[int, int]) -> list[Found]:
         if agent:
             line = f"--pid {pid}: its agent (pid {agent}) is alive and looks after it"
             raise errors.Refusal(f"{line}; stop its run where that was started", errors.EX_UNAVAILABLE)
-        children = [child for child in sorted(processes.descendants(pid, table)) if child not in pids]
-        tag = processes.run_tag(pid)
+        children = [child for child in sorted(procfs.descendants(pid, table)) if child not in pids]
+        tag = procfs.run_tag(pid)
         note = ""
         if children:
             flags = " ".join(f"--pid {child}" for child in children[:16])
@@ -256,8 +256,8 @@ def find_named(pids: list[int], held: Mapping[int, int]) -> list[Found]:
 
 def _living_run(pid: int, table: list[Process]) -> str:
     """The run that would lose its launcher, its agent or a rank."""
-    for member in (pid, *processes.descendants(pid, table)):
-        tag = processes.run_tag(member)
+    for member in (pid, *procfs.descendants(pid, table)):
+        tag = procfs.run_tag(member)
         if tag is not None and standing(*tag).launcher:
             return tag[0]
     return ""
@@ -280,9 +280,9 @@ def find_others(machine: Machine, ours: set[int], recorded: bool) -> list[OnGpu]
         for pid, devices in _device_openers().items():
             one = find_process(pid)
             if pid not in seen and one is not None:
-                uid, tag = process.process_owner(pid), processes.run_tag(pid)
-                user = processes.user_name(uid) if uid is not None else None
-                who = Holder(pid, None, processes.command(pid) or one.name, user, tag[0] if tag else None)
+                uid, tag = process.process_owner(pid), procfs.run_tag(pid)
+                user = procfs.user_name(uid) if uid is not None else None
+                who = Holder(pid, None, procfs.command_line(pid) or one.name, user, tag[0] if tag else None)
                 found.append(_on_gpu(", ".join(devices), who, _age(one)))
     return found
 
@@ -297,7 +297,7 @@ def _advice(holder: Holder) -> str:
     program = next(iter(holder.command.split()), "")  # one may have no words, and a name of spaces
     if os.path.basename(program).startswith(_SYSTEM):
         return "a service of this machine: leave it"
-    if holder.user != processes.user_name(os.getuid()):
+    if holder.user != procfs.user_name(os.getuid()):
         return f"ask {holder.user or 'its owner'} to end it, or use what is free: `stoker run --gpus any:N`"
     if holder.run:
         return f"of run {holder.run}: `stoker stop {shlex.quote(holder.run)}` ends it"
@@ -307,8 +307,8 @@ def _advice(holder: Holder) -> str:
 def _device_openers() -> dict[int, list[str]]:
     """Who has a GPU's device file open: in a container the only pids that are certainly ours to name."""
     found: dict[int, list[str]] = {}
-    for pid in processes.pids_here():
-        devices = {path[5:] for path in processes.open_files(pid) if re.fullmatch(r"/dev/nvidia\d+", path)}
+    for pid in procfs.pids_here():
+        devices = {path[5:] for path in procfs.open_files(pid) if re.fullmatch(r"/dev/nvidia\d+", path)}
         if devices:
             found[pid] = sorted(devices)
     return found

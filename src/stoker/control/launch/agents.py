@@ -13,17 +13,17 @@ from stoker.contract.errors import EX_OSERR, EX_UNAVAILABLE, Refusal
 from stoker.contract.frozen import replace
 from stoker.contract.text import escape
 from stoker.control.cluster import transport
-from stoker.control.cluster.members import Member, Members, Unusable
-from stoker.control.launch.request import taken, wanted_port
-from stoker.control.launch.runplace import RunPlace
+from stoker.control.cluster.agent_pool import AgentClient, AgentPool, UnusableHosts
 from stoker.control.launch.signals import Interrupted
 from stoker.control.machine.model import Machine, machine_from_json
 from stoker.control.machine.observe import packages_dir
+from stoker.control.plan.request import taken, wanted_port
+from stoker.control.plan.run_dir import RunDir
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # a run on one machine loads neither
-    from stoker.control.cluster.asking import Asking
     from stoker.control.cluster.hosts import Host, Hosts
+    from stoker.control.cluster.probes import ProbeBatch
     from stoker.control.launch.live import LiveRun
 
 MEET_S = 30.0
@@ -33,17 +33,17 @@ _AWAITED = frozenset(("host", "locked", "port", "refused", "suspended"))  # answ
 class Agents:
     """`link`: the local agent, already on its way; None where `hosts` are reached."""
 
-    def __init__(self, run: LiveRun, link: transport.Link | None, hosts: Hosts | None) -> None:
+    def __init__(self, run: LiveRun, link: transport.AgentLink | None, hosts: Hosts | None) -> None:
         self._run = run
         self._say = run.say
-        self._place: RunPlace | None = None
-        self._asking: Asking | None = None
+        self._place: RunDir | None = None
+        self._asking: ProbeBatch | None = None
         self.hosts = hosts
         self.by_name: dict[str, Host] = {host.name: host for host in hosts.hosts} if hosts else {}
         links = [link] if link is not None else [self.reach(host) for host in self.by_name.values()]
-        self.members = Members(links, self._hear, self._complain)
+        self.members = AgentPool(links, self._hear, self._complain)
 
-    def reach(self, host: Host, again: bool = False) -> transport.Link:
+    def reach(self, host: Host, again: bool = False) -> transport.AgentLink:
         """`again`: by a connection of its own, soon given up: a shared one may be as dead as the lost agent."""
         assert self.hosts is not None
         try:
@@ -78,7 +78,7 @@ class Agents:
             "former": former or [],
         }
 
-    def meet(self, place: RunPlace) -> None:
+    def meet(self, place: RunDir) -> None:
         self._place = place
         for member in self.members.all:
             member.say(self.open_order(member.host))
@@ -88,10 +88,10 @@ class Agents:
         """Where a scheduler tells which of a node's GPUs are the job's: those, and no others. A role has its share of them."""
         if not visible or self.hosts is None or self.by_name[host].gpus is not None:
             return
-        if transport.way_to(self.by_name[host], self.hosts).shows_share:
+        if transport.transport_for(self.by_name[host], self.hosts).shows_share:
             self.by_name[host] = replace(self.by_name[host], gpus=visible)
 
-    def _note_machine(self, member: Member, message: protocol.Message) -> None:
+    def _note_machine(self, member: AgentClient, message: protocol.Message) -> None:
         try:
             member.machine = machine_from_json(message.pop("machine"))
         except ValueError as problem:
@@ -121,7 +121,7 @@ class Agents:
         while not done() and (left := deadline - time.monotonic()) > 0:
             self.listen(min(left, 0.5))
 
-    def _unusable(self, waiting: list[Member], seconds: float) -> Refusal:
+    def _unusable(self, waiting: list[AgentClient], seconds: float) -> Refusal:
         refused = [member for member in waiting if "refused" in member.answers]
         if len(waiting) == 1 and refused:
             told, host = refused[0].answers["refused"], refused[0].host
@@ -129,18 +129,18 @@ class Agents:
         slow = f"does not answer within {seconds:.0f} s: a driver that hangs, or a machine without free memory"
         why = {one.host: f"is gone: {one.gone}" if one.gone else slow for one in waiting}
         why |= {one.host: one.answers["refused"]["line"] for one in waiting if one in refused}
-        return Unusable(why, max(len(self.by_name), 1))
+        return UnusableHosts(why, max(len(self.by_name), 1))
 
     def probe(self, what: str, args: Mapping[str, dict[str, Any]], seconds: float) -> dict[str, Any]:
         """Asks several hosts at once. One that does not answer in time, or is gone, has {"error": ...} as its answer."""
         asking = self.asking()
         return asking.answers(asking.ask(what, args, seconds), seconds + 1.0)
 
-    def asking(self) -> Asking:
+    def asking(self) -> ProbeBatch:
         """For questions to those that take part now. Signals are heeded while it waits."""
-        from stoker.control.cluster.asking import Asking
+        from stoker.control.cluster.probes import ProbeBatch
 
-        self._asking = Asking(list(self.members.all), self.listen)
+        self._asking = ProbeBatch(list(self.members.all), self.listen)
         return self._asking
 
     @property
@@ -176,7 +176,7 @@ class Agents:
         self._until(lambda: _answered(first, "port"), 10.0)
         if "port" not in first.answers:
             if first.gone and self.by_name:
-                raise Unusable({first.host: f"is gone: {first.gone}"}, len(self.by_name))
+                raise UnusableHosts({first.host: f"is gone: {first.gone}"}, len(self.by_name))
             why = first.gone or first.answers.get("refused", {}).get("line", "no answer")
             raise Refusal(f"the agent did not reserve a port: {why}", EX_OSERR, cause="launch.port")
         answer = {"holder": "another program", **first.answers["port"]}
@@ -202,17 +202,17 @@ class Agents:
             member.heard = now
         self.members.say({"do": "resume"})
 
-    def _complain(self, member: Member, line: str) -> None:
+    def _complain(self, member: AgentClient, line: str) -> None:
         if member not in self.members.waiting:  # a host that is tried again every few seconds has said it once
             self._say(f"{member.host + ': ' if member.host else ''}{line}")
 
-    def _hear(self, member: Member, message: protocol.Message, payload: bytes) -> None:
+    def _hear(self, member: AgentClient, message: protocol.Message, payload: bytes) -> None:
         kind = message["is"]
         if kind == "ping":
             return
         waiting = member in self.members.waiting
         if kind == "probe" and waiting:
-            from stoker.control.cluster.asking import read_answer
+            from stoker.control.cluster.probes import read_answer
 
             member.probed[message["what"]] = read_answer(message["what"], payload)
             return
@@ -228,5 +228,5 @@ class Agents:
             self._run.hear(member.host, message, payload)
 
 
-def _answered(member: Member, kind: str) -> bool:
+def _answered(member: AgentClient, kind: str) -> bool:
     return kind in member.answers or bool(member.gone) or "refused" in member.answers

@@ -9,8 +9,8 @@ from stoker.contract.checkpoints import SavedCheckpoint
 from stoker.contract.evidence import Evidence, ExitContext, LastCall, RankError, RankExit, ScriptEnd, Stall, Verdict
 from stoker.contract.frozen import fields_of, pick_fields
 from stoker.contract.typed_values import read_frozen
-from stoker.control.launch.plan import RunPlan
-from stoker.control.verdict.consequence import failed, is_consequence, is_mismatch, unquoted
+from stoker.control.plan.run_plan import RunPlan
+from stoker.control.verdict.echo import is_consequence, is_failure, is_mismatch, unquoted
 
 TYPE_CHECKING = False  # the watch room is loaded once the ranks are on their way
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-    from stoker.control.watch.numbers import Losses
+    from stoker.control.watch.loss_monitor import LossMonitor
     from stoker.control.watch.watcher import Watcher
 
 LOOK_S = 15.0  # at most, for a look at the ranks that outlived an echo
@@ -27,7 +27,7 @@ ASKS = 1_000_000  # inspections an attempt may number: an answer that comes late
 
 class Attempt:
     watch: Watcher
-    losses: Losses
+    losses: LossMonitor
 
     def __init__(self, number: int, plan: RunPlan) -> None:
         self.number = number
@@ -56,13 +56,13 @@ class Attempt:
         self.can: set[str] = set()  # what the script says it can do (stoker.mark)
 
     def begin_watch(self, hang_timeout: float, busy_timeout: float) -> None:
-        from stoker.control.watch.numbers import Losses
+        from stoker.control.watch.loss_monitor import LossMonitor
         from stoker.control.watch.watcher import Watcher
 
         hosts = frozenset(place.host for place in self.plan.places)
         world, ranks = self.plan.world_size, self.plan.ranks
         self.watch = Watcher(world, hang_timeout, hosts, time.monotonic(), self.number * ASKS, ranks, busy_timeout)
-        self.losses = Losses()
+        self.losses = LossMonitor()
 
     def label(self, rank: int | None) -> str:
         return self.plan.place(rank).label if rank is not None else ""
@@ -86,7 +86,7 @@ class Attempt:
 
     def must_stop(self, now: float, settle_s: float, quiet: bool = False) -> bool:
         """A cause stops the others at once, a possible echo after a moment, or when a `quiet` host is lost."""
-        bad = [end for end in self.ends.values() if failed(end)]
+        bad = [end for end in self.ends.values() if is_failure(end)]
         if not bad and not self.trouble:
             return False
         if not self.first_failure:
@@ -158,9 +158,9 @@ def read_error(data: Any) -> RankError | None:
 
 def read_last_call(calls: list[Any]) -> LastCall | None:
     """Return the call that had not returned, from an agent's list of calls (control/rank/call_log.py)."""
-    from stoker.control.watch import snapshot
+    from stoker.control.watch import rank_inspection
 
-    *earlier, newest = snapshot.read(0, {"calls": calls}).calls or (None,)
+    *earlier, newest = rank_inspection.read(0, {"calls": calls}).calls or (None,)
     if newest is None or newest.returned or not newest.frames:
         return None
     conditions = [condition.text for frame in newest.frames for condition in reversed(frame.conditions)]

@@ -20,19 +20,20 @@ from stoker.contract.terminal import ERROR, SUCCESS, WARNING
 from stoker.contract.text import escape
 from stoker.contract.units import format_duration, plural
 from stoker.control.cluster import transport
-from stoker.control.cluster.members import Unusable
-from stoker.control.launch import description, detach
+from stoker.control.cluster.agent_pool import UnusableHosts
+from stoker.control.launch import background
 from stoker.control.launch.console import Console
 from stoker.control.launch.live import LiveRun
-from stoker.control.launch.output import Output
-from stoker.control.launch.plan import RunPlan
-from stoker.control.launch.request import Request, check_numbers, program
-from stoker.control.launch.runplace import Complete, EndedByStopRule, RunPlace, abandon, find_place
-from stoker.control.launch.signals import Interrupted, Signals
-from stoker.control.machine import host
-from stoker.control.record import reader
-from stoker.control.record.again import command_of, files_elsewhere, purpose
-from stoker.control.record.writer import RunRecord
+from stoker.control.launch.rank_output import RankOutput
+from stoker.control.launch.signals import Interrupted, SignalQueue
+from stoker.control.machine import host_limits
+from stoker.control.plan import run_json
+from stoker.control.plan.request import Request, check_numbers, program
+from stoker.control.plan.run_dir import AlreadyComplete, EndedByStopRule, RunDir, discard_run_dir, open_run_dir
+from stoker.control.plan.run_plan import RunPlan
+from stoker.control.record import run_record
+from stoker.control.record.resume_command import describe_resume, files_elsewhere, resume_command
+from stoker.control.record.run_writer import RunWriter
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # a run on one machine loads none of these
@@ -50,8 +51,8 @@ class Coordinator:
     def __init__(
         self,
         request: Request,
-        link: transport.Link | None,
-        report: detach.Report | None,
+        link: transport.AgentLink | None,
+        report: background.StartReport | None,
         hosts: Hosts | None,
         ended: Ended | None,
     ) -> None:
@@ -61,8 +62,8 @@ class Coordinator:
         self._console = Console()
         self._began = time.time()
         self._cwd = os.getcwd()
-        self._signals = Signals(request.options, self._say, self._tell)
-        self._record: RunRecord | None = None
+        self._signals = SignalQueue(request.options, self._say, self._tell)
+        self._record: RunWriter | None = None
         self._link = link
         self._hosts = hosts
         self._ended = ended
@@ -71,7 +72,7 @@ class Coordinator:
 
     def run(self) -> int:
         try:
-            host.raise_files_limit()  # a log file a rank
+            host_limits.raise_files_limit()  # a log file a rank
             self._learn_secrets()
             if self.options.notify:
                 from stoker.control.launch.notify import Notifier
@@ -96,7 +97,7 @@ class Coordinator:
                 f"stoker: stopped by {signal.Signals(stop.signum).name} before anything was started", colour=WARNING
             )
             return 128 + stop.signum
-        except Complete as done:
+        except AlreadyComplete as done:
             self._say(f"✓ {done}")
             return 0
         except EndedByStopRule as ended:
@@ -106,9 +107,9 @@ class Coordinator:
                 self._say(line, colour=ERROR)
             if self._report is not None:
                 self._report.refused(refusal)
-            from stoker.control.verdict import launch
+            from stoker.control.verdict import launch_failures
 
-            self._tell_others(launch.refused(refusal), "refused")
+            self._tell_others(launch_failures.refused(refusal), "refused")
             return refusal.code
         finally:
             self._console.close()
@@ -123,9 +124,9 @@ class Coordinator:
     def _tell_others(self, verdict: Verdict, what: str) -> None:
         """Who waits for the end: --notify, and a scheduler that reads torch's error file."""
         if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            from stoker.control.launch.torchfiles import tell_launcher
+            from stoker.control.launch.torchrun_files import write_launcher_error
 
-            tell_launcher(verdict, self._record.dir if self._record is not None else "", self._say)
+            write_launcher_error(verdict, self._record.dir if self._record is not None else "", self._say)
         if self._notifier is not None:
             self._notifier.tell(verdict, what, self._record.dir if self._record is not None else "")
             self._notifier.close()
@@ -144,11 +145,11 @@ class Coordinator:
         """None for a dry run."""
         argv = program(self.request)
         check_numbers(self.request)
-        place = find_place(self.request, os.environ)
+        place = open_run_dir(self.request, os.environ)
         try:
             plan = self._prepare(argv, place)
         except BaseException:
-            abandon(place)
+            discard_run_dir(place)
             raise
         if self.options.dry_run:
             self._say_place(place)
@@ -157,16 +158,16 @@ class Coordinator:
         try:
             verdict = self._live.run(plan, place)
         except (Refusal, OSError) as problem:
-            from stoker.control.verdict import launch
+            from stoker.control.verdict import launch_failures
 
             if isinstance(problem, Refusal):
-                verdict = replace(launch.refused(problem), status="failed", run=place.id)
+                verdict = replace(launch_failures.refused(problem), status="failed", run=place.id)
             else:
-                verdict = launch.broken("launch.system", f"the system refuses: {problem}", EX_OSERR)
+                verdict = launch_failures.broken("launch.system", f"the system refuses: {problem}", EX_OSERR)
         self._close_record(verdict, place)
         return verdict
 
-    def _prepare(self, argv: list[str], place: RunPlace) -> RunPlan:
+    def _prepare(self, argv: list[str], place: RunDir) -> RunPlan:
         """All that can be refused; ends with the record open. Nothing has been started."""
         live = self._live
         if self.options.metrics_port is not None and not self.options.dry_run:
@@ -178,7 +179,7 @@ class Coordinator:
             try:
                 plan, warnings = self._make_ready(argv, place)
                 break
-            except Unusable as gone:
+            except UnusableHosts as gone:
                 if live.membership is None or not live.membership.start_without(gone):
                     raise
         if self.options.dry_run:
@@ -199,13 +200,13 @@ class Coordinator:
         self._leave_shell(place)
         return plan
 
-    def _leave_shell(self, place: RunPlace) -> None:
+    def _leave_shell(self, place: RunDir) -> None:
         """The shell that waits for a detached run reads no further than this."""
         if self._report is not None:
             self._console.settle()
             self._report.started(place.dir)
 
-    def _make_ready(self, argv: list[str], place: RunPlace) -> tuple[RunPlan, list[str]]:
+    def _make_ready(self, argv: list[str], place: RunDir) -> tuple[RunPlan, list[str]]:
         """The plan, with everything it needs reserved, and what to warn of."""
         live = self._live
         plan = live.planner.plan(argv)
@@ -221,22 +222,22 @@ class Coordinator:
         if live.network is not None:
             warnings = live.network.prepare(plan, place)
         recipe = self.options.module and self.request.script.startswith(env_vars.RECIPES)
-        live.output = Output(self.options, plan, place.id, self._console, recipe)
+        live.output = RankOutput(self.options, plan, place.id, self._console, recipe)
         # Before the record: a port that can't be had leaves nothing behind.
         return live.reserve(plan), warnings
 
-    def _close_record(self, verdict: Verdict, place: RunPlace) -> None:
+    def _close_record(self, verdict: Verdict, place: RunDir) -> None:
         assert self._record is not None
         missing = self._not_written()
         alone = env_vars.JOB not in os.environ
         not_its_fault = verdict.status == "stopped" or verdict.cause == "host.lost"
         resume = ""
         if alone and verdict.status != "completed":
-            resume = description.continue_command(self.request, place, verdict)
+            resume = run_json.continue_command(self.request, place, verdict)
         if not not_its_fault and not resume.startswith("stoker "):
             resume = ""  # of a ladder, or of a program that called us: its own command is not known
-        run = reader.load(place.dir)
-        why = purpose(run) if resume else ""
+        run = run_record.load_run(place.dir)
+        why = describe_resume(run) if resume else ""
         elsewhere = files_elsewhere(run, verdict.status == "completed") if run is not None else ()
         places = [what for what, command in elsewhere if not command]
         commands = [f"{resume}   # {why}"] if resume else []
@@ -258,7 +259,7 @@ class Coordinator:
         for line in (*missing, *self._not_written()):
             self._say(f"stoker: {line}", colour=WARNING)
 
-    def _say_how(self, verdict: Verdict, place: RunPlace) -> None:
+    def _say_how(self, verdict: Verdict, place: RunDir) -> None:
         shown = os.path.relpath(place.dir, self._cwd) if place.dir.startswith(self._cwd + os.sep) else place.dir
         took = format_duration(time.time() - self._began)
         if verdict.status == "completed":
@@ -273,7 +274,7 @@ class Coordinator:
             why = f"`stoker why {shlex.quote(place.id)}` says more"
             self._say(f"stoker: {verdict.status} after {took}, exit code {verdict.exit_code}; {why}", colour=colour)
 
-    def _say_not_started(self, run: reader.Run) -> int:
+    def _say_not_started(self, run: run_record.RunRecord) -> int:
         """Report the verdict of a run that a stop rule ended, and return its exit code."""
         verdict = run.verdict
         assert verdict is not None
@@ -284,16 +285,16 @@ class Coordinator:
             self._say(f"stoker: what to do: {_inline(verdict.fix[0])}", colour=ERROR)
         why = f"`stoker why {shlex.quote(run.id)}` says more; --again starts a new run"
         self._say(f"stoker: nothing was started, exit code {verdict.exit_code}; {why}", colour=ERROR)
-        self._say(f"stoker: {purpose(run)}: {command_of(run)}")
+        self._say(f"stoker: {describe_resume(run)}: {resume_command(run)}")
         return verdict.exit_code
 
-    def _say_place(self, place: RunPlace) -> None:
+    def _say_place(self, place: RunDir) -> None:
         """Print where a dry run would record, and what its --name means, as the start does."""
         if self.options.quiet is False:
             for line in filter(None, (place.elsewhere, *place.notice.splitlines())):
                 self._say(line)
 
-    def _print_plan(self, plan: RunPlan, place: RunPlace) -> None:
+    def _print_plan(self, plan: RunPlan, place: RunDir) -> None:
         import json
 
         if self.options.json:
@@ -307,11 +308,11 @@ class Coordinator:
             text = "\n".join(map(escape, (*plan.lines, start, *rows, record)))
         self._console.say(1, text)
 
-    def _open_record(self, plan: RunPlan, place: RunPlace) -> str:
-        record = RunRecord(place.dir, os.uname().nodename, place.reopened)
+    def _open_record(self, plan: RunPlan, place: RunDir) -> str:
+        record = RunWriter(place.dir, os.uname().nodename, place.reopened)
         live = self._live
         apart = live.network.apart if live.network is not None else None
-        about = description.describe(self.request, plan, place, live.agents.machines, self._began, apart)
+        about = run_json.describe(self.request, plan, place, live.agents.machines, self._began, apart)
         notice = record.begin(about, place.first_attempt)
         self._record = self._live.record = record
         return notice
@@ -343,8 +344,8 @@ def _inline(fix: str) -> str:
 
 def run(
     request: Request,
-    link: transport.Link | None,
-    report: detach.Report | None,
+    link: transport.AgentLink | None,
+    report: background.StartReport | None,
     hosts: Hosts | None = None,
     ended: Ended | None = None,
 ) -> int:
@@ -352,7 +353,7 @@ def run(
     return guarded(Coordinator(request, link, report, hosts, ended), report)
 
 
-def guarded(coordinator: Coordinator, report: detach.Report | None) -> int:
+def guarded(coordinator: Coordinator, report: background.StartReport | None) -> int:
     try:
         code = coordinator.run()
     except (OSError, RuntimeError) as problem:  # no thread, no descriptor, no working directory

@@ -11,9 +11,9 @@ import subprocess
 from collections.abc import Callable
 
 from stoker.contract.errors import EX_USAGE, Refusal
-from stoker.control.launch.ourselves import stoker_command
-from stoker.control.show import serving
-from stoker.control.show.metrics import server
+from stoker.control.launch.children import stoker_command
+from stoker.control.show import http_server
+from stoker.control.show.metrics import metrics_server
 
 _END_S = 2.0
 
@@ -25,7 +25,7 @@ class Exporter:
         if not 0 <= port <= 65535:
             raise Refusal(f"--metrics-port {port}: a port is a number from 0 to 65535", EX_USAGE, cause="launch.port")
         self._say = say
-        self._socket = serving.listen("127.0.0.1", port, "--metrics-port")
+        self._socket = http_server.listen("127.0.0.1", port, "--metrics-port")
         self._child: subprocess.Popen[bytes] | None = None
         self._errors = -1
 
@@ -48,7 +48,7 @@ class Exporter:
         except OSError as problem:
             self._say(f"stoker: --metrics-port: no metrics: {problem}")
             return
-        self._say(f"stoker: {server.where(self._socket)}")
+        self._say(f"stoker: {metrics_server.where(self._socket)}")
         self._socket.close()
 
     def close(self) -> None:

@@ -20,14 +20,14 @@ from stoker.contract.errors import EX_USAGE, Refusal
 from stoker.contract.evidence import Verdict
 from stoker.contract.frozen import frozen, options_of
 from stoker.contract.units import format_bytes, plural
-from stoker.control.launch.imports import Import, Imported, find_imports, start, try_imports
-from stoker.control.launch.options import TORCHRUN_VARIABLES, RunOptions
-from stoker.control.launch.ourselves import stoker_command, unseen
-from stoker.control.launch.plan import default_name
-from stoker.control.launch.request import Request, program, python_flags
+from stoker.control.launch.children import stoker_command, unseen
+from stoker.control.launch.import_check import Import, Imported, find_imports, start, try_imports
 from stoker.control.launch.signals import STOPS, handled
-from stoker.control.record import finder, reader
-from stoker.control.verdict.launch import lost
+from stoker.control.plan.options import TORCHRUN_VARIABLES, RunOptions
+from stoker.control.plan.request import Request, program, python_flags
+from stoker.control.plan.run_plan import default_name
+from stoker.control.record import run_index, run_record
+from stoker.control.verdict.launch_failures import lost
 
 IMPORTS, SINGLE, ALL = "imports", "single", "all"  # what can be wanted
 STEPS = 20
@@ -41,7 +41,7 @@ _NOT_PASSED = {"config", "detach", "dry_run", "gpu", "gpus", "json", "ladder", "
 
 
 @frozen
-class Climbed:
+class LadderResult:
     """A rung of ranks that was run, in its record's numbers. None: the script never said."""
 
     ranks: int
@@ -69,14 +69,14 @@ class Scaling:
 
 
 @frozen
-class Climb:
+class LadderStepRun:
     """How the ladder went. `verdict` is that of the rung that failed."""
 
     world_size: int
     rungs: tuple[int, ...]
     steps: int
     imports: tuple[Imported, ...]
-    climbed: tuple[Climbed, ...]
+    climbed: tuple[LadderResult, ...]
     verdict: Verdict | None
     exit_code: int
 
@@ -130,7 +130,7 @@ def rung_words(request: Request, plan: Plan, ranks: int, steps: int, stamp: str)
     return command_words(values, request.script, request.args)
 
 
-def scaling(climbed: Sequence[Climbed], world: int) -> Scaling:
+def scaling(climbed: Sequence[LadderResult], world: int) -> Scaling:
     """Throughput of the highest rung against one rank's; memory of all ranks, from the highest rung measured."""
     passed = [rung for rung in climbed if rung.exit_code == 0]
     found = Scaling()
@@ -157,15 +157,15 @@ def memory_line(found: Scaling, world: int) -> str:
     return f"memory {found.memory}: {plural(world, 'rank')} {need}{room}"
 
 
-def measure(ranks: int, exit_code: int, run: reader.Run | None) -> Climbed:
+def measure(ranks: int, exit_code: int, run: run_record.RunRecord | None) -> LadderResult:
     if run is None:
-        return Climbed(ranks, exit_code)
+        return LadderResult(ranks, exit_code)
     began, host_used, host_total = 0.0, None, None
     first: dict[int, float] = {}
     ends: dict[int, tuple[float, int]] = {}
     rss: dict[int, int] = {}
     cards: list[tuple[int, int]] = []
-    for event in reader.events(run.dir):
+    for event in run_record.read_events(run.dir):
         kind = event["event"]
         if kind == "attempt":
             began = event["time"]
@@ -181,7 +181,7 @@ def measure(ranks: int, exit_code: int, run: reader.Run | None) -> Climbed:
     timed = [(first[rank], end, steps) for rank, (end, steps) in ends.items() if rank in first]
     rates = [(steps - 1) / (end - start) for start, end, steps in timed if steps > 1 and end > start]
     whole = len(rss) == ranks  # a rank that never said leaves a sum that means nothing
-    return Climbed(
+    return LadderResult(
         ranks,
         exit_code,
         run.id,
@@ -214,10 +214,10 @@ class Ladder:
         self._child: subprocess.Popen[bytes] | None = None  # the rung under way
         self._stop = 0
         self._imported: list[Imported] = []
-        self._climbed: list[Climbed] = []
+        self._climbed: list[LadderResult] = []
         self._plan = Plan(0, (), False)
 
-    def climb(self, wanted: Collection[str]) -> Climb:
+    def climb(self, wanted: Collection[str]) -> LadderStepRun:
         """Up to the first rung that fails. What can't start at all is refused before anything does."""
         program(self._request)
         with handled((*STOPS, signal.SIGTSTP), self._on_signal):
@@ -232,7 +232,7 @@ class Ladder:
         verdict = verdict or self._stopped()
         code = verdict.exit_code if verdict else 0
         imported, climbed = tuple(self._imported), tuple(self._climbed)
-        return Climb(self._plan.world_size, rungs_, self._steps, imported, climbed, verdict, code)
+        return LadderStepRun(self._plan.world_size, rungs_, self._steps, imported, climbed, verdict, code)
 
     def foresee(self) -> tuple[tuple[Import, ...], tuple[int, ...]]:
         """For --dry-run: the imports and the rungs."""
@@ -283,7 +283,7 @@ class Ladder:
         self._say(f"{which}: {plural(ranks, 'rank')}, {plural(self._steps, 'step')} or the script's end")
         words = rung_words(request, plan, ranks, self._steps, time.strftime("%Y%m%d-%H%M%S"))
         code, _, said, pid = self._stoker(words, True, hide=plan.hidden)
-        runs = finder.all_runs(layout.runs_root(request.options.runs_dir, os.environ))
+        runs = run_index.all_runs(layout.runs_root(request.options.runs_dir, os.environ))
         ours = [run for run in runs if run.launcher[0] == pid and run.name.endswith(f"-ladder-{ranks}")]
         run = ours[-1] if ours else None
         self._climbed.append(measure(ranks, code, run))

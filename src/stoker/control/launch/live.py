@@ -19,26 +19,26 @@ from stoker.contract.terminal import WARNING
 from stoker.contract.text import escape
 from stoker.contract.units import format_duration
 from stoker.control.cluster import transport
-from stoker.control.cluster.members import Member, Unusable
-from stoker.control.launch import description
+from stoker.control.cluster.agent_pool import AgentClient, UnusableHosts
 from stoker.control.launch.agents import Agents
 from stoker.control.launch.attempt import Attempt
-from stoker.control.launch.gpus import NotFree, marked
-from stoker.control.launch.output import Output, wants_split
-from stoker.control.launch.plan import Role, RunPlan, Towards, common_environment, make_plan, start_order
-from stoker.control.launch.reports import Reports
-from stoker.control.launch.request import Request, by_hand
-from stoker.control.launch.runplace import RunPlace
-from stoker.control.launch.signals import Interrupted, Signals
+from stoker.control.launch.rank_output import RankOutput, wants_split
+from stoker.control.launch.reports import ReportHandler
+from stoker.control.launch.signals import Interrupted, SignalQueue
 from stoker.control.machine.model import Gpu, Machine
-from stoker.control.machine.origin import gpu_lender, run_we_are_in
-from stoker.control.record.writer import RunRecord
+from stoker.control.machine.run_origin import current_run, gpu_lender
+from stoker.control.plan import run_json
+from stoker.control.plan.gpu_choice import GpusNotFree, marked
+from stoker.control.plan.request import Request, by_hand
+from stoker.control.plan.run_dir import RunDir
+from stoker.control.plan.run_plan import HostTarget, RolePlan, RunPlan, common_environment, make_plan, start_order
+from stoker.control.record.run_writer import RunWriter
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # a run on one machine loads none of these
     from stoker.control.cluster.hosts import Hosts
+    from stoker.control.launch.host_setup import HostSetup
     from stoker.control.launch.membership import Membership
-    from stoker.control.launch.network import Network
     from stoker.control.launch.notify import Notifier
 
 _MOST_RACES = 20  # lost for a GPU's lock
@@ -47,16 +47,16 @@ _MOST_RACES = 20  # lost for a GPU's lock
 class LiveRun:
     """`hosts`: None on this machine, reached through `link`; then `membership` and `network` are None, too."""
 
-    output: Output
-    record: RunRecord
+    output: RankOutput
+    record: RunWriter
     notifier: Notifier | None = None
 
     def __init__(
         self,
         request: Request,
-        link: transport.Link | None,
+        link: transport.AgentLink | None,
         hosts: Hosts | None,
-        signals: Signals,
+        signals: SignalQueue,
         say: Callable[..., None],
         tell: Callable[..., None],
     ) -> None:
@@ -67,15 +67,15 @@ class LiveRun:
         self.tell = tell
         self.agents = Agents(self, link, hosts)
         self.planner = Planner(self)
-        self.network: Network | None = None
+        self.network: HostSetup | None = None
         self.membership: Membership | None = None
         if hosts is not None:
+            from stoker.control.launch.host_setup import HostSetup
             from stoker.control.launch.membership import Membership
-            from stoker.control.launch.network import Network
 
-            self.network = Network(self)
+            self.network = HostSetup(self)
             self.membership = Membership(self, self.network)
-        self._reports: Reports | None = None  # of the attempt under way
+        self._reports: ReportHandler | None = None  # of the attempt under way
         self._cwd = os.getcwd()
         self._endpoint: tuple[str, int] | None = None
         self._interface = ""  # towards the other machines, where those are started by hand
@@ -88,29 +88,29 @@ class LiveRun:
     def reserve(self, plan: RunPlan) -> RunPlan:
         """The next attempt's store address and port. With machines started by hand the plan gets its numbers here."""
         if by_hand(self.options):
-            from stoker.control.launch.nodes import join
+            from stoker.control.plan.targets import join_nodes
 
-            plan, self._endpoint, self._interface = join(self.agents, self.request, plan, self.say)
+            plan, self._endpoint, self._interface = join_nodes(self.agents, self.request, plan, self.say)
             self.output.replan(plan)
         else:
             here = self.options.master_addr or "127.0.0.1"
             self._endpoint = self.agents.reserve(self.network.master if self.network else here)
         return plan
 
-    def equip(self, plan: RunPlan, place: RunPlace) -> None:
+    def equip(self, plan: RunPlan, place: RunDir) -> None:
         """What every rank of a role is given on a host."""
 
-        def environment(role: Role, host: str) -> dict[str, str]:
+        def environment(role: RolePlan, host: str) -> dict[str, str]:
             cores = self.agents.machines[host].cores
             return common_environment(plan, role, self.options, os.environ, place, cores, host)
 
         self._common = {host: {role.name: environment(role, host) for role in plan.roles} for host in plan.hosts}
 
-    def run(self, plan: RunPlan, place: RunPlace) -> Verdict:
-        from stoker.control.launch.restarts import Restarts
+    def run(self, plan: RunPlan, place: RunDir) -> Verdict:
+        from stoker.control.launch.restart import RestartState
 
         number = place.first_attempt
-        restarts = Restarts(self.options)
+        restarts = RestartState(self.options)
         env: tuple[tuple[str, str], ...] = ()
         while True:
             attempt = Attempt(number, plan)
@@ -150,7 +150,7 @@ class LiveRun:
             if bad is not None:
                 return bad
 
-    def _with_those_there(self, plan: RunPlan, place: RunPlace, verdict: Verdict) -> tuple[RunPlan, Verdict | None]:
+    def _with_those_there(self, plan: RunPlan, place: RunDir, verdict: Verdict) -> tuple[RunPlan, Verdict | None]:
         """The next attempt's plan, with the hosts that are there now. A verdict where they are too few."""
         membership, network = self.membership, self.network
         assert membership is not None and network is not None
@@ -165,7 +165,7 @@ class LiveRun:
                     network.find_ways()
                     plan = self._adopt(fresh, place)
                 return self.reserve(plan), None
-            except Unusable as gone:
+            except UnusableHosts as gone:
                 membership.lose(gone)
             except Refusal as refusal:
                 if membership.joined:
@@ -175,7 +175,7 @@ class LiveRun:
                 line = f"with {membership.here}: {refusal.line}"
                 return plan, replace(verdict, retryable=False, evidence=(*verdict.evidence, line))
 
-    def _adopt(self, plan: RunPlan, place: RunPlace) -> RunPlan:
+    def _adopt(self, plan: RunPlan, place: RunDir) -> RunPlan:
         """From the next attempt on."""
         self.output.replan(plan)
         self.equip(plan, place)
@@ -199,7 +199,7 @@ class LiveRun:
             return replace(verdict, evidence=(*verdict.evidence, f"it could not be looked at again: {problem}"))
         return replace(verdict, evidence=(*verdict.evidence, *preflight.diagnosis(self.agents.machines[""], card)))
 
-    def _without_failed_card(self, plan: RunPlan, place: RunPlace, verdict: Verdict) -> tuple[RunPlan, Verdict | None]:
+    def _without_failed_card(self, plan: RunPlan, place: RunDir, verdict: Verdict) -> tuple[RunPlan, Verdict | None]:
         """The guilty rank's card is proved; the next attempt omits a bad one. A verdict where too few are left."""
         card = self._card(verdict, plan)
         if card is None:
@@ -219,14 +219,14 @@ class LiveRun:
             return plan, replace(verdict, retryable=False, evidence=(*verdict.evidence, *lines))
         return self._adopt(fresh, place), None
 
-    def _one_attempt(self, attempt: Attempt, place: RunPlace, env: tuple[tuple[str, str], ...]) -> Verdict:
+    def _one_attempt(self, attempt: Attempt, place: RunDir, env: tuple[tuple[str, str], ...]) -> Verdict:
         plan, number = attempt.plan, attempt.number
         self.record.attempt(number)
         self.output.begin(number)
         assert self._endpoint is not None
         (address, port), self._endpoint = self._endpoint, None
         # Not sooner: what an agent still says of the attempt before belongs to that one.
-        self._reports = Reports(self, attempt)
+        self._reports = ReportHandler(self, attempt)
         store = {"master_addr": address, "master_port": port}
         self.record.event("attempt", attempt=number, world_size=plan.world_size, **store, hosts=list(plan.hosts))
         self._start(plan, place, number, address, port, dict(env))
@@ -248,15 +248,15 @@ class LiveRun:
 
     def all_up(self, plan: RunPlan) -> None:
         """Every rank is on its way: time for what nobody should wait for."""
-        data = description.enrich(self.record.dir, self.request, plan)
+        data = run_json.enrich(self.record.dir, self.request, plan)
         self.record.save(os.path.join(self.record.dir, layout.RUN), data, durable=False)
 
     def _start(
-        self, plan: RunPlan, place: RunPlace, number: int, address: str, port: int, more: dict[str, str]
+        self, plan: RunPlan, place: RunDir, number: int, address: str, port: int, more: dict[str, str]
     ) -> None:
         own = {**more, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
         own["TORCHELASTIC_RESTART_COUNT"] = str(number - place.first_attempt)
-        here = Towards(workdir=self._cwd, interface=self._interface)
+        here = HostTarget(workdir=self._cwd, interface=self._interface)
         for member in self.agents.members.all:
             to = self.network.towards(member.host) if self.network else here
             member.say(start_order(plan, self.options, number, to, os.environ, self._common[member.host], own))
@@ -292,8 +292,8 @@ class Planner:
                 races += 1
                 if races > _MOST_RACES:
                     who = "; ".join(f"GPU {uuid} by {holder}" for uuid, holder in lost.items())
-                    raise NotFree(f"the GPUs are in use: {who}", EX_UNAVAILABLE, cause="gpu.busy")
-            except NotFree as busy:
+                    raise GpusNotFree(f"the GPUs are in use: {who}", EX_UNAVAILABLE, cause="gpu.busy")
+            except GpusNotFree as busy:
                 if not self._options.wait:
                     raise
                 if time.monotonic() > deadline:
@@ -315,15 +315,15 @@ class Planner:
             check_legal(self._options, plan)
         return plan
 
-    def _lent(self, member: Member) -> list[str]:
+    def _lent(self, member: AgentClient) -> list[str]:
         """GPUs held by ourselves, by the run we are a rank of or the chain we are a stage of: not to lock again."""
-        ours = tuple(f"run {run} (agent pid " for run in (self._agents.run_id, run_we_are_in(os.environ)) if run)
+        ours = tuple(f"run {run} (agent pid " for run in (self._agents.run_id, current_run(os.environ)) if run)
         lender = gpu_lender(os.environ)
         lent = f" (agent pid {lender})"
         held = member.answers["host"]["held"]
         return [uuid for uuid, who in held.items() if who.startswith(ours) or (lender and who.endswith(lent))]
 
-    def _held(self, member: Member) -> dict[str, str]:
+    def _held(self, member: AgentClient) -> dict[str, str]:
         lent = self._lent(member)
         return {uuid: who for uuid, who in member.answers["host"]["held"].items() if uuid not in lent}
 

@@ -16,16 +16,16 @@ from stoker.contract.evidence import Verdict
 from stoker.contract.frozen import replace
 from stoker.contract.terminal import WARNING
 from stoker.contract.text import escape
-from stoker.control.cluster.members import Member, Unusable, short
+from stoker.control.cluster.agent_pool import AgentClient, UnusableHosts, short
 from stoker.control.launch.attempt import Attempt
-from stoker.control.launch.restarts import Again
-from stoker.control.launch.runplace import RunPlace
+from stoker.control.launch.restart import Restart
+from stoker.control.plan.run_dir import RunDir
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from stoker.control.cluster.copying import Late
+    from stoker.control.cluster.file_sync import CopyTimeout
+    from stoker.control.launch.host_setup import HostSetup
     from stoker.control.launch.live import LiveRun
-    from stoker.control.launch.network import Network
 
 AGAIN_S = 3.0
 LONGEST_S = 60.0
@@ -41,8 +41,8 @@ class Lost:
         self.why = why
         self.former = former  # who may still be there of its former lives
         self.next_try = 0.0
-        self.member: Member | None = None  # the new life, on its way or waiting
-        self.bringing: Late | None = None
+        self.member: AgentClient | None = None  # the new life, on its way or waiting
+        self.bringing: CopyTimeout | None = None
         self.mention_at = 0.0  # say then that a copy takes its time; 0: no more
         self.asked = False
         self.back = False  # it has answered, and is fit
@@ -75,7 +75,7 @@ def _again(run_dir: str, who: str) -> str:
 
 
 class Membership:
-    def __init__(self, run: LiveRun, network: Network) -> None:
+    def __init__(self, run: LiveRun, network: HostSetup) -> None:
         self._agents = run.agents
         self._members = run.agents.members
         self._network = network
@@ -89,15 +89,15 @@ class Membership:
         self.joined: list[str] = []  # by the newest `settle`
         self._times: dict[str, int] = {}  # how often a host was lost: one that comes and goes is asked ever less often
 
-    def meet(self, place: RunPlace) -> None:
+    def meet(self, place: RunDir) -> None:
         """All must answer; with --min-hosts so many, and the others may come later."""
         try:
             self._agents.meet(place)
-        except Unusable as missing:
+        except UnusableHosts as missing:
             if not self.start_without(missing):
                 raise
 
-    def start_without(self, missing: Unusable) -> bool:
+    def start_without(self, missing: UnusableHosts) -> bool:
         """False: too few would be left, or all are wanted."""
         self.lose(missing)
         if not self._least or not self.enough:
@@ -107,7 +107,7 @@ class Membership:
             self._say(f"stoker: host {host} can't be used: {short(why)}; starting with {self.here}", colour=WARNING)
         return True
 
-    def lose(self, gone: Unusable) -> None:
+    def lose(self, gone: UnusableHosts) -> None:
         for member in self._members.all:
             if member.host in gone.hosts:
                 member.lose(short(gone.hosts[member.host]))
@@ -149,7 +149,7 @@ class Membership:
             self._tell("host-unfit", on=member.host, why=why)
         self.joined = []
 
-    def give_up(self, member: Member) -> None:
+    def give_up(self, member: AgentClient) -> None:
         why = short(member.gone)
         times = self._times[member.host] = self._times.get(member.host, 0) + 1
         self.lost[member.host] = Lost(why, member.selves)
@@ -158,16 +158,16 @@ class Membership:
         self._members.drop(member)
         self._tell("host-lost", on=member.host, why=why)
 
-    def regroup(self, verdict: Verdict, attempt: Attempt, run_dir: str) -> Again | None:
+    def regroup(self, verdict: Verdict, attempt: Attempt, run_dir: str) -> Restart | None:
         """The next attempt costs no restart where a host was lost and enough are left, or where one is to join."""
         if attempt.stop_signal:
             return None
         if verdict.cause == "launch.regroup":
-            return Again(_again(run_dir, f"host {attempt.regrouping}"))
+            return Restart(_again(run_dir, f"host {attempt.regrouping}"))
         if verdict.cause == "host.lost" and self.enough:
             left = sum(not member.gone for member in self._members.all)
             hosts = f"{left} of {len(self._order)} hosts"
-            return Again(f"{verdict.summary}; {_again(run_dir, hosts)}")
+            return Restart(f"{verdict.summary}; {_again(run_dir, hosts)}")
         return None
 
     def too_few(self, verdict: Verdict) -> Verdict:
@@ -204,13 +204,13 @@ class Membership:
     def _try(self, name: str, one: Lost) -> None:
         one.next_try = time.monotonic() + AGAIN_S
         try:
-            one.member = Member(self._agents.reach(self._agents.by_name[name], again=True))
+            one.member = AgentClient(self._agents.reach(self._agents.by_name[name], again=True))
         except (OSError, Refusal):  # no process or descriptor to be had for a moment: the next try may
             return
         self._members.add(one.member, self._members.waiting)
         one.member.say(self._agents.open_order(name, one.former))
 
-    def _examine(self, name: str, one: Lost, member: Member) -> None:
+    def _examine(self, name: str, one: Lost, member: AgentClient) -> None:
         """It answers: has it what the others have? Back without its disk, it must not end a run that works."""
         if self._network.copies and not self._carried(name, one):
             return

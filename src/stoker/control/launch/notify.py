@@ -17,7 +17,7 @@ from stoker.contract.evidence import Verdict
 from stoker.contract.frozen import frozen
 from stoker.contract.masking import mask_json
 from stoker.contract.text import escape
-from stoker.control.launch.ourselves import own_program
+from stoker.control.launch.children import own_program
 
 NOTIFY_S = 30.0
 NTFY, SLACK, DISCORD, MAIL, COMMAND = "ntfy", "slack", "discord", "mail", "command"
@@ -99,7 +99,7 @@ class Notifier:
         if asked:
             argv, message = ["/bin/sh", "-c", self._target.to], shown
         else:
-            argv = own_program("stoker.control.show.notice", "entry")
+            argv = own_program("stoker.control.show.notification", "entry")
             to = {"kind": self._target.kind, "to": self._target.to}
             message = {"target": to, "verdict": shown, "what": what, "run_dir": run_dir, "seconds": NOTIFY_S}
         env = {**os.environ, "STOKER_NOTIFY": what, "STOKER_RUN_ID": verdict.run} if asked else dict(os.environ)

@@ -12,12 +12,12 @@ from stoker.contract.safe_io import read_json
 from stoker.contract.text import is_digits
 from stoker.contract.units import format_bytes, plural
 from stoker.control.doctor import check
-from stoker.control.launch.gpus import marked
-from stoker.control.launch.options import RunOptions
-from stoker.control.launch.plan import RunPlan
-from stoker.control.machine.facts import KNOWN, Examination, Probe, examination_from_json
-from stoker.control.machine.host import quick_host
+from stoker.control.machine.examination import KNOWN, Examination, Probe, examination_from_json
+from stoker.control.machine.host_limits import quick_host
 from stoker.control.machine.model import Gpu, Machine
+from stoker.control.plan.gpu_choice import marked
+from stoker.control.plan.options import RunOptions
+from stoker.control.plan.run_plan import RunPlan
 
 # The plan has already refused or left out what these would say of a card.
 _PLANNED = ("gpu.driver", "gpu.count", "gpu.mig", "host.cores")
@@ -30,9 +30,9 @@ def preflight(options: RunOptions, plan: RunPlan, machine: Machine) -> list[str]
     runs_dir = layout.runs_root(options.runs_dir, os.environ, write=True)
     environment = {name: os.environ[name] for name in KNOWN if name in os.environ}
     found = Examination(used, host=quick_host(runs_dir), environment=environment)
-    fast = [one for one in check.load().values() if one.fast and one.id not in _PLANNED]
+    fast = [one for one in check.load_checks().values() if one.fast and one.id not in _PLANNED]
     lines = []
-    for finding in check.run(fast, found, plan.world_size):
+    for finding in check.run_checks(fast, found, plan.world_size):
         line = f"{finding.id}: {finding.text}" + (f"; {finding.fix}" if finding.fix else "")
         if finding.level == "fail":
             code = EX_CANTCREAT if finding.id == "host.disk" else EX_UNAVAILABLE

@@ -1,4 +1,4 @@
-"""Machines that are started by hand without numbers meet at --rdzv-endpoint; `control/launch/nodes.py` uses it.
+"""Machines that are started by hand without numbers meet at --rdzv-endpoint; `control/plan/targets.py` uses it.
 
 The machine that owns the address listens, numbers the others in the order in which they come, and tells each its
 number. Each message is one line of JSON:
@@ -30,7 +30,7 @@ from stoker.contract.listeners import answering_users
 from stoker.contract.safe_io import is_trusted, read_text, user_name
 from stoker.contract.text import escape, parse_json
 from stoker.contract.units import format_duration, plural
-from stoker.control.launch.nodes import Meeting, Nodes
+from stoker.control.plan.targets import MeetingPoint, NodeGroup
 
 PATIENCE_S = 600.0  # torchrun's
 AGAIN_S = 0.5
@@ -43,8 +43,8 @@ _ANSWER = {"rank": "int", "first": "int", "world": "int", "port": "int", "nodes"
 
 
 def meet(
-    meeting: Meeting, ranks: int, store_port: Callable[[], int], rest: Callable[[], None], say: Callable[[str], None]
-) -> Nodes:
+    meeting: MeetingPoint, ranks: int, store_port: Callable[[], int], rest: Callable[[], None], say: Callable[[str], None]
+) -> NodeGroup:
     """Meet the other machines and return this one's place among them.
 
     `store_port` reserves rank 0's store port, on the machine that becomes number 0. `rest` is called while waiting.
@@ -68,11 +68,11 @@ def meet(
             return host.number(store_port())
 
 
-def _refusal(meeting: Meeting, why: str, code: int = EX_UNAVAILABLE) -> Refusal:
+def _refusal(meeting: MeetingPoint, why: str, code: int = EX_UNAVAILABLE) -> Refusal:
     return Refusal(f"--rdzv-endpoint {meeting.address}:{meeting.port}: {why}", code, cause="launch.nodes")
 
 
-def _others(meeting: Meeting) -> str:
+def _others(meeting: MeetingPoint) -> str:
     if meeting.most <= meeting.count:
         return f"{meeting.count - 1} more machine(s)"
     at_least = f"{meeting.count - 1} to " if meeting.count > 1 else "up to "
@@ -105,7 +105,7 @@ class _Guest:
 class _Host:
     def __init__(
         self,
-        meeting: Meeting,
+        meeting: MeetingPoint,
         ranks: int,
         listener: socket.socket,
         secret: Secret | None,
@@ -218,7 +218,7 @@ class _Host:
         self._selector.unregister(guest.connection)
         guest.connection.close()
 
-    def number(self, port: int) -> Nodes:
+    def number(self, port: int) -> NodeGroup:
         """Tell all machines their numbers. The first that came has the rank numbers after ours."""
         meeting = self._meeting
         world_size = self._ranks + sum(guest.hello["ranks"] for guest in self._accepted)
@@ -231,13 +231,13 @@ class _Host:
                 left = f"machine {guest.address} left {meeting.address}:{meeting.port} while the ranks were numbered"
                 raise Refusal(f"{left}; start all of them again", EX_TEMPFAIL, cause="launch.nodes")
             first += guest.hello["ranks"]
-        return Nodes(nodes, 0, 0, world_size, meeting.address, port)
+        return NodeGroup(nodes, 0, 0, world_size, meeting.address, port)
 
 
 # ---- a machine that comes ----
 
 
-def _refuse_others(connection: socket.socket, meeting: Meeting) -> None:
+def _refuse_others(connection: socket.socket, meeting: MeetingPoint) -> None:
     """Raise Refusal if another user of this machine listens at the endpoint: their ranks would be our peers."""
     others = sorted(uid for uid in answering_users(connection) if not is_trusted(uid, os.curdir))
     if others:
@@ -246,7 +246,7 @@ def _refuse_others(connection: socket.socket, meeting: Meeting) -> None:
 
 
 def _join(
-    meeting: Meeting,
+    meeting: MeetingPoint,
     ranks: int,
     secret: Secret | None,
     where: Any,
@@ -254,7 +254,7 @@ def _join(
     deadline: float,
     rest: Callable[[], None],
     say: Callable[[str], None],
-) -> Nodes:
+) -> NodeGroup:
     """Connect until the machine at the endpoint has numbered us. Whoever is not there yet may still come."""
     is_reported = False
     while True:
@@ -284,12 +284,12 @@ def _join(
 
 def _introduce(
     connection: socket.socket,
-    meeting: Meeting,
+    meeting: MeetingPoint,
     ranks: int,
     secret: Secret | None,
     deadline: float,
     rest: Callable[[], None],
-) -> Nodes | None:
+) -> NodeGroup | None:
     """Say who we are and return our place; None: the other side is gone, and may come back."""
     hello: dict[str, Any] = {"job": meeting.name, "count": meeting.count, "ranks": ranks}
     if secret is not None:
@@ -311,14 +311,14 @@ def _introduce(
         raise _refusal(meeting, f"its answer can't be used: {problem}") from None
     if secret is not None and not secret.fits(message.get("proof"), HOST, {**hello, **answer}, str(challenge)):
         raise _refusal(meeting, "the machine at the endpoint does not know the secret (STOKER_RDZV_SECRET)")
-    return Nodes(answer["nodes"], answer["rank"], answer["first"], answer["world"], meeting.address, answer["port"])
+    return NodeGroup(answer["nodes"], answer["rank"], answer["first"], answer["world"], meeting.address, answer["port"])
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _receive(connection: socket.socket, meeting: Meeting, deadline: float, rest: Callable[[], None]) -> dict[str, Any]:
+def _receive(connection: socket.socket, meeting: MeetingPoint, deadline: float, rest: Callable[[], None]) -> dict[str, Any]:
     """Return the next message; empty: the other side or the time is gone. Raises ValueError if it is none of ours.
 
     It waits in pieces, so that signals and pings get their turn for minutes.

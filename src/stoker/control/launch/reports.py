@@ -15,7 +15,7 @@ from stoker.contract.terminal import WARNING
 from stoker.contract.text import escape
 from stoker.contract.units import format_duration, plural
 from stoker.control.launch.attempt import Attempt, read_around, read_error, read_last_call, read_script_end
-from stoker.control.launch.restarts import CAN_HALVE
+from stoker.control.launch.restart import CAN_HALVE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def main_thread(stack: str) -> list[Any]:
     return next((thread["frames"] for thread in parse_stacks(stack) if thread["main"]), [])
 
 
-class Reports:
+class ReportHandler:
     """Of one attempt."""
 
     def __init__(self, run: LiveRun, attempt: Attempt) -> None:
@@ -83,10 +83,10 @@ class Reports:
             self._run.all_up(attempt.plan)
 
     def _on_unstarted(self, _host: str, message: protocol.Message) -> None:
-        from stoker.control.verdict import launch
+        from stoker.control.verdict import launch_failures
 
         why = escape(message["text"])
-        self._attempt.trouble.append(launch.not_started(message["rank"], why))
+        self._attempt.trouble.append(launch_failures.not_started(message["rank"], why))
 
     def _on_error(self, _host: str, message: protocol.Message) -> None:
         error = read_error(message["error"])
@@ -188,13 +188,13 @@ class Reports:
             self._record.say(line)
 
     def _on_ram(self, _host: str, message: protocol.Message) -> None:
-        from stoker.control.verdict import launch
+        from stoker.control.verdict import launch_failures
 
         rank = message["rank"]
         stall = self._attempt.watch.stall
         where = stall.where if stall is not None and rank == stall.rank else ""
         taken, limit, workers = message["bytes"], message["limit"], message.get("loader_workers", 0)
-        trouble = launch.over_ram_limit(rank, self._attempt.label(rank), taken, limit, workers, where)
+        trouble = launch_failures.over_ram_limit(rank, self._attempt.label(rank), taken, limit, workers, where)
         self._attempt.trouble.append(trouble)
 
     def _on_first_step(self, _host: str, message: protocol.Message) -> None:

@@ -12,9 +12,9 @@ from stoker.contract.env_vars import DETACH_SIGNAL, STOP_NOW_SIGNAL
 from stoker.contract.errors import EX_NOPERM, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.process import find_process, send_signal
 from stoker.contract.text import escape
-from stoker.control.launch.options import RunOptions
-from stoker.control.machine import processes
-from stoker.control.record.reader import Run, alive
+from stoker.control.machine import procfs
+from stoker.control.plan.options import RunOptions
+from stoker.control.record.run_record import RunRecord, is_alive
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the signals that stop a run
 
@@ -41,7 +41,7 @@ class Interrupted(Exception):
         self.signum = signum
 
 
-class Signals:
+class SignalQueue:
     """`tell`: records an event, once there is a record."""
 
     def __init__(self, options: RunOptions, say: Callable[[str], None], tell: Callable[..., None]) -> None:
@@ -95,7 +95,7 @@ def _named(text: str) -> list[signal.Signals]:
 # ---- telling the launcher of a run, another process: only if it is that process ----
 
 
-def tell_launcher(run: Run, signum: int) -> None:
+def signal_launcher(run: RunRecord, signum: int) -> None:
     pid, _, host = run.launcher
     shown = escape(run.id)
     if not run.mine:
@@ -103,11 +103,11 @@ def tell_launcher(run: Run, signum: int) -> None:
     if host and host != os.uname().nodename:
         raise Refusal(f"run {shown} runs on host {escape(host)}: run this command there", EX_UNAVAILABLE)
     launcher = find_process(pid)
-    if launcher is not None and alive(run) is None:
+    if launcher is not None and is_alive(run) is None:
         unknown = f"pid {pid} ({escape(launcher.name)}) does not show whether it is the launcher"
         raise Refusal(f"run {shown}: {unknown}, so it is not signalled", EX_UNAVAILABLE)
-    if signum == DETACH_SIGNAL and launcher is not None and alive(run) and not processes.catches(pid, signum):
+    if signum == DETACH_SIGNAL and launcher is not None and is_alive(run) and not procfs.catches(pid, signum):
         how = "in its terminal: Ctrl-Z, then `bg` and `disown -h`"
         raise Refusal(f"run {shown} was started by a Stoker that can't detach; {how}", EX_UNAVAILABLE)
-    if launcher is None or not send_signal(launcher, signum, lambda: alive(run) is True):
+    if launcher is None or not send_signal(launcher, signum, lambda: is_alive(run) is True):
         raise Refusal(f"run {shown}: its launcher (pid {pid}) is gone", EX_UNAVAILABLE)

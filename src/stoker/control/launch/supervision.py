@@ -14,10 +14,10 @@ from stoker.contract.evidence import RankExit, Stall
 from stoker.contract.frozen import pick_fields
 from stoker.contract.terminal import WARNING
 from stoker.contract.units import format_duration, format_ranks, rank_name
-from stoker.control.cluster.members import Member
+from stoker.control.cluster.agent_pool import AgentClient
 from stoker.control.launch.attempt import Attempt
-from stoker.control.record.writer import RunRecord
-from stoker.control.verdict import hang, launch
+from stoker.control.record.run_writer import RunWriter
+from stoker.control.verdict import hangs, launch_failures
 from stoker.control.watch.watcher import Busy, Inspect, Relieve, Suspect
 
 TYPE_CHECKING = False
@@ -143,13 +143,13 @@ class Supervision:
         self._killed_by = time.monotonic() + UNKILLABLE_S
         self._members.say({"do": "stop", "signal": int(signal.SIGKILL), "grace": 0.0})
 
-    def _lost(self, member: Member) -> None:
+    def _lost(self, member: AgentClient) -> None:
         """Its ranks are gone with it: its guardian sees to that. What ended the job before is still the cause."""
         attempt = self._attempt
         mine = [place for place in attempt.plan.places if place.host == member.host]
         if not attempt.stopping and not any(entry.get("host") == member.host for entry in attempt.trouble):
             several = self._membership is not None and len(self._run.agents.by_name) > 1
-            lost = launch.host_lost if several else launch.agent_lost
+            lost = launch_failures.host_lost if several else launch_failures.agent_lost
             attempt.trouble.append(lost(member.host, member.gone, member.complaint))
         attempt.told.add(member.host)
         self._end_by_us([one.rank for one in mine if one.rank not in attempt.ends])
@@ -204,9 +204,9 @@ class Supervision:
             return
         self._noted, self._has_history = now, True
         try:
-            from stoker.control.launch.timeline import moment
+            from stoker.control.launch.history_points import history_point
 
-            self._record.moment(moment(self._attempt, now))
+            self._record.moment(history_point(self._attempt, now))
         except Exception as problem:
             self._noted = float("inf")
             import traceback
@@ -231,16 +231,16 @@ class Supervision:
             else:
                 rank = action.stall.rank
                 printed = self._run.output.tail(rank) if rank is not None else ""
-                attempt.trouble.append(hang.trouble(action.stall, attempt.label(rank), action.why, printed))
+                attempt.trouble.append(hangs.trouble(action.stall, attempt.label(rank), action.why, printed))
         self._tell_stragglers()
         self._tell_early()
 
     def _suspect(self, stall: Stall, stops_in: float | None) -> None:
         attempt, record = self._attempt, self._record
-        summary = hang.summary(stall, attempt.label(stall.rank))
+        summary = hangs.summary(stall, attempt.label(stall.rank))
         attempt.suspected_s = stall.silent_s
         seen = pick_fields(stall, "rank", "ranks", "waiting", "where", "step", "silent_s", "proof", "evidence")
-        record.event("suspicion", attempt=attempt.number, cause=hang.cause_of(stall), summary=summary, **seen)
+        record.event("suspicion", attempt=attempt.number, cause=hangs.cause_of(stall), summary=summary, **seen)
         stacks = "\n".join(text for _, text in sorted(attempt.watch.text_of_stacks().items()))
         record.save(layout.all_stacks(record.dir, attempt.number), stacks)
         if not attempt.first_failure:  # else the verdict comes within seconds, and it knows more
@@ -248,9 +248,9 @@ class Supervision:
 
     def _report_busy(self, stall: Stall, stops_in: float | None) -> None:
         """Say once that a rank works for long. It is no suspicion: nothing is wrong as far as can be seen."""
-        attempt, summary = self._attempt, hang.summary(stall, self._attempt.label(stall.rank))
+        attempt, summary = self._attempt, hangs.summary(stall, self._attempt.label(stall.rank))
         seen = pick_fields(stall, "rank", "ranks", "waiting", "where", "step", "silent_s", "evidence")
-        self._record.event("busy", attempt=attempt.number, cause=hang.cause_of(stall), summary=summary, **seen)
+        self._record.event("busy", attempt=attempt.number, cause=hangs.cause_of(stall), summary=summary, **seen)
         if not attempt.first_failure:
             then = "the job keeps running"
             if stops_in is not None:
@@ -295,7 +295,7 @@ class Supervision:
             self._record.event("suspicion", cause="rank.early-exit", rank=early[0], ranks=early, summary=line)
 
 
-def give_up(attempt: Attempt, record: RunRecord, say: Callable[..., None], problem: Exception) -> None:
+def give_up(attempt: Attempt, record: RunWriter, say: Callable[..., None], problem: Exception) -> None:
     """The watch room failed. A watcher must not end what it watches: its failure is reported and recorded, and the job continues."""
     import traceback
 

@@ -17,8 +17,8 @@ from typing import Any
 from stoker.contract import host_memory
 from stoker.contract.frozen import replace
 from stoker.contract.process import NOT_FROM_HERE
-from stoker.control.machine import facts, gather, host
-from stoker.control.machine.facts import KNOWN, Examination, Health, Host, Net, Probe, Torch
+from stoker.control.machine import examination, examine_child, host_limits
+from stoker.control.machine.examination import KNOWN, Examination, Health, Host, Net, Probe, Torch
 from stoker.control.machine.model import Gpu, Machine, machine_from_json
 from stoker.control.machine.observe import packages_dir
 
@@ -89,7 +89,7 @@ def _run(children: list[Child]) -> dict[str, tuple[Any, str]]:
 def _gatherer(
     kind: str, *more: str, env: Mapping[str, str] | None = None, limit: float = LIMIT_S, name: str = ""
 ) -> Child:
-    argv = [sys.executable, "-I", "-S", "-c", gather.BOOT, ROOT, packages_dir() or ROOT, kind, *more]
+    argv = [sys.executable, "-I", "-S", "-c", examine_child.BOOT, ROOT, packages_dir() or ROOT, kind, *more]
     return Child(name or kind, argv, env or os.environ, limit)
 
 
@@ -99,7 +99,7 @@ NOT_ASKED = "not asked"
 
 def examine(runs_dir: str, port: int, parts: frozenset[str] = PARTS, python: str | None = None) -> Examination:
     """Asks for these parts, in two rounds: what needs nothing, then what needs the cards. torch runs beside both."""
-    argv = [python or sys.executable, "-c", NOT_FROM_HERE + gather.TORCH]
+    argv = [python or sys.executable, "-c", NOT_FROM_HERE + examine_child.TORCH]
     torch = [Child("torch", argv, {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, TORCH_S)] if "torch" in parts else []
     first = _run(
         [_gatherer("machine")]
@@ -125,11 +125,11 @@ def examine(runs_dir: str, port: int, parts: frozenset[str] = PARTS, python: str
     known = health is not None and "health" in parts
     return Examination(
         machine,
-        {uuid: facts.read(Health, one) for uuid, one in health.items()} if known else None,
+        {uuid: examination.read_examination(Health, one) for uuid, one in health.items()} if known else None,
         probes,
-        facts.read(Torch, torch_found),
-        facts.read(Host, first.get("host", (None, ""))[0]),
-        facts.read(Net, first.get("net", (None, ""))[0]),
+        examination.read_examination(Torch, torch_found),
+        examination.read_examination(Host, first.get("host", (None, ""))[0]),
+        examination.read_examination(Net, first.get("net", (None, ""))[0]),
         {name: os.environ[name] for name in KNOWN if name in os.environ},
         missing,
     )
@@ -166,7 +166,7 @@ def _probed(gpu: Gpu, answer: tuple[Any, str] | None) -> Probe:
         return Probe("full", "less than 1 GB is free: no context was tried")
     data, why = answer
     if data is not None:
-        found: Probe = facts.read(Probe, data)
+        found: Probe = examination.read_examination(Probe, data)
         return found
     return Probe("hung", why) if why.startswith("no answer") else Probe("dead", f"the probe {why}")
 
@@ -189,5 +189,5 @@ def _blind(why: str) -> Machine:
     """The look itself hung: what can be said without the driver."""
     total, available, limit = host_memory.read_memory()
     return Machine(
-        os.uname().nodename, host.cores(), total, available, gpu_error=f"NVML gives {why}", cgroup_limit=limit
+        os.uname().nodename, host_limits.cores(), total, available, gpu_error=f"NVML gives {why}", cgroup_limit=limit
     )

@@ -11,8 +11,8 @@ from stoker.contract.frozen import pick_fields, replace
 from stoker.contract.process import kernel_lines, read_kernel_file
 from stoker.contract.text import parse_json
 from stoker.contract.typed_values import read_frozen
-from stoker.control.machine import host, kernellog
-from stoker.control.machine.facts import Health
+from stoker.control.machine import host_limits, kernel_log
+from stoker.control.machine.examination import Health
 from stoker.control.machine.model import Gpu, GpuGauges, HostGauges
 from stoker.control.machine.observe import Observer, read_recorded
 
@@ -56,12 +56,12 @@ class HostMeter:
         return HostGauges(
             name=os.uname().nodename,
             time=time.time(),
-            cores=host.cores(),
+            cores=host_limits.cores(),
             load=_load(),
             cpu=min(busy / whole, 1.0) if busy is not None and whole else None,
             memory_total=total,
             memory_available=available,
-            swap_used=host.swap_used(),
+            swap_used=host_limits.swap_used(),
             disk_path=self._disk,
             disk_free=free,
             disk_total=size,
@@ -112,9 +112,9 @@ class Gauges:
         assert self._observer is not None and self._observer.nvml is not None
         if not self._told_before:
             self._told_before = True
-            for where, number in filter(None, map(kernel_messages.parse_xid, kernellog.lines())):
+            for where, number in filter(None, map(kernel_messages.parse_xid, kernel_log.lines())):
                 for card in cards:
-                    if kernellog.same_card(card.pci or "", where):
+                    if kernel_log.same_card(card.pci or "", where):
                         self._keep_xid(card.uuid, 0.0, number)
         for uuid, number in self._observer.nvml.new_xids():
             self._keep_xid(uuid, time.time(), number)

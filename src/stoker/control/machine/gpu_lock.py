@@ -22,13 +22,13 @@ from stoker.contract.frozen import frozen
 from stoker.contract.process import find_process, kernel_lines, process_owner
 from stoker.contract.safe_io import open_regular
 from stoker.contract.text import escape, parse_json
-from stoker.control.machine.processes import user_name
+from stoker.control.machine.procfs import user_name
 
 _DEFAULT = "/tmp/stoker-gpu-locks"
 _OWN_ONLY = "GPU locks keep out only your own runs"
 
 
-class Unusable(Exception):
+class UnusableLockFolder(Exception):
     """A lock folder or a lock file can't be used. The text says why, for one line."""
 
 
@@ -73,14 +73,14 @@ class GpuLocks:
         self._held.clear()
 
 
-def held(uuids: list[str]) -> dict[str, str]:
+def held_gpus(uuids: list[str]) -> dict[str, str]:
     """Return who holds which of these GPUs, by UUID. What is unusable is passed over; `take` reports it."""
     holders: dict[str, str] = {}
     with contextlib.closing(_Folders(make=False)) as folders:
         for uuid in uuids:
             for folder in folders:
                 handle = None
-                with contextlib.suppress(Unusable):
+                with contextlib.suppress(UnusableLockFolder):
                     handle = open_to_look(folder, lock_name(uuid))
                 if handle is None:
                     continue
@@ -101,7 +101,7 @@ class LockFolder:
     notice: str = ""  # why it is usable, but not as it should be
 
 
-def open_folders(make: bool) -> Iterator[LockFolder | Unusable]:
+def open_folders(make: bool) -> Iterator[LockFolder | UnusableLockFolder]:
     """Yield the shared folder and then this user's own ones: each open, or why it is unusable. Missing ones are left out.
 
     `make` creates them. The caller closes the handles.
@@ -112,7 +112,7 @@ def open_folders(make: bool) -> Iterator[LockFolder | Unusable]:
     for path in (shared, *own):
         try:
             folder = _open_folder(path, make, is_shared=path == shared)
-        except Unusable as problem:
+        except UnusableLockFolder as problem:
             yield problem
         else:
             if folder is not None:
@@ -131,7 +131,7 @@ def _open_folder(path: str, make: bool, is_shared: bool) -> LockFolder | None:
     try:
         notice = _check_shared(path, handle) if is_shared else _check_own(path, handle)
         return LockFolder(path, handle, is_shared, notice)
-    except Unusable:
+    except UnusableLockFolder:
         os.close(handle)
         raise
 
@@ -144,7 +144,7 @@ def _make_folder(path: str, mode: int) -> None:
     except FileExistsError:
         pass
     except OSError as problem:
-        raise Unusable(f"{path} can't be made: {problem.strerror}") from problem
+        raise UnusableLockFolder(f"{path} can't be made: {problem.strerror}") from problem
     finally:
         os.umask(before)
 
@@ -156,11 +156,11 @@ def _check_shared(path: str, handle: int) -> str:
     is_open_to_all = about.st_mode & 0o1777 == 0o1777
     if not is_open_to_all and about.st_uid not in (0, os.getuid()):
         whose = f"{path} belongs to user {user_name(about.st_uid)}"
-        raise Unusable(f"{whose} and is not open to all (it needs mode 1777, and has {mode})")
+        raise UnusableLockFolder(f"{whose} and is not open to all (it needs mode 1777, and has {mode})")
     if about.st_mode & 0o022 and not about.st_mode & stat.S_ISVTX:
-        raise Unusable(f"{path} is not sticky ({mode}): others can remove its files; `chmod 1777 {path}` repairs it")
+        raise UnusableLockFolder(f"{path} is not sticky ({mode}): others can remove its files; `chmod 1777 {path}` repairs it")
     if not os.access(".", os.W_OK | os.X_OK, dir_fd=handle, effective_ids=True):
-        raise Unusable(f"{path} can't be written ({mode}); `chmod 1777 {path}` repairs it")
+        raise UnusableLockFolder(f"{path} can't be written ({mode}); `chmod 1777 {path}` repairs it")
     if is_open_to_all:
         return ""
     return f"{path} is not open to all users ({mode}): its locks keep out only those who can write there"
@@ -169,9 +169,9 @@ def _check_shared(path: str, handle: int) -> str:
 def _check_own(path: str, handle: int) -> str:
     about = os.fstat(handle)
     if about.st_uid != os.getuid():
-        raise Unusable(f"{path} belongs to user {user_name(about.st_uid)}")
+        raise UnusableLockFolder(f"{path} belongs to user {user_name(about.st_uid)}")
     if about.st_mode & 0o022:
-        raise Unusable(f"{path} can be written by others (mode {stat.S_IMODE(about.st_mode):o})")
+        raise UnusableLockFolder(f"{path} can be written by others (mode {stat.S_IMODE(about.st_mode):o})")
     return ""
 
 
@@ -197,7 +197,7 @@ class _Folders:
     def _open_usable(self) -> Iterator[LockFolder]:
         problems: list[str] = []
         for folder in open_folders(self._make):
-            if isinstance(folder, Unusable):
+            if isinstance(folder, UnusableLockFolder):
                 problems.append(str(folder))
                 continue
             if folder.notice:
@@ -223,7 +223,7 @@ def lock_name(uuid: str) -> str:
     """Return the file name of a GPU's lock. A MIG device of an old driver has slashes in its name."""
     name = "".join(sign if sign.isalnum() or sign in "-_.:" else "_" for sign in uuid)[:200]
     if not name.strip("."):
-        raise Unusable(f"GPU {escape(uuid, 60)!r} has no name for a lock file")
+        raise UnusableLockFolder(f"GPU {escape(uuid, 60)!r} has no name for a lock file")
     return name
 
 
@@ -233,7 +233,7 @@ def _open_first(folders: _Folders, uuid: str) -> int | None:
     for folder in folders:
         try:
             handle = _open_to_lock(folder, lock_name(uuid))
-        except Unusable as unusable:
+        except UnusableLockFolder as unusable:
             problem = problem or str(unusable)
             continue
         if problem:
@@ -281,20 +281,20 @@ def _checked(handle: int, folder: LockFolder, name: str) -> int:
         return handle
     os.close(handle)
     kind = "has several names" if stat.S_ISREG(about.st_mode) else "is not a regular file"
-    raise Unusable(f"{folder.path}/{escape(name, 80)} of user {user_name(about.st_uid)} {kind}: not a lock file")
+    raise UnusableLockFolder(f"{folder.path}/{escape(name, 80)} of user {user_name(about.st_uid)} {kind}: not a lock file")
 
 
-def _cannot_open(name: str, problem: OSError, folder: LockFolder | None = None) -> Unusable:
+def _cannot_open(name: str, problem: OSError, folder: LockFolder | None = None) -> UnusableLockFolder:
     """Return why a lock file, or without `folder` the folder `name`, can't be opened, and whose it is."""
     where = escape(f"{folder.path}/{name[:80]}" if folder else name)
     try:
         about = os.stat(name, dir_fd=folder.handle if folder else None, follow_symlinks=False)
     except OSError:
-        return Unusable(f"{where} can't be opened: {problem.strerror}")
+        return UnusableLockFolder(f"{where} can't be opened: {problem.strerror}")
     whose = f"of user {user_name(about.st_uid)}"
     if stat.S_ISLNK(about.st_mode):
-        return Unusable(f"{where} is a symbolic link {whose}")
-    return Unusable(f"{where} {whose} can't be opened: {problem.strerror} (mode {stat.S_IMODE(about.st_mode):o})")
+        return UnusableLockFolder(f"{where} is a symbolic link {whose}")
+    return UnusableLockFolder(f"{where} {whose} can't be opened: {problem.strerror} (mode {stat.S_IMODE(about.st_mode):o})")
 
 
 def try_lock(handle: int, how: int) -> bool:

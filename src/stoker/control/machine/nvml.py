@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from stoker.contract import process
-from stoker.control.machine import kernellog, processes
-from stoker.control.machine.facts import Health
+from stoker.control.machine import kernel_log, procfs
+from stoker.control.machine.examination import Health
 from stoker.control.machine.model import Gpu, GpuGauges, Holder
 
 _MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_process"}
@@ -331,7 +331,7 @@ class Nvml:
         display = ask(nvml.nvmlDeviceGetDisplayActive, handle)
         links = [ask(nvml.nvmlDeviceGetNvLinkState, handle, n) for n in range(18)]
         pci = (gpu.pci or "").lower()
-        here = [where for where in kernel_xids if where and (where == gpu.uuid or kernellog.same_card(pci, where))]
+        here = [where for where in kernel_xids if where and (where == gpu.uuid or kernel_log.same_card(pci, where))]
         return Health(
             temperature=ask(nvml.nvmlDeviceGetTemperature, handle, 0),
             temperature_slowdown=ask(nvml.nvmlDeviceGetTemperatureThreshold, handle, 1),
@@ -379,14 +379,14 @@ def _holder(entry: Any) -> Holder:
     if one is None or not _has_device_open(pid):
         return Holder(pid, memory)
     uid = process.process_owner(pid)
-    tag = processes.run_tag(pid)
+    tag = procfs.run_tag(pid)
     return Holder(
         pid,
         memory,
-        processes.command(pid) or one.name,
-        processes.user_name(uid) if uid is not None else None,
+        procfs.command_line(pid) or one.name,
+        procfs.user_name(uid) if uid is not None else None,
         tag[0] if tag else None,
-        round(max(0.0, time.time() - processes.started_at(one.start)), 1),
+        round(max(0.0, time.time() - procfs.started_at(one.start)), 1),
     )
 
 

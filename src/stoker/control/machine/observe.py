@@ -7,7 +7,7 @@ import sys
 
 from stoker.contract import env_vars, errors, host_memory
 from stoker.contract.text import parse_json
-from stoker.control.machine import host
+from stoker.control.machine import host_limits
 from stoker.control.machine.model import Gpu, Machine, machine_from_json
 from stoker.control.machine.nvml import DriverError, NoDriver, Nvml
 
@@ -42,15 +42,15 @@ class Observer:
                 error = f"NVML stopped answering: {problem}"
         return Machine(
             hostname=system.nodename,
-            cores=host.cores(),
+            cores=host_limits.cores(),
             memory_total=total,
             memory_available=available,
             gpus=gpus,
             driver=driver,
             gpu_error=error,
             cgroup_limit=limit,
-            max_processes=host.max_processes(),
-            max_files=host.max_files(),
+            max_processes=host_limits.max_processes(),
+            max_files=host_limits.max_files(),
             python=sys.version.split()[0],
             platform=f"{system.sysname} {system.release} {system.machine}",
         )

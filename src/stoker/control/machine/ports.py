@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from stoker.contract.listeners import LISTEN, read_socket_table
-from stoker.control.machine import processes
+from stoker.control.machine import procfs
 
 _TIME_WAIT = "06"
 
@@ -25,7 +25,7 @@ def closing(port: int) -> bool:
 def is_listening(port: int, pids: Iterable[int]) -> bool:
     """Return whether one of these processes listens on this TCP port, on any address."""
     sockets = {f"socket:[{inode}]" for inode in _sockets(port, LISTEN)}
-    return bool(sockets) and any(not sockets.isdisjoint(processes.open_files(pid)) for pid in pids)
+    return bool(sockets) and any(not sockets.isdisjoint(procfs.open_files(pid)) for pid in pids)
 
 
 def listener(port: int) -> str | None:
@@ -33,9 +33,9 @@ def listener(port: int) -> str | None:
     inodes = _sockets(port, LISTEN)
     if not inodes:
         return None
-    for pid in processes.pids_here():
-        if not {f"socket:[{inode}]" for inode in inodes}.isdisjoint(processes.open_files(pid)):
-            return f"pid {pid} ({' '.join((processes.command(pid) or '?').split())[:200]})"
+    for pid in procfs.pids_here():
+        if not {f"socket:[{inode}]" for inode in inodes}.isdisjoint(procfs.open_files(pid)):
+            return f"pid {pid} ({' '.join((procfs.command_line(pid) or '?').split())[:200]})"
     return "a process that is not ours to see"
 
 

@@ -31,7 +31,7 @@ _NEWEST = frozenset(
 _UNION = frozenset(("throttle",))
 PARTS = ("ranks", "gpus", "hosts")
 
-Columns = dict[str, tuple[Any, ...]]
+HistoryColumns = dict[str, tuple[Any, ...]]
 
 
 @frozen
@@ -42,13 +42,13 @@ class Members:
 
 
 @frozen
-class Moment:
+class HistoryPoint:
     time: float
     attempt: int
     members: Members
-    ranks: Columns
-    gpus: Columns
-    hosts: Columns
+    ranks: HistoryColumns
+    gpus: HistoryColumns
+    hosts: HistoryColumns
 
     def of_rank(self, rank: int) -> dict[str, Any]:
         """Column -> its value; empty where it does not take part. The ranks of a job are numbered without gaps."""
@@ -62,7 +62,7 @@ class Moment:
         return row_at(self.gpus, keys.index((host, uuid))) if (host, uuid) in keys else {}
 
 
-def row_at(columns: Columns, at: int) -> dict[str, Any]:
+def row_at(columns: HistoryColumns, at: int) -> dict[str, Any]:
     return {name: values[at] for name, values in columns.items()}
 
 
@@ -74,13 +74,13 @@ class HistoryWriter:
 
     def __init__(self, folder: int, lose: Callable[[str, int, OSError], None]) -> None:
         self._files = {name: _File(folder, name, lines, lose) for name, (_, lines) in TIERS.items()}
-        self._gathered: dict[str, list[Moment]] = {"minutes": [], "hours": []}
+        self._gathered: dict[str, list[HistoryPoint]] = {"minutes": [], "hours": []}
 
-    def write(self, moment: Moment) -> None:
+    def write(self, moment: HistoryPoint) -> None:
         self._files["seconds"].write(moment)
         self._thin(moment, "minutes", "hours")
 
-    def _thin(self, moment: Moment, tier: str, *coarser: str) -> None:
+    def _thin(self, moment: HistoryPoint, tier: str, *coarser: str) -> None:
         """Into this file once its time is full, as one moment."""
         kept = self._gathered[tier]
         if kept and (kept[0].members != moment.members or kept[0].attempt != moment.attempt):
@@ -115,7 +115,7 @@ class _File:
         self._lines = self._bytes = 0
         self._members: Members | None = None
 
-    def write(self, moment: Moment) -> None:
+    def write(self, moment: HistoryPoint) -> None:
         data = b""
         try:
             if self._lines >= self._limit or self._bytes >= MAX_BYTES:
@@ -169,7 +169,7 @@ def _line(data: dict[str, Any]) -> bytes:
     return json.dumps({"schema": SCHEMA, **data}, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
-def thin(moments: list[Moment]) -> Moment:
+def thin(moments: list[HistoryPoint]) -> HistoryPoint:
     """One for several of the same members: means, the newest of what only grows, all throttle reasons."""
     last = moments[-1]
     made = {
@@ -182,10 +182,10 @@ def thin(moments: list[Moment]) -> Moment:
         }
         for part in PARTS
     }
-    return Moment(last.time, last.attempt, last.members, made["ranks"], made["gpus"], made["hosts"])
+    return HistoryPoint(last.time, last.attempt, last.members, made["ranks"], made["gpus"], made["hosts"])
 
 
-def _at(columns: Columns, name: str, at: int) -> Any:
+def _at(columns: HistoryColumns, name: str, at: int) -> Any:
     values = columns.get(name, ())
     return values[at] if at < len(values) else None
 
@@ -217,9 +217,9 @@ class HistoryTail:
         self._inode, self._at = 0, 0
         self._members: Members | None = None
 
-    def new(self) -> list[Moment]:
+    def new(self) -> list[HistoryPoint]:
         """Oldest first; at the first look those of the file before, too."""
-        found: list[Moment] = []
+        found: list[HistoryPoint] = []
         inode = self._look(f"{self._name}.jsonl")
         if inode is None:
             return found
@@ -236,7 +236,7 @@ class HistoryTail:
         except OSError:
             return None
 
-    def _read(self, name: str, at: int, remember: bool = False) -> list[Moment]:
+    def _read(self, name: str, at: int, remember: bool = False) -> list[HistoryPoint]:
         try:
             with os.fdopen(open_below(self._dir, f"{FOLDER}/{name}"), "rb") as file:
                 if os.fstat(file.fileno()).st_size < at:  # somebody cut it
@@ -250,7 +250,7 @@ class HistoryTail:
             self._at = at + end
         return list(self._moments(data[:end].split(b"\n")))
 
-    def _moments(self, lines: Iterable[bytes]) -> Iterator[Moment]:
+    def _moments(self, lines: Iterable[bytes]) -> Iterator[HistoryPoint]:
         for line in lines:
             data = _parsed(line)
             if data is None:
@@ -281,7 +281,7 @@ def _members(data: Any) -> Members | None:
 _FIELDS = {"time": "float", "attempt": "int", **dict.fromkeys(PARTS, "dict[str, tuple[Any, ...]]")}
 
 
-def _moment(data: dict[str, Any], members: Members) -> Moment | None:
+def _moment(data: dict[str, Any], members: Members) -> HistoryPoint | None:
     try:
         told = typed_values.read_fields(_FIELDS, data)
     except ValueError:
@@ -289,10 +289,10 @@ def _moment(data: dict[str, Any], members: Members) -> Moment | None:
     for part in PARTS:
         if any(len(column) != len(getattr(members, part)) for column in told[part].values()):
             return None
-    return Moment(told["time"], told["attempt"], members, *(told[part] for part in PARTS))
+    return HistoryPoint(told["time"], told["attempt"], members, *(told[part] for part in PARTS))
 
 
-def newest_columns(run_dir: str, part: str = "ranks") -> Columns:
+def newest_columns(run_dir: str, part: str = "ranks") -> HistoryColumns:
     """Of the last whole line, without its members: 64 KB are read, whatever the file's length."""
     try:
         with os.fdopen(open_below(run_dir, f"{FOLDER}/seconds.jsonl"), "rb") as file:
@@ -308,14 +308,14 @@ def newest_columns(run_dir: str, part: str = "ranks") -> Columns:
     return {}
 
 
-def read_history(run_dir: str, tier: str = "seconds") -> list[Moment]:
+def read_history(run_dir: str, tier: str = "seconds") -> list[HistoryPoint]:
     """All that one of the files holds, oldest first."""
     return HistoryTail(run_dir, tier).new()
 
 
-def whole_history(run_dir: str) -> list[Moment]:
+def whole_history(run_dir: str) -> list[HistoryPoint]:
     """Return all moments, oldest first, as fine as they are still known: of hours, then of minutes, then of seconds."""
-    found: list[Moment] = []
+    found: list[HistoryPoint] = []
     for tier in reversed(TIERS):
         moments = read_history(run_dir, tier)
         if moments:

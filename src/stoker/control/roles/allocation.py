@@ -26,7 +26,7 @@ _MOST = 1 << 16
 
 
 @frozen
-class Part:
+class AllocationPart:
     engine: str  # empty: a trainer of your own
     name: str
     sizes: tuple[tuple[str, int], ...]
@@ -59,8 +59,8 @@ class Part:
         return f"{self.engine or 'fsdp'}{named}:" + "".join(f"{d}{n}" for d, n in self.sizes)
 
 
-def parse(text: str) -> tuple[Part, ...]:
-    found: list[Part] = []
+def parse_allocation(text: str) -> tuple[AllocationPart, ...]:
+    found: list[AllocationPart] = []
     pieces = [group.split("|") for group in text.strip().split("+")]
     for group, parts in enumerate(pieces):
         for part in parts:
@@ -77,7 +77,7 @@ def parse(text: str) -> tuple[Part, ...]:
     return tuple(found)
 
 
-def _part(word: str, text: str, group: int) -> Part:
+def _part(word: str, text: str, group: int) -> AllocationPart:
     if not word:
         raise _wrong(text, "a part is empty")
     bare = re.fullmatch(r"(?:[A-Za-z]\d+)+", word)
@@ -102,7 +102,7 @@ def _part(word: str, text: str, group: int) -> Part:
             raise _wrong(text, f"{dimension}{number[:12]}: from 1 to {_MOST}")
     if len({d for d, _ in pairs}) < len(pairs):
         raise _wrong(text, f"{word!r} gives a dimension twice")
-    part = Part(engine, name, tuple((d, int(n)) for d, n in pairs), group)
+    part = AllocationPart(engine, name, tuple((d, int(n)) for d, n in pairs), group)
     if engine == "stoker" and part.world != part.size("d"):
         raise _wrong(text, f"stoker serves each replica on one GPU: write stoker:d{part.world}, or vllm:{sizes}")
     return part
@@ -112,12 +112,12 @@ def _wrong(text: str, why: str) -> Refusal:
     return Refusal(f"--allocation {escape(text, 200)}: {why}", EX_USAGE)
 
 
-def needed(parts: Sequence[Part]) -> int:
+def needed(parts: Sequence[AllocationPart]) -> int:
     """GPUs of all parts together."""
     return sum({part.group: part.world for part in parts}.values())
 
 
-def check(text: str, parts: Sequence[Part], gpus: int) -> None:
+def check(text: str, parts: Sequence[AllocationPart], gpus: int) -> None:
     """Against the usable GPUs."""
     total = needed(parts)
     if total > gpus:
@@ -128,11 +128,11 @@ def check(text: str, parts: Sequence[Part], gpus: int) -> None:
         raise Refusal(line, EX_UNAVAILABLE, cause="gpu.too-few")
 
 
-def _of(text: str) -> tuple[Part, ...]:
-    return parse(text) if text else ()
+def _of(text: str) -> tuple[AllocationPart, ...]:
+    return parse_allocation(text) if text else ()
 
 
-def smaller(parts: Sequence[Part], gpus: int) -> str:
+def smaller(parts: Sequence[AllocationPart], gpus: int) -> str:
     """The same with fewer replicas, the trainers' first, that fits; where one of each does not fit, each on fewer GPUs. Empty:
     nothing does.
     """
@@ -157,7 +157,7 @@ def smaller(parts: Sequence[Part], gpus: int) -> str:
     return "+".join("|".join(texts) for texts in by_group.values())
 
 
-def _halved(parts: Sequence[Part]) -> list[Part] | None:
+def _halved(parts: Sequence[AllocationPart]) -> list[AllocationPart] | None:
     """The replicas that have the most GPUs, with half of them: fewer pipeline stages, context shares, tensor shares."""
     group = max(_groups(parts), key=lambda one: _step(parts, one))
     made = []
@@ -169,34 +169,34 @@ def _halved(parts: Sequence[Part]) -> list[Part] | None:
     return made
 
 
-def _grown(parts: Sequence[Part], group: int, steps: int) -> list[Part]:
+def _grown(parts: Sequence[AllocationPart], group: int, steps: int) -> list[AllocationPart]:
     world = _world(parts, group) + steps * _step(parts, group)
     return [_with(part, "d", world // _each(part)) if part.group == group else part for part in parts]
 
 
-def _groups(parts: Sequence[Part]) -> list[int]:
+def _groups(parts: Sequence[AllocationPart]) -> list[int]:
     return sorted({part.group for part in parts})
 
 
-def _each(part: Part) -> int:
+def _each(part: AllocationPart) -> int:
     """GPUs of one replica, d."""
     return part.world // part.size("d")
 
 
-def _world(parts: Sequence[Part], group: int) -> int:
+def _world(parts: Sequence[AllocationPart], group: int) -> int:
     return next(part.world for part in parts if part.group == group)
 
 
-def _step(parts: Sequence[Part], group: int) -> int:
+def _step(parts: Sequence[AllocationPart], group: int) -> int:
     """By so many GPUs a group can shrink: parts that share them keep whole replicas."""
     return math.lcm(*(_each(part) for part in parts if part.group == group))
 
 
-def _weight(parts: Sequence[Part], group: int) -> tuple[bool, int]:
+def _weight(parts: Sequence[AllocationPart], group: int) -> tuple[bool, int]:
     mine = [part for part in parts if part.group == group]
     return not mine[0].serves, mine[0].world
 
 
-def _with(part: Part, dimension: str, size: int) -> Part:
+def _with(part: AllocationPart, dimension: str, size: int) -> AllocationPart:
     sizes = tuple((d, size if d == dimension else n) for d, n in part.sizes)
-    return Part(part.engine, part.name, sizes, part.group)
+    return AllocationPart(part.engine, part.name, sizes, part.group)

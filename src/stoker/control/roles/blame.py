@@ -11,8 +11,8 @@ from stoker.contract.evidence import Verdict
 from stoker.contract.frozen import frozen, replace
 from stoker.contract.units import format_duration
 from stoker.control.roles.role import AUTO
-from stoker.control.roles.run import ENDED, UP, RoleRun
-from stoker.control.verdict import launch
+from stoker.control.roles.role_process import ENDED, UP, RoleRun
+from stoker.control.verdict import launch_failures
 
 _LOST = re.compile(
     r"(?i)connect|connrefused|reset by peer|timed? ?out|unreachable|broken pipe|max retries|\beof\b|disconnected"
@@ -91,13 +91,13 @@ class Blame:
             if not is_echo(doubt.verdict):
                 return None  # its clients may have told it to end
             line = f"it ended with exit code 0 while {doubt.role.name} still needed it"
-            return other.ended, launch.of_role("role.ended", line, other.last_lines)
+            return other.ended, launch_failures.of_role("role.ended", line, other.last_lines)
         if other.failures and (not other.is_ready or doubt.when - other.failures[-1][0] < BEFORE_S):
             return other.failures[-1]
         watching = other.watching
         if watching is not None and other.state == UP and watching.newest:
             line = f"it no longer answers: {watching.newest}"
-            return watching.wrong_since, launch.of_role("role.unhealthy", line, other.last_lines)
+            return watching.wrong_since, launch_failures.of_role("role.unhealthy", line, other.last_lines)
         return None
 
     def _verdict(self, doubt: Doubt) -> Verdict:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from stoker.contract.evidence import Verdict
     from stoker.contract.schedulers import Scheduler
     from stoker.control.cluster.hosts import Hosts
-    from stoker.control.record.reader import Run
+    from stoker.control.record.run_record import RunRecord
 
 
 class Engine(Protocol):
@@ -21,13 +21,13 @@ class Engine(Protocol):
 
 
 class Runs(Protocol):
-    def run_of(self, root: str, job: str) -> Run | None:
+    def run_of(self, root: str, job: str) -> RunRecord | None:
         """The newest run that was started in this job."""
 
     def verdict_of(self, root: str, job: str) -> Verdict:
         """Of a job that is over, whether a run began in it or not."""
 
-    def explained(self, root: str, run: Run, verdict: Verdict | None) -> Verdict | None:
+    def explained(self, root: str, run: RunRecord, verdict: Verdict | None) -> Verdict | None:
         """A run's verdict, with the scheduler's word."""
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from stoker.contract.errors import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.slurm_job import ASK_S, run_slurm
 from stoker.contract.text import is_digits
-from stoker.control.machine.origin import run_we_are_in
+from stoker.control.machine.run_origin import current_run
 
 if TYPE_CHECKING:
     from stoker.control.cluster.hosts import Host, Hosts
@@ -35,7 +35,7 @@ def _unusable(line: str, code: int = EX_UNAVAILABLE) -> Refusal:
 def allocation(environ: Mapping[str, str]) -> Hosts | None:
     """The nodes of our job, in Slurm's order. None: no allocation, or one task of it: an ordinary local run."""
     job = environ.get("SLURM_JOB_ID")
-    if not job or run_we_are_in(environ):
+    if not job or current_run(environ):
         return None  # a rank's own `stoker run` has its rank's place, not the whole job's
     if not _whole_job(environ):
         return None

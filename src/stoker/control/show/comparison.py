@@ -10,9 +10,9 @@ from typing import Any
 from stoker.contract.frozen import frozen
 from stoker.contract.safe_io import open_below
 from stoker.contract.text import escape
-from stoker.control.record import reader
+from stoker.control.record import run_record
+from stoker.control.show.charts import mean
 from stoker.control.show.curves import Curve
-from stoker.control.show.drawing import mean
 
 CONFIG = "config.yaml"  # of a run that trains: every key
 PART = 0.2  # of the steps both have made, at the end: what is compared
@@ -99,7 +99,7 @@ def at_equal_step(curves: Sequence[Curve]) -> tuple[int, list[float]] | None:
     return (max(steps), [values[max(steps)] for values in known]) if steps else None
 
 
-def settings_of(run: reader.Run) -> dict[str, str]:
+def settings_of(run: run_record.RunRecord) -> dict[str, str]:
     """Return dotted name -> value as text: the keys of a run that trains, else its command; its files; its machine."""
     found = {name: value for name, value in _config(run.dir).items() if name not in _LEFT_OUT}
     data = run.data

@@ -13,7 +13,7 @@ from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.safe_io import open_below
-from stoker.control.show.columns import Columns, Layout, number_in, numbers_in, parsed_line
+from stoker.control.show.printed_metrics import Columns, Layout, number_in, numbers_in, parsed_line
 from stoker.control.show.snapshot import AVERAGED, Metric, as_float, finite, metric, whole
 
 POINTS = 400  # of a curve in a snapshot

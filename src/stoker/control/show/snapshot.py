@@ -68,7 +68,7 @@ class Suspicion:
 
 
 @frozen
-class Slow:
+class SlowRank:
     """Joined: a slow rank, what its GPU or its host has that the others' don't, and what that costs the others."""
 
     rank: int
@@ -84,7 +84,7 @@ class Slow:
 
 
 @frozen
-class Rank:
+class RankView:
     rank: int  # unique in the job
     role: str
     role_rank: int
@@ -106,7 +106,7 @@ class Rank:
 
 
 @frozen
-class Role:
+class RoleView:
     name: str
     world: int
     ranks: tuple[int, ...]
@@ -129,7 +129,7 @@ class ServerLoad:
 
 
 @frozen
-class Run:
+class RunView:
     """A row of the list. `ranks`, `roles`, `slow` and `curve` are filled in for runs that are watched (gather.py)."""
 
     id: str
@@ -160,9 +160,9 @@ class Run:
     problem: str = ""  # why its record is damaged, or what of it can't be read
     command: str = ""
     hosts: tuple[str, ...] = ()
-    roles: tuple[Role, ...] = ()
-    ranks: tuple[Rank, ...] = ()
-    slow: tuple[Slow, ...] = ()
+    roles: tuple[RoleView, ...] = ()
+    ranks: tuple[RankView, ...] = ()
+    slow: tuple[SlowRank, ...] = ()
     curve: tuple[tuple[int, Real | str | None], ...] = ()  # (step, value of `headline`), thinned out
     servers: tuple[ServerLoad, ...] = ()
 
@@ -192,7 +192,7 @@ class Snapshot:
     time: float
     hosts: tuple[HostGauges, ...] = ()
     gpus: tuple[GpuGauges, ...] = ()  # of all hosts, each with its processes
-    runs: tuple[Run, ...] = ()  # oldest first
+    runs: tuple[RunView, ...] = ()  # oldest first
     root: str = ""  # the folder of the runs
     others: int = 0  # folders of other users that were not looked into
     problems: tuple[str, ...] = ()  # one line each
@@ -202,7 +202,7 @@ class Snapshot:
     def to_json(self) -> dict[str, Any]:
         return dict(as_json(self))
 
-    def run(self, run_id: str) -> Run | None:
+    def run(self, run_id: str) -> RunView | None:
         return next((run for run in self.runs if run.id == run_id), None)
 
     def host(self, name: str) -> HostGauges | None:
@@ -213,7 +213,7 @@ class Snapshot:
         cards = [card for card in self.gpus if card.uuid == uuid and uuid]
         return next((card for card in cards if card.host == host), cards[0] if cards else None)
 
-    def rank_on(self, card: GpuGauges) -> Iterator[tuple[Run, Rank]]:
+    def rank_on(self, card: GpuGauges) -> Iterator[tuple[RunView, RankView]]:
         for run in self.runs:
             for rank in run.ranks if run.state == RUNNING else ():
                 if rank.gpu == card.uuid and rank.host == card.host:

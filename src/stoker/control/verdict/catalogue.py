@@ -16,7 +16,7 @@ from stoker.contract.errors import EX_SOFTWARE
 from stoker.contract.evidence import Evidence, RankExit, Verdict
 from stoker.contract.frozen import frozen
 from stoker.contract.units import rank_name
-from stoker.control.verdict.lastwords import LINE, at, exit_code, find, first_line, line_of, path_in, place
+from stoker.control.verdict.exit_text import LINE, at, exit_code, find, first_line, line_of, path_in, place
 
 
 @frozen
@@ -40,7 +40,7 @@ class Case:
 
 
 @frozen
-class Found:
+class CauseMatch:
     summary: str
     evidence: tuple[str, ...] = ()
     fix: tuple[str, ...] = ()  # instead of the entry's own
@@ -56,12 +56,12 @@ class Cause:
     fix: tuple[str, ...]
     retryable: bool
     summary: str  # a verdict's, where the text has one
-    explain: Callable[..., Found | None] | None
+    explain: Callable[..., CauseMatch | None] | None
     module: str
 
 
 Match = re.Match[str]
-Explanation = Callable[..., Found | None]  # of a case, and of the match where the cause says a pattern
+Explanation = Callable[..., CauseMatch | None]  # of a case, and of the match where the cause says a pattern
 Evidences = Callable[[Case, str], tuple[str, ...]]  # of a case, and of the line with the match
 CATALOGUE: dict[str, Cause] = {}
 
@@ -117,7 +117,7 @@ class Family:
         assert self._evidence is not None
         evidence = self._evidence
 
-        def explain(case: Case, found: Match) -> Found:
+        def explain(case: Case, found: Match) -> CauseMatch:
             line, path = line_of(found), path_in(line_of(found))
             error = case.end.error
             detail = error.message.partition(line + "\n")[2] if error is not None and line.endswith(":") else ""
@@ -126,7 +126,7 @@ class Family:
             words = {"who": case.who, "said": first_line(found[0]), "line": first_line(line), "at": at(case)}
             words["raised"] = first_line(raised)
             of_file = {"for_path": f" for {path}" if path else "", "at_path": f" at {path}" if path else ""}
-            return Found(summary.format(*found.groups(), **words, **of_file), evidence(case, line))
+            return CauseMatch(summary.format(*found.groups(), **words, **of_file), evidence(case, line))
 
         return explain
 
@@ -136,7 +136,7 @@ def _one_line(text: str) -> str:
 
 
 def _matching(pattern: str, function: Explanation, always: bool = False) -> Explanation:
-    def explain(case: Case) -> Found | None:
+    def explain(case: Case) -> CauseMatch | None:
         match = find(case, pattern.replace("| ", "|"))  # it was broken after a |
         return function(case, match) if match or always else None
 
@@ -185,7 +185,7 @@ def _is_about(advice: str, printed: str) -> bool:
     return quoted is None or quoted[1] in printed
 
 
-def verdict_of(cause_: Cause, case: Case, found: Found) -> Verdict:
+def verdict_of(cause_: Cause, case: Case, found: CauseMatch) -> Verdict:
     end = case.end
     where = place(end)
     printed = "\n".join((found.summary, *found.evidence, end.error.message if end.error else ""))

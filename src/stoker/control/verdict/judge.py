@@ -12,10 +12,10 @@ from typing import Any
 from stoker.contract.evidence import Evidence, RankExit, Stall, Verdict
 from stoker.contract.frozen import replace
 from stoker.contract.units import format_duration, format_ranks, plural, rank_name
-from stoker.control.verdict import hang, launch
+from stoker.control.verdict import hangs, launch_failures
 from stoker.control.verdict.catalogue import Case, rules, verdict_of
-from stoker.control.verdict.consequence import failed, is_collectives, is_consequence, is_mismatch, when
-from stoker.control.verdict.lastwords import exit_code
+from stoker.control.verdict.echo import failure_time, is_collectives, is_consequence, is_failure, is_mismatch
+from stoker.control.verdict.exit_text import exit_code
 from stoker.control.verdict.rules import numbers
 
 AT_ONCE_S = 5.0  # between a rank's end and what its peers say of it: on a busy machine Python takes seconds to end
@@ -28,7 +28,7 @@ _NO_SENSE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError
 
 def judge(evidence: Evidence) -> Verdict:
     if evidence.trouble:
-        known = launch.trouble(evidence)
+        known = launch_failures.trouble(evidence)
         raised, left = _raised_before(evidence), _left_before(evidence)
         if raised is not None:
             known = explain(raised, evidence)
@@ -41,17 +41,17 @@ def judge(evidence: Evidence) -> Verdict:
     explained = stall is not None and (stall.rank is not None or stall.parties)
     refuted = stall is not None and _was_not_stuck(stall, evidence)
     if (stall is None or refuted) and not evidence.stop_signal and (alone := _waited_alone(evidence)) is not None:
-        return launch.trouble(replace(evidence, trouble=(alone,)))
+        return launch_failures.trouble(replace(evidence, trouble=(alone,)))
     echoes = guilty is not None and not evidence.stop_signal and _only_echoes(evidence)
     if stall is not None and explained and echoes and not refuted:
         accused = next((end for end in evidence.ends if end.rank == stall.rank), None)
-        told = hang.trouble(stall, accused.label if accused else "", "the ranks that waited for it gave up")
-        if accused is not None and failed(accused, evidence.stopped_at):
+        told = hangs.trouble(stall, accused.label if accused else "", "the ranks that waited for it gave up")
+        if accused is not None and is_failure(accused, evidence.stopped_at):
             told["exit_code"] = exit_code(accused)
-        return launch.trouble(replace(evidence, trouble=(told,)))
+        return launch_failures.trouble(replace(evidence, trouble=(told,)))
     if evidence.stop_signal:
-        if guilty is None or when(guilty) >= evidence.stopped_at:
-            return launch.stopped(evidence, *_known_by_then(evidence))
+        if guilty is None or failure_time(guilty) >= evidence.stopped_at:
+            return launch_failures.stopped(evidence, *_known_by_then(evidence))
         return _then_stopped(explain(guilty, evidence), evidence)
     if evidence.steps_reached and guilty is None:
         made = (
@@ -63,9 +63,9 @@ def judge(evidence: Evidence) -> Verdict:
     if all(end.code == 0 for end in evidence.ends) and len(evidence.ends) == evidence.world_size and not told_to:
         return Verdict("completed", "completed", f"{_everybody(evidence)} ended with exit code 0", 0)
     if guilty is None and evidence.regrouping:
-        return launch.regrouped(evidence.regrouping)
+        return launch_failures.regrouped(evidence.regrouping)
     if guilty is None:
-        return launch.unknown(evidence)
+        return launch_failures.unknown(evidence)
     return explain(guilty, evidence)
 
 
@@ -79,7 +79,7 @@ def _raised_before(evidence: Evidence) -> RankExit | None:
     if not evidence.trouble[0]["cause"].startswith("hang."):
         return None
     end = next((end for end in evidence.ends if end.rank == evidence.trouble[0]["rank"]), None)
-    own = end is not None and end.error is not None and not is_consequence(end) and when(end) < evidence.stopped_at
+    own = end is not None and end.error is not None and not is_consequence(end) and failure_time(end) < evidence.stopped_at
     return end if own else None
 
 
@@ -96,7 +96,7 @@ def _known_by_then(evidence: Evidence) -> tuple[str, tuple[str, ...], tuple[str,
     stall = evidence.stall
     if stall is not None:
         label = next((end.label for end in evidence.ends if end.rank == stall.rank), "")
-        suspected = hang.trouble(stall, label, "")
+        suspected = hangs.trouble(stall, label, "")
         return suspected["summary"], stall.evidence, tuple(suspected["fix"])
     if evidence.notes:
         return evidence.notes[0], (), ()
@@ -112,7 +112,7 @@ def _everybody(evidence: Evidence) -> str:
 
 
 def _only_echoes(evidence: Evidence) -> bool:
-    bad = [end for end in evidence.ends if failed(end, evidence.stopped_at)]
+    bad = [end for end in evidence.ends if is_failure(end, evidence.stopped_at)]
     return bool(bad) and all(is_collectives(end) or is_mismatch(end) for end in bad)
 
 
@@ -120,7 +120,7 @@ def _was_not_stuck(stall: Stall, evidence: Evidence) -> bool:
     """Return whether the rank that seemed stuck ended by itself with 0 before the others failed: they lost it."""
     if stall.parties:
         return False
-    first_failure = min((when(end) for end in evidence.ends if failed(end, evidence.stopped_at)), default=0.0)
+    first_failure = min((failure_time(end) for end in evidence.ends if is_failure(end, evidence.stopped_at)), default=0.0)
     return any(
         end.rank == stall.rank and end.code == 0 and not end.ours and end.time <= first_failure + NOTICED_S
         for end in evidence.ends
@@ -132,7 +132,7 @@ def _waited_alone(evidence: Evidence) -> dict[str, Any] | None:
 
     They had made as many steps, so the call is one too many, and not theirs one too few.
     """
-    lost = [end for end in evidence.ends if failed(end, evidence.stopped_at)]
+    lost = [end for end in evidence.ends if is_failure(end, evidence.stopped_at)]
     done = [end for end in evidence.ends if end not in lost]
     if not lost or not done or len(evidence.ends) < evidence.world_size:
         return None
@@ -151,25 +151,25 @@ def _waited_alone(evidence: Evidence) -> dict[str, Any] | None:
         return None
     ranks, others = tuple(end.rank for end in lost), tuple(end.rank for end in done)
     stall = Stall("rank-only", ranks[0], ranks, others, call.where, call.condition, call.name, step=lost[0].steps)
-    trouble = hang.trouble(stall, lost[0].label, f"the scripts of {format_ranks(others)} had returned")
+    trouble = hangs.trouble(stall, lost[0].label, f"the scripts of {format_ranks(others)} had returned")
     return {**trouble, "exit_code": exit_code(lost[0])}
 
 
 def _guilty(evidence: Evidence) -> RankExit | None:
-    bad = sorted((end for end in evidence.ends if failed(end, evidence.stopped_at)), key=when)
+    bad = sorted((end for end in evidence.ends if is_failure(end, evidence.stopped_at)), key=failure_time)
     causes = [end for end in bad if not is_consequence(end)]
-    if causes and not (evidence.steps_reached and when(causes[0]) >= evidence.stopped_at):
+    if causes and not (evidence.steps_reached and failure_time(causes[0]) >= evidence.stopped_at):
         return numbers.named_by(causes) or causes[0]
     if not bad or evidence.steps_reached:
         return None
     # Every failure is a lost peer's: a rank that left with 0 before them is what they lost. But a connection that is
     # none of torch's may be a web server's: it is a peer's where the system's own error comes at once after that rank.
     first = bad[0]
-    latest = when(first) + AT_ONCE_S
+    latest = failure_time(first) + AT_ONCE_S
     gone = (end for end in evidence.ends if end.code == 0 and not end.ours and end.time <= latest)
     left = sorted(gone, key=lambda end: end.time)
     plain = first.error is not None and first.error.module == "builtins"
-    at_once = plain and bool(left) and when(first) - left[0].time <= AT_ONCE_S
+    at_once = plain and bool(left) and failure_time(first) - left[0].time <= AT_ONCE_S
     return left[0] if left and (is_collectives(first) or at_once) else first
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from stoker.control.watch import stacks
-from stoker.control.watch.snapshot import Snapshot, Thread, Worker, main_thread
+from stoker.control.watch import stack_frames
+from stoker.control.watch.rank_inspection import RankInspection, Thread, Worker, main_thread
 
 MOVING_CPU = 0.1  # of a core: a loop that polls and sleeps uses less
 NATIVE_CPU = 0.25  # of native threads whose stacks can't be read
@@ -23,9 +23,9 @@ READS_OR_WRITES = "it reads or writes files"
 _SLEEPS = ("nanosleep", "clock_nanosleep")
 
 
-def activity(before: Snapshot | None, now: Snapshot, elapsed_s: float) -> str:
+def activity(before: RankInspection | None, now: RankInspection, elapsed_s: float) -> str:
     """Return what the rank does ("it computes"), or "" without evidence. `before`: `elapsed_s` ago, in the same stall."""
-    if now.state in "TtZ" or stacks.in_collective(now.main) or stacks.in_rendezvous(now.main):
+    if now.state in "TtZ" or stack_frames.in_collective(now.main) or stack_frames.in_rendezvous(now.main):
         return ""
     samples = [*(before.samples if before else ()), *now.samples]
     if now.main_cpu + now.waiting_for_core > MOVING_CPU and _moves(map(main_thread, samples)):
@@ -34,9 +34,9 @@ def activity(before: Snapshot | None, now: Snapshot, elapsed_s: float) -> str:
         return READS_OR_WRITES
     if before is not None and _touches_memory(before, now, elapsed_s):
         return COMPUTES
-    if before is not None and stacks.waits_for_processes(now) and _processes_work(before, now, elapsed_s):
+    if before is not None and stack_frames.waits_for_processes(now) and _processes_work(before, now, elapsed_s):
         return "it waits for child processes that work"
-    if stacks.waits_for_threads(now) and _threads_work(before, now, elapsed_s):
+    if stack_frames.waits_for_threads(now) and _threads_work(before, now, elapsed_s):
         return "it waits for threads that work"
     return ""
 
@@ -48,13 +48,13 @@ def _moves(mains: Iterable[Thread | None]) -> bool:
     """
     stays, lines = set(), set()
     for main in mains:
-        if main is not None and main.frames and not stacks.in_collective(main.frames):
+        if main is not None and main.frames and not stack_frames.in_collective(main.frames):
             stays.add((tuple((frame.name, frame.file) for frame in main.frames), main.values))
             lines.add(tuple((frame.file, frame.line) for frame in main.frames))
     return len(stays) > 1 or len(lines) > 2
 
 
-def _touches_memory(before: Snapshot, now: Snapshot, elapsed_s: float) -> bool:
+def _touches_memory(before: RankInspection, now: RankInspection, elapsed_s: float) -> bool:
     """Return whether the main thread, or native threads while it computes, touch memory for the first time.
 
     This is what can be seen of one long call into native code, and of a file that is mapped.
@@ -65,7 +65,7 @@ def _touches_memory(before: Snapshot, now: Snapshot, elapsed_s: float) -> bool:
     return not sleeps and now.cpu > NATIVE_CPU and now.all_faults - before.all_faults >= MIN_FAULT_RATE * elapsed_s
 
 
-def _processes_work(before: Snapshot, now: Snapshot, elapsed_s: float) -> bool:
+def _processes_work(before: RankInspection, now: RankInspection, elapsed_s: float) -> bool:
     if len({frozenset(before.children), frozenset(now.children_before), frozenset(now.children)}) > 1:
         return True  # one has ended, or another was started
     earlier = {worker.pid: worker for worker in before.workers}
@@ -81,7 +81,7 @@ def _moved_on(before: Worker, now: Worker) -> bool:
     return now.cpu > MOVING_CPU and _moves((main_thread(before.threads), main_thread(now.threads)))
 
 
-def _threads_work(before: Snapshot | None, now: Snapshot, elapsed_s: float) -> bool:
+def _threads_work(before: RankInspection | None, now: RankInspection, elapsed_s: float) -> bool:
     if before is not None:
         ours = now.all_bytes - now.main_bytes
         if ours - (before.all_bytes - before.main_bytes) >= max(MIN_BYTES, MIN_HELPER_RATE * elapsed_s):

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from itertools import takewhile
 
 from stoker.contract.flight_recorder import is_usual_next, sizes_must_agree
-from stoker.control.watch.snapshot import Call, Op, Party, Snapshot, Snapshots, Wait
+from stoker.control.watch.rank_inspection import Call, InspectionSet, Op, Party, RankInspection, Wait
 
 _RECEIVES = ("irecv", "recv")
 MESSAGES = ("irecv", "isend", "recv", "send")
 _NOT_COLLECTIVE = (*MESSAGES, "new_group")
 
 
-def first_difference(snapshots: Snapshots) -> list[Party]:
+def first_difference(snapshots: InspectionSet) -> list[Party]:
     """Return the parties of the first call in which ranks differ and that held somebody up; empty if there is none."""
     groups = dict.fromkeys(call.group for one in snapshots.values() for call in _collectives(one) if call.group)
     for group in groups:
@@ -32,7 +32,7 @@ def first_difference(snapshots: Snapshots) -> list[Party]:
     return []
 
 
-def _compare(group: str, by_rank: Mapping[int, Mapping[int, Call]], snapshots: Snapshots) -> list[Party]:
+def _compare(group: str, by_rank: Mapping[int, Mapping[int, Call]], snapshots: InspectionSet) -> list[Party]:
     if len(by_rank) < 2:
         return []
     # Calls that have been written over on one rank are left out on all.
@@ -58,12 +58,12 @@ def _likeness(call: Call, failed: bool) -> tuple[object, ...]:
     return (call.name,)
 
 
-def _party(group: str, here: Mapping[int, Call], ranks: list[int], snapshots: Snapshots) -> Party:
+def _party(group: str, here: Mapping[int, Call], ranks: list[int], snapshots: InspectionSet) -> Party:
     rank = min(ranks, key=lambda rank: here[rank].returned)  # one that still waits in it, if there is one
     return Party(tuple(sorted(ranks)), group, as_op(here[rank], snapshots[rank]))
 
 
-def as_op(call: Call, snapshot: Snapshot) -> Op:
+def as_op(call: Call, snapshot: RankInspection) -> Op:
     """Return the call in the form of a recorded operation."""
     backend = next((one.backend for one in snapshot.groups if one.name == call.group and one.backend), "gloo")
     sizes = ([call.elements],) if call.elements >= 0 else ()
@@ -76,7 +76,7 @@ def as_op(call: Call, snapshot: Snapshot) -> Op:
     return Op(0, messages, name, sizes, call.returned, call.entered_ns, usual, call.frames, call.dtype)
 
 
-def _is_usual(call: Call, snapshot: Snapshot) -> bool | None:
+def _is_usual(call: Call, snapshot: RankInspection) -> bool | None:
     """Is this call, from this line, what came next whenever the calls before were the same?"""
     path = [
         (one.group, _likeness(one, True), one.peer, one.where) for one in snapshot.calls if one.number <= call.number
@@ -84,7 +84,7 @@ def _is_usual(call: Call, snapshot: Snapshot) -> bool | None:
     return is_usual_next(path[:-1], path[-1]) if path else None
 
 
-def blocked_in(snapshot: Snapshot) -> Call | None:
+def blocked_in(snapshot: RankInspection) -> Call | None:
     """Return the call that the rank is in, or the messages whose end it waits for; None if it is in none."""
     newest = snapshot.calls[-1] if snapshot.calls else None
     if newest is None or (newest.returned and newest.name not in ("isend", "irecv")):
@@ -92,7 +92,7 @@ def blocked_in(snapshot: Snapshot) -> Call | None:
     return newest
 
 
-def message_waits(snapshots: Snapshots) -> list[Wait]:
+def message_waits(snapshots: InspectionSet) -> list[Wait]:
     """Return who waits for whose message: those that its peer has neither sent nor received.
 
     The n-th message from one rank to another pairs with the n-th that is received there. gloo's flight recorder knows no
@@ -111,12 +111,12 @@ def message_waits(snapshots: Snapshots) -> list[Wait]:
     return waits
 
 
-def _is_paired(rank: int, call: Call, snapshots: Snapshots) -> bool:
+def _is_paired(rank: int, call: Call, snapshots: InspectionSet) -> bool:
     assert call.peer is not None
     others = (other for other in snapshots[call.peer].calls if other.peer == rank and other.group == call.group)
     counts = (other.count for other in others if (other.name in _RECEIVES) != (call.name in _RECEIVES))
     return max(counts, default=0) >= call.count
 
 
-def _collectives(snapshot: Snapshot) -> list[Call]:
+def _collectives(snapshot: RankInspection) -> list[Call]:
     return [call for call in snapshot.calls if call.name not in _NOT_COLLECTIVE]

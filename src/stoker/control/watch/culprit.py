@@ -10,14 +10,22 @@ from collections.abc import Collection, Mapping
 from stoker.contract.evidence import Stall
 from stoker.contract.frozen import replace
 from stoker.contract.units import format_ranks
-from stoker.control.watch import blocked, call_paths, rank_only, stacks
-from stoker.control.watch.diverged import at_odds, mismatched
-from stoker.control.watch.snapshot import Frame, Members, Snapshot, Snapshots, Thread, Worker, main_thread
-from stoker.control.watch.waits import Waits, waits
+from stoker.control.watch import blocked_rank, call_paths, rank_only, stack_frames
+from stoker.control.watch.divergence import at_odds, mismatched
+from stoker.control.watch.rank_inspection import (
+    Frame,
+    InspectionSet,
+    Members,
+    RankInspection,
+    Thread,
+    Worker,
+    main_thread,
+)
+from stoker.control.watch.wait_graph import WaitGraph, waits
 
 
-def explain(
-    snapshots: Snapshots,
+def find_culprit(
+    snapshots: InspectionSet,
     world: int,
     members: Members,
     ended: Mapping[int, int],
@@ -36,10 +44,10 @@ def explain(
     if found is None:
         return None
     rank = found.rank
-    lines = [*found.evidence, *stacks.told(one for one in snapshots.values() if one.state != "Z")]
+    lines = [*found.evidence, *stack_frames.told(one for one in snapshots.values() if one.state != "Z")]
     missing = sorted({one.no_groups for one in snapshots.values() if one.no_groups})
     lines += [f"no flight recorder: {why}" for why in missing[:1] if world > 1]
-    lines += blocked.unseen(snapshots, rank)
+    lines += blocked_rank.unseen(snapshots, rank)
     how = {one.stacks_by for one in snapshots.values() if one.stacks_by.startswith("faulthandler")}
     lines += [f"stacks by {one}" for one in sorted(how)]
     if found.kind == "spin" and how:
@@ -54,7 +62,7 @@ def explain(
 
 
 def _culprit(
-    snapshots: Snapshots,
+    snapshots: InspectionSet,
     world: int,
     members: Members,
     ended: Mapping[int, int],
@@ -69,7 +77,7 @@ def _culprit(
         return _alone(stopped, snapshots, graph)  # no proof: whoever stopped it may continue it
     if world == 1:  # it waits for no other rank, whatever its stack and its recorder look like
         living = [rank for rank, one in snapshots.items() if rank in silent and one.state != "Z"]
-        return _alone(living, snapshots, Waits((), {}, {})) if living else None
+        return _alone(living, snapshots, WaitGraph((), {}, {})) if living else None
     odds = mismatched(snapshots, graph, members, world)
     if odds is not None:
         return odds
@@ -94,7 +102,7 @@ def _idle_first(ranks: list[int], busy: Collection[int]) -> list[int]:
     return [rank for rank in ranks if rank not in busy] or ranks
 
 
-def _operation(graph: Waits, rank: int) -> tuple[str, str]:
+def _operation(graph: WaitGraph, rank: int) -> tuple[str, str]:
     """(what the others wait in, the backend)."""
     edge = next((edge for edge in graph.edges if edge.target == rank), None)
     if edge is None:
@@ -102,16 +110,16 @@ def _operation(graph: Waits, rank: int) -> tuple[str, str]:
     return str(edge.op), edge.op.name.partition(":")[0]
 
 
-def _alone(guilty: list[int], snapshots: Snapshots, graph: Waits) -> Stall:
+def _alone(guilty: list[int], snapshots: InspectionSet, graph: WaitGraph) -> Stall:
     rank = guilty[0]
     kind, frame, detail = reason(snapshots[rank])
-    wait = blocked.explain(snapshots[rank], snapshots) if kind in ("lock", "io", "child", "place") else None
+    wait = blocked_rank.explain_blocked(snapshots[rank], snapshots) if kind in ("lock", "io", "child", "place") else None
     if wait is not None:
         kind, detail, frame = wait.kind, wait.detail, wait.frame or frame
     operation, backend = _operation(graph, rank)
     waiting = tuple(sorted(graph.behind(rank) - set(guilty)))
     lone = len(snapshots) == 1 and not waiting
-    if kind in ("lock", "io", "place") and stacks.in_rendezvous(snapshots[rank].main):
+    if kind in ("lock", "io", "place") and stack_frames.in_rendezvous(snapshots[rank].main):
         detail = _CONNECTING.format("it") if lone else "it waits for the others to join the process group"
     elif kind == "spin" and not lone:
         detail += " and enters no collective"
@@ -141,8 +149,8 @@ def _left(
     waiting: tuple[int, ...],
     ended: Mapping[int, int],
     steps: Mapping[int, int],
-    graph: Waits,
-    snapshots: Snapshots,
+    graph: WaitGraph,
+    snapshots: InspectionSet,
 ) -> Stall:
     """Return the stall of `waiting` ranks, which wait for ranks that ended with exit code 0.
 
@@ -152,8 +160,8 @@ def _left(
     rank = gone[0]
     operation, backend = _operation(graph, rank)
     waiter = next((snapshots[other] for other in waiting or sorted(snapshots) if other in snapshots), None)
-    frame = stacks.users_frame(waiter.main) if waiter is not None else None
-    where = str(frame) if frame is not None and stacks.is_users(frame) else ""
+    frame = stack_frames.users_frame(waiter.main) if waiter is not None else None
+    where = str(frame) if frame is not None and stack_frames.is_users(frame) else ""
     detail = f"it ended with exit code {ended[rank]} before the others were done"
     lines = []
     if waiting:
@@ -165,7 +173,7 @@ def _left(
     return rank_only.instead(left, snapshots, waiting, tuple(gone))
 
 
-def _came_too_often(gone: list[int], waiting: tuple[int, ...], steps: Mapping[int, int], snapshots: Snapshots) -> bool:
+def _came_too_often(gone: list[int], waiting: tuple[int, ...], steps: Mapping[int, int], snapshots: InspectionSet) -> bool:
     """Is the call that ranks wait in one too many? Those that ended had made as many steps, and it is none of a loop's."""
     for rank in waiting:
         call = call_paths.blocked_in(snapshots[rank]) if rank in snapshots else None
@@ -175,11 +183,11 @@ def _came_too_often(gone: list[int], waiting: tuple[int, ...], steps: Mapping[in
     return bool(made) and min(made) > 0 and all(steps.get(rank, 0) >= max(made) for rank in gone)
 
 
-def _waits_alone(left: Stall, gone: list[int], snapshots: Snapshots) -> Stall:
+def _waits_alone(left: Stall, gone: list[int], snapshots: InspectionSet) -> Stall:
     ranks = tuple(rank for rank in left.waiting if rank in snapshots)
     if not ranks:
         return left
-    frame = stacks.users_frame(snapshots[ranks[0]].main)
+    frame = stack_frames.users_frame(snapshots[ranks[0]].main)
     condition = frame.conditions[-1].text if frame is not None and frame.conditions else ""
     return replace(
         left,
@@ -192,14 +200,14 @@ def _waits_alone(left: Stall, gone: list[int], snapshots: Snapshots) -> Stall:
     )
 
 
-def _together(snapshots: Snapshots, graph: Waits) -> Stall:
+def _together(snapshots: InspectionSet, graph: WaitGraph) -> Stall:
     """All have entered the same operation and it does not end: the way between them, or a card."""
     rank, (group, op) = min(graph.pending.items())
-    frame = stacks.users_frame(snapshots[rank].main)
+    frame = stack_frames.users_frame(snapshots[rank].main)
     waiting, backend = tuple(sorted(graph.pending)), op.name.partition(":")[0]
     detail = f"every rank has entered operation {op.seq} of group {group} and it does not end"
     found = Stall("together", None, (), waiting, str(frame or ""), detail, str(op), backend)
-    for ranks, _ in stacks.grouped(snapshots.values()):  # one operation, by the recorder, from unlike lines
+    for ranks, _ in stack_frames.grouped(snapshots.values()):  # one operation, by the recorder, from unlike lines
         changed = rank_only.instead(found, snapshots, ranks, tuple(sorted(set(waiting) - set(ranks))))
         if changed is not found:
             return changed
@@ -207,15 +215,15 @@ def _together(snapshots: Snapshots, graph: Waits) -> Stall:
 
 
 def _by_stacks(
-    snapshots: Snapshots,
-    graph: Waits,
+    snapshots: InspectionSet,
+    graph: WaitGraph,
     silent: Mapping[int, float],
     ended: Mapping[int, int],
     steps: Mapping[int, int],
     busy: Collection[int],
 ) -> Stall | None:
     """No word from the collectives: those that are not in one are what the others wait for."""
-    waiters = {rank for rank, one in snapshots.items() if rank in graph.pending or stacks.in_collective(one.main)}
+    waiters = {rank for rank, one in snapshots.items() if rank in graph.pending or stack_frames.in_collective(one.main)}
     others = [rank for rank, one in snapshots.items() if rank not in waiters and one.state != "Z"]
     if waiters and not others:
         gone = [rank for rank, code in ended.items() if code == 0]
@@ -229,22 +237,22 @@ def _by_stacks(
     return replace(found, waiting=tuple(sorted(waiters))) if waiters else found
 
 
-def _outlier(snapshots: Snapshots, waiters: set[int]) -> Stall:
+def _outlier(snapshots: InspectionSet, waiters: set[int]) -> Stall:
     """All are in a collective and only their stacks say in which: the lines most ranks share are the right ones."""
-    groups = stacks.grouped(snapshots.values())
+    groups = stack_frames.grouped(snapshots.values())
     ranks, one = groups[0]
-    frame: Frame | None = stacks.users_frame(one.main)
+    frame: Frame | None = stack_frames.users_frame(one.main)
     everybody, where = tuple(sorted(waiters)), str(frame or "")
-    own_lines = {stacks.users_frame(snapshot.main) for snapshot in snapshots.values()}
-    if len(own_lines) == 1 and all(stacks.in_rendezvous(snapshot.main) for snapshot in snapshots.values()):
+    own_lines = {stack_frames.users_frame(snapshot.main) for snapshot in snapshots.values()}
+    if len(own_lines) == 1 and all(stack_frames.in_rendezvous(snapshot.main) for snapshot in snapshots.values()):
         return Stall("together", None, (), everybody, where, _CONNECTING.format("every rank"))
     if len(groups) == 1 and all(computes(snapshot) for snapshot in snapshots.values()):
-        place = " in the backward pass" if stacks.in_backward(one.main) else ""
+        place = " in the backward pass" if stack_frames.in_backward(one.main) else ""
         return Stall("spin", None, (), (), where, f"every rank computes{place}")
     if len(groups) == 1:
         return Stall("together", None, (), everybody, where, "every rank waits in a collective")
     parties = tuple(
-        (members, stacks.collective_name(first.main) or "a collective", str(stacks.users_frame(first.main) or ""))
+        (members, stack_frames.collective_name(first.main) or "a collective", str(stack_frames.users_frame(first.main) or ""))
         for members, first in groups
     )
     if 2 * len(groups[-1][0]) <= len(snapshots):
@@ -263,9 +271,9 @@ _IO = ("read", "write", "poll", "ppoll", "select", "pselect6", "connect", "accep
        "flock", "fcntl", "open", "readv", "writev", "sendto", "sendmsg", "accept4")  # fmt: skip
 
 
-def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
+def reason(one: RankInspection) -> tuple[str, Frame | None, str]:
     """(kind, the guilty frame, detail)."""
-    frame = stacks.users_frame(one.main)
+    frame = stack_frames.users_frame(one.main)
     if one.state == "T":
         return "stopped", frame, "its process is stopped (SIGSTOP, or a suspended shell)"
     if one.state == "t":
@@ -275,16 +283,16 @@ def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
         return "disk", frame, f"{detail}: a disk, network file system or driver does not answer"
     worker = _stuck_worker(one)
     if worker is not None:
-        inner = stacks.users_frame(worker.frames)
+        inner = stack_frames.users_frame(worker.frames)
         how = "spins" if worker.cpu > BUSY else "is stuck"
         how = {"T": "is stopped", "t": "is stopped", "D": "is in uninterruptible sleep"}.get(worker.state, how)
         detail = f"it waits for its data-loader worker {worker.pid}, which {how}{f' at {inner}' if inner else ''}"
         return "worker", inner or frame, detail
-    thread = _thread_of_script(one) if stacks.at_shutdown(one.main) else None
+    thread = _thread_of_script(one) if stack_frames.at_shutdown(one.main) else None
     if thread is not None:
         holder = f"its script has ended, and Python waits for its thread{f' {thread.name}' if thread.name else ''}"
-        return "lock", stacks.users_frame(thread.frames), f"{holder}, which is still running"
-    if stacks.in_loader(one.main):
+        return "lock", stack_frames.users_frame(thread.frames), f"{holder}, which is still running"
+    if stack_frames.in_loader(one.main):
         return "worker", frame, "it waits for data that none of its data-loader workers is making"
     same_line, active, gil = _steady(one)
     waits = one.syscall in (*_SLEEPS, *_CHILD, *_IO) or "nanosleep" in one.wchan
@@ -312,18 +320,18 @@ def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
     return "place", frame, f"it is in {inside}" if inside else "it runs now and then"
 
 
-def _thread_of_script(one: Snapshot) -> Thread | None:
+def _thread_of_script(one: RankInspection) -> Thread | None:
     """Return a thread beside the main one that is in the script's own code."""
     threads = one.samples[-1] if one.samples else ()
-    return next((thread for thread in threads if not thread.main and any(map(stacks.is_users, thread.frames))), None)
+    return next((thread for thread in threads if not thread.main and any(map(stack_frames.is_users, thread.frames))), None)
 
 
-def computes(one: Snapshot) -> bool:
+def computes(one: RankInspection) -> bool:
     """Ready to run counts: a loop that spins on a machine with more work than cores is not waiting for anything."""
     return one.main_cpu + one.waiting_for_core > BUSY or (one.main_cpu == 0.0 and one.cpu > BUSY)
 
 
-def _steady(one: Snapshot) -> tuple[bool, bool, bool]:
+def _steady(one: RankInspection) -> tuple[bool, bool, bool]:
     """(on the same line in every sample, ever seen running, holding the GIL in every sample)."""
     mains = [main for main in (main_thread(threads) for threads in one.samples) if main is not None]
     lines = {main.frames[:1] for main in mains}
@@ -334,9 +342,9 @@ def _steady(one: Snapshot) -> tuple[bool, bool, bool]:
     )
 
 
-def _stuck_worker(one: Snapshot) -> Worker | None:
+def _stuck_worker(one: RankInspection) -> Worker | None:
     """The worker the main thread waits for in its data loader: one that is not waiting for work itself."""
-    if not stacks.in_loader(one.main):
+    if not stack_frames.in_loader(one.main):
         return None
     own = [worker for worker in one.workers if worker.frames or worker.state in "TtD"]
     stuck = [worker for worker in own if worker.state in "TtD"] + [one for one in own if not _idle_worker(one)]

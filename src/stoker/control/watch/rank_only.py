@@ -9,8 +9,8 @@ from __future__ import annotations
 from stoker.contract.evidence import Stall
 from stoker.contract.frozen import frozen, replace
 from stoker.contract.units import format_ranks
-from stoker.control.watch import call_paths, stacks
-from stoker.control.watch.snapshot import Condition, Frame, Snapshot, Snapshots
+from stoker.control.watch import call_paths, stack_frames
+from stoker.control.watch.rank_inspection import Condition, Frame, InspectionSet, RankInspection
 
 
 @frozen
@@ -20,7 +20,7 @@ class Found:
     condition: Condition
 
 
-def instead(stall: Stall, snapshots: Snapshots, entered: tuple[int, ...], others: tuple[int, ...]) -> Stall:
+def instead(stall: Stall, snapshots: InspectionSet, entered: tuple[int, ...], others: tuple[int, ...]) -> Stall:
     """The stall as it is, or as this one. `entered`: ranks that wait in one operation; `others`: whom they wait for."""
     found = _found(snapshots, entered, others)
     if found is None:
@@ -33,7 +33,7 @@ def instead(stall: Stall, snapshots: Snapshots, entered: tuple[int, ...], others
     )  # fmt: skip
 
 
-def _found(snapshots: Snapshots, entered: tuple[int, ...], others: tuple[int, ...]) -> Found | None:
+def _found(snapshots: InspectionSet, entered: tuple[int, ...], others: tuple[int, ...]) -> Found | None:
     if not entered or not others or any(rank not in snapshots for rank in entered):
         return None
     first = snapshots[entered[0]]
@@ -41,7 +41,7 @@ def _found(snapshots: Snapshots, entered: tuple[int, ...], others: tuple[int, ..
     if call is not None and call.name in call_paths.MESSAGES:  # a send or receive is for one rank to make
         return None
     for frame in first.main:
-        for condition in reversed(frame.conditions) if stacks.is_users(frame) else ():
+        for condition in reversed(frame.conditions) if stack_frames.is_users(frame) else ():
             inside = all(_depends(snapshots[rank], frame, condition) for rank in entered)
             outside = not any(_depends(snapshots[rank], frame, condition) for rank in others if rank in snapshots)
             if inside and outside:
@@ -49,7 +49,7 @@ def _found(snapshots: Snapshots, entered: tuple[int, ...], others: tuple[int, ..
     return None
 
 
-def _depends(one: Snapshot, frame: Frame, condition: Condition) -> bool:
+def _depends(one: RankInspection, frame: Frame, condition: Condition) -> bool:
     """On the same condition, in any branch."""
     return any(
         frame.file == other.file and any(condition.line == theirs.line for theirs in other.conditions)

@@ -16,8 +16,8 @@ from typing import Any
 from stoker.contract.frozen import frozen
 from stoker.contract.text import is_digits
 from stoker.contract.units import format_bytes
-from stoker.control.watch import stacks
-from stoker.control.watch.snapshot import Snapshot, Snapshots, main_thread
+from stoker.control.watch import stack_frames
+from stoker.control.watch.rank_inspection import InspectionSet, RankInspection, main_thread
 
 FIRST_ASK = 8  # steps
 EVERY = 2  # steps, while it is watched closely
@@ -85,7 +85,7 @@ class Pace:
         return self._ordered[len(self._ordered) // 2] if len(self._ordered) >= 4 else 0.0
 
 
-class Stragglers:
+class StragglerDetector:
     def __init__(self, world: int) -> None:
         self._world = world
         self.asked = 0  # number of the inspection that is ours
@@ -150,7 +150,7 @@ class Stragglers:
                 entries = data["timings"] if isinstance(data["timings"], list) else []
                 self._timings.setdefault(host, {})[int(rank)] = [entry for entry in entries if _is_timing(entry)]
 
-    def conclude(self, answers: Snapshots) -> None:
+    def conclude(self, answers: InspectionSet) -> None:
         mode, self._mode, self.asked = self._mode, "", 0
         if mode == "timings":
             for ranks in self._timings.values():
@@ -295,13 +295,13 @@ def _median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def waits_for_others(one: Snapshot) -> bool:
+def waits_for_others(one: RankInspection) -> bool:
     """In most samples its main thread is in a collective, or waits for the GPU, where NCCL's are waited for."""
     inside = 0
     for threads in one.samples:
         main = main_thread(threads)
         if main is not None and (
-            stacks.in_collective(main.frames)
+            stack_frames.in_collective(main.frames)
             or any(frame.function in _GPU_WAITS for frame in main.frames[:2])
             or not main.active
         ):
@@ -309,21 +309,21 @@ def waits_for_others(one: Snapshot) -> bool:
     return 2 * inside > len(one.samples)
 
 
-def _narrow(one: Snapshot) -> bool:
+def _narrow(one: RankInspection) -> bool:
     return len(one.lanes) == 2 and one.lanes[0] is not None and one.lanes[1] is not None and one.lanes[0] < one.lanes[1]
 
 
-def why(one: Snapshot, peer: Snapshot | None) -> tuple[str, str, str]:
+def why(one: RankInspection, peer: RankInspection | None) -> tuple[str, str, str]:
     """(cause, reason in words, the line it spends its time on)."""
     own: Counter[str] = Counter()
     loader = busy = 0
     for threads in one.samples:
         main = main_thread(threads)
-        if main is None or not main.frames or stacks.in_collective(main.frames):
+        if main is None or not main.frames or stack_frames.in_collective(main.frames):
             continue
         busy += 1
-        loader += stacks.in_loader(main.frames)
-        own[str(stacks.users_frame(main.frames))] += 1
+        loader += stack_frames.in_loader(main.frames)
+        own[str(stack_frames.users_frame(main.frames))] += 1
     where = max(own, key=lambda line: own[line], default="")
     only_here = [word for word in one.throttle if peer is None or word not in peer.throttle]
     if only_here:

@@ -13,13 +13,13 @@ from stoker.contract.evidence import Stall
 from stoker.contract.frozen import frozen, replace
 from stoker.contract.text import is_digits, parse_json
 from stoker.contract.units import format_duration
-from stoker.control.watch import progress, snapshot, stacks
+from stoker.control.watch import rank_inspection, rank_progress, stack_frames
 from stoker.control.watch.activity import activity
-from stoker.control.watch.culprit import explain
-from stoker.control.watch.diverged import after_the_end
-from stoker.control.watch.progress import Progress
-from stoker.control.watch.snapshot import Snapshot
-from stoker.control.watch.straggler import Stragglers
+from stoker.control.watch.culprit import find_culprit
+from stoker.control.watch.divergence import after_the_end
+from stoker.control.watch.rank_inspection import RankInspection
+from stoker.control.watch.rank_progress import RankProgress
+from stoker.control.watch.straggler import StragglerDetector
 
 STOPPED_S = 0.5  # a stopped process is worth a look after this
 AGAIN_S = 3.0  # a proof is looked at a second time, this much later
@@ -102,12 +102,12 @@ class Watcher:
         self._timeout = hang_timeout
         self._busy_timeout = max(busy_timeout, hang_timeout) if busy_timeout else float("inf")
         self._max_wait = min(MAX_WAIT_S, max(AGAIN_S, hang_timeout / 4)) if hang_timeout else MAX_WAIT_S
-        self._ranks = {rank: Progress(now) for rank in (range(world) if ranks is None else ranks)}
+        self._ranks = {rank: RankProgress(now) for rank in (range(world) if ranks is None else ranks)}
         self._ended: dict[int, int] = {}
         self._members: dict[str, tuple[int, ...]] = {}
         self._asked = first_ask  # number of the newest inspection
         self._asked_at = 0.0  # 0: none is under way
-        self._answers: dict[int, Snapshot] = {}
+        self._answers: dict[int, RankInspection] = {}
         self._waiting_hosts: set[str] = set()
         self._next_look = 0.0
         self._wait = AGAIN_S
@@ -119,13 +119,13 @@ class Watcher:
         self._first_seen = 0.0
         self._looks = 0
         self._silent_from = 0.0
-        self.snapshots: dict[int, Snapshot] = {}
-        self.stragglers = Stragglers(world)
+        self.snapshots: dict[int, RankInspection] = {}
+        self.stragglers = StragglerDetector(world)
         self._hosts = hosts
         self._failing = False
         self._for_failure = False  # the newest inspection began after the failure
         self.looked = False  # at those that outlived a failure, and they were seen
-        self._failed: dict[int, Snapshot] = {}  # ranks that are gone, as they were
+        self._failed: dict[int, RankInspection] = {}  # ranks that are gone, as they were
         self._inside: dict[int, float] = {}  # rank -> when it entered the collective it is in
 
     def beats(self, rank: int, steps: int, count: int, longest: float, now: float) -> None:
@@ -171,14 +171,14 @@ class Watcher:
     def failed(self, rank: int, collectives: Sequence[Any], frames: Sequence[Any], calls: Sequence[Any] = ()) -> None:
         """Its last operations and its stack. torch calls one that failed done: the newest, or all from the first unusual."""
         samples = [[{"main": True, "frames": frames}]]
-        seen = snapshot.read(rank, {"state": "Z", "groups": collectives, "samples": samples, "calls": calls})
+        seen = rank_inspection.read(rank, {"state": "Z", "groups": collectives, "samples": samples, "calls": calls})
         orders = {op.order: op.usual for group in seen.groups for op in group.ops}
         usual = max((order for order, was in orders.items() if was), default=0)
         failed = min(
             (order for order, was in orders.items() if was is False and order > usual), default=max(orders, default=0)
         )
 
-        def until_then(group: snapshot.Group) -> snapshot.Group:
+        def until_then(group: rank_inspection.Group) -> rank_inspection.Group:
             return replace(group, ops=tuple(replace(op, done=op.done and op.order < failed) for op in group.ops))
 
         self._failed[rank] = replace(seen, groups=tuple(map(until_then, seen.groups)))
@@ -198,7 +198,7 @@ class Watcher:
             self.stragglers.answered(host, told)
         for rank, data in told.items():
             if is_digits(rank) and isinstance(data, dict) and "timings" not in data:
-                one = self._answers[int(rank)] = snapshot.read(int(rank), data)
+                one = self._answers[int(rank)] = rank_inspection.read(int(rank), data)
                 if one.newest and any(group.pending for group in one.groups):
                     self._inside[int(rank)] = now - max(0.0, time.time() - one.newest / 1e9)
         self._waiting_hosts.discard(host)
@@ -235,13 +235,13 @@ class Watcher:
         found = {rank: now - alive[rank].heard for rank in still}
         if self._waits_for_server(now):
             return found  # the others wait for that rank, and it says itself what it waits for, and gives up by itself
-        quiet = {rank: one for rank, one in alive.items() if one.steps and now - one.heard > progress.FLOOR_S}
+        quiet = {rank: one for rank, one in alive.items() if one.steps and now - one.heard > rank_progress.FLOOR_S}
         found |= {rank: now - one.heard for rank, one in quiet.items() if now - one.heard > one.patience}
         starting = {rank: one for rank, one in alive.items() if not one.steps}
         # Who never steps is not accused of that: somebody must be waiting for him, and nobody at work.
         if starting and self._world > 1:
-            idle = {rank: now - one.active for rank, one in starting.items() if now - one.active > progress.IDLE_S}
-            if len(idle) == len(alive) or any(silence > progress.START_S for silence in idle.values()):
+            idle = {rank: now - one.active for rank, one in starting.items() if now - one.active > rank_progress.IDLE_S}
+            if len(idle) == len(alive) or any(silence > rank_progress.START_S for silence in idle.values()):
                 found |= idle
         return found
 
@@ -278,7 +278,7 @@ class Watcher:
         self.snapshots.update(answers)
         steps = {rank: one.steps for rank, one in self._ranks.items()}
         alive = {rank: code for rank, code in self._ended.items() if rank not in self._failed}
-        stall = explain({**self._failed, **answers}, self._world, self._members, alive, overdue, steps, self._busy)
+        stall = find_culprit({**self._failed, **answers}, self._world, self._members, alive, overdue, steps, self._busy)
         if stall is not None and stall.rank is not None and stall.rank not in self._ranks:
             stall = None  # of a machine we don't hear: its own launcher looks at it
         if stall is None or not self._is_evidence(stall):
@@ -312,7 +312,7 @@ class Watcher:
         self._next_look = min(now + self._wait, self._deadline(stall, now))
         return actions
 
-    def _note_work(self, answers: Mapping[int, Snapshot], now: float) -> None:
+    def _note_work(self, answers: Mapping[int, RankInspection], now: float) -> None:
         """Note which ranks have given evidence of work since they were inspected last in this stall."""
         self._busy = {}
         for rank, one in answers.items():
@@ -326,7 +326,7 @@ class Watcher:
                 doing = activity(before, one, now - at if at is not None else 0.0)
             if doing:
                 progress_.works(doing, now)
-            elif not stacks.in_collective(one.main) and progress_.shown > (at or progress_.heard + PRINTS_AFTER_S):
+            elif not stack_frames.in_collective(one.main) and progress_.shown > (at or progress_.heard + PRINTS_AFTER_S):
                 doing = progress_.doing
             if doing:
                 self._busy[rank] = doing
@@ -348,7 +348,7 @@ class Watcher:
             ranks = tuple(rank for rank in stall.ranks if rank in self._busy)
             return self._busy_stall(stall, ranks, self._busy[ranks[0]], now)
         accused = self.snapshots.get(stall.rank) if stall.rank is not None else None
-        waits = stall.rank is None or (accused is not None and stacks.in_collective(accused.main))
+        waits = stall.rank is None or (accused is not None and stack_frames.in_collective(accused.main))
         if self._busy and waits:
             ranks = tuple(sorted(self._busy))
             return self._busy_stall(stall, ranks, self._busy[ranks[0]], now)
@@ -359,10 +359,10 @@ class Watcher:
     def _busy_stall(self, stall: Stall, ranks: tuple[int, ...], doing: str, now: float) -> Stall:
         rank = ranks[0]
         seen, one = self.snapshots.get(rank), self._ranks[rank]
-        frame = stacks.users_frame(seen.main) if seen is not None else None
+        frame = stack_frames.users_frame(seen.main) if seen is not None else None
         waiting = stall.waiting if stall.rank == rank else ()
         operation = stall.operation or ("a collective" if waiting else "")
-        at = stacks.users_frame(self.snapshots[waiting[0]].main) if waiting and waiting[0] in self.snapshots else None
+        at = stack_frames.users_frame(self.snapshots[waiting[0]].main) if waiting and waiting[0] in self.snapshots else None
         if at is not None:
             operation += f" ({at.file.rpartition('/')[2]}:{at.line})"
         silent = round(now - one.no_step_since, 1)
@@ -394,7 +394,7 @@ class Watcher:
         """Before the first step only who keeps others waiting, or can't go on, counts; never a starting interpreter."""
         if not stall.where and not stall.waiting and not stall.proof and stall.kind not in ("disk", "stopped"):
             return False
-        if self._failing and not stall.proof and stall.kind != "stopped" and stall.silent_s < progress.FLOOR_S:
+        if self._failing and not stall.proof and stall.kind != "stopped" and stall.silent_s < rank_progress.FLOOR_S:
             return False  # another rank has just failed: this one may be on its way to report the same
         if stall.kind == "spin" and not (stall.waiting and stall.where):  # without a line it may be shutting down
             return stall.silent_s >= min(COMPUTES_S, self._limit(stall) / 2)
@@ -411,7 +411,7 @@ class Watcher:
             return max(START_STOP_S, self._timeout)
         if one is not None and not one.training:
             return PHASE_TIMES * self._timeout
-        return max(self._timeout, progress.K * one.usual) if one is not None else self._timeout
+        return max(self._timeout, rank_progress.K * one.usual) if one is not None else self._timeout
 
     def _stops_in(self, stall: Stall, now: float) -> float | None:
         if not self._timeout or stall.kind == "debugged":
@@ -462,7 +462,7 @@ class Watcher:
             if stall is not None:
                 ranks = (stall.rank,) if stall.rank is not None else self._failed
                 made = [self._ranks[rank].steps for rank in ranks if rank in self._ranks]
-                evidence = (*stall.evidence, *stacks.told(seen.values()))
+                evidence = (*stall.evidence, *stack_frames.told(seen.values()))
                 return replace(stall, step=min(made, default=0), evidence=evidence)
         return None if sizes_differ else self.stall
 
@@ -483,7 +483,7 @@ class Watcher:
         }
 
     def text_of_stacks(self) -> dict[int, str]:
-        return {rank: stacks.full(one) for rank, one in self.snapshots.items()}
+        return {rank: stack_frames.full(one) for rank, one in self.snapshots.items()}
 
 
 def _identity(stall: Stall) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from stoker.contract import layout, terminal
 from stoker.contract.errors import Refusal
 from stoker.contract.frozen import frozen, options_of, replace
 from stoker.contract.options import suggest
-from stoker.control.record import finder
+from stoker.control.record import run_index
 from stoker.training.config import aliases
 from stoker.training.config.check import check
 from stoker.training.config.flags import parse
@@ -241,7 +241,7 @@ def _pinned(value: Any, say: Callable[[str], None] = terminal.print_status) -> A
         return tuple(_pinned(one, say) for one in value)
     if not isinstance(value, str) or layout.LATEST not in value.split("/"):
         return value
-    return finder.through_latest(value, say)
+    return run_index.through_latest(value, say)
 
 
 def with_tokenizer(c: Config, say: Callable[[str], None]) -> Config:

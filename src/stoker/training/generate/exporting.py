@@ -20,8 +20,8 @@ from stoker.contract.safe_io import read_text, write_atomic
 from stoker.contract.text import escape, parse_json
 from stoker.contract.typed_values import read_fields
 from stoker.contract.yaml_text import YamlError, parse_yaml
-from stoker.control.record import reader
-from stoker.control.record.metrics import metrics_in
+from stoker.control.record import run_record
+from stoker.control.record.metrics_log import parse_metrics
 from stoker.training.checkpoint.reading import Checkpoint, open_checkpoint
 from stoker.training.generate.finding import HF, RESULT, Found
 from stoker.training.model import adapters, hf, outside
@@ -59,7 +59,7 @@ def card_of(run: str, stage: str = "") -> str:
         raise Refusal(f"{path} can't be read: {getattr(problem, 'strerror', None) or problem}", EX_DATAERR) from problem
     rows = [f"| {key} | {shown} |" for key in _TOLD if (shown := _shown(told, key))]
     numbers: dict[str, object] = {}
-    for line in metrics_in(run):
+    for line in parse_metrics(run):
         numbers |= {key: line[key] for key in _NUMBERS if isinstance(line.get(key), (int, float))}
     results = [f"| {key} | {value} |" for key, value in numbers.items()]
     parts = [
@@ -166,7 +166,7 @@ def _beside(folder: str, words: Tokenizer, run: str, say: Say) -> None:
     write_atomic(os.path.join(folder, EXPORTED), f"stoker {__version__}\n")
     if line := write_template(folder, words):
         say(line)
-    stage = reader.read_json(os.path.join(run, RESULT))
+    stage = run_record.read_json(os.path.join(run, RESULT))
     card = card_of(run, str(stage.get("stage", "")) if isinstance(stage, dict) else "")
     if card:
         write_atomic(os.path.join(folder, CARD), card.encode("utf-8", "replace"))

@@ -12,7 +12,7 @@ from stoker.contract.errors import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.frozen import frozen
 from stoker.contract.options import suggest
 from stoker.contract.text import escape
-from stoker.control.record import again, finder, reader
+from stoker.control.record import resume_command, run_index, run_record
 from stoker.training.checkpoint.folders import steps_in
 from stoker.training.checkpoint.manifest import NAME as MANIFEST
 from stoker.training.model.families.family import CONFIG
@@ -53,10 +53,10 @@ def find(
     """
     if where is None or where == layout.LATEST:
         return _newest(root, stage, say, checkpoints, besides)
-    latest = finder.split_latest(where)
+    latest = run_index.split_latest(where)
     if latest is not None and latest[1] in ("", HF):
         return _newest(latest[0], stage, say, checkpoints, besides)
-    where = finder.through_latest(where, say)
+    where = run_index.through_latest(where, say)
     if _has_weights(where):
         if stage:
             raise Refusal(
@@ -83,7 +83,7 @@ def find_for_setting(value: str, root: str, say: Say, besides: str = "", scores:
 
     `scores`: a reward model is wanted.
     """
-    is_latest = finder.is_latest(value)
+    is_latest = run_index.is_latest(value)
     is_run = any(os.path.exists(os.path.join(value, name)) for name in (layout.RUN, STAGES))
     if os.path.isdir(value) and not is_latest and (not is_run or _has_weights(value)):
         return value
@@ -102,8 +102,8 @@ def _is_hub_id(where: str, root: str) -> bool:
         return False
     if os.path.realpath(os.path.dirname(run)) == os.path.realpath(root):
         return False
-    is_run = run != where and any(run in (one.id, one.name) for one in finder.all_runs(root))
-    return not is_run and finder.find_role(where, root) is None
+    is_run = run != where and any(run in (one.id, one.name) for one in run_index.all_runs(root))
+    return not is_run and run_index.find_role(where, root) is None
 
 
 def _without_hf(where: str) -> str:
@@ -114,11 +114,11 @@ def _without_hf(where: str) -> str:
 def _run_by_name(which: str, root: str, say: Say, checkpoints: bool) -> str:
     """Return the directory of a run; of several with that name, the newest that has a model."""
     try:
-        run = finder.find(_without_hf(which), root, say=lambda line: None)
+        run = run_index.find_run(_without_hf(which), root, say=lambda line: None)
     except Refusal as refusal:
         hint = "; a model may also be a folder with weights or a hub id (owner/name)"
         raise Refusal(refusal.line + hint, refusal.code) from refusal
-    namesakes = [one for one in finder.all_runs(root) if one.name == _without_hf(which)]
+    namesakes = [one for one in run_index.all_runs(root) if one.name == _without_hf(which)]
     with_model = [one for one in namesakes if _has_model(one.dir, checkpoints)]
     if run.id not in [one.id for one in namesakes] or len(namesakes) == 1 or not with_model:
         return run.dir
@@ -142,14 +142,14 @@ def _from_here(path: str) -> str:
     return path if relative.startswith("..") else relative
 
 
-def _say_which(run_dir: str, newest: reader.Run | None, say: Say) -> None:
+def _say_which(run_dir: str, newest: run_record.RunRecord | None, say: Say) -> None:
     """Print which run's model is used. `newest`: the newest run that the word could mean."""
     stage = f" (stage {_stage_of(run_dir)})" if _stage_of(run_dir) else ""
     line = f"using the model of run {escape(_from_here(run_dir))}{stage}"
     parts = os.path.realpath(run_dir).split(os.sep)
     if newest is not None and os.path.basename(os.path.realpath(newest.dir)) not in parts:
         instead = "gives scores, not answers" if _stage_of(newest.dir) in NO_ANSWERS else "has no model"
-        line += f", the newest that fits: {escape(newest.id)} ({reader.status(newest)}) {instead}"
+        line += f", the newest that fits: {escape(newest.id)} ({run_record.run_status(newest)}) {instead}"
     say(line)
 
 
@@ -167,21 +167,21 @@ def _of_run(run: str, checkpoints: bool, say: Say) -> Found:
         return Found(next(iter(steps.values())), checkpoint=True)
     if steps:
         raise Refusal(f"{run} has checkpoints but no {HF} folder: `stoker export {run} OUT` makes one", EX_NOINPUT)
-    record = reader.load(os.path.realpath(run))
-    roles = finder.roles(record) if record is not None else {}
+    record = run_record.load_run(os.path.realpath(run))
+    roles = run_index.list_roles(record) if record is not None else {}
     if (role := _with_model(run, roles, checkpoints)) is not None:
         say(f"{run} is a job: the model of its role {role.name} is used, {os.path.relpath(role.dir)}")
         return _of_run(role.dir, checkpoints, say)
     for one in (record, *roles.values()):
-        if one is not None and (host := again.host_of_files(one)):
+        if one is not None and (host := resume_command.host_of_files(one)):
             done = one.verdict is not None and one.verdict.status == "completed"
-            copy = again.copy_command(one, HF if done else layout.CHECKPOINTS)
+            copy = resume_command.copy_command(one, HF if done else layout.CHECKPOINTS)
             where = f", in {one.dir}" if not copy else ""
             if done:
                 line = f"{run} has no model here: its files are on host {host}{where}"
                 raise Refusal(line + (f"; to copy the model: {copy}" if copy else ""), EX_NOINPUT)
             line = f"{run} has no model: it is not complete, and what it saved is on host {host}{where}"
-            if not again.saved(one):
+            if not resume_command.saved_state(one):
                 raise Refusal(f"{line}; no checkpoint of it is known", EX_NOINPUT)
             made = "`stoker export` makes a model of checkpoints that are here"
             raise Refusal(f"{line}; {made}" + (f"; to copy them: {copy}" if copy else ""), EX_NOINPUT)
@@ -195,7 +195,7 @@ def _of_run(run: str, checkpoints: bool, say: Say) -> Found:
     )
 
 
-def _with_model(job: str, roles: Mapping[str, reader.Run], checkpoints: bool) -> reader.Run | None:
+def _with_model(job: str, roles: Mapping[str, run_record.RunRecord], checkpoints: bool) -> run_record.RunRecord | None:
     """The role that has one, or where none has, checkpoints."""
     answering = [run for run in roles.values() if checkpoints or _stage_of(run.dir) not in NO_ANSWERS]
     models = [run for run in answering if _has_weights(os.path.join(run.dir, HF))]
@@ -244,7 +244,7 @@ def _newest(root: str, stage: str | None, say: Say, checkpoints: bool, besides: 
         run = os.path.dirname(path)
         return stage is None or stage in (_stage_of(run), _name_of(run))
 
-    runs = [run for run in finder.all_runs(root) if not besides or besides not in (run.name, run.id)]
+    runs = [run for run in run_index.all_runs(root) if not besides or besides not in (run.name, run.id)]
     run_of = {os.path.realpath(run.dir): run for run in runs}
     when: dict[str, float] = {}  # of each model: when its run was started, or where that is unknown, when it was made
     for path in _models(root, "", scores=checkpoints or stage in NO_ANSWERS):
@@ -262,7 +262,7 @@ def _newest(root: str, stage: str | None, say: Say, checkpoints: bool, besides: 
             saved.add(steps[max(steps)])
             when[steps[max(steps)]] = run.started
     last = runs[-1] if runs else None
-    if last is not None and not _has_model(last.dir, checkpoints) and again.host_of_files(last):
+    if last is not None and not _has_model(last.dir, checkpoints) and resume_command.host_of_files(last):
         completed = last.verdict is not None and last.verdict.status == "completed"
         if completed or not when:
             return _of_run(last.dir, checkpoints, say)  # raises Refusal: what it has made is on another host
@@ -330,5 +330,5 @@ def _name_of(run: str) -> str:
 
 
 def _json(path: str) -> dict[str, Any]:
-    found = reader.read_json(path)
+    found = run_record.read_json(path)
     return found if isinstance(found, dict) else {}

@@ -17,7 +17,7 @@ import stoker
 from stoker.contract.errors import EX_DATAERR, Refusal
 from stoker.contract.frozen import frozen
 from stoker.contract.text import escape
-from stoker.control.record.rollouts import Rollout, Rollouts
+from stoker.control.record.rollouts_log import Rollout, Rollouts
 from stoker.training.evaluate.grading import Grader, open_question
 from stoker.training.rl.last_position import PositionFile, described
 from stoker.training.rl.parts import (

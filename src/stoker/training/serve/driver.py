@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from stoker.contract.errors import Refusal
-from stoker.control.record.serving import EVERY_S, ServerLog, ServerSample
+from stoker.control.record.serving_log import EVERY_S, ServerLog, ServerSample
 from stoker.training.serve.engine import PagedEngine
 from stoker.training.serve.request import ABORTED, LENGTH, STOP, Event, Request
 

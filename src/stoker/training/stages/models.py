@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from stoker.control.record import finder
+from stoker.control.record import run_index
 from stoker.training.config.keys import config_of, values_of
 from stoker.training.config.resolve import MODEL_KEYS
 from stoker.training.config.schema import Config
@@ -23,9 +23,9 @@ def with_models(
     values, changed = values_of(config), dict[str, str]()
 
     def is_run(value: str) -> bool:
-        if os.path.isdir(value) or finder.is_latest(value):
-            return finder.is_latest(value)
-        return any(value in (run.id, run.name) for run in finder.all_runs(root))
+        if os.path.isdir(value) or run_index.is_latest(value):
+            return run_index.is_latest(value)
+        return any(value in (run.id, run.name) for run in run_index.all_runs(root))
 
     for key in MODEL_KEYS:
         value = values[key]
@@ -39,5 +39,5 @@ def with_models(
             values[key] = changed[value] = found
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not os.path.exists(resume) and is_run(resume):
-        values["checkpoint.resume"] = changed[resume] = os.path.relpath(finder.find(resume, root, say=say).dir)
+        values["checkpoint.resume"] = changed[resume] = os.path.relpath(run_index.find_run(resume, root, say=say).dir)
     return config_of(config.preset, values), changed

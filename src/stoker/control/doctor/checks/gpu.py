@@ -9,7 +9,7 @@ from stoker.contract.evidence import Finding
 from stoker.contract.text import escape
 from stoker.contract.units import format_bytes, format_duration, plural
 from stoker.control.doctor.check import Cards, check, fail, unknown, warn
-from stoker.control.machine.facts import Probe
+from stoker.control.machine.examination import Probe
 from stoker.control.machine.model import Holder, Machine
 
 DEAD = (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from stoker.contract.evidence import Finding
 from stoker.contract.units import format_bytes, plural
 from stoker.control.doctor.check import check, fail, warn
-from stoker.control.machine.facts import Host
+from stoker.control.machine.examination import Host
 from stoker.control.machine.model import Machine
 
 RANK_RAM = 2 * 10**9  # torch with a CUDA context, before any model

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from stoker.contract.evidence import Finding
 from stoker.control.doctor.check import check, warn
-from stoker.control.machine.facts import Net
+from stoker.control.machine.examination import Net
 
 
 @check("net.hostname")

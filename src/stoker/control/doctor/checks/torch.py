@@ -8,7 +8,7 @@ from stoker.contract.evidence import Finding
 from stoker.contract.text import is_digits
 from stoker.contract.units import plural
 from stoker.control.doctor.check import Cards, check, fail, warn
-from stoker.control.machine.facts import Torch
+from stoker.control.machine.examination import Torch
 from stoker.control.machine.model import Machine
 
 # The first driver branch that runs a build of that CUDA major version (minor versions are compatible among themselves).

@@ -21,7 +21,7 @@ from stoker.contract.frozen import replace
 from stoker.control.show.snapshot import Snapshot
 from stoker.control.show.top.cells import Line
 from stoker.control.show.top.frame import Frame, make_frame
-from stoker.control.show.top.panel import RUN
+from stoker.control.show.top.table import RUN
 from stoker.control.show.top.view import (
     BACK,
     BROWSE,

@@ -7,7 +7,7 @@ from typing import Any
 
 from stoker.contract.frozen import frozen
 from stoker.contract.text import escape
-from stoker.control.show.drawing import columns_of, fitted, sparkline
+from stoker.control.show.charts import columns_of, fitted, sparkline
 from stoker.control.show.snapshot import Metric
 
 # Names of styles; app.py says what they look like.

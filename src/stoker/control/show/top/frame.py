@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from stoker.contract.frozen import frozen, replace
 from stoker.contract.units import plural
-from stoker.control.show.snapshot import OFFLINE, RUNNING, Run, Snapshot
+from stoker.control.show.snapshot import OFFLINE, RUNNING, RunView, Snapshot
 from stoker.control.show.top.cells import (
     ACCENT,
     BAD,
@@ -27,8 +27,8 @@ from stoker.control.show.top.cells import (
     pad,
     plain,
 )  # fmt: skip
-from stoker.control.show.top.panel import GPUS, PANELS, PROCESSES, RANKS, RUN, RUNS, TITLES, Panel
-from stoker.control.show.top.run import run_head, run_height, run_lines, run_words
+from stoker.control.show.top.run_panel import run_head, run_height, run_lines, run_words
+from stoker.control.show.top.table import GPUS, PANELS, PROCESSES, RANKS, RUN, RUNS, TITLES, Panel
 from stoker.control.show.top.view import CONFIRM, FILTER, HELP, ORDERS, SORT, View, chosen, cursor_at, panels
 
 WIDE, TALL = 140, 30  # from here on there are two columns
@@ -44,7 +44,7 @@ class Place:
     height: int
 
 
-def arrange(tables: Mapping[str, Panel], run: Run | None, focus: str, width: int, height: int) -> dict[str, Place]:
+def arrange(tables: Mapping[str, Panel], run: RunView | None, focus: str, width: int, height: int) -> dict[str, Place]:
     """One below the other; on a wide screen in two columns. The first and the last line are not the panels'."""
     inside = height - 2
     if width < WIDE or height < TALL:
@@ -61,7 +61,7 @@ def arrange(tables: Mapping[str, Panel], run: Run | None, focus: str, width: int
 
 
 def _stacked(
-    names: tuple[str, ...], tables: Mapping[str, Panel], run: Run | None, focus: str, area: Place
+    names: tuple[str, ...], tables: Mapping[str, Panel], run: RunView | None, focus: str, area: Place
 ) -> dict[str, Place]:
     wants = {name: run_height(run, area.width) if name == RUN else len(tables[name].rows) or 1 for name in names}
     wants = {name: want + 1 for name, want in wants.items()}
@@ -141,7 +141,7 @@ def make_frame(snapshot: Snapshot, view: View, width: int, height: int, age: flo
 
 
 def _panel(
-    name: str, table: Panel | None, run: Run | None, view: View, place: Place
+    name: str, table: Panel | None, run: RunView | None, view: View, place: Place
 ) -> tuple[list[Line], View, tuple[str, ...]]:
     style = FOCUS if view.focus == name else HEAD
     rows = place.height - 1

@@ -10,8 +10,18 @@ from typing import Protocol
 
 from stoker.contract.units import rank_name
 from stoker.control.machine.model import Holder
-from stoker.control.show.gather import Gatherer, HostReading
-from stoker.control.show.snapshot import RUNNING, GpuGauges, HostGauges, Rank, Role, Run, Slow, Snapshot, Suspicion
+from stoker.control.show.collector import HostReading, SnapshotCollector
+from stoker.control.show.snapshot import (
+    RUNNING,
+    GpuGauges,
+    HostGauges,
+    RankView,
+    RoleView,
+    RunView,
+    SlowRank,
+    Snapshot,
+    Suspicion,
+)
 
 _RUN = "demo-20260101-120000"
 _TOTAL = 20_000
@@ -108,11 +118,11 @@ def _step_s(passed: float) -> float:
     return _STEP_S + (0.9 if _held(passed) else 0.0)
 
 
-def _rank(number: int, gpus: int, passed: float, hot: bool) -> Rank:
+def _rank(number: int, gpus: int, passed: float, hot: bool) -> RankView:
     step_s = _step_s(passed) + 0.02 * _wave(number, passed)
     share = 0.03 + 0.02 * _wave(number, passed)
     waiting = share + (0.9 / _step_s(passed) if _held(passed) and not hot else 0.0)
-    return Rank(
+    return RankView(
         rank=number,
         role="train",
         role_rank=number,
@@ -139,10 +149,10 @@ def _loss(step: int) -> float:
     return 2.1 + 8.0 / (1.0 + step / 120.0) + 0.06 * math.sin(step * 0.7) * math.exp(-step / 9000)
 
 
-def _run(ranks: tuple[Rank, ...], passed: float, begun: float, hot: int) -> Run:
+def _run(ranks: tuple[RankView, ...], passed: float, begun: float, hot: int) -> RunView:
     step = _step(passed)
     rate = 8192 * len(ranks) * 16 / _step_s(passed)
-    slow: tuple[Slow, ...] = ()
+    slow: tuple[SlowRank, ...] = ()
     suspicion = None
     if _held(passed):
         rank = ranks[hot]
@@ -151,11 +161,11 @@ def _run(ranks: tuple[Rank, ...], passed: float, begun: float, hot: int) -> Run:
         summary = f"{rank_name(hot, rank.label)} is slow because {because}{cost}"
         since = begun + passed
         slow = (
-            Slow(hot, rank.label, rank.host, rank.gpu, "slow.throttle", because, 0.9, _step_s(passed), since, summary),
+            SlowRank(hot, rank.label, rank.host, rank.gpu, "slow.throttle", because, 0.9, _step_s(passed), since, summary),
         )
         suspicion = Suspicion(since, "straggler", "slow.throttle", summary, hot)
     every = max(1, step // 300)
-    return Run(
+    return RunView(
         id=_RUN,
         name="demo",
         dir="demo",
@@ -181,15 +191,15 @@ def _run(ranks: tuple[Rank, ...], passed: float, begun: float, hot: int) -> Run:
         suspicion=suspicion,
         command="train.py --preset d20",
         hosts=tuple(dict.fromkeys(rank.host for rank in ranks)),
-        roles=(Role("train", len(ranks), tuple(rank.rank for rank in ranks)),),
+        roles=(RoleView("train", len(ranks), tuple(rank.rank for rank in ranks)),),
         ranks=ranks,
         slow=slow,
         curve=tuple((at, _loss(at)) for at in range(0, step, every)),
     )
 
 
-def _finished(begun: float) -> Run:
-    return Run(
+def _finished(begun: float) -> RunView:
+    return RunView(
         id="demo-first", name="first try", dir="demo", user="ada", mine=False, state="completed", started=begun - 9000.0,
         seconds=7200.0, world=8, attempts=1, attempt=0, step=4000, total_steps=4000, loss=2.9124, tokens_per_s=210_000.0,
     )  # fmt: skip
@@ -201,7 +211,7 @@ _GAP_S = 0.3  # between two readings: rates need two
 
 
 class Elsewhere(Protocol):
-    """Other hosts (control/cluster/elsewhere.py)."""
+    """Other hosts (control/cluster/host_monitor.py)."""
 
     def readings(self) -> list[HostReading]: ...
 
@@ -217,7 +227,7 @@ class Live:
 
     def __init__(self, root: str, interval: float, everybody: bool = False, elsewhere: Elsewhere | None = None) -> None:
         self.interval = interval
-        self._gatherer = Gatherer(root, everybody, machine=elsewhere is None)
+        self._gatherer = SnapshotCollector(root, everybody, machine=elsewhere is None)
         self._elsewhere = elsewhere
 
     def look(self, watched: tuple[str, ...]) -> Snapshot:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from stoker.contract.frozen import frozen, replace
-from stoker.control.show.snapshot import RUNNING, UNKNOWN, Run, Snapshot
-from stoker.control.show.top import gpus, runs, tables
+from stoker.control.show.snapshot import RUNNING, UNKNOWN, RunView, Snapshot
+from stoker.control.show.top import gpu_panel, rank_panel, runs_panel
 from stoker.control.show.top.cells import foreign
-from stoker.control.show.top.panel import GPUS, PANELS, PROCESSES, RANKS, RUN, RUNS, Index, Order, Panel, Wish
+from stoker.control.show.top.table import GPUS, PANELS, PROCESSES, RANKS, RUN, RUNS, Index, Order, Panel, Wish
 
 BROWSE, FILTER, SORT, HELP, CONFIRM = "browse", "filter", "sort", "help", "confirm"
 QUIT, STOP, PAUSE, FASTER, SLOWER, BACK, FORTH = "quit", "stop", "pause", "faster", "slower", "back", "forth"
 ORDERS: Mapping[str, Mapping[str, Order]] = {
-    GPUS: gpus.ORDERS, RUN: {}, RANKS: tables.RANK_ORDERS, PROCESSES: tables.PROCESS_ORDERS, RUNS: runs.RUN_ORDERS,
+    GPUS: gpu_panel.ORDERS, RUN: {}, RANKS: rank_panel.RANK_ORDERS, PROCESSES: rank_panel.PROCESS_ORDERS, RUNS: runs_panel.RUN_ORDERS,
 }  # fmt: skip
 
 
@@ -43,7 +43,7 @@ class View:
         return Wish(letter, reverse, self.typed if self.mode == FILTER else self.filter)
 
 
-def chosen(snapshot: Snapshot, view: View) -> Run | None:
+def chosen(snapshot: Snapshot, view: View) -> RunView | None:
     """The run that is shown: the one chosen, else the newest that is running, else the newest."""
     found = snapshot.run(view.run) if view.run else None
     if found is not None:
@@ -69,10 +69,10 @@ def panels(snapshot: Snapshot, view: View) -> dict[str, Panel]:
     """The tables; the run itself is none."""
     index, run = Index(snapshot), chosen(snapshot, view)
     return {
-        GPUS: gpus.gpus_panel(index, view.wish(GPUS)),
-        RANKS: tables.ranks_panel(run, view.wish(RANKS)),
-        PROCESSES: tables.processes_panel(index, view.wish(PROCESSES)),
-        RUNS: runs.runs_panel(index, view.wish(RUNS), run.id if run is not None else ""),
+        GPUS: gpu_panel.gpus_panel(index, view.wish(GPUS)),
+        RANKS: rank_panel.ranks_panel(run, view.wish(RANKS)),
+        PROCESSES: rank_panel.processes_panel(index, view.wish(PROCESSES)),
+        RUNS: runs_panel.runs_panel(index, view.wish(RUNS), run.id if run is not None else ""),
     }
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from stoker.contract.frozen import replace
 from stoker.contract.text import is_digits, parse_json
-from stoker.control.record import reader
-from stoker.control.show.serving import Answer, Request, Stream, Work, failure
-from stoker.control.show.web import details, texts
-from stoker.control.show.web.folders import Folders, NotThere
-from stoker.control.show.web.guard import SANDBOX, Guard, safe
-from stoker.control.show.web.hub import Hub
+from stoker.control.record import run_record
+from stoker.control.show.http_server import HttpRequest, HttpResponse, Stream, Work, failure
+from stoker.control.show.web import run_details, run_texts
+from stoker.control.show.web.access import SANDBOX, Guard, safe
+from stoker.control.show.web.event_stream import Hub
+from stoker.control.show.web.run_folders import Folders, NotThere
 
 ASSETS = os.path.join(os.path.dirname(__file__), "assets")
 _TYPES = {
@@ -73,29 +73,29 @@ class Pages:
     """`stop` ends a run as `stoker stop` does, and says what it did. `explain`: a run's verdict, as `stoker why` has it."""
 
     def __init__(
-        self, guard: Guard, hub: Hub, folders: Folders, stop: Callable[[str], str], explain: texts.Explain
+        self, guard: Guard, hub: Hub, folders: Folders, stop: Callable[[str], str], explain: run_texts.Explain
     ) -> None:
         self._guard, self._hub, self._folders, self._stop, self._explain = guard, hub, folders, stop, explain
         self._assets = _served(assets())
         self._questions: dict[str, Callable[[Query], Any]] = {
             "/api/curves": self._curves,
-            "/api/sparks": lambda query: details.sparks(self._folders, _listed(query, "runs")),
-            "/api/ranks": lambda query: details.over_time(
+            "/api/sparks": lambda query: run_details.sparks(self._folders, _listed(query, "runs")),
+            "/api/ranks": lambda query: run_details.over_time(
                 self._folders, query.get("run", ""), _number(query, "since", 0.0), _within(query)
             ),
             "/api/compare": self._compare,
-            "/api/settings": lambda query: details.settings(self._folders, query.get("run", "")),
+            "/api/settings": lambda query: run_details.settings(self._folders, query.get("run", "")),
             "/api/log": self._log,
-            "/api/ending": lambda query: texts.ending(self._folders, query.get("run", ""), self._explain),
-            "/api/files": lambda query: texts.listing(self._folders, query.get("run", "")),
-            "/api/rows": lambda query: texts.rows(
+            "/api/ending": lambda query: run_texts.ending(self._folders, query.get("run", ""), self._explain),
+            "/api/files": lambda query: run_texts.listing(self._folders, query.get("run", "")),
+            "/api/rows": lambda query: run_texts.rows(
                 self._folders, query.get("run", ""), query.get("path", ""), _count(query, "from") or 0
             ),
-            "/api/rollouts": lambda query: texts.rollouts(self._folders, query.get("run", ""), _count(query, "before")),
-            "/api/reports": lambda _: texts.reports(self._folders),
+            "/api/rollouts": lambda query: run_texts.rollouts(self._folders, query.get("run", ""), _count(query, "before")),
+            "/api/reports": lambda _: run_texts.reports(self._folders),
         }
 
-    def answer(self, request: Request) -> Answer | Stream | Work:
+    def answer(self, request: HttpRequest) -> HttpResponse | Stream | Work:
         refused = self._guard.refused(request)
         if refused is not None:
             return refused
@@ -105,7 +105,7 @@ class Pages:
             return exchanged
         return self._within(replace(request, path=request.path[len(self._guard.base) - 1 :]))
 
-    def _within(self, request: Request) -> Answer | Stream | Work:
+    def _within(self, request: HttpRequest) -> HttpResponse | Stream | Work:
         """`request.path`: below the page's own address."""
         if request.path == "/api/stop":
             return self._stopped(request)
@@ -122,42 +122,42 @@ class Pages:
         name = request.path[1:] or "index.html"
         if name in self._assets:
             body, kind = self._assets[name]
-            return Answer(200, body, kind, safe())
+            return HttpResponse(200, body, kind, safe())
         return failure(404, *safe())
 
     # ---- questions ----
 
     def _curves(self, query: Query) -> Any:
-        return details.curves(
+        return run_details.curves(
             self._folders,
             query.get("run", ""),
             _listed(query, "names"),
             since=_count(query, "since") or 0,
             within=_within(query),
-            most=_count(query, "most") or details.POINTS,
+            most=_count(query, "most") or run_details.POINTS,
             smooth=min(_count(query, "smooth") or 1, 100_000),
         )
 
     def _compare(self, query: Query) -> Any:
-        return details.compared(self._folders, _listed(query, "runs"), query.get("metric", ""))
+        return run_details.compared(self._folders, _listed(query, "runs"), query.get("metric", ""))
 
     def _log(self, query: Query) -> Any:
         run, attempt = query.get("run", ""), _count(query, "attempt")
         rank = None if query.get("rank") == "stoker" else _count(query, "rank") or 0
         if query.get("find"):
-            return texts.search(self._folders, run, attempt, rank, query["find"][:200])
-        return texts.log(self._folders, run, attempt, rank, _count(query, "from"))
+            return run_texts.search(self._folders, run, attempt, rank, query["find"][:200])
+        return run_texts.log(self._folders, run, attempt, rank, _count(query, "from"))
 
-    def _file(self, query: Query) -> Answer:
+    def _file(self, query: Query) -> HttpResponse:
         try:
-            data, kind = texts.read_file(self._folders, query.get("run", ""), query.get("path", ""))
+            data, kind = run_texts.read_file(self._folders, query.get("run", ""), query.get("path", ""))
         except NotThere as problem:
             return _json({"error": str(problem)}, 404)
-        return Answer(200, data, kind, safe(SANDBOX))
+        return HttpResponse(200, data, kind, safe(SANDBOX))
 
     # ---- the only action ----
 
-    def _stopped(self, request: Request) -> Answer | Work:
+    def _stopped(self, request: HttpRequest) -> HttpResponse | Work:
         if request.method != "POST":
             return failure(405, ("Allow", "POST"), *safe())
         if not self._guard.may_act(request):
@@ -171,28 +171,28 @@ class Pages:
             return failure(400, *safe())
         return lambda: self._stop_now(run)
 
-    def _stop_now(self, run: str) -> Answer:
+    def _stop_now(self, run: str) -> HttpResponse:
         try:
             record = self._folders.record(run)
         except NotThere as problem:
             return _json({"error": str(problem)}, 404)
-        status = reader.status(record)
+        status = run_record.run_status(record)
         if not record.mine or status not in ("running", "unknown"):
             why = f"run {record.id} is not running: {status}" if record.mine else f"run {record.id} is not yours"
             return _json({"error": why}, 409)
         return _json({"told": self._stop(record.dir)})
 
 
-def _asked(question: Callable[[Query], Any], query: Query) -> Answer:
+def _asked(question: Callable[[Query], Any], query: Query) -> HttpResponse:
     try:
         return _json(question(query))
     except NotThere as problem:
         return _json({"error": str(problem)}, 404)
 
 
-def _json(data: Any, status: int = 200) -> Answer:
+def _json(data: Any, status: int = 200) -> HttpResponse:
     body = json.dumps(data, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
-    return Answer(status, body, "application/json", safe())
+    return HttpResponse(status, body, "application/json", safe())
 
 
 def _listed(query: Query, name: str) -> list[str]:

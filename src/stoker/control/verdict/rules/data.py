@@ -8,9 +8,9 @@ import shlex
 import signal
 
 from stoker.contract.units import format_bytes
-from stoker.control.verdict.catalogue import CATALOGUE, Case, Family, Found, Match
-from stoker.control.verdict.consequence import lost_worker
-from stoker.control.verdict.lastwords import at, find, first_line, line_of, path_in, said, shm_left, traced_line
+from stoker.control.verdict.catalogue import CATALOGUE, Case, CauseMatch, Family, Match
+from stoker.control.verdict.echo import lost_worker
+from stoker.control.verdict.exit_text import at, find, first_line, line_of, path_in, said, shm_left, traced_line
 from stoker.control.verdict.rules.memory import memory_trend
 
 ORDER = 50
@@ -52,7 +52,7 @@ data.shm: Shared memory is too small for what the data loader's workers hand ove
   fix: use less shared memory: fewer workers, prefetch_factor=1, smaller batches; or num_workers=0
   fix: torch.multiprocessing.set_sharing_strategy('file_system') where file descriptors, not bytes, run out
 """)
-def shm(case: Case, found: Match | None) -> Found | None:
+def shm(case: Case, found: Match | None) -> CauseMatch | None:
     around = case.end.around
     bus = find(case, r"DataLoader worker \(pid \d+\) is killed by signal: Bus error[^\n]*")
     # The workers are gone when the agent looks, and their memory with them: the size tells more than what is free.
@@ -63,13 +63,13 @@ def shm(case: Case, found: Match | None) -> Found | None:
     told = f" ({room[0]})" if room else ""
     if found:
         summary = f"{case.who}: no shared memory left for the data loader{told}"
-        return Found(summary, (*traced_line(case, line_of(found)), *room))
+        return CauseMatch(summary, (*traced_line(case, line_of(found)), *room))
     if bus and (short or around.shm_total is None):
         summary = f"a data-loader worker of {case.who} died of a bus error: out of shared memory{told}"
-        return Found(summary, (*traced_line(case, line_of(bus)), *room))
+        return CauseMatch(summary, (*traced_line(case, line_of(bus)), *room))
     if case.end.code == -signal.SIGBUS and short:
         summary = f"{case.who} died of a bus error: out of shared memory{told}"
-        return Found(summary, ("wait status: killed by SIGBUS", *room))
+        return CauseMatch(summary, ("wait status: killed by SIGBUS", *room))
     return None
 
 
@@ -86,14 +86,14 @@ data.worker-died, again: A data loader's worker process died under the rank.
   fix: aborted or a segmentation fault: a library that does not survive fork (multiprocessing_context='spawn'), or a
       broken file
 """)
-def worker_died(case: Case, found: Match | None) -> Found | None:
+def worker_died(case: Case, found: Match | None) -> CauseMatch | None:
     # The signal is in the exception that this one was raised from.
     found = found or find(case, r"DataLoader worker \(pid\(s\) ([\d, ]+)\) exited unexpectedly")
     error = case.end.error
     if not found and error is not None and lost_worker(error):
         broke = f"{error.type}{': ' + first_line(error.message) if error.message.strip() else ''}"
         seen = (*traced_line(case, broke), *memory_trend(case.end.around))
-        return Found(f"a data-loader worker of {case.who} died while it handed a batch over ({broke})", seen)
+        return CauseMatch(f"a data-loader worker of {case.who} died while it handed a batch over ({broke})", seen)
     if not found:
         return None
     how, (alone, killed, crashed) = "exited unexpectedly", CATALOGUE["data.worker-died"].fix
@@ -105,7 +105,7 @@ def worker_died(case: Case, found: Match | None) -> Found | None:
         else:
             fix = (alone,)
     summary = f"a data-loader worker (pid {found[1]}) of {case.who} {how}"
-    return Found(summary, (*traced_line(case, line_of(found)), *memory_trend(case.end.around)), fix)
+    return CauseMatch(summary, (*traced_line(case, line_of(found)), *memory_trend(case.end.around)), fix)
 
 
 @family.cause(r"""
@@ -120,7 +120,7 @@ data.no-space: The disk, or a quota, is full.
   fix: keep fewer checkpoints; stoker clean --cache shows data and compile caches and what they take
   fix: {INCOMPLETE}
 """)
-def no_space(case: Case, found: Match) -> Found:
+def no_space(case: Case, found: Match) -> CauseMatch:
     line, text = line_of(found), said(case)
     path = path_in(line) or next((match[1] for pattern in _FULL_PATHS if (match := re.search(pattern, text))), "")
     disks = case.end.around.full_disks
@@ -136,7 +136,7 @@ def no_space(case: Case, found: Match) -> Found:
     check = f"df -h {shlex.quote(path or disks[0][0])}" if path or disks else "df -h"
     look = f"{check}; the same with df -i (number of files), and the quota: quota -s"
     fix = (look, CATALOGUE["data.no-space"].fix[1], *(() if safe else (_INCOMPLETE,)))
-    return Found(f"{case.who}: no space left{where}{at(case)}{on}{kept}", (*traced_line(case, line), *complete), fix)
+    return CauseMatch(f"{case.who}: no space left{where}{at(case)}{on}{kept}", (*traced_line(case, line), *complete), fix)
 
 
 def _complete_outputs(case: Case) -> list[str]:
@@ -171,7 +171,7 @@ data.corrupt: A checkpoint or a data file is damaged, or not the kind of file it
   fix: a text that begins with `version https://git-lfs` is a pointer: git lfs pull. An HTML page is a failed download
   fix: a checkpoint: resume from the one before; write to another name, then rename, so that an incomplete file is never found
 """)
-def corrupt(case: Case, found: Match | None) -> Found | None:
+def corrupt(case: Case, found: Match | None) -> CauseMatch | None:
     if not found and not _cut_off(case):
         return None
     error = case.end.error
@@ -187,7 +187,7 @@ def corrupt(case: Case, found: Match | None) -> Found | None:
         *((pointer,) if lfs or not file.endswith(_BINARY) else ()),
         *((checkpoint,) if not file or file.endswith(_CHECKPOINTS) else ()),
     )
-    return Found(summary, traced_line(case, line_of(found) if found else what), fix)
+    return CauseMatch(summary, traced_line(case, line_of(found) if found else what), fix)
 
 
 def _damaged_file(case: Case, line: str) -> str:
@@ -238,9 +238,9 @@ data.permission: The script may not read or write a file.
   fix: a cache of another user: set HF_HOME and TORCH_HOME to a folder of your own; a container's user is not the
       host's
 """)
-def permission(case: Case, found: Match) -> Found:
+def permission(case: Case, found: Match) -> CauseMatch:
     why = "read-only file system" if "Errno 30" in found[0] else "permission denied"
-    return Found(f"{case.who}: may not open {path_in(found[0])}: {why}", traced_line(case, found[0]))
+    return CauseMatch(f"{case.who}: may not open {path_in(found[0])}: {why}", traced_line(case, found[0]))
 
 
 @family.cause(r"""
@@ -254,7 +254,7 @@ data.file-missing: A file that the script needs does not exist.
       is a race: put a barrier between them
   fix: a model by its hub name: logged in (HF_TOKEN), online (HF_HUB_OFFLINE unset), spelled right?
 """)
-def file_missing(case: Case, found: Match | None) -> Found | None:
+def file_missing(case: Case, found: Match | None) -> CauseMatch | None:
     error = case.end.error
     if not found and not (error is not None and error.type == "FileNotFoundError" and error.message.strip()):
         return None
@@ -262,4 +262,4 @@ def file_missing(case: Case, found: Match | None) -> Found | None:
         return None
     line = line_of(found) if found else first_line(said(case))
     path = path_in(line)
-    return Found(f"{case.who}: {path + ' does not exist' if path else first_line(line)}", traced_line(case, line))
+    return CauseMatch(f"{case.who}: {path + ' does not exist' if path else first_line(line)}", traced_line(case, line))

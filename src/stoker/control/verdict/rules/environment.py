@@ -8,8 +8,8 @@ import re
 import sys
 
 from stoker.contract.stack_traces import is_library
-from stoker.control.verdict.catalogue import Case, Family, Found, Match
-from stoker.control.verdict.lastwords import at, first_line, line_of, place, traced, traced_line
+from stoker.control.verdict.catalogue import Case, CauseMatch, Family, Match
+from stoker.control.verdict.exit_text import at, first_line, line_of, place, traced, traced_line
 
 ORDER = 55
 
@@ -51,9 +51,9 @@ env.version: Two packages have versions that don't work together.
   fix: GLIBC: the wheel needs a newer system; use an older wheel or a newer image
   fix: LD_LIBRARY_PATH can bring in the wrong library: unset it and try
 """)
-def version(case: Case, found: Match) -> Found:
+def version(case: Case, found: Match) -> CauseMatch:
     summary = f"{case.who}: versions don't fit: {first_line(line_of(found))}{at(case)}"
-    return Found(summary, traced(case.end) or (line_of(found),))
+    return CauseMatch(summary, traced(case.end) or (line_of(found),))
 
 
 def install_advice(module: str) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ env.shadowed: A file of the script's folder hides a module of the same name.
   unless: no other module has this name: env.import
   fix: rename the file (and delete its __pycache__): Python looks into the script's folder first
 """)
-def shadowed(case: Case) -> Found | None:
+def shadowed(case: Case) -> CauseMatch | None:
     error = case.end.error
     file = _imported_by_library(error.traceback) or error.module_file if error is not None else ""
     if error is None or not file or is_library(file):
@@ -83,7 +83,7 @@ def shadowed(case: Case) -> Found | None:
     imported = f", which {importer} imports" if importer and importer != f"{error.file}:{error.line}" else ""
     summary = f"{case.who}: {file} hides the {hidden} module {name}{imported}: {first_line(error.message)} at {place(case.end)}"
     fix = (f"rename {file}: Python looks into the script's folder first", "delete the __pycache__ folder beside it")
-    return Found(summary, traced(case.end), fix)
+    return CauseMatch(summary, traced(case.end), fix)
 
 
 def _imported_by_library(traceback: str) -> str:
@@ -106,14 +106,14 @@ env.import: A module that the script imports does not exist, or lacks the import
   unless: the module was found and something else in it failed: then that is the exception
   fix: {RIGHT_PYTHON}
 """)
-def missing_module(case: Case) -> Found | None:
+def missing_module(case: Case) -> CauseMatch | None:
     error = case.end.error
     if error is None or error.type not in ("ImportError", "ModuleNotFoundError"):
         return None
     missing = error.import_name.partition(".")[0] if error.type == "ModuleNotFoundError" else ""
     install = install_advice(missing)
     summary = f"{case.who}: {first_line(error.message)} at {place(case.end)}"
-    return Found(summary, traced(case.end), (*install, _RIGHT_PYTHON))
+    return CauseMatch(summary, traced(case.end), (*install, _RIGHT_PYTHON))
 
 
 @family.cause("""
@@ -121,9 +121,9 @@ env.syntax: The script, or a file it imports, is not valid for this Python.
   seen: a SyntaxError, IndentationError or TabError ended the rank
   fix: fix {place}
 """)
-def syntax(case: Case) -> Found | None:
+def syntax(case: Case) -> CauseMatch | None:
     error = case.end.error
     if error is None or error.type not in ("SyntaxError", "IndentationError", "TabError"):
         return None
     summary = f"{case.who}: {error.type}: {first_line(error.message)}"
-    return Found(summary, tuple(error.traceback.strip().splitlines()[-6:]), (f"fix {error.file}:{error.line}",))
+    return CauseMatch(summary, tuple(error.traceback.strip().splitlines()[-6:]), (f"fix {error.file}:{error.line}",))

@@ -6,8 +6,8 @@ import re
 import signal
 
 from stoker.contract import kernel_messages
-from stoker.control.verdict.catalogue import Case, Family, Found, Match
-from stoker.control.verdict.lastwords import find, line_of, noticed
+from stoker.control.verdict.catalogue import Case, CauseMatch, Family, Match
+from stoker.control.verdict.exit_text import find, line_of, noticed
 
 ORDER = 30
 
@@ -50,13 +50,13 @@ gpu.lost, again: The GPU no longer answers its driver.
   unless: the card answers and a kernel failed on it: gpu.launch-failure or gpu.illegal-access
   fix: {DEAD}
 """)
-def lost(case: Case, found: Match | None) -> Found | None:
+def lost(case: Case, found: Match | None) -> CauseMatch | None:
     off = [line for number, line in _xids(case) if number == 79]
     if not off and not found:
         return None
     said_so = noticed(case, line_of(found)) if found else ()
     summary = f"{case.who}: its GPU is lost{' (Xid 79: it has fallen off the bus)' if off else ''}"
-    return Found(summary, (*said_so, *off))
+    return CauseMatch(summary, (*said_so, *off))
 
 
 @family.cause("""
@@ -66,12 +66,12 @@ gpu.ecc, again: The GPU's memory returned an error that could not be corrected.
   unless: errors that were corrected: they are counted and harm nothing
   fix: {DEAD}
 """)
-def ecc(case: Case, found: Match | None) -> Found | None:
+def ecc(case: Case, found: Match | None) -> CauseMatch | None:
     bad = [line for number, line in _xids(case) if number in (48, 95)]
     if not bad and not found:
         return None
     summary = f"{case.who}: uncorrectable memory (ECC) error on its GPU"
-    return Found(summary, (*(noticed(case, line_of(found)) if found else ()), *bad))
+    return CauseMatch(summary, (*(noticed(case, line_of(found)) if found else ()), *bad))
 
 
 @family.cause("""
@@ -83,13 +83,13 @@ gpu.xid, again: The driver reported a fault of the GPU itself.
       --gpu-reset -i N, as root)
   fix: {DEAD}
 """)
-def xid(case: Case) -> Found | None:
+def xid(case: Case) -> CauseMatch | None:
     found = _xids(case)
     if not found:
         return None
     number = next((one for one, _ in found if one != _CONTAINED), _CONTAINED)
     summary = f"{case.who}: the driver reported Xid {number} ({_XIDS[number]})"
-    return Found(summary, tuple(line for _, line in found[-4:]))
+    return CauseMatch(summary, tuple(line for _, line in found[-4:]))
 
 
 @family.cause("""
@@ -102,13 +102,13 @@ gpu.busy, again: The GPU refused the process: its compute mode, its memory, or a
   fix: stoker doctor --only gpu.   # who holds it, and whether a context can be made at all: if not, the card is faulty
   fix: {DEAD}
 """)
-def busy(case: Case, found: Match) -> Found:
+def busy(case: Case, found: Match) -> CauseMatch:
     others = [one for one in case.end.around.holders if not one.get("ours")]
     commands = [one.get("command") or "outside this container" for one in others]
     held = [f"pid {one.get('pid')} ({word}) is on the card" for one, word in zip(others, commands, strict=True)]
     told = f"; {held[0]}" if held else "; no other process is seen on it: its compute mode, or a faulty card"
     summary = f"{case.who}: its GPU is busy or unavailable (CUDA error 46){told}"
-    return Found(summary, (*noticed(case, line_of(found)), *held))
+    return CauseMatch(summary, (*noticed(case, line_of(found)), *held))
 
 
 family.entries("""
@@ -164,9 +164,9 @@ gpu.duplicate: Two ranks use the same GPU, and NCCL refuses that.
   fix: or stoker run --isolate: each rank sees its own GPU only, and `cuda:0` is right everywhere
   fix: several ranks on one card on purpose: gloo can do that, NCCL can't
 """)
-def duplicate(case: Case, found: Match) -> Found:
+def duplicate(case: Case, found: Match) -> CauseMatch:
     summary = f"rank {found[1]} and rank {found[2]} are on the same GPU: the script does not choose by LOCAL_RANK"
-    return Found(summary, noticed(case, found[0]))
+    return CauseMatch(summary, noticed(case, found[0]))
 
 
 # Not of "device-side assertions", which the footer of every CUDA error names.
@@ -180,13 +180,13 @@ gpu.assert: A kernel's own check failed on the GPU: nearly always an index out o
   fix: {DEBUG}
   fix: the same batch on the CPU names the index in a Python exception
 """)
-def device_assert(case: Case, found: Match) -> Found:
+def device_assert(case: Case, found: Match) -> CauseMatch:
     asserted = re.search(r"Assertion `([^`]+?)` failed|Assertion `([^']+)' failed", case.words)
     condition = (asserted[1] or asserted[2]) if asserted else ""
     meaning = next((text for piece, text in _ASSERTIONS.items() if piece in condition), "")
     what = f": `{condition}` is false{meaning}" if condition else ", probably an index out of range"
     printed = (line_of(asserted),) if asserted else ()
-    return Found(f"{case.who}: device-side assert{what}", (*printed, *noticed(case, line_of(found))))
+    return CauseMatch(f"{case.who}: device-side assert{what}", (*printed, *noticed(case, line_of(found))))
 
 
 family.entries("""
@@ -240,6 +240,6 @@ gpu.not-initialized: cuBLAS or cuDNN could not start on the GPU.
   fix: LD_LIBRARY_PATH must not bring in another cuDNN or cuBLAS than torch's own: unset it and try
   fix: an earlier error on the GPU (an index out of range) can end up here: {DEBUG}
 """)
-def not_initialized(case: Case, found: Match) -> Found:
+def not_initialized(case: Case, found: Match) -> CauseMatch:
     summary = f"{case.who}: {'cuBLAS' if found[1] == 'CUBLAS' else 'cuDNN'} could not start on its GPU"
-    return Found(summary, noticed(case, line_of(found)))
+    return CauseMatch(summary, noticed(case, line_of(found)))

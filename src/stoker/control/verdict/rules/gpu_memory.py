@@ -10,8 +10,8 @@ from typing import Any
 from stoker.contract.evidence import RankExit
 from stoker.contract.frozen import frozen
 from stoker.contract.units import format_bytes
-from stoker.control.verdict.catalogue import Case, Family, Found
-from stoker.control.verdict.lastwords import at, find, last_seen, line_of, place, said
+from stoker.control.verdict.catalogue import Case, CauseMatch, Family
+from stoker.control.verdict.exit_text import at, find, last_seen, line_of, place, said
 
 GATHER, BACKWARD, OPTIMIZER, SAVE = "gather", "backward", "optimizer", "save"
 _FRAME = re.compile(r'^ *File "([^"\n]{1,400})", line \d+, in ([^\n]{1,200})$', re.MULTILINE)
@@ -289,7 +289,7 @@ oom.gpu-foreign, again: Other processes hold the GPU's memory.
       oom.gpu
   fix: {MAKE_ROOM}
 """)
-def foreign(case: Case) -> Found | None:
+def foreign(case: Case) -> CauseMatch | None:
     looked = _look(case)
     if looked is None or not looked[0].foreign_decides:
         return None
@@ -302,7 +302,7 @@ def foreign(case: Case) -> Found | None:
     holders = card.who_holds()
     more = f" and {len(holders) - 2} more" if len(holders) > 2 else ""
     who = f"{case.who}: the GPU's memory is taken by others: {card.sentence()}; {'; '.join(holders[:2])}{more}"
-    return Found(who, evidence, (*mine, *_MAKE_ROOM))
+    return CauseMatch(who, evidence, (*mine, *_MAKE_ROOM))
 
 
 @family.cause("""
@@ -314,12 +314,12 @@ oom.gpu-fragmentation: The GPU had the memory, but in pieces too small: torch's 
   fix: shapes that vary from step to step fragment: pad or bucket the sequences, or pack them to one length
   fix: evaluation and saving between training steps: the same batch shape, or torch.cuda.empty_cache() once after them
 """)
-def fragmentation(case: Case) -> Found | None:
+def fragmentation(case: Case) -> CauseMatch | None:
     looked = _look(case)
     refused = looked[0].refused if looked else None
     if looked is None or refused is None or refused.unused is None or refused.unused < max(refused.needed, _PIECES):
         return None
-    return Found(f"{case.who}: GPU memory is fragmented: {looked[0].sentence()}", looked[1])
+    return CauseMatch(f"{case.who}: GPU memory is fragmented: {looked[0].sentence()}", looked[1])
 
 
 @family.cause("""
@@ -331,7 +331,7 @@ oom.gpu: The model, the batch or the optimizer is too big for the GPU.
   unless: others hold the card: oom.gpu-foreign; as much as needed is reserved and unused: oom.gpu-fragmentation
   fix: {SMALLER}
 """)
-def too_big(case: Case) -> Found | None:
+def too_big(case: Case) -> CauseMatch | None:
     looked = _look(case)
     if looked is None:
         return None
@@ -344,21 +344,21 @@ def too_big(case: Case) -> Found | None:
     when += at(case) or (f"; last seen at {last_seen(case)}" if last_seen(case) else "")
     helps = (phase.helps, *_smaller(case)) if phase and phase.helps else _smaller(case)
     if refused is None:
-        return Found(when, evidence, helps)
+        return CauseMatch(when, evidence, helps)
     if refused.allowed is not None and refused.cached + refused.needed > refused.allowed:
         limit = f"the script allows itself {format_bytes(refused.allowed)} only (torch.cuda.set_per_process_memory_fraction)"
         summary = f"{when}: {card.sentence()}; {limit}"
-        return Found(summary, evidence, (f"raise that limit: {limit}", *helps))
+        return CauseMatch(summary, evidence, (f"raise that limit: {limit}", *helps))
     if refused.free is not None and refused.free > refused.needed + _SLACK:
         limit = "a limit on address space (ulimit -v must say unlimited), or a slice or quota of the card"
         odd = f"the driver refused although there is room: {limit}"
-        return Found(f"{when}: {card.sentence()}", (*evidence, odd), (odd, *helps))
+        return CauseMatch(f"{when}: {card.sentence()}", (*evidence, odd), (odd, *helps))
     unused = refused.unused or 0
     enough = unused >= _PIECES and (refused.free or 0) + unused >= refused.needed
     pieces = (f"{_EXPANDABLE}: free and unused together would have been enough",) if enough else ()
     short = re.search(r"underestimated: [^;]*", planned[0]) if planned else None
     against = f"; the memory plan {short[0].replace(':', '', 1)}" if short else ""
-    return Found(f"{when}: {card.sentence()}{against}", evidence, (*pieces, *helps))
+    return CauseMatch(f"{when}: {card.sentence()}{against}", evidence, (*pieces, *helps))
 
 
 def _smaller(case: Case) -> tuple[str, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from stoker.contract.errors import EX_SOFTWARE
 from stoker.contract.frozen import replace
-from stoker.control.verdict.catalogue import Case, Family, Found, named
-from stoker.control.verdict.lastwords import find, last_lines
+from stoker.control.verdict.catalogue import Case, CauseMatch, Family, named
+from stoker.control.verdict.exit_text import find, last_lines
 
 ORDER = 15
 _RESUME = "then start the same command with the same --name: it resumes from the checkpoint that the message names"
@@ -24,9 +24,9 @@ grpo.reward: Your reward function failed, so nothing could be learned from the s
   fix: {RESUME}
   fix: --grpo.reward_timeout 20m   # if it is only slow
 """)
-def reward(case: Case) -> Found | None:
+def reward(case: Case) -> CauseMatch | None:
     found = find(case, r"GRPO stopped: (reward .+)") if ended_itself(case) else None
-    return Found(found[1].strip(), last_lines(case.end), _fixes("grpo.reward", found[1])) if found else None
+    return CauseMatch(found[1].strip(), last_lines(case.end), _fixes("grpo.reward", found[1])) if found else None
 
 
 @family.cause("""
@@ -38,9 +38,9 @@ grpo.rollout: Your rollout function failed, so nothing could be learned from the
   fix: {RESUME}
   fix: --grpo.rollout_timeout 20m   # if it is only slow
 """)
-def rollout(case: Case) -> Found | None:
+def rollout(case: Case) -> CauseMatch | None:
     found = find(case, r"GRPO stopped: (rollout .+)") if ended_itself(case) else None
-    return Found(found[1].strip(), last_lines(case.end), _fixes("grpo.rollout", found[1])) if found else None
+    return CauseMatch(found[1].strip(), last_lines(case.end), _fixes("grpo.rollout", found[1])) if found else None
 
 
 @family.cause("""
@@ -53,9 +53,9 @@ grpo.server, again: The server that writes GRPO's answers refused, or did not an
   fix: is it running? `stoker logs RUN --role NAME` shows what it printed
   fix: --grpo.server_timeout 30m   # if it is only slow, or takes long to be replaced
 """)
-def server(case: Case) -> Found | None:
+def server(case: Case) -> CauseMatch | None:
     found = find(case, r"GRPO stopped: (the server at .+)") if ended_itself(case) else None
-    return Found(found[1].strip(), last_lines(case.end)) if found else None
+    return CauseMatch(found[1].strip(), last_lines(case.end)) if found else None
 
 
 @family.cause("""
@@ -70,7 +70,7 @@ grpo.no-signal: GRPO stopped the run: for several steps nothing could be learned
   fix: a reward of your own that is always 0? call it with a prompt and an answer of rollouts.jsonl; does a server or a
       file it needs still answer?
 """)
-def no_signal(case: Case) -> Found | None:
+def no_signal(case: Case) -> CauseMatch | None:
     return _stopped(
         case,
         "(?:the reward was exactly|all answers to a prompt had the same reward|no answer was right|.+ paid for no answer).+",
@@ -84,7 +84,7 @@ grpo.identical: GRPO stopped the run: all answers to a prompt were the same text
   fix: a higher generate.temperature; a higher grpo.kl or a lower optim.learning_rate from an earlier checkpoint
   fix: stoker rollouts   # shows since which step
 """)
-def identical(case: Case) -> Found | None:
+def identical(case: Case) -> CauseMatch | None:
     return _stopped(case, "all answers to a prompt were the same text.+")
 
 
@@ -97,7 +97,7 @@ grpo.cut: GRPO stopped the run: too many answers were cut at the token limit for
   fix: a model that ends its answers: stage sft, and its own chat template
   fix: --grpo.reward length=0.1   # or a reward for short answers
 """)
-def cut(case: Case) -> Found | None:
+def cut(case: Case) -> CauseMatch | None:
     return _stopped(case, r".+ cut at generate\.new_tokens.+")
 
 
@@ -109,7 +109,7 @@ grpo.other-weights: GRPO stopped the run: the server that writes the answers has
   fix: does the server serve the model that the trainers began with, and the same tokenizer?
   fix: does it load what they publish? its log shows when it last loaded new weights: `stoker logs RUN --role NAME`
 """)
-def other_weights(case: Case) -> Found | None:
+def other_weights(case: Case) -> CauseMatch | None:
     return _stopped(case, "the server at .+ answers with other weights.+")
 
 
@@ -123,7 +123,7 @@ grpo.broken: GRPO's stop rules ended the run: training was damaging the model.
   fix: {FROM_CHECKPOINT}
   fix: look at prompts and answers: `stoker rollouts`, and `stoker chat` with the model it began with
 """)
-def broken(case: Case) -> Found | None:
+def broken(case: Case) -> CauseMatch | None:
     found = _stopped(case, ".+")
     return None if found is None else replace(found, fix=_fixes("grpo.broken", found.summary))
 
@@ -136,9 +136,9 @@ def _fixes(cause: str, line: str) -> tuple[str, ...]:
     return tuple(filter(None, (known.get(fix, fix) for fix in named(cause).fix)))
 
 
-def _stopped(case: Case, line: str) -> Found | None:
+def _stopped(case: Case, line: str) -> CauseMatch | None:
     found = find(case, f"GRPO stopped itself: ({line})") if ended_itself(case) else None
-    return Found(found[1].strip(), last_lines(case.end)) if found else None
+    return CauseMatch(found[1].strip(), last_lines(case.end)) if found else None
 
 
 def ended_itself(case: Case) -> bool:

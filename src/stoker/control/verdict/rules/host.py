@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from stoker.control.verdict.catalogue import Case, Family, Found, Match
-from stoker.control.verdict.lastwords import find, line_of, traced
+from stoker.control.verdict.catalogue import Case, CauseMatch, Family, Match
+from stoker.control.verdict.exit_text import find, line_of, traced
 
 ORDER = 60
 
@@ -22,7 +22,7 @@ host.processes: The host allows no more processes or threads.
   fix: ulimit -u, and cat /sys/fs/cgroup/pids.max: a container's limit counts threads too (docker run --pids-limit=-1)
   fix: fewer threads: OMP_NUM_THREADS (Stoker sets cores ÷ ranks unless it is set), fewer data-loader workers
 """)
-def processes(case: Case, found: Match | None) -> Found | None:
+def processes(case: Case, found: Match | None) -> CauseMatch | None:
     error = case.end.error
     if (
         not found
@@ -34,7 +34,7 @@ def processes(case: Case, found: Match | None) -> Found | None:
     if not found:
         return None
     summary = f"{case.who}: no more processes or threads are allowed ({line_of(found)})"
-    return Found(summary, (line_of(found), *traced(case.end, 4)))
+    return CauseMatch(summary, (line_of(found), *traced(case.end, 4)))
 
 
 family.entries("""

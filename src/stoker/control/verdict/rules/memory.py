@@ -8,8 +8,8 @@ import signal
 from stoker.contract import kernel_messages
 from stoker.contract.evidence import ExitContext
 from stoker.contract.units import format_bytes, format_duration, plural
-from stoker.control.verdict.catalogue import CATALOGUE, Case, Family, Found, Match
-from stoker.control.verdict.lastwords import at, find, first_line, last_seen, line_of, place, said
+from stoker.control.verdict.catalogue import CATALOGUE, Case, CauseMatch, Family, Match
+from stoker.control.verdict.exit_text import at, find, first_line, last_seen, line_of, place, said
 
 ORDER = 20
 UNLIMITED = (
@@ -41,7 +41,7 @@ oom.host: The kernel killed a rank, or a worker of it, because the host or the c
   fix: --init-slots 1 loads models one after the other; safetensors with mmap reads weights without a second copy
   fix: --ram-limit SIZE stops the job before the kernel does; a container's own limit is in /sys/fs/cgroup/memory.max
 """)
-def host(case: Case) -> Found | None:
+def host(case: Case) -> CauseMatch | None:
     end = case.end
     ended = r"(?: exited unexpectedly| is killed by signal: Killed)"
     worker = find(case, r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)" + ended)
@@ -68,7 +68,7 @@ def host(case: Case) -> Found | None:
         for line in CATALOGUE["oom.host"].fix
         if (has_workers or line != FEWER_WORKERS) and (case.evidence.world_size > 1 or line != FEWER_RANKS)
     )
-    return Found(summary, (*how, *steps, *counter, *kernel[-2:], *trend, *workers), tuple(fix))
+    return CauseMatch(summary, (*how, *steps, *counter, *kernel[-2:], *trend, *workers), tuple(fix))
 
 
 def memory_trend(around: ExitContext) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ oom.host-allocation: The host refused memory to the rank: too little RAM, or a l
   fix: --init-slots 1: one rank at a time imports and loads its model
   fix: memory-map the weights and the data instead of reading them whole
 """)
-def allocation(case: Case, found: Match | None) -> Found | None:
+def allocation(case: Case, found: Match | None) -> CauseMatch | None:
     error = case.end.error
     if found is None and not (error is not None and error.type in ("MemoryError", "_ArrayMemoryError")):
         return None
@@ -115,7 +115,7 @@ def allocation(case: Case, found: Match | None) -> Found | None:
         failed = line_of(found) if found else "MemoryError"
         summary = f"{case.who}: out of address space{at(case)}: limited to {format_bytes(limit)} (ulimit -v, RLIMIT_AS)"
         refused = f"{failed}: an allocation{f' of {size}' if size else ''} was refused by that limit, not by the host"
-        return Found(summary, (refused, *memory_trend(around)), (UNLIMITED,))
+        return CauseMatch(summary, (refused, *memory_trend(around)), (UNLIMITED,))
     fix: tuple[str, ...] = ()
     if around.host_total is not None and limit is None:  # the agent looked, and there is no limit
         fix = tuple(line for line in CATALOGUE["oom.host-allocation"].fix if line != UNLIMITED)
@@ -127,7 +127,7 @@ def allocation(case: Case, found: Match | None) -> Found | None:
         said_so = (line_of(found),)
     location = (f"at {place(case.end)}",) if error else ()
     summary = f"{case.who}: host memory allocation failed{f': {size}' if size else ''}"
-    return Found(summary, (*said_so, *location, *memory_trend(around)), fix)
+    return CauseMatch(summary, (*said_so, *location, *memory_trend(around)), fix)
 
 
 def _requested(text: str) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from stoker.control.verdict.catalogue import Case, Family, Found, Match
-from stoker.control.verdict.lastwords import at, find, first_line, line_of, place, said, shm_left
+from stoker.control.verdict.catalogue import Case, CauseMatch, Family, Match
+from stoker.control.verdict.exit_text import at, find, first_line, line_of, place, said, shm_left
 
 ORDER = 40
 
@@ -36,14 +36,14 @@ net.port-in-use, again: The script asked for a port that is in use.
       own
   fix: for a server, choose another port, or end the process that has this one (ss -ltnp shows it)
 """)
-def port_in_use(case: Case) -> Found | None:
+def port_in_use(case: Case) -> CauseMatch | None:
     error = case.end.error
     if error is None or not ("EADDRINUSE" in error.message or "address already in use" in error.message.lower()):
         return None
     port = re.search(r"port:? (\d+)", error.message)
     which = f"port {port[1]}" if port else "a port"
     summary = f"{case.who}: {which} is already in use"
-    return Found(summary, _at_line(case, f"{error.type}: {first_line(error.message)}"))
+    return CauseMatch(summary, _at_line(case, f"{error.type}: {first_line(error.message)}"))
 
 
 @gloo.cause(r"""
@@ -55,10 +55,10 @@ gloo.interface: gloo was told to use a network interface that this host does not
       different ones
   fix: without it gloo takes the address of the host's own name: getent hosts $(hostname) must answer
 """)
-def gloo_interface(case: Case, found: Match | None) -> Found | None:
+def gloo_interface(case: Case, found: Match | None) -> CauseMatch | None:
     if not found or not find(case, r"gloo|GLOO|Gloo"):
         return None
-    return Found(f"{case.who}: gloo finds no address for {found[1] or 'this host'}", _at_line(case, line_of(found)))
+    return CauseMatch(f"{case.who}: gloo finds no address for {found[1] or 'this host'}", _at_line(case, line_of(found)))
 
 
 gloo.entries(r"""
@@ -84,13 +84,13 @@ gloo.connection, again: A rank could not connect to its peers at the start.
       connection to something other than a peer: rank.exception
   fix: {REACH}
 """)
-def gloo_connection(case: Case, mesh: Match | None) -> Found | None:
+def gloo_connection(case: Case, mesh: Match | None) -> CauseMatch | None:
     if mesh:
-        return Found(f"{case.who} can't connect to a peer (gloo)", _at_line(case, line_of(mesh)))
+        return CauseMatch(f"{case.who} can't connect to a peer (gloo)", _at_line(case, line_of(mesh)))
     return None if "GPU" in case.end.label else store(case)
 
 
-def store(case: Case) -> Found | None:
+def store(case: Case) -> CauseMatch | None:
     found = find(case, STORE)
     if not found:
         return None
@@ -99,7 +99,7 @@ def store(case: Case) -> Found | None:
         text = f"{case.who} waited {found[2]} s for the others: {here} of {all_of} ranks came to the store"
     else:
         text = f"{case.who} can't reach the store at {found[1].replace(', ', ':')}"
-    return Found(text, _at_line(case, line_of(found)))
+    return CauseMatch(text, _at_line(case, line_of(found)))
 
 
 @gloo.cause(r"""
@@ -111,9 +111,9 @@ gloo.timeout, again: A collective of gloo was not finished in time, and nothing 
       or evaluation on one rank
   fix: long work on one rank between collectives: init_process_group(timeout=timedelta(hours=2))
 """)
-def gloo_timeout(case: Case, found: Match) -> Found:
+def gloo_timeout(case: Case, found: Match) -> CauseMatch:
     summary = f"{case.who} waited {int(found[1]) / 1000:.0f} s for a peer in a {found[2]}"
-    return Found(summary, _at_line(case, line_of(found)))
+    return CauseMatch(summary, _at_line(case, line_of(found)))
 
 
 # ---- NCCL ----
@@ -164,10 +164,10 @@ nccl.shm: NCCL could not get shared memory: /dev/shm is too small, or full.
   fix: stoker clean   # shows segments that dead runs left there
   fix: NCCL_SHM_DISABLE=1 continues without it, slower
 """)
-def shm(case: Case, found: Match) -> Found:
+def shm(case: Case, found: Match) -> CauseMatch:
     room = shm_left(case.end.around)
     summary = f"{case.who}: NCCL got no shared memory{' (' + room[0] + ')' if room else ''}"
-    return Found(summary, (*_evidence(case, line_of(found)), *room))
+    return CauseMatch(summary, (*_evidence(case, line_of(found)), *room))
 
 
 @nccl.cause(r"""
@@ -182,11 +182,11 @@ nccl.connection, again: A rank could not connect to its peers at the start.
       not docker0 or a VPN
   fix: {WARN}
 """)
-def connection(case: Case, found: Match | None) -> Found | None:
+def connection(case: Case, found: Match | None) -> CauseMatch | None:
     if found and "reset by peer" not in found[0]:
         peer = re.search(r"to ([\d.:a-f\[\]%\w]+<\d+>)", found[0])
         summary = f"{case.who} can't connect to {peer[1] if peer else 'a peer'} (NCCL)"
-        return Found(summary, _evidence(case, line_of(found)))
+        return CauseMatch(summary, _evidence(case, line_of(found)))
     return store(case) if "GPU" in case.end.label else None
 
 
@@ -203,10 +203,10 @@ nccl.cuda, again: A CUDA call inside NCCL failed.
       BIOS, a virtual machine)
   fix: {WARN}
 """)
-def cuda(case: Case, found: Match) -> Found:
+def cuda(case: Case, found: Match) -> CauseMatch:
     last = _last_error(case)
     summary = f"{case.who}: NCCL: unhandled cuda error{': ' + first_line(last) if last else ''}"
-    return Found(summary, _evidence(case, line_of(found)))
+    return CauseMatch(summary, _evidence(case, line_of(found)))
 
 
 @nccl.cause("""
@@ -219,12 +219,12 @@ nccl.system, again: A system call inside NCCL failed.
   fix: limits: ulimit -l (locked memory, unlimited for InfiniBand), ulimit -n, docker's --ulimit memlock=-1
   fix: {REACH}
 """)
-def system(case: Case, found: Match | None) -> Found | None:
+def system(case: Case, found: Match | None) -> CauseMatch | None:
     if not found or find(case, r"(?i)reset by peer|remote process exited|Too many open files"):
         return None
     last = _last_error(case)
     summary = f"{case.who}: NCCL: unhandled system error{': ' + first_line(last) if last else ''}"
-    return Found(summary, _evidence(case, line_of(found)))
+    return CauseMatch(summary, _evidence(case, line_of(found)))
 
 
 @nccl.cause(r"""
@@ -239,9 +239,9 @@ nccl.timeout, again: A collective was not finished in time, and nothing shows wh
   fix: long work on one rank between collectives: init_process_group(timeout=timedelta(hours=1)); NCCL_IB_TIMEOUT is
       something else
 """)
-def timeout(case: Case, found: Match) -> Found:
+def timeout(case: Case, found: Match) -> CauseMatch:
     line = line_of(found)
     work, ran = re.search(r"SeqNum=(\d+), OpType=(\w+)", line), re.search(r"ran for (\d+) milliseconds", line)
     what = f"{work[2]} number {work[1]}" if work else "a collective"
     late = f"after {int(ran[1]) / 1000:.0f} s" if ran else "in time"
-    return Found(f"{case.who}: {what} was not finished {late}, and no rank is seen to have failed", (line,))
+    return CauseMatch(f"{case.who}: {what} was not finished {late}, and no rank is seen to have failed", (line,))

@@ -8,8 +8,8 @@ from typing import Any
 
 from stoker.contract.evidence import BadNumber, RankExit
 from stoker.contract.units import rank_name
-from stoker.control.verdict.catalogue import Case, Family, Found, named, report
-from stoker.control.verdict.lastwords import first_line
+from stoker.control.verdict.catalogue import Case, CauseMatch, Family, named, report
+from stoker.control.verdict.exit_text import first_line
 
 ORDER = 10
 
@@ -62,13 +62,13 @@ nan.traced: A step's loss or gradient is NaN or infinite, and its replay shows w
   fix: --preset stable: all cautious numbers at once
   fix: if the replay does not reproduce it: `stoker burnin` compares the cards bit for bit
 """)
-def traced(case: Case) -> Found | None:
+def traced(case: Case) -> CauseMatch | None:
     if not _is_traced(case.end):
         return None
     said = first_line(case.message, 500)
     injected = re.search(r"injected by nan\.inject \S+", said)
     fix = ("nothing to fix: nan.inject put this value there, to test; leave it out to train",) if injected else ()
-    return Found(said, (f"said by rank {case.end.rank}, which all ranks agree on: {said}",), fix)
+    return CauseMatch(said, (f"said by rank {case.end.rank}, which all ranks agree on: {said}",), fix)
 
 
 def _is_traced(end: RankExit) -> bool:

@@ -10,9 +10,9 @@ from stoker.contract.errors import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_NOPERM,
 from stoker.contract.evidence import RankExit
 from stoker.contract.stack_traces import is_library, parse_stacks
 from stoker.contract.units import plural
-from stoker.control.verdict.catalogue import Case, Family, Found
-from stoker.control.verdict.consequence import is_consequence
-from stoker.control.verdict.lastwords import first_line, last_lines, place, signal_name
+from stoker.control.verdict.catalogue import Case, CauseMatch, Family
+from stoker.control.verdict.echo import is_consequence
+from stoker.control.verdict.exit_text import first_line, last_lines, place, signal_name
 from stoker.control.verdict.rules.memory import memory_trend
 
 ORDER = 99
@@ -33,12 +33,12 @@ rank.breakpoint: A rank reached a breakpoint() and has no terminal.
   fix: remove it from {place}, or debug with one rank: stoker run --nproc-per-node 1
   fix: only rank 0 has the terminal: `if rank == 0: breakpoint()`
 """)
-def breakpoint_(case: Case) -> Found | None:
+def breakpoint_(case: Case) -> CauseMatch | None:
     error = case.end.error
     if error is None or error.type != "BdbQuit":
         return None
     summary = f"{case.who}: breakpoint() at {place(case.end)}, in a rank without a terminal"
-    return Found(summary, (f"BdbQuit at {place(case.end)}",))
+    return CauseMatch(summary, (f"BdbQuit at {place(case.end)}",))
 
 
 @family.cause("""
@@ -48,7 +48,7 @@ rank.exception, again: The script raised an exception and did not catch it.
   fix: look at {place}
   fix: {LOGS}
 """)
-def exception(case: Case) -> Found | None:
+def exception(case: Case) -> CauseMatch | None:
     error = case.end.error
     if error is None:
         return None
@@ -58,7 +58,7 @@ def exception(case: Case) -> Found | None:
     ranks = (
         f"this run has {plural(case.evidence.world_size, 'rank')}; --nproc-per-node sets how many there are per host"
     )
-    return Found(
+    return CauseMatch(
         f"{case.who}: {error.type}{': ' + said if said else ''} at {place(case.end)}",
         (f"exception {error.type} at {place(case.end)}", *trace[-12:]),
         (ranks, f"look at {place(case.end)}") if checks_ranks else (),
@@ -76,7 +76,7 @@ rank.early-exit, again: A rank exited with code 0 before the others were done.
       `if rank` or a condition on data
   fix: {LOGS}
 """)
-def left_early(case: Case) -> Found | None:
+def left_early(case: Case) -> CauseMatch | None:
     end = case.end
     if end.code != 0 and not (_aborted_after_script(end) and _others_needed(case)):
         return None
@@ -94,7 +94,7 @@ def left_early(case: Case) -> Found | None:
     if end.code:
         seen = f"rank {end.rank}'s process was aborted after that, by a thread of a library ({signal_name(-end.code)})"
     look = (f"look at {script.place}", f"stoker logs --rank {end.rank}") if script is not None and where else ()
-    return Found(summary, (seen, *heard[:4]), look)
+    return CauseMatch(summary, (seen, *heard[:4]), look)
 
 
 def _aborted_after_script(end: RankExit) -> bool:
@@ -123,7 +123,7 @@ rank.killed, again: A rank was killed with SIGKILL from outside.
   unless: the cgroup's oom_kill counter rose, or the kernel's log names the pid: oom.host
   fix: an admin, a script or the OOM killer sent it; this host's log can't be read from here: look at dmesg there
 """)
-def killed(case: Case) -> Found | None:
+def killed(case: Case) -> CauseMatch | None:
     number, _, seen = _ended_by(case)
     if number != signal.SIGKILL:
         return None
@@ -131,7 +131,7 @@ def killed(case: Case) -> Found | None:
     # In a container the kernel's log has the host's pids: such a line is a hint, not a proof that it was this rank.
     hints = [f"kernel: {line}" for line in around.kernel if "emory" in line or "oom" in line][-2:]
     summary = f"{case.who} was killed with SIGKILL from outside"
-    return Found(summary, (*seen, "no out-of-memory kill of this rank could be seen", *memory_trend(around), *hints))
+    return CauseMatch(summary, (*seen, "no out-of-memory kill of this rank could be seen", *memory_trend(around), *hints))
 
 
 @family.cause("""
@@ -143,7 +143,7 @@ rank.crash, again: Native code crashed the rank.
       torch.distributed.destroy_process_group() at its end
   fix: {LOGS}
 """)
-def crash(case: Case) -> Found | None:
+def crash(case: Case) -> CauseMatch | None:
     number, name, seen = _ended_by(case)
     if number not in CRASHES:
         return None
@@ -156,16 +156,16 @@ def crash(case: Case) -> Found | None:
     look = (f"look at {where[3:]}",) if where.startswith("at ") else ()
     kept = (f"the Python stack is in the record: rank-{case.end.rank}.stack.txt",) if case.end.stack else ()
     summary = f"{case.who} died of {name}{f' {where}' if where else ''}"
-    return Found(summary, (*seen, *lines), (*look, *kept, f"stoker logs --rank {case.end.rank}"))
+    return CauseMatch(summary, (*seen, *lines), (*look, *kept, f"stoker logs --rank {case.end.rank}"))
 
 
-def _crashed_while_ending(case: Case, name: str, seen: tuple[str, ...]) -> Found:
+def _crashed_while_ending(case: Case, name: str, seen: tuple[str, ...]) -> CauseMatch:
     """No thread had Python code left to run: the script was over, and a library's threads were not. gloo's are the
     usual ones (`terminate called without an active exception`), where no destroy_process_group() ended them.
     """
     after = f" after step {case.end.steps}" if case.end.steps else ""
     printed = tuple(f"it printed: {line}" for line in case.end.tail.splitlines() if "terminate called" in line)[-1:]
-    return Found(
+    return CauseMatch(
         f"{case.who} died of {name} while its process was ending: its script had already ended{after}",
         (*seen, "no thread of it was running Python code", *printed),
         (
@@ -177,7 +177,7 @@ def _crashed_while_ending(case: Case, name: str, seen: tuple[str, ...]) -> Found
     )
 
 
-def _aborted_when_done(case: Case, name: str, seen: tuple[str, ...]) -> Found:
+def _aborted_when_done(case: Case, name: str, seen: tuple[str, ...]) -> CauseMatch:
     """Nobody waits for this rank: a thread of a library aborted a process whose script had returned."""
     script = case.end.script_end
     assert script is not None
@@ -189,7 +189,7 @@ def _aborted_when_done(case: Case, name: str, seen: tuple[str, ...]) -> Found:
     )
     printed = tuple(f"it printed: {line}" for line in case.end.tail.splitlines() if "terminate called" in line)[-1:]
     work = ("the scripts of all ranks had ended: the work is complete",) if all_done else ()
-    return Found(
+    return CauseMatch(
         f"{case.who}: its script {how}{after}, then its process died of {name} while it was shutting down",
         (*seen, *work, *printed),
         (
@@ -228,9 +228,9 @@ rank.signal, again: A signal from outside ended one rank.
   unless: the launcher passed it on: launch.stopped
   fix: {LOGS}
 """)
-def signalled(case: Case) -> Found | None:
+def signalled(case: Case) -> CauseMatch | None:
     number, name, seen = _ended_by(case)
-    return Found(f"{case.who} died of {name}", seen) if number else None
+    return CauseMatch(f"{case.who} died of {name}", seen) if number else None
 
 
 @family.cause("""
@@ -239,15 +239,15 @@ rank.exit, again: The script ended itself with an exit code.
   unless: an exception was reported: rank.exception
   fix: {LOGS}
 """)
-def ended(case: Case) -> Found | None:
+def ended(case: Case) -> CauseMatch | None:
     seen = (f"exit code {case.end.code}, no exception", *last_lines(case.end))
     last = next((line for line in reversed(case.end.tail.splitlines()) if line.strip()), "")
     # A recipe of ours: one line, and a code that says of which kind.
     if case.end.code in _REFUSED and last.startswith("stoker: "):
-        return Found(f"{case.who} refused: {last.removeprefix('stoker: ')}", seen, retryable=False)
+        return CauseMatch(f"{case.who} refused: {last.removeprefix('stoker: ')}", seen, retryable=False)
     script = case.end.script_end
     if script is not None and script.place:
         why = f" ({first_line(last.partition(': ')[2])})" if ": error: " in last else ""  # argparse's last line
         summary = f"{case.who} ended with exit code {case.end.code}: sys.exit() was called at {script.place}{why}"
-        return Found(summary, seen, (f"look at {script.place}",))
-    return Found(f"{case.who} ended with exit code {case.end.code}", seen)
+        return CauseMatch(summary, seen, (f"look at {script.place}",))
+    return CauseMatch(f"{case.who} ended with exit code {case.end.code}", seen)

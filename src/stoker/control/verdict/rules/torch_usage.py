@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stoker.control.verdict.catalogue import Family
-from stoker.control.verdict.lastwords import traced_line
+from stoker.control.verdict.exit_text import traced_line
 
 ORDER = 65
 

@@ -1,0 +1,119 @@
+"""What an examination finds beyond a quick look. None where it could not be asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stoker.contract.frozen import as_json, frozen, replace
+from stoker.contract.typed_values import read_frozen, read_recorded
+from stoker.control.machine.model import Machine, machine_from_json
+
+SCHEMA = 1
+
+# Variables that are known to matter: the only ones an examination keeps.
+KNOWN = (
+    "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "LD_PRELOAD",
+    "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NCCL_ALGO", "NCCL_BLOCKING_WAIT", "NCCL_BUFFSIZE", "NCCL_DEBUG",
+    "NCCL_IB_DISABLE", "NCCL_IB_TIMEOUT", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS", "NCCL_NTHREADS", "NCCL_P2P_DISABLE", "NCCL_PROTO",
+    "NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME", "NCCL_TIMEOUT", "NPROC_PER_NODE", "NUM_GPUS", "OMP_NUM_THREADS", "PYTHONHOME",
+    "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING", "RANK", "STOKER_RUN_ID", "TOKENIZERS_PARALLELISM", "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCH_DISTRIBUTED_DEBUG", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_USE_CUDA_DSA", "WORLD_SIZE",
+)  # fmt: skip
+
+
+@frozen
+class Health:
+    """One card's. A field it doesn't have is None."""
+
+    temperature: int | None = None
+    temperature_slowdown: int | None = None
+    power: float | None = None  # watts
+    power_limit: float | None = None
+    throttle: tuple[str, ...] | None = None
+    pcie_generation: int | None = None
+    pcie_generation_max: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    ecc_uncorrected: int | None = None  # since the driver was loaded
+    pages_pending: bool | None = None
+    rows_pending: bool | None = None
+    rows_failed: bool | None = None
+    recovery: str | None = None  # none, reset, reboot, drain, drain and reset
+    nvlinks: tuple[bool, ...] | None = None  # up or down, per link
+    display: bool | None = None
+    capability: str | None = None  # 9.0
+    xids: tuple[int, ...] = ()
+    peers: dict[str, str] | None = None  # uuid -> ok, or why one card can't read the other's memory
+
+
+@frozen
+class Torch:
+    version: str | None = None
+    cuda: str | None = None  # the build's
+    archs: tuple[str, ...] = ()
+    nccl: str | None = None
+    seconds: float | None = None  # what `import torch` took
+    error: str | None = None
+
+
+@frozen
+class Host:
+    shm_total: int | None = None
+    shm_free: int | None = None
+    disk_free: int | None = None  # where runs go
+    disk_path: str | None = None
+    files_soft: int | None = None
+    files_hard: int | None = None
+    address_space: int | None = None  # an RLIMIT_AS in force
+    stuck: tuple[str, ...] = ()  # processes in D state, as "pid name"
+    zombies: int = 0
+    swap_used: int | None = None
+    clock: float | None = None
+
+
+@frozen
+class Net:
+    hostname: str | None = None
+    addresses: tuple[str, ...] = ()  # what the host's own name resolves to
+    interfaces: tuple[str, ...] = ()  # those that are up, without loopback
+    port: int | None = None
+    port_holder: str | None = None
+    error: str | None = None
+    slow_lookups: bool = False  # the host's own name or address was not looked up within lookups.SLOW_S
+    silent_servers: tuple[str, ...] = ()  # name servers that do not answer
+
+
+@frozen
+class Probe:
+    """A context made, memory taken, a product computed and compared, in a child of its own."""
+
+    outcome: str  # ok, busy, full, dead, hung, wrong, absent
+    detail: str = ""
+    seconds: float | None = None
+    left: int | None = None  # bytes still in use on the card after the child was gone, above what was before
+
+
+@frozen
+class Examination:
+    machine: Machine
+    health: dict[str, Health] | None = None  # by uuid
+    probes: dict[str, Probe] | None = None  # by uuid
+    torch: Torch | None = None
+    host: Host | None = None
+    net: Net | None = None
+    environment: dict[str, str] | None = None  # the variables that are known to matter
+    missing: dict[str, str] | None = None  # what could not be found out, and why
+    schema: int = SCHEMA
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(as_json(self))
+
+
+def read_examination(kind: type[Any], data: Any) -> Any:
+    """One shape back from JSON; an unknown field, or one of another type, is an error."""
+    return None if data is None else read_frozen(kind, data)
+
+
+def examination_from_json(data: Any) -> Examination:
+    machine = machine_from_json(data.get("machine") if isinstance(data, dict) else None)
+    return replace(read_recorded(Examination, data, SCHEMA), machine=machine)
