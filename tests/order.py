@@ -20,7 +20,7 @@ SLOWEST = (
     "test_guide", "test_packed_files", "test_ladder", "test_site", "test_serve", "test_testing", "test_exit_codes", "test_dpo",
     "test_diversity", "test_catalogue", "test_workers", "test_burnin", "test_habits", "test_healthy",
     "test_rewards", "test_export_diff", "test_unlucky_moments", "test_reruns", "test_gguf", "test_host_kept", "test_notify",
-    "test_calling", "test_style", "test_world", "test_doctor", "test_tokenizer", "test_packing", "test_words",
+    "test_calling", "test_style", "test_world", "test_doctor", "test_tokenizer", "test_packing",
     "test_optim", "test_ssh", "test_evaluate", "test_foreign_text",
     "test_sharedweights", "test_terminal", "test_rendezvous",
     "test_torch", "test_gate", "test_goodput_simulator", "test_model", "test_docs", "test_restarts",
