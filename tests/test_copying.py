@@ -23,8 +23,8 @@ from localuser import ATTACKER, needs_root
 from netcluster import NetCluster
 from stoker.contract import progress, protocol
 from stoker.contract.errors import Refusal
-from stoker.control.agent.file_receiver import Receiver, Refused, serve
-from stoker.control.agent.probe_ready import files
+from stoker.control.agent.file_receiver import CopyError, Receiver, serve
+from stoker.control.agent.probes.files import files
 from stoker.control.cluster import agent_zip, agreement, file_list, file_sync, hosts, ssh, sync_target
 from stoker.control.machine.file_hash import FileHashes, sha256_of
 
@@ -557,14 +557,14 @@ def test_nothing_is_changed_or_removed_behind_a_link(tmp_path: Path) -> None:
                                      b"\xff", b""])  # fmt: skip
 def test_a_damaged_list_of_earlier_copies_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / ".stoker-sync.json").write_bytes(content)
-    with pytest.raises(Refused, match=r"stoker-sync\.json can't be read"):
+    with pytest.raises(CopyError, match=r"stoker-sync\.json can't be read"):
         Receiver().offer(str(tmp_path), "inside", [])
 
 
 @pytest.mark.parametrize("name", ["../precious", "/precious", "a/../../precious"])
 def test_a_list_of_earlier_copies_names_nothing_outside_its_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / ".stoker-sync.json").write_text(json.dumps({"schema": 2, "origins": {"here": {name: "0" * 64}}}))
-    with pytest.raises(Refused, match=r"stoker-sync\.json can't be read .*outside the folder"):
+    with pytest.raises(CopyError, match=r"stoker-sync\.json can't be read .*outside the folder"):
         Receiver().offer(str(tmp_path), "inside", [], "here")
 
 
@@ -572,7 +572,7 @@ def test_a_list_of_earlier_copies_names_nothing_outside_its_folder(tmp_path: Pat
 def test_another_users_list_of_earlier_copies_is_not_believed(tmp_path: Path) -> None:
     (tmp_path / ".stoker-sync.json").write_text(json.dumps({"schema": 2, "origins": {"here": {}}}))
     os.chown(tmp_path / ".stoker-sync.json", 12345, 12345)
-    with pytest.raises(Refused, match="belongs to another user"):
+    with pytest.raises(CopyError, match="belongs to another user"):
         Receiver().offer(str(tmp_path), "inside", [], "here")
 
 
