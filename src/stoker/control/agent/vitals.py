@@ -192,7 +192,7 @@ def _kernel_messages_about(rank: RankProcess) -> tuple[str, ...]:
 
     def is_about_rank(line: str) -> bool:
         xid = kernel_messages.parse_xid(line)
-        return kernel_log.same_card(rank.pci, xid[0]) if xid else any(phrase in line for phrase in phrases)
+        return kernel_log.is_same_gpu(rank.pci, xid[0]) if xid else any(phrase in line for phrase in phrases)
 
     return tuple(line[:300] for line in kernel_log.lines(rank.started) if is_about_rank(line))[-12:]
 
