@@ -20,7 +20,7 @@ _OWN_NAMES = ("stoker-agent", "stoker-guard")
 
 
 @frozen
-class Origin:
+class RunOrigin:
     """Where a run's processes were started."""
 
     agent: int
@@ -33,18 +33,18 @@ class Origin:
         return f"{self.agent}:{self.start}:{self.job}:{','.join(map(str, self.above))}:{self.cgroup}"
 
 
-def own_origin(environ: Mapping[str, str]) -> Origin:
+def own_origin(environ: Mapping[str, str]) -> RunOrigin:
     """Return the origin of the ranks that this process, an agent, starts."""
     pid = os.getpid()
     agent = find_process(pid)
     parents = tuple(parent.pid for parent in ancestors(pid))
-    return Origin(pid, agent.start if agent else 0, schedulers.job_id(environ), parents, cgroup(pid))
+    return RunOrigin(pid, agent.start if agent else 0, schedulers.job_id(environ), parents, cgroup(pid))
 
 
-def read(text: str | None) -> Origin | None:
+def read(text: str | None) -> RunOrigin | None:
     try:
         agent, start, job, parents, group = (text or "").split(":", 4)
-        return Origin(int(agent), int(start), job, tuple(int(pid) for pid in parents.split(",") if pid), group)
+        return RunOrigin(int(agent), int(start), job, tuple(int(pid) for pid in parents.split(",") if pid), group)
     except ValueError:
         return None
 
