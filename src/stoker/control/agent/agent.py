@@ -29,7 +29,7 @@ from stoker.control.agent.relay import CHUNK, FLOOD_BYTES, Relay
 from stoker.control.agent.spawn import SOCKET_NAME, InitGate, RankProcess, spawn_rank
 from stoker.control.agent.stack_dump import MAX_CALLS, add_source_to_calls
 from stoker.control.agent.sweep import FinalSweep, StopSequence, Sweeper, read_exit, reap, take_over
-from stoker.control.agent.vitals import BEATS_S, VITALS_S, Vitals, enforce_memory_limit, gauges_message, read_memory
+from stoker.control.agent.vitals import BEATS_S, VITALS_S, Vitals, enforce_memory_limit, gauges_message, measure_memory
 from stoker.control.machine import host_limits, run_origin
 from stoker.control.machine.gpu_lock import GpuLocks, held_gpus
 from stoker.control.machine.host_limits import cpus_near
@@ -271,7 +271,7 @@ class Agent:
             try:
                 if self._observer is None:
                     self._observer = Observer(recorded)
-                machine = self._observer.look()
+                machine = self._observer.observe()
                 locked = held_gpus([gpu.uuid for gpu in machine.gpus])
                 report: protocol.Message = {"is": "host", "machine": machine.to_json(), "held": locked, **details}
             except Refusal as refusal:
@@ -435,7 +435,7 @@ class Agent:
         """Report the memory at a mark, once."""
         if mark not in rank.marks:
             rank.marks.add(mark)
-            memory = read_memory(rank.pid, rank.gpu, self._nvml)
+            memory = measure_memory(rank.pid, rank.gpu, self._nvml)
             if not memory["rss"]:  # the rank has ended since: its memory is unknown, not 0.0 GB
                 return
             self._relay.send({"is": "mem", "rank": rank.rank, "at": mark, "note": note, **memory})

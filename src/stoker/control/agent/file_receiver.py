@@ -43,7 +43,7 @@ class CopyError(Exception):
     """A reason why the copy can't go on, as one line for the user."""
 
 
-class Receiver:
+class FileReceiver:
     """Receives one copy into one folder."""
 
     def __init__(self) -> None:
@@ -204,7 +204,7 @@ class Receiver:
             try:
                 os.rmdir(full)
             except OSError as problem:
-                raise CopyError(f"{full} is in the way: it is a folder with something in it") from problem
+                raise CopyError(f"{full} is in the way: it is a folder that is not empty") from problem
 
     def _remove(self, path: str, value: str) -> int:
         """Remove a file if it is as an earlier copy left it, and the folders that are then empty. Return 1 if removed.
@@ -264,7 +264,7 @@ def _read_manifest(path: str) -> dict[str, dict[str, str]]:
 
 def serve(source: int, sink: int) -> int:
     """Obey the orders from `source` until the copy is finished. Return the exit code."""
-    receiver = Receiver()
+    receiver = FileReceiver()
     decoder = protocol.Decoder()
     _send(sink, protocol.SENTINEL)
     is_over = threading.Event()
@@ -291,7 +291,7 @@ def serve(source: int, sink: int) -> int:
     return 1
 
 
-def _obey(receiver: Receiver, order: protocol.Message, payload: bytes, sink: int) -> bool:
+def _obey(receiver: FileReceiver, order: protocol.Message, payload: bytes, sink: int) -> bool:
     """Carry out one order. Return whether it was the last."""
     action = order.get("do")
     if action not in _ORDERS:

@@ -47,7 +47,7 @@ PROBES = {
 
 LIMIT_S = 60.0  # for an order that names no limit
 _MORE, _LAST = b"+", b"="
-_NO_ANSWER = {"error": "it ended without an answer: it took too long, or was ended"}
+_NO_ANSWER = {"error": "the probe ended without an answer: it took too long or was stopped"}
 
 
 class Inspector:

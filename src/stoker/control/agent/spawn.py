@@ -195,7 +195,7 @@ class InitGate:
 
     @property
     def is_limiting(self) -> bool:
-        """Whether some rank has to wait. If not, nothing is reported."""
+        """Return whether some rank has to wait. If not, nothing is reported."""
         return self.slots == 0 or self.slots < len(self.ranks)
 
     def admit(self, now: float) -> list[int]:

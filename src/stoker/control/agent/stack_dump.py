@@ -175,8 +175,13 @@ def _size(path: str) -> int:
 
 
 def with_source(frame: list[Any]) -> list[Any]:
-    """Return [function, file, line] with the loops and the conditions on the rank that are around that line."""
-    return [*frame[:3], _loops_around(frame[1], frame[2]), conditions_around(frame[1], frame[2])]
+    """Return [function, file, line, first lines of the loops around it, conditions on the rank around it].
+
+    Both are outermost first. The loops tell whether a rank has left its loop or does something else in it.
+    """
+    file, line = frame[1], frame[2]
+    loops = [first for first, last in _find_loops(file) if first < line <= last]
+    return [*frame[:3], loops, conditions_around(file, line)]
 
 
 def add_source_to_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -198,14 +203,6 @@ def _parse_source(file: str) -> list[Any]:
             return list(ast.walk(ast.parse(source.read(1 << 20))))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-
-
-def _loops_around(file: str, line: int) -> list[int]:
-    """Return the first lines of the script's loops that a line is in, outermost first.
-
-    They tell whether a rank has left its loop or does something else in it.
-    """
-    return [first for first, last in _find_loops(file) if first < line <= last]
 
 
 @functools.cache
@@ -402,7 +399,7 @@ def _request_trace(socket_path: str, handler: str) -> tuple[dict[str, Any] | Non
     head, _, body = b"".join(parts).partition(b"\r\n\r\n")
     status = head.partition(b"\r")[0]
     if b" 200 " not in status:
-        return None, f"the worker server says {status.decode('ascii', 'replace')}"
+        return None, f"the worker server answered {status.decode('ascii', 'replace')}"
     try:
         trace = parse_json(body)
     except ValueError as problem:

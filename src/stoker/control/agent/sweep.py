@@ -36,8 +36,9 @@ class Sweeper:
         pids = procfs.descendants(self.root, table)
         for pid in [pid for pid in pids - self.groups - self.spare if run_origin.is_kept(pid)]:
             pids -= {pid, *procfs.descendants(pid, table)}
+        pids -= self.spare
         uid = os.getuid()
-        living = [process for process in table if process.pid in pids - self.spare and process.state != "Z"]
+        living = [process for process in table if process.pid in pids and process.state != "Z"]
         return [process for process in living if process_owner(process.pid) == uid]
 
     def signal_all(self, signum: int, targets: list[Process]) -> None:

@@ -80,7 +80,7 @@ class Vitals:
             if rank.reader.torn:
                 rank.reader = None
                 self._send({"is": "beatless", "rank": rank.rank})
-                text = "its beats are unreadable (something wrote over them): it is watched without them"
+                text = "its beats are unreadable because something overwrote them; it is watched without them"
                 self._send({"is": "note", "rank": rank.rank, "text": text})
             if not beats:
                 continue
@@ -200,7 +200,7 @@ def _kernel_messages_about(rank: RankProcess) -> tuple[str, ...]:
 # ---- memory: the numbers of the MEM lines, and the limit on resident memory ----
 
 
-def read_memory(pid: int, gpu: str | None, nvml: Nvml | None) -> dict[str, Any]:
+def measure_memory(pid: int, gpu: str | None, nvml: Nvml | None) -> dict[str, Any]:
     """Return the memory of a process, its host and its GPU, as fields of the "mem" message."""
     total, available, _ = host_memory.read_memory()
     gpu_memory = nvml.memory(gpu) if nvml is not None and gpu else None

@@ -59,14 +59,14 @@ class Child:
         try:
             code = self._process.wait(0.5)
         except subprocess.TimeoutExpired:
-            return None, "its process does not end"
+            return None, "did not end"
         if code:
             stderr = self._stderr.read().decode("utf-8", "replace").strip()
-            return None, f"ended with {code}" + (f": {stderr.splitlines()[-1]}" if stderr else "")
+            return None, f"ended with exit code {code}" + (f": {stderr.splitlines()[-1]}" if stderr else "")
         try:
             return json.loads(self.output), ""
         except ValueError:
-            return None, "said nothing that can be read"
+            return None, "gave no readable answer"
 
 
 def _start(
@@ -178,7 +178,7 @@ def _start_probes(gpus: list[Gpu]) -> list[Child]:
 
 def _read_probe(result: tuple[Any, str] | None) -> Probe:
     if result is None:
-        return Probe("full", "less than 1 GB is free: no context was tried")
+        return Probe("full", "not tried, because less than 1 GB is free")
     answer, why = result
     if answer is not None:
         probe: Probe = read_examination(Probe, answer)
@@ -204,5 +204,5 @@ def _machine_without_gpus(why: str) -> Machine:
     """Return what is known about the machine although NVML gave no answer."""
     total, available, limit = host_memory.read_memory()
     return Machine(
-        os.uname().nodename, host_limits.cores(), total, available, gpu_error=f"NVML gives {why}", cgroup_limit=limit
+        os.uname().nodename, host_limits.cores(), total, available, gpu_error=f"NVML: {why}", cgroup_limit=limit
     )

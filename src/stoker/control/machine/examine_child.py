@@ -60,7 +60,7 @@ def main(argv: list[str]) -> None:
 
 
 def _examine_machine() -> Any:
-    return Observer().look().to_json()
+    return Observer().observe().to_json()
 
 
 def _examine_health() -> Any:

@@ -339,14 +339,14 @@ def describe_holder(handle: int) -> str:
         if run:
             return f"run {run} (agent pid {pid}, not visible from here)"
         hidden = f"a process that is not visible from here (lock file of user {user_name(status.st_uid)})"
-        return f"{hidden}; --share-gpus starts without GPU locks"
+        return f"{hidden}; use --share-gpus to start without GPU locks"
     uid = process_owner(holder_pid)
     user = f", user {user_name(uid)}" if uid is not None and uid != os.getuid() else ""
     if run and holder_pid == pid:
         return f"run {run} (agent pid {pid}{user})"
     holder = find_process(holder_pid)
     name = f" ({escape(holder.name, 40)}{user})" if holder is not None else ""
-    return f"pid {holder_pid}{name}, which is not a Stoker run; --share-gpus starts without GPU locks"
+    return f"pid {holder_pid}{name}, which is not a Stoker run; use --share-gpus to start without GPU locks"
 
 
 def last_holder(handle: int) -> str:

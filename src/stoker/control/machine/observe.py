@@ -28,7 +28,7 @@ class Observer:
         except DriverError as problem:
             self.gpu_error = str(problem)
 
-    def look(self) -> Machine:
+    def observe(self) -> Machine:
         """Return the machine as it is now."""
         if self.recorded:
             return read_recorded(self.recorded)

@@ -32,7 +32,7 @@ def listener(port: int) -> str | None:
     for pid in procfs.pids_here():
         if not sockets.isdisjoint(procfs.open_files(pid)):
             return f"pid {pid} ({' '.join((procfs.command_line(pid) or '?').split())[:200]})"
-    return "a process that is not ours to see"
+    return "a process that is not visible from here"
 
 
 def reserve(address: str, port: int, soft: bool) -> tuple[socket.socket | None, dict[str, Any]]:

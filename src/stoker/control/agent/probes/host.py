@@ -53,7 +53,7 @@ def _torch_version(python: str) -> dict[str, Any]:
     lines = [line for line in done.stdout.splitlines() if line.startswith(b"{")]
     if not lines:
         last_line = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
-        return {"error": f"{python} ended with {done.returncode}" + (f": {last_line}" if last_line else "")}
+        return {"error": f"{python} ended with exit code {done.returncode}" + (f": {last_line}" if last_line else "")}
     version: dict[str, Any] = json.loads(lines[-1])
     return version
 
@@ -63,7 +63,7 @@ def setup(pythons: list[str]) -> Any:
 
     `pythons` lists the preferred one first; a leading ~ is the home folder on this host.
     """
-    machine = Observer(os.environ.get(MACHINE)).look()
+    machine = Observer(os.environ.get(MACHINE)).observe()
     return {
         "gpus": [gpu.name for gpu in machine.gpus if gpu.error is None],
         "gpu_error": machine.gpu_error,
@@ -136,13 +136,13 @@ def ready(workdir: str, program: str, run_dir: str, token: str) -> Any:
     folder = os.path.expanduser(workdir)
     if not os.path.isdir(folder):
         problems.append(
-            f"no folder {workdir} for the ranks; --sync copies this folder there, workdir: in the hosts file names another"
+            f"no folder {workdir} for the ranks; copy this folder there with --sync, or set workdir: in the hosts file"
         )
     elif not os.access(folder, os.R_OK | os.X_OK):
-        problems.append(f"the folder {workdir} may not be entered")
+        problems.append(f"no permission to enter the folder {workdir}")
     on_path = shutil.which(os.path.expanduser(program), path=os.environ.get("PATH", os.defpath))
     if on_path is None and not os.access(os.path.join(folder, program), os.X_OK):
-        problems.append(f"no program {program} (python: in the hosts file, or --python)")
+        problems.append(f"no program {program}; set python: in the hosts file, or --python")
     shared = os.path.exists(os.path.join(run_dir, token))
     unwritable = ""
     try:

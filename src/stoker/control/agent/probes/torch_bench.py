@@ -107,4 +107,4 @@ def torch(python: str = "") -> Iterator[Any]:
         if not has_answered:
             stderr.seek(0)
             last_line = stderr.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
-            yield {"error": f"its Python ended with {code}" + (f": {last_line}" if last_line else "")}
+            yield {"error": f"its Python ended with exit code {code}" + (f": {last_line}" if last_line else "")}
