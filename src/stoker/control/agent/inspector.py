@@ -86,8 +86,10 @@ class Inspector:
     def obey(self, order: protocol.Message) -> None:
         """Pass an order on to a running probe, or end the probe."""
         for child in self._children.values():
-            if child.header["ask"] == order["ask"]:
-                child.send(order["word"]) if order["do"] == "tell" else child.kill()
+            if child.header["ask"] == order["ask"] and order["do"] == "tell":
+                child.send(order["word"])
+            elif child.header["ask"] == order["ask"]:
+                child.kill()
 
     def read(self, handle: int) -> None:
         """Send on what a child has answered."""

@@ -80,7 +80,7 @@ class OpenFiles:
 
 
 def read_wait(pid: int, files: OpenFiles, rank_of: RankOf) -> dict[str, Any]:
-    """Return what the main thread of a process is blocked on, as fields of watch's Snapshot and Worker."""
+    """Return what the main thread of a process is blocked on, as fields of the types in control/watch/rank_inspection.py."""
     call, arguments, problem = _read_syscall(pid)
     wchan = read_kernel_file(f"/proc/{pid}/wchan").strip().strip("0")
     blocked = []
