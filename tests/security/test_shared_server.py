@@ -703,7 +703,7 @@ def test_what_is_no_lock_file_is_reported_and_goes_unused(folder: Path, precious
         mine = GpuLocks("r")
         assert mine.take([UUID, "GPU-fine"]) == {}
         (notice,) = mine.notices
-        assert f"locking it in {folder}-{uid}" in notice and str(ATTACKER) in notice
+        assert f"{folder}-{uid}:" in notice and str(ATTACKER) in notice
         assert UUID in GpuLocks("again").take([UUID])
         assert (folder / "GPU-fine").is_file()
 

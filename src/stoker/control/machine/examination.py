@@ -43,7 +43,7 @@ class Health:
     display: bool | None = None
     capability: str | None = None  # 9.0
     xids: tuple[int, ...] = ()
-    peers: dict[str, str] | None = None  # uuid -> ok, or why one card can't read the other's memory
+    peers: dict[str, str] | None = None  # uuid -> ok, or why this GPU can't read the other one's memory
 
 
 @frozen

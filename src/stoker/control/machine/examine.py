@@ -161,10 +161,10 @@ def look_aside(limit: float) -> Machine | str:
     return machine_from_json(machine)
 
 
-def probe_cards(cards: list[Gpu]) -> dict[str, Probe]:
+def probe_cards(gpus: list[Gpu]) -> dict[str, Probe]:
     """Run only the context probe, on these GPUs at the same time."""
-    results = _wait(_start_probes(cards))
-    return {gpu.uuid: _read_probe(results.get(gpu.uuid)) for gpu in cards}
+    results = _wait(_start_probes(gpus))
+    return {gpu.uuid: _read_probe(results.get(gpu.uuid)) for gpu in gpus}
 
 
 def _start_probes(gpus: list[Gpu]) -> list[Child]:
