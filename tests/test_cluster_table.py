@@ -108,7 +108,7 @@ CASES = [
      "10.0.0.2: all that goes from and to it moves at 48 Mbit/s, the other pairs 944 Mbit/s or more: every step waits for it"),
     (facts(pairs={(0, 1): {"rate": 6e6}}), "between.slow-link", "10.0.0.1 → 10.0.0.2: 48 Mbit/s, the best pair 944 Mbit/s: every step waits for it"),
     (facts(pairs={(a, b): {"rate": 10e6} for a in range(3) for b in range(3)}), "between.slow-link", "all pairs are slow, 80 Mbit/s at worst: every step waits for that"),
-    (facts(reduce=Reduce(3, "gloo", error="10.0.0.2: no end within 20 s")), "between.all-reduce", "a gloo all-reduce over 3 hosts fails: 10.0.0.2: no end within 20 s"),
+    (facts(reduce=Reduce(3, "gloo", error="10.0.0.2: did not finish within 20 s")), "between.all-reduce", "a gloo all-reduce over 3 hosts fails: 10.0.0.2: did not finish within 20 s"),
     (facts(reduce=Reduce(3, "gloo", 1 << 20, (0.2, 0.2, 0.2))), "between.all-reduce", "the all-reduce moves 55.9 Mbit/s a link, a single connection 944 Mbit/s"),
     (facts(host(0, hostname="box", resolves={"box": ("127.0.1.1",)})), "between.hostname", "10.0.0.1's hostname box resolves to 127.0.1.1, which is loopback: no harm to `stoker run`"),
     (facts(*(host(n, hostname="clone", resolves={"clone": ()}) for n in range(3))), "between.hostname",

@@ -23,8 +23,8 @@ from localuser import ATTACKER, needs_root
 from netcluster import NetCluster
 from stoker.contract import progress, protocol
 from stoker.contract.errors import Refusal
-from stoker.control.agent.file_receiver import Receiver, Refused, serve
-from stoker.control.agent.probe_ready import files
+from stoker.control.agent.file_receiver import CopyError, FileReceiver, serve
+from stoker.control.agent.probes.files import files
 from stoker.control.cluster import agent_zip, agreement, file_list, file_sync, hosts, ssh, sync_target
 from stoker.control.machine.file_hash import FileHashes, sha256_of
 
@@ -260,7 +260,7 @@ def test_a_folder_in_the_way_of_a_file_is_named(netcluster: NetCluster, source: 
     )
     assert (
         third
-        == f"host {netcluster.hosts[2].name}: {netcluster.hosts[2].workdir}/train.py is in the way: it is a folder with something in it"
+        == f"host {netcluster.hosts[2].name}: {netcluster.hosts[2].workdir}/train.py is in the way: it is a folder that is not empty"
     )
 
 
@@ -546,9 +546,9 @@ def test_nothing_is_changed_or_removed_behind_a_link(tmp_path: Path) -> None:
     manifest = {"schema": 2, "root": str(root), "origins": {"here": {"data/x": digest}}}
     (root / ".stoker-sync.json").write_text(json.dumps(manifest))
     (root / "data").symlink_to(larger)  # its user has moved what a copy brought
-    assert Receiver().offer(str(root), "inside", [("data/x", "file", 0o755, 5, digest)], "here") == []
+    assert FileReceiver().offer(str(root), "inside", [("data/x", "file", 0o755, 5, digest)], "here") == []
     assert stat.S_IMODE((larger / "x").stat().st_mode) == 0o600
-    receiver = Receiver()
+    receiver = FileReceiver()
     receiver.offer(str(root), "inside", [], "here")
     assert receiver.finish()["removed"] == 0 and (larger / "x").read_text() == "hello"
 
@@ -557,23 +557,23 @@ def test_nothing_is_changed_or_removed_behind_a_link(tmp_path: Path) -> None:
                                      b"\xff", b""])  # fmt: skip
 def test_a_damaged_list_of_earlier_copies_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / ".stoker-sync.json").write_bytes(content)
-    with pytest.raises(Refused, match=r"stoker-sync\.json can't be read"):
-        Receiver().offer(str(tmp_path), "inside", [])
+    with pytest.raises(CopyError, match=r"stoker-sync\.json can't be read"):
+        FileReceiver().offer(str(tmp_path), "inside", [])
 
 
 @pytest.mark.parametrize("name", ["../precious", "/precious", "a/../../precious"])
 def test_a_list_of_earlier_copies_names_nothing_outside_its_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / ".stoker-sync.json").write_text(json.dumps({"schema": 2, "origins": {"here": {name: "0" * 64}}}))
-    with pytest.raises(Refused, match=r"stoker-sync\.json can't be read .*outside the folder"):
-        Receiver().offer(str(tmp_path), "inside", [], "here")
+    with pytest.raises(CopyError, match=r"stoker-sync\.json can't be read .*outside the folder"):
+        FileReceiver().offer(str(tmp_path), "inside", [], "here")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="files of another user take root")
 def test_another_users_list_of_earlier_copies_is_not_believed(tmp_path: Path) -> None:
     (tmp_path / ".stoker-sync.json").write_text(json.dumps({"schema": 2, "origins": {"here": {}}}))
     os.chown(tmp_path / ".stoker-sync.json", 12345, 12345)
-    with pytest.raises(Refused, match="belongs to another user"):
-        Receiver().offer(str(tmp_path), "inside", [], "here")
+    with pytest.raises(CopyError, match="belongs to another user"):
+        FileReceiver().offer(str(tmp_path), "inside", [], "here")
 
 
 ORDERS = [
@@ -670,8 +670,8 @@ from stoker.control.agent import file_receiver
 left = int(sys.argv[1])  # the agent's zip, which this one does not need
 while left:
     left -= len(os.read(0, left))
-offer = file_receiver.Receiver.offer
-file_receiver.Receiver.offer = lambda *given: time.sleep(4.0) or offer(*given)
+offer = file_receiver.FileReceiver.offer
+file_receiver.FileReceiver.offer = lambda *given: time.sleep(4.0) or offer(*given)
 sys.exit(file_receiver.serve(0, 1))
 """
 

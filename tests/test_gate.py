@@ -13,7 +13,7 @@ from stoker.control.plan.run_plan import _slots
 
 def test_slots_are_passed_on_in_order() -> None:
     gate = InitGate((0, 1, 2, 3), 2, 10.0, 100.0, 0.0)
-    assert gate.admit(0.0) == [0, 1] and gate.admit(1.0) == [] and gate.limited
+    assert gate.admit(0.0) == [0, 1] and gate.admit(1.0) == [] and gate.is_limiting
     assert gate.release(1) and not gate.release(1)
     assert gate.admit(2.0) == [2]
     assert gate.overdue(9.0) == [] and gate.overdue(10.0) == [0]
@@ -22,7 +22,7 @@ def test_slots_are_passed_on_in_order() -> None:
 def test_the_first_rank_tells_how_many_fit() -> None:
     gate = InitGate(tuple(range(8)), 0, 10.0, 100.0, 0.0)
     assert gate.admit(0.0) == [0]
-    gate.measured(took=5 * 10**9, available=17 * 10**9)
+    gate.measure(peak=5 * 10**9, available=17 * 10**9)
     gate.release(0)
     assert gate.admit(1.0) == [1, 2, 3]
 

@@ -21,10 +21,10 @@ from stoker.control.machine import host_limits, kernel_log
     ],
 )  # fmt: skip
 def test_a_card_is_found_in_the_kernels_log(pci: str, where: str, same: bool) -> None:
-    assert kernel_log.same_card(pci, where) == same
+    assert kernel_log.is_same_gpu(pci, where) == same
     if same and "." not in where:
         found = kernel_messages.parse_xid(f"NVRM: Xid (PCI:{where}): 79, pid=1234, GPU has fallen off the bus.")
-        assert found == (where, 79) and kernel_log.same_card(pci, found[0])
+        assert found == (where, 79) and kernel_log.is_same_gpu(pci, found[0])
 
 
 def test_the_tightest_of_the_cgroups_around_a_process_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

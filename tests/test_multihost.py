@@ -318,7 +318,7 @@ def test_what_a_host_lacks_is_named_before_any_rank_starts(stoker: Stoker, netcl
     missing = str(stoker.cwd / "nowhere")
     done = stoker("run", "--hosts", str(netcluster.file(workdir=missing)), "s.py")
     names = ", ".join(host.name for host in netcluster.hosts)
-    assert f"hosts {names}: no folder {missing} for the ranks; --sync copies this folder there" in done.err
+    assert f"hosts {names}: no folder {missing} for the ranks; copy this folder there with --sync" in done.err
     assert done.err.count(missing) == 1, done.err
     done = stoker("run", "--hosts", str(netcluster.file(slots=(1, 1))), "s.py")
     assert done.code == 69 and f"host {netcluster.hosts[1].name}: s.py differs" in done.err and "ran" not in done.out
@@ -459,7 +459,7 @@ def test_a_killed_coordinator_leaves_nothing_on_any_host(stoker: Stoker, netclus
 
 
 def test_what_a_host_is_asked_before_its_ranks_start(tmp_path: Path) -> None:
-    from stoker.control.agent.probe_ready import ready
+    from stoker.control.agent.probes.host import ready
 
     shared, apart = tmp_path / "shared", tmp_path / "apart" / "deep"
     shared.mkdir()
@@ -487,10 +487,10 @@ def test_the_address_that_ssh_came_to_is_found(
     monkeypatch: pytest.MonkeyPatch, connection: str, address: str | None
 ) -> None:
     """An sshd that a ProxyCommand started knows none."""
-    from stoker.control.agent import probe_route
+    from stoker.control.agent.probes import network
 
     monkeypatch.setenv("SSH_CONNECTION", connection)
-    assert probe_route.route([])["reached_at"] == address
+    assert network.route([])["reached_at"] == address
 
 
 def route(*ways: tuple[str, str | None], reached: str | None = None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from stoker.contract.errors import Refusal
 from stoker.contract.evidence import Verdict
 from stoker.contract.process import find_process
 from stoker.contract.slurm_job import SlurmJob
-from stoker.control.machine.run_origin import Origin
+from stoker.control.machine.run_origin import RunOrigin
 from stoker.control.scheduler import slurm as engine
 from stoker.control.scheduler import slurm_job
 from stoker.control.scheduler.slurm_submit import SubmitOptions, limit_s, make_script, seeds, slurm_time
@@ -603,8 +603,8 @@ def test_the_words_slurm_uses_are_read() -> None:
 
 _PARENT = find_process(os.getppid())
 assert _PARENT is not None
-IN_A_RANK = Origin(_PARENT.pid, _PARENT.start, "7", (1,), "").text()
-NOT_BELOW_IT = Origin(_PARENT.pid, _PARENT.start - 1, "7", (1,), "").text()
+IN_A_RANK = RunOrigin(_PARENT.pid, _PARENT.start, "7", (1,), "").text()
+NOT_BELOW_IT = RunOrigin(_PARENT.pid, _PARENT.start - 1, "7", (1,), "").text()
 
 
 @pytest.mark.parametrize(

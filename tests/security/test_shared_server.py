@@ -23,7 +23,7 @@ from localuser import ATTACKER, VICTIM, do_as, start_as
 from stoker.contract import process, safe_io
 from stoker.contract.errors import Refusal
 from stoker.contract.process import find_process, send_signal
-from stoker.control.agent import probe_ready
+from stoker.control.agent.probes import host
 from stoker.control.doctor import stale_files
 from stoker.control.machine.gpu_lock import GpuLocks, held_gpus
 from stoker.control.plan.run_dir import RunDir, discard_run_dir
@@ -373,14 +373,14 @@ def test_a_host_refuses_a_run_directory_that_somebody_else_made(tmp_path: Path, 
     elif kind == "folder":
         run_dir.mkdir()
     give(runs if kind == "runs folder" else run_dir)
-    answer = probe_ready.ready(str(tmp_path), sys.executable, str(run_dir), ".shared-x")
+    answer = host.ready(str(tmp_path), sys.executable, str(run_dir), ".shared-x")
     assert len(answer["problems"]) == 1 and not answer["shared"], answer
 
 
 def test_a_host_takes_a_run_directory_of_ones_own_again(tmp_path: Path) -> None:
     run_dir = tmp_path / "runs" / "20260101-000000-exp"
     for _ in range(2):
-        answer = probe_ready.ready(str(tmp_path), sys.executable, str(run_dir), ".shared-x")
+        answer = host.ready(str(tmp_path), sys.executable, str(run_dir), ".shared-x")
         assert answer == {"problems": [], "shared": False, "unwritable": ""}
 
 
@@ -703,7 +703,7 @@ def test_what_is_no_lock_file_is_reported_and_goes_unused(folder: Path, precious
         mine = GpuLocks("r")
         assert mine.take([UUID, "GPU-fine"]) == {}
         (notice,) = mine.notices
-        assert f"locking it in {folder}-{uid}" in notice and str(ATTACKER) in notice
+        assert f"{folder}-{uid}:" in notice and str(ATTACKER) in notice
         assert UUID in GpuLocks("again").take([UUID])
         assert (folder / "GPU-fine").is_file()
 

@@ -328,17 +328,17 @@ def test_what_is_marked_to_be_kept_is_kept(stoker: Stoker, ending: str) -> None:
         wait_for(lambda: True if all(find_process(pid) is None for pid in (kept, *below)) else None, 5)
 
 
-def tag(run_dir: Path, where: run_origin.Origin) -> dict[str, str]:
+def tag(run_dir: Path, where: run_origin.RunOrigin) -> dict[str, str]:
     return {env_vars.RUN_ID: run_dir.name, env_vars.RUN_DIR: str(run_dir), env_vars.RUN_ORIGIN: where.text()}
 
 
 @pytest.fixture
-def here() -> run_origin.Origin:
+def here() -> run_origin.RunOrigin:
     """As if this process were the agent."""
     return run_origin.own_origin({})
 
 
-def strangers(run_dir: Path, here: run_origin.Origin, start: Start) -> dict[str, subprocess.Popen[bytes]]:
+def strangers(run_dir: Path, here: run_origin.RunOrigin, start: Start) -> dict[str, subprocess.Popen[bytes]]:
     """Each with the whole tag of the run, and started by somebody else."""
     from stoker.contract.frozen import replace
 
@@ -363,7 +363,7 @@ def strangers(run_dir: Path, here: run_origin.Origin, start: Start) -> dict[str,
     }
 
 
-def test_clean_leaves_alone_what_another_started(stoker: Stoker, start: Start, here: run_origin.Origin) -> None:
+def test_clean_leaves_alone_what_another_started(stoker: Stoker, start: Start, here: run_origin.RunOrigin) -> None:
     gone = stoker.cwd / "runs" / "2026-gone"
     ours = start(["sleep", "600"], tag(gone, here))
     others = strangers(gone, here, start)
@@ -378,7 +378,7 @@ def test_clean_leaves_alone_what_another_started(stoker: Stoker, start: Start, h
 
 
 def test_a_host_that_is_back_ends_only_what_its_run_left_there(
-    tmp_path: Path, start: Start, here: run_origin.Origin
+    tmp_path: Path, start: Start, here: run_origin.RunOrigin
 ) -> None:
     run_dir = tmp_path / "runs" / "2026-back"
     ours = start(["sleep", "600"], {**tag(run_dir, here), env_vars.HOST: "b"})
@@ -391,7 +391,7 @@ def test_a_host_that_is_back_ends_only_what_its_run_left_there(
 
 
 @ROOT_ONLY
-def test_another_control_group_is_another_service(tmp_path: Path, start: Start, here: run_origin.Origin) -> None:
+def test_another_control_group_is_another_service(tmp_path: Path, start: Start, here: run_origin.RunOrigin) -> None:
     place = next(
         (path for path in (Path("/sys/fs/cgroup/systemd"), Path("/sys/fs/cgroup")) if (path / "cgroup.procs").exists()),
         None,

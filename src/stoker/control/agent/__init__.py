@@ -1,1 +1,1 @@
-"""One per host: spawns, relays, stops and sweeps that host's ranks. Standard library only, so that it can travel."""
+"""The agent of one host: starts, watches, stops and sweeps that host's ranks. Standard library only, as it travels."""

@@ -1,7 +1,7 @@
-"""The far end of a viewer: what this host and its GPUs are doing, every few seconds, for as long as somebody listens.
+"""Sends this host's and its GPUs' gauges to a viewer every few seconds, for as long as the viewer is there.
 
-Started by the agent's own bootstrap (control/cluster/agent_zip.py) with the seconds between two readings. It ends when its
-standard input closes, or when the viewer, which writes a byte for every reading, has been silent for too long.
+Started by the agent's bootstrap (control/cluster/agent_zip.py) with the seconds between two readings. It ends when its
+standard input closes, or when the viewer, which writes a byte for every reading, has been silent for SILENCE_S.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from stoker.control.machine.gauges import Gauges
 SILENCE_S = 20.0
 
 
-def serve(orders: int, answers: int, interval: float) -> int:
+def serve(source: int, sink: int, interval: float) -> int:
     gauges = Gauges(os.environ.get(MACHINE))
-    os.set_blocking(answers, False)
-    heard = time.monotonic()
-    data = protocol.SENTINEL
+    os.set_blocking(sink, False)
+    last_heard = time.monotonic()
+    unsent = protocol.SENTINEL
     while True:
         due = time.monotonic() + interval
-        host, cards = gauges.read()
-        payload = json.dumps({"host": as_json(host), "gpus": as_json(cards)}, separators=(",", ":")).encode()
-        data += protocol.encode_message({"is": "gauges"}, payload + b"\n")
-        while data or time.monotonic() < due:
-            until = heard + SILENCE_S if data else min(due, heard + SILENCE_S)
+        host, gpus = gauges.read()
+        payload = json.dumps({"host": as_json(host), "gpus": as_json(gpus)}, separators=(",", ":")).encode()
+        unsent += protocol.encode_message({"is": "gauges"}, payload + b"\n")
+        while unsent or time.monotonic() < due:
+            until = last_heard + SILENCE_S if unsent else min(due, last_heard + SILENCE_S)
             wait = max(0.0, until - time.monotonic())
-            readable, writable, _ = select.select([orders], [answers] if data else [], [], wait)
+            readable, writable, _ = select.select([source], [sink] if unsent else [], [], wait)
             if readable:
-                if not os.read(orders, 4096):
+                if not os.read(source, 4096):
                     return 0
-                heard = time.monotonic()
+                last_heard = time.monotonic()
             if writable:
                 try:
-                    data = data[os.write(answers, data) :]
+                    unsent = unsent[os.write(sink, unsent) :]
                 except BlockingIOError:
                     pass
                 except BrokenPipeError:
                     return 0
-            if time.monotonic() - heard > SILENCE_S:
+            if time.monotonic() - last_heard > SILENCE_S:
                 return 0
 
 

@@ -1,4 +1,4 @@
-"""The agent's parent: tiny, does nothing but wait. When the agent dies or stalls it sweeps the run's processes away.
+"""The agent's parent: it only waits. When the agent dies or stalls, it kills all processes of the run on this host.
 
 Started on each host as   python -I -S -c BOOT <folder of stoker> <stdin fd or -1>
 """
@@ -19,16 +19,17 @@ from stoker.control.agent import prctl
 from stoker.control.agent.agent import Agent
 from stoker.control.agent.sweep import Sweeper, reap
 
-# The agent writes a line a second; a machine that swaps may be late. By now the coordinator has given this host up, and
-# 15 s after it fell silent nothing may be left here.
+# The agent writes a line every second; on a machine that swaps it may be late. After this long the coordinator has given
+# the host up. All processes must be gone 15 s after the agent fell silent.
 STALL_S = protocol.SILENCE_S + 2.0
 
 
 def main(stdin_fd: int = -1) -> int:
+    """Fork the agent, wait for its end, sweep, and return its exit code."""
     prctl.become_subreaper()
     prctl.set_name(b"stoker-guard")
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT):
-        signal.signal(signum, signal.SIG_IGN)  # orders come over the protocol; who wants us gone closes it
+        signal.signal(signum, signal.SIG_IGN)  # orders come over the protocol; closing it ends the agent
     heart_read, heart_write = os.pipe()
     life_read, life_write = os.pipe()
     guardian = os.getpid()
@@ -46,55 +47,52 @@ def main(stdin_fd: int = -1) -> int:
         os._exit(code)
     os.close(heart_write)
     os.close(life_read)
-    _let_go_of_protocol(stdin_fd)
-    sweeper = Sweeper(os.getpid(), {os.getpid()})
-    status, scratch = _wait(child, heart_read)
-    survivors = sweeper.kill() if status or sweeper.leftovers() else []
-    if scratch:
-        shutil.rmtree(scratch, ignore_errors=True)  # an agent that was killed could not
-    for one in survivors:
-        print(f"stoker: pid {one.pid} ({escape(one.name)}) can't be killed: state {one.state}", file=sys.stderr)
-    return os.waitstatus_to_exitcode(status) & 0xFF
-
-
-def _let_go_of_protocol(stdin_fd: int) -> None:
-    """The agent alone holds the protocol's ends: otherwise its death would close nothing."""
+    # Only the agent may hold the protocol's ends: otherwise its death would close nothing.
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
     os.close(null)
     if stdin_fd >= 0:
         os.close(stdin_fd)
+    sweeper = Sweeper(os.getpid(), {os.getpid()})
+    status, agent_dir = _wait(child, heart_read)
+    survivors = sweeper.kill() if status or sweeper.leftovers() else []
+    if agent_dir:
+        shutil.rmtree(agent_dir, ignore_errors=True)  # an agent that was killed could not remove it
+    for process in survivors:
+        text = f"stoker: pid {process.pid} ({escape(process.name)}) can't be killed: state {process.state}"
+        print(text, file=sys.stderr)
+    return os.waitstatus_to_exitcode(status) & 0xFF
 
 
 def _wait(child: int, heart: int) -> tuple[int, str]:
-    """The agent's wait status, and its folder. A stalled agent is killed: ranks it can't watch must not run."""
+    """Return the agent's wait status and its folder. A stalled agent is killed: its ranks must not run unwatched."""
     last = time.monotonic()
-    words, scratch = b"", ""
+    partial, agent_dir = b"", ""
     while True:
         ready, _, _ = select.select([heart], [], [], 1.0)
         if ready:
             data = os.read(heart, 4096)
             if not data:  # end of file: the agent is gone
-                return _reap_for(child), scratch
+                return _reap_agent(child), agent_dir
             last = time.monotonic()
-            *lines, words = (words + data).split(b"\n")
+            *lines, partial = (partial + data).split(b"\n")
             for line in lines:
-                if line:  # an empty one is a heartbeat
-                    scratch = os.fsdecode(line)
+                if line:  # an empty line is a heartbeat
+                    agent_dir = os.fsdecode(line)
         elif time.monotonic() - last > STALL_S:
             text = f"stoker: the agent (pid {child}) has stalled for {STALL_S:.0f} s: stopping its ranks"
             print(text, file=sys.stderr)
             signal_child(child, signal.SIGKILL)
-            return _reap_for(child), scratch
+            return _reap_agent(child), agent_dir
 
 
-def _reap_for(child: int) -> int:
+def _reap_agent(child: int) -> int:
     deadline = time.monotonic() + 5.0
     while time.monotonic() < deadline:
-        ended = reap()
-        if child in ended:
-            return ended[child]
+        statuses = reap()
+        if child in statuses:
+            return statuses[child]
         time.sleep(0.005)
     return 0
 

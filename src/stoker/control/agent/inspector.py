@@ -1,8 +1,8 @@
-"""What the agent has children look at: ranks that may be stuck, and questions about this host, the probes.
-They may block; the agent goes on.
+"""Work that may block, done in forked children while the agent goes on: inspections of ranks, and probes of this host.
 
-A probe is a plain function in a file of PROBES: what it returns is its answer. One that has something to say before its
-end yields that: those words are marked "more". It may also be told more while it runs: JSON lines on its standard input.
+A probe is a function in a file of PROBES; its arguments come with the order, and what it returns is its answer. A probe
+that is a generator answers as often as it yields; these messages are marked "more". Further orders reach it as JSON lines
+on its standard input.
 """
 
 from __future__ import annotations
@@ -17,304 +17,332 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from stoker.contract import process, protocol
+from stoker.contract import protocol
 from stoker.contract.process import find_process, read_kernel_file, read_status, send_signal
 from stoker.contract.text import escape
 from stoker.control.agent import prctl
 from stoker.control.agent.relay import Relay
 from stoker.control.agent.spawn import RankProcess
 from stoker.control.agent.stack_dump import (
-    CALLS,
-    LOOK_S,
-    SPY_S,
+    INSPECTION_S,
+    MAX_CALLS,
+    PY_SPY_S,
     StackDumper,
-    newest_calls,
+    add_source_to_calls,
+    collective_times,
     read_flight_recorder,
-    timings,
     with_source,
 )
 from stoker.control.agent.sweep import Sweeper
-from stoker.control.agent.vitals import children
 from stoker.control.machine import blocking, procfs
 
-LIMIT_S = 60.0  # where the order does not say
+# Probe -> its file in agent/probes/, which is imported when the probe is called, in the forked child.
+# To add a probe: write a function of its name there, and a line here.
+PROBES = {
+    **dict.fromkeys(("builds", "clock", "examine", "names", "ready", "setup"), "host"),
+    **dict.fromkeys(("net", "route"), "network"),
+    "files": "files",
+    "torch": "torch_bench",
+}
+
+LIMIT_S = 60.0  # for an order that names no limit
 _MORE, _LAST = b"+", b"="
-_NOTHING = {"error": "it ended without an answer: it took too long, or was ended"}
+_NO_ANSWER = {"error": "the probe ended without an answer: it took too long or was stopped"}
 
 
 class Inspector:
+    """Starts the children and sends their answers to the coordinator."""
+
     def __init__(self, selector: selectors.BaseSelector, relay: Relay, sweeper: Sweeper) -> None:
         self._selector = selector
         self._relay = relay
         self._sweeper = sweeper
-        self._children: dict[int, Child] = {}
+        self._children: dict[int, InspectorChild] = {}
 
-    def inspect(self, order: protocol.Message, ranks: Iterable[RankProcess]) -> None:
-        """Stacks and the flight recorder may take seconds, and a sick kernel may keep whoever asks. One at a time."""
-        asked = [rank for rank in ranks if order.get("ranks") is None or rank.rank in order["ranks"]]
-        answer: protocol.Message = {"is": "inspection", "ask": order["ask"]}
-        if asked and not any(child.answer["is"] == "inspection" for child in self._children.values()):
-            self._begin(Child(answer, {}, LOOK_S * 3, lambda: iter([(_LAST, inspect(order, asked))])))
+    def start_inspection(self, order: protocol.Message, ranks: Iterable[RankProcess]) -> None:
+        """Inspect the ranks that the order names, one inspection at a time.
+
+        Stacks and the flight recorder may take seconds, and reading from a stuck process may never end.
+        """
+        targets = [rank for rank in ranks if order.get("ranks") is None or rank.rank in order["ranks"]]
+        header: protocol.Message = {"is": "inspection", "ask": order["ask"]}
+        is_busy = any(child.header["is"] == "inspection" for child in self._children.values())
+        if targets and not is_busy:
+            self._add(InspectorChild(header, {}, INSPECTION_S * 3, lambda: iter([(_LAST, inspect(order, targets))])))
         else:
-            self._relay.say(answer, b"{}\n")
+            self._relay.send(header, b"{}\n")
 
-    def probe(self, order: protocol.Message) -> None:
-        answer: protocol.Message = {"is": "probe", "ask": order["ask"], "what": order["what"]}
-        seconds = float(order.get("seconds", LIMIT_S))
-        self._begin(Child(answer, _NOTHING, seconds, lambda: _answers(order["what"], order.get("args") or {})))
+    def start_probe(self, order: protocol.Message) -> None:
+        header: protocol.Message = {"is": "probe", "ask": order["ask"], "what": order["what"]}
+        limit_s = float(order.get("seconds", LIMIT_S))
+        arguments = order.get("args") or {}
+        self._add(InspectorChild(header, _NO_ANSWER, limit_s, lambda: _run_probe(order["what"], arguments)))
 
-    def _begin(self, child: Child) -> None:
+    def _add(self, child: InspectorChild) -> None:
         self._children[child.handle] = child
-        self._sweeper.spare.add(child.pid)  # ends by itself, and is nothing the ranks left behind
-        self._selector.register(child.handle, selectors.EVENT_READ, "look")
+        self._sweeper.spare.add(child.pid)  # it ends by itself, and the ranks didn't leave it behind
+        self._selector.register(child.handle, selectors.EVENT_READ, "inspector")
 
-    def tell(self, order: protocol.Message) -> None:
-        """To a probe that runs: a word, or its end."""
+    def obey(self, order: protocol.Message) -> None:
+        """Pass an order on to a running probe, or end the probe."""
         for child in self._children.values():
-            if child.answer["ask"] == order["ask"]:
-                child.tell(order["word"]) if order["do"] == "tell" else child.end()
+            if child.header["ask"] == order["ask"] and order["do"] == "tell":
+                child.send(order["word"])
+            elif child.header["ask"] == order["ask"]:
+                child.kill()
 
     def read(self, handle: int) -> None:
+        """Send on what a child has answered."""
         child = self._children[handle]
         for message, payload in child.read():
             if "more" not in message:
                 self._selector.unregister(handle)
                 self._sweeper.spare.discard(child.pid)
                 del self._children[handle]
-            self._relay.say(message, payload)
+            self._relay.send(message, payload)
 
 
-class Child:
-    """Forked. `work` gives its words, marked _MORE, and last its answer; `nothing` is sent where there is none."""
+class InspectorChild:
+    """A forked child and the pipes to it.
+
+    `work` yields answers marked _MORE, then the last one. `no_answer` is sent if the child ends without one.
+    """
 
     def __init__(
         self,
-        answer: protocol.Message,
-        nothing: dict[str, Any],
-        seconds: float,
+        header: protocol.Message,
+        no_answer: dict[str, Any],
+        limit_s: float,
         work: Callable[[], Iterator[tuple[bytes, Any]]],
     ) -> None:
-        self.answer = answer
-        self._payload = json.dumps(nothing).encode()
-        self._words = b""
+        self.header = header
+        self._payload = json.dumps(no_answer).encode()
+        self._partial = b""
         self.handle, write = os.pipe()
-        told, self._tell = os.pipe()
+        stdin, self._stdin = os.pipe()
         os.set_blocking(self.handle, False)
-        os.set_blocking(self._tell, False)
+        os.set_blocking(self._stdin, False)
         agent = os.getpid()
         try:
             self.pid = os.fork()
         except OSError:
-            for handle in (self.handle, write, told, self._tell):
+            for handle in (self.handle, write, stdin, self._stdin):
                 os.close(handle)
             raise
         if self.pid == 0:
-            self._run(work, told, write, agent, seconds)
+            self._run(work, stdin, write, agent, limit_s)
         os.close(write)
-        os.close(told)
-        self._me = find_process(self.pid)
+        os.close(stdin)
+        self._process = find_process(self.pid)
 
-    def _run(self, work: Callable[[], Any], told: int, write: int, agent: int, seconds: float) -> None:
-        """In the child. Never returns."""
+    def _run(self, work: Callable[[], Any], stdin: int, write: int, agent: int, limit_s: float) -> None:
+        """Do the work. Runs in the child and never returns."""
         try:
             prctl.die_with_parent(agent)
-            os.dup2(told, 0)
+            os.dup2(stdin, 0)
             os.dup2(os.open(os.devnull, os.O_RDWR), 1)
             os.dup2(write, 3)
-            # The protocol's, the guardian's and the ranks' ends: their closing must mean what it means.
+            # Close our copies of the protocol's, the guardian's and the ranks' ends, so that the others see them close.
             os.closerange(4, 4096)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, seconds)
-            for mark, word in work():
-                text = mark + json.dumps(word).encode() + b"\n"
+            signal.setitimer(signal.ITIMER_REAL, limit_s)
+            for mark, answer in work():
+                text = mark + json.dumps(answer).encode() + b"\n"
                 while text:
                     text = text[os.write(3, text) :]
         except BaseException as problem:
-            what = f"a probe ({self.answer['what']})" if "what" in self.answer else "an inspection"
-            line = escape(f"stoker: {what} failed: {type(problem).__name__}: {problem}")
+            task = f"a probe ({self.header['what']})" if "what" in self.header else "an inspection"
+            line = escape(f"stoker: {task} failed: {type(problem).__name__}: {problem}")
             os.write(2, line.encode() + b"\n")
         os._exit(0)
 
     def read(self) -> Iterator[tuple[protocol.Message, bytes]]:
-        """What to tell; the one without "more" is the last, and `handle` is closed by then."""
+        """Yield the messages to send. The one without "more" is the last, and `handle` is closed by then."""
         try:
             data = os.read(self.handle, 1 << 18)
         except BlockingIOError:
             return
-        *lines, self._words = (self._words + data).split(b"\n")
+        *lines, self._partial = (self._partial + data).split(b"\n")
         for line in lines:
             if line.startswith(_MORE):
-                yield {**self.answer, "more": True}, line[1:] + b"\n"
+                yield {**self.header, "more": True}, line[1:] + b"\n"
             else:
                 self._payload = line[1:]
         if not data:
             os.close(self.handle)
-            os.close(self._tell)
+            os.close(self._stdin)
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(self.pid, 0)  # its pipe is closed by its end
-            yield self.answer, self._payload + b"\n"  # some transports pass whole lines on only
+                os.waitpid(self.pid, 0)  # its pipe is closed, so it is about to end
+            yield self.header, self._payload + b"\n"  # with a newline, because some transports only pass whole lines
 
-    def tell(self, word: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it has ended: its answer is on its way
-            os.write(self._tell, json.dumps(word).encode() + b"\n")
+    def send(self, message: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and its answer will be read
+            os.write(self._stdin, json.dumps(message).encode() + b"\n")
 
-    def end(self) -> None:
-        """Its answer is not wanted any more. Its pipe closes, and that is told like any other end."""
-        if self._me is not None:
-            send_signal(self._me, signal.SIGKILL)
+    def kill(self) -> None:
+        """Kill the child, whose answer is not wanted any more. Its pipe closes, and `read` reports its end as usual."""
+        if self._process is not None:
+            send_signal(self._process, signal.SIGKILL)
 
 
-def _answers(what: str, args: dict[str, Any]) -> Iterator[tuple[bytes, Any]]:
-    """What can go wrong on a host is an answer too: {"error": ...}."""
-    if what not in PROBES:
-        yield _LAST, {"error": f"this agent has no probe {what!r}"}
+def _run_probe(name: str, arguments: dict[str, Any]) -> Iterator[tuple[bytes, Any]]:
+    """Yield a probe's answers. If it fails, its last answer is {"error": ...}."""
+    if name not in PROBES:
+        yield _LAST, {"error": f"this agent has no probe {name!r}"}
         return
     try:
-        found = find(what)(**args)
-        if isinstance(found, Iterator):
-            for word in found:
-                yield _MORE, word
-            found = {}
+        from importlib import import_module  # the agent itself doesn't need it
+
+        module = import_module(f"stoker.control.agent.probes.{PROBES[name]}")
+        answer = getattr(module, name)(**arguments)
+        if isinstance(answer, Iterator):
+            for part in answer:
+                yield _MORE, part
+            answer = {}
+    except OSError as problem:
+        answer = {"error": str(problem)}
     except Exception as problem:
-        found = {"error": f"{type(problem).__name__}: {problem}" if not isinstance(problem, OSError) else str(problem)}
-    yield _LAST, found
+        answer = {"error": f"{type(problem).__name__}: {problem}"}
+    yield _LAST, answer
 
 
-# ---- a close look at ranks that may be stuck or slow: states, stacks, workers, collectives, cards. It only looks ----
+# ---- inspection of ranks that may be stuck or slow: states, stacks, workers, collectives, GPUs. It only observes ----
 
 SAMPLES = 4  # stacks of a rank, over about half a second
-GAP_S = 0.14  # between two of them, on average: uneven gaps don't keep time with a loop
-WORKERS = 16
+GAP_S = 0.14  # mean time between two samples; it varies, so that it can't keep in step with a loop
+MAX_WORKERS = 16
 
 
 def inspect(order: dict[str, Any], ranks: list[RankProcess]) -> dict[str, Any]:
-    """`order`: {"ranks", "samples", "gap", "timings"}. Rank -> what was seen."""
+    """Return what was seen of each rank, by its number. `order` may have "samples", "gap" and "timings"."""
     if order.get("timings"):
-        return {str(rank.rank): {"timings": timings(rank.files["server"])} for rank in ranks}
+        return {str(rank.rank): {"timings": collective_times(rank.files["server"])} for rank in ranks}
     samples, gap = int(order.get("samples", SAMPLES)), float(order.get("gap", GAP_S))
-    spy = StackDumper()
-    files = blocking.OpenFiles()
-    rank_of = {pid: (rank.rank, pid == rank.pid) for rank in ranks for pid in (*children(rank.pid), rank.pid)}
-    found = {rank.rank: _Look(rank, spy, files, rank_of) for rank in ranks}
-    for look in found.values():
-        look.begin()
-    deadline = spy.deadline = time.monotonic() + LOOK_S
-    for n in range(samples):
-        if n and time.monotonic() < deadline:
+    dumper = StackDumper()
+    open_files = blocking.OpenFiles()
+    rank_of = {
+        pid: (rank.rank, pid == rank.pid) for rank in ranks for pid in (*procfs.read_descendants(rank.pid), rank.pid)
+    }
+    samplers = [_RankSampler(rank, dumper, open_files, rank_of) for rank in ranks]
+    for sampler in samplers:
+        sampler.start()
+    deadline = dumper.deadline = time.monotonic() + INSPECTION_S
+    for number in range(samples):
+        if number and time.monotonic() < deadline:
             time.sleep(random.uniform(0.4, 1.6) * gap)
-        for look in found.values():
-            if n == 0 or time.monotonic() < deadline:
-                look.sample()
-    cards = _cards([rank.gpu for rank in ranks if rank.gpu])
-    return {str(number): {**look.end(), "gpu": cards.get(look.rank.gpu or "")} for number, look in found.items()}
+        for sampler in samplers:
+            if number == 0 or time.monotonic() < deadline:
+                sampler.sample()
+    gpus = _read_gpus([rank.gpu for rank in ranks if rank.gpu])
+    return {
+        str(sampler.rank.rank): {**sampler.finish(), "gpu": gpus.get(sampler.rank.gpu or "")} for sampler in samplers
+    }
 
 
-class _Look:
-    """One rank, over the time of an inspection."""
+class _RankSampler:
+    """Reads the state of one rank several times, and reports what changed."""
 
-    def __init__(self, rank: RankProcess, spy: StackDumper, files: blocking.OpenFiles, rank_of: blocking.RankOf) -> None:
+    def __init__(
+        self, rank: RankProcess, dumper: StackDumper, open_files: blocking.OpenFiles, rank_of: blocking.RankOf
+    ) -> None:
         self.rank = rank
-        self._spy = spy
-        self._files = files
+        self._dumper = dumper
+        self._open_files = open_files
         self._rank_of = rank_of
         self._samples: list[list[dict[str, Any]]] = []
 
-    def begin(self) -> None:
-        self._since = time.monotonic()
-        self._first = self._meter(self.rank.pid)
-        before = process.find_process(self.rank.pid)
-        self._state = before.state if before else "Z"
-        self._children = children(self.rank.pid)
-        awaited = blocking.awaited_child(self.rank.pid)
-        below = sorted(self._children, key=lambda pid: pid != awaited)  # the one that the rank waits for first
-        self._below = below[:WORKERS]
-        self._below_first = {pid: procfs.cpu_seconds(pid) or 0.0 for pid in self._below}
+    def start(self) -> None:
+        pid = self.rank.pid
+        self._started_at = time.monotonic()
+        self._counters_before = _read_counters(pid)
+        process = find_process(pid)
+        self._state_before = process.state if process else "Z"
+        self._children_before = procfs.read_descendants(pid)
+        awaited = blocking.awaited_child(pid)
+        # The child that the rank waits for comes first, and so is never cut off.
+        self._workers = sorted(self._children_before, key=lambda child: child != awaited)[:MAX_WORKERS]
+        self._worker_cpu_before = {child: procfs.cpu_seconds(child) or 0.0 for child in self._workers}
         self._groups: list[dict[str, Any]] = []
         self._no_groups = "its process is stopped"
-        if self._state not in "Tt":
+        if self._state_before not in "Tt":
             self._groups, self._no_groups = read_flight_recorder(self.rank.files["server"])
 
     def sample(self) -> None:
-        threads = self._spy.stacks(self.rank.pid, self.rank.files["asked"])
+        threads = self._dumper.stacks(self.rank.pid, self.rank.files["asked"])
         for thread in threads:
             if thread["main"]:
                 thread["frames"] = [with_source(frame) for frame in thread["frames"]]
         self._samples.append(threads)
 
-    def end(self) -> dict[str, Any]:
-        one = process.find_process(self.rank.pid)
-        took = max(time.monotonic() - self._since, 0.01)
-        last = self._meter(self.rank.pid)
-        share = {key: round((last[key] - value) / took, 5) for key, value in self._first.items() if key != "swap"}
-        return {
-            **share,
-            "pid": self.rank.pid,
-            "state": _steady(self._state, one.state if one else "Z"),
-            "took": round(took, 2),
-            "swap": last["swap"],
-            **blocking.read_wait(self.rank.pid, self._files, self._rank_of),
-            **self._counters(),
-            "cpus": len(os.sched_getaffinity(self.rank.pid)) if one else 0,
-            "samples": self._samples,
-            "stacks_by": self._spy.how,
-            "stacks_unseen": "" if any(self._samples) else self._spy.problems.get(self.rank.pid, ""),
-            "groups": self._groups,
-            "no_groups": self._no_groups,
-            "calls": newest_calls(self.rank.calls(CALLS)),
-            "children": children(self.rank.pid),
-            "children_before": self._children,
-            "workers": [self._worker(pid, took) for pid in self._below if process.find_process(pid)],
+    def finish(self) -> dict[str, Any]:
+        pid = self.rank.pid
+        process = find_process(pid)
+        state = process.state if process else "Z"
+        if state == "D" and self._state_before != "D":
+            state = "S"  # a short wait for a disk: D counts only if it was seen twice
+        seconds = max(time.monotonic() - self._started_at, 0.01)
+        counters = _read_counters(pid)
+        rates = {
+            key: round((counters[key] - before) / seconds, 5)
+            for key, before in self._counters_before.items()
+            if key != "swap"
         }
-
-    def _counters(self) -> dict[str, int]:
-        """Return what the rank has read, written and touched so far. What faulthandler wrote for us doesn't count."""
-        pid, ours = self.rank.pid, 0
+        dumped_bytes = 0  # what faulthandler wrote for us doesn't count as the rank's
         with contextlib.suppress(OSError):
-            ours = os.path.getsize(self.rank.files["asked"])
+            dumped_bytes = os.path.getsize(self.rank.files["asked"])
         return {
-            "main_bytes": (procfs.bytes_moved(pid, pid) or 0) - ours,
-            "all_bytes": (procfs.bytes_moved(pid) or 0) - ours,
+            **rates,
+            "pid": pid,
+            "state": state,
+            "took": round(seconds, 2),
+            "swap": counters["swap"],
+            **blocking.read_wait(pid, self._open_files, self._rank_of),
+            "main_bytes": (procfs.bytes_moved(pid, pid) or 0) - dumped_bytes,
+            "all_bytes": (procfs.bytes_moved(pid) or 0) - dumped_bytes,
             "main_faults": procfs.page_faults(pid, pid),
             "all_faults": procfs.page_faults(pid),
+            "cpus": len(os.sched_getaffinity(pid)) if process else 0,
+            "samples": self._samples,
+            "stacks_by": self._dumper.method,
+            "stacks_unseen": "" if any(self._samples) else self._dumper.problems.get(pid, ""),
+            "groups": self._groups,
+            "no_groups": self._no_groups,
+            "calls": add_source_to_calls(self.rank.read_calls(MAX_CALLS)),
+            "children": procfs.read_descendants(pid),
+            "children_before": self._children_before,
+            "workers": [self._inspect_worker(worker, seconds) for worker in self._workers if find_process(worker)],
         }
 
-    def _worker(self, pid: int, took: float) -> dict[str, Any]:
-        one = process.find_process(pid)
-        cpu = (procfs.cpu_seconds(pid) or 0.0) - self._below_first[pid]
+    def _inspect_worker(self, pid: int, seconds: float) -> dict[str, Any]:
+        process = find_process(pid)
+        cpu = (procfs.cpu_seconds(pid) or 0.0) - self._worker_cpu_before[pid]
         return {
             "pid": pid,
-            "parent": one.parent if one else 0,
-            "name": one.name if one else "?",
-            "state": one.state if one else "Z",
-            "cpu": round(cpu / took, 3),
+            "parent": process.parent if process else 0,
+            "name": process.name if process else "?",
+            "state": process.state if process else "Z",
+            "cpu": round(cpu / seconds, 3),
             "moved": procfs.bytes_moved(pid) or 0,
             "faults": procfs.page_faults(pid),
-            **blocking.read_wait(pid, self._files, self._rank_of),
+            **blocking.read_wait(pid, self._open_files, self._rank_of),
             "command": (procfs.command_line(pid) or "")[:120],
-            "threads": self._spy.stacks(pid, self.rank.files["asked"]) if _is_python(pid) else [],
-        }
-
-    @staticmethod
-    def _meter(pid: int) -> dict[str, float]:
-        # None where it is gone, or the kernel has none.
-        faults = (
-            read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()[9:10]
-        )  # major ones: they went to the disk
-        ran, delayed = procfs.main_thread_seconds(pid)
-        return {
-            "cpu": procfs.cpu_seconds(pid) or 0.0,
-            "main_cpu": ran,
-            "waiting_for_core": delayed,
-            "faults": sum(map(int, faults)),
-            "moved": procfs.bytes_moved(pid) or 0,
-            "swap": int(read_status(pid, "VmSwap:") or 0) * 1024,
+            "threads": self._dumper.stacks(pid, self.rank.files["asked"]) if _is_python(pid) else [],
         }
 
 
-def _steady(before: str, after: str) -> str:
-    """D for a moment is a disk at work: it counts only if it was so twice."""
-    return "S" if after == "D" and before != "D" else after
+def _read_counters(pid: int) -> dict[str, float]:
+    """Return a process's counters so far: seconds, major page faults (read from disk), bytes. 0 once it is gone."""
+    major_faults = read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()[9:10]
+    ran, delayed = procfs.main_thread_seconds(pid)
+    return {
+        "cpu": procfs.cpu_seconds(pid) or 0.0,
+        "main_cpu": ran,
+        "waiting_for_core": delayed,
+        "faults": sum(map(int, major_faults)),
+        "moved": procfs.bytes_moved(pid) or 0,
+        "swap": int(read_status(pid, "VmSwap:") or 0) * 1024,
+    }
 
 
 def _is_python(pid: int) -> bool:
@@ -324,7 +352,7 @@ def _is_python(pid: int) -> bool:
         return False
 
 
-_ASK_NVML = """
+_PRINT_GPU_WORK = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from stoker.control.machine.nvml import Nvml
@@ -334,37 +362,20 @@ print(json.dumps(nvml.work(sys.argv[2:])))
 """
 
 
-def _cards(uuids: list[str]) -> dict[str, dict[str, Any]]:
-    """In a fresh process: NVML does not survive a fork, and a driver that hangs must not keep the rest of the answer."""
+def _read_gpus(uuids: list[str]) -> dict[str, dict[str, Any]]:
+    """Return what these GPUs are doing, by UUID.
+
+    In a fresh process: NVML does not survive a fork, and a driver that hangs must not hold up the rest of the answer.
+    """
     if not uuids:
         return {}
-    import json
     import subprocess
     import sys
 
     try:
-        command = [sys.executable, "-I", "-S", "-c", _ASK_NVML, json.dumps(sys.path), *set(uuids)]
-        done = subprocess.run(command, capture_output=True, timeout=SPY_S, check=True)
-        found: dict[str, dict[str, Any]] = json.loads(done.stdout)
+        command = [sys.executable, "-I", "-S", "-c", _PRINT_GPU_WORK, json.dumps(sys.path), *set(uuids)]
+        done = subprocess.run(command, capture_output=True, timeout=PY_SPY_S, check=True)
+        gpus: dict[str, dict[str, Any]] = json.loads(done.stdout)
     except (subprocess.SubprocessError, ValueError):
         return {}
-    return found
-
-
-# ---- the probes. Adding one: a file with a function of the probe's name, and its line here ----
-
-# name -> the file of this folder it is in; imported when asked for, in the forked child
-PROBES = {
-    **dict.fromkeys(("builds", "clock", "examine", "names", "setup"), "probe_builds"),
-    **dict.fromkeys(("files", "ready"), "probe_ready"),
-    "net": "probe_net",
-    "route": "probe_route",
-    "torch": "probe_torch",
-}
-
-
-def find(name: str) -> Callable[..., Any]:
-    from importlib import import_module  # in the child: the agent itself does without
-
-    found: Callable[..., Any] = getattr(import_module(f"stoker.control.agent.{PROBES[name]}"), name)
-    return found
+    return gpus

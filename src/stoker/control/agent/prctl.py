@@ -1,4 +1,4 @@
-"""The few Linux calls Python has no word for."""
+"""prctl: the Linux calls on a process that Python's standard library lacks."""
 
 from __future__ import annotations
 
@@ -23,28 +23,32 @@ def _prctl(option: int, value: int | bytes) -> None:
 
 
 def become_subreaper() -> None:
-    """Orphans below us become our children, whatever session they moved to."""
+    """Make orphaned descendants our children, whatever session they moved to."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
-    """The signal when the thread that forked us ends. Call right after fork; checks that it did not happen already."""
+    """Have the kernel signal us when the thread that forked us ends. Exit if it has ended already.
+
+    Call it right after fork.
+    """
     _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def tracing_is_restricted() -> bool:
-    """Yama's mode 1: a process may be traced by its ancestors and by whom it names."""
+def is_tracing_restricted() -> bool:
+    """Return whether Yama is in mode 1: only ancestors, and processes it names, may trace a process."""
     return read_kernel_file("/proc/sys/kernel/yama/ptrace_scope").strip() == "1"
 
 
 def allow_tracing_by(agent: int) -> None:
-    """Lets the agent and its children (py-spy) read this process's stack under Yama; needless elsewhere."""
-    if tracing_is_restricted():
-        with contextlib.suppress(OSError):  # a sandbox that refuses it costs stacks, not the rank
+    """Allow the agent and its children (py-spy) to read this process's stack where Yama forbids it."""
+    if is_tracing_restricted():
+        with contextlib.suppress(OSError):  # a sandbox that refuses this costs stacks, not the rank
             _prctl(_PR_SET_PTRACER, agent)
 
 
 def set_name(name: bytes) -> None:
+    """Set the name of this process in ps and top."""
     _prctl(_PR_SET_NAME, name)

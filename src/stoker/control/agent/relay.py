@@ -1,4 +1,4 @@
-"""Carries ranks' output home, and everything else the agent says: one outbox, streams that rest, a brake on floods."""
+"""Sends the ranks' output and the agent's messages to the coordinator, and slows down ranks that flood it."""
 
 from __future__ import annotations
 
@@ -10,24 +10,30 @@ from stoker.contract import protocol
 from stoker.control.agent.spawn import RankProcess
 
 CHUNK = 1 << 18
-BACKLOG = 8 << 20  # of unsent output: past it ranks are not read, and the flooding one waits
+MAX_BACKLOG = (
+    8 << 20
+)  # bytes not sent yet: above it no rank's output is read, so that a rank that floods us has to wait
 REST_S = 0.1
-RESTLESS = 1 << 16  # a chunk this large is a flood: no rest for that
+FLOOD_BYTES = 1 << 16  # a chunk this large is a flood, which is read without a rest
 
 
 class Relay:
+    """The outbox to the coordinator, and the output streams of the ranks."""
+
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
         self.outbox = bytearray()
-        self.broken = False  # the coordinator's end is closed
+        self.is_broken = False  # the coordinator has closed its end
         self.streams: dict[int, RankProcess] = {}
-        self._resting: dict[int, float] = {}  # streams that were just read, and when to listen to them again
-        self._paused = False
+        self._resting: dict[int, float] = {}  # streams that were just read, and when to read them again
+        self._is_paused = False
 
-    def say(self, message: protocol.Message, payload: bytes = b"") -> None:
+    def send(self, message: protocol.Message, payload: bytes = b"") -> None:
+        """Put a message into the outbox."""
         self.outbox += protocol.encode_message(message, payload)
 
     def flush(self) -> None:
+        """Write what the coordinator's pipe takes, and pause the ranks' output while too much is waiting."""
         while self.outbox:
             try:
                 sent = os.write(1, memoryview(self.outbox)[:CHUNK])
@@ -35,56 +41,53 @@ class Relay:
                 break
             except BrokenPipeError:
                 self.outbox.clear()
-                self.broken = True
+                self.is_broken = True
                 return
             del self.outbox[:sent]
-        self._watch_out(bool(self.outbox))
-        self._throttle(len(self.outbox) > BACKLOG)
-
-    def _watch_out(self, wanted: bool) -> None:
-        registered = 1 in self._selector.get_map()
-        if wanted and not registered:
+        is_registered = 1 in self._selector.get_map()
+        if self.outbox and not is_registered:
             self._selector.register(1, selectors.EVENT_WRITE, "out")
-        elif registered and not wanted:
+        elif is_registered and not self.outbox:
             self._selector.unregister(1)
+        must_pause = len(self.outbox) > MAX_BACKLOG
+        if must_pause != self._is_paused:
+            self._is_paused = must_pause
+            for handle in self.streams:
+                if handle not in self._resting:
+                    self._listen(handle, not must_pause)
 
     def add(self, rank: RankProcess) -> None:
+        """Begin to read a rank's output."""
         for handle in rank.streams:
             self.streams[handle] = rank
-            if not self._paused:
+            if not self._is_paused:
                 self._listen(handle, True)
 
     def read(self, handle: int) -> int:
-        """One chunk; how many bytes it had, 0 when there is nothing more for now."""
+        """Read one chunk of a stream. Return its bytes; 0 when there is nothing more for now."""
         rank = self.streams.get(handle)
-        if rank is None:  # closed by an event of the same batch: its rank's end was collected first
+        if rank is None:  # closed by an event of the same batch: the rank's end was collected first
             return 0
         try:
             data = os.read(handle, CHUNK)
         except BlockingIOError:
             return 0
         if not data:
-            self.forget(handle)
+            self.close(handle)
             return 0
-        self.say({"is": "out", "rank": rank.rank, "fd": rank.streams[handle]}, data)
+        self.send({"is": "out", "rank": rank.rank, "fd": rank.streams[handle]}, data)
         return len(data)
 
     def read_all(self, handle: int) -> None:
+        """Read all that a stream holds now."""
         while handle in self.streams and self.read(handle):
             continue
 
-    def forget(self, handle: int) -> None:
+    def close(self, handle: int) -> None:
         del self.streams[handle]
-        if self._resting.pop(handle, None) is None and not self._paused:
+        if self._resting.pop(handle, None) is None and not self._is_paused:
             self._listen(handle, False)
         os.close(handle)
-
-    def _throttle(self, pause: bool) -> None:
-        if pause != self._paused:
-            self._paused = pause
-            for handle in self.streams:
-                if handle not in self._resting:
-                    self._listen(handle, not pause)
 
     def _listen(self, handle: int, wanted: bool) -> None:
         if wanted:
@@ -93,15 +96,16 @@ class Relay:
             self._selector.unregister(handle)
 
     def rest(self, handle: int) -> None:
-        """Not read for a moment: a rank that prints 50 lines a second wakes us and the coordinator 10 times."""
-        if handle in self.streams and handle not in self._resting and not self._paused:
+        """Don't read a stream until the next tenth of a second: a rank that prints 50 lines a second wakes us 10 times."""
+        if handle in self.streams and handle not in self._resting and not self._is_paused:
             self._listen(handle, False)
             self._resting[handle] = (time.monotonic() // REST_S + 1) * REST_S  # all streams wake together
 
     def wake(self, now: float) -> None:
+        """Read the streams again whose rest is over."""
         for handle in [handle for handle, until in self._resting.items() if now >= until]:
             del self._resting[handle]
-            if not self._paused:
+            if not self._is_paused:
                 self._listen(handle, True)
 
     @property

@@ -1,7 +1,7 @@
-"""Python stacks of another process: by py-spy, else by faulthandler; and which loops of the source a line is in.
+"""Python stacks of another process, with the loops, conditions and locks of the source around their lines.
 
-py-spy reads memory without stopping its target, with the GIL held too. faulthandler is asked by a signal, and only a
-process that catches it and still has the file it writes to.
+py-spy reads the memory of its target without stopping it, also while the GIL is held. Where it can't be used,
+faulthandler is asked by a signal, if the process catches that signal and still has open the file it writes to.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 import zlib
 from typing import Any
 
-from stoker.contract import env_vars, flight_recorder, process
-from stoker.contract.process import send_signal
+from stoker.contract import env_vars, flight_recorder
+from stoker.contract.process import find_process, send_signal
 from stoker.contract.stack_traces import parse_stacks
 from stoker.contract.text import escape, parse_json
 from stoker.control.machine import procfs
@@ -24,183 +24,176 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import subprocess
 
-SPY_S = 2.0
-ASK_S = 1.0
-LOOK_S = 6.0  # all stacks of one look
-FRAMES = 60  # per thread
-THREADS = 24
-LOCKS = 32  # per thread
-CALLS = 48  # newest calls of torch.distributed that are sent
+PY_SPY_S = 2.0
+FAULTHANDLER_S = 1.0
+INSPECTION_S = 6.0  # for all stacks of one inspection
+MAX_FRAMES = 60  # per thread
+MAX_THREADS = 24
+MAX_LOCKS = 32  # per thread
+MAX_CALLS = 48  # newest calls of torch.distributed that are sent
 CALLS_WITH_SOURCE = 8
 
 
 class StackDumper:
-    """Stacks by py-spy where it is installed and allowed, else by faulthandler."""
+    """Reads stacks by py-spy where it is installed and allowed, else by faulthandler."""
 
     def __init__(self) -> None:
         import shutil
         import sys
 
-        beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
-        found = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
-        self._program = os.environ.get(env_vars.PY_SPY, found)
-        self.how = "py-spy" if self._program else "faulthandler (py-spy is not installed)"
-        self.deadline = time.monotonic() + LOOK_S
+        beside_python = os.path.join(os.path.dirname(sys.executable), "py-spy")
+        program = beside_python if os.access(beside_python, os.X_OK) else shutil.which("py-spy")
+        self._py_spy = os.environ.get(env_vars.PY_SPY, program)
+        self.method = "py-spy" if self._py_spy else "faulthandler (py-spy is not installed)"
+        self.deadline = time.monotonic() + INSPECTION_S
         self.problems: dict[int, str] = {}  # pid -> why its stack could not be read
 
-    def stacks(self, pid: int, asked: str) -> list[dict[str, Any]]:
-        """Nothing once the inspection's time is over: what was seen by then is the answer."""
+    def stacks(self, pid: int, dump_file: str) -> list[dict[str, Any]]:
+        """Return the threads of a process; none, and an entry in `problems`, where that fails or the time is over."""
         if time.monotonic() > self.deadline:
-            self.problems.setdefault(pid, f"the inspection took longer than {LOOK_S:g} s")
+            self.problems.setdefault(pid, f"the inspection took longer than {INSPECTION_S:g} s")
             return []
-        refusal = self.how.partition("(")[2].rstrip(")")
-        if self._program:
-            found, refusal = self._by_py_spy(pid)
-            if found:
-                return found
-        found, problem = _by_faulthandler(pid, asked)
-        if not found:
-            self.problems[pid] = f"{problem}; {refusal or 'py-spy saw no Python in it'}"
-        return found
+        py_spy_problem = self.method.partition("(")[2].rstrip(")")
+        if self._py_spy:
+            threads, py_spy_problem = self._dump_by_py_spy(pid)
+            if threads:
+                return threads
+        threads, problem = _dump_by_faulthandler(pid, dump_file)
+        if not threads:
+            self.problems[pid] = f"{problem}; {py_spy_problem or 'py-spy saw no Python in it'}"
+        return threads
 
-    def _dump(self, pid: int, *more: str) -> subprocess.CompletedProcess[bytes]:
-        import subprocess
-
-        assert self._program is not None
-        command = [self._program, "dump", "--json", *more, "--nonblocking", "--pid", str(pid)]
-        return subprocess.run(command, capture_output=True, timeout=SPY_S, check=False)
-
-    def _by_py_spy(self, pid: int) -> tuple[list[dict[str, Any]], str]:
+    def _dump_by_py_spy(self, pid: int) -> tuple[list[dict[str, Any]], str]:
         """Return the threads, and why there are none."""
         import subprocess
 
         try:
-            done = self._dump(pid, "--locals")
+            done = self._run_py_spy(pid, "--locals")
             if done.returncode != 0:
-                done = self._dump(pid)
+                done = self._run_py_spy(pid)
         except (subprocess.TimeoutExpired, OSError) as problem:
             why = "no answer" if isinstance(problem, subprocess.TimeoutExpired) else problem
-            self._program, self.how = None, f"faulthandler (py-spy: {why})"
+            self._py_spy, self.method = None, f"faulthandler (py-spy: {why})"
             return [], f"py-spy: {why}"
         if done.returncode != 0:
-            said = done.stderr.decode("utf-8", "replace")
-            if "ermission" in said:  # PermissionDenied, or EPERM's text
-                self._program = None
+            stderr = done.stderr.decode("utf-8", "replace")
+            if "ermission" in stderr:  # PermissionDenied, or EPERM's text
+                self._py_spy = None
                 refusal = "py-spy may not read the ranks: it needs CAP_SYS_PTRACE here"
-                self.how = f"faulthandler ({refusal})"
+                self.method = f"faulthandler ({refusal})"
                 return [], refusal
-            return [], f"py-spy: {escape(' '.join(said.split()), 200)}"
+            return [], f"py-spy: {escape(' '.join(stderr.split()), 200)}"
         try:
-            return [_thread(one) for one in json.loads(done.stdout)][:THREADS], ""
+            return [_read_py_spy_thread(thread) for thread in json.loads(done.stdout)][:MAX_THREADS], ""
         except ValueError:
             return [], "py-spy's answer can't be read"
 
+    def _run_py_spy(self, pid: int, *options: str) -> subprocess.CompletedProcess[bytes]:
+        import subprocess
 
-def loops_around(file: str, line: int) -> list[int]:
-    """First lines of the script's loops a line is in, outermost first; none in library code or an unreadable file. Has a
-    rank left the loop, or does it do something else in it?
+        assert self._py_spy is not None
+        command = [self._py_spy, "dump", "--json", *options, "--nonblocking", "--pid", str(pid)]
+        return subprocess.run(command, capture_output=True, timeout=PY_SPY_S, check=False)
+
+
+def _read_py_spy_thread(thread: dict[str, Any]) -> dict[str, Any]:
+    py_spy_frames = thread.get("frames") or ()
+    frames = [
+        [frame.get("name") or "?", frame.get("filename") or "?", frame.get("line") or 0] for frame in py_spy_frames
+    ]
+    addresses = [
+        None if frame.get("locals") is None else {local["name"]: local["addr"] for local in frame["locals"]}
+        for frame in py_spy_frames
+    ]
+    is_main = thread.get("os_thread_id") == thread.get("pid")
+    return {
+        "name": thread.get("thread_name") or "",
+        "main": is_main,
+        "values": _digest_locals(py_spy_frames) if is_main else "",
+        "active": bool(thread.get("active")),
+        "gil": bool(thread.get("owns_gil")),
+        "frames": frames[:MAX_FRAMES],
+        "locks": _find_locks(frames[:MAX_FRAMES], addresses[:MAX_FRAMES]),
+    }
+
+
+def _digest_locals(py_spy_frames: Any) -> str:
+    """Return a digest of the local variables of all frames. It changes while a loop advances on a single line.
+
+    Only the digest leaves this host: the values themselves may be private.
     """
-    return [first for first, last in _loops(file) if first < line <= last]
+    values = [(local.get("name"), local.get("repr")) for frame in py_spy_frames for local in frame.get("locals") or ()]
+    return format(zlib.crc32(repr(values).encode("utf-8", "replace")), "08x") if values else ""
 
 
-def conditions_around(file: str, line: int) -> list[list[Any]]:
-    """[first line, text] of the script's conditions on the rank that a line depends on, outermost first."""
-    return [[at, text] for begin, end, at, text in _conditions(file) if begin <= line <= end]
+def _dump_by_faulthandler(pid: int, path: str) -> tuple[list[dict[str, Any]], str]:
+    """Signal a process, whose faulthandler then writes its stacks to `path`. Return the threads, and why there are none."""
+    process = find_process(pid)
+    if process is None or process.state == "Z":
+        return [], "its process has ended"
+    if process.state in "Tt":
+        return [], "its process is stopped and can't answer a signal"
+    # A script that closed the file may have another one under its number, which must not be written to.
+    if not procfs.catches(pid, env_vars.STACK_SIGNAL) or path not in procfs.open_files(pid):
+        return [], f"it has no handler for signal {env_vars.STACK_SIGNAL}"
+    size_before = last_size = _size(path)
+    if not send_signal(process, env_vars.STACK_SIGNAL):
+        return [], "it may not be signalled (another user's process)"
+    deadline = time.monotonic() + FAULTHANDLER_S
+    while time.monotonic() < deadline:
+        time.sleep(0.02)
+        size = _size(path)
+        if size > size_before and size == last_size:  # it has grown, and grows no more
+            break
+        last_size = size
+    try:
+        with open(path, "rb") as file:
+            file.seek(size_before)
+            text = file.read(1 << 18).decode("utf-8", "replace")
+    except OSError as problem:
+        return [], str(problem)
+    threads = parse_stacks(text)
+    if not threads:
+        if process.state == "D":
+            return [], "it is in uninterruptible sleep"
+        return [], f"it did not answer a signal within {FAULTHANDLER_S:g} s"
+    for thread in threads:
+        thread["locks"] = _find_locks(thread["frames"], [None] * len(thread["frames"]))
+    if len(threads) > MAX_THREADS:
+        threads = [*threads[: MAX_THREADS - 1], threads[-1]]  # faulthandler writes the main thread last
+    return threads, ""
 
 
-def locks_of(frames: list[list[Any]], variables: list[dict[str, int] | None]) -> list[list[Any]]:
-    """Return the locks that a thread waits for or seems to hold, by the source around its lines, innermost first.
-
-    Each is [text, key, held, function, file, line]: `with self.lock:` is held inside of its block, and waited for at its
-    first line. `variables`: for each frame the addresses of its local variables, None where they can't be read. Two
-    locks with the same key are the same object; without a key only the text can be compared.
-    """
-    found = []
-    given_up: set[str] = set()  # the locks of conditions that the thread waits on
-    innermost = True  # no frame of the script is inside this one
-    for (name, file, line), addresses in zip(frames, variables):  # noqa: B905  an agent's Python may be 3.9
-        for first, last, text, root, use in _lock_uses(file):
-            if use == "gives up" and innermost and first <= line <= last:
-                given_up.add(text)
-            elif first <= line <= last and (innermost or use == "holds"):
-                key = ""
-                if addresses is not None and root in addresses:
-                    key = f"{addresses[root]:x}{text[len(root) :]}"
-                elif addresses is not None and root in _module_names(file):
-                    key = f"{file}:{text}"
-                found.append([text, key, use == "holds", name, file, line])
-        innermost = innermost and file.endswith("/threading.py")
-    return [one for one in found if one[0] not in given_up][:LOCKS]
+def _size(path: str) -> int:
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0
 
 
-@functools.cache
-def _module_names(file: str) -> frozenset[str]:
-    """Return the variables that the source assigns at its top level."""
-    import ast
-
-    module = next(iter(_nodes(file)), None)
-    assigned = [one for one in getattr(module, "body", ()) if isinstance(one, (ast.Assign, ast.AnnAssign))]
-    names = (node.id for one in assigned for node in ast.walk(one) if isinstance(node, ast.Name))
-    return frozenset(names)
-
-
-@functools.cache
-def _lock_uses(file: str) -> list[tuple[int, int, str, str, str]]:
-    """Return (first line, last line, expression, its first name, what a thread at these lines does with the lock).
-
-    A lock is what `with` is given without a call, what `.acquire()` is called on, and what a `finally` releases. A
-    thread "waits" for it or "holds" it; in `.wait()` it "gives up" the lock of the condition.
-    """
-    import ast
-
-    found = []
-
-    def add(first: int, last: int, lock: Any, use: str) -> None:
-        root = lock
-        while isinstance(root, ast.Attribute):
-            root = root.value
-        if isinstance(root, ast.Name):
-            found.append((first, last, ast.unparse(lock), root.id, use))
-
-    for node in _nodes(file):
-        if isinstance(node, (ast.With, ast.AsyncWith)):
-            for item in node.items:
-                lock, begins = item.context_expr, node.body[0].lineno
-                add(lock.lineno, lock.end_lineno or lock.lineno, lock, "waits")
-                if begins > lock.lineno:
-                    add(begins, node.end_lineno or begins, lock, "holds")
-        elif isinstance(node, ast.Try):
-            for call in (one.value for one in node.finalbody if isinstance(one, ast.Expr)):
-                if _method(call) == "release":
-                    add(node.lineno, node.body[-1].end_lineno or node.lineno, call.func.value, "holds")  # type: ignore[attr-defined]
-        elif _method(node) in ("acquire", "wait", "wait_for"):
-            use = "waits" if node.func.attr == "acquire" else "gives up"
-            add(node.lineno, node.end_lineno or node.lineno, node.func.value, use)
-    return found
-
-
-def _method(node: Any) -> str:
-    """Return the name of the method that an expression calls; empty if it calls none."""
-    import ast
-
-    return node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+# ---- the source around a line: loops, conditions on the rank, locks ----
 
 
 def with_source(frame: list[Any]) -> list[Any]:
-    """Return [function, file, line] with the loops and the conditions on the rank that are around that line."""
-    return [*frame[:3], loops_around(frame[1], frame[2]), conditions_around(frame[1], frame[2])]
+    """Return [function, file, line, first lines of the loops around it, conditions on the rank around it].
+
+    Both are outermost first. The loops tell whether a rank has left its loop or does something else in it.
+    """
+    file, line = frame[1], frame[2]
+    loops = [first for first, last in _find_loops(file) if first < line <= last]
+    return [*frame[:3], loops, conditions_around(file, line)]
 
 
-def newest_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the calls (control/rank/call_log.py) with the source around the lines of the last ones."""
+def add_source_to_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add the source around their lines to the last of these calls (control/rank/call_log.py). Return all of them."""
     for call in calls[-CALLS_WITH_SOURCE:]:
         call["frames"] = [with_source(frame) for frame in call["frames"]]
     return calls
 
 
 @functools.cache
-def _nodes(file: str) -> list[Any]:
-    """Of the script's source; none of library code or an unreadable file."""
+def _parse_source(file: str) -> list[Any]:
+    """Return all nodes of a script's syntax tree; none of library code or of an unreadable file."""
     import ast
 
     if "/lib/python" in file or not file.endswith(".py"):
@@ -213,184 +206,190 @@ def _nodes(file: str) -> list[Any]:
 
 
 @functools.cache
-def _loops(file: str) -> list[tuple[int, int]]:
+def _find_loops(file: str) -> list[tuple[int, int]]:
+    """Return the (first line, last line) of each loop."""
     import ast
 
-    found = [node for node in _nodes(file) if isinstance(node, (ast.For, ast.While, ast.AsyncFor))]
-    return sorted((node.lineno, node.end_lineno or node.lineno) for node in found)
+    loops = [node for node in _parse_source(file) if isinstance(node, (ast.For, ast.While, ast.AsyncFor))]
+    return sorted((loop.lineno, loop.end_lineno or loop.lineno) for loop in loops)
+
+
+def conditions_around(file: str, line: int) -> list[list[Any]]:
+    """Return [line, text] of the script's conditions on the rank that a line depends on, outermost first."""
+    return [[at, text] for first, last, at, text in _find_conditions(file) if first <= line <= last]
 
 
 @functools.cache
-def _conditions(file: str) -> list[tuple[int, int, int, str]]:
-    """(first line, last line that depends on it, its own line, its text). Behind `if rank != 0: return` is the rest of the
-    block.
+def _find_conditions(file: str) -> list[tuple[int, int, int, str]]:
+    """Return (first and last line that depend on a condition on the rank, the condition's line, its text).
+
+    After `if rank != 0: return`, the rest of the block depends on it.
     """
     import ast
 
-    found: list[tuple[int, int, int, str]] = []
-    for node in _nodes(file):
+    conditions: list[tuple[int, int, int, str]] = []
+    for node in _parse_source(file):
         blocks = (getattr(node, name, None) for name in ("body", "orelse", "finalbody"))
         for block in (block for block in blocks if isinstance(block, list)):
-            for one in block:
-                if not isinstance(one, ast.If) or not _asks_for_rank(one.test):
+            for statement in block:
+                if not isinstance(statement, ast.If) or not _mentions_rank(statement.test):
                     continue
                 try:
-                    text, last = f"if {ast.unparse(one.test)[:80]}", one.end_lineno or one.lineno
+                    text = f"if {ast.unparse(statement.test)[:80]}"
                 except RecursionError:  # hundreds of terms
                     continue
-                found.append((one.body[0].lineno, one.body[-1].end_lineno or last, one.lineno, text))
-                if one.orelse:
-                    found.append((one.orelse[0].lineno, last, one.lineno, f"else of {text}"))
-                behind = block[-1].end_lineno or last
-                if isinstance(one.body[-1], (ast.Return, ast.Continue, ast.Break)) and behind > last:
-                    leaves = ast.unparse(one.body[-1]).split()[0]
-                    found.append((last + 1, behind, one.lineno, f"{text}: {leaves}"))
-    return sorted(found)
+                body, orelse, at = statement.body, statement.orelse, statement.lineno
+                last = statement.end_lineno or at
+                conditions.append((body[0].lineno, body[-1].end_lineno or last, at, text))
+                if orelse:
+                    conditions.append((orelse[0].lineno, last, at, f"else of {text}"))
+                block_end = block[-1].end_lineno or last
+                if isinstance(body[-1], (ast.Return, ast.Continue, ast.Break)) and block_end > last:
+                    keyword = ast.unparse(body[-1]).split()[0]
+                    conditions.append((last + 1, block_end, at, f"{text}: {keyword}"))
+    return sorted(conditions)
 
 
-_RANK = re.compile(
+_RANK_NAME = re.compile(
     r"(^|_)rank(s?$|_)|process_index|is_(world|local)_process_zero|is_(local_)?main(_process)?|(main|master)_process|is_(master|chief)"
 )
 
 
-def _asks_for_rank(test: Any) -> bool:
+def _mentions_rank(test: Any) -> bool:
     import ast
 
     for node in ast.walk(test):
-        name = {ast.Name: "id", ast.Attribute: "attr", ast.Constant: "value"}.get(type(node))
-        value = getattr(node, name) if name else None
-        if isinstance(value, str) and _RANK.search(value.lower()):
+        field = {ast.Name: "id", ast.Attribute: "attr", ast.Constant: "value"}.get(type(node))
+        value = getattr(node, field) if field else None
+        if isinstance(value, str) and _RANK_NAME.search(value.lower()):
             return True
     return False
 
 
-def _thread(one: dict[str, Any]) -> dict[str, Any]:
-    frames = [
-        [frame.get("name") or "?", frame.get("filename") or "?", frame.get("line") or 0]
-        for frame in one.get("frames") or ()
-    ]
-    main = one.get("os_thread_id") == one.get("pid")
-    variables = [
-        None if frame.get("locals") is None else {local["name"]: local["addr"] for local in frame["locals"]}
-        for frame in one.get("frames") or ()
-    ]
-    return {
-        "name": one.get("thread_name") or "",
-        "main": main,
-        "values": _digest_of_locals(one) if main else "",
-        "active": bool(one.get("active")),
-        "gil": bool(one.get("owns_gil")),
-        "frames": frames[:FRAMES],
-        "locks": locks_of(frames[:FRAMES], variables),
-    }
+def _find_locks(frames: list[list[Any]], variables: list[dict[str, int] | None]) -> list[list[Any]]:
+    """Return the locks that a thread waits for or seems to hold, by the source around its lines, innermost first.
 
-
-def _digest_of_locals(thread: dict[str, Any]) -> str:
-    """Return a digest of the local variables of all frames. It changes while a loop advances on a single line.
-
-    Only the digest leaves this host: the values themselves may be private.
+    Each is [text, key, is held, function, file, line]: the lock of `with self.lock:` is held inside the block, and waited
+    for at the block's first line. `variables` has the addresses of each frame's local variables, or None where they can't
+    be read. Two locks with the same key are the same object; without a key only the text can be compared.
     """
-    shown = [
-        (local.get("name"), local.get("repr"))
-        for frame in thread.get("frames") or ()
-        for local in frame.get("locals") or ()
-    ]
-    return format(zlib.crc32(repr(shown).encode("utf-8", "replace")), "08x") if shown else ""
+    locks = []
+    given_up: set[str] = set()  # the locks of conditions that the thread waits on
+    is_innermost = True  # no frame of the script is inside this one
+    for (function, file, line), addresses in zip(frames, variables, strict=True):
+        for first, last, text, root, use in _find_lock_uses(file):
+            if use == "gives up" and is_innermost and first <= line <= last:
+                given_up.add(text)
+            elif first <= line <= last and (is_innermost or use == "holds"):
+                key = ""
+                if addresses is not None and root in addresses:
+                    key = f"{addresses[root]:x}{text[len(root) :]}"
+                elif addresses is not None and root in _module_variables(file):
+                    key = f"{file}:{text}"
+                locks.append([text, key, use == "holds", function, file, line])
+        is_innermost = is_innermost and file.endswith("/threading.py")
+    return [lock for lock in locks if lock[0] not in given_up][:MAX_LOCKS]
 
 
-def _by_faulthandler(pid: int, path: str) -> tuple[list[dict[str, Any]], str]:
-    """Return the threads, and why there are none. By a signal that the process catches, unless it is stopped."""
-    one = process.find_process(pid)
-    if one is None or one.state == "Z":
-        return [], "its process has ended"
-    if one.state in "Tt":
-        return [], "its process is stopped and can't answer a signal"
-    if not procfs.catches(pid, env_vars.STACK_SIGNAL) or not _has_open(pid, path):
-        return [], f"it has no handler for signal {env_vars.STACK_SIGNAL}"
-    before = _size(path)
-    if not send_signal(one, env_vars.STACK_SIGNAL):
-        return [], "it may not be signalled (another user's process)"
-    deadline = time.monotonic() + ASK_S
-    size = before
-    while time.monotonic() < deadline:
-        time.sleep(0.02)
-        now = _size(path)
-        if now > before and now == size:
-            break
-        size = now
-    try:
-        with open(path, "rb") as file:
-            file.seek(before)
-            text = file.read(1 << 18).decode("utf-8", "replace")
-    except OSError as problem:
-        return [], str(problem)
-    threads = parse_stacks(text)
-    if not threads:
-        state = (
-            "it is in uninterruptible sleep" if one.state == "D" else f"it did not answer a signal within {ASK_S:g} s"
-        )
-        return [], state
-    for thread in threads:  # File "x.py", line 3 in work
-        thread["locks"] = locks_of(thread["frames"], [None] * len(thread["frames"]))
-    return (threads[:THREADS] if len(threads) <= THREADS else [*threads[: THREADS - 1], threads[-1]]), ""
+@functools.cache
+def _module_variables(file: str) -> frozenset[str]:
+    """Return the variables that the source assigns at its top level."""
+    import ast
+
+    module = next(iter(_parse_source(file)), None)
+    body = getattr(module, "body", ())
+    assignments = [statement for statement in body if isinstance(statement, (ast.Assign, ast.AnnAssign))]
+    return frozenset(node.id for statement in assignments for node in ast.walk(statement) if isinstance(node, ast.Name))
 
 
-def _has_open(pid: int, path: str) -> bool:
-    """A script that closed it may have a file of its own under that number by now: nothing is written into that."""
-    return path in procfs.open_files(pid)
+@functools.cache
+def _find_lock_uses(file: str) -> list[tuple[int, int, str, str, str]]:
+    """Return (first line, last line, expression, its first name, what a thread at these lines does with the lock).
+
+    A lock is what `with` is given without a call, what `.acquire()` is called on, and what a `finally` releases. A
+    thread "waits" for it or "holds" it; in `.wait()` it "gives up" the lock of the condition.
+    """
+    import ast
+
+    uses = []
+
+    def add(first: int, last: int, lock: Any, use: str) -> None:
+        root = lock
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if isinstance(root, ast.Name):
+            uses.append((first, last, ast.unparse(lock), root.id, use))
+
+    for node in _parse_source(file):
+        if isinstance(node, (ast.With, ast.AsyncWith)):
+            for item in node.items:
+                lock, body_line = item.context_expr, node.body[0].lineno
+                add(lock.lineno, lock.end_lineno or lock.lineno, lock, "waits")
+                if body_line > lock.lineno:
+                    add(body_line, node.end_lineno or body_line, lock, "holds")
+        elif isinstance(node, ast.Try):
+            for statement in node.finalbody:
+                if isinstance(statement, ast.Expr) and _called_method(statement.value) == "release":
+                    lock = statement.value.func.value  # type: ignore[attr-defined]
+                    add(node.lineno, node.body[-1].end_lineno or node.lineno, lock, "holds")
+        elif _called_method(node) in ("acquire", "wait", "wait_for"):
+            use = "waits" if node.func.attr == "acquire" else "gives up"
+            add(node.lineno, node.end_lineno or node.lineno, node.func.value, use)
+    return uses
 
 
-def _size(path: str) -> int:
-    try:
-        return os.path.getsize(path)
-    except OSError:
-        return 0
+def _called_method(node: Any) -> str:
+    """Return the name of the method that an expression calls; empty if it calls none."""
+    import ast
+
+    return node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
 
 
-# ---- torch's flight recorders, asked of a rank's worker server: it answers in a thread of its own, with the GIL held too ----
+# ---- torch's flight recorder, read from a rank's worker server, which answers in its own thread also while the GIL is held ----
 
 SERVER_S = 1.0
 
 
-def read_flight_recorder(path: str) -> tuple[list[dict[str, Any]], str]:
-    """(the digest of its collectives, why there is none)."""
-    trace, why = _ask_server(path)
-    return (flight_recorder.summarize_trace(trace), "") if trace is not None else ([], why)
+def read_flight_recorder(socket_path: str) -> tuple[list[dict[str, Any]], str]:
+    """Return the digest of a rank's collectives, and why there is none."""
+    trace, problem = _read_trace(socket_path)
+    return (flight_recorder.summarize_trace(trace), "") if trace is not None else ([], problem)
 
 
-def timings(path: str) -> list[list[Any]]:
-    """[group, number, when it was entered] of its newest collectives: who comes late, and how late."""
-    trace, _ = _ask_server(path)
-    found: dict[str, list[list[Any]]] = {}
+def collective_times(socket_path: str) -> list[list[Any]]:
+    """Return [group, number, when the rank entered it, backend] of its newest collectives. They show who is late."""
+    trace, _ = _read_trace(socket_path)
+    by_group: dict[str, list[list[Any]]] = {}
     for entry in (trace or {}).get("entries") or []:
-        group, seq = (entry.get("process_group") or ["?"])[0], entry.get("collective_seq_id") or 0
-        mine = found.setdefault(group, [])
-        if mine and seq < mine[-1][1]:
-            mine.clear()  # made anew under its old name
+        group, number = (entry.get("process_group") or ["?"])[0], entry.get("collective_seq_id") or 0
+        collectives = by_group.setdefault(group, [])
+        if collectives and number < collectives[-1][1]:
+            collectives.clear()  # the group was made again under the same name
         if not entry.get("is_p2p"):
             backend = str(entry.get("profiling_name", "")).partition(":")[0]
-            mine.append([group, seq, entry.get("time_created_ns") or 0, backend])
-    return sorted((entry for entries in found.values() for entry in entries), key=lambda entry: entry[2])[-400:]
+            collectives.append([group, number, entry.get("time_created_ns") or 0, backend])
+    entries = (collective for collectives in by_group.values() for collective in collectives)
+    return sorted(entries, key=lambda collective: collective[2])[-400:]
 
 
-def _ask_server(path: str) -> tuple[dict[str, Any] | None, str]:
-    if not os.path.exists(path):
+def _read_trace(socket_path: str) -> tuple[dict[str, Any] | None, str]:
+    if not os.path.exists(socket_path):
         return None, "no worker server in this rank"
-    answers = [_ask_handler(path, name) for name in flight_recorder.HANDLERS]
+    answers = [_request_trace(socket_path, handler) for handler in flight_recorder.HANDLERS]
     traces = [trace for trace, _ in answers if trace is not None]
     return (flight_recorder.merge_traces(traces), "") if traces else (None, answers[0][1])
 
 
-def _ask_handler(path: str, name: str) -> tuple[dict[str, Any] | None, str]:
+def _request_trace(socket_path: str, handler: str) -> tuple[dict[str, Any] | None, str]:
     import socket
 
     parts: list[bytes] = []
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(SERVER_S)
-        connection.connect(path)
-        heads = "Host: rank\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-        connection.sendall(f"POST /handler/{name} HTTP/1.1\r\n{heads}".encode())
+        connection.connect(socket_path)
+        headers = "Host: rank\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+        connection.sendall(f"POST /handler/{handler} HTTP/1.1\r\n{headers}".encode())
         while data := connection.recv(1 << 18):
             parts.append(data)
     except OSError as problem:
@@ -398,10 +397,11 @@ def _ask_handler(path: str, name: str) -> tuple[dict[str, Any] | None, str]:
     finally:
         connection.close()
     head, _, body = b"".join(parts).partition(b"\r\n\r\n")
-    if b" 200 " not in head.partition(b"\r\n")[0]:
-        return None, f"the worker server says {head.partition(chr(13).encode())[0].decode('ascii', 'replace')}"
+    status = head.partition(b"\r")[0]
+    if b" 200 " not in status:
+        return None, f"the worker server answered {status.decode('ascii', 'replace')}"
     try:
-        found = parse_json(body)
+        trace = parse_json(body)
     except ValueError as problem:
         return None, f"the flight recorder's answer can't be read: {problem}"
-    return (found, "") if isinstance(found, dict) else (None, "the flight recorder's answer is not a trace")
+    return (trace, "") if isinstance(trace, dict) else (None, "the flight recorder's answer is not a trace")

@@ -1,7 +1,8 @@
-"""How a run's processes end on one host: the descendants of its agent and its guardian, and nothing else.
+"""Ends a run's processes on one host: the descendants of its agent and its guardian, and nothing else.
 
-Both are subreapers: whatever a rank starts stays below them, in any session, with any environment. Not by session: a
-session's number may be a stranger's by now. Not by environment: schedulers and at hand it to jobs that are not the run's.
+Both are subreapers: whatever a rank starts stays below them, in any session and with any environment. Sessions don't
+tell whose a process is, since the number of a session may be reused. Environments don't either, since schedulers and
+`at` hand them to jobs that are not the run's.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from stoker.contract import env_vars, process
+from stoker.contract import env_vars
 from stoker.contract.frozen import pick_fields
-from stoker.contract.process import Process, send_signal, signal_group
+from stoker.contract.process import Process, find_process, process_owner, send_signal, signal_group
 from stoker.control.agent.relay import Relay
 from stoker.control.agent.spawn import RankProcess
 from stoker.control.machine import procfs, run_origin
@@ -21,238 +22,263 @@ from stoker.control.machine.nvml import Nvml
 
 
 class Sweeper:
-    """`root` is the subreaper whose descendants are ours; `spare` are Stoker's own processes."""
+    """Finds and signals the descendants of `root`, a subreaper. `spare` are Stoker's own processes."""
 
     def __init__(self, root: int, spare: set[int]) -> None:
         self.root = root
         self.spare = spare
-        # Of the ranks. Each leader is alive or our unreaped zombie, so the number is nobody else's.
+        # Process groups of the ranks. Each leader is alive or our unreaped zombie, so nobody else can have its number.
         self.groups: set[int] = set()
 
     def leftovers(self) -> list[Process]:
+        """Return the living descendants, without those that their user wants to keep (STOKER_KEEP)."""
         table = procfs.all_processes()
-        below = procfs.descendants(self.root, table)
-        for pid in [pid for pid in below - self.groups - self.spare if run_origin.is_kept(pid)]:
-            below -= {pid, *procfs.descendants(pid, table)}
-        me = os.getuid()
-        there = (one for one in table if one.pid in below and one.pid not in self.spare and one.state != "Z")
-        return [one for one in there if process.process_owner(one.pid) == me]
+        pids = procfs.descendants(self.root, table)
+        for pid in [pid for pid in pids - self.groups - self.spare if run_origin.is_kept(pid)]:
+            pids -= {pid, *procfs.descendants(pid, table)}
+        pids -= self.spare
+        uid = os.getuid()
+        living = [process for process in table if process.pid in pids and process.state != "Z"]
+        return [process for process in living if process_owner(process.pid) == uid]
 
     def signal_all(self, signum: int, targets: list[Process]) -> None:
-        for one in targets:
-            if one.state == "T" and signum != signal.SIGKILL:
-                send_signal(one, signal.SIGCONT)
-            send_signal(one, signum)
+        for process in targets:
+            if process.state == "T" and signum != signal.SIGKILL:
+                send_signal(process, signal.SIGCONT)
+            send_signal(process, signum)
 
     def kill(self, seconds: float = 3.0) -> list[Process]:
-        """SIGKILL until two looks in a row find nothing, for at most `seconds`. Returns what survived: D state."""
+        """Send SIGKILL until two looks in a row find nothing, for at most `seconds`. Return what survived (D state)."""
         deadline = time.monotonic() + seconds
-        empty = 0
+        empty_looks = 0
         while True:
-            left = self.leftovers()
-            empty = 0 if left else empty + 1
-            if empty == 2:
+            living = self.leftovers()
+            empty_looks = 0 if living else empty_looks + 1
+            if empty_looks == 2:
                 return []
-            # By group too: the kernel reaches all of it at once, also a child forked since the look.
+            # Also by group: the kernel then reaches children that were forked since the look.
             for group in self.groups:
                 signal_group(group, signal.SIGKILL)
-            self.signal_all(signal.SIGKILL, left)
+            self.signal_all(signal.SIGKILL, living)
             reap(self.groups)
-            if left and time.monotonic() > deadline:
-                return left
-            time.sleep(0.005)  # polling with a deadline: a SIGKILL takes effect when its target is next scheduled
+            if living and time.monotonic() > deadline:
+                return living
+            time.sleep(0.005)  # a SIGKILL takes effect when its target is next scheduled
 
 
 def reap(keep: set[int] | frozenset[int] = frozenset()) -> dict[int, int]:
-    """Collects every child that ended: pid -> wait status. Those in `keep` stay zombies, and hide those behind."""
-    ended: dict[int, int] = {}
+    """Collect the children that ended: pid -> wait status. A child in `keep` stays a zombie, and hides those behind it."""
+    statuses: dict[int, int] = {}
     while True:
         try:
-            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
-            return ended
-        if found is None or found.si_pid in keep:
-            return ended
-        ended[found.si_pid] = os.waitpid(found.si_pid, 0)[1]
+            return statuses
+        if ended is None or ended.si_pid in keep:
+            return statuses
+        statuses[ended.si_pid] = os.waitpid(ended.si_pid, 0)[1]
 
 
-def ending(pid: int) -> tuple[int, bool] | None:
-    """(exit code, negative for a signal; did it dump core) of an ended child, left uncollected. None: it lives."""
-    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if found is None:
+def read_exit(pid: int) -> tuple[int, bool] | None:
+    """Return an ended child's exit code (negative for a signal) and whether it dumped core; None if it is alive.
+
+    The child is left a zombie.
+    """
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
         return None
-    if found.si_code == os.CLD_EXITED:
-        return found.si_status, False
-    return -found.si_status, found.si_code == os.CLD_DUMPED
+    if ended.si_code == os.CLD_EXITED:
+        return ended.si_status, False
+    return -ended.si_status, ended.si_code == os.CLD_DUMPED
 
 
-# ---- a host that was lost and is back: two agents of a run never have ranks side by side ----
+# ---- a host that was lost and is back: two agents of a run must never have ranks side by side ----
 
-SECONDS = 5.0
+KILL_S = 5.0
 
 
 def take_over(former: Sequence[Sequence[int]], run_id: str, run_dir: str, host: str) -> list[str]:
-    """`former`: pid and start time of the guardian and the agent that ran here for this run. Ends them and their
-    descendants at once, and what is left of those whose guardian was killed. `host`: as the run calls us; another host
-    of the same run may be this very machine. Returns what was found, in words.
+    """Kill what an earlier agent of this run left on this host. Return which of `former` were found, in words.
+
+    `former` holds the pid and start time of its guardian and its agent; they die with their descendants. If the guardian
+    was killed, the run's orphans are found by their environment: `host` is this host's name in the run, because another
+    host of the same run may be this very machine.
     """
     table = procfs.all_processes()
-    # By start time, too: after a reboot the number is a stranger's.
-    old = [one for pid, start in former for one in table if (one.pid, one.start) == (pid, start)]
-    below = {pid for one in old for pid in procfs.descendants(one.pid, table)}
-    doomed = [*old, *(one for one in table if one.pid in below and one not in old and not run_origin.is_kept(one.pid))]
-    said = [f"{one.name} {'was stopped' if one.state == 'T' else 'still ran'}" for one in old]
-    for one in doomed:
-        send_signal(one, signal.SIGKILL)
-    _await_end(doomed)
-    deadline = time.monotonic() + SECONDS
-    while (orphans := _orphans(run_id, run_dir, host)) and time.monotonic() < deadline:
-        for one in orphans:
-            send_signal(one, signal.SIGKILL)
-        _await_end(orphans)
-    return said
+    # Also by start time: after a reboot the pid is another process's.
+    old = [process for pid, start in former for process in table if (process.pid, process.start) == (pid, start)]
+    below = {pid for process in old for pid in procfs.descendants(process.pid, table)}
+    children = [process for process in table if process.pid in below and process not in old]
+    _kill_and_wait([*old, *(process for process in children if not run_origin.is_kept(process.pid))])
+    deadline = time.monotonic() + KILL_S
+    while (orphans := _find_orphans(run_id, run_dir, host)) and time.monotonic() < deadline:
+        _kill_and_wait(orphans)
+    return [f"{process.name} {'was stopped' if process.state == 'T' else 'still ran'}" for process in old]
 
 
-def _orphans(run_id: str, run_dir: str, host: str) -> list[Process]:
-    """What the run started here and nobody looks after."""
-    table = {one.pid: one for one in procfs.all_processes()}
+def _find_orphans(run_id: str, run_dir: str, host: str) -> list[Process]:
+    """Return the processes that the run started on this host and that no agent looks after."""
+    table = {process.pid: process for process in procfs.all_processes()}
 
-    def ours(one: Process) -> bool:
-        tagged = one.state != "Z" and procfs.run_tag(one.pid) == (run_id, run_dir)
-        if not tagged or process.process_owner(one.pid) != os.getuid():
+    def is_orphan(process: Process) -> bool:
+        if process.state == "Z" or procfs.run_tag(process.pid) != (run_id, run_dir):
             return False
-        here = procfs.environment(one.pid).get(env_vars.HOST, "") == host
-        return here and not run_origin.is_kept(one.pid) and not run_origin.why_another_started_it(one, table)
+        if process_owner(process.pid) != os.getuid():
+            return False
+        if procfs.environment(process.pid).get(env_vars.HOST, "") != host:
+            return False
+        return not run_origin.is_kept(process.pid) and not run_origin.why_another_started_it(process, table)
 
-    return [one for one in table.values() if ours(one)]
+    return [process for process in table.values() if is_orphan(process)]
 
 
-def _await_end(doomed: list[Process]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while time.monotonic() < deadline:
-        now = {one.pid: one for pid in {one.pid for one in doomed} if (one := process.find_process(pid)) is not None}
-        if not any(one.pid in now and now[one.pid].start == one.start and now[one.pid].state != "Z" for one in doomed):
-            return
+def _kill_and_wait(targets: list[Process]) -> None:
+    """Send SIGKILL to these processes and wait for their end, for at most KILL_S."""
+
+    def is_alive(target: Process) -> bool:
+        process = find_process(target.pid)
+        return process is not None and process.start == target.start and process.state != "Z"
+
+    for target in targets:
+        send_signal(target, signal.SIGKILL)
+    deadline = time.monotonic() + KILL_S
+    while time.monotonic() < deadline and any(map(is_alive, targets)):
         time.sleep(0.01)
 
 
-# ---- the stop sequence: SIGCONT, the signal to each rank alone, grace, SIGTERM to its group, SIGKILL ----
-#
-# Ranks first and their groups later: a SIGTERM to a whole group kills the data-loader workers first and turns a clean
-# save into an error. A rank that has just reported an exception is on its way out and is not disturbed for a moment, so
-# that its own exit code survives.
+# ---- stopping ranks: SIGCONT, the signal to each rank alone, grace, SIGTERM to its group, SIGKILL ----
 
-ON_ITS_WAY_S = 2.0
+EXCEPTION_GRACE_S = 2.0
 GROUP_S = 1.0
 
 
 class StopSequence:
-    def __init__(self, ranks: dict[int, RankProcess], sweeper: Sweeper, signum: int, grace: float, at_once: set[int]) -> None:
+    """Stops the ranks of an attempt. First each rank alone, later the groups.
+
+    A SIGTERM to a whole group would kill the data-loader workers first and turn a clean save into an error. A rank that
+    has just reported an exception is about to exit; it gets EXCEPTION_GRACE_S, so that its own exit code survives.
+    """
+
+    def __init__(
+        self, ranks: dict[int, RankProcess], sweeper: Sweeper, signum: int, grace: float, without_grace: set[int]
+    ) -> None:
         self._ranks = ranks
         self._sweeper = sweeper
         self._signum = signum
         self._grace = grace
-        self._at_once = at_once  # ranks that get no grace
-        self._begun = time.monotonic()
-        self._asked: set[int] = set()
-        self._group_asked = 0.0
+        self._without_grace = without_grace  # ranks that are killed immediately
+        self._started_at = time.monotonic()
+        self._signalled: set[int] = set()
+        self._groups_signalled_at = 0.0
 
     def living(self) -> list[RankProcess]:
-        return [rank for rank in self._ranks.values() if rank.ended is None]
+        return [rank for rank in self._ranks.values() if rank.exit_code is None]
 
     def hurry(self) -> None:
+        """End the grace now, and send SIGKILL at the next step."""
         self._grace = 0.0
-        self._group_asked = self._group_asked or time.monotonic() - GROUP_S
+        self._groups_signalled_at = self._groups_signalled_at or time.monotonic() - GROUP_S
 
     def step(self) -> None:
-        """Called until nothing lives. Does what is due and returns at once."""
+        """Send the signals that are due, without waiting. Call it until no rank lives."""
         now = time.monotonic()
         for rank in self.living():
-            if rank.rank in self._at_once:
+            if rank.rank in self._without_grace:
                 self._send(rank, signal.SIGKILL)
-            elif rank.pid not in self._asked and not (self._grace > 0 and now - rank.reported < ON_ITS_WAY_S):
-                self._asked.add(rank.pid)
-                send_signal(rank.me, signal.SIGCONT)
+            elif rank.pid not in self._signalled and not (
+                self._grace > 0 and now - rank.exception_at < EXCEPTION_GRACE_S
+            ):
+                self._signalled.add(rank.pid)
+                send_signal(rank.process, signal.SIGCONT)
                 self._send(rank, self._signum)
-        if now - self._begun < self._grace or not self.living():
+        if now - self._started_at < self._grace or not self.living():
             return
-        if not self._group_asked:
-            self._group_asked = now
+        if not self._groups_signalled_at:
+            self._groups_signalled_at = now
             self._sweeper.signal_all(signal.SIGTERM, self._sweeper.leftovers())
-        if now - self._group_asked >= GROUP_S:
+        if now - self._groups_signalled_at >= GROUP_S:
             for rank in self.living():
-                rank.signalled = True
+                rank.is_signalled = True
             self._sweeper.signal_all(signal.SIGKILL, self._sweeper.leftovers())
 
     @staticmethod
     def _send(rank: RankProcess, signum: int) -> None:
-        rank.signalled = True
-        caught = signum == signal.SIGKILL or procfs.catches(rank.pid, signum)
-        if not caught and procfs.catches(rank.pid, signal.SIGTERM):
-            signum = signal.SIGTERM  # what scripts save on: a closed terminal must not cost more than a stop
-        send_signal(rank.me, signum)
+        rank.is_signalled = True
+        is_caught = signum == signal.SIGKILL or procfs.catches(rank.pid, signum)
+        if not is_caught and procfs.catches(rank.pid, signal.SIGTERM):
+            signum = (
+                signal.SIGTERM
+            )  # scripts save on SIGTERM: a closed terminal (SIGHUP) must not cost more than a stop
+        send_signal(rank.process, signum)
 
 
-# ---- after the ranks: what they left behind gets its own grace, then goes; then the GPUs' memory is back ----
+# ---- after the ranks: what they left behind gets its own grace and is killed; then the GPUs' memory must be free ----
 
-ASKED_S = 1.0
+TERM_S = 1.0
 GPUS_S = 2.0
 
 
-class Finishing:
+class FinalSweep:
+    """Ends what the ranks of an attempt left behind, and reports it."""
+
     def __init__(self, grace: float) -> None:
         self._grace = grace
-        self._begun = time.monotonic()
-        self._asked = 0.0
-        self._named: list[str] = []
-        self._said = False
+        self._started_at = time.monotonic()
+        self._terminated_at = 0.0
+        self._stopped: list[str] = []
+        self._has_reported = False
 
     def step(
-        self, sweeper: Sweeper, relay: Relay, ranks: Mapping[int, RankProcess], nvml: Nvml | None, collect: Callable[[], None]
+        self,
+        sweeper: Sweeper,
+        relay: Relay,
+        ranks: Mapping[int, RankProcess],
+        nvml: Nvml | None,
+        collect: Callable[[], None],
     ) -> bool:
-        """Until True: all is swept, and told. `collect`: notes how ranks ended, while they are still our zombies."""
+        """Do what is due. Return True once everything is swept and reported.
+
+        `collect` notes how the ranks ended; it is called while they are still our zombies.
+        """
         now = time.monotonic()
         reap(sweeper.groups)
-        left = sweeper.leftovers()
-        if left and not self._asked:
-            if now - self._begun < self._grace:
-                if not self._said and now - self._begun > 1.0:
-                    self._said = True
-                    relay.say({"is": "helpers", "names": _names(left), "seconds": self._grace})
+        living = sweeper.leftovers()
+        if living and not self._terminated_at:
+            names = [f"pid {process.pid} ({process.name})" for process in living]
+            if now - self._started_at < self._grace:
+                if not self._has_reported and now - self._started_at > 1.0:
+                    self._has_reported = True
+                    relay.send({"is": "helpers", "names": names, "seconds": self._grace})
                 return False
-            self._asked = now
-            self._named = _names(left)
-            sweeper.signal_all(signal.SIGTERM, left)
+            self._terminated_at = now
+            self._stopped = names
+            sweeper.signal_all(signal.SIGTERM, living)
             return False
-        if left and now - self._asked < ASKED_S:
+        if living and now - self._terminated_at < TERM_S:
             return False
-        stuck = sweeper.kill()
+        survivors = sweeper.kill()
         collect()
         sweeper.groups.clear()
         reap()
         for handle in list(relay.streams):
             relay.read_all(handle)
             if handle in relay.streams:
-                relay.forget(handle)
-        held = _wait_for_gpus(ranks, nvml)
-        left_over = [pick_fields(one, "pid", "name", "state") for one in stuck]
-        relay.say({"is": "finished", "stopped": self._named, "gpus_held": held, "stuck": left_over})
+                relay.close(handle)
+        gpus_held = _wait_for_gpus(ranks, nvml)
+        stuck = [pick_fields(process, "pid", "name", "state") for process in survivors]
+        relay.send({"is": "finished", "stopped": self._stopped, "gpus_held": gpus_held, "stuck": stuck})
         return True
 
 
-def _names(left: list[Process]) -> list[str]:
-    return [f"pid {one.pid} ({one.name})" for one in left]
-
-
 def _wait_for_gpus(ranks: Mapping[int, RankProcess], nvml: Nvml | None) -> list[str]:
-    """Until NVML has our processes off the cards; 2 s at most. On an H200 it takes 0.15 s."""
+    """Wait until NVML shows no rank on its GPU, for at most 2 s. Return the GPUs still held. An H200 takes 0.15 s."""
     if nvml is None:
         return []
-    ours = {rank.pid for rank in ranks.values()}
-    cards = {rank.gpu for rank in ranks.values() if rank.gpu}
+    pids = {rank.pid for rank in ranks.values()}
+    gpus = {rank.gpu for rank in ranks.values() if rank.gpu}
     deadline = time.monotonic() + GPUS_S
     while True:
-        busy = [card for card in cards if nvml.pids(card) & ours]
-        if not busy or time.monotonic() > deadline:
-            return busy
+        held = [gpu for gpu in gpus if nvml.pids(gpu) & pids]
+        if not held or time.monotonic() > deadline:
+            return held
         time.sleep(0.02)

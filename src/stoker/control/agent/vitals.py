@@ -1,6 +1,6 @@
-"""Signs of life of this host's ranks, cheap enough to take all the time.
+"""Signs of life of this host's ranks: beats, process states, memory, and what is around a rank when it fails.
 
-A rank that beats costs one look at shared memory twice a second. Only one that is quiet is looked up in /proc.
+A rank that beats costs one read of shared memory twice a second. Only a rank without beats is looked up in /proc.
 """
 
 from __future__ import annotations
@@ -12,120 +12,123 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stoker.contract import host_memory, kernel_messages, process
+from stoker.contract import host_memory, kernel_messages
 from stoker.contract.beat import Beat
 from stoker.contract.evidence import ExitContext
 from stoker.contract.frozen import as_json
-from stoker.contract.process import kernel_lines, read_kernel_file, send_signal
+from stoker.contract.process import find_process, kernel_lines, read_kernel_file, send_signal
 from stoker.control.agent.spawn import RankProcess
 from stoker.control.machine import host_limits, kernel_log, ports, procfs
 from stoker.control.machine.model import GpuGauges, HostGauges
 from stoker.control.machine.nvml import Nvml
 
 BEATS_S = 0.5
-QUIET_S = 1.0  # without a beat for this long a rank's state is looked up
+QUIET_S = 1.0  # a rank without a beat for this long is looked up in /proc
 VITALS_S = 2.0
-MOST_LOSSES = 32  # per rank and look
+MAX_LOSSES = 32  # that one message has of a rank
 
-Say = Callable[[dict[str, Any]], None]
+Send = Callable[[dict[str, Any]], None]
+OnFirstStep = Callable[[RankProcess, float], None]  # gets the time of its first beat, in seconds since the epoch
 
 
 class Vitals:
-    def __init__(self, say: Say) -> None:
-        self._say = say
-        self._beats_at = self._vitals_at = 0.0
-        self._holders: dict[int, tuple[dict[str, Any], ...]] = {}
+    """Reads and reports the ranks' signs of life, at most every BEATS_S."""
 
-    def look(self, ranks: dict[int, RankProcess], now: float, first_step: Callable[[RankProcess, float], None]) -> None:
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._beats_at = self._vitals_at = 0.0
+        self._gpu_holders: dict[int, tuple[dict[str, Any], ...]] = {}  # by a rank's pid
+
+    def check(self, ranks: dict[int, RankProcess], now: float, on_first_step: OnFirstStep) -> None:
+        """Report new beats, and the process states of quiet ranks."""
         if now - self._beats_at < BEATS_S:
             return
         self._beats_at = now
-        self.beats(ranks, first_step)
-        due = now - self._vitals_at >= VITALS_S
-        if due:
+        self.read_beats(ranks, on_first_step)
+        is_due = now - self._vitals_at >= VITALS_S
+        if is_due:
             self._vitals_at = now
-        found: dict[str, list[Any]] = {}
+        quiet_ranks: dict[str, list[Any]] = {}
         for rank in ranks.values():
-            if rank.ended is not None:
+            if rank.exit_code is not None:
                 continue
-            if due:
-                below = children(rank.pid)
+            if is_due:
+                below = procfs.read_descendants(rank.pid)
                 resident = sum(procfs.resident_bytes(pid) or 0 for pid in (rank.pid, *below))
                 rank.loader_workers = max(rank.loader_workers, sum(map(_is_loader_worker, below)))
                 rank.rss.append((round(time.time(), 1), resident))
-                self._report_listening(rank)
-            if now - rank.beaten > QUIET_S:
-                one = process.find_process(rank.pid)
-                state = one.state if one else "Z"
-                turned, rank.state = state != rank.state and "T" in (state.upper(), rank.state.upper()), state
-                if due or turned:
-                    found[str(rank.rank)] = [state, *_work(rank.pid)]
-        if found:
-            self._say({"is": "vitals", "ranks": found})
+                if rank.port and not rank.is_listening and ports.is_listening(rank.port, (rank.pid, *below)):
+                    rank.is_listening = True  # it listens on the port it was given: it is a service
+                    self._send({"is": "listening", "rank": rank.rank, "port": rank.port})
+            if now - rank.last_beat_at > QUIET_S:
+                process = find_process(rank.pid)
+                state, before = process.state if process else "Z", rank.state
+                rank.state = state
+                was_stopped_or_continued = state != before and "T" in (state.upper(), before.upper())
+                if is_due or was_stopped_or_continued:
+                    quiet_ranks[str(rank.rank)] = [state, *_work_done(rank.pid)]
+        if quiet_ranks:
+            self._send({"is": "vitals", "ranks": quiet_ranks})
 
-    def beats(self, ranks: dict[int, RankProcess], first_step: Callable[[RankProcess, float], None]) -> None:
-        fresh: dict[str, list[Any]] = {}
+    def read_beats(self, ranks: dict[int, RankProcess], on_first_step: OnFirstStep) -> None:
+        """Read and report the beats since the last call."""
+        new_beats: dict[str, list[Any]] = {}
         for rank in ranks.values():
             if rank.reader is None or rank.reader.written == rank.reader.seen:
                 continue
-            news = rank.reader.new()
+            beats = rank.reader.new()
             if rank.reader.torn:
                 rank.reader = None
-                self._say({"is": "beatless", "rank": rank.rank})
-                text = "its beats are unreadable (something wrote over them): it is watched without them"
-                self._say({"is": "note", "rank": rank.rank, "text": text})
-            if not news:
+                self._send({"is": "beatless", "rank": rank.rank})
+                text = "its beats are unreadable because something overwrote them; it is watched without them"
+                self._send({"is": "note", "rank": rank.rank, "text": text})
+            if not beats:
                 continue
-            first = rank.steps == 0
-            # A step is one optimizer's count; the script's own word (optimizer 0) wins where there is one.
-            lead = min(beat.optimizer for beat in news)
-            mine = [beat for beat in news if beat.optimizer == lead]
-            rank.steps = max(1, rank.steps, *(beat.step for beat in mine))
-            rank.beaten = time.monotonic()
-            last, longest = mine[-1].time_ns, _longest(rank.beat_ns, mine)
-            fresh[str(rank.rank)] = [rank.steps, last, len(mine), longest, _losses(mine)]
-            rank.beat_ns = last
-            if first:
-                first_step(rank, news[0].time_ns / 1e9)
-        if fresh:
-            self._say({"is": "beats", "ranks": fresh})
+            is_first = rank.steps == 0
+            # The steps of one optimizer count. stoker.beat() in the script is optimizer 0, and counts if it is used.
+            lead = min(beat.optimizer for beat in beats)
+            steps = [beat for beat in beats if beat.optimizer == lead]
+            rank.steps = max(1, rank.steps, *(beat.step for beat in steps))
+            rank.last_beat_at = time.monotonic()
+            last_ns, gap = steps[-1].time_ns, _longest_gap(rank.last_beat_ns, steps)
+            new_beats[str(rank.rank)] = [rank.steps, last_ns, len(steps), gap, _newest_losses(steps)]
+            rank.last_beat_ns = last_ns
+            if is_first:
+                on_first_step(rank, beats[0].time_ns / 1e9)
+        if new_beats:
+            self._send({"is": "beats", "ranks": new_beats})
 
-    def _report_listening(self, rank: RankProcess) -> None:
-        """Report, once, that the rank or a process below it listens on the port it was given: it is a service."""
-        if rank.port and not rank.is_listening and ports.is_listening(rank.port, (rank.pid, *children(rank.pid))):
-            rank.is_listening = True
-            self._say({"is": "listening", "rank": rank.rank, "port": rank.port})
-
-    def note_holders(self, rank: RankProcess, nvml: Nvml | None, run_id: str) -> None:
-        """Who is on its card while it fails: once it is gone, so is its own entry, and perhaps the other's."""
+    def note_gpu_holders(self, rank: RankProcess, nvml: Nvml | None, run_id: str) -> None:
+        """Note who is on a rank's GPU while it fails: once it is gone, so is its entry, and perhaps the others'."""
         if nvml is not None and rank.gpu:
-            self._holders[rank.pid] = tuple(
-                {**as_json(one), "ours": one.pid == rank.pid or one.run == run_id}
-                for one in nvml.holders(rank.gpu) or ()
+            self._gpu_holders[rank.pid] = tuple(
+                {**as_json(holder), "ours": holder.pid == rank.pid or holder.run == run_id}
+                for holder in nvml.holders(rank.gpu) or ()
             )
 
-    def around(self, rank: RankProcess, nvml: Nvml | None, run_id: str) -> dict[str, Any]:
+    def exit_context(self, rank: RankProcess, nvml: Nvml | None, run_id: str) -> dict[str, Any]:
+        """Return what was going on around a rank that failed (contract/evidence.py:ExitContext), as JSON."""
         total, available, _ = host_memory.read_memory()
-        free, whole = host_limits.shared_memory()
-        if rank.pid not in self._holders:
-            self.note_holders(rank, nvml, run_id)
-        card = nvml.memory(rank.gpu) if nvml is not None and rank.gpu else None
-        holders = self._holders.get(rank.pid, ())
-        seen = ExitContext(
-            tuple(rank.rss),
-            available,
-            total,
-            _kernel_lines(rank),
-            holders,
-            card and card[1],
-            free,
-            whole,
-            tuple(host_limits.full_disks()),
-            rank.loader_workers,
-            address_space_limit(rank.pid),
+        shm_free, shm_total = host_limits.shared_memory()
+        if rank.pid not in self._gpu_holders:
+            self.note_gpu_holders(rank, nvml, run_id)
+        gpu_memory = nvml.memory(rank.gpu) if nvml is not None and rank.gpu else None
+        context: dict[str, Any] = as_json(
+            ExitContext(
+                tuple(rank.rss),
+                available,
+                total,
+                _kernel_messages_about(rank),
+                self._gpu_holders.get(rank.pid, ()),
+                gpu_memory and gpu_memory[1],
+                shm_free,
+                shm_total,
+                tuple(host_limits.full_disks()),
+                rank.loader_workers,
+                _address_space_limit(rank.pid),
+            )
         )
-        found: dict[str, Any] = as_json(seen)
-        return found
+        return context
 
 
 def _is_loader_worker(pid: int) -> bool:
@@ -133,7 +136,7 @@ def _is_loader_worker(pid: int) -> bool:
     return read_kernel_file(f"/proc/{pid}/comm").strip() == "pt_data_worker"
 
 
-def address_space_limit(pid: int) -> int | None:
+def _address_space_limit(pid: int) -> int | None:
     """Return RLIMIT_AS of a process in bytes, or None if it has none. A zombie still has its limits."""
     try:
         limit = resource.prlimit(pid, resource.RLIMIT_AS)[0]
@@ -142,94 +145,96 @@ def address_space_limit(pid: int) -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-# What a run's history keeps of a host and of a card: fields of HostGauges and GpuGauges.
-_OF_HOST = (
+# The fields of HostGauges and GpuGauges that a run's history keeps.
+_HOST_FIELDS = (
     "cores", "cpu", "memory_total", "memory_available", "swap_used", "disk_free", "disk_total", "disk_read", "disk_written", "received", "sent", "link",
     "pressure_cpu", "pressure_io", "pressure_memory",
 )  # fmt: skip
-_OF_CARD = ("utilization", "memory_used", "memory_total", "temperature", "power", "throttle")
+_GPU_FIELDS = ("utilization", "memory_used", "memory_total", "temperature", "power", "throttle")
 
 
-def gauges_message(here: HostGauges, cards: tuple[GpuGauges, ...], resident: dict[str, int]) -> dict[str, Any]:
-    """`resident`: bytes by rank."""
-    known = {name: _short(getattr(here, name)) for name in _OF_HOST}
-    known["load"] = here.load[0] if here.load else None
-    gpus = {card.uuid: {name: _short(getattr(card, name)) for name in _OF_CARD} for card in cards if card.uuid}
-    return {"is": "gauges", "host": known, "gpus": gpus, "ranks": resident}
+def gauges_message(host: HostGauges, gpus: tuple[GpuGauges, ...], resident: dict[str, int]) -> dict[str, Any]:
+    """Return the "gauges" message. `resident` has the memory of each rank in bytes."""
+    host_values = {name: _rounded(getattr(host, name)) for name in _HOST_FIELDS}
+    host_values["load"] = host.load[0] if host.load else None
+    gpu_values = {gpu.uuid: {name: _rounded(getattr(gpu, name)) for name in _GPU_FIELDS} for gpu in gpus if gpu.uuid}
+    return {"is": "gauges", "host": host_values, "gpus": gpu_values, "ranks": resident}
 
 
-def _short(value: Any) -> Any:
+def _rounded(value: Any) -> Any:
     return round(value, 3) if isinstance(value, float) else value
 
 
-def _longest(before: int, beats: list[Beat]) -> float:
-    """Seconds of the longest gap between these beats, and between them and the one before."""
-    times = [before or beats[0].time_ns, *(beat.time_ns for beat in beats)]
-    return round(max(after - one for one, after in itertools.pairwise(times)) / 1e9, 4)
+def _longest_gap(last_ns: int, beats: list[Beat]) -> float:
+    """Return the seconds of the longest gap between these beats and the last one before them."""
+    times = [last_ns or beats[0].time_ns, *(beat.time_ns for beat in beats)]
+    return round(max(after - before for before, after in itertools.pairwise(times)) / 1e9, 4)
 
 
-def _losses(beats: list[Beat]) -> list[list[Any]]:
-    """[step, loss] of the newest beats that carry one. As text: JSON has no NaN."""
-    told = [beat for beat in beats if beat.loss is not None]
-    return [[beat.step, repr(beat.loss)] for beat in told[-MOST_LOSSES:]]
+def _newest_losses(beats: list[Beat]) -> list[list[Any]]:
+    """Return [step, loss] of the newest beats that have a loss; the loss as text, because JSON has no NaN."""
+    with_loss = [beat for beat in beats if beat.loss is not None]
+    return [[beat.step, repr(beat.loss)] for beat in with_loss[-MAX_LOSSES:]]
 
 
-def _work(pid: int) -> tuple[float, int]:
-    """(CPU seconds, bytes read and written) of a process and its children so far."""
-    cpu, moved = 0.0, 0
-    for one in (pid, *children(pid)):
-        cpu += procfs.cpu_seconds(one) or 0.0
-        moved += procfs.bytes_moved(one) or 0
-    return round(cpu, 2), moved
+def _work_done(pid: int) -> tuple[float, int]:
+    """Return the CPU seconds and the bytes read and written so far by a process and its descendants."""
+    seconds, moved = 0.0, 0
+    for each in (pid, *procfs.read_descendants(pid)):
+        seconds += procfs.cpu_seconds(each) or 0.0
+        moved += procfs.bytes_moved(each) or 0
+    return round(seconds, 2), moved
 
 
-def _kernel_lines(rank: RankProcess) -> tuple[str, ...]:
-    words = (f"process {rank.pid} ", f"[{rank.pid}]", "Out of memory", "oom-kill", "Memory cgroup out of memory")
+def _kernel_messages_about(rank: RankProcess) -> tuple[str, ...]:
+    """Return the newest lines of the kernel's log about a rank's process, its GPU, or memory."""
+    phrases = (f"process {rank.pid} ", f"[{rank.pid}]", "Out of memory", "oom-kill", "Memory cgroup out of memory")
 
-    def concerns(line: str) -> bool:
-        found = kernel_messages.parse_xid(line)
-        return kernel_log.same_card(rank.pci, found[0]) if found else any(word in line for word in words)
+    def is_about_rank(line: str) -> bool:
+        xid = kernel_messages.parse_xid(line)
+        return kernel_log.is_same_gpu(rank.pci, xid[0]) if xid else any(phrase in line for phrase in phrases)
 
-    return tuple(line[:300] for line in kernel_log.lines(rank.started) if concerns(line))[-12:]
-
-
-# ---- memory: the MEM lines' numbers, and the guard on resident memory ----
-#
-# Resident memory, never RLIMIT_AS: that limits address space, which a CUDA context alone fills with tens of gigabytes.
+    return tuple(line[:300] for line in kernel_log.lines(rank.started) if is_about_rank(line))[-12:]
 
 
-def memory_now(pid: int, gpu: str | None, nvml: Nvml | None) -> dict[str, Any]:
+# ---- memory: the numbers of the MEM lines, and the limit on resident memory ----
+
+
+def measure_memory(pid: int, gpu: str | None, nvml: Nvml | None) -> dict[str, Any]:
+    """Return the memory of a process, its host and its GPU, as fields of the "mem" message."""
     total, available, _ = host_memory.read_memory()
-    card = nvml.memory(gpu) if nvml is not None and gpu else None
-    of_host = {"host_used": total - available, "host_total": total}
-    return {"rss": procfs.resident_bytes(pid), **of_host, "gpu": list(card) if card else None}
+    gpu_memory = nvml.memory(gpu) if nvml is not None and gpu else None
+    return {
+        "rss": procfs.resident_bytes(pid),
+        "host_used": total - available,
+        "host_total": total,
+        "gpu": list(gpu_memory) if gpu_memory else None,
+    }
 
 
-def keep_below(limit: int, ranks: dict[int, RankProcess], say: Say) -> None:
-    """0: no limit."""
+def enforce_memory_limit(limit: int, ranks: dict[int, RankProcess], send: Send) -> None:
+    """Stop and report each rank whose processes have more than `limit` bytes of resident memory; 0 is no limit.
+
+    RLIMIT_AS can't be used: it limits address space, of which a CUDA context alone takes tens of gigabytes.
+    """
     for rank in ranks.values() if limit else ():
-        if rank.ended is not None or rank.over:
+        if rank.exit_code is not None or rank.over_limit:
             continue
-        family = [rank.pid, *children(rank.pid)]
-        if sum(procfs.resident_bytes(pid) or 0 for pid in family) <= limit:
+        pids = [rank.pid, *procfs.read_descendants(rank.pid)]
+        if sum(procfs.resident_bytes(pid) or 0 for pid in pids) <= limit:
             continue
-        # Forked workers share pages with the rank, which the sum counts twice. PSS is exact, and slow to read.
-        taken = sum(_proportional(pid) for pid in family)
-        if taken > limit:
-            rank.over = taken
-            rank.signalled = True
-            send_signal(rank.me, signal.SIGSTOP)  # no further growth while the coordinator hears of it
-            workers = max(rank.loader_workers, sum(map(_is_loader_worker, family)))
-            say({"is": "ram", "rank": rank.rank, "bytes": taken, "limit": limit, "loader_workers": workers})
+        # The sum counts pages that forked workers share with the rank more than once. PSS is exact, but slow to read.
+        total = sum(_proportional_bytes(pid) for pid in pids)
+        if total > limit:
+            rank.over_limit = total
+            rank.is_signalled = True
+            send_signal(rank.process, signal.SIGSTOP)  # it must not grow until the coordinator has decided
+            workers = max(rank.loader_workers, sum(map(_is_loader_worker, pids)))
+            send({"is": "ram", "rank": rank.rank, "bytes": total, "limit": limit, "loader_workers": workers})
 
 
-def children(pid: int) -> list[int]:
-    """Its children, and theirs."""
-    direct = [int(child) for child in read_kernel_file(f"/proc/{pid}/task/{pid}/children").split()]
-    return direct + [grandchild for child in direct for grandchild in children(child)]
-
-
-def _proportional(pid: int) -> int:
+def _proportional_bytes(pid: int) -> int:
+    """Return the PSS of a process; its resident memory if the kernel doesn't know the PSS."""
     lines = kernel_lines(f"/proc/{pid}/smaps_rollup")
-    exact = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), None)
-    return procfs.resident_bytes(pid) or 0 if exact is None else exact  # gone, or a kernel without it: the next best
+    pss = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), None)
+    return procfs.resident_bytes(pid) or 0 if pss is None else pss

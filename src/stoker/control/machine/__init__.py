@@ -1,1 +1,4 @@
-"""What is here: GPUs, holders, memory, ports. Observes only. /proc and nvidia-ml-py: it travels with the agent."""
+"""Observes this machine: GPUs and who holds them, memory, limits, processes, ports. It travels with the agent.
+
+Uses /proc, and nvidia-ml-py where it is there.
+"""

@@ -17,15 +17,15 @@ from stoker.contract.process import find_process, kernel_lines, read_kernel_file
 from stoker.contract.text import escape, is_digits
 from stoker.control.machine import procfs
 
-COMMAND = 120  # characters of a command line
+MAX_COMMAND = 120  # characters of a command line
+MAX_PATH = 300  # characters
 MAX_FILES = 8  # descriptors of one poll() that are described
+MAX_OTHERS = 8  # processes at the other end: forked workers inherit each other's pipes
 SCAN_S = 1.0  # for the open files of all processes: one of them may have a million
-PATH = 300  # characters
-MAX_OTHERS = 8  # processes at the other end: forked workers inherit the pipes of the others
 _POLLIN, _POLLOUT = 1, 4
 _CLOSE_WAIT, _LISTEN, _SYN_SENT = "08", "0A", "02"
 
-SYSCALLS: dict[str, dict[int, str]] = {
+_SYSCALLS: dict[str, dict[int, str]] = {
     "x86_64": {
         0: "read", 1: "write", 2: "open", 7: "poll", 19: "readv", 20: "writev", 23: "select", 35: "nanosleep", 42: "connect", 43: "accept", 44: "sendto",
         45: "recvfrom", 46: "sendmsg", 47: "recvmsg", 61: "wait4", 72: "fcntl", 73: "flock", 74: "fsync", 202: "futex", 230: "clock_nanosleep",
@@ -44,32 +44,19 @@ _LOCKS = ("flock", "fcntl")
 RankOf = Mapping[int, "tuple[int, bool]"]  # pid -> (the rank it belongs to, whether it is the rank's own process)
 
 
-def _syscall(pid: int) -> tuple[str, list[int], str]:
-    """Return the name and the arguments of the system call the main thread is in, and why they can't be read.
-
-    The name is "running" where it is in none, and empty where the kernel does not show it.
-    """
-    try:
-        with open(f"/proc/{pid}/syscall", encoding="ascii") as file:
-            number, *arguments = file.read().split()
-    except (OSError, ValueError) as problem:
-        return "", [], f"/proc/{pid}/syscall: {problem.strerror if isinstance(problem, OSError) else 'it is empty'}"
-    if not is_digits(number.removeprefix("-")):
-        return number, [], ""
-    name = SYSCALLS.get(os.uname().machine, {}).get(int(number), f"system call {number}")
-    return name, [int(one, 16) for one in arguments[:6]], ""
-
-
 class OpenFiles:
-    """The open files of all processes that may be inspected, read from /proc when they are first asked for."""
+    """The open files of all processes, read from /proc when they are first needed."""
 
     def __init__(self) -> None:
         self._holders: dict[str, list[tuple[int, int]]] = {}
         self._is_read = False
-        self.hidden = 0  # processes whose files may not be read, or not in that time
+        self.hidden = 0  # processes whose files may not be read, or not within SCAN_S
 
     def holders(self, target: str) -> list[tuple[int, int]]:
-        """Return (pid, descriptor) of all who have it open. `target`: as /proc/PID/fd shows it: a path, pipe:[7], socket:[7]."""
+        """Return the (pid, descriptor) of all that have a file open.
+
+        `target` is its name in /proc/PID/fd: a path, pipe:[7] or socket:[7].
+        """
         if not self._is_read:
             self._is_read = True
             deadline = time.monotonic() + SCAN_S
@@ -83,66 +70,84 @@ class OpenFiles:
                 if time.monotonic() > deadline:
                     self.hidden += 1
                     return
-                target = _target(pid, int(fd))
+                target = _open_file(pid, int(fd))
                 if target:
                     self._holders.setdefault(target, []).append((pid, int(fd)))
         except PermissionError:
             self.hidden += 1
         except OSError:
-            return  # it has ended
+            return  # the process has ended
 
 
 def read_wait(pid: int, files: OpenFiles, rank_of: RankOf) -> dict[str, Any]:
-    """Return what the main thread of a process is blocked on, as fields of watch's Snapshot and Worker."""
-    name, arguments, problem = _syscall(pid)
+    """Return what the main thread of a process is blocked on, as fields of the types in control/watch/rank_inspection.py."""
+    call, arguments, problem = _read_syscall(pid)
     wchan = read_kernel_file(f"/proc/{pid}/wchan").strip().strip("0")
-    found: dict[str, Any] = {"wchan": wchan, "syscall": name, "wait_unseen": problem, "awaited_pid": awaited_child(pid)}
-    found["blocked"] = []
-    if name in ("open", "openat") and arguments:
-        fifo = _opened_fifo(pid, name, arguments) if "partner" in wchan or "fifo" in wchan else None
-        if fifo:
-            found["blocked"] = [fifo]
+    blocked = []
+    if call in ("open", "openat") and arguments:
+        if "partner" in wchan or "fifo" in wchan:
+            blocked.append(_describe_opened_fifo(pid, call, arguments))
     else:
-        described = []
-        for fd, writes in _descriptors(pid, name, arguments)[:MAX_FILES]:
-            one = _describe(pid, fd, name, writes, files, rank_of)
-            if one:
-                described.append(one)
-        found["blocked"] = described
-    return found
+        for fd, writes in _awaited_descriptors(pid, call, arguments)[:MAX_FILES]:
+            blocked.append(_describe_file(pid, fd, call, writes, files, rank_of))
+    return {
+        "wchan": wchan,
+        "syscall": call,
+        "wait_unseen": problem,
+        "awaited_pid": awaited_child(pid),
+        "blocked": [description for description in blocked if description is not None],
+    }
 
 
 def awaited_child(pid: int) -> int:
     """Return the child whose end the main thread waits for; 0 if it waits for none, or for any of them."""
-    name, arguments, _ = _syscall(pid)
-    if name not in ("wait4", "waitid") or len(arguments) < 2:
+    call, arguments, _ = _read_syscall(pid)
+    if call not in ("wait4", "waitid") or len(arguments) < 2:
         return 0
-    wanted = arguments[0 if name == "wait4" else 1]
-    return wanted if 0 < wanted < 1 << 31 else 0
+    child = arguments[0 if call == "wait4" else 1]
+    return child if 0 < child < 1 << 31 else 0
 
 
-def _descriptors(pid: int, name: str, arguments: list[int]) -> list[tuple[int, bool]]:
-    """Return (descriptor, whether it waits to write to it) of the files a system call waits for."""
+def _read_syscall(pid: int) -> tuple[str, list[int], str]:
+    """Return the name and the arguments of the system call that the main thread is in, and why they can't be read.
+
+    The name is "running" if it is in none, and empty if the kernel does not show it.
+    """
+    try:
+        with open(f"/proc/{pid}/syscall", encoding="ascii") as file:
+            number, *arguments = file.read().split()
+    except (OSError, ValueError) as problem:
+        return "", [], f"/proc/{pid}/syscall: {problem.strerror if isinstance(problem, OSError) else 'it is empty'}"
+    if not is_digits(number.removeprefix("-")):
+        return number, [], ""
+    call = _SYSCALLS.get(os.uname().machine, {}).get(int(number), f"system call {number}")
+    return call, [int(argument, 16) for argument in arguments[:6]], ""
+
+
+def _awaited_descriptors(pid: int, call: str, arguments: list[int]) -> list[tuple[int, bool]]:
+    """Return the (descriptor, whether it waits to write) of the files that a system call waits for."""
     if not arguments:
         return []
-    if name in (*_READS, *_WRITES, *_LOCKS):
-        return [(arguments[0], name in _WRITES)]
-    if name in ("poll", "ppoll"):
-        data = _memory(pid, arguments[0], 8 * min(arguments[1], 64))
+    if call in (*_READS, *_WRITES, *_LOCKS):
+        return [(arguments[0], call in _WRITES)]
+    if call in ("poll", "ppoll"):
+        data = _read_memory(pid, arguments[0], 8 * min(arguments[1], 64))
         entries = struct.iter_unpack("=ihh", data[: len(data) // 8 * 8])
         return [(fd, not events & _POLLIN and bool(events & _POLLOUT)) for fd, events, _ in entries if fd >= 0]
-    if name in ("select", "pselect6"):
-        size = min(arguments[0], 1024)
-        sets = ((address, _memory(pid, address, (size + 7) // 8) if address else b"") for address in arguments[1:3])
-        bits = [[fd for fd in range(8 * len(data)) if data[fd // 8] >> fd % 8 & 1] for _, data in sets]
-        return [(fd, bool(writes)) for writes, fds in enumerate(bits) for fd in fds]
-    if name in ("epoll_wait", "epoll_pwait"):
+    if call in ("select", "pselect6"):
+        size = (min(arguments[0], 1024) + 7) // 8
+        descriptors = []
+        for writes, address in enumerate(arguments[1:3]):  # the sets to read from and to write to
+            bits = _read_memory(pid, address, size) if address else b""
+            descriptors += [(fd, bool(writes)) for fd in range(8 * len(bits)) if bits[fd // 8] >> fd % 8 & 1]
+        return descriptors
+    if call in ("epoll_wait", "epoll_pwait"):
         lines = [line.split() for line in kernel_lines(f"/proc/{pid}/fdinfo/{arguments[0]}")]
-        return [(int(words[1]), False) for words in lines if words[:1] == ["tfd:"]]
+        return [(int(fields[1]), False) for fields in lines if fields[:1] == ["tfd:"]]
     return []
 
 
-def _memory(pid: int, address: int, size: int) -> bytes:
+def _read_memory(pid: int, address: int, size: int) -> bytes:
     try:
         with open(f"/proc/{pid}/mem", "rb", buffering=0) as file:
             file.seek(address)
@@ -151,72 +156,89 @@ def _memory(pid: int, address: int, size: int) -> bytes:
         return b""
 
 
-def _opened_fifo(pid: int, name: str, arguments: list[int]) -> dict[str, Any] | None:
-    """Return the named pipe that a process waits to open. The kernel waits until it is opened at the other end."""
-    folder, address, flags = (-100, *arguments[:2]) if name == "open" else arguments[:3]
-    path = os.fsdecode(_text(pid, address))
-    at_folder = folder == 0xFFFFFF9C or folder < 0 or folder > 1 << 31
-    base = _link(f"/proc/{pid}/cwd") if at_folder else _target(pid, folder)
-    if not path:
-        return None
-    writes = flags & os.O_ACCMODE == os.O_WRONLY
-    whole = escape(os.path.normpath(os.path.join(base, path)), PATH)
-    return {"call": "open", "kind": "fifo", "name": whole, "writes": writes}
-
-
-def _text(pid: int, address: int) -> bytes:
-    """Return the bytes up to a zero. By pieces: the text may end just before memory that can't be read."""
+def _read_string(pid: int, address: int) -> bytes:
+    """Return the bytes up to a zero. It reads in pieces: the string may end just before memory that can't be read."""
     data = b""
     while len(data) < 4096 and b"\0" not in data:
-        piece = _memory(pid, address + len(data), 64 - (address + len(data)) % 64)
+        piece = _read_memory(pid, address + len(data), 64 - (address + len(data)) % 64)
         if not piece:
             break
         data += piece
     return data.partition(b"\0")[0]
 
 
-def _describe(pid: int, fd: int, name: str, writes: bool, files: OpenFiles, rank_of: RankOf) -> dict[str, Any] | None:
-    target = _target(pid, fd)
+# ---- the file that a process waits for ----
+
+
+def _describe_opened_fifo(pid: int, call: str, arguments: list[int]) -> dict[str, Any] | None:
+    """Describe the named pipe that a process waits to open, which lasts until it is opened at the other end."""
+    folder, address, flags = (-100, *arguments[:2]) if call == "open" else arguments[:3]
+    path = os.fsdecode(_read_string(pid, address))
+    if not path:
+        return None
+    is_relative_to_cwd = folder == 0xFFFFFF9C or folder < 0 or folder > 1 << 31  # AT_FDCWD
+    base = _read_link(f"/proc/{pid}/cwd") if is_relative_to_cwd else _open_file(pid, folder)
+    name = escape(os.path.normpath(os.path.join(base, path)), MAX_PATH)
+    return {"call": "open", "kind": "fifo", "name": name, "writes": flags & os.O_ACCMODE == os.O_WRONLY}
+
+
+def _describe_file(
+    pid: int, fd: int, call: str, writes: bool, files: OpenFiles, rank_of: RankOf
+) -> dict[str, Any] | None:
+    """Describe an open file and the processes at its other end; None if it is an event descriptor, or closed."""
+    target = _open_file(pid, fd)
     if not target:
         return None
-    found: dict[str, Any] = {"call": name, "fd": fd, "writes": writes, "name": escape(target, PATH)}
-    if name in _LOCKS:
-        found.update(kind="lock", holders=_lock_holders(pid, fd, target, files))
+    name = escape(target, MAX_PATH)
+    holders: list[int] = []
+    details: dict[str, str] = {}
+    if call in _LOCKS:
+        kind, holders = "lock", _lock_holders(pid, fd, target, files)
     elif target.startswith("socket:["):
-        found.update(_socket(pid, target, files))
+        kind = "socket"
+        name, details, holders = _read_socket(pid, target, files)
     elif target.startswith("pipe:["):
-        found.update(kind="pipe", name="", holders=_other_end(pid, fd, target, writes, files))
+        kind, name, holders = "pipe", "", _other_end(pid, fd, target, writes, files)
     elif target.startswith("/") and _is_fifo(pid, fd):
-        found.update(kind="fifo", holders=_other_end(pid, fd, target, writes, files))
+        kind, holders = "fifo", _other_end(pid, fd, target, writes, files)
     elif target.startswith("/"):
-        found.update(kind="file")
+        kind = "file"
     else:
-        return None  # an event descriptor: nothing to name
-    holders = found.pop("holders", [])
-    return {**found, "others": [_shown(one, rank_of) for one in holders[:MAX_OTHERS]], "hidden": files.hidden}
+        return None
+    return {
+        "call": call,
+        "fd": fd,
+        "writes": writes,
+        "name": name,
+        "kind": kind,
+        **details,
+        "others": [_describe_process(holder, rank_of) for holder in holders[:MAX_OTHERS]],
+        "hidden": files.hidden,
+    }
 
 
-def _shown(pid: int, rank_of: RankOf) -> dict[str, Any]:
+def _describe_process(pid: int, rank_of: RankOf) -> dict[str, Any]:
     rank, is_rank = rank_of.get(pid, (None, False))
-    command = (procfs.command_line(pid) or "")[:COMMAND]
+    command = (procfs.command_line(pid) or "")[:MAX_COMMAND]
     return {"pid": pid, "command": command, "rank": rank, "is_rank": is_rank}
 
 
-def _link(path: str) -> str:
+def _read_link(path: str) -> str:
     try:
         return os.readlink(path)
     except OSError:
         return ""
 
 
-def _target(pid: int, fd: int) -> str:
-    return _link(f"/proc/{pid}/fd/{fd}")
+def _open_file(pid: int, fd: int) -> str:
+    """Return what a descriptor of a process is open on; empty if it is closed."""
+    return _read_link(f"/proc/{pid}/fd/{fd}")
 
 
 def _is_fifo(pid: int, fd: int) -> bool:
     """Read the type of an open file. Not while the process is in state D: its file system may not answer us either."""
-    one = find_process(pid)
-    if one is None or one.state == "D":
+    process = find_process(pid)
+    if process is None or process.state == "D":
         return False
     try:
         return stat.S_ISFIFO(os.stat(f"/proc/{pid}/fd/{fd}").st_mode)
@@ -225,9 +247,9 @@ def _is_fifo(pid: int, fd: int) -> bool:
 
 
 def _other_end(pid: int, fd: int, target: str, writes: bool, files: OpenFiles) -> list[int]:
-    """Return the processes that could end the wait: those that have the pipe open for writing, or for reading if we write."""
-    wanted = (os.O_RDONLY, os.O_RDWR) if writes else (os.O_WRONLY, os.O_RDWR)
-    ends = [one for one in files.holders(target) if one != (pid, fd) and _access_mode(*one) in wanted]
+    """Return the processes that could end the wait: they have the pipe open for reading if we write, else for writing."""
+    modes = (os.O_RDONLY, os.O_RDWR) if writes else (os.O_WRONLY, os.O_RDWR)
+    ends = [end for end in files.holders(target) if end != (pid, fd) and _access_mode(*end) in modes]
     return list(dict.fromkeys(holder for holder, _ in ends))
 
 
@@ -241,68 +263,68 @@ def _access_mode(pid: int, fd: int) -> int:
 
 
 def _lock_holders(pid: int, fd: int, path: str, files: OpenFiles) -> list[int]:
-    """Return who holds the lock that a process waits for.
+    """Return the processes that hold the lock that a process waits for.
 
-    The kernel names the process that took it. A lock of flock() outlives that process in a child that inherited the file.
+    The kernel names the process that took the lock. After that process's end, a lock of flock() is held by the children
+    that inherited the file.
     """
-    table = [line.split() for line in kernel_lines("/proc/locks")]
-    # 1: FLOCK ADVISORY WRITE 14822 fe:00:2146356 0 EOF, and of those that wait for it: 1: -> FLOCK ...
-    waiting = [words for words in table if words[1:2] == ["->"] and len(words) > 6 and words[5] == str(pid)]
-    numbers = {words[0] for words in waiting}
-    held = [words for words in table if words[0] in numbers and words[1:2] != ["->"] and len(words) > 5]
-    takers = [int(words[4]) for words in held if is_digits(words[4]) and find_process(int(words[4])) is not None]
+    rows = [line.split() for line in kernel_lines("/proc/locks")]
+    # A lock is "1: FLOCK ADVISORY WRITE 14822 fe:00:2146356 0 EOF", a process that waits for it "1: -> FLOCK ...".
+    numbers = {row[0] for row in rows if row[1:2] == ["->"] and len(row) > 6 and row[5] == str(pid)}
+    held = [row for row in rows if row[0] in numbers and row[1:2] != ["->"] and len(row) > 5]
+    takers = [int(row[4]) for row in held if is_digits(row[4]) and find_process(int(row[4])) is not None]
     if takers:
         return takers
-    inodes = {words[5] for words in held}
+    inodes = {row[5] for row in held}
     heirs = [
-        one
-        for one, other_fd in files.holders(path)
-        if _holds_lock(one, other_fd, inodes) and (one, other_fd) != (pid, fd)
+        holder
+        for holder, holder_fd in files.holders(path)
+        if _holds_lock(holder, holder_fd, inodes) and (holder, holder_fd) != (pid, fd)
     ]
     return list(dict.fromkeys(heirs))
 
 
 def _holds_lock(pid: int, fd: int, inodes: set[str]) -> bool:
-    lines = [line.split() for line in kernel_lines(f"/proc/{pid}/fdinfo/{fd}") if line.startswith("lock:")]
-    return any(len(words) > 6 and (not inodes or words[6] in inodes) for words in lines)
+    rows = [line.split() for line in kernel_lines(f"/proc/{pid}/fdinfo/{fd}") if line.startswith("lock:")]
+    return any(len(row) > 6 and (not inodes or row[6] in inodes) for row in rows)
 
 
 # ---- sockets ----
 
 
-def _socket(pid: int, target: str, files: OpenFiles) -> dict[str, Any]:
+def _read_socket(pid: int, target: str, files: OpenFiles) -> tuple[str, dict[str, str], list[int]]:
+    """Return a socket's name, its state as a field "state" if it has a special one, and the processes at its other end."""
     inode = target[len("socket:[") : -1]
-    rows = list(_connections(pid))
+    rows = list(_tcp_connections(pid))
     own = next((row for row in rows if row[3] == inode), None)
     if own is None:
-        return {"kind": "socket", "name": _unix_path(pid, inode)}
+        return _unix_path(pid, inode), {}, []
     local, remote, state, _ = own
     if state == _LISTEN:
-        return {"kind": "socket", "name": _address(local), "state": "listening"}
-    found = {"kind": "socket", "name": _address(remote)}
+        return _format_address(local), {"state": "listening"}, []
+    name = _format_address(remote)
     if state == _SYN_SENT:
-        return {**found, "state": "connecting"}
-    if state == _CLOSE_WAIT:
-        found["state"] = "closed"
+        return name, {"state": "connecting"}, []
+    details = {"state": "closed"} if state == _CLOSE_WAIT else {}
     peer = next((row for row in rows if row[0] == remote and row[1] == local), None)
-    if peer is not None and peer[3] == "0":  # in the queue of a listener
+    if peer is not None and peer[3] == "0":  # still in the queue of the process that listens
         peer = next((row for row in rows if row[2] == _LISTEN and row[0][1] == remote[1]), None)
-        found["state"] = "not accepted"
+        details = {"state": "not accepted"}
     holders = files.holders(f"socket:[{peer[3]}]") if peer is not None else []
-    return {**found, "holders": list(dict.fromkeys(holder for holder, _ in holders))}
+    return name, details, list(dict.fromkeys(holder for holder, _ in holders))
 
 
-def _connections(pid: int) -> Iterator[tuple[tuple[str, int], tuple[str, int], str, str]]:
-    """Yield the TCP connections in the network of a process: local and remote address, state, inode."""
+def _tcp_connections(pid: int) -> Iterator[tuple[tuple[str, int], tuple[str, int], str, str]]:
+    """Yield the (local address, remote address, state, inode) of the TCP sockets in the network of a process."""
     for family in ("tcp", "tcp6"):
         for line in kernel_lines(f"/proc/{pid}/net/{family}")[1:]:
-            words = line.split()
-            if len(words) > 9:
-                yield _parsed(words[1]), _parsed(words[2]), words[3], words[9]
+            fields = line.split()
+            if len(fields) > 9:
+                yield _parse_address(fields[1]), _parse_address(fields[2]), fields[3], fields[9]
 
 
-def _parsed(text: str) -> tuple[str, int]:
-    """Read an address as the kernel writes it: words of 32 bits in the machine's byte order, in hexadecimal."""
+def _parse_address(text: str) -> tuple[str, int]:
+    """Parse an address as the kernel writes it: 32-bit words in the machine's byte order, in hexadecimal."""
     import socket
 
     host, _, port = text.partition(":")
@@ -311,12 +333,12 @@ def _parsed(text: str) -> tuple[str, int]:
     return name.replace("::ffff:", "") if "." in name else name, int(port, 16)
 
 
-def _address(address: tuple[str, int]) -> str:
+def _format_address(address: tuple[str, int]) -> str:
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _unix_path(pid: int, inode: str) -> str:
     """Return the path of a Unix socket; most clients have none."""
-    lines = [line.split(None, 7) for line in kernel_lines(f"/proc/{pid}/net/unix")]
-    return next((escape(words[7], PATH) for words in lines if len(words) > 7 and words[6] == inode), "")
+    rows = [line.split(None, 7) for line in kernel_lines(f"/proc/{pid}/net/unix")]
+    return next((escape(row[7], MAX_PATH) for row in rows if len(row) > 7 and row[6] == inode), "")

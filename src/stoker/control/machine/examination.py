@@ -1,4 +1,4 @@
-"""What an examination finds beyond a quick look. None where it could not be asked."""
+"""What a thorough examination of a host finds, as types. A field is None where it could not be read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stoker.control.machine.model import Machine, machine_from_json
 
 SCHEMA = 1
 
-# Variables that are known to matter: the only ones an examination keeps.
+# The environment variables that an examination keeps: those known to matter.
 KNOWN = (
     "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "LD_PRELOAD",
     "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NCCL_ALGO", "NCCL_BLOCKING_WAIT", "NCCL_BUFFSIZE", "NCCL_DEBUG",
@@ -23,7 +23,7 @@ KNOWN = (
 
 @frozen
 class Health:
-    """One card's. A field it doesn't have is None."""
+    """The health of one GPU. A field that the GPU doesn't have is None."""
 
     temperature: int | None = None
     temperature_slowdown: int | None = None
@@ -43,54 +43,60 @@ class Health:
     display: bool | None = None
     capability: str | None = None  # 9.0
     xids: tuple[int, ...] = ()
-    peers: dict[str, str] | None = None  # uuid -> ok, or why one card can't read the other's memory
+    peers: dict[str, str] | None = None  # uuid -> ok, or why this GPU can't read the other one's memory
 
 
 @frozen
 class Torch:
+    """The torch of the Python that runs the ranks."""
+
     version: str | None = None
-    cuda: str | None = None  # the build's
+    cuda: str | None = None  # version that torch was built for
     archs: tuple[str, ...] = ()
     nccl: str | None = None
-    seconds: float | None = None  # what `import torch` took
+    seconds: float | None = None  # that `import torch` took
     error: str | None = None
 
 
 @frozen
 class Host:
+    """Disk, limits and processes of the host."""
+
     shm_total: int | None = None
     shm_free: int | None = None
-    disk_free: int | None = None  # where runs go
+    disk_free: int | None = None  # of the disk that runs are written to
     disk_path: str | None = None
     files_soft: int | None = None
     files_hard: int | None = None
-    address_space: int | None = None  # an RLIMIT_AS in force
+    address_space: int | None = None  # RLIMIT_AS in bytes, if there is one
     stuck: tuple[str, ...] = ()  # processes in D state, as "pid name"
     zombies: int = 0
     swap_used: int | None = None
-    clock: float | None = None
+    clock: float | None = None  # seconds since the epoch
 
 
 @frozen
 class Net:
+    """Names, interfaces and the port of rank 0's store."""
+
     hostname: str | None = None
-    addresses: tuple[str, ...] = ()  # what the host's own name resolves to
-    interfaces: tuple[str, ...] = ()  # those that are up, without loopback
+    addresses: tuple[str, ...] = ()  # that the host's own name resolves to
+    interfaces: tuple[str, ...] = ()  # that are up, without loopback
     port: int | None = None
     port_holder: str | None = None
     error: str | None = None
-    slow_lookups: bool = False  # the host's own name or address was not looked up within lookups.SLOW_S
-    silent_servers: tuple[str, ...] = ()  # name servers that do not answer
+    slow_lookups: bool = False  # looking up the host's own name or address took more than examine_child.SLOW_S
+    silent_servers: tuple[str, ...] = ()  # name servers that don't answer
 
 
 @frozen
 class Probe:
-    """A context made, memory taken, a product computed and compared, in a child of its own."""
+    """The result of using a GPU in a child process: make a context, allocate memory, compute and check a product."""
 
     outcome: str  # ok, busy, full, dead, hung, wrong, absent
     detail: str = ""
     seconds: float | None = None
-    left: int | None = None  # bytes still in use on the card after the child was gone, above what was before
+    left: int | None = None  # bytes in use on the GPU after the child's end, above what was in use before
 
 
 @frozen
@@ -101,8 +107,8 @@ class Examination:
     torch: Torch | None = None
     host: Host | None = None
     net: Net | None = None
-    environment: dict[str, str] | None = None  # the variables that are known to matter
-    missing: dict[str, str] | None = None  # what could not be found out, and why
+    environment: dict[str, str] | None = None  # of the variables in KNOWN
+    missing: dict[str, str] | None = None  # part -> why it could not be examined
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
@@ -110,10 +116,11 @@ class Examination:
 
 
 def read_examination(kind: type[Any], data: Any) -> Any:
-    """One shape back from JSON; an unknown field, or one of another type, is an error."""
+    """Return one of the types above from its JSON, or None for None. Raises ValueError for an unknown field or a wrong type."""
     return None if data is None else read_frozen(kind, data)
 
 
 def examination_from_json(data: Any) -> Examination:
+    """Return the examination that `to_json` wrote. Raises ValueError if it is none."""
     machine = machine_from_json(data.get("machine") if isinstance(data, dict) else None)
     return replace(read_recorded(Examination, data, SCHEMA), machine=machine)

@@ -1,6 +1,7 @@
-"""One thorough examination: all gatherers side by side, each in a child with a deadline.
+"""Examines a host thoroughly: each part of the examination runs in a child process with a time limit.
 
-A child that does not answer is killed and, if it can't be (a driver call in D state), left behind: nobody waits for it.
+A child that does not answer is killed. If it can't be killed (a driver call in D state), it is left behind; nothing waits
+for it.
 """
 
 from __future__ import annotations
@@ -17,52 +18,66 @@ from typing import Any
 from stoker.contract import host_memory
 from stoker.contract.frozen import replace
 from stoker.contract.process import NOT_FROM_HERE
-from stoker.control.machine import examination, examine_child, host_limits
-from stoker.control.machine.examination import KNOWN, Examination, Health, Host, Net, Probe, Torch
+from stoker.control.machine import examine_child, host_limits
+from stoker.control.machine.examination import KNOWN, Examination, Health, Host, Net, Probe, Torch, read_examination
 from stoker.control.machine.model import Gpu, Machine, machine_from_json
 from stoker.control.machine.observe import packages_dir
 
 LIMIT_S = 3.0
-NET_S = 6.0  # its own limits are lookups.SLOW_S and ANSWER_S; a busy machine starts it late
-PROBE_S = 10.0  # a context alone takes seconds on a box of eight without a persistence daemon
-TORCH_S = 120.0  # a cold disk on a rented pod
+NET_S = 6.0  # it has limits of its own (examine_child.SLOW_S, SERVER_S), but a busy machine starts it late
+PROBE_S = 10.0  # a context alone takes seconds on a host with 8 GPUs and no persistence daemon
+TORCH_S = 120.0  # from a cold disk on a rented pod
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+PARTS = frozenset(("health", "probes", "torch", "host", "net"))
+NOT_ASKED = "not asked"
 
 
 class Child:
-    """A gatherer under way."""
+    """A running child that examines one part."""
 
-    def __init__(self, name: str, argv: list[str], env: Mapping[str, str], limit: float) -> None:
-        self.name, self.limit = name, limit
-        self.began = time.monotonic()
+    def __init__(self, name: str, argv: list[str], env: Mapping[str, str], limit_s: float) -> None:
+        self.name, self.limit_s = name, limit_s
+        self.started_at = time.monotonic()
         self.output = b""
-        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
         self._process = subprocess.Popen(
-            argv, env=dict(env), stdin=nothing, stdout=pipe, stderr=pipe, start_new_session=True
+            argv,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
         assert self._process.stdout is not None and self._process.stderr is not None
         self.stdout, self._stderr = self._process.stdout, self._process.stderr
 
-    def give_up(self) -> None:
-        self._process.kill()  # in D state it stays until the driver lets it go; we don't wait
+    def kill(self) -> None:
+        self._process.kill()  # in D state it stays until the driver returns; we don't wait for that
 
     def result(self) -> tuple[Any, str]:
-        """(what it found, or None; why not)."""
+        """Return what the child found, or None and why it found nothing."""
         try:
             code = self._process.wait(0.5)
         except subprocess.TimeoutExpired:
-            return None, "its process does not end"
+            return None, "did not end"
         if code:
-            said = self._stderr.read().decode("utf-8", "replace").strip()
-            return None, f"ended with {code}" + (f": {said.splitlines()[-1]}" if said else "")
+            stderr = self._stderr.read().decode("utf-8", "replace").strip()
+            return None, f"ended with exit code {code}" + (f": {stderr.splitlines()[-1]}" if stderr else "")
         try:
             return json.loads(self.output), ""
         except ValueError:
-            return None, "said nothing that can be read"
+            return None, "gave no readable answer"
 
 
-def _run(children: list[Child]) -> dict[str, tuple[Any, str]]:
-    """All of them side by side; each gets its own limit."""
+def _start(
+    part: str, *arguments: str, env: Mapping[str, str] | None = None, limit_s: float = LIMIT_S, name: str = ""
+) -> Child:
+    argv = [sys.executable, "-I", "-S", "-c", examine_child.BOOT, ROOT, packages_dir() or ROOT, part, *arguments]
+    return Child(name or part, argv, env or os.environ, limit_s)
+
+
+def _wait(children: list[Child]) -> dict[str, tuple[Any, str]]:
+    """Wait for all children, each up to its own limit. Return their results by name."""
     results: dict[str, tuple[Any, str]] = {}
     with selectors.DefaultSelector() as selector:
         for child in children:
@@ -71,10 +86,10 @@ def _run(children: list[Child]) -> dict[str, tuple[Any, str]]:
             now = time.monotonic()
             for key in list(selector.get_map().values()):
                 late: Child = key.data
-                if now - late.began > late.limit:
+                if now - late.started_at > late.limit_s:
                     selector.unregister(late.stdout)
-                    late.give_up()
-                    results[late.name] = None, f"no answer within {late.limit:.0f} s"
+                    late.kill()
+                    results[late.name] = None, f"no answer within {late.limit_s:.0f} s"
             for key, _ in selector.select(0.05):
                 child = key.data
                 data = os.read(child.stdout.fileno(), 1 << 20)
@@ -86,108 +101,108 @@ def _run(children: list[Child]) -> dict[str, tuple[Any, str]]:
     return results
 
 
-def _gatherer(
-    kind: str, *more: str, env: Mapping[str, str] | None = None, limit: float = LIMIT_S, name: str = ""
-) -> Child:
-    argv = [sys.executable, "-I", "-S", "-c", examine_child.BOOT, ROOT, packages_dir() or ROOT, kind, *more]
-    return Child(name or kind, argv, env or os.environ, limit)
-
-
-PARTS = frozenset(("health", "probes", "torch", "host", "net"))
-NOT_ASKED = "not asked"
-
-
 def examine(runs_dir: str, port: int, parts: frozenset[str] = PARTS, python: str | None = None) -> Examination:
-    """Asks for these parts, in two rounds: what needs nothing, then what needs the cards. torch runs beside both."""
-    argv = [python or sys.executable, "-c", NOT_FROM_HERE + examine_child.TORCH]
-    torch = [Child("torch", argv, {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, TORCH_S)] if "torch" in parts else []
-    first = _run(
-        [_gatherer("machine")]
-        + ([_gatherer("host", runs_dir)] if "host" in parts else [])
-        + ([_gatherer("net", str(port), limit=NET_S)] if "net" in parts else [])
+    """Examine these parts of the host, in two rounds: first what needs no GPU, then what does.
+
+    The import of torch runs beside both. `python` is the ranks' interpreter.
+    """
+    torch_children = []
+    if "torch" in parts:
+        argv = [python or sys.executable, "-c", NOT_FROM_HERE + examine_child.TORCH]
+        torch_children.append(Child("torch", argv, {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, TORCH_S))
+    children = [_start("machine")]
+    if "host" in parts:
+        children.append(_start("host", runs_dir))
+    if "net" in parts:
+        children.append(_start("net", str(port), limit_s=NET_S))
+    results = _wait(children)
+    missing = {name: why for name, (answer, why) in results.items() if answer is None}
+    machine_answer, machine_problem = results["machine"]
+    machine = (
+        machine_from_json(machine_answer) if machine_answer is not None else _machine_without_gpus(machine_problem)
     )
-    missing = {name: why for name, (found, why) in first.items() if found is None}
-    machine = machine_from_json(first["machine"][0]) if first["machine"][0] is not None else _blind(first["machine"][1])
-    cards = [gpu for gpu in machine.gpus if not gpu.error]
-    second = [_gatherer("health")] if cards and "health" in parts else []
-    found = _run(second + (_probers(cards) if "probes" in parts else []))
-    health, why = found.pop("health", ({}, ""))
+    gpus = [gpu for gpu in machine.gpus if not gpu.error]
+    children = [_start("health")] if gpus and "health" in parts else []
+    gpu_results = _wait(children + (_start_probes(gpus) if "probes" in parts else []))
+    health, why = gpu_results.pop("health", ({}, ""))
     if health is None:
         missing["health"] = why
-    probes = {gpu.uuid: _probed(gpu, found.get(gpu.uuid)) for gpu in cards} if "probes" in parts else None
-    if probes:
-        probes = _after(probes, machine)
-    torch_found, torch_why = _run(torch)["torch"] if torch else (None, NOT_ASKED)
-    if torch_found is None:
-        missing["torch"] = torch_why
+    probes = None
+    if "probes" in parts:
+        probes = {gpu.uuid: _read_probe(gpu_results.get(gpu.uuid)) for gpu in gpus}
+        if probes:
+            probes = _add_memory_left(probes, machine)
+    torch, torch_problem = _wait(torch_children)["torch"] if torch_children else (None, NOT_ASKED)
+    if torch is None:
+        missing["torch"] = torch_problem
     if "machine" in missing:
-        health, probes = None, None  # nothing is known of the cards, not even that there are none
-    known = health is not None and "health" in parts
+        health, probes = None, None  # nothing is known about the GPUs, not even that there are none
+    if health is not None and "health" in parts:
+        health = {uuid: read_examination(Health, gpu_health) for uuid, gpu_health in health.items()}
+    else:
+        health = None
     return Examination(
         machine,
-        {uuid: examination.read_examination(Health, one) for uuid, one in health.items()} if known else None,
+        health,
         probes,
-        examination.read_examination(Torch, torch_found),
-        examination.read_examination(Host, first.get("host", (None, ""))[0]),
-        examination.read_examination(Net, first.get("net", (None, ""))[0]),
+        read_examination(Torch, torch),
+        read_examination(Host, results.get("host", (None, ""))[0]),
+        read_examination(Net, results.get("net", (None, ""))[0]),
         {name: os.environ[name] for name in KNOWN if name in os.environ},
         missing,
     )
 
 
 def look_aside(limit: float) -> Machine | str:
-    """One look, in a child; or why there is none."""
-    found, why = _run([_gatherer("machine", limit=limit)])["machine"]
-    if found is None:
+    """Observe the machine in a child. Return the machine, or why there is no answer."""
+    machine, why = _wait([_start("machine", limit_s=limit)])["machine"]
+    if machine is None:
         return f"NVML has not answered within {limit:.0f} s" if why.startswith("no answer") else why
-    return machine_from_json(found)
+    return machine_from_json(machine)
 
 
-def probe_cards(cards: list[Gpu]) -> dict[str, Probe]:
-    """The context probe alone, side by side on these cards."""
-    found = _run(_probers(cards))
-    return {gpu.uuid: _probed(gpu, found.get(gpu.uuid)) for gpu in cards}
+def probe_cards(gpus: list[Gpu]) -> dict[str, Probe]:
+    """Run only the context probe, on these GPUs at the same time."""
+    results = _wait(_start_probes(gpus))
+    return {gpu.uuid: _read_probe(results.get(gpu.uuid)) for gpu in gpus}
 
 
-def _probers(cards: list[Gpu]) -> list[Child]:
+def _start_probes(gpus: list[Gpu]) -> list[Child]:
+    """Start a probe for each GPU that has room for it."""
     return [
-        _gatherer("probe", env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu.uuid}, limit=PROBE_S, name=gpu.uuid)
-        for gpu in cards
-        if _room(gpu)
+        _start("probe", env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu.uuid}, limit_s=PROBE_S, name=gpu.uuid)
+        for gpu in gpus
+        if gpu.memory_free is None or gpu.memory_free > 10**9
     ]
 
 
-def _room(gpu: Gpu) -> bool:
-    return gpu.memory_free is None or gpu.memory_free > 10**9
-
-
-def _probed(gpu: Gpu, answer: tuple[Any, str] | None) -> Probe:
-    if answer is None:
-        return Probe("full", "less than 1 GB is free: no context was tried")
-    data, why = answer
-    if data is not None:
-        found: Probe = examination.read_examination(Probe, data)
-        return found
+def _read_probe(result: tuple[Any, str] | None) -> Probe:
+    if result is None:
+        return Probe("full", "not tried, because less than 1 GB is free")
+    answer, why = result
+    if answer is not None:
+        probe: Probe = read_examination(Probe, answer)
+        return probe
     return Probe("hung", why) if why.startswith("no answer") else Probe("dead", f"the probe {why}")
 
 
-def _after(probes: dict[str, Probe], before: Machine) -> dict[str, Probe]:
-    """What the cards still hold once the probes are gone: a context dies with its process, in 0.15 s on an H200."""
+def _add_memory_left(probes: dict[str, Probe], before: Machine) -> dict[str, Probe]:
+    """Add the memory that the GPUs still hold after the probes. A context dies with its process, in 0.15 s on an H200."""
     deadline = time.monotonic() + 1.0
     while True:
-        again, _ = _run([_gatherer("machine")])["machine"]
-        if again is None:
+        answer, _ = _wait([_start("machine")])["machine"]
+        if answer is None:
             return probes
-        used = {gpu.uuid: gpu.memory_used for gpu in machine_from_json(again).gpus}
+        used = {gpu.uuid: gpu.memory_used for gpu in machine_from_json(answer).gpus}
         left = {gpu.uuid: max(0, (used.get(gpu.uuid) or 0) - (gpu.memory_used or 0)) for gpu in before.gpus}
         if time.monotonic() > deadline or all(count < 10**8 for count in left.values()):
-            return {uuid: replace(one, left=left.get(uuid)) for uuid, one in probes.items()}
+            return {uuid: replace(probe, left=left.get(uuid)) for uuid, probe in probes.items()}
         time.sleep(0.05)
 
 
-def _blind(why: str) -> Machine:
-    """The look itself hung: what can be said without the driver."""
+def _machine_without_gpus(why: str) -> Machine:
+    """Return what is known about the machine although NVML gave no answer."""
     total, available, limit = host_memory.read_memory()
     return Machine(
-        os.uname().nodename, host_limits.cores(), total, available, gpu_error=f"NVML gives {why}", cgroup_limit=limit
+        os.uname().nodename, host_limits.cores(), total, available, gpu_error=f"NVML: {why}", cgroup_limit=limit
     )

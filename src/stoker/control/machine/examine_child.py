@@ -1,104 +1,187 @@
-"""The gatherers: each finds out one thing, in a child of its own: a driver that never answers holds up nobody else.
+"""The parts of an examination. Each runs in a child of its own, because a driver that never answers must hold up nothing else.
 
-python -I -S -c BOOT <folder of stoker> <folder of nvidia-ml-py> KIND [argument]        prints one JSON object
+python -I -S -c BOOT <folder of stoker> <folder of nvidia-ml-py> PART [argument]        prints one JSON object
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import functools
 import json
 import os
 import socket
+import struct
 import sys
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
-from stoker.contract import kernel_messages, process
+from stoker.contract import kernel_messages
 from stoker.contract.frozen import as_json, replace
-from stoker.contract.process import read_kernel_file
+from stoker.contract.process import find_process, read_kernel_file
 from stoker.control.machine import examination, kernel_log, ports, procfs
 from stoker.control.machine.host_limits import quick_host
-from stoker.control.machine.name_lookups import look_up
 from stoker.control.machine.observe import Observer
 
-BOOT = "import sys; sys.path += sys.argv[1:3]; from stoker.control.machine.examine_child import main; main(sys.argv[3:])"
+BOOT = (
+    "import sys; sys.path += sys.argv[1:3]; from stoker.control.machine.examine_child import main; main(sys.argv[3:])"
+)
 
-# Runs in the Python that will run the ranks, with its site-packages; never makes a CUDA context.
+# Runs in the Python of the ranks, with its site-packages. It never makes a CUDA context.
 TORCH = """
 import json, sys, time
 began = time.perf_counter()
 try:
     import torch
-    took = time.perf_counter() - began
+    seconds = time.perf_counter() - began
     flags = getattr(torch._C, "_cuda_getArchFlags", lambda: None)() or ""
     try: nccl = ".".join(map(str, torch.cuda.nccl.version()))
     except Exception: nccl = None
-    print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "archs": flags.split(), "nccl": nccl, "seconds": round(took, 2)}))
+    print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "archs": flags.split(), "nccl": nccl, "seconds": round(seconds, 2)}))
 except ImportError as problem:
     print(json.dumps({"error": str(problem) if problem.name == "torch" else f"{type(problem).__name__}: {problem}"}))
 """
 
 
 def main(argv: list[str]) -> None:
-    kind, *more = argv
-    gatherers: dict[str, Any] = {"machine": _machine, "health": _health, "host": _host, "net": _net, "probe": probe}
-    json.dump(gatherers[kind](*more), sys.stdout)
+    part, *arguments = argv
+    parts: dict[str, Callable[..., Any]] = {
+        "machine": _examine_machine,
+        "health": _examine_health,
+        "host": _examine_host,
+        "net": _examine_net,
+        "probe": _probe_gpu,
+    }
+    json.dump(parts[part](*arguments), sys.stdout)
     sys.stdout.flush()
-    os._exit(0)  # no interpreter shutdown with a driver's library loaded
+    os._exit(0)  # skip the interpreter's shutdown, because a driver's library is loaded
 
 
-def _machine() -> Any:
-    return Observer().look().to_json()
+def _examine_machine() -> Any:
+    return Observer().observe().to_json()
 
 
-def _health() -> Any:
+def _examine_health() -> Any:
     nvml = Observer().nvml
-    return {} if nvml is None else {uuid: as_json(one) for uuid, one in nvml.health(_kernel_xids()).items()}
+    return {} if nvml is None else {uuid: as_json(health) for uuid, health in nvml.health(_kernel_xids()).items()}
 
 
 def _kernel_xids() -> dict[str, list[int]]:
-    """PCI address -> Xid numbers in the kernel's log, where we may read it."""
-    found: dict[str, list[int]] = {}
+    """Return PCI address -> Xid numbers in the kernel's log, where we may read it."""
+    numbers: dict[str, list[int]] = {}
     for line in kernel_log.lines():
-        one = kernel_messages.parse_xid(line)
-        if one is not None:
-            found.setdefault(one[0], []).append(one[1])
-    return found
+        xid = kernel_messages.parse_xid(line)
+        if xid is not None:
+            numbers.setdefault(xid[0], []).append(xid[1])
+    return numbers
 
 
-def _host(disk: str) -> Any:
-    first = {one.pid: one for one in procfs.all_processes() if one.state == "D"}
-    if first:
-        time.sleep(0.5)  # D for a moment is disk at work; D twice in a row is stuck
+def _examine_host(runs_dir: str) -> Any:
+    blocked = [process for process in procfs.all_processes() if process.state == "D"]
+    if blocked:
+        time.sleep(0.5)  # a process in state D may just be reading a disk; it is stuck if it is in D again
     stuck = tuple(
-        f"{pid} ({one.name})"
-        for pid, one in first.items()
-        if (now := process.find_process(pid)) and now.state == "D" and now.start == one.start
+        f"{process.pid} ({process.name})"
+        for process in blocked
+        if (now := find_process(process.pid)) and now.state == "D" and now.start == process.start
     )
-    zombies = sum(1 for one in procfs.all_processes() if one.state == "Z")
-    return as_json(replace(quick_host(disk), stuck=stuck, zombies=zombies))
+    zombies = sum(1 for process in procfs.all_processes() if process.state == "Z")
+    return as_json(replace(quick_host(runs_dir), stuck=stuck, zombies=zombies))
 
 
-def _net(port: str) -> Any:
-    name = socket.gethostname()
-    interfaces = tuple(sorted(entry for entry in os.listdir("/sys/class/net") if entry != "lo" and _up(entry)))
+def _examine_net(port: str) -> Any:
+    hostname = socket.gethostname()
+    interfaces = tuple(sorted(name for name in os.listdir("/sys/class/net") if name != "lo" and _is_up(name)))
+    own_address = next((address for address in map(_interface_address, interfaces) if address), None)
+    forward = _Lookup(lambda: sorted({str(entry[4][0]) for entry in socket.getaddrinfo(hostname, None)}))
+    lookups = [forward]
+    if own_address is not None:
+        lookups.append(_Lookup(functools.partial(socket.getnameinfo, (own_address, 0), 0)))
+    deadline = time.monotonic() + SLOW_S
+    for lookup in lookups:
+        lookup.thread.join(max(0.0, deadline - time.monotonic()))
+    is_slow = any(lookup.thread.is_alive() for lookup in lookups)
     number = int(port)
-    holder = ports.listener(number) if number else None
-    seen = look_up(name, interfaces)
-    net = examination.Net(
-        name, seen.addresses, interfaces, number or None, holder, seen.error, seen.slow, seen.silent_servers
+    return as_json(
+        examination.Net(
+            hostname=hostname,
+            addresses=tuple(forward.answer),
+            interfaces=interfaces,
+            port=number or None,
+            port_holder=ports.listener(number) if number else None,
+            error=forward.error,
+            slow_lookups=is_slow,
+            silent_servers=_silent_name_servers() if is_slow else (),
+        )
     )
-    return as_json(net)
 
 
-def _up(interface: str) -> bool:
+def _is_up(interface: str) -> bool:
     return read_kernel_file(f"/sys/class/net/{interface}/operstate").strip() in ("up", "unknown")
 
 
-# ---- the context probe: talks to libcuda itself, in a child that sees one GPU ----
+# ---- name lookups: torch looks up the host's own name and address for each new connection ----
+#
+# A name server that does not answer makes each lookup take 5 to 30 s, but makes none fail.
+
+SLOW_S = 1.5  # a lookup that takes longer delays connections; a distant server answers in 0.3 s
+SERVER_S = 0.7
+_SIOCGIFADDR = 0x8915
+# Asks for the root's name servers, which each server can answer, or passes on.
+_QUESTION = struct.pack("!6H", 0x5354, 0x0100, 1, 0, 0, 0) + b"\0" + struct.pack("!2H", 2, 1)
+
+
+class _Lookup:
+    """A lookup in a thread, because it can't be stopped. The process ends by os._exit() without waiting for it."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self.answer: Any = ()
+        self.error: str | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.answer = self._function()
+        except OSError as problem:
+            self.error = str(problem)
+
+
+def _interface_address(interface: str) -> str | None:
+    """Return the first IPv4 address of an interface, or None."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, struct.pack("256s", os.fsencode(interface)[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _silent_name_servers() -> tuple[str, ...]:
+    """Ask all name servers at the same time. Return those that give no answer of any kind within SERVER_S."""
+    lines = (line.split() for line in read_kernel_file("/etc/resolv.conf").splitlines())
+    servers = [words[1] for words in lines if len(words) > 1 and words[0] == "nameserver"]
+    questions = [(server, _Lookup(functools.partial(_ask, server))) for server in servers[:3]]  # the C library uses 3
+    for _, question in questions:
+        question.thread.join(SERVER_S + 0.3)
+    return tuple(server for server, question in questions if not question.answer)
+
+
+def _ask(server: str) -> bytes:
+    with socket.socket(socket.AF_INET6 if ":" in server else socket.AF_INET, socket.SOCK_DGRAM) as connection:
+        connection.settimeout(SERVER_S)
+        connection.connect((server.partition("%")[0], 53))
+        connection.send(_QUESTION)
+        return connection.recv(4096)
+
+
+# ---- the context probe: calls libcuda directly, in a child that sees one GPU ----
 
 N = 64
-BLOCK = 64 << 20
+BLOCK_BYTES = 64 << 20
 _PTX = b"""
 .version 6.0
 .target sm_50
@@ -122,44 +205,50 @@ DONE:
   ret;
 }
 """
-# What a code of the driver's means for a user; the rest is "dead" with the driver's own words.
+# What the driver's error codes mean for a user. Other codes are "dead", with the driver's own text.
 _OUTCOMES = {2: "full", 46: "busy", 100: "absent", 101: "absent"}
 
 
 class CudaError(Exception):
-    def __init__(self, code: int, text: str, during: str) -> None:
-        super().__init__(f"error {code} ({text}) in {during}")
+    def __init__(self, code: int, text: str, function: str) -> None:
+        super().__init__(f"error {code} ({text}) in {function}")
         self.code = code
 
 
 class _Cuda:
-    def __init__(self) -> None:
-        self._lib = ctypes.CDLL("libcuda.so.1")
+    """Calls functions of libcuda by name. Raises CudaError."""
 
-    def __call__(self, name: str, *args: Any) -> None:
-        code = getattr(self._lib, name)(*args)
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL("libcuda.so.1")
+
+    def __call__(self, function: str, *args: Any) -> None:
+        code = getattr(self._library, function)(*args)
         if code:
             text = ctypes.c_char_p()
-            self._lib.cuGetErrorString(code, ctypes.byref(text))
-            raise CudaError(code, (text.value or b"?").decode(), name)
+            self._library.cuGetErrorString(code, ctypes.byref(text))
+            raise CudaError(code, (text.value or b"?").decode(), function)
 
 
-def probe() -> dict[str, Any]:
+def _probe_gpu() -> dict[str, Any]:
+    """Use the GPU. Return the fields of examination.Probe."""
     began = time.monotonic()
     try:
         cuda = _Cuda()
     except OSError as problem:
         return {"outcome": "absent", "detail": f"libcuda.so.1 does not load: {problem}"}
     try:
-        wrong = _product(cuda)
+        wrong = _count_wrong_results(cuda)
         outcome, detail = ("wrong", f"{wrong} of {N * N} results are wrong") if wrong else ("ok", "")
     except CudaError as problem:
         outcome, detail = _OUTCOMES.get(problem.code, "dead"), str(problem)
     return {"outcome": outcome, "detail": detail, "seconds": round(time.monotonic() - began, 3)}
 
 
-def _product(cuda: _Cuda) -> int:
-    """A context, three blocks of memory, a product of integers that floats hold exactly. How many results are wrong."""
+def _count_wrong_results(cuda: _Cuda) -> int:
+    """Make a context, allocate memory, and multiply two matrices of integers, whose product floats hold exactly.
+
+    Return how many results are wrong.
+    """
     device, context, module, kernel = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     cuda("cuInit", 0)
     cuda("cuDeviceGet", ctypes.byref(device), 0)
@@ -167,12 +256,12 @@ def _product(cuda: _Cuda) -> int:
     cuda("cuCtxSetCurrent", context)
     blocks = [ctypes.c_uint64() for _ in range(3)]
     for block in blocks:
-        cuda("cuMemAlloc_v2", ctypes.byref(block), ctypes.c_size_t(BLOCK))
+        cuda("cuMemAlloc_v2", ctypes.byref(block), ctypes.c_size_t(BLOCK_BYTES))
     a = [float((i * 5 + k * 3) % 11) for i in range(N) for k in range(N)]
     b = [float((k * 7 + j) % 13) for k in range(N) for j in range(N)]
     size = ctypes.c_size_t(4 * N * N)
     array = ctypes.c_float * (N * N)
-    for block, values in zip(blocks[:2], (a, b)):  # noqa: B905  strict is of Python 3.10: an agent's may be 3.9
+    for block, values in zip(blocks[:2], (a, b), strict=True):
         cuda("cuMemcpyHtoD_v2", block, array(*values), size)
     cuda("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(_PTX))
     cuda("cuModuleGetFunction", ctypes.byref(kernel), module, b"product")
@@ -184,6 +273,6 @@ def _product(cuda: _Cuda) -> int:
     cuda("cuCtxSynchronize")
     result = array()
     cuda("cuMemcpyDtoH_v2", result, blocks[2], size)
-    columns = [b[j::N] for j in range(N)]
-    want = [sum(x * y for x, y in zip(a[i * N : (i + 1) * N], columns[j])) for i in range(N) for j in range(N)]  # noqa: B905
-    return sum(1 for got, expected in zip(result, want) if got != expected)  # noqa: B905
+    rows, columns = [a[i * N : (i + 1) * N] for i in range(N)], [b[j::N] for j in range(N)]
+    expected = [sum(x * y for x, y in zip(row, column, strict=True)) for row in rows for column in columns]
+    return sum(1 for got, want in zip(result, expected, strict=True) if got != want)

@@ -1,4 +1,4 @@
-"""sha256 of files, and a memory of the big ones: weights of 20 GB are read once, not at every start."""
+"""sha256 of files. The hashes of big ones are cached: weights of 20 GB are read once, not at every start."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from stoker.contract.safe_io import open_regular, read_json, write_atomic
 from stoker.contract.typed_values import read_value
 
 _CHUNK = 1 << 20
-_BIG = 4 << 20  # smaller ones are read faster than remembered
-_RACY_NS = 2_000_000_000  # changed so recently that the next change may have the same time
+_MIN_CACHED = 4 << 20  # bytes; a smaller file is read faster than looked up
+_RECENT_NS = 2_000_000_000  # a file changed this recently may change again without a change of its time
 
 
-Tick = Callable[[int], None]  # bytes that were read
+OnRead = Callable[[int], None]  # gets the number of bytes that were read
 
 
 def sha256_of(path: str) -> str:
-    """Of a regular file: a named pipe would be waited for."""
+    """Return the hash of a regular file. Raises OSError, also for a named pipe, whose writer would be waited for."""
     handle = open_regular(path)
     try:
         return _sha256(handle)
@@ -30,56 +30,57 @@ def sha256_of(path: str) -> str:
         os.close(handle)
 
 
-def _sha256(handle: int, tick: Tick | None = None) -> str:
+def _sha256(handle: int, on_read: OnRead | None = None) -> str:
     digest = hashlib.sha256()
     while data := os.read(handle, _CHUNK):
         digest.update(data)
-        if tick is not None:
-            tick(len(data))
+        if on_read is not None:
+            on_read(len(data))
     return digest.hexdigest()
 
 
 class FileHashes:
-    """By path; a remembered hash counts only while size, time and inode are the same."""
+    """Hashes of files by path, cached on disk. A cached hash counts while size, time and inode are the same."""
 
-    def __init__(self, memory: str | None = None) -> None:
-        self._memory = memory or os.path.join(cache_home(os.environ), "hashes.json")
-        self._known: dict[str, tuple[int, int, int, str]] = {}
-        self._changed = False
-        # None yet, half a one, or something else: everything is read again.
+    def __init__(self, cache_file: str | None = None) -> None:
+        self._cache_file = cache_file or os.path.join(cache_home(os.environ), "hashes.json")
+        self._cache: dict[str, tuple[int, int, int, str]] = {}  # real path -> (size, time in ns, inode, hash)
+        self._is_changed = False
+        # If the cache is missing or damaged, everything is read again.
         with contextlib.suppress(OSError, ValueError):
-            self._known = read_value("dict[str, tuple[int, int, int, str]]", read_json(self._memory))
+            self._cache = read_value("dict[str, tuple[int, int, int, str]]", read_json(self._cache_file))
 
-    def of(self, path: str, tick: Tick | None = None) -> str:
-        """Return the hash of a regular file: the remembered one if it has not changed since. Raises OSError."""
+    def of(self, path: str, on_read: OnRead | None = None) -> str:
+        """Return the hash of a regular file: the cached one if the file has not changed since. Raises OSError."""
         handle = open_regular(path)
         try:
-            return self._of(handle, path, tick)
+            status = os.fstat(handle)
+            if status.st_size < _MIN_CACHED:
+                return _sha256(handle, on_read)
+            key, identity = os.path.realpath(path), _identity(status)
+            cached = self._cache.get(key)
+            if cached is not None and cached[:3] == identity:
+                if on_read is not None:
+                    on_read(status.st_size)
+                return cached[3]
+            digest = _sha256(handle, on_read)
+            is_recent = time.time_ns() - status.st_mtime_ns <= _RECENT_NS
+            if _identity(os.fstat(handle)) == identity and not is_recent:
+                self._cache[key] = (*identity, digest)
+                self._is_changed = True
+            return digest
         finally:
             os.close(handle)
 
-    def _of(self, handle: int, path: str, tick: Tick | None) -> str:
-        seen = os.fstat(handle)
-        if seen.st_size < _BIG:
-            return _sha256(handle, tick)
-        key, now = os.path.realpath(path), (seen.st_size, seen.st_mtime_ns, seen.st_ino)
-        known = self._known.get(key)
-        if known is not None and known[:3] == now:
-            if tick is not None:
-                tick(seen.st_size)
-            return known[3]
-        found = _sha256(handle, tick)
-        again = os.fstat(handle)
-        if (again.st_size, again.st_mtime_ns, again.st_ino) == now and time.time_ns() - seen.st_mtime_ns > _RACY_NS:
-            self._known[key] = (*now, found)
-            self._changed = True
-        return found
-
     def save(self) -> None:
-        """A memory that can't be kept (a full or read-only home) costs time, not the run."""
-        if not self._changed:
+        """Write the cache. If that fails (a full or read-only home), the next run reads the files again."""
+        if not self._is_changed:
             return
         with contextlib.suppress(OSError):
-            os.makedirs(os.path.dirname(self._memory), mode=0o700, exist_ok=True)
-            known = {path: one for path, one in self._known.items() if os.path.exists(path)}
-            write_atomic(self._memory, json.dumps(known), durable=False)
+            os.makedirs(os.path.dirname(self._cache_file), mode=0o700, exist_ok=True)
+            existing = {path: entry for path, entry in self._cache.items() if os.path.exists(path)}
+            write_atomic(self._cache_file, json.dumps(existing), durable=False)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_size, status.st_mtime_ns, status.st_ino

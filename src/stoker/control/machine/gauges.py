@@ -1,4 +1,4 @@
-"""What a host and its GPUs are doing right now, read again and again: cheap, and without a CUDA context."""
+"""Reads what a host and its GPUs are doing right now, again and again: cheap, and without a CUDA context."""
 
 from __future__ import annotations
 
@@ -16,60 +16,51 @@ from stoker.control.machine.examination import Health
 from stoker.control.machine.model import Gpu, GpuGauges, HostGauges
 from stoker.control.machine.observe import Observer, read_recorded
 
-_SECTOR = 512  # bytes, in /proc/diskstats whatever the disk's own are
-_NOT_A_DISK = (
-    "loop",
-    "ram",
-    "zram",
-    "dm-",
-    "md",
-    "sr",
-    "fd",
-)  # and partitions: their bytes are counted with the disk's
-_NO_LINK = ("lo", "docker", "veth", "br-", "virbr", "tun", "tap", "dummy")
-_MOST_XIDS = 16
+_SECTOR_BYTES = 512  # the unit of /proc/diskstats, whatever the disk's own sector size is
+# Not disks, or made of disks, whose bytes would be counted twice.
+_NOT_DISKS = ("loop", "ram", "zram", "dm-", "md", "sr", "fd")
+_NOT_LINKS = ("lo", "docker", "veth", "br-", "virbr", "tun", "tap", "dummy")
+_MAX_XIDS = 16  # that are kept of a GPU
 
 
 class HostMeter:
-    """Keeps the counters of the reading before."""
+    """Reads the host's gauges. Keeps the counters of the last reading, for the rates."""
 
     def __init__(self, disk: str = ".") -> None:
         self._disk = disk
         self._before: tuple[float, dict[str, int]] | None = None
 
     def read(self) -> HostGauges:
-        now, counters = time.monotonic(), _counters()
+        now, counters = time.monotonic(), _read_counters()
         total, available, _ = host_memory.read_memory()
-        free, size = _space(self._disk)
+        disk_free, disk_total = _disk_space(self._disk)
         rates: dict[str, float] = {}
         if self._before is not None:
             then, before = self._before
-            took = max(now - then, 1e-3)
-            # A counter that went back: a device was taken out, or a container moved.
-            rates = {
-                name: (value - before[name]) / took
-                for name, value in counters.items()
-                if name in before and value >= before[name]
-            }
+            seconds = max(now - then, 1e-3)
+            for name, value in counters.items():
+                # A counter goes back when a device was taken out, or a container moved.
+                if name in before and value >= before[name]:
+                    rates[name] = (value - before[name]) / seconds
         self._before = now, counters
-        busy, whole = rates.get("cpu_busy"), rates.get("cpu_all")
+        cpu_busy, cpu_total = rates.get("cpu_busy"), rates.get("cpu_all")
         return HostGauges(
             name=os.uname().nodename,
             time=time.time(),
             cores=host_limits.cores(),
             load=_load(),
-            cpu=min(busy / whole, 1.0) if busy is not None and whole else None,
+            cpu=min(cpu_busy / cpu_total, 1.0) if cpu_busy is not None and cpu_total else None,
             memory_total=total,
             memory_available=available,
             swap_used=host_limits.swap_used(),
             disk_path=self._disk,
-            disk_free=free,
-            disk_total=size,
+            disk_free=disk_free,
+            disk_total=disk_total,
             disk_read=rates.get("disk_read"),
             disk_written=rates.get("disk_written"),
             received=rates.get("received"),
             sent=rates.get("sent"),
-            link=_link(),
+            link=_link_speed(),
             pressure_cpu=_pressure("cpu"),
             pressure_io=_pressure("io"),
             pressure_memory=_pressure("memory"),
@@ -77,74 +68,79 @@ class HostMeter:
 
 
 class Gauges:
-    """One machine's, or a recorded one's: NVML stays open between readings."""
+    """Reads the gauges of this machine, or of a recorded one. NVML stays open between readings."""
 
     def __init__(self, recorded: str | None = None, disk: str = ".", observer: Observer | None = None) -> None:
         self._recorded = recorded
         self._meter = HostMeter(disk)
         self._observer = observer
-        self._xids: dict[str, list[tuple[float, int]]] = {}
-        self._told_before = False
+        self._xids: dict[str, list[tuple[float, int]]] = {}  # UUID -> (when, number)
+        self._has_read_kernel_log = False
 
     def read(self, only: Collection[str] | None = None) -> tuple[HostGauges, tuple[GpuGauges, ...]]:
-        """A driver that does not answer is a fact of the host. `only`: these cards, and not who is on them."""
-        here = self._meter.read()
+        """Return the gauges of the host and of its GPUs. A driver that does not answer is reported with the host.
+
+        `only` reads just these GPUs, without their processes and Xids.
+        """
+        host = self._meter.read()
         if self._recorded:
-            described, cards = recorded_gauges(self._recorded, here)
-            return described, tuple(card for card in cards if only is None or card.uuid in only)
+            host, gpus = _recorded_gauges(self._recorded, host)
+            return host, tuple(gpu for gpu in gpus if only is None or gpu.uuid in only)
         if self._observer is None:
             self._observer = Observer()
         try:
             nvml = self._observer.nvml
             if nvml is None:
-                return replace(here, gpu_error=self._observer.gpu_error), ()
+                return replace(host, gpu_error=self._observer.gpu_error), ()
             if only is not None:
-                return here, nvml.gauges(only, processes=False)
-            cards = nvml.gauges()
-            self._hear_xids(cards)
-            cards = tuple(replace(one, host=here.name, xids=tuple(self._xids.get(one.uuid, ()))) for one in cards)
-            return replace(here, driver=nvml.driver()), cards
-        except Exception as problem:  # NVML's own error classes are made at run time
-            return replace(here, gpu_error=f"NVML stopped answering: {problem}"), ()
+                return host, nvml.gauges(only, processes=False)
+            gpus = nvml.gauges()
+            self._read_xids(gpus)
+            gpus = tuple(replace(gpu, host=host.name, xids=tuple(self._xids.get(gpu.uuid, ()))) for gpu in gpus)
+            return replace(host, driver=nvml.driver()), gpus
+        except Exception as problem:  # NVML makes its error classes at run time
+            return replace(host, gpu_error=f"NVML stopped answering: {problem}"), ()
 
-    def _hear_xids(self, cards: tuple[GpuGauges, ...]) -> None:
-        """Those in the kernel's log are from before: with no time."""
+    def _read_xids(self, gpus: tuple[GpuGauges, ...]) -> None:
+        """Add the new Xids. Those of the kernel's log happened before the first reading, and get time 0."""
         assert self._observer is not None and self._observer.nvml is not None
-        if not self._told_before:
-            self._told_before = True
-            for where, number in filter(None, map(kernel_messages.parse_xid, kernel_log.lines())):
-                for card in cards:
-                    if kernel_log.same_card(card.pci or "", where):
-                        self._keep_xid(card.uuid, 0.0, number)
+        if not self._has_read_kernel_log:
+            self._has_read_kernel_log = True
+            for pci, number in filter(None, map(kernel_messages.parse_xid, kernel_log.lines())):
+                for gpu in gpus:
+                    if kernel_log.is_same_gpu(gpu.pci or "", pci):
+                        self._add_xid(gpu.uuid, 0.0, number)
         for uuid, number in self._observer.nvml.new_xids():
-            self._keep_xid(uuid, time.time(), number)
+            self._add_xid(uuid, time.time(), number)
 
-    def _keep_xid(self, uuid: str, when: float, number: int) -> None:
-        self._xids[uuid] = [*self._xids.get(uuid, ()), (when, number)][-_MOST_XIDS:]
+    def _add_xid(self, uuid: str, when: float, number: int) -> None:
+        self._xids[uuid] = [*self._xids.get(uuid, ()), (when, number)][-_MAX_XIDS:]
 
 
-def _counters() -> dict[str, int]:
-    found: dict[str, int] = {}
-    words = read_kernel_file("/proc/stat").partition("\n")[0].split()[1:]
-    if len(words) >= 8:
-        ticks = [int(word) for word in words[:8]]
-        found["cpu_all"] = sum(ticks)
-        found["cpu_busy"] = found["cpu_all"] - ticks[3] - ticks[4]  # idle, and waiting for a disk
-    disks = [line.split() for line in kernel_lines("/proc/diskstats")]
-    whole = [words for words in disks if len(words) > 9 and _is_disk(words[2])]
-    if whole:
-        found["disk_read"] = sum(int(words[5]) for words in whole) * _SECTOR
-        found["disk_written"] = sum(int(words[9]) for words in whole) * _SECTOR
-    links = [line.partition(":") for line in kernel_lines("/proc/net/dev") if ":" in line]
-    numbers = [rest.split() for name, _, rest in links if not name.strip().startswith(_NO_LINK)]
-    if numbers:
-        found["received"] = sum(int(words[0]) for words in numbers)
-        found["sent"] = sum(int(words[8]) for words in numbers)
-    return found
+def _read_counters() -> dict[str, int]:
+    """Return what the kernel counts since boot: CPU ticks, and bytes of disks and network interfaces."""
+    counters: dict[str, int] = {}
+    fields = read_kernel_file("/proc/stat").partition("\n")[0].split()[1:]
+    if len(fields) >= 8:
+        ticks = [int(field) for field in fields[:8]]
+        counters["cpu_all"] = sum(ticks)
+        counters["cpu_busy"] = counters["cpu_all"] - ticks[3] - ticks[4]  # without idle and waiting for a disk
+    rows = [line.split() for line in kernel_lines("/proc/diskstats")]
+    disks = [row for row in rows if len(row) > 9 and _is_disk(row[2])]
+    if disks:
+        counters["disk_read"] = sum(int(row[5]) for row in disks) * _SECTOR_BYTES
+        counters["disk_written"] = sum(int(row[9]) for row in disks) * _SECTOR_BYTES
+    lines = [line.partition(":") for line in kernel_lines("/proc/net/dev") if ":" in line]
+    links = [numbers.split() for name, _, numbers in lines if not name.strip().startswith(_NOT_LINKS)]
+    if links:
+        counters["received"] = sum(int(row[0]) for row in links)
+        counters["sent"] = sum(int(row[8]) for row in links)
+    return counters
 
 
 def _is_disk(name: str) -> bool:
-    return not name.startswith(_NOT_A_DISK) and os.path.exists(f"/sys/block/{name}")
+    """Return whether a row of /proc/diskstats is a disk. Partitions aren't: their bytes are counted with the disk's."""
+    return not name.startswith(_NOT_DISKS) and os.path.exists(f"/sys/block/{name}")
 
 
 def _load() -> tuple[float, ...] | None:
@@ -154,62 +150,70 @@ def _load() -> tuple[float, ...] | None:
         return None
 
 
-def _space(path: str) -> tuple[int | None, int | None]:
-    """(free, total) bytes where runs go, or would: the nearest folder that is there."""
+def _disk_space(path: str) -> tuple[int | None, int | None]:
+    """Return the (free, total) bytes of the disk of a folder, or of its nearest parent that exists."""
     path = os.path.abspath(path)
     while not os.path.isdir(path) and os.path.dirname(path) != path:
         path = os.path.dirname(path)
     try:
-        space = os.statvfs(path)
+        status = os.statvfs(path)
     except OSError:
         return None, None
-    return space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+    return status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
 
 
-def _link() -> float | None:
+def _link_speed() -> float | None:
+    """Return the bytes per second of the fastest interface."""
     try:
-        names = [name for name in os.listdir("/sys/class/net") if not name.startswith(_NO_LINK)]
+        names = [name for name in os.listdir("/sys/class/net") if not name.startswith(_NOT_LINKS)]
     except OSError:
         return None
-    words = [read_kernel_file(f"/sys/class/net/{name}/speed").strip() for name in names]
-    return max((int(word) * 1e6 / 8 for word in words if word.isdigit() and int(word)), default=None)
+    speeds = [read_kernel_file(f"/sys/class/net/{name}/speed").strip() for name in names]
+    return max((int(speed) * 1e6 / 8 for speed in speeds if speed.isdigit() and int(speed)), default=None)
 
 
-def _pressure(what: str) -> float | None:
-    for line in kernel_lines(f"/proc/pressure/{what}"):
-        kind, _, rest = line.partition(" ")
-        word = rest.partition("avg10=")[2].partition(" ")[0]
-        if kind == "some" and word:
-            return float(word) / 100
+def _pressure(resource: str) -> float | None:
+    """Return the share of the last 10 s in which some process was waiting for a resource."""
+    for line in kernel_lines(f"/proc/pressure/{resource}"):
+        kind, _, averages = line.partition(" ")
+        percent = averages.partition("avg10=")[2].partition(" ")[0]
+        if kind == "some" and percent:
+            return float(percent) / 100
     return None
 
 
-def recorded_gauges(path: str, here: HostGauges) -> tuple[HostGauges, tuple[GpuGauges, ...]]:
-    """A recorded machine's, with the health of an examination where the file has one. Read anew: a test changes it."""
+# ---- recorded machines ----
+
+
+def _recorded_gauges(path: str, host: HostGauges) -> tuple[HostGauges, tuple[GpuGauges, ...]]:
+    """Return a recorded machine's gauges, with the health of the examination if the file is one.
+
+    The file is read at each call, because tests change it.
+    """
     machine, health = read_recorded(path), _recorded_health(path)
-    described = replace(
-        here,
+    host = replace(
+        host,
         name=machine.hostname,
         driver=machine.driver,
         gpu_error=machine.gpu_error,
         **pick_fields(machine, "cores", "memory_total", "memory_available"),
     )
-    return described, tuple(_recorded_card(gpu, health.get(gpu.uuid), machine.hostname) for gpu in machine.gpus)
+    return host, tuple(_recorded_gpu(gpu, health.get(gpu.uuid), machine.hostname) for gpu in machine.gpus)
 
 
-def _recorded_card(gpu: Gpu, health: Health | None, hostname: str) -> GpuGauges:
+def _recorded_gpu(gpu: Gpu, health: Health | None, hostname: str) -> GpuGauges:
     same = ("index", "uuid", "name", "mig", "mig_parent", "pci", "memory_used", "memory_total", "error")
-    card = GpuGauges(
+    gauges = GpuGauges(
         host=hostname,
         processes=gpu.holders,
         utilization=None if gpu.utilization is None else gpu.utilization / 100,
         **{name: getattr(gpu, name) for name in same},
     )
     if health is None:
-        return card
-    known = ("temperature", "temperature_slowdown", "power", "power_limit", "throttle", "pcie_width", "pcie_width_max")
-    more = {name: getattr(health, name) for name in (*known, "ecc_uncorrected")}
-    return replace(card, xids=tuple((0.0, number) for number in health.xids), **more)
+        return gauges
+    names = ("temperature", "temperature_slowdown", "power", "power_limit", "throttle", "pcie_width", "pcie_width_max")
+    values = {name: getattr(health, name) for name in (*names, "ecc_uncorrected")}
+    return replace(gauges, xids=tuple((0.0, number) for number in health.xids), **values)
 
 
 def _recorded_health(path: str) -> dict[str, Health]:
@@ -218,11 +222,11 @@ def _recorded_health(path: str) -> dict[str, Health]:
             data = parse_json(file.read())
     except (OSError, ValueError):
         return {}
-    told = data.get("health") if isinstance(data, dict) else None
-    found: dict[str, Health] = {}
-    for uuid, one in (told or {}).items() if isinstance(told, dict) else ():
+    by_uuid = data.get("health") if isinstance(data, dict) else None
+    health: dict[str, Health] = {}
+    for uuid, recorded in by_uuid.items() if isinstance(by_uuid, dict) else ():
         try:
-            found[uuid] = read_frozen(Health, one)
+            health[uuid] = read_frozen(Health, recorded)
         except ValueError:
-            continue  # an older Stoker's
-    return found
+            continue  # of an older Stoker
+    return health

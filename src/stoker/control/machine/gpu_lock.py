@@ -1,11 +1,11 @@
 """One lock per GPU, so that two launches never pick the same one. Agents, jobs and `stoker clean` use it.
 
 A run holds a flock on a file named after the GPU's UUID for as long as it lives; the kernel frees it when the holder
-dies. The files are never unlinked: a second launcher could otherwise lock a file that has no name any more.
+dies. The files are never unlinked, because another launch could then hold a lock on a file that no longer has a name.
 
-All users of a machine share one folder, and any of them may create it first or put something else in its place. So no
-symbolic link is followed, a lock must be a regular file with one name, and nothing that is opened can block. Where the
-folder or a file in it is unusable, a run locks in a folder of its user's own: this still keeps that user's runs apart.
+All users of a machine share one folder, and any of them may create it first or put something else in its place. So
+symbolic links are not followed, a lock must be a regular file with one name, and opening it can't block. If the folder or
+a file in it can't be used, a run locks in a folder of its user's own, which still keeps that user's runs apart.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from stoker.contract.safe_io import open_regular
 from stoker.contract.text import escape, parse_json
 from stoker.control.machine.procfs import user_name
 
-_DEFAULT = "/tmp/stoker-gpu-locks"
-_OWN_ONLY = "GPU locks keep out only your own runs"
+_DEFAULT_DIR = "/tmp/stoker-gpu-locks"
+_OWN_ONLY = "only your own runs will respect the GPU locks"
 
 
 class UnusableLockFolder(Exception):
-    """A lock folder or a lock file can't be used. The text says why, for one line."""
+    """A lock folder or a lock file can't be used. The text is one line that says why."""
 
 
 class GpuLocks:
@@ -37,14 +37,14 @@ class GpuLocks:
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
-        self.notices: list[str] = []  # of the newest `take`: what could not be locked as it should be
+        self.notices: list[str] = []  # what the last `take` could not lock as it should be locked
         self._held: dict[str, int] = {}
 
     def take(self, uuids: list[str]) -> dict[str, str]:
-        """Lock all of these GPUs or none. Return the holders of those that are taken, by UUID; empty means success."""
+        """Lock all of these GPUs or none. Return UUID -> holder of those that are locked already; empty means success."""
         taken: dict[str, int] = {}
         refused: dict[str, str] = {}
-        with contextlib.closing(_Folders(make=True)) as folders:
+        with contextlib.closing(_LockFolders(make=True)) as folders:
             self.notices = folders.notices
             for uuid in uuids:
                 handle = None if uuid in self._held else _open_first(folders, uuid)
@@ -64,7 +64,7 @@ class GpuLocks:
 
     @property
     def handles(self) -> tuple[int, ...]:
-        """The open lock files. A child that inherits them keeps the locks for its own life, too."""
+        """The open lock files. A child that inherits them keeps the locks until it ends."""
         return tuple(self._held.values())
 
     def release(self) -> None:
@@ -74,9 +74,9 @@ class GpuLocks:
 
 
 def held_gpus(uuids: list[str]) -> dict[str, str]:
-    """Return who holds which of these GPUs, by UUID. What is unusable is passed over; `take` reports it."""
+    """Return UUID -> holder of those GPUs that are locked. Unusable folders and files are skipped; `take` reports them."""
     holders: dict[str, str] = {}
-    with contextlib.closing(_Folders(make=False)) as folders:
+    with contextlib.closing(_LockFolders(make=False)) as folders:
         for uuid in uuids:
             for folder in folders:
                 handle = None
@@ -95,19 +95,21 @@ def held_gpus(uuids: list[str]) -> dict[str, str]:
 
 @frozen
 class LockFolder:
+    """An open lock folder."""
+
     path: str
     handle: int
-    is_shared: bool  # by all users
-    notice: str = ""  # why it is usable, but not as it should be
+    is_shared: bool  # among all users
+    notice: str = ""  # why it does not work for all users
 
 
 def open_folders(make: bool) -> Iterator[LockFolder | UnusableLockFolder]:
-    """Yield the shared folder and then this user's own ones: each open, or why it is unusable. Missing ones are left out.
+    """Yield the shared folder and then this user's own ones, or why one of them can't be used.
 
-    `make` creates them. The caller closes the handles.
+    With `make`, missing ones are created; without, they are left out. The caller closes the handles.
     """
-    shared = os.environ.get(env_vars.GPU_LOCKS) or _DEFAULT
-    # Another user may have taken the first of the own names in /tmp, too.
+    shared = os.environ.get(env_vars.GPU_LOCKS) or _DEFAULT_DIR
+    # Another user may also have taken the first of the own names, which is in /tmp.
     own = (f"{shared}-{os.getuid()}", f"/run/user/{os.getuid()}/stoker-gpu-locks")
     for path in (shared, *own):
         try:
@@ -137,46 +139,53 @@ def _open_folder(path: str, make: bool, is_shared: bool) -> LockFolder | None:
 
 
 def _make_folder(path: str, mode: int) -> None:
-    # The final mode from the first moment: a later chmod could be led to another folder.
-    before = os.umask(0)
+    # Created with the final mode: a later chmod could hit another folder that was put in its place.
+    umask = os.umask(0)
     try:
         os.mkdir(path, mode)
     except FileExistsError:
         pass
     except OSError as problem:
-        raise UnusableLockFolder(f"{path} can't be made: {problem.strerror}") from problem
+        raise UnusableLockFolder(f"{path} can't be created: {problem.strerror}") from problem
     finally:
-        os.umask(before)
+        os.umask(umask)
 
 
 def _check_shared(path: str, handle: int) -> str:
-    """Return a notice, or nothing. Raises Unusable if others could remove our lock files or we can't write there."""
-    about = os.fstat(handle)
-    mode = f"mode {stat.S_IMODE(about.st_mode):o}"
-    is_open_to_all = about.st_mode & 0o1777 == 0o1777
-    if not is_open_to_all and about.st_uid not in (0, os.getuid()):
-        whose = f"{path} belongs to user {user_name(about.st_uid)}"
-        raise UnusableLockFolder(f"{whose} and is not open to all (it needs mode 1777, and has {mode})")
-    if about.st_mode & 0o022 and not about.st_mode & stat.S_ISVTX:
-        raise UnusableLockFolder(f"{path} is not sticky ({mode}): others can remove its files; `chmod 1777 {path}` repairs it")
+    """Return a notice if the folder does not work for all users.
+
+    Raises UnusableLockFolder if others could remove our lock files, or we can't write there.
+    """
+    status = os.fstat(handle)
+    mode = f"mode {stat.S_IMODE(status.st_mode):o}"
+    is_open_to_all = status.st_mode & 0o1777 == 0o1777
+    if not is_open_to_all and status.st_uid not in (0, os.getuid()):
+        owner = user_name(status.st_uid)
+        raise UnusableLockFolder(
+            f"{path} belongs to user {owner} and is not open to all (it needs mode 1777, and has {mode})"
+        )
+    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+        raise UnusableLockFolder(
+            f"{path} is not sticky ({mode}): others can remove its files; `chmod 1777 {path}` repairs it"
+        )
     if not os.access(".", os.W_OK | os.X_OK, dir_fd=handle, effective_ids=True):
         raise UnusableLockFolder(f"{path} can't be written ({mode}); `chmod 1777 {path}` repairs it")
     if is_open_to_all:
         return ""
-    return f"{path} is not open to all users ({mode}): its locks keep out only those who can write there"
+    return f"{path} is not open to all users ({mode}): only those who can write there respect its locks"
 
 
 def _check_own(path: str, handle: int) -> str:
-    about = os.fstat(handle)
-    if about.st_uid != os.getuid():
-        raise UnusableLockFolder(f"{path} belongs to user {user_name(about.st_uid)}")
-    if about.st_mode & 0o022:
-        raise UnusableLockFolder(f"{path} can be written by others (mode {stat.S_IMODE(about.st_mode):o})")
+    status = os.fstat(handle)
+    if status.st_uid != os.getuid():
+        raise UnusableLockFolder(f"{path} belongs to user {user_name(status.st_uid)}")
+    if status.st_mode & 0o022:
+        raise UnusableLockFolder(f"{path} can be written by others (mode {stat.S_IMODE(status.st_mode):o})")
     return ""
 
 
-class _Folders:
-    """The usable folders in their order, each opened once and when it is first needed."""
+class _LockFolders:
+    """The usable folders in their order. Each is opened once, when it is first needed."""
 
     def __init__(self, make: bool) -> None:
         self.notices: list[str] = []
@@ -203,11 +212,11 @@ class _Folders:
             if folder.notice:
                 self.note(folder.notice)
             if problems:
-                self.note(f"{'; '.join(problems)}; locking in {folder.path}: {_OWN_ONLY}")
+                self.note(f"{'; '.join(problems)}; using {folder.path}: {_OWN_ONLY}")
                 problems = []
             yield folder
             if self._make and not folder.is_shared:
-                return  # one of the user's own is enough
+                return  # one folder of the user's own is enough
         if problems:
             self.note("; ".join(problems))
 
@@ -220,15 +229,15 @@ class _Folders:
 
 
 def lock_name(uuid: str) -> str:
-    """Return the file name of a GPU's lock. A MIG device of an old driver has slashes in its name."""
-    name = "".join(sign if sign.isalnum() or sign in "-_.:" else "_" for sign in uuid)[:200]
+    """Return the file name of a GPU's lock. Old drivers have slashes in the UUIDs of MIG instances."""
+    name = "".join(character if character.isalnum() or character in "-_.:" else "_" for character in uuid)[:200]
     if not name.strip("."):
         raise UnusableLockFolder(f"GPU {escape(uuid, 60)!r} has no name for a lock file")
     return name
 
 
-def _open_first(folders: _Folders, uuid: str) -> int | None:
-    """Open a GPU's lock file in the first folder where that works. None: this GPU can't have a lock at all."""
+def _open_first(folders: _LockFolders, uuid: str) -> int | None:
+    """Open a GPU's lock file in the first folder where that works. Return None if it works nowhere."""
     problem = ""
     for folder in folders:
         try:
@@ -237,7 +246,7 @@ def _open_first(folders: _Folders, uuid: str) -> int | None:
             problem = problem or str(unusable)
             continue
         if problem:
-            folders.note(f"{problem}; locking it in {folder.path}: {_OWN_ONLY}")
+            folders.note(f"{problem}; using {folder.path}: {_OWN_ONLY}")
         return handle
     folders.note(f"GPU {uuid} has no lock: {problem or 'no folder can be used'}; another run may pick it too")
     return None
@@ -246,18 +255,19 @@ def _open_first(folders: _Folders, uuid: str) -> int | None:
 def _open_to_lock(folder: LockFolder, name: str) -> int:
     """Open a lock file for writing; create it if it is missing.
 
-    First without O_CREAT: the kernel may forbid it on other users' files in a sticky folder (fs.protected_regular).
+    It first tries without O_CREAT, which the kernel may refuse for other users' files in a sticky folder
+    (fs.protected_regular).
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
         try:
-            return _checked(os.open(name, flags, dir_fd=folder.handle), folder, name)
+            return _check_lock_file(os.open(name, flags, dir_fd=folder.handle), folder, name)
         except FileNotFoundError:
             pass
         try:
             handle = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder.handle)
         except FileExistsError:  # another launch was faster
-            return _checked(os.open(name, flags, dir_fd=folder.handle), folder, name)
+            return _check_lock_file(os.open(name, flags, dir_fd=folder.handle), folder, name)
     except OSError as problem:
         raise _cannot_open(name, problem, folder) from problem
     os.fchmod(handle, 0o666)  # the next user's run must be able to lock it
@@ -265,40 +275,47 @@ def _open_to_lock(folder: LockFolder, name: str) -> int:
 
 
 def open_to_look(folder: LockFolder, name: str) -> int | None:
-    """Open a lock file for reading; None: it is missing."""
+    """Open a lock file for reading. Return None if there is none."""
     try:
-        return _checked(open_regular(name, dir_fd=folder.handle, follow=False), folder, name)
+        return _check_lock_file(open_regular(name, dir_fd=folder.handle, follow=False), folder, name)
     except FileNotFoundError:
         return None
     except OSError as problem:
         raise _cannot_open(name, problem, folder) from problem
 
 
-def _checked(handle: int, folder: LockFolder, name: str) -> int:
-    """Return the handle of a regular file with one name: writing to a second name would write over some other file."""
-    about = os.fstat(handle)
-    if stat.S_ISREG(about.st_mode) and about.st_nlink == 1:
+def _check_lock_file(handle: int, folder: LockFolder, name: str) -> int:
+    """Return the handle if it is a regular file with one name. If it had another one, we would overwrite that file.
+
+    Closes it and raises UnusableLockFolder otherwise.
+    """
+    status = os.fstat(handle)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
         return handle
     os.close(handle)
-    kind = "has several names" if stat.S_ISREG(about.st_mode) else "is not a regular file"
-    raise UnusableLockFolder(f"{folder.path}/{escape(name, 80)} of user {user_name(about.st_uid)} {kind}: not a lock file")
+    kind = "has several names" if stat.S_ISREG(status.st_mode) else "is not a regular file"
+    raise UnusableLockFolder(
+        f"{folder.path}/{escape(name, 80)} of user {user_name(status.st_uid)} {kind}: not a lock file"
+    )
 
 
 def _cannot_open(name: str, problem: OSError, folder: LockFolder | None = None) -> UnusableLockFolder:
-    """Return why a lock file, or without `folder` the folder `name`, can't be opened, and whose it is."""
-    where = escape(f"{folder.path}/{name[:80]}" if folder else name)
+    """Return the error for a lock file that can't be opened, or for the folder `name`. It names the owner."""
+    path = escape(f"{folder.path}/{name[:80]}" if folder else name)
     try:
-        about = os.stat(name, dir_fd=folder.handle if folder else None, follow_symlinks=False)
+        status = os.stat(name, dir_fd=folder.handle if folder else None, follow_symlinks=False)
     except OSError:
-        return UnusableLockFolder(f"{where} can't be opened: {problem.strerror}")
-    whose = f"of user {user_name(about.st_uid)}"
-    if stat.S_ISLNK(about.st_mode):
-        return UnusableLockFolder(f"{where} is a symbolic link {whose}")
-    return UnusableLockFolder(f"{where} {whose} can't be opened: {problem.strerror} (mode {stat.S_IMODE(about.st_mode):o})")
+        return UnusableLockFolder(f"{path} can't be opened: {problem.strerror}")
+    owner = f"of user {user_name(status.st_uid)}"
+    if stat.S_ISLNK(status.st_mode):
+        return UnusableLockFolder(f"{path} is a symbolic link {owner}")
+    return UnusableLockFolder(
+        f"{path} {owner} can't be opened: {problem.strerror} (mode {stat.S_IMODE(status.st_mode):o})"
+    )
 
 
 def try_lock(handle: int, how: int) -> bool:
-    """Try to lock an open file; never wait."""
+    """Try to lock an open file (LOCK_EX or LOCK_SH) without waiting."""
     try:
         fcntl.flock(handle, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -307,33 +324,33 @@ def try_lock(handle: int, how: int) -> bool:
 
 
 def _write_holder(handle: int, run_id: str) -> None:
-    """Write who holds the lock, for messages. On a full /tmp this fails, and the lock is ours without it."""
+    """Write who holds the lock, for messages. The lock is ours even if this fails, as it does on a full /tmp."""
     with contextlib.suppress(OSError):
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps({"run": run_id, "pid": os.getpid()}).encode(), 0)
 
 
 def describe_holder(handle: int) -> str:
-    """Return who has this file locked. Anybody can write the file, so its text counts only as far as the kernel agrees."""
+    """Return who has locked this file. Anybody can write the file, so its text counts only if the kernel agrees."""
     run, pid = _read_holder(handle)
-    about = os.fstat(handle)
-    holder_pid = _locked_by(about)
+    status = os.fstat(handle)
+    holder_pid = _locked_by(status)
     if not holder_pid:
         if run:
             return f"run {run} (agent pid {pid}, not visible from here)"
-        hidden = f"a process that is not visible from here (lock file of user {user_name(about.st_uid)})"
-        return f"{hidden}; --share-gpus starts without GPU locks"
+        hidden = f"a process that is not visible from here (lock file of user {user_name(status.st_uid)})"
+        return f"{hidden}; use --share-gpus to start without GPU locks"
     uid = process_owner(holder_pid)
-    whose = f", user {user_name(uid)}" if uid is not None and uid != os.getuid() else ""
+    user = f", user {user_name(uid)}" if uid is not None and uid != os.getuid() else ""
     if run and holder_pid == pid:
-        return f"run {run} (agent pid {pid}{whose})"
+        return f"run {run} (agent pid {pid}{user})"
     holder = find_process(holder_pid)
-    name = f" ({escape(holder.name, 40)}{whose})" if holder is not None else ""
-    return f"pid {holder_pid}{name}, which is not a Stoker run; --share-gpus starts without GPU locks"
+    name = f" ({escape(holder.name, 40)}{user})" if holder is not None else ""
+    return f"pid {holder_pid}{name}, which is not a Stoker run; use --share-gpus to start without GPU locks"
 
 
 def last_holder(handle: int) -> str:
-    """Return what the file of a free lock says about its last holder."""
+    """Return the last holder of a lock that is free now, as its file says."""
     run, pid = _read_holder(handle)
     return f"run {run} (agent pid {pid})" if run else "unknown"
 
@@ -349,11 +366,11 @@ def _read_holder(handle: int) -> tuple[str, int]:
     return escape(run, 200), pid
 
 
-def _locked_by(about: os.stat_result) -> int:
-    """Return the pid that the kernel has for this file's flock; 0 if it shows none, as from within a container."""
-    there = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}:{about.st_ino}"
+def _locked_by(status: os.stat_result) -> int:
+    """Return the pid that holds this file's flock; 0 if the kernel shows none, as in a container."""
+    file_id = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     rows = [line.split() for line in kernel_lines("/proc/locks")]
-    same_inode = [row for row in rows if row[1:2] == ["FLOCK"] and row[5].endswith(f":{about.st_ino}")]
-    # An overlay's stat has another device than its locks.
-    exact = [row for row in same_inode if row[5] == there] or same_inode
+    same_inode = [row for row in rows if row[1:2] == ["FLOCK"] and row[5].endswith(f":{status.st_ino}")]
+    # On an overlay, the device of stat differs from that of the lock.
+    exact = [row for row in same_inode if row[5] == file_id] or same_inode
     return max(int(exact[0][4]), 0) if exact else 0

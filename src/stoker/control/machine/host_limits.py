@@ -1,4 +1,4 @@
-"""The host's memory and limits, the cgroup's where it is tighter."""
+"""The host's cores, limits, disks and shared memory; the cgroup's limits where they are tighter."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ from stoker.contract.host_memory import cgroup_dirs, meminfo_lines, read_number
 from stoker.contract.process import kernel_lines, read_kernel_file
 from stoker.control.machine import examination
 
+# statvfs on any other file system may wait for a server that does not answer.
+_LOCAL_FILE_SYSTEMS = ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs")
+_FULL_BYTES = 1 << 20  # with less than this free, or without free inodes, a file system is full
+
 
 def oom_kills() -> int | None:
-    """How often the kernel's OOM killer has struck in this cgroup."""
-    folders, v2 = cgroup_dirs("memory")
+    """Return how many processes of this cgroup the kernel's OOM killer has killed."""
+    folders, is_v2 = cgroup_dirs("memory")
     if not folders:
         return None
-    lines = kernel_lines(f"{folders[0]}/{'memory.events' if v2 else 'memory.oom_control'}")
+    lines = kernel_lines(f"{folders[0]}/{'memory.events' if is_v2 else 'memory.oom_control'}")
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
 def shared_memory() -> tuple[int | None, int | None]:
-    """(free, total) bytes of /dev/shm."""
+    """Return the (free, total) bytes of /dev/shm."""
     try:
-        found = os.statvfs("/dev/shm")
+        status = os.statvfs("/dev/shm")
     except OSError:
         return None, None
-    return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
-
-
-# Others may be on a server that does not answer, and statvfs would wait for it.
-_LOCAL = ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs")
-_FULL = 1 << 20  # bytes: with less than this free, or without free inodes, a file system is full
+    return status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
 
 
 def full_disks() -> list[tuple[str, int, int]]:
@@ -40,15 +39,17 @@ def full_disks() -> list[tuple[str, int, int]]:
     full = []
     for line in kernel_lines("/proc/mounts"):
         path, kind = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split()[1]), line.split()[2]
-        if kind not in _LOCAL:
+        if kind not in _LOCAL_FILE_SYSTEMS:
             continue
         try:
-            disk = os.statvfs(path)
+            status = os.statvfs(path)
         except OSError:
-            continue  # not ours to see, or gone since
-        free, has_inodes = disk.f_bavail * disk.f_frsize, disk.f_favail > 0 or not disk.f_files
-        if disk.f_blocks and not disk.f_flag & os.ST_RDONLY and (free < _FULL or not has_inodes):
-            full.append((path, free, disk.f_blocks * disk.f_frsize))
+            continue  # not ours to see, or unmounted since
+        free = status.f_bavail * status.f_frsize
+        has_inodes = status.f_favail > 0 or not status.f_files
+        is_writable = not status.f_flag & os.ST_RDONLY
+        if status.f_blocks and is_writable and (free < _FULL_BYTES or not has_inodes):
+            full.append((path, free, status.f_blocks * status.f_frsize))
     return full
 
 
@@ -58,24 +59,26 @@ def swap_used() -> int | None:
 
 
 def cores() -> int:
-    """Those this process may use: by affinity, and by the cgroup's quota, which gives a pod 8 of 128."""
+    """Return how many cores this process may use: by its affinity and by the cgroup's quota (a pod may have 8 of 128)."""
     return min([len(os.sched_getaffinity(0)), *_quotas(*cgroup_dirs("cpu"))])
 
 
-def _quotas(folders: list[str], v2: bool) -> list[int]:
-    found = []
+def _quotas(folders: list[str], is_v2: bool) -> list[int]:
+    """Return the CPU quota of each cgroup that has one, in cores, rounded up."""
+    quotas = []
     for folder in folders:
-        if v2:
+        if is_v2:
             quota, _, period = read_kernel_file(f"{folder}/cpu.max").strip().partition(" ")
         else:
-            quota, period = (read_kernel_file(f"{folder}/cpu.cfs_{one}_us").strip() for one in ("quota", "period"))
+            quota = read_kernel_file(f"{folder}/cpu.cfs_quota_us").strip()
+            period = read_kernel_file(f"{folder}/cpu.cfs_period_us").strip()
         if quota.isdigit() and period.isdigit() and int(period):
-            found.append(max(1, -(-int(quota) // int(period))))
-    return found
+            quotas.append(max(1, -(-int(quota) // int(period))))
+    return quotas
 
 
 def max_processes() -> int | None:
-    """The tightest of the kernel's, the user's and the cgroup's limits."""
+    """Return the tightest of the kernel's, the user's and the cgroup's limits on processes."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     limits = [
         read_number("/proc/sys/kernel/pid_max"),
@@ -86,7 +89,7 @@ def max_processes() -> int | None:
 
 
 def raise_files_limit() -> int:
-    """The soft limit on open files up to the hard one, for this process. Returns what it was."""
+    """Raise this process's soft limit on open files to the hard one. Return the old soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return soft
@@ -98,29 +101,30 @@ def max_files() -> int | None:
 
 
 def cpus_near(pci: str) -> list[int]:
-    """The CPUs near a PCI device; empty if unknown. NVML's bus id has eight digits of domain, sysfs four."""
+    """Return the CPUs near a PCI device; none if unknown. NVML's PCI address has 8 digits of domain, sysfs 4."""
     domain, _, rest = pci.lower().partition(":")
-    words = read_kernel_file(f"/sys/bus/pci/devices/{domain[-4:]}:{rest}/local_cpulist").strip().split(",")
-    ranges = (word.partition("-") for word in words if word)
-    return [cpu for low, dash, high in ranges for cpu in range(int(low), int(high or low) + 1)]
+    text = read_kernel_file(f"/sys/bus/pci/devices/{domain[-4:]}:{rest}/local_cpulist").strip()
+    ranges = (part.partition("-") for part in text.split(",") if part)
+    return [cpu for low, _, high in ranges for cpu in range(int(low), int(high or low) + 1)]
 
 
-def quick_host(disk: str) -> examination.Host:
-    """Room and limits that take no time to ask. No look at other processes: that is the examination's."""
+def quick_host(runs_dir: str) -> examination.Host:
+    """Return the disk space and the limits, which are quick to read. Other processes are left to the examination."""
+    disk = runs_dir
     while disk and not os.path.isdir(disk):
         disk = os.path.dirname(disk)
-    space = os.statvfs(disk or ".")
+    status = os.statvfs(disk or ".")
     shm_free, shm_total = shared_memory()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    address, _ = resource.getrlimit(resource.RLIMIT_AS)
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     return examination.Host(
         shm_total=shm_total,
         shm_free=shm_free,
-        disk_free=space.f_bavail * space.f_frsize,
+        disk_free=status.f_bavail * status.f_frsize,
         disk_path=disk or ".",
         files_soft=None if soft < 0 else soft,
         files_hard=None if hard < 0 else hard,
-        address_space=None if address < 0 else address,
+        address_space=None if address_space < 0 else address_space,
         swap_used=swap_used(),
         clock=time.time(),
     )

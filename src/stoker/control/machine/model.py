@@ -1,4 +1,4 @@
-"""A machine, as observed at one moment. A field the hardware doesn't have is None."""
+"""A machine as observed at one moment, and its gauges. A field that the hardware doesn't have is None."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ SCHEMA = 1
 
 @frozen
 class Holder:
-    """A process with a context on a GPU. In a container its pid may be the host's: no command and user then."""
+    """A process with a context on a GPU. In a container its pid may be the host's; then it has no command and user."""
 
     pid: int
     memory: int | None = None
     command: str | None = None
     user: str | None = None
-    run: str | None = None  # Stoker's run tag, if it has one
+    run: str | None = None  # id of the Stoker run it belongs to
     age: float | None = None  # seconds
 
 
 @frozen
 class Gpu:
+    """A GPU, or a MIG instance of one."""
+
     index: int  # as nvidia-smi shows it
     uuid: str
     name: str | None = None
@@ -34,9 +36,9 @@ class Gpu:
     compute_mode: str | None = None
     pci: str | None = None
     holders: tuple[Holder, ...] | None = None
-    mig: int | None = None  # instance number on its parent card; None for a whole card
+    mig: int | None = None  # instance number on its parent GPU; None for a whole GPU
     mig_parent: str | None = None
-    error: str | None = None  # NVML refused to talk about this card at all
+    error: str | None = None  # why NVML can't read this GPU at all
 
     @property
     def memory_free(self) -> int | None:
@@ -51,14 +53,16 @@ class Gpu:
 
 @frozen
 class Machine:
+    """A host and its GPUs."""
+
     hostname: str
     cores: int
     memory_total: int
     memory_available: int
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
-    gpu_error: str | None = None  # a driver is there but does not answer
-    cgroup_limit: int | None = None
+    gpu_error: str | None = None  # why the driver that is there can't be used
+    cgroup_limit: int | None = None  # bytes
     max_processes: int | None = None
     max_files: int | None = None
     python: str | None = None
@@ -74,14 +78,18 @@ def machine_from_json(data: Any) -> Machine:
     return read_recorded(Machine, data, SCHEMA)
 
 
-# ---- gauges: what changes from second to second (machine/gauges.py reads them). Units are bytes, seconds, watts, degrees
-# Celsius, hertz and shares from 0 to 1; rates are per second, over the time since the reading before ----
+# ---- gauges: what changes from second to second; machine/gauges.py reads them ----
+#
+# Units are bytes, seconds, watts, degrees Celsius, hertz, and shares from 0 to 1. Rates are per second, over the time since
+# the last reading.
 
 OK, OFFLINE = "OK", "OFFLINE"
 
 
 @frozen
 class GpuGauges:
+    """What a GPU is doing now."""
+
     index: int  # as nvidia-smi shows it
     uuid: str
     name: str | None = None
@@ -93,13 +101,13 @@ class GpuGauges:
     memory_used: int | None = None
     memory_total: int | None = None
     temperature: int | None = None
-    temperature_slowdown: int | None = None  # where the driver begins to lower the clock
+    temperature_slowdown: int | None = None  # at which the driver begins to lower the clock
     power: Real | None = None
     power_limit: Real | None = None
-    clock: Real | None = None  # of the multiprocessors
+    clock: Real | None = None  # of the streaming multiprocessors
     clock_max: Real | None = None
     memory_clock: Real | None = None
-    throttle: tuple[str, ...] | None = None  # what holds the clock down now, in words; (): nothing
+    throttle: tuple[str, ...] | None = None  # what lowers the clock now, in words; () for nothing
     pcie_width: int | None = None
     pcie_width_max: int | None = None
     ecc_corrected: int | None = None  # since the driver was loaded
@@ -107,8 +115,8 @@ class GpuGauges:
     energy: Real | None = None  # joules since the driver was loaded
     xids: tuple[tuple[Real, int], ...] = ()  # (when it was seen, number), newest last
     processes: tuple[Holder, ...] | None = None
-    error: str | None = None  # NVML refused to talk about this card
-    # name of a gauge -> its newest values, oldest first, evenly spaced; filled in by who keeps them
+    error: str | None = None  # why NVML can't read this GPU
+    # gauge -> its newest values, oldest first, evenly spaced; filled in by the viewer that keeps them
     recent: Mapping[str, tuple[Real | None, ...]] = {}
 
     @property
@@ -118,14 +126,18 @@ class GpuGauges:
 
 @frozen
 class HostGauges:
+    """What a host is doing now."""
+
     name: str
     time: float = 0.0  # of this reading, by the host's own clock
-    state: str = OK  # or OFFLINE, and why
+    state: str = OK  # or OFFLINE, with a reason
     reason: str = ""
     cores: int | None = None
-    load: tuple[float, ...] | None = None  # processes that run or want to, over 1, 5 and 15 minutes
-    cpu: Real | None = None  # share of all cores at work
-    memory_total: int | None = None  # this process may count on: of the cgroup where it is tighter
+    load: tuple[float, ...] | None = (
+        None  # average number of processes that run or are ready to, over 1, 5 and 15 minutes
+    )
+    cpu: Real | None = None  # share of the time of all cores
+    memory_total: int | None = None  # the cgroup's limit if that is less than the host's memory
     memory_available: int | None = None
     swap_used: int | None = None
     disk_path: str | None = None
@@ -133,13 +145,13 @@ class HostGauges:
     disk_total: int | None = None
     disk_read: Real | None = None
     disk_written: Real | None = None
-    received: Real | None = None  # over all interfaces but loopback
+    received: Real | None = None  # over all interfaces except loopback
     sent: Real | None = None
-    link: Real | None = None  # bytes a second of the fastest interface that is up
-    # Share of the last 10 s in which some process waited for it (the kernel's pressure stall information).
+    link: Real | None = None  # bytes per second of the fastest interface that is up
+    # Share of the last 10 s in which some process was waiting for this resource (the kernel's pressure stall information).
     pressure_cpu: Real | None = None
     pressure_io: Real | None = None
     pressure_memory: Real | None = None
     driver: str | None = None
-    gpu_error: str | None = None  # a driver is there but does not answer
+    gpu_error: str | None = None  # why the driver that is there can't be used
     recent: Mapping[str, tuple[Real | None, ...]] = {}

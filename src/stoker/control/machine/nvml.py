@@ -1,21 +1,19 @@
-"""Asks NVML: no CUDA context, no torch, no entry in `nvidia-smi`. What a card doesn't have is None."""
+"""Reads GPUs through NVML, without a CUDA context and without an entry in nvidia-smi. What a GPU doesn't have is None."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from stoker.contract import process
+from stoker.contract.process import find_process, process_owner
 from stoker.control.machine import kernel_log, procfs
 from stoker.control.machine.examination import Health
 from stoker.control.machine.model import Gpu, GpuGauges, Holder
 
 _MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_process"}
-
-
-# What slows a clock and is worth a word; idle, application clocks and sync boost are not.
+# The reasons for a lower clock that are reported; idle, application clocks and sync boost are not.
 _POWER_CAP = 0x4
 _THROTTLE = {
     _POWER_CAP: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake",
@@ -29,25 +27,27 @@ _PEER = {
     5: "not supported", 6: "unknown",
 }  # fmt: skip
 
-
-# NVML sets the power-cap reason for moments on cards that draw half of their limit. A cap that slows a card holds it at its
+# NVML sets the power-cap reason for moments on GPUs that draw half of their limit. A cap that slows a GPU holds it at its
 # limit, and lasts.
 NEAR_LIMIT = 0.95  # of the enforced power limit
 LASTING_S = 0.25  # that the reason must last; NVML's power is itself a mean over up to a second
 EVENTS_S = 0.2
-_MOST_EVENTS = 100  # that one look takes: a sick card may report without end
+_MAX_EVENTS = 100  # per call: a broken GPU may report without end
 
 
 class NoDriver(Exception):
-    """No NVIDIA driver on this machine: nothing is wrong, there just is no GPU."""
+    """This machine has no NVIDIA driver and so no GPU. Nothing is wrong."""
 
 
 class DriverError(Exception):
-    """A driver is there and does not answer."""
+    """This machine has an NVIDIA driver that can't be used. The text says why."""
 
 
-def _library() -> Any:
-    """nvidia-ml-py, loaded only where the driver's library opens: importing it costs 20 ms a laptop need not pay."""
+def _load_pynvml() -> Any:
+    """Return nvidia-ml-py, initialized. Raises NoDriver or DriverError.
+
+    It is imported only where the driver's library loads, because the import takes 20 ms.
+    """
     import ctypes
 
     try:
@@ -66,139 +66,145 @@ def _library() -> Any:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as problem:
-        absent = problem.value in (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_NO_PERMISSION)
-        if absent and not os.path.exists("/dev/nvidiactl"):
+        may_be_absent = problem.value in (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_NO_PERMISSION)
+        if may_be_absent and not os.path.exists("/dev/nvidiactl"):
             raise NoDriver from problem
         raise DriverError(f"NVML does not start: {problem}") from problem
     return pynvml
 
 
 class Nvml:
-    def __init__(self) -> None:
-        self._nvml = _library()
-        self._handles: dict[str, Any] = {}
-        self._fixed: dict[str, dict[str, Any]] = {}  # by uuid: what does not change, and costs a question each
-        self._kept: dict[str, int] = {}  # by uuid: bytes that the driver keeps for itself
-        self._capped_since: dict[str, float] = {}  # by uuid: when the card was first seen at its power cap
-        self._listener: Any = None  # of Xid events
-        self._heard: set[str] = set()  # cards it listens to
-        # nvidia-ml-py's own complaint when the driver is older than it, which is no NVMLError.
-        mismatch = getattr(self._nvml, "NVMLLibraryMismatchError", self._nvml.NVMLError)
-        self._unanswered: tuple[type[Exception], ...] = (self._nvml.NVMLError, mismatch)
+    """An open connection to NVML. Dictionaries are by UUID. Raises NoDriver or DriverError."""
 
-    def _ask(self, call: Callable[..., Any], *args: Any) -> Any:
-        """None for what this card or driver does not support."""
+    def __init__(self) -> None:
+        self._nvml = _load_pynvml()
+        self._handles: dict[str, Any] = {}
+        self._constants: dict[str, dict[str, Any]] = {}  # gauges that don't change, and cost a call each
+        self._reserved: dict[str, int] = {}  # bytes that the driver keeps for itself
+        self._capped_since: dict[str, float] = {}  # when the GPU was first seen at its power cap
+        self._events: Any = None  # the set of Xid events
+        self._registered: set[str] = set()  # GPUs whose Xid events are in it
+        # nvidia-ml-py raises NVMLLibraryMismatchError, which is no NVMLError, if the driver is older than it.
+        mismatch = getattr(self._nvml, "NVMLLibraryMismatchError", self._nvml.NVMLError)
+        self._unsupported: tuple[type[Exception], ...] = (self._nvml.NVMLError, mismatch)
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of nvidia-ml-py. Return None if this GPU or driver does not support it."""
         try:
-            return call(*args)
-        except self._unanswered:
+            return function(*args)
+        except self._unsupported:
             return None
 
-    def _running(self, handle: Any) -> Any:
-        """An older driver knows only the second version of this question."""
+    def _running_processes(self, handle: Any) -> Any:
+        """Return the compute processes of a GPU. An older driver knows only version 2 of the call."""
         for name in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetComputeRunningProcesses_v2"):
-            found = self._ask(getattr(self._nvml, name), handle) if hasattr(self._nvml, name) else None
-            if found is not None:
-                return found
+            processes = self._call(getattr(self._nvml, name), handle) if hasattr(self._nvml, name) else None
+            if processes is not None:
+                return processes
         return None
 
     def driver(self) -> str | None:
-        return _text(self._ask(self._nvml.nvmlSystemGetDriverVersion))
+        return _text(self._call(self._nvml.nvmlSystemGetDriverVersion))
 
     def gpus(self) -> tuple[Gpu, ...]:
-        found: list[Gpu] = []
+        """Return all GPUs, with the MIG instances of a GPU in its place."""
+        gpus: list[Gpu] = []
         for index in range(self._nvml.nvmlDeviceGetCount()):
             try:
                 handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
                 uuid = _text(self._nvml.nvmlDeviceGetUUID(handle)) or ""
             except self._nvml.NVMLError as problem:
-                found.append(Gpu(index=index, uuid="", error=str(problem)))
+                gpus.append(Gpu(index=index, uuid="", error=str(problem)))
                 continue
-            card = self._gpu(handle, index, uuid)
-            mig = self._ask(self._nvml.nvmlDeviceGetMigMode, handle)
-            slices = self._slices(handle, card) if mig and mig[0] == 1 else []
-            found.extend(slices or [card])
-        return tuple(found)
+            gpu = self._read_gpu(handle, index, uuid)
+            mig_mode = self._call(self._nvml.nvmlDeviceGetMigMode, handle)
+            instances = self._mig_instances(handle, gpu) if mig_mode and mig_mode[0] == 1 else []
+            gpus.extend(instances or [gpu])
+        return tuple(gpus)
 
-    def _slices(self, handle: Any, card: Gpu) -> list[Gpu]:
-        slices: list[Gpu] = []
-        for n in range(self._ask(self._nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
-            child = self._ask(self._nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, n)
-            uuid = _text(self._ask(self._nvml.nvmlDeviceGetUUID, child)) if child is not None else None
+    def _mig_instances(self, handle: Any, parent: Gpu) -> list[Gpu]:
+        instances: list[Gpu] = []
+        for number in range(self._call(self._nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+            instance = self._call(self._nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
+            uuid = _text(self._call(self._nvml.nvmlDeviceGetUUID, instance)) if instance is not None else None
             if uuid:
-                slices.append(self._gpu(child, card.index, uuid, mig=n, parent=card))
-        return slices
+                instances.append(self._read_gpu(instance, parent.index, uuid, mig=number, parent=parent))
+        return instances
 
-    def _gpu(self, handle: Any, index: int, uuid: str, mig: int | None = None, parent: Gpu | None = None) -> Gpu:
+    def _read_gpu(self, handle: Any, index: int, uuid: str, mig: int | None = None, parent: Gpu | None = None) -> Gpu:
         nvml = self._nvml
         self._handles[uuid] = handle
-        memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
-        use = self._ask(nvml.nvmlDeviceGetUtilizationRates, handle)
-        mode = self._ask(nvml.nvmlDeviceGetComputeMode, handle)
-        pci = self._ask(nvml.nvmlDeviceGetPciInfo, handle)
+        memory = self._call(nvml.nvmlDeviceGetMemoryInfo, handle)
+        utilization = self._call(nvml.nvmlDeviceGetUtilizationRates, handle)
+        mode = self._call(nvml.nvmlDeviceGetComputeMode, handle)
+        pci = self._call(nvml.nvmlDeviceGetPciInfo, handle)
         return Gpu(
             index=index,
             uuid=uuid,
             mig=mig,
             mig_parent=parent.uuid if parent else None,
-            name=_text(self._ask(nvml.nvmlDeviceGetName, handle)),
+            name=_text(self._call(nvml.nvmlDeviceGetName, handle)),
             memory_total=int(memory.total) if memory else None,
             memory_used=int(memory.used) if memory else None,
-            utilization=int(use.gpu) if use else None,
+            utilization=int(utilization.gpu) if utilization else None,
             compute_mode=parent.compute_mode if parent else _MODES.get(mode),
             pci=_text(pci.busId) if pci else getattr(parent, "pci", None),
-            holders=self._holders(handle),
+            holders=self._read_holders(handle),
         )
 
-    def _reserved(self, handle: Any) -> int:
-        """By the driver, for itself: in `memory`, but not in what nvidia-smi and DCGM call used. 0: it does not tell."""
+    def _reserved_bytes(self, handle: Any) -> int:
+        """Return the memory that the driver keeps for itself; 0 if it does not tell.
+
+        It is in the result of `memory`, but not in what nvidia-smi and DCGM show as used.
+        """
         version = getattr(self._nvml, "nvmlMemory_v2", None)
-        memory = self._ask(self._nvml.nvmlDeviceGetMemoryInfo, handle, version) if version is not None else None
+        memory = self._call(self._nvml.nvmlDeviceGetMemoryInfo, handle, version) if version is not None else None
         return int(memory.reserved) if memory else 0
 
-    def _holders(self, handle: Any) -> tuple[Holder, ...] | None:
-        found = self._running(handle)
-        return None if found is None else tuple(_holder(one) for one in found)
+    def _read_holders(self, handle: Any) -> tuple[Holder, ...] | None:
+        processes = self._running_processes(handle)
+        return None if processes is None else tuple(_holder(process) for process in processes)
 
     def memory(self, uuid: str) -> tuple[int, int] | None:
-        """(used, total) bytes of one card, now."""
+        """Return the (used, total) bytes of a GPU."""
         handle = self._handles.get(uuid)
-        found = self._ask(self._nvml.nvmlDeviceGetMemoryInfo, handle) if handle is not None else None
-        return (int(found.used), int(found.total)) if found else None
+        memory = self._call(self._nvml.nvmlDeviceGetMemoryInfo, handle) if handle is not None else None
+        return (int(memory.used), int(memory.total)) if memory else None
 
     def holders(self, uuid: str) -> tuple[Holder, ...] | None:
+        """Return the processes with a context on a GPU."""
         handle = self._handles.get(uuid)
-        return self._holders(handle) if handle is not None else None
+        return self._read_holders(handle) if handle is not None else None
 
     def work(self, uuids: Iterable[str]) -> dict[str, dict[str, Any]]:
         """Return what each GPU is doing now: utilisation in percent, why its clock is held down, its PCIe lanes."""
-        known = [uuid for uuid in uuids if uuid in self._handles]
-        for uuid in known:
+        handles = {uuid: self._handles[uuid] for uuid in uuids if uuid in self._handles}
+        for uuid in handles:
             self._throttle_reasons(uuid)
-        if self._capped_since:  # a second look shows whether the cap lasts
+        if self._capped_since:  # a second reading shows whether the cap lasts
             time.sleep(LASTING_S)
-        return {uuid: self._work_of(uuid) for uuid in known}
-
-    def _work_of(self, uuid: str) -> dict[str, Any]:
-        handle = self._handles[uuid]
-        use = self._ask(self._nvml.nvmlDeviceGetUtilizationRates, handle)
-        reasons = self._throttle_reasons(uuid)
-        return {
-            "use": int(use.gpu) if use else None,
-            "throttle": None if reasons is None else list(reasons),
-            "lanes": [
-                self._ask(self._nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
-                self._ask(self._nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
-            ],
-        }
+        work = {}
+        for uuid, handle in handles.items():
+            utilization = self._call(self._nvml.nvmlDeviceGetUtilizationRates, handle)
+            reasons = self._throttle_reasons(uuid)
+            work[uuid] = {
+                "use": int(utilization.gpu) if utilization else None,
+                "throttle": None if reasons is None else list(reasons),
+                "lanes": [
+                    self._call(self._nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+                    self._call(self._nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+                ],
+            }
+        return work
 
     def _throttle_reasons(self, uuid: str) -> tuple[str, ...] | None:
-        """Return what slows the card's clock, in words; None if NVML does not know.
+        """Return what slows the GPU's clock, in words; None if NVML does not know.
 
-        A power cap counts if the card draws about its enforced limit, now and at a look at least LASTING_S before, with
-        no look between that saw it uncapped.
+        A power cap counts if the GPU draws about its enforced limit, now and at a reading at least LASTING_S earlier, and
+        no reading in between saw it uncapped.
         """
         handle = self._handles[uuid]
-        reasons = self._ask(self._nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+        reasons = self._call(self._nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
         if reasons is None:
             return None
         now = time.monotonic()
@@ -208,162 +214,168 @@ class Nvml:
         else:
             self._capped_since.pop(uuid, None)
             is_capped = False
-        return tuple(word for bit, word in _THROTTLE.items() if reasons & bit and (bit != _POWER_CAP or is_capped))
+        return tuple(reason for bit, reason in _THROTTLE.items() if reasons & bit and (bit != _POWER_CAP or is_capped))
 
     def _is_near_power_limit(self, handle: Any) -> bool:
-        power = self._ask(self._nvml.nvmlDeviceGetPowerUsage, handle)
-        limit = self._ask(self._nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+        power = self._call(self._nvml.nvmlDeviceGetPowerUsage, handle)
+        limit = self._call(self._nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
         return power is not None and bool(limit) and power >= NEAR_LIMIT * limit
 
     def gauges(self, only: Collection[str] | None = None, processes: bool = True) -> tuple[GpuGauges, ...]:
-        """What every card is doing now; of `only` these where it is given. One that does not answer says so."""
+        """Return what the GPUs are doing now: those of `only`, or all. A GPU that does not answer has an error.
+
+        Without `processes`, their holders are not read.
+        """
+        if only is None:
+            gpus = self.gpus()
+        else:
+            indices = {uuid: self._constants.get(uuid, {}).get("index", -1) for uuid in only if uuid in self._handles}
+            gpus = tuple(Gpu(index=index, uuid=uuid) for uuid, index in indices.items())
         return tuple(
-            GpuGauges(index=gpu.index, uuid="", error=gpu.error) if gpu.error else self._gauges_of(gpu, processes)
-            for gpu in (self._known(only) if only is not None else self.gpus())
+            GpuGauges(index=gpu.index, uuid="", error=gpu.error) if gpu.error else self._read_gauges(gpu, processes)
+            for gpu in gpus
         )
 
-    def _known(self, uuids: Collection[str]) -> Iterator[Gpu]:
-        for uuid in uuids:
-            if uuid in self._handles:
-                yield Gpu(index=self._fixed.get(uuid, {}).get("index", -1), uuid=uuid)
-
-    def _gauges_of(self, gpu: Gpu, processes: bool) -> GpuGauges:
-        nvml, ask, handle = self._nvml, self._ask, self._handles[gpu.uuid]
-        if gpu.uuid not in self._fixed:
-            limit, top = (
-                ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle),
-                ask(nvml.nvmlDeviceGetMaxClockInfo, handle, 1),
-            )
-            self._fixed[gpu.uuid] = {
+    def _read_gauges(self, gpu: Gpu, processes: bool) -> GpuGauges:
+        nvml, call, handle = self._nvml, self._call, self._handles[gpu.uuid]
+        if gpu.uuid not in self._constants:
+            limit = call(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+            clock_max = call(nvml.nvmlDeviceGetMaxClockInfo, handle, 1)
+            self._constants[gpu.uuid] = {
                 **{name: getattr(gpu, name) for name in ("index", "name", "mig", "mig_parent", "pci")},
                 "power_limit": None if limit is None else limit / 1000,
-                "clock_max": None if top is None else top * 1e6,
-                "temperature_slowdown": ask(nvml.nvmlDeviceGetTemperatureThreshold, handle, 1),
-                "pcie_width_max": ask(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+                "clock_max": None if clock_max is None else clock_max * 1e6,
+                "temperature_slowdown": call(nvml.nvmlDeviceGetTemperatureThreshold, handle, 1),
+                "pcie_width_max": call(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
             }
-            self._kept[gpu.uuid] = self._reserved(handle)
-        use, memory = ask(nvml.nvmlDeviceGetUtilizationRates, handle), self.memory(gpu.uuid)
-        power = ask(nvml.nvmlDeviceGetPowerUsage, handle)
-        clocks = [ask(nvml.nvmlDeviceGetClockInfo, handle, kind) for kind in (1, 2)]  # multiprocessors, memory
-        energy = ask(nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
-        holders = gpu.holders  # where the card was looked at just now
+            self._reserved[gpu.uuid] = self._reserved_bytes(handle)
+        utilization, memory = call(nvml.nvmlDeviceGetUtilizationRates, handle), self.memory(gpu.uuid)
+        power = call(nvml.nvmlDeviceGetPowerUsage, handle)
+        clock, memory_clock = (call(nvml.nvmlDeviceGetClockInfo, handle, kind) for kind in (1, 2))
+        energy = call(nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+        holders = gpu.holders  # if they have just been read
         if processes and holders is None:
-            holders = self._holders(handle)
+            holders = self._read_holders(handle)
         return GpuGauges(
             uuid=gpu.uuid,
-            utilization=use.gpu / 100 if use else None,
-            memory_used=max(memory[0] - self._kept[gpu.uuid], 0) if memory else None,
+            utilization=utilization.gpu / 100 if utilization else None,
+            memory_used=max(memory[0] - self._reserved[gpu.uuid], 0) if memory else None,
             memory_total=memory[1] if memory else None,
-            temperature=ask(nvml.nvmlDeviceGetTemperature, handle, 0),
+            temperature=call(nvml.nvmlDeviceGetTemperature, handle, 0),
             power=None if power is None else power / 1000,
-            clock=None if clocks[0] is None else clocks[0] * 1e6,
-            memory_clock=None if clocks[1] is None else clocks[1] * 1e6,
+            clock=None if clock is None else clock * 1e6,
+            memory_clock=None if memory_clock is None else memory_clock * 1e6,
             throttle=self._throttle_reasons(gpu.uuid),
-            pcie_width=ask(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
-            ecc_corrected=ask(nvml.nvmlDeviceGetTotalEccErrors, handle, 0, 0),
-            ecc_uncorrected=ask(nvml.nvmlDeviceGetTotalEccErrors, handle, 1, 0),
+            pcie_width=call(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+            ecc_corrected=call(nvml.nvmlDeviceGetTotalEccErrors, handle, 0, 0),
+            ecc_uncorrected=call(nvml.nvmlDeviceGetTotalEccErrors, handle, 1, 0),
             energy=None if energy is None else energy / 1000,
             processes=holders,
-            **self._fixed[gpu.uuid],
+            **self._constants[gpu.uuid],
         )
 
     def new_xids(self) -> list[tuple[str, int]]:
-        """(uuid, number) that the driver reported since the last call. The first call begins to listen."""
+        """Return the (UUID, number) of the Xids since the last call. The first call starts to record them."""
         nvml = self._nvml
-        if self._listener is None:
-            self._listener = self._ask(nvml.nvmlEventSetCreate)
-        if self._listener is None:
+        if self._events is None:
+            self._events = self._call(nvml.nvmlEventSetCreate)
+        if self._events is None:
             return []
-        for uuid in self._handles.keys() - self._heard:
-            self._heard.add(uuid)
-            self._ask(
-                nvml.nvmlDeviceRegisterEvents, self._handles[uuid], nvml.nvmlEventTypeXidCriticalError, self._listener
-            )
-        found: list[tuple[str, int]] = []
-        while len(found) < _MOST_EVENTS:
-            event = self._ask(nvml.nvmlEventSetWait_v2, self._listener, 0)
-            if event is None:  # nothing more
+        for uuid in self._handles.keys() - self._registered:
+            self._registered.add(uuid)
+            kind = nvml.nvmlEventTypeXidCriticalError
+            self._call(nvml.nvmlDeviceRegisterEvents, self._handles[uuid], kind, self._events)
+        xids: list[tuple[str, int]] = []
+        while len(xids) < _MAX_EVENTS:
+            event = self._call(nvml.nvmlEventSetWait_v2, self._events, 0)
+            if event is None:  # no more events
                 break
-            card = _text(self._ask(nvml.nvmlDeviceGetUUID, event.device))
-            if card:
-                found.append((card, int(event.eventData)))
-        return found
+            gpu_uuid = _text(self._call(nvml.nvmlDeviceGetUUID, event.device))
+            if gpu_uuid:
+                xids.append((gpu_uuid, int(event.eventData)))
+        return xids
 
     def pids(self, uuid: str) -> set[int]:
+        """Return the pids of the processes with a context on a GPU."""
         handle = self._handles.get(uuid)
-        found = self._running(handle) if handle is not None else None
-        return {int(one.pid) for one in found or ()}
+        processes = self._running_processes(handle) if handle is not None else None
+        return {int(process.pid) for process in processes or ()}
 
     def health(self, kernel_xids: dict[str, list[int]]) -> dict[str, Health]:
-        """Every card's, by uuid. Asks many questions: seconds on a sick driver, so never on the launch path."""
-        cards = [gpu for gpu in self.gpus() if gpu.mig is None and not gpu.error]
-        for uuid, numbers in self._events(cards, EVENTS_S).items():
+        """Return the health of each GPU. `kernel_xids` has the Xids of the kernel's log by PCI address.
+
+        Many calls: this takes seconds with a broken driver, so a launch never waits for it.
+        """
+        gpus = [gpu for gpu in self.gpus() if gpu.mig is None and not gpu.error]
+        for uuid, numbers in self._wait_for_xids(gpus, EVENTS_S).items():
             kernel_xids.setdefault(uuid, []).extend(numbers)
-        return {gpu.uuid: self._health_of(gpu, cards, kernel_xids) for gpu in cards}
+        return {gpu.uuid: self._read_health(gpu, gpus, kernel_xids) for gpu in gpus}
 
-    def _events(self, cards: list[Gpu], seconds: float) -> dict[str, list[int]]:
-        """Xids the driver reports while we listen, by uuid. Earlier ones are in the kernel's log."""
+    def _wait_for_xids(self, gpus: list[Gpu], seconds: float) -> dict[str, list[int]]:
+        """Return the Xids that the driver reports in the next seconds. Earlier ones are in the kernel's log."""
         nvml = self._nvml
-        found: dict[str, list[int]] = {}
-        listener = self._ask(nvml.nvmlEventSetCreate)
-        if listener is None:
-            return found
-        for gpu in cards:
+        xids: dict[str, list[int]] = {}
+        events = self._call(nvml.nvmlEventSetCreate)
+        if events is None:
+            return xids
+        for gpu in gpus:
             handle, kind = self._handles[gpu.uuid], nvml.nvmlEventTypeXidCriticalError
-            self._ask(nvml.nvmlDeviceRegisterEvents, handle, kind, listener)
+            self._call(nvml.nvmlDeviceRegisterEvents, handle, kind, events)
         deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
-            event = self._ask(nvml.nvmlEventSetWait_v2, listener, int(left * 1000) + 1)
-            if event is None:  # nothing came, or this card has no events
+        while (remaining := deadline - time.monotonic()) > 0:
+            event = self._call(nvml.nvmlEventSetWait_v2, events, int(remaining * 1000) + 1)
+            if event is None:  # no event, or this GPU has none
                 break
-            uuid = _text(self._ask(nvml.nvmlDeviceGetUUID, event.device))
+            uuid = _text(self._call(nvml.nvmlDeviceGetUUID, event.device))
             if uuid:
-                found.setdefault(uuid, []).append(int(event.eventData))
-        self._ask(nvml.nvmlEventSetFree, listener)
-        return found
+                xids.setdefault(uuid, []).append(int(event.eventData))
+        self._call(nvml.nvmlEventSetFree, events)
+        return xids
 
-    def _health_of(self, gpu: Gpu, cards: list[Gpu], kernel_xids: dict[str, list[int]]) -> Health:
-        nvml, ask, handle = self._nvml, self._ask, self._handles[gpu.uuid]
-        power, limit = ask(nvml.nvmlDeviceGetPowerUsage, handle), ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
-        rows = ask(nvml.nvmlDeviceGetRemappedRows, handle)  # corrected, uncorrected, pending, failed
-        pending = ask(nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
-        capability = ask(nvml.nvmlDeviceGetCudaComputeCapability, handle)
-        display = ask(nvml.nvmlDeviceGetDisplayActive, handle)
-        links = [ask(nvml.nvmlDeviceGetNvLinkState, handle, n) for n in range(18)]
-        pci = (gpu.pci or "").lower()
-        here = [where for where in kernel_xids if where and (where == gpu.uuid or kernel_log.same_card(pci, where))]
+    def _read_health(self, gpu: Gpu, gpus: list[Gpu], kernel_xids: dict[str, list[int]]) -> Health:
+        nvml, call, handle = self._nvml, self._call, self._handles[gpu.uuid]
+        power, limit = call(nvml.nvmlDeviceGetPowerUsage, handle), call(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+        rows = call(nvml.nvmlDeviceGetRemappedRows, handle)  # corrected, uncorrected, pending, failed
+        pending = call(nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
+        capability = call(nvml.nvmlDeviceGetCudaComputeCapability, handle)
+        display = call(nvml.nvmlDeviceGetDisplayActive, handle)
+        nvlinks = [call(nvml.nvmlDeviceGetNvLinkState, handle, number) for number in range(18)]
+        pci = gpu.pci or ""
+        keys = [key for key in kernel_xids if key and (key == gpu.uuid or kernel_log.is_same_gpu(pci, key))]
         return Health(
-            temperature=ask(nvml.nvmlDeviceGetTemperature, handle, 0),
-            temperature_slowdown=ask(nvml.nvmlDeviceGetTemperatureThreshold, handle, 1),
+            temperature=call(nvml.nvmlDeviceGetTemperature, handle, 0),
+            temperature_slowdown=call(nvml.nvmlDeviceGetTemperatureThreshold, handle, 1),
             power=None if power is None else power / 1000,
             power_limit=None if limit is None else limit / 1000,
             throttle=self._throttle_reasons(gpu.uuid),
-            pcie_generation=ask(nvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
-            pcie_generation_max=ask(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
-            pcie_width=ask(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
-            pcie_width_max=ask(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
-            ecc_uncorrected=ask(nvml.nvmlDeviceGetTotalEccErrors, handle, 1, 0),
+            pcie_generation=call(nvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
+            pcie_generation_max=call(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+            pcie_width=call(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+            pcie_width_max=call(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+            ecc_uncorrected=call(nvml.nvmlDeviceGetTotalEccErrors, handle, 1, 0),
             pages_pending=None if pending is None else bool(pending),
             rows_pending=None if rows is None else bool(rows[2]),
             rows_failed=None if rows is None else bool(rows[3]),
             recovery=self._recovery(handle),
-            nvlinks=tuple(bool(link) for link in links if link is not None) or None,
+            nvlinks=tuple(bool(state) for state in nvlinks if state is not None) or None,
             display=None if display is None else bool(display),
             capability=None if capability is None else f"{capability[0]}.{capability[1]}",
-            xids=tuple(xid for where in here for xid in kernel_xids[where]),
-            peers={other.uuid: self._peer(handle, other) for other in cards if other.uuid != gpu.uuid} or None,
+            xids=tuple(xid for key in keys for xid in kernel_xids[key]),
+            peers={other.uuid: self._peer_access(handle, other) for other in gpus if other.uuid != gpu.uuid} or None,
         )
 
     def _recovery(self, handle: Any) -> str | None:
+        """Return what the driver wants done about the GPU, in words."""
         field = getattr(self._nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
-        found = self._ask(self._nvml.nvmlDeviceGetFieldValues, handle, [field]) if field is not None else None
-        if not found or found[0].nvmlReturn != 0:
+        values = self._call(self._nvml.nvmlDeviceGetFieldValues, handle, [field]) if field is not None else None
+        if not values or values[0].nvmlReturn != 0:
             return None
-        action = int(found[0].value.uiVal)
+        action = int(values[0].value.uiVal)
         return _RECOVERY.get(action, f"action {action}")
 
-    def _peer(self, handle: Any, other: Gpu) -> str:
-        status = self._ask(self._nvml.nvmlDeviceGetP2PStatus, handle, self._handles[other.uuid], 0)
+    def _peer_access(self, handle: Any, other: Gpu) -> str:
+        """Return "ok", or why a GPU can't read another one's memory."""
+        status = self._call(self._nvml.nvmlDeviceGetP2PStatus, handle, self._handles[other.uuid], 0)
         return "unknown" if status is None else _PEER.get(int(status), f"status {status}")
 
 
@@ -374,19 +386,19 @@ def _text(value: Any) -> str | None:
 def _holder(entry: Any) -> Holder:
     pid = int(entry.pid)
     memory = None if entry.usedGpuMemory is None else int(entry.usedGpuMemory)
-    one = process.find_process(pid)
-    # A pid of the host's, seen from inside a container, may be somebody else's here.
-    if one is None or not _has_device_open(pid):
+    process = find_process(pid)
+    # In a container, NVML's pid is the host's, and here another process may have that number.
+    if process is None or not _has_device_open(pid):
         return Holder(pid, memory)
-    uid = process.process_owner(pid)
+    uid = process_owner(pid)
     tag = procfs.run_tag(pid)
     return Holder(
         pid,
         memory,
-        procfs.command_line(pid) or one.name,
+        procfs.command_line(pid) or process.name,
         procfs.user_name(uid) if uid is not None else None,
         tag[0] if tag else None,
-        round(max(0.0, time.time() - procfs.started_at(one.start)), 1),
+        round(max(0.0, time.time() - procfs.started_at(process.start)), 1),
     )
 
 
@@ -395,6 +407,6 @@ def _has_device_open(pid: int) -> bool:
     try:
         return any(os.readlink(f"{folder}/{fd}").startswith("/dev/nvidia") for fd in os.listdir(folder))
     except PermissionError:
-        return process.find_process(pid) is not None  # another user's: its descriptors are not ours to read
+        return find_process(pid) is not None  # another user's, whose open files we may not read
     except OSError:
         return False

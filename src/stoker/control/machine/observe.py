@@ -1,4 +1,4 @@
-"""One look at this machine, or at a recorded one."""
+"""Observes this machine and its GPUs, or reads a recorded machine from a file (STOKER_MACHINE)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from stoker.control.machine.nvml import DriverError, NoDriver, Nvml
 
 
 class Observer:
-    """Keeps NVML open between looks."""
+    """Observes the machine again and again. NVML stays open in between."""
 
     def __init__(self, recorded: str | None = None) -> None:
-        self.recorded = recorded
+        self.recorded = recorded  # path of a recorded machine
         self.nvml: Nvml | None = None
         self.gpu_error: str | None = None
         if recorded:
@@ -28,7 +28,8 @@ class Observer:
         except DriverError as problem:
             self.gpu_error = str(problem)
 
-    def look(self) -> Machine:
+    def observe(self) -> Machine:
+        """Return the machine as it is now."""
         if self.recorded:
             return read_recorded(self.recorded)
         total, available, limit = host_memory.read_memory()
@@ -38,7 +39,7 @@ class Observer:
         if self.nvml is not None:
             try:
                 gpus, driver = self.nvml.gpus(), self.nvml.driver()
-            except Exception as problem:  # NVML's own error classes are made at run time
+            except Exception as problem:  # NVML makes its error classes at run time
                 error = f"NVML stopped answering: {problem}"
         return Machine(
             hostname=system.nodename,
@@ -57,22 +58,21 @@ class Observer:
 
 
 def read_recorded(path: str) -> Machine:
+    """Return a recorded machine. The file holds a machine, or a whole examination. Raises Refusal."""
     try:
-        # Of any kind: a pipe stands in for a machine that is slow to look at.
+        # Any kind of file: in tests, a named pipe stands in for a machine that is slow to observe.
         with open(path, encoding="utf-8") as file:
             data = parse_json(file.read())
-        # A look, or a whole examination.
         return machine_from_json(data["machine"] if isinstance(data, dict) and "machine" in data else data)
     except FileNotFoundError as problem:
         raise errors.Refusal(f"{env_vars.MACHINE}={path}: no such file", errors.EX_NOINPUT) from problem
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
-        raise errors.Refusal(
-            f"{env_vars.MACHINE}={path} is not a recorded machine: {problem}", errors.EX_DATAERR
-        ) from problem
+        line = f"{env_vars.MACHINE}={path} is not a recorded machine: {problem}"
+        raise errors.Refusal(line, errors.EX_DATAERR) from problem
 
 
 def packages_dir() -> str | None:
-    """Where nvidia-ml-py lies, for agents and gatherers that run without site-packages."""
+    """Return the folder of nvidia-ml-py, for agents and children that run without site-packages."""
     for entry in sys.path:
         if entry and os.path.exists(os.path.join(entry, "pynvml.py")):
             return entry
