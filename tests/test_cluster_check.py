@@ -20,7 +20,7 @@ from stoker.contract.evidence import Finding
 from stoker.control.cluster import hosts as hostlist
 from stoker.control.cluster import transport
 from stoker.control.cluster.agent_pool import AgentPool
-from stoker.control.cluster.connectivity import quick
+from stoker.control.cluster.connectivity import quick_check
 from stoker.control.cluster.probes import ProbeBatch
 from stoker.control.doctor.check import exit_code
 
@@ -227,9 +227,7 @@ def test_a_clock_that_is_off_by_five_minutes(netcluster: NetCluster) -> None:
 def test_a_slow_link(netcluster: NetCluster) -> None:
     netcluster.slow(1, 50)
     report = check(netcluster)
-    assert report.only("between.slow-link").startswith(
-        f"{netcluster.hosts[1].name}: all that goes from and to it moves at "
-    )
+    assert report.only("between.slow-link").startswith(f"{netcluster.hosts[1].name}: all its traffic moves at ")
     assert 1e6 < report.json["price"]["bandwidth"] < 6.5e6 and report.json["facts"]["reduce"]["times"]
 
 
@@ -299,7 +297,7 @@ def one_agent() -> Iterator[ProbeBatch]:
     found: list[ProbeBatch] = []
     members = AgentPool(
         [transport.start_local_agent(-1)],
-        lambda member, message, payload: found[0].hear(member.host, message, payload) and None,
+        lambda member, message, payload: found[0].on_message(member.host, message, payload) and None,
         lambda member, line: None,
     )
     found.append(ProbeBatch(members.all, members.pump))
@@ -341,13 +339,13 @@ def test_the_quick_part_before_a_run(netcluster: NetCluster) -> None:
     hosts = hostlist.read_hosts_file(str(netcluster.file((1, 1))))
     found: list[ProbeBatch] = []
     members = AgentPool(
-        transport.reach_all(hosts),
-        lambda member, message, payload: found[0].hear(member.host, message, payload) and None,
+        transport.connect_all(hosts),
+        lambda member, message, payload: found[0].on_message(member.host, message, payload) and None,
         lambda member, line: None,
     )
     found.append(ProbeBatch(members.all, members.pump))
     try:
-        findings = quick(found[0], hosts, {host.name: host.address for host in netcluster.hosts[:2]})
+        findings = quick_check(found[0], hosts, {host.name: host.address for host in netcluster.hosts[:2]})
     finally:
         members.close()
     assert {finding.id: finding.level for finding in findings} == {

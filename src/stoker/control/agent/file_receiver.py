@@ -1,11 +1,11 @@
-"""The receiving side of a copy: says which files it lacks, takes those, and removes what an earlier copy brought and is no more.
+"""The receiving side of --sync and --stage: requests the files it lacks, and removes what an earlier copy brought and is gone.
 
-Orders come as the protocol's messages on stdin:
+Orders are protocol messages on stdin, answers on stdout:
   {"do": "offer", "root", "manifest", "origin", "silence"} + a JSON list of [path, kind, mode, size, sha256 or link's target] → {"is": "need"} + a JSON list
   {"do": "begin", "path", "mode"}, {"do": "data"} + bytes …, {"do": "end", "sha256"}                        (per file)
   {"do": "finish"}                                                                                          → {"is": "finished", "written", "removed", "others"}
-Besides it says {"is": "ping"} every second, whatever it is at: hashing what is there may take minutes.
-Nothing is ever half there: a file is written beside its place, compared by hash, and then takes it.
+It sends {"is": "ping"} every second, also while it hashes files, which may take minutes. A file is written to a temporary
+file in its folder, verified by its hash, and then renamed, so an interrupted copy leaves no partial file.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import stat
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from stoker.contract import layout, protocol, typed_values
@@ -34,42 +35,36 @@ _ORDERS: dict[str, dict[str, str]] = {
     "finish": {},
 }
 _ENTRIES = "list[tuple[str, str, int, int, str]]"
-_RESERVE = 16 << 20  # a disk filled to its last byte stops more than us
+_RESERVE = 16 << 20  # bytes that stay free: a full disk stops other programs too
 
 Entry = tuple[str, str, int, int, str]  # path, kind, mode, size, sha256 or link's target
 
 
 class Refused(Exception):
-    """One line for the user."""
+    """Raised with a line for the user."""
 
 
 class Receiver:
-    """Takes one copy to one folder."""
+    """Receives one copy into one folder."""
 
     def __init__(self) -> None:
-        self._hashes = FileHashes()
-        self._root = ""
-        self._manifest = ""
-        self._offered: dict[str, tuple[str, str]] = {}  # path -> (kind, sha256 or target)
-        self._ours: dict[str, str] = {}  # what earlier copies from there and this one wrote, with its hash
-        self._others: dict[str, dict[str, str]] = {}  # origin -> what copies from elsewhere wrote
-        self._origin = ""
-        self._written = 0
-        self._path = self._fresh = ""
         self.silence_s = 60.0
-
-    @property
-    def at(self) -> str:
-        return os.path.join(self._root, self._path)
+        self._hashes = FileHashes()
+        self._root = self._manifest = self._origin = ""
+        self._offered: dict[str, tuple[str, str]] = {}  # path -> (kind, sha256 or target)
+        self._ours: dict[str, str] = {}  # path -> hash, of what this copy and earlier ones from this origin wrote
+        self._others: dict[str, dict[str, str]] = {}  # other origin -> what its copies wrote
+        self._written = 0
+        self._path = self._part = ""  # of the file that is being written, and its temporary file
 
     def offer(self, root: str, manifest: str, entries: list[Entry], origin: str = "") -> list[str]:
-        """Return the paths of the files that are not here, or differ.
+        """Return the paths of the files that are missing here or differ.
 
-        The list of what was copied lies in the folder itself if `manifest` is "inside"; if it is "", below our cache
-        (data that a script lists is not to have a file of ours among it). `origin` is the folder the copy comes from:
-        what came from another one stays. With "" the newest copy says what is to be there.
+        `manifest` says where the list of copied files is kept: "inside" the folder, or "" for our cache (a script that
+        lists its data must not find a file of ours in it). Files that came from another origin stay. Without an origin
+        the newest copy decides which files there are.
         """
-        self._root = os.path.abspath(os.path.expanduser(root))
+        self._root, self._origin = os.path.abspath(os.path.expanduser(root)), origin
         os.makedirs(self._root, exist_ok=True)
         if not os.access(self._root, os.W_OK | os.X_OK):
             raise Refused(f"no permission to write in the folder {self._root}")
@@ -77,84 +72,78 @@ class Receiver:
         self._manifest = os.path.join(layout.cache_home(os.environ), "staged", f"{name}.json")
         if manifest == "inside":
             self._manifest = os.path.join(self._root, layout.SYNCED)
-        self._origin = origin
         self._others = _read_manifest(self._manifest)
         self._ours = self._others.pop(origin, {})
-        self._others.pop("", None)  # of a copy that did not say where it came from
-        need, size_of_need = [], 0
+        self._others.pop("", None)  # an old list that does not say where the files came from
+        needed, needed_bytes = [], 0
         for path, kind, mode, size, value in entries:
             self._offered[path] = (kind, value)
             if kind == "link":
-                continue  # at the end, with everything there
+                continue  # links are made at the end, when all files are there
             if self._has(path, size, value):
-                self._set_mode(path, mode)
+                self._set_executable(path, mode)
             else:
-                need.append(path)
-                size_of_need += size
+                needed.append(path)
+                needed_bytes += size
         disk = os.statvfs(self._root)
         free = disk.f_bavail * disk.f_frsize
-        if size_of_need and size_of_need + _RESERVE > free:
-            raise Refused(
-                f"the disk of {self._root} is full: {format_bytes(size_of_need)} to copy, {format_bytes(free)} free"
-            )
-        if need:
-            self._ours |= {path: self._offered[path][1] for path in need}
-            self._save_manifest()  # before the first byte: a copy that breaks off is still known as ours
-        return need
+        if needed_bytes and needed_bytes + _RESERVE > free:
+            sizes = f"{format_bytes(needed_bytes)} to copy, {format_bytes(free)} free"
+            raise Refused(f"the disk of {self._root} is full: {sizes}")
+        if needed:
+            # Saved before the first byte, so that the files of an interrupted copy are known as ours.
+            self._ours |= {path: self._offered[path][1] for path in needed}
+            self._save_manifest()
+        return needed
 
-    def _place(self, path: str) -> str:
+    def _full_path(self, path: str) -> str:
         return os.path.join(self._root, path)
 
     def _link_above(self, path: str) -> str:
-        """Return the first folder of the path that is a link; empty if none is. What lies behind it is not ours to change."""
-        return next((folder for folder in _folders_of(path) if os.path.islink(self._place(folder))), "")
+        """Return the first folder of the path that is a link, or "". Nothing behind a link is ours to change."""
+        return next((folder for folder in _parent_folders(path) if os.path.islink(self._full_path(folder))), "")
 
     def _has(self, path: str, size: int, sha256: str) -> bool:
         if self._link_above(path) in self._ours:
-            return False  # an earlier copy brought that link, and this one brings a folder
+            return False  # an earlier copy brought that link, and this copy brings a folder in its place
         try:
-            about = os.lstat(self._place(path))
+            status = os.lstat(self._full_path(path))
         except (FileNotFoundError, NotADirectoryError):
             return False
-        return stat.S_ISREG(about.st_mode) and about.st_size == size and self._hashes.of(self._place(path)) == sha256
+        same_size = stat.S_ISREG(status.st_mode) and status.st_size == size
+        return same_size and self._hashes.of(self._full_path(path)) == sha256
 
-    def _set_mode(self, path: str, mode: int) -> None:
-        """Set whether a file is a program. The rest of its mode is this host's own affair."""
-        place = self._place(path)
-        if (os.stat(place).st_mode ^ mode) & 0o111 and not self._link_above(path):
-            os.chmod(place, mode)
-
-    def _link(self, path: str, target: str) -> None:
-        place = self._place(path)
-        if os.path.islink(place) and os.readlink(place) == target:
-            return
-        self._make_way(path)
-        if os.path.lexists(place):
-            os.unlink(place)
-        os.symlink(target, place)
-        self._ours[path] = "-> " + target
-        self._written += 1
+    def _set_executable(self, path: str, mode: int) -> None:
+        """Change the mode only if the file must become a program or stop being one: the other bits are the host's choice."""
+        full_path = self._full_path(path)
+        if (os.stat(full_path).st_mode ^ mode) & 0o111 and not self._link_above(path):
+            os.chmod(full_path, mode)
 
     def _make_way(self, path: str) -> None:
-        """Make the folder of a file. A link or file in the way is removed if an earlier copy brought it. Raises Refused otherwise."""
-        for folder in _folders_of(path):
-            step = self._place(folder)
-            if os.path.islink(step) or os.path.isfile(step):
+        """Make the folder of a file. Raises Refused if something is in the way that no earlier copy brought."""
+        for folder in _parent_folders(path):
+            full_path = self._full_path(folder)
+            if os.path.islink(full_path) or os.path.isfile(full_path):
                 if folder not in self._ours:
-                    raise Refused(f"{step} is in the way: it is not a folder there")
-                os.unlink(step)
-        place = self._place(path)
-        os.makedirs(os.path.dirname(place), exist_ok=True)
-        if os.path.isdir(place) and not os.path.islink(place):
+                    raise Refused(f"{full_path} is in the way: it is not a folder there")
+                os.unlink(full_path)
+        full_path = self._full_path(path)
+        os.makedirs(os.path.dirname(full_path), exist_ok=True)
+        if os.path.isdir(full_path) and not os.path.islink(full_path):
             try:
-                os.rmdir(place)
+                os.rmdir(full_path)
             except OSError as problem:
-                raise Refused(f"{place} is in the way: it is a folder with something in it") from problem
+                raise Refused(f"{full_path} is in the way: it is a folder with something in it") from problem
+
+    @property
+    def current(self) -> str:
+        """Return the path of the file that is being written."""
+        return self._full_path(self._path)
 
     def begin(self, path: str, mode: int) -> None:
         self._make_way(path)
         self._path, self._mode = path, mode
-        handle, self._fresh = tempfile.mkstemp(prefix=".stoker-part-", dir=os.path.dirname(self.at))
+        handle, self._part = tempfile.mkstemp(prefix=".stoker-part-", dir=os.path.dirname(self.current))
         self._file = os.fdopen(handle, "wb")
         self._digest = hashlib.sha256()
 
@@ -167,71 +156,79 @@ class Receiver:
         self._file.close()
         if self._digest.hexdigest() != sha256:
             raise Refused(f"{self._path} arrived damaged")
-        os.replace(self._fresh, self.at)
-        self._fresh = ""
+        os.replace(self._part, self.current)
+        self._part = ""
         self._ours[self._path] = sha256
         self._written += 1
 
-    def drop_part(self) -> None:
-        if self._fresh:
+    def remove_part(self) -> None:
+        """Remove the temporary file of an interrupted copy."""
+        if self._part:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._fresh)
+                os.unlink(self._part)
 
     def finish(self) -> dict[str, Any]:
-        removed = 0
+        """Make the links, remove what this origin no longer has, save the manifest, and return the counts."""
         for path, (kind, target) in self._offered.items():
-            if kind == "link":
-                self._link(path, target)
+            full_path = self._full_path(path)
+            if kind != "link" or (os.path.islink(full_path) and os.readlink(full_path) == target):
+                continue
+            self._make_way(path)
+            if os.path.lexists(full_path):
+                os.unlink(full_path)
+            os.symlink(target, full_path)
+            self._ours[path] = "-> " + target
+            self._written += 1
+        removed = 0
         for path in [path for path in self._ours if path not in self._offered]:
-            was = self._ours.pop(path)
-            removed += 0 if any(path in files for files in self._others.values()) else self._remove(path, was)
+            digest = self._ours.pop(path)
+            if not any(path in files for files in self._others.values()):
+                removed += self._remove_unchanged(path, digest)
         if self._ours or os.path.exists(self._manifest):
             self._save_manifest()
         self._hashes.save()
-        others = {origin: count for origin in self._others if (count := self._left_of(origin))}
+        others = {}
+        for origin, files in self._others.items():
+            count = sum(path not in self._offered and os.path.lexists(self._full_path(path)) for path in files)
+            if count:
+                others[origin] = count
         return {"written": self._written, "removed": removed, "others": others}
 
-    def _left_of(self, origin: str) -> int:
-        theirs = [path for path in self._others[origin] if path not in self._offered]
-        return sum(os.path.lexists(self._place(path)) for path in theirs)
-
-    def _remove(self, path: str, was: str) -> int:
-        """Remove a file that is still as an earlier copy left it, and the folders that are empty then. Return how many files."""
+    def _remove_unchanged(self, path: str, digest: str) -> bool:
+        """Remove a file that is still as the copy left it, and folders that are empty then. Return whether it was removed."""
+        full_path = self._full_path(path)
         if self._link_above(path):
-            return 0
-        place = self._place(path)
+            return False
         try:
-            same = os.readlink(place) == was[3:] if os.path.islink(place) else sha256_of(place) == was
+            is_link = os.path.islink(full_path)
+            unchanged = os.readlink(full_path) == digest[3:] if is_link else sha256_of(full_path) == digest
         except OSError:
-            return 0
-        if not same:  # somebody has gone on with it here
-            return 0
-        os.unlink(place)
-        folder = os.path.dirname(place)
-        while folder != self._root:
+            return False
+        if not unchanged:  # it was edited here since
+            return False
+        os.unlink(full_path)
+        for folder in reversed(_parent_folders(path)):
             try:
-                os.rmdir(folder)
-            except OSError:  # something is left in it
+                os.rmdir(self._full_path(folder))
+            except OSError:  # it is not empty
                 break
-            folder = os.path.dirname(folder)
-        return 1
+        return True
 
     def _save_manifest(self) -> None:
-        folder = os.path.dirname(self._manifest)
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-        content = json.dumps({"schema": 2, "root": self._root, "origins": {**self._others, self._origin: self._ours}})
+        os.makedirs(os.path.dirname(self._manifest), mode=0o700, exist_ok=True)
+        content = {"schema": 2, "root": self._root, "origins": {**self._others, self._origin: self._ours}}
         with AtomicFile(self._manifest, mode=0o600, durable=False) as file:
-            file.write(content.encode())
+            file.write(json.dumps(content).encode())
 
 
-def _folders_of(path: str) -> list[str]:
-    """Return the folders that a relative path is in, the outermost first."""
+def _parent_folders(path: str) -> list[str]:
+    """Return the folders of a relative path, the outermost first."""
     parts = path.split("/")[:-1]
     return ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 def _read_manifest(path: str) -> dict[str, dict[str, str]]:
-    """Return origin -> path -> hash of what earlier copies brought. Raises Refused if the file is damaged."""
+    """Return origin -> path -> hash of what earlier copies brought. Raises Refused if the file can't be used."""
     try:
         if not is_trusted(os.lstat(path).st_uid, os.path.dirname(path)):
             raise Refused(f"{path} belongs to another user: remove it, or copy to another folder")
@@ -249,72 +246,70 @@ def _read_manifest(path: str) -> dict[str, dict[str, str]]:
 
 
 def serve(source: int, sink: int) -> int:
+    """Receive one copy. Return 0 if it is complete, 1 if it was refused or the sender is lost."""
     receiver = Receiver()
-    decoder = protocol.Decoder()
-    _say(sink, protocol.SENTINEL)
-    over = threading.Event()
-    threading.Thread(target=_ping, args=(sink, over), name="ping", daemon=True).start()
+    lock = threading.Lock()  # a ping must not come between the parts of a long answer
+    closing = threading.Event()
+
+    def send(message: bytes) -> None:
+        with lock:
+            while message:
+                message = message[os.write(sink, message) :]
+
+    def ping() -> None:
+        with contextlib.suppress(OSError):  # nobody reads our answers: the loop below finds out
+            while not closing.wait(protocol.PING_S):
+                send(protocol.encode_message({"is": "ping"}))
+
+    send(protocol.SENTINEL)
+    threading.Thread(target=ping, name="ping", daemon=True).start()
+    refusal = ""
     try:
-        while True:
-            # A cut cable closes nothing: silence means gone, as it does for an agent.
-            received = os.read(source, 1 << 20) if select.select([source], [], [], receiver.silence_s)[0] else b""
-            if not received:
-                return 1  # whoever copied is gone
-            for order, payload in decoder.feed(received):
-                if _obey(receiver, order, payload, sink):
-                    return 0
-    except (Refused, protocol.ProtocolError) as refusal:
-        _say(sink, protocol.encode_message({"is": "refused", "line": str(refusal)}))
+        for order, payload in _read_orders(source, receiver):
+            do = order["do"]
+            if do == "offer":
+                receiver.silence_s = float(order["silence"])
+                entries = protocol.read_payload(_ENTRIES, payload, "the offer")
+                needed = receiver.offer(order["root"], order["manifest"], entries, order["origin"])
+                send(protocol.encode_message({"is": "need"}, json.dumps(needed).encode()))
+            elif do == "begin":
+                receiver.begin(order["path"], order["mode"])
+            elif do == "data":
+                receiver.data(payload)
+            elif do == "end":
+                receiver.end(order["sha256"])
+            else:
+                send(protocol.encode_message({"is": "finished", **receiver.finish()}))
+                return 0
+    except (Refused, protocol.ProtocolError) as problem:
+        refusal = str(problem)
     except OSError as problem:
-        where = problem.filename if problem.filename is not None else receiver.at  # a write names no file
-        _say(
-            sink,
-            protocol.encode_message({"is": "refused", "line": f"{os.fsdecode(where)}: {problem.strerror or problem}"}),
-        )
+        path = problem.filename if problem.filename is not None else receiver.current  # a write error has no file name
+        refusal = f"{os.fsdecode(path)}: {problem.strerror or problem}"
     finally:
-        over.set()
-        receiver.drop_part()
+        closing.set()
+        receiver.remove_part()
+    if refusal:
+        send(protocol.encode_message({"is": "refused", "line": refusal}))
     return 1
 
 
-def _obey(receiver: Receiver, order: protocol.Message, payload: bytes, sink: int) -> bool:
-    """Carry out one order. Return whether it was the last."""
-    do = order.get("do")
-    if do not in _ORDERS:
-        raise protocol.ProtocolError(f"unknown order {do!r}")
-    try:
-        order = typed_values.read_fields(_ORDERS[do], order)
-    except ValueError as problem:
-        raise protocol.ProtocolError(f"the order {do!r} can't be read: {problem}") from None
-    if do == "offer":
-        receiver.silence_s = float(order["silence"])
-        entries = protocol.read_payload(_ENTRIES, payload, "the offer")
-        need = receiver.offer(order["root"], order["manifest"], entries, order["origin"])
-        _say(sink, protocol.encode_message({"is": "need"}, json.dumps(need).encode()))
-    elif do == "begin":
-        receiver.begin(order["path"], order["mode"])
-    elif do == "data":
-        receiver.data(payload)
-    elif do == "end":
-        receiver.end(order["sha256"])
-    else:
-        _say(sink, protocol.encode_message({"is": "finished", **receiver.finish()}))
-    return bool(do == "finish")
-
-
-def _ping(sink: int, over: threading.Event) -> None:
-    with contextlib.suppress(OSError):  # nobody hears us: who reads the orders notices
-        while not over.wait(protocol.PING_S):
-            _say(sink, protocol.encode_message({"is": "ping"}))
-
-
-_saying = threading.Lock()  # a ping between the parts of a long answer would break it
-
-
-def _say(sink: int, data: bytes) -> None:
-    with _saying:
-        while data:
-            data = data[os.write(sink, data) :]
+def _read_orders(source: int, receiver: Receiver) -> Iterator[tuple[protocol.Message, bytes]]:
+    """Yield orders with their payloads until the sender closes its end or is silent for too long. Raises ProtocolError."""
+    decoder = protocol.Decoder()
+    while select.select([source], [], [], receiver.silence_s)[0]:  # a cut cable closes nothing: silence means lost
+        received = os.read(source, 1 << 20)
+        if not received:
+            return
+        for order, payload in decoder.feed(received):
+            do = order.get("do")
+            if do not in _ORDERS:
+                raise protocol.ProtocolError(f"unknown order {do!r}")
+            try:
+                fields = typed_values.read_fields(_ORDERS[do], order)
+            except ValueError as problem:
+                raise protocol.ProtocolError(f"the order {do!r} can't be read: {problem}") from None
+            yield {"do": do, **fields}, payload
 
 
 def boot(argv: list[str]) -> None:

@@ -46,8 +46,8 @@ def allocation(environ: Mapping[str, str]) -> Hosts | None:
     if not told:
         line = f"Slurm job {job} has no node list here (SLURM_JOB_NODELIST)"
         raise _unusable(f"{line}: start stoker run in the job script or in salloc's shell")
-    nodes = hostnames(told)
-    tasks = dict(zip(nodes, per_node(environ.get("SLURM_TASKS_PER_NODE", "1")), strict=False))
+    nodes = expand_nodelist(told)
+    tasks = dict(zip(nodes, parse_tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "1")), strict=False))
     gpus = _gpus(_running(job))
     addresses = _addresses(nodes)
     here = environ.get("SLURMD_NODENAME", "")
@@ -108,7 +108,7 @@ def step_options(job: str, binds: bool) -> tuple[str, ...]:
     return (*found, "--cpu-bind=none") if binds else found  # where Slurm binds nothing, srun complains about the option
 
 
-def ask(*argv: str) -> str:
+def ask_slurm(*argv: str) -> str:
     """What one of Slurm's own programs answers."""
     try:
         done = run_slurm(argv)
@@ -129,12 +129,12 @@ def _line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
-def hostnames(nodelist: str) -> list[str]:
+def expand_nodelist(nodelist: str) -> list[str]:
     """node[1-3,7] written out: by Slurm itself, whose grammar it is."""
-    return ask("scontrol", "show", "hostnames", nodelist).split()
+    return ask_slurm("scontrol", "show", "hostnames", nodelist).split()
 
 
-def per_node(text: str) -> list[int]:
+def parse_tasks_per_node(text: str) -> list[int]:
     """SLURM_TASKS_PER_NODE: 2(x3),1 is 2, 2, 2, 1."""
     found: list[int] = []
     for part in text.split(","):
@@ -148,7 +148,7 @@ def _running(job: str) -> str:
     """What Slurm says of the job. A shell may outlive its job, and a variable a shell."""
     way = "start it inside a job, or `unset SLURM_JOB_ID` for a run on this machine"
     try:
-        told = ask("scontrol", "show", "job", "-d", job)
+        told = ask_slurm("scontrol", "show", "job", "-d", job)
     except Refusal as refusal:
         if "Invalid job id" not in refusal.line:
             raise
@@ -165,7 +165,9 @@ def _gpus(told: str) -> dict[str, int]:
     for nodes, held in gres_lines(told):
         count = gpu_count(held)
         if count:
-            found.update(dict.fromkeys([nodes] if "[" not in nodes and "," not in nodes else hostnames(nodes), count))
+            found.update(
+                dict.fromkeys([nodes] if "[" not in nodes and "," not in nodes else expand_nodelist(nodes), count)
+            )
     return found
 
 
@@ -185,7 +187,7 @@ def _addresses(nodes: list[str]) -> dict[str, str]:
     import socket
 
     found: dict[str, str] = {}
-    told = ask("scontrol", "--oneliner", "show", "node", ",".join(nodes))
+    told = ask_slurm("scontrol", "--oneliner", "show", "node", ",".join(nodes))
     for name, address in re.findall(r"NodeName=(\S+).*?\bNodeAddr=(\S+)", told):
         try:
             found[name] = str(ipaddress.ip_address(address))
@@ -203,5 +205,5 @@ def _addresses(nodes: list[str]) -> dict[str, str]:
 
 def _binds() -> bool:
     """Does this Slurm bind tasks to CPUs?"""
-    plugin = re.search(r"^TaskPlugin\s*=\s*(.*)$", ask("scontrol", "show", "config"), re.MULTILINE)
+    plugin = re.search(r"^TaskPlugin\s*=\s*(.*)$", ask_slurm("scontrol", "show", "config"), re.MULTILINE)
     return plugin is not None and plugin[1].strip() not in ("", "(null)", "none", "task/none")

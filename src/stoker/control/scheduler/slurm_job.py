@@ -33,13 +33,13 @@ Say = Callable[[str], None]
 Put = Callable[[bytes], None]
 
 
-class Submitted:
+class JobFollower:
     """One job, or the tasks of an array. `say`: a line of ours; `put`: what the run printed."""
 
     def __init__(self, root: str, number: str, say: Say, put: Put) -> None:
         self._root = root
         self.number = number
-        self._note = read_note(root, number)
+        self._note = read_job_note(root, number)
         seeds = self._note.get("seeds") or []
         self._tasks = [f"{number}_{seed}" for seed in seeds] or [number]
         self._say = say
@@ -72,14 +72,14 @@ class Submitted:
         return self._sum_up()
 
     def _ask(self) -> bool:
-        found = {one.id: one for one in tasks_of(self.number)}
+        found = {one.id: one for one in query_tasks(self.number)}
         for task in self._tasks:
             if (
                 task not in found
                 and (len(self._tasks) == 1 or task in self._known)
                 and not (task in self._known and self._known[task].over)
             ):
-                one = look(task)
+                one = query_job(task)
                 if one is not None:
                     found[task] = one
         for name, one in found.items():
@@ -130,7 +130,7 @@ def log_path(root: str, task: str) -> str:
     return os.path.join(own_folder(root, jobs.FOLDER), f"{task}.out")
 
 
-def kept_file(root: str, name: str) -> str | None:
+def job_file(root: str, name: str) -> str | None:
     """A file of ours about jobs; None where others could exchange it: a run there is explained without."""
     try:
         return os.path.join(own_folder(root, jobs.FOLDER), name)
@@ -138,8 +138,8 @@ def kept_file(root: str, name: str) -> str | None:
         return None
 
 
-def read_note(root: str, task: str) -> dict[str, Any]:
-    path = kept_file(root, f"{task.partition('_')[0]}.json")
+def read_job_note(root: str, task: str) -> dict[str, Any]:
+    path = job_file(root, f"{task.partition('_')[0]}.json")
     found = run_record.read_json(path) if path else None
     return found if isinstance(found, dict) else {}
 
@@ -154,7 +154,7 @@ def job_of(run: run_record.RunRecord) -> str:
 
 def run_of(root: str, task: str) -> run_record.RunRecord | None:
     """The newest run of this job. Numbers come again when a cluster is set up anew: none from before the job."""
-    submitted = read_note(root, task).get("submitted")
+    submitted = read_job_note(root, task).get("submitted")
     since = submitted - 60.0 if isinstance(submitted, (int, float)) else 0.0
     found = [run for run in run_index.all_runs(root) if job_of(run) == task and run.started >= since]
     return found[-1] if found else None
@@ -165,20 +165,20 @@ def _unsettled(run: run_record.RunRecord | None) -> bool:
     return run is not None and run.verdict is None and run_record.is_alive(run) is not False
 
 
-def slurms_word(root: str, task: str) -> SlurmJob | None:
+def job_state(root: str, task: str) -> SlurmJob | None:
     """From Slurm while it remembers the job, else what was kept when it ended."""
-    found = look(task)
-    kept = (read_note(root, task).get("ended") or {}).get(task)
+    found = query_job(task)
+    kept = (read_job_note(root, task).get("ended") or {}).get(task)
     if found is None and isinstance(kept, dict):
         found = SlurmJob(**{key: value for key, value in kept.items() if key in fields_of(SlurmJob)})
-    notice = kept_file(root, task + jobs.NOTICE)
+    notice = job_file(root, task + jobs.NOTICE)
     return replace(found, noticed=notice is not None and os.path.exists(notice)) if found else None
 
 
 def explained(root: str, run: run_record.RunRecord, verdict: Verdict | None) -> Verdict | None:
     """A run's verdict and Slurm's word. A run without a verdict whose job is over has lost its launcher."""
     task = job_of(run)
-    word = slurms_word(root, task) if task else None
+    word = job_state(root, task) if task else None
     if word is None:
         return verdict
     if verdict is None:
@@ -192,10 +192,10 @@ def verdict_of(root: str, task: str) -> Verdict:
     if run is not None:
         found = explained(root, run, run.verdict)
         return found or replace(launch_failures.lost(run.id), summary=f"run {run.id} has no verdict yet")
-    word = slurms_word(root, task)
+    word = job_state(root, task)
     if word is None:
         raise Refusal(f"Slurm does not know job {task}, and no run in {root} was started in it", EX_NOINPUT)
-    log = kept_file(root, f"{task}.out")
+    log = job_file(root, f"{task}.out")
     shown = (f"what it printed is in {log}", *_last_lines(log)) if log and os.path.exists(log) else ()
     return slurm_ends.without_run(word, shown)
 
@@ -214,15 +214,15 @@ def _last_lines(path: str) -> list[str]:
 _UNTOLD = ("(null)", "None", "N/A", "Unknown", "")
 
 
-def look(job: str) -> SlurmJob | None:
+def query_job(job: str) -> SlurmJob | None:
     """None where Slurm is not there or knows nothing of it."""
-    return next(iter(tasks_of(job)), None) or _accounting(job)
+    return next(iter(query_tasks(job)), None) or _accounting(job)
 
 
-def tasks_of(job: str) -> list[SlurmJob]:
+def query_tasks(job: str) -> list[SlurmJob]:
     """A job by itself, or every task of an array; empty where the controller has forgotten it, or is not clear."""
     lines = _run("scontrol", "--oneliner", "show", "job", job).split("\n")
-    jobs = [read_controller(line) for line in lines if line.strip()]
+    jobs = [parse_scontrol(line) for line in lines if line.strip()]
     clear = [one for one in jobs if one is not None]
     return clear if len(clear) == len(jobs) else []
 
@@ -230,7 +230,7 @@ def tasks_of(job: str) -> list[SlurmJob]:
 _WORDS = ("ArrayJobId", "ArrayTaskId", "JobState", "Reason", "ExitCode", "Restarts", "NodeList", "TimeLimit")
 
 
-def read_controller(line: str) -> SlurmJob | None:
+def parse_scontrol(line: str) -> SlurmJob | None:
     """One line of `scontrol --oneliner show job`. None where it is not clear: Slurm quotes nothing, and a job's name or
     comment may hold ` JobState=COMPLETED`. `sacct` prints neither.
     """
@@ -249,10 +249,10 @@ def read_controller(line: str) -> SlurmJob | None:
 def _accounting(job: str) -> SlurmJob | None:
     columns = "--format=JobID,State,ExitCode,Reason,NodeList,Timelimit"
     lines = _run("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", columns).splitlines()
-    return read_accounting(lines[0]) if lines else None
+    return parse_sacct(lines[0]) if lines else None
 
 
-def read_accounting(line: str) -> SlurmJob | None:
+def parse_sacct(line: str) -> SlurmJob | None:
     """One line of `sacct --parsable2`: 12|CANCELLED by 1000|0:15|None|node[1-2]|01:00:00"""
     words = line.split("|")
     if len(words) < 6:

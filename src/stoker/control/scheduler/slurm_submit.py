@@ -91,7 +91,7 @@ def make_script(
     shrinks: bool = False,
 ) -> JobScript:
     """`command`: what starts Stoker's `run` or `train`; `words`: its own; `shrinks`: it continues without a lost node."""
-    check(options)
+    check_options(options)
     folder = own_folder(root, job.FOLDER)
     log = os.path.join(folder, "%A_%a.out" if options.array_seeds else "%j.out")
     asked = {
@@ -226,7 +226,7 @@ def slurm_time(text: str | None) -> str | None:
         raise Refusal(line, EX_USAGE) from problem
 
 
-def limit_s(spelling: str) -> float | None:
+def time_limit_s(spelling: str) -> float | None:
     """Seconds of a time as Slurm writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S. None: there is no limit."""
     days, dash, rest = spelling.rpartition("-")
     if not all(is_digits(part) for part in (*rest.split(":"), days or "0")):
@@ -236,7 +236,7 @@ def limit_s(spelling: str) -> float | None:
     return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
 
-def check(options: SubmitOptions) -> None:
+def check_options(options: SubmitOptions) -> None:
     for wrong in _wrong_in(options):
         raise Refusal(wrong, EX_USAGE)
 
@@ -265,13 +265,13 @@ def _wrong_in(options: SubmitOptions) -> Iterator[str]:
     if options.array_seeds is not None and not _all_count_up(options.array_seeds):
         right = "a range goes from the lower seed to the higher, 1-3, by a step from 1 up"
         yield f"--array-seeds {options.array_seeds}: {right}"
-    limit = limit_s(slurm_time(options.time) or "UNLIMITED")
+    limit = time_limit_s(slurm_time(options.time) or "UNLIMITED")
     if limit and limit <= options.signal_before:  # 0 is Slurm's other word for no limit
         before = f"--signal-before {options.signal_before:g}s is not before the end of --time {options.time}"
         yield f"{before}: Slurm would give notice at once"
 
 
-def write(script: JobScript, root: str, base: str) -> str:
+def write_script(script: JobScript, root: str, base: str) -> str:
     """The script's path. Nothing is left half-written."""
     folder = own_folder(root, job.FOLDER)
     try:
@@ -322,13 +322,13 @@ def submit(path: str, script: JobScript, environ: Mapping[str, str]) -> str:
     return done.stdout.strip().splitlines()[-1].partition(";")[0]
 
 
-def note(root: str, number: str, script: JobScript, path: str, chosen: list[int]) -> None:
+def write_job_note(root: str, number: str, script: JobScript, path: str, chosen: list[int]) -> None:
     """What belongs to the job, for `stoker why slurm:JOB`."""
     told = {"schema": 1, "job": number, "name": script.name, "seeds": chosen, "script": path, "submitted": time.time()}
     write_json(os.path.join(own_folder(root, job.FOLDER), f"{number}.json"), told)
 
 
-def seeds(text: str) -> list[int]:
+def parse_seeds(text: str) -> list[int]:
     """0-4, 1,2,7, 0-8:2%3 written out."""
     return [seed for low, high, step in _ranges(text) for seed in range(low, high + 1, step)]
 
