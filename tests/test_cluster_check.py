@@ -309,7 +309,7 @@ def one_agent() -> Iterator[ProbeBatch]:
 
 def test_a_stranger_without_the_token_gets_nothing_and_the_listeners_go(one_agent: ProbeBatch) -> None:
     question = one_agent.ask("net", {"": {"address": "127.0.0.1", "token": "secret" * 4}}, 30.0)
-    ports = one_agent.words(question, 1, 10.0)[""]["ports"]
+    ports = one_agent.partial_answers(question, 1, 10.0)[""]["ports"]
     with socket.create_connection(("127.0.0.1", ports[0]), 5) as stranger:
         stranger.sendall(b"x" * 24 + b"\0\0\0\1y")
         with contextlib.suppress(ConnectionResetError):  # closed with our bytes unread: a reset
@@ -317,7 +317,7 @@ def test_a_stranger_without_the_token_gets_nothing_and_the_listeners_go(one_agen
     with socket.create_connection(("127.0.0.1", ports[1]), 5) as friend:
         friend.sendall(b"secret" * 4 + b"\0\0\0\1y")
         assert friend.recv(1) == b"."
-    one_agent.tell(question, {"": {"do": "end"}})
+    one_agent.send(question, {"": {"do": "end"}})
     assert one_agent.wait(10.0, lambda host: host in question.answers, [""]) == [] and question.answers[""] == {}
     for port in ports:
         with socket.socket() as late:
@@ -328,8 +328,8 @@ def test_a_probe_that_fails_or_is_ended_is_an_answer(one_agent: ProbeBatch) -> N
     assert "no probe 'nix'" in one_agent.answers(one_agent.ask("nix", {"": {}}, 60.0), 100.0)[""]["error"]
     assert "error" in one_agent.answers(one_agent.ask("clock", {"": {"wrong": 1}}, 60.0), 100.0)[""]
     question = one_agent.ask("net", {"": {"address": "127.0.0.1", "token": "t"}}, 250.0)
-    one_agent.words(question, 1, 100.0)
-    one_agent.end(question)
+    one_agent.partial_answers(question, 1, 100.0)
+    one_agent.cancel(question)
     assert "without an answer" in one_agent.answers(question, 100.0)[""]["error"]
     assert "time" in one_agent.answers(one_agent.ask("clock", {"": {}}, 60.0), 100.0)[""]
 

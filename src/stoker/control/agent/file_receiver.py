@@ -27,13 +27,6 @@ from stoker.contract.safe_io import AtomicFile, is_trusted, read_json
 from stoker.contract.units import format_bytes
 from stoker.control.machine.file_hash import FileHashes, sha256_of
 
-_ORDERS: dict[str, dict[str, str]] = {
-    "offer": {"root": "str", "manifest": "str", "origin": "str", "silence": "float"},
-    "begin": {"path": "str", "mode": "int"},
-    "data": {},
-    "end": {"sha256": "str"},
-    "finish": {},
-}
 _ENTRIES = "list[tuple[str, str, int, int, str]]"
 _RESERVE = 16 << 20  # bytes that stay free: a full disk stops other programs too
 
@@ -266,7 +259,7 @@ def serve(source: int, sink: int) -> int:
     refusal = ""
     try:
         for order, payload in _read_orders(source, receiver):
-            do = order["do"]
+            do = order.get("do")
             if do == "offer":
                 receiver.silence_s = float(order["silence"])
                 entries = protocol.read_payload(_ENTRIES, payload, "the offer")
@@ -278,14 +271,18 @@ def serve(source: int, sink: int) -> int:
                 receiver.data(payload)
             elif do == "end":
                 receiver.end(order["sha256"])
-            else:
+            elif do == "finish":
                 send(protocol.encode_message({"is": "finished", **receiver.finish()}))
                 return 0
+            else:
+                raise protocol.ProtocolError(f"unknown order {do!r}")
     except (Refused, protocol.ProtocolError) as problem:
         refusal = str(problem)
     except OSError as problem:
         path = problem.filename if problem.filename is not None else receiver.current  # a write error has no file name
         refusal = f"{os.fsdecode(path)}: {problem.strerror or problem}"
+    except Exception as problem:  # a bug: one line instead of a traceback
+        refusal = f"{type(problem).__name__}: {problem}"
     finally:
         closing.set()
         receiver.remove_part()
@@ -295,21 +292,13 @@ def serve(source: int, sink: int) -> int:
 
 
 def _read_orders(source: int, receiver: Receiver) -> Iterator[tuple[protocol.Message, bytes]]:
-    """Yield orders with their payloads until the sender closes its end or is silent for too long. Raises ProtocolError."""
+    """Yield orders with their payloads until the sender closes its end or is silent for too long."""
     decoder = protocol.Decoder()
     while select.select([source], [], [], receiver.silence_s)[0]:  # a cut cable closes nothing: silence means lost
         received = os.read(source, 1 << 20)
         if not received:
             return
-        for order, payload in decoder.feed(received):
-            do = order.get("do")
-            if do not in _ORDERS:
-                raise protocol.ProtocolError(f"unknown order {do!r}")
-            try:
-                fields = typed_values.read_fields(_ORDERS[do], order)
-            except ValueError as problem:
-                raise protocol.ProtocolError(f"the order {do!r} can't be read: {problem}") from None
-            yield {"do": do, **fields}, payload
+        yield from decoder.feed(received)
 
 
 def boot(argv: list[str]) -> None:

@@ -111,13 +111,13 @@ def parse_hosts(data: Mapping[Any, Any], path: str, ssh_options: tuple[str, ...]
     for number, entry in enumerate(entries, 1):
         entry = _split_user(entry, f"{path}: host {number}")
         name = entry.get("host", number)
-        where = f"{path}: host {name if isinstance(name, str) and name.isprintable() else number}"
-        _check_keys(entry, where)
+        location = f"{path}: host {name if isinstance(name, str) and name.isprintable() else number}"
+        _check_keys(entry, location)
         if "python" in entry or "venv" in entry:  # either one replaces both defaults
             inherited = {key: value for key, value in defaults.items() if key not in ("python", "venv")}
         else:
             inherited = defaults
-        hosts.append(_parse_host({**inherited, **entry}, where, folder, ssh_options, ssh_config))
+        hosts.append(_parse_host({**inherited, **entry}, location, folder, ssh_options, ssh_config))
     env = _parse_env(data.get("env") or {}, path)
     scheduler = data.get("scheduler", "")
     names = [known.name for known in schedulers.SCHEDULERS]
@@ -145,66 +145,66 @@ def _read_yaml(path: str) -> dict[Any, Any]:
     return data
 
 
-def _split_user(entry: Any, where: str) -> dict[str, Any]:
+def _split_user(entry: Any, location: str) -> dict[str, Any]:
     """Return an entry as a mapping. `user@host` stands for {user: user, host: host}."""
     if isinstance(entry, str):
         user, at, host = entry.rpartition("@")
         return {"user": user, "host": host} if at else {"host": entry}
     if not isinstance(entry, dict):
         fix = "put the name in quotes" if isinstance(entry, (bool, int, float)) else "write {host: NAME}"
-        _refuse(where, f"{_show(entry)}; {fix}")
+        _refuse(location, f"{_show(entry)}; {fix}")
     if isinstance(entry.get("host"), str) and "@" in entry["host"] and "user" not in entry:
         user, _, host = entry["host"].rpartition("@")
         return {**entry, "user": user, "host": host}
     return entry
 
 
-def _check_keys(entry: Mapping[Any, Any], where: str, without: tuple[str, ...] = ()) -> None:
+def _check_keys(entry: Mapping[Any, Any], location: str, without: tuple[str, ...] = ()) -> None:
     """Check the keys of an entry, or of the defaults, and the types of their values."""
     keys = [key for key in _HOST_KEYS if key not in without]
     for key, value in entry.items():
         if key not in keys:
-            _refuse(where, f"unknown key {key!r}{suggest(str(key), keys)}")
+            _refuse(location, f"unknown key {key!r}{suggest(str(key), keys)}")
         if value is None or value == "":
-            _refuse(where, f"{key}: has no value; leave the key out instead")
+            _refuse(location, f"{key}: has no value; leave the key out instead")
         if key in ("host", *_TEXT_KEYS) and not isinstance(value, str):
-            _refuse(where, f"{key}: {_show(value)}, not text; put it in quotes")
+            _refuse(location, f"{key}: {_show(value)}, not text; put it in quotes")
         if key in ("port", "slots") and (isinstance(value, bool) or not isinstance(value, int)):
-            _refuse(where, f"{key}: {_show(value)}, not a whole number")
+            _refuse(location, f"{key}: {_show(value)}, not a whole number")
         if key == "port" and not 1 <= value <= 65535:
-            _refuse(where, f"port: {value} is not between 1 and 65535")
+            _refuse(location, f"port: {value} is not between 1 and 65535")
         if key == "slots" and value < 1:
-            _refuse(where, f"slots: {value}; a host has at least one rank, or is left out of the file")
+            _refuse(location, f"slots: {value}; a host has at least one rank, or is left out of the file")
         if key == "local" and not isinstance(value, bool):
-            _refuse(where, f"local: {_show(value)}, not true or false")
+            _refuse(location, f"local: {_show(value)}, not true or false")
     if "python" in entry and "venv" in entry:
-        _refuse(where, "python and venv are both given; a venv means its bin/python")
+        _refuse(location, "python and venv are both given; a venv means its bin/python")
 
 
 def _parse_host(
-    entry: Mapping[str, Any], where: str, folder: str, ssh_options: tuple[str, ...], ssh_config: str | None
+    entry: Mapping[str, Any], location: str, folder: str, ssh_options: tuple[str, ...], ssh_config: str | None
 ) -> Host:
     name, user, port = entry.get("host", ""), entry.get("user"), entry.get("port")
     if not name:
-        _refuse(where, "host: is missing; it is the name or address that ssh is given")
-    _refuse_port_in_name(name, where)
+        _refuse(location, "host: is missing; it is the name or address that ssh is given")
+    _refuse_port_in_name(name, location)
     for key in ("host", "user", "interface", "address"):
         value = entry.get(key)
         if value == "":
-            _refuse(where, f"an empty {key}")
+            _refuse(location, f"an empty {key}")
         # What is certainly a typo, or what ssh would take for an option.
         if value and (value.startswith("-") or not value.isprintable() or re.search(r"[\s@/,]", value)):
-            _refuse(where, f"{key} {value!r} is not a name; ssh can't be given that")
+            _refuse(location, f"{key} {value!r} is not a name; ssh can't be given that")
     for key in ("identity", "python", "venv", "workdir"):
         if "\0" in (entry.get(key) or ""):
-            _refuse(where, f"{key}: contains a NUL character")
+            _refuse(location, f"{key}: contains a NUL character")
     python = entry.get("python") or (os.path.join(entry["venv"], "bin", "python") if entry.get("venv") else None)
     if python is not None and "/" in python and not python.startswith(("/", "~")):
         key = "venv" if entry.get("venv") else "python"
-        _refuse(where, f"{key}: {entry[key]} is relative; begin it with / or ~/")
+        _refuse(location, f"{key}: {entry[key]} is relative; begin it with / or ~/")
     workdir = entry.get("workdir")
     if workdir is not None and not workdir.startswith(("/", "~")):
-        _refuse(where, f"workdir: {workdir} is relative; begin it with / or ~/")
+        _refuse(location, f"workdir: {workdir} is relative; begin it with / or ~/")
     here = entry.get("local")
     if here is None:
         here = not port and not ssh_options and _is_this_machine(name, user, ssh_config is None)
@@ -214,28 +214,28 @@ def _parse_host(
         address=entry.get("address"),
         user=user,
         port=port,
-        identity=_find_file(entry.get("identity"), f"{where}: identity", folder),
+        identity=_find_file(entry.get("identity"), f"{location}: identity", folder),
         python=python,
         workdir=workdir,
-        gpus=_parse_gpus(entry.get("gpus"), where),
+        gpus=_parse_gpus(entry.get("gpus"), location),
         interface=entry.get("interface"),
         slots=entry.get("slots"),
         here=here,
     )
 
 
-def _refuse_port_in_name(name: str, where: str) -> None:
+def _refuse_port_in_name(name: str, location: str) -> None:
     """Refuse host:22, [fe80::1] and [fe80::1]:22, as URLs have them."""
     match = re.fullmatch(r"\[([^\[\]]*)\](?::(\d+))?|([^:\[\]]+):(\d+)", name)
     if match is None:
         return
     bare, port = match[1] or match[3], match[2] or match[4]
     fix = f"write {bare} without brackets" if match[1] else f"write {bare}"
-    if port and where == "--hosts":
+    if port and location == "--hosts":
         fix += f", and its port in a hosts file (port: {port}) or in ~/.ssh/config"
     elif port:
         fix += f", and port: {port}"
-    _refuse(where, f"host {name!r}: {fix}")
+    _refuse(location, f"host {name!r}: {fix}")
 
 
 def is_address(text: str) -> bool:
@@ -277,23 +277,23 @@ def _is_this_machine(name: str, user: str | None, plain_ssh: bool) -> bool:
     return True
 
 
-def _parse_gpus(value: Any, where: str) -> str | None:
+def _parse_gpus(value: Any, location: str) -> str | None:
     if isinstance(value, list) and all(isinstance(gpu, (int, str)) and not isinstance(gpu, bool) for gpu in value):
         value = ",".join(str(gpu) for gpu in value)
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, str)) or value == ""):
-        _refuse(where, f"gpus: {_show(value)}; write 0,3 or UUIDs or any:2, as --gpus has it, or none")
+        _refuse(location, f"gpus: {_show(value)}; write 0,3 or UUIDs or any:2, as --gpus has it, or none")
     return None if value is None else str(value)
 
 
-def _find_file(value: Any, where: str, folder: str) -> str | None:
+def _find_file(value: Any, location: str, folder: str) -> str | None:
     """Return the absolute path of a file named relative to the hosts file."""
     if value is None:
         return None
     if not isinstance(value, str) or not value:
-        _refuse(where, f"{_show(value)}, not a path")
+        _refuse(location, f"{_show(value)}, not a path")
     path = os.path.join(folder, os.path.expanduser(value))
     if not os.path.isfile(path):
-        raise Refusal(f"{where}: no file {path}", EX_NOINPUT)
+        raise Refusal(f"{location}: no file {path}", EX_NOINPUT)
     return path
 
 
@@ -308,19 +308,19 @@ def _parse_env(env: Any, path: str) -> dict[str, str]:
     return {name: str(value) for name, value in env.items()}
 
 
-def _refuse_duplicates(hosts: list[Host], where: str, code: int = EX_USAGE) -> None:
+def _refuse_duplicates(hosts: list[Host], location: str, code: int = EX_USAGE) -> None:
     names = [host.name for host in hosts]
     for name in names:
         if names.count(name) > 1:
-            _refuse(where, f"host {name} is listed twice; list each host once and give it more slots", code)
+            _refuse(location, f"host {name} is listed twice; list each host once and give it more slots", code)
     local = [host.name for host in hosts if host.here]
     if len(local) > 1:
-        _refuse(where, f"{' and '.join(local)} are all this machine; name it once", code)
+        _refuse(location, f"{' and '.join(local)} are all this machine; name it once", code)
 
 
 def _show(value: Any) -> str:
     return "nothing" if value is None else f"found {value!r}"
 
 
-def _refuse(where: str, why: str, code: int = EX_CONFIG) -> NoReturn:
-    raise Refusal(f"{where}: {why}", EX_USAGE if where == "--hosts" else code)
+def _refuse(location: str, why: str, code: int = EX_CONFIG) -> NoReturn:
+    raise Refusal(f"{location}: {why}", EX_USAGE if location == "--hosts" else code)

@@ -29,15 +29,15 @@ class Ssh:
     name = "ssh"
     shows_share = False
 
-    def python(self, host: Host, hosts: Hosts, words: Sequence[str]) -> list[str]:
-        return ssh_command(host, hosts, [host.python or "python3", *words])
+    def python(self, host: Host, hosts: Hosts, args: Sequence[str]) -> list[str]:
+        return ssh_command(host, hosts, [host.python or "python3", *args])
 
 
-def ssh_command(host: Host, hosts: Hosts, words: Sequence[str]) -> list[str]:
-    """Return the ssh argv that runs `words` on the host. ~/.ssh/config, the ssh agent, jump hosts and known_hosts apply.
+def ssh_command(host: Host, hosts: Hosts, command: Sequence[str]) -> list[str]:
+    """Return the ssh argv that runs a command on the host. ~/.ssh/config, the ssh agent, jump hosts and known_hosts apply.
 
     ssh asks for no password, checks host keys, and shares one connection among all commands of this process to a host.
-    The words arrive unchanged, except that a leading ~ of the program means the home directory there.
+    The command's words arrive unchanged, except that a leading ~ of the program means the home directory there.
     """
     argv = ["ssh", *_NON_INTERACTIVE]
     if hosts.ssh_config is not None:
@@ -50,7 +50,7 @@ def ssh_command(host: Host, hosts: Hosts, words: Sequence[str]) -> list[str]:
         argv += ["-i", host.identity, "-oIdentitiesOnly=yes"]
     # ssh uses the first value given for an option, so the user's options come before our defaults.
     argv += [*hosts.ssh_options, *_KEEPALIVE, f"-oConnectTimeout={CONNECT_S}", *_shared()]
-    return [*argv, "--", host.target, remote_line(words)]
+    return [*argv, "--", host.target, remote_line(command)]
 
 
 def copy_command(host: Host, hosts: Hosts) -> list[str]:
@@ -69,12 +69,12 @@ def with_unshared_connections(hosts: Hosts) -> Hosts:
     return replace(hosts, ssh_options=options)
 
 
-def remote_line(words: Sequence[str]) -> str:
-    """Quote the words for any login shell. Only the ~ at the start of the program is left for the shell to expand."""
-    program, *args = words
+def remote_line(command: Sequence[str]) -> str:
+    """Quote a command for any login shell. Only the ~ at the start of the program is left for the shell to expand."""
+    program, *args = command
     home = re.match(r"~[A-Za-z0-9_.-]*/", program)
     quoted = home[0] + shlex.quote(program[home.end() :]) if home else shlex.quote(program)
-    return " ".join([quoted, *(shlex.quote(word) for word in args)])
+    return " ".join([quoted, *(shlex.quote(arg) for arg in args)])
 
 
 def _shared() -> list[str]:

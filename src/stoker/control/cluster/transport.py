@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         name: str
         shows_share: bool  # the agent sees only the GPUs that a scheduler gave us there
 
-        def python(self, host: Host, hosts: Hosts, words: Sequence[str]) -> list[str]:
+        def python(self, host: Host, hosts: Hosts, args: Sequence[str]) -> list[str]:
             """Return the argv that runs the host's Python with these arguments."""
             ...
 
@@ -35,12 +35,12 @@ class Pipe:
     name = "pipe"
     shows_share = False
 
-    def python(self, host: Host, hosts: Hosts, words: Sequence[str]) -> list[str]:
-        return [sys.executable, *words]
+    def python(self, host: Host, hosts: Hosts, args: Sequence[str]) -> list[str]:
+        return [sys.executable, *args]
 
 
 class AgentLink:
-    """The pipes and pid of a started agent, or of the local client (ssh, srun) that leads to it."""
+    """The pipes and pid of a started agent, or of the local client, such as ssh, that leads to it."""
 
     def __init__(self, host: str, pid: int, stdin: int, stdout: int, stderr: int, local: bool = False) -> None:
         self.host = host
@@ -86,8 +86,8 @@ def connect(host: Host, hosts: Hosts) -> AgentLink:
     from stoker.control.cluster import agent_zip
 
     packed = agent_zip.pack_agent()
-    words = ["-I", "-S", "-c", agent_zip.unpack_code(), agent_zip.size_and_digest(packed), "-1"]
-    link = spawn_agent(transport_for(host, hosts).python(host, hosts, words), host.name)
+    args = ["-I", "-S", "-c", agent_zip.unpack_code(), agent_zip.size_and_digest(packed), "-1"]
+    link = spawn_agent(transport_for(host, hosts).python(host, hosts, args), host.name)
     link.first_bytes = packed
     return link
 
