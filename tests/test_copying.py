@@ -202,7 +202,7 @@ def test_sync_brings_every_host_the_same_files_and_only_what_changed(
     _sync(read, str(source), said)
     assert said[-1].startswith(f"copied the working directory to {netcluster.hosts[1].name} (1 file, ") and said[
         -1
-    ].endswith("2 had it")
+    ].endswith("2 already had it")
     assert [(host.workdir / "train.py").stat().st_ino == before[host.name] for host in netcluster.hosts] == [
         True,
         False,
@@ -241,7 +241,7 @@ def test_what_another_folder_brought_to_the_same_workdir_stays(
     _sync(read, str(source), said)
     _sync(read, str(other), said)
     there = netcluster.hosts[0].workdir
-    left = f"{there} also holds {len(WANTED) - 1} files that --sync brought from {os.uname().nodename}:{source}: they stay; give each its own workdir:"
+    left = f"{there} also has {len(WANTED) - 1} files that --sync copied from {os.uname().nodename}:{source}: they are kept; give each source its own workdir:"
     assert f"host {netcluster.hosts[0].name}: {left}" in said and not any("removed" in line for line in said)
     assert _tree(there).keys() == {*WANTED, "b.py"} and (there / "train.py").read_text() == "train.py of the other"
     (source / "run.sh").unlink()
@@ -263,11 +263,11 @@ def test_a_folder_in_the_way_of_a_file_is_named(netcluster: NetCluster, source: 
     second, third = refused.value.line.splitlines()
     assert (
         second
-        == f"host {netcluster.hosts[1].name}: {netcluster.hosts[1].workdir}/pkg is in the way: it is not a folder there"
+        == f"host {netcluster.hosts[1].name}: {netcluster.hosts[1].workdir}/pkg is in the way: it is not a folder"
     )
     assert (
         third
-        == f"host {netcluster.hosts[2].name}: {netcluster.hosts[2].workdir}/train.py is in the way: it is a folder with something in it"
+        == f"host {netcluster.hosts[2].name}: {netcluster.hosts[2].workdir}/train.py is in the way: it is a folder that is not empty"
     )
 
 

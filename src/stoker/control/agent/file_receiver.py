@@ -118,7 +118,7 @@ class Receiver:
             full_path = self._full_path(folder)
             if os.path.islink(full_path) or os.path.isfile(full_path):
                 if folder not in self._ours:
-                    raise Refused(f"{full_path} is in the way: it is not a folder there")
+                    raise Refused(f"{full_path} is in the way: it is not a folder")
                 os.unlink(full_path)
         full_path = self._full_path(path)
         os.makedirs(os.path.dirname(full_path), exist_ok=True)
@@ -126,7 +126,7 @@ class Receiver:
             try:
                 os.rmdir(full_path)
             except OSError as problem:
-                raise Refused(f"{full_path} is in the way: it is a folder with something in it") from problem
+                raise Refused(f"{full_path} is in the way: it is a folder that is not empty") from problem
 
     @property
     def current(self) -> str:

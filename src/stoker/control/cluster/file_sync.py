@@ -62,7 +62,7 @@ def plan_sync(hosts: Hosts, source: str, say: Say) -> CopyJob:
     for path, why in job.files.skipped[:3]:
         say(f"{escape(path)} is not copied: {why}")
     if len(job.files.skipped) > 3:
-        say(f"{len(job.files.skipped) - 3} more are not copied")
+        say(f"{len(job.files.skipped) - 3} more paths are not copied")
     return job
 
 
@@ -139,12 +139,12 @@ def copy_to_hosts(hosts: Hosts, job: CopyJob, say: Say) -> None:
         raise CopyFailed(failed)
     for copy in copies:
         for origin, count in copy.others.items():
-            files = f"{copy.target} also holds {count} files that --sync brought from {origin}"
-            say(f"host {copy.host.name}: {files}: they stay; give each its own workdir:")
+            files = f"{copy.target} also has {count} files that --sync copied from {origin}"
+            say(f"host {copy.host.name}: {files}: they are kept; give each source its own workdir:")
     changed = [copy for copy in copies if copy.summary]
     if changed:
         names = ", ".join(f"{copy.host.name} ({copy.summary})" for copy in changed)
-        unchanged = f"; {len(copies) - len(changed)} had it" if len(changed) < len(copies) else ""
+        unchanged = f"; {len(copies) - len(changed)} already had it" if len(changed) < len(copies) else ""
         say(f"copied {job.what} to {names} in {format_duration(time.monotonic() - started)}{unchanged}")
     elif copies:
         say(f"{job.what} is the same on all hosts, nothing to copy")
@@ -219,7 +219,7 @@ class _Copy:
 
     def run(self) -> None:
         """Copy, and set `failure` if it fails."""
-        self.failure = "the copy was broken off"  # until it is complete
+        self.failure = "the copy was interrupted"  # until it is complete
         try:
             self._talk()
             self.failure = ""
