@@ -67,12 +67,12 @@ def met_before(shared: Path) -> Path:
     """A home folder on which the agent has been before, made once for all workers of pytest. Meeting a host for the first time, it
     unpacks and compiles hundreds of files, on each of three hosts in a hundred tests; test_ssh.py and test_remote_agent.py see that.
     """
-    packed = agent_zip.pack()
-    home = shared / f"met-{agent_zip.announced(packed).partition(':')[2][:32]}"
+    packed = agent_zip.pack_agent()
+    home = shared / f"met-{agent_zip.size_and_digest(packed).partition(':')[2][:32]}"
     if home.exists():
         return home
     made = Path(tempfile.mkdtemp(prefix="met-", dir=shared))
-    argv = [sys.executable, "-I", "-S", "-c", agent_zip.unpack(), agent_zip.announced(packed), "-1"]
+    argv = [sys.executable, "-I", "-S", "-c", agent_zip.unpack_code(), agent_zip.size_and_digest(packed), "-1"]
     subprocess.run(argv, input=packed, env={**os.environ, "HOME": str(made)}, check=True)
     (agent,) = (made / ".cache" / "stoker").iterdir()
     for part in ("contract", "control"):

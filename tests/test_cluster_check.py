@@ -20,7 +20,7 @@ from stoker.contract.evidence import Finding
 from stoker.control.cluster import hosts as hostlist
 from stoker.control.cluster import transport
 from stoker.control.cluster.agent_pool import AgentPool
-from stoker.control.cluster.connectivity import quick
+from stoker.control.cluster.connectivity import quick_check
 from stoker.control.cluster.probes import ProbeBatch
 from stoker.control.doctor.check import exit_code
 
@@ -227,9 +227,7 @@ def test_a_clock_that_is_off_by_five_minutes(netcluster: NetCluster) -> None:
 def test_a_slow_link(netcluster: NetCluster) -> None:
     netcluster.slow(1, 50)
     report = check(netcluster)
-    assert report.only("between.slow-link").startswith(
-        f"{netcluster.hosts[1].name}: all that goes from and to it moves at "
-    )
+    assert report.only("between.slow-link").startswith(f"{netcluster.hosts[1].name}: all its traffic moves at ")
     assert 1e6 < report.json["price"]["bandwidth"] < 6.5e6 and report.json["facts"]["reduce"]["times"]
 
 
@@ -299,7 +297,7 @@ def one_agent() -> Iterator[ProbeBatch]:
     found: list[ProbeBatch] = []
     members = AgentPool(
         [transport.start_local_agent(-1)],
-        lambda member, message, payload: found[0].hear(member.host, message, payload) and None,
+        lambda member, message, payload: found[0].on_message(member.host, message, payload) and None,
         lambda member, line: None,
     )
     found.append(ProbeBatch(members.all, members.pump))
@@ -311,7 +309,7 @@ def one_agent() -> Iterator[ProbeBatch]:
 
 def test_a_stranger_without_the_token_gets_nothing_and_the_listeners_go(one_agent: ProbeBatch) -> None:
     question = one_agent.ask("net", {"": {"address": "127.0.0.1", "token": "secret" * 4}}, 30.0)
-    ports = one_agent.words(question, 1, 10.0)[""]["ports"]
+    ports = one_agent.partial_answers(question, 1, 10.0)[""]["ports"]
     with socket.create_connection(("127.0.0.1", ports[0]), 5) as stranger:
         stranger.sendall(b"x" * 24 + b"\0\0\0\1y")
         with contextlib.suppress(ConnectionResetError):  # closed with our bytes unread: a reset
@@ -319,7 +317,7 @@ def test_a_stranger_without_the_token_gets_nothing_and_the_listeners_go(one_agen
     with socket.create_connection(("127.0.0.1", ports[1]), 5) as friend:
         friend.sendall(b"secret" * 4 + b"\0\0\0\1y")
         assert friend.recv(1) == b"."
-    one_agent.tell(question, {"": {"do": "end"}})
+    one_agent.send(question, {"": {"do": "end"}})
     assert one_agent.wait(10.0, lambda host: host in question.answers, [""]) == [] and question.answers[""] == {}
     for port in ports:
         with socket.socket() as late:
@@ -330,8 +328,8 @@ def test_a_probe_that_fails_or_is_ended_is_an_answer(one_agent: ProbeBatch) -> N
     assert "no probe 'nix'" in one_agent.answers(one_agent.ask("nix", {"": {}}, 60.0), 100.0)[""]["error"]
     assert "error" in one_agent.answers(one_agent.ask("clock", {"": {"wrong": 1}}, 60.0), 100.0)[""]
     question = one_agent.ask("net", {"": {"address": "127.0.0.1", "token": "t"}}, 250.0)
-    one_agent.words(question, 1, 100.0)
-    one_agent.end(question)
+    one_agent.partial_answers(question, 1, 100.0)
+    one_agent.cancel(question)
     assert "without an answer" in one_agent.answers(question, 100.0)[""]["error"]
     assert "time" in one_agent.answers(one_agent.ask("clock", {"": {}}, 60.0), 100.0)[""]
 
@@ -341,13 +339,13 @@ def test_the_quick_part_before_a_run(netcluster: NetCluster) -> None:
     hosts = hostlist.read_hosts_file(str(netcluster.file((1, 1))))
     found: list[ProbeBatch] = []
     members = AgentPool(
-        transport.reach_all(hosts),
-        lambda member, message, payload: found[0].hear(member.host, message, payload) and None,
+        transport.connect_all(hosts),
+        lambda member, message, payload: found[0].on_message(member.host, message, payload) and None,
         lambda member, line: None,
     )
     found.append(ProbeBatch(members.all, members.pump))
     try:
-        findings = quick(found[0], hosts, {host.name: host.address for host in netcluster.hosts[:2]})
+        findings = quick_check(found[0], hosts, {host.name: host.address for host in netcluster.hosts[:2]})
     finally:
         members.close()
     assert {finding.id: finding.level for finding in findings} == {

@@ -15,12 +15,18 @@ from stoker.cli import cluster as command
 from stoker.contract.errors import Refusal
 from stoker.contract.frozen import replace
 from stoker.control.cluster import check_rules, check_table
-from stoker.control.cluster.all_reduce import Trial, candidates, keep, with_env
-from stoker.control.cluster.all_reduce_cost import parse_count, prices, sentence
-from stoker.control.cluster.check_facts import Facts, OneHost, Pair, Reduce
+from stoker.control.cluster.all_reduce import (
+    Trial,
+    candidates,
+    describe_step_costs,
+    parse_count,
+    step_costs,
+    with_env,
+    write_env,
+)
+from stoker.control.cluster.check_facts import AllReduceFacts, ClusterFacts, HostFacts, MtuHole, PairFacts
 from stoker.control.cluster.cluster_check import doctor_findings
 from stoker.control.cluster.hosts import Host, Hosts
-from stoker.control.cluster.path_mtu import MtuHole
 from stoker.control.doctor.check import exit_code
 from stoker.control.machine.examination import Examination, Torch, examination_from_json
 
@@ -28,7 +34,7 @@ NAMES = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
 GBIT = 118e6
 
 
-def host(number: int, **more: Any) -> OneHost:
+def host(number: int, **more: Any) -> HostFacts:
     name = NAMES[number]
     hostnames = {f"node{n}": (address,) for n, address in enumerate(NAMES)}
     given = {
@@ -45,41 +51,43 @@ def host(number: int, **more: Any) -> OneHost:
         "torch": Torch("2.13.0+cu126", "12.6", ("sm_86",), "2.27.3", 2.0),
         "files": {"script train.py": "a" * 64},
     }
-    return OneHost(name, **{**given, **more})
+    return HostFacts(name, **{**given, **more})
 
 
 def facts(
-    *changed: OneHost, pairs: dict[tuple[int, int], dict[str, Any]] | None = None, reduce: Reduce | None = None
-) -> Facts:
+    *changed: HostFacts,
+    pairs: dict[tuple[int, int], dict[str, Any]] | None = None,
+    reduce: AllReduceFacts | None = None,
+) -> ClusterFacts:
     hosts = {one.name: one for one in (*(host(n) for n in range(3)), *changed)}
     plain = {"ports": {29500: "", 41234: ""}, "rtt": 2e-4, "segment": 1448, "big": True, "rate": GBIT}
     made = [
-        Pair(NAMES[a], NAMES[b], **{**plain, **(pairs or {}).get((a, b), {})})
+        PairFacts(NAMES[a], NAMES[b], **{**plain, **(pairs or {}).get((a, b), {})})
         for a in range(3)
         for b in range(3)
         if a != b
     ]
     there = [pair for pair in made if not any(hosts[end].error for end in (pair.source, pair.target))]
-    return Facts(
+    return ClusterFacts(
         tuple(hosts[name] for name in NAMES),
         tuple(there),
-        reduce or Reduce(3, "gloo", 1 << 24, (0.21, 0.2, 0.19)),
+        reduce or AllReduceFacts(3, "gloo", 1 << 24, (0.21, 0.2, 0.19)),
         29500,
     )
 
 
-def said(found: Facts) -> dict[str, str]:
-    return {finding.id: finding.text for finding in check_rules.findings(found)}
+def said(found: ClusterFacts) -> dict[str, str]:
+    return {finding.id: finding.text for finding in check_rules.run_rules(found)}
 
 
 def test_three_equal_hosts_have_no_finding() -> None:
-    assert check_rules.findings(facts()) == []
+    assert check_rules.run_rules(facts()) == []
 
 
 NO_ANSWER = {"ports": {29500: "does not answer", 41234: "does not answer"}, "rtt": None, "big": None, "rate": None}
 CASES = [
     (facts(host(2, error="no route to it")), "between.host", "10.0.0.3: no route to it"),
-    (facts(host(1, address=None)), "between.route", "10.0.0.2: no interface of it leads to the other hosts"),
+    (facts(host(1, address=None)), "between.route", "10.0.0.2: none of its interfaces leads to the other hosts"),
     (facts(host(2, address="10.0.0.1")), "between.same-host", "10.0.0.1 and 10.0.0.3 are one machine, 10.0.0.1"),
     (facts(pairs={(0, 1): NO_ANSWER}), "between.port-blocked", "10.0.0.1 → 10.0.0.2: ports 29500 and 41234 do not answer (the other direction works): a firewall"),
     (facts(pairs={(0, 1): {"ports": {29500: "", 41234: "is refused"}}}), "between.port-blocked",
@@ -105,11 +113,11 @@ CASES = [
     (facts(host(1, speed=100), pairs={ends: {"rate": 11e6} for ends in ((0, 1), (1, 0), (1, 2), (2, 1))}), "between.speed-differs",
      "10.0.0.2: the interface states 100 Mbit/s, others 1000: every step waits for it"),
     (facts(pairs={ends: {"rate": 6e6} for ends in ((0, 1), (1, 0), (1, 2), (2, 1))}), "between.slow-link",
-     "10.0.0.2: all that goes from and to it moves at 48 Mbit/s, the other pairs 944 Mbit/s or more: every step waits for it"),
+     "10.0.0.2: all its traffic moves at 48 Mbit/s, the other pairs 944 Mbit/s or more: every step waits for it"),
     (facts(pairs={(0, 1): {"rate": 6e6}}), "between.slow-link", "10.0.0.1 → 10.0.0.2: 48 Mbit/s, the best pair 944 Mbit/s: every step waits for it"),
     (facts(pairs={(a, b): {"rate": 10e6} for a in range(3) for b in range(3)}), "between.slow-link", "all pairs are slow, 80 Mbit/s at worst: every step waits for that"),
-    (facts(reduce=Reduce(3, "gloo", error="10.0.0.2: did not finish within 20 s")), "between.all-reduce", "a gloo all-reduce over 3 hosts fails: 10.0.0.2: did not finish within 20 s"),
-    (facts(reduce=Reduce(3, "gloo", 1 << 20, (0.2, 0.2, 0.2))), "between.all-reduce", "the all-reduce moves 55.9 Mbit/s a link, a single connection 944 Mbit/s"),
+    (facts(reduce=AllReduceFacts(3, "gloo", error="10.0.0.2: did not finish within 20 s")), "between.all-reduce", "a gloo all-reduce over 3 hosts fails: 10.0.0.2: did not finish within 20 s"),
+    (facts(reduce=AllReduceFacts(3, "gloo", 1 << 20, (0.2, 0.2, 0.2))), "between.all-reduce", "the all-reduce moves 55.9 Mbit/s a link, a single connection 944 Mbit/s"),
     (facts(host(0, hostname="box", resolves={"box": ("127.0.1.1",)})), "between.hostname", "10.0.0.1's hostname box resolves to 127.0.1.1, which is loopback: no harm to `stoker run`"),
     (facts(*(host(n, hostname="clone", resolves={"clone": ()}) for n in range(3))), "between.hostname",
      "10.0.0.1, 10.0.0.2 and 10.0.0.3 share the hostname clone, which resolves nowhere"),
@@ -119,8 +127,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("found", "id", "text"), CASES, ids=[f"{id}-{n}" for n, (_, id, _) in enumerate(CASES)])
-def test_a_fault_has_one_finding_that_names_the_host(found: Facts, id: str, text: str) -> None:
-    texts = [finding.text for finding in check_rules.findings(found) if finding.id == id]
+def test_a_fault_has_one_finding_that_names_the_host(found: ClusterFacts, id: str, text: str) -> None:
+    texts = [finding.text for finding in check_rules.run_rules(found) if finding.id == id]
     assert len(texts) == 1 and texts[0].startswith(text)
 
 
@@ -152,7 +160,7 @@ def test_the_doctor_s_findings_of_several_hosts_are_said_once_with_all_names() -
     texts = [finding.text for finding in doctor_findings(found, hosts) if finding.id == "env.slow"]
     assert texts == ["10.0.0.1 and 10.0.0.3: CUDA_LAUNCH_BLOCKING=1 waits for every kernel: for debugging only"]
     codes = {
-        level: exit_code([replace(check_rules.findings(CASES[0][0])[0], level=level)])
+        level: exit_code([replace(check_rules.run_rules(CASES[0][0])[0], level=level)])
         for level in ("warn", "fail", "unknown")
     }
     assert codes == {"warn": 1, "fail": 2, "unknown": 3}
@@ -185,19 +193,20 @@ def test_a_host_that_does_not_answer_keeps_its_column_and_many_hosts_are_folded(
 
 
 def test_the_price_of_a_step_is_the_ring_s() -> None:
-    full, lora = prices(1.1e9, 3, 117.5e6)
+    full, lora = step_costs(1.1e9, 3, 117.5e6)
     assert round(full.seconds, 1) == 25.0 and round(lora.seconds, 2) == 0.05
     assert (
-        sentence(1.1e9, 3, 117.5e6) == "1.1 B bf16 gradients over 940 Mbit/s: 25 s/step; LoRA (1.13 M, fp32): 0.051 s"
+        describe_step_costs(1.1e9, 3, 117.5e6)
+        == "1.1 B bf16 gradients over 940 Mbit/s: 25 s/step; LoRA (1.13 M, fp32): 0.051 s"
     )
-    assert prices(1e9, 1, 1e9)[0].seconds == 0.0
+    assert step_costs(1e9, 1, 1e9)[0].seconds == 0.0
     assert [parse_count(text) for text in ("1.1B", "350M", "124000000")] == [1.1e9, 350e6, 124e6]
     with pytest.raises(ValueError, match="is not a number of parameters"):
         parse_count("many")
 
 
 def test_bus_bandwidth_is_what_each_link_carries() -> None:
-    assert Reduce(4, "gloo", 100, (1.0, 9.0, 2.0)).bus == 75.0 and Reduce(2, "gloo").bus is None
+    assert AllReduceFacts(4, "gloo", 100, (1.0, 9.0, 2.0)).bus == 75.0 and AllReduceFacts(2, "gloo").bus is None
 
 
 @pytest.mark.parametrize(
@@ -272,10 +281,10 @@ def test_a_hosts_file_whose_env_can_t_be_replaced_stays_as_it_is(tmp_path: Path)
     path = tmp_path / "cluster.yaml"
     path.write_text("{hosts: [{host: a}]}\n")
     with pytest.raises(Refusal, match="write it yourself"):
-        keep(str(path), {"NCCL_ALGO": "Ring"})
+        write_env(str(path), {"NCCL_ALGO": "Ring"})
     assert path.read_text() == "{hosts: [{host: a}]}\n" and list(tmp_path.iterdir()) == [path]
     path.write_text(json.dumps({"hosts": [{"host": "a"}], "env": {"A": "1"}}))
-    keep(str(path), {"NCCL_ALGO": "Ring"})
+    write_env(str(path), {"NCCL_ALGO": "Ring"})
     assert json.loads(path.read_text()) == {"hosts": [{"host": "a"}], "env": {"NCCL_ALGO": "Ring"}}
 
 
@@ -316,6 +325,6 @@ def test_a_hosts_file_is_never_more_open_than_it_was(
         return handle
 
     monkeypatch.setattr(os, "open", watched)
-    keep(str(path), {"HF_TOKEN": "hf_7xq", "NCCL_ALGO": "Ring"})
+    write_env(str(path), {"HF_TOKEN": "hf_7xq", "NCCL_ALGO": "Ring"})
     assert modes == [0o600]
     assert path.stat().st_mode & 0o777 == mode and "NCCL_ALGO" in path.read_text()

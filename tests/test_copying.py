@@ -25,7 +25,7 @@ from stoker.contract import progress, protocol
 from stoker.contract.errors import Refusal
 from stoker.control.agent.file_receiver import CopyError, FileReceiver, serve
 from stoker.control.agent.probes.files import files
-from stoker.control.cluster import agent_zip, agreement, file_list, file_sync, hosts, ssh, sync_target
+from stoker.control.cluster import agent_zip, check_rules, file_list, file_sync, hosts, ssh
 from stoker.control.machine.file_hash import FileHashes, sha256_of
 
 ODD = [
@@ -93,29 +93,36 @@ class Said(list[str]):
         self.append(line)
 
 
+def _sync(to: hosts.Hosts, source: str, say: Said) -> None:
+    file_sync.copy_to_hosts(to, file_sync.plan_sync(to, source, say), say)
+
+
+def _stage(to: hosts.Hosts, arguments: list[str], say: Said) -> None:
+    for argument in arguments:
+        file_sync.copy_to_hosts(to, file_sync.plan_stage(to, argument, say), say)
+
+
 # ---- what is copied ----
 
 
 def test_a_checkout_gives_what_git_does_not_ignore(source: Path) -> None:
-    found = file_list.working_directory(str(source))
-    assert {entry.path for entry in found.entries} == WANTED and found.by_git
+    found = file_list.list_working_directory(str(source))
+    assert {entry.path for entry in found.entries} == WANTED
     assert {entry.path: (entry.kind, entry.target) for entry in found.entries}["link"] == ("link", "pkg/__init__.py")
     inner = source / "inner"
     subprocess.run(["git", "init", "-q", str(inner)], check=True)
     (inner / "mine.py").write_text("")
-    assert "inner/mine.py" in {entry.path for entry in file_list.working_directory(str(source)).entries}
-    assert {entry.path for entry in file_list.working_directory(str(source / "pkg")).entries} == {"__init__.py"}
+    assert "inner/mine.py" in {entry.path for entry in file_list.list_working_directory(str(source)).entries}
+    assert {entry.path for entry in file_list.list_working_directory(str(source / "pkg")).entries} == {"__init__.py"}
 
 
 def test_a_plain_folder_gives_all_but_what_is_made_anew(source: Path) -> None:
     shutil.rmtree(source / ".git")
     with socket.socket(socket.AF_UNIX) as one:
         one.bind(str(source / "sock"))
-        found = file_list.working_directory(str(source))
-    assert (
-        {entry.path for entry in found.entries} == WANTED | {"big/ignored.bin"}
-        and found.skipped == (("sock", "it is neither a file nor a link"),)
-        and not found.by_git
+        found = file_list.list_working_directory(str(source))
+    assert {entry.path for entry in found.entries} == WANTED | {"big/ignored.bin"} and found.skipped == (
+        ("sock", "it is neither a file nor a link"),
     )
 
 
@@ -135,9 +142,9 @@ def test_a_submodule_that_was_not_fetched_is_left_out(tmp_path: Path) -> None:
     _git(tmp_path / "checkout", "commit", "-qm", "a")
     _git(tmp_path, "clone", "-q", "checkout", "clone")
     clone = str(tmp_path / "clone")
-    assert {entry.path for entry in file_list.working_directory(clone).entries} == {".gitmodules", "part.py"}
+    assert {entry.path for entry in file_list.list_working_directory(clone).entries} == {".gitmodules", "part.py"}
     _git(tmp_path / "clone", "submodule", "update", "--init")
-    assert "inner/part.py" in {entry.path for entry in file_list.working_directory(clone).entries}
+    assert "inner/part.py" in {entry.path for entry in file_list.list_working_directory(clone).entries}
 
 
 def test_a_checkout_of_another_user_inside_ours_is_copied_without_asking_its_git(tmp_path: Path) -> None:
@@ -148,7 +155,7 @@ def test_a_checkout_of_another_user_inside_ours_is_copied_without_asking_its_git
         _git(folder, "init", "-q")
     for path in (tmp_path / "inner", *(tmp_path / "inner").rglob("*")):
         os.chown(path, ATTACKER, ATTACKER, follow_symlinks=False)
-    assert "inner/code.py" in {entry.path for entry in file_list.working_directory(str(tmp_path)).entries}
+    assert "inner/code.py" in {entry.path for entry in file_list.list_working_directory(str(tmp_path)).entries}
 
 
 def test_a_folder_that_became_a_link_is_copied_as_a_link_and_what_git_knows_behind_it_is_named(
@@ -163,9 +170,9 @@ def test_a_folder_that_became_a_link_is_copied_as_a_link_and_what_git_knows_behi
     _git(root, "add", ".")
     (root / "data").rename(larger)
     (root / "data").symlink_to(larger)
-    far = hosts.from_mapping({"hosts": [{"host": "far.example", "workdir": "/there"}]}, "cluster.yaml", written=False)
-    load = file_sync.sync_load(far, str(root), said)
-    assert [(entry.path, entry.kind) for entry in load.listing.entries] == [("data", "link"), ("train.py", "file")]
+    far = hosts.parse_hosts({"hosts": [{"host": "far.example", "workdir": "/there"}]}, "cluster.yaml", written=False)
+    load = file_sync.plan_sync(far, str(root), said)
+    assert [(entry.path, entry.kind) for entry in load.files.entries] == [("data", "link"), ("train.py", "file")]
     assert said == [f"data/{name}.txt is not copied: git names it, but data is a symbolic link" for name in "ab"]
 
 
@@ -179,7 +186,7 @@ def test_sync_brings_every_host_the_same_files_and_only_what_changed(
     with monkeypatch.context() as at_once:
         at_once.setattr(progress, "AFTER_S", 0.0)
         at_once.setattr(progress, "SAY_S", 0.0)
-        file_sync.sync(read, str(source), said)
+        _sync(read, str(source), said)
     assert re.match(rf"copying .* to {len(netcluster.hosts)} hosts: [\d.]+/[\d.]+ MiB.*, \d+ %, ETA [\d?]", said[0]), (
         said
     )
@@ -189,13 +196,13 @@ def test_sync_brings_every_host_the_same_files_and_only_what_changed(
         assert os.access(host.workdir / "run.sh", os.X_OK) and not os.access(host.workdir / "train.py", os.X_OK)
     assert "copied the working directory to" in said[-1] and all(host.name in said[-1] for host in netcluster.hosts)
     before = {host.name: (host.workdir / "train.py").stat().st_ino for host in netcluster.hosts}
-    file_sync.sync(read, str(source), said)
+    _sync(read, str(source), said)
     assert said[-1] == "the working directory is the same on all hosts, nothing to copy"
     (netcluster.hosts[1].workdir / "train.py").write_text("edited there")
-    file_sync.sync(read, str(source), said)
+    _sync(read, str(source), said)
     assert said[-1].startswith(f"copied the working directory to {netcluster.hosts[1].name} (1 file, ") and said[
         -1
-    ].endswith("2 had it")
+    ].endswith("2 already had it")
     assert [(host.workdir / "train.py").stat().st_ino == before[host.name] for host in netcluster.hosts] == [
         True,
         False,
@@ -210,11 +217,11 @@ def test_what_is_gone_here_goes_there_only_if_sync_brought_it(netcluster: NetClu
     (there / "theirs.txt").write_text("not ours")
     (there / "pkg").mkdir()
     (there / "pkg" / "__init__.py").write_bytes((source / "pkg" / "__init__.py").read_bytes())
-    file_sync.sync(read, str(source), said)
+    _sync(read, str(source), said)
     (there / "ümlaut.txt").write_text("edited there since")
     for path in ('a b/it\'s "quoted".py', "pkg/__init__.py", "ümlaut.txt", "link"):
         (source / path).unlink()
-    file_sync.sync(read, str(source), said)
+    _sync(read, str(source), said)
     assert not (there / "a b").exists() and not (there / "link").is_symlink()
     assert (there / "theirs.txt").exists() and (there / "ümlaut.txt").exists(), "never brought, or changed since"
     assert (there / "pkg" / "__init__.py").exists() and not (netcluster.hosts[1].workdir / "pkg").exists(), (
@@ -231,18 +238,18 @@ def test_what_another_folder_brought_to_the_same_workdir_stays(
         (other / name).write_text(f"{name} of the other")
     said = Said()
     read = _read(netcluster)
-    file_sync.sync(read, str(source), said)
-    file_sync.sync(read, str(other), said)
+    _sync(read, str(source), said)
+    _sync(read, str(other), said)
     there = netcluster.hosts[0].workdir
-    left = f"{there} also holds {len(WANTED) - 1} files that --sync brought from {os.uname().nodename}:{source}: they stay; give each its own workdir:"
+    left = f"{there} also has {len(WANTED) - 1} files that --sync copied from {os.uname().nodename}:{source}: they are kept; give each source its own workdir:"
     assert f"host {netcluster.hosts[0].name}: {left}" in said and not any("removed" in line for line in said)
     assert _tree(there).keys() == {*WANTED, "b.py"} and (there / "train.py").read_text() == "train.py of the other"
     (source / "run.sh").unlink()
     (source / "train.py").unlink()
-    file_sync.sync(read, str(source), said)
+    _sync(read, str(source), said)
     assert _tree(there).keys() == {*WANTED, "b.py"} - {"run.sh"}, "its own is removed, but for what the other has, too"
     (other / "b.py").unlink()
-    file_sync.sync(read, str(other), said)
+    _sync(read, str(other), said)
     assert not (there / "b.py").exists() and (there / "pkg" / "__init__.py").exists()
 
 
@@ -252,11 +259,11 @@ def test_a_folder_in_the_way_of_a_file_is_named(netcluster: NetCluster, source: 
     (netcluster.hosts[1].workdir / "elsewhere").mkdir()
     (netcluster.hosts[1].workdir / "pkg").symlink_to("elsewhere")
     with pytest.raises(Refusal) as refused:
-        file_sync.sync(_read(netcluster), str(source), Said())
+        _sync(_read(netcluster), str(source), Said())
     second, third = refused.value.line.splitlines()
     assert (
         second
-        == f"host {netcluster.hosts[1].name}: {netcluster.hosts[1].workdir}/pkg is in the way: it is not a folder there"
+        == f"host {netcluster.hosts[1].name}: {netcluster.hosts[1].workdir}/pkg is in the way: it is not a folder"
     )
     assert (
         third
@@ -265,19 +272,19 @@ def test_a_folder_in_the_way_of_a_file_is_named(netcluster: NetCluster, source: 
 
 
 def test_sync_finds_the_home_there_and_makes_the_workdir(netcluster: NetCluster, source: Path) -> None:
-    file_sync.sync(_read(netcluster, workdir="~/new/my train's"), str(source), Said())
+    _sync(_read(netcluster, workdir="~/new/my train's"), str(source), Said())
     for host in netcluster.hosts:
         assert (host.home / "new" / "my train's" / "train.py").exists()
 
 
 def test_this_very_machine_is_not_copied_onto_itself(tmp_path: Path, source: Path) -> None:
-    read = hosts.from_mapping({"hosts": [{"host": "localhost"}]}, str(tmp_path / "c.yaml"))
-    file_sync.sync(read, str(source), Said())
+    read = hosts.parse_hosts({"hosts": [{"host": "localhost"}]}, str(tmp_path / "c.yaml"))
+    _sync(read, str(source), Said())
     assert not (source / ".stoker-sync.json").exists()
-    read = hosts.from_mapping(
+    read = hosts.parse_hosts(
         {"hosts": [{"host": "localhost", "workdir": str(tmp_path / "elsewhere")}]}, str(tmp_path / "c.yaml")
     )
-    file_sync.sync(read, str(source), Said())
+    _sync(read, str(source), Said())
     assert set(_tree(tmp_path / "elsewhere")) == WANTED
 
 
@@ -303,7 +310,7 @@ def test_a_full_disk_is_named_and_nothing_half_written_stays(
 ) -> None:
     (source / "weights.bin").write_bytes(os.urandom(12 << 20))
     with pytest.raises(Refusal) as refused:
-        file_sync.sync(_read(netcluster), str(source), Said())
+        _sync(_read(netcluster), str(source), Said())
     assert (
         refused.value.line.startswith(
             f"host {netcluster.hosts[1].name}: the disk of {small_disk} is full: 12.0 MiB to copy, "
@@ -317,7 +324,7 @@ def test_hosts_that_fail_are_named_by_their_own_reasons(netcluster: NetCluster, 
     netcluster.stop_sshd(0)
     read = _read(netcluster, per_host=[{}, {"python": "/no/python"}, {"workdir": "/proc/nowhere"}])
     with pytest.raises(Refusal) as refused:
-        file_sync.sync(read, str(source), Said())
+        _sync(read, str(source), Said())
     first, second, third = refused.value.line.splitlines()
     assert first.startswith(f"host {netcluster.hosts[0].name}: connection refused") and refused.value.code == 69
     assert second.startswith(f"host {netcluster.hosts[1].name}: no Python: /no/python does not exist there")
@@ -345,7 +352,7 @@ def test_a_host_cut_off_in_the_middle_is_named_and_the_rest_have_it(
     cut.start()
     said = Said()
     with pytest.raises(Refusal) as refused:
-        file_sync.sync(_read(netcluster), str(source), said)
+        _sync(_read(netcluster), str(source), said)
     cut.join()
     assert (
         refused.value.line.startswith(
@@ -377,35 +384,35 @@ def test_stage_brings_data_once_and_follows_links(netcluster: NetCluster, tmp_pa
     (model / "config.json").write_text("{}")
     read, said = _read(netcluster), Said()
     remote = f"{model}=~/its models/7b"
-    file_sync.stage(read, [remote], said)
+    _stage(read, [remote], said)
     for host in netcluster.hosts:
         there = host.home / "its models" / "7b"
         assert (there / "snapshot" / "weights").read_bytes() == (store / "blob").read_bytes() and not (
             there / "snapshot" / "weights"
         ).is_symlink()
         assert sorted(os.listdir(there)) == ["config.json", "snapshot"], "nothing of ours among the data"
-    file_sync.stage(read, [remote], said)
+    _stage(read, [remote], said)
     assert said[-1].endswith("is the same on all hosts, nothing to copy")
     damaged = netcluster.hosts[2].home / "its models" / "7b" / "snapshot" / "weights"
     with open(damaged, "r+b") as file:
         file.seek(1 << 20)
         file.write(b"rot")
     (model / "config.json").unlink()
-    file_sync.stage(read, [remote], said)
+    _stage(read, [remote], said)
     assert damaged.read_bytes() == (store / "blob").read_bytes()
     assert not (netcluster.hosts[0].home / "its models" / "7b" / "config.json").exists()
 
 
 def test_stage_of_one_file_and_of_what_is_not_there(netcluster: NetCluster, tmp_path: Path) -> None:
     (tmp_path / "tok.json").write_text("{}")
-    file_sync.stage(_read(netcluster), [f"{tmp_path}/tok.json=data/tok.json"], Said())
+    _stage(_read(netcluster), [f"{tmp_path}/tok.json=data/tok.json"], Said())
     assert all((host.workdir / "data" / "tok.json").read_text() == "{}" for host in netcluster.hosts)
     for told, says in (
         (f"{tmp_path}/nope", "no file or folder"),
         (f"{tmp_path}/tok.json=data/other.json", "a file keeps its name"),
     ):
         with pytest.raises(Refusal) as refused:
-            file_sync.stage(_read(netcluster), [told], Said())
+            _stage(_read(netcluster), [told], Said())
         assert says in refused.value.line
 
 
@@ -425,7 +432,7 @@ def test_a_link_out_of_a_staged_folder_is_refused_by_name(tmp_path: Path, kind: 
     }[kind]
     (model / link).symlink_to(target)
     with pytest.raises(Refusal) as refused:
-        file_list.tree(str(model))
+        file_list.list_staged(str(model))
     leads_to = os.path.realpath(model / link)
     assert f"the link {model / link} leads out of it, to {leads_to}; stage that by itself" in refused.value.line
     assert "\n" not in refused.value.line
@@ -443,7 +450,7 @@ def _hub_entry(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("path", ["", "snapshots", "snapshots/rev", "snapshots/rev/onnx"])
 def test_the_hubs_own_links_are_followed(tmp_path: Path, path: str) -> None:
-    entries = file_list.tree(str(_hub_entry(tmp_path) / path)).entries
+    entries = file_list.list_staged(str(_hub_entry(tmp_path) / path)).entries
     assert any(entry.path.endswith("model.onnx") for entry in entries)
     assert all((entry.kind, entry.size) == ("file", len("weights")) for entry in entries)
 
@@ -454,14 +461,14 @@ def test_a_link_out_of_the_hubs_entry_is_refused(tmp_path: Path) -> None:
     (entry / "blobs" / "0c1d").unlink()
     (entry / "blobs" / "0c1d").symlink_to(tmp_path / "private")
     with pytest.raises(Refusal, match="leads out of it"):
-        file_list.tree(str(entry / "snapshots" / "rev"))
+        file_list.list_staged(str(entry / "snapshots" / "rev"))
 
 
 def test_a_path_that_is_a_link_itself_is_staged(tmp_path: Path) -> None:
     snapshot = _hub_entry(tmp_path) / "snapshots" / "rev"
     (tmp_path / "mine").symlink_to(snapshot)
     for named in (tmp_path / "mine", snapshot / "model.safetensors"):
-        assert "model.safetensors" in [entry.path for entry in file_list.tree(str(named)).entries]
+        assert "model.safetensors" in [entry.path for entry in file_list.list_staged(str(named)).entries]
 
 
 def test_a_link_without_an_end_is_named(tmp_path: Path) -> None:
@@ -470,9 +477,11 @@ def test_a_link_without_an_end_is_named(tmp_path: Path) -> None:
         (data / name).mkdir(parents=True)
         (data / name / "x.bin").write_text(name)
     (data / "a" / "same").symlink_to("../b")
-    assert [entry.path for entry in file_list.tree(str(data)).entries] == ["a/same/x.bin", "a/x.bin", "b/x.bin"], (
-        "twice the same is no cycle"
-    )
+    assert [entry.path for entry in file_list.list_staged(str(data)).entries] == [
+        "a/same/x.bin",
+        "a/x.bin",
+        "b/x.bin",
+    ], "twice the same is no cycle"
     for link, target, says in (
         ("self", ".", f"leads back to {data}, which it is in"),
         ("b/other", "../a", f" leads back to {data}/"),
@@ -480,7 +489,7 @@ def test_a_link_without_an_end_is_named(tmp_path: Path) -> None:
     ):
         (data / link).symlink_to(target)
         with pytest.raises(Refusal) as refused:
-            file_list.tree(str(data))
+            file_list.list_staged(str(data))
         assert refused.value.line.startswith(f"--stage {data}: the link {data}/") and says in refused.value.line
         (data / link).unlink()
 
@@ -494,17 +503,17 @@ def test_a_host_that_comes_late_is_offered_what_the_others_got(
     data = tmp_path / "tokens"
     data.mkdir()
     (data / "a.bin").write_text("old")
-    loads = [file_sync.sync_load(read, str(source), Said()), file_sync.stage_load(read, f"{data}=data", Said())]
+    loads = [file_sync.plan_sync(read, str(source), Said()), file_sync.plan_stage(read, f"{data}=data", Said())]
     (source / "train.py").write_text("edited")
     (data / "a.bin").write_text("new")
-    copy = file_sync.CopyTimeout(read.hosts[1], read, loads)
+    copy = file_sync.LateCopy(read.hosts[1], read, loads)
     assert wait_for(lambda: copy.over or None, 30)
     assert copy.failure == f"{data} could not be copied: {data}/a.bin has changed here since the run began"
     # The half-written file stays there until its end notices that the connection is gone.
     assert wait_for(lambda: True if _tree(late.workdir).keys() == WANTED else None, 30), _tree(late.workdir).keys()
     assert (late.workdir / "train.py").read_text() == "edited" and not _tree(first.workdir)
     (data / "a.bin").write_text("old")
-    copy = file_sync.CopyTimeout(read.hosts[1], read, loads)
+    copy = file_sync.LateCopy(read.hosts[1], read, loads)
     assert wait_for(lambda: copy.over or None, 30) and not copy.failure
     assert (
         late.workdir / "data" / "a.bin"
@@ -603,8 +612,8 @@ def _copied(source: Path, there: Path, monkeypatch: pytest.MonkeyPatch, far_end:
     """Return why a copy failed. `far_end`: the command that answers instead of the receiver."""
     source.mkdir()
     (source / "a.bin").write_bytes(b"a" * (4 << 20))
-    far = hosts.from_mapping({"hosts": [{"host": "far.example", "workdir": "/there"}]}, "cluster.yaml", written=False)
-    load = file_sync.sync_load(far, str(source), Said())
+    far = hosts.parse_hosts({"hosts": [{"host": "far.example", "workdir": "/there"}]}, "cluster.yaml", written=False)
+    load = file_sync.plan_sync(far, str(source), Said())
     monkeypatch.setattr(ssh, "ssh_command", lambda *_: far_end)
     one_copy = file_sync._Copy(far.hosts[0], far, load, str(there))
     thread = threading.Thread(target=one_copy.run, daemon=True)
@@ -632,7 +641,7 @@ NEED = """printf '{"is":"need","size":9}\\n["a.bin"]'"""
 )
 def test_a_host_that_stays_silent_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str) -> None:
     monkeypatch.setattr(file_sync, "SILENCE_S", 1.0)
-    monkeypatch.setattr(sync_target, "GREETING_S", 2.0)
+    monkeypatch.setattr(file_sync, "GREETING_S", 2.0)
     failure = _copied(tmp_path / "source", tmp_path / "there", monkeypatch, ["sh", "-c", says])
     assert "nothing was heard from it for" in failure and failure.isprintable(), failure
 
@@ -679,7 +688,7 @@ sys.exit(file_receiver.serve(0, 1))
 def test_a_host_that_takes_its_time_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It hashes for longer than it may stay silent."""
     monkeypatch.setattr(file_sync, "SILENCE_S", 3.0)
-    far_end = [sys.executable, "-c", SLOW, str(len(agent_zip.pack()))]
+    far_end = [sys.executable, "-c", SLOW, str(len(agent_zip.pack_agent()))]
     assert _copied(tmp_path / "source", tmp_path / "there", monkeypatch, far_end) == ""
     assert (tmp_path / "there" / "a.bin").stat().st_size == 4 << 20
 
@@ -696,7 +705,7 @@ def test_the_program_is_compared_file_by_file(tmp_path: Path) -> None:
             (folder / name).write_text(name)
         (folder / "notes.txt").write_text(str(n))
         answers[f"h{n}"] = files(str(folder), "train.py", paths=["notes.txt", "pkg", "nowhere"])
-    assert agreement.disagreements(answers) == [] and set(answers["h0"]["names"]) == {
+    assert check_rules.program_differences(answers) == [] and set(answers["h0"]["names"]) == {
         "train.py",
         "pkg/__init__.py",
         "pkg/net.py",
@@ -710,24 +719,26 @@ def test_the_program_is_compared_file_by_file(tmp_path: Path) -> None:
     (tmp_path / "0" / "more.py").write_text("")
     (tmp_path / "0" / "pkg" / "net.py").unlink()
     answers["h0"] = files(str(tmp_path / "0"), "train.py")
-    assert agreement.disagreements(answers) == [
+    assert check_rules.program_differences(answers) == [
         "host h0: train.py differs from host h1's, lacks pkg/net.py, has more.py besides; copy it with --sync"
     ]
     answers["h2"] = files(str(tmp_path / "2"), "absent.py")
     answers["h1"] = {"error": "no answer"}
-    lacking = agreement.remedy("../sy/q.py", "/home/me/train", True)
-    assert agreement.disagreements({"h2": answers["h2"]}, "../sy/q.py", lacking) == [
+    lacking = check_rules.missing_program_fix("../sy/q.py", "/home/me/train", True)
+    assert check_rules.program_differences({"h2": answers["h2"]}, "../sy/q.py", lacking) == [
         "host h2: ../sy/q.py does not exist there; it is not below /home/me/train, which --sync copies"
     ]
-    assert agreement.remedy("/home/me/train/q.py", "/home/me/train", True).startswith(
+    assert check_rules.missing_program_fix("/home/me/train/q.py", "/home/me/train", True).startswith(
         "name it by its path below /home/me/train"
     )
-    assert agreement.remedy("big/q.py", "/home/me/train", True).startswith("--sync leaves it out: git ignores it")
-    assert agreement.disagreements(answers, "train.py") == [
+    assert check_rules.missing_program_fix("big/q.py", "/home/me/train", True).startswith(
+        "--sync leaves it out: git ignores it"
+    )
+    assert check_rules.program_differences(answers, "train.py") == [
         "host h1: train.py could not be compared: no answer",
         "host h2: train.py does not exist there; copy it with --sync, or set workdir:",
     ]
-    assert agreement.disagreements(dict.fromkeys(("h1", "h2", "h3"), answers["h2"]), "train.py") == [
+    assert check_rules.program_differences(dict.fromkeys(("h1", "h2", "h3"), answers["h2"]), "train.py") == [
         "hosts h1, h2, h3: train.py does not exist there; copy it with --sync, or set workdir:"
     ]
     module = files(str(tmp_path / "1"), "pkg.net", module=True)

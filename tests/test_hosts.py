@@ -215,14 +215,16 @@ def test_words_arrive_as_they_are_through_any_shell(tmp_path: Path) -> None:
 
 
 def test_the_agents_first_line_has_nothing_a_shell_acts_on() -> None:
-    line = agent_zip.unpack()
+    line = agent_zip.unpack_code()
     assert "\n" not in line and not set(line) & set('!\\$`"') and compile(line, "unpack", "exec")
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh here")
 def test_ssh_is_given_what_was_told_and_ours_comes_last(tmp_path: Path) -> None:
     (tmp_path / "k").write_text("")
-    read = hosts.read_hosts_file(_file(tmp_path, "hosts: [{host: b, user: u, port: 7, identity: k}]"), ("-oConnectTimeout=99",))
+    read = hosts.read_hosts_file(
+        _file(tmp_path, "hosts: [{host: b, user: u, port: 7, identity: k}]"), ("-oConnectTimeout=99",)
+    )
     argv = ssh.ssh_command(read.hosts[0], read, ["true"])
     assert argv[-3:] == ["--", "b", "true"] and argv.index("-oConnectTimeout=99") < argv.index(
         f"-oConnectTimeout={ssh.CONNECT_S}"
@@ -269,8 +271,8 @@ def test_a_folder_for_connections_that_is_not_ours_alone_is_not_used(
         folder = tmp_path / name
         if name == "open":
             folder.mkdir(mode=0o755)
-        monkeypatch.setattr(ssh, "_sockets", lambda folder=folder: str(folder))
-        assert ssh.unshared() == (f"{folder} {says}" if says else "")
+        monkeypatch.setattr(ssh, "_socket_dir", lambda folder=folder: str(folder))
+        assert ssh.why_unshared() == (f"{folder} {says}" if says else "")
         assert ("-oControlPath=none" in ssh.ssh_command(read.hosts[0], read, ["true"])) == bool(says)
 
 
@@ -282,7 +284,8 @@ def test_banners_and_chatty_shells_do_no_harm(netcluster: NetCluster, tmp_path: 
     netcluster.set_env(0, BASH_ENV=str(host.home / ".bashrc"))
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "a.py").write_text("1")
-    file_sync.sync(hosts.read_hosts_file(str(netcluster.file((1,)))), str(tmp_path / "src"), lambda line: None)
+    to = hosts.read_hosts_file(str(netcluster.file((1,))))
+    file_sync.copy_to_hosts(to, file_sync.plan_sync(to, str(tmp_path / "src"), print), print)
     assert (host.workdir / "a.py").read_text() == "1"
     read = hosts.read_hosts_file(str(netcluster.file((1,))))
     said = subprocess.run(ssh.ssh_command(read.hosts[0], read, ["true"]), capture_output=True, text=True, check=True)
@@ -296,7 +299,7 @@ def test_a_jump_host_of_the_ssh_config_leads_to_the_next(netcluster: NetCluster)
         f'Host far\n  HostName {far.address}\n  ProxyJump {near.address}\n{config.read_text()}  IdentityFile "{netcluster.identity}"\n'
     )
     netcluster.block(None, 1, "22")
-    read = hosts.from_mapping({"ssh_config": str(config), "hosts": ["far"]}, str(netcluster.folder / "c.yaml"))
+    read = hosts.parse_hosts({"ssh_config": str(config), "hosts": ["far"]}, str(netcluster.folder / "c.yaml"))
     done = subprocess.run(
         ssh.ssh_command(read.hosts[0], read, ["sh", "-c", "echo $SSH_CONNECTION"]),
         capture_output=True,
@@ -335,15 +338,15 @@ def test_a_jump_host_of_the_ssh_config_leads_to_the_next(netcluster: NetCluster)
         ("bash: line 1: /etc: Is a directory\n", 126, "no Python: /etc can't be executed there"),
         (f"banner\n{agent_zip.TOO_OLD} 3.6\n", 1, "its Python is 3.6, too old; name a Python of 3.10 or later"),
         ("Unknown option: -I\nusage: python [option] ...\n", 2, "its Python is too old"),
-        (f"{agent_zip.NOT_WRITTEN} /h/.cache: No space left on device\n", 1, "the agent's files can't be written there: /h/.cache: No space left on device; make room"),
+        (f"{agent_zip.NOT_WRITTEN} /h/.cache: No space left on device\n", 1, "the agent's files can't be written there: /h/.cache: No space left on device; free disk space"),
         ("This account is currently not available.\n", 1, "its user may not log in"),
         ("a\nsomething odd\n", 3, "something odd (exit code 3)"),
-        ("", 255, "it said nothing (exit code 255)"),
+        ("", 255, "it printed nothing (exit code 255)"),
         ("", None, "no agent answered"),
     ],
 )  # fmt: skip
 def test_what_ssh_said_becomes_one_line(said: str, code: int | None, line: str) -> None:
-    told = ssh.explain("b", said, code)
+    told = ssh.explain_failure("b", said, code)
     assert told.startswith(f"host b: {line}") and "\n" not in told
 
 
@@ -469,9 +472,9 @@ def test_init_asks_the_hosts_and_writes_a_file_that_reads_back(stoker: Stoker, n
         stoker.cwd / "ssh_config"
     ), beside.err
     forced = stoker("cluster", "init", a.name, "--force", "--python", sys.executable, *_reaching(netcluster))
-    assert forced.code == 0 and hosts.read_hosts_file(str(stoker.cwd / "cluster.yaml")).hosts[0].python == sys.executable, (
-        forced.err
-    )
+    assert (
+        forced.code == 0 and hosts.read_hosts_file(str(stoker.cwd / "cluster.yaml")).hosts[0].python == sys.executable
+    ), forced.err
 
 
 def test_init_names_every_host_that_does_not_answer_and_writes_nothing(stoker: Stoker, netcluster: NetCluster) -> None:
@@ -496,10 +499,12 @@ def test_init_names_every_host_that_does_not_answer_and_writes_nothing(stoker: S
 
 
 def test_a_written_file_quotes_what_yaml_would_misread() -> None:
-    answer = hosts_writer.Answer("1e3", "no", (), None, "~/my venv: x/bin/python", "3.11.2", None, "eth0", "10.1")
+    answer = hosts_writer.HostEntry("1e3", "no", (), None, "~/my venv: x/bin/python", "3.11.2", None, "eth0", "10.1")
     import yaml
 
-    data = yaml.safe_load(hosts_writer.text([answer], {"workdir": "~/it's, {here}"}, {"ssh_config": "/a #b"}))
+    data = yaml.safe_load(
+        hosts_writer.format_hosts_file([answer], {"workdir": "~/it's, {here}"}, {"ssh_config": "/a #b"})
+    )
     assert data["hosts"] == [{"host": "1e3", "slots": 1, "user": "no", "interface": "eth0", "address": "10.1"}]
     assert (
         data["defaults"] == {"workdir": "~/it's, {here}", "python": "~/my venv: x/bin/python"}
@@ -516,7 +521,7 @@ def test_a_folder_for_connections_that_another_user_put_there_is_not_used(
 ) -> None:
     needs_root()
     sockets = public / "sockets"
-    monkeypatch.setattr(ssh, "_sockets", lambda: str(sockets))
+    monkeypatch.setattr(ssh, "_socket_dir", lambda: str(sockets))
     (public / "target").mkdir(mode=0o700)
 
     def plant() -> None:
@@ -526,10 +531,10 @@ def test_a_folder_for_connections_that_another_user_put_there_is_not_used(
             sockets.mkdir(mode=0o700)
 
     do_as(ATTACKER, plant)
-    assert ssh.unshared() and ssh._shared() == ["-oControlMaster=no", "-oControlPath=none"]
+    assert ssh.why_unshared() and ssh._shared() == ["-oControlMaster=no", "-oControlPath=none"]
 
 
 @pytest.mark.parametrize("text", ["x@" * 30_000, "line 1: bad\n" * 5000, "\x1b[2J\x07" * 100, "\n" * 60_000])
 def test_whatever_a_login_prints_is_explained_in_printable_text(text: str) -> None:
     for code in (None, 0, 1, 126, 127, 255):
-        assert ssh.explain("far", text, code).isprintable()
+        assert ssh.explain_failure("far", text, code).isprintable()

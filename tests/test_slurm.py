@@ -23,7 +23,7 @@ from stoker.contract.slurm_job import SlurmJob
 from stoker.control.machine.run_origin import RunOrigin
 from stoker.control.scheduler import slurm as engine
 from stoker.control.scheduler import slurm_job
-from stoker.control.scheduler.slurm_submit import SubmitOptions, limit_s, make_script, seeds, slurm_time
+from stoker.control.scheduler.slurm_submit import SubmitOptions, make_script, parse_seeds, slurm_time, time_limit_s
 from stoker.control.verdict import slurm_ends as words
 
 ALL_REDUCE = """
@@ -570,7 +570,7 @@ def test_a_requeued_job_goes_on_although_its_first_start_was_on_another_node(sto
 
 
 def test_the_words_slurm_uses_are_read() -> None:
-    assert engine.per_node("2(x3),1") == [2, 2, 2, 1]
+    assert engine.parse_tasks_per_node("2(x3),1") == [2, 2, 2, 1]
     assert engine.gres_lines(
         "   JOB_GRES=gpu:3\n     Nodes=node1 CPU_IDs=0 Mem=0 GRES=gpu:2(IDX:0-1)\n     Nodes=node[2-3] CPU_IDs=0 Mem=0 GRES=\n"
     ) == [("node1", "gpu:2(IDX:0-1)"), ("node[2-3]", "")]
@@ -595,9 +595,9 @@ def test_the_words_slurm_uses_are_read() -> None:
         "0": 0,
         "UNLIMITED": None,
     }
-    assert {text: limit_s(text) for text in spelled} == spelled
-    assert seeds("0-4") == [0, 1, 2, 3, 4] and seeds("1,7,10-14:2%2") == [1, 7, 10, 12, 14]
-    job = slurm_job.read_accounting("12|CANCELLED by 1000|0:15|None|node[1-2]|01:00:00")
+    assert {text: time_limit_s(text) for text in spelled} == spelled
+    assert parse_seeds("0-4") == [0, 1, 2, 3, 4] and parse_seeds("1,7,10-14:2%2") == [1, 7, 10, 12, 14]
+    job = slurm_job.parse_sacct("12|CANCELLED by 1000|0:15|None|node[1-2]|01:00:00")
     assert job == SlurmJob("12", "CANCELLED", "", 0, 15, 0, "node[1-2]", "01:00:00", "1000")
 
 
@@ -631,7 +631,7 @@ def test_who_asks_decides_whether_the_whole_job_is_meant(
         "node": "NodeName=a NodeAddr=10.0.0.1\nNodeName=b NodeAddr=10.0.0.2\n",
         "config": "TaskPlugin = task/affinity\n",
     }
-    monkeypatch.setattr(engine, "ask", lambda *argv: answers[next(word for word in argv if word in answers)])
+    monkeypatch.setattr(engine, "ask_slurm", lambda *argv: answers[next(word for word in argv if word in answers)])
     found = engine.allocation(
         {
             "SLURM_JOB_ID": "7",

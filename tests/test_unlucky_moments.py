@@ -90,7 +90,9 @@ def alone(tmp_path: Path) -> Iterator[Alone]:
 
 def test_more_than_a_pipe_holds_goes_out_as_fast_as_it_is_read() -> None:
     """64 pipes full: written at each ping only, they would take half a minute."""
-    link = transport.start(["sh", "-c", "echo STOKER-AGENT 1; head -c 4194304 | wc -c >&2; cat >/dev/null"], "gpu1")
+    link = transport.spawn_agent(
+        ["sh", "-c", "echo STOKER-AGENT 1; head -c 4194304 | wc -c >&2; cat >/dev/null"], "gpu1"
+    )
     link.first_bytes = bytes(4 << 20)
     counted: list[str] = []
     members = AgentPool([link], lambda *_: None, lambda _, line: counted.append(line.strip()))
@@ -103,7 +105,7 @@ def test_more_than_a_pipe_holds_goes_out_as_fast_as_it_is_read() -> None:
 
 def test_what_a_login_printed_is_not_why_its_agent_was_lost_later() -> None:
     told = f"echo welcome to STOKER; sleep 0.3; printf %s {shlex.quote(protocol.SENTINEL.decode())}"
-    members = AgentPool([transport.start(["sh", "-c", told], "gpu1")], lambda *_: None, lambda *_: None)
+    members = AgentPool([transport.spawn_agent(["sh", "-c", told], "gpu1")], lambda *_: None, lambda *_: None)
     member = members.all[0]
     deadline = time.monotonic() + 10
     while not member.gone and time.monotonic() < deadline:

@@ -14,7 +14,7 @@ from conftest import Stoker, machine_json, wait_for
 from stoker.cli import run
 from stoker.contract.evidence import Evidence, RankExit
 from stoker.contract.text import truncate_json
-from stoker.control.cluster.check_facts import Facts, OneHost
+from stoker.control.cluster.check_facts import ClusterFacts, HostFacts
 from stoker.control.cluster.cluster_check import doctor_findings
 from stoker.control.cluster.hosts import read_hosts_file as read_hosts
 from stoker.control.doctor.leftovers import find_others
@@ -106,10 +106,10 @@ def test_a_check_that_cant_be_made_leaves_the_others(stoker: Stoker, tmp_path: P
     (tmp_path / "box.json").write_text(json.dumps(told))
     done = stoker("doctor", "--machine", str(tmp_path / "box.json"))
     assert f"? {id}: could not be checked" in done.out and "Traceback" not in done.err, (done.out, done.err)
-    facts = Facts(
+    facts = ClusterFacts(
         (
-            OneHost("good", examination=examination_from_json(EXAMINED)),
-            OneHost("evil", examination=examination_from_json(told)),
+            HostFacts("good", examination=examination_from_json(EXAMINED)),
+            HostFacts("evil", examination=examination_from_json(told)),
         )
     )
     found = {finding.id: finding for finding in doctor_findings(facts, read_hosts("good,evil"))}
@@ -119,7 +119,7 @@ def test_a_check_that_cant_be_made_leaves_the_others(stoker: Stoker, tmp_path: P
 def test_errors_of_a_card_are_counted_once() -> None:
     """Each was looked for among all of them."""
     told = {**EXAMINED, "health": {"GPU-0": {"xids": [*range(300_000), 48]}}}
-    facts = Facts((OneHost("evil", examination=examination_from_json(told)),))
+    facts = ClusterFacts((HostFacts("evil", examination=examination_from_json(told)),))
     lines = [finding.text for finding in doctor_findings(facts, read_hosts("evil")) if finding.id == "gpu.xid"]
     assert any("Xid 48 (double-bit ECC error), 2 times" in line for line in lines)
 

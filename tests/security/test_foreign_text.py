@@ -271,10 +271,10 @@ def test_a_rank_may_write_anything_as_its_error_file(stoker: Stoker) -> None:
 
 
 def test_a_banner_of_ssh_is_quoted_safely() -> None:
-    check_text(escape(ssh.explain("a", f"Permission denied ({EVIL})", 255)))
+    check_text(escape(ssh.explain_failure("a", f"Permission denied ({EVIL})", 255)))
     reader, writer = os.pipe()
     console = Console(writer, writer)
-    console.say(2, ssh.explain("a", EVIL.rpartition("\n")[0], 255))
+    console.say(2, ssh.explain_failure("a", EVIL.rpartition("\n")[0], 255))
     console.put(2, b"theirs \x1b[1m\n")
     console.close()
     os.close(writer)
@@ -285,8 +285,8 @@ def test_a_banner_of_ssh_is_quoted_safely() -> None:
 
 
 def test_a_hosts_file_gets_no_lines_from_a_hosts_answer() -> None:
-    assert "\n" not in escape(EVIL) and hosts_writer._flow(EVIL).count("\n") == 0
-    assert json.loads(hosts_writer._flow(EVIL)) == EVIL
+    assert "\n" not in escape(EVIL) and hosts_writer._yaml(EVIL).count("\n") == 0
+    assert json.loads(hosts_writer._yaml(EVIL)) == EVIL
 
 
 def test_prints_are_cleaned_and_progress_bars_still_draw(monkeypatch: pytest.MonkeyPatch) -> None:

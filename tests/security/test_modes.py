@@ -73,7 +73,7 @@ def test_folders_of_speedruns_and_jobs_are_private(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         os.close(state.hold(str(tmp_path / "runs" / "speedrun-x")))
-        path = submit.write(submit.JobScript("#!/bin/bash\n", "x", {}), str(tmp_path / "jobs"), "x")
+        path = submit.write_script(submit.JobScript("#!/bin/bash\n", "x", {}), str(tmp_path / "jobs"), "x")
     finally:
         os.umask(before)
     assert (

@@ -277,7 +277,7 @@ _JOB = (
 
 
 def test_a_jobs_own_words_are_read() -> None:
-    job = slurm_job.read_controller(_JOB.format("a b", "c"))
+    job = slurm_job.parse_scontrol(_JOB.format("a b", "c"))
     assert job is not None
     assert (job.id, job.state, job.exit_code, job.restarts, job.nodes) == ("12", "FAILED", 3, 2, "n[1-2]")
 
@@ -288,6 +288,6 @@ def test_a_jobs_name_says_nothing_about_its_state(text: str, where: str, monkeyp
     line = _JOB.format(text, "c") if where == "name" else _JOB.format("b", text)
     answers = {"scontrol": line + "\n", "sacct": "12|FAILED|3:0|None|n[1-2]|01:00:00\n"}
     monkeypatch.setattr(slurm_job, "_run", lambda program, *_: answers[program])
-    assert slurm_job.tasks_of("12") == []
-    job = slurm_job.look("12")
+    assert slurm_job.query_tasks("12") == []
+    job = slurm_job.query_job("12")
     assert job is not None and job.state == "FAILED"

@@ -102,7 +102,7 @@ def test_sbatch_gets_the_script_that_was_made_whatever_lies_in_the_folder(
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     script = submit.make_script(submit.SubmitOptions(), ["stoker", "run"], ["a.py"], "a", str(tmp_path), "/", False)
-    path = submit.write(script, str(tmp_path / "runs"), "a")
+    path = submit.write_script(script, str(tmp_path / "runs"), "a")
     Path(path).write_text("#!/bin/sh\ntouch planted\n")
     assert submit.submit(path, script, os.environ) == "12"
     assert (tmp_path / "got").read_text() == script.text

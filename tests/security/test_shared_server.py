@@ -540,9 +540,9 @@ def test_what_cant_be_removed_hides_no_refusal(public: Path, capfd: pytest.Captu
 def test_where_others_could_exchange_notes_of_jobs_runs_are_explained_without(tmp_path: Path) -> None:
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm" / "12.json").write_text('{"submitted": 5.0}')
-    assert slurm_job.read_note(str(tmp_path), "12") == {"submitted": 5.0}
+    assert slurm_job.read_job_note(str(tmp_path), "12") == {"submitted": 5.0}
     tmp_path.chmod(0o777)
-    assert slurm_job.read_note(str(tmp_path), "12") == {} and slurm_job.run_of(str(tmp_path), "12") is None
+    assert slurm_job.read_job_note(str(tmp_path), "12") == {} and slurm_job.run_of(str(tmp_path), "12") is None
     with pytest.raises(Refusal, match="could replace your folders"):
         slurm_job.log_path(str(tmp_path), "12")
 

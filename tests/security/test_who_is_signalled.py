@@ -461,7 +461,7 @@ def test_submit_hands_on_nothing_that_makes_a_rank(tmp_path: Path) -> None:
     (tmp_path / "sbatch").write_text('#!/bin/sh\nenv > "$(dirname "$0")/env"\necho 12\n')
     (tmp_path / "sbatch").chmod(0o755)
     script = submit.make_script(submit.SubmitOptions(), ["stoker", "run"], ["t.py"], "t", str(tmp_path), str(tmp_path))
-    path = submit.write(script, str(tmp_path), "t")
+    path = submit.write_script(script, str(tmp_path), "t")
     environ = {
         **dict.fromkeys(env_vars.RANK_VARIABLES, "x"),
         "STOKER_RUNS": "/shared",

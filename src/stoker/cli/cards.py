@@ -120,11 +120,11 @@ def _of_hosts(told: str, contexts: Mapping[str, int]) -> list[Card]:
 def machines_of(hosts: Hosts, without: Callable[[str], None] | None = None) -> dict[str, Machine]:
     """Each host's, as it says itself. One that does not answer is refused, or left out where `without` is told why."""
     from stoker.control.cluster.hosts_writer import MEET_S
-    from stoker.control.cluster.probes import meeting
+    from stoker.control.cluster.probes import open_probe_batch
     from stoker.control.machine.examination import examination_from_json
 
     found = dict[str, Machine]()
-    with meeting(hosts) as asking:
+    with open_probe_batch(hosts) as asking:
         parts = {name: {"runs_dir": "", "port": 0, "parts": []} for name in hosts.names}
         answers = asking.answers(asking.ask("examine", parts, MEET_S), MEET_S)
     for name, answer in answers.items():

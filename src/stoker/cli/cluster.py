@@ -17,7 +17,7 @@ from stoker.contract.options import OptionParser, suggest
 from stoker.contract.terminal import print_json, print_status, print_text
 from stoker.contract.text import escape
 from stoker.contract.units import plural
-from stoker.control.cluster.all_reduce_cost import FORMULA, parse_count, prices, sentence
+from stoker.control.cluster.all_reduce import FORMULA, describe_step_costs, parse_count, step_costs
 from stoker.control.cluster.hosts import Hosts, read_hosts_file
 
 _USAGE = """usage: stoker cluster check --hosts cluster.yaml|a,b,c [SCRIPT] [options]
@@ -117,20 +117,20 @@ def check(argv: list[str]) -> int:
     told = check_parser().parse_args(argv)
     hosts = _hosts(told)
     from stoker.control.cluster import check_rules
-    from stoker.control.cluster.all_reduce_cost import parameters
-    from stoker.control.cluster.cluster_check import ClusterCheck, HostAnswers, doctor_findings
-    from stoker.control.cluster.probes import meeting
+    from stoker.control.cluster.all_reduce import count_parameters
+    from stoker.control.cluster.cluster_check import CheckOptions, ClusterCheck, doctor_findings
+    from stoker.control.cluster.probes import open_probe_batch
     from stoker.control.doctor.check import exit_code
 
-    asked = HostAnswers(told.script, tuple(told.data), told.model, told.master_port, told.quick)
+    asked = CheckOptions(told.script, tuple(told.data), told.model, told.master_port, told.quick)
     began = time.monotonic()
     if sys.stderr.isatty():
         print_status(f"asking {plural(len(hosts.hosts), 'host')}, some seconds")
     tuned: list[str] = []
-    with meeting(hosts) as asking:
+    with open_probe_batch(hosts) as asking:
         checking = ClusterCheck(hosts, asked, asking)
-        facts = checking.look()
-        findings = [*check_rules.findings(facts), *doctor_findings(facts, hosts)]
+        facts = checking.collect()
+        findings = [*check_rules.run_rules(facts), *doctor_findings(facts, hosts)]
         if told.tune:
             from stoker.control.cluster.all_reduce import tune
 
@@ -141,7 +141,7 @@ def check(argv: list[str]) -> int:
         "exit_code": exit_code(findings),
         "seconds": round(time.monotonic() - began, 2),
         "findings": as_json(findings),
-        "price": _price(facts, told.parameters or parameters(told.model) or 1.1e9),
+        "price": _price(facts, told.parameters or count_parameters(told.model) or 1.1e9),
         "tuned": tuned,
         "facts": facts.to_json(),
     }
@@ -170,14 +170,14 @@ def _price(facts: Any, parameters: float) -> dict[str, Any] | None:
         "measured_by": known[1],
         "hosts": world,
         "formula": FORMULA,
-        "prices": as_json(prices(parameters, world, known[0])),
-        "sentence": sentence(parameters, world, known[0]),
+        "prices": as_json(step_costs(parameters, world, known[0])),
+        "sentence": describe_step_costs(parameters, world, known[0]),
     }
 
 
 def _print(facts: Any, findings: list[Finding], report: dict[str, Any]) -> None:
     from stoker.control.cluster import check_table
-    from stoker.control.cluster.all_reduce_cost import gigabits
+    from stoker.control.cluster.check_facts import format_bandwidth
 
     for line in check_table.lines(facts, max(80, shutil.get_terminal_size((160, 24)).columns)):
         print(line)
@@ -185,10 +185,10 @@ def _print(facts: Any, findings: list[Finding], report: dict[str, Any]) -> None:
     if facts.reduce is not None and facts.reduce.bus:
         rates = [pair.rate for pair in facts.pairs if pair.rate]
         wires = [one.speed * 125_000 for one in facts.there if one.speed and one.physical]
-        of = f"; the link: {gigabits(min(wires))} stated" if wires else ""
-        of += f"; one TCP stream reaches {gigabits(min(rates))}" if rates else ""
+        of = f"; the link: {format_bandwidth(min(wires))} stated" if wires else ""
+        of += f"; one TCP stream reaches {format_bandwidth(min(rates))}" if rates else ""
         print_text(
-            f"all-reduce ({facts.reduce.backend}, one rank a host): {gigabits(facts.reduce.bus)} bus bandwidth{of}"
+            f"all-reduce ({facts.reduce.backend}, one rank a host): {format_bandwidth(facts.reduce.bus)} bus bandwidth{of}"
         )
     if report["price"]:
         print_text(f"a step's gradients: {report['price']['sentence']}   ({FORMULA}, n = {report['price']['hosts']})")
@@ -223,13 +223,13 @@ def init_parser() -> OptionParser:
 
 def init(argv: list[str]) -> int:
     told = init_parser().parse_args(argv)
-    from stoker.control.cluster.hosts_writer import main_part
+    from stoker.control.cluster.hosts_writer import write_hosts_file
 
     told.identity, told.ssh_config = _from_here(told.identity), _from_here(told.ssh_config)
     of_all = {key: getattr(told, key) for key in ("user", "port", "identity", "python", "workdir")}
     defaults = {key: value for key, value in of_all.items() if value is not None}
     more = {key: value for key, value in (("ssh_config", told.ssh_config), ("ssh_options", told.ssh_option)) if value}
-    main_part(told.hosts, told.out, defaults, more, told.force, print_status)
+    write_hosts_file(told.hosts, told.out, defaults, more, told.force, print_status)
     return 0
 
 

@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
         return _follow(root, options.follow)
     if not words:
         raise Refusal("no script given: stoker submit [options] -- [run options] script.py [args]", EX_USAGE)
-    submit.check(options)
+    submit.check_options(options)
     training = words[0] == "train"
     base, shrinks = _check_training(words) if training else _check_run(words)
     name = options.name or base
@@ -72,9 +72,11 @@ def main(argv: list[str]) -> int:
             "stoker submit needs Slurm's sbatch, and there is none on the PATH: submit from a login node of the cluster"
         )
         raise Refusal(line, EX_UNAVAILABLE, cause="slurm.unreachable")
-    path = submit.write(script, root, name)
+    path = submit.write_script(script, root, name)
     number = submit.submit(path, script, os.environ)
-    submit.note(root, number, script, path, submit.seeds(options.array_seeds) if options.array_seeds else [])
+    submit.write_job_note(
+        root, number, script, path, submit.parse_seeds(options.array_seeds) if options.array_seeds else []
+    )
     print(f"job {number} is submitted; its script: {os.path.relpath(path)}", flush=True)
     if options.no_follow:
         print(f"  stoker submit --follow {number}   follow it\n  stoker why slurm:{number}         how it ended")
@@ -123,7 +125,7 @@ def _stoker(command: str) -> list[str]:
 
 
 def _follow(root: str, number: str) -> int:
-    from stoker.control.scheduler.slurm_job import Submitted
+    from stoker.control.scheduler.slurm_job import JobFollower
 
     def say(line: str) -> None:
         print_text(line, sys.stderr)
@@ -133,7 +135,7 @@ def _follow(root: str, number: str) -> int:
         sys.stdout.buffer.flush()
 
     try:
-        return Submitted(root, number, say, put).follow()
+        return JobFollower(root, number, say, put).follow()
     except KeyboardInterrupt:
         again = f"`stoker submit --follow {number}` follows it again, `scancel {number}` ends it"
         say(f"\nleft job {number}; it keeps running. {again}")

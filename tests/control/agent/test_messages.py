@@ -14,7 +14,7 @@ import pytest
 from conftest import Done, Stoker, at_length_but
 from stoker.contract import protocol, typed_values
 from stoker.contract.protocol import SENTINEL, Decoder, ProtocolError, encode_message
-from stoker.control.cluster.probes import fitting, read_answer, read_word
+from stoker.control.cluster.probes import check_answer, read_answer, read_partial_answer
 from stoker.control.launch.attempt import read_around, read_error
 from stoker.control.machine.examination import examination_from_json
 from stoker.control.machine.model import machine_from_json
@@ -109,7 +109,7 @@ def test_texts_in_answers_are_printable() -> None:
     ready = {"problems": ["\x1b[2Jgone\n"], "shared": False, "unwritable": "\u202eabc"}
     answer = read_answer("ready", json.dumps(ready).encode())
     assert answer["problems"] == ["\\x1b[2Jgone\\n"] and answer["unwritable"].isprintable()
-    wrong = fitting({"ports": "tuple[int, int]"}, read_word(b'{"ports": [1]}'), "ports")
+    wrong = check_answer({"ports": "tuple[int, int]"}, read_partial_answer(b'{"ports": [1]}'), "ports")
     assert wrong["error"].startswith("its answer about ports can't be used")
 
 

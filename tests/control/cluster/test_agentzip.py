@@ -18,7 +18,7 @@ import pytest
 
 from conftest import Done, Stoker
 from stoker.control.cluster import agent_zip
-from stoker.control.cluster.ssh import explain
+from stoker.control.cluster.ssh import explain_failure
 
 SSH = """#!/bin/sh
 for word; do last=$word; done
@@ -83,14 +83,14 @@ def test_an_agent_that_lost_files_is_replaced(far: Callable[..., Done], home: Pa
     "change", [lambda data: data[:-1], lambda data: data[:1000] + b"x" + data[1001:], lambda data: b""]
 )
 def test_what_did_not_arrive_whole_does_not_run(home: Path, change: Callable[[bytes], bytes]) -> None:
-    packed = agent_zip.pack()
-    code = agent_zip.unpack("stoker.control.agent.file_receiver")
-    argv = [sys.executable, "-I", "-S", "-c", code, agent_zip.announced(packed)]
+    packed = agent_zip.pack_agent()
+    code = agent_zip.unpack_code("stoker.control.agent.file_receiver")
+    argv = [sys.executable, "-I", "-S", "-c", code, agent_zip.size_and_digest(packed)]
     done = subprocess.run(
         argv, input=change(packed), env={"HOME": str(home)}, capture_output=True, timeout=30, check=False
     )
     assert done.returncode == 1 and agent_zip.DAMAGED in done.stderr.decode() and not (home / ".cache").exists()
-    assert "did not arrive whole" in explain("far", done.stderr.decode(), 1)
+    assert "did not arrive whole" in explain_failure("far", done.stderr.decode(), 1)
 
 
 def test_exactly_these_variables_travel(far: Callable[..., Done], stoker: Stoker) -> None:

@@ -1,11 +1,11 @@
-"""The receiving side of control/cluster/file_sync.py: asks for the files it lacks, and removes what earlier copies brought.
+"""The receiving side of --sync and --stage: requests the files it lacks, and removes what an earlier copy brought and is gone.
 
-Orders come as the protocol's messages on stdin:
+Orders are protocol messages on stdin, answers on stdout:
   {"do": "offer", "root", "manifest", "origin", "silence"} + a JSON list of [path, kind, mode, size, sha256 or link's target] → {"is": "need"} + a JSON list
   {"do": "begin", "path", "mode"}, {"do": "data"} + bytes …, {"do": "end", "sha256"}                        (per file)
   {"do": "finish"}                                                                                          → {"is": "finished", "written", "removed", "others"}
-It also sends {"is": "ping"} every second, because hashing the files that are there may take minutes.
-No file is ever half written: each is written beside its place, checked by its hash, and then renamed.
+It sends {"is": "ping"} every second, also while it hashes files, which may take minutes. A file is written to a temporary
+file in its folder, verified by its hash, and then renamed, so an interrupted copy leaves no partial file.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import stat
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from stoker.contract import layout, protocol, typed_values
@@ -26,67 +27,52 @@ from stoker.contract.safe_io import AtomicFile, is_trusted, read_json
 from stoker.contract.units import format_bytes
 from stoker.control.machine.file_hash import FileHashes, sha256_of
 
-_ORDERS: dict[str, dict[str, str]] = {
-    "offer": {"root": "str", "manifest": "str", "origin": "str", "silence": "float"},
-    "begin": {"path": "str", "mode": "int"},
-    "data": {},
-    "end": {"sha256": "str"},
-    "finish": {},
-}
 _ENTRIES = "list[tuple[str, str, int, int, str]]"
-_RESERVE = 16 << 20  # bytes to leave free: a full disk stops more than this copy
+_RESERVE = 16 << 20  # bytes that stay free: a full disk stops other programs too
 
 Entry = tuple[str, str, int, int, str]  # path, kind, mode, size, sha256 or link's target
 
 
 class CopyError(Exception):
-    """A reason why the copy can't go on, as one line for the user."""
+    """Raised with a line for the user."""
 
 
 class FileReceiver:
     """Receives one copy into one folder."""
 
     def __init__(self) -> None:
-        self._hashes = FileHashes()
-        self._root = ""
-        self._manifest = ""
-        self._offered: dict[str, tuple[str, str]] = {}  # path -> (kind, sha256 or target)
-        self._copied: dict[str, str] = {}  # path -> hash of what this copy and earlier ones from its origin wrote
-        self._others: dict[str, dict[str, str]] = {}  # origin -> what copies from there wrote
-        self._origin = ""
-        self._written = 0
-        self._path = self._part = ""  # the file that is being received, and its temporary file
         self.silence_s = 60.0
-
-    @property
-    def current_path(self) -> str:
-        return os.path.join(self._root, self._path)
+        self._hashes = FileHashes()
+        self._root = self._manifest = self._origin = ""
+        self._offered: dict[str, tuple[str, str]] = {}  # path -> (kind, sha256 or target)
+        self._ours: dict[str, str] = {}  # path -> hash, of what this copy and earlier ones from this origin wrote
+        self._others: dict[str, dict[str, str]] = {}  # other origin -> what its copies wrote
+        self._written = 0
+        self._path = self._part = ""  # of the file that is being written, and its temporary file
 
     def offer(self, root: str, manifest: str, entries: list[Entry], origin: str = "") -> list[str]:
-        """Return the paths of the offered files that are missing here or differ. Raises CopyError.
+        """Return the paths of the files that are missing here or differ.
 
-        The manifest, the list of what was copied, is in the folder itself if `manifest` is "inside". If it is "", it is
-        below our cache: a script that lists its data must not find a file of ours there. `origin` is the folder that the
-        copy comes from; files copied from another origin stay. With "", only the files of the newest copy stay.
+        `manifest` says where the list of copied files is kept: "inside" the folder, or "" for our cache (a script that
+        lists its data must not find a file of ours in it). Files that came from another origin stay. Without an origin
+        the newest copy decides which files there are.
         """
-        self._root = os.path.abspath(os.path.expanduser(root))
+        self._root, self._origin = os.path.abspath(os.path.expanduser(root)), origin
         os.makedirs(self._root, exist_ok=True)
         if not os.access(self._root, os.W_OK | os.X_OK):
             raise CopyError(f"no permission to write in the folder {self._root}")
+        name = hashlib.sha256(os.fsencode(self._root)).hexdigest()[:32]
+        self._manifest = os.path.join(layout.cache_home(os.environ), "staged", f"{name}.json")
         if manifest == "inside":
             self._manifest = os.path.join(self._root, layout.SYNCED)
-        else:
-            name = hashlib.sha256(os.fsencode(self._root)).hexdigest()[:32]
-            self._manifest = os.path.join(layout.cache_home(os.environ), "staged", f"{name}.json")
-        self._origin = origin
         self._others = _read_manifest(self._manifest)
-        self._copied = self._others.pop(origin, {})
-        self._others.pop("", None)  # of a copy that named no origin
+        self._ours = self._others.pop(origin, {})
+        self._others.pop("", None)  # an old list that does not say where the files came from
         needed, needed_bytes = [], 0
         for path, kind, mode, size, value in entries:
             self._offered[path] = (kind, value)
             if kind == "link":
-                continue  # made at the end, when everything is there
+                continue  # links are made at the end, when all files are there
             if self._has(path, size, value):
                 self._set_executable(path, mode)
             else:
@@ -95,19 +81,62 @@ class FileReceiver:
         disk = os.statvfs(self._root)
         free = disk.f_bavail * disk.f_frsize
         if needed_bytes and needed_bytes + _RESERVE > free:
-            raise CopyError(
-                f"the disk of {self._root} is full: {format_bytes(needed_bytes)} to copy, {format_bytes(free)} free"
-            )
+            sizes = f"{format_bytes(needed_bytes)} to copy, {format_bytes(free)} free"
+            raise CopyError(f"the disk of {self._root} is full: {sizes}")
         if needed:
-            self._copied |= {path: self._offered[path][1] for path in needed}
-            self._save_manifest()  # before the first byte, so that the files of an interrupted copy are known as ours
+            # Saved before the first byte, so that the files of an interrupted copy are known as ours.
+            self._ours |= {path: self._offered[path][1] for path in needed}
+            self._save_manifest()
         return needed
 
+    def _full_path(self, path: str) -> str:
+        return os.path.join(self._root, path)
+
+    def _link_above(self, path: str) -> str:
+        """Return the first folder of the path that is a link, or "". Nothing behind a link is ours to change."""
+        return next((folder for folder in _parent_folders(path) if os.path.islink(self._full_path(folder))), "")
+
+    def _has(self, path: str, size: int, sha256: str) -> bool:
+        if self._link_above(path) in self._ours:
+            return False  # an earlier copy brought that link, and this copy brings a folder in its place
+        try:
+            status = os.lstat(self._full_path(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        same_size = stat.S_ISREG(status.st_mode) and status.st_size == size
+        return same_size and self._hashes.of(self._full_path(path)) == sha256
+
+    def _set_executable(self, path: str, mode: int) -> None:
+        """Change the mode only if the file must become a program or stop being one: the other bits are the host's choice."""
+        full_path = self._full_path(path)
+        if (os.stat(full_path).st_mode ^ mode) & 0o111 and not self._link_above(path):
+            os.chmod(full_path, mode)
+
+    def _make_way(self, path: str) -> None:
+        """Make the folder of a file. Raises CopyError if something is in the way that no earlier copy brought."""
+        for folder in _parent_folders(path):
+            full_path = self._full_path(folder)
+            if os.path.islink(full_path) or os.path.isfile(full_path):
+                if folder not in self._ours:
+                    raise CopyError(f"{full_path} is in the way: it is not a folder")
+                os.unlink(full_path)
+        full_path = self._full_path(path)
+        os.makedirs(os.path.dirname(full_path), exist_ok=True)
+        if os.path.isdir(full_path) and not os.path.islink(full_path):
+            try:
+                os.rmdir(full_path)
+            except OSError as problem:
+                raise CopyError(f"{full_path} is in the way: it is a folder that is not empty") from problem
+
+    @property
+    def current(self) -> str:
+        """Return the path of the file that is being written."""
+        return self._full_path(self._path)
+
     def begin(self, path: str, mode: int) -> None:
-        """Begin to receive a file. Raises CopyError."""
-        self._clear_way(path)
+        self._make_way(path)
         self._path, self._mode = path, mode
-        handle, self._part = tempfile.mkstemp(prefix=".stoker-part-", dir=os.path.dirname(self.current_path))
+        handle, self._part = tempfile.mkstemp(prefix=".stoker-part-", dir=os.path.dirname(self.current))
         self._file = os.fdopen(handle, "wb")
         self._digest = hashlib.sha256()
 
@@ -116,219 +145,160 @@ class FileReceiver:
         self._file.write(data)
 
     def end(self, sha256: str) -> None:
-        """Put the received file in its place. Raises CopyError if its hash differs."""
         os.fchmod(self._file.fileno(), self._mode)
         self._file.close()
         if self._digest.hexdigest() != sha256:
             raise CopyError(f"{self._path} arrived damaged")
-        os.replace(self._part, self.current_path)
+        os.replace(self._part, self.current)
         self._part = ""
-        self._copied[self._path] = sha256
+        self._ours[self._path] = sha256
         self._written += 1
 
-    def discard_part(self) -> None:
-        """Remove the temporary file of a copy that was interrupted."""
+    def remove_part(self) -> None:
+        """Remove the temporary file of an interrupted copy."""
         if self._part:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._part)
 
     def finish(self) -> dict[str, Any]:
-        """Make the links, and remove what is no longer offered. Return what was done, for the message "finished"."""
-        removed = 0
+        """Make the links, remove what this origin no longer has, save the manifest, and return the counts."""
         for path, (kind, target) in self._offered.items():
-            if kind == "link":
-                self._make_link(path, target)
-        for path in [path for path in self._copied if path not in self._offered]:
-            value = self._copied.pop(path)
+            full_path = self._full_path(path)
+            if kind != "link" or (os.path.islink(full_path) and os.readlink(full_path) == target):
+                continue
+            self._make_way(path)
+            if os.path.lexists(full_path):
+                os.unlink(full_path)
+            os.symlink(target, full_path)
+            self._ours[path] = "-> " + target
+            self._written += 1
+        removed = 0
+        for path in [path for path in self._ours if path not in self._offered]:
+            digest = self._ours.pop(path)
             if not any(path in files for files in self._others.values()):
-                removed += self._remove(path, value)
-        if self._copied or os.path.exists(self._manifest):
+                removed += self._remove_unchanged(path, digest)
+        if self._ours or os.path.exists(self._manifest):
             self._save_manifest()
         self._hashes.save()
-        others = {}  # origin -> how many files from there are left
+        others = {}
         for origin, files in self._others.items():
-            count = sum(os.path.lexists(self._full(path)) for path in files if path not in self._offered)
+            count = sum(path not in self._offered and os.path.lexists(self._full_path(path)) for path in files)
             if count:
                 others[origin] = count
         return {"written": self._written, "removed": removed, "others": others}
 
-    def _full(self, path: str) -> str:
-        return os.path.join(self._root, path)
-
-    def _link_above(self, path: str) -> str:
-        """Return the first folder of the path that is a link, or "". What is behind it must not be changed."""
-        return next((folder for folder in _parents(path) if os.path.islink(self._full(folder))), "")
-
-    def _has(self, path: str, size: int, sha256: str) -> bool:
-        """Return whether the file is here already."""
-        if self._link_above(path) in self._copied:
-            return False  # an earlier copy brought that link, and this one brings a folder
-        full = self._full(path)
-        try:
-            status = os.lstat(full)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return stat.S_ISREG(status.st_mode) and status.st_size == size and self._hashes.of(full) == sha256
-
-    def _set_executable(self, path: str, mode: int) -> None:
-        """Make a file executable or not, as `mode` says. The rest of its mode is up to this host."""
-        full = self._full(path)
-        if (os.stat(full).st_mode ^ mode) & 0o111 and not self._link_above(path):
-            os.chmod(full, mode)
-
-    def _make_link(self, path: str, target: str) -> None:
-        full = self._full(path)
-        if os.path.islink(full) and os.readlink(full) == target:
-            return
-        self._clear_way(path)
-        if os.path.lexists(full):
-            os.unlink(full)
-        os.symlink(target, full)
-        self._copied[path] = "-> " + target
-        self._written += 1
-
-    def _clear_way(self, path: str) -> None:
-        """Make the folder of a file. A link or file in its place is removed if an earlier copy brought it.
-
-        Raises CopyError otherwise.
-        """
-        for folder in _parents(path):
-            full_folder = self._full(folder)
-            if os.path.islink(full_folder) or os.path.isfile(full_folder):
-                if folder not in self._copied:
-                    raise CopyError(f"{full_folder} is in the way: it is not a folder there")
-                os.unlink(full_folder)
-        full = self._full(path)
-        os.makedirs(os.path.dirname(full), exist_ok=True)
-        if os.path.isdir(full) and not os.path.islink(full):
-            try:
-                os.rmdir(full)
-            except OSError as problem:
-                raise CopyError(f"{full} is in the way: it is a folder that is not empty") from problem
-
-    def _remove(self, path: str, value: str) -> int:
-        """Remove a file if it is as an earlier copy left it, and the folders that are then empty. Return 1 if removed.
-
-        `value` is its hash, or "-> " and the target of a link.
-        """
+    def _remove_unchanged(self, path: str, digest: str) -> bool:
+        """Remove a file that is still as the copy left it, and folders that are empty then. Return whether it was removed."""
+        full_path = self._full_path(path)
         if self._link_above(path):
-            return 0
-        full = self._full(path)
+            return False
         try:
-            is_same = os.readlink(full) == value[3:] if os.path.islink(full) else sha256_of(full) == value
+            is_link = os.path.islink(full_path)
+            unchanged = os.readlink(full_path) == digest[3:] if is_link else sha256_of(full_path) == digest
         except OSError:
-            return 0
-        if not is_same:  # somebody has changed it here
-            return 0
-        os.unlink(full)
-        folder = os.path.dirname(full)
-        while folder != self._root:
+            return False
+        if not unchanged:  # it was edited here since
+            return False
+        os.unlink(full_path)
+        for folder in reversed(_parent_folders(path)):
             try:
-                os.rmdir(folder)
-            except OSError:  # not empty
+                os.rmdir(self._full_path(folder))
+            except OSError:  # it is not empty
                 break
-            folder = os.path.dirname(folder)
-        return 1
+        return True
 
     def _save_manifest(self) -> None:
         os.makedirs(os.path.dirname(self._manifest), mode=0o700, exist_ok=True)
-        origins = {**self._others, self._origin: self._copied}
-        content = json.dumps({"schema": 2, "root": self._root, "origins": origins})
+        content = {"schema": 2, "root": self._root, "origins": {**self._others, self._origin: self._ours}}
         with AtomicFile(self._manifest, mode=0o600, durable=False) as file:
-            file.write(content.encode())
+            file.write(json.dumps(content).encode())
 
 
-def _parents(path: str) -> list[str]:
-    """Return the folders that a relative path is in, the outermost first."""
+def _parent_folders(path: str) -> list[str]:
+    """Return the folders of a relative path, the outermost first."""
     parts = path.split("/")[:-1]
     return ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 def _read_manifest(path: str) -> dict[str, dict[str, str]]:
-    """Return origin -> path -> hash of what earlier copies brought. Raises CopyError if the file is damaged."""
+    """Return origin -> path -> hash of what earlier copies brought. Raises CopyError if the file can't be used."""
     try:
         if not is_trusted(os.lstat(path).st_uid, os.path.dirname(path)):
             raise CopyError(f"{path} belongs to another user: remove it, or copy to another folder")
         manifest = read_json(path)
         origins = manifest["origins"] if manifest["schema"] == 2 else {"": manifest["files"]}
-        copied: dict[str, dict[str, str]] = typed_values.read_value("dict[str, dict[str, str]]", origins)
-        for name in (name for files in copied.values() for name in files):
+        brought: dict[str, dict[str, str]] = typed_values.read_value("dict[str, dict[str, str]]", origins)
+        for name in (name for files in brought.values() for name in files):
             if os.path.isabs(name) or ".." in name.split("/"):
                 raise ValueError(f"it names {name}, outside the folder")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise CopyError(f"{path} can't be read ({problem}): remove it") from problem
-    return copied
+    return brought
 
 
 def serve(source: int, sink: int) -> int:
-    """Obey the orders from `source` until the copy is finished. Return the exit code."""
+    """Receive one copy. Return 0 if it is complete, 1 if it was refused or the sender is lost."""
     receiver = FileReceiver()
-    decoder = protocol.Decoder()
-    _send(sink, protocol.SENTINEL)
-    is_over = threading.Event()
-    threading.Thread(target=_ping, args=(sink, is_over), name="ping", daemon=True).start()
+    lock = threading.Lock()  # a ping must not come between the parts of a long answer
+    closing = threading.Event()
+
+    def send(message: bytes) -> None:
+        with lock:
+            while message:
+                message = message[os.write(sink, message) :]
+
+    def ping() -> None:
+        with contextlib.suppress(OSError):  # nobody reads our answers: the loop below finds out
+            while not closing.wait(protocol.PING_S):
+                send(protocol.encode_message({"is": "ping"}))
+
+    send(protocol.SENTINEL)
+    threading.Thread(target=ping, name="ping", daemon=True).start()
+    refusal = ""
     try:
-        while True:
-            # A cut cable closes nothing, so silence means that the other side is gone, as it does for an agent.
-            received = os.read(source, 1 << 20) if select.select([source], [], [], receiver.silence_s)[0] else b""
-            if not received:
-                return 1
-            for order, payload in decoder.feed(received):
-                if _obey(receiver, order, payload, sink):
-                    return 0
-    except (CopyError, protocol.ProtocolError) as refusal:
-        _send(sink, protocol.encode_message({"is": "refused", "line": str(refusal)}))
+        for order, payload in _read_orders(source, receiver):
+            do = order.get("do")
+            if do == "offer":
+                receiver.silence_s = float(order["silence"])
+                entries = protocol.read_payload(_ENTRIES, payload, "the offer")
+                needed = receiver.offer(order["root"], order["manifest"], entries, order["origin"])
+                send(protocol.encode_message({"is": "need"}, json.dumps(needed).encode()))
+            elif do == "begin":
+                receiver.begin(order["path"], order["mode"])
+            elif do == "data":
+                receiver.data(payload)
+            elif do == "end":
+                receiver.end(order["sha256"])
+            elif do == "finish":
+                send(protocol.encode_message({"is": "finished", **receiver.finish()}))
+                return 0
+            else:
+                raise protocol.ProtocolError(f"unknown order {do!r}")
+    except (CopyError, protocol.ProtocolError) as problem:
+        refusal = str(problem)
     except OSError as problem:
-        # The error of a write names no file.
-        path = problem.filename if problem.filename is not None else receiver.current_path
-        line = f"{os.fsdecode(path)}: {problem.strerror or problem}"
-        _send(sink, protocol.encode_message({"is": "refused", "line": line}))
+        path = problem.filename if problem.filename is not None else receiver.current  # a write error has no file name
+        refusal = f"{os.fsdecode(path)}: {problem.strerror or problem}"
+    except Exception as problem:  # a bug: one line instead of a traceback
+        refusal = f"{type(problem).__name__}: {problem}"
     finally:
-        is_over.set()
-        receiver.discard_part()
+        closing.set()
+        receiver.remove_part()
+    if refusal:
+        send(protocol.encode_message({"is": "refused", "line": refusal}))
     return 1
 
 
-def _obey(receiver: FileReceiver, order: protocol.Message, payload: bytes, sink: int) -> bool:
-    """Carry out one order. Return whether it was the last."""
-    action = order.get("do")
-    if action not in _ORDERS:
-        raise protocol.ProtocolError(f"unknown order {action!r}")
-    try:
-        order = typed_values.read_fields(_ORDERS[action], order)
-    except ValueError as problem:
-        raise protocol.ProtocolError(f"the order {action!r} can't be read: {problem}") from None
-    if action == "offer":
-        receiver.silence_s = float(order["silence"])
-        entries = protocol.read_payload(_ENTRIES, payload, "the offer")
-        needed = receiver.offer(order["root"], order["manifest"], entries, order["origin"])
-        _send(sink, protocol.encode_message({"is": "need"}, json.dumps(needed).encode()))
-    elif action == "begin":
-        receiver.begin(order["path"], order["mode"])
-    elif action == "data":
-        receiver.data(payload)
-    elif action == "end":
-        receiver.end(order["sha256"])
-    else:
-        _send(sink, protocol.encode_message({"is": "finished", **receiver.finish()}))
-    return bool(action == "finish")
-
-
-def _ping(sink: int, is_over: threading.Event) -> None:
-    with contextlib.suppress(OSError):  # the other side is gone; the thread that reads orders notices
-        while not is_over.wait(protocol.PING_S):
-            _send(sink, protocol.encode_message({"is": "ping"}))
-
-
-_send_lock = threading.Lock()  # without it, a ping could come between the parts of a long message
-
-
-def _send(sink: int, data: bytes) -> None:
-    with _send_lock:
-        while data:
-            data = data[os.write(sink, data) :]
+def _read_orders(source: int, receiver: FileReceiver) -> Iterator[tuple[protocol.Message, bytes]]:
+    """Yield orders with their payloads until the sender closes its end or is silent for too long."""
+    decoder = protocol.Decoder()
+    while select.select([source], [], [], receiver.silence_s)[0]:  # a cut cable closes nothing: silence means lost
+        received = os.read(source, 1 << 20)
+        if not received:
+            return
+        yield from decoder.feed(received)
 
 
 def boot(argv: list[str]) -> None:

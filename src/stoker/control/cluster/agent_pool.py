@@ -1,4 +1,4 @@
-"""The coordinator's side of its agents: reads and writes without blocking, knows when one is gone, and says why."""
+"""The coordinator's connections to its agents: reads and writes without blocking, and finds out when and why one is lost."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from stoker.contract.text import escape
 from stoker.control.cluster.transport import AgentLink
 from stoker.control.machine.model import Machine
 
-_CHUNK = 1 << 16  # what a pipe holds: asked for more, Python maps and unmaps a megabyte for every word
-GREETING_S = 20.0  # a login may take its time; what has greeted once speaks every second
-_CROWD = 8  # with more agents than this their words are gathered for a moment: a wake costs more than a word
+_CHUNK = 1 << 16  # the capacity of a pipe; for more, Python maps and unmaps a megabyte for every message
+GREETING_S = 20.0  # a login may be slow; an agent that has greeted sends a ping every second
+_MANY_AGENTS = 8  # above it, messages are gathered for a moment: waking up costs more than handling a message
 _GATHER_S = 0.02
-_PREAMBLE = 1 << 16  # characters kept of what a login prints: only a few lines are ever shown
-QUIET_S = 1.5  # somebody who speaks every second and has not for this long may be lost
+_MAX_PREAMBLE = 1 << 16  # characters kept of what a login prints: only a few lines are ever shown
+QUIET_S = 1.5  # an agent that pings every second and has been silent this long may be lost
 
 
 class AgentClient:
-    """One life of one host's agent."""
+    """One connection to the agent of one host. A host that is lost and comes back gets a new one."""
 
     def __init__(self, link: AgentLink) -> None:
         self.link = link
@@ -34,77 +34,80 @@ class AgentClient:
         self.decoder = protocol.Decoder(expect_sentinel=True)
         self.outbox = bytearray(link.first_bytes)
         link.first_bytes = b""
-        self.heard = time.monotonic()
-        self.gone: str = ""  # why we lost it
-        self._lock = threading.RLock()  # the pinger writes too
-        self.complaint = ""  # the last thing it wrote to stderr
-        self.preamble = ""  # its stderr before the agent's first word: a banner, or why there is no agent
-        self.answers: dict[str, protocol.Message] = {}  # the newest of each kind that is waited for
-        self.probed: dict[str, Any] = {}  # of one that waits to join: what it answered, by the probe's name
-        self.machine: Machine | None = None  # as it was last seen
-        self.selves: list[list[int]] = []  # pid and start time of its guardian and agent, there
+        self.heard = time.monotonic()  # when it last sent anything
+        self.gone: str = ""  # why it is lost; empty while it is not
+        self._lock = threading.RLock()  # the ping thread writes too
+        self.complaint = ""  # the last line of its stderr
+        self.preamble = ""  # stderr before the greeting: a banner, or why there is no agent
+        self.answers: dict[str, protocol.Message] = {}  # the newest message of each awaited kind
+        self.probed: dict[str, Any] = {}  # probe name -> answer, of a host that waits to join
+        self.machine: Machine | None = None  # as last reported
+        self.selves: list[list[int]] = []  # pid and start time of its guardian and agent
 
     @property
     def quiet(self) -> bool:
-        """It lives as far as we know, and has not said a word for longer than usual."""
+        """Return whether a living agent has been silent for longer than usual."""
         return not self.gone and self.decoder.greeted and time.monotonic() - self.heard > QUIET_S
 
     def say(self, message: protocol.Message) -> None:
+        """Send a message, unless the agent is lost."""
         with self._lock:
             if not self.gone:
                 self.outbox += protocol.encode_message(message)
                 self.flush()
 
     def flush(self) -> None:
+        """Write as much of the outbox as the pipe takes."""
         with self._lock:
             try:
                 while self.outbox:
-                    del self.outbox[: os.write(self.link.orders, bytes(self.outbox[:65536]))]
+                    del self.outbox[: os.write(self.link.stdin, bytes(self.outbox[:65536]))]
             except BlockingIOError:
                 return
             except OSError as problem:
                 if self.decoder.greeted or self.link.local:
                     self.lose(f"its pipe is closed ({problem.strerror})")
                 else:
-                    self.outbox.clear()  # ssh did not get there: its end says why
+                    self.outbox.clear()  # ssh did not connect: its exit will say why
 
     def lose(self, why: str) -> None:
+        """Mark the agent as lost. Only the first reason counts."""
         with self._lock:
             if not self.gone:
                 self.gone = why
                 self.outbox.clear()
 
     def retire(self) -> None:
-        """The last word is said. Under the lock: a ping must not go to a descriptor that is somebody else's by then."""
+        """Close our end of its stdin. The lock keeps a ping from writing to a descriptor that is reused by then."""
         with self._lock:
             self.flush()
             self.lose("closed")
-            os.close(self.link.orders)
+            os.close(self.link.stdin)
 
     def cut_off(self) -> None:
-        """Closes a lost one's connection: no old words come later. Its agent ends by its own silence rule."""
+        """Close the connection to a lost agent, so that no late message arrives. It ends itself after its silence limit."""
         self.retire()
-        if not self.link.local:  # our own child, the ssh client; a guardian on this machine is left to sweep
+        if not self.link.local:  # the ssh client is our child; the guardian of this machine is left to sweep
             signal_child(self.link.pid, signal.SIGKILL)
             os.waitpid(self.link.pid, 0)
-        os.close(self.link.answers)
-        os.close(self.link.errors)
+        os.close(self.link.stdout)
+        os.close(self.link.stderr)
 
 
-Hear = Callable[[AgentClient, protocol.Message, bytes], object]
-Complain = Callable[[AgentClient, str], None]
+MessageHandler = Callable[[AgentClient, protocol.Message, bytes], object]
+ComplaintHandler = Callable[[AgentClient, str], None]
 
 
 class AgentPool:
-    """All agents of a run, in rank order; and those of hosts that are back and wait for the next attempt."""
+    """All agents of a run: `all` in rank order, and `waiting`, those of hosts that are back and join the next attempt."""
 
-    def __init__(self, links: list[AgentLink], hear: Hear, complain: Complain) -> None:
+    def __init__(self, links: list[AgentLink], on_message: MessageHandler, on_complaint: ComplaintHandler) -> None:
         self.all: list[AgentClient] = []
         self.waiting: list[AgentClient] = []
-        self._hear = hear
-        self._complain = complain
+        self._on_message = on_message
+        self._on_complaint = on_complaint
         self._selector = selectors.DefaultSelector()
-        self._next_look = 0.0
+        self._next_select = 0.0
         for link in links:
             self.add(AgentClient(link), self.all)
         self._wake_read, self._wake_write = os.pipe()
@@ -112,132 +115,136 @@ class AgentPool:
         os.set_blocking(self._wake_write, False)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
-        # In a thread: a log file on a stalled NFS holds the main loop up, and the agents must not take that for death.
+        # A log file on a stalled NFS blocks the main loop. Pings come from a thread, so agents don't take that for death.
         self._closing = threading.Event()
         threading.Thread(target=self._ping, name="ping", daemon=True).start()
 
-    def add(self, member: AgentClient, to: list[AgentClient]) -> None:
-        self._selector.register(member.link.answers, selectors.EVENT_READ, (self._read, member))
-        self._selector.register(member.link.errors, selectors.EVENT_READ, (self._read_errors, member))
-        to.append(member)
+    def add(self, client: AgentClient, to: list[AgentClient]) -> None:
+        """Listen to an agent and append it to one of the two lists."""
+        self._selector.register(client.link.stdout, selectors.EVENT_READ, (self._read, client))
+        self._selector.register(client.link.stderr, selectors.EVENT_READ, (self._read_stderr, client))
+        to.append(client)
 
-    def drop(self, member: AgentClient) -> None:
-        for handle in (member.link.answers, member.link.errors, member.link.orders):
+    def drop(self, client: AgentClient) -> None:
+        """Close the connection to a lost agent and forget it."""
+        for handle in (client.link.stdout, client.link.stderr, client.link.stdin):
             if handle in self._selector.get_map():
                 self._selector.unregister(handle)
-        for group in (self.all, self.waiting):
-            if member in group:
-                group.remove(member)
-        member.cut_off()
+        for clients in (self.all, self.waiting):
+            if client in clients:
+                clients.remove(client)
+        client.cut_off()
 
     def join(self, ready: list[str], order: list[str]) -> list[str]:
-        """Those waiting that are ready take part from now on. `order`: of the hosts. Returns who joined."""
-        joined = [member for member in self.waiting if not member.gone and member.host in ready]
-        self.waiting = [member for member in self.waiting if member not in joined]
-        self.all = sorted([*self.all, *joined], key=lambda member: order.index(member.host))
-        return [member.host for member in joined]
+        """Move the waiting agents of `ready` hosts into the run, in the order of the hosts. Return the hosts that joined."""
+        joined = [client for client in self.waiting if not client.gone and client.host in ready]
+        self.waiting = [client for client in self.waiting if client not in joined]
+        self.all = sorted([*self.all, *joined], key=lambda client: order.index(client.host))
+        return [client.host for client in joined]
 
     def _ping(self) -> None:
         while not self._closing.wait(protocol.PING_S):
-            for member in [*self.all, *self.waiting]:
-                member.say({"do": "ping"})
+            for client in [*self.all, *self.waiting]:
+                client.say({"do": "ping"})
 
     def say(self, message: protocol.Message) -> None:
-        for member in self.all:
-            member.say(message)
+        """Send a message to all agents of the run."""
+        for client in self.all:
+            client.say(message)
 
     def pump(self, seconds: float) -> None:
-        """Waits for the next word, from agents or a signal, for at most so long, and delivers it."""
-        for member in [*self.all, *self.waiting]:
-            self._write(member)
-        if len(self.all) > _CROWD:
-            time.sleep(max(0.0, min(self._next_look - time.monotonic(), _GATHER_S)))
+        """Wait up to `seconds` for a message or a signal, deliver what arrived, and mark silent agents as lost."""
+        for client in [*self.all, *self.waiting]:
+            self._write(client)
+        if len(self.all) > _MANY_AGENTS:
+            time.sleep(max(0.0, min(self._next_select - time.monotonic(), _GATHER_S)))
         ready = self._selector.select(min(seconds, protocol.PING_S))
-        self._next_look = time.monotonic() + _GATHER_S
-        now = time.monotonic()  # before the words are handled: time spent on those is not the agents' silence
+        self._next_select = time.monotonic() + _GATHER_S
+        now = time.monotonic()  # before messages are handled: that time must not count as the agents' silence
         for key, events in ready:
             if key.data is None:
                 os.read(self._wake_read, 4096)
                 continue
-            act, member = key.data
-            act(member)
+            handle, client = key.data
+            handle(client)
             if events & selectors.EVENT_READ:
-                member.heard = now
-        for member in [*self.all, *self.waiting]:
-            patience = protocol.SILENCE_S if member.decoder.greeted else GREETING_S
-            if not member.gone and now - member.heard > patience:
-                met = member.decoder.greeted or member.link.local
-                self._lose(member, f"silent for {patience:.0f} s" if met else _why_unmet(member))
+                client.heard = now
+        for client in [*self.all, *self.waiting]:
+            limit = protocol.SILENCE_S if client.decoder.greeted else GREETING_S
+            if not client.gone and now - client.heard > limit:
+                connected = client.decoder.greeted or client.link.local
+                self._lose(client, f"silent for {limit:.0f} s" if connected else _why_not_connected(client))
 
-    def _write(self, member: AgentClient) -> None:
-        """What did not fit into its pipe goes on as soon as there is room: a remote agent's files are several pipes full."""
-        if member.outbox:
-            member.flush()
-        waits = member.link.orders in self._selector.get_map()
-        if member.outbox and not waits:
-            self._selector.register(member.link.orders, selectors.EVENT_WRITE, (self._write, member))
-        elif waits and not member.outbox:
-            self._selector.unregister(member.link.orders)
+    def _write(self, client: AgentClient) -> None:
+        """Flush the outbox, and wait for the pipe to drain if it does not fit: the agent's files are several pipes full."""
+        if client.outbox:
+            client.flush()
+        registered = client.link.stdin in self._selector.get_map()
+        if client.outbox and not registered:
+            self._selector.register(client.link.stdin, selectors.EVENT_WRITE, (self._write, client))
+        elif registered and not client.outbox:
+            self._selector.unregister(client.link.stdin)
 
-    def _read(self, member: AgentClient) -> None:
+    def _read(self, client: AgentClient) -> None:
         try:
-            data = os.read(member.link.answers, _CHUNK)
+            data = os.read(client.link.stdout, _CHUNK)
+        except BlockingIOError:
+            return
+        if data:
+            try:
+                for message, payload in client.decoder.feed(data):
+                    self._on_message(client, protocol.check_message(message), payload)
+            except protocol.ProtocolError as problem:
+                self._lose(client, f"it is broken: {problem}" if client.decoder.greeted else str(problem))
+            return
+        self._read_stderr(client)
+        if not client.decoder.greeted and not client.link.local:
+            # The process of a shared ssh connection writes stderr itself, perhaps after stdout is closed.
+            deadline = time.monotonic() + 0.5
+            while client.link.stderr in self._selector.get_map() and time.monotonic() < deadline:
+                self._read_stderr(client)
+                time.sleep(0.002)
+            self._lose(client, _why_not_connected(client))
+            return
+        # What a login printed before the greeting is not why the agent ended.
+        greeting = b"" if client.decoder.greeted else client.decoder.greeting
+        last = client.complaint or escape(greeting.decode("utf-8", "replace").strip().rpartition("\n")[2], 1000)
+        self._lose(client, f"it ended: {last}" if last else _why_ended(client))
+
+    def _read_stderr(self, client: AgentClient) -> None:
+        if client.link.stderr not in self._selector.get_map():
+            return
+        try:
+            data = os.read(client.link.stderr, _CHUNK)
         except BlockingIOError:
             return
         if not data:
-            self._read_errors(member)
-            if not member.decoder.greeted and not member.link.local:
-                # A shared connection's process writes its stderr by itself, perhaps after its stdout is closed.
-                deadline = time.monotonic() + 0.5
-                while member.link.errors in self._selector.get_map() and time.monotonic() < deadline:
-                    self._read_errors(member)
-                    time.sleep(0.002)
-                self._lose(member, _why_unmet(member))
-                return
-            # A login's chatter is no agent's last word.
-            before = b"" if member.decoder.greeted else member.decoder.greeting
-            last = member.complaint or escape(before.decode("utf-8", "replace").strip().rpartition("\n")[2], 1000)
-            self._lose(member, f"it ended: {last}" if last else _how_ended(member))
+            self._selector.unregister(client.link.stderr)
             return
-        try:
-            for message, payload in member.decoder.feed(data):
-                self._hear(member, protocol.check_message(message), payload)
-        except protocol.ProtocolError as problem:
-            self._lose(member, f"it is broken: {problem}" if member.decoder.greeted else str(problem))
-
-    def _read_errors(self, member: AgentClient) -> None:
-        if member.link.errors not in self._selector.get_map():
+        text = data.decode("utf-8", "replace")
+        if not client.decoder.greeted and not client.link.local:
+            client.preamble = (client.preamble + text)[-_MAX_PREAMBLE:]
             return
-        try:
-            data = os.read(member.link.errors, _CHUNK)
-        except BlockingIOError:
-            return
-        if not data:
-            self._selector.unregister(member.link.errors)
-            return
-        if not member.decoder.greeted and not member.link.local:
-            member.preamble = (member.preamble + data.decode("utf-8", "replace"))[-_PREAMBLE:]
-            return
-        for line in data.decode("utf-8", "replace").splitlines():
+        for line in text.splitlines():
             if line.strip():
-                member.complaint = escape(line.strip(), 1000)
-                self._complain(member, escape(line, 1000))
+                client.complaint = escape(line.strip(), 1000)
+                self._on_complaint(client, escape(line, 1000))
 
-    def _lose(self, member: AgentClient, why: str) -> None:
-        member.lose(why)
-        if member.link.answers in self._selector.get_map():
-            self._selector.unregister(member.link.answers)
+    def _lose(self, client: AgentClient, why: str) -> None:
+        client.lose(why)
+        if client.link.stdout in self._selector.get_map():
+            self._selector.unregister(client.link.stdout)
 
     def close(self) -> None:
-        """Tells every agent to end and waits. One that does not is left to its guardian, which sees the pipe close."""
+        """Tell every agent to end, and wait up to 3 s. A slow one is left to its guardian, which sees the pipe close."""
         self._closing.set()
-        everybody = [*self.all, *self.waiting]
-        for member in everybody:
-            member.say({"do": "close"})
+        clients = [*self.all, *self.waiting]
+        for client in clients:
+            client.say({"do": "close"})
         deadline = time.monotonic() + 3.0
-        ending = {member.link.pid: member.link for member in everybody}
-        for member in everybody:
-            member.retire()
+        ending = {client.link.pid: client.link for client in clients}
+        for client in clients:
+            client.retire()
         while ending and time.monotonic() < deadline:
             for pid in list(ending):
                 if os.waitpid(pid, os.WNOHANG)[0] == pid:
@@ -245,59 +252,59 @@ class AgentPool:
             if ending:
                 time.sleep(0.001)
         for pid, link in ending.items():
-            if not link.local:  # an ssh client whose other side does not answer any more
+            if not link.local:  # an ssh client whose other side no longer answers
                 signal_child(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-        for member in everybody:
-            os.close(member.link.answers)
-            os.close(member.link.errors)
+        for client in clients:
+            os.close(client.link.stdout)
+            os.close(client.link.stderr)
         signal.set_wakeup_fd(-1)
 
 
-def _why_unmet(member: AgentClient) -> str:
-    """ssh ended, or went silent, before any agent spoke."""
-    from stoker.control.cluster.ssh import explain
+def _why_not_connected(client: AgentClient) -> str:
+    """Explain why ssh ended, or fell silent, before any agent greeted."""
+    from stoker.control.cluster.ssh import explain_failure
 
-    said = member.preamble + member.decoder.greeting.decode("utf-8", "replace")
-    return explain(member.host, said, _exit_code(member))
+    output = client.preamble + client.decoder.greeting.decode("utf-8", "replace")
+    return explain_failure(client.host, output, _exit_code(client))
 
 
-def _how_ended(member: AgentClient) -> str:
-    """Without a word. ssh's 255 is a broken connection, and a signal there."""
-    if member.link.local:
+def _why_ended(client: AgentClient) -> str:
+    """Explain the end of an agent that wrote no error message. ssh exits with 255 if a connection breaks or a signal ends it."""
+    if client.link.local:
         return "it ended"
-    code = _exit_code(member)
+    code = _exit_code(client)
     if code in (None, 0, 255):
         return "its agent ended, or the connection to it broke, without an error message"
     return f"its agent ended with exit code {code}"
 
 
-def _exit_code(member: AgentClient) -> int | None:
-    """Of the client that leads there. It stays for whoever waits for it."""
+def _exit_code(client: AgentClient) -> int | None:
+    """Return the exit code of the local client process, without reaping it, or None if it still runs after 0.5 s."""
     deadline = time.monotonic() + 0.5
-    while (ended := os.waitid(os.P_PID, member.link.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
+    while (status := os.waitid(os.P_PID, client.link.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
         if time.monotonic() > deadline:
             return None
-        time.sleep(0.005)  # its stdout is closed: it is on its way out
-    return ended.si_status if ended.si_code == os.CLD_EXITED else 128 + ended.si_status
+        time.sleep(0.005)  # its stdout is closed, so it is about to exit
+    return status.si_status if status.si_code == os.CLD_EXITED else 128 + status.si_status
 
 
 class UnusableHosts(Refusal):
-    """Hosts that do not answer, all of them: name -> why."""
+    """Raised with all hosts that can't be used: host name -> why."""
 
     def __init__(self, hosts: dict[str, str], total: int, code: int = EX_UNAVAILABLE) -> None:
         self.hosts = {name: why.replace(f"is gone: host {name}: ", "is gone: ", 1) for name, why in hosts.items()}
-        (first, why), *more = self.hosts.items()
+        (first, why), *others = self.hosts.items()
         if total == 1 and not first:
             line = f"the agent on this machine {why}"
-        elif not more:
-            line = f"host {first} can't be used: {short(why)}"
+        elif not others:
+            line = f"host {first} can't be used: {short_reason(why)}"
         else:
-            said = "; ".join(f"{name}: {short(told)}" for name, told in self.hosts.items())
-            line = f"{len(hosts)} of {total} hosts can't be used: {said}"
+            reasons = "; ".join(f"{name}: {short_reason(why)}" for name, why in self.hosts.items())
+            line = f"{len(hosts)} of {total} hosts can't be used: {reasons}"
         super().__init__(line, code, cause="host.agent" if total == 1 else "launch.hosts")
 
 
-def short(why: str) -> str:
-    """Why a host can't be used, after its name: ssh's own last words."""
+def short_reason(why: str) -> str:
+    """Return the reason without "is gone:" or "it ended:", for a line that already says so."""
     return why.removeprefix("is gone: ").removeprefix("it ended: ")

@@ -1,7 +1,7 @@
-"""What a host without this Stoker needs: a zip of the agent's packages and the training plane, and its unpacking.
+"""The zip of Stoker's files that is sent to another host, and the code that unpacks it there.
 
-A rank's `stoker` is this one, so its version is the coordinator's, whatever is installed there. What the training plane
-imports (torch, numpy, tokenizers, safetensors) must be in the host's own Python.
+It contains the agent's packages and the training plane, so a rank's `stoker` has the coordinator's version, whatever is
+installed on the host. What the training plane imports (torch, numpy, tokenizers, safetensors) must be in the host's Python.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ import zipfile
 
 from stoker.control.cluster.transport import ROOT
 
-_ROOMS = ("contract", "control/agent", "control/machine", "control/rank", "control/record", "training")
+_PACKAGES = ("contract", "control/agent", "control/machine", "control/rank", "control/record", "training")
 
-OLDEST_PYTHON = (3, 10)  # the agent's, and that of every torch that is still supported
+OLDEST_PYTHON = (3, 10)  # of the agent, and of every torch that is still supported
 TOO_OLD = "stoker: this Python is too old for the agent:"
 NOT_WRITTEN = "stoker: the agent's files can't be written:"
 DAMAGED = "stoker: the agent's files did not arrive whole"
 
-# Runs on the other host, on whatever Python 3 is there. Reads the zip from the protocol's own stdin and keeps it by its
-# digest, so that the next run compiles nothing. A folder that lost files (a cleaner of caches, a full disk) is replaced.
+# Runs on the other host, on any Python 3. It reads the zip from stdin, where the protocol follows it, and unpacks it to a
+# folder named after its digest, so that the next run finds it compiled. A folder that lost files (a cleaner of caches, a
+# full disk) is replaced.
 _UNPACK = (
     """
 import sys
 if sys.version_info[:2] < OLDEST: sys.exit("TOO_OLD %d.%d" % sys.version_info[:2])
 import hashlib, io, os, shutil, tempfile, zipfile
-want, digest = sys.argv[1].split(":")
+size, digest = sys.argv[1].split(":")
 data = b""
-while len(data) < int(want):
-    more = os.read(0, int(want) - len(data))
-    if not more: break
-    data += more
+while len(data) < int(size):
+    chunk = os.read(0, int(size) - len(data))
+    if not chunk: break
+    data += chunk
 if hashlib.sha256(data).hexdigest() != digest: sys.exit("DAMAGED")
 archive = zipfile.ZipFile(io.BytesIO(data))
 home = os.path.expanduser("~")
@@ -41,22 +42,22 @@ if not os.path.isabs(home): sys.exit("NOT_WRITTEN this user has no home folder a
 cache = os.path.join(home, ".cache", "stoker")
 base = os.path.join(cache, "agent-" + digest[:32])
 
-def whole():
+def is_complete():
     try:
-        return all(os.path.getsize(os.path.join(base, one.filename)) == one.file_size for one in archive.infolist())
+        return all(os.path.getsize(os.path.join(base, file.filename)) == file.file_size for file in archive.infolist())
     except OSError:
         return False
 
 try:
     os.makedirs(cache, 0o700, exist_ok=True)
-    if not whole():
+    if not is_complete():
         fresh = tempfile.mkdtemp(prefix="agent-", dir=cache)
         try:
             archive.extractall(fresh)
             if os.path.lexists(base): os.rename(base, fresh + ".old")
             os.rename(fresh, base)
         except OSError:
-            if not whole(): raise
+            if not is_complete(): raise
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
             shutil.rmtree(fresh + ".old", ignore_errors=True)
@@ -73,46 +74,39 @@ boot(sys.argv[2:])
 )
 
 
-def unpack(module: str = "stoker.control.agent.guardian") -> str:
-    """Takes the files, then calls that module's `boot`. No character a login shell acts on, as csh on a newline."""
+def unpack_code(module: str = "stoker.control.agent.guardian") -> str:
+    """Return Python code that unpacks the files and calls the module's `boot`.
+
+    It is in base64, without a character that a login shell would interpret (csh ends a command at a newline).
+    """
     import base64
 
-    words = base64.b64encode(_UNPACK.replace("MODULE", module).encode()).decode()
-    return f"import base64;exec(base64.b64decode('{words}').decode())"
+    encoded = base64.b64encode(_UNPACK.replace("MODULE", module).encode()).decode()
+    return f"import base64;exec(base64.b64decode('{encoded}').decode())"
 
 
-def announced(packed: bytes) -> str:
-    """What the other side is told to expect: how many bytes, and their digest."""
+def size_and_digest(packed: bytes) -> str:
+    """Return the argument that tells the unpacking code how many bytes to read, and their digest."""
     import hashlib
 
     return f"{len(packed)}:{hashlib.sha256(packed).hexdigest()}"
 
 
 @functools.cache
-def pack() -> bytes:
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in ("__init__.py", "balance.py", "control/__init__.py"):
-            _add(archive, os.path.join(ROOT, "stoker", name), f"stoker/{name}")
-        for room in _ROOMS:
-            top = os.path.join(ROOT, "stoker", room)
-            for folder, _, files in sorted(os.walk(top)):
-                for file in sorted(files):
-                    if file.endswith((".py", ".yaml")):
-                        path = os.path.join(folder, file)
-                        _add(archive, path, os.path.relpath(path, ROOT))
-        nvml = nvml_source()
-        if nvml:
-            _add(archive, nvml, "pynvml.py")
-    return out.getvalue()
-
-
-def _add(archive: zipfile.ZipFile, path: str, name: str) -> None:
-    with open(path, "rb") as file:
-        # Same bytes, same digest.
-        archive.writestr(zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0)), file.read(), zipfile.ZIP_DEFLATED)
-
-
-def nvml_source() -> str | None:
-    spec = importlib.util.find_spec("pynvml")
-    return spec.origin if spec is not None else None
+def pack_agent() -> bytes:
+    """Return the zip. The same files give the same bytes."""
+    paths = [os.path.join(ROOT, "stoker", name) for name in ("__init__.py", "balance.py", "control/__init__.py")]
+    for package in _PACKAGES:
+        for folder, _, names in sorted(os.walk(os.path.join(ROOT, "stoker", package))):
+            paths += [os.path.join(folder, name) for name in sorted(names) if name.endswith((".py", ".yaml"))]
+    files = [(path, os.path.relpath(path, ROOT)) for path in paths]
+    pynvml = importlib.util.find_spec("pynvml")
+    if pynvml is not None and pynvml.origin:
+        files.append((pynvml.origin, "pynvml.py"))
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path, name in files:
+            with open(path, "rb") as file:
+                info = zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0))  # one date for all
+                archive.writestr(info, file.read(), zipfile.ZIP_DEFLATED)
+    return packed.getvalue()

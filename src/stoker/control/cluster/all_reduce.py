@@ -1,4 +1,4 @@
-"""An all-reduce over the hosts with their own torch, one rank a host: what the network gives a training step."""
+"""An all-reduce over the hosts with their own torch, one rank per host, what a step's gradients cost at its rate, and --tune."""
 
 from __future__ import annotations
 
@@ -6,63 +6,68 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from math import prod
 from statistics import median
 from typing import Any
 
 from stoker.contract.errors import EX_CANTCREAT, EX_CONFIG, Refusal
 from stoker.contract.frozen import frozen
 from stoker.contract.safe_io import AtomicFile, read_text
+from stoker.contract.tensor_header import read_header
 from stoker.contract.text import parse_json
 from stoker.contract.yaml_text import YamlError, parse_yaml
-from stoker.control.cluster.all_reduce_cost import gigabits
-from stoker.control.cluster.check_facts import Facts, OneHost, Reduce
-from stoker.control.cluster.check_rules import build
+from stoker.control.cluster.check_facts import AllReduceFacts, ClusterFacts, HostFacts, format_bandwidth
 from stoker.control.cluster.hosts import Hosts
-from stoker.control.cluster.probes import STORE, TIMES, ProbeBatch, Question, fitting
+from stoker.control.cluster.probes import STORE, TIMES, PendingProbe, ProbeBatch, check_answer
 
 REDUCE_S = 20.0
-TARGET_S = 0.12  # what one all-reduce should take: long enough to time, short enough to repeat
+TARGET_S = 0.12  # of one all-reduce: long enough to measure, short enough to repeat
 REPEATS = 5
-TRAVELS = ("NCCL_", "GLOO_", "TORCH_")
+FORWARDED = ("NCCL_", "GLOO_", "TORCH_")  # prefixes of variables that a run's ranks get from here
+
+Environments = Mapping[str, Mapping[str, str]]  # host -> variables
 
 
-def may_reduce(facts: Facts) -> bool:
-    """Only where it can end: two hosts, torch on all of them, and every pair lets full packets through."""
+def may_reduce(facts: ClusterFacts) -> bool:
+    """Return whether an all-reduce can finish: several hosts with the same torch, and every pair passes full packets."""
     hosts = _able(facts)
-    alike = len({build(one) for one in hosts}) == 1
+    same_build = len({host.torch_build for host in hosts}) == 1
     passing = bool(facts.pairs) and all(not pair.closed and pair.big for pair in facts.pairs)
-    return len(hosts) > 1 and len(hosts) == len(facts.there) and alike and passing
+    return len(hosts) > 1 and len(hosts) == len(facts.there) and same_build and passing
 
 
-def _able(facts: Facts) -> list[OneHost]:
-    return [one for one in facts.there if one.address and one.torch and one.torch.version]
+def _able(facts: ClusterFacts) -> list[HostFacts]:
+    return [host for host in facts.there if host.address and host.torch and host.torch.version]
 
 
-def backend_of(facts: Facts) -> str:
-    cards = all(
-        one.examination and one.examination.machine.gpus and one.torch and one.torch.cuda and one.torch.nccl
-        for one in facts.there
+def backend_of(facts: ClusterFacts) -> str:
+    on_gpus = all(
+        host.examination and host.examination.machine.gpus and host.torch and host.torch.cuda and host.torch.nccl
+        for host in facts.there
     )
-    return "nccl" if cards else "gloo"
+    return "nccl" if on_gpus else "gloo"
 
 
-def interface_env(one: OneHost) -> dict[str, str]:
-    return {name: one.interface for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if one.interface}
+def interface_env(host: HostFacts) -> dict[str, str]:
+    return {name: host.interface for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if host.interface}
 
 
-def run_env(facts: Facts, hosts: Hosts) -> dict[str, dict[str, str]]:
-    """What a run's ranks would get, by host."""
-    travels = {name: value for name, value in os.environ.items() if name.startswith(TRAVELS)}
-    return {one.name: {**interface_env(one), **hosts.env, **travels} for one in facts.there}
+def run_env(facts: ClusterFacts, hosts: Hosts) -> dict[str, dict[str, str]]:
+    """Return host -> the variables that a run's ranks would get there."""
+    forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+    return {host.name: {**interface_env(host), **hosts.env, **forwarded} for host in facts.there}
 
 
-def reduce(
-    asking: ProbeBatch, worker: Question, facts: Facts, env: Mapping[str, Mapping[str, str]], repeats: int = REPEATS
-) -> Reduce:
-    """`worker`: the open question to each host's torch. Rank 0's store takes a free port; the others are told."""
+def run_all_reduce(
+    batch: ProbeBatch, worker: PendingProbe, facts: ClusterFacts, env: Environments, repeats: int = REPEATS
+) -> AllReduceFacts:
+    """Run and time all-reduces. `worker` is the running probe that holds each host's torch.
+
+    Rank 0 opens the store on a free port, which the others are then told.
+    """
     hosts, backend = _able(facts), backend_of(facts)
     orders = {
-        one.name: {
+        host.name: {
             "do": "reduce",
             "rank": rank,
             "world": len(hosts),
@@ -71,53 +76,130 @@ def reduce(
             "seconds": REDUCE_S,
             "target": TARGET_S,
             "repeats": repeats,
-            "env": {**env[one.name], **_card(one, backend)},
+            "env": {**env[host.name], **_gpu_env(host, backend)},
         }
-        for rank, one in enumerate(hosts)
+        for rank, host in enumerate(hosts)
     }
-    said = {name: len(worker.more[name]) for name in orders}
+    counts = {name: len(worker.partial[name]) for name in orders}
     first, *others = orders
-    asking.tell(worker, {first: orders[first]})
-    store = fitting(STORE, _next(asking, worker, first, said[first]), "its store")
+    batch.send(worker, {first: orders[first]})
+    store = check_answer(STORE, _next_answer(batch, worker, first, counts[first]), "its store")
     if "port" not in store:
-        return Reduce(len(hosts), backend, error=f"{first}: {store.get('error', 'no store')}")
-    said[first] += 1
-    asking.tell(worker, {name: {**orders[name], "port": store["port"]} for name in others})
-    words = {name: fitting(TIMES, _next(asking, worker, name, said[name]), "its times") for name in orders}
-    failed = {name: word for name, word in words.items() if not word.get("times") or min(word["times"]) <= 0}
-    wrong = [f"{name}: {word.get('error', 'no times')}" for name, word in failed.items()]
-    if wrong:
-        return Reduce(len(hosts), backend, error="; ".join(wrong[:3]))
-    return Reduce(len(hosts), backend, words[first]["bytes"], tuple(words[first]["times"]))
+        return AllReduceFacts(len(hosts), backend, error=f"{first}: {store.get('error', 'no store')}")
+    counts[first] += 1
+    batch.send(worker, {name: {**orders[name], "port": store["port"]} for name in others})
+    answers = {
+        name: check_answer(TIMES, _next_answer(batch, worker, name, count), "its times")
+        for name, count in counts.items()
+    }
+    errors = [
+        f"{name}: {answer.get('error', 'no times')}"
+        for name, answer in answers.items()
+        if not answer.get("times") or min(answer["times"]) <= 0
+    ]
+    if errors:
+        return AllReduceFacts(len(hosts), backend, error="; ".join(errors[:3]))
+    return AllReduceFacts(len(hosts), backend, answers[first]["bytes"], tuple(answers[first]["times"]))
 
 
-def _next(asking: ProbeBatch, worker: Question, name: str, said: int) -> dict[str, Any]:
-    asking.wait(REDUCE_S + 3.0, lambda host: len(worker.more[host]) > said or host in worker.answers, [name])
-    more = worker.more[name]
-    found: dict[str, Any] = more[said] if len(more) > said else worker.answers.get(name) or {"error": "no answer"}
-    return found
+def _next_answer(batch: ProbeBatch, worker: PendingProbe, name: str, count: int) -> dict[str, Any]:
+    """Wait for the partial answer after the first `count`. Return it, or {"error": ...}."""
+    batch.wait(REDUCE_S + 3.0, lambda host: len(worker.partial[host]) > count or host in worker.answers, [name])
+    if len(worker.partial[name]) > count:
+        answer: dict[str, Any] = worker.partial[name][count]
+        return answer
+    return worker.answers.get(name) or {"error": "no answer"}
 
 
-def _card(one: OneHost, backend: str) -> dict[str, str]:
-    """The card with the most free memory."""
-    there = one.examination.machine.gpus if one.examination and backend == "nccl" else ()
-    gpus = [gpu for gpu in there if not gpu.error]
-    if not gpus:
+def _gpu_env(host: HostFacts, backend: str) -> dict[str, str]:
+    """Choose the GPU with the most free memory."""
+    gpus = host.examination.machine.gpus if host.examination and backend == "nccl" else ()
+    healthy = [gpu for gpu in gpus if not gpu.error]
+    if not healthy:
         return {}
-    freest = max(gpus, key=lambda gpu: gpu.memory_free or 0)
+    freest = max(healthy, key=lambda gpu: gpu.memory_free or 0)
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": freest.uuid}
 
 
-# ---- which transport settings help on this network ----
+# ---- what a step's gradients cost: 2(n-1)/n of their bytes cross each link of a ring ----
+
+LORA_SHARE = 1_126_400 / 1.1e9  # rank 8 on q and v of a 1.1 B Llama; other ranks and modules in proportion
+FORMULA = "2(n-1)/n × bytes / bandwidth"
+
+
+@frozen
+class StepCost:
+    what: str
+    bytes: int
+    seconds: float
+
+
+def step_costs(parameters: float, world: int, bandwidth: float) -> tuple[StepCost, StepCost]:
+    """Return the cost of full bf16 gradients and of LoRA's fp32 ones. `bandwidth` is in bytes per second."""
+
+    def cost(what: str, size: float) -> StepCost:
+        return StepCost(what, int(size), 2 * (world - 1) / world * size / bandwidth if world > 1 else 0.0)
+
+    lora = parameters * LORA_SHARE
+    full_cost = cost(f"{format_count(parameters)} bf16 gradients", 2 * parameters)
+    return full_cost, cost(f"LoRA ({format_count(lora)}, fp32)", 4 * lora)
+
+
+def describe_step_costs(parameters: float, world: int, bandwidth: float) -> str:
+    """Return "1.1 B bf16 gradients over 940 Mbit/s: 25 s/step; LoRA (1.13 M, fp32): 0.051 s"."""
+    full, lora = step_costs(parameters, world, bandwidth)
+    full_time, lora_time = format_step_time(full.seconds), format_step_time(lora.seconds)
+    return f"{full.what} over {format_bandwidth(bandwidth)}: {full_time}/step; {lora.what}: {lora_time}"
+
+
+def format_step_time(seconds: float) -> str:
+    if seconds < 0.01:
+        return f"{seconds * 1000:.2g} ms"
+    if seconds < 1:
+        return f"{seconds:.2g} s"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+
+
+def format_count(parameters: float) -> str:
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if parameters >= size:
+            return f"{parameters / size:.3g} {letter}"
+    return f"{parameters:.0f}"
+
+
+def parse_count(text: str) -> float:
+    """Parse 1.1B, 350M or 124000000. Raises ValueError."""
+    number = text.strip().replace("_", "").replace(" ", "")
+    factor = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(number[-1:].lower(), 1.0)
+    try:
+        count = float(number[:-1] if factor != 1.0 else number) * factor
+    except ValueError:
+        count = 0.0
+    if not 0 < count < 1e15:
+        raise ValueError(f"{text!r} is not a number of parameters: write 1.1B or 350M")
+    return count
+
+
+def count_parameters(folder: str) -> int:
+    """Count the parameters in the safetensors files of a folder. 0 if it has no weights that can be read."""
+    try:
+        files = [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if name.endswith(".safetensors")]
+        return sum(prod(tensor.shape) for file in files for tensor in read_header(file).tensors.values())
+    except (OSError, ValueError):
+        return 0
+
+
+# ---- --tune: which transport settings help on this network ----
 #
-# Measured, not believed: each alternates with the default, medians are compared. What NCCL and gloo choose is mostly
-# right; a setting stays only if every one of its rounds beats every one of the default's, and the median by over 3 %.
+# NCCL and gloo mostly choose well. Each setting alternates with the default, and stays only if every one of its rounds
+# beats every round of the default and its median is better by more than 3 %.
 
 ROUNDS = 4
-TRIAL_REPEATS = 3  # all-reduces a round; their median counts
+TRIAL_REPEATS = 3  # all-reduces per round; their median counts
 GAIN = 0.03
-_INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-OURS = (*_INTERFACES, "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD", "NCCL_ALGO", "NCCL_PROTO")
+TUNED_VARIABLES = (
+    "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD", "NCCL_ALGO", "NCCL_PROTO",
+)  # fmt: skip
 _VIRTUAL = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel", "tap", "tun")
 
 Say = Callable[[str], None]
@@ -125,7 +207,7 @@ Say = Callable[[str], None]
 
 @frozen
 class Trial:
-    """A setting and the bus bandwidths of its rounds, beside the default's of the same minutes."""
+    """A setting with the bus bandwidths of its rounds, and those of the default in the same minutes."""
 
     env: dict[str, str]
     rates: tuple[float, ...] = ()
@@ -148,138 +230,143 @@ class Trial:
 def candidates(
     backend: str, used: Mapping[str, str | None], addresses: Mapping[str, Mapping[str, list[str]]]
 ) -> list[dict[str, str]]:
-    """`used`: each host's interface; one counts if all hosts have it with their own address, unlike Docker's bridge."""
-    found: list[dict[str, str]] = []
-    shared = set.intersection(*(set(one) for one in addresses.values())) if addresses else set()
-    ways = []
-    for name in sorted(shared):
-        first = [next((address for address in one[name] if ":" not in address), "") for one in addresses.values()]
-        if all(first) and len(set(first)) == len(first) and not name.startswith(_VIRTUAL):
-            ways.append(name)
+    """Return the settings to try. `used`: host -> its interface now; `addresses`: host -> interface -> addresses.
+
+    An interface is tried if all hosts have it with an address of their own, unlike Docker's bridge.
+    """
+    common = set.intersection(*(set(interfaces) for interfaces in addresses.values())) if addresses else set()
+    usable = []
+    for name in sorted(common):
+        ipv4 = [next((address for address in host[name] if ":" not in address), "") for host in addresses.values()]
+        if all(ipv4) and len(set(ipv4)) == len(ipv4) and not name.startswith(_VIRTUAL):
+            usable.append(name)
     variable = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
-    found += [{variable: name} for name in ways if set(used.values()) != {name}]
-    if len(ways) > 1:
-        found.append({variable: ",".join(ways)})
+    settings = [{variable: name} for name in usable if set(used.values()) != {name}]
+    if len(usable) > 1:
+        settings.append({variable: ",".join(usable)})
     if backend == "nccl":
         pairs = (("2", "2"), ("4", "2"), ("4", "4"), ("8", "4"))
-        found += [{"NCCL_SOCKET_NTHREADS": threads, "NCCL_NSOCKS_PERTHREAD": sockets} for threads, sockets in pairs]
-        found += [{"NCCL_ALGO": algorithm} for algorithm in ("Ring", "Tree")]
-        found += [{"NCCL_PROTO": protocol} for protocol in ("Simple", "LL", "LL128")]
-    return found
+        settings += [{"NCCL_SOCKET_NTHREADS": threads, "NCCL_NSOCKS_PERTHREAD": sockets} for threads, sockets in pairs]
+        settings += [{"NCCL_ALGO": algorithm} for algorithm in ("Ring", "Tree")]
+        settings += [{"NCCL_PROTO": protocol} for protocol in ("Simple", "LL", "LL128")]
+    return settings
 
 
-def tune(asking: ProbeBatch, worker: Question, facts: Facts, hosts: Hosts, say: Say) -> list[str]:
-    """Tries, keeps what helps in the hosts file, and says what came of it."""
+def tune(batch: ProbeBatch, worker: PendingProbe, facts: ClusterFacts, hosts: Hosts, say: Say) -> list[str]:
+    """Try settings, write the best one that helps to the hosts file, and return lines that say so."""
     if not may_reduce(facts):
         return ["--tune: nothing was tried: no all-reduce is possible yet, see above"]
     backend = backend_of(facts)
-    routes = asking.answers(asking.ask("route", {one.name: {"to": []} for one in facts.there}, 5.0), 6.0)
-    interfaces = {one.name: one.interface for one in facts.there}
+    routes = batch.answers(batch.ask("route", {host.name: {"to": []} for host in facts.there}, 5.0), 6.0)
+    interfaces = {host.name: host.interface for host in facts.there}
     addresses = {name: answer.get("addresses", {}) for name, answer in routes.items()}
-    options = candidates(backend, interfaces, addresses)
-    if not options:
-        nothing = (
-            "has nothing to choose here: one interface leads to all hosts, and it has no other setting that matters"
-        )
-        return [_outcome(hosts, f"{backend} {nothing}", {})]
+    settings = candidates(backend, interfaces, addresses)
+    if not settings:
+        why = "has nothing to choose here: one interface leads to all hosts, and it has no other setting that matters"
+        return [_write_outcome(hosts, f"{backend} {why}", {})]
     base = {
-        name: {key: value for key, value in env.items() if key not in OURS or key not in hosts.env}
+        name: {key: value for key, value in env.items() if key not in TUNED_VARIABLES or key not in hosts.env}
         for name, env in run_env(facts, hosts).items()
     }
-    for one in facts.there:
-        base[one.name] = {**interface_env(one), **base[one.name]}
-    trials = [_try(asking, worker, facts, base, env, say) for env in options]
+    for host in facts.there:
+        base[host.name] = {**interface_env(host), **base[host.name]}
+    trials = [_try(batch, worker, facts, base, env, say) for env in settings]
     helping = sorted((trial for trial in trials if trial.helps), key=lambda trial: -trial.gain)
-    kept = helping[0] if helping else None
-    for more in helping[1:]:
-        if kept and not set(more.env) & set(kept.env):
-            both = _try(asking, worker, facts, base, {**kept.env, **more.env}, say)
-            kept = both if both.helps and both.gain > kept.gain + GAIN else kept
     tried = f"{len(trials)} setting{'s' if len(trials) > 1 else ''} tried"
-    if kept is None:
-        return [_outcome(hosts, f"{tried}, none helps: the default stays", {})]
-    instead = f"{gigabits(median(kept.rates))} instead of {gigabits(median(kept.default))}"
-    gives = f"{kept.name} gives {instead} ({_more(kept.gain)})"
-    return [_outcome(hosts, f"{tried}; {gives}", kept.env)]
-
-
-def _more(gain: float) -> str:
-    return f"{gain:+.1%}" if gain < 1 else f"{gain + 1:.1f} times"
-
-
-def _outcome(hosts: Hosts, said: str, kept: dict[str, str]) -> str:
-    env = {**{name: value for name, value in hosts.env.items() if name not in OURS}, **kept}
-    if hosts.path is None or env == hosts.env:
-        return f"--tune: {said}" + (f" ({hosts.path} has it already)" if kept else "")
-    keep(hosts.path, env)
-    return f"--tune: {said}; " + (f"kept in {hosts.path}" if kept else f"what {hosts.path} had of it is removed")
+    if not helping:
+        return [_write_outcome(hosts, f"{tried}, none helps: the default stays", {})]
+    best = helping[0]
+    for trial in helping[1:]:
+        if not set(trial.env) & set(best.env):
+            both = _try(batch, worker, facts, base, {**best.env, **trial.env}, say)
+            best = both if both.helps and both.gain > best.gain + GAIN else best
+    rates = f"{format_bandwidth(median(best.rates))} instead of {format_bandwidth(median(best.default))}"
+    return [_write_outcome(hosts, f"{tried}; {best.name} gives {rates} ({_format_gain(best.gain)})", best.env)]
 
 
 def _try(
-    asking: ProbeBatch, worker: Question, facts: Facts, base: Mapping[str, Mapping[str, str]], env: dict[str, str], say: Say
+    batch: ProbeBatch, worker: PendingProbe, facts: ClusterFacts, base: Environments, env: dict[str, str], say: Say
 ) -> Trial:
-    """Default, setting, default, setting ... A setting that is no better after two rounds gets no more."""
+    """Alternate the default and the setting. A setting that is no better after two rounds gets no more."""
     rates: list[float] = []
     default: list[float] = []
     trial = Trial(env)
-    for number in range(ROUNDS):
-        for given, into in (({}, default), (env, rates)):
-            found = reduce(asking, worker, facts, {name: {**one, **given} for name, one in base.items()}, TRIAL_REPEATS)
-            if found.bus is None:
-                trial = Trial(env, tuple(rates), tuple(default), found.error)
-                say(f"{trial.name}: fails: {found.error}" if given else f"the default fails: {found.error}")
+    for round_number in range(ROUNDS):
+        for setting, measured in (({}, default), (env, rates)):
+            host_env = {name: {**host_base, **setting} for name, host_base in base.items()}
+            reduced = run_all_reduce(batch, worker, facts, host_env, TRIAL_REPEATS)
+            if reduced.bus is None:
+                trial = Trial(env, tuple(rates), tuple(default), reduced.error)
+                say(f"{trial.name if setting else 'the default'} fails: {reduced.error}")
                 return trial
-            into.append(found.bus)
+            measured.append(reduced.bus)
         trial = Trial(env, tuple(rates), tuple(default))
-        if number == 1 and trial.gain <= 0:
+        if round_number == 1 and trial.gain <= 0:
             break
-    no = "" if trial.helps else ", no measurable help"
-    made = f"{gigabits(median(trial.rates))}, the default {gigabits(median(trial.default))}"
-    say(f"{trial.name}: {made} ({_more(trial.gain)}{no})")
+    verdict = "" if trial.helps else ", no measurable help"
+    compared = f"{format_bandwidth(median(trial.rates))}, the default {format_bandwidth(median(trial.default))}"
+    say(f"{trial.name}: {compared} ({_format_gain(trial.gain)}{verdict})")
     return trial
 
 
+def _format_gain(gain: float) -> str:
+    return f"{gain:+.1%}" if gain < 1 else f"{gain + 1:.1f} times"
+
+
+def _write_outcome(hosts: Hosts, outcome: str, best: dict[str, str]) -> str:
+    """Replace the settings of earlier --tune runs in the hosts file by `best`, and return a line about it."""
+    env = {**{name: value for name, value in hosts.env.items() if name not in TUNED_VARIABLES}, **best}
+    if hosts.path is None or env == hosts.env:
+        return f"--tune: {outcome}" + (f" ({hosts.path} has it already)" if best else "")
+    write_env(hosts.path, env)
+    return f"--tune: {outcome}; " + (f"kept in {hosts.path}" if best else f"removed from {hosts.path}")
+
+
 _NOTE = "measured by `stoker cluster check --tune`"
-# From `env:` at the start of a line to the next line that begins with neither a space nor the block's comment.
-_BLOCK = re.compile(r"^env:.*\n?(?:(?:[ \t]+.*|[ \t]*)(?:\n|\Z))*", re.MULTILINE)
+# From `env:` at the start of a line through the indented and empty lines after it.
+_ENV_BLOCK = re.compile(r"^env:.*\n?(?:(?:[ \t]+.*|[ \t]*)(?:\n|\Z))*", re.MULTILINE)
 
 
 def with_env(text: str, env: dict[str, str]) -> str:
-    """The file's text with this and no other env; without the block where env is empty."""
+    """Return a hosts file's text with `env` in place of its own, or without the key if `env` is empty.
+
+    Comments outside the block stay. Raises ValueError if the block can't be replaced without changing the rest.
+    """
     wanted = {key: value for key, value in (parse_yaml(text) or {}).items() if key != "env"}
     wanted |= {"env": env} if env else {}
     try:
         parse_json(text)
         return json.dumps(wanted, indent=1) + "\n"
     except ValueError:
-        pass  # not JSON: YAML, with comments worth keeping
+        pass  # it is YAML, with comments worth keeping
     lines = "".join(f"  {name}: {json.dumps(value)}\n" for name, value in env.items())
     block = f"env:   # {_NOTE}\n{lines}" if env else ""
-    found = _BLOCK.search(text)
-    if found:
-        blank = "\n" if found[0].endswith("\n\n") and block else ""
-        after = text[: found.start()] + block + blank + text[found.end() :]
+    match = _ENV_BLOCK.search(text)
+    if match:
+        blank = "\n" if match[0].endswith("\n\n") and block else ""
+        changed = text[: match.start()] + block + blank + text[match.end() :]
     else:
-        after = text + ("" if text.endswith("\n") or not text else "\n") + block
+        changed = text + ("" if text.endswith("\n") or not text else "\n") + block
     try:
-        right = (parse_yaml(after) or {}) == wanted
-    except YamlError:  # a file in one pair of braces
-        right = False
-    if not right:
+        correct = (parse_yaml(changed) or {}) == wanted
+    except YamlError:  # the whole file is in one pair of braces
+        correct = False
+    if not correct:
         raise ValueError("its env: can't be replaced without touching the rest")
-    return after
+    return changed
 
 
-def keep(path: str, env: dict[str, str]) -> None:
-    """Writes it, whole or not at all."""
+def write_env(path: str, env: dict[str, str]) -> None:
+    """Replace a hosts file's env in one step, keeping the file's mode. Raises Refusal."""
     try:
         changed = with_env(read_text(path), env)
         mode = os.stat(path).st_mode & 0o7777
-        with AtomicFile(path, mode=0o600) as file:  # its env may hold secrets: who opens it now could read them later
+        # The env may hold secrets: the temporary file must not be readable by others even for a moment.
+        with AtomicFile(path, mode=0o600) as file:
             os.fchmod(file.fileno(), mode)
             file.write(changed.encode())
     except ValueError as problem:
-        lines = ", ".join(f"{name}: {value}" for name, value in env.items())
-        raise Refusal(f"{path}: {problem}; write it yourself: env: {{{lines}}}", EX_CONFIG) from problem
+        pairs = ", ".join(f"{name}: {value}" for name, value in env.items())
+        raise Refusal(f"{path}: {problem}; write it yourself: env: {{{pairs}}}", EX_CONFIG) from problem
     except OSError as problem:
         raise Refusal(f"{path} can't be written: {problem.strerror}", EX_CANTCREAT) from problem

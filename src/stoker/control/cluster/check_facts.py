@@ -1,50 +1,65 @@
-"""What a check of several hosts found out: each host, each ordered pair, all together. Frozen, and as JSON."""
+"""What `stoker cluster check` has measured: facts of each host, of each ordered pair, and of an all-reduce. The rules judge them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from stoker.contract.frozen import as_json, frozen
-from stoker.control.cluster.path_mtu import MtuHole
 from stoker.control.machine.examination import Examination, Torch
 
 SCHEMA = 1
 
 
 @frozen
-class OneHost:
-    name: str
-    error: str = ""  # why it could not be asked; the rest is then unknown
-    fix: str = ""
-    hole: MtuHole | None = None  # it could not be asked because full-size packets vanish on the way to it
-    address: str | None = None  # where the others reach it
-    interface: str | None = None  # the one that leads to them
-    mtu: int | None = None
-    speed: int | None = None  # Mbit/s, as the driver states it
-    physical: bool = False  # a virtual interface states what it likes
-    hostname: str | None = None
-    resolves: dict[str, tuple[str, ...]] | None = None  # hostname -> the addresses it has here
-    skew: float | None = None  # seconds its clock is ahead of ours
-    skew_error: float | None = None
-    python: str | None = None  # of the ranks
-    torch: Torch | None = None
-    examination: Examination | None = None
-    files: dict[str, str] | None = None  # what must be the same everywhere -> its digest; "" where it is not there
+class MtuHole:
+    """Full-size packets are lost on the way from this machine to a host."""
+
+    passes: int  # bytes of the largest packet that arrives, of the sizes tried
 
 
 @frozen
-class Pair:
-    """What one host reaches of another."""
+class HostFacts:
+    name: str
+    error: str = ""  # why it did not answer; the other facts are then unknown
+    fix: str = ""
+    hole: MtuHole | None = None  # why it did not answer, if it is that
+    address: str | None = None  # where the other hosts reach it
+    interface: str | None = None  # the one that leads to them
+    mtu: int | None = None
+    speed: int | None = None  # Mbit/s, as the driver states it
+    physical: bool = False  # the stated speed of a virtual interface means nothing
+    hostname: str | None = None
+    resolves: dict[str, tuple[str, ...]] | None = None  # hostname -> the addresses it resolves to on this host
+    skew: float | None = None  # seconds that its clock is ahead of this machine's
+    skew_error: float | None = None
+    python: str | None = None  # version of the ranks' Python
+    torch: Torch | None = None
+    examination: Examination | None = None
+    files: dict[str, str] | None = None  # what must be the same everywhere -> its digest; "" if it is missing there
+
+    @property
+    def torch_build(self) -> str:
+        """Return what must match between hosts: torch's version, its CUDA build and its NCCL. Empty without torch."""
+        if self.torch is None or not self.torch.version:
+            return ""
+        cuda = f"CUDA {self.torch.cuda}" if self.torch.cuda else ""
+        nccl = f"NCCL {self.torch.nccl}" if self.torch.nccl else ""
+        return ", ".join(part for part in (self.torch.version, cuda, nccl) if part)
+
+
+@frozen
+class PairFacts:
+    """How one host (source) reaches another (target)."""
 
     source: str
     target: str
-    ports: dict[int, str]  # "" where it answers, else how it does not
+    ports: dict[int, str]  # port -> "" if it answers, else why not
     rtt: float | None = None  # seconds
     segment: int | None = None  # bytes in a full TCP segment
-    big: bool | None = None  # do full segments arrive
-    passes: int | None = None  # the largest packet that does, where full ones don't
-    rate: float | None = None  # bytes a second over one connection
-    error: str = ""  # the source could not take part
+    big: bool | None = None  # whether full segments arrive
+    passes: int | None = None  # bytes of the largest packet that arrives, if full ones don't
+    rate: float | None = None  # bytes per second over one connection
+    error: str = ""  # why the source could not take part
 
     @property
     def closed(self) -> dict[int, str]:
@@ -52,8 +67,8 @@ class Pair:
 
 
 @frozen
-class Reduce:
-    """A short all-reduce with the hosts' own torch, one rank a host."""
+class AllReduceFacts:
+    """A short all-reduce with the hosts' own torch, one rank per host."""
 
     world: int
     backend: str = ""
@@ -63,28 +78,34 @@ class Reduce:
 
     @property
     def bus(self) -> float | None:
-        """Bytes a second each link carries: 2(n-1)/n of the message, in the median time."""
+        """Return the bus bandwidth in bytes per second: 2(n-1)/n of the message over the median time."""
         if not self.times:
             return None
         return 2 * (self.world - 1) / self.world * self.bytes / sorted(self.times)[len(self.times) // 2]
 
 
 @frozen
-class Facts:
-    hosts: tuple[OneHost, ...]
-    pairs: tuple[Pair, ...] = ()
-    reduce: Reduce | None = None
-    store_port: int = 0  # the first port of each pair's two
-    program: tuple[str, ...] = ()  # how script and package differ, a line a host
+class ClusterFacts:
+    hosts: tuple[HostFacts, ...]
+    pairs: tuple[PairFacts, ...] = ()
+    reduce: AllReduceFacts | None = None
+    store_port: int = 0  # the first of the two ports that were tried on the first host
+    program: tuple[str, ...] = ()  # how the script and its package differ, one line per host
     quick: bool = False  # nothing was measured
     schema: int = SCHEMA
 
     @property
-    def there(self) -> tuple[OneHost, ...]:
+    def there(self) -> tuple[HostFacts, ...]:
+        """Return the hosts that answered."""
         return tuple(host for host in self.hosts if not host.error)
 
-    def pair(self, source: str, target: str) -> Pair | None:
+    def pair(self, source: str, target: str) -> PairFacts | None:
         return next((pair for pair in self.pairs if (pair.source, pair.target) == (source, target)), None)
 
     def to_json(self) -> dict[str, Any]:
         return dict(as_json(self))
+
+
+def format_bandwidth(bytes_per_second: float) -> str:
+    bits = bytes_per_second * 8
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"

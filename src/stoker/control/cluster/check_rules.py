@@ -1,186 +1,194 @@
-"""between.*: what only shows between hosts. Facts in, Findings out; adding a check is adding a function and its test."""
+"""The between.* rules: problems that only show between hosts. Facts in, Findings out; a new rule is a function and its test.
+
+Also compares the program of the hosts from the answers of the agents' `files` probe.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from stoker.contract.evidence import Finding
 from stoker.contract.frozen import replace
-from stoker.control.cluster.all_reduce_cost import gigabits
-from stoker.control.cluster.check_facts import Facts, OneHost, Pair
+from stoker.control.cluster.check_facts import ClusterFacts, HostFacts, PairFacts, format_bandwidth
 from stoker.control.doctor.check import fail, unknown, warn
 
-CLOCK_S = 1.0
-SLOW_RATE = 25e6  # bytes a second: 200 Mbit/s, a fifth of the slowest wire anybody still sells
-FAST_RATE = 375e6  # 3 Gbit/s: above it unlike pairs are no alarm, the processors make them so
-SLOW_SHARE = 0.33  # of the best pair
-FILLED = 1.3e9  # 10 Gbit/s: one connection can't fill a faster wire
-_MANY = {"does not answer": "do not answer", "is refused": "are refused"}
-POOR_SHARE = 0.5  # of what the link can carry, for the all-reduce
+MAX_CLOCK_SKEW_S = 1.0
+_SLOW = 25e6  # bytes per second: 200 Mbit/s, a fifth of the slowest wire still sold
+_FAST = 375e6  # 3 Gbit/s: above it pairs differ because of their CPUs, which is no problem
+_SLOW_SHARE = 0.33  # of the best pair
+_ONE_STREAM = 1.3e9  # 10 Gbit/s: one connection can't fill a faster wire
+_POOR_SHARE = 0.5  # of what the wire can carry
+_PLURAL = {"does not answer": "do not answer", "is refused": "are refused"}
 
-Body = Callable[[Facts], Iterator[Finding]]
-CHECKS: dict[str, Body] = {}
+Rule = Callable[[ClusterFacts], Iterator[Finding]]
+CHECKS: dict[str, Rule] = {}
 
 
-def between(id: str) -> Callable[[Body], Body]:
-    def register(body: Body) -> Body:
+def between(id: str) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
         assert id not in CHECKS, id
-        CHECKS[id] = body
-        return body
+        CHECKS[id] = rule
+        return rule
 
     return register
 
 
-def findings(facts: Facts, only: tuple[str, ...] = ()) -> list[Finding]:
-    return [replace(finding, id=id) for id, body in CHECKS.items() if not only or id in only for finding in body(facts)]
+def run_rules(facts: ClusterFacts, only: tuple[str, ...] = ()) -> list[Finding]:
+    """Return the findings of all rules, or of those in `only`."""
+    return [replace(finding, id=id) for id, rule in CHECKS.items() if not only or id in only for finding in rule(facts)]
 
 
-def listed(names: list[str]) -> str:
+def join_names(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 @between("between.host")
-def host(facts: Facts) -> Iterator[Finding]:
+def host(facts: ClusterFacts) -> Iterator[Finding]:
     """Every host answers."""
-    for one in facts.hosts:
-        if one.error and one.hole is None:  # between.mtu knows better
-            yield fail(f"{one.name}: {one.error}", one.fix)
+    for host in facts.hosts:
+        if host.error and host.hole is None:  # between.mtu explains a hole
+            yield fail(f"{host.name}: {host.error}", host.fix)
 
 
 @between("between.route")
-def route(facts: Facts) -> Iterator[Finding]:
-    """Every host knows an interface that leads to the others."""
-    for one in facts.there:
-        if one.address is None and len(facts.there) > 1:
-            text = f"{one.name}: no interface of it leads to the other hosts"
+def route(facts: ClusterFacts) -> Iterator[Finding]:
+    """Every host has an interface that leads to the others."""
+    for host in facts.there:
+        if host.address is None and len(facts.there) > 1:
+            text = f"{host.name}: none of its interfaces leads to the other hosts"
             yield fail(text, "set address: in the hosts file to where the others reach it")
 
 
 @between("between.same-host")
-def same_host(facts: Facts) -> Iterator[Finding]:
-    """No machine is in the list twice, under two names."""
-    addresses = [one.address for one in facts.there if one.address]
+def same_host(facts: ClusterFacts) -> Iterator[Finding]:
+    """No machine is listed twice, under two names."""
+    addresses = [host.address for host in facts.there if host.address]
     for address in sorted({address for address in addresses if addresses.count(address) > 1}):
-        owners = [one.name for one in facts.there if one.address == address]
-        text = f"{listed(owners)} are one machine, {address}"
+        names = [host.name for host in facts.there if host.address == address]
+        text = f"{join_names(names)} are one machine, {address}"
         yield fail(text, "name it once in the hosts file, with the sum of its slots")
 
 
 @between("between.port-blocked")
-def port_blocked(facts: Facts) -> Iterator[Finding]:
-    """Each host reaches each other on the store's and an ephemeral port: NCCL and gloo use any above 1024."""
+def port_blocked(facts: ClusterFacts) -> Iterator[Finding]:
+    """Each host reaches each other on the store's port and on an ephemeral one: NCCL and gloo use any above 1024."""
     for name, error in {pair.source: pair.error for pair in facts.pairs if pair.error}.items():
         yield fail(f"{name}: {error}", "--master-port with a port that is free there, or none")
-    shut = [pair for pair in facts.pairs if pair.closed]
-    if shut and len(shut) == len(facts.pairs) > 2 and all(not _open(pair) for pair in shut):
-        apart = "a network that keeps its members apart (guest Wi-Fi, a cloud's security group)"
-        yield fail(f"no host reaches any other: {_how(shut[0])}", f"a firewall on all of them, or {apart}")
+    blocked = [pair for pair in facts.pairs if pair.closed]
+    if blocked and len(blocked) == len(facts.pairs) > 2 and not any(map(_open_ports, blocked)):
+        network = "a network that isolates its members (guest Wi-Fi, a cloud's security group)"
+        text = f"no host reaches any other: {_describe_closed(blocked[0])}"
+        yield fail(text, f"a firewall on all of them, or {network}")
         return
-    for pair in shut:
-        back = facts.pair(pair.target, pair.source)
-        way = ""
-        if back and not back.closed:
-            way = " (the other direction works)"
-        elif back and not _open(back):
-            way = " (nor does the other direction)"
-        some = ", while port " + listed([str(port) for port in _open(pair)]) + " does" if _open(pair) else ""
-        refused = all(why == "is refused" for why in pair.closed.values())
-        address = _address(facts, pair.source)
-        let = f"on {pair.target}, let TCP from {address} in on ports 1024-65535"
-        text = f"{pair.source} → {pair.target}: {_how(pair)}{some}{way}: a firewall"
-        yield fail(text + (" that rejects" if refused else ""), f"{let}:   ufw allow proto tcp from {address}")
+    for pair in blocked:
+        reverse = facts.pair(pair.target, pair.source)
+        other_way = ""
+        if reverse and not reverse.closed:
+            other_way = " (the other direction works)"
+        elif reverse and not _open_ports(reverse):
+            other_way = " (nor does the other direction)"
+        open_ports = _open_ports(pair)
+        works = f", while port {join_names(open_ports)} does" if open_ports else ""
+        rejects = " that rejects" if all(why == "is refused" for why in pair.closed.values()) else ""
+        text = f"{pair.source} → {pair.target}: {_describe_closed(pair)}{works}{other_way}: a firewall{rejects}"
+        source = next((host.address for host in facts.hosts if host.name == pair.source and host.address), pair.source)
+        fix = f"on {pair.target}, let TCP from {source} in on ports 1024-65535"
+        yield fail(text, f"{fix}:   ufw allow proto tcp from {source}")
 
 
-def _open(pair: Pair) -> list[int]:
-    return sorted(port for port, why in pair.ports.items() if not why)
+def _open_ports(pair: PairFacts) -> list[str]:
+    return [str(port) for port in sorted(port for port, why in pair.ports.items() if not why)]
 
 
-def _how(pair: Pair) -> str:
-    """ports 29500 and 41234 do not answer"""
-    closed = dict(sorted(pair.closed.items()))  # answers come in any order
-    whys = list(closed.values())
-    if len(set(whys)) > 1:
-        return listed([f"port {port} {why}" for port, why in closed.items()])
-    ports = f"port{'s' if len(whys) > 1 else ''} {listed([str(port) for port in closed])}"
-    if whys[0] not in _MANY:
-        return f"{ports}: {whys[0]}"
-    return f"{ports} {_MANY[whys[0]] if len(whys) > 1 else whys[0]}"
-
-
-def _address(facts: Facts, name: str) -> str:
-    return next((one.address for one in facts.hosts if one.name == name and one.address), name)
+def _describe_closed(pair: PairFacts) -> str:
+    """Return a text such as "ports 29500 and 41234 do not answer"."""
+    closed = dict(sorted(pair.closed.items()))  # answers arrive in any order
+    reasons = list(closed.values())
+    if len(set(reasons)) > 1:
+        return join_names([f"port {port} {why}" for port, why in closed.items()])
+    ports = f"port{'s' if len(reasons) > 1 else ''} {join_names([str(port) for port in closed])}"
+    if reasons[0] not in _PLURAL:
+        return f"{ports}: {reasons[0]}"
+    return f"{ports} {_PLURAL[reasons[0]] if len(reasons) > 1 else reasons[0]}"
 
 
 @between("between.mtu")
-def mtu(facts: Facts) -> Iterator[Finding]:
-    """Full-size packets arrive too: where they vanish, jobs connect and then hang in their first all-reduce."""
-    for one in facts.hosts:
-        if one.hole is not None:
-            text = f"this machine → {one.name}: small packets pass, full-size ones vanish without an error message: an MTU hole"
-            fix = f"ip link set dev IFACE mtu {one.hole.passes} on both, or find what drops ICMP between them"
-            passing = f"packets of up to {one.hole.passes} bytes pass"
-            yield fail(f"{text}; {passing}", f"{fix}; nothing else of it could be checked")
+def mtu(facts: ClusterFacts) -> Iterator[Finding]:
+    """Full-size packets arrive too: where they are lost, jobs connect and then hang in their first all-reduce."""
+    for host in facts.hosts:
+        if host.hole is not None:
+            text = f"this machine → {host.name}: small packets pass, full-size ones vanish without an error message: an MTU hole"
+            fix = f"ip link set dev IFACE mtu {host.hole.passes} on both, or find what drops ICMP between them"
+            passing = f"packets of up to {host.hole.passes} bytes pass"
+            yield fail(f"{text}; {passing}", f"{fix}; nothing else could be checked on it")
     for pair in facts.pairs:
         if pair.big is False:
             largest = f"; packets of up to {pair.passes} bytes pass" if pair.passes else ""
-            source = next((one for one in facts.hosts if one.name == pair.source), None)
-            full = f" ({source.mtu} bytes)" if source and source.mtu else ""
+            source = next((host for host in facts.hosts if host.name == pair.source), None)
+            size = f" ({source.mtu} bytes)" if source and source.mtu else ""
             device = source.interface if source and source.interface else "eth0"
-            text = f"{pair.source} → {pair.target}: small messages pass, full-size packets{full} vanish without an error message"
+            text = f"{pair.source} → {pair.target}: small messages pass, full-size packets{size} vanish without an error message"
             fix = f"ip link set dev {device} mtu {pair.passes or 1280} on {pair.source} and {pair.target}"
             yield fail(f"{text}: an MTU hole{largest}", f"{fix}, or find what drops ICMP between them")
 
 
 @between("between.mtu-differs")
-def mtu_differs(facts: Facts) -> Iterator[Finding]:
-    """One MTU on all interfaces that lead to the others: jumbo frames on one side only are lost on the other."""
-    sizes = {one.mtu for one in facts.there if one.mtu}
-    if len(sizes) > 1:
-        found = ", ".join(f"{one.name} {one.mtu}" for one in facts.there if one.mtu)
-        text = f"the interfaces have different MTUs: {found}"
-        yield warn(text, f"ip link set dev IFACE mtu {min(sizes)} where it is larger")
+def mtu_differs(facts: ClusterFacts) -> Iterator[Finding]:
+    """The interfaces that lead to the others have one MTU: jumbo frames of one side are lost on the other."""
+    sizes = {host.name: host.mtu for host in facts.there if host.mtu}
+    if len(set(sizes.values())) > 1:
+        listing = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        fix = f"ip link set dev IFACE mtu {min(sizes.values())} where it is larger"
+        yield warn(f"the interfaces have different MTUs: {listing}", fix)
 
 
 @between("between.hostname")
-def hostname(facts: Facts) -> Iterator[Finding]:
-    """Each hostname resolves to an address of its own. Only noted: Stoker passes addresses, not names."""
-    there = [one for one in facts.there if one.hostname]
-    names = [one.hostname or "" for one in there]
+def hostname(facts: ClusterFacts) -> Iterator[Finding]:
+    """Each hostname resolves to an address of its own. Only noted, because Stoker passes addresses, not names."""
+    hosts = [host for host in facts.there if host.hostname]
+    names = [host.hostname or "" for host in hosts]
     shared = sorted({name for name in names if names.count(name) > 1})
     for name in shared:
-        nowhere = ", which resolves nowhere" if all(not (one.resolves or {}).get(name) for one in there) else ""
-        owners = listed([one.name for one in there if one.hostname == name])
-        text = f"{owners} share the hostname {name}{nowhere}"
-        yield _note(text, "hostnamectl set-hostname NAME on all but one of them")
-    loops = [one for one in there if _loopback((one.resolves or {}).get(one.hostname or "", ()))]
-    if loops:
-        loopback = {one.name: listed(list((one.resolves or {})[one.hostname or ""])) for one in loops}
-        said = listed([f"{one.name}'s hostname {one.hostname} resolves to {loopback[one.name]}" for one in loops])
-        fixes = "; ".join(map(_entry, loops))
-        yield _note(f"{said}, which is loopback", f"in /etc/hosts there: {fixes}")
-    lost = {
-        name: [one.name for one in there if name in (one.resolves or {}) and not (one.resolves or {})[name]]
-        for name in names
-        if name not in shared
-    }
-    lost = {name: seekers for name, seekers in lost.items() if seekers}
-    if lost:
-        everywhere = all(len(seekers) == len(there) for seekers in lost.values()) and len(there) > 1
-        where = f"on {listed(next(iter(lost.values())))}" if len(lost) == 1 else "on all hosts"
-        if everywhere:
+        nowhere = ", which resolves nowhere" if all(not _resolved(host, name) for host in hosts) else ""
+        owners = join_names([host.name for host in hosts if host.hostname == name])
+        fix = "hostnamectl set-hostname NAME on all but one of them"
+        yield _note(f"{owners} share the hostname {name}{nowhere}", fix)
+    loopback = [host for host in hosts if _is_loopback(_resolved(host, host.hostname or ""))]
+    if loopback:
+        texts = []
+        for host in loopback:
+            addresses = join_names(list(_resolved(host, host.hostname or "")))
+            texts.append(f"{host.name}'s hostname {host.hostname} resolves to {addresses}")
+        fixes = "; ".join(map(_hosts_entry, loopback))
+        yield _note(f"{join_names(texts)}, which is loopback", f"in /etc/hosts there: {fixes}")
+    unresolved: dict[str, list[str]] = {}  # hostname -> the hosts that can't resolve it
+    for name in names:
+        failing = [host.name for host in hosts if name in (host.resolves or {}) and not _resolved(host, name)]
+        if failing and name not in shared:
+            unresolved[name] = failing
+    if unresolved:
+        where = f"on {join_names(next(iter(unresolved.values())))}" if len(unresolved) == 1 else "on all hosts"
+        if len(hosts) > 1 and all(len(failing) == len(hosts) for failing in unresolved.values()):
             where = "on any host"
-        fixes = "; ".join(_entry(one) for one in there if one.hostname in lost)
-        many = len(lost) > 1
-        text = f"the hostname{'s' if many else ''} {listed(list(lost))} {'do' if many else 'does'} not resolve {where}"
+        fixes = "; ".join(_hosts_entry(host) for host in hosts if host.hostname in unresolved)
+        subject, verb = ("hostnames", "do") if len(unresolved) > 1 else ("hostname", "does")
+        text = f"the {subject} {join_names(list(unresolved))} {verb} not resolve {where}"
         yield _note(text, f"in every /etc/hosts: {fixes}")
 
 
-def _entry(one: OneHost) -> str:
+def _resolved(host: HostFacts, name: str) -> tuple[str, ...]:
+    return (host.resolves or {}).get(name, ())
+
+
+def _hosts_entry(host: HostFacts) -> str:
     """Return the host's line for /etc/hosts."""
-    return f"{one.address or 'ADDRESS'} {one.hostname or 'NAME'}"
+    return f"{host.address or 'ADDRESS'} {host.hostname or 'NAME'}"
 
 
-def _loopback(addresses: tuple[str, ...]) -> bool:
+def _is_loopback(addresses: tuple[str, ...]) -> bool:
     return bool(addresses) and all(address.startswith("127.") or address == "::1" for address in addresses)
 
 
@@ -190,130 +198,126 @@ def _note(text: str, fix: str) -> Finding:
 
 
 @between("between.clock")
-def clock(facts: Facts) -> Iterator[Finding]:
-    """The clocks agree: logs, checkpoints and certificates go by them. Measured as NTP does it."""
-    known = [one for one in facts.there if one.skew is not None]
-    if not known:
+def clock(facts: ClusterFacts) -> Iterator[Finding]:
+    """The clocks agree, as logs, checkpoints and certificates require. They are measured as NTP does."""
+    skews = {host.name: (host.skew, host.skew_error or 0.0) for host in facts.there if host.skew is not None}
+    if not skews:
         return
-    middle = sorted(one.skew or 0.0 for one in known)[len(known) // 2]
-    for one in known:
-        off = (one.skew or 0.0) - (middle if len(known) > 2 else 0.0)
-        if abs(off) - (one.skew_error or 0.0) > CLOCK_S:
-            than = "the other hosts'" if len(known) > 2 else "this machine's"
-            text = f"{one.name}: its clock is {_span(abs(off))} {'ahead of' if off > 0 else 'behind'} {than}"
-            yield warn(text, "timedatectl set-ntp true")
+    median = sorted(skew for skew, _ in skews.values())[len(skews) // 2]
+    for name, (skew, error) in skews.items():
+        off = skew - (median if len(skews) > 2 else 0.0)  # of two hosts neither is the reference: this machine is
+        if abs(off) - error > MAX_CLOCK_SKEW_S:
+            reference = "the other hosts'" if len(skews) > 2 else "this machine's"
+            direction = "ahead of" if off > 0 else "behind"
+            yield warn(
+                f"{name}: its clock is {_format_skew(abs(off))} {direction} {reference}", "timedatectl set-ntp true"
+            )
 
 
-def _span(seconds: float) -> str:
+def _format_skew(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
 
 
 @between("between.slow-link")
-def slow_link(facts: Facts) -> Iterator[Finding]:
-    """No host and no pair is far slower than the others, than its interface says, or than gradients can bear."""
-    known = [pair for pair in facts.pairs if pair.rate]
-    best = max((pair.rate or 0.0 for pair in known), default=0.0)
-    slow = {(pair.source, pair.target): pair.rate or 0.0 for pair in known if _is_slow(facts, pair, best)}
+def slow_link(facts: ClusterFacts) -> Iterator[Finding]:
+    """No host and no pair is far slower than the others, than its interface states, or than gradients need."""
+    rates = {(pair.source, pair.target): pair.rate for pair in facts.pairs if pair.rate}
+    best = max(rates.values(), default=0.0)
+    slow = {ends: rate for ends, rate in rates.items() if _is_slow(facts, ends, rate, best)}
     fix = "cable, switch port, duplex, Wi-Fi instead of the wire: `ethtool IFACE`, `ip -s link`"
-    if slow and len(slow) == len(known):
-        yield warn(f"all pairs are slow, {gigabits(min(slow.values()))} at worst: every step waits for that", fix)
+    if slow and len(slow) == len(rates):
+        yield warn(
+            f"all pairs are slow, {format_bandwidth(min(slow.values()))} at worst: every step waits for that", fix
+        )
         return
-    for one in facts.there:
-        mine = {ends for ends in ((pair.source, pair.target) for pair in known) if one.name in ends}
-        if len(mine) > 2 and mine <= set(slow):
-            rest = [pair.rate or 0.0 for pair in known if (pair.source, pair.target) not in mine]
-            others = f", the other pairs {gigabits(min(rest))} or more" if rest else ""
-            moves = f"all that goes from and to it moves at {gigabits(min(slow[ends] for ends in mine))}"
-            yield warn(f"{one.name}: {moves}{others}: every step waits for it", fix)
-            slow = {ends: rate for ends, rate in slow.items() if ends not in mine}
+    for host in facts.there:
+        pairs = {ends for ends in rates if host.name in ends}
+        if len(pairs) > 2 and pairs <= set(slow):
+            others = [rate for ends, rate in rates.items() if ends not in pairs]
+            compared = f", the other pairs {format_bandwidth(min(others))} or more" if others else ""
+            worst = format_bandwidth(min(slow[ends] for ends in pairs))
+            yield warn(f"{host.name}: all its traffic moves at {worst}{compared}: every step waits for it", fix)
+            slow = {ends: rate for ends, rate in slow.items() if ends not in pairs}
     for (source, target), rate in slow.items():
-        rates = f"{gigabits(rate)}, the best pair {gigabits(best)}"
-        yield warn(f"{source} → {target}: {rates}: every step waits for it", fix)
+        compared = f"{format_bandwidth(rate)}, the best pair {format_bandwidth(best)}"
+        yield warn(f"{source} → {target}: {compared}: every step waits for it", fix)
 
 
-def _is_slow(facts: Facts, pair: Pair, best: float) -> bool:
-    rate = pair.rate or 0.0
-    ends = [one for one in facts.hosts if one.name in (pair.source, pair.target) and one.physical and one.speed]
-    wire = min((one.speed or 0 for one in ends), default=0) * 1e6 / 8
-    if wire and wire <= FILLED and rate < POOR_SHARE * wire:
+def _is_slow(facts: ClusterFacts, ends: tuple[str, str], rate: float, best: float) -> bool:
+    speeds = [host.speed for host in facts.hosts if host.name in ends and host.physical and host.speed]
+    wire = min(speeds, default=0) * 1e6 / 8
+    if wire and wire <= _ONE_STREAM and rate < _POOR_SHARE * wire:
         return True
-    return rate < SLOW_RATE or (rate < SLOW_SHARE * best and rate < FAST_RATE)
+    return rate < _SLOW or (rate < _SLOW_SHARE * best and rate < _FAST)
 
 
 @between("between.all-reduce")
-def all_reduce(facts: Facts) -> Iterator[Finding]:
-    """An all-reduce with the hosts' own torch ends, and uses what the link carries."""
-    reduce = facts.reduce
-    if reduce is None:
+def all_reduce(facts: ClusterFacts) -> Iterator[Finding]:
+    """An all-reduce with the hosts' own torch finishes, and uses what the link carries."""
+    trial = facts.reduce
+    if trial is None:
         if len(facts.there) > 1 and not facts.quick:
             yield unknown("no all-reduce was tried: fix the findings above first")
         return
-    if reduce.error:
-        more = "the findings above may say why; NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL says more"
-        yield fail(f"a {reduce.backend} all-reduce over {reduce.world} hosts fails: {reduce.error}", more)
+    if trial.error:
+        fix = "the findings above may say why; NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL says more"
+        yield fail(f"a {trial.backend} all-reduce over {trial.world} hosts fails: {trial.error}", fix)
         return
     rates = [pair.rate for pair in facts.pairs if pair.rate]
-    if reduce.bus and rates and reduce.bus < POOR_SHARE * min(rates) and min(rates) < FILLED:
-        said = f"the all-reduce moves {gigabits(reduce.bus)} a link, a single connection {gigabits(min(rates))}"
-        yield warn(said, "stoker cluster check --hosts FILE --tune tries what may help")
+    if trial.bus and rates and trial.bus < _POOR_SHARE * min(rates) and min(rates) < _ONE_STREAM:
+        one_stream = f"a single connection {format_bandwidth(min(rates))}"
+        text = f"the all-reduce moves {format_bandwidth(trial.bus)} a link, {one_stream}"
+        yield warn(text, "stoker cluster check --hosts FILE --tune tries what may help")
 
 
-# ---- what must be the same on every host: the odd ones out are named, not merely "they differ" ----
+# ---- what must be the same on every host; findings name the hosts that differ from most ----
 
 
-def usual(values: list[str]) -> str:
-    """The value most hosts have; among equals the first host's."""
-    return max(values, key=lambda value: (values.count(value), -values.index(value)))
-
-
-def odd(values: dict[str, str]) -> dict[str, str]:
-    """The hosts whose value is not the usual one."""
+def unusual(values: dict[str, str]) -> dict[str, str]:
+    """Return the hosts whose value is not the most frequent one; among equally frequent ones the first host's counts."""
     if not values:
         return {}
-    common = usual(list(values.values()))
+    common = _most_frequent(values)
     return {host: value for host, value in values.items() if value != common}
 
 
-def _differ(what: str, values: dict[str, str]) -> str:
-    """'10.0.0.3 has torch 2.12.0; the other 2 have torch 2.13.0'; empty where all agree."""
-    strange = odd(values)
-    if not strange:
+def _most_frequent(values: Mapping[str, str]) -> str:
+    return Counter(values.values()).most_common(1)[0][0]  # equal counts stay in the order of the hosts
+
+
+def _describe_difference(what: str, values: dict[str, str]) -> str:
+    """Return "10.0.0.3 has torch 2.12.0; the other 2 have 2.13.0", or "" if all are the same."""
+    different = unusual(values)
+    if not different:
         return ""
-    common = usual(list(values.values()))
+    common = _most_frequent(values)
     rest = [host for host, value in values.items() if value == common]
-    groups: dict[str, list[str]] = {}
-    for host, value in strange.items():
-        groups.setdefault(value, []).append(host)
-    said = "; ".join(
-        f"{listed(hosts)} {'has' if len(hosts) == 1 else 'have'} {what} {value}" for value, hosts in groups.items()
-    )
-    others = listed(rest) if len(rest) < 4 else f"the other {len(rest)}"
-    return f"{said}; {others} {'has' if len(rest) == 1 else 'have'} {common}"
+    by_value: dict[str, list[str]] = {}
+    for host, value in different.items():
+        by_value.setdefault(value, []).append(host)
+    parts = [f"{join_names(names)} {_have(names)} {what} {value}" for value, names in by_value.items()]
+    others = join_names(rest) if len(rest) < 4 else f"the other {len(rest)}"
+    return f"{'; '.join(parts)}; {others} {_have(rest)} {common}"
 
 
-def build(host: OneHost) -> str:
-    """What must match of a torch: version, CUDA build and NCCL."""
-    torch = host.torch
-    if torch is None or not torch.version:
-        return ""
-    parts = [torch.version, f"CUDA {torch.cuda}" if torch.cuda else "", f"NCCL {torch.nccl}" if torch.nccl else ""]
-    return ", ".join(part for part in parts if part)
+def _have(names: list[str]) -> str:
+    return "has" if len(names) == 1 else "have"
 
 
 @between("between.torch")
-def torch(facts: Facts) -> Iterator[Finding]:
-    """One torch everywhere: unlike builds hang, crash or disagree. CUDA toolkit and driver may differ."""
-    said = _differ("torch", {host.name: build(host) for host in facts.there if build(host)})
-    if said:
-        first = next(host for host in facts.there if build(host))
-        version = (first.torch.version or "").split("+")[0] if first.torch else ""
-        yield fail(said, f"pip install torch=={version} on all, from the same index")
+def torch(facts: ClusterFacts) -> Iterator[Finding]:
+    """All hosts have the same torch: different builds hang, crash or disagree. CUDA toolkit and driver may differ."""
+    builds = {host.name: host.torch_build for host in facts.there if host.torch_build}
+    text = _describe_difference("torch", builds)
+    if text:
+        version = next(iter(builds.values())).partition(",")[0].split("+")[0]
+        yield fail(text, f"pip install torch=={version} on all, from the same index")
 
 
 @between("between.torch-missing")
-def torch_missing(facts: Facts) -> Iterator[Finding]:
+def torch_missing(facts: ClusterFacts) -> Iterator[Finding]:
     """Every host's own Python imports torch."""
     for host in facts.there:
         if host.torch is not None and host.torch.error:
@@ -322,44 +326,109 @@ def torch_missing(facts: Facts) -> Iterator[Finding]:
 
 
 @between("between.python")
-def python(facts: Facts) -> Iterator[Finding]:
-    """One Python minor version: objects pickled by one rank are read by another."""
-    said = _differ("Python", {host.name: ".".join(host.python.split(".")[:2]) for host in facts.there if host.python})
-    if said:
-        yield warn(said, "one Python on all hosts; broadcast_object_list and checkpoints pickle")
+def python(facts: ClusterFacts) -> Iterator[Finding]:
+    """All hosts have the same Python minor version: objects pickled by one rank are read by another."""
+    versions = {host.name: ".".join(host.python.split(".")[:2]) for host in facts.there if host.python}
+    text = _describe_difference("Python", versions)
+    if text:
+        yield warn(text, "one Python on all hosts; broadcast_object_list and checkpoints pickle")
 
 
 @between("between.program")
-def program(facts: Facts) -> Iterator[Finding]:
+def program(facts: ClusterFacts) -> Iterator[Finding]:
     """The script and what it imports from its folder have the same bytes everywhere; the files that differ are named."""
     for line in facts.program:
-        said, _, fix = line.removeprefix("host ").rpartition("; ")
-        yield fail(said or fix, fix if said else "")
+        text, _, fix = line.removeprefix("host ").rpartition("; ")
+        yield fail(text or fix, fix if text else "")
 
 
 @between("between.files")
-def files(facts: Facts) -> Iterator[Finding]:
+def files(facts: ClusterFacts) -> Iterator[Finding]:
     """Data, model and tokenizer have the same bytes everywhere."""
-    for what in dict.fromkeys(
-        name for host in facts.there for name in host.files or {} if name.startswith(("data ", "model "))
-    ):
-        digests = {host.name: (host.files or {}).get(what, "") for host in facts.there if host.files is not None}
+    names = [name for host in facts.there for name in host.files or {} if name.startswith(("data ", "model "))]
+    for what in dict.fromkeys(names):
+        digests = {host.name: host.files.get(what, "") for host in facts.there if host.files is not None}
         missing = [name for name, digest in digests.items() if not digest]
-        stage = f"--stage {what.partition(' ')[2]} copies it to every host"
+        fix = f"--stage {what.partition(' ')[2]} copies it to every host"
         if missing:
-            yield fail(f"{what} is not on {listed(missing)}", stage)
-        said = _differ(what, {name: digest[:8] for name, digest in digests.items() if digest})
-        if said:
-            yield fail(f"{said}: not the same bytes", stage)
+            yield fail(f"{what} is not on {join_names(missing)}", fix)
+        text = _describe_difference(what, {name: digest[:8] for name, digest in digests.items() if digest})
+        if text:
+            yield fail(f"{text}: not the same bytes", fix)
 
 
 @between("between.speed-differs")
-def speed_differs(facts: Facts) -> Iterator[Finding]:
-    """Interfaces of one speed: a port that fell back to 100 Mbit/s slows the whole job."""
-    stated = {host.name: f"{host.speed} Mbit/s" for host in facts.there if host.physical and host.speed}
-    slowest = min((host.speed for host in facts.there if host.physical and host.speed), default=0)
-    fast = max((host.speed for host in facts.there if host.physical and host.speed), default=0)
-    if slowest < fast:
-        slow = [name for name, value in stated.items() if value == f"{slowest} Mbit/s"]
-        said = f"{listed(slow)}: the interface states {slowest} Mbit/s, others {fast}: every step waits for it"
-        yield warn(said, "cable, switch port; interface: in the hosts file")
+def speed_differs(facts: ClusterFacts) -> Iterator[Finding]:
+    """All interfaces have one speed: a port that fell back to 100 Mbit/s slows the whole job."""
+    speeds = {host.name: host.speed for host in facts.there if host.physical and host.speed}
+    slowest, fastest = min(speeds.values(), default=0), max(speeds.values(), default=0)
+    if slowest < fastest:
+        names = join_names([name for name, speed in speeds.items() if speed == slowest])
+        text = f"{names}: the interface states {slowest} Mbit/s, others {fastest}: every step waits for it"
+        yield warn(text, "cable, switch port; interface: in the hosts file")
+
+
+# ---- is the program the same on all hosts ----
+
+_MAX_NAMES = 3  # files named per host
+
+
+def missing_program_fix(script: str, folder: str, synced: bool) -> str:
+    """Return what to do about a host that lacks the script. `folder` is what --sync copies, and did copy if `synced`."""
+    if not synced:
+        return "copy it with --sync, or set workdir:"
+    if os.path.relpath(os.path.join(folder, script), folder).startswith(os.pardir + os.sep):
+        return f"it is not below {folder}, which --sync copies"
+    if os.path.isabs(script):
+        return f"name it by its path below {folder}, which --sync copies to workdir:"
+    return "--sync leaves it out: git ignores it, or it is in a folder that is not copied"
+
+
+def program_differences(
+    answers: Mapping[str, Mapping[str, Any]], script: str = "the script", missing_fix: str = ""
+) -> list[str]:
+    """Return a line for each host whose files differ from those of most hosts, and one for all that lack the script.
+
+    `answers`: host -> answer of the `files` probe.
+    """
+    lines = [
+        f"host {host}: {script} could not be compared: {answer['error']}"
+        for host, answer in answers.items()
+        if "error" in answer
+    ]
+    compared = {host: answer for host, answer in answers.items() if "error" not in answer}
+    missing = [host for host, answer in compared.items() if not answer["names"]]
+    if missing:
+        names = f"host{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+        fix = missing_fix or missing_program_fix(script, "", False)
+        lines.append(f"{names}: {script} does not exist there; {fix}")
+    digests = {host: answer["package"] for host, answer in compared.items() if host not in missing}
+    if not digests:
+        return lines
+    common = _most_frequent(digests)
+    reference = next(host for host, digest in digests.items() if digest == common)
+    for host, digest in digests.items():
+        if digest != common:
+            difference = _file_differences(compared[host]["names"], compared[reference]["names"], reference)
+            lines.append(f"host {host}: {difference}; copy it with --sync")
+    return lines
+
+
+def _file_differences(hashes: Mapping[str, str], expected: Mapping[str, str], reference: str) -> str:
+    """Name the files that changed, are missing, or are extra. The arguments map file names to hashes."""
+    changed = [name for name in hashes if name in expected and hashes[name] != expected[name]]
+    missing = [name for name in expected if name not in hashes]
+    extra = [name for name in hashes if name not in expected]
+    parts = []
+    if changed:
+        parts.append(f"{_first(changed)} differ{'s' if len(changed) == 1 else ''} from host {reference}'s")
+    if missing:
+        parts.append(f"lacks {_first(missing)}")
+    if extra:
+        parts.append(f"has {_first(extra)} besides")
+    return ", ".join(parts)
+
+
+def _first(names: list[str]) -> str:
+    shown = ", ".join(names[:_MAX_NAMES])
+    return f"{shown} and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else shown

@@ -6,23 +6,22 @@ from collections.abc import Callable
 
 from stoker.contract.text import escape
 from stoker.contract.units import format_bytes
-from stoker.control.cluster.all_reduce_cost import gigabits
-from stoker.control.cluster.check_facts import Facts, OneHost, Pair
-from stoker.control.cluster.check_rules import CLOCK_S, odd
+from stoker.control.cluster.check_facts import ClusterFacts, HostFacts, PairFacts, format_bandwidth
+from stoker.control.cluster.check_rules import MAX_CLOCK_SKEW_S, unusual
 
 MARK = "≠"
 NONE = "–"
 
 
-def _gpus(one: OneHost) -> str:
+def _gpus(one: HostFacts) -> str:
     if one.examination is None:
         return ""
     names = [gpu.name or "GPU" for gpu in one.examination.machine.gpus]
     return ", ".join(f"{names.count(name)} × {name.removeprefix('NVIDIA ')}" for name in dict.fromkeys(names)) or "none"
 
 
-def _of_torch(part: str) -> Callable[[OneHost], str]:
-    def shown(one: OneHost) -> str:
+def _of_torch(part: str) -> Callable[[HostFacts], str]:
+    def shown(one: HostFacts) -> str:
         if part == "version" and one.torch and one.torch.error:
             return "missing"
         return str(getattr(one.torch, part, None) or "")
@@ -30,7 +29,7 @@ def _of_torch(part: str) -> Callable[[OneHost], str]:
     return shown
 
 
-def _clock(one: OneHost) -> str:
+def _clock(one: HostFacts) -> str:
     if one.skew is None:
         return ""
     exact = max(one.skew_error or 0.0, 0.0005)
@@ -39,7 +38,7 @@ def _clock(one: OneHost) -> str:
     return f"{one.skew:+.1f} s" if abs(one.skew) >= 0.5 else f"{1000 * one.skew:+.0f} ms"
 
 
-def _link(one: OneHost) -> str:
+def _link(one: HostFacts) -> str:
     parts = [
         one.interface or "",
         f"{one.speed} Mbit/s" if one.speed and one.physical else "",
@@ -48,18 +47,18 @@ def _link(one: OneHost) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _machine(one: OneHost) -> str:
+def _machine(one: HostFacts) -> str:
     machine = one.examination.machine if one.examination else None
     return f"{machine.cores} cores, {format_bytes(machine.memory_available)} free" if machine else ""
 
 
-def _disk(one: OneHost) -> str:
+def _disk(one: HostFacts) -> str:
     host = one.examination.host if one.examination else None
     return f"{format_bytes(host.disk_free)} free" if host and host.disk_free is not None else ""
 
 
 # (label, cell, must it be the same everywhere). Cells that are empty on all hosts leave their row out.
-_ROWS: tuple[tuple[str, Callable[[OneHost], str], bool], ...] = (
+_ROWS: tuple[tuple[str, Callable[[HostFacts], str], bool], ...] = (
     ("address", lambda one: one.address or "", False),
     ("hostname", lambda one: one.hostname or "", False),
     ("interface", _link, False),
@@ -76,14 +75,14 @@ _ROWS: tuple[tuple[str, Callable[[OneHost], str], bool], ...] = (
 )
 
 
-def _worst(pairs: list[Pair]) -> tuple[str, str]:
+def _worst(pairs: list[PairFacts]) -> tuple[str, str]:
     """(round trip, rate) to the slowest peer."""
     times = [pair.rtt for pair in pairs if pair.rtt is not None]
     rates = [pair.rate for pair in pairs if pair.rate]
-    return f"{max(times) * 1000:.2f} ms" if times else "", gigabits(min(rates)) if rates else ""
+    return f"{max(times) * 1000:.2f} ms" if times else "", format_bandwidth(min(rates)) if rates else ""
 
 
-def rows(facts: Facts) -> list[tuple[str, list[str], list[bool]]]:
+def rows(facts: ClusterFacts) -> list[tuple[str, list[str], list[bool]]]:
     """(label, a cell per host, is it marked)."""
     made = []
     for label, cell, same in _ROWS:
@@ -94,7 +93,9 @@ def rows(facts: Facts) -> list[tuple[str, list[str], list[bool]]]:
     for what in dict.fromkeys(name for one in facts.there for name in one.files or {}):
         digests = {one.name: (one.files or {}).get(what, "") for one in facts.there}
         shown = {name: f"hash {digest[:8]}" if digest else "missing" for name, digest in digests.items()}
-        made.append(_row(facts, what, shown, {*odd(shown), *(name for name, digest in digests.items() if not digest)}))
+        made.append(
+            _row(facts, what, shown, {*unusual(shown), *(name for name, digest in digests.items() if not digest)})
+        )
     if facts.pairs:
         worst = {one.name: _worst([pair for pair in facts.pairs if pair.source == one.name]) for one in facts.there}
         shut = {pair.source for pair in facts.pairs if pair.closed or pair.error or pair.big is False}
@@ -112,25 +113,27 @@ def rows(facts: Facts) -> list[tuple[str, list[str], list[bool]]]:
     return made
 
 
-def _strange(facts: Facts, label: str, values: dict[str, str], same: bool) -> set[str]:
+def _strange(facts: ClusterFacts, label: str, values: dict[str, str], same: bool) -> set[str]:
     if label == "clock":
         known = [one for one in facts.there if one.skew is not None]
-        return {one.name for one in known if abs(one.skew or 0.0) > CLOCK_S + (one.skew_error or 0.0)}
-    return set(odd({name: value for name, value in values.items() if value})) if same else set()
+        return {one.name for one in known if abs(one.skew or 0.0) > MAX_CLOCK_SKEW_S + (one.skew_error or 0.0)}
+    return set(unusual({name: value for name, value in values.items() if value})) if same else set()
 
 
-def _reached(facts: Facts, one: OneHost) -> str:
+def _reached(facts: ClusterFacts, one: HostFacts) -> str:
     mine = [pair for pair in facts.pairs if pair.source == one.name]
     good = [pair for pair in mine if not pair.closed and not pair.error and pair.big is not False]
     return f"{len(good)} of {len(mine)} others"
 
 
-def _row(facts: Facts, label: str, values: dict[str, str], marked: set[str]) -> tuple[str, list[str], list[bool]]:
+def _row(
+    facts: ClusterFacts, label: str, values: dict[str, str], marked: set[str]
+) -> tuple[str, list[str], list[bool]]:
     cells = [escape(values.get(one.name) or ("" if one.error else NONE)) for one in facts.hosts]
     return label, cells, [one.name in marked for one in facts.hosts]
 
 
-def lines(facts: Facts, width: int = 120) -> list[str]:
+def lines(facts: ClusterFacts, width: int = 120) -> list[str]:
     """As many hosts side by side as the width holds; the others below, with the labels again."""
     body = rows(facts)
     labels = max((len(label) for label, _, _ in body), default=0)

@@ -1,4 +1,4 @@
-"""The network between the hosts, tried by themselves: all listen, all connect, then they stream."""
+"""Tests the network between the hosts: all listen, all connect to each other, then they stream. Also the check of every run."""
 
 from __future__ import annotations
 
@@ -8,118 +8,128 @@ from collections.abc import Iterable, Mapping
 from stoker.contract.evidence import Finding
 from stoker.contract.frozen import replace
 from stoker.control.cluster import check_rules
-from stoker.control.cluster.check_facts import Facts, OneHost, Pair
+from stoker.control.cluster.check_facts import ClusterFacts, HostFacts, PairFacts
 from stoker.control.cluster.hosts import Hosts
-from stoker.control.cluster.probes import PAIR, PORTS, RATE, ProbeBatch, Question, fitting, skews
+from stoker.control.cluster.probes import PAIR, PORTS, RATE, PendingProbe, ProbeBatch, check_answer, measure_clock_skew
 from stoker.control.machine.examination import Torch, read_examination
 
 NET_S = 14.0
 STREAM_S = 14.0
-ROUNDS = 4  # of streams: each host to its k-th neighbour
-DOUBTFUL = 0.5  # of the median rate: measured once more, alone
-AGAIN = 6
+MAX_ROUNDS = 4  # of streams; in round k each host streams to its k-th neighbor
+REPEAT_BELOW = 0.5  # pairs below this share of the median rate are measured again, alone
+MAX_REPEATS = 6
 
 
-def meet(asking: ProbeBatch, addresses: Mapping[str, str], store_port: int = 0) -> tuple[list[Pair], int, Question | None]:
-    """(pairs, the store's port, the question). That one is still open: the listeners stay until it is told to end.
+def try_connections(
+    batch: ProbeBatch, addresses: Mapping[str, str], store_port: int = 0
+) -> tuple[list[PairFacts], int, PendingProbe | None]:
+    """Connect every host to every other. Return (pairs, the store's port, the probe, or None for fewer than two hosts).
 
-    `store_port`: the first host must have this one free; elsewhere, and where it is 0, any of the usual range will do.
+    The probe still runs: its listeners stay open until `close_listeners`. `store_port` must be free on the first host; with
+    0, and on the other hosts, any port of the usual range is used.
     """
     if len(addresses) < 2:
         return [], 0, None
     token = secrets.token_hex(16)
-    wanted = dict.fromkeys(addresses, 0) | {next(iter(addresses)): store_port}
-    told = {name: {"address": one, "token": token, "store_port": wanted[name]} for name, one in addresses.items()}
-    question = asking.ask("net", told, 120.0)
-    first = {name: fitting(PORTS, word, "its ports") for name, word in asking.words(question, 1, NET_S).items()}
-    ports = {name: word["ports"] for name, word in first.items() if "ports" in word}
+    store_ports = dict.fromkeys(addresses, 0) | {next(iter(addresses)): store_port}
+    args = {
+        name: {"address": address, "token": token, "store_port": store_ports[name]}
+        for name, address in addresses.items()
+    }
+    probe = batch.ask("net", args, 120.0)
+    listening = batch.partial_answers(probe, 1, NET_S)
+    listening = {name: check_answer(PORTS, answer, "its ports") for name, answer in listening.items()}
+    ports = {name: answer["ports"] for name, answer in listening.items() if "ports" in answer}
     peers = {
         name: {other: {"address": addresses[other], "ports": ports[other]} for other in ports if other != name}
         for name in ports
     }
-    asking.tell(question, {name: {"do": "meet", "peers": one} for name, one in peers.items()})
+    batch.send(probe, {name: {"do": "meet", "peers": others} for name, others in peers.items()})
     pairs = []
-    for source, word in asking.words(question, 2, NET_S).items():
+    for source, answer in batch.partial_answers(probe, 2, NET_S).items():
         if source not in ports:
+            error = listening[source].get("error", "no answer")
+            pairs += [PairFacts(source, target, {}, error=error) for target in addresses if target != source]
             continue
         for target in peers[source]:
-            one = fitting(PAIR, word.get(target, {"error": word.get("error") or "no answer"}), target)
-            tried = one["ports"] if "ports" in one else dict.fromkeys(map(str, ports[target]), one["error"])
-            closed = {port: tried[str(port)] for port in ports[target] if str(port) in tried}
-            pairs.append(
-                Pair(source, target, closed, one.get("rtt"), one.get("segment"), one.get("big"), one.get("passes"))
-            )
-    unheard = [name for name in addresses if name not in ports]
-    for name in unheard:
-        error = first[name].get("error", "no answer")
-        pairs += [Pair(name, other, {}, error=error) for other in addresses if other != name]
-    return pairs, next((one[0] for one in ports.values()), 0), question
+            result = check_answer(PAIR, answer.get(target, {"error": answer.get("error") or "no answer"}), target)
+            states = result["ports"] if "ports" in result else dict.fromkeys(map(str, ports[target]), result["error"])
+            by_port = {port: states[str(port)] for port in ports[target] if str(port) in states}
+            packets = (result.get("rtt"), result.get("segment"), result.get("big"), result.get("passes"))
+            pairs.append(PairFacts(source, target, by_port, *packets))
+    return pairs, next((answer[0] for answer in ports.values()), 0), probe
 
 
-def streams(asking: ProbeBatch, question: Question, addresses: Mapping[str, str], pairs: list[Pair]) -> list[Pair]:
-    """All hosts at the same time, each to its k-th neighbour, as a ring does; slow pairs once more, alone."""
+def measure_bandwidth(
+    batch: ProbeBatch, probe: PendingProbe, addresses: Mapping[str, str], pairs: list[PairFacts]
+) -> list[PairFacts]:
+    """Return the pairs with their rates. All hosts stream at the same time, as in a ring; slow pairs are repeated alone."""
     names = list(addresses)
-    good = {(pair.source, pair.target): pair for pair in pairs if pair.big and pair.ports and not pair.closed}
+    usable = {(pair.source, pair.target): pair for pair in pairs if pair.big and pair.ports and not pair.closed}
     rates: dict[tuple[str, str], float] = {}
-    for distance in range(1, min(len(names), ROUNDS + 1)):
-        ring = ((names[n], names[(n + distance) % len(names)]) for n in range(len(names)))
-        rates.update(_round(asking, question, addresses, [good[ends] for ends in ring if ends in good]))
-    middle = sorted(rates.values())[len(rates) // 2] if rates else 0.0
-    doubtful = sorted((rate, ends) for ends, rate in rates.items() if rate < DOUBTFUL * middle)
-    for rate, ends in doubtful[:AGAIN]:
-        rates[ends] = max(rate, *_round(asking, question, addresses, [good[ends]]).values(), 0.0)
+    for distance in range(1, min(len(names), MAX_ROUNDS + 1)):
+        ring = ((name, names[(index + distance) % len(names)]) for index, name in enumerate(names))
+        rates.update(_stream(batch, probe, addresses, [usable[ends] for ends in ring if ends in usable]))
+    median = sorted(rates.values())[len(rates) // 2] if rates else 0.0
+    slow = sorted((rate, ends) for ends, rate in rates.items() if rate < REPEAT_BELOW * median)
+    for rate, ends in slow[:MAX_REPEATS]:
+        rates[ends] = max(rate, *_stream(batch, probe, addresses, [usable[ends]]).values(), 0.0)
     return [replace(pair, rate=rates.get((pair.source, pair.target))) for pair in pairs]
 
 
-def _round(
-    asking: ProbeBatch, question: Question, addresses: Mapping[str, str], pairs: Iterable[Pair]
+def _stream(
+    batch: ProbeBatch, probe: PendingProbe, addresses: Mapping[str, str], pairs: Iterable[PairFacts]
 ) -> dict[tuple[str, str], float]:
-    mine = {pair.source: pair for pair in pairs}
-    said = {name: len(question.more[name]) for name in mine}
-    for name, pair in mine.items():
+    """Stream over these pairs at the same time, one per source. Return (source, target) -> bytes per second."""
+    by_source = {pair.source: pair for pair in pairs}
+    counts = {name: len(probe.partial[name]) for name in by_source}
+    for name, pair in by_source.items():
         order = {"do": "stream", "address": addresses[pair.target], "port": next(iter(pair.ports))}
-        asking.tell(question, {name: order})
-    late = asking.wait(
-        STREAM_S, lambda name: len(question.more[name]) > said[name] or name in question.answers, list(mine)
-    )
-    fresh = [name for name in mine if name not in late and len(question.more[name]) > said[name]]
-    words = {name: question.more[name][said[name]] for name in fresh}
-    rates = {name: fitting(RATE, word, "its rate") for name, word in words.items()}
-    return {(name, mine[name].target): word["rate"] for name, word in rates.items() if "rate" in word}
+        batch.send(probe, {name: order})
+    batch.wait(STREAM_S, lambda name: len(probe.partial[name]) > counts[name] or name in probe.answers, list(by_source))
+    rates = {}
+    for name, pair in by_source.items():
+        if len(probe.partial[name]) > counts[name]:
+            answer = check_answer(RATE, probe.partial[name][counts[name]], "its rate")
+            if "rate" in answer:
+                rates[name, pair.target] = answer["rate"]
+    return rates
 
 
-def part(asking: ProbeBatch, question: Question) -> None:
-    """The listeners close."""
-    asking.tell(question, {name: {"do": "end"} for name in question.hosts})
-    asking.answers(question, 3.0)
+def close_listeners(batch: ProbeBatch, probe: PendingProbe) -> None:
+    batch.send(probe, {name: {"do": "end"} for name in probe.hosts})
+    batch.answers(probe, 3.0)
 
 
-# ---- what is cheap enough to check before every start ----
+# ---- the rules that are cheap enough to check before every start ----
 
-ONLY = (
+_QUICK_RULES = (
     "between.port-blocked", "between.mtu", "between.hostname", "between.clock", "between.torch", "between.torch-missing", "between.python",
 )  # fmt: skip
-TWICE = "between.same-host"  # two ranks would share a card. Not of a job's nodes: its scheduler tells those apart
+_SAME_HOST = "between.same-host"  # two ranks would share a GPU. A scheduler's nodes are always different hosts
 
 
-def quick(asking: ProbeBatch, hosts: Hosts, where: Mapping[str, str], store_port: int = 0) -> list[Finding]:
-    """`where`: host -> the address the run will use. Findings of level "fail" mean: this can't work."""
-    names = [host.name for host in hosts.hosts if host.name in where and not asking.agents[host.name].gone]
+def quick_check(batch: ProbeBatch, hosts: Hosts, addresses: Mapping[str, str], store_port: int = 0) -> list[Finding]:
+    """Check builds, ports, names and clocks. `addresses`: host -> what the run will use. A run with a "fail" can't work."""
+    names = [host.name for host in hosts.hosts if host.name in addresses and not batch.agents[host.name].gone]
     pythons = {host.name: {"python": host.python or ""} for host in hosts.hosts if host.name in names}
-    builds = asking.ask("builds", pythons, 20.0)
-    pairs, port, question = meet(asking, {name: where[name] for name in names}, store_port)
-    if question is not None:
-        asking.end(question)
-    found = {name: OneHost(name, address=where[name]) for name in names}
-    for name, answer in asking.answers(builds, 20.0).items():
+    builds = batch.ask("builds", pythons, 20.0)
+    pairs, port, probe = try_connections(batch, {name: addresses[name] for name in names}, store_port)
+    if probe is not None:
+        batch.cancel(probe)
+    facts = {name: HostFacts(name, address=addresses[name]) for name in names}
+    for name, answer in batch.answers(builds, 20.0).items():
         torch = answer.get("torch")
         if torch is None:
             continue
-        known: Torch = read_examination(Torch, {key: value for key, value in torch.items() if key != "python"})
-        resolves = {word: tuple(addresses) for word, addresses in answer["resolves"].items()}
-        told = {"hostname": answer["hostname"], "resolves": resolves, "torch": known, "python": torch.get("python")}
-        found[name] = replace(found[name], **told)
-    for name, (half, skew) in skews(asking, names, 2).items():
-        found[name] = replace(found[name], skew=skew, skew_error=half)
-    facts = Facts(tuple(found.values()), tuple(pairs), None, port)
-    return check_rules.findings(facts, ONLY if hosts.transports else (*ONLY, TWICE))
+        facts[name] = replace(
+            facts[name],
+            hostname=answer["hostname"],
+            resolves={hostname: tuple(resolved) for hostname, resolved in answer["resolves"].items()},
+            torch=read_examination(Torch, {key: value for key, value in torch.items() if key != "python"}),
+            python=torch.get("python"),
+        )
+    for name, (error, skew) in measure_clock_skew(batch, names, 2).items():
+        facts[name] = replace(facts[name], skew=skew, skew_error=error)
+    rules = _QUICK_RULES if hosts.transports else (*_QUICK_RULES, _SAME_HOST)
+    return check_rules.run_rules(ClusterFacts(tuple(facts.values()), tuple(pairs), None, port), rules)

@@ -1,6 +1,7 @@
-"""--sync and --stage: the working directory, data or weights to every host's disk. Only what differs by hash travels.
+"""--sync and --stage: copy the working directory, data or weights to every host, sending only files whose hash differs.
 
-All hosts side by side, each over the connection that its agent will use; the far end is control/agent/file_receiver.py.
+Hosts are copied to in parallel, a thread each. The receiving side is control/agent/file_receiver.py, which each thread
+starts over the host's transport (`RemoteProgram`).
 """
 
 from __future__ import annotations
@@ -8,124 +9,125 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import select
+import subprocess
+import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from stoker.contract import protocol, typed_values
 from stoker.contract.errors import EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.frozen import frozen, pick_fields
+from stoker.contract.frozen import frozen
 from stoker.contract.progress import BYTES, Progress
 from stoker.contract.safe_io import open_regular
-from stoker.contract.text import escape
+from stoker.contract.text import escape, escape_lines
 from stoker.contract.units import format_bytes, format_duration, plural
-from stoker.control.cluster import file_list
+from stoker.control.cluster import agent_zip, transport
+from stoker.control.cluster.file_list import FileEntry, FileList, list_staged, list_working_directory
 from stoker.control.cluster.hosts import Host, Hosts
-from stoker.control.cluster.sync_target import SyncRefused, SyncTarget, SyncTimeout
+from stoker.control.cluster.ssh import explain_failure
 from stoker.control.machine.file_hash import FileHashes
 
 _CHUNK = 1 << 18
-SILENCE_S = 20.0  # nothing heard for so long: each side takes the other for gone. A sick disk here may be slow to read
-_LONG = 2 * 10**9  # bytes that take seconds to hash
-_RECEIVER = "stoker.control.agent.file_receiver"
+SILENCE_S = 20.0  # either side counts as lost after this long without a message; a failing disk here may read slowly
+GREETING_S = 60.0  # a login, and the start of Python from a slow disk
+_MAX_STDERR = 1 << 16  # bytes kept of a remote program's stderr: only a few lines are ever shown
+_SLOW_TO_HASH = 2 * 10**9  # bytes that take seconds
 _COUNTS = {"written": "int", "removed": "int", "others": "dict[str, int]"}
 Say = Callable[[str], None]
 
 
+# ---- what is copied, and to which folder of each host ----
+
+
 @frozen
-class Load:
-    """What goes to one place on each host. Read once: who comes later gets what the others got."""
+class CopyJob:
+    """One folder or file to copy to the hosts. It is listed once, so a host that joins late gets the same files."""
 
-    what: str  # for people: "the working directory", or the path
-    listing: file_list.FileList
-    entries: bytes  # the offer, hashes included
-    manifest: str
-    origin: str  # the folder it comes from, where copies from others must stay
-    places: dict[str, str]  # host -> the folder there; a host whose own folder it is has none
-
-
-def sync(hosts: Hosts, source: str, say: Say) -> None:
-    copy(hosts, sync_load(hosts, source, say), say)
+    what: str  # for messages: "the working directory", or the path
+    files: FileList
+    offer: bytes  # the list as JSON, with hashes
+    manifest: str  # where the receiver keeps its list of copied files: "inside" the folder, or "" for its cache
+    origin: str  # host:folder of the source; files that came from other origins stay
+    targets: dict[str, str]  # host -> the folder there, without the host whose own folder it is
 
 
-def stage(hosts: Hosts, what: Sequence[str], say: Say) -> None:
-    for told in what:
-        copy(hosts, stage_load(hosts, told, say), say)
-
-
-def sync_load(hosts: Hosts, source: str, say: Say) -> Load:
-    """`source`, as git knows it, to each host's workdir; the same path where it has none."""
+def plan_sync(hosts: Hosts, source: str, say: Say) -> CopyJob:
+    """Plan to copy `source`, without what git ignores, to each host's workdir (the same path if it has none)."""
     source = os.path.abspath(source)
-    places = {host.name: host.workdir or source for host in hosts.hosts}
-    load = _load("the working directory", file_list.working_directory(source), "inside", hosts, places, say)
-    skipped = load.listing.skipped
-    for path, why in skipped[:3]:
+    targets = {host.name: host.workdir or source for host in hosts.hosts}
+    job = _plan("the working directory", list_working_directory(source), "inside", hosts, targets, say)
+    for path, why in job.files.skipped[:3]:
         say(f"{escape(path)} is not copied: {why}")
-    if len(skipped) > 3:
-        say(f"{len(skipped) - 3} more are not copied")
-    return load
+    if len(job.files.skipped) > 3:
+        say(f"{len(job.files.skipped) - 3} more paths are not copied")
+    return job
 
 
-def stage_load(hosts: Hosts, told: str, say: Say) -> Load:
-    """PATH to the same path on every host, or PATH=REMOTE; links that stay in it are followed."""
-    path, remote = split(told)
-    one_file = os.path.isfile(path)
-    places = {}
-    for host in hosts.hosts:
-        where = remote if remote.startswith(("/", "~")) else os.path.join(host.workdir or os.getcwd(), remote)
-        if one_file and os.path.basename(where) != os.path.basename(path):
-            raise Refusal(f"--stage {told}: a file keeps its name; end REMOTE with /{os.path.basename(path)}", EX_USAGE)
-        places[host.name] = os.path.dirname(where) if one_file else where
-    return _load(path, file_list.tree(path), "", hosts, places, say)
-
-
-def split(told: str) -> tuple[str, str]:
-    """(local path, remote path). A path with '=' in it that is there is one path."""
-    path, equals, remote = told.rpartition("=")
-    if not equals or os.path.exists(os.path.expanduser(told)):
-        path, remote = told, ""
+def plan_stage(hosts: Hosts, argument: str, say: Say) -> CopyJob:
+    """Plan a --stage argument: PATH to the same path on every host, or PATH=REMOTE. A path that contains '=' may exist."""
+    path, equals, remote = argument.rpartition("=")
+    if not equals or os.path.exists(os.path.expanduser(argument)):
+        path, remote = argument, ""
     path = os.path.abspath(os.path.expanduser(path))
     if not os.path.exists(path):
-        raise Refusal(f"--stage {told}: no file or folder {path}", EX_NOINPUT)
-    return path, remote.rstrip("/") or path
+        raise Refusal(f"--stage {argument}: no file or folder {path}", EX_NOINPUT)
+    remote = remote.rstrip("/") or path
+    targets = {}
+    for host in hosts.hosts:
+        target = remote if remote.startswith(("/", "~")) else os.path.join(host.workdir or os.getcwd(), remote)
+        if os.path.isfile(path):
+            target, name = os.path.split(target)
+            if name != os.path.basename(path):
+                line = f"--stage {argument}: a file keeps its name; end REMOTE with /{os.path.basename(path)}"
+                raise Refusal(line, EX_USAGE)
+        targets[host.name] = target
+    return _plan(path, list_staged(path), "", hosts, targets, say)
 
 
-def _own(host: Host, where: str, source: str) -> bool:
-    return host.here and os.path.realpath(os.path.expanduser(where)) == os.path.realpath(source)
-
-
-def _load(what: str, found: file_list.FileList, manifest: str, hosts: Hosts, places: dict[str, str], say: Say) -> Load:
-    total = sum(entry.size for entry in found.entries)
-    if total > _LONG:
-        say(f"reading {what}, {format_bytes(total)}, for its hashes; those of big files are remembered")
+def _plan(what: str, files: FileList, manifest: str, hosts: Hosts, targets: dict[str, str], say: Say) -> CopyJob:
+    """Hash the files and leave out the host, if any, whose target is the source itself."""
+    total = sum(entry.size for entry in files.entries)
+    if total > _SLOW_TO_HASH:
+        say(f"hashing {what}, {format_bytes(total)}; the hashes of big files are remembered")
     hashes = FileHashes()
     rows = []
     with Progress(f"hashing {what}", total, unit=BYTES) as progress:
-        for entry in found.entries:
+        for entry in files.entries:
+            path = os.path.join(files.root, entry.path)
             try:
-                place = os.path.join(found.root, entry.path)
-                value = entry.target if entry.kind == "link" else hashes.of(place, progress.tick)
+                value = entry.target if entry.kind == "link" else hashes.of(path, progress.tick)
             except OSError as problem:
-                line = f"{os.path.join(found.root, entry.path)} can't be read: {problem.strerror}"
-                raise Refusal(line, EX_NOINPUT) from problem
+                raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
             rows.append([entry.path, entry.kind, entry.mode, entry.size, value])
     hashes.save()
-    others = {host.name: places[host.name] for host in hosts.hosts if not _own(host, places[host.name], found.root)}
-    origin = f"{os.uname().nodename}:{found.root}" if manifest else ""
-    return Load(what, found, json.dumps(rows).encode(), manifest, origin, others)
+    source = os.path.realpath(files.root)
+    local = {host.name for host in hosts.hosts if host.here}
+    targets = {
+        name: target
+        for name, target in targets.items()
+        if name not in local or os.path.realpath(os.path.expanduser(target)) != source
+    }
+    origin = f"{os.uname().nodename}:{files.root}" if manifest else ""
+    return CopyJob(what, files, json.dumps(rows).encode(), manifest, origin, targets)
 
 
-def copy(hosts: Hosts, load: Load, say: Say) -> None:
-    """To these hosts, side by side. Refuses with a line per host that could not take it."""
-    copies = [_Copy(host, hosts, load, load.places[host.name]) for host in hosts.hosts if host.name in load.places]
+# ---- copying ----
+
+
+def copy_to_hosts(hosts: Hosts, job: CopyJob, say: Say) -> None:
+    """Copy to these hosts in parallel. Raises CopyFailed with all hosts that failed."""
+    copies = [_Copy(host, hosts, job, job.targets[host.name]) for host in hosts.hosts if host.name in job.targets]
     threads = [threading.Thread(target=copy.run, name=f"copy to {copy.host.name}", daemon=True) for copy in copies]
     for thread in threads:
         thread.start()
-    began = time.monotonic()
-    progress = Progress(f"copying {load.what} to {plural(len(copies), 'host')}", 0, unit=BYTES, say=say)
+    started = time.monotonic()
+    progress = Progress(f"copying {job.what} to {plural(len(copies), 'host')}", 0, unit=BYTES, say=say)
     try:
-        while any(thread.is_alive() for thread in threads):
-            next(thread for thread in threads if thread.is_alive()).join(0.1)
+        while running := [thread for thread in threads if thread.is_alive()]:
+            running[0].join(0.1)
             progress.total = sum(copy.needed for copy in copies)
             progress.at(sum(copy.sent for copy in copies), "" if progress.total else "comparing")
     finally:
@@ -134,44 +136,42 @@ def copy(hosts: Hosts, load: Load, say: Say) -> None:
             copy.stop()
     failed = {copy.host.name: copy.failure for copy in copies if copy.failure}
     if failed:
-        raise NotCopied(failed)
+        raise CopyFailed(failed)
     for copy in copies:
         for origin, count in copy.others.items():
-            more = f"{copy.where} also holds {count} files that --sync brought from {origin}"
-            say(f"host {copy.host.name}: {more}: they stay; give each its own workdir:")
-    took = [copy for copy in copies if copy.written or copy.removed]
-    if took:
-        names = ", ".join(f"{copy.host.name} ({_count(copy)})" for copy in took)
-        had = f"; {len(copies) - len(took)} had it" if len(took) < len(copies) else ""
-        say(f"copied {load.what} to {names} in {format_duration(time.monotonic() - began)}{had}")
+            files = f"{copy.target} also has {count} files that --sync copied from {origin}"
+            say(f"host {copy.host.name}: {files}: they are kept; give each source its own workdir:")
+    changed = [copy for copy in copies if copy.summary]
+    if changed:
+        names = ", ".join(f"{copy.host.name} ({copy.summary})" for copy in changed)
+        unchanged = f"; {len(copies) - len(changed)} already had it" if len(changed) < len(copies) else ""
+        say(f"copied {job.what} to {names} in {format_duration(time.monotonic() - started)}{unchanged}")
     elif copies:
-        say(f"{load.what} is the same on all hosts, nothing to copy")
+        say(f"{job.what} is the same on all hosts, nothing to copy")
 
 
-def _count(copy: _Copy) -> str:
-    parts = [f"{plural(copy.written, 'file')}, {format_bytes(copy.sent)}"] if copy.written else []
-    return ", ".join([*parts, *([f"{copy.removed} removed"] if copy.removed else [])])
-
-
-class NotCopied(Refusal):
-    """host -> why it does not have it now."""
+class CopyFailed(Refusal):
+    """Raised with all hosts that could not be copied to: host name -> why."""
 
     def __init__(self, hosts: dict[str, str]) -> None:
         self.hosts = hosts
-        first, *more = (f"host {name}: {why}" for name, why in hosts.items())
-        super().__init__(first, EX_UNAVAILABLE, cause="host.copy", more=more)
+        first, *others = (f"host {name}: {why}" for name, why in hosts.items())
+        super().__init__(first, EX_UNAVAILABLE, cause="host.copy", more=others)
 
 
-class CopyTimeout:
-    """To one host that came when the run had begun, in a thread: the others' ranks go on. It is offered what they were.
+class LateCopy:
+    """Copies all jobs to a host that joins a running run, in a thread, while the other hosts' ranks continue.
 
-    Staged data that is another by now does not travel. Of a working directory it does (a log may grow there): the
+    Staged data that changed since the run began is refused. The working directory may change (a log may grow there); the
     program is compared afterwards.
     """
 
-    def __init__(self, host: Host, hosts: Hosts, loads: Sequence[Load]) -> None:
-        mine = ((load, load.places[host.name]) for load in loads if host.name in load.places)
-        self._copies = [_Copy(host, hosts, load, place, as_offered=not load.manifest) for load, place in mine]
+    def __init__(self, host: Host, hosts: Hosts, jobs: Sequence[CopyJob]) -> None:
+        self._copies = [
+            _Copy(host, hosts, job, job.targets[host.name], as_offered=not job.manifest)
+            for job in jobs
+            if host.name in job.targets
+        ]
         self._stopped = False
         self.failure = ""
         self._thread = threading.Thread(target=self._run, name=f"copy to {host.name}", daemon=True)
@@ -183,14 +183,16 @@ class CopyTimeout:
 
     @property
     def brought(self) -> str:
-        took = [copy for copy in self._copies if copy.written or copy.removed]
-        return "; ".join(f"copied {copy.load.what} to {copy.host.name} ({_count(copy)})" for copy in took)
+        """Describe what was copied. Empty if the host had everything."""
+        return "; ".join(
+            f"copied {copy.job.what} to {copy.host.name} ({copy.summary})" for copy in self._copies if copy.summary
+        )
 
     def _run(self) -> None:
         for copy in self._copies:
             if not self._stopped and not self.failure:
                 copy.run()
-                self.failure = f"{copy.load.what} could not be copied: {copy.failure}" if copy.failure else ""
+                self.failure = f"{copy.job.what} could not be copied: {copy.failure}" if copy.failure else ""
 
     def stop(self) -> None:
         self._stopped = True
@@ -199,79 +201,194 @@ class CopyTimeout:
 
 
 class _Copy:
-    """One host's, in a thread of its own."""
+    """One job to one host. `as_offered`: a file that has changed since it was offered is refused."""
 
-    def __init__(self, host: Host, hosts: Hosts, load: Load, where: str, as_offered: bool = False) -> None:
-        self.host, self._hosts, self.load, self.where, self._as_offered = host, hosts, load, where, as_offered
-        self.needed = self.sent = self.written = self.removed = 0
-        self.others: dict[str, int] = {}  # folders that were copied to the same place -> files of theirs that are there
+    def __init__(self, host: Host, hosts: Hosts, job: CopyJob, target: str, as_offered: bool = False) -> None:
+        self.host, self._hosts, self.job, self.target, self._as_offered = host, hosts, job, target, as_offered
+        self.needed = self.sent = 0  # bytes
+        self.written = self.removed = 0  # files
+        self.others: dict[str, int] = {}  # origin of earlier copies to the same folder -> its files there
         self.failure = ""
-        self._far: SyncTarget | None = None
+        self._receiver: RemoteProgram | None = None
+
+    @property
+    def summary(self) -> str:
+        """Describe what changed on the host. Empty if nothing did."""
+        parts = [f"{plural(self.written, 'file')}, {format_bytes(self.sent)}"] if self.written else []
+        return ", ".join([*parts, *([f"{self.removed} removed"] if self.removed else [])])
 
     def run(self) -> None:
-        self.failure = "the copy was broken off"  # until it is known to be whole
+        """Copy, and set `failure` if it fails."""
+        self.failure = "the copy was interrupted"  # until it is complete
         try:
             self._talk()
             self.failure = ""
-        except (SyncRefused, SyncTimeout, protocol.ProtocolError, OSError, EOFError) as problem:
-            self.failure = self._why(problem)
-        except Exception as problem:  # of a thread nobody would hear of it
+        except (protocol.ProtocolError, OSError) as problem:
+            self.failure = self._explain(problem)
+        except Exception as problem:  # it would be lost in this thread
             self.failure = f"{type(problem).__name__}: {problem}"
         finally:
             self.stop()
 
     def stop(self) -> None:
-        if self._far is not None:
-            self._far.stop()
+        if self._receiver is not None:
+            self._receiver.stop()
 
-    def _why(self, problem: Exception) -> str:
-        if self._far is None:
+    def _explain(self, problem: Exception) -> str:
+        receiver = self._receiver
+        if receiver is None:
             return "there is no ssh client on the PATH" if isinstance(problem, FileNotFoundError) else str(problem)
-        why = self._far.why(problem)
-        if not self._far.greeted or isinstance(problem, (SyncRefused, protocol.ProtocolError)):
+        why = receiver.explain(problem)
+        if not receiver.greeted or isinstance(problem, protocol.ProtocolError):
             return why
         lost = f"the connection was lost in the middle of the copy, after {format_bytes(self.sent)}"
         return f"{lost}: {why}" if why else lost
 
     def _talk(self) -> None:
-        far = self._far = SyncTarget(self.host, self._hosts, _RECEIVER, SILENCE_S)
-        far.start()
+        """Offer all files, send those that the host needs, and read what was done there."""
+        job = self.job
+        receiver = RemoteProgram(self.host, self._hosts, "stoker.control.agent.file_receiver", SILENCE_S)
+        self._receiver = receiver
+        receiver.start()
         order = {
             "do": "offer",
-            "root": self.where,
+            "root": self.target,
             "silence": SILENCE_S,
-            **pick_fields(self.load, "manifest", "origin"),
+            "manifest": job.manifest,
+            "origin": job.origin,
         }
-        far.send(protocol.encode_message(order, self.load.entries))
-        need = set(protocol.read_payload("list[str]", far.answer()[1], "its list of missing files"))
-        missing = [entry for entry in self.load.listing.entries if entry.path in need]
-        offered = {row[0]: row[4] for row in json.loads(self.load.entries)} if self._as_offered else {}
+        receiver.send(protocol.encode_message(order, job.offer))
+        needed = set(protocol.read_payload("list[str]", receiver.answer()[1], "its list of missing files"))
+        missing = [entry for entry in job.files.entries if entry.path in needed]
         self.needed = sum(entry.size for entry in missing)
+        offered = {path: digest for path, _, _, _, digest in json.loads(job.offer)} if self._as_offered else {}
         for entry in missing:
-            self._send_file(far, entry, offered.get(entry.path))
-        far.send(protocol.encode_message({"do": "finish"}))
-        finished, _ = far.answer()
+            self._send_file(receiver, entry, offered.get(entry.path))
+        receiver.send(protocol.encode_message({"do": "finish"}))
         try:
-            counts = typed_values.read_fields(_COUNTS, finished)
+            counts = typed_values.read_fields(_COUNTS, receiver.answer()[0])
         except ValueError as problem:
             raise protocol.ProtocolError(f"its last message can't be read: {problem}") from None
         self.written, self.removed = counts["written"], counts["removed"]
         self.others = {escape(origin): count for origin, count in counts["others"].items()}
 
-    def _send_file(self, far: SyncTarget, entry: file_list.FileEntry, offered: str | None) -> None:
-        """Hashes what it sends: a file may have changed since it was offered. `offered`: it must not have."""
+    def _send_file(self, receiver: RemoteProgram, entry: FileEntry, offered: str | None) -> None:
+        """Send a file with the hash of what was sent, which may differ from the hash that was offered (None: any will do)."""
+        path = os.path.join(self.job.files.root, entry.path)
+        receiver.send(protocol.encode_message({"do": "begin", "path": entry.path, "mode": entry.mode}))
         digest = hashlib.sha256()
-        far.send(protocol.encode_message({"do": "begin", "path": entry.path, "mode": entry.mode}))
-        place = os.path.join(self.load.listing.root, entry.path)
         try:
-            handle = open_regular(place)
+            handle = open_regular(path)
         except OSError as problem:
-            raise SyncRefused(f"{place} can no longer be read: {problem.strerror}") from problem
+            raise RemoteRefusal(f"{path} can no longer be read: {problem.strerror}") from problem
         with os.fdopen(handle, "rb", buffering=0) as file:
             while data := file.read(_CHUNK):
                 digest.update(data)
-                far.send(protocol.encode_message({"do": "data"}, data))
+                receiver.send(protocol.encode_message({"do": "data"}, data))
                 self.sent += len(data)
         if offered not in (None, digest.hexdigest()):
-            raise SyncRefused(f"{place} has changed here since the run began")
-        far.send(protocol.encode_message({"do": "end", "sha256": digest.hexdigest()}))
+            raise RemoteRefusal(f"{path} has changed here since the run began")
+        receiver.send(protocol.encode_message({"do": "end", "sha256": digest.hexdigest()}))
+
+
+# ---- a program of ours on another host, without installation: the file receiver, or the gauge server ----
+
+
+class RemoteRefusal(protocol.ProtocolError):
+    """Raised with a line from the other side that says why it can't continue."""
+
+
+class RemoteProgram:
+    """Runs a module's `boot` on a host and exchanges messages with it.
+
+    The program pings every second, and is lost when it falls silent. We read while we send: if its pipe filled up, both
+    sides would wait forever. Methods raise ProtocolError, or OSError if it is lost; `explain` puts either into words.
+    """
+
+    def __init__(self, host: Host, hosts: Hosts, module: str, silence_s: float, *args: str) -> None:
+        """Start the process; `start` sends it our files. `args` are for `boot`. Raises OSError without an ssh client."""
+        self._host = host
+        self._files = agent_zip.pack_agent()
+        code = ("-I", "-S", "-c", agent_zip.unpack_code(module), agent_zip.size_and_digest(self._files))
+        argv = transport.transport_for(host, hosts).python(host, hosts, [*code, *args])
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  read by `explain`; a file never fills up as a pipe does
+        self._process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, start_new_session=True
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._stdin, False)
+        self._decoder = protocol.Decoder(expect_sentinel=True)
+        self._answers: deque[tuple[protocol.Message, bytes]] = deque()
+        self._silence_s = silence_s
+        self._heard_at = time.monotonic()
+
+    @property
+    def greeted(self) -> bool:
+        return self._decoder.greeted
+
+    def start(self) -> None:
+        self.send(self._files)
+
+    def stop(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    def explain(self, problem: Exception) -> str:
+        """Return why the conversation ended with `problem`, or "" if the connection broke without an error message."""
+        if isinstance(problem, (RemoteRefusal, TimeoutError)):
+            return str(problem)
+        if isinstance(problem, protocol.ProtocolError):
+            return f"it is broken: {problem}" if self.greeted else str(problem)
+        try:
+            code: int | None = self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            code = None
+        errors = escape_lines(os.pread(self._stderr.fileno(), _MAX_STDERR, 0).decode("utf-8", "replace"))
+        if self.greeted and not errors:
+            return ""
+        return explain_failure(self._host.name, errors, code).removeprefix(f"host {self._host.name}: ")
+
+    def send(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            if not self._wait(sending=True):
+                continue
+            try:
+                left = left[os.write(self._stdin, left[:_CHUNK]) :]
+            except BlockingIOError:
+                continue
+            except BrokenPipeError:
+                deadline = time.monotonic() + self._silence_s
+                while time.monotonic() < deadline:
+                    self._wait(sending=False)  # raises the refusal that it may have sent before it ended
+                raise
+
+    def answer(self) -> tuple[protocol.Message, bytes]:
+        """Return its next message and payload."""
+        while not self._answers:
+            self._wait(sending=False)
+        return self._answers.popleft()
+
+    def _wait(self, sending: bool) -> bool:
+        """Wait until it sends something, which is read, or until it can be written to if `sending`. Return the latter."""
+        limit = self._silence_s if self.greeted else GREETING_S
+        poll = select.poll()  # select() can't take descriptors above 1023
+        poll.register(self._stdout, select.POLLIN)
+        if sending:
+            poll.register(self._stdin, select.POLLOUT)
+        events = dict(poll.poll(max(0.0, self._heard_at + limit - time.monotonic()) * 1000.0))
+        if self._stdout in events:
+            data = os.read(self._stdout, _CHUNK)
+            if not data:
+                raise ConnectionResetError("the other side ended")
+            self._heard_at = time.monotonic()
+            for message, payload in self._decoder.feed(data):
+                if message.get("is") == "refused":
+                    raise RemoteRefusal(escape(message["line"]))
+                if message.get("is") != "ping":
+                    self._answers.append((message, payload))
+        elif time.monotonic() - self._heard_at >= limit:
+            raise TimeoutError(f"nothing was heard from it for {limit:.0f} s")
+        return self._stdin in events

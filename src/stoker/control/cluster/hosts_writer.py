@@ -1,4 +1,4 @@
-"""`stoker cluster init`: writes a hosts file by asking the hosts for their cards, torch and routes."""
+"""`stoker cluster init`: asks the hosts for their GPUs, torch and routes, and writes a hosts file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from stoker.contract.safe_io import write_atomic
 from stoker.contract.text import escape
 from stoker.contract.units import plural
 from stoker.contract.yaml_text import YamlError, parse_yaml
-from stoker.control.cluster.hosts import Hosts, from_mapping, is_address
-from stoker.control.cluster.probes import meeting
+from stoker.control.cluster.hosts import Hosts, is_address, parse_hosts
+from stoker.control.cluster.probes import open_probe_batch
 from stoker.control.cluster.ssh import CONNECT_S
 
-MEET_S = CONNECT_S + 12.0  # the login, then a look at its cards and Pythons
+MEET_S = CONNECT_S + 12.0  # the login, then the probe of its GPUs and Pythons
 ROUTE_S = 10.0
 _PYTHONS = ("~/venv/bin/python", "~/.venv/bin/python", "python3", "python")
 
@@ -24,8 +24,8 @@ Say = Callable[[str], None]
 
 
 @frozen
-class Answer:
-    """One host, as it will stand in the file."""
+class HostEntry:
+    """What one host answered."""
 
     name: str
     user: str | None
@@ -35,122 +35,131 @@ class Answer:
     python_version: str | None
     torch: str | None
     interface: str | None
-    address: str | None  # only where its name is none
+    address: str | None  # None if the name is one
 
     @property
     def about(self) -> str:
-        """For people: what was found."""
-        cards = " + ".join(f"{self.gpus.count(kind)} × {kind}" for kind in sorted(set(self.gpus)))
-        if not cards:
-            cards = f"GPUs unknown: {self.gpu_error}" if self.gpu_error else "no GPU: one CPU rank"
+        """Describe the host for people."""
+        gpus = " + ".join(f"{self.gpus.count(kind)} × {kind}" for kind in sorted(set(self.gpus)))
+        if not gpus:
+            gpus = f"GPUs unknown: {self.gpu_error}" if self.gpu_error else "no GPU: one CPU rank"
         torch = f"no torch in {self.python}" if self.python else "no Python"
         if self.torch:
             torch = f"torch {self.torch} (Python {self.python_version})"
-        return " ".join(f"{cards}, {torch}".split())
+        return " ".join(f"{gpus}, {torch}".split())
 
 
-def main_part(
-    names: list[str], out: str, defaults: Mapping[str, Any], more: Mapping[str, Any], force: bool, say: Say
+def write_hosts_file(
+    names: list[str], out: str, defaults: Mapping[str, Any], ssh: Mapping[str, Any], force: bool, say: Say
 ) -> None:
-    """`defaults`: user, python … as in the file; `more`: its ssh_config and ssh_options. Asks, then writes `out`; all or nothing."""
+    """Ask all hosts and write `out`, or nothing if one does not answer.
+
+    `defaults` and `ssh` (ssh_config, ssh_options) are keys of the file. Raises Refusal.
+    """
     if os.path.lexists(out) and not force:
         raise Refusal(f"{out} is there already: --force overwrites it, --out FILE writes another one", EX_CANTCREAT)
     folder = os.path.dirname(os.path.abspath(out))
     if not os.access(folder, os.W_OK):
         line = f"{out} can't be written: {'no permission' if os.path.isdir(folder) else 'no folder ' + folder}"
         raise Refusal(line, EX_CANTCREAT)
-    hosts = from_mapping({**more, "defaults": dict(defaults), "hosts": list(names)}, out, written=False)
-    answers = _ask(hosts)
-    for answer in answers:
-        say(f"{answer.name}: {answer.about}{', reached through ' + answer.interface if answer.interface else ''}")
-    _write(out, text(answers, defaults, more))
-    ranks = sum(max(1, len(answer.gpus)) for answer in answers)
-    without = [answer.name for answer in answers if not answer.torch]
+    entries = _ask(parse_hosts({**ssh, "defaults": dict(defaults), "hosts": list(names)}, out, written=False))
+    for entry in entries:
+        say(f"{entry.name}: {entry.about}{', reached through ' + entry.interface if entry.interface else ''}")
+    try:
+        write_atomic(out, format_hosts_file(entries, defaults, ssh))
+    except OSError as problem:
+        raise Refusal(f"{out} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
+    without = [entry.name for entry in entries if not entry.torch]
     if without:
-        looked = f"looked at {defaults.get('python') or ', '.join(_PYTHONS)}"
-        say(
-            f"no torch on {', '.join(without)} ({looked}): name a Python that has it, with --python or python: in {out}"
-        )
-    wrote = f"wrote {out}: {plural(len(answers), 'host')}, {plural(ranks, 'rank')}"
-    say(f"{wrote}; `stoker cluster check --hosts {out}` looks closer")
+        tried = f"looked at {defaults.get('python') or ', '.join(_PYTHONS)}"
+        fix = f"name a Python that has it, with --python or python: in {out}"
+        say(f"no torch on {', '.join(without)} ({tried}): {fix}")
+    ranks = sum(max(1, len(entry.gpus)) for entry in entries)
+    wrote = f"wrote {out}: {plural(len(entries), 'host')}, {plural(ranks, 'rank')}"
+    say(f"{wrote}; `stoker cluster check --hosts {out}` checks them")
 
 
-def _ask(hosts: Hosts) -> list[Answer]:
+def _ask(hosts: Hosts) -> list[HostEntry]:
+    """Probe each host: first its setup and the address that ssh reached, then its route to those of the others."""
     by_name = {host.name: host for host in hosts.hosts}
     pythons = {name: [host.python] if host.python else list(_PYTHONS) for name, host in by_name.items()}
-    with meeting(hosts) as asking:
-        setups = asking.ask("setup", {name: {"pythons": pythons[name]} for name in by_name}, 60.0)
-        first = asking.ask("route", {name: {"to": []} for name in by_name}, ROUTE_S)
-        found, ways = asking.answers(setups, MEET_S + 60.0), asking.answers(first, MEET_S)
-        _refuse_failed({name: {**ways[name], **found[name]} for name in by_name})
-        addresses = {name: name if is_address(name) else ways[name].get("reached_at") for name in by_name}
-        peers = {name: [one for other, one in addresses.items() if other != name and one] for name in by_name}
-        towards = asking.ask("route", {name: {"to": peers[name]} for name in by_name}, ROUTE_S)
-        routes = asking.answers(towards, ROUTE_S + 1)
+    with open_probe_batch(hosts) as batch:
+        setup_probe = batch.ask("setup", {name: {"pythons": pythons[name]} for name in by_name}, 60.0)
+        address_probe = batch.ask("route", {name: {"to": []} for name in by_name}, ROUTE_S)
+        setups, reached = batch.answers(setup_probe, MEET_S + 60.0), batch.answers(address_probe, MEET_S)
+        _refuse_failed({name: {**reached[name], **setups[name]} for name in by_name})
+        addresses = {name: name if is_address(name) else reached[name].get("reached_at") for name in by_name}
+        peers = {
+            name: [addresses[other] for other in by_name if other != name and addresses[other]] for name in by_name
+        }
+        route_probe = batch.ask("route", {name: {"to": peers[name]} for name in by_name}, ROUTE_S)
+        routes = batch.answers(route_probe, ROUTE_S + 1)
         _refuse_failed(routes)
-    return [_answer(host.user, name, found[name], routes[name], addresses[name]) for name, host in by_name.items()]
+    return [_make_entry(name, host.user, setups[name], routes[name], addresses[name]) for name, host in by_name.items()]
 
 
 def _refuse_failed(answers: Mapping[str, Mapping[str, Any]]) -> None:
-    failed = {name: answer["error"] for name, answer in answers.items() if "error" in answer}
-    if failed:
-        lines = [why if why.startswith(f"host {name}: ") else f"host {name}: {why}" for name, why in failed.items()]
+    errors = {name: answer["error"] for name, answer in answers.items() if "error" in answer}
+    if errors:
+        lines = [why if why.startswith(f"host {name}: ") else f"host {name}: {why}" for name, why in errors.items()]
         raise Refusal(lines[0], EX_UNAVAILABLE, cause="host.agent", more=lines[1:])
 
 
-def _answer(
-    user: str | None, name: str, found: Mapping[str, Any], way: Mapping[str, Any], address: str | None
-) -> Answer:
-    """Put together what one host answered: the first Python that has torch, and the interface that leads to the others."""
-    pythons = found["pythons"]
-    best = next((one for one in pythons if one.get("torch")), pythons[0] if pythons else {})
-    ways = [one for one in way["routes"].values() if one.get("interface")]
-    interfaces = {one["interface"] for one in ways}
-    here = address or next((one["source"] for one in ways if "source" in one), None)
-    cards = tuple(kind or "unknown GPU" for kind in found["gpus"])
-    python = (best.get("python"), best.get("version"), best.get("torch"))
-    interface = interfaces.pop() if len(interfaces) == 1 else None
-    return Answer(name, user, cards, found["gpu_error"], *python, interface, None if is_address(name) else here)
+def _make_entry(
+    name: str, user: str | None, setup: Mapping[str, Any], route: Mapping[str, Any], address: str | None
+) -> HostEntry:
+    """Choose the first Python that has torch, and the interface if all routes to the others use the same one."""
+    pythons = setup["pythons"]
+    python = next((found for found in pythons if found.get("torch")), pythons[0] if pythons else {})
+    routes = [found for found in route["routes"].values() if found.get("interface")]
+    interfaces = {found["interface"] for found in routes}
+    source = address or next((found["source"] for found in routes if "source" in found), None)
+    return HostEntry(
+        name,
+        user,
+        gpus=tuple(gpu or "unknown GPU" for gpu in setup["gpus"]),
+        gpu_error=setup["gpu_error"],
+        python=python.get("python"),
+        python_version=python.get("version"),
+        torch=python.get("torch"),
+        interface=interfaces.pop() if len(interfaces) == 1 else None,
+        address=None if is_address(name) else source,
+    )
 
 
-def text(answers: list[Answer], defaults: Mapping[str, Any], more: Mapping[str, Any]) -> str:
-    """The file. What all hosts have in common is a default; each line ends with what its host said."""
+def format_hosts_file(entries: list[HostEntry], defaults: Mapping[str, Any], ssh: Mapping[str, Any]) -> str:
+    """Return the file's text. A Python that all hosts share becomes a default; comments tell what each host answered."""
     common = dict(defaults)
-    pythons = {answer.python for answer in answers}
+    pythons = {entry.python for entry in entries}
     if len(pythons) == 1 and None not in pythons:
         common["python"] = pythons.pop()
     lines = ["# Written by `stoker cluster init`. Ranks are numbered in this order; slots are the ranks of a host."]
-    lines += [f"{key}: {_flow(value)}" for key, value in more.items()]
+    lines += [f"{key}: {_yaml(value)}" for key, value in ssh.items()]
     if common:
-        lines.append(f"defaults: {_flow(common)}")
+        lines.append(f"defaults: {_yaml(common)}")
     lines.append("hosts:")
-    for answer in answers:
-        entry: dict[str, Any] = {"host": answer.name, "slots": max(1, len(answer.gpus))}
-        mine = {"user": answer.user, "python": answer.python, "interface": answer.interface, "address": answer.address}
-        entry |= {key: value for key, value in mine.items() if value is not None and value != common.get(key)}
-        lines.append(f"  - {_flow(entry)}  # {escape(answer.about)}")
+    for entry in entries:
+        keys: dict[str, Any] = {"host": entry.name, "slots": max(1, len(entry.gpus))}
+        for key in ("user", "python", "interface", "address"):
+            value = getattr(entry, key)
+            if value is not None and value != common.get(key):
+                keys[key] = value
+        lines.append(f"  - {_yaml(keys)}  # {escape(entry.about)}")
     return "\n".join(lines) + "\n"
 
 
-def _flow(value: Any) -> str:
-    """One line of YAML; a text is quoted where YAML would read it as something else."""
+def _yaml(value: Any) -> str:
+    """Return a value as one line of YAML, with quotes around text that YAML would read as something else."""
     import json
 
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_flow(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_yaml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_flow(one) for one in value) + "]"
+        return "[" + ", ".join(_yaml(item) for item in value) + "]"
     if not isinstance(value, str):
         return json.dumps(value)
     try:
-        same = value.isprintable() and parse_yaml(f"{{k: {value}}}") == {"k": value}
+        is_plain = value.isprintable() and parse_yaml(f"{{k: {value}}}") == {"k": value}
     except YamlError:
-        same = False
-    return value if same else json.dumps(value)
-
-
-def _write(out: str, content: str) -> None:
-    try:
-        write_atomic(out, content)
-    except OSError as problem:
-        raise Refusal(f"{out} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
+        is_plain = False
+    return value if is_plain else json.dumps(value)

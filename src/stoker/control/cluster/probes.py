@@ -1,4 +1,4 @@
-"""Questions to several agents at once: each host answers in its own time, and one that is gone holds up nobody."""
+"""Probes: questions to several agents in one batch. Each host answers when it can, and a lost one does not delay the others."""
 
 from __future__ import annotations
 
@@ -15,76 +15,74 @@ from stoker.control.cluster.agent_pool import AgentClient, AgentPool
 from stoker.control.cluster.hosts import Hosts
 
 
-class Question:
-    """Asked of some hosts; filled as they answer."""
+class PendingProbe:
+    """One probe on several hosts, filled as they answer."""
 
-    def __init__(self, name: str, what: str, hosts: list[str]) -> None:
-        self.name = name
+    def __init__(self, id: str, what: str, hosts: list[str]) -> None:
+        self.id = id
         self.what = what
         self.hosts = hosts
-        self.asked = time.time()
-        self.more: dict[str, list[Any]] = {host: [] for host in hosts}  # what a probe said before its end
-        self.answers: dict[str, Any] = {}
-        self.heard: dict[str, float] = {}  # when the answer came, by our clock
+        self.sent_at = time.time()
+        self.partial: dict[str, list[Any]] = {host: [] for host in hosts}  # answers before the final one
+        self.answers: dict[str, Any] = {}  # the final ones
+        self.answered_at: dict[str, float] = {}  # by this machine's clock
 
 
 @contextlib.contextmanager
-def meeting(hosts: Hosts) -> Iterator[ProbeBatch]:
-    """With the agents of all these hosts, for as long as they are asked."""
-    links = transport.reach_all(hosts)
-    members = AgentPool(links, lambda member, *said: asking.hear(member.host, *said), lambda member, line: None)
-    asking = ProbeBatch(members.all, members.pump)
+def open_probe_batch(hosts: Hosts) -> Iterator[ProbeBatch]:
+    """Start the agents of all these hosts, for probes only, and end them after the block."""
+    links = transport.connect_all(hosts)
+    pool = AgentPool(links, lambda client, *message: batch.on_message(client.host, *message), lambda client, line: None)
+    batch = ProbeBatch(pool.all, pool.pump)
     try:
-        yield asking
+        yield batch
     finally:
-        members.close()
+        pool.close()
 
 
 class ProbeBatch:
-    """`pump(seconds)` waits for the next word of any agent and has it delivered to `hear`."""
+    """Sends probes to agents and collects the answers. `pump(seconds)` waits for messages, which go to `on_message`."""
 
     _numbers = itertools.count(1)
 
     def __init__(self, agents: list[AgentClient], pump: Callable[[float], None]) -> None:
         self.agents = {agent.host: agent for agent in agents}
         self._pump = pump
-        self._open: dict[str, Question] = {}
+        self._pending: dict[str, PendingProbe] = {}
 
-    @property
-    def here(self) -> list[str]:
-        return [host for host, agent in self.agents.items() if not agent.gone]
-
-    def hear(self, host: str, message: protocol.Message, payload: bytes) -> bool:
-        """False where it was not for us."""
-        question = self._open.get(message["ask"]) if message["is"] == "probe" else None
-        if question is None:
+    def on_message(self, host: str, message: protocol.Message, payload: bytes) -> bool:
+        """Take in an answer. Return False if the message belongs to no probe of this batch."""
+        probe = self._pending.get(message["ask"]) if message["is"] == "probe" else None
+        if probe is None:
             return False
-        if not message.get("more"):
-            question.answers[host] = read_answer(question.what, payload)
-            question.heard[host] = time.time()
+        if message.get("more"):
+            probe.partial[host].append(read_partial_answer(payload))
         else:
-            question.more[host].append(read_word(payload))
+            probe.answers[host] = read_answer(probe.what, payload)
+            probe.answered_at[host] = time.time()
         return True
 
-    def ask(self, what: str, args: Mapping[str, Mapping[str, Any]], seconds: float) -> Question:
-        question = Question(f"check-{next(self._numbers)}", what, list(args))
-        self._open[question.name] = question
-        for host, one in args.items():
-            order = {"do": "probe", "ask": question.name, "what": what, "args": dict(one), "seconds": seconds}
+    def ask(self, what: str, args: Mapping[str, Mapping[str, Any]], seconds: float) -> PendingProbe:
+        """Start a probe on each host of `args` (host -> arguments), which may take `seconds` there."""
+        probe = PendingProbe(f"check-{next(self._numbers)}", what, list(args))
+        self._pending[probe.id] = probe
+        for host, host_args in args.items():
+            order = {"do": "probe", "ask": probe.id, "what": what, "args": dict(host_args), "seconds": seconds}
             self.agents[host].say(order)
-        return question
+        return probe
 
-    def tell(self, question: Question, words: Mapping[str, Any]) -> None:
-        for host, word in words.items():
-            self.agents[host].say({"do": "tell", "ask": question.name, "word": word})
+    def send(self, probe: PendingProbe, orders: Mapping[str, Any]) -> None:
+        """Send an order (host -> order) to a probe that runs."""
+        for host, order in orders.items():
+            self.agents[host].say({"do": "tell", "ask": probe.id, "word": order})
 
-    def end(self, question: Question) -> None:
-        for host in question.hosts:
-            if host not in question.answers:
-                self.agents[host].say({"do": "unprobe", "ask": question.name})
+    def cancel(self, probe: PendingProbe) -> None:
+        for host in probe.hosts:
+            if host not in probe.answers:
+                self.agents[host].say({"do": "unprobe", "ask": probe.id})
 
     def wait(self, seconds: float, done: Callable[[str], bool], hosts: list[str]) -> list[str]:
-        """Until `done(host)` of every host that is still there. Returns those that did not get there."""
+        """Wait until `done(host)` is true for every host that is not lost. Return the hosts for which it is not."""
         deadline = time.monotonic() + seconds
         while True:
             waiting = [host for host in hosts if not done(host)]
@@ -93,24 +91,25 @@ class ProbeBatch:
                 return waiting
             self._pump(min(left, 0.5))
 
-    def answers(self, question: Question, seconds: float) -> dict[str, Any]:
-        """host -> answer; {"error": ...} where there is none."""
-        self.wait(seconds, lambda host: host in question.answers, question.hosts)
+    def answers(self, probe: PendingProbe, seconds: float) -> dict[str, Any]:
+        """Wait for the final answers. Return host -> answer, or {"error": ...} where there is none."""
+        self.wait(seconds, lambda host: host in probe.answers, probe.hosts)
         return {
-            host: question.answers[host] if host in question.answers else self._silence(host, seconds)
-            for host in question.hosts
+            host: probe.answers[host] if host in probe.answers else self._no_answer(host, seconds)
+            for host in probe.hosts
         }
 
-    def words(self, question: Question, count: int, seconds: float) -> dict[str, Any]:
-        """host -> the count-th early word of a probe, or {"error": ...}: it ended first, or said nothing in time."""
-        self.wait(seconds, lambda host: len(question.more[host]) >= count or host in question.answers, question.hosts)
-        early = {host: question.more[host][count - 1 : count] for host in question.hosts}
+    def partial_answers(self, probe: PendingProbe, count: int, seconds: float) -> dict[str, Any]:
+        """Wait for the count-th partial answers. Return host -> answer; {"error": ...} if the probe ended or was too slow."""
+        self.wait(seconds, lambda host: len(probe.partial[host]) >= count or host in probe.answers, probe.hosts)
         return {
-            host: said[0] if said else question.answers.get(host) or self._silence(host, seconds)
-            for host, said in early.items()
+            host: probe.partial[host][count - 1]
+            if len(probe.partial[host]) >= count
+            else probe.answers.get(host) or self._no_answer(host, seconds)
+            for host in probe.hosts
         }
 
-    def _silence(self, host: str, seconds: float) -> dict[str, str]:
+    def _no_answer(self, host: str, seconds: float) -> dict[str, str]:
         return {"error": self.agents[host].gone or f"no answer within {seconds:.0f} s"}
 
 
@@ -124,7 +123,8 @@ STORE = {"port": "int"}
 TIMES = {"bytes": "int", "times": "list[float]"}
 _RESOLVES = {"resolves": "dict[str, list[str]]"}
 
-# By the probe's name. One that says several words (net, torch) ends with nothing; users check its words.
+# The fields of each probe's final answer. Probes with partial answers (net, torch) end with an empty one; their callers
+# check the partial ones.
 _FINAL: dict[str, dict[str, Any]] = {
     "builds": {"hostname": "str", **_RESOLVES, "torch": TORCH},
     "clock": {"time": "float"},
@@ -137,61 +137,61 @@ _FINAL: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def read_word(payload: bytes) -> dict[str, Any]:
-    """Return any word of a probe, its texts printable."""
-    word: dict[str, Any] = _clean(protocol.read_payload("dict[str, Any]", payload, "its answer"))
-    return word
+def read_partial_answer(payload: bytes) -> dict[str, Any]:
+    """Return any answer of a probe, with its texts made printable. Raises ProtocolError."""
+    answer: dict[str, Any] = _printable(protocol.read_payload("dict[str, Any]", payload, "its answer"))
+    return answer
 
 
 def read_answer(what: str, payload: bytes) -> dict[str, Any]:
-    """Return the last word of a probe with the fields of its kind, or {"error": ...}."""
-    word = read_word(payload)
-    if "error" in word:
-        return {"error": word["error"]}
+    """Return the final answer of a probe with the fields of its kind, or {"error": ...}."""
+    answer = read_partial_answer(payload)
+    if "error" in answer:
+        return {"error": answer["error"]}
     if what == "examine":
         from stoker.control.machine.examination import examination_from_json
 
         try:
-            examination_from_json(word)
+            examination_from_json(answer)
         except ValueError as problem:
-            return _unfit(what, problem)
-        return word
-    return fitting(_FINAL[what], word, what) if what in _FINAL else word
+            return _unusable(what, problem)
+        return answer
+    return check_answer(_FINAL[what], answer, what) if what in _FINAL else answer
 
 
-def fitting(fields: Mapping[str, Any], word: Any, what: str) -> dict[str, Any]:
-    """The word, if it has these fields; {"error": ...} otherwise."""
-    if isinstance(word, dict) and set(word) == {"error"}:
-        return word
+def check_answer(fields: Mapping[str, Any], answer: Any, what: str) -> dict[str, Any]:
+    """Return the answer if it has these fields or is an error, else {"error": ...}."""
+    if isinstance(answer, dict) and set(answer) == {"error"}:
+        return answer
     try:
-        return typed_values.read_fields(fields, word)
+        return typed_values.read_fields(fields, answer)
     except ValueError as problem:
-        return _unfit(what, problem)
+        return _unusable(what, problem)
 
 
-def _unfit(what: str, problem: ValueError) -> dict[str, Any]:
+def _unusable(what: str, problem: ValueError) -> dict[str, Any]:
     return {"error": f"its answer about {what} can't be used: {problem}"}
 
 
-def _clean(value: Any) -> Any:
+def _printable(value: Any) -> Any:
     if isinstance(value, str):
         return escape(value)
     if isinstance(value, dict):
-        return {escape(name): _clean(one) for name, one in value.items()}
-    return [_clean(one) for one in value] if isinstance(value, list) else value
+        return {escape(name): _printable(item) for name, item in value.items()}
+    return [_printable(item) for item in value] if isinstance(value, list) else value
 
 
-# ---- clock skew as NTP has it: a clock that was read within a round trip is known to half of that trip ----
+def measure_clock_skew(batch: ProbeBatch, hosts: list[str], times: int = 3) -> dict[str, tuple[float, float]]:
+    """Return host -> (error, seconds its clock is ahead of ours), as NTP measures it, from its fastest answer.
 
-
-def skews(asking: ProbeBatch, hosts: list[str], times: int = 3) -> dict[str, tuple[float, float]]:
-    """host -> (half the round trip, seconds it is ahead of us), of its quickest answer."""
+    The clock was read at some moment of the round trip, so half the round trip bounds the error.
+    """
     best: dict[str, tuple[float, float]] = {}
-    for _ in range(times):  # one after the other: side by side they would wait for each other
-        question = asking.ask("clock", {name: {} for name in hosts}, 5.0)
-        for name, answer in asking.answers(question, 3.0).items():
+    for _ in range(times):  # one after the other: in one batch the probes would delay each other
+        probe = batch.ask("clock", {name: {} for name in hosts}, 5.0)
+        for name, answer in batch.answers(probe, 3.0).items():
             if "time" in answer:
-                half = (question.heard[name] - question.asked) / 2
-                seen = (half, answer["time"] - question.asked - half)
-                best[name] = min(best.get(name, seen), seen)
+                half = (probe.answered_at[name] - probe.sent_at) / 2
+                measured = (half, answer["time"] - probe.sent_at - half)
+                best[name] = min(best.get(name, measured), measured)
     return best

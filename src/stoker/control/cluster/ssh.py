@@ -1,4 +1,4 @@
-"""The transport ssh: its command line, and what was said before any agent answered, as one line with cause and remedy."""
+"""The ssh transport: its command line, why a connection failed in one line with a remedy, and the path MTU to a host's sshd."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from stoker.control.cluster.hosts import Host, Hosts
 
-CONNECT_S = 8  # a host that is switched off says nothing
-# Asked every 2 s, gone after 6: before an agent is silent, so that the next attempt joins no dead connection.
-_ALIVE = ("-oServerAliveInterval=2", "-oServerAliveCountMax=3")
-# What a user's ~/.ssh/config may ask for at a keyboard, and would harm here.
-_QUIET = ("-T", "-oBatchMode=yes", "-oClearAllForwardings=yes", "-oRemoteCommand=none")
+CONNECT_S = 8  # a host that is switched off never answers
+# Probe every 2 s and give up after 6: earlier than an agent counts as silent, so the next attempt reuses no dead connection.
+_KEEPALIVE = ("-oServerAliveInterval=2", "-oServerAliveCountMax=3")
+# Override settings of ~/.ssh/config that are meant for a terminal and do harm here.
+_NON_INTERACTIVE = ("-T", "-oBatchMode=yes", "-oClearAllForwardings=yes", "-oRemoteCommand=none")
 _PERSIST_S = 5
 
 
 class Ssh:
+    """Reaches a host with the OpenSSH client."""
+
     name = "ssh"
     shows_share = False
 
-    def python(self, host: Host, hosts: Hosts, words: Sequence[str]) -> list[str]:
-        return ssh_command(host, hosts, [host.python or "python3", *words])
+    def python(self, host: Host, hosts: Hosts, args: Sequence[str]) -> list[str]:
+        return ssh_command(host, hosts, [host.python or "python3", *args])
 
 
-def ssh_command(host: Host, hosts: Hosts, words: Sequence[str]) -> list[str]:
-    """The argv of an OpenSSH client that runs `words` there. ~/.ssh/config, agent, jump hosts and known_hosts apply.
+def ssh_command(host: Host, hosts: Hosts, command: Sequence[str]) -> list[str]:
+    """Return the ssh argv that runs a command on the host. ~/.ssh/config, the ssh agent, jump hosts and known_hosts apply.
 
-    No password prompt, host keys checked, one connection shared by all that this process asks of a host. Each word
-    arrives as it is; only a program that begins with ~ is looked for in the home there.
+    ssh asks for no password, checks host keys, and shares one connection among all commands of this process to a host.
+    The command's words arrive unchanged, except that a leading ~ of the program means the home directory there.
     """
-    argv = ["ssh", *_QUIET]
+    argv = ["ssh", *_NON_INTERACTIVE]
     if hosts.ssh_config is not None:
         argv += ["-F", hosts.ssh_config]
     if host.port is not None:
@@ -46,49 +48,51 @@ def ssh_command(host: Host, hosts: Hosts, words: Sequence[str]) -> list[str]:
         argv += ["-l", host.user]
     if host.identity is not None:
         argv += ["-i", host.identity, "-oIdentitiesOnly=yes"]
-    # ssh takes the first value it is given: what a user told stands before what we would like.
-    argv += [*hosts.ssh_options, *_ALIVE, f"-oConnectTimeout={CONNECT_S}", *_shared()]
-    return [*argv, "--", host.target, remote_line(words)]
+    # ssh uses the first value given for an option, so the user's options come before our defaults.
+    argv += [*hosts.ssh_options, *_KEEPALIVE, f"-oConnectTimeout={CONNECT_S}", *_shared()]
+    return [*argv, "--", host.target, remote_line(command)]
 
 
 def copy_command(host: Host, hosts: Hosts) -> list[str]:
-    """For a user who types it: scp as ssh is called. A path on the host belongs behind its last word."""
+    """Return the scp command, for a user to type, that copies from the host. The remote path goes after its last word."""
     argv = ["scp", "-r"]
     for flag, value in (("-F", hosts.ssh_config), ("-P", host.port), ("-i", host.identity)):
         argv += [flag, str(value)] if value is not None else []
-    argv += [option for option in hosts.ssh_options if option.startswith("-o")]  # others are not scp's
+    argv += [option for option in hosts.ssh_options if option.startswith("-o")]  # scp does not know ssh's other options
     target = f"[{host.target}]" if ":" in host.target else host.target
     return [*argv, f"{host.user}@{target}:" if host.user else f"{target}:"]
 
 
-def afresh(hosts: Hosts) -> Hosts:
-    """By connections that nothing shares, and soon given up."""
+def with_unshared_connections(hosts: Hosts) -> Hosts:
+    """Return the hosts with ssh options that open a new connection for each command and give up after 4 s."""
     options = ("-oControlMaster=no", "-oControlPath=none", "-oConnectTimeout=4", *hosts.ssh_options)
     return replace(hosts, ssh_options=options)
 
 
-def remote_line(words: Sequence[str]) -> str:
-    """For the login shell there, whichever it is: everything quoted, the ~ of the program apart."""
-    program, *rest = words
+def remote_line(command: Sequence[str]) -> str:
+    """Quote a command for any login shell. Only the ~ at the start of the program is left for the shell to expand."""
+    program, *args = command
     home = re.match(r"~[A-Za-z0-9_.-]*/", program)
-    first = home[0] + shlex.quote(program[home.end() :]) if home else shlex.quote(program)
-    return " ".join([first, *(shlex.quote(word) for word in rest)])
+    quoted = home[0] + shlex.quote(program[home.end() :]) if home else shlex.quote(program)
+    return " ".join([quoted, *(shlex.quote(arg) for arg in args)])
 
 
 def _shared() -> list[str]:
-    """ssh's own connection sharing, per process: no run may die of another's. A socket's path has 107 bytes."""
-    if unshared():
+    """Return the options of ssh's connection sharing. Each process has its own connections, so that no run ends another's."""
+    if why_unshared():
         return ["-oControlMaster=no", "-oControlPath=none"]
-    return ["-oControlMaster=auto", f"-oControlPath={_sockets()}/{os.getpid()}-%C", f"-oControlPersist={_PERSIST_S}"]
+    # The path of a socket may have at most 107 bytes.
+    path = f"{_socket_dir()}/{os.getpid()}-%C"
+    return ["-oControlMaster=auto", f"-oControlPath={path}", f"-oControlPersist={_PERSIST_S}"]
 
 
-def _sockets() -> str:
+def _socket_dir() -> str:
     return f"/tmp/stoker-ssh-{os.getuid()}"
 
 
-def unshared() -> str:
-    """Why every command has to make a connection of its own; empty where connections are shared."""
-    folder = _sockets()
+def why_unshared() -> str:
+    """Return why connections can't be shared, or "". Makes the folder of the sockets."""
+    folder = _socket_dir()
     try:
         os.mkdir(folder, 0o700)
     except FileExistsError:
@@ -96,26 +100,28 @@ def unshared() -> str:
     except OSError as problem:
         return f"{folder} can't be made ({problem.strerror})"
     try:
-        seen = os.lstat(folder)
+        status = os.lstat(folder)
     except OSError as problem:
         return f"{folder} can't be read ({problem.strerror})"
-    if seen.st_uid != os.getuid() or seen.st_mode & 0o170077 != 0o040000:
+    if status.st_uid != os.getuid() or status.st_mode & 0o170077 != 0o040000:
         return f"{folder} belongs to another user, or is open to others"
     return ""
 
 
+# ---- why a connection failed ----
+
 _OLDEST = ".".join(str(part) for part in OLDEST_PYTHON)
 
-# (what was said, what it means, what to do). The first that fits counts. {0} is the first group, {host} the host.
-_TABLE: tuple[tuple[str, str, str], ...] = (
+# (pattern in the output, what it means, what to do). The first match counts. {0} is the first group, {host} the host.
+_FAILURES: tuple[tuple[str, str, str], ...] = (
     (re.escape(TOO_OLD) + r" (\S+)", "its Python is {0}, too old", f"name a Python of {_OLDEST} or later with python: or --python"),
     (r"Unknown option: -I", "its Python is too old", f"name a Python of {_OLDEST} or later with python: or --python"),
-    (re.escape(NOT_WRITTEN) + r" (.*)", "the agent's files can't be written there: {0}", "make room or give the user a home that can be written"),
+    (re.escape(NOT_WRITTEN) + r" (.*)", "the agent's files can't be written there: {0}", "free disk space, or give the user a writable home"),
     (re.escape(DAMAGED), "the agent's files did not arrive whole", "try again; a login script there may read standard input"),
     (r"Could not resolve hostname (?:\S+): (.*)", "unknown host ({0})", "fix the name, or give an address or an alias of ~/.ssh/config"),
     (r"Could not resolve proxy|stdio forwarding failed|UNKNOWN port 65535", "its jump host does not let us through", "try `ssh {host}` by hand"),
     (r"Connection refused", "connection refused: nothing listens on its ssh port", "start sshd there, or fix the port"),
-    (r"No route to host|Network is unreachable", "no route to it: switched off, unplugged or on another network", "switch it on, look at its cable"),
+    (r"No route to host|Network is unreachable", "no route to it: switched off, unplugged or on another network", "switch it on, check its cable"),
     (r"Connection to \S+ port \d+ timed out", "ssh connected, but no data came back",
      "`stoker cluster check` tells whether full-size packets vanish on the way"),
     (r"(?:Connection|Operation) timed out", "no answer: switched off, or a firewall drops its ssh port", "switch it on, or open the port"),
@@ -123,7 +129,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
      "find out why; if it was installed again: ssh-keygen -R {host}"),
     (r"Host key verification failed", "Host key verification failed: its key is not known here", "connect once by hand (`ssh {host}`) and compare its key"),
     (r"Permissions (\d+) for '([^']*)' are too open", "permission denied: the private key {1} has permissions {0}, so ssh does not use it", "chmod 600 {1}"),
-    (r"UNPROTECTED PRIVATE KEY", "permission denied: a private key that others can read is not used by ssh", "chmod 600 that key"),
+    (r"UNPROTECTED PRIVATE KEY", "permission denied: ssh does not use a private key that others can read", "chmod 600 that key"),
     (r'Load key "([^"]*)": (.*)', "the private key {0} can't be read ({1})", "give another one with identity:"),
     (r"Too many authentication failures", "too many keys were offered", "name the right one with identity:"),
     (r"Permission denied \(([^)]*)\)", "Permission denied ({0}): none of our keys is accepted{user}",
@@ -133,47 +139,108 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     (r"(unknown option -- .|illegal option -- .)", "ssh's options: {0}", "fix --ssh-option"),
     (r"This account is (?:currently )?not available|nologin", "its user may not log in", "name another one with user:"),
     (r"kex_exchange_identification|Connection (?:closed|reset) by", "its sshd closed the connection: too many at once, or this user or address is not allowed",
-     "look at its sshd's log"),
+     "read its sshd's log"),
 )  # fmt: skip
-# Characters that are looked at, and of a line: a login may print pages, and a pattern's time grows with the square of a line.
-_MAX_LOOKED_AT, _MAX_LINE = 8192, 300
+# A login may print pages, and the time of a pattern grows with the square of a line.
+_MAX_CHARACTERS, _MAX_LINE = 8192, 300
 _NOT_RUN = re.compile(
     r"no such file|not found|denied|is a directory|cannot execute|exec format|unknown command", re.IGNORECASE
 )
-_SHELL = {126: "can't be executed there", 127: "does not exist there"}
+_SHELL_CODES = {126: "can't be executed there", 127: "does not exist there"}
 
 
-def explain(host: str, said: str, code: int | None) -> str:
-    """`said`: all of stderr, and what came before the agent's first word. `code`: None: it has not ended."""
-    said = "\n".join(escape(line, _MAX_LINE) for line in said[-_MAX_LOOKED_AT:].splitlines())
-    if code in _SHELL:  # 126 and 127 are the login shell's: ssh itself has 255
-        return f"host {host}: no Python: {_program(said)} {_SHELL[code]}; name one with python:, venv: or --python"
-    for pattern, means, fix in _TABLE:
-        found = re.search(pattern, said)
-        if found:
-            groups = [group or "" for group in found.groups()]
-            more = {"host": host, "key": _offending(said), "user": _as_whom(said)}
-            words = map(shlex.quote, groups)  # what to do is a command to copy, and a path may hold a blank
-            return f"host {host}: {means.format(*groups, **more)}; {fix.format(*words, **more)}"
-    last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
+def explain_failure(host: str, output: str, code: int | None) -> str:
+    """Return one line with the cause and the remedy of a failed connection.
+
+    `output` is all of ssh's stderr and what came before the agent's greeting. `code` is None if ssh still runs.
+    """
+    output = "\n".join(escape(line, _MAX_LINE) for line in output[-_MAX_CHARACTERS:].splitlines())
+    if code in _SHELL_CODES:  # these two are the login shell's; ssh's own code is 255
+        return (
+            f"host {host}: no Python: {_program(output)} {_SHELL_CODES[code]}; name one with python:, venv: or --python"
+        )
+    for pattern, meaning, remedy in _FAILURES:
+        if match := re.search(pattern, output):
+            groups = [group or "" for group in match.groups()]
+            key = re.search(r"Offending .*key in (\S+?):?(\d+)?\s*$", output, re.MULTILINE)
+            user = re.search(r"([^\s@]+)@[^\s@:]+: Permission denied", output)
+            names = {
+                "host": host,
+                "key": f" ({key[1]}{', line ' + key[2] if key[2] else ''})" if key else "",
+                "user": f" for user {user[1]}" if user else "",
+            }
+            quoted = map(shlex.quote, groups)  # the remedy is a command to copy, and a path may contain a blank
+            return f"host {host}: {meaning.format(*groups, **names)}; {remedy.format(*quoted, **names)}"
+    last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")
     if code is None:
         return f"host {host}: no agent answered{': ' + last if last else ''}"
-    return f"host {host}: {last or 'it said nothing'} (exit code {code})"
+    return f"host {host}: {last or 'it printed nothing'} (exit code {code})"
 
 
-def _program(said: str) -> str:
-    """The path in a shell's complaint: `bash: line 1: /x/python: No such file`, `sh: 1: python3: not found`."""
-    lines = [line for line in said.splitlines() if _NOT_RUN.search(line)]
+def _program(output: str) -> str:
+    """Return the path in a shell's complaint: `bash: line 1: /x/python: No such file`, `sh: 1: python3: not found`."""
+    lines = [line for line in output.splitlines() if _NOT_RUN.search(line)]
     parts = [part.strip() for part in lines[-1].split(": ")] if lines else []
-    named = [part for part in parts[1:] if not _NOT_RUN.search(part) and not re.fullmatch(r"(line )?\d+", part)]
-    return named[-1] if named else "the program"
+    names = [part for part in parts[1:] if not _NOT_RUN.search(part) and not re.fullmatch(r"(line )?\d+", part)]
+    return names[-1] if names else "the program"
 
 
-def _offending(said: str) -> str:
-    found = re.search(r"Offending .*key in (\S+?):?(\d+)?\s*$", said, re.MULTILINE)
-    return f" ({found[1]}{', line ' + found[2] if found[2] else ''})" if found else ""
+# ---- the path MTU: where full-size packets are lost, ssh connects and then hangs ----
+
+_SEGMENTS = (536, 1000, 1160, 1240, 1340, 1360, 1400, 1420)  # TCP segment sizes to try
+_HEADERS = 40  # bytes of the IP and TCP headers of a packet
+_MTU_WAIT_S = 2.0
+_TIOCOUTQ = 0x5411  # ioctl: bytes that the other kernel has not acknowledged yet
 
 
-def _as_whom(said: str) -> str:
-    found = re.search(r"([^\s@]+)@[^\s@:]+: Permission denied", said)
-    return f" for user {found[1]}" if found else ""
+def largest_packet(host: Host, hosts: Hosts) -> int | None:
+    """Return the largest packet (of the sizes tried) that reaches the host's sshd, if full-size packets are lost.
+
+    None: full-size packets arrive, or it can't be told: nothing arrives at all, or ssh goes through a jump host.
+    """
+    import subprocess
+    from concurrent.futures import ThreadPoolExecutor
+
+    argv = ssh_command(host, hosts, ["true"])
+    print_settings = [argv[0], "-G", *argv[1:-1]]  # what ssh itself makes of the name
+    done = subprocess.run(
+        print_settings, capture_output=True, text=True, timeout=5, check=False, stdin=subprocess.DEVNULL
+    )
+    settings = dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)
+    if done.returncode or any(settings.get(key, "none") != "none" for key in ("proxyjump", "proxycommand")):
+        return None
+    address = settings["hostname"], int(settings["port"])
+    if _arrives(address, 0) is not False:
+        return None
+    with ThreadPoolExecutor(len(_SEGMENTS)) as pool:
+        arrived = list(pool.map(lambda segment: _arrives(address, segment), _SEGMENTS))
+    return max((segment + _HEADERS for segment, good in zip(_SEGMENTS, arrived, strict=True) if good), default=None)
+
+
+def _arrives(address: tuple[str, int], segment: int) -> bool | None:
+    """Return whether an 8 kB message arrives in segments of this size (0: the default), or None without a connection."""
+    import fcntl
+    import socket
+    import struct
+    import time
+
+    # SSH_MSG_IGNORE (RFC 4253, before encryption begins): an ssh server reads and drops it.
+    payload = b"\x02" + struct.pack("!I", 8000) + bytes(8000)
+    padding = 16 - (5 + len(payload)) % 8
+    message = struct.pack("!IB", 1 + len(payload) + padding, padding) + payload + bytes(padding)
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as connection:
+            connection.settimeout(_MTU_WAIT_S)
+            if segment:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, segment)
+            connection.connect(target)
+            connection.sendall(b"SSH-2.0-stoker\r\n" + message)
+            deadline = time.monotonic() + _MTU_WAIT_S
+            while time.monotonic() < deadline:
+                if struct.unpack("i", fcntl.ioctl(connection, _TIOCOUTQ, bytes(4)))[0] == 0:
+                    return True
+                time.sleep(0.01)
+            return False
+    except OSError:
+        return None

@@ -1,4 +1,4 @@
-"""How the coordinator reaches an agent: by a pipe on this host, by a transport on another. The protocol is the same."""
+"""How the coordinator starts an agent: over a pipe on this host, over a transport on another. The protocol is the same."""
 
 from __future__ import annotations
 
@@ -13,58 +13,63 @@ if TYPE_CHECKING:
     from stoker.control.cluster.hosts import Host, Hosts
 
     class Transport(Protocol):
-        """A command whose streams are those of a Python on the host. It ends when its standard input closes."""
+        """Runs Python on a host by a local command that carries its stdin, stdout and stderr and ends when stdin closes."""
 
         name: str
-        shows_share: bool  # its agent is shown the GPUs that are ours there, and no others
+        shows_share: bool  # the agent sees only the GPUs that a scheduler gave us there
 
-        def python(self, host: Host, hosts: Hosts, words: Sequence[str]) -> list[str]:
-            """The argv that runs the host's Python with these words."""
+        def python(self, host: Host, hosts: Hosts, args: Sequence[str]) -> list[str]:
+            """Return the argv that runs the host's Python with these arguments."""
             ...
 
 
-# The folder that holds stoker.
+# The folder that contains the stoker package.
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-# Appended: ROOT may be a site-packages folder, and nothing in one may stand in for a module of the standard library.
+# Appended, because ROOT may be a site-packages folder, which must not shadow the standard library.
 _BOOT = "import sys; sys.path.append(sys.argv[1]); from stoker.control.agent.guardian import boot; boot(sys.argv[2:])"
 
 
 class Pipe:
+    """Starts Python on this machine."""
+
     name = "pipe"
     shows_share = False
 
-    def python(self, host: Host, hosts: Hosts, words: Sequence[str]) -> list[str]:
-        return [sys.executable, *words]
+    def python(self, host: Host, hosts: Hosts, args: Sequence[str]) -> list[str]:
+        return [sys.executable, *args]
 
 
 class AgentLink:
-    """A started agent: what to write to, what to read from, whom to wait for. `local`: it inherits our environment."""
+    """The pipes and pid of a started agent, or of the local client, such as ssh, that leads to it."""
 
-    def __init__(self, host: str, pid: int, orders: int, answers: int, errors: int, local: bool = False) -> None:
+    def __init__(self, host: str, pid: int, stdin: int, stdout: int, stderr: int, local: bool = False) -> None:
         self.host = host
         self.pid = pid
-        self.orders = orders
-        self.answers = answers
-        self.errors = errors  # its stderr: what ssh or a dying agent has to say
-        self.local = local or not host
-        self.first_bytes = b""
+        self.stdin = stdin  # our end of each pipe
+        self.stdout = stdout
+        self.stderr = stderr  # errors of ssh, or of an agent that dies
+        self.local = local or not host  # on this machine, with our environment
+        self.first_bytes = b""  # to send before any message
 
 
 def start_local_agent(stdin: int) -> AgentLink:
-    """In a session of its own: Ctrl-C reaches the coordinator alone. -I -S: it starts in half the time."""
-    argv = [sys.executable, "-I", "-S", "-c", _BOOT, ROOT]
+    """Start the agent of this machine, in its own session so that Ctrl-C reaches only the coordinator.
+
+    The ranks read from the descriptor `stdin`; with -1 they have none.
+    """
+    argv = [sys.executable, "-I", "-S", "-c", _BOOT, ROOT]  # -I -S halve the start time
     if stdin < 0:
-        return start([*argv, "-1"], "")
-    keep = os.dup(stdin)
-    os.set_inheritable(keep, True)
+        return spawn_agent([*argv, "-1"], "")
+    duplicate = os.dup(stdin)
+    os.set_inheritable(duplicate, True)
     try:
-        return start([*argv, str(keep)], "")
+        return spawn_agent([*argv, str(duplicate)], "")
     finally:
-        os.close(keep)
+        os.close(duplicate)
 
 
 def transport_for(host: Host, hosts: Hosts) -> Transport:
-    """A pipe where it is this very machine; what its scheduler has for it; else ssh."""
+    """Return a pipe for this machine, the scheduler's transport if it has one for the host, else ssh."""
     if host.here:
         return Pipe()
     if host.name in hosts.transports:
@@ -74,44 +79,46 @@ def transport_for(host: Host, hosts: Hosts) -> Transport:
     return Ssh()
 
 
-def reach(host: Host, hosts: Hosts) -> AgentLink:
-    """The agent of any host. Elsewhere nothing needs to be installed: the agent's files go first."""
+def connect(host: Host, hosts: Hosts) -> AgentLink:
+    """Start the agent of a host. Another host needs no installation: the agent's files are sent first."""
     if host.here:
-        return start([sys.executable, "-I", "-S", "-c", _BOOT, ROOT, "-1"], host.name, local=True)
+        return spawn_agent([sys.executable, "-I", "-S", "-c", _BOOT, ROOT, "-1"], host.name, local=True)
     from stoker.control.cluster import agent_zip
 
-    packed = agent_zip.pack()
-    words = ["-I", "-S", "-c", agent_zip.unpack(), agent_zip.announced(packed), "-1"]
-    link = start(transport_for(host, hosts).python(host, hosts, words), host.name)
+    packed = agent_zip.pack_agent()
+    args = ["-I", "-S", "-c", agent_zip.unpack_code(), agent_zip.size_and_digest(packed), "-1"]
+    link = spawn_agent(transport_for(host, hosts).python(host, hosts, args), host.name)
     link.first_bytes = packed
     return link
 
 
-def reach_all(hosts: Hosts) -> list[AgentLink]:
+def connect_all(hosts: Hosts) -> list[AgentLink]:
+    """Start the agents of all hosts. Raises Refusal if there is no ssh client."""
     from stoker.contract.errors import EX_UNAVAILABLE, Refusal
 
     try:
-        return [reach(host, hosts) for host in hosts.hosts]
+        return [connect(host, hosts) for host in hosts.hosts]
     except FileNotFoundError as problem:
-        line = "other hosts are reached by the ssh client, and there is none on the PATH"
-        raise Refusal(line, EX_UNAVAILABLE) from problem
+        raise Refusal("other hosts need the ssh client, and there is none on the PATH", EX_UNAVAILABLE) from problem
 
 
-def start(argv: list[str], host: str, local: bool = False) -> AgentLink:
-    there, orders = os.pipe()
-    answers, back = os.pipe()
-    errors, complaints = os.pipe()
-    for handle in (orders, answers, errors):
+def spawn_agent(argv: list[str], host: str, local: bool = False) -> AgentLink:
+    """Run a command with three pipes. Raises FileNotFoundError if there is no such program."""
+    child_stdin, stdin = os.pipe()
+    stdout, child_stdout = os.pipe()
+    stderr, child_stderr = os.pipe()
+    for handle in (stdin, stdout, stderr):
         os.set_blocking(handle, False)
     try:
-        streams = [(os.POSIX_SPAWN_DUP2, handle, number) for number, handle in enumerate((there, back, complaints))]
-        pid = os.posix_spawnp(argv[0], argv, os.environ, setsid=True, file_actions=streams)
+        actions = [
+            (os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate((child_stdin, child_stdout, child_stderr))
+        ]
+        pid = os.posix_spawnp(argv[0], argv, os.environ, setsid=True, file_actions=actions)
     except OSError:
-        for handle in (orders, answers, errors):
+        for handle in (stdin, stdout, stderr):
             os.close(handle)
         raise
     finally:
-        os.close(there)
-        os.close(back)
-        os.close(complaints)
-    return AgentLink(host, pid, orders, answers, errors, local)
+        for handle in (child_stdin, child_stdout, child_stderr):
+            os.close(handle)
+    return AgentLink(host, pid, stdin, stdout, stderr, local)

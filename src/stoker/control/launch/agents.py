@@ -47,7 +47,7 @@ class Agents:
         """`again`: by a connection of its own, soon given up: a shared one may be as dead as the lost agent."""
         assert self.hosts is not None
         try:
-            return transport.reach(host, self.afresh if again else self.hosts)
+            return transport.connect(host, self.afresh if again else self.hosts)
         except FileNotFoundError as problem:
             line = f"several hosts need the program {problem.filename or 'ssh'}, and there is none on the PATH"
             raise Refusal(line, EX_UNAVAILABLE) from problem
@@ -55,10 +55,10 @@ class Agents:
     @property
     def afresh(self) -> Hosts:
         """The hosts, by connections that nothing shares."""
-        from stoker.control.cluster.ssh import afresh
+        from stoker.control.cluster.ssh import with_unshared_connections
 
         assert self.hosts is not None
-        return afresh(self.hosts)
+        return with_unshared_connections(self.hosts)
 
     @property
     def run_id(self) -> str:
@@ -216,7 +216,7 @@ class Agents:
 
             member.probed[message["what"]] = read_answer(message["what"], payload)
             return
-        if kind == "probe" and self._asking is not None and self._asking.hear(member.host, message, payload):
+        if kind == "probe" and self._asking is not None and self._asking.on_message(member.host, message, payload):
             return
         if kind == "host":
             self._note_machine(member, message)

@@ -32,7 +32,7 @@ class HostSetup:
         self._agents = run.agents
         self._options = run.options
         self.copies = bool(run.options.sync or run.options.stage)
-        self._loads: list[file_sync.Load] = []
+        self._loads: list[file_sync.CopyJob] = []
         self._addresses: dict[str, str] = {}
         self._interfaces: dict[str, str] = {}
         self._ready: dict[str, Any] = {}  # what the hosts were asked, but for what is each one's own
@@ -63,24 +63,24 @@ class HostSetup:
         try:
             with handled(STOPS, _interrupt):  # a signal ends it at once
                 if not self._loads:  # for all hosts of the file, those that are not there included
-                    working = [file_sync.sync_load(agents.hosts, os.getcwd(), say)] if options.sync else []
-                    self._loads = working + [file_sync.stage_load(agents.hosts, told, say) for told in options.stage]
+                    working = [file_sync.plan_sync(agents.hosts, os.getcwd(), say)] if options.sync else []
+                    self._loads = working + [file_sync.plan_stage(agents.hosts, told, say) for told in options.stage]
                 for load in self._loads:
-                    file_sync.copy(hosts, load, say)
-        except file_sync.NotCopied as failed:
+                    file_sync.copy_to_hosts(hosts, load, say)
+        except file_sync.CopyFailed as failed:
             if not options.min_hosts:
                 raise
             raise UnusableHosts(failed.hosts, len(agents.by_name)) from failed
 
-    def copy_late(self, host: str) -> file_sync.CopyTimeout:
+    def copy_late(self, host: str) -> file_sync.LateCopy:
         """To one that is back."""
-        return file_sync.CopyTimeout(self._agents.by_name[host], self._agents.afresh, self._loads)
+        return file_sync.LateCopy(self._agents.by_name[host], self._agents.afresh, self._loads)
 
     def _unshared(self) -> list[str]:
         hosts = self._agents.hosts
         assert hosts is not None
         by_ssh = [host for host in hosts.hosts if transport.transport_for(host, hosts).name == "ssh"]
-        why = ssh.unshared() if by_ssh else ""
+        why = ssh.why_unshared() if by_ssh else ""
         return [f"! ssh connections are not shared: {why}; every command makes its own"] if why else []
 
     def find_ways(self) -> None:
@@ -155,11 +155,13 @@ class HostSetup:
         request, options = self._run.request, self._options
         if options.no_python or len(plan.hosts) < 2:
             return
-        from stoker.control.cluster.agreement import disagreements, remedy
+        from stoker.control.cluster.check_rules import missing_program_fix, program_differences
 
         answers = agents.probe("files", {host: self._ask_files(host) for host in plan.hosts}, FILES_S)
         _refuse_lost(agents)
-        wrong = disagreements(answers, request.script, remedy(request.script, os.getcwd(), options.sync))
+        wrong = program_differences(
+            answers, request.script, missing_program_fix(request.script, os.getcwd(), options.sync)
+        )
         if wrong:
             raise _refusal("; ".join(wrong))
         self._program = answers[plan.hosts[0]]["package"]
@@ -192,10 +194,10 @@ class HostSetup:
         agents = self._agents
         if len(agents.members.all) < 2:
             return []
-        from stoker.control.cluster.connectivity import quick
+        from stoker.control.cluster.connectivity import quick_check
 
         assert agents.hosts is not None
-        found = quick(agents.asking(), agents.hosts, self._addresses)
+        found = quick_check(agents.asking(), agents.hosts, self._addresses)
         _refuse_lost(agents)
         said = [(one, f"{one.id}: {one.text}" + (f"; {one.fix}" if one.fix else "")) for one in found]
         bad = [line for one, line in said if one.level == "fail"]

@@ -16,14 +16,14 @@ from stoker.contract.evidence import Verdict
 from stoker.contract.frozen import replace
 from stoker.contract.terminal import WARNING
 from stoker.contract.text import escape
-from stoker.control.cluster.agent_pool import AgentClient, UnusableHosts, short
+from stoker.control.cluster.agent_pool import AgentClient, UnusableHosts, short_reason
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.restart import Restart
 from stoker.control.plan.run_dir import RunDir
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from stoker.control.cluster.file_sync import CopyTimeout
+    from stoker.control.cluster.file_sync import LateCopy
     from stoker.control.launch.host_setup import HostSetup
     from stoker.control.launch.live import LiveRun
 
@@ -42,7 +42,7 @@ class Lost:
         self.former = former  # who may still be there of its former lives
         self.next_try = 0.0
         self.member: AgentClient | None = None  # the new life, on its way or waiting
-        self.bringing: CopyTimeout | None = None
+        self.bringing: LateCopy | None = None
         self.mention_at = 0.0  # say then that a copy takes its time; 0: no more
         self.asked = False
         self.back = False  # it has answered, and is fit
@@ -104,13 +104,15 @@ class Membership:
             return False
         self.settle()
         for host, why in missing.hosts.items():
-            self._say(f"stoker: host {host} can't be used: {short(why)}; starting with {self.here}", colour=WARNING)
+            self._say(
+                f"stoker: host {host} can't be used: {short_reason(why)}; starting with {self.here}", colour=WARNING
+            )
         return True
 
     def lose(self, gone: UnusableHosts) -> None:
         for member in self._members.all:
             if member.host in gone.hosts:
-                member.lose(short(gone.hosts[member.host]))
+                member.lose(short_reason(gone.hosts[member.host]))
 
     @property
     def enough(self) -> bool:
@@ -150,7 +152,7 @@ class Membership:
         self.joined = []
 
     def give_up(self, member: AgentClient) -> None:
-        why = short(member.gone)
+        why = short_reason(member.gone)
         times = self._times[member.host] = self._times.get(member.host, 0) + 1
         self.lost[member.host] = Lost(why, member.selves)
         if times > 1:
@@ -196,7 +198,7 @@ class Membership:
                 one.remember(one.member.selves)
                 self._members.drop(one.member)
                 if one.back:
-                    self._say(f"stoker: host {name} is lost again: {short(one.member.gone)}", colour=WARNING)
+                    self._say(f"stoker: host {name} is lost again: {short_reason(one.member.gone)}", colour=WARNING)
                 one.part(now + AGAIN_S)
             elif not one.back and "host" in one.member.answers:
                 self._examine(name, one, one.member)

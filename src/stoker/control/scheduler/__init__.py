@@ -1,5 +1,6 @@
-"""Schedulers, behind one protocol. A scheduler says which hosts a job has and how their agents are started (`Engine`), and
-what became of a job (`Runs`). All that is of one scheduler is in the modules that contract/schedulers.py names for it.
+"""Schedulers behind one protocol: `Engine` finds a job's hosts and starts their agents, `Runs` explains how a job ended.
+
+The code of one scheduler is in the modules that contract/schedulers.py names for it.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ if TYPE_CHECKING:
 
 class Engine(Protocol):
     def allocation(self, environ: Mapping[str, str]) -> Hosts | None:
-        """The hosts of our job, in rank order, with their transports. None: an ordinary local run."""
+        """Return the hosts of our job, in rank order, with their transports. None: this is an ordinary local run."""
 
 
 class Runs(Protocol):
     def run_of(self, root: str, job: str) -> RunRecord | None:
-        """The newest run that was started in this job."""
+        """Return the newest run that was started in this job."""
 
     def verdict_of(self, root: str, job: str) -> Verdict:
-        """Of a job that is over, whether a run began in it or not."""
+        """Return the verdict of a job that is over, whether a run began in it or not."""
 
     def explained(self, root: str, run: RunRecord, verdict: Verdict | None) -> Verdict | None:
-        """A run's verdict, with the scheduler's word."""
+        """Return a run's verdict with what the scheduler knows about the job's end."""
 
 
 def engine(scheduler: Scheduler) -> Engine:

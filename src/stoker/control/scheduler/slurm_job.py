@@ -1,4 +1,4 @@
-"""A submitted Slurm job and the runs in it: follows the queue, then the run's output, and says how it ended."""
+"""A submitted Slurm job and the runs in it: follows the queue and the run's output, and explains how the job ended."""
 
 from __future__ import annotations
 
@@ -24,99 +24,98 @@ from stoker.control.record.log_tail import LogTail
 from stoker.control.record.ownership import own_folder
 from stoker.control.verdict import launch_failures, slurm_ends
 
-LOOK_S = 0.25  # at what the run printed
-ASK_S = 2.0  # of Slurm: its controller serves everybody
-FORGOTTEN_S = 60.0  # a job Slurm does not answer for that long is out of reach
-SETTLE_S = 10.0  # how long a run's last words may take to come over a shared disk
+OUTPUT_INTERVAL_S = 0.25  # between two looks at the run's output
+QUERY_INTERVAL_S = 2.0  # between two queries: Slurm's controller serves everybody
+UNREACHABLE_S = 60.0  # without an answer for this long, Slurm counts as out of reach
+SETTLE_S = 10.0  # a run's last output may take this long to arrive over a shared disk
 
 Say = Callable[[str], None]
 Put = Callable[[bytes], None]
 
 
-class Submitted:
-    """One job, or the tasks of an array. `say`: a line of ours; `put`: what the run printed."""
+class JobFollower:
+    """Follows one job, or the tasks of an array. `say` prints a line of ours, `put` prints the run's output."""
 
     def __init__(self, root: str, number: str, say: Say, put: Put) -> None:
         self._root = root
         self.number = number
-        self._note = read_note(root, number)
+        self._note = read_job_note(root, number)
         seeds = self._note.get("seeds") or []
         self._tasks = [f"{number}_{seed}" for seed in seeds] or [number]
         self._say = say
         self._put = put
-        self._said: dict[str, str] = {}
-        self._known: dict[str, SlurmJob] = {}
+        self._said: dict[str, str] = {}  # task -> the state that was printed last
+        self._jobs: dict[str, SlurmJob] = {}  # task -> Slurm's newest description
         self._logs = {}
         for task in self._tasks:
             label = f"seed {task.rpartition('_')[2]}: " if seeds else ""
             self._logs[task] = LogTail(log_path(root, task)), LineCutter(label.encode())
 
     def follow(self) -> int:
-        """Until it is over. The run's exit code; of several runs the first that is not 0."""
-        asked, heard = -ASK_S, time.monotonic()
-        while not all(task in self._known and self._known[task].over for task in self._tasks):
+        """Follow the job to its end. Return the run's exit code; of several runs the first that is not 0."""
+        queried_at, answered_at = -QUERY_INTERVAL_S, time.monotonic()
+        while not all(self._is_over(task) for task in self._tasks):
             now = time.monotonic()
-            if now - asked >= ASK_S:
-                asked = now
-                if self._ask():
-                    heard = now
-                elif not self._known and now - heard > ASK_S:
-                    return self._sum_up()  # never heard of, or forgotten: what was kept of it
-            if now - heard > FORGOTTEN_S:
-                again = f"`stoker submit --follow {self.number}` looks again"
-                self._say(f"stoker: Slurm has not answered for {FORGOTTEN_S:.0f} s; {again}")
+            if now - queried_at >= QUERY_INTERVAL_S:
+                queried_at = now
+                if self._query():
+                    answered_at = now
+                elif not self._jobs and now - answered_at > QUERY_INTERVAL_S:
+                    return self._summarize()  # Slurm never knew it or has forgotten it: our note may tell more
+            if now - answered_at > UNREACHABLE_S:
+                retry = f"`stoker submit --follow {self.number}` tries again"
+                self._say(f"stoker: Slurm has not answered for {UNREACHABLE_S:.0f} s; {retry}")
                 break
-            self._print()
-            time.sleep(LOOK_S)
+            self._print_output()
+            time.sleep(OUTPUT_INTERVAL_S)
         self._settle()
-        return self._sum_up()
+        return self._summarize()
 
-    def _ask(self) -> bool:
-        found = {one.id: one for one in tasks_of(self.number)}
+    def _is_over(self, task: str) -> bool:
+        return task in self._jobs and self._jobs[task].over
+
+    def _query(self) -> bool:
+        """Ask Slurm for the state of all tasks and print changes. Return whether it answered."""
+        found = {job.id: job for job in query_tasks(self.number)}
         for task in self._tasks:
-            if (
-                task not in found
-                and (len(self._tasks) == 1 or task in self._known)
-                and not (task in self._known and self._known[task].over)
-            ):
-                one = look(task)
-                if one is not None:
-                    found[task] = one
-        for name, one in found.items():
+            # Tasks that still wait are listed as one, 12_[3-4]; a task that was listed before has left the controller.
+            if task not in found and (len(self._tasks) == 1 or task in self._jobs) and not self._is_over(task):
+                job = query_job(task)
+                if job is not None:
+                    found[task] = job
+        for name, job in found.items():
             if name in self._logs:
-                self._known[name] = one
-            self._tell(name, one)  # what waits of an array is one line, 12_[3-4]
+                self._jobs[name] = job
+            state = job.state
+            if job.state == "PENDING" and job.reason:
+                state += f" ({job.reason})"
+            elif job.state == "RUNNING" and job.nodes:
+                state += f" on {job.nodes}"
+            if job.restarts and not job.over:
+                state += f", restart {job.restarts}"
+            if state != self._said.get(name):
+                self._said[name] = state
+                self._say(f"stoker: job {name}: {state}")
         return bool(found)
 
-    def _tell(self, task: str, one: SlurmJob) -> None:
-        said = one.state
-        if one.state == "PENDING" and one.reason:
-            said += f" ({one.reason})"
-        elif one.state == "RUNNING" and one.nodes:
-            said += f" on {one.nodes}"
-        if one.restarts and not one.over:
-            said += f", restart {one.restarts}"
-        if said != self._said.get(task):
-            self._said[task] = said
-            self._say(f"stoker: job {task}: {said}")
-
-    def _print(self) -> None:
+    def _print_output(self) -> None:
         for tail, cutter in self._logs.values():
             while data := tail.new():
                 self._put(cutter.feed(data))
 
     def _settle(self) -> None:
+        """Wait for verdicts that may still be on their way, print the rest of the output, and keep what Slurm said."""
         deadline = time.monotonic() + SETTLE_S
-        while time.monotonic() < deadline and any(_unsettled(run_of(self._root, task)) for task in self._tasks):
-            time.sleep(LOOK_S)
-        self._print()
+        while time.monotonic() < deadline and any(_may_get_verdict(run_of(self._root, task)) for task in self._tasks):
+            time.sleep(OUTPUT_INTERVAL_S)
+        self._print_output()
         for _, cutter in self._logs.values():
             self._put(cutter.flush())
-        if self._note:  # Slurm forgets a job within minutes; `stoker why` may be asked next week
-            kept = {**self._note, "ended": {task: as_json(one) for task, one in self._known.items()}}
-            write_json(os.path.join(own_folder(self._root, jobs.FOLDER), f"{self.number}.json"), kept)
+        if self._note:  # Slurm forgets a job within minutes; `stoker why` may be called next week
+            note = {**self._note, "ended": {task: as_json(job) for task, job in self._jobs.items()}}
+            write_json(os.path.join(own_folder(self._root, jobs.FOLDER), f"{self.number}.json"), note)
 
-    def _sum_up(self) -> int:
+    def _summarize(self) -> int:
         code = 0
         for task in self._tasks:
             verdict = verdict_of(self._root, task)
@@ -130,146 +129,152 @@ def log_path(root: str, task: str) -> str:
     return os.path.join(own_folder(root, jobs.FOLDER), f"{task}.out")
 
 
-def kept_file(root: str, name: str) -> str | None:
-    """A file of ours about jobs; None where others could exchange it: a run there is explained without."""
+def job_file(root: str, name: str) -> str | None:
+    """Return the path of one of our files about jobs, or None if other users could replace it: then we do without."""
     try:
         return os.path.join(own_folder(root, jobs.FOLDER), name)
     except Refusal:
         return None
 
 
-def read_note(root: str, task: str) -> dict[str, Any]:
-    path = kept_file(root, f"{task.partition('_')[0]}.json")
-    found = run_record.read_json(path) if path else None
-    return found if isinstance(found, dict) else {}
+def read_job_note(root: str, task: str) -> dict[str, Any]:
+    """Return what `stoker submit` noted about a job, or {}."""
+    path = job_file(root, f"{task.partition('_')[0]}.json")
+    note = run_record.read_json(path) if path else None
+    return note if isinstance(note, dict) else {}
 
 
 def job_of(run: run_record.RunRecord) -> str:
-    """The Slurm job a run was started in; empty where there is none."""
-    told = run.data.get("environment") or {}
-    task = f"{told.get('SLURM_ARRAY_JOB_ID')}_{told.get('SLURM_ARRAY_TASK_ID')}"
-    named = (task, str(told.get("SLURM_JOB_ID")))
-    return next((job for job in named if re.fullmatch(r"\d+(_\d+)?", job, re.ASCII)), "")
+    """Return the Slurm job a run was started in, or ""."""
+    environment = run.data.get("environment") or {}
+    task = f"{environment.get('SLURM_ARRAY_JOB_ID')}_{environment.get('SLURM_ARRAY_TASK_ID')}"
+    candidates = (task, str(environment.get("SLURM_JOB_ID")))
+    return next((job for job in candidates if re.fullmatch(r"\d+(_\d+)?", job, re.ASCII)), "")
 
 
 def run_of(root: str, task: str) -> run_record.RunRecord | None:
-    """The newest run of this job. Numbers come again when a cluster is set up anew: none from before the job."""
-    submitted = read_note(root, task).get("submitted")
+    """Return the newest run of this job. Runs from before it don't count: a reinstalled cluster reuses job numbers."""
+    submitted = read_job_note(root, task).get("submitted")
     since = submitted - 60.0 if isinstance(submitted, (int, float)) else 0.0
-    found = [run for run in run_index.all_runs(root) if job_of(run) == task and run.started >= since]
-    return found[-1] if found else None
+    runs = [run for run in run_index.all_runs(root) if job_of(run) == task and run.started >= since]
+    return runs[-1] if runs else None
 
 
-def _unsettled(run: run_record.RunRecord | None) -> bool:
-    """Its job is over, and its verdict may still be on its way."""
+def _may_get_verdict(run: run_record.RunRecord | None) -> bool:
     return run is not None and run.verdict is None and run_record.is_alive(run) is not False
 
 
-def slurms_word(root: str, task: str) -> SlurmJob | None:
-    """From Slurm while it remembers the job, else what was kept when it ended."""
-    found = look(task)
-    kept = (read_note(root, task).get("ended") or {}).get(task)
-    if found is None and isinstance(kept, dict):
-        found = SlurmJob(**{key: value for key, value in kept.items() if key in fields_of(SlurmJob)})
-    notice = kept_file(root, task + jobs.NOTICE)
-    return replace(found, noticed=notice is not None and os.path.exists(notice)) if found else None
+def job_state(root: str, task: str) -> SlurmJob | None:
+    """Return Slurm's description of a job while Slurm remembers it, else the one that was kept when it ended."""
+    job = query_job(task)
+    kept = (read_job_note(root, task).get("ended") or {}).get(task)
+    if job is None and isinstance(kept, dict):
+        job = SlurmJob(**{key: value for key, value in kept.items() if key in fields_of(SlurmJob)})
+    notice = job_file(root, task + jobs.NOTICE)
+    return replace(job, noticed=notice is not None and os.path.exists(notice)) if job else None
 
 
 def explained(root: str, run: run_record.RunRecord, verdict: Verdict | None) -> Verdict | None:
-    """A run's verdict and Slurm's word. A run without a verdict whose job is over has lost its launcher."""
+    """Combine a run's verdict with Slurm's state. A run without a verdict whose job is over has lost its launcher."""
     task = job_of(run)
-    word = slurms_word(root, task) if task else None
-    if word is None:
+    job = job_state(root, task) if task else None
+    if job is None:
         return verdict
     if verdict is None:
-        return slurm_ends.refined(launch_failures.lost(run.id), word) if word.over else None
-    return slurm_ends.refined(verdict, word)
+        return slurm_ends.refined(launch_failures.lost(run.id), job) if job.over else None
+    return slurm_ends.refined(verdict, job)
 
 
 def verdict_of(root: str, task: str) -> Verdict:
-    """Of a job that is over, whether a run began in it or not."""
+    """Return the verdict of a job that is over, whether a run began in it or not. Raises Refusal for an unknown job."""
     run = run_of(root, task)
     if run is not None:
-        found = explained(root, run, run.verdict)
-        return found or replace(launch_failures.lost(run.id), summary=f"run {run.id} has no verdict yet")
-    word = slurms_word(root, task)
-    if word is None:
+        verdict = explained(root, run, run.verdict)
+        return verdict or replace(launch_failures.lost(run.id), summary=f"run {run.id} has no verdict yet")
+    job = job_state(root, task)
+    if job is None:
         raise Refusal(f"Slurm does not know job {task}, and no run in {root} was started in it", EX_NOINPUT)
-    log = kept_file(root, f"{task}.out")
-    shown = (f"what it printed is in {log}", *_last_lines(log)) if log and os.path.exists(log) else ()
-    return slurm_ends.without_run(word, shown)
+    log = job_file(root, f"{task}.out")
+    output = (f"what it printed is in {log}", *_last_lines(log)) if log and os.path.exists(log) else ()
+    return slurm_ends.without_run(job, output)
 
 
 def _last_lines(path: str) -> list[str]:
     with open(path, "rb") as file:
         skipped = file.seek(max(0, os.path.getsize(path) - 4096))
         text = file.read().decode("utf-8", "replace")
-    if skipped:  # the first line is cut, and half a token has no known shape
+    if skipped:  # the first line is cut, and half a token would not be recognized and masked
         text = text.partition("\n")[2]
     return mask_lines(text)[-5:]
 
 
-# ---- what became of a job: `scontrol` while the controller remembers it, else `sacct` ----
+# ---- the state of a job: from `scontrol` while the controller remembers it, else from `sacct` ----
 
-_UNTOLD = ("(null)", "None", "N/A", "Unknown", "")
-
-
-def look(job: str) -> SlurmJob | None:
-    """None where Slurm is not there or knows nothing of it."""
-    return next(iter(tasks_of(job)), None) or _accounting(job)
+_EMPTY = ("(null)", "None", "N/A", "Unknown", "")
 
 
-def tasks_of(job: str) -> list[SlurmJob]:
-    """A job by itself, or every task of an array; empty where the controller has forgotten it, or is not clear."""
+def query_job(job: str) -> SlurmJob | None:
+    """Return a job as Slurm describes it, or None if Slurm is missing or does not know it."""
+    return next(iter(query_tasks(job)), None) or _query_accounting(job)
+
+
+def query_tasks(job: str) -> list[SlurmJob]:
+    """Return a job, or every task of an array. Empty if the controller has forgotten it or a line is ambiguous."""
     lines = _run("scontrol", "--oneliner", "show", "job", job).split("\n")
-    jobs = [read_controller(line) for line in lines if line.strip()]
-    clear = [one for one in jobs if one is not None]
-    return clear if len(clear) == len(jobs) else []
+    parsed = [parse_scontrol(line) for line in lines if line.strip()]
+    tasks = [task for task in parsed if task is not None]
+    return tasks if len(tasks) == len(parsed) else []
 
 
-_WORDS = ("ArrayJobId", "ArrayTaskId", "JobState", "Reason", "ExitCode", "Restarts", "NodeList", "TimeLimit")
+_SCONTROL_KEYS = ("ArrayJobId", "ArrayTaskId", "JobState", "Reason", "ExitCode", "Restarts", "NodeList", "TimeLimit")
 
 
-def read_controller(line: str) -> SlurmJob | None:
-    """One line of `scontrol --oneliner show job`. None where it is not clear: Slurm quotes nothing, and a job's name or
-    comment may hold ` JobState=COMPLETED`. `sacct` prints neither.
+def parse_scontrol(line: str) -> SlurmJob | None:
+    """Parse one line of `scontrol --oneliner show job`. None if it is ambiguous.
+
+    Slurm quotes nothing, so a job's name or comment may contain ` JobState=COMPLETED`. `sacct` prints neither.
     """
     number = re.match(r"JobId=(\S+)", line)
-    values = {name: re.findall(rf"\s{name}=(\S*)", line) for name in _WORDS}
-    if number is None or len(values["JobState"]) != 1 or any(len(value) > 1 for value in values.values()):
+    matches = {key: re.findall(rf"\s{key}=(\S*)", line) for key in _SCONTROL_KEYS}
+    if number is None or len(matches["JobState"]) != 1 or any(len(values) > 1 for values in matches.values()):
         return None
-    word = {name: value[0] if value and value[0] not in _UNTOLD else "" for name, value in values.items()}
-    array, task = word["ArrayJobId"], word["ArrayTaskId"]
-    name = f"{array}_{task}" if array and task else number[1]
-    code, signal = _codes(word["ExitCode"])
-    restarts = int(word["Restarts"]) if is_digits(word["Restarts"]) else 0
-    return SlurmJob(name, word["JobState"], word["Reason"], code, signal, restarts, word["NodeList"], word["TimeLimit"])
+    value = {key: values[0] if values and values[0] not in _EMPTY else "" for key, values in matches.items()}
+    array, task = value["ArrayJobId"], value["ArrayTaskId"]
+    return SlurmJob(
+        f"{array}_{task}" if array and task else number[1],
+        value["JobState"],
+        value["Reason"],
+        *_parse_exit_code(value["ExitCode"]),
+        int(value["Restarts"]) if is_digits(value["Restarts"]) else 0,
+        value["NodeList"],
+        value["TimeLimit"],
+    )
 
 
-def _accounting(job: str) -> SlurmJob | None:
+def _query_accounting(job: str) -> SlurmJob | None:
     columns = "--format=JobID,State,ExitCode,Reason,NodeList,Timelimit"
     lines = _run("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", columns).splitlines()
-    return read_accounting(lines[0]) if lines else None
+    return parse_sacct(lines[0]) if lines else None
 
 
-def read_accounting(line: str) -> SlurmJob | None:
-    """One line of `sacct --parsable2`: 12|CANCELLED by 1000|0:15|None|node[1-2]|01:00:00"""
-    words = line.split("|")
-    if len(words) < 6:
+def parse_sacct(line: str) -> SlurmJob | None:
+    """Parse one line of `sacct --parsable2`: 12|CANCELLED by 1000|0:15|None|node[1-2]|01:00:00"""
+    columns = line.split("|")
+    if len(columns) < 6:
         return None
-    state, _, by = words[1].partition(" by ")
-    reason, nodes, limit = ("" if word in _UNTOLD else word for word in words[3:6])
-    return SlurmJob(words[0], state.strip(), reason, *_codes(words[2]), 0, nodes, limit, by.strip())
+    state, _, by = columns[1].partition(" by ")
+    reason, nodes, limit = ("" if column in _EMPTY else column for column in columns[3:6])
+    return SlurmJob(columns[0], state.strip(), reason, *_parse_exit_code(columns[2]), 0, nodes, limit, by.strip())
 
 
-def _codes(text: str) -> tuple[int, int]:
-    """The exit code and the signal of 1:15."""
-    found = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+def _parse_exit_code(text: str) -> tuple[int, int]:
+    """Return the exit code and the signal of 1:15."""
+    match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def _run(*argv: str) -> str:
-    """Empty where the program is not there, does not answer or knows nothing: another source may."""
+    """Return a program's output. Empty if it is missing, does not answer or fails: another source may know more."""
     if shutil.which(argv[0]) is None:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""`stoker submit`: its options, the job script they make (pure), and handing it to sbatch."""
+"""`stoker submit`: its options, the job script made from them, and submitting that with sbatch."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class SubmitOptions:
 class JobScript:
     text: str
     name: str  # of the run; {job} stands for the job's number, {seed} for the seed
-    secrets: dict[str, str]  # variables the script refers to and does not hold
+    secrets: dict[str, str]  # variables that the script refers to without containing their values
 
 
 def make_script(
@@ -90,16 +90,18 @@ def make_script(
     cwd: str,
     shrinks: bool = False,
 ) -> JobScript:
-    """`command`: what starts Stoker's `run` or `train`; `words`: its own; `shrinks`: it continues without a lost node."""
-    check(options)
+    """Return the job script. `command` starts Stoker's `run` or `train` and `words` are its arguments.
+
+    `base` names the job and `root` is the runs folder. With `shrinks` the run continues without a lost node.
+    """
+    check_options(options)
     folder = own_folder(root, job.FOLDER)
-    log = os.path.join(folder, "%A_%a.out" if options.array_seeds else "%j.out")
-    asked = {
+    flags = {
         "job-name": base,
         "nodes": options.nodes,
         "ntasks-per-node": 1,
         "chdir": cwd,
-        "output": log,
+        "output": os.path.join(folder, "%A_%a.out" if options.array_seeds else "%j.out"),
         "open-mode": "append",
         "export": "ALL",
         "gpus-per-node": options.gpus_per_node,
@@ -110,48 +112,44 @@ def make_script(
         "account": options.account,
         "array": options.array_seeds,
     }
-    lines = [f"--{flag}={value}" for flag, value in asked.items() if value is not None]
+    lines = [f"--{flag}={value}" for flag, value in flags.items() if value is not None]
     lines += ["--requeue" if options.requeue else "--no-requeue"]
     lines += [f"--signal=B:USR1@{math.ceil(options.signal_before)}", *options.sbatch_option]
     lines += ["--no-kill"] if shrinks else []  # else Slurm ends the whole job when one of its nodes fails
     for line in lines:
         if re.search(r"[\n\r]", line):
             raise Refusal(f"{line.splitlines()[0]}: a line break can't be in an option of sbatch", EX_USAGE)
-    run, secrets = _hidden(words)
+    is_train = command[-1] == "train"
+    args, secrets = _hide_secrets(words)
+    stage, args = (args[:1], args[1:]) if is_train else ([], args)  # the stage must stay the first argument of train
     name = options.name or base + "-{job}"
-    at = 1 if command[-1] == "train" else 0  # train's first word is its stage
+    seed = []
     if options.array_seeds:
         name += "-seed{seed}"
-        seed = ["--env", '"SEED=$SLURM_ARRAY_TASK_ID"']
-        if command[-1] == "train":
-            seed = ["--train.seed", '"$SLURM_ARRAY_TASK_ID"']
-        run = [*run[:at], *seed, *run[at:]]
-    shown = _bash_name(name)
-    run = [*run[:at], "--name", '"$name"', "--runs-dir", shlex.quote(root), *run[at:]]
-    made = _TEMPLATE.format(
-        notice=shlex.quote(os.path.join(folder, ""))
-        + ("${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if options.array_seeds else "$SLURM_JOB_ID")
-        + job.NOTICE,
-        options="\n".join("#SBATCH " + _sbatch_word(line) for line in lines),
-        name=shown,
-        command=" ".join([*map(shlex.quote, command), *run]),
-        needs="".join(
-            f': "${{{one}:?was in the environment that submitted this job, and is not here}}"\n' for one in secrets
-        ),
+        seed = ["--train.seed", '"$SLURM_ARRAY_TASK_ID"'] if is_train else ["--env", '"SEED=$SLURM_ARRAY_TASK_ID"']
+    args = [*stage, "--name", '"$name"', "--runs-dir", shlex.quote(root), *seed, *args]
+    task = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if options.array_seeds else "$SLURM_JOB_ID"
+    required = "is not set here, but was in the environment that submitted this job"
+    text = _TEMPLATE.format(
+        notice=shlex.quote(os.path.join(folder, "")) + task + job.NOTICE,
+        options="\n".join("#SBATCH " + _quote_option(line) for line in lines),
+        name=_quote_name(name),
+        command=" ".join([*map(shlex.quote, command), *args]),
+        required="".join(f': "${{{variable}:?{required}}}"\n' for variable in secrets),
         unset=" ".join(RANK_VARIABLES),
         seconds=math.ceil(options.signal_before),
         requeue=_REQUEUE if options.requeue else "",
     )
-    return JobScript(made, name, secrets)
+    return JobScript(text, name, secrets)
 
 
 _TEMPLATE = """#!/bin/bash
-# Made by `stoker submit`. What sbatch reads:
+# Written by `stoker submit`. The options of sbatch:
 {options}
 
-# The job's environment is that of the shell that submitted it, less what a rank has; recognized secrets are there, and not here.
+# The job gets the environment of the shell that submitted it, without a rank's variables. Secrets are passed in it, not in this script.
 unset {unset}
-{needs}name={name}
+{required}name={name}
 notice={notice}
 rm -f -- "$notice"
 
@@ -159,8 +157,8 @@ rm -f -- "$notice"
 {command} &
 run=$!
 
-# {seconds} s before the time limit (and before a preemption, where the site sends it) Slurm tells this shell, with USR1: the ranks get SIGTERM, and save.
-# The file lets `stoker why` know. A cancelled job needs nothing passed on: Slurm signals everything in it.
+# {seconds} s before the time limit (and before a preemption, if the site sends it) Slurm sends USR1 to this shell. The ranks then get SIGTERM, and save.
+# The file tells `stoker why`. A cancelled job needs no such step: Slurm signals all its processes.
 again=1
 trap 'again=1; : > "$notice"; kill -TERM "$run"' USR1
 trap 'again=1' TERM
@@ -174,49 +172,52 @@ done
 """
 
 _REQUEUE = """
-# 143: it was stopped by our SIGTERM. The next start continues the run of this name, from its last checkpoint.
+# 143: our SIGTERM stopped it. The next start resumes the run of this name from its last checkpoint.
 if [ -e "$notice" ] && [ "$code" -eq 143 ]; then
     echo "stoker: the job's time is nearly up: back to the queue, to resume run $name"
     scontrol requeue "$SLURM_JOB_ID" && exit 0
-    echo "stoker: scontrol requeue failed; submit it again to go on" >&2
+    echo "stoker: scontrol requeue failed; submit it again to resume it" >&2
 fi
 """
 
 
-def _sbatch_word(line: str) -> str:
-    """sbatch reads its lines as a shell would: words in quotes, and # begins a comment."""
+def _quote_option(line: str) -> str:
+    """Quote an option's value: sbatch reads its lines as a shell would, and # begins a comment."""
     flag, equals, value = line.partition("=")
     return f"{flag}={shlex.quote(value)}" if equals else line
 
 
-def _bash_name(name: str) -> str:
+def _quote_name(name: str) -> str:
+    """Return the run's name as a word of bash, with variables for {job} and {seed}."""
     parts = re.split(r"(\{job\}|\{seed\})", name)
-    known = {"{job}": '"${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}"', "{seed}": '"$SLURM_ARRAY_TASK_ID"'}
-    return "".join(known.get(part) or shlex.quote(part) for part in parts if part)
+    variables = {"{job}": '"${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}"', "{seed}": '"$SLURM_ARRAY_TASK_ID"'}
+    return "".join(variables.get(part) or shlex.quote(part) for part in parts if part)
 
 
-def _hidden(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the words for a shell, and the secrets among them as variables, which the job gets by its environment."""
-    shown: list[str] = []
+def _hide_secrets(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the words quoted for a shell, with variables in place of secrets, and those variables."""
+    quoted: list[str] = []
     secrets: dict[str, str] = {}
     for before, word, masked in zip(["", *words], words, mask_argv(words), strict=False):
         variable = None
         if before == "--env" or word.startswith("--env="):
             variable = re.fullmatch(r"(--env=)?([A-Za-z_]\w*)=(.*)", word, re.DOTALL)
         if MASK not in masked or MASK in word:
-            shown.append(shlex.quote(word))
-        elif variable:  # --env NAME takes it from the environment: not even the run's command line holds it
+            quoted.append(shlex.quote(word))
+        elif (
+            variable
+        ):  # --env NAME takes the value from the environment, so not even the run's command line contains it
             secrets[variable[2]] = variable[3]
-            shown.append((variable[1] or "") + variable[2])
+            quoted.append((variable[1] or "") + variable[2])
         else:
             name = f"{SECRET}{len(secrets) + 1}"
             secrets[name] = word
-            shown.append(f'"${name}"')
-    return shown, secrets
+            quoted.append(f'"${name}"')
+    return quoted, secrets
 
 
 def slurm_time(text: str | None) -> str | None:
-    """Slurm's own spelling as it is; 90m, 12h and 2d in minutes, rounded up."""
+    """Return a time limit as Slurm writes it: unchanged if it is, else 90m, 12h or 2d in minutes, rounded up."""
     if text is None or re.fullmatch(r"\d+(:\d\d?){0,2}|\d+-\d+(:\d\d?){0,2}|UNLIMITED|INFINITE", text, re.IGNORECASE):
         return text
     try:
@@ -226,8 +227,8 @@ def slurm_time(text: str | None) -> str | None:
         raise Refusal(line, EX_USAGE) from problem
 
 
-def limit_s(spelling: str) -> float | None:
-    """Seconds of a time as Slurm writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S. None: there is no limit."""
+def time_limit_s(spelling: str) -> float | None:
+    """Return the seconds of a time as Slurm writes it (M, M:S, H:M:S, D-H, D-H:M or D-H:M:S). None: there is no limit."""
     days, dash, rest = spelling.rpartition("-")
     if not all(is_digits(part) for part in (*rest.split(":"), days or "0")):
         return None
@@ -236,48 +237,51 @@ def limit_s(spelling: str) -> float | None:
     return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
 
-def check(options: SubmitOptions) -> None:
-    for wrong in _wrong_in(options):
-        raise Refusal(wrong, EX_USAGE)
+def check_options(options: SubmitOptions) -> None:
+    """Raise Refusal for the first option that Slurm would not accept."""
+    for problem in _find_problems(options):
+        raise Refusal(problem, EX_USAGE)
 
 
-def _wrong_in(options: SubmitOptions) -> Iterator[str]:
+def _find_problems(options: SubmitOptions) -> Iterator[str]:
     for flag, count in (("nodes", options.nodes), ("cpus-per-task", options.cpus_per_task)):
         if count is not None and count < 1:
             yield f"--{flag} {count}: give a number from 1 up"
-    for flag, text, pattern, advice in (
+    for flag, text, pattern, fix in (
         ("gpus-per-node", options.gpus_per_node, _GPUS, "give a number from 1 up, or a kind and a number: a100:4"),
         ("mem", options.mem, r"\d+[KMGTkmgt]?", "write it like 64G, or 0 for all of the node's"),
         ("array-seeds", options.array_seeds, _SEEDS, "write it like 0-4, 1,2,7 or 0-9%2"),
     ):
         if text is not None and not re.fullmatch(pattern, text):
-            yield f"--{flag} {text}: {advice}"
+            yield f"--{flag} {text}: {fix}"
     if not 1 <= options.signal_before <= 65535:
-        yield (f"--signal-before {options.signal_before:g} s: Slurm takes 1 s to 65535 s")
+        yield f"--signal-before {options.signal_before:g} s: Slurm takes 1 s to 65535 s"
     for flag, value in (("--partition", options.partition), ("--account", options.account)):
         if value is not None and not re.fullmatch(r"[\w.,@+-]+", value):
-            yield (f"{flag} {value!r}: not a name Slurm can have")
+            yield f"{flag} {value!r}: not a name Slurm can have"
     for word in options.sbatch_option:
         if not word.startswith("-"):
-            yield (f"--sbatch-option {word}: write it as sbatch has it, --sbatch-option=--exclude=node7")
+            yield f"--sbatch-option {word}: write it as sbatch has it, --sbatch-option=--exclude=node7"
     if options.name is not None and not re.fullmatch(r"[\w.+@=-]{1,80}", options.name):
-        yield (f"--name {options.name!r} can't be the name of a run and of a job: letters, digits, and . _ - + @ =")
-    if options.array_seeds is not None and not _all_count_up(options.array_seeds):
-        right = "a range goes from the lower seed to the higher, 1-3, by a step from 1 up"
-        yield f"--array-seeds {options.array_seeds}: {right}"
-    limit = limit_s(slurm_time(options.time) or "UNLIMITED")
-    if limit and limit <= options.signal_before:  # 0 is Slurm's other word for no limit
-        before = f"--signal-before {options.signal_before:g}s is not before the end of --time {options.time}"
-        yield f"{before}: Slurm would give notice at once"
+        yield f"--name {options.name!r} can't be the name of a run and of a job: letters, digits, and . _ - + @ ="
+    if options.array_seeds is not None and not all(
+        low <= high and step for low, high, step in _ranges(options.array_seeds)
+    ):
+        fix = "a range goes from the lower seed to the higher, 1-3, by a step from 1 up"
+        yield f"--array-seeds {options.array_seeds}: {fix}"
+    limit = time_limit_s(slurm_time(options.time) or "UNLIMITED")
+    if limit and limit <= options.signal_before:  # 0 means no limit to Slurm
+        line = f"--signal-before {options.signal_before:g}s is not before the end of --time {options.time}"
+        yield f"{line}: Slurm would give notice at once"
 
 
-def write(script: JobScript, root: str, base: str) -> str:
-    """The script's path. Nothing is left half-written."""
+def write_script(script: JobScript, root: str, base: str) -> str:
+    """Write the script to the runs folder and return its path. Raises Refusal."""
     folder = own_folder(root, job.FOLDER)
     try:
         os.makedirs(root, 0o700, exist_ok=True)
         os.makedirs(folder, 0o700, exist_ok=True)
-        if own_folder(root, job.FOLDER) != folder:  # somebody was quicker
+        if own_folder(root, job.FOLDER) != folder:  # another user made it first
             raise Refusal(f"{folder} no longer belongs to you; choose another folder with --runs-dir", EX_CANTCREAT)
         for n in range(1, 1000):
             path = os.path.join(folder, f"{time.strftime('%Y%m%d-%H%M%S')}-{base}" + (f"-{n}" if n > 1 else "") + ".sh")
@@ -294,14 +298,17 @@ def write(script: JobScript, root: str, base: str) -> str:
 
 
 def submit(path: str, script: JobScript, environ: Mapping[str, str]) -> str:
-    """The job's number. What sbatch refuses is refused in its own words."""
-    # Inside a job its own request must not become the new job's, nor a rank's place the new run's.
-    inside = {name for name in environ if name.startswith(("SLURM_", "SLURMD_"))} - {"SLURM_CONF", "SLURM_CLUSTERS"}
-    env = {name: value for name, value in environ.items() if name not in inside}
-    env = {name: value for name, value in env.items() if name not in RANK_VARIABLES}
+    """Submit the script, which is at `path`, and return the job's number. A refusal quotes sbatch."""
+    # Inside a job, its request must not become the new job's, nor a rank's variables the new run's.
+    env = {
+        name: value
+        for name, value in environ.items()
+        if name in ("SLURM_CONF", "SLURM_CLUSTERS")
+        or (not name.startswith(("SLURM_", "SLURMD_")) and name not in RANK_VARIABLES)
+    }
     try:
         done = subprocess.run(
-            ["sbatch", "--parsable"],  # the script on stdin: what lies at `path` by now may be another one
+            ["sbatch", "--parsable"],  # the script on stdin: the file may have been replaced by now
             input=script.text,
             capture_output=True,
             text=True,
@@ -315,32 +322,29 @@ def submit(path: str, script: JobScript, environ: Mapping[str, str]) -> str:
         raise Refusal(line, EX_UNAVAILABLE, cause="slurm.unreachable") from problem
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        said = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in lines)
+        errors = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in lines)
         os.unlink(path)
-        line = f"sbatch refuses the job: {said or f'exit code {done.returncode}'}"
+        line = f"sbatch refuses the job: {errors or f'exit code {done.returncode}'}"
         raise Refusal(line, EX_UNAVAILABLE, cause="slurm.refused")
     return done.stdout.strip().splitlines()[-1].partition(";")[0]
 
 
-def note(root: str, number: str, script: JobScript, path: str, chosen: list[int]) -> None:
-    """What belongs to the job, for `stoker why slurm:JOB`."""
-    told = {"schema": 1, "job": number, "name": script.name, "seeds": chosen, "script": path, "submitted": time.time()}
-    write_json(os.path.join(own_folder(root, job.FOLDER), f"{number}.json"), told)
+def write_job_note(root: str, number: str, script: JobScript, path: str, chosen: list[int]) -> None:
+    """Write what `stoker why slurm:JOB` needs to know about the job. `chosen`: the seeds of an array."""
+    note = {"schema": 1, "job": number, "name": script.name, "seeds": chosen, "script": path, "submitted": time.time()}
+    write_json(os.path.join(own_folder(root, job.FOLDER), f"{number}.json"), note)
 
 
-def seeds(text: str) -> list[int]:
-    """0-4, 1,2,7, 0-8:2%3 written out."""
+def parse_seeds(text: str) -> list[int]:
+    """Return all seeds in 0-4, 1,2,7 or 0-8:2%3."""
     return [seed for low, high, step in _ranges(text) for seed in range(low, high + 1, step)]
 
 
 def _ranges(text: str) -> list[tuple[int, int, int]]:
-    found = []
+    """Return (low, high, step) of each part."""
+    ranges = []
     for part in text.partition("%")[0].split(","):
         low, _, rest = part.partition("-")
         high, _, step = rest.partition(":")
-        found.append((int(low), int(high or low), int(step or 1)))
-    return found
-
-
-def _all_count_up(text: str) -> bool:
-    return all(low <= high and step for low, high, step in _ranges(text))
+        ranges.append((int(low), int(high or low), int(step or 1)))
+    return ranges
