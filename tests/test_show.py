@@ -24,13 +24,13 @@ from stoker.control.machine.model import OFFLINE, GpuGauges, HostGauges
 from stoker.control.record import history, run_record
 from stoker.control.record.history import HistoryPoint, HistoryTail, HistoryWriter, Members
 from stoker.control.show import curves
-from stoker.control.show.charts import Line, chart, columns_of, fitted, mean, short, sparkline
+from stoker.control.show.charts import Series, display_width, draw_chart, fit_width, mean, short, sparkline
 from stoker.control.show.collector import SnapshotCollector
-from stoker.control.show.comparison import differing, noise
-from stoker.control.show.curves import Curve, MetricsTail, newest_line
-from stoker.control.show.printed_metrics import Columns, Layout
+from stoker.control.show.comparison import differing_settings, measure_difference
+from stoker.control.show.curves import Curve, MetricsTail, read_newest_line
+from stoker.control.show.metrics_columns import ColumnBlock, LineFormat
 from stoker.control.show.run_tail import EventTail, RunTail
-from stoker.control.show.slow_rank import late_rank, why_card, why_host
+from stoker.control.show.slow_rank import explain_gpu, explain_host, find_late_rank
 from stoker.control.show.snapshot import RankView, RunView, Snapshot, snapshot_from_json
 from stoker.control.show.top.replay import Replay
 from stoker.control.verdict import judge  # noqa: F401 (fills the catalogue)
@@ -129,7 +129,9 @@ def test_a_short_job_has_no_history(finished: Stoker) -> None:
 def moment(at: float, ranks: int = 2, attempt: int = 0, **columns: Any) -> HistoryPoint:
     members = Members(tuple(range(ranks)), (("here", "GPU-1"),), ("here",))
     step = {"step": tuple(int(at) for _ in range(ranks)), **columns}
-    return HistoryPoint(at, attempt, members, step, {"power": (at,), "throttle": (("power cap",) if at == 10 else (),)}, {})
+    return HistoryPoint(
+        at, attempt, members, step, {"power": (at,), "throttle": (("power cap",) if at == 10 else (),)}, {}
+    )
 
 
 class Folder:
@@ -360,7 +362,7 @@ def test_only_what_is_new_is_read(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").unlink()
     metrics_file(tmp_path, [9.0])  # resumed: replaced as a whole
     assert tail.look() and list(tail.curves["loss"].values) == [9.0]
-    assert newest_line(str(tmp_path))["loss"] == 9.0
+    assert read_newest_line(str(tmp_path))["loss"] == 9.0
 
 
 def test_lines_cut_into_columns_are_what_json_makes_of_them(tmp_path: Path) -> None:
@@ -395,8 +397,8 @@ def test_lines_cut_into_columns_are_what_json_makes_of_them(tmp_path: Path) -> N
     for one, other in pairs:
         assert one.steps == other.steps and repr(one.values) == repr(other.values)
         assert one.not_finite() == other.not_finite()
-    read = list(Layout().read((tmp_path / "spaced" / "metrics.jsonl").read_bytes().rpartition(b"\n")[0] + b"\n"))
-    assert sum(len(part.steps) for part in read if isinstance(part, Columns)) > 5000
+    read = list(LineFormat().read((tmp_path / "spaced" / "metrics.jsonl").read_bytes().rpartition(b"\n")[0] + b"\n"))
+    assert sum(len(part.steps) for part in read if isinstance(part, ColumnBlock)) > 5000
 
 
 def test_a_viewer_that_needs_the_newest_values_alone_reads_no_more(finished: Stoker) -> None:
@@ -426,7 +428,7 @@ def rank(number: int, **more: Any) -> RankView:
 
 
 def test_the_slow_rank_its_card_and_what_the_others_wait(finished: Stoker) -> None:
-    from stoker.control.show.slow_rank import slow_ranks
+    from stoker.control.show.slow_rank import find_slow_ranks
 
     record = run_record.load_run(str(finished.latest))
     assert record is not None
@@ -435,11 +437,11 @@ def test_the_slow_rank_its_card_and_what_the_others_wait(finished: Stoker) -> No
     run = RunView("exp", "exp", "", "me", True, "running", 1.0, ranks=ranks)
     cards = [GpuGauges(n, f"GPU-{n}", host="here", throttle=("power cap",)) for n in range(4)]
     cards[2] = replace(cards[2], throttle=("power cap", "hardware thermal slowdown"), temperature=93)
-    (slow,) = slow_ranks(run, folder, [HostGauges("here", cpu=1.0)], cards)
+    (slow,) = find_slow_ranks(run, folder, [HostGauges("here", cpu=1.0)], cards)
     assert (slow.rank, slow.gpu, slow.cause) == (2, "GPU-2", "slow.throttle")
     why = "its GPU's clock is held down: hardware thermal slowdown at 93 °C"
     assert slow.summary == f"rank 2 (GPU 2) is slow because {why}; the others wait 0.9 s of each 2.1 s step"
-    (unknown,) = slow_ranks(run, folder, [HostGauges("here", cpu=1.0)], [])  # all ranks share that host
+    (unknown,) = find_slow_ranks(run, folder, [HostGauges("here", cpu=1.0)], [])  # all ranks share that host
     assert unknown.cause == "slow.unknown"
     folder.events.slow[2] = {
         "cause": "slow.data",
@@ -448,7 +450,7 @@ def test_the_slow_rank_its_card_and_what_the_others_wait(finished: Stoker) -> No
         "step_s": 1.0,
         "summary": "rank 2 (GPU 2) is slow because it waits for its data loader; the others wait 0.5 s of each 1 s step",
     }
-    (told,) = slow_ranks(run, folder, [], [])
+    (told,) = find_slow_ranks(run, folder, [], [])
     assert (told.cause, told.because, told.wait_s, told.since) == (
         "slow.data",
         "it waits for its data loader",
@@ -478,17 +480,17 @@ def test_a_straggler_that_keeps_up_again_is_shown_no_longer(tmp_path: Path) -> N
 )
 def test_a_host_is_blamed_for_what_the_others_have_not(gauges: dict[str, Any], cause: str) -> None:
     others = [HostGauges("b", cpu=0.1, pressure_io=0.0, pressure_memory=0.0, received=1.0, link=1.25e9)]
-    found, because = why_host(HostGauges("a", **gauges), others)
+    found, because = explain_host(HostGauges("a", **gauges), others)
     assert found == cause and ("its host a" in because) == bool(cause)
     assert not cause or cause in CATALOGUE, "docs/verdicts.md says what to do"
-    assert why_host(HostGauges("a", **gauges), [HostGauges("b", **gauges)]) == ("", "")
+    assert explain_host(HostGauges("a", **gauges), [HostGauges("b", **gauges)]) == ("", "")
 
 
 def test_nobody_is_late_where_all_wait_alike_or_somebody_is_unknown() -> None:
-    assert late_rank([rank(0, waiting=0.3), rank(1, waiting=0.31)]) is None
-    assert late_rank([rank(0, waiting=0.01), rank(1, waiting=0.31), rank(2)]) is None
+    assert find_late_rank([rank(0, waiting=0.3), rank(1, waiting=0.31)]) is None
+    assert find_late_rank([rank(0, waiting=0.01), rank(1, waiting=0.31), rank(2)]) is None
     assert (
-        why_card(
+        explain_gpu(
             GpuGauges(0, "a", pcie_width=4, pcie_width_max=16), [GpuGauges(1, "b", pcie_width=16, pcie_width_max=16)]
         )
         != ""
@@ -524,13 +526,15 @@ def test_this_host_is_read_and_a_recorded_card_in_base_units(tmp_path: Path) -> 
 
 
 def test_charts_and_sparklines_are_as_wide_as_asked() -> None:
-    line = Line("a", tuple((float(x), math.exp(-x / 30)) for x in range(100)))
+    line = Series("a", tuple((float(x), math.exp(-x / 30)) for x in range(100)))
     for width in (20, 80, 200):
-        rows = chart([line], width, 10)
-        assert len(rows) == 12 and all(columns_of("".join(text for text, _ in row)) <= width for row in rows)
-    letters = "".join(text for row in chart([line, line], 80, 5) for text, _ in row)
+        rows = draw_chart([line], width, 10)
+        assert len(rows) == 12 and all(display_width("".join(text for text, _ in row)) <= width for row in rows)
+    letters = "".join(text for row in draw_chart([line, line], 80, 5) for text, _ in row)
     assert "b" in letters and not any(0x2800 <= ord(sign) < 0x2900 for sign in letters)
-    assert chart([Line("a", ((1.0, -1.0),))], 80, 5, log=True) == [] and chart([Line("a", ((1.0, 2.0),))], 80, 5)
+    assert draw_chart([Series("a", ((1.0, -1.0),))], 80, 5, log=True) == [] and draw_chart(
+        [Series("a", ((1.0, 2.0),))], 80, 5
+    )
     assert sparkline([1.0, 2.0, None, 3.0]) == "▁▅·█" and len(sparkline([float(x) for x in range(1000)], 40)) == 40
     assert sparkline([2.0, 2.0]) == "▅▅" and sparkline([]) == "" and sparkline([math.nan]) == "·"
     assert [short(value) for value in (None, "nan", 0, 3.14159, 1234567, 0.00001, 1e300)] == [
@@ -542,7 +546,7 @@ def test_charts_and_sparklines_are_as_wide_as_asked() -> None:
         "1.0e-05",
         "1.00e+300",
     ]
-    assert fitted("訓練する", 5) == "訓練…" and columns_of("e\u0301") == 1
+    assert fit_width("訓練する", 5) == "訓練…" and display_width("e\u0301") == 1
 
 
 def test_runs_fit_the_width_and_are_filtered_sorted_and_limited(finished: Stoker) -> None:
@@ -706,14 +710,19 @@ def test_a_difference_is_more_than_noise_or_not() -> None:
     wave = [4.0 / (1 + step / 50) + 0.1 * math.sin(step * 2.7) for step in range(500)]
     better = [value - 0.05 for value in wave]
     other = [4.0 / (1 + step / 50) + 0.1 * math.sin(step * 1.3 + 1) for step in range(500)]
-    found = noise(curve(wave), curve(better))
+    found = measure_difference(curve(wave), curve(better))
     assert found is not None and found.beyond and found.difference == pytest.approx(-0.05) and found.first_step == 400
-    level = noise(curve(wave), curve(other))
+    level = measure_difference(curve(wave), curve(other))
     assert level is not None and level.tested and not level.beyond
-    few = noise(curve(wave[:3]), curve(other[:3]))
+    few = measure_difference(curve(wave[:3]), curve(other[:3]))
     assert few is not None and not few.tested
-    assert noise(curve(wave), Curve()) is None and noise(curve([math.nan]), curve(wave)) is None
-    assert differing([{"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}]) == [("b", ("2", "3")), ("c", ("n/a", "4"))]
+    assert (
+        measure_difference(curve(wave), Curve()) is None and measure_difference(curve([math.nan]), curve(wave)) is None
+    )
+    assert differing_settings([{"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}]) == [
+        ("b", ("2", "3")),
+        ("c", ("n/a", "4")),
+    ]
 
 
 def test_compare_two_runs(finished: Stoker) -> None:
@@ -793,7 +802,7 @@ def test_a_name_of_several_runs_means_the_newest_and_says_so(finished: Stoker) -
 
 def test_the_end_of_a_training_shows_its_loss(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from stoker.control.show.final_chart import show_loss
+    from stoker.control.show.charts import show_loss
 
     said: list[str] = []
     show_loss(str(tmp_path), said.append)
@@ -873,7 +882,7 @@ def test_the_largest_numbers_have_a_mean(values: list[float]) -> None:
     curve = Curve()
     curve.extend(list(range(200)), [values[at % len(values)] for at in range(200)])
     for window in (1, 10):
-        chart([Line("a", curves.smoothed(curve, window))], 60, 10)
-    noise(curve, curve)
+        draw_chart([Series("a", curves.smooth_points(curve, window))], 60, 10)
+    measure_difference(curve, curve)
     sparkline(curve.values)
     assert mean([1e308, 1e308]) == pytest.approx(1e308)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from stoker.contract import env_vars
+from stoker.contract.errors import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
 from stoker.contract.frozen import frozen
-from stoker.control.show.snapshot import SHARES, Metric, finite
+from stoker.contract.safe_io import AtomicFile, refuse_other_extension
+from stoker.contract.text import escape
+from stoker.control.show.curves import MetricsTail, average_curve, finite_points, smooth_points
+from stoker.control.show.snapshot import REWARD, RL_METRICS, SHARES, Metric, finite, headline_metric
 
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-~=+*#"
@@ -16,14 +23,14 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _GAP = "·"
-MOST_DRAWN = 1e300
+MAX_DRAWN = 1e300
 # Latin, and what is drawn with: arrows, lines, blocks, braille. In one look instead of sign by sign.
 _NARROW = re.compile("[ -\u02ff\u2010-\u2027\u2190-\u21ff\u2500-\u259f\u2800-\u28ff]*")
 Cell = tuple[str, str]  # a character, and its colour
 
 
 @frozen
-class Line:
+class Series:
     name: str
     points: tuple[tuple[float, float], ...]  # finite, by x
 
@@ -66,8 +73,8 @@ def mean(values: Sequence[float]) -> float | None:
         return math.fsum(value / len(values) for value in values)
 
 
-def chart(
-    lines: Sequence[Line],
+def draw_chart(
+    lines: Sequence[Series],
     width: int,
     height: int,
     *,
@@ -113,7 +120,7 @@ def chart(
 
 def _drawable(value: float) -> float:
     """Differences of larger ones are no numbers: they are drawn at the edge."""
-    return max(-MOST_DRAWN, min(value, MOST_DRAWN))
+    return max(-MAX_DRAWN, min(value, MAX_DRAWN))
 
 
 def _labels(low: float, high: float, height: int, log: bool) -> list[str]:
@@ -191,7 +198,7 @@ def metric_text(name: str, value: Metric) -> str:
     return f"{number:.0%}" if name in SHARES and number is not None else short(value)
 
 
-def columns_of(text: str) -> int:
+def display_width(text: str) -> int:
     """A terminal's columns for it: two for a Chinese character, none for an accent that joins the one before."""
     if text.isascii() or _NARROW.fullmatch(text):
         return len(text)
@@ -199,14 +206,118 @@ def columns_of(text: str) -> int:
     return len(text) + wide - sum(unicodedata.combining(sign) > 0 for sign in text)
 
 
-def fitted(text: str, width: int) -> str:
+def fit_width(text: str, width: int) -> str:
     """Exactly so many columns: padded, or cut with … in its place."""
-    if columns_of(text) <= width:
-        return text + " " * (width - columns_of(text))
+    if display_width(text) <= width:
+        return text + " " * (width - display_width(text))
     kept, used = "", 0
     for sign in text:
-        used += columns_of(sign)
+        used += display_width(sign)
         if used > width - 1:
             break
         kept += sign
-    return kept + "…" + " " * (width - columns_of(kept) - 1) if width > 0 else ""
+    return kept + "…" + " " * (width - display_width(kept) - 1) if width > 0 else ""
+
+
+pass
+
+_WIDTH = 40
+
+
+def show_loss(run_dir: str, say: Callable[[str], None]) -> None:
+    """Nothing of a run without a loss. What goes wrong here is reported, and changes no exit code."""
+    metrics = MetricsTail(run_dir)
+    metrics.look()
+    metric = headline_metric(metrics.curves)
+    curve = metrics.curves.get(metric)
+    points = finite_points(average_curve(curve, metrics.interval).points()) if curve is not None else []
+    if curve is None or len(points) < 2:
+        return
+    values = [value for _, value in points]
+    wrong = len(curve.not_finite())
+    bad = f" ({wrong} not finite)" if wrong else ""
+    drawn = f"{metric} {sparkline(values, _WIDTH)} {short(values[0])} to {short(values[-1])}{bad}"
+    picture = ""
+    try:
+        if os.environ.get(env_vars.PLOTS) != "0":
+            name, drawn_metrics = os.path.basename(run_dir), [metric]
+            if metric == REWARD:
+                drawn_metrics = [one for one in RL_METRICS if one in metrics.curves]
+            panels = [
+                (RL_METRICS.get(one, one), [Series(name, smooth_points(metrics.curves[one], metrics.interval))])
+                for one in drawn_metrics
+            ]
+            picture = leave_picture(run_dir, panels, metric)
+    except Refusal as problem:
+        say(f"stoker: {problem.line}")
+    except Exception as problem:  # a matplotlib that is there and does not work
+        say(f"stoker: {metric}.png could not be drawn: {escape(f'{type(problem).__name__}: {problem}', 200)}")
+    say(drawn + (f"; {os.path.relpath(picture)}" if picture else ""))
+
+
+pass
+
+# Okabe and Ito's: told apart without red and green.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+_HIGHEST = 1e100  # what is beyond is drawn there: matplotlib's margins and ticks need powers of it
+_STYLES = ("-", "--", "-.", ":")  # nothing is told by colour alone
+_LOOK: Any = {
+    "axes.grid": True, "grid.color": "#d4d8dc", "grid.linewidth": 0.6, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+    "text.parse_math": False,  # a run may be called a_$b
+    "font.size": 11, "savefig.dpi": 130,
+}  # fmt: skip
+
+
+def there_is_matplotlib() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+Panel = tuple[str, Sequence[Series]]  # label of the values' axis, and the lines
+
+
+def write_png(path: str, panels: Sequence[Panel], *, log: bool = False) -> None:
+    """Draw the panels below each other and write the picture whole or not at all."""
+    try:
+        import matplotlib.figure
+    except ImportError as problem:
+        line = f"no picture: matplotlib can't be imported ({problem}); pip install matplotlib, or leave --png out"
+        raise Refusal(escape(line), EX_UNAVAILABLE) from problem
+    refuse_other_extension(path, b"\x89PNG", "a PNG picture")
+    with matplotlib.rc_context(_LOOK):
+        height = 4.5 if len(panels) == 1 else 1.2 + 1.7 * len(panels)
+        figure = matplotlib.figure.Figure(figsize=(8, height), layout="constrained")
+        grid = figure.subplots(len(panels), squeeze=False, sharex=True)[:, 0]
+        for axes, (label, lines) in zip(grid, panels, strict=True):
+            for number, one in enumerate(lines):
+                look: Any = {
+                    "color": _COLOURS[number % len(_COLOURS)],
+                    "linestyle": _STYLES[number // len(_COLOURS) % len(_STYLES)],
+                }
+                heights = [max(-_HIGHEST, min(y, _HIGHEST)) for _, y in one.points]
+                axes.plot([x for x, _ in one.points], heights, linewidth=1.4, label=one.name, **look)
+            axes.set_ylabel(label)
+            if log:
+                axes.set_yscale("log")
+        grid[-1].set_xlabel("step")
+        first = panels[0][1]
+        if len(first) > 1:
+            grid[0].legend()
+        else:
+            grid[0].set_title(first[0].name, loc="left", fontsize=11)
+        figure.align_ylabels()
+        try:
+            with AtomicFile(path, durable=False) as file:
+                figure.savefig(file, format="png", metadata={"Software": None})
+        except OSError as problem:
+            raise Refusal(f"{escape(path)} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
+
+
+def leave_picture(run_dir: str, panels: Sequence[Panel], metric: str) -> str:
+    """Write METRIC.png into a finished run's folder and return its path, or "" without matplotlib."""
+    if not there_is_matplotlib():
+        return ""
+    path = os.path.join(run_dir, f"{metric}.png")
+    write_png(path, panels)
+    return path

@@ -22,10 +22,10 @@ from stoker.control.machine.model import OFFLINE, GpuGauges, HostGauges
 from stoker.control.record import run_index, run_record
 from stoker.control.record.history import EVERY_S, HistoryPoint, row_at
 from stoker.control.show.curves import Curve
-from stoker.control.show.job_view import folder_of
-from stoker.control.show.run_tail import RECENT, Remembering, RunTail
-from stoker.control.show.slow_rank import slow_ranks
-from stoker.control.show.snapshot import DAMAGED, RUNNING, UNKNOWN, RunView, Snapshot, finite, metric
+from stoker.control.show.job_view import open_run_tail
+from stoker.control.show.run_tail import RECENT, RecordCache, RunTail
+from stoker.control.show.slow_rank import find_slow_ranks
+from stoker.control.show.snapshot import DAMAGED, RUNNING, UNKNOWN, RunView, Snapshot, finite, parse_metric
 
 OFFLINE_S = 10.0  # without a word
 GPU_SERIES = ("utilization", "memory_used", "temperature", "power")
@@ -44,7 +44,7 @@ class SnapshotCollector:
         self.root = root
         self._everybody, self._whole_curves = everybody, whole_curves
         self._gauges = Gauges(os.environ.get(MACHINE), root) if machine else None
-        self._read = Remembering()
+        self._read = RecordCache()
         self._folders: dict[str, RunTail] = {}
         self._series: dict[tuple[str, ...], deque[float | None]] = {}
         self._before: float | None = None
@@ -62,7 +62,7 @@ class SnapshotCollector:
         runs = [self._run(record, now, watched) for record in listing.runs]
         runs += [_damaged(self.root, name, why) for name, why in listing.damaged]
         hosts, gpus = self._machines(runs, elsewhere, now)
-        runs = [replace(run, slow=slow_ranks(run, self._folder(run), hosts, gpus)) for run in runs]
+        runs = [replace(run, slow=find_slow_ranks(run, self._folder(run), hosts, gpus)) for run in runs]
         interval = now - self._before if self._before is not None else None
         self._before = now
         return Snapshot(
@@ -117,7 +117,7 @@ class SnapshotCollector:
         """Return the run's row, with ranks and curve while it runs or is watched; with `watched` None never."""
         folder = self._folders.get(record.id)
         if folder is None or folder.record.dir != record.dir:
-            folder = self._folders[record.id] = folder_of(record, self._whole_curves)
+            folder = self._folders[record.id] = open_run_tail(record, self._whole_curves)
         folder.record = record
         close = watched is not None and (record.id in watched or run_record.run_status(record) in (RUNNING, UNKNOWN))
         try:
@@ -162,14 +162,14 @@ class SnapshotCollector:
             for at, key in enumerate(moment.members.gpus):
                 for name in GPU_SERIES:
                     value = moment.gpus[name][at] if name in moment.gpus else None
-                    self._values((*key, name)).append(finite(metric(value)))
+                    self._values((*key, name)).append(finite(parse_metric(value)))
 
     def _values(self, key: tuple[str, ...]) -> deque[float | None]:
         return self._series.setdefault(key, deque(maxlen=RECENT))
 
     def _with_recent(self, gauges: Any, key: tuple[str, ...], names: tuple[str, ...]) -> Any:
         for name in names:
-            self._values((*key, name)).append(finite(metric(getattr(gauges, name))))
+            self._values((*key, name)).append(finite(parse_metric(getattr(gauges, name))))
         return replace(gauges, recent={name: tuple(self._values((*key, name))) for name in names})
 
 
@@ -184,7 +184,7 @@ def recorded_hosts(folder: RunTail, now: float) -> Iterable[HostReading]:
         cards.setdefault(host_name, []).append((at, uuid))
     for place, name in enumerate(moment.members.hosts):
         row = {key: value for key, value in row_at(moment.hosts, place).items() if value is not None}
-        heard = finite(metric(row.pop("heard", None)))
+        heard = finite(parse_metric(row.pop("heard", None)))
         if "load" in row:
             row["load"] = (row["load"],)
         silent = now - (heard if heard is not None else moment.time)
@@ -194,7 +194,9 @@ def recorded_hosts(folder: RunTail, now: float) -> Iterable[HostReading]:
         yield host, tuple(_recorded_gpus(name, cards.get(name, ()), moment, machines.get(name)))
 
 
-def _recorded_gpus(host: str, members: Iterable[tuple[int, str]], moment: HistoryPoint, machine: Any) -> Iterable[GpuGauges]:
+def _recorded_gpus(
+    host: str, members: Iterable[tuple[int, str]], moment: HistoryPoint, machine: Any
+) -> Iterable[GpuGauges]:
     told = machine.get("gpus") if isinstance(machine, dict) else None
     cards = {one.get("uuid"): one for one in told or () if isinstance(one, dict)} if isinstance(told, list) else {}
     same = ("index", "name", "mig", "mig_parent", "pci", "memory_total")
@@ -215,4 +217,6 @@ def _damaged(root: str, name: str, why: str) -> RunView:
     except OSError:
         uid, when = os.getuid(), 0.0
     mine, user = safe_io.is_own_uid(uid, root), safe_io.user_name(uid)
-    return RunView(id=name, name="", dir=path, user=user, mine=mine, state=DAMAGED, started=when, problem=escape(why, 200))
+    return RunView(
+        id=name, name="", dir=path, user=user, mine=mine, state=DAMAGED, started=when, problem=escape(why, 200)
+    )

@@ -28,7 +28,7 @@ _LEFT_OUT = ("checkpoint.folder", "run.name", "name")
 
 
 @frozen
-class Noise:
+class Difference:
     """Of the difference second - first, over the last steps that both have made."""
 
     first_step: int
@@ -49,7 +49,7 @@ class Noise:
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
-def noise(first: Curve, second: Curve) -> Noise | None:
+def measure_difference(first: Curve, second: Curve) -> Difference | None:
     """None where they have no steps in common.
 
     The last fifth of the steps that both have made is cut into ten parts of equal length. Each gives the difference of the
@@ -80,13 +80,15 @@ def noise(first: Curve, second: Curve) -> Noise | None:
         ]
         if inside[0] is not None and inside[1] is not None:
             differences.append(inside[1] - inside[0])
-    found = Noise(math.ceil(since), last, means[0], means[1], means[1] - means[0], parts=len(differences))
+    found = Difference(math.ceil(since), last, means[0], means[1], means[1] - means[0], parts=len(differences))
     if len(differences) < FEWEST:
         return found
     centre = math.fsum(differences) / len(differences)
     spread = math.sqrt(math.fsum((one - centre) ** 2 for one in differences) / (len(differences) - 1))
     reach = _T[len(differences) - 1] * spread / math.sqrt(len(differences))
-    return Noise(found.first_step, last, means[0], means[1], centre, centre - reach, centre + reach, len(differences))
+    return Difference(
+        found.first_step, last, means[0], means[1], centre, centre - reach, centre + reach, len(differences)
+    )
 
 
 def at_equal_step(curves: Sequence[Curve]) -> tuple[int, list[float]] | None:
@@ -172,7 +174,7 @@ def _text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def differing(settings: Sequence[Mapping[str, str]]) -> list[tuple[str, tuple[str, ...]]]:
+def differing_settings(settings: Sequence[Mapping[str, str]]) -> list[tuple[str, tuple[str, ...]]]:
     """(name, value of each run), of those that are not the same in all."""
     names = dict.fromkeys(name for one in settings for name in one)
     rows = [(name, tuple(one.get(name, "n/a") for one in settings)) for name in names]

@@ -13,8 +13,8 @@ from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.safe_io import open_below
-from stoker.control.show.printed_metrics import Columns, Layout, number_in, numbers_in, parsed_line
-from stoker.control.show.snapshot import AVERAGED, Metric, as_float, finite, metric, whole
+from stoker.control.show.metrics_columns import ColumnBlock, LineFormat, parse_line, parse_number, parse_numbers
+from stoker.control.show.snapshot import AVERAGED, Metric, as_float, as_int64, finite, parse_metric
 
 POINTS = 400  # of a curve in a snapshot
 _BLOCK = 4 << 20
@@ -39,7 +39,7 @@ class Curve:
     @property
     def values(self) -> array[float]:
         for text in self._texts:
-            self._values.extend(numbers_in(text))
+            self._values.extend(parse_numbers(text))
         self._texts.clear()
         return self._values
 
@@ -58,12 +58,12 @@ class Curve:
             try:
                 self.values.fromlist(values)
                 self.steps.fromlist(steps)
-                return metric(values[-1])
+                return parse_metric(values[-1])
             except OverflowError:  # an integer of 400 digits: nothing was added
                 pass
         newest: Metric = None
         for step, value in zip(steps, values, strict=True):
-            kept = metric(value)
+            kept = parse_metric(value)
             if kept is not None:
                 self.add(step, as_float(float(kept) if isinstance(kept, str) else kept))
                 newest = kept
@@ -75,7 +75,7 @@ class Curve:
             self.steps.extend(steps)
             self._texts.append(text)
             return
-        for step, value in zip(steps, numbers_in(text), strict=True):
+        for step, value in zip(steps, parse_numbers(text), strict=True):
             self.add(step, value)
 
     def not_finite(self) -> list[int]:
@@ -91,10 +91,10 @@ class Curve:
         if first > -math.inf or last < math.inf:
             chosen = [at for at, step in enumerate(self.steps) if first <= step <= last]
             steps, values = [self.steps[at] for at in chosen], [self.values[at] for at in chosen]
-        return [(steps[at], metric(values[at])) for at in thinned(values, most)]
+        return [(steps[at], parse_metric(values[at])) for at in thin_out(values, most)]
 
 
-def thinned(values: Sequence[float], most: int) -> list[int]:
+def thin_out(values: Sequence[float], most: int) -> list[int]:
     """Which of them to draw: of every bucket the first, the lowest, the highest and one that is no number. Spikes stay."""
     count = len(values)
     if count <= most:
@@ -119,10 +119,12 @@ def thinned(values: Sequence[float], most: int) -> list[int]:
     return chosen
 
 
-def smoothed(curve: Curve, window: int) -> tuple[tuple[float, float], ...]:
+def smooth_points(curve: Curve, window: int) -> tuple[tuple[float, float], ...]:
     """Finite ones, each the mean of it and those before."""
     known = [
-        (float(step), value) for step, value in zip(curve.steps, curve.values, strict=True) if metric(value) == value
+        (float(step), value)
+        for step, value in zip(curve.steps, curve.values, strict=True)
+        if parse_metric(value) == value
     ]
     if window > 1:  # sums of larger ones are no numbers
         known = [(step, max(-_MOST_SUMMED, min(value, _MOST_SUMMED))) for step, value in known]
@@ -135,7 +137,7 @@ def smoothed(curve: Curve, window: int) -> tuple[tuple[float, float], ...]:
     return tuple(made)
 
 
-def averaged(curve: Curve, window: int) -> Curve:
+def average_curve(curve: Curve, window: int) -> Curve:
     """Return the curve with each finite value replaced by the mean of it and of the finite ones among the `window` - 1 before."""
     if window <= 1:
         return curve
@@ -163,7 +165,7 @@ class MetricsTail:
 
     def __init__(self, run_dir: str, newest_only: bool = False) -> None:
         self._dir, self._newest_only = run_dir, newest_only
-        self._layout = Layout()
+        self._layout = LineFormat()
         self._clear()
         self.problem = ""
 
@@ -212,7 +214,7 @@ class MetricsTail:
                     break  # half written
                 end = len(data)
             for block in self._layout.read(data[:end]):
-                if isinstance(block, Columns):
+                if isinstance(block, ColumnBlock):
                     self._add_columns(block)
                 else:
                     self._add(block)
@@ -245,10 +247,10 @@ class MetricsTail:
                 values = [value for value in values if value is not None]
             self._keep(name, curve, curve.extend(at, values))
 
-    def _add_columns(self, block: Columns) -> None:
+    def _add_columns(self, block: ColumnBlock) -> None:
         steps, when = block.steps, block.texts["time"]
         rising = all(map(operator.lt, steps, steps[1:]))
-        times = [*numbers_in(b",".join(when.rsplit(b",", _NEWEST)[-_NEWEST:]))]
+        times = [*parse_numbers(b",".join(when.rsplit(b",", _NEWEST)[-_NEWEST:]))]
         self.step, self.time = steps[-1], times[-1]
         self.interval = interval_of({LOG_EVERY: whole_number(block.texts.get(LOG_EVERY, b"").rpartition(b",")[2])})
         self.clock.extend_by_text(steps, when, rising)
@@ -264,7 +266,7 @@ class MetricsTail:
             if at:
                 curve = self.curves.get(name) or Curve()
                 curve.extend_by_text(at, text, rising)
-                self._keep(name, curve, metric(number_in(text[text.rfind(b",") + 1 :])))
+                self._keep(name, curve, parse_metric(parse_number(text[text.rfind(b",") + 1 :])))
 
     def _remember_times(self, known: Iterable[tuple[int, float]]) -> None:
         for step, when in known:
@@ -316,7 +318,7 @@ def _is_time(value: Any) -> bool:
 
 def interval_of(line: Mapping[str, Any]) -> int:
     """Return the steps over which viewers average, by a line of metrics.jsonl."""
-    every = whole(line.get(LOG_EVERY))
+    every = as_int64(line.get(LOG_EVERY))
     return every if every is not None and 1 <= every <= _LONGEST_INTERVAL else 1
 
 
@@ -324,7 +326,7 @@ def whole_number(text: bytes) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def newest_line(run_dir: str) -> dict[str, Any]:
+def read_newest_line(run_dir: str) -> dict[str, Any]:
     """Return the last whole line of metrics.jsonl that has a loss, else the last; empty where there is none. Reads 32 KB.
 
     Where lines come more often than the logging interval, its AVERAGED metrics are means over the interval.
@@ -336,7 +338,7 @@ def newest_line(run_dir: str) -> dict[str, Any]:
     except OSError:
         return {}
     last: dict[str, Any] = {}
-    lines = (parsed_line(line) for line in reversed(data[: data.rfind(b"\n") + 1].split(b"\n")) if line)
+    lines = (parse_line(line) for line in reversed(data[: data.rfind(b"\n") + 1].split(b"\n")) if line)
     for line in lines:
         if isinstance(line, dict):
             if "loss" in line:
@@ -348,7 +350,7 @@ def newest_line(run_dir: str) -> dict[str, Any]:
 
 def _with_means(newest: dict[str, Any], lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     means = {
-        name: mean_of_newest((metric(line.get(name)) for line in lines), metric(newest[name]))
+        name: mean_of_newest((parse_metric(line.get(name)) for line in lines), parse_metric(newest[name]))
         for name in newest
         if name in AVERAGED
     }

@@ -110,15 +110,16 @@ class HttpResponse:
 
     def to_bytes(self) -> bytes:
         return (
-            head(self.status, self.content_type, (*self.headers, ("Content-Length", str(len(self.body))))) + self.body
+            response_head(self.status, self.content_type, (*self.headers, ("Content-Length", str(len(self.body)))))
+            + self.body
         )
 
 
-def failure(status: int, *headers: tuple[str, str]) -> HttpResponse:
+def error_response(status: int, *headers: tuple[str, str]) -> HttpResponse:
     return HttpResponse(status, f"{status} {REASONS[status]}\n".encode(), PLAIN, headers)
 
 
-def head(status: int, content_type: str, headers: Iterable[tuple[str, str]]) -> bytes:
+def response_head(status: int, content_type: str, headers: Iterable[tuple[str, str]]) -> bytes:
     lines = [
         f"HTTP/1.1 {status} {REASONS[status]}",
         f"Content-Type: {content_type}",
@@ -130,7 +131,7 @@ def head(status: int, content_type: str, headers: Iterable[tuple[str, str]]) -> 
     return "\r\n".join([*lines, "", ""]).encode("ascii")
 
 
-def parse(data: bytes | bytearray) -> HttpRequest | int | None:
+def parse_request(data: bytes | bytearray) -> HttpRequest | int | None:
     """Return the request, None if it has not arrived completely, or the status of one that can't be answered."""
     end = min((at for at in (data.find(b"\r\n\r\n"), data.find(b"\n\n")) if at >= 0), default=-1)
     if end < 0:
@@ -171,14 +172,14 @@ def _body_size(headers: Mapping[str, str]) -> int:
 # ---- the loop ----
 
 
-class Stream:
+class ResponseStream:
     """Pushed to from any thread. `over` is called when the client is gone."""
 
     def __init__(self, content_type: str, headers: tuple[tuple[str, str], ...], over: Callable[[], None]) -> None:
         self.over = over
         self._wake: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
-        self._pending = [head(200, content_type, headers)]
+        self._pending = [response_head(200, content_type, headers)]
 
     def push(self, data: bytes) -> None:
         with self._lock:
@@ -195,7 +196,7 @@ class Stream:
 
 
 Work = Callable[[], HttpResponse]  # done in the thread that reads
-Handler = Callable[[HttpRequest], "HttpResponse | Stream | Work"]
+Handler = Callable[[HttpRequest], "HttpResponse | ResponseStream | Work"]
 
 
 class _Client:
@@ -203,7 +204,7 @@ class _Client:
         self.socket = connection
         self.request = bytearray()
         self.answer: memoryview | None = None  # what is left of it
-        self.stream: Stream | None = None
+        self.stream: ResponseStream | None = None
         self.open = True
         self.has_request = False  # it was read
         self.refused = False  # before all of the request was read
@@ -332,7 +333,7 @@ class HttpServer:
             return
         client.deadline = time.monotonic() + IDLE_S
         client.request += data
-        request = parse(client.request)
+        request = parse_request(client.request)
         if request is None:
             if not data:
                 self._close(client)
@@ -343,16 +344,16 @@ class HttpServer:
     def _answer(self, client: _Client, request: HttpRequest | int) -> None:
         if isinstance(request, int):
             client.refused = True
-            self._begin(client, failure(request).to_bytes())
+            self._begin(client, error_response(request).to_bytes())
             return
         try:
             answer = self._handler(request)
         except Exception as problem:  # a bug must not end the server
             self._failed(problem)
-            answer = failure(500)
+            answer = error_response(500)
         if isinstance(answer, HttpResponse):
             self._begin(client, answer.to_bytes())
-        elif isinstance(answer, Stream):
+        elif isinstance(answer, ResponseStream):
             client.stream = answer
             answer.bind(self.wake)
             client.deadline = float("inf")  # it may wait for its first piece
@@ -373,7 +374,7 @@ class HttpServer:
                 answer = work()
             except Exception as problem:
                 self._failed(problem)
-                answer = failure(500)
+                answer = error_response(500)
             self._done.put((client, answer))
             self.wake()
 

@@ -12,8 +12,8 @@ from stoker.contract.units import plural
 from stoker.control.record import run_index, run_record
 from stoker.control.record.serving_log import ServerSample, read_samples
 from stoker.control.show.curves import Curve
-from stoker.control.show.run_tail import RunTail, roles_of
-from stoker.control.show.snapshot import RUNNING, SERVER_METRICS, UNKNOWN, RankView, RunView, ServerLoad, whole
+from stoker.control.show.run_tail import RunTail, group_by_role
+from stoker.control.show.snapshot import RUNNING, SERVER_METRICS, UNKNOWN, RankView, RunView, ServerLoad, as_int64
 
 _PAGES_S = 60.0  # rates of servers whose pages the job reads are means over so long
 _LOOK_S = 1.0  # between two looks for roles that have been started
@@ -32,9 +32,9 @@ _TOLD = (
 )
 
 
-def folder_of(record: run_record.RunRecord, whole_curves: bool = True) -> RunTail:
+def open_run_tail(record: run_record.RunRecord, whole_curves: bool = True) -> RunTail:
     """As the run is: a job of roles, or a plain one."""
-    made = JobFolder if len(_planned(record)) > 1 else RunTail
+    made = JobTail if len(_planned(record)) > 1 else RunTail
     return made(record, whole_curves)
 
 
@@ -48,7 +48,7 @@ def _planned(record: run_record.RunRecord) -> dict[str, int]:
     return found
 
 
-class JobFolder(RunTail):
+class JobTail(RunTail):
     def __init__(self, record: run_record.RunRecord, whole_curves: bool = True) -> None:
         super().__init__(record, whole_curves)
         self._roles: dict[str, RunTail] = {}
@@ -78,7 +78,7 @@ class JobFolder(RunTail):
         if not watched:
             return made
         ranks = tuple(rank for rank in (self._rank_of(one, parts) for one in made.ranks))
-        return replace(made, ranks=ranks, roles=roles_of(ranks))
+        return replace(made, ranks=ranks, roles=group_by_role(ranks))
 
     def _loads(self, parts: Mapping[str, RunView], now: float, is_running: bool) -> Iterator[ServerLoad]:
         """Yield each server role's load: by the counters of its own run, else by the page that the job reads."""
@@ -154,11 +154,11 @@ class JobFolder(RunTail):
         if key != self._server_curves_of:
             self._server_curves_of = key
             replicas = [one for folder in self._roles.values() for one in read_samples(folder.record.dir).values()]
-            self._curves_of_servers = server_curves(clock, replicas, metrics.interval)
+            self._curves_of_servers = compute_server_curves(clock, replicas, metrics.interval)
         return self._curves_of_servers
 
 
-def server_curves(clock: Curve, replicas: Sequence[Sequence[ServerSample]], interval: int) -> dict[str, Curve]:
+def compute_server_curves(clock: Curve, replicas: Sequence[Sequence[ServerSample]], interval: int) -> dict[str, Curve]:
     """Return the curves of SERVER_METRICS: at each step the rate since `interval` steps before. `clock`: when each step was
     logged. A step has a value once all replicas have been counted after it.
     """
@@ -201,7 +201,7 @@ def _load_by_pages(role: str, pages: Sequence[tuple[float, list[Any]]], now: flo
 
 def _counts(done: Any) -> tuple[int, int] | None:
     """(requests, tokens) of a replica in the record."""
-    numbers = [whole(done.get(key)) for key in ("requests", "tokens")] if isinstance(done, dict) else []
+    numbers = [as_int64(done.get(key)) for key in ("requests", "tokens")] if isinstance(done, dict) else []
     if not numbers or any(number is None or not 0 <= number < 10**18 for number in numbers):
         return None
     return numbers[0] or 0, numbers[1] or 0

@@ -21,7 +21,7 @@ from stoker.contract.errors import Refusal
 from stoker.contract.evidence import Verdict
 from stoker.contract.text import escape
 from stoker.control.record import run_record
-from stoker.control.show.job_view import folder_of
+from stoker.control.show.job_view import open_run_tail
 from stoker.control.show.snapshot import RunView, finite
 
 _ANSWER_S = 10.0  # for a connection, and for each part of an answer
@@ -31,7 +31,7 @@ _DISCORD = 2000  # characters it takes
 _TAGS = {"completed": "white_check_mark", "failed": "rotating_light"}  # else a warning sign
 
 
-class Failed(Exception):
+class NotificationError(Exception):
     """In words for the user."""
 
 
@@ -40,14 +40,14 @@ def entry() -> None:
     _end_after(told["seconds"], told["target"]["kind"])
     verdict = Verdict.from_json(told["verdict"])
     state = told["what"] if told["what"] == "restarting" else verdict.status
-    text = line(verdict, state, told["run_dir"])
+    text = format_line(verdict, state, told["run_dir"])
     kind, to = told["target"]["kind"], told["target"]["to"]
     try:
         if kind == "mail":
             mail(to, text, verdict, state)
         else:
             post(kind, to, text, state)
-    except Failed as problem:
+    except NotificationError as problem:
         print(escape(str(problem)), file=sys.stderr)
         sys.exit(1)
 
@@ -66,7 +66,7 @@ def _end_after(seconds: float, kind: str) -> None:
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-def line(verdict: Verdict, state: str, run_dir: str) -> str:
+def format_line(verdict: Verdict, state: str, run_dir: str) -> str:
     """Return one line with the run, its state, step, reward or loss, its cause and the command that shows more."""
     run = _run(run_dir)
     name = (run.name if run is not None else "") or verdict.run or "a run"
@@ -92,7 +92,7 @@ def _run(run_dir: str) -> RunView | None:
         record = run_record.read_run(run_dir)
     except (run_record.Damaged, Refusal, OSError):
         return None
-    return folder_of(record).run(time.time(), watched=True) if record is not None else None
+    return open_run_tail(record).run(time.time(), watched=True) if record is not None else None
 
 
 # ---- by HTTP ----
@@ -109,7 +109,7 @@ def post(kind: str, url: str, text: str, state: str) -> None:
     try:
         address = urllib.parse.urlsplit(url)
     except ValueError:  # [::1
-        raise Failed(f"{kind}: the URL of --notify has no host that can be one") from None
+        raise NotificationError(f"{kind}: the URL of --notify has no host that can be one") from None
     headers = {"User-Agent": "stoker"}
     user, at, host = address.netloc.rpartition("@")
     if at:
@@ -126,12 +126,12 @@ def post(kind: str, url: str, text: str, state: str) -> None:
         with opener.open(request, timeout=_ANSWER_S) as answer:
             answer.read(1024)
     except urllib.error.HTTPError as problem:
-        raise Failed(f"{service} answered {problem.code} {problem.reason}") from None
+        raise NotificationError(f"{service} answered {problem.code} {problem.reason}") from None
     except urllib.error.URLError as problem:
-        raise Failed(f"{service} can't be reached: {problem.reason}") from None
+        raise NotificationError(f"{service} can't be reached: {problem.reason}") from None
     except (OSError, ValueError, http.client.HTTPException) as problem:
         # A connection that ends within the answer; a host that can't be one; an answer that is no HTTP.
-        raise Failed(f"{service}: {type(problem).__name__}: {problem}") from None
+        raise NotificationError(f"{service}: {type(problem).__name__}: {problem}") from None
 
 
 def _body(kind: str, text: str, state: str) -> tuple[bytes, dict[str, str]]:
@@ -171,19 +171,19 @@ def _by_sendmail(addresses: list[str], message: bytes) -> None:
     folders = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/lib"))
     program = shutil.which("sendmail", path=folders)
     if program is None:
-        raise Failed(
+        raise NotificationError(
             "mail: no sendmail program here; install one (msmtp-mta, postfix), or set"
             " STOKER_SMTP=smtp://user:password@host:587"
         )
     try:
         done = subprocess.run([program, "-i", *addresses], input=message, capture_output=True, timeout=25, check=False)
     except subprocess.TimeoutExpired:
-        raise Failed("mail: sendmail did not end within 25 s") from None
+        raise NotificationError("mail: sendmail did not end within 25 s") from None
     except OSError as problem:
-        raise Failed(f"mail: {program}: {problem.strerror}") from None
+        raise NotificationError(f"mail: {program}: {problem.strerror}") from None
     if done.returncode:
         said = done.stderr.decode("utf-8", "replace").strip()[-150:]
-        raise Failed(f"mail: sendmail ended with {done.returncode}: {said}")
+        raise NotificationError(f"mail: sendmail ended with {done.returncode}: {said}")
 
 
 def _by_smtp(told: str, message: Any) -> None:
@@ -198,7 +198,9 @@ def _by_smtp(told: str, message: Any) -> None:
     except ValueError:
         port = -1
     if address.scheme not in ("smtp", "smtps") or not host or port == -1:
-        raise Failed("mail: STOKER_SMTP is not smtp://user:password@host:587 or smtps://user:password@host:465")
+        raise NotificationError(
+            "mail: STOKER_SMTP is not smtp://user:password@host:587 or smtps://user:password@host:465"
+        )
     message["From"] = user if "@" in user else f"stoker@{os.uname().nodename}"
     secure = ssl.create_default_context()
 
@@ -216,8 +218,8 @@ def _by_smtp(told: str, message: Any) -> None:
                 encrypted = True
             if user:
                 if not encrypted:
-                    raise Failed(f"{service} offers no encryption: the password is not sent")
+                    raise NotificationError(f"{service} offers no encryption: the password is not sent")
                 made.login(user, urllib.parse.unquote(address.password or ""))
             made.send_message(message)
     except (smtplib.SMTPException, OSError, ValueError) as problem:  # ValueError: a challenge that is no base64
-        raise Failed(f"{service}: {type(problem).__name__}: {problem}") from None
+        raise NotificationError(f"{service}: {type(problem).__name__}: {problem}") from None

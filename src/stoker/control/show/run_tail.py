@@ -15,8 +15,8 @@ from stoker.contract.text import escape
 from stoker.control.record import run_record
 from stoker.control.record.history import HistoryColumns, HistoryPoint, HistoryTail, newest_columns
 from stoker.control.record.serving_log import ServerSample, rates, recent_samples
-from stoker.control.show.curves import Curve, MetricsTail, averaged, mean_of_newest, newest_line
-from stoker.control.show.printed_metrics import parsed
+from stoker.control.show.curves import Curve, MetricsTail, average_curve, mean_of_newest, read_newest_line
+from stoker.control.show.metrics_columns import parse_lines
 from stoker.control.show.snapshot import (
     AVERAGED,
     REWARD,
@@ -28,9 +28,9 @@ from stoker.control.show.snapshot import (
     RunView,
     ServerLoad,
     Suspicion,
+    as_int64,
     finite,
-    metric,
-    whole,
+    parse_metric,
 )
 
 RECENT = 60  # values of a sparkline
@@ -76,7 +76,7 @@ class EventTail:
                     end = data.rfind(b"\n") + 1
                     if not end:
                         break  # half written
-                    for block in parsed(data[:end]):
+                    for block in parse_lines(data[:end]):
                         for event in block:
                             self.take(event)
                     self._at += end
@@ -98,15 +98,15 @@ class EventTail:
             return
         begin, end = self.start or (when, 0.0)
         if kind == "run" or self.start is None:
-            began = finite(metric(event.get("began")))
+            began = finite(parse_metric(event.get("began")))
             if self.start is not None:
                 self.before += max(0.0, end - begin)
             begin = began if began is not None and end <= began <= when else when  # as the run's last line counts
         self.start = begin, when
-        rank = whole(event.get("rank"))
+        rank = as_int64(event.get("rank"))
         rank = rank if rank is not None and rank >= 0 else None
         if kind == "attempt":
-            self.attempt = whole(event.get("attempt"))
+            self.attempt = as_int64(event.get("attempt"))
             for of_attempt in (self.up, self.ended, self.stopped, self.phases, self.slow, self.suspicions):
                 of_attempt.clear()
         elif kind == "restart":
@@ -125,10 +125,10 @@ class EventTail:
             self._of_rank(kind, rank, event, float(when))
 
     def _of_rank(self, kind: str, rank: int, event: dict[str, Any], when: float) -> None:
-        if kind == "rank-up" and (pid := whole(event.get("pid"))) is not None:
+        if kind == "rank-up" and (pid := as_int64(event.get("pid"))) is not None:
             self.up[rank] = pid
         elif kind == "rank-exit":
-            self.ended[rank] = whole(event.get("code")), whole(event.get("steps")) or 0
+            self.ended[rank] = as_int64(event.get("code")), as_int64(event.get("steps")) or 0
             if event.get("ours") is True:
                 self.stopped.add(rank)
         elif kind == "phase" and isinstance(event.get("name"), str):
@@ -136,12 +136,12 @@ class EventTail:
 
     def _suspect(self, kind: str, when: float, rank: int | None, event: dict[str, Any]) -> None:
         waiting = event.get("waiting") if isinstance(event.get("waiting"), list) else []
-        ranks = tuple(one for one in waiting or () if whole(one) is not None)
+        ranks = tuple(one for one in waiting or () if as_int64(one) is not None)
         cause, summary = escape(str(event.get("cause")), 80), escape(event["summary"], _TEXT)
-        silent = metric(event.get("silent_s"))
+        silent = parse_metric(event.get("silent_s"))
         self.suspicions[kind] = Suspicion(when, kind, cause, summary, rank, ranks, finite(silent))
         if kind == "straggler" and rank is not None:
-            told = {name: finite(metric(event.get(name))) for name in ("wait_s", "step_s")}
+            told = {name: finite(parse_metric(event.get(name))) for name in ("wait_s", "step_s")}
             self.slow[rank] = {**told, "cause": cause, "summary": summary, "time": when}
 
     def _over(self, rank: int | None) -> None:
@@ -189,7 +189,7 @@ class RunTail:
         if signature != self._signature:
             self._signature = signature
             self.events.look()
-            self._newest = newest_line(self.record.dir) if self.metrics is None else {}
+            self._newest = read_newest_line(self.record.dir) if self.metrics is None else {}
             known = watched or (self._newest and (self.events.ended or not self._is_recipe))
             self._columns = {} if known else newest_columns(self.record.dir)
         made = self._made(now, state)
@@ -203,7 +203,7 @@ class RunTail:
         made = self._made(moment.time, RUNNING)
         ranks = tuple(self._ranks(self.record.data.get("plan") or {}, moment.time, RUNNING))
         points = curve.points(last=metrics.get("step", -1)) if curve.steps else self._told.points()
-        return replace(made, verdict=None, ranks=ranks, roles=roles_of(ranks), curve=tuple(points))
+        return replace(made, verdict=None, ranks=ranks, roles=group_by_role(ranks), curve=tuple(points))
 
     def _look_closely(self) -> None:
         record = self.record
@@ -254,8 +254,8 @@ class RunTail:
     def _heard_loss(self, moment: HistoryPoint) -> None:
         """Of a script that writes no metrics, but beats or prints its loss: the lowest rank's."""
         for step, loss in zip(moment.ranks.get("step", ()), moment.ranks.get("loss", ()), strict=False):
-            kept = metric(loss)
-            if whole(step) is not None and kept is not None:
+            kept = parse_metric(loss)
+            if as_int64(step) is not None and kept is not None:
                 if self._told.steps and step < self._told.steps[-1]:  # an attempt that began again
                     self._told = Curve()
                 self._told.add(step, float(kept))
@@ -271,25 +271,25 @@ class RunTail:
         """(newest metrics, steps made, time of them), from metrics.jsonl."""
         if self.metrics is not None:
             return self._means_of_newest(self.metrics), self.metrics.step, self.metrics.time
-        told = ((name, metric(value)) for name, value in self._newest.items())
+        told = ((name, parse_metric(value)) for name, value in self._newest.items())
         known: dict[str, Metric] = {name: value for name, value in told if value is not None}
         step, when = known.pop("step", None), known.pop("time", None)
         known.pop("schema", None)
-        return known, whole(step), finite(when)
+        return known, as_int64(step), finite(when)
 
     def _means_of_newest(self, metrics: MetricsTail) -> dict[str, Metric]:
         if metrics.interval == 1:
             return metrics.newest
         means = dict(metrics.newest)
         for name in AVERAGED & means.keys():
-            values = (metric(value) for value in metrics.curves[name].values[-metrics.interval :])
+            values = (parse_metric(value) for value in metrics.curves[name].values[-metrics.interval :])
             means[name] = mean_of_newest(values, means[name])
         return means
 
     def _servers(self, now: float, state: str) -> tuple[ServerLoad, ...]:
         """Return what this run has served, if it is a server that writes counters."""
         self.samples = recent_samples(self.record.dir)
-        return (load_of("", list(self.samples.values()), now, state == RUNNING),) if self.samples else ()
+        return (server_load("", list(self.samples.values()), now, state == RUNNING),) if self.samples else ()
 
     def _made(self, now: float, state: str) -> RunView:
         record, events = self.record, self.events
@@ -353,11 +353,11 @@ class RunTail:
         members = self.moment.members.ranks if self.moment is not None else ()
         first = members[0] if members else 0  # the ranks of a job are numbered without gaps
         beats = enumerate(self._of_ranks("step"), first)
-        steps = [step for rank, step in beats if whole(step) is not None and rank not in ended]
+        steps = [step for rank, step in beats if as_int64(step) is not None and rank not in ended]
         return min(steps or [made for _, made in ended.values() if made], default=None)
 
     def _loss_of_ranks(self) -> Metric:
-        losses = (metric(one) for one in self._of_ranks("loss"))
+        losses = (parse_metric(one) for one in self._of_ranks("loss"))
         return next((one for one in losses if one is not None), None)
 
     def _of_ranks(self, name: str) -> tuple[Any, ...]:
@@ -390,7 +390,7 @@ class RunTail:
         per_step = finite(values.get("seconds_per_step"))
         if per_step is None and self.metrics is not None:
             per_step = self.metrics.step_s
-        return finite(metric(max(0, total - done) * per_step)) if per_step is not None else None
+        return finite(parse_metric(max(0, total - done) * per_step)) if per_step is not None else None
 
     def _closely(self, now: float, made: RunView) -> dict[str, Any]:
         assert self.metrics is not None
@@ -398,7 +398,7 @@ class RunTail:
         ranks = tuple(self._ranks(plan, now, made.state))
         if self._points is None:
             self._points = tuple(self.mean_curve(made.headline).points())
-        return {"ranks": ranks, "roles": roles_of(ranks), "curve": self._points}
+        return {"ranks": ranks, "roles": group_by_role(ranks), "curve": self._points}
 
     def curve(self, name: str) -> Curve:
         """Of a run that is watched; without points where it has no such metric."""
@@ -409,14 +409,14 @@ class RunTail:
 
     def mean_curve(self, name: str) -> Curve:
         """Return the curve as viewers draw it: of AVERAGED metrics means over the logging interval."""
-        return averaged(self.curve(name), self.interval if name in AVERAGED else 1)
+        return average_curve(self.curve(name), self.interval if name in AVERAGED else 1)
 
     def _ranks(self, plan: dict[str, Any], now: float, state: str) -> list[RankView]:
         told = plan.get("ranks")
         here = self.record.launcher[2]
         ranks: list[RankView] = []
         for one in told if isinstance(told, list) else ():
-            if not isinstance(one, dict) or whole(one.get("rank")) is None:
+            if not isinstance(one, dict) or as_int64(one.get("rank")) is None:
                 continue
             text = {name: one[name] if isinstance(one.get(name), str) else "" for name in ("role", "label", "host")}
             role_rank = one["role_rank"] if type(one.get("role_rank")) is int else one["rank"]
@@ -430,18 +430,18 @@ class RunTail:
         row = moment.of_rank(number) if moment is not None else {}
         age = max(0.0, now - moment.time) if moment is not None and state == RUNNING else 0.0
         code, steps = events.ended.get(number, (None, 0))
-        made = max(whole(row.get("step")) or 0, steps, self._logged_by(number)) or whole(row.get("step"))
-        aged = {name: finite(metric(row.get(name))) for name in ("beat_age", "collective_age")}
+        made = max(as_int64(row.get("step")) or 0, steps, self._logged_by(number)) or as_int64(row.get("step"))
+        aged = {name: finite(parse_metric(row.get(name))) for name in ("beat_age", "collective_age")}
         known: dict[str, Any] = {
             "pid": events.up.get(number),
             "state": self._state_of(number, row, state),
             "exit_code": code,
             "step": made,
-            "step_s": finite(metric(row.get("step_s"))),
-            "waiting": finite(metric(row.get("waiting"))),
+            "step_s": finite(parse_metric(row.get("step_s"))),
+            "waiting": finite(parse_metric(row.get("waiting"))),
             "phase": self._phase_of(number),
-            "memory": whole(row.get("memory")),
-            "loss": metric(row.get("loss")),
+            "memory": as_int64(row.get("memory")),
+            "loss": parse_metric(row.get("loss")),
             "recent": {name: self._recent_of_rank(name, number) for name in ("step_s", "waiting")},
             **{name: None if value is None else value + age for name, value in aged.items()},
         }
@@ -479,11 +479,11 @@ class RunTail:
             # The ranks of a job are numbered without gaps.
             at = rank - members[0] if members else -1
             there = 0 <= at < len(members) and members[at] == rank and at < len(column)
-            found.append(finite(metric(column[at])) if there else None)
+            found.append(finite(parse_metric(column[at])) if there else None)
         return tuple(found)
 
 
-def load_of(role: str, replicas: Sequence[Sequence[ServerSample]], now: float, is_running: bool) -> ServerLoad:
+def server_load(role: str, replicas: Sequence[Sequence[ServerSample]], now: float, is_running: bool) -> ServerLoad:
     """`replicas`: the newest samples of each, none of them empty."""
     newest = [samples[-1] for samples in replicas]
     speeds = [rates(samples, now) for samples in replicas] if is_running else []
@@ -502,7 +502,7 @@ def load_of(role: str, replicas: Sequence[Sequence[ServerSample]], now: float, i
     )
 
 
-def roles_of(ranks: tuple[RankView, ...]) -> tuple[RoleView, ...]:
+def group_by_role(ranks: tuple[RankView, ...]) -> tuple[RoleView, ...]:
     by_name: dict[str, list[int]] = {}
     for rank in ranks:
         by_name.setdefault(rank.role, []).append(rank.rank)
@@ -524,7 +524,7 @@ def _stamp(run_dir: str, name: str) -> tuple[int, int, int] | None:
     return about.st_ino, about.st_mtime_ns, about.st_size
 
 
-class Remembering:
+class RecordCache:
     """reader.read, of folders that have changed since."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from stoker.contract.units import format_bytes, rank_name
 from stoker.control.machine.model import GpuGauges, HostGauges
 from stoker.control.show.run_tail import RunTail
-from stoker.control.show.snapshot import RUNNING, UNKNOWN, RankView, RunView, SlowRank, finite, metric
+from stoker.control.show.snapshot import RUNNING, UNKNOWN, RankView, RunView, SlowRank, finite, parse_metric
 
 WAITING = 0.2  # share of a step that the others wait, for it to be worth a word
 BUSY_CPU = 0.95
@@ -21,29 +21,29 @@ PRESSED = 0.4  # share of the time in which somebody waits for the CPU, the disk
 FULL_LINK = 0.8
 
 
-def slow_ranks(
+def find_slow_ranks(
     run: RunView, folder: RunTail | None, hosts: Sequence[HostGauges], gpus: Sequence[GpuGauges]
 ) -> tuple[SlowRank, ...]:
     if run.state not in (RUNNING, UNKNOWN) or folder is None or len(run.ranks) < 2:
         return ()
     found = folder.events.slow
     told = [(rank, found[rank.rank]) for rank in run.ranks if rank.rank in found and rank.state == "running"]
-    late = late_rank(run.ranks)
+    late = find_late_rank(run.ranks)
     if late is not None and late.rank not in found:
         told.append((late, {}))
     return tuple(_joined(rank, event, run, hosts, gpus) for rank, event in told)
 
 
-def late_rank(ranks: Sequence[RankView]) -> RankView | None:
+def find_late_rank(ranks: Sequence[RankView]) -> RankView | None:
     """Who waits least, where all the others wait for a good part of their time."""
     running = [rank for rank in ranks if rank.state == "running"]
     if len(running) < len(ranks):
         return None
-    late = late_of([rank.waiting for rank in running])
+    late = late_index([rank.waiting for rank in running])
     return running[late] if late is not None else None
 
 
-def late_of(shares: Sequence[float | None]) -> int | None:
+def late_index(shares: Sequence[float | None]) -> int | None:
     """The place of the one whom all the others wait for, by the share of its time that each waits."""
     known = [share for share in shares if share is not None]
     if len(known) < 2 or len(known) < len(shares):
@@ -56,19 +56,19 @@ def _joined(
     rank: RankView, event: dict[str, Any], run: RunView, hosts: Sequence[HostGauges], gpus: Sequence[GpuGauges]
 ) -> SlowRank:
     others = [one for one in run.ranks if one.rank != rank.rank]
-    wait_s, step_s = finite(metric(event.get("wait_s"))), finite(metric(event.get("step_s")))
+    wait_s, step_s = finite(parse_metric(event.get("wait_s"))), finite(parse_metric(event.get("step_s")))
     waits = sorted(one.waiting * one.step_s for one in others if one.waiting is not None and one.step_s is not None)
     if not event and waits:
         wait_s, step_s = waits[len(waits) // 2], rank.step_s
-    card, host = card_of(rank, gpus), host_of(rank, hosts)
-    peers = [card_of(one, gpus) for one in others]
+    card, host = gpu_of(rank, gpus), host_of(rank, hosts)
+    peers = [gpu_of(one, gpus) for one in others]
     # A host that all ranks share does not make one of them slow; then only the watch's own finding counts.
     alone = [one for one in {one.host for one in others} if one != rank.host]
-    because, cause = why_card(card, peers), "slow.throttle"
+    because, cause = explain_gpu(card, peers), "slow.throttle"
     if because.startswith("its GPU's PCIe"):
         cause = "slow.link"
     if not because and alone:
-        cause, because = why_host(host, [host_of(one, hosts) for one in others if one.host != rank.host])
+        cause, because = explain_host(host, [host_of(one, hosts) for one in others if one.host != rank.host])
     if not because:
         cause = str(event.get("cause") or "slow.unknown")
         because = _reason(str(event.get("summary") or "")) or "no reason can be seen from outside"
@@ -84,7 +84,7 @@ def _reason(summary: str) -> str:
     return summary.partition(" is slow because ")[2].rpartition("; the others wait")[0]
 
 
-def card_of(rank: RankView, gpus: Iterable[GpuGauges]) -> GpuGauges | None:
+def gpu_of(rank: RankView, gpus: Iterable[GpuGauges]) -> GpuGauges | None:
     cards = [card for card in gpus if card.uuid == rank.gpu and rank.gpu]
     return next((card for card in cards if card.host == rank.host), cards[0] if cards else None)
 
@@ -93,7 +93,7 @@ def host_of(rank: RankView, hosts: Iterable[HostGauges]) -> HostGauges | None:
     return next((host for host in hosts if host.name == rank.host), None)
 
 
-def why_card(card: GpuGauges | None, peers: Sequence[GpuGauges | None]) -> str:
+def explain_gpu(card: GpuGauges | None, peers: Sequence[GpuGauges | None]) -> str:
     """What holds this card back, and not every other one; empty where nothing does."""
     if card is None:
         return ""
@@ -116,7 +116,7 @@ def why_card(card: GpuGauges | None, peers: Sequence[GpuGauges | None]) -> str:
     return ""
 
 
-def why_host(host: HostGauges | None, others: Sequence[HostGauges | None]) -> tuple[str, str]:
+def explain_host(host: HostGauges | None, others: Sequence[HostGauges | None]) -> tuple[str, str]:
     """(cause, reason): what this host lacks and the others don't."""
     if host is None:
         return "", ""

@@ -47,7 +47,7 @@ def headline_metric(names: Collection[str]) -> str:
     return REWARD if REWARD in names else LOSS
 
 
-def ordered_metrics(names: Iterable[str]) -> list[str]:
+def sort_metrics(names: Iterable[str]) -> list[str]:
     """Sort names of metrics for a viewer: reward and its companions of a run that has rewards, losses, then the rest."""
     known = list(names)
     first = [*RL_METRICS, *SERVER_METRICS, LOSS, "val_loss"] if REWARD in known else [LOSS, "val_loss"]
@@ -232,7 +232,7 @@ def snapshot_from_json(data: Any) -> Snapshot:
     return read_frozen(Snapshot, data)
 
 
-def metric(value: Any) -> Metric:
+def parse_metric(value: Any) -> Metric:
     """A value of metrics.jsonl, a beat or a line, as a snapshot keeps it; None for what is no number."""
     if isinstance(value, bool) or value is None:
         return None
@@ -250,7 +250,7 @@ def as_float(value: float) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def whole(value: Any) -> int | None:
+def as_int64(value: Any) -> int | None:
     """A whole number of 64 bits; None for all else. JSON has larger ones, which no float can hold."""
     return value if type(value) is int and -(1 << 63) <= value < 1 << 63 else None
 

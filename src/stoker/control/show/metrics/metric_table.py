@@ -21,7 +21,7 @@ NEW = ("gpu", "UUID", "pci_bus_id", "device", "modelName", "hostname", "DCGM_FI_
 
 
 @frozen
-class Described:
+class MetricSpec:
     name: str
     labels: tuple[str, ...]
     text: str
@@ -50,11 +50,13 @@ class Described:
         return next((unit for end, unit in units.items() if name.lower().endswith(end)), "")
 
 
-def _rows(labels: tuple[str, ...], *rows: tuple[str, str]) -> list[Described]:
-    return [Described(name, labels, text, COUNTER if name.lower().endswith("_total") else GAUGE) for name, text in rows]
+def _rows(labels: tuple[str, ...], *rows: tuple[str, str]) -> list[MetricSpec]:
+    return [
+        MetricSpec(name, labels, text, COUNTER if name.lower().endswith("_total") else GAUGE) for name, text in rows
+    ]
 
 
-GROUPS: dict[str, list[Described]] = {
+GROUPS: dict[str, list[MetricSpec]] = {
     "The exporter": [
         *_rows(
             (),
@@ -63,8 +65,8 @@ GROUPS: dict[str, list[Described]] = {
             ("stoker_last_collect_duration_seconds", "How long that took"),
             ("stoker_run_folders_left_out", "Folders of other users in the runs folder that were left out"),
         ),
-        Described("stoker_build_info", ("version",), "The version of Stoker"),
-        Described("stoker_runs", ("state",), "Runs in the folder, by state"),
+        MetricSpec("stoker_build_info", ("version",), "The version of Stoker"),
+        MetricSpec("stoker_runs", ("state",), "Runs in the folder, by state"),
     ],
     "Training": [
         *_rows(
@@ -80,7 +82,7 @@ GROUPS: dict[str, list[Described]] = {
             ("stoker_training_learning_rate", "Learning rate"),
             ("stoker_training_eta_seconds", "Estimated time to the end of the run"),
         ),
-        Described("stoker_training_metric", ("run", "metric"), "Newest value of every other metric the run writes"),
+        MetricSpec("stoker_training_metric", ("run", "metric"), "Newest value of every other metric the run writes"),
     ],
     "Servers": [
         *_rows(
@@ -96,8 +98,8 @@ GROUPS: dict[str, list[Described]] = {
         ),
     ],
     "Runs and their launcher": [
-        Described("stoker_run_info", ("run", "name", "user"), "A run that is under way, or ended in the last 15 minutes"),
-        Described("stoker_run_state", ("run", "state"), "1 for the state the run is in, 0 for the others"),
+        MetricSpec("stoker_run_info", ("run", "name", "user"), "A run that is under way, or ended in the last 15 minutes"),
+        MetricSpec("stoker_run_state", ("run", "state"), "1 for the state the run is in, 0 for the others"),
         *_rows(
             RUN,
             ("stoker_run_started_timestamp_seconds", "When it was started"),
@@ -106,14 +108,14 @@ GROUPS: dict[str, list[Described]] = {
             ("stoker_run_attempts", "Attempts begun; 1 without a restart"),
             ("stoker_run_exit_code", "Exit code, of a run that ended"),
         ),
-        Described("stoker_run_restarts_total", ("run", "cause"), "Restarts, by the cause of the failure before", COUNTER),
-        Described("stoker_run_verdict_info", ("run", "status", "cause"), "How a run ended, and why"),
-        Described("stoker_run_suspicion_info", ("run", "kind", "cause"), "What the watch suspects at the moment"),
-        Described("stoker_run_suspicion_timestamp_seconds", ("run", "kind", "cause"), "When it was reported"),
+        MetricSpec("stoker_run_restarts_total", ("run", "cause"), "Restarts, by the cause of the failure before", COUNTER),
+        MetricSpec("stoker_run_verdict_info", ("run", "status", "cause"), "How a run ended, and why"),
+        MetricSpec("stoker_run_suspicion_info", ("run", "kind", "cause"), "What the watch suspects at the moment"),
+        MetricSpec("stoker_run_suspicion_timestamp_seconds", ("run", "kind", "cause"), "When it was reported"),
     ],
     "Ranks": [
-        Described("stoker_rank_info", (*RANK, "role", "host", "gpu", "uuid"), "Where a rank runs"),
-        Described("stoker_rank_phase_info", (*RANK, "phase"), "What it is doing: stoker.phase, else train"),
+        MetricSpec("stoker_rank_info", (*RANK, "role", "host", "gpu", "uuid"), "Where a rank runs"),
+        MetricSpec("stoker_rank_phase_info", (*RANK, "phase"), "What it is doing: stoker.phase, else train"),
         *_rows(
             RANK,
             ("stoker_rank_up", "1: its process runs; 0: waiting, stopped, ended or gone"),
@@ -124,14 +126,14 @@ GROUPS: dict[str, list[Described]] = {
             ("stoker_rank_beat_age_seconds", "Since its last sign of progress"),
             ("stoker_rank_memory_bytes", "Resident memory, with its children"),
         ),
-        Described("stoker_rank_slow_wait_seconds", (*RANK, "cause"), "A slow rank: what the others wait for it each step"),
+        MetricSpec("stoker_rank_slow_wait_seconds", (*RANK, "cause"), "A slow rank: what the others wait for it each step"),
     ],
     "Doctor": [
-        Described("stoker_doctor_findings", ("host", "check", "level"), "Findings of the fast checks of `stoker doctor`"),
-        Described("stoker_doctor_check_timestamp_seconds", HOST, "When the checks were made; every 5 minutes"),
+        MetricSpec("stoker_doctor_findings", ("host", "check", "level"), "Findings of the fast checks of `stoker doctor`"),
+        MetricSpec("stoker_doctor_check_timestamp_seconds", HOST, "When the checks were made; every 5 minutes"),
     ],
     "Hosts": [
-        Described("stoker_host_info", ("host", "driver"), "NVIDIA driver of the host"),
+        MetricSpec("stoker_host_info", ("host", "driver"), "NVIDIA driver of the host"),
         *_rows(
             HOST,
             ("stoker_host_up", "1: it answers; 0: OFFLINE"),
@@ -148,14 +150,14 @@ GROUPS: dict[str, list[Described]] = {
             ("stoker_host_network_transmit_bytes_per_second", "Sent on all interfaces but loopback"),
             ("stoker_host_network_link_bytes_per_second", "Speed of the fastest interface"),
         ),
-        Described("stoker_host_load", ("host", "minutes"), "Processes that run or want to, over 1, 5 and 15 minutes"),
-        Described("stoker_host_disk_free_bytes", ("host", "path"), "Free where the runs are"),
-        Described("stoker_host_disk_size_bytes", ("host", "path"), "Size of that file system"),
-        Described("stoker_host_pressure_ratio", ("host", "resource"),
+        MetricSpec("stoker_host_load", ("host", "minutes"), "Processes that run or want to, over 1, 5 and 15 minutes"),
+        MetricSpec("stoker_host_disk_free_bytes", ("host", "path"), "Free where the runs are"),
+        MetricSpec("stoker_host_disk_size_bytes", ("host", "path"), "Size of that file system"),
+        MetricSpec("stoker_host_pressure_ratio", ("host", "resource"),
                   "Share of the last 10 s in which some process waited for cpu, io or memory"),
     ],
     "GPUs": [
-        Described("stoker_gpu_info", (*CARD, "name", "pci_bus_id"), "A card"),
+        MetricSpec("stoker_gpu_info", (*CARD, "name", "pci_bus_id"), "A card"),
         *_rows(
             CARD,
             ("stoker_gpu_up", "1: NVML answers for it; 0: it does not"),
@@ -175,38 +177,38 @@ GROUPS: dict[str, list[Described]] = {
             ("stoker_gpu_processes", "Processes on it"),
             ("stoker_gpu_last_xid", "Number of the last Xid error; 0: none"),
         ),
-        Described("stoker_gpu_throttled", (*CARD, "reason"), "1: this holds the clock down now; 0: it does not"),
-        Described("stoker_gpu_ecc_errors_total", (*CARD, "kind"), "Memory errors since the driver was loaded", COUNTER),
-        Described("stoker_gpu_xid_timestamp_seconds", (*CARD, "xid"),
+        MetricSpec("stoker_gpu_throttled", (*CARD, "reason"), "1: this holds the clock down now; 0: it does not"),
+        MetricSpec("stoker_gpu_ecc_errors_total", (*CARD, "kind"), "Memory errors since the driver was loaded", COUNTER),
+        MetricSpec("stoker_gpu_xid_timestamp_seconds", (*CARD, "xid"),
                   "When this Xid was last seen; 0: before the exporter was started"),
     ],
     "Names of the field note": [
-        Described("gpu_memory_used_mb", ("node", "gpu"), "stoker_gpu_memory_used_bytes, as nvidia-smi shows it"),
-        Described("gpu_utilization_percent", ("node", "gpu"), "stoker_gpu_utilization_ratio × 100"),
-        Described("training_loss", ("rank", "run"), "The rank's own loss where it reports one, else the run's for rank 0"),
+        MetricSpec("gpu_memory_used_mb", ("node", "gpu"), "stoker_gpu_memory_used_bytes, as nvidia-smi shows it"),
+        MetricSpec("gpu_utilization_percent", ("node", "gpu"), "stoker_gpu_utilization_ratio × 100"),
+        MetricSpec("training_loss", ("rank", "run"), "The rank's own loss where it reports one, else the run's for rank 0"),
     ],
     "DCGM's classic names (`--dcgm classic`, the default)": [
-        Described("DCGM_FI_DEV_GPU_UTIL", CLASSIC, "GPU utilization (in %)."),
-        Described("DCGM_FI_DEV_FB_USED", CLASSIC, "Framebuffer memory used (in MiB)."),
-        Described("DCGM_FI_DEV_FB_FREE", CLASSIC, "Framebuffer memory free (in MiB)."),
-        Described("DCGM_FI_DEV_GPU_TEMP", CLASSIC, "GPU temperature (in C)."),
-        Described("DCGM_FI_DEV_POWER_USAGE", CLASSIC, "Power draw (in W)."),
-        Described("DCGM_FI_DEV_SM_CLOCK", CLASSIC, "SM clock frequency (in MHz)."),
-        Described("DCGM_FI_DEV_MEM_CLOCK", CLASSIC, "Memory clock frequency (in MHz)."),
-        Described("DCGM_FI_DEV_XID_ERRORS", CLASSIC, "Value of the last XID error encountered."),
-        Described("DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", CLASSIC, "Total energy consumption since boot (in mJ).", COUNTER),
+        MetricSpec("DCGM_FI_DEV_GPU_UTIL", CLASSIC, "GPU utilization (in %)."),
+        MetricSpec("DCGM_FI_DEV_FB_USED", CLASSIC, "Framebuffer memory used (in MiB)."),
+        MetricSpec("DCGM_FI_DEV_FB_FREE", CLASSIC, "Framebuffer memory free (in MiB)."),
+        MetricSpec("DCGM_FI_DEV_GPU_TEMP", CLASSIC, "GPU temperature (in C)."),
+        MetricSpec("DCGM_FI_DEV_POWER_USAGE", CLASSIC, "Power draw (in W)."),
+        MetricSpec("DCGM_FI_DEV_SM_CLOCK", CLASSIC, "SM clock frequency (in MHz)."),
+        MetricSpec("DCGM_FI_DEV_MEM_CLOCK", CLASSIC, "Memory clock frequency (in MHz)."),
+        MetricSpec("DCGM_FI_DEV_XID_ERRORS", CLASSIC, "Value of the last XID error encountered."),
+        MetricSpec("DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", CLASSIC, "Total energy consumption since boot (in mJ).", COUNTER),
     ],
     "DCGM's names from 4.9 on (`--dcgm 4.9`)": [
-        Described("DCGM_FI_DEV_GPU_UTIL_RATIO", NEW, "GPU utilization."),
-        Described("DCGM_FI_DEV_FB_USED_BYTES", NEW, "Framebuffer memory used."),
-        Described("DCGM_FI_DEV_FB_FREE_BYTES", NEW, "Framebuffer memory free."),
-        Described("DCGM_FI_DEV_FB_CAPACITY_BYTES", NEW, "Framebuffer memory."),
-        Described("DCGM_FI_DEV_GPU_TEMP_CELSIUS", NEW, "GPU temperature."),
-        Described("DCGM_FI_DEV_BOARD_POWER_WATTS", NEW, "Power draw."),
-        Described("DCGM_FI_DEV_SM_CLOCK_HERTZ", NEW, "SM clock frequency."),
-        Described("DCGM_FI_DEV_MEMORY_CLOCK_HERTZ", NEW, "Memory clock frequency."),
-        Described("DCGM_FI_DEV_XID_ERROR", NEW, "Value of the last XID error encountered."),
-        Described("DCGM_FI_DEV_GPU_ENERGY_JOULES_TOTAL", NEW, "Total energy consumption since the driver was loaded.", COUNTER),
+        MetricSpec("DCGM_FI_DEV_GPU_UTIL_RATIO", NEW, "GPU utilization."),
+        MetricSpec("DCGM_FI_DEV_FB_USED_BYTES", NEW, "Framebuffer memory used."),
+        MetricSpec("DCGM_FI_DEV_FB_FREE_BYTES", NEW, "Framebuffer memory free."),
+        MetricSpec("DCGM_FI_DEV_FB_CAPACITY_BYTES", NEW, "Framebuffer memory."),
+        MetricSpec("DCGM_FI_DEV_GPU_TEMP_CELSIUS", NEW, "GPU temperature."),
+        MetricSpec("DCGM_FI_DEV_BOARD_POWER_WATTS", NEW, "Power draw."),
+        MetricSpec("DCGM_FI_DEV_SM_CLOCK_HERTZ", NEW, "SM clock frequency."),
+        MetricSpec("DCGM_FI_DEV_MEMORY_CLOCK_HERTZ", NEW, "Memory clock frequency."),
+        MetricSpec("DCGM_FI_DEV_XID_ERROR", NEW, "Value of the last XID error encountered."),
+        MetricSpec("DCGM_FI_DEV_GPU_ENERGY_JOULES_TOTAL", NEW, "Total energy consumption since the driver was loaded.", COUNTER),
     ],
 }  # fmt: skip
 

@@ -28,7 +28,7 @@ from stoker.control.show.snapshot import (
     ServerLoad,
     Snapshot,
     as_float,
-    ordered_metrics,
+    sort_metrics,
 )
 from stoker.control.show.snapshot import GpuGauges as Card
 from stoker.control.show.snapshot import HostGauges as Host
@@ -45,7 +45,7 @@ _TRAINING = ("loss", "tokens", "tokens_per_s", "seconds_per_step", "mfu", "grad_
 
 
 @frozen
-class Examined:
+class DoctorFindings:
     """What the doctor's fast checks found, and when. `counts`: (check, level) -> findings."""
 
     host: str
@@ -54,7 +54,7 @@ class Examined:
 
 
 @frozen
-class Collected:
+class CollectionStatus:
     """How the newest collection went; `time`: of the snapshot that is served, which may be an older one."""
 
     success: bool
@@ -85,7 +85,10 @@ class _Page:
 
 @functools.cache
 def _heads() -> dict[str, str]:
-    return {name: f"# HELP {name} {_escaped(row.text)}\n# TYPE {name} {row.kind}\n" for name, row in metric_table.ALL.items()}
+    return {
+        name: f"# HELP {name} {_escaped(row.text)}\n# TYPE {name} {row.kind}\n"
+        for name, row in metric_table.ALL.items()
+    }
 
 
 @functools.lru_cache(1 << 16)
@@ -109,7 +112,9 @@ def _number(value: float) -> str:
     return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}[repr(value)]
 
 
-def render(snapshot: Snapshot, collected: Collected, examined: Examined | None = None, dcgm: str = CLASSIC) -> bytes:
+def render(
+    snapshot: Snapshot, collected: CollectionStatus, examined: DoctorFindings | None = None, dcgm: str = CLASSIC
+) -> bytes:
     """The text that a scrape gets."""
     page = _Page()
     page.put("stoker_build_info", 1, __version__)
@@ -120,7 +125,7 @@ def render(snapshot: Snapshot, collected: Collected, examined: Examined | None =
     for state in STATES:
         page.put("stoker_runs", sum(run.state == state for run in snapshot.runs), state)
     for run in snapshot.runs:
-        if exported(run, snapshot.time):
+        if is_exported(run, snapshot.time):
             _run(page, run)
             _training(page, run)
             for server in run.servers:
@@ -144,7 +149,7 @@ def render(snapshot: Snapshot, collected: Collected, examined: Examined | None =
     return page.text()
 
 
-def exported(run: RunView, now: float) -> bool:
+def is_exported(run: RunView, now: float) -> bool:
     """Under way, or ended a short while ago."""
     if run.state in (RUNNING, UNKNOWN):
         return True
@@ -188,7 +193,7 @@ def _training(page: _Page, run: RunView) -> None:
         "eta_seconds": run.eta_s,
     }.items():
         page.put(f"stoker_training_{name}", value, run.id)
-    others = [name for name in ordered_metrics(run.metrics) if name not in _TRAINING]
+    others = [name for name in sort_metrics(run.metrics) if name not in _TRAINING]
     for name in others[:MAX_METRICS]:
         page.put("stoker_training_metric", run.metrics[name], run.id, name)
 

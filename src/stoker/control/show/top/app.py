@@ -19,9 +19,8 @@ from textual.widget import Widget
 from stoker.contract.errors import Refusal
 from stoker.contract.frozen import replace
 from stoker.control.show.snapshot import Snapshot
-from stoker.control.show.top.cells import Line
 from stoker.control.show.top.frame import Frame, make_frame
-from stoker.control.show.top.table import RUN
+from stoker.control.show.top.table import RUN, Line
 from stoker.control.show.top.view import (
     BACK,
     BROWSE,
@@ -34,12 +33,12 @@ from stoker.control.show.top.view import (
     STOP,
     Effect,
     View,
-    chosen,
-    moved,
-    picked,
+    append_to_filter,
+    chosen_run,
+    drop_deleted_run,
+    move_cursor,
     press,
-    typed_in,
-    without_gone,
+    select_row,
 )  # fmt: skip
 
 # The terminal's own sixteen colours: they fit its theme, light or dark.
@@ -155,7 +154,7 @@ class TopApp(App[None]):
     def _look(self) -> None:
         while not self._ending.is_set():
             begun = time.monotonic()
-            run = chosen(self.snapshot, self.view)
+            run = chosen_run(self.snapshot, self.view)
             try:
                 snapshot = self._source.look((run.id,) if run is not None else ())
             except Refusal as refusal:
@@ -172,7 +171,7 @@ class TopApp(App[None]):
         self._taken = time.monotonic()
         if not self.view.paused:
             self.snapshot = message.snapshot
-            self.view = without_gone(self.view, self.snapshot)
+            self.view = drop_deleted_run(self.view, self.snapshot)
             self.draw()
 
     def _tick(self) -> None:
@@ -197,17 +196,17 @@ class TopApp(App[None]):
         sign = event.character or "" if event.is_printable else ""
         place = self.frame.places.get(self.view.focus) if self.frame is not None else None
         page = max(1, place.height - 2) if place is not None else 10
-        before = chosen(self.snapshot, self.view)
+        before = chosen_run(self.snapshot, self.view)
         self.view, effect = press(self.view, event.key, sign, self.snapshot, page)
         if effect is not None:
             self._do(effect)
-        if chosen(self.snapshot, self.view) != before:
+        if chosen_run(self.snapshot, self.view) != before:
             self._hurry.set()
         self.draw()
 
     def on_paste(self, event: events.Paste) -> None:
         if self.view.mode == FILTER:
-            self.view = typed_in(self.view, event.text)
+            self.view = append_to_filter(self.view, event.text)
             self.draw()
 
     def on_click(self, event: events.Click) -> None:
@@ -217,7 +216,7 @@ class TopApp(App[None]):
         panel, key = spot
         self.view = replace(self.view, focus=panel)
         if key:
-            self.view = picked(self.view, panel, key)
+            self.view = select_row(self.view, panel, key)
         self.draw()
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
@@ -229,7 +228,7 @@ class TopApp(App[None]):
     def _wheel(self, event: events.MouseEvent, by: int) -> None:
         spot = self.frame.at(event.screen_x, event.screen_y) if self.frame is not None else None
         if spot is not None and spot[0] != RUN and self.view.mode == BROWSE:
-            self.view = moved(replace(self.view, focus=spot[0]), spot[0], by, self.snapshot)
+            self.view = move_cursor(replace(self.view, focus=spot[0]), spot[0], by, self.snapshot)
             self.draw()
 
     def _do(self, effect: Effect) -> None:

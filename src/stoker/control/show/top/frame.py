@@ -8,28 +8,35 @@ from collections.abc import Mapping
 from stoker.contract.frozen import frozen, replace
 from stoker.contract.units import plural
 from stoker.control.show.snapshot import OFFLINE, RUNNING, RunView, Snapshot
-from stoker.control.show.top.cells import (
+from stoker.control.show.top.run_panel import run_head, run_height, run_lines, run_words
+from stoker.control.show.top.table import (
     ACCENT,
     BAD,
     BOLD,
     CURSOR,
     DIM,
     FOCUS,
+    GPUS,
     HEAD,
+    PANELS,
     PLAIN,
+    PROCESSES,
+    RANKS,
+    RUN,
+    RUNS,
+    TITLES,
     WARN,
     Line,
+    Panel,
     Piece,
     cut,
+    escape_cell,
     fit,
-    foreign,
-    joined,
+    join_pieces,
     pad,
-    plain,
+    plain_text,
 )  # fmt: skip
-from stoker.control.show.top.run_panel import run_head, run_height, run_lines, run_words
-from stoker.control.show.top.table import GPUS, PANELS, PROCESSES, RANKS, RUN, RUNS, TITLES, Panel
-from stoker.control.show.top.view import CONFIRM, FILTER, HELP, ORDERS, SORT, View, chosen, cursor_at, panels
+from stoker.control.show.top.view import CONFIRM, FILTER, HELP, ORDERS, SORT, View, build_panels, chosen_run, cursor_at
 
 WIDE, TALL = 140, 30  # from here on there are two columns
 _LEAST = {GPUS: 4, RUN: 2, RANKS: 3, PROCESSES: 2, RUNS: 2}  # lines, with the head
@@ -37,32 +44,34 @@ _CURVE_MORE = 8  # lines that a curve gets where nobody else needs them
 
 
 @frozen
-class Place:
+class Area:
     x: int
     y: int
     width: int
     height: int
 
 
-def arrange(tables: Mapping[str, Panel], run: RunView | None, focus: str, width: int, height: int) -> dict[str, Place]:
+def arrange_panels(
+    tables: Mapping[str, Panel], run: RunView | None, focus: str, width: int, height: int
+) -> dict[str, Area]:
     """One below the other; on a wide screen in two columns. The first and the last line are not the panels'."""
     inside = height - 2
     if width < WIDE or height < TALL:
-        return _stacked(PANELS, tables, run, focus, Place(0, 1, width, inside))
+        return _stacked(PANELS, tables, run, focus, Area(0, 1, width, inside))
     left = min((width * 55) // 100, width - 70)
     columns = (
-        ((GPUS, PROCESSES), Place(0, 1, left, inside)),
-        ((RUN, RANKS, RUNS), Place(left + 1, 1, width - left - 1, inside)),
+        ((GPUS, PROCESSES), Area(0, 1, left, inside)),
+        ((RUN, RANKS, RUNS), Area(left + 1, 1, width - left - 1, inside)),
     )
-    places: dict[str, Place] = {}
+    places: dict[str, Area] = {}
     for names, area in columns:
         places |= _stacked(names, tables, run, focus, area)
     return places
 
 
 def _stacked(
-    names: tuple[str, ...], tables: Mapping[str, Panel], run: RunView | None, focus: str, area: Place
-) -> dict[str, Place]:
+    names: tuple[str, ...], tables: Mapping[str, Panel], run: RunView | None, focus: str, area: Area
+) -> dict[str, Area]:
     wants = {name: run_height(run, area.width) if name == RUN else len(tables[name].rows) or 1 for name in names}
     wants = {name: want + 1 for name, want in wants.items()}
     kept = list(names)
@@ -86,7 +95,7 @@ def _stacked(
     places, y = {}, area.y
     for name in kept:
         if given[name] > 0:
-            places[name] = Place(area.x, y, area.width, given[name])
+            places[name] = Area(area.x, y, area.width, given[name])
             y += given[name]
     return places
 
@@ -104,7 +113,7 @@ REPLAY_KEYS = (("← →", "back, forward"), ("+ -", "faster, slower"), ("Space"
 @frozen
 class Frame:
     lines: tuple[Line, ...]
-    places: Mapping[str, Place]
+    places: Mapping[str, Area]
     rows: Mapping[str, tuple[str, ...]]  # panel -> keys of the rows that are seen, from the line below its head
     view: View  # with its panels scrolled so that their cursors are seen
 
@@ -121,8 +130,8 @@ class Frame:
 def make_frame(snapshot: Snapshot, view: View, width: int, height: int, age: float = 0.0, status: str = "") -> Frame:
     """`age`: seconds since the snapshot was taken. `status`: what its source has to say."""
     width, height = max(width, 1), max(height, 1)
-    run, tables = chosen(snapshot, view), panels(snapshot, view)
-    places = arrange(tables, run, view.focus, width, height)
+    run, tables = chosen_run(snapshot, view), build_panels(snapshot, view)
+    places = arrange_panels(tables, run, view.focus, width, height)
     canvas: list[list[Piece]] = [[] for _ in range(height)]
     canvas[0] = list(_header(snapshot, view, width, age, status))
     seen: dict[str, tuple[str, ...]] = {}
@@ -141,7 +150,7 @@ def make_frame(snapshot: Snapshot, view: View, width: int, height: int, age: flo
 
 
 def _panel(
-    name: str, table: Panel | None, run: RunView | None, view: View, place: Place
+    name: str, table: Panel | None, run: RunView | None, view: View, place: Area
 ) -> tuple[list[Line], View, tuple[str, ...]]:
     style = FOCUS if view.focus == name else HEAD
     rows = place.height - 1
@@ -189,9 +198,9 @@ def _header(snapshot: Snapshot, view: View, width: int, age: float, status: str)
         (plural(len(snapshot.gpus), "GPU"), PLAIN),
         (f"{sum(watts):.0f} W", PLAIN) if watts else None,
         (f"{running} of {plural(len(snapshot.runs), 'run')} running", PLAIN),
-        (f"filter: {foreign(view.filter)}", WARN) if view.filter else None,
+        (f"filter: {escape_cell(view.filter)}", WARN) if view.filter else None,
     ]
-    return fit(joined(parts), width)
+    return fit(join_pieces(parts), width)
 
 
 def _clock(when: float) -> str:
@@ -204,18 +213,19 @@ def _clock(when: float) -> str:
 def _footer(snapshot: Snapshot, view: View, width: int) -> Line:
     if view.mode == FILTER:
         return fit(
-            [("filter: ", BOLD), (foreign(view.typed), PLAIN), ("▏", PLAIN), ("  Enter keeps, Esc drops", DIM)], width
+            [("filter: ", BOLD), (escape_cell(view.typed), PLAIN), ("▏", PLAIN), ("  Enter keeps, Esc drops", DIM)],
+            width,
         )
     if view.mode == SORT:
         orders = "  ".join(f"{letter} {order.title}" for letter, order in ORDERS[view.focus].items())
         return fit([(f"sort {TITLES[view.focus]} by: ", BOLD), (f"n none  {orders}", PLAIN)], width)
     if view.mode == CONFIRM:
-        question = f"stop run {foreign(view.asked)}? Its ranks get SIGTERM and their grace to save."
+        question = f"stop run {escape_cell(view.asked)}? Its ranks get SIGTERM and their grace to save."
         return fit([("y/n ", BAD), (question, BOLD)], width)
     if view.note:
-        return fit([(foreign(view.note), WARN)], width)
+        return fit([(escape_cell(view.note), WARN)], width)
     if snapshot.problems:
-        return fit([(foreign(snapshot.problems[0]), BAD)], width)
+        return fit([(escape_cell(snapshot.problems[0]), BAD)], width)
     keys = "q quit  h help  o sort  / filter  T stop run  Tab panel"
     if view.replay:
         keys = "replay: ← → seek  + - speed  Space hold  q quit  h help"
@@ -235,17 +245,17 @@ def _help(view: View, width: int, height: int) -> list[Line]:
     return [fit(line, width) for line in [*lines, *[()] * height][: max(height, 0)]]
 
 
-def text(snapshot: Snapshot, width: int, view: View | None = None) -> str:
+def draw_text(snapshot: Snapshot, width: int, view: View | None = None) -> str:
     """All of it as plain text, once: no row is left out."""
     view = view or View()
-    run, tables = chosen(snapshot, view), panels(snapshot, view)
-    lines = [plain(_header(snapshot, view, width, 0.0, ""))]
+    run, tables = chosen_run(snapshot, view), build_panels(snapshot, view)
+    lines = [plain_text(_header(snapshot, view, width, 0.0, ""))]
     for name in PANELS:
         if name == RUN:
             body = run_lines(run, width, run_height(run, width))
             head = run_head(run)
         else:
             body, head = tables[name].lines(0, max(1, len(tables[name].rows)), width), tables[name].head(width)
-        lines += ["", cut(head, width).rstrip(), *(plain(fit(line, width)) for line in body)]
-    lines += [foreign(problem) for problem in snapshot.problems]
+        lines += ["", cut(head, width).rstrip(), *(plain_text(fit(line, width)) for line in body)]
+    lines += [escape_cell(problem) for problem in snapshot.problems]
     return "\n".join(lines)

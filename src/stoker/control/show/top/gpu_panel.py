@@ -5,36 +5,42 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stoker.control.show.snapshot import OFFLINE, GpuGauges, HostGauges
-from stoker.control.show.top.cells import (
+from stoker.control.show.top.table import (
     ACCENT,
     BAD,
     BOLD,
     DIM,
     GOOD,
+    GPUS,
     NONE,
     PLAIN,
     WARN,
     Column,
     Line,
+    Order,
+    Panel,
+    PanelOptions,
     Piece,
-    bar,
+    Row,
+    SnapshotIndex,
+    draw_bar,
+    draw_history,
+    escape_cell,
+    filter_and_sort,
     fit,
-    foreign,
-    gigabytes,
-    joined,
-    newest,
-    percent,
-    whole,
+    format_gib,
+    format_percent,
+    join_fitting,
+    join_pieces,
 )  # fmt: skip
-from stoker.control.show.top.table import GPUS, Index, Order, Panel, Row, Wish, ordered
 
 
 def draw_host(host: HostGauges, width: int) -> Line:
-    name: Piece = (foreign(host.name), BOLD)
+    name: Piece = (escape_cell(host.name), BOLD)
     if host.state == OFFLINE:
-        return fit(joined([name, (OFFLINE, BAD), (foreign(host.reason), BAD)]), width)
+        return fit(join_pieces([name, (OFFLINE, BAD), (escape_cell(host.reason), BAD)]), width)
     if host.state != "OK":
-        return fit(joined([name, (foreign(host.state), WARN), (foreign(host.reason), DIM)]), width)
+        return fit(join_pieces([name, (escape_cell(host.state), WARN), (escape_cell(host.reason), DIM)]), width)
     used = None
     if host.memory_total is not None and host.memory_available is not None:
         used = host.memory_total - host.memory_available
@@ -44,16 +50,16 @@ def draw_host(host: HostGauges, width: int) -> Line:
     load = f" load {host.load[0]:.1f}/{host.cores or NONE}" if host.load else ""
     parts: list[Piece | None] = [
         name,
-        (f"CPU {percent(host.cpu)}{load}", WARN if busy else DIM),
-        (f"mem {gigabytes(used, host.memory_total)}", WARN if tight else DIM),
+        (f"CPU {format_percent(host.cpu)}{load}", WARN if busy else DIM),
+        (f"mem {format_gib(used, host.memory_total)}", WARN if tight else DIM),
         (_rates("net", host.received, host.sent), DIM),
         (_rates("disk", host.disk_read, host.disk_written), DIM),
         (f"{_rate(host.disk_free)} free", BAD if full else DIM) if host.disk_free is not None else None,
-        (foreign(host.gpu_error), BAD) if host.gpu_error else None,
+        (escape_cell(host.gpu_error), BAD) if host.gpu_error else None,
     ]
     if host.gpu_error:  # before what is cut off
         parts.insert(1, parts.pop())
-    return whole(parts, width)
+    return join_fitting(parts, width)
 
 
 def _rates(name: str, down: float | None, up: float | None) -> str:
@@ -83,10 +89,10 @@ ORDERS = {
 }
 
 
-def gpus_panel(index: Index, wish: Wish) -> Panel:
+def gpus_panel(index: SnapshotIndex, wish: PanelOptions) -> Panel:
     """Each host, then its cards; sorted, the hosts come first and the cards' names include the host's."""
     hosts = index.snapshot.hosts
-    kept, hidden = ordered(_cards(index), wish, ORDERS)
+    kept, hidden = filter_and_sort(_cards(index), wish, ORDERS)
     if wish.sort:
         rows = (*(_host_row(host) for host in hosts if _shown(host, wish, kept)), *kept)
     else:
@@ -95,7 +101,7 @@ def gpus_panel(index: Index, wish: Wish) -> Panel:
     return Panel(GPUS, _columns(index, many), rows, "no GPU here", hidden if not rows else 0)
 
 
-def _grouped(hosts: tuple[HostGauges, ...], kept: tuple[Row, ...], wish: Wish) -> Iterator[Row]:
+def _grouped(hosts: tuple[HostGauges, ...], kept: tuple[Row, ...], wish: PanelOptions) -> Iterator[Row]:
     by_host: dict[str, list[Row]] = {}
     for row in kept:
         by_host.setdefault(row.item.host, []).append(row)
@@ -108,41 +114,41 @@ def _grouped(hosts: tuple[HostGauges, ...], kept: tuple[Row, ...], wish: Wish) -
         yield from others
 
 
-def _shown(host: HostGauges, wish: Wish, kept: tuple[Row, ...]) -> bool:
+def _shown(host: HostGauges, wish: PanelOptions, kept: tuple[Row, ...]) -> bool:
     mine = any(row.item.host == host.name for row in kept)
     return mine or not wish.filter or wish.filter.lower() in f"{host.name} {host.state} {host.reason}".lower()
 
 
-def _cards(index: Index) -> Iterator[Row]:
+def _cards(index: SnapshotIndex) -> Iterator[Row]:
     for card in index.snapshot.gpus:
         runs = " ".join(f"{run.name} {run.id}" for run, _ in index.owners(card))
         words = " ".join(map(str, (card.host, card.label, card.name, *(card.throttle or ()), runs)))
-        yield Row(f"{card.host}/{card.uuid}", card, foreign(words).lower())
+        yield Row(f"{card.host}/{card.uuid}", card, escape_cell(words).lower())
 
 
 def _host_row(host: HostGauges) -> Row:
     return Row(f"host {host.name}", host, host.name.lower(), draw_host)
 
 
-def _columns(index: Index, with_host: bool) -> tuple[Column, ...]:
+def _columns(index: SnapshotIndex, with_host: bool) -> tuple[Column, ...]:
     longest = max((len(_label(card, with_host)) for card in index.snapshot.gpus), default=4)
     return (
         Column("GPU", max(6, min(longest, 24) + 2), lambda card, width: (f"  {_label(card, with_host)}", PLAIN)),
         Column("UTIL", 4, _utilization, right=True, order=1),
-        Column("", 10, lambda card, width: (bar(card.utilization, width), _busy(card)), order=7),
+        Column("", 10, lambda card, width: (draw_bar(card.utilization, width), _busy(card)), order=7),
         Column("MEMORY", 11, _memory, right=True, order=2),
-        Column("", 8, lambda card, width: (bar(_filled(card), width), _memory(card, width)[1]), order=8),
+        Column("", 8, lambda card, width: (draw_bar(_filled(card), width), _memory(card, width)[1]), order=8),
         Column("TEMP", 5, _temperature, right=True, order=3),
         Column("POWER", 10, _power, right=True, order=4),
         Column("THROTTLE", 16, _throttle, order=2),
         Column("RUN", 12, lambda card, width: _run(index, card), order=5),
         Column("HISTORY", 0, _history, order=6),
-        Column("NAME", 22, lambda card, width: (foreign(card.name or NONE), DIM), order=9),
+        Column("NAME", 22, lambda card, width: (escape_cell(card.name or NONE), DIM), order=9),
     )
 
 
 def _label(card: GpuGauges, with_host: bool) -> str:
-    return foreign(f"{card.host}/{card.label}" if with_host else card.label)
+    return escape_cell(f"{card.host}/{card.label}" if with_host else card.label)
 
 
 def _busy(card: GpuGauges) -> str:
@@ -150,7 +156,7 @@ def _busy(card: GpuGauges) -> str:
 
 
 def _utilization(card: GpuGauges, width: int) -> Piece:
-    return ("ERR", BAD) if card.error else (percent(card.utilization), _busy(card))
+    return ("ERR", BAD) if card.error else (format_percent(card.utilization), _busy(card))
 
 
 def _filled(card: GpuGauges) -> float | None:
@@ -158,7 +164,7 @@ def _filled(card: GpuGauges) -> float | None:
 
 
 def _memory(card: GpuGauges, width: int) -> Piece:
-    return gigabytes(card.memory_used, card.memory_total), WARN if (_filled(card) or 0) > 0.95 else PLAIN
+    return format_gib(card.memory_used, card.memory_total), WARN if (_filled(card) or 0) > 0.95 else PLAIN
 
 
 def _temperature(card: GpuGauges, width: int) -> Piece:
@@ -179,24 +185,24 @@ def _power(card: GpuGauges, width: int) -> Piece:
 
 def _throttle(card: GpuGauges, width: int) -> Piece:
     if card.error:
-        return foreign(card.error), BAD
+        return escape_cell(card.error), BAD
     if card.throttle is None:
         return NONE, DIM
-    return (foreign(", ".join(card.throttle)), BAD) if card.throttle else ("", PLAIN)
+    return (escape_cell(", ".join(card.throttle)), BAD) if card.throttle else ("", PLAIN)
 
 
-def _run(index: Index, card: GpuGauges) -> Piece:
+def _run(index: SnapshotIndex, card: GpuGauges) -> Piece:
     owners = index.owners(card)
     if owners:
         run, rank = owners[0]
         more = f" +{len(owners) - 1}" if len(owners) > 1 else ""
-        return f"r{rank.rank} {foreign(run.name or run.id)}{more}", ACCENT
+        return f"r{rank.rank} {escape_cell(run.name or run.id)}{more}", ACCENT
     holders = card.processes or ()
     if not holders:
         return "", PLAIN
     user = holders[0].user or f"pid {holders[0].pid}"
-    return foreign(user) + (f" +{len(holders) - 1}" if len(holders) > 1 else ""), DIM
+    return escape_cell(user) + (f" +{len(holders) - 1}" if len(holders) > 1 else ""), DIM
 
 
 def _history(card: GpuGauges, width: int) -> Piece:
-    return newest(card.recent.get("utilization", ()), width, top=1.0), ACCENT
+    return draw_history(card.recent.get("utilization", ()), width, top=1.0), ACCENT

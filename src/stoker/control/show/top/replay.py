@@ -16,8 +16,8 @@ from stoker.control.record.history import EVERY_S, HistoryColumns, HistoryPoint,
 from stoker.control.show.collector import GPU_SERIES, HOST_SERIES, recorded_hosts
 from stoker.control.show.curves import Curve, MetricsTail
 from stoker.control.show.run_tail import RECENT, RunTail
-from stoker.control.show.slow_rank import slow_ranks
-from stoker.control.show.snapshot import RUNNING, UNKNOWN, Snapshot, finite, headline_metric, metric
+from stoker.control.show.slow_rank import find_slow_ranks
+from stoker.control.show.snapshot import RUNNING, UNKNOWN, Snapshot, finite, headline_metric, parse_metric
 from stoker.control.show.top.view import BACK, FASTER, FORTH, PAUSE, SLOWER
 
 
@@ -54,7 +54,7 @@ class Replay:
         run = folder.at(moment, self._values(moment.time), curves.get(headline_metric(curves), Curve()))
         readings = list(recorded_hosts(folder, moment.time))
         hosts, gpus = tuple(host for host, _ in readings), tuple(card for _, cards in readings for card in cards)
-        run = replace(run, slow=slow_ranks(run, folder, hosts, gpus))
+        run = replace(run, slow=find_slow_ranks(run, folder, hosts, gpus))
         return Snapshot(moment.time, hosts, gpus, (run,), root="", interval=EVERY_S)
 
     def _values(self, when: float) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Replay:
         for name, curve in self._metrics.curves.items():
             place = bisect_right(curve.steps, step) - 1
             if place >= 0:
-                found[name] = metric(curve.values[place])
+                found[name] = parse_metric(curve.values[place])
         return found
 
 
@@ -155,5 +155,5 @@ def _recent(
     for places, columns in past:
         at = places.get(key, -1)
         for name, values in found.items():
-            values.append(finite(metric(columns[name][at])) if at >= 0 and name in columns else None)
+            values.append(finite(parse_metric(columns[name][at])) if at >= 0 and name in columns else None)
     return {name: tuple(values) for name, values in found.items()}

@@ -161,7 +161,9 @@ def _run(ranks: tuple[RankView, ...], passed: float, begun: float, hot: int) -> 
         summary = f"{rank_name(hot, rank.label)} is slow because {because}{cost}"
         since = begun + passed
         slow = (
-            SlowRank(hot, rank.label, rank.host, rank.gpu, "slow.throttle", because, 0.9, _step_s(passed), since, summary),
+            SlowRank(
+                hot, rank.label, rank.host, rank.gpu, "slow.throttle", because, 0.9, _step_s(passed), since, summary
+            ),
         )
         suspicion = Suspicion(since, "straggler", "slow.throttle", summary, hot)
     every = max(1, step // 300)
@@ -210,7 +212,7 @@ _BEFORE_S = 250.0  # that the demonstration has run already: its card was cool f
 _GAP_S = 0.3  # between two readings: rates need two
 
 
-class Elsewhere(Protocol):
+class RemoteHosts(Protocol):
     """Other hosts (control/cluster/host_monitor.py)."""
 
     def readings(self) -> list[HostReading]: ...
@@ -220,12 +222,14 @@ class Elsewhere(Protocol):
     def close(self) -> None: ...
 
 
-class Live:
+class LiveSource:
     """This machine, or other hosts instead; and the runs of a folder."""
 
     status = ""
 
-    def __init__(self, root: str, interval: float, everybody: bool = False, elsewhere: Elsewhere | None = None) -> None:
+    def __init__(
+        self, root: str, interval: float, everybody: bool = False, elsewhere: RemoteHosts | None = None
+    ) -> None:
         self.interval = interval
         self._gatherer = SnapshotCollector(root, everybody, machine=elsewhere is None)
         self._elsewhere = elsewhere
@@ -253,7 +257,7 @@ class Live:
             self._elsewhere.close()
 
 
-class Demo:
+class DemoSource:
     status = "demo"
 
     def __init__(self, interval: float, hosts: int = 2, gpus: int = 4) -> None:

@@ -6,14 +6,25 @@ from collections.abc import Mapping
 
 from stoker.contract.frozen import frozen, replace
 from stoker.control.show.snapshot import RUNNING, UNKNOWN, RunView, Snapshot
-from stoker.control.show.top import gpu_panel, rank_panel, runs_panel
-from stoker.control.show.top.cells import foreign
-from stoker.control.show.top.table import GPUS, PANELS, PROCESSES, RANKS, RUN, RUNS, Index, Order, Panel, Wish
+from stoker.control.show.top import gpu_panel, rank_panel, run_panel
+from stoker.control.show.top.table import (
+    GPUS,
+    PANELS,
+    PROCESSES,
+    RANKS,
+    RUN,
+    RUNS,
+    Order,
+    Panel,
+    PanelOptions,
+    SnapshotIndex,
+    escape_cell,
+)
 
 BROWSE, FILTER, SORT, HELP, CONFIRM = "browse", "filter", "sort", "help", "confirm"
 QUIT, STOP, PAUSE, FASTER, SLOWER, BACK, FORTH = "quit", "stop", "pause", "faster", "slower", "back", "forth"
 ORDERS: Mapping[str, Mapping[str, Order]] = {
-    GPUS: gpu_panel.ORDERS, RUN: {}, RANKS: rank_panel.RANK_ORDERS, PROCESSES: rank_panel.PROCESS_ORDERS, RUNS: runs_panel.RUN_ORDERS,
+    GPUS: gpu_panel.ORDERS, RUN: {}, RANKS: rank_panel.RANK_ORDERS, PROCESSES: rank_panel.PROCESS_ORDERS, RUNS: run_panel.RUN_ORDERS,
 }  # fmt: skip
 
 
@@ -38,12 +49,12 @@ class View:
     paused: bool = False
     replay: bool = False
 
-    def wish(self, panel: str) -> Wish:
+    def wish(self, panel: str) -> PanelOptions:
         letter, reverse = self.sorts.get(panel, ("", False))
-        return Wish(letter, reverse, self.typed if self.mode == FILTER else self.filter)
+        return PanelOptions(letter, reverse, self.typed if self.mode == FILTER else self.filter)
 
 
-def chosen(snapshot: Snapshot, view: View) -> RunView | None:
+def chosen_run(snapshot: Snapshot, view: View) -> RunView | None:
     """The run that is shown: the one chosen, else the newest that is running, else the newest."""
     found = snapshot.run(view.run) if view.run else None
     if found is not None:
@@ -56,23 +67,23 @@ def chosen(snapshot: Snapshot, view: View) -> RunView | None:
     return newest[0] if newest else None
 
 
-def without_gone(view: View, snapshot: Snapshot) -> View:
+def drop_deleted_run(view: View, snapshot: Snapshot) -> View:
     """Where the run that was chosen has been deleted, another one is shown, and that is reported."""
     if not view.run or snapshot.problems or not snapshot.root or snapshot.run(view.run) is not None:
         return view
-    other = chosen(snapshot, view)
-    shown = f"; this is {foreign(other.name or other.id)}" if other is not None else ""
-    return replace(view, run="", note=f"run {foreign(view.run)} no longer exists{shown}")
+    other = chosen_run(snapshot, view)
+    shown = f"; this is {escape_cell(other.name or other.id)}" if other is not None else ""
+    return replace(view, run="", note=f"run {escape_cell(view.run)} no longer exists{shown}")
 
 
-def panels(snapshot: Snapshot, view: View) -> dict[str, Panel]:
+def build_panels(snapshot: Snapshot, view: View) -> dict[str, Panel]:
     """The tables; the run itself is none."""
-    index, run = Index(snapshot), chosen(snapshot, view)
+    index, run = SnapshotIndex(snapshot), chosen_run(snapshot, view)
     return {
         GPUS: gpu_panel.gpus_panel(index, view.wish(GPUS)),
         RANKS: rank_panel.ranks_panel(run, view.wish(RANKS)),
         PROCESSES: rank_panel.processes_panel(index, view.wish(PROCESSES)),
-        RUNS: runs_panel.runs_panel(index, view.wish(RUNS), run.id if run is not None else ""),
+        RUNS: run_panel.runs_panel(index, view.wish(RUNS), run.id if run is not None else ""),
     }
 
 
@@ -120,7 +131,7 @@ def _browse(view: View, key: str, sign: str, snapshot: Snapshot, page: int) -> V
         step = 1 if key in ("tab", "right") else -1
         return replace(view, focus=PANELS[(PANELS.index(view.focus) + step) % len(PANELS)])
     moves = {"up": -1, "down": 1, "k": -1, "j": 1, "pageup": -page, "pagedown": page, "home": -(10**9), "end": 10**9}
-    return moved(view, view.focus, moves[key], snapshot) if key in moves else view
+    return move_cursor(view, view.focus, moves[key], snapshot) if key in moves else view
 
 
 def _type(view: View, key: str, sign: str) -> View:
@@ -132,10 +143,10 @@ def _type(view: View, key: str, sign: str) -> View:
         return replace(view, typed=view.typed[:-1])
     if key == "ctrl+u":
         return replace(view, typed="")
-    return typed_in(view, sign)
+    return append_to_filter(view, sign)
 
 
-def typed_in(view: View, text: str) -> View:
+def append_to_filter(view: View, text: str) -> View:
     """A character, or what was pasted."""
     added = "".join(sign for sign in text if sign.isprintable())
     return replace(view, typed=view.typed + added)
@@ -153,7 +164,7 @@ def _sort(view: View, sign: str) -> View:
 
 
 def _ask_to_stop(view: View, snapshot: Snapshot) -> View:
-    run = chosen(snapshot, view)
+    run = chosen_run(snapshot, view)
     if run is None:
         return replace(view, note="there is no run to stop")
     if view.replay:
@@ -165,20 +176,20 @@ def _ask_to_stop(view: View, snapshot: Snapshot) -> View:
     return replace(view, mode=CONFIRM, asked=run.id)
 
 
-def moved(view: View, panel: str, by: int, snapshot: Snapshot) -> View:
+def move_cursor(view: View, panel: str, by: int, snapshot: Snapshot) -> View:
     """The cursor of a panel goes up or down; in the list of runs that chooses the run."""
     if panel == RUN:
         return view
-    rows = panels(snapshot, view)[panel].rows
+    rows = build_panels(snapshot, view)[panel].rows
     if not rows:
         return view
     at = cursor_at(view, panel, [row.key for row in rows])
     # The first move shows the cursor where it is.
     to = max(0, min(len(rows) - 1, at + by if panel in view.cursors else max(0, at + min(by, 0))))
-    return picked(view, panel, rows[to].key)
+    return select_row(view, panel, rows[to].key)
 
 
-def picked(view: View, panel: str, key: str) -> View:
+def select_row(view: View, panel: str, key: str) -> View:
     made = replace(view, cursors={**view.cursors, panel: key})
     return replace(made, run=key) if panel == RUNS else made
 

@@ -39,7 +39,7 @@ def safe(policy: str = CLOSED) -> tuple[tuple[str, str], ...]:
     )
 
 
-class Guard:
+class AccessGuard:
     """`run`: the one that the printed address opens; empty: the list."""
 
     def __init__(self, listening: socket.socket, run: str = "") -> None:
@@ -56,7 +56,7 @@ class Guard:
     def refused(self, request: HttpRequest) -> HttpResponse | None:
         """None: it may have an answer. The token comes first, and only with a GET of the page."""
         if not self._is_our_name(request.host) or self._is_foreign(request):
-            return http_server.failure(403, *safe())
+            return http_server.error_response(403, *safe())
         if self._is(request.query.get("token", ""), self.token) and (request.method, request.path) == ("GET", "/"):
             return None
         here = self._is(request.path[: len(self.base)], self.base)

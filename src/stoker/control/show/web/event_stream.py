@@ -10,9 +10,9 @@ from typing import Any
 
 from stoker.contract.errors import Refusal
 from stoker.contract.text import escape
-from stoker.control.show.http_server import Stream
+from stoker.control.show.http_server import ResponseStream
 from stoker.control.show.snapshot import Snapshot
-from stoker.control.show.web.page_state import State, difference, ranks_of, recent, shared
+from stoker.control.show.web.page_data import State, diff_states, rank_rows, recent_utilization, shared_state
 
 MOST_VIEWERS = 32
 _LEAST_S = 0.25  # between two snapshots
@@ -22,12 +22,12 @@ EVENTS = "text/event-stream; charset=utf-8"
 class _Viewer:
     def __init__(self, run: str) -> None:
         self.run = run
-        self.stream: Stream | None = None
+        self.stream: ResponseStream | None = None
         self.state: State = {}
         self.fresh = True
 
 
-class Hub:
+class EventHub:
     """`look` makes a snapshot, with these runs watched; it may take its time."""
 
     def __init__(self, look: Callable[[tuple[str, ...]], Snapshot], interval: float) -> None:
@@ -52,13 +52,13 @@ class Hub:
         self._expected = True
         self._hurry.set()
 
-    def open(self, run: str, headers: tuple[tuple[str, str], ...]) -> Stream | None:
+    def open(self, run: str, headers: tuple[tuple[str, str], ...]) -> ResponseStream | None:
         """None: there are too many already."""
         viewer = _Viewer(run)
         with self._lock:
             if len(self._viewers) >= MOST_VIEWERS:
                 return None
-            viewer.stream = Stream(EVENTS, headers, lambda: self._leave(viewer))
+            viewer.stream = ResponseStream(EVENTS, headers, lambda: self._leave(viewer))
             self._viewers.add(viewer)
         viewer.stream.push(b"retry: 2000\n\n")
         self._hurry.set()
@@ -107,16 +107,16 @@ class Hub:
             snapshot = early[1]
         else:
             snapshot = self._look(watched)
-        common = shared(snapshot)
+        common = shared_state(snapshot)
         for viewer in viewers:
-            state = {**common, "ranks": ranks_of(snapshot.run(viewer.run) if viewer.run else None)}
-            changed, gone = difference(viewer.state, state)
+            state = {**common, "ranks": rank_rows(snapshot.run(viewer.run) if viewer.run else None)}
+            changed, gone = diff_states(viewer.state, state)
             message: dict[str, Any] = {"time": snapshot.time, "problems": list(snapshot.problems), "set": changed}
             if gone:
                 message["gone"] = gone
             if viewer.fresh:
                 about = {"root": snapshot.root, "others": snapshot.others, "interval": self._interval}
-                message |= {"whole": True, "recent": recent(snapshot), **about}
+                message |= {"whole": True, "recent": recent_utilization(snapshot), **about}
             viewer.state, viewer.fresh = state, False
             self._push(viewer, message)
 

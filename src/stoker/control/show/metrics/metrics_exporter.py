@@ -5,32 +5,35 @@ NVML is asked here and never in a scrape: a driver that hangs leaves the last pa
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
 
 from stoker.contract.errors import Refusal
-from stoker.control.show.metrics.metrics_page import Collected, Examined, render
+from stoker.control.show import http_server
+from stoker.control.show.http_server import HttpRequest, HttpResponse, error_response
+from stoker.control.show.metrics.metrics_page import CollectionStatus, DoctorFindings, render
 from stoker.control.show.snapshot import Snapshot
 
 EXAMINE_S = 300.0
 
 
-class Collector:
+class MetricsCollector:
     """`gather` makes a snapshot, `checks` asks the doctor. `say`: told of a problem, once."""
 
     def __init__(
         self,
         gather: Callable[[], Snapshot],
-        checks: Callable[[], Examined],
+        checks: Callable[[], DoctorFindings],
         dcgm: str,
         say: Callable[[str], None],
     ) -> None:
         self._gather, self._checks, self._dcgm, self._say = gather, checks, dcgm, say
         self.page: bytes | None = None
         self._snapshot = Snapshot(time=0.0)
-        self._collected = Collected(False, 0.0, 0.0)
-        self._examined: Examined | None = None
+        self._collected = CollectionStatus(False, 0.0, 0.0)
+        self._examined: DoctorFindings | None = None
         self._problem = ""
         self._over = threading.Event()
 
@@ -52,12 +55,12 @@ class Collector:
         began = time.monotonic()
         try:
             snapshot = self._gather()
-            collected = Collected(True, snapshot.time, time.monotonic() - began)
+            collected = CollectionStatus(True, snapshot.time, time.monotonic() - began)
             self.page = render(snapshot, collected, self._examined, self._dcgm)
             self._snapshot, self._collected, self._problem = snapshot, collected, ""
         except Exception as problem:  # what is served gets older, and says so; the next collection may succeed
             self._complain("no snapshot", problem)
-            self._collected = Collected(False, self._collected.time, time.monotonic() - began)
+            self._collected = CollectionStatus(False, self._collected.time, time.monotonic() - began)
             self.page = render(self._snapshot, self._collected, self._examined, self._dcgm)
 
     def _complain(self, what: str, problem: Exception) -> None:
@@ -71,3 +74,36 @@ class Collector:
             self._examined = self._checks()
         except (Refusal, OSError) as problem:
             self._complain("the checks of the doctor can't be made", problem)
+
+
+def describe_address(listening: socket.socket) -> str:
+    return f"metrics at {http_server.url(listening, '/metrics')}"
+
+
+class MetricsServer:
+    """`page`: the text of the newest snapshot; None before the first."""
+
+    def __init__(self, listening: socket.socket, page: Callable[[], bytes | None], content_type: str) -> None:
+        self._page = page
+        self._content_type = content_type
+        # A page of a browser here must not read it under a foreign name that leads to this address (DNS rebinding).
+        # On other addresses Prometheus comes by any name.
+        self._names = http_server.LOCAL_NAMES if http_server.is_loopback(listening) else ()
+        self._server = http_server.HttpServer(listening, self._answer)
+
+    def serve(self, stopped: Callable[[], bool], look_s: float = 0.5) -> None:
+        self._server.serve(stopped, look_s)
+
+    def _answer(self, request: HttpRequest) -> HttpResponse:
+        if request.method != "GET":
+            return error_response(405, ("Allow", "GET"))
+        if self._names and request.host and request.host not in self._names:
+            return error_response(403)
+        if request.path == "/":
+            return HttpResponse(200, b"stoker metrics: the metrics are at /metrics\n")
+        if request.path != "/metrics":
+            return error_response(404)
+        page = self._page()
+        return (
+            HttpResponse(200, page, self._content_type) if page is not None else HttpResponse(503, b"no snapshot yet\n")
+        )

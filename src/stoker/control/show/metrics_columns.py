@@ -27,24 +27,24 @@ Lines = list[dict[str, Any]]
 
 
 @frozen
-class Columns:
+class ColumnBlock:
     """Lines with the same names. `texts`: of each name its values, as JSON without the brackets; null is one of them."""
 
     steps: array[int]
     texts: dict[str, bytes]
 
 
-class Layout:
+class LineFormat:
     """How the lines of a file look."""
 
     def __init__(self) -> None:
         self._names: tuple[str, ...] = ()
         self._line = re.compile(rb"(?!)")
 
-    def read(self, data: bytes) -> Iterator[Columns | Lines]:
+    def read(self, data: bytes) -> Iterator[ColumnBlock | Lines]:
         """Of whole lines."""
         if len(data) < _FEWEST:
-            yield from parsed(data)
+            yield from parse_lines(data)
             return
         begin = 0
         while begin < len(data):
@@ -52,13 +52,13 @@ class Layout:
             yield from self._block(data[begin:end])
             begin = end
 
-    def _block(self, block: bytes) -> Iterator[Columns | Lines]:
+    def _block(self, block: bytes) -> Iterator[ColumnBlock | Lines]:
         pieces = self._cut(block)
         if pieces is None:
             self._learn(block)
             pieces = self._cut(block)
         if pieces is None:
-            yield from parsed(block)
+            yield from parse_lines(block)
             return
         wide, begin = len(self._names) + 1, 0
         others = pieces[::wide]  # what is between the lines that fit, and after the last
@@ -67,8 +67,8 @@ class Layout:
                 if at > begin:
                     columns = enumerate(self._names, begin * wide + 1)
                     texts = {name: b",".join(pieces[first : at * wide : wide]) for first, name in columns}
-                    yield Columns(array("q", map(int, texts.pop("step").split(b","))), texts)
-                yield from parsed(other)
+                    yield ColumnBlock(array("q", map(int, texts.pop("step").split(b","))), texts)
+                yield from parse_lines(other)
                 begin = at
 
     def _cut(self, block: bytes) -> list[bytes] | None:
@@ -83,7 +83,7 @@ class Layout:
     def _learn(self, block: bytes) -> None:
         """From a line in the middle."""
         begin = block.rfind(b"\n", 0, len(block) // 2) + 1
-        told = parsed_line(block[begin : block.find(b"\n", begin)])
+        told = parse_line(block[begin : block.find(b"\n", begin)])
         self._names = ()
         if isinstance(told, dict) and {"step", "time"} <= told.keys() and len(told) <= _MOST_NAMES:
             self._names = tuple(told)
@@ -91,23 +91,23 @@ class Layout:
             self._line = re.compile(rb"^\{" + rb", ".join(named) + rb"\}\n", re.M)
 
 
-def numbers_in(text: bytes) -> Iterable[float]:
+def parse_numbers(text: bytes) -> Iterable[float]:
     """Of a column without null."""
     cells = text.split(b",")
     try:
         return [*map(float, cells)]
     except ValueError:
-        return [number_in(cell) for cell in cells]
+        return [parse_number(cell) for cell in cells]
 
 
-def number_in(cell: bytes) -> float:
+def parse_number(cell: bytes) -> float:
     try:
         return int(cell) if cell.isdigit() else float(cell)
     except ValueError:
         return math.nan
 
 
-def parsed(data: bytes) -> Iterator[Lines]:
+def parse_lines(data: bytes) -> Iterator[Lines]:
     """Yield the objects among complete lines, in blocks.
 
     A block is parsed at once, which is what makes 100,000 lines take a fraction of a second; one with a damaged line is
@@ -121,11 +121,11 @@ def parsed(data: bytes) -> Iterator[Lines]:
         except (ValueError, RecursionError):
             found = []
         if len(found) != len(block):  # `1,2` is no JSON, but two of a list
-            found = [parsed_line(line) for line in block]
+            found = [parse_line(line) for line in block]
         yield [one for one in found if isinstance(one, dict)]
 
 
-def parsed_line(line: bytes) -> Any:
+def parse_line(line: bytes) -> Any:
     try:
         return parse_json(line)
     except ValueError:

@@ -9,16 +9,22 @@ import math
 import os
 import re
 import stat
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from stoker.contract import checkpoints, layout
+from stoker.contract import checkpoints, layout, safe_io
 from stoker.contract.evidence import Verdict
 from stoker.contract.safe_io import open_below
 from stoker.contract.text import escape, escape_lines, parse_json, truncate_json
 from stoker.control.record import log_tail, run_index, run_record
 from stoker.control.record import rollouts_log as rollout_records
-from stoker.control.show.web.run_folders import Folders, NotThere
+from stoker.control.show.job_view import open_run_tail
+from stoker.control.show.run_tail import RunTail
+from stoker.control.show.web.rank_timeline import RankTimeline
+
+pass
 
 LOG_BYTES = 96 << 10  # of one answer
 _SEARCHED = 64 << 20  # bytes at the end of a log: logs of weeks have gigabytes
@@ -42,7 +48,7 @@ _OWN = (layout.RUN, layout.EVENTS, layout.VERDICT, layout.METRICS, layout.CONSOL
 Explain = Callable[[run_record.RunRecord], Verdict | None]
 
 
-def shown(data: bytes) -> str:
+def escape_output(data: bytes) -> str:
     """A rank's output as lines: a progress bar's carriage return ends one, everything else is escaped."""
     return log_tail.strip_control_codes(data).decode()
 
@@ -54,7 +60,7 @@ def _log_path(attempt: int | None, rank: int | None) -> str:
     return layout.CONSOLE if rank is None else f"attempt-{attempt}/rank-{rank}.log"
 
 
-def log(folders: Folders, run: str, attempt: int | None, rank: int | None, begin: int | None) -> dict[str, Any]:
+def read_log(folders: RunFolders, run: str, attempt: int | None, rank: int | None, begin: int | None) -> dict[str, Any]:
     """`rank`: None for Stoker's own lines. `begin`: from this byte on; None: the end."""
     record = folders.record(run)
     logs = [(number, which) for number, which, _ in log_tail.rank_logs(record)]
@@ -74,12 +80,12 @@ def log(folders: Folders, run: str, attempt: int | None, rank: int | None, begin
     except FileNotFoundError:
         return {**answer, "text": "", "begin": 0, "end": 0, "size": 0}
     except OSError as problem:
-        raise NotThere(f"this log can't be read: {problem.strerror}") from None
+        raise PageNotFound(f"this log can't be read: {problem.strerror}") from None
     if begin is None and start:
         cut = data.find(b"\n") + 1
         start, data = start + cut, data[cut:]
     data = _without_half(data)
-    return {**answer, "text": shown(data), "begin": start, "end": start + len(data), "size": size}
+    return {**answer, "text": escape_output(data), "begin": start, "end": start + len(data), "size": size}
 
 
 def _without_half(data: bytes) -> bytes:
@@ -94,7 +100,7 @@ def _without_half(data: bytes) -> bytes:
     return data
 
 
-def search(folders: Folders, run: str, attempt: int | None, rank: int | None, words: str) -> dict[str, Any]:
+def search_log(folders: RunFolders, run: str, attempt: int | None, rank: int | None, words: str) -> dict[str, Any]:
     """Lines that hold it, in any case; newest last. Of a long log the last 64 MB."""
     record = folders.record(run)
     attempt = attempt if attempt is not None else max(record.attempts, default=0)
@@ -105,7 +111,7 @@ def search(folders: Folders, run: str, attempt: int | None, rank: int | None, wo
             file.seek(start)
             data = file.read(_SEARCHED)
     except OSError as problem:
-        raise NotThere(f"this log can't be read: {problem.strerror}") from None
+        raise PageNotFound(f"this log can't be read: {problem.strerror}") from None
     found, count = [], 0
     wanted = re.compile(re.escape(words.encode("utf-8", "replace")), re.IGNORECASE)
     at = 0
@@ -119,14 +125,14 @@ def search(folders: Folders, run: str, attempt: int | None, rank: int | None, wo
         at = end + 1
         if at >= len(data):
             break
-    lines = [{"at": start + begin, "text": shown(line)} for begin, line in found[-_MATCHES:]]
+    lines = [{"at": start + begin, "text": escape_output(line)} for begin, line in found[-_MATCHES:]]
     return {"count": count, "matches": lines, "searched": len(data), "size": size}
 
 
 # ---- how it ended ----
 
 
-def ending(folders: Folders, run: str, explain: Explain) -> dict[str, Any]:
+def read_ending(folders: RunFolders, run: str, explain: Explain) -> dict[str, Any]:
     record = folders.record(run)
     verdict = explain(record)
     suspicions = []
@@ -172,7 +178,7 @@ def _stacks(record: run_record.RunRecord) -> Iterator[dict[str, Any]]:
         for name in sorted(wanted, key=lambda name: name != "stacks.txt")[:_MOST_TEXTS]:
             try:
                 with os.fdopen(open_below(record.dir, f"{folder}/{name}"), "rb") as file:
-                    text = shown(file.read(_STACK_BYTES))
+                    text = escape_output(file.read(_STACK_BYTES))
             except OSError as problem:
                 text = f"can't be read: {problem.strerror}"
             yield {"name": escape(f"{folder}/{name}", 200), "text": text}
@@ -181,7 +187,7 @@ def _stacks(record: run_record.RunRecord) -> Iterator[dict[str, Any]]:
 # ---- files ----
 
 
-def listing(folders: Folders, run: str) -> dict[str, Any]:
+def list_files(folders: RunFolders, run: str) -> dict[str, Any]:
     place = folders.place(run)
     files = [one for one in _walk(place, "") if one["kind"] != "checkpoint"]
     newest = checkpoints.find_newest_checkpoint(place)
@@ -237,27 +243,27 @@ def kind_of(path: str) -> str:
     return "text" if ending_ in _TEXT else ""
 
 
-def read_file(folders: Folders, run: str, path: str) -> tuple[bytes, str]:
+def read_file(folders: RunFolders, run: str, path: str) -> tuple[bytes, str]:
     """(bytes, content type) of a file of the run, by no link."""
     place = folders.place(run)
     parts = path.split("/")
     if any(part in ("", ".", "..") or "\0" in part for part in parts) or not kind_of(path):
-        raise NotThere("no such file")
+        raise PageNotFound("no such file")
     try:
         with os.fdopen(open_below(place, path), "rb") as file:
             data = file.read(MAX_SERVED + 1)
     except (OSError, ValueError):
-        raise NotThere("no such file") from None
+        raise PageNotFound("no such file") from None
     if len(data) > MAX_SERVED:
-        raise NotThere(f"this file is larger than {MAX_SERVED >> 20} MB: {escape(path, 200)}")
+        raise PageNotFound(f"this file is larger than {MAX_SERVED >> 20} MB: {escape(path, 200)}")
     return data, TYPES.get(os.path.splitext(path)[1], "text/plain; charset=utf-8")
 
 
-def rows(folders: Folders, run: str, path: str, begin: int) -> dict[str, Any]:
+def read_rows(folders: RunFolders, run: str, path: str, begin: int) -> dict[str, Any]:
     """Lines of a JSON lines file from a byte on, as they stand there."""
     place = folders.place(run)
     if kind_of(path) != "rows" or any(part in ("", ".", "..") for part in path.split("/")):
-        raise NotThere("no such file")
+        raise PageNotFound("no such file")
     lines: list[str] = []
     try:
         with os.fdopen(open_below(place, path), "rb") as file:
@@ -267,7 +273,7 @@ def rows(folders: Folders, run: str, path: str, begin: int) -> dict[str, Any]:
                 lines.append(line.decode("utf-8", "replace"))
             end = file.tell()
     except (OSError, ValueError):
-        raise NotThere("no such file") from None
+        raise PageNotFound("no such file") from None
     return {"rows": [_json_or_text(line) for line in lines], "begin": begin, "end": end, "size": size}
 
 
@@ -278,7 +284,7 @@ def _json_or_text(line: str) -> Any:
         return escape(line.rstrip("\n"), 4000)
 
 
-def rollouts(folders: Folders, run: str, before: int | None) -> dict[str, Any]:
+def read_rollouts(folders: RunFolders, run: str, before: int | None) -> dict[str, Any]:
     """Return the newest completions of a GRPO run, or those before the byte `before`: the newest step first.
 
     Texts are cut and escaped. `begin` is where the next, older page ends; 0: this is the oldest.
@@ -286,7 +292,7 @@ def rollouts(folders: Folders, run: str, before: int | None) -> dict[str, Any]:
     place = folders.place(run)
     path = run_index.find_file(place, layout.ROLLOUTS)
     if path is None:
-        raise NotThere("no rollouts yet: stage grpo writes them, unless grpo.rollouts_mb is 0")
+        raise PageNotFound("no rollouts yet: stage grpo writes them, unless grpo.rollouts_mb is 0")
     try:
         with os.fdopen(open_below(place, path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -295,7 +301,7 @@ def rollouts(folders: Folders, run: str, before: int | None) -> dict[str, Any]:
             file.seek(begin)
             data = file.read(end - begin)
     except (OSError, ValueError):
-        raise NotThere("the rollouts can't be read") from None
+        raise PageNotFound("the rollouts can't be read") from None
     if begin:  # the first line is cut
         begin += data.find(b"\n") + 1
         data = data[data.find(b"\n") + 1 :]
@@ -336,7 +342,7 @@ def _limited(text: str) -> str:
     return escape_lines(shown) + (f" … ({len(text):,} characters)" if len(shown) < len(text) else "")
 
 
-def reports(folders: Folders) -> dict[str, Any]:
+def list_reports(folders: RunFolders) -> dict[str, Any]:
     """Reports of chains of stages, which stand beside the runs."""
     found = []
     try:
@@ -347,8 +353,62 @@ def reports(folders: Folders) -> dict[str, Any]:
         try:
             place = folders.place(name)
             about = os.lstat(os.path.join(place, "report.html"))
-        except (NotThere, OSError):
+        except (PageNotFound, OSError):
             continue
         if stat.S_ISREG(about.st_mode) and escape(name) == name:
             found.append({"run": name, "time": about.st_mtime})
     return {"reports": found[:50]}
+
+
+_MAX_OPEN = 8  # runs whose curves and timelines stay in memory
+
+
+class PageNotFound(Exception):
+    """One line for the page."""
+
+
+class RunFolders:
+    """`everybody`: other users' runs, too, as far as the system lets us read them."""
+
+    def __init__(self, root: str, everybody: bool = False) -> None:
+        self.root, self._everybody = root, everybody
+        self._open: OrderedDict[str, tuple[RunTail, RankTimeline]] = OrderedDict()
+
+    def place(self, name: str) -> str:
+        """The path of a folder that is ours to show: no link, no way out of the runs folder."""
+        path = os.path.join(self.root, name)
+        if not name or "/" in name or "\0" in name or name in (".", ".."):
+            raise PageNotFound("no such run")
+        try:
+            about = os.lstat(path)
+        except (OSError, ValueError):
+            raise PageNotFound("this run does not exist, or no longer does") from None
+        mine = safe_io.is_own_uid(about.st_uid, self.root)
+        if not stat.S_ISDIR(about.st_mode) or not (mine or self._everybody):
+            raise PageNotFound("no such run")
+        return path
+
+    def record(self, name: str) -> run_record.RunRecord:
+        path = self.place(name)
+        try:
+            run = run_record.read_run(path)
+        except (run_record.Damaged, OSError) as problem:
+            raise PageNotFound(escape(f"the record of this run is damaged: {problem}", 300)) from None
+        if run is None:
+            raise PageNotFound("there is no run in this folder")
+        return run
+
+    def watched(self, name: str) -> tuple[RunTail, RankTimeline]:
+        """With all that is new in its files."""
+        record = self.record(name)
+        known = self._open.pop(record.dir, None)
+        folder, timeline = known if known is not None else (open_run_tail(record), RankTimeline(record))
+        folder.record = record
+        folder.run(time.time(), watched=True)
+        trainer = folder.training.record
+        if timeline.dir != trainer.dir:  # a job has no history of its own: its trainer has
+            timeline = RankTimeline(trainer, record if folder.training is not folder else None, folder.first_rank)
+        self._open[record.dir] = folder, timeline
+        while len(self._open) > _MAX_OPEN:
+            self._open.popitem(last=False)
+        return folder, timeline

@@ -8,21 +8,14 @@ phase that it announced; w, in a collective for a long time; s, no sign of progr
 from __future__ import annotations
 
 import math
-import os
-import stat
-import time
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from stoker.contract import safe_io
 from stoker.contract.text import escape
 from stoker.control.record import run_record
 from stoker.control.record.history import HistoryPoint, HistoryTail, read_history
-from stoker.control.show.job_view import folder_of
-from stoker.control.show.run_tail import RunTail
-from stoker.control.show.slow_rank import late_of
-from stoker.control.show.snapshot import finite, metric
+from stoker.control.show.slow_rank import late_index
+from stoker.control.show.snapshot import finite, parse_metric
 
 COLUMNS = 360  # of an answer
 _ORDER = ".ABCDEFGHIJKpws"  # of several moments the last of these is shown
@@ -47,7 +40,7 @@ _TOLD = (
 _CELLS = 64 << 20  # ranks of all moments: a page that is open for weeks drops the oldest moments beyond so many
 
 
-class Timeline:
+class RankTimeline:
     def __init__(self, record: run_record.RunRecord, job: run_record.RunRecord | None = None, first: int = 0) -> None:
         """`job`: of which the run is a role, whose events are shown, too; its rank 0 is rank `first` there."""
         self.dir = record.dir
@@ -73,9 +66,9 @@ class Timeline:
         for moment in moments:
             if not moment.ranks:  # nothing is known of them
                 continue
-            row = "".join(letters(moment))
-            shares = [finite(metric(one)) for one in moment.ranks.get("waiting", ())]
-            late = late_of(shares)
+            row = "".join(rank_letters(moment))
+            shares = [finite(parse_metric(one)) for one in moment.ranks.get("waiting", ())]
+            late = late_index(shares)
             ranks = moment.members.ranks
             self._columns.append((moment.time, ranks, row, ranks[late] if late is not None else None))
         self._forget()
@@ -139,11 +132,11 @@ def _mark(event: Mapping[str, Any], first: int) -> dict[str, Any]:
     }
 
 
-def letters(moment: HistoryPoint) -> Iterable[str]:
+def rank_letters(moment: HistoryPoint) -> Iterable[str]:
     columns = [moment.ranks.get(name, ()) for name in ("waiting", "collective_age", "beat_age", "phase", "step")]
     for at in range(len(moment.members.ranks)):
         waiting, collective, beat, phase, step = (column[at] if column else None for column in columns)
-        share, in_collective, silent = (finite(metric(one)) for one in (waiting, collective, beat))
+        share, in_collective, silent = (finite(parse_metric(one)) for one in (waiting, collective, beat))
         if in_collective is not None and in_collective >= _LONG_S:
             yield "w"
         elif phase and phase not in _STEPS:
@@ -154,57 +147,3 @@ def letters(moment: HistoryPoint) -> Iterable[str]:
             yield "ABCDEFGHIJK"[round(max(0.0, min(share, 1.0)) * 10)]
         else:
             yield "A" if step is not None else "."
-
-
-_KEPT = 8  # runs whose curves and timelines stay in memory
-
-
-class NotThere(Exception):
-    """One line for the page."""
-
-
-class Folders:
-    """`everybody`: other users' runs, too, as far as the system lets us read them."""
-
-    def __init__(self, root: str, everybody: bool = False) -> None:
-        self.root, self._everybody = root, everybody
-        self._open: OrderedDict[str, tuple[RunTail, Timeline]] = OrderedDict()
-
-    def place(self, name: str) -> str:
-        """The path of a folder that is ours to show: no link, no way out of the runs folder."""
-        path = os.path.join(self.root, name)
-        if not name or "/" in name or "\0" in name or name in (".", ".."):
-            raise NotThere("no such run")
-        try:
-            about = os.lstat(path)
-        except (OSError, ValueError):
-            raise NotThere("this run does not exist, or no longer does") from None
-        mine = safe_io.is_own_uid(about.st_uid, self.root)
-        if not stat.S_ISDIR(about.st_mode) or not (mine or self._everybody):
-            raise NotThere("no such run")
-        return path
-
-    def record(self, name: str) -> run_record.RunRecord:
-        path = self.place(name)
-        try:
-            run = run_record.read_run(path)
-        except (run_record.Damaged, OSError) as problem:
-            raise NotThere(escape(f"the record of this run is damaged: {problem}", 300)) from None
-        if run is None:
-            raise NotThere("there is no run in this folder")
-        return run
-
-    def watched(self, name: str) -> tuple[RunTail, Timeline]:
-        """With all that is new in its files."""
-        record = self.record(name)
-        known = self._open.pop(record.dir, None)
-        folder, timeline = known if known is not None else (folder_of(record), Timeline(record))
-        folder.record = record
-        folder.run(time.time(), watched=True)
-        trainer = folder.training.record
-        if timeline.dir != trainer.dir:  # a job has no history of its own: its trainer has
-            timeline = Timeline(trainer, record if folder.training is not folder else None, folder.first_rank)
-        self._open[record.dir] = folder, timeline
-        while len(self._open) > _KEPT:
-            self._open.popitem(last=False)
-        return folder, timeline
