@@ -99,7 +99,7 @@ def test_newest_values_are_means_over_the_logging_interval(tmp_path: Path, lines
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tail = MetricsTail(str(tmp_path))
-    assert tail.look() and tail.interval == 4 and "log_every" not in tail.curves
+    assert tail.read_new() and tail.interval == 4 and "log_every" not in tail.curves
     newest = read_newest_line(str(tmp_path))
     assert (newest["reward"], newest["tokens"], newest["step"]) == (1.5, lines - 1, lines - 1)
 
@@ -212,10 +212,10 @@ def check_page(stoker: Stoker) -> None:
     from stoker.control.show.web.run_files import RunFolders
 
     folders, run = RunFolders(str(stoker.cwd / "runs")), stoker.latest.resolve().name
-    answer = page_data.read_curves(folders, run, ["reward", "server_requests_per_s"], most=600, smooth=INTERVAL)
+    answer = page_data.read_curves(folders, run, ["reward", "server_requests_per_s"], max_points=600, smooth=INTERVAL)
     assert answer["names"][: len(COMPANIONS)] == COMPANIONS and answer["interval"] == INTERVAL
     assert {"server_requests_per_s", "server_tokens_per_s", "loss"} <= {*answer["names"]}
-    folder, timeline = folders.watched(run)
+    folder, timeline = folders.open(run)
     points = folder.training.curve("reward").values[-INTERVAL:]
     assert answer["curves"]["reward"]["values"][-1] == pytest.approx(sum(points) / INTERVAL, rel=1e-4)
     assert answer["curves"]["server_requests_per_s"]["values"]

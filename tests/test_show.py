@@ -111,7 +111,7 @@ def test_a_running_job_is_seen_with_ranks_cards_and_hosts(stoker: Stoker, monkey
     moments = history.read_history(run.dir)
     assert moments[-1].of_rank(1)["step"] == 10 and moments[-1].attempt == 0
     replay = Replay(record := run_record.read_run(run.dir))  # type: ignore[arg-type]
-    assert record is not None and len(replay.moments) == len(moments)
+    assert record is not None and len(replay.points) == len(moments)
     last = same_in_json(replay.snapshot(len(moments) - 1)).runs[0]
     first = same_in_json(replay.snapshot(0)).runs[0]
     assert (last.step, last.loss, last.phase, last.state) == (10, 0.3, "eval", "running") and first.ranks[
@@ -236,7 +236,7 @@ def test_a_clock_that_was_set_back_gives_no_negative_times(finished: Stoker) -> 
     assert run.seconds == 0.0
     tail = MetricsTail(str(finished.latest))
     metrics_file(finished.latest, [3.0, 2.0, 1.0])
-    assert tail.look() and tail.step_s == 1.0
+    assert tail.read_new() and tail.step_s == 1.0
 
 
 def test_a_run_of_the_future_and_of_a_clock_that_jumps_is_shown(stoker: Stoker) -> None:
@@ -294,7 +294,7 @@ def test_the_step_is_of_the_ranks_that_still_run(finished: Stoker) -> None:
     folder.writer().write(moment(1.0, 3, step=(3, 2, 1)))
     record = run_record.read_run(str(run_dir))
     assert record is not None
-    assert RunTail(record).run(2.0, watched=False).step == RunTail(record).run(2.0, watched=True).step == 1
+    assert RunTail(record).view(2.0, watched=False).step == RunTail(record).view(2.0, watched=True).step == 1
 
 
 def recipe_run(finished: Stoker, name: str, logged: float, moment_at: float, verdict: bool = False) -> RunTail:
@@ -318,13 +318,13 @@ def recipe_run(finished: Stoker, name: str, logged: float, moment_at: float, ver
 
 def test_ranks_have_made_the_steps_that_the_run_has_made(finished: Stoker) -> None:
     """The history is written every two seconds, the metrics more often: `top` must not show step 21 above and 0 below."""
-    run = recipe_run(finished, "fresh", logged=100.5, moment_at=100.0).run(101.0, watched=True)
+    run = recipe_run(finished, "fresh", logged=100.5, moment_at=100.0).view(101.0, watched=True)
     assert run.step == 21 and [rank.step for rank in run.ranks] == [21, 21]
 
 
 def test_a_rank_that_hangs_is_behind_the_run(finished: Stoker) -> None:
     """A moment of the history that is younger than the metrics knows better where the other ranks are."""
-    run = recipe_run(finished, "hanging", logged=100.5, moment_at=130.0).run(131.0, watched=True)
+    run = recipe_run(finished, "hanging", logged=100.5, moment_at=130.0).view(131.0, watched=True)
     assert run.step == 21 and [rank.step for rank in run.ranks] == [21, 0]
 
 
@@ -342,7 +342,7 @@ def test_ranks_of_a_run_that_was_stopped_have_not_failed(stoker: Stoker) -> None
         child.wait(60)
     record = run_record.read_run(str(stoker.latest))
     assert record is not None
-    run = RunTail(record).run(time.time(), watched=True)
+    run = RunTail(record).view(time.time(), watched=True)
     assert run.state == "stopped" and {rank.exit_code for rank in run.ranks} == {-signal.SIGTERM}
     assert {rank.state for rank in run.ranks} == {"stopped"}
     shown = stoker("top", "--once", "endless").out
@@ -352,16 +352,16 @@ def test_ranks_of_a_run_that_was_stopped_have_not_failed(stoker: Stoker) -> None
 def test_only_what_is_new_is_read(tmp_path: Path) -> None:
     metrics_file(tmp_path, [1.0 / (step + 1) for step in range(100_000)])
     tail = MetricsTail(str(tmp_path))
-    assert tail.look() and len(tail.curves["loss"].steps) == 100_000 and not tail.look()
-    before = tail._at
+    assert tail.read_new() and len(tail.curves["loss"].steps) == 100_000 and not tail.read_new()
+    before = tail._offset
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 100000, "loss": 7.0}\n{"step": 100001, "lo')
-    assert tail.look() and tail.newest["loss"] == 7.0 and tail._at == before + 30
+    assert tail.read_new() and tail.newest["loss"] == 7.0 and tail._offset == before + 30
     points = tail.curves["loss"].points(300)
     assert len(points) <= 320 and points[0] == (0, 1.0) and points[-1] == (100_000, 7.0)
     (tmp_path / "metrics.jsonl").unlink()
     metrics_file(tmp_path, [9.0])  # resumed: replaced as a whole
-    assert tail.look() and list(tail.curves["loss"].values) == [9.0]
+    assert tail.read_new() and list(tail.curves["loss"].values) == [9.0]
     assert read_newest_line(str(tmp_path))["loss"] == 9.0
 
 
@@ -389,7 +389,7 @@ def test_lines_cut_into_columns_are_what_json_makes_of_them(tmp_path: Path) -> N
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 6001, "lo')
         tails.append(MetricsTail(str(tmp_path / name)))
     spaced, dense = tails
-    assert spaced.look() and dense.look()
+    assert spaced.read_new() and dense.read_new()
     assert {name for name in spaced.curves} == {"loss", "tokens", "mfu", "val_loss"}
     assert (spaced.newest, spaced.step, spaced.time) == (dense.newest, dense.step, dense.time)
     assert (spaced.times, spaced.step_s) == (dense.times, dense.step_s)
@@ -461,10 +461,10 @@ def test_the_slow_rank_its_card_and_what_the_others_wait(finished: Stoker) -> No
 
 def test_a_straggler_that_keeps_up_again_is_shown_no_longer(tmp_path: Path) -> None:
     events = EventTail(str(tmp_path))
-    events.take({"event": "straggler", "time": 5.0, "rank": 2, "cause": "slow.data", "summary": "rank 2 is slow"})
-    events.take({"event": "straggler-over", "time": 6.0, "rank": 1, "summary": "rank 1 is no longer slow"})
+    events.apply({"event": "straggler", "time": 5.0, "rank": 2, "cause": "slow.data", "summary": "rank 2 is slow"})
+    events.apply({"event": "straggler-over", "time": 6.0, "rank": 1, "summary": "rank 1 is no longer slow"})
     assert events.suspicion is not None and list(events.slow) == [2]
-    events.take({"event": "straggler-over", "time": 7.0, "rank": 2, "summary": "rank 2 is no longer slow"})
+    events.apply({"event": "straggler-over", "time": 7.0, "rank": 2, "summary": "rank 2 is no longer slow"})
     assert events.suspicion is None and not events.slow
 
 
@@ -832,7 +832,7 @@ def test_all_metrics_of_a_run_are_kept(tmp_path: Path) -> None:
             more = dict.fromkeys(names, 0.5) if step % 10 == 0 else {}
             file.write(json.dumps({"step": step, "time": 1e9, "loss": 1.0, **more}) + "\n")
     tail = MetricsTail(str(tmp_path))
-    assert tail.look() and len(tail.curves) == 301
+    assert tail.read_new() and len(tail.curves) == 301
     assert len(tail.curves["loss"].steps) == 100 and len(tail.curves[names[-1]].steps) == 10
 
 
@@ -844,11 +844,11 @@ def test_a_reader_of_newest_values_keeps_no_long_curves(tmp_path: Path, monkeypa
     for look in range(40):
         with path.open("a") as file:
             file.writelines(f'{{"step": {100 * look + place}, "time": 1.0, "loss": 2.5}}\n' for place in range(50))
-        assert tail.look() and tail.step == 100 * look + 49 and tail.newest["loss"] == 2.5
+        assert tail.read_new() and tail.step == 100 * look + 49 and tail.newest["loss"] == 2.5
         longest = max(longest, len(tail.curves["loss"].steps), len(tail.clock.steps))
     assert 50 < longest < 400, "of 2,000 points"
     whole = MetricsTail(str(tmp_path))
-    assert whole.look() and len(whole.curves["loss"].steps) == 2000
+    assert whole.read_new() and len(whole.curves["loss"].steps) == 2000
 
 
 # ---- numbers that no float holds, and the largest ones ----

@@ -156,7 +156,7 @@ def test_runs_of_one_name_have_their_ids() -> None:
 def test_a_run_that_is_over_has_no_ranks_any_more() -> None:
     made = demo()
     run = replace(made.runs[-1], state="completed", ranks=(), verdict=Verdict("completed", "completed", "", 0))
-    assert "the run is over: it has no ranks any more" in draw_text(replace(made, runs=(run,)), 80, View())
+    assert "the run has ended and has no ranks" in draw_text(replace(made, runs=(run,)), 80, View())
     assert "no ranks are known" in draw_text(replace(made, runs=(replace(run, state="running"),)), 80, View())
 
 
@@ -230,7 +230,7 @@ def test_keys_sort_filter_and_help() -> None:
         rows = [line for line in screen(app.frame).split("\n") if "GPU" in line and "°C" in line]
         assert "node2/GPU2" not in rows[0]
         await pilot.press("o", "ä")
-        assert "no order of that letter" in screen(app.frame)
+        assert "unknown sort letter" in screen(app.frame)
         await pilot.press("o", "n", "slash", *"node2")
         assert "node1" not in screen(app.frame).split("RUN demo")[0] and "filter: node2" in screen(app.frame)
         await pilot.press("enter", "tab", "tab", "down")
@@ -242,7 +242,7 @@ def test_keys_sort_filter_and_help() -> None:
         await pilot.press("x", "5", "down", "down")
         assert app.view.run == "demo-first" and "RUN first try" in screen(app.frame)
         await pilot.press("space")
-        assert "HELD" in screen(app.frame)
+        assert "PAUSED" in screen(app.frame)
         await pilot.press("q")
 
     assert drive(Still(demo()), play) == []
@@ -335,7 +335,7 @@ def test_a_recording_is_held_and_sought() -> None:
         view, effect = press(View(replay=True), key, sign, own_demo(), 5)
         seen.append(effect.what if effect is not None else view.note)
         assert not view.paused
-    assert seen == ["pause", "back", "forth", "faster", "slower", "this is a recording: nothing to stop"]
+    assert seen == ["pause", "back", "forth", "faster", "slower", "a recording can't be stopped"]
 
 
 # ---- the command ----

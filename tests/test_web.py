@@ -727,7 +727,7 @@ def test_steps_beyond_whole_numbers_leave_the_page_alive(stoker: Stoker, tmp_pat
 def test_a_page_that_is_open_for_weeks_drops_the_oldest_moments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stoker.control.show.web.rank_timeline._CELLS", 1000)
+    monkeypatch.setattr("stoker.control.show.web.rank_timeline._MAX_CELLS", 1000)
     record = run_record.RunRecord(str(tmp_path), "exp", {}, None, os.getuid(), mine=True)
     timeline = RankTimeline(record)
     (tmp_path / "history").mkdir()

@@ -119,7 +119,7 @@ def _at_equal_steps(folders: Sequence[RunTail], metric: str) -> dict[str, tuple[
 
 def _results(folder: RunTail) -> dict[str, tuple[Any, str]]:
     """Name -> (number, as it is shown)."""
-    run = folder.run(folder.record.started, watched=True)
+    run = folder.view(folder.record.started, watched=True)
     lowest = _lowest(folder.curve("val_loss"))
     fast = _tail(folder.curve("tokens_per_s"))
     loss = _tail(folder.curve("loss"))

@@ -99,7 +99,7 @@ def _once(runs: list[run_record.RunRecord]) -> list[run_record.RunRecord]:
 def watched(run: run_record.RunRecord) -> RunTail:
     with parsing(f"run {run.id}"):
         folder = open_run_tail(run)
-        folder.run(run.started, watched=True)
+        folder.view(run.started, watched=True)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""The run that is looked at: numbers, what is wrong with it, and the curve of its reward or loss."""
+"""The panel of the run that is shown (numbers, problems, curve of its reward or loss) and the panel that lists all runs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from stoker.contract.units import format_duration, plural
-from stoker.control.show.charts import Series as Drawn
-from stoker.control.show.charts import draw_chart, metric_text, short
+from stoker.control.show.charts import Series, draw_chart, metric_text, short
 from stoker.control.show.snapshot import (
     DAMAGED,
     LOST,
@@ -49,47 +48,53 @@ from stoker.control.show.top.table import (
     join_pieces,
     pack_lines,
     wrap_text,
-)  # fmt: skip
+)
 
-pass
+# ---- the curve ----
 
-_AXIS = 2  # lines below the curve
-_MOST = 1e300  # the difference of two values must be a number, too
+_AXIS_LINES = 2
+_MAX_VALUE = 1e300  # so that the difference of two values stays finite
+_CURVE_LINES = 8  # wanted, with the axis
+_MIN_CURVE_LINES = 4
 
 
 def curve_lines(points: Sequence[tuple[int, Metric]], width: int, height: int) -> list[Line]:
     """Draw the curve in at most `height` lines. A step whose value is not finite is a × at the bottom."""
-    known = [(step, max(-_MOST, min(_MOST, value))) for step, raw in points if (value := finite(raw)) is not None]
-    rows = height - _AXIS
+    known = [
+        (step, max(-_MAX_VALUE, min(_MAX_VALUE, number)))
+        for step, value in points
+        if (number := finite(value)) is not None
+    ]
+    rows = height - _AXIS_LINES
     if width < 20 or rows < 2 or not known:
         return []
-    drawn = draw_chart([Drawn("", tuple(known))], width, rows)
-    lost = [step for step, raw in points if isinstance(raw, str)]
+    chart = draw_chart([Series("", tuple(known))], width, rows)
     first, last = known[0][0], max(known[-1][0], known[0][0] + 1)
-    inner = len(drawn[0]) - 1
-    for step in lost:
-        at = max(0, min(inner - 1, round((step - first) / (last - first) * (inner - 1))))
-        drawn[rows - 1][at + 1] = ("×", "red")
-    return [fit(_pieces(row), width) for row in drawn]
+    inner = len(chart[0]) - 1
+    for step, value in points:
+        if isinstance(value, str):
+            column = max(0, min(inner - 1, round((step - first) / (last - first) * (inner - 1))))
+            chart[rows - 1][column + 1] = ("×", "red")
+    return [fit(_merge_cells(row), width) for row in chart]
 
 
-def _pieces(row: list[tuple[str, str]]) -> list[Piece]:
-    """Cells of one colour together."""
+def _merge_cells(row: list[tuple[str, str]]) -> list[Piece]:
+    """Join neighboring cells of one style into pieces; spaces take the style before them."""
     pieces: list[Piece] = []
-    for sign, colour in row:
-        style = {"": DIM, "red": BAD}.get(colour, ACCENT)
-        if sign == " " or (pieces and pieces[-1][1] == style):
-            before = pieces.pop() if pieces else ("", style)
-            pieces.append((before[0] + sign, before[1]))
+    for character, color in row:
+        style = {"": DIM, "red": BAD}.get(color, ACCENT)
+        if character == " " or (pieces and pieces[-1][1] == style):
+            text, style = pieces.pop() if pieces else ("", style)
+            pieces.append((text + character, style))
         else:
-            pieces.append((sign, style))
+            pieces.append((character, style))
     return pieces
 
 
-CURVE = 8  # lines of a curve that has room
-_LEAST_CURVE = 4
-_MOST_SERVERS = 8
-_SENTENCE = 3  # lines of one explanation
+# ---- one run ----
+
+_MAX_SERVERS = 8
+_MAX_SENTENCE_LINES = 3
 
 
 def run_head(run: RunView | None) -> str:
@@ -97,108 +102,104 @@ def run_head(run: RunView | None) -> str:
 
 
 def run_lines(run: RunView | None, width: int, height: int) -> list[Line]:
-    """At most `height` lines. What is wrong comes before the curve."""
+    """Draw the run in at most `height` lines: numbers, then problems, then the curve."""
     if run is None:
-        return [fit([("no run yet: `stoker run train.py` starts one", DIM)], width)][:height]
-    lines = [*_numbers(run, width), *_troubles(run, width)][:height]
-    room = height - len(lines)
-    if room >= _LEAST_CURVE:
-        lines += curve_lines(run.curve, width, room)
+        return [fit([("no run yet: start one with `stoker run train.py`", DIM)], width)][:height]
+    lines = [*_number_lines(run, width), *_problem_lines(run, width)][:height]
+    if height - len(lines) >= _MIN_CURVE_LINES:
+        lines += curve_lines(run.curve, width, height - len(lines))
     return lines
 
 
 def run_height(run: RunView | None, width: int) -> int:
-    """What it takes to show all of it."""
-    return run_words(run, width) + (CURVE if run is not None and run.curve else 0)
+    """Return the number of lines that show all of the run."""
+    return run_text_height(run, width) + (_CURVE_LINES if run is not None and run.curve else 0)
 
 
-def run_words(run: RunView | None, width: int) -> int:
-    """Lines without the curve."""
-    return 1 if run is None else sum(1 for _ in (*_numbers(run, width), *_troubles(run, width)))
+def run_text_height(run: RunView | None, width: int) -> int:
+    """Return the number of lines without the curve."""
+    return 1 if run is None else len([*_number_lines(run, width), *_problem_lines(run, width)])
 
 
-def _numbers(run: RunView, width: int) -> Iterator[Line]:
-    restarts = plural(run.restarted, "restart")
+def _number_lines(run: RunView, width: int) -> Iterator[Line]:
     causes = ", ".join(f"{escape_cell(cause)} ×{count}" for cause, count in run.restarts.items())
-    ranks = plural(run.world, "rank")
-    where = f" on {plural(len(run.hosts), 'host')}" if len(run.hosts) > 1 else ""
-    first: list[Piece | None] = [
+    on_hosts = f" on {plural(len(run.hosts), 'host')}" if len(run.hosts) > 1 else ""
+    first_line: list[Piece | None] = [
         (escape_cell(run.state), state_style(run)),
         (format_duration(run.seconds), PLAIN) if run.seconds is not None else None,
-        (f"{ranks}{where}", PLAIN),
-        (f"{restarts} ({causes})", WARN) if run.restarted else None,
+        (f"{plural(run.world, 'rank')}{on_hosts}", PLAIN),
+        (f"{plural(run.restarted, 'restart')} ({causes})", WARN) if run.restarted else None,
         (f"phase {escape_cell(run.phase)}", DIM) if run.phase and run.state in (RUNNING, UNKNOWN) else None,
         (f"of {escape_cell(run.user)}", DIM) if not run.mine else None,
         (escape_cell(run.command), DIM),
     ]
-    yield join_fitting(first, width)
+    yield join_fitting(first_line, width)
     done = f" {run.step / run.total_steps:.0%}" if run.step is not None and run.total_steps else ""
-    rl = run.rl_metrics
-    loss_style = DIM if rl else BOLD
+    step: Piece | None = (f"step {format_steps(run)}{done}", PLAIN) if run.step is not None else None
+    rl_values = [
+        (f"{RL_METRICS[name]} {metric_text(name, value)}", _metric_style(name, value))
+        for name, value in run.rl_metrics.items()
+    ]
+    loss_style = DIM if rl_values else BOLD
     if isinstance(run.loss, str):
         loss_style = BAD
-    step: Piece | None = (f"step {steps(run)}{done}", PLAIN) if run.step is not None else None
-    values = ((f"{RL_METRICS[name]} {metric_text(name, value)}", _style(name, value)) for name, value in rl.items())
-    optional = (("lr", run.lr), ("grad", run.grad_norm))
-    rest: list[Piece | None] = [
+    other_values: list[Piece | None] = [
         (f"loss {format_metric(run.loss)}", loss_style) if run.loss is not None else None,
         (f"{short(run.tokens_per_s)} tokens/s", PLAIN) if run.tokens_per_s is not None else None,
         (f"ETA {format_clock(run.eta_s)}", GOOD) if run.eta_s is not None else None,
         (f"MFU {format_percent(finite(run.mfu))}", PLAIN) if run.mfu is not None else None,
-        *((f"{name} {_short(value)}", DIM) for name, value in optional if value is not None),
     ]
-    # The reward and its companions take as many lines as they need; of the rest there is what fits.
-    *full, last = pack_lines([step, *values], width) or [[]]
-    for line in full:
+    for name, value in (("lr", run.lr), ("grad", run.grad_norm)):
+        if value is not None:
+            text = escape_cell(value) if isinstance(value, str) else f"{value:.3g}"
+            other_values.append((f"{name} {text}", DIM))
+    # The reward and its companions take as many lines as they need; the other values fill up the last one.
+    *full_lines, last_line = pack_lines([step, *rl_values], width) or [[]]
+    for line in full_lines:
         yield fit(join_pieces(line), width)
-    if last or any(rest):
-        yield join_fitting([*last, *rest], width)
-    for server in run.servers[:_MOST_SERVERS]:
-        for line in pack_lines(_server(server), width):
+    if last_line or any(other_values):
+        yield join_fitting([*last_line, *other_values], width)
+    for server in run.servers[:_MAX_SERVERS]:
+        for line in pack_lines(_server_pieces(server), width):
             yield fit(join_pieces(line), width)
 
 
-def _server(server: ServerLoad) -> list[Piece | None]:
-    """Describe the load of a server, a role of a job or a run alone."""
+def _server_pieces(server: ServerLoad) -> list[Piece | None]:
     name = escape_cell(server.role) or "server"
     speeds = ((server.requests_per_s, "requests/s"), (server.tokens_per_s, "tokens/s"))
     counts = ((server.running, "running"), (server.waiting, "waiting"))
     return [
         (f"{name}{f' ×{server.replicas}' if server.replicas > 1 else ''}", BOLD),
         *((f"{short(value)} {unit}", PLAIN) for value, unit in speeds if value is not None),
-        *((f"{value} {what}", PLAIN) for value, what in counts if value is not None),
+        *((f"{value} {label}", PLAIN) for value, label in counts if value is not None),
         (f"weights {server.weights_version}", PLAIN) if server.weights_version is not None else None,
         (f"{plural(server.requests, 'request')} and {plural(server.tokens, 'token')} so far", DIM),
     ]
 
 
-def _style(name: str, value: Metric) -> str:
+def _metric_style(name: str, value: Metric) -> str:
     if isinstance(value, str):
         return BAD
     return BOLD if name == REWARD else PLAIN
 
 
-def _short(value: float | str) -> str:
-    return escape_cell(value) if isinstance(value, str) else f"{value:.3g}"
-
-
-def _troubles(run: RunView, width: int) -> Iterator[Line]:
+def _problem_lines(run: RunView, width: int) -> Iterator[Line]:
+    sentences: list[Piece] = []
     if run.problem:
-        yield from _sentence(f"damaged: {run.problem}", width, BAD)
-    for one in run.slow[:2]:
-        yield from _sentence(one.summary, width, BAD)
+        sentences.append((f"damaged: {run.problem}", BAD))
+    sentences += [(slow.summary, BAD) for slow in run.slow[:2]]
     suspicion = run.suspicion
-    # A straggler's suspicion says what `slow` says, with less.
+    # The suspicion about a straggler repeats part of `slow`.
     if suspicion is not None and not (run.slow and suspicion.kind == "straggler"):
-        yield from _sentence(f"suspicion: {suspicion.summary}", width, WARN)
+        sentences.append((f"suspicion: {suspicion.summary}", WARN))
     if run.verdict is not None and run.state != RUNNING:
-        style = PLAIN if run.verdict.status == "completed" else BAD
-        yield from _sentence(run.verdict.summary, width, style)
+        sentences.append((run.verdict.summary, PLAIN if run.verdict.status == "completed" else BAD))
+    for text, style in sentences:
+        for line in wrap_text(escape_cell(text), width, style, _MAX_SENTENCE_LINES):
+            yield fit(line, width)
 
 
-def _sentence(text: str, width: int, style: str) -> list[Line]:
-    return [fit(line, width) for line in wrap_text(escape_cell(text), width, style, _SENTENCE)]
-
+# ---- the list of runs ----
 
 RUN_ORDERS = {
     "d": Order("date", lambda run: run.started),
@@ -209,66 +210,56 @@ RUN_ORDERS = {
     "t": Order("time", lambda run: run.seconds),
     "e": Order("state", lambda run: run.state, down=False),
 }
-_BROKEN = ("failed", LOST, DAMAGED, "hang")
+_BAD_STATES = ("failed", LOST, DAMAGED, "hang")
 
 
-def runs_panel(index: SnapshotIndex, wish: PanelOptions, chosen: str) -> Panel:
-    """Newest first. A name that several runs have tells nobody which is which: those have their ids."""
-    found = reversed(index.snapshot.runs)
-    names = Counter(run.name for run in index.snapshot.runs)
+def runs_panel(index: SnapshotIndex, options: PanelOptions, chosen_id: str) -> Panel:
+    """List the runs, newest first, by name; by id if several runs have the same name."""
+    runs = index.snapshot.runs
+    name_counts = Counter(run.name for run in runs)
 
-    def shown_name(run: RunView) -> str:
-        return escape_cell(run.name if run.name and names[run.name] == 1 else run.id)
+    def label(run: RunView) -> str:
+        return escape_cell(run.name if run.name and name_counts[run.name] == 1 else run.id)
 
-    of_rl = [name for name in RL_METRICS if any(name in run.rl_metrics for run in index.snapshot.runs)]
-    kept, hidden = filter_and_sort((Row(run.id, run, _run_text(run)) for run in found), wish, RUN_ORDERS)
+    rl_names = [name for name in RL_METRICS if any(name in run.rl_metrics for run in runs)]
     columns = (
-        Column("RUN", 26, lambda run, width: (shown_name(run), ACCENT if run.id == chosen else PLAIN)),
-        Column("STATE", 10, _run_state, order=1),
-        Column("STEP", 13, lambda run, width: (steps(run), PLAIN), 2, True),
-        *(_rl_column(name) for name in of_rl),
-        Column("LOSS", 9, lambda run, width: _loss(run), 3, True),
+        Column("RUN", 26, lambda run, width: (label(run), ACCENT if run.id == chosen_id else PLAIN)),
+        Column("STATE", 10, lambda run, width: (escape_cell(run.state), state_style(run)), order=1),
+        Column("STEP", 13, lambda run, width: (format_steps(run), PLAIN), 2, True),
+        *(_rl_column(name) for name in rl_names),
+        Column("LOSS", 9, _loss, 3, True),
         Column("TOKENS/S", 8, lambda run, width: (short(run.tokens_per_s), PLAIN), 4, True),
-        Column(
-            "TIME",
-            12,
-            lambda run, width: (format_duration(run.seconds) if run.seconds is not None else NONE, PLAIN),
-            5,
-            True,
-        ),
+        Column("TIME", 12, _run_time, 5, True),
         Column("USER", 10, lambda run, width: (escape_cell(run.user), PLAIN if run.mine else DIM), 7),
-        Column("DATE", 12, lambda run, width: (_date(run.started), DIM), 6),
+        Column("DATE", 12, lambda run, width: (_format_date(run.started), DIM), 6),
         Column("WHAT", 0, _what, order=8, least=14),
     )
-    folder = escape_cell(index.snapshot.root or "the folder of runs")
-    return Panel(RUNS, columns, kept, f"no runs in {folder}", hidden)
+    rows, hidden = filter_and_sort((Row(run.id, run, _searched(run)) for run in reversed(runs)), options, RUN_ORDERS)
+    folder = escape_cell(index.snapshot.root or "the runs folder")
+    return Panel(RUNS, columns, rows, f"no runs in {folder}", hidden)
 
 
-def steps(run: RunView) -> str:
+def format_steps(run: RunView) -> str:
     if run.step is None:
         return NONE
     return f"{run.step}/{run.total_steps}" if run.total_steps else str(run.step)
 
 
-def _run_text(run: RunView) -> str:
-    cause = run.verdict.cause if run.verdict is not None else ""
-    return escape_cell(" ".join((run.id, run.name, run.state, run.user, cause or "", *run.hosts))).lower()
-
-
 def state_style(run: RunView) -> str:
     if run.state == RUNNING:
         return WARN if run.suspicion is not None else GOOD
-    if run.state in _BROKEN:
+    if run.state in _BAD_STATES:
         return BAD
     return WARN if run.state == UNKNOWN else PLAIN
 
 
-def _run_state(run: RunView, width: int) -> Piece:
-    return escape_cell(run.state), state_style(run)
+def _searched(run: RunView) -> str:
+    cause = run.verdict.cause if run.verdict is not None else ""
+    return escape_cell(" ".join((run.id, run.name, run.state, run.user, cause or "", *run.hosts))).lower()
 
 
 def _rl_column(name: str) -> Column:
-    """Make a column of a reinforcement-learning metric; it is empty for runs that have none."""
+    """Return the column of a reinforcement-learning metric; it is empty for runs without the metric."""
     title = RL_METRICS[name].upper()
 
     def draw(run: RunView, _width: int) -> Piece:
@@ -278,10 +269,14 @@ def _rl_column(name: str) -> Column:
     return Column(title, max(len(title), 7), draw, 2 if name == REWARD else 9, True)
 
 
-def _loss(run: RunView) -> Piece:
+def _loss(run: RunView, width: int) -> Piece:
     if run.headline == REWARD:
         return "", PLAIN
     return format_metric(run.loss), BAD if isinstance(run.loss, str) else PLAIN
+
+
+def _run_time(run: RunView, width: int) -> Piece:
+    return format_duration(run.seconds) if run.seconds is not None else NONE, PLAIN
 
 
 def _what(run: RunView, width: int) -> Piece:
@@ -293,9 +288,8 @@ def _what(run: RunView, width: int) -> Piece:
     return escape_cell(cause or ""), DIM
 
 
-def _date(when: float) -> str:
-    """A clock that was set wrong may have written any number."""
+def _format_date(seconds: float) -> str:
     try:
-        return time.strftime("%d %b %H:%M", time.localtime(when)) if when else NONE
-    except (OverflowError, OSError, ValueError):
+        return time.strftime("%d %b %H:%M", time.localtime(seconds)) if seconds else NONE
+    except (OverflowError, OSError, ValueError):  # a wrong clock may have written any number
         return NONE

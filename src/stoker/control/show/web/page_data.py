@@ -1,4 +1,7 @@
-"""What the page asks about runs, as JSON: curves, sparklines, ranks over time, comparisons. Texts are in texts.py."""
+"""The page's data as JSON: the live state sent to viewers, and answers about curves, ranks over time and comparisons.
+
+Texts and files of runs are in run_files.py.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from stoker.control.record import run_index
 from stoker.control.show.charts import metric_text
 from stoker.control.show.comparison import at_equal_step, differing_settings, measure_difference, settings_of
 from stoker.control.show.curves import Curve, interval_of, smooth_points, thin_out
-from stoker.control.show.run_tail import RunTail
+from stoker.control.show.run_tail import RunTail, planned_ranks
 from stoker.control.show.snapshot import (
     AVERAGED,
     LOSS,
@@ -26,184 +29,21 @@ from stoker.control.show.snapshot import (
     RankView,
     RunView,
     Snapshot,
-    finite,
     headline_metric,
+    parse_finite,
     parse_metric,
     sort_metrics,
 )
 from stoker.control.show.web.run_files import PageNotFound, RunFolders
 
-POINTS = 600
-MOST_POINTS = 4000
-MOST_RUNS = 12  # compared at once
-Steps = tuple[float, float]  # from, to
-ALL: Steps = (-math.inf, math.inf)
-SPARK = 32  # points of a sparkline
-_MOST_AVERAGED = 16  # lines of a value of a sparkline
-_LINE = 4096  # bytes within which a line of metrics.jsonl is looked for
-
-
-def read_curves(
-    folders: RunFolders,
-    run: str,
-    names: Sequence[str],
-    *,
-    since: int = 0,
-    within: Steps = ALL,
-    most: int,
-    smooth: int = 1,
-) -> dict[str, Any]:
-    """`since`: points from this one on (a curve only grows at its end). `within`: of these steps."""
-    folder, _ = folders.watched(run)
-    made = {}
-    for name in names:
-        curve = folder.curve(name)
-        # Over one logging interval only single steps are averaged: other curves have no noise, or are means already.
-        window = smooth if name in AVERAGED or smooth != folder.interval else 1
-        steps, values = _chosen(curve, since, within, window)
-        picked = thin_out(values, max(30, min(most, MOST_POINTS)))
-        made[name] = {
-            "steps": [steps[at] for at in picked],
-            "values": [_number(values[at]) for at in picked],
-            "count": len(curve.steps),
-            "bad": len(curve.not_finite()),
-            "all": len(picked) == len(values),
-        }
-    metrics = folder.training.metrics
-    problem = metrics.problem if metrics is not None else ""
-    return {"names": metric_names(folder), "curves": made, "interval": folder.interval, "problem": problem}
-
-
-def _chosen(curve: Curve, since: int, within: Steps, smooth: int) -> tuple[Sequence[int], Sequence[float]]:
-    steps: Sequence[int] = curve.steps[since:] if since else curve.steps
-    values: Sequence[float] = curve.values[since:] if since else curve.values
-    if smooth > 1:
-        points = smooth_points(curve, smooth)
-        steps, values = [int(step) for step, _ in points], [value for _, value in points]
-    first, last = within
-    if within != ALL:
-        # One more on each side, so that the line goes to the edge.
-        inside = [at for at, step in enumerate(steps) if first <= step <= last]
-        begin, end = (max(inside[0] - 1, 0), inside[-1] + 2) if inside else (0, 0)
-        steps, values = steps[begin:end], values[begin:end]
-    return steps, values
-
-
-def _number(value: float) -> Any:
-    kept = parse_metric(value)
-    return float(f"{kept:.6g}") if isinstance(kept, float) else kept
-
-
-def metric_names(folder: RunTail) -> list[str]:
-    return sort_metrics(folder.curve_names())
-
-
-def read_sparklines(folders: RunFolders, runs: Sequence[str]) -> dict[str, list[float | None]]:
-    """Return a few points of each run's reward or loss, from places across the file: its length costs nothing."""
-    found = {}
-    for run in runs:
-        try:
-            found[run] = _spark(folders.place(run))
-        except PageNotFound:
-            found[run] = []
-    return found
-
-
-def _spark(run_dir: str) -> list[float | None]:
-    path = run_index.find_file(run_dir, layout.METRICS)
-    if path is None:
-        return []
-    values: list[float | None] = []
-    try:
-        with os.fdopen(open_below(run_dir, path), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            for number in range(SPARK):
-                file.seek(max(0, size * number // SPARK - 1))
-                if number:
-                    file.readline(_LINE)
-                value = _next_headline_value(file)
-                if value is not None:
-                    values.append(float(f"{value:.4g}"))
-            file.seek(max(0, size - _LINE))
-            last = [_headline_value(_object(line)) for line in file.read(_LINE).split(b"\n")]
-            values += [one for one in last if one is not None][-1:]
-    except OSError:
-        return []
-    return values
-
-
-def _next_headline_value(file: IO[bytes]) -> float | None:
-    """Return the next reward or loss in the file; of a run whose metrics have every step the mean over some of them."""
-    for _ in range(3):
-        line = _object(file.readline(_LINE))
-        if (value := _headline_value(line)) is None:
-            continue
-        more = min(interval_of(line), _MOST_AVERAGED) - 1
-        known = [value, *(_headline_value(_object(file.readline(_LINE))) for _ in range(more))]
-        finite_ones = [one for one in known if one is not None]
-        return sum(finite_ones) / len(finite_ones)
-    return None
-
-
-def _object(line: bytes) -> dict[str, Any]:
-    try:
-        data = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return data if isinstance(data, dict) else {}
-
-
-def _headline_value(line: dict[str, Any]) -> float | None:
-    return finite(parse_metric(line.get(headline_metric(line))))
-
-
-def compare_runs(folders: RunFolders, runs: Sequence[str], name: str) -> dict[str, Any]:
-    """Return settings that differ, values at equal steps, and of two runs whether the difference is more than noise.
-
-    `name` is the metric that is judged; empty: reward if all the runs have one, else loss.
-    """
-    watched = [folders.watched(run)[0] for run in runs[:MOST_RUNS]]
-    settings = [settings_of(folder.training.record) for folder in watched]
-    name = name or (REWARD if all(folder.curve(REWARD).steps for folder in watched) else LOSS)
-    equal = []
-    for one in dict.fromkeys((name, *RL_METRICS, LOSS, "val_loss")):
-        found = at_equal_step([folder.mean_curve(one) for folder in watched])
-        if found is not None:
-            equal.append([RL_METRICS.get(one, one), found[0], [metric_text(one, value) for value in found[1]]])
-    judged = measure_difference(watched[0].curve(name), watched[1].curve(name)) if len(watched) == 2 else None
-    return {
-        "runs": list(runs[:MOST_RUNS]),
-        "settings": [[key, list(values)] for key, values in differing_settings(settings)],
-        "metric": name,
-        "equal": equal,
-        "noise": {**as_json(judged), "beyond": judged.beyond} if judged is not None else None,
-    }
-
-
-def read_settings(folders: RunFolders, run: str) -> dict[str, Any]:
-    return {"settings": [list(pair) for pair in settings_of(folders.watched(run)[0].training.record).items()]}
-
-
-def read_timeline(folders: RunFolders, run: str, since: float, within: Steps = ALL) -> dict[str, Any]:
-    """`since`: only what is newer. `within`: of these times."""
-    folder, timeline = folders.watched(run)
-    plan = folder.record.data.get("plan") or {}
-    ranks = plan.get("ranks") if isinstance(plan.get("ranks"), list) else []
-    labels = {str(one["rank"]): str(one.get("label") or "")[:80] for one in ranks or () if _has_rank(one)}
-    return {**timeline.to_json(since, within), "labels": labels}
-
-
-def _has_rank(one: Any) -> bool:
-    return isinstance(one, dict) and type(one.get("rank")) is int
-
+# ---- live state: parts (runs, hosts, gpus, ranks) of rows by key ----
 
 Row = dict[str, Any]
 State = dict[str, dict[str, Row]]
 
 _RUN = (
     "name", "user", "mine", "state", "started", "updated", "seconds", "world", "attempts", "step", "total_steps", "headline",
-    "headline_value", "loss",
-    "tokens_per_s", "mfu", "grad_norm", "lr", "eta_s", "phase", "problem", "command", "hosts",
+    "headline_value", "loss", "tokens_per_s", "mfu", "grad_norm", "lr", "eta_s", "phase", "problem", "command", "hosts",
 )  # fmt: skip
 _HOST = (
     "state", "reason", "cores", "cpu", "memory_total", "memory_available", "disk_free", "disk_total", "received", "sent",
@@ -217,31 +57,20 @@ _RANK = (
     "role", "label", "host", "gpu", "pid", "state", "exit_code", "step", "step_s", "waiting", "phase", "collective_age",
     "beat_age", "memory",
 )  # fmt: skip
-_WHOLE = frozenset(
-    (
-        "requests",
-        "tokens",
-        "prompt_tokens",
-        "weights_version",
-        "step",
-        "total_steps",
-        "world",
-        "attempts",
-        "pid",
-        "exit_code",
-        "cores",
-        "started",
-        "updated",
-    )
-)
+# Fields whose integers are sent exactly.
+_EXACT = frozenset((
+    "requests", "tokens", "prompt_tokens", "weights_version", "step", "total_steps", "world", "attempts", "pid", "exit_code",
+    "cores", "started", "updated",
+))  # fmt: skip
+_MAX_PROCESSES = 8  # of a GPU
 
 
 def shared_state(snapshot: Snapshot) -> State:
-    """What every viewer gets."""
+    """Return the parts that every viewer gets; only the ranks depend on the run that a viewer watches."""
     return {
-        "runs": {run.id: _run(run) for run in snapshot.runs},
+        "runs": {run.id: _run_row(run) for run in snapshot.runs},
         "hosts": {host.name: _row(host, _HOST) for host in snapshot.hosts},
-        "gpus": {f"{card.host}/{card.label}/{card.uuid}": _gpu(card) for card in snapshot.gpus},
+        "gpus": {_gpu_key(gpu): _gpu_row(gpu) for gpu in snapshot.gpus},
     }
 
 
@@ -250,82 +79,258 @@ def rank_rows(run: RunView | None) -> dict[str, Row]:
 
 
 def recent_utilization(snapshot: Snapshot) -> dict[str, list[float | None]]:
-    """Of each card its utilisation before this viewer came; later ones it keeps itself."""
-    found = {f"{card.host}/{card.label}/{card.uuid}": card.recent.get("utilization", ()) for card in snapshot.gpus}
-    return {key: [None if one is None else round(one, 2) for one in values] for key, values in found.items()}
+    """Return each GPU's utilization from before a viewer connected; later values it keeps itself."""
+    return {
+        _gpu_key(gpu): [None if value is None else round(value, 2) for value in gpu.recent.get("utilization", ())]
+        for gpu in snapshot.gpus
+    }
 
 
 def diff_states(before: Mapping[str, Mapping[str, Row]], now: State) -> tuple[State, dict[str, list[str]]]:
-    """(rows that are new, or of those that are not the fields that changed; keys that are gone)"""
+    """Return (new rows and the changed fields of others, keys that are gone)."""
     changed: State = {}
     gone: dict[str, list[str]] = {}
     for part, rows in now.items():
-        old = before.get(part, {})
-        made = {}
+        old_rows = before.get(part, {})
+        changed_rows = {}
         for key, row in rows.items():
-            known = old.get(key)
-            if known is None:
-                made[key] = row
-            elif known != row:
-                made[key] = {name: value for name, value in row.items() if known.get(name) != value}
-        if made:
-            changed[part] = made
-        left = [key for key in old if key not in rows]
-        if left:
-            gone[part] = left
+            old = old_rows.get(key)
+            if old is None:
+                changed_rows[key] = row
+            elif old != row:
+                changed_rows[key] = {name: value for name, value in row.items() if old.get(name) != value}
+        if changed_rows:
+            changed[part] = changed_rows
+        missing = [key for key in old_rows if key not in rows]
+        if missing:
+            gone[part] = missing
     return changed, gone
 
 
-def _run(run: RunView) -> Row:
-    row = _row(run, _RUN)
-    row["rl"] = {RL_METRICS[name]: metric_text(name, value) for name, value in run.rl_metrics.items()}
-    row["servers"] = [{name: _plain(value, name) for name, value in as_json(one).items()} for one in run.servers]
-    row["restarts"] = dict(run.restarts)
-    row["slow"] = [{"rank": one.rank, "summary": one.summary} for one in run.slow]
+def _run_row(run: RunView) -> Row:
     suspicion, verdict = run.suspicion, run.verdict
-    row["suspicion"] = None
-    if suspicion is not None:
-        told = (
-            suspicion.time,
-            suspicion.cause,
-            suspicion.summary,
-            suspicion.rank,
-            list(suspicion.waiting),
-        )
-        row["suspicion"] = dict(zip(("time", "cause", "summary", "rank", "waiting"), told, strict=True))
-    row["verdict"] = None
-    if verdict is not None:
-        row["verdict"] = {"cause": verdict.cause, "summary": verdict.summary[:500], "rank": verdict.rank}
-    return row
+    return {
+        **_row(run, _RUN),
+        "rl": {RL_METRICS[name]: metric_text(name, value) for name, value in run.rl_metrics.items()},
+        "servers": [{name: _round(value, name) for name, value in as_json(load).items()} for load in run.servers],
+        "restarts": dict(run.restarts),
+        "slow": [{"rank": slow.rank, "summary": slow.summary} for slow in run.slow],
+        "suspicion": {
+            "time": suspicion.time,
+            "cause": suspicion.cause,
+            "summary": suspicion.summary,
+            "rank": suspicion.rank,
+            "waiting": list(suspicion.waiting),
+        }
+        if suspicion is not None
+        else None,
+        "verdict": {"cause": verdict.cause, "summary": verdict.summary[:500], "rank": verdict.rank}
+        if verdict is not None
+        else None,
+    }
 
 
-def _gpu(card: GpuGauges) -> Row:
-    row = _row(card, _GPU)
-    row["label"], row["uuid"] = card.label, card.uuid
-    row["processes"] = [
-        {"pid": one.pid, "user": one.user, "run": one.run, "command": (one.command or "")[:120]}
-        for one in (card.processes or ())[:8]
+def _gpu_key(gpu: GpuGauges) -> str:
+    return f"{gpu.host}/{gpu.label}/{gpu.uuid}"
+
+
+def _gpu_row(gpu: GpuGauges) -> Row:
+    processes = [
+        {"pid": process.pid, "user": process.user, "run": process.run, "command": (process.command or "")[:120]}
+        for process in (gpu.processes or ())[:_MAX_PROCESSES]
     ]
-    return row
+    return {**_row(gpu, _GPU), "label": gpu.label, "uuid": gpu.uuid, "processes": processes}
 
 
-def _row(thing: RunView | HostGauges | GpuGauges | RankView, names: tuple[str, ...]) -> Row:
-    return {name: _plain(getattr(thing, name), name) for name in names}
+def _row(view: RunView | HostGauges | GpuGauges | RankView, names: tuple[str, ...]) -> Row:
+    return {name: _round(getattr(view, name), name) for name in names}
 
 
-def _plain(value: Any, name: str) -> Any:
-    """Numbers with four digits: what nobody sees need not travel, and what is only noise has not changed."""
+def _round(value: Any, name: str) -> Any:
+    """Round numbers to four digits, so that changes too small to be seen are not sent."""
     if isinstance(value, tuple):
-        return [_plain(one, name) for one in value]
+        return [_round(item, name) for item in value]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return value
-    if isinstance(value, int) and (name in _WHOLE or abs(value) < 10_000):
+    if isinstance(value, int) and (name in _EXACT or abs(value) < 10_000):
         return value
-    if name in _WHOLE:
+    if name in _EXACT:
         return round(value, 1)
     if name in ("seconds", "eta_s", "beat_age", "collective_age"):
         return round(value, 1) if value < 10 else round(value)
     if value == 0 or not math.isfinite(value):
         return 0
-    digits = 3 - math.floor(math.log10(abs(value)))
-    return round(value, digits)
+    return round(value, 3 - math.floor(math.log10(abs(value))))
+
+
+# ---- curves ----
+
+POINTS = 600
+_MIN_POINTS, _MAX_POINTS = 30, 4000
+Steps = tuple[float, float]  # from, to
+ALL: Steps = (-math.inf, math.inf)
+
+
+def read_curves(
+    folders: RunFolders,
+    run: str,
+    names: Sequence[str],
+    *,
+    since: int = 0,
+    within: Steps = ALL,
+    max_points: int,
+    smooth: int = 1,
+) -> dict[str, Any]:
+    """Return curves of a run: points from index `since` on (a curve only grows at its end), of the steps `within`."""
+    tail, _ = folders.open(run)
+    curves = {}
+    for name in names:
+        curve = tail.curve(name)
+        # A window of one logging interval applies only to AVERAGED metrics: the others have no noise, or are means already.
+        window = smooth if name in AVERAGED or smooth != tail.interval else 1
+        steps, values = _select_points(curve, since, within, window)
+        indices = thin_out(values, max(_MIN_POINTS, min(max_points, _MAX_POINTS)))
+        curves[name] = {
+            "steps": [steps[index] for index in indices],
+            "values": [_round_value(values[index]) for index in indices],
+            "count": len(curve.steps),
+            "bad": len(curve.not_finite()),
+            "all": len(indices) == len(values),
+        }
+    metrics = tail.training.metrics
+    problem = metrics.problem if metrics is not None else ""
+    return {"names": metric_names(tail), "curves": curves, "interval": tail.interval, "problem": problem}
+
+
+def _select_points(curve: Curve, since: int, within: Steps, window: int) -> tuple[Sequence[int], Sequence[float]]:
+    steps: Sequence[int] = curve.steps[since:] if since else curve.steps
+    values: Sequence[float] = curve.values[since:] if since else curve.values
+    if window > 1:
+        points = smooth_points(curve, window)
+        steps, values = [int(step) for step, _ in points], [value for _, value in points]
+    first, last = within
+    if within != ALL:
+        inside = [index for index, step in enumerate(steps) if first <= step <= last]
+        # One more point on each side, so that the line reaches the edges.
+        begin, end = (max(inside[0] - 1, 0), inside[-1] + 2) if inside else (0, 0)
+        steps, values = steps[begin:end], values[begin:end]
+    return steps, values
+
+
+def _round_value(value: float) -> Any:
+    metric = parse_metric(value)
+    return float(f"{metric:.6g}") if isinstance(metric, float) else metric
+
+
+def metric_names(tail: RunTail) -> list[str]:
+    return sort_metrics(tail.curve_names())
+
+
+# ---- sparklines of the list ----
+
+_SPARK_POINTS = 32
+_MAX_AVERAGED = 16  # lines averaged for one value
+_MAX_LINE = 4096  # bytes of a line of metrics.jsonl
+
+
+def read_sparklines(folders: RunFolders, runs: Sequence[str]) -> dict[str, list[float | None]]:
+    """Return a few values of each run's reward or loss, read at places across the file, so its length doesn't matter."""
+    sparklines = {}
+    for run in runs:
+        try:
+            sparklines[run] = _read_sparkline(folders.path(run))
+        except PageNotFound:
+            sparklines[run] = []
+    return sparklines
+
+
+def _read_sparkline(run_dir: str) -> list[float | None]:
+    path = run_index.find_file(run_dir, layout.METRICS)
+    if path is None:
+        return []
+    values: list[float | None] = []
+    try:
+        with os.fdopen(open_below(run_dir, path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            for index in range(_SPARK_POINTS):
+                file.seek(max(0, size * index // _SPARK_POINTS - 1))
+                if index:
+                    file.readline(_MAX_LINE)
+                value = _next_headline_value(file)
+                if value is not None:
+                    values.append(float(f"{value:.4g}"))
+            file.seek(max(0, size - _MAX_LINE))
+            last_values = [_headline_value(_parse_object(line)) for line in file.read(_MAX_LINE).split(b"\n")]
+            values += [value for value in last_values if value is not None][-1:]
+    except OSError:
+        return []
+    return values
+
+
+def _next_headline_value(file: IO[bytes]) -> float | None:
+    """Return the next reward or loss in the file; if the metrics have every step, the mean over a few of them."""
+    for _ in range(3):
+        line = _parse_object(file.readline(_MAX_LINE))
+        if (value := _headline_value(line)) is None:
+            continue
+        count = min(interval_of(line), _MAX_AVERAGED) - 1
+        window = [value, *(_headline_value(_parse_object(file.readline(_MAX_LINE))) for _ in range(count))]
+        known = [value for value in window if value is not None]
+        return sum(known) / len(known)
+    return None
+
+
+def _parse_object(line: bytes) -> dict[str, Any]:
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _headline_value(line: dict[str, Any]) -> float | None:
+    return parse_finite(line.get(headline_metric(line)))
+
+
+# ---- comparison, settings, ranks over time ----
+
+_MAX_COMPARED = 12  # runs
+
+
+def compare_runs(folders: RunFolders, runs: Sequence[str], name: str) -> dict[str, Any]:
+    """Return settings that differ, values at equal steps, and for two runs whether the difference is more than noise.
+
+    `name` is the metric that is judged; empty means reward if all the runs have one, else loss.
+    """
+    tails = [folders.open(run)[0] for run in runs[:_MAX_COMPARED]]
+    settings = [settings_of(tail.training.record) for tail in tails]
+    name = name or (REWARD if all(tail.curve(REWARD).steps for tail in tails) else LOSS)
+    equal = []
+    for metric in dict.fromkeys((name, *RL_METRICS, LOSS, "val_loss")):
+        point = at_equal_step([tail.mean_curve(metric) for tail in tails])
+        if point is not None:
+            step, values = point
+            equal.append([RL_METRICS.get(metric, metric), step, [metric_text(metric, value) for value in values]])
+    difference = measure_difference(tails[0].curve(name), tails[1].curve(name)) if len(tails) == 2 else None
+    return {
+        "runs": list(runs[:_MAX_COMPARED]),
+        "settings": [[key, list(values)] for key, values in differing_settings(settings)],
+        "metric": name,
+        "equal": equal,
+        "noise": {**as_json(difference), "beyond": difference.beyond} if difference is not None else None,
+    }
+
+
+def read_settings(folders: RunFolders, run: str) -> dict[str, Any]:
+    return {"settings": [list(pair) for pair in settings_of(folders.open(run)[0].training.record).items()]}
+
+
+def read_timeline(folders: RunFolders, run: str, since: float, within: Steps = ALL) -> dict[str, Any]:
+    """Return the ranks over time, newer than `since` and within these times."""
+    tail, timeline = folders.open(run)
+    labels = {
+        str(rank["rank"]): str(rank.get("label") or "")[:80]
+        for rank in planned_ranks(tail.record)
+        if type(rank.get("rank")) is int
+    }
+    return {**timeline.to_json(since, within), "labels": labels}

@@ -1,29 +1,30 @@
-"""The runs that a page may ask about: by the name of a folder directly below the runs folder, and nothing else.
+"""A run's ranks over time, from its history: how long each waited, who kept the others waiting, who was stuck.
 
-And their ranks over time, from a run's history: how long each waited, who kept the others waiting, who stood still. A moment of
-a rank is one letter, so that an hour of 128 ranks travels in 40 KB: A to K, none to all of its time waiting for others; p, in a
-phase that it announced; w, in a collective for a long time; s, no sign of progress; a dot, nothing known.
+A history point of a rank is one letter, so that an hour of 128 ranks is 40 KB: A to K for 0 to 100 % of its time spent
+waiting for others; p in a phase that it announced; w in a collective for a long time; s without a sign of progress; a dot
+if nothing is known.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from stoker.contract.text import escape
 from stoker.control.record import run_record
 from stoker.control.record.history import HistoryPoint, HistoryTail, read_history
 from stoker.control.show.slow_rank import late_index
-from stoker.control.show.snapshot import finite, parse_metric
+from stoker.control.show.snapshot import parse_finite
 
-COLUMNS = 360  # of an answer
-_ORDER = ".ABCDEFGHIJKpws"  # of several moments the last of these is shown
+_MAX_COLUMNS = 360  # of an answer
+_BY_SEVERITY = ".ABCDEFGHIJKpws"  # of several points the one furthest to the right is shown
 _LONG_S = 5.0  # in one collective
-_STILL_S = 10.0  # without a sign of progress
-_MARKS = 200
-_STEPS = ("step", "train", "training")  # phases in which it makes steps
-_TOLD = (
+_STUCK_S = 10.0  # without a sign of progress
+_MAX_MARKS = 200
+_STEP_PHASES = ("step", "train", "training")  # phases in which a rank makes steps
+_SHOWN_EVENTS = (
     "suspicion",
     "busy",
     "relief",
@@ -37,88 +38,95 @@ _TOLD = (
     "stop",
     "verdict",
 )
-_CELLS = 64 << 20  # ranks of all moments: a page that is open for weeks drops the oldest moments beyond so many
+_MAX_CELLS = 64 << 20  # letters kept: a page that is open for weeks drops the oldest points beyond that
 
 
 class RankTimeline:
-    def __init__(self, record: run_record.RunRecord, job: run_record.RunRecord | None = None, first: int = 0) -> None:
-        """`job`: of which the run is a role, whose events are shown, too; its rank 0 is rank `first` there."""
-        self.dir = record.dir
-        self._record, self._job, self._first = record, job, first
-        self._tail: HistoryTail | None = None
-        self._columns: list[tuple[float, tuple[int, ...], str, int | None]] = []  # time, ranks, letters, who is late
+    """Reads the history of a run incrementally."""
 
-    def look(self) -> None:
+    def __init__(
+        self, record: run_record.RunRecord, job: run_record.RunRecord | None = None, first_rank: int = 0
+    ) -> None:
+        """For a role of `job`, the job's events are shown too; the run's rank 0 is rank `first_rank` of the job."""
+        self.dir = record.dir
+        self._record, self._job, self._first_rank = record, job, first_rank
+        self._tail: HistoryTail | None = None
+        self._columns: list[tuple[float, tuple[int, ...], str, int | None]] = []  # time, ranks, letters, late rank
+
+    def _read_new(self) -> None:
         if self._tail is None:
             self._tail = HistoryTail(self._record.dir)
             newest = self._tail.new()
-            begun = newest[0].time if newest else float("inf")
-            for tier in ("hours", "minutes"):
-                older = [moment for moment in read_history(self._record.dir, tier) if moment.time < begun]
+            first_time = newest[0].time if newest else math.inf
+            for tier in ("hours", "minutes"):  # coarser points from before the newest hour
+                older = [point for point in read_history(self._record.dir, tier) if point.time < first_time]
                 if older:
-                    self._columns = [one for one in self._columns if one[0] < older[0].time]
-                    self._take(older)
+                    self._columns = [column for column in self._columns if column[0] < older[0].time]
+                    self._add(older)
         else:
             newest = self._tail.new()
-        self._take(newest)
+        self._add(newest)
 
-    def _take(self, moments: Iterable[HistoryPoint]) -> None:
-        for moment in moments:
-            if not moment.ranks:  # nothing is known of them
-                continue
-            row = "".join(rank_letters(moment))
-            shares = [finite(parse_metric(one)) for one in moment.ranks.get("waiting", ())]
-            late = late_index(shares)
-            ranks = moment.members.ranks
-            self._columns.append((moment.time, ranks, row, ranks[late] if late is not None else None))
-        self._forget()
-
-    def _forget(self) -> None:
-        room = _CELLS
-        for place in range(len(self._columns) - 1, -1, -1):
-            room -= len(self._columns[place][1])
-            if room < 0:
-                del self._columns[: place + 1]
+    def _add(self, points: Iterable[HistoryPoint]) -> None:
+        for point in points:
+            if point.ranks:
+                late = late_index([parse_finite(share) for share in point.ranks.get("waiting", ())])
+                ranks = point.members.ranks
+                late_rank = ranks[late] if late is not None else None
+                self._columns.append((point.time, ranks, "".join(rank_letters(point)), late_rank))
+        cells = 0
+        for index in range(len(self._columns) - 1, -1, -1):
+            cells += len(self._columns[index][1])
+            if cells > _MAX_CELLS:
+                del self._columns[: index + 1]
                 return
 
     def to_json(self, since: float, within: tuple[float, float] = (-math.inf, math.inf)) -> dict[str, Any]:
-        """`since`: only what is newer. `within`: from, to; a shorter time has finer columns."""
-        self.look()
+        """Return the timeline newer than `since` and within (from, to); a shorter time has finer columns."""
+        self._read_new()
         first, last = within
-        chosen = [one for one in self._columns if one[0] > since and first <= one[0] <= last]
-        ranks = sorted({rank for _, members, _, _ in chosen for rank in members})
-        groups = [chosen[at * len(chosen) // COLUMNS : (at + 1) * len(chosen) // COLUMNS] for at in range(COLUMNS)]
-        groups = [group for group in groups if group] if len(chosen) > COLUMNS else [[one] for one in chosen]
-        rows: dict[int, list[str]] = {rank: [] for rank in ranks}
+        points = [column for column in self._columns if column[0] > since and first <= column[0] <= last]
+        ranks = sorted({rank for _, members, _, _ in points for rank in members})
+        groups = [[point] for point in points]
+        if len(points) > _MAX_COLUMNS:
+            edges = [index * len(points) // _MAX_COLUMNS for index in range(_MAX_COLUMNS + 1)]
+            groups = [points[begin:end] for begin, end in itertools.pairwise(edges)]
+        cells: dict[int, list[str]] = {rank: [] for rank in ranks}
+        late_ranks: list[int | None] = []
         for group in groups:
             worst = dict.fromkeys(ranks, ".")
             for _, members, letters, _ in group:
                 for rank, letter in zip(members, letters, strict=True):
-                    if _ORDER.index(letter) > _ORDER.index(worst[rank]):
+                    if _BY_SEVERITY.index(letter) > _BY_SEVERITY.index(worst[rank]):
                         worst[rank] = letter
             for rank, letter in worst.items():
-                rows[rank].append(letter)
+                cells[rank].append(letter)
+            late = [point[3] for point in group if point[3] is not None]
+            late_ranks.append(self._first_rank + late[-1] if late else None)
         return {
             "times": [round(group[-1][0], 1) for group in groups],
-            "ranks": [self._first + rank for rank in ranks],
-            "cells": ["".join(rows[rank]) for rank in ranks],
-            "late": [
-                next((self._first + one[3] for one in reversed(group) if one[3] is not None), None) for group in groups
-            ],
+            "ranks": [self._first_rank + rank for rank in ranks],
+            "cells": ["".join(cells[rank]) for rank in ranks],
+            "late": late_ranks,
             "marks": self._marks(since),
         }
 
     def _marks(self, since: float) -> list[dict[str, Any]]:
-        events = [(event, self._first) for event in self._record.events()]
+        """Return the newest events to mark in the timeline."""
+        events = [(event, self._first_rank) for event in self._record.events()]
         if self._job is not None:
             events += [(event, 0) for event in self._job.events()]
-            events.sort(key=lambda one: float(one[0]["time"]))
-        marks = [_mark(event, first) for event, first in events if event["event"] in _TOLD and event["time"] > since]
-        return marks[-_MARKS:]
+            events.sort(key=lambda pair: float(pair[0]["time"]))
+        marks = [
+            _mark(event, first_rank)
+            for event, first_rank in events
+            if event["event"] in _SHOWN_EVENTS and event["time"] > since
+        ]
+        return marks[-_MAX_MARKS:]
 
 
-def _mark(event: Mapping[str, Any], first: int) -> dict[str, Any]:
-    """`first`: what the job calls the run's rank 0."""
+def _mark(event: Mapping[str, Any], first_rank: int) -> dict[str, Any]:
+    """`first_rank` is the job's number for the rank 0 of the run that wrote the event."""
     text = event.get("summary") or event.get("cause") or ""
     if event["event"] == "attempt":
         text = f"attempt {event.get('attempt')}"
@@ -127,21 +135,22 @@ def _mark(event: Mapping[str, Any], first: int) -> dict[str, Any]:
     return {
         "time": round(float(event["time"]), 1),
         "kind": event["event"],
-        "rank": first + event["rank"] if type(event.get("rank")) is int else None,
+        "rank": first_rank + event["rank"] if type(event.get("rank")) is int else None,
         "text": escape(str(text), 400),
     }
 
 
-def rank_letters(moment: HistoryPoint) -> Iterable[str]:
-    columns = [moment.ranks.get(name, ()) for name in ("waiting", "collective_age", "beat_age", "phase", "step")]
-    for at in range(len(moment.members.ranks)):
-        waiting, collective, beat, phase, step = (column[at] if column else None for column in columns)
-        share, in_collective, silent = (finite(parse_metric(one)) for one in (waiting, collective, beat))
-        if in_collective is not None and in_collective >= _LONG_S:
+def rank_letters(point: HistoryPoint) -> Iterator[str]:
+    """Yield the letter of each rank."""
+    columns = [point.ranks.get(name, ()) for name in ("waiting", "collective_age", "beat_age", "phase", "step")]
+    for index in range(len(point.members.ranks)):
+        waiting, collective, beat, phase, step = (column[index] if column else None for column in columns)
+        share, collective_age, beat_age = (parse_finite(value) for value in (waiting, collective, beat))
+        if collective_age is not None and collective_age >= _LONG_S:
             yield "w"
-        elif phase and phase not in _STEPS:
+        elif phase and phase not in _STEP_PHASES:
             yield "p"
-        elif silent is not None and silent >= _STILL_S:
+        elif beat_age is not None and beat_age >= _STUCK_S:
             yield "s"
         elif share is not None:
             yield "ABCDEFGHIJK"[round(max(0.0, min(share, 1.0)) * 10)]
