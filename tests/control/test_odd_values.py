@@ -23,7 +23,7 @@ from stoker.control.machine import procfs
 from stoker.control.machine.examination import examination_from_json
 from stoker.control.machine.model import Gpu, Holder, Machine, machine_from_json
 from stoker.control.plan.run_plan import make_plan
-from stoker.control.show.web.pages import _json
+from stoker.control.show.web.pages import json_response
 from stoker.control.show.web.run_files import RunFolders, read_rows
 from stoker.control.verdict.judge import judge
 
@@ -182,4 +182,4 @@ def test_rows_with_no_numbers_are_shown(tmp_path: Path) -> None:
     (tmp_path / "r" / "rollouts.jsonl").write_text('{"reward": NaN, "parts": {"exact": [-Infinity, 1.5]}}\n')
     found = read_rows(RunFolders(str(tmp_path), everybody=True), "r", "rollouts.jsonl", 0)
     assert found["rows"] == [{"reward": "nan", "parts": {"exact": ["-inf", 1.5]}}]
-    assert json.loads(_json(found).body)["rows"] == found["rows"]
+    assert json.loads(json_response(found).body)["rows"] == found["rows"]

@@ -110,7 +110,7 @@ def main(argv: list[str]) -> int:
         signal.signal(signum, lambda number, _frame: over.append(number))
     collector.start(told.interval)
     if not told.run:
-        print_status(metrics_exporter.describe_address(listening))
+        print_status(f"metrics at {http_server.url(listening, '/metrics')}")
         if not http_server.is_loopback(listening):
             print_status(
                 "anybody who can reach this port can read the names of runs, users and hosts, and their numbers"

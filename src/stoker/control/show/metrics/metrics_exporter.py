@@ -1,6 +1,6 @@
-"""The background loop of `stoker metrics`: a snapshot every few seconds, made into the page that scrapes get.
+"""`stoker metrics`: a background loop that renders a page every few seconds, and the server that scrapes get it from.
 
-NVML is asked here and never in a scrape: a driver that hangs leaves the last page, whose timestamp grows old.
+NVML is read in the loop and never in a scrape: if a driver hangs, the last page is served and its timestamp grows old.
 """
 
 from __future__ import annotations
@@ -16,83 +16,83 @@ from stoker.control.show.http_server import HttpRequest, HttpResponse, error_res
 from stoker.control.show.metrics.metrics_page import CollectionStatus, DoctorFindings, render
 from stoker.control.show.snapshot import Snapshot
 
-EXAMINE_S = 300.0
+EXAMINE_S = 300.0  # between two runs of the doctor's checks
 
 
 class MetricsCollector:
-    """`gather` makes a snapshot, `checks` asks the doctor. `say`: told of a problem, once."""
+    """Renders the page. `look` takes a snapshot, `examine` runs the doctor's checks, `log` reports each problem once."""
 
     def __init__(
         self,
-        gather: Callable[[], Snapshot],
-        checks: Callable[[], DoctorFindings],
+        look: Callable[[], Snapshot],
+        examine: Callable[[], DoctorFindings],
         dcgm: str,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        self._gather, self._checks, self._dcgm, self._say = gather, checks, dcgm, say
+        self._look, self._examine, self._dcgm, self._log = look, examine, dcgm, log
         self.page: bytes | None = None
         self._snapshot = Snapshot(time=0.0)
-        self._collected = CollectionStatus(False, 0.0, 0.0)
-        self._examined: DoctorFindings | None = None
-        self._problem = ""
-        self._over = threading.Event()
+        self._status = CollectionStatus(False, 0.0, 0.0)
+        self._findings: DoctorFindings | None = None
+        self._reported = ""
+        self._stopped = threading.Event()
 
-    def start(self, every_s: float) -> None:
-        for work, pause in ((self.collect, every_s), (self.examine, EXAMINE_S)):
+    def start(self, interval: float) -> None:
+        for work, pause in ((self.collect, interval), (self.examine, EXAMINE_S)):
             threading.Thread(target=self._repeat, args=(work, pause), daemon=True).start()
 
     def stop(self) -> None:
-        self._over.set()
+        self._stopped.set()
 
     def _repeat(self, work: Callable[[], None], pause: float) -> None:
         while True:
             began = time.monotonic()
             work()
-            if self._over.wait(max(pause - (time.monotonic() - began), pause / 10)):
+            if self._stopped.wait(max(pause - (time.monotonic() - began), pause / 10)):
                 return
 
     def collect(self) -> None:
+        """Take a snapshot and render the page; if that fails, render the previous snapshot again."""
         began = time.monotonic()
         try:
-            snapshot = self._gather()
-            collected = CollectionStatus(True, snapshot.time, time.monotonic() - began)
-            self.page = render(snapshot, collected, self._examined, self._dcgm)
-            self._snapshot, self._collected, self._problem = snapshot, collected, ""
-        except Exception as problem:  # what is served gets older, and says so; the next collection may succeed
-            self._complain("no snapshot", problem)
-            self._collected = CollectionStatus(False, self._collected.time, time.monotonic() - began)
-            self.page = render(self._snapshot, self._collected, self._examined, self._dcgm)
-
-    def _complain(self, what: str, problem: Exception) -> None:
-        told = problem.line if isinstance(problem, Refusal) else f"{type(problem).__name__}: {problem}"
-        if told != self._problem:
-            self._problem = told
-            self._say(f"stoker metrics: {what}: {told}")
+            snapshot = self._look()
+            status = CollectionStatus(True, snapshot.time, time.monotonic() - began)
+            self.page = render(snapshot, status, self._findings, self._dcgm)
+            self._snapshot, self._status, self._reported = snapshot, status, ""
+        except Exception as problem:  # the next collection may succeed
+            self._report("no snapshot", problem)
+            self._status = CollectionStatus(False, self._status.time, time.monotonic() - began)
+            self.page = render(self._snapshot, self._status, self._findings, self._dcgm)
 
     def examine(self) -> None:
         try:
-            self._examined = self._checks()
+            self._findings = self._examine()
         except (Refusal, OSError) as problem:
-            self._complain("the checks of the doctor can't be made", problem)
+            self._report("the doctor's checks failed", problem)
 
-
-def describe_address(listening: socket.socket) -> str:
-    return f"metrics at {http_server.url(listening, '/metrics')}"
+    def _report(self, what: str, problem: Exception) -> None:
+        reason = problem.line if isinstance(problem, Refusal) else f"{type(problem).__name__}: {problem}"
+        if reason != self._reported:
+            self._reported = reason
+            self._log(f"stoker metrics: {what}: {reason}")
 
 
 class MetricsServer:
-    """`page`: the text of the newest snapshot; None before the first."""
+    """Answers GET for /metrics and / and nothing else. `page` returns the newest page; None before the first.
+
+    Every answer is a fixed text or the page: nothing of a request is repeated in it.
+    """
 
     def __init__(self, listening: socket.socket, page: Callable[[], bytes | None], content_type: str) -> None:
         self._page = page
         self._content_type = content_type
-        # A page of a browser here must not read it under a foreign name that leads to this address (DNS rebinding).
-        # On other addresses Prometheus comes by any name.
+        # Refuse foreign host names on loopback, so that a web page in a browser here can't read the metrics under a name
+        # that resolves to this address (DNS rebinding). On other addresses Prometheus may use any name.
         self._names = http_server.LOCAL_NAMES if http_server.is_loopback(listening) else ()
         self._server = http_server.HttpServer(listening, self._answer)
 
-    def serve(self, stopped: Callable[[], bool], look_s: float = 0.5) -> None:
-        self._server.serve(stopped, look_s)
+    def serve(self, stopped: Callable[[], bool], poll_s: float = 0.5) -> None:
+        self._server.serve(stopped, poll_s)
 
     def _answer(self, request: HttpRequest) -> HttpResponse:
         if request.method != "GET":
@@ -104,6 +104,6 @@ class MetricsServer:
         if request.path != "/metrics":
             return error_response(404)
         page = self._page()
-        return (
-            HttpResponse(200, page, self._content_type) if page is not None else HttpResponse(503, b"no snapshot yet\n")
-        )
+        if page is None:
+            return HttpResponse(503, b"no snapshot yet\n")
+        return HttpResponse(200, page, self._content_type)
