@@ -713,9 +713,9 @@ def test_a_difference_is_more_than_noise_or_not() -> None:
     found = measure_difference(curve(wave), curve(better))
     assert found is not None and found.beyond and found.difference == pytest.approx(-0.05) and found.first_step == 400
     level = measure_difference(curve(wave), curve(other))
-    assert level is not None and level.tested and not level.beyond
+    assert level is not None and level.low is not None and not level.beyond
     few = measure_difference(curve(wave[:3]), curve(other[:3]))
-    assert few is not None and not few.tested
+    assert few is not None and few.low is None
     assert (
         measure_difference(curve(wave), Curve()) is None and measure_difference(curve([math.nan]), curve(wave)) is None
     )

@@ -14,7 +14,7 @@ from stoker.contract.errors import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
 from stoker.contract.frozen import frozen
 from stoker.contract.safe_io import AtomicFile, refuse_other_extension
 from stoker.contract.text import escape
-from stoker.control.show.curves import MetricsTail, average_curve, finite_points, smooth_points
+from stoker.control.show.curves import MetricsTail, average_curve, smooth_points
 from stoker.control.show.snapshot import REWARD, RL_METRICS, SHARES, Metric, finite, headline_metric
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -23,7 +23,7 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bits of a br
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _GAP = "·"
-MAX_DRAWN = 1e300
+MAX_DRAWN = 1e300  # larger values are drawn at the edge: their differences would overflow
 # Characters one column wide: Latin, arrows, lines, blocks, braille. One match instead of a lookup per character.
 _NARROW = re.compile("[ -\u02ff\u2010-\u2027\u2190-\u21ff\u2500-\u259f\u2800-\u28ff]*")
 Cell = tuple[str, str]  # a character and its color
@@ -93,7 +93,10 @@ def draw_chart(
 
     With `log` the y axis is logarithmic and values that are not positive are left out.
     """
-    drawn = [[(x, math.log10(y) if log else _limit(y)) for x, y in line.points if not log or y > 0] for line in lines]
+    drawn = [
+        [(x, math.log10(y) if log else max(-MAX_DRAWN, min(y, MAX_DRAWN))) for x, y in line.points if not log or y > 0]
+        for line in lines
+    ]
     points = [point for line in drawn for point in line]
     if not points:
         return []
@@ -121,11 +124,6 @@ def draw_chart(
     chart.append([(" " * margin + corner + horizontal * inner, "")])
     chart.append([(" " * (margin + 1) + _x_labels(left, right, inner), "")])
     return chart
-
-
-def _limit(value: float) -> float:
-    """Draw larger values at the edge: their differences would overflow."""
-    return max(-MAX_DRAWN, min(value, MAX_DRAWN))
 
 
 def _y_labels(low: float, high: float, height: int, log: bool) -> list[str]:
@@ -285,10 +283,10 @@ def show_loss(run_dir: str, log: Callable[[str], None]) -> None:
     metrics.read_new()
     headline = headline_metric(metrics.curves)
     curve = metrics.curves.get(headline)
-    points = finite_points(average_curve(curve, metrics.interval).points()) if curve is not None else []
-    if curve is None or len(points) < 2:
+    points = average_curve(curve, metrics.interval).points() if curve is not None else []
+    values = [number for _, value in points if (number := finite(value)) is not None]
+    if curve is None or len(values) < 2:
         return
-    values = [value for _, value in points]
     bad_count = len(curve.not_finite())
     bad = f" ({bad_count} not finite)" if bad_count else ""
     summary = f"{headline} {sparkline(values)} {short(values[0])} to {short(values[-1])}{bad}"

@@ -21,7 +21,6 @@ from stoker.control.machine.gauges import Gauges
 from stoker.control.machine.model import OFFLINE, GpuGauges, HostGauges
 from stoker.control.record import run_index, run_record
 from stoker.control.record.history import EVERY_S, HistoryPoint, row_at
-from stoker.control.show.curves import Curve
 from stoker.control.show.job_view import open_run_tail
 from stoker.control.show.run_tail import RECENT, RecordCache, RunTail
 from stoker.control.show.slow_rank import find_slow_ranks
@@ -60,7 +59,9 @@ class SnapshotCollector:
         """
         now = time.time()
         listing, problem = self._list_runs(only)
-        self._forget_deleted(listing)
+        self._read_record.forget_others({record.dir for record in listing.runs})
+        for deleted in self._tails.keys() - {record.id for record in listing.runs}:
+            del self._tails[deleted]
         runs = [self._view(record, now, watched) for record in listing.runs]
         runs += [_damaged_run(self.root, name, reason) for name, reason in listing.damaged]
         hosts, gpus = self._read_machines(runs, elsewhere, now)
@@ -85,15 +86,6 @@ class SnapshotCollector:
         runs = [self._view(record, now, None) for record in listing.runs]
         return tuple(runs), listing.others, listing.skipped
 
-    def curve(self, run_id: str, metric_name: str = "loss") -> Curve:
-        """Return all points of one metric of a run that the last snapshot watched."""
-        tail = self._tails.get(run_id)
-        return tail.curve(metric_name) if tail is not None else Curve()
-
-    def metric_names(self, run_id: str) -> tuple[str, ...]:
-        tail = self._tails.get(run_id)
-        return tuple(tail.curve_names()) if tail is not None else ()
-
     def _list_runs(self, only: str | None) -> tuple[run_index.RunListing, str]:
         """Return the runs and the reason if the runs folder can't be read."""
         try:
@@ -106,11 +98,6 @@ class SnapshotCollector:
             return run_index.RunListing((), ((name, str(problem)),), 0), ""
         except Refusal as problem:
             return run_index.RunListing((), (), 0), problem.line
-
-    def _forget_deleted(self, listing: run_index.RunListing) -> None:
-        self._read_record.forget_others({record.dir for record in listing.runs})
-        for deleted in self._tails.keys() - {record.id for record in listing.runs}:
-            del self._tails[deleted]
 
     def _view(self, record: run_record.RunRecord, now: float, watched: Collection[str] | None) -> RunView:
         """Return the run's row, with ranks and curve if it is running or watched; without them if `watched` is None."""

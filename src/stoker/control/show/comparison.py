@@ -40,10 +40,6 @@ class Difference:
     parts: int = 0  # parts that hold points of both runs
 
     @property
-    def tested(self) -> bool:
-        return self.low is not None
-
-    @property
     def beyond(self) -> bool:
         """Whether the difference is more than noise: 0 lies outside the interval."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)

@@ -362,7 +362,3 @@ def read_newest_line(run_dir: str) -> dict[str, Any]:
             }
         last = last or line
     return last
-
-
-def finite_points(points: Iterable[tuple[int, Metric]]) -> list[tuple[int, float]]:
-    return [(step, float(value)) for step, value in points if value is not None and not isinstance(value, str)]

@@ -77,7 +77,7 @@ class MetricsCollector:
             self._log(f"stoker metrics: {what}: {reason}")
 
 
-class MetricsServer:
+class MetricsServer(http_server.HttpServer):
     """Answers GET for /metrics and / and nothing else. `page` returns the newest page; None before the first.
 
     Every answer is a fixed text or the page: nothing of a request is repeated in it.
@@ -89,10 +89,7 @@ class MetricsServer:
         # Refuse foreign host names on loopback, so that a web page in a browser here can't read the metrics under a name
         # that resolves to this address (DNS rebinding). On other addresses Prometheus may use any name.
         self._names = http_server.LOCAL_NAMES if http_server.is_loopback(listening) else ()
-        self._server = http_server.HttpServer(listening, self._answer)
-
-    def serve(self, stopped: Callable[[], bool], poll_s: float = 0.5) -> None:
-        self._server.serve(stopped, poll_s)
+        super().__init__(listening, self._answer)
 
     def _answer(self, request: HttpRequest) -> HttpResponse:
         if request.method != "GET":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
 from stoker.contract.frozen import frozen, replace
@@ -32,6 +31,7 @@ from stoker.control.show.top.table import (
     cut,
     escape_cell,
     fit,
+    format_local_time,
     join_pieces,
     pad,
     plain_text,
@@ -197,7 +197,7 @@ def _header(snapshot: Snapshot, view: View, width: int, age: float, status: str)
     watts = [gpu.power for gpu in snapshot.gpus if gpu.power is not None]
     pieces: list[Piece | None] = [
         ("stoker top", BOLD),
-        (_format_time(snapshot.time), DIM),
+        (format_local_time(snapshot.time, "%H:%M:%S"), DIM),
         (status, ACCENT),
         ("PAUSED", WARN) if view.paused else None,
         (f"last data {age:.0f} s ago", BAD) if age > _STALE_S and not view.paused and not view.replay else None,
@@ -209,13 +209,6 @@ def _header(snapshot: Snapshot, view: View, width: int, age: float, status: str)
         (f"filter: {escape_cell(view.filter)}", WARN) if view.filter else None,
     ]
     return fit(join_pieces(pieces), width)
-
-
-def _format_time(seconds: float) -> str:
-    try:
-        return time.strftime("%H:%M:%S", time.localtime(seconds))
-    except (OverflowError, OSError, ValueError):  # a wrong clock may have written any number
-        return ""
 
 
 def _footer(snapshot: Snapshot, view: View, width: int) -> Line:

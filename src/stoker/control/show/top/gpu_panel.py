@@ -30,6 +30,7 @@ from stoker.control.show.top.table import (
     fit,
     format_gib,
     format_percent,
+    gpu_label,
     join_fitting,
     join_pieces,
 )
@@ -122,9 +123,9 @@ def _gpu_rows(index: SnapshotIndex) -> Iterator[Row]:
 
 
 def _columns(index: SnapshotIndex, with_host: bool) -> tuple[Column, ...]:
-    longest = max((len(_label(gpu, with_host)) for gpu in index.snapshot.gpus), default=4)
+    longest = max((len(gpu_label(gpu, with_host)) for gpu in index.snapshot.gpus), default=4)
     return (
-        Column("GPU", max(6, min(longest, 24) + 2), lambda gpu, width: (f"  {_label(gpu, with_host)}", PLAIN)),
+        Column("GPU", max(6, min(longest, 24) + 2), lambda gpu, width: (f"  {gpu_label(gpu, with_host)}", PLAIN)),
         Column("UTIL", 4, _utilization, right=True, order=1),
         Column("", 10, lambda gpu, width: (draw_bar(gpu.utilization, width), _busy_style(gpu)), order=7),
         Column("MEMORY", 11, _memory, right=True, order=2),
@@ -136,10 +137,6 @@ def _columns(index: SnapshotIndex, with_host: bool) -> tuple[Column, ...]:
         Column("HISTORY", 0, _history, order=6),
         Column("NAME", 22, lambda gpu, width: (escape_cell(gpu.name or NONE), DIM), order=9),
     )
-
-
-def _label(gpu: GpuGauges, with_host: bool) -> str:
-    return escape_cell(f"{gpu.host}/{gpu.label}" if with_host else gpu.label)
 
 
 def _busy_style(gpu: GpuGauges) -> str:

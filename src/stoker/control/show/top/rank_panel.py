@@ -27,6 +27,7 @@ from stoker.control.show.top.table import (
     filter_and_sort,
     format_percent,
     format_step_time,
+    gpu_label,
 )
 
 RANK_ORDERS = {
@@ -140,7 +141,7 @@ def processes_panel(index: SnapshotIndex, options: PanelOptions) -> Panel:
     columns = (
         Column("PID", 8, lambda pair, width: (str(pair[1].pid), PLAIN), right=True),
         Column("USER", 10, lambda pair, width: (escape_cell(pair[1].user or NONE), PLAIN), order=2),
-        Column("GPU", 16 if with_host else 6, lambda pair, width: (_gpu_label(pair[0], with_host), PLAIN), order=1),
+        Column("GPU", 16 if with_host else 6, lambda pair, width: (gpu_label(pair[0], with_host), PLAIN), order=1),
         Column("GPU MEM", 8, lambda pair, width: (_format_size(pair[1].memory), PLAIN), right=True, order=1),
         Column("TIME", 12, lambda pair, width: _age(pair[1]), right=True, order=5),
         Column("RUN", 18, lambda pair, width: (escape_cell(pair[1].run or ""), ACCENT), order=4),
@@ -152,10 +153,6 @@ def processes_panel(index: SnapshotIndex, options: PanelOptions) -> Panel:
 def _process_text(gpu: GpuGauges, process: Holder) -> str:
     fields = (process.pid, process.user, gpu.host, gpu.label, process.run, process.command)
     return escape_cell(" ".join(str(field) for field in fields if field is not None)).lower()
-
-
-def _gpu_label(gpu: GpuGauges, with_host: bool) -> str:
-    return escape_cell(f"{gpu.host}/{gpu.label}" if with_host else gpu.label)
 
 
 def _age(process: Holder) -> Piece:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -42,6 +41,7 @@ from stoker.control.show.top.table import (
     filter_and_sort,
     fit,
     format_clock,
+    format_local_time,
     format_metric,
     format_percent,
     join_fitting,
@@ -231,7 +231,7 @@ def runs_panel(index: SnapshotIndex, options: PanelOptions, chosen_id: str) -> P
         Column("TOKENS/S", 8, lambda run, width: (short(run.tokens_per_s), PLAIN), 4, True),
         Column("TIME", 12, _run_time, 5, True),
         Column("USER", 10, lambda run, width: (escape_cell(run.user), PLAIN if run.mine else DIM), 7),
-        Column("DATE", 12, lambda run, width: (_format_date(run.started), DIM), 6),
+        Column("DATE", 12, lambda run, width: (format_local_time(run.started, "%d %b %H:%M") or NONE, DIM), 6),
         Column("WHAT", 0, _what, order=8, least=14),
     )
     rows, hidden = filter_and_sort((Row(run.id, run, _searched(run)) for run in reversed(runs)), options, RUN_ORDERS)
@@ -286,10 +286,3 @@ def _what(run: RunView, width: int) -> Piece:
         return escape_cell(run.suspicion.summary), WARN
     cause = run.verdict.cause if run.verdict is not None and run.verdict.status != "completed" else ""
     return escape_cell(cause or ""), DIM
-
-
-def _format_date(seconds: float) -> str:
-    try:
-        return time.strftime("%d %b %H:%M", time.localtime(seconds)) if seconds else NONE
-    except (OverflowError, OSError, ValueError):  # a wrong clock may have written any number
-        return NONE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -166,6 +167,18 @@ def format_clock(seconds: float | None) -> str:
     if days:
         return f"{days}d {hours:02}:{minutes:02}"
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def format_local_time(seconds: float, pattern: str) -> str:
+    """Format a time since 1970; empty for 0 and for times that a wrong clock may have written."""
+    try:
+        return time.strftime(pattern, time.localtime(seconds)) if seconds else ""
+    except (OverflowError, OSError, ValueError):
+        return ""
+
+
+def gpu_label(gpu: GpuGauges, with_host: bool) -> str:
+    return escape_cell(f"{gpu.host}/{gpu.label}" if with_host else gpu.label)
 
 
 # ---- columns ----

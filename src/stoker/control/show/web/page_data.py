@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from stoker.contract import layout
-from stoker.contract.frozen import as_json
+from stoker.contract.frozen import as_json, pick_fields
 from stoker.contract.safe_io import open_below
 from stoker.control.record import run_index
 from stoker.control.show.charts import metric_text
@@ -114,19 +114,9 @@ def _run_row(run: RunView) -> Row:
         "rl": {RL_METRICS[name]: metric_text(name, value) for name, value in run.rl_metrics.items()},
         "servers": [{name: _round(value, name) for name, value in as_json(load).items()} for load in run.servers],
         "restarts": dict(run.restarts),
-        "slow": [{"rank": slow.rank, "summary": slow.summary} for slow in run.slow],
-        "suspicion": {
-            "time": suspicion.time,
-            "cause": suspicion.cause,
-            "summary": suspicion.summary,
-            "rank": suspicion.rank,
-            "waiting": list(suspicion.waiting),
-        }
-        if suspicion is not None
-        else None,
-        "verdict": {"cause": verdict.cause, "summary": verdict.summary[:500], "rank": verdict.rank}
-        if verdict is not None
-        else None,
+        "slow": [pick_fields(slow, "rank", "summary") for slow in run.slow],
+        "suspicion": suspicion and pick_fields(suspicion, "time", "cause", "summary", "rank", "waiting"),
+        "verdict": verdict and {"cause": verdict.cause, "summary": verdict.summary[:500], "rank": verdict.rank},
     }
 
 

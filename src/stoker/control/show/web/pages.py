@@ -170,27 +170,18 @@ class Pages:
             stream = self._hub.open(query.get("run", ""), security_headers())
             return stream if stream is not None else error_response(503, *security_headers())
         if path == "/file":
-            return lambda: self._read_file(query)
+            return _or_not_found(lambda: self._read_file(query))
         question = self._questions.get(path)
         if question is not None:
-            return lambda: self._ask(question, query)
+            return _or_not_found(lambda: json_response(question(self._folders, query.get("run", ""), query)))
         name = path[1:] or "index.html"
         if name in self._assets:
             body, content_type = self._assets[name]
             return HttpResponse(200, body, content_type, security_headers())
         return error_response(404, *security_headers())
 
-    def _ask(self, question: Question, query: Query) -> HttpResponse:
-        try:
-            return json_response(question(self._folders, query.get("run", ""), query))
-        except PageNotFound as problem:
-            return json_response({"error": str(problem)}, 404)
-
     def _read_file(self, query: Query) -> HttpResponse:
-        try:
-            data, content_type = run_files.read_file(self._folders, query.get("run", ""), query.get("path", ""))
-        except PageNotFound as problem:
-            return json_response({"error": str(problem)}, 404)
+        data, content_type = run_files.read_file(self._folders, query.get("run", ""), query.get("path", ""))
         return HttpResponse(200, data, content_type, security_headers(SANDBOX))
 
     def _answer_stop(self, request: HttpRequest) -> HttpResponse | Work:
@@ -205,19 +196,28 @@ class Pages:
             run = None
         if not isinstance(run, str):
             return error_response(400, *security_headers())
-        return lambda: self._stop_run(run)
+        return _or_not_found(lambda: self._stop_run(run))
 
     def _stop_run(self, run: str) -> HttpResponse:
-        try:
-            record = self._folders.record(run)
-        except PageNotFound as problem:
-            return json_response({"error": str(problem)}, 404)
+        record = self._folders.record(run)
         if not record.mine:
             return json_response({"error": f"run {record.id} is not yours"}, 409)
         status = run_record.run_status(record)
         if status not in ("running", "unknown"):
             return json_response({"error": f"run {record.id} is not running: {status}"}, 409)
         return json_response({"told": self._stop(record.dir)})
+
+
+def _or_not_found(work: Work) -> Work:
+    """Return work that answers 404 instead of raising PageNotFound."""
+
+    def answer() -> HttpResponse:
+        try:
+            return work()
+        except PageNotFound as problem:
+            return json_response({"error": str(problem)}, 404)
+
+    return answer
 
 
 def json_response(data: Any, status: int = 200) -> HttpResponse:
