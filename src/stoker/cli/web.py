@@ -111,7 +111,7 @@ def _serve(told: argparse.Namespace, root: str) -> int:
     listening = http_server.listen(told.host, told.port)
     if told.hosts:
         elsewhere = HostMonitor(hosts, min(told.interval, _HOSTS_S))
-    # A page asks for its curves by itself (details.py): the list needs their newest values.
+    # A page asks for its curves by itself (page_data.py): the list needs their newest values.
     gatherer = SnapshotCollector(root, everybody=told.all, machine=elsewhere is None, whole_curves=False)
 
     def look(watched: tuple[str, ...]) -> Snapshot:

@@ -130,7 +130,7 @@ def _number_lines(run: RunView, width: int) -> Iterator[Line]:
         (f"{plural(run.world, 'rank')}{on_hosts}", PLAIN),
         (f"{plural(run.restarted, 'restart')} ({causes})", WARN) if run.restarted else None,
         (f"phase {escape_cell(run.phase)}", DIM) if run.phase and run.state in (RUNNING, UNKNOWN) else None,
-        (f"of {escape_cell(run.user)}", DIM) if not run.mine else None,
+        (f"user {escape_cell(run.user)}", DIM) if not run.mine else None,
         (escape_cell(run.command), DIM),
     ]
     yield join_fitting(first_line, width)
