@@ -56,12 +56,12 @@ def sparkline(
     count = min(width, len(values))
     parts = [values[column * len(values) // count : (column + 1) * len(values) // count] for column in range(count)]
     means = [mean([value for value in part if value is not None and math.isfinite(value)]) for part in parts]
-    known = [value for value in means if value is not None]
+    known_means = [value for value in means if value is not None]
     bars, gap = (_ASCII_BARS, " ") if ascii_only else (_BARS, _GAP)
-    if not known:
+    if not known_means:
         return gap * count
-    low = scale[0] if scale[0] is not None else min(known)
-    high = scale[1] if scale[1] is not None else max(known)
+    low = scale[0] if scale[0] is not None else min(known_means)
+    high = scale[1] if scale[1] is not None else max(known_means)
     span = high - low
 
     def bar_of(value: float) -> str:

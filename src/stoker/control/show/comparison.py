@@ -41,7 +41,7 @@ class Difference:
 
     @property
     def beyond(self) -> bool:
-        """Whether the difference is more than noise: 0 lies outside the interval."""
+        """True if the difference is more than noise: 0 lies outside the interval."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 

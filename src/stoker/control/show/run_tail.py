@@ -487,7 +487,7 @@ def server_load(role: str, replicas: Sequence[Sequence[ServerSample]], now: floa
     """Sum the newest samples of each replica; no replica's samples may be empty."""
     newest = [samples[-1] for samples in replicas]
     replica_rates = [rates(samples, now) for samples in replicas] if is_running else []
-    known = [rate for rate in replica_rates if rate.requests is not None and rate.tokens is not None]
+    known_rates = [rate for rate in replica_rates if rate.requests is not None and rate.tokens is not None]
     return ServerLoad(
         role,
         len(newest),
@@ -497,8 +497,8 @@ def server_load(role: str, replicas: Sequence[Sequence[ServerSample]], now: floa
         running=sum(sample.running for sample in newest) if is_running else None,
         waiting=sum(sample.waiting for sample in newest) if is_running else None,
         weights_version=min(sample.weights_version for sample in newest),
-        requests_per_s=sum(rate.requests or 0.0 for rate in known) if known else None,
-        tokens_per_s=sum(rate.tokens or 0.0 for rate in known) if known else None,
+        requests_per_s=sum(rate.requests or 0.0 for rate in known_rates) if known_rates else None,
+        tokens_per_s=sum(rate.tokens or 0.0 for rate in known_rates) if known_rates else None,
     )
 
 

@@ -45,10 +45,10 @@ def find_late_rank(ranks: Sequence[RankView]) -> RankView | None:
 
 def late_index(waiting_shares: Sequence[float | None]) -> int | None:
     """Return the index of the rank that all others wait for, given the share of its time that each rank waits."""
-    known = [share for share in waiting_shares if share is not None]
-    if len(known) < 2 or len(known) < len(waiting_shares):
+    known_shares = [share for share in waiting_shares if share is not None]
+    if len(known_shares) < 2 or len(known_shares) < len(waiting_shares):
         return None
-    lowest, second = sorted(known)[:2]
+    lowest, second = sorted(known_shares)[:2]
     return waiting_shares.index(lowest) if second >= WAITING and second >= 2 * lowest else None
 
 

@@ -194,11 +194,11 @@ class TopApp(App[None]):
     def on_key(self, event: events.Key) -> None:
         event.prevent_default()
         event.stop()
-        sign = event.character or "" if event.is_printable else ""
+        character = event.character or "" if event.is_printable else ""
         area = self.frame.places.get(self.view.focus) if self.frame is not None else None
         page = max(1, area.height - 2) if area is not None else 10
         before = chosen_run(self.snapshot, self.view)
-        self.view, effect = press(self.view, event.key, sign, self.snapshot, page)
+        self.view, effect = press(self.view, event.key, character, self.snapshot, page)
         if effect is not None:
             self._apply(effect)
         if chosen_run(self.snapshot, self.view) != before:

@@ -62,10 +62,10 @@ def arrange_panels(
     inner_height = height - 2
     if width < WIDE or height < TALL:
         return _stack(PANELS, panels, run, focus, Area(0, 1, width, inner_height))
-    left = min((width * 55) // 100, width - 70)
-    right_area = Area(left + 1, 1, width - left - 1, inner_height)
+    left_width = min((width * 55) // 100, width - 70)
+    right_area = Area(left_width + 1, 1, width - left_width - 1, inner_height)
     return {
-        **_stack((GPUS, PROCESSES), panels, run, focus, Area(0, 1, left, inner_height)),
+        **_stack((GPUS, PROCESSES), panels, run, focus, Area(0, 1, left_width, inner_height)),
         **_stack((RUN, RANKS, RUNS), panels, run, focus, right_area),
     }
 
@@ -74,26 +74,28 @@ def _stack(
     names: tuple[str, ...], panels: Mapping[str, Panel], run: RunView | None, focus: str, area: Area
 ) -> dict[str, Area]:
     """Divide the lines of an area: first the minimum of each panel, then what the focused one and the others want."""
-    wanted = {name: 1 + (run_height(run, area.width) if name == RUN else len(panels[name].rows) or 1) for name in names}
-    minimum = {name: min(_MIN_HEIGHTS[name], wanted[name]) for name in names}
+    wanted_heights = {
+        name: 1 + (run_height(run, area.width) if name == RUN else len(panels[name].rows) or 1) for name in names
+    }
+    min_heights = {name: min(_MIN_HEIGHTS[name], wanted_heights[name]) for name in names}
     if RUN in names:
-        minimum[RUN] = 1 + run_text_height(run, area.width)
-    shown = list(names)
-    while len(shown) > 1 and sum(minimum[name] for name in shown) > area.height:
-        shown.remove(next(name for name in reversed(shown) if name != focus))
-    heights = {name: minimum[name] for name in shown} if len(shown) > 1 else {shown[0]: area.height}
-    left = area.height - sum(heights.values())
-    for name in sorted(shown, key=lambda name: name != focus):
-        extra = max(0, min(left, wanted[name] - heights[name]))
+        min_heights[RUN] = 1 + run_text_height(run, area.width)
+    fitting = list(names)
+    while len(fitting) > 1 and sum(min_heights[name] for name in fitting) > area.height:
+        fitting.remove(next(name for name in reversed(fitting) if name != focus))
+    heights = {name: min_heights[name] for name in fitting} if len(fitting) > 1 else {fitting[0]: area.height}
+    free = area.height - sum(heights.values())
+    for name in sorted(fitting, key=lambda name: name != focus):
+        extra = max(0, min(free, wanted_heights[name] - heights[name]))
         heights[name] += extra
-        left -= extra
-    if RUN in shown and run is not None and run.curve:
-        extra = min(left, _EXTRA_CURVE)
+        free -= extra
+    if RUN in fitting and run is not None and run.curve:
+        extra = min(free, _EXTRA_CURVE)
         heights[RUN] += extra
-        left -= extra
-    heights[shown[-1]] += max(0, left)
+        free -= extra
+    heights[fitting[-1]] += max(0, free)
     areas, y = {}, area.y
-    for name in shown:
+    for name in fitting:
         if heights[name] > 0:
             areas[name] = Area(area.x, y, area.width, heights[name])
             y += heights[name]

@@ -123,9 +123,9 @@ def _gpu_rows(index: SnapshotIndex) -> Iterator[Row]:
 
 
 def _columns(index: SnapshotIndex, with_host: bool) -> tuple[Column, ...]:
-    longest = max((len(gpu_label(gpu, with_host)) for gpu in index.snapshot.gpus), default=4)
+    label_width = max((len(gpu_label(gpu, with_host)) for gpu in index.snapshot.gpus), default=4)
     return (
-        Column("GPU", max(6, min(longest, 24) + 2), lambda gpu, width: (f"  {gpu_label(gpu, with_host)}", PLAIN)),
+        Column("GPU", max(6, min(label_width, 24) + 2), lambda gpu, width: (f"  {gpu_label(gpu, with_host)}", PLAIN)),
         Column("UTIL", 4, _utilization, right=True, order=1),
         Column("", 10, lambda gpu, width: (draw_bar(gpu.utilization, width), _busy_style(gpu)), order=7),
         Column("MEMORY", 11, _memory, right=True, order=2),

@@ -60,16 +60,16 @@ _MIN_CURVE_LINES = 4
 
 def curve_lines(points: Sequence[tuple[int, Metric]], width: int, height: int) -> list[Line]:
     """Draw the curve in at most `height` lines. A step whose value is not finite is a × at the bottom."""
-    known = [
+    finite_points = [
         (step, max(-_MAX_VALUE, min(_MAX_VALUE, number)))
         for step, value in points
         if (number := finite(value)) is not None
     ]
     rows = height - _AXIS_LINES
-    if width < 20 or rows < 2 or not known:
+    if width < 20 or rows < 2 or not finite_points:
         return []
-    chart = draw_chart([Series("", tuple(known))], width, rows)
-    first, last = known[0][0], max(known[-1][0], known[0][0] + 1)
+    chart = draw_chart([Series("", tuple(finite_points))], width, rows)
+    first, last = finite_points[0][0], max(finite_points[-1][0], finite_points[0][0] + 1)
     inner = len(chart[0]) - 1
     for step, value in points:
         if isinstance(value, str):

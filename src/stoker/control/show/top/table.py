@@ -43,15 +43,15 @@ def pad(text: str, width: int, right: bool = False) -> str:
 def fit(line: Iterable[Piece], width: int) -> Line:
     """Cut or pad a line to exactly `width` columns."""
     pieces: list[Piece] = []
-    left = width
+    free = width
     for text, style in line:
-        text = cut(text, left)
+        text = cut(text, free)
         if text:
             pieces.append((text, style))
-            left -= display_width(text)
-        if left <= 0:
+            free -= display_width(text)
+        if free <= 0:
             return tuple(pieces)
-    return (*pieces, (" " * left, PLAIN)) if left else tuple(pieces)
+    return (*pieces, (" " * free, PLAIN)) if free else tuple(pieces)
 
 
 def join_pieces(pieces: Iterable[Piece | None], separator: str = "  ") -> Line:
@@ -66,30 +66,30 @@ def join_pieces(pieces: Iterable[Piece | None], separator: str = "  ") -> Line:
 def join_fitting(pieces: Iterable[Piece | None], width: int) -> Line:
     """Join pieces in exactly `width` columns: short ones that don't fit are left out, a long one is cut."""
     fitting: list[Piece] = []
-    left = width
+    free = width
     for piece in pieces:
         if piece is None or not piece[0]:
             continue
         columns, gap = display_width(piece[0]), 2 if fitting else 0
-        if not fitting or columns + gap <= left or (columns > _LONG and left - gap >= _MIN_BEGINNING):
+        if not fitting or columns + gap <= free or (columns > _LONG and free - gap >= _MIN_BEGINNING):
             fitting.append(piece)
-            left -= min(columns + gap, left)
+            free -= min(columns + gap, free)
     return fit(join_pieces(fitting), width)
 
 
 def pack_lines(pieces: Iterable[Piece | None], width: int) -> list[list[Piece]]:
     """Distribute pieces, to be joined, over as many lines as they need."""
     lines: list[list[Piece]] = []
-    left = 0
+    free = 0
     for piece in pieces:
         if piece is None or not piece[0]:
             continue
         columns = display_width(piece[0])
-        if not lines or columns + 2 > left:
+        if not lines or columns + 2 > free:
             lines.append([])
-            left = width + 2
+            free = width + 2
         lines[-1].append(piece)
-        left -= columns + 2
+        free -= columns + 2
     return lines
 
 
@@ -162,11 +162,12 @@ def format_clock(seconds: float | None) -> str:
     """Format a time as 0:42, 12:05, 3:10:00 or 2d 04:00."""
     if seconds is None:
         return NONE
-    days, rest = divmod(int(min(max(seconds, 0.0), 1e9)), 86400)
-    hours, minutes, rest = rest // 3600, rest % 3600 // 60, rest % 60
+    minutes, seconds = divmod(int(min(max(seconds, 0.0), 1e9)), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
     if days:
         return f"{days}d {hours:02}:{minutes:02}"
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def format_local_time(seconds: float, pattern: str) -> str:
@@ -202,9 +203,9 @@ def choose_columns(columns: Sequence[Column], width: int) -> tuple[tuple[Column,
     chosen = list(range(len(columns)))
     while len(chosen) > 1 and sum(widths[index] + 1 for index in chosen) - 1 > width:
         chosen.remove(max(reversed(chosen[1:]), key=lambda index: columns[index].order))
-    left = max(0, width - sum(widths[index] + 1 for index in chosen) + 1)
+    free = max(0, width - sum(widths[index] + 1 for index in chosen) + 1)
     flexible = next((index for index in chosen if not columns[index].width), None)
-    return tuple((columns[index], min(widths[index] + (left if index == flexible else 0), width)) for index in chosen)
+    return tuple((columns[index], min(widths[index] + (free if index == flexible else 0), width)) for index in chosen)
 
 
 def draw_titles(columns: Iterable[tuple[Column, int]]) -> str:
@@ -285,17 +286,17 @@ def filter_and_sort(
 ) -> tuple[tuple[Row, ...], int]:
     """Return the rows to show and the number of rows that the filter hides."""
     all_rows = list(rows)
-    word = options.filter.lower()
-    shown = [row for row in all_rows if word in row.text] if word else all_rows[:]
+    searched = options.filter.lower()
+    rows_shown = [row for row in all_rows if searched in row.text] if searched else all_rows[:]
     order = orders.get(options.sort)
     if order is not None:
-        keyed = [(order.key(row.item), row) for row in shown]
+        keyed = [(order.key(row.item), row) for row in rows_shown]
         with_key = [pair for pair in keyed if pair[0] is not None]
         with_key.sort(key=lambda pair: pair[0], reverse=order.down != options.reverse)
-        shown = [row for _, row in with_key] + [row for key, row in keyed if key is None]
+        rows_shown = [row for _, row in with_key] + [row for key, row in keyed if key is None]
     elif options.reverse:
-        shown.reverse()
-    return tuple(shown), len(all_rows) - len(shown)
+        rows_shown.reverse()
+    return tuple(rows_shown), len(all_rows) - len(rows_shown)
 
 
 class SnapshotIndex:

@@ -80,8 +80,8 @@ def drop_deleted_run(view: View, snapshot: Snapshot) -> View:
     if not view.run or snapshot.problems or not snapshot.root or snapshot.run(view.run) is not None:
         return view
     other = chosen_run(snapshot, view)
-    shown = f"; showing {escape_cell(other.name or other.id)}" if other is not None else ""
-    return replace(view, run="", note=f"run {escape_cell(view.run)} no longer exists{shown}")
+    replacement = f"; showing {escape_cell(other.name or other.id)}" if other is not None else ""
+    return replace(view, run="", note=f"run {escape_cell(view.run)} no longer exists{replacement}")
 
 
 def build_panels(snapshot: Snapshot, view: View) -> dict[str, Panel]:
@@ -95,22 +95,22 @@ def build_panels(snapshot: Snapshot, view: View) -> dict[str, Panel]:
     }
 
 
-def press(view: View, key: str, sign: str, snapshot: Snapshot, page: int) -> tuple[View, Effect | None]:
+def press(view: View, key: str, character: str, snapshot: Snapshot, page: int) -> tuple[View, Effect | None]:
     """Handle a key.
 
-    `key` is Textual's name for it, `sign` the character it prints, if any, `page` the number of rows of the focused panel.
+    `key` is Textual's name for it, `character` what it prints, if any, `page` the number of rows of the focused panel.
     """
     view = replace(view, note="")
     if view.mode == FILTER:
-        return _edit_filter(view, key, sign), None
+        return _edit_filter(view, key, character), None
     if view.mode == SORT:
-        return _sort(view, sign), None
+        return _sort(view, character), None
     if view.mode == CONFIRM:
-        is_confirmed = sign in ("y", "Y")
+        is_confirmed = character in ("y", "Y")
         effect = Effect(STOP, view.asked) if is_confirmed else None
         return replace(view, mode=BROWSE, asked="", note="" if is_confirmed else "not stopped"), effect
     if view.mode == HELP:
-        return (view, Effect(QUIT)) if sign in ("q", "Q") else (replace(view, mode=BROWSE), None)
+        return (view, Effect(QUIT)) if character in ("q", "Q") else (replace(view, mode=BROWSE), None)
     if key in ("q", "Q", "ctrl+c", "ctrl+q"):
         return view, Effect(QUIT)
     if key == "space":
@@ -118,26 +118,26 @@ def press(view: View, key: str, sign: str, snapshot: Snapshot, page: int) -> tup
         return (view, Effect(PAUSE)) if view.replay else (replace(view, paused=not view.paused), None)
     if view.replay and key in ("left", "right"):
         return view, Effect(BACK if key == "left" else FORTH)
-    if view.replay and sign in ("+", "-"):
-        return view, Effect(FASTER if sign == "+" else SLOWER)
-    return _browse(view, key, sign, snapshot, page), None
+    if view.replay and character in ("+", "-"):
+        return view, Effect(FASTER if character == "+" else SLOWER)
+    return _browse(view, key, character, snapshot, page), None
 
 
-def _browse(view: View, key: str, sign: str, snapshot: Snapshot, page: int) -> View:
-    if sign in ("h", "H", "?") or key == "f1":
+def _browse(view: View, key: str, character: str, snapshot: Snapshot, page: int) -> View:
+    if character in ("h", "H", "?") or key == "f1":
         return replace(view, mode=HELP)
-    if sign == "/":
+    if character == "/":
         return replace(view, mode=FILTER, typed=view.filter)
-    if sign == "o" and ORDERS[view.focus]:
+    if character == "o" and ORDERS[view.focus]:
         return replace(view, mode=SORT)
-    if sign == "o":
+    if character == "o":
         return replace(view, note="this panel can't be sorted: press Tab for another one")
     if key == "escape":
         return replace(view, filter="", typed="")
-    if sign in ("T", "x"):
+    if character in ("T", "x"):
         return _ask_to_stop(view, snapshot)
-    if sign and sign in "12345":
-        return replace(view, focus=PANELS[int(sign) - 1])
+    if character and character in "12345":
+        return replace(view, focus=PANELS[int(character) - 1])
     if key in ("tab", "right", "shift+tab", "left"):
         step = 1 if key in ("tab", "right") else -1
         return replace(view, focus=PANELS[(PANELS.index(view.focus) + step) % len(PANELS)])
@@ -145,7 +145,7 @@ def _browse(view: View, key: str, sign: str, snapshot: Snapshot, page: int) -> V
     return move_cursor(view, view.focus, moves[key], snapshot) if key in moves else view
 
 
-def _edit_filter(view: View, key: str, sign: str) -> View:
+def _edit_filter(view: View, key: str, character: str) -> View:
     if key == "enter":
         return replace(view, mode=BROWSE, filter=view.typed)
     if key == "escape":
@@ -154,19 +154,19 @@ def _edit_filter(view: View, key: str, sign: str) -> View:
         return replace(view, typed=view.typed[:-1])
     if key == "ctrl+u":
         return replace(view, typed="")
-    return append_to_filter(view, sign)
+    return append_to_filter(view, character)
 
 
 def append_to_filter(view: View, text: str) -> View:
     """Append a typed character or pasted text."""
-    return replace(view, typed=view.typed + "".join(character for character in text if character.isprintable()))
+    return replace(view, typed=view.typed + "".join(letter for letter in text if letter.isprintable()))
 
 
-def _sort(view: View, sign: str) -> View:
+def _sort(view: View, character: str) -> View:
     """Sort by a letter; the same letter again reverses the order, `n` removes it."""
     letter, reverse = view.sorts.get(view.focus, ("", False))
-    new_letter = "" if sign == "n" else sign
-    if sign != "n" and sign not in ORDERS[view.focus]:
+    new_letter = "" if character == "n" else character
+    if character != "n" and character not in ORDERS[view.focus]:
         letters = ", ".join(["n", *ORDERS[view.focus]])
         return replace(view, mode=BROWSE, note=f"unknown sort letter; choose one of {letters}")
     new_reverse = not reverse if new_letter == letter else False

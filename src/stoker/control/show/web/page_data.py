@@ -265,8 +265,8 @@ def _next_headline_value(file: IO[bytes]) -> float | None:
             continue
         count = min(interval_of(line), _MAX_AVERAGED) - 1
         window = [value, *(_headline_value(_parse_object(file.readline(_MAX_LINE))) for _ in range(count))]
-        known = [value for value in window if value is not None]
-        return sum(known) / len(known)
+        numbers = [value for value in window if value is not None]
+        return sum(numbers) / len(numbers)
     return None
 
 

@@ -293,14 +293,14 @@ def _collect_answers(folders: RunFolders, run: str, explain: Explain) -> dict[st
 
 def _collect_logs(folders: RunFolders, run: str, guilty_rank: int | None) -> dict[str, Any]:
     """Return the end of Stoker's own log and of some ranks' of the last attempt, including the rank to blame."""
-    own = run_files.read_log(folders, run, None, None, None)
-    attempt, ranks = own["attempt"], own["ranks"]
+    own_log = run_files.read_log(folders, run, None, None, None)
+    attempt, ranks = own_log["attempt"], own_log["ranks"]
     saved_ranks = sorted({*ranks[:_MAX_LOGS], *([guilty_rank] if guilty_rank in ranks else [])})
     logs = {f"{attempt}/{rank}": run_files.read_log(folders, run, attempt, rank, None) for rank in saved_ranks}
     return {
         "attempt": attempt,
         "attempts": [attempt] if saved_ranks else [],
         "ranks": saved_ranks,
-        "stoker": own,
+        "stoker": own_log,
         **logs,
     }
