@@ -14,9 +14,9 @@ import pytest
 from conftest import Stoker, wait_for
 from stoker.control.record import serving_log
 from stoker.control.record.serving_log import ServerLog, ServerRates, ServerSample, rates, read_samples
-from stoker.control.show.curves import Curve, MetricsTail, averaged, newest_line
-from stoker.control.show.job_view import folder_of, server_curves
-from stoker.control.show.run_tail import load_of
+from stoker.control.show.curves import Curve, MetricsTail, average_curve, read_newest_line
+from stoker.control.show.job_view import compute_server_curves, open_run_tail
+from stoker.control.show.run_tail import server_load
 from stoker.control.show.snapshot import RUNNING
 
 INTERVAL = 3
@@ -62,10 +62,10 @@ def test_rates_are_differences_over_the_last_half_minute() -> None:
     assert rates(idle, 101.0) == ServerRates(0.0, 0.0)
     assert rates(samples, 80.0) == ServerRates(), "a server that writes no more is gone, or hangs"
     assert rates(samples[:1], 1.0) == ServerRates()
-    load = load_of("server", [samples, [sample(60.0, 7, 9, 4)]], 61.0, True)
+    load = server_load("server", [samples, [sample(60.0, 7, 9, 4)]], 61.0, True)
     assert (load.requests, load.tokens, load.weights_version) == (127, 6009, 0)
     assert (load.requests_per_s, load.tokens_per_s, load.running) == (2.0, 100.0, 2)
-    assert load_of("server", [samples], 61.0, False).tokens_per_s is None, "the job is over"
+    assert server_load("server", [samples], 61.0, False).tokens_per_s is None, "the job is over"
 
 
 def test_a_servers_curve_is_its_rate_at_the_trainers_steps() -> None:
@@ -73,22 +73,22 @@ def test_a_servers_curve_is_its_rate_at_the_trainers_steps() -> None:
     for step in range(10):
         clock.add(step, 100.0 + 2 * step)
     first = [sample(99.0, 0, 0), sample(109.0, 10, 100), sample(115.0, 40, 400)]
-    curves = server_curves(clock, [first, [sample(90.0), sample(130.0)]], 2)
+    curves = compute_server_curves(clock, [first, [sample(90.0), sample(130.0)]], 2)
     requests = curves["server_requests_per_s"]
     assert [*requests.steps] == [*range(1, 8)], "no value before the first difference, none behind the last count"
     assert [*requests.values][:3] == pytest.approx([1.0, 1.0, 1.0]) and requests.values[-1] == pytest.approx(5.0)
     assert [*curves["server_tokens_per_s"].values] == pytest.approx([10 * value for value in requests.values])
-    assert not server_curves(clock, [], 2)["server_tokens_per_s"].steps
+    assert not compute_server_curves(clock, [], 2)["server_tokens_per_s"].steps
 
 
 def test_a_curve_of_means_keeps_what_is_no_number() -> None:
     curve = Curve()
     for step, value in enumerate([1.0, 3.0, float("nan"), 5.0, 7.0]):
         curve.add(step, value)
-    means = averaged(curve, 2)
+    means = average_curve(curve, 2)
     assert [*means.steps] == [0, 1, 2, 3, 4]
     assert str([*means.values]) == "[1.0, 2.0, nan, 4.0, 6.0]"
-    assert averaged(curve, 1) is curve
+    assert average_curve(curve, 1) is curve
 
 
 @pytest.mark.parametrize("lines", [20, 5000])
@@ -99,8 +99,8 @@ def test_newest_values_are_means_over_the_logging_interval(tmp_path: Path, lines
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tail = MetricsTail(str(tmp_path))
-    assert tail.look() and tail.interval == 4 and "log_every" not in tail.curves
-    newest = newest_line(str(tmp_path))
+    assert tail.read_new() and tail.interval == 4 and "log_every" not in tail.curves
+    newest = read_newest_line(str(tmp_path))
     assert (newest["reward"], newest["tokens"], newest["step"]) == (1.5, lines - 1, lines - 1)
 
 
@@ -208,22 +208,22 @@ def see_running(stoker: Stoker, job: subprocess.Popen[bytes]) -> None:
 
 def check_page(stoker: Stoker) -> None:
     """The page's answers about the job, and the same saved as a file."""
-    from stoker.control.show.web import run_details, run_texts
-    from stoker.control.show.web.run_folders import Folders
+    from stoker.control.show.web import page_data, run_files
+    from stoker.control.show.web.run_files import RunFolders
 
-    folders, run = Folders(str(stoker.cwd / "runs")), stoker.latest.resolve().name
-    answer = run_details.curves(folders, run, ["reward", "server_requests_per_s"], most=600, smooth=INTERVAL)
+    folders, run = RunFolders(str(stoker.cwd / "runs")), stoker.latest.resolve().name
+    answer = page_data.read_curves(folders, run, ["reward", "server_requests_per_s"], max_points=600, smooth=INTERVAL)
     assert answer["names"][: len(COMPANIONS)] == COMPANIONS and answer["interval"] == INTERVAL
     assert {"server_requests_per_s", "server_tokens_per_s", "loss"} <= {*answer["names"]}
-    folder, timeline = folders.watched(run)
+    folder, timeline = folders.open(run)
     points = folder.training.curve("reward").values[-INTERVAL:]
     assert answer["curves"]["reward"]["values"][-1] == pytest.approx(sum(points) / INTERVAL, rel=1e-4)
     assert answer["curves"]["server_requests_per_s"]["values"]
-    assert len(run_details.sparks(folders, [run])[run]) > 3
-    assert ["grpo.group", "8"] in run_details.settings(folders, run)["settings"]
-    over_time = run_details.over_time(folders, run, 0.0)
+    assert len(page_data.read_sparklines(folders, [run])[run]) > 3
+    assert ["grpo.group", "8"] in page_data.read_settings(folders, run)["settings"]
+    over_time = page_data.read_timeline(folders, run, 0.0)
     assert over_time["ranks"] == [1] and "stop" in {mark["kind"] for mark in over_time["marks"]}
-    found = run_texts.rollouts(folders, run, None)["rollouts"]
+    found = run_files.read_rollouts(folders, run, None)["rollouts"]
     assert found and found[0]["prompt"] and found[0]["step"] >= found[-1]["step"]
     assert stoker("web", "--save", run, "job.html").code == 0
-    assert folder_of(folder.record).record.id == run and timeline.dir == folder.training.record.dir
+    assert open_run_tail(folder.record).record.id == run and timeline.dir == folder.training.record.dir

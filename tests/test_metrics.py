@@ -33,16 +33,16 @@ from netcluster import NetCluster
 from stoker.contract.evidence import Verdict
 from stoker.control.machine.model import GpuGauges, HostGauges
 from stoker.control.show import http_server
-from stoker.control.show.metrics import metric_docs, metric_table, metrics_server
-from stoker.control.show.metrics.metrics_collector import Collector
-from stoker.control.show.metrics.metrics_page import CONTENT_TYPE, ENDED_S, Collected, Examined, render
+from stoker.control.show.metrics import metric_docs, metric_table, metrics_exporter
+from stoker.control.show.metrics.metrics_exporter import MetricsCollector
+from stoker.control.show.metrics.metrics_page import CONTENT_TYPE, ENDED_S, CollectionStatus, DoctorFindings, render
 from stoker.control.show.snapshot import OFFLINE, RankView, RunView, ServerLoad, SlowRank, Snapshot, Suspicion
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 NOW = 1_800_000_000.0
 UNITS = ("none", "short", "percentunit", "bytes", "Bps", "s", "celsius", "watt", "hertz")  # Grafana's ids
-DONE = Collected(True, NOW, 0.01)
+DONE = CollectionStatus(True, NOW, 0.01)
 
 promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool (Debian's package prometheus)")
 
@@ -169,7 +169,7 @@ def everything() -> Snapshot:
 
 
 def test_every_metric_is_exported_and_documented() -> None:
-    examined = Examined("box", NOW, {("host.shm", "fail"): 1})
+    examined = DoctorFindings("box", NOW, {("host.shm", "fail"): 1})
     pages = [render(everything(), DONE, examined, dialect) for dialect in ("classic", "4.9")]
     exported = {name for page in pages for name, _ in series(page)}
     assert exported == set(metric_table.ALL)
@@ -255,7 +255,7 @@ def test_a_collection_that_fails_leaves_the_old_values_and_says_so() -> None:
             raise one
         return one
 
-    collector = Collector(gather, lambda: Examined("box", NOW, {}), "classic", told.append)
+    collector = MetricsCollector(gather, lambda: DoctorFindings("box", NOW, {}), "classic", told.append)
     pages = []
     for _ in range(4):
         collector.collect()
@@ -279,7 +279,7 @@ def tool(*words: str, text: bytes = b"") -> str:
 
 @promtool
 def test_promtool_accepts_the_metrics() -> None:
-    examined = Examined("box", NOW, {("host.shm", "fail"): 1})
+    examined = DoctorFindings("box", NOW, {("host.shm", "fail"): 1})
     page = render(everything(), DONE, examined, "off").decode()
     # The field note's abbreviated unit is the note's.
     kept = [line for line in page.splitlines() if "gpu_memory_used_mb" not in line]
@@ -339,7 +339,7 @@ def served(page: bytes | None = b"stoker_up 1\n") -> Iterator[int]:
     listening = http_server.listen("127.0.0.1", 0)
     port = listening.getsockname()[1]
     over = threading.Event()
-    made = metrics_server.MetricsServer(listening, lambda: page, CONTENT_TYPE)
+    made = metrics_exporter.MetricsServer(listening, lambda: page, CONTENT_TYPE)
     thread = threading.Thread(target=made.serve, args=(over.is_set, 0.05))
     thread.start()
     try:
@@ -615,7 +615,7 @@ def test_a_real_prometheus_scrapes_it(stoker: Stoker, box: Any) -> None:
 @at_length
 def test_every_panel_of_the_dashboards_has_data(tmp_path: Path) -> None:
     """As Grafana asks: variables replaced by all their values, panels over time by range, tables at one time."""
-    examined = Examined("box", NOW, {("host.shm", "fail"): 1})
+    examined = DoctorFindings("box", NOW, {("host.shm", "fail"): 1})
     with served(render(everything(), DONE, examined, "classic")) as port, prometheus(tmp_path, port) as ask:
         assert wait_for(lambda: ask("increase(stoker_gpu_ecc_errors_total[1h])"), 30)
         for path in (DEPLOY / "grafana").glob("*.json"):

@@ -24,13 +24,13 @@ from stoker.control.machine.model import OFFLINE, GpuGauges, HostGauges
 from stoker.control.record import history, run_record
 from stoker.control.record.history import HistoryPoint, HistoryTail, HistoryWriter, Members
 from stoker.control.show import curves
-from stoker.control.show.charts import Line, chart, columns_of, fitted, mean, short, sparkline
+from stoker.control.show.charts import Series, display_width, draw_chart, fit_width, mean, short, sparkline
 from stoker.control.show.collector import SnapshotCollector
-from stoker.control.show.comparison import differing, noise
-from stoker.control.show.curves import Curve, MetricsTail, newest_line
-from stoker.control.show.printed_metrics import Columns, Layout
+from stoker.control.show.comparison import differing_settings, measure_difference
+from stoker.control.show.curves import Curve, MetricsTail, read_newest_line
+from stoker.control.show.metrics_columns import ColumnBlock, LineFormat
 from stoker.control.show.run_tail import EventTail, RunTail
-from stoker.control.show.slow_rank import late_rank, why_card, why_host
+from stoker.control.show.slow_rank import explain_gpu, explain_host, find_late_rank
 from stoker.control.show.snapshot import RankView, RunView, Snapshot, snapshot_from_json
 from stoker.control.show.top.replay import Replay
 from stoker.control.verdict import judge  # noqa: F401 (fills the catalogue)
@@ -111,7 +111,7 @@ def test_a_running_job_is_seen_with_ranks_cards_and_hosts(stoker: Stoker, monkey
     moments = history.read_history(run.dir)
     assert moments[-1].of_rank(1)["step"] == 10 and moments[-1].attempt == 0
     replay = Replay(record := run_record.read_run(run.dir))  # type: ignore[arg-type]
-    assert record is not None and len(replay.moments) == len(moments)
+    assert record is not None and len(replay.points) == len(moments)
     last = same_in_json(replay.snapshot(len(moments) - 1)).runs[0]
     first = same_in_json(replay.snapshot(0)).runs[0]
     assert (last.step, last.loss, last.phase, last.state) == (10, 0.3, "eval", "running") and first.ranks[
@@ -129,7 +129,9 @@ def test_a_short_job_has_no_history(finished: Stoker) -> None:
 def moment(at: float, ranks: int = 2, attempt: int = 0, **columns: Any) -> HistoryPoint:
     members = Members(tuple(range(ranks)), (("here", "GPU-1"),), ("here",))
     step = {"step": tuple(int(at) for _ in range(ranks)), **columns}
-    return HistoryPoint(at, attempt, members, step, {"power": (at,), "throttle": (("power cap",) if at == 10 else (),)}, {})
+    return HistoryPoint(
+        at, attempt, members, step, {"power": (at,), "throttle": (("power cap",) if at == 10 else (),)}, {}
+    )
 
 
 class Folder:
@@ -234,7 +236,7 @@ def test_a_clock_that_was_set_back_gives_no_negative_times(finished: Stoker) -> 
     assert run.seconds == 0.0
     tail = MetricsTail(str(finished.latest))
     metrics_file(finished.latest, [3.0, 2.0, 1.0])
-    assert tail.look() and tail.step_s == 1.0
+    assert tail.read_new() and tail.step_s == 1.0
 
 
 def test_a_run_of_the_future_and_of_a_clock_that_jumps_is_shown(stoker: Stoker) -> None:
@@ -292,7 +294,7 @@ def test_the_step_is_of_the_ranks_that_still_run(finished: Stoker) -> None:
     folder.writer().write(moment(1.0, 3, step=(3, 2, 1)))
     record = run_record.read_run(str(run_dir))
     assert record is not None
-    assert RunTail(record).run(2.0, watched=False).step == RunTail(record).run(2.0, watched=True).step == 1
+    assert RunTail(record).view(2.0, watched=False).step == RunTail(record).view(2.0, watched=True).step == 1
 
 
 def recipe_run(finished: Stoker, name: str, logged: float, moment_at: float, verdict: bool = False) -> RunTail:
@@ -316,13 +318,13 @@ def recipe_run(finished: Stoker, name: str, logged: float, moment_at: float, ver
 
 def test_ranks_have_made_the_steps_that_the_run_has_made(finished: Stoker) -> None:
     """The history is written every two seconds, the metrics more often: `top` must not show step 21 above and 0 below."""
-    run = recipe_run(finished, "fresh", logged=100.5, moment_at=100.0).run(101.0, watched=True)
+    run = recipe_run(finished, "fresh", logged=100.5, moment_at=100.0).view(101.0, watched=True)
     assert run.step == 21 and [rank.step for rank in run.ranks] == [21, 21]
 
 
 def test_a_rank_that_hangs_is_behind_the_run(finished: Stoker) -> None:
     """A moment of the history that is younger than the metrics knows better where the other ranks are."""
-    run = recipe_run(finished, "hanging", logged=100.5, moment_at=130.0).run(131.0, watched=True)
+    run = recipe_run(finished, "hanging", logged=100.5, moment_at=130.0).view(131.0, watched=True)
     assert run.step == 21 and [rank.step for rank in run.ranks] == [21, 0]
 
 
@@ -340,7 +342,7 @@ def test_ranks_of_a_run_that_was_stopped_have_not_failed(stoker: Stoker) -> None
         child.wait(60)
     record = run_record.read_run(str(stoker.latest))
     assert record is not None
-    run = RunTail(record).run(time.time(), watched=True)
+    run = RunTail(record).view(time.time(), watched=True)
     assert run.state == "stopped" and {rank.exit_code for rank in run.ranks} == {-signal.SIGTERM}
     assert {rank.state for rank in run.ranks} == {"stopped"}
     shown = stoker("top", "--once", "endless").out
@@ -350,17 +352,17 @@ def test_ranks_of_a_run_that_was_stopped_have_not_failed(stoker: Stoker) -> None
 def test_only_what_is_new_is_read(tmp_path: Path) -> None:
     metrics_file(tmp_path, [1.0 / (step + 1) for step in range(100_000)])
     tail = MetricsTail(str(tmp_path))
-    assert tail.look() and len(tail.curves["loss"].steps) == 100_000 and not tail.look()
-    before = tail._at
+    assert tail.read_new() and len(tail.curves["loss"].steps) == 100_000 and not tail.read_new()
+    before = tail._offset
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 100000, "loss": 7.0}\n{"step": 100001, "lo')
-    assert tail.look() and tail.newest["loss"] == 7.0 and tail._at == before + 30
+    assert tail.read_new() and tail.newest["loss"] == 7.0 and tail._offset == before + 30
     points = tail.curves["loss"].points(300)
     assert len(points) <= 320 and points[0] == (0, 1.0) and points[-1] == (100_000, 7.0)
     (tmp_path / "metrics.jsonl").unlink()
     metrics_file(tmp_path, [9.0])  # resumed: replaced as a whole
-    assert tail.look() and list(tail.curves["loss"].values) == [9.0]
-    assert newest_line(str(tmp_path))["loss"] == 9.0
+    assert tail.read_new() and list(tail.curves["loss"].values) == [9.0]
+    assert read_newest_line(str(tmp_path))["loss"] == 9.0
 
 
 def test_lines_cut_into_columns_are_what_json_makes_of_them(tmp_path: Path) -> None:
@@ -387,7 +389,7 @@ def test_lines_cut_into_columns_are_what_json_makes_of_them(tmp_path: Path) -> N
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 6001, "lo')
         tails.append(MetricsTail(str(tmp_path / name)))
     spaced, dense = tails
-    assert spaced.look() and dense.look()
+    assert spaced.read_new() and dense.read_new()
     assert {name for name in spaced.curves} == {"loss", "tokens", "mfu", "val_loss"}
     assert (spaced.newest, spaced.step, spaced.time) == (dense.newest, dense.step, dense.time)
     assert (spaced.times, spaced.step_s) == (dense.times, dense.step_s)
@@ -395,8 +397,8 @@ def test_lines_cut_into_columns_are_what_json_makes_of_them(tmp_path: Path) -> N
     for one, other in pairs:
         assert one.steps == other.steps and repr(one.values) == repr(other.values)
         assert one.not_finite() == other.not_finite()
-    read = list(Layout().read((tmp_path / "spaced" / "metrics.jsonl").read_bytes().rpartition(b"\n")[0] + b"\n"))
-    assert sum(len(part.steps) for part in read if isinstance(part, Columns)) > 5000
+    read = list(LineFormat().read((tmp_path / "spaced" / "metrics.jsonl").read_bytes().rpartition(b"\n")[0] + b"\n"))
+    assert sum(len(part.steps) for part in read if isinstance(part, ColumnBlock)) > 5000
 
 
 def test_a_viewer_that_needs_the_newest_values_alone_reads_no_more(finished: Stoker) -> None:
@@ -426,7 +428,7 @@ def rank(number: int, **more: Any) -> RankView:
 
 
 def test_the_slow_rank_its_card_and_what_the_others_wait(finished: Stoker) -> None:
-    from stoker.control.show.slow_rank import slow_ranks
+    from stoker.control.show.slow_rank import find_slow_ranks
 
     record = run_record.load_run(str(finished.latest))
     assert record is not None
@@ -435,11 +437,11 @@ def test_the_slow_rank_its_card_and_what_the_others_wait(finished: Stoker) -> No
     run = RunView("exp", "exp", "", "me", True, "running", 1.0, ranks=ranks)
     cards = [GpuGauges(n, f"GPU-{n}", host="here", throttle=("power cap",)) for n in range(4)]
     cards[2] = replace(cards[2], throttle=("power cap", "hardware thermal slowdown"), temperature=93)
-    (slow,) = slow_ranks(run, folder, [HostGauges("here", cpu=1.0)], cards)
+    (slow,) = find_slow_ranks(run, folder, [HostGauges("here", cpu=1.0)], cards)
     assert (slow.rank, slow.gpu, slow.cause) == (2, "GPU-2", "slow.throttle")
     why = "its GPU's clock is held down: hardware thermal slowdown at 93 °C"
     assert slow.summary == f"rank 2 (GPU 2) is slow because {why}; the others wait 0.9 s of each 2.1 s step"
-    (unknown,) = slow_ranks(run, folder, [HostGauges("here", cpu=1.0)], [])  # all ranks share that host
+    (unknown,) = find_slow_ranks(run, folder, [HostGauges("here", cpu=1.0)], [])  # all ranks share that host
     assert unknown.cause == "slow.unknown"
     folder.events.slow[2] = {
         "cause": "slow.data",
@@ -448,7 +450,7 @@ def test_the_slow_rank_its_card_and_what_the_others_wait(finished: Stoker) -> No
         "step_s": 1.0,
         "summary": "rank 2 (GPU 2) is slow because it waits for its data loader; the others wait 0.5 s of each 1 s step",
     }
-    (told,) = slow_ranks(run, folder, [], [])
+    (told,) = find_slow_ranks(run, folder, [], [])
     assert (told.cause, told.because, told.wait_s, told.since) == (
         "slow.data",
         "it waits for its data loader",
@@ -459,10 +461,10 @@ def test_the_slow_rank_its_card_and_what_the_others_wait(finished: Stoker) -> No
 
 def test_a_straggler_that_keeps_up_again_is_shown_no_longer(tmp_path: Path) -> None:
     events = EventTail(str(tmp_path))
-    events.take({"event": "straggler", "time": 5.0, "rank": 2, "cause": "slow.data", "summary": "rank 2 is slow"})
-    events.take({"event": "straggler-over", "time": 6.0, "rank": 1, "summary": "rank 1 is no longer slow"})
+    events.apply({"event": "straggler", "time": 5.0, "rank": 2, "cause": "slow.data", "summary": "rank 2 is slow"})
+    events.apply({"event": "straggler-over", "time": 6.0, "rank": 1, "summary": "rank 1 is no longer slow"})
     assert events.suspicion is not None and list(events.slow) == [2]
-    events.take({"event": "straggler-over", "time": 7.0, "rank": 2, "summary": "rank 2 is no longer slow"})
+    events.apply({"event": "straggler-over", "time": 7.0, "rank": 2, "summary": "rank 2 is no longer slow"})
     assert events.suspicion is None and not events.slow
 
 
@@ -478,17 +480,17 @@ def test_a_straggler_that_keeps_up_again_is_shown_no_longer(tmp_path: Path) -> N
 )
 def test_a_host_is_blamed_for_what_the_others_have_not(gauges: dict[str, Any], cause: str) -> None:
     others = [HostGauges("b", cpu=0.1, pressure_io=0.0, pressure_memory=0.0, received=1.0, link=1.25e9)]
-    found, because = why_host(HostGauges("a", **gauges), others)
+    found, because = explain_host(HostGauges("a", **gauges), others)
     assert found == cause and ("its host a" in because) == bool(cause)
     assert not cause or cause in CATALOGUE, "docs/verdicts.md says what to do"
-    assert why_host(HostGauges("a", **gauges), [HostGauges("b", **gauges)]) == ("", "")
+    assert explain_host(HostGauges("a", **gauges), [HostGauges("b", **gauges)]) == ("", "")
 
 
 def test_nobody_is_late_where_all_wait_alike_or_somebody_is_unknown() -> None:
-    assert late_rank([rank(0, waiting=0.3), rank(1, waiting=0.31)]) is None
-    assert late_rank([rank(0, waiting=0.01), rank(1, waiting=0.31), rank(2)]) is None
+    assert find_late_rank([rank(0, waiting=0.3), rank(1, waiting=0.31)]) is None
+    assert find_late_rank([rank(0, waiting=0.01), rank(1, waiting=0.31), rank(2)]) is None
     assert (
-        why_card(
+        explain_gpu(
             GpuGauges(0, "a", pcie_width=4, pcie_width_max=16), [GpuGauges(1, "b", pcie_width=16, pcie_width_max=16)]
         )
         != ""
@@ -524,13 +526,15 @@ def test_this_host_is_read_and_a_recorded_card_in_base_units(tmp_path: Path) -> 
 
 
 def test_charts_and_sparklines_are_as_wide_as_asked() -> None:
-    line = Line("a", tuple((float(x), math.exp(-x / 30)) for x in range(100)))
+    line = Series("a", tuple((float(x), math.exp(-x / 30)) for x in range(100)))
     for width in (20, 80, 200):
-        rows = chart([line], width, 10)
-        assert len(rows) == 12 and all(columns_of("".join(text for text, _ in row)) <= width for row in rows)
-    letters = "".join(text for row in chart([line, line], 80, 5) for text, _ in row)
+        rows = draw_chart([line], width, 10)
+        assert len(rows) == 12 and all(display_width("".join(text for text, _ in row)) <= width for row in rows)
+    letters = "".join(text for row in draw_chart([line, line], 80, 5) for text, _ in row)
     assert "b" in letters and not any(0x2800 <= ord(sign) < 0x2900 for sign in letters)
-    assert chart([Line("a", ((1.0, -1.0),))], 80, 5, log=True) == [] and chart([Line("a", ((1.0, 2.0),))], 80, 5)
+    assert draw_chart([Series("a", ((1.0, -1.0),))], 80, 5, log=True) == [] and draw_chart(
+        [Series("a", ((1.0, 2.0),))], 80, 5
+    )
     assert sparkline([1.0, 2.0, None, 3.0]) == "▁▅·█" and len(sparkline([float(x) for x in range(1000)], 40)) == 40
     assert sparkline([2.0, 2.0]) == "▅▅" and sparkline([]) == "" and sparkline([math.nan]) == "·"
     assert [short(value) for value in (None, "nan", 0, 3.14159, 1234567, 0.00001, 1e300)] == [
@@ -542,7 +546,7 @@ def test_charts_and_sparklines_are_as_wide_as_asked() -> None:
         "1.0e-05",
         "1.00e+300",
     ]
-    assert fitted("訓練する", 5) == "訓練…" and columns_of("e\u0301") == 1
+    assert fit_width("訓練する", 5) == "訓練…" and display_width("e\u0301") == 1
 
 
 def test_runs_fit_the_width_and_are_filtered_sorted_and_limited(finished: Stoker) -> None:
@@ -706,14 +710,19 @@ def test_a_difference_is_more_than_noise_or_not() -> None:
     wave = [4.0 / (1 + step / 50) + 0.1 * math.sin(step * 2.7) for step in range(500)]
     better = [value - 0.05 for value in wave]
     other = [4.0 / (1 + step / 50) + 0.1 * math.sin(step * 1.3 + 1) for step in range(500)]
-    found = noise(curve(wave), curve(better))
+    found = measure_difference(curve(wave), curve(better))
     assert found is not None and found.beyond and found.difference == pytest.approx(-0.05) and found.first_step == 400
-    level = noise(curve(wave), curve(other))
-    assert level is not None and level.tested and not level.beyond
-    few = noise(curve(wave[:3]), curve(other[:3]))
-    assert few is not None and not few.tested
-    assert noise(curve(wave), Curve()) is None and noise(curve([math.nan]), curve(wave)) is None
-    assert differing([{"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}]) == [("b", ("2", "3")), ("c", ("n/a", "4"))]
+    level = measure_difference(curve(wave), curve(other))
+    assert level is not None and level.low is not None and not level.beyond
+    few = measure_difference(curve(wave[:3]), curve(other[:3]))
+    assert few is not None and few.low is None
+    assert (
+        measure_difference(curve(wave), Curve()) is None and measure_difference(curve([math.nan]), curve(wave)) is None
+    )
+    assert differing_settings([{"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}]) == [
+        ("b", ("2", "3")),
+        ("c", ("n/a", "4")),
+    ]
 
 
 def test_compare_two_runs(finished: Stoker) -> None:
@@ -793,7 +802,7 @@ def test_a_name_of_several_runs_means_the_newest_and_says_so(finished: Stoker) -
 
 def test_the_end_of_a_training_shows_its_loss(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from stoker.control.show.final_chart import show_loss
+    from stoker.control.show.charts import show_loss
 
     said: list[str] = []
     show_loss(str(tmp_path), said.append)
@@ -823,7 +832,7 @@ def test_all_metrics_of_a_run_are_kept(tmp_path: Path) -> None:
             more = dict.fromkeys(names, 0.5) if step % 10 == 0 else {}
             file.write(json.dumps({"step": step, "time": 1e9, "loss": 1.0, **more}) + "\n")
     tail = MetricsTail(str(tmp_path))
-    assert tail.look() and len(tail.curves) == 301
+    assert tail.read_new() and len(tail.curves) == 301
     assert len(tail.curves["loss"].steps) == 100 and len(tail.curves[names[-1]].steps) == 10
 
 
@@ -835,11 +844,11 @@ def test_a_reader_of_newest_values_keeps_no_long_curves(tmp_path: Path, monkeypa
     for look in range(40):
         with path.open("a") as file:
             file.writelines(f'{{"step": {100 * look + place}, "time": 1.0, "loss": 2.5}}\n' for place in range(50))
-        assert tail.look() and tail.step == 100 * look + 49 and tail.newest["loss"] == 2.5
+        assert tail.read_new() and tail.step == 100 * look + 49 and tail.newest["loss"] == 2.5
         longest = max(longest, len(tail.curves["loss"].steps), len(tail.clock.steps))
     assert 50 < longest < 400, "of 2,000 points"
     whole = MetricsTail(str(tmp_path))
-    assert whole.look() and len(whole.curves["loss"].steps) == 2000
+    assert whole.read_new() and len(whole.curves["loss"].steps) == 2000
 
 
 # ---- numbers that no float holds, and the largest ones ----
@@ -873,7 +882,7 @@ def test_the_largest_numbers_have_a_mean(values: list[float]) -> None:
     curve = Curve()
     curve.extend(list(range(200)), [values[at % len(values)] for at in range(200)])
     for window in (1, 10):
-        chart([Line("a", curves.smoothed(curve, window))], 60, 10)
-    noise(curve, curve)
+        draw_chart([Series("a", curves.smooth_points(curve, window))], 60, 10)
+    measure_difference(curve, curve)
     sparkline(curve.values)
     assert mean([1e308, 1e308]) == pytest.approx(1e308)

@@ -25,7 +25,7 @@ from stoker.contract.frozen import replace
 from stoker.control.cluster.host_monitor import HostMonitor
 from stoker.control.cluster.hosts import read_hosts_file as read_hosts
 from stoker.control.machine.model import Holder
-from stoker.control.show.charts import columns_of
+from stoker.control.show.charts import display_width
 from stoker.control.show.snapshot import (
     GpuGauges,
     HostGauges,
@@ -35,11 +35,10 @@ from stoker.control.show.snapshot import (
     Suspicion,
     snapshot_from_json,
 )
-from stoker.control.show.top.cells import plain
-from stoker.control.show.top.frame import Frame, make_frame, text
+from stoker.control.show.top.frame import Frame, draw_text, make_frame
 from stoker.control.show.top.sources import demo_snapshot
-from stoker.control.show.top.table import PANELS, RANKS, RUNS
-from stoker.control.show.top.view import View, press, without_gone
+from stoker.control.show.top.table import PANELS, RANKS, RUNS, plain_text
+from stoker.control.show.top.view import View, drop_deleted_run, press
 
 
 def until(look: Callable[[], Any], seconds: float) -> bool:
@@ -123,15 +122,16 @@ def test_a_frame_fills_its_screen_exactly(name: str, size: tuple[int, int]) -> N
         assert len(frame.lines) == height
         for line in frame.lines:
             shown = "".join(piece for piece, _ in line)
-            assert columns_of(shown) == width and all(sign.isprintable() for sign in shown), shown
+            assert display_width(shown) == width and all(sign.isprintable() for sign in shown), shown
 
 
 @pytest.mark.parametrize("name", SNAPSHOTS)
 def test_the_text_is_whole_and_printable(name: str) -> None:
     snapshot = SNAPSHOTS[name]
-    shown = text(snapshot, 80)
+    shown = draw_text(snapshot, 80)
     assert all(
-        columns_of(line) <= 80 and line.isprintable() for line in shown.split("\n")[: -len(snapshot.problems) or None]
+        display_width(line) <= 80 and line.isprintable()
+        for line in shown.split("\n")[: -len(snapshot.problems) or None]
     )
     assert shown.count("GPU") >= len(snapshot.gpus)
 
@@ -148,7 +148,7 @@ def test_no_number_and_no_heading_is_cut_at_80_columns(stoker: Stoker) -> None:
 def test_runs_of_one_name_have_their_ids() -> None:
     made = demo()
     runs = tuple(replace(made.runs[0], id=f"2026111{n}-220320-sft", name="sft" if n < 2 else "dpo") for n in range(3))
-    shown = text(replace(made, runs=runs), 80, View())
+    shown = draw_text(replace(made, runs=runs), 80, View())
     listed = [line.split()[0] for line in shown.splitlines() if re.match(r"\d{8}-|sft |dpo ", line)]
     assert listed == ["dpo", "20261111-220320-sft", "20261110-220320-sft"], shown
 
@@ -156,8 +156,8 @@ def test_runs_of_one_name_have_their_ids() -> None:
 def test_a_run_that_is_over_has_no_ranks_any_more() -> None:
     made = demo()
     run = replace(made.runs[-1], state="completed", ranks=(), verdict=Verdict("completed", "completed", "", 0))
-    assert "the run is over: it has no ranks any more" in text(replace(made, runs=(run,)), 80, View())
-    assert "no ranks are known" in text(replace(made, runs=(replace(run, state="running"),)), 80, View())
+    assert "the run has ended and has no ranks" in draw_text(replace(made, runs=(run,)), 80, View())
+    assert "no ranks are known" in draw_text(replace(made, runs=(replace(run, state="running"),)), 80, View())
 
 
 def test_a_snapshot_comes_back_from_its_json() -> None:
@@ -179,7 +179,7 @@ def test_what_is_wrong_is_seen_at_80_columns() -> None:
 
 
 def screen(frame: Frame) -> str:
-    return "\n".join(plain(line) for line in frame.lines)
+    return "\n".join(plain_text(line) for line in frame.lines)
 
 
 # ---- keys and mouse, by Textual's pilot ----
@@ -230,7 +230,7 @@ def test_keys_sort_filter_and_help() -> None:
         rows = [line for line in screen(app.frame).split("\n") if "GPU" in line and "°C" in line]
         assert "node2/GPU2" not in rows[0]
         await pilot.press("o", "ä")
-        assert "no order of that letter" in screen(app.frame)
+        assert "unknown sort letter" in screen(app.frame)
         await pilot.press("o", "n", "slash", *"node2")
         assert "node1" not in screen(app.frame).split("RUN demo")[0] and "filter: node2" in screen(app.frame)
         await pilot.press("enter", "tab", "tab", "down")
@@ -242,7 +242,7 @@ def test_keys_sort_filter_and_help() -> None:
         await pilot.press("x", "5", "down", "down")
         assert app.view.run == "demo-first" and "RUN first try" in screen(app.frame)
         await pilot.press("space")
-        assert "HELD" in screen(app.frame)
+        assert "PAUSED" in screen(app.frame)
         await pilot.press("q")
 
     assert drive(Still(demo()), play) == []
@@ -279,7 +279,7 @@ def test_mouse_and_sizes() -> None:
         for size in ((160, 50), (20, 8), (1, 1), (80, 24)):
             await pilot.resize_terminal(*size)
             await pilot.pause()
-            assert (len(app.board.lines), columns_of(plain(app.board.lines[0])) <= size[0]) == (size[1], True)
+            assert (len(app.board.lines), display_width(plain_text(app.board.lines[0])) <= size[0]) == (size[1], True)
         await pilot.press("q")
 
     drive(Still(own_demo()), play)
@@ -303,8 +303,8 @@ def test_markup_of_others_is_text_and_a_vanished_run_is_no_end() -> None:
 def test_a_deleted_run_that_was_chosen_is_not_replaced_in_silence() -> None:
     seen = replace(own_demo(), root="/runs")
     view = View(run=seen.runs[0].id)
-    assert without_gone(view, seen) is view
-    left = without_gone(view, replace(seen, runs=seen.runs[1:]))
+    assert drop_deleted_run(view, seen) is view
+    left = drop_deleted_run(view, replace(seen, runs=seen.runs[1:]))
     assert left.run == "" and f"run {seen.runs[0].id} no longer exists" in left.note
     assert left.note in screen(make_frame(replace(seen, runs=seen.runs[1:]), left, 160, 40))
 
@@ -335,7 +335,7 @@ def test_a_recording_is_held_and_sought() -> None:
         view, effect = press(View(replay=True), key, sign, own_demo(), 5)
         seen.append(effect.what if effect is not None else view.note)
         assert not view.paused
-    assert seen == ["pause", "back", "forth", "faster", "slower", "this is a recording: nothing to stop"]
+    assert seen == ["pause", "back", "forth", "faster", "slower", "a recording can't be stopped"]
 
 
 # ---- the command ----

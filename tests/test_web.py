@@ -26,11 +26,10 @@ from localuser import ATTACKER, needs_root
 from netcluster import NetCluster
 from stoker.control.record import run_record
 from stoker.control.record.history import HistoryPoint, Members
-from stoker.control.show.http_server import HttpRequest, parse
+from stoker.control.show.http_server import HttpRequest, parse_request
 from stoker.control.show.top.sources import demo_snapshot
-from stoker.control.show.web import run_folders
-from stoker.control.show.web.page_state import difference, ranks_of, shared
-from stoker.control.show.web.run_folders import letters
+from stoker.control.show.web.page_data import diff_states, rank_rows, shared_state
+from stoker.control.show.web.rank_timeline import RankTimeline, rank_letters
 
 BEATS = "import stoker, sys\nfor step in range(int(sys.argv[1])):\n    stoker.beat(step)\nprint(open('said.txt').read() if len(sys.argv) > 2 else 'done')\n"  # fmt: skip
 FOREIGN = (
@@ -112,8 +111,8 @@ def losses(run_dir: Path, count: int, first: float = 9.0, **more: Any) -> None:
 
 def test_a_request_is_taken_whole_or_refused() -> None:
     head = b"POST /a/%2e%2e?x=%41&y= HTTP/1.1\r\nHost: Localhost:80\r\nContent-Length: 2\r\n\r\n"
-    assert parse(head) is None and parse(head + b"o") is None
-    made = parse(head + b"ok more")
+    assert parse_request(head) is None and parse_request(head + b"o") is None
+    made = parse_request(head + b"ok more")
     assert isinstance(made, HttpRequest) and (made.method, made.path, made.body, made.host) == ("POST", "/a/%2e%2e", b"ok", "localhost")  # fmt: skip
     assert made.query == {"x": "A", "y": ""}
     for bad, status in (
@@ -123,14 +122,14 @@ def test_a_request_is_taken_whole_or_refused() -> None:
         (b"GET /?a=%ff HTTP/1.1\r\n\r\n", 400),
         (b"x" * 9000, 431),
     ):
-        assert parse(bad) == status, bad[:60]
+        assert parse_request(bad) == status, bad[:60]
 
 
 def test_only_what_changed_travels() -> None:
     """16 hosts of 8 GPUs, 128 ranks, every two seconds."""
     before, now = (demo_snapshot(5000.0 + at, 1000.0, 16, 8) for at in (0.0, 2.0))
-    states = [{**shared(one), "ranks": ranks_of(one.runs[-1])} for one in (before, now)]
-    changed, gone = difference(states[0], states[1])
+    states = [{**shared_state(one), "ranks": rank_rows(one.runs[-1])} for one in (before, now)]
+    changed, gone = diff_states(states[0], states[1])
     sent = len(json.dumps(changed, separators=(",", ":")))
     assert not gone and changed["ranks"]["3"].keys() <= {"step", "step_s", "waiting", "phase", "beat_age", "memory"}
     assert sent / 2 < 50_000, f"{sent / 2:.0f} bytes a second"
@@ -140,7 +139,7 @@ def test_only_what_changed_travels() -> None:
             rebuilt[part].setdefault(key, {}).update(row)
     assert rebuilt == states[1]
     del states[1]["gpus"][next(iter(states[1]["gpus"]))]
-    assert difference(states[0], states[1])[1].keys() == {"gpus"}
+    assert diff_states(states[0], states[1])[1].keys() == {"gpus"}
     print(f"{sent} bytes of {len(json.dumps(states[1]))}")
 
 
@@ -153,7 +152,7 @@ def test_a_letter_for_each_moment_of_a_rank() -> None:
         "step": (1, 1, 1, 1, 1, 1, None),
     }
     moment = HistoryPoint(1.0, 0, Members(tuple(range(7))), columns, {}, {})
-    assert "".join(letters(moment)) == "AFKswpJ"
+    assert "".join(rank_letters(moment)) == "AFKswpJ"
 
 
 # ---- who may ask ----
@@ -728,9 +727,9 @@ def test_steps_beyond_whole_numbers_leave_the_page_alive(stoker: Stoker, tmp_pat
 def test_a_page_that_is_open_for_weeks_drops_the_oldest_moments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_folders, "_CELLS", 1000)
+    monkeypatch.setattr("stoker.control.show.web.rank_timeline._MAX_CELLS", 1000)
     record = run_record.RunRecord(str(tmp_path), "exp", {}, None, os.getuid(), mine=True)
-    timeline = run_folders.Timeline(record)
+    timeline = RankTimeline(record)
     (tmp_path / "history").mkdir()
     with open(tmp_path / "history" / "seconds.jsonl", "w") as file:
         file.write(json.dumps({"schema": 1, "time": 0, "members": {"ranks": [0, 1], "gpus": [], "hosts": []}}) + "\n")

@@ -23,9 +23,8 @@ from stoker.control.machine import procfs
 from stoker.control.machine.examination import examination_from_json
 from stoker.control.machine.model import Gpu, Holder, Machine, machine_from_json
 from stoker.control.plan.run_plan import make_plan
-from stoker.control.show.web.pages import _json
-from stoker.control.show.web.run_folders import Folders
-from stoker.control.show.web.run_texts import rows
+from stoker.control.show.web.pages import json_response
+from stoker.control.show.web.run_files import RunFolders, read_rows
 from stoker.control.verdict.judge import judge
 
 LONG, LONGER = "9" * 400, "9" * 5000  # more than a float holds, and than int() reads
@@ -181,6 +180,6 @@ def test_rows_with_no_numbers_are_shown(tmp_path: Path) -> None:
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "run.json").write_text("{}")
     (tmp_path / "r" / "rollouts.jsonl").write_text('{"reward": NaN, "parts": {"exact": [-Infinity, 1.5]}}\n')
-    found = rows(Folders(str(tmp_path), everybody=True), "r", "rollouts.jsonl", 0)
+    found = read_rows(RunFolders(str(tmp_path), everybody=True), "r", "rollouts.jsonl", 0)
     assert found["rows"] == [{"reward": "nan", "parts": {"exact": ["-inf", 1.5]}}]
-    assert json.loads(_json(found).body)["rows"] == found["rows"]
+    assert json.loads(json_response(found).body)["rows"] == found["rows"]

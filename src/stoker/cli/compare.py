@@ -17,8 +17,16 @@ from stoker.contract.terminal import print_coloured, print_json
 from stoker.contract.text import escape
 from stoker.contract.units import format_bytes, format_duration
 from stoker.control.record import run_index
-from stoker.control.show.charts import fitted, mean, metric_text, short
-from stoker.control.show.comparison import PART, PARTS, Noise, at_equal_step, differing, noise, settings_of
+from stoker.control.show.charts import fit_width, mean, metric_text, short
+from stoker.control.show.comparison import (
+    PART,
+    PARTS,
+    Difference,
+    at_equal_step,
+    differing_settings,
+    measure_difference,
+    settings_of,
+)
 from stoker.control.show.curves import Curve
 from stoker.control.show.run_tail import RunTail
 from stoker.control.show.snapshot import LOSS, REWARD, RL_METRICS
@@ -55,10 +63,10 @@ def main(argv: list[str]) -> int:
         line = f"{told.first} and {told.second} are one run, {records[0].id}: name two; `stoker runs` lists them"
         raise Refusal(escape(line), EX_USAGE)
     folders = [watched(record) for record in records]
-    settings = differing([settings_of(folder.training.record) for folder in folders])
+    settings = differing_settings([settings_of(folder.training.record) for folder in folders])
     results = [_results(folder) for folder in folders]
     metric = told.metric or headline_of(folders)
-    judged = noise(folders[0].curve(metric), folders[1].curve(metric))
+    judged = measure_difference(folders[0].curve(metric), folders[1].curve(metric))
     equal = _at_equal_steps(folders, metric)
     if told.json:
         names = [folder.record.id for folder in folders]
@@ -111,7 +119,7 @@ def _at_equal_steps(folders: Sequence[RunTail], metric: str) -> dict[str, tuple[
 
 def _results(folder: RunTail) -> dict[str, tuple[Any, str]]:
     """Name -> (number, as it is shown)."""
-    run = folder.run(folder.record.started, watched=True)
+    run = folder.view(folder.record.started, watched=True)
     lowest = _lowest(folder.curve("val_loss"))
     fast = _tail(folder.curve("tokens_per_s"))
     loss = _tail(folder.curve("loss"))
@@ -158,11 +166,14 @@ def _table(rows: list[tuple[str, ...]], columns: int) -> None:
         room = max((columns - first - 4) // len(widths), 8)
         widths = [min(width, room) for width in widths]
     for row in rows:
-        cells = [fitted(row[0], first), *(fitted(text, width) for text, width in zip(row[1:], widths, strict=True))]
+        cells = [
+            fit_width(row[0], first),
+            *(fit_width(text, width) for text, width in zip(row[1:], widths, strict=True)),
+        ]
         print("  ".join(cells).rstrip())
 
 
-def _judgement(judged: Noise | None, metric: str, names: list[str]) -> list[tuple[str, str]]:
+def _judgement(judged: Difference | None, metric: str, names: list[str]) -> list[tuple[str, str]]:
     if judged is None:
         return [(f"{metric}: too few values at equal steps to judge the difference", "yellow")]
     where = f"steps {judged.first_step} to {judged.last_step}"

@@ -73,9 +73,9 @@ def main(argv: list[str]) -> int:
     from stoker.control.doctor.quick_check import glance
     from stoker.control.show import http_server
     from stoker.control.show.collector import SnapshotCollector
-    from stoker.control.show.metrics import metrics_server
-    from stoker.control.show.metrics.metrics_collector import Collector
-    from stoker.control.show.metrics.metrics_page import CONTENT_TYPE, Examined
+    from stoker.control.show.metrics import metrics_exporter
+    from stoker.control.show.metrics.metrics_exporter import MetricsCollector
+    from stoker.control.show.metrics.metrics_page import CONTENT_TYPE, DoctorFindings
 
     root = os.path.dirname(told.run) if told.run else layout.runs_root(told.runs_dir, os.environ)
     elsewhere: HostMonitor | None = None
@@ -89,11 +89,11 @@ def main(argv: list[str]) -> int:
     def gather() -> Snapshot:
         return gatherer.snapshot(elsewhere=elsewhere.readings() if elsewhere is not None else (), only=told.run)
 
-    def checks() -> Examined:
+    def checks() -> DoctorFindings:
         host, counts = glance(root)
-        return Examined(host, time.time(), counts)
+        return DoctorFindings(host, time.time(), counts)
 
-    collector = Collector(gather, checks, told.dcgm, lambda line: print_status(escape(line)))
+    collector = MetricsCollector(gather, checks, told.dcgm, lambda line: print_status(escape(line)))
     if told.once:
         if elsewhere is not None:
             elsewhere.wait(_FIRST_S)
@@ -110,12 +110,12 @@ def main(argv: list[str]) -> int:
         signal.signal(signum, lambda number, _frame: over.append(number))
     collector.start(told.interval)
     if not told.run:
-        print_status(metrics_server.where(listening))
+        print_status(f"metrics at {http_server.url(listening, '/metrics')}")
         if not http_server.is_loopback(listening):
             print_status(
                 "anybody who can reach this port can read the names of runs, users and hosts, and their numbers"
             )
-    metrics_server.MetricsServer(listening, lambda: collector.page, CONTENT_TYPE).serve(lambda: bool(over))
+    metrics_exporter.MetricsServer(listening, lambda: collector.page, CONTENT_TYPE).serve(lambda: bool(over))
     collector.stop()
     if elsewhere is not None:
         elsewhere.close()

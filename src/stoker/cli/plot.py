@@ -14,9 +14,9 @@ from stoker.contract.options import OptionParser, completes_run_names, suggest
 from stoker.contract.terminal import print_coloured, print_json, print_status, print_text, uses_colour
 from stoker.contract.text import escape, is_digits
 from stoker.control.record import run_index, run_record
-from stoker.control.show.charts import COLOURS, LETTERS, Line, chart, fitted, mean, short, sparkline
-from stoker.control.show.curves import Curve, smoothed
-from stoker.control.show.job_view import folder_of
+from stoker.control.show.charts import COLOURS, LETTERS, Series, draw_chart, fit_width, mean, short, sparkline
+from stoker.control.show.curves import Curve, smooth_points
+from stoker.control.show.job_view import open_run_tail
 from stoker.control.show.run_tail import RunTail
 from stoker.control.show.snapshot import AVERAGED, LOSS, REWARD, RL_METRICS, SERVER_METRICS
 
@@ -66,14 +66,14 @@ def main(argv: list[str]) -> int:
         runs = [{"run": run.id, "points": [list(one) for one in curve.points(1 << 40)]} for run, curve in curves]
         print_json({"schema": 1, "metric": metric, "runs": runs})
         return 0
-    lines = [Line(_title(one.record), _means(one, metric, told.smooth)) for one in found]
+    lines = [Series(_title(one.record), _means(one, metric, told.smooth)) for one in found]
     if not any(line.points for line in lines):
         raise Refusal(f"no finite value of {escape(metric)} to draw{_not_finite(curves[0][1])}", EX_NOINPUT)
     panels = [(metric, lines)]
     if not told.metric and metric == REWARD:
         panels = [(RL_METRICS[REWARD], lines), *_companions(found, told.smooth)]
     if told.png:
-        from stoker.control.show.loss_plot import write_png
+        from stoker.control.show.charts import write_png
 
         write_png(told.png, panels, log=told.log)
         print(f"wrote {escape(told.png)}")
@@ -98,8 +98,8 @@ def _once(runs: list[run_record.RunRecord]) -> list[run_record.RunRecord]:
 
 def watched(run: run_record.RunRecord) -> RunTail:
     with parsing(f"run {run.id}"):
-        folder = folder_of(run)
-        folder.run(run.started, watched=True)
+        folder = open_run_tail(run)
+        folder.view(run.started, watched=True)
     return folder
 
 
@@ -112,20 +112,20 @@ def headline_of(folders: Sequence[RunTail]) -> str:
 def _means(folder: RunTail, name: str, smooth: int | None) -> tuple[tuple[float, float], ...]:
     """Return the points to draw; without --smooth means over the logging interval of a run whose metrics have every step."""
     window = smooth or (folder.interval if name in AVERAGED else 1)
-    return smoothed(folder.curve(name), window)
+    return smooth_points(folder.curve(name), window)
 
 
-def _companions(folders: Sequence[RunTail], smooth: int | None) -> list[tuple[str, list[Line]]]:
+def _companions(folders: Sequence[RunTail], smooth: int | None) -> list[tuple[str, list[Series]]]:
     """Return the curves of KL, entropy and the like, and of a job's servers, of all runs that have them."""
     panels = []
     for name, title in (RL_METRICS | SERVER_METRICS).items():
-        lines = [Line(_title(folder.record), _means(folder, name, smooth)) for folder in folders]
+        lines = [Series(_title(folder.record), _means(folder, name, smooth)) for folder in folders]
         if name != REWARD and any(line.points for line in lines):
             panels.append((title, lines))
     return panels
 
 
-def _draw_companions(panels: Sequence[tuple[str, Sequence[Line]]]) -> None:
+def _draw_companions(panels: Sequence[tuple[str, Sequence[Series]]]) -> None:
     """Print a sparkline for each metric of each run."""
     plain = "utf" not in (sys.stdout.encoding or "").lower()
     width = max((len(title) for title, _ in panels), default=0)
@@ -167,12 +167,12 @@ def _not_finite(curve: Curve) -> str:
     return f": {len(bad)} of {len(curve.steps)} values are not finite (step {shown})"
 
 
-def _draw(metric: str, lines: Sequence[Line], told: Any) -> None:
+def _draw(metric: str, lines: Sequence[Series], told: Any) -> None:
     columns = told.width or shutil.get_terminal_size((80, 24)).columns
     plain = "utf" not in (sys.stdout.encoding or "").lower()
     coloured = uses_colour()
-    print(fitted(f"{metric}{', logarithmic' if told.log else ''}", columns).rstrip())
-    rows = chart(lines, max(columns, 20), told.height, log=told.log, coloured=coloured, ascii_only=plain)
+    print(fit_width(f"{metric}{', logarithmic' if told.log else ''}", columns).rstrip())
+    rows = draw_chart(lines, max(columns, 20), told.height, log=told.log, coloured=coloured, ascii_only=plain)
     for row in rows:
         print_coloured(row)
     if not rows:

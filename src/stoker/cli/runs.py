@@ -17,7 +17,7 @@ from stoker.contract.terminal import print_coloured, print_json, print_status, p
 from stoker.contract.text import escape, is_digits
 from stoker.contract.units import format_duration, plural
 from stoker.control.record.speedrun_index import list_speedruns
-from stoker.control.show.charts import columns_of, fitted, metric_text, short
+from stoker.control.show.charts import display_width, fit_width, metric_text, short
 from stoker.control.show.collector import SnapshotCollector
 from stoker.control.show.snapshot import REWARD, RL_METRICS, Metric, RunView, finite
 
@@ -193,7 +193,7 @@ def _print_table(runs: list[RunView], everybody: bool) -> None:
     rows = [_cells(run, everybody) for run in runs]
     terminal = sys.stdout.isatty()
     room = shutil.get_terminal_size((80, 24)).columns if terminal or os.environ.get("COLUMNS") else 0
-    widths = {name: max(len(name), *(columns_of(row[name]) for row in rows)) for name in rows[0]}
+    widths = {name: max(len(name), *(display_width(row[name]) for row in rows)) for name in rows[0]}
     widths = {name: width for name, width in widths.items() if any(row[name] for row in rows)}
     for name in _LEAST if room else ():
         if sum(widths.values()) + 2 * (len(widths) - 1) > room and len(widths) > 2:
@@ -207,8 +207,8 @@ def _print_table(runs: list[RunView], everybody: bool) -> None:
         for name, width in widths.items():
             text = (
                 row[name].rjust(width)
-                if name in _RIGHT and columns_of(row[name]) <= width
-                else fitted(row[name], width)
+                if name in _RIGHT and display_width(row[name]) <= width
+                else fit_width(row[name], width)
             )
             colour = _STATES.get(run.state, "") if run is not None and name == "STATE" else ""
             pieces += [(text, colour), ("  ", "")]

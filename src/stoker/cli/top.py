@@ -14,9 +14,9 @@ from stoker.contract.options import OptionParser
 from stoker.contract.terminal import print_json
 from stoker.contract.units import parse_duration
 from stoker.control.record import run_index
-from stoker.control.show.top.frame import text
+from stoker.control.show.top.frame import draw_text
 from stoker.control.show.top.replay import Player
-from stoker.control.show.top.sources import Demo, Live
+from stoker.control.show.top.sources import DemoSource, LiveSource
 from stoker.control.show.top.view import View
 
 _LEAST_S = 0.25
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
         print_json(snapshot.to_json())
     else:
         width = shutil.get_terminal_size((_TEXT_COLUMNS, 24)).columns
-        print(text(snapshot, max(width, 20), view))
+        print(draw_text(snapshot, max(width, 20), view))
     return 0
 
 
@@ -76,10 +76,10 @@ def _needs_terminal() -> None:
         raise Refusal("no terminal to draw on: `stoker top --once` prints one picture, --json the data", EX_UNAVAILABLE)
 
 
-def _source(told: argparse.Namespace) -> tuple[Live | Demo | Player, View]:
+def _source(told: argparse.Namespace) -> tuple[LiveSource | DemoSource | Player, View]:
     root = layout.runs_root(told.runs_dir, os.environ)
     if told.demo:
-        return Demo(told.interval), View()
+        return DemoSource(told.interval), View()
     if told.replay:
         run = run_index.find_run(told.replay, root)
         return Player(run, told.interval), View(run=run.id, replay=True)
@@ -93,10 +93,10 @@ def _source(told: argparse.Namespace) -> tuple[Live | Demo | Player, View]:
     if told.run:
         run = run_index.find_run(told.run, root)
         root, chosen = os.path.dirname(run.dir), run.id
-    return Live(root, told.interval, told.all, elsewhere), View(run=chosen)
+    return LiveSource(root, told.interval, told.all, elsewhere), View(run=chosen)
 
 
-def _show(source: Live | Demo | Player, view: View) -> int:
+def _show(source: LiveSource | DemoSource | Player, view: View) -> int:
     try:
         from stoker.control.show.top.app import TopApp
     except ModuleNotFoundError as problem:

@@ -552,7 +552,7 @@ def _check_weights(model: ModelConfig, ready: Prepared) -> None:
 def _show_loss(verdict: Verdict, run_dir: str, say: Callable[[str], None]) -> None:
     """At the end of a stage that has a loss: its curve in one line, and as a picture."""
     if verdict.status in ("completed", "stopped"):
-        from stoker.control.show.final_chart import show_loss
+        from stoker.control.show.charts import show_loss
 
         show_loss(run_dir, say)
 

@@ -73,13 +73,13 @@ def main(argv: list[str]) -> int:
 def _save(root: str, which: str | None, path: str) -> int:
     from stoker.cli.why import verdict_of
     from stoker.contract.safe_io import refuse_other_extension, write_atomic
-    from stoker.control.show.web.saved_page import saved_page
+    from stoker.control.show.web.pages import render_saved_page
 
     refuse_other_extension(path, b"<!doctype html", "an HTML page")
     run = run_index.find_run(which, root)
     if which is None:
         print_status(f"the newest run: {escape(run.id)}")
-    data = saved_page(run, verdict_of)
+    data = render_saved_page(run, verdict_of)
     try:
         write_atomic(path, data)
     except OSError as problem:
@@ -93,10 +93,10 @@ def _serve(told: argparse.Namespace, root: str) -> int:
     from stoker.cli.why import verdict_of
     from stoker.control.show import http_server
     from stoker.control.show.collector import SnapshotCollector
-    from stoker.control.show.web.access import Guard
-    from stoker.control.show.web.event_stream import Hub
+    from stoker.control.show.web.access import AccessGuard
+    from stoker.control.show.web.event_stream import EventHub
     from stoker.control.show.web.pages import Pages
-    from stoker.control.show.web.run_folders import Folders
+    from stoker.control.show.web.run_files import RunFolders
 
     chosen = ""
     if told.run:
@@ -111,14 +111,14 @@ def _serve(told: argparse.Namespace, root: str) -> int:
     listening = http_server.listen(told.host, told.port)
     if told.hosts:
         elsewhere = HostMonitor(hosts, min(told.interval, _HOSTS_S))
-    # A page asks for its curves by itself (details.py): the list needs their newest values.
+    # A page asks for its curves by itself (page_data.py): the list needs their newest values.
     gatherer = SnapshotCollector(root, everybody=told.all, machine=elsewhere is None, whole_curves=False)
 
     def look(watched: tuple[str, ...]) -> Snapshot:
         return gatherer.snapshot(watched, elsewhere.readings() if elsewhere is not None else ())
 
-    guard, hub = Guard(listening, chosen), Hub(look, told.interval)
-    pages = Pages(guard, hub, Folders(root, told.all), stop_run, verdict_of)
+    guard, hub = AccessGuard(listening, chosen), EventHub(look, told.interval)
+    pages = Pages(guard, hub, RunFolders(root, told.all), stop_run, verdict_of)
     over: list[int] = []
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, lambda number, _frame: over.append(number))

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from stoker.contract.errors import EX_USAGE, Refusal
 from stoker.control.launch.children import stoker_command
 from stoker.control.show import http_server
-from stoker.control.show.metrics import metrics_server
 
 _END_S = 2.0
 
@@ -48,7 +47,7 @@ class Exporter:
         except OSError as problem:
             self._say(f"stoker: --metrics-port: no metrics: {problem}")
             return
-        self._say(f"stoker: {metrics_server.where(self._socket)}")
+        self._say(f"stoker: metrics at {http_server.url(self._socket, '/metrics')}")
         self._socket.close()
 
     def close(self) -> None:

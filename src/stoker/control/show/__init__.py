@@ -1,1 +1,1 @@
-"""One live snapshot of runs, ranks, hosts and GPUs, and its drawing in text. Viewers only draw it."""
+"""The live snapshot of runs, ranks, hosts and GPUs, and four ways to show it: `top`, `web`, `metrics` and plain text."""

@@ -1,4 +1,4 @@
-"""Two runs side by side: settings that differ, results, and whether the difference of their losses is more than noise."""
+"""Compares two runs: settings that differ, results at equal steps, and whether their difference is more than noise."""
 
 from __future__ import annotations
 
@@ -14,121 +14,117 @@ from stoker.control.record import run_record
 from stoker.control.show.charts import mean
 from stoker.control.show.curves import Curve
 
-CONFIG = "config.yaml"  # of a run that trains: every key
-PART = 0.2  # of the steps both have made, at the end: what is compared
-PARTS = 10  # it is cut into
-FEWEST = 5  # of them that must hold points of both
+_CONFIG = "config.yaml"  # every config key of a run that trains
+PART = 0.2  # share of the steps both runs have made, at the end, that is compared
+PARTS = 10  # equal parts it is cut into
+_MIN_PARTS = 5  # parts that must hold points of both runs
 # Student's t, two-sided 95 %, by degrees of freedom.
 _T = {4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-_LARGEST = 1e150  # of a value that is compared: the squares of these are numbers, too
-_RECIPES = "stoker.training.recipes."  # the module of a stage's program
+_MAX_VALUE = 1e150  # larger values are left out: their squares would overflow
+_RECIPES = "stoker.training.recipes."  # package of the stages' programs
 _DIGEST = 12  # characters of a digest that are shown
-# Where a run is, and what it derives from that: no settings.
-_LEFT_OUT = ("checkpoint.folder", "run.name", "name")
+_NOT_SETTINGS = ("checkpoint.folder", "run.name", "name")  # they say where a run is, not how it was set up
 
 
 @frozen
-class Noise:
-    """Of the difference second - first, over the last steps that both have made."""
+class Difference:
+    """The difference second - first over the last steps that both runs have made."""
 
     first_step: int
     last_step: int
-    first: float  # mean of the first run's metric there
+    first: float  # mean of the first run's metric over these steps
     second: float
     difference: float
-    low: float | None = None  # 95 % interval; None: too few points to judge
+    low: float | None = None  # 95 % interval; None if there are too few points to judge
     high: float | None = None
-    parts: int = 0
-
-    @property
-    def tested(self) -> bool:
-        return self.low is not None
+    parts: int = 0  # parts that hold points of both runs
 
     @property
     def beyond(self) -> bool:
+        """True if the difference is more than noise: 0 lies outside the interval."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
-def noise(first: Curve, second: Curve) -> Noise | None:
-    """None where they have no steps in common.
+def measure_difference(first: Curve, second: Curve) -> Difference | None:
+    """Return the difference of two runs in a metric, or None if they have no steps in common.
 
     The last fifth of the steps that both have made is cut into ten parts of equal length. Each gives the difference of the
-    two means; ten differences give a t interval. Means of parts, because neighbouring losses are not independent;
+    two means; ten differences give a t interval. Means of parts, because neighboring losses are not independent;
     differences, because the same data in the same order moves both runs alike.
     """
-    known = [
-        [(step, value) for step, value in zip(curve.steps, curve.values, strict=True) if abs(value) <= _LARGEST]
+    points = [
+        [(step, value) for step, value in zip(curve.steps, curve.values, strict=True) if abs(value) <= _MAX_VALUE]
         for curve in (first, second)
     ]
-    if not known[0] or not known[1]:
+    if not points[0] or not points[1]:
         return None
-    last = min(known[0][-1][0], known[1][-1][0])
-    begin = max(known[0][0][0], known[1][0][0])
+    last = min(points[0][-1][0], points[1][-1][0])
+    begin = max(points[0][0][0], points[1][0][0])
     if last < begin:
         return None
     since = last - (last - begin) * PART
-    chosen = [[(step, value) for step, value in points if since <= step <= last] for points in known]
-    means = [mean([value for _, value in points]) for points in chosen]
-    if means[0] is None or means[1] is None:
+    compared = [[(step, value) for step, value in run if since <= step <= last] for run in points]
+    first_mean, second_mean = (mean([value for _, value in run]) for run in compared)
+    if first_mean is None or second_mean is None:
         return None
     differences = []
     for part in range(PARTS):
-        low, high = (since + (last - since) * at / PARTS for at in (part, part + 1))
-        inside = [
-            mean([value for step, value in points if low <= step < high or (part == PARTS - 1 and step == last)])
-            for points in chosen
+        low, high = (since + (last - since) * edge / PARTS for edge in (part, part + 1))
+        is_last = part == PARTS - 1
+        part_means = [
+            mean([value for step, value in run if low <= step < high or (is_last and step == last)]) for run in compared
         ]
-        if inside[0] is not None and inside[1] is not None:
-            differences.append(inside[1] - inside[0])
-    found = Noise(math.ceil(since), last, means[0], means[1], means[1] - means[0], parts=len(differences))
-    if len(differences) < FEWEST:
-        return found
-    centre = math.fsum(differences) / len(differences)
-    spread = math.sqrt(math.fsum((one - centre) ** 2 for one in differences) / (len(differences) - 1))
-    reach = _T[len(differences) - 1] * spread / math.sqrt(len(differences))
-    return Noise(found.first_step, last, means[0], means[1], centre, centre - reach, centre + reach, len(differences))
+        if part_means[0] is not None and part_means[1] is not None:
+            differences.append(part_means[1] - part_means[0])
+    first_step, count = math.ceil(since), len(differences)
+    if count < _MIN_PARTS:
+        return Difference(first_step, last, first_mean, second_mean, second_mean - first_mean, parts=count)
+    center = math.fsum(differences) / count
+    deviation = math.sqrt(math.fsum((difference - center) ** 2 for difference in differences) / (count - 1))
+    margin = _T[count - 1] * deviation / math.sqrt(count)
+    return Difference(first_step, last, first_mean, second_mean, center, center - margin, center + margin, count)
 
 
 def at_equal_step(curves: Sequence[Curve]) -> tuple[int, list[float]] | None:
-    """Return the last step for which all curves have a finite value, and these values; None if there is no such step."""
-    known = [
+    """Return the last step at which all curves have a finite value, and these values; None if there is no such step."""
+    by_step = [
         {step: value for step, value in zip(curve.steps, curve.values, strict=True) if math.isfinite(value)}
         for curve in curves
     ]
-    steps = set.intersection(*map(set, known)) if known else set()
-    return (max(steps), [values[max(steps)] for values in known]) if steps else None
+    steps = set.intersection(*map(set, by_step)) if by_step else set()
+    return (max(steps), [values[max(steps)] for values in by_step]) if steps else None
 
 
 def settings_of(run: run_record.RunRecord) -> dict[str, str]:
-    """Return dotted name -> value as text: the keys of a run that trains, else its command; its files; its machine."""
-    found = {name: value for name, value in _config(run.dir).items() if name not in _LEFT_OUT}
+    """Return a run's settings as text by dotted name: config keys or the command, digests of its files, its machine."""
+    settings = {name: value for name, value in _read_config(run.dir).items() if name not in _NOT_SETTINGS}
     data = run.data
-    if found:
-        found["stage"] = str(data.get("script")).removeprefix(_RECIPES)
+    if settings:
+        settings["stage"] = str(data.get("script")).removeprefix(_RECIPES)
     else:
-        found["command"] = " ".join(map(str, [data.get("script"), *_listed(data.get("args"))]))
+        settings["command"] = " ".join(map(str, [data.get("script"), *_as_list(data.get("args"))]))
         request = data.get("request") or {}
-        found |= {f"run.{name}": _text(value) for name, value in request.items() if name != "name"}
-    found |= _digests(data, found)
+        settings |= {f"run.{name}": _as_text(value) for name, value in request.items() if name != "name"}
+    settings |= _digests(data, settings)
     plan, versions = data.get("plan") or {}, data.get("versions") or {}
-    found["ranks"] = _text(plan.get("world_size"))
-    found |= {f"version.{name}": _text(value) for name, value in versions.items()}
-    found["git"] = _text(data.get("git"))
-    cards = [
+    settings["ranks"] = _as_text(plan.get("world_size"))
+    settings |= {f"version.{name}": _as_text(value) for name, value in versions.items()}
+    settings["git"] = _as_text(data.get("git"))
+    gpu_names = [
         gpu.get("name")
         for machine in (data.get("hosts") or {}).values()
         if isinstance(machine, dict)
-        for gpu in _listed(machine.get("gpus"))
+        for gpu in _as_list(machine.get("gpus"))
         if isinstance(gpu, dict)
     ]
-    found["gpus"] = ", ".join(sorted({f"{cards.count(name)}x {name}" for name in cards})) or "none"
-    return {name: escape(value, 200) for name, value in found.items()}
+    settings["gpus"] = ", ".join(sorted({f"{gpu_names.count(name)}x {name}" for name in gpu_names})) or "none"
+    return {name: escape(value, 200) for name, value in settings.items()}
 
 
 def _digests(data: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the digests of the files that the run read, by the setting that names them: the file may have changed."""
+    """Return the digests of the files that the run read, named after their setting: a file may change under one name."""
     digests: dict[str, list[str]] = {}
-    for pair in _listed(data.get("contents")):
+    for pair in _as_list(data.get("contents")):
         if not isinstance(pair, list) or len(pair) != 2:
             continue
         label = str(pair[0])
@@ -141,39 +137,40 @@ def _digests(data: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, 
     return {name: ", ".join(values) for name, values in digests.items()}
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _config(run_dir: str) -> dict[str, str]:
+def _read_config(run_dir: str) -> dict[str, str]:
+    """Return the run's config by dotted name; empty if it has none that can be read."""
     from stoker.contract.yaml_text import YamlError, parse_yaml
 
     try:
-        with os.fdopen(open_below(run_dir, CONFIG), "rb") as file:
+        with os.fdopen(open_below(run_dir, _CONFIG), "rb") as file:
             data = parse_yaml(file.read().decode("utf-8", "replace"))
     except (OSError, YamlError):
         return {}
-    return dict(_flat(data)) if isinstance(data, dict) else {}
+    return _flatten(data) if isinstance(data, dict) else {}
 
 
-def _flat(data: Mapping[Any, Any], before: str = "") -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+def _flatten(data: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
     for name, value in data.items():
         if isinstance(value, dict):
-            found += _flat(value, f"{before}{name}.")
+            flat |= _flatten(value, f"{prefix}{name}.")
         else:
-            found.append((f"{before}{name}", _text(value)))
-    return found
+            flat[f"{prefix}{name}"] = _as_text(value)
+    return flat
 
 
-def _text(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if value is None:
         return "n/a"
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def differing(settings: Sequence[Mapping[str, str]]) -> list[tuple[str, tuple[str, ...]]]:
-    """(name, value of each run), of those that are not the same in all."""
-    names = dict.fromkeys(name for one in settings for name in one)
-    rows = [(name, tuple(one.get(name, "n/a") for one in settings)) for name in names]
+def differing_settings(settings: Sequence[Mapping[str, str]]) -> list[tuple[str, tuple[str, ...]]]:
+    """Return (name, value in each run) of the settings that are not the same in all runs."""
+    names = dict.fromkeys(name for run in settings for name in run)
+    rows = [(name, tuple(run.get(name, "n/a") for run in settings)) for name in names]
     return [(name, values) for name, values in rows if len(set(values)) > 1]

@@ -1,4 +1,4 @@
-"""A run's metrics as curves: metrics.jsonl read once, then only what is new; and thinned out for drawing."""
+"""The metrics of a run as curves: metrics.jsonl is read once, then only what was appended. Also thinning for drawing."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.safe_io import open_below
-from stoker.control.show.printed_metrics import Columns, Layout, number_in, numbers_in, parsed_line
-from stoker.control.show.snapshot import AVERAGED, Metric, as_float, finite, metric, whole
+from stoker.control.show.metrics_columns import ColumnBlock, LineFormat, parse_line, parse_number, parse_numbers
+from stoker.control.show.snapshot import AVERAGED, Metric, as_float, as_int64, finite, parse_metric
 
 POINTS = 400  # of a curve in a snapshot
 _BLOCK = 4 << 20
-NEWEST_BYTES = 1 << 15  # at the end of the file, for the newest values alone
-# A page may be open for weeks: a reader of newest values starts again after so many bytes instead of keeping all curves.
+NEWEST_BYTES = 1 << 15  # read from the end of the file where only the newest values are needed
+# A page may be open for weeks: a reader of newest values starts over after this many bytes instead of keeping all curves.
 _MAX_NEWEST = 32 << 20
-_NEWEST = 64  # lines whose times are kept: the speed of the last steps
-_MOST_SUMMED = 1e300
-_LONGEST_INTERVAL = 10_000
-LOG_EVERY = "log_every"  # of a line: the logging interval of a run whose metrics have every step
+_MAX_TIMES = 64  # lines whose times are kept to compute the step time
+_MAX_SUMMED = 1e300
+_MAX_INTERVAL = 10_000
+LOG_EVERY = "log_every"  # key of a line: the logging interval of a run whose metrics have every step
 _NOT_DRAWN = ("schema", "time", "step", LOG_EVERY)
 
 
@@ -34,136 +34,147 @@ class Curve:
     def __init__(self) -> None:
         self.steps = array("q")
         self._values = array("d")
-        self._texts: list[bytes] = []  # the last of the values, which nobody has asked for yet
+        self._texts: list[bytes] = []  # the last values, unparsed until they are needed
 
     @property
     def values(self) -> array[float]:
         for text in self._texts:
-            self._values.extend(numbers_in(text))
+            self._values.extend(parse_numbers(text))
         self._texts.clear()
         return self._values
 
     def add(self, step: int, value: float) -> None:
-        if self.steps and self.steps[-1] == step:  # a validation's line repeats the step's
+        if self.steps and self.steps[-1] == step:  # the line of a validation repeats the step of the training line
             self.values[-1] = value
             return
         self.steps.append(step)
         self.values.append(value)
 
     def extend(self, steps: list[int], values: list[Any]) -> Metric:
-        """The newest value; None where none of them is a number."""
-        plain = {*map(type, values)} <= {float, int}
+        """Append points and return the newest value, or None if none of the values is a number."""
+        all_numbers = {*map(type, values)} <= {float, int}
         rising = all(map(operator.lt, steps, steps[1:])) and (not self.steps or not steps or self.steps[-1] < steps[0])
-        if plain and rising and values:
+        if all_numbers and rising and values:
             try:
                 self.values.fromlist(values)
                 self.steps.fromlist(steps)
-                return metric(values[-1])
-            except OverflowError:  # an integer of 400 digits: nothing was added
+                return parse_metric(values[-1])
+            except OverflowError:  # an integer of 400 digits; nothing was added
                 pass
         newest: Metric = None
         for step, value in zip(steps, values, strict=True):
-            kept = metric(value)
-            if kept is not None:
-                self.add(step, as_float(float(kept) if isinstance(kept, str) else kept))
-                newest = kept
+            number = parse_metric(value)
+            if number is not None:
+                self.add(step, as_float(float(number) if isinstance(number, str) else number))
+                newest = number
         return newest
 
     def extend_by_text(self, steps: array[int], text: bytes, rising: bool) -> None:
-        """`text`: as many values. `rising`: the steps do."""
+        """Append points whose values are comma-separated text. `rising`: the steps are strictly increasing."""
         if rising and (not self.steps or self.steps[-1] < steps[0]):
             self.steps.extend(steps)
             self._texts.append(text)
             return
-        for step, value in zip(steps, numbers_in(text), strict=True):
+        for step, value in zip(steps, parse_numbers(text), strict=True):
             self.add(step, value)
 
     def not_finite(self) -> list[int]:
-        """The steps whose values are no numbers."""
+        """Return the steps whose values are NaN or infinite."""
         if math.isfinite(sum(self.values)):
             return []
         return [step for step, value in zip(self.steps, self.values, strict=True) if not math.isfinite(value)]
 
-    def points(self, most: int = POINTS, first: float = -math.inf, last: float = math.inf) -> list[tuple[int, Metric]]:
-        """As a snapshot keeps them; `first` and `last`: of these steps."""
+    def points(
+        self, max_points: int = POINTS, first: float = -math.inf, last: float = math.inf
+    ) -> list[tuple[int, Metric]]:
+        """Return (step, value) from step `first` to step `last`, thinned to about `max_points`."""
         steps: Sequence[int] = self.steps
         values: Sequence[float] = self.values
         if first > -math.inf or last < math.inf:
-            chosen = [at for at, step in enumerate(self.steps) if first <= step <= last]
-            steps, values = [self.steps[at] for at in chosen], [self.values[at] for at in chosen]
-        return [(steps[at], metric(values[at])) for at in thinned(values, most)]
+            inside = [index for index, step in enumerate(self.steps) if first <= step <= last]
+            steps, values = [self.steps[index] for index in inside], [self.values[index] for index in inside]
+        return [(steps[index], parse_metric(values[index])) for index in thin_out(values, max_points)]
 
 
-def thinned(values: Sequence[float], most: int) -> list[int]:
-    """Which of them to draw: of every bucket the first, the lowest, the highest and one that is no number. Spikes stay."""
+def thin_out(values: Sequence[float], max_points: int) -> list[int]:
+    """Return the indices of about `max_points` values to draw.
+
+    Each bucket keeps its first, lowest and highest value and one that is not finite, so spikes stay visible.
+    """
     count = len(values)
-    if count <= most:
+    if count <= max_points:
         return list(range(count))
-    buckets = max(most // 3, 1)
-    chosen: list[int] = []
+    buckets = max(max_points // 3, 1)
+    indices: list[int] = []
     for bucket in range(buckets):
         begin, end = bucket * count // buckets, (bucket + 1) * count // buckets
         part = values[begin:end]
-        if math.isfinite(sum(part)):  # all of them are numbers
-            chosen += sorted({begin, begin + part.index(min(part)), begin + part.index(max(part))})
+        if math.isfinite(sum(part)):  # every value is finite
+            indices += sorted({begin, begin + part.index(min(part)), begin + part.index(max(part))})
             continue
-        known = [at for at in range(begin, end) if math.isfinite(values[at])]
-        wanted = {begin}
-        if known:
-            wanted |= {min(known, key=values.__getitem__), max(known, key=values.__getitem__)}
-        if len(known) < end - begin:
-            wanted.add(next(at for at in range(begin, end) if not math.isfinite(values[at])))
-        chosen += sorted(wanted)
-    if chosen[-1] != count - 1:
-        chosen.append(count - 1)
-    return chosen
+        finite_indices = [index for index in range(begin, end) if math.isfinite(values[index])]
+        chosen = {begin}
+        if finite_indices:
+            chosen |= {min(finite_indices, key=values.__getitem__), max(finite_indices, key=values.__getitem__)}
+        if len(finite_indices) < end - begin:
+            chosen.add(next(index for index in range(begin, end) if not math.isfinite(values[index])))
+        indices += sorted(chosen)
+    if indices[-1] != count - 1:
+        indices.append(count - 1)
+    return indices
 
 
-def smoothed(curve: Curve, window: int) -> tuple[tuple[float, float], ...]:
-    """Finite ones, each the mean of it and those before."""
-    known = [
-        (float(step), value) for step, value in zip(curve.steps, curve.values, strict=True) if metric(value) == value
+def smooth_points(curve: Curve, window: int) -> tuple[tuple[float, float], ...]:
+    """Return the finite points, each averaged with up to `window` - 1 finite points before it."""
+    points = [
+        (float(step), value)
+        for step, value in zip(curve.steps, curve.values, strict=True)
+        if parse_metric(value) == value
     ]
-    if window > 1:  # sums of larger ones are no numbers
-        known = [(step, max(-_MOST_SUMMED, min(value, _MOST_SUMMED))) for step, value in known]
     if window <= 1:
-        return tuple(known)
-    total, made = 0.0, []
-    for at, (step, value) in enumerate(known):
-        total += value - (known[at - window][1] if at >= window else 0.0)
-        made.append((step, total / min(at + 1, window)))
-    return tuple(made)
+        return tuple(points)
+    points = [(step, _summable(value)) for step, value in points]
+    total, means = 0.0, []
+    for index, (step, value) in enumerate(points):
+        total += value - (points[index - window][1] if index >= window else 0.0)
+        means.append((step, total / min(index + 1, window)))
+    return tuple(means)
 
 
-def averaged(curve: Curve, window: int) -> Curve:
-    """Return the curve with each finite value replaced by the mean of it and of the finite ones among the `window` - 1 before."""
+def average_curve(curve: Curve, window: int) -> Curve:
+    """Return the curve with each finite value replaced by its mean with the finite ones among the `window` - 1 before it."""
     if window <= 1:
         return curve
     means = Curve()
     recent: deque[float] = deque(maxlen=window)
     for step, value in zip(curve.steps, curve.values, strict=True):
         if math.isfinite(value):
-            recent.append(max(-_MOST_SUMMED, min(value, _MOST_SUMMED)))
+            recent.append(_summable(value))
             value = sum(recent) / len(recent)
         means.add(step, value)
     return means
 
 
+def _summable(value: float) -> float:
+    """Limit a value so that sums of many stay finite."""
+    return max(-_MAX_SUMMED, min(value, _MAX_SUMMED))
+
+
 def mean_of_newest(values: Iterable[Metric], newest: Metric) -> Metric:
-    """Return the mean of the finite ones; `newest` where it is not finite itself, as that must be seen."""
-    known = [value for one in values if (value := finite(one)) is not None]
-    return sum(known) / len(known) if known and finite(newest) is not None else newest
+    """Return the mean of the finite values, or `newest` if that is not finite: a NaN must stay visible."""
+    numbers = [number for value in values if (number := finite(value)) is not None]
+    return sum(numbers) / len(numbers) if numbers and finite(newest) is not None else newest
 
 
 class MetricsTail:
-    """metrics.jsonl of one run. `look` reads what is new; a file that was replaced (a resumed run) is read again.
+    """Reads metrics.jsonl of one run incrementally; a file that was replaced (a resumed run) is read from its start.
 
-    `newest_only`: each look reads no more than the last NEWEST_BYTES, so the curves have gaps.
+    With `newest_only` each call reads at most the last NEWEST_BYTES, so the curves have gaps.
     """
 
     def __init__(self, run_dir: str, newest_only: bool = False) -> None:
         self._dir, self._newest_only = run_dir, newest_only
-        self._layout = Layout()
+        self._format = LineFormat()
         self._clear()
         self.problem = ""
 
@@ -175,56 +186,57 @@ class MetricsTail:
         self.clock = Curve()  # when each step was written
         self.interval = 1  # steps over which viewers average
         self.times: list[tuple[int, float]] = []  # (step, time) of the newest lines
-        self._inode = self._at = self._taken = 0
+        self._inode = self._offset = self._bytes_read = 0
 
-    def look(self) -> bool:
-        """Whether there was anything new."""
+    def read_new(self) -> bool:
+        """Read what was appended since the last call and return whether there was anything."""
         try:
             with os.fdopen(open_below(self._dir, layout.METRICS), "rb") as file:
-                about = os.fstat(file.fileno())
-                is_full = self._newest_only and self._taken > _MAX_NEWEST
-                if about.st_ino != self._inode or about.st_size < self._at or is_full:
+                status = os.fstat(file.fileno())
+                is_full = self._newest_only and self._bytes_read > _MAX_NEWEST
+                if status.st_ino != self._inode or status.st_size < self._offset or is_full:
                     self._clear()
-                    self._inode = about.st_ino
+                    self._inode = status.st_ino
                 if self._newest_only:
-                    self._at = max(self._at, about.st_size - NEWEST_BYTES)
-                if about.st_size == self._at:
+                    self._offset = max(self._offset, status.st_size - NEWEST_BYTES)
+                if status.st_size == self._offset:
                     return False
                 self.problem = ""
-                return self._take(file, about.st_size)
+                return self._read_to(file, status.st_size)
         except FileNotFoundError:
-            fresh = bool(self.curves)
+            had_curves = bool(self.curves)
             self._clear()
             self.problem = ""
-            return fresh
+            return had_curves
         except OSError as problem:
             self.problem = f"{layout.METRICS}: {problem.strerror or problem}"
             return False
 
-    def _take(self, file: Any, size: int) -> bool:
-        file.seek(self._at)
-        before = self._at
-        while self._at < size and (data := file.read(min(_BLOCK, size - self._at))):
+    def _read_to(self, file: Any, size: int) -> bool:
+        """Read complete lines from the current offset up to `size` and return whether there were any."""
+        file.seek(self._offset)
+        before = self._offset
+        while self._offset < size and (data := file.read(min(_BLOCK, size - self._offset))):
             end = data.rfind(b"\n") + 1
             if not end:
                 data += file.readline()
                 if not data.endswith(b"\n"):
-                    break  # half written
+                    break  # the line is still being written
                 end = len(data)
-            for block in self._layout.read(data[:end]):
-                if isinstance(block, Columns):
+            for block in self._format.read(data[:end]):
+                if isinstance(block, ColumnBlock):
                     self._add_columns(block)
                 else:
-                    self._add(block)
-            self._at += end
-            self._taken += end
-            file.seek(self._at)
-        return self._at > before
+                    self._add_lines(block)
+            self._offset += end
+            self._bytes_read += end
+            file.seek(self._offset)
+        return self._offset > before
 
-    def _add(self, block: list[dict[str, Any]]) -> None:
-        """Column by column: of 100,000 lines with ten metrics each value may cost a tenth of a microsecond."""
-        when = next((line["time"] for line in reversed(block) if _is_time(line.get("time"))), None)
-        self.time = self.time if when is None else float(when)
+    def _add_lines(self, block: list[dict[str, Any]]) -> None:
+        """Add parsed lines column by column: with 100,000 lines of ten metrics a value may cost 0.1 microseconds."""
+        newest_time = next((line["time"] for line in reversed(block) if _is_time(line.get("time"))), None)
+        self.time = self.time if newest_time is None else float(newest_time)
         lines = [line for line in block if _is_step(line.get("step"))]
         if not lines:
             return
@@ -234,75 +246,76 @@ class MetricsTail:
         self.step = steps[-1]
         self.interval = interval_of(lines[-1])
         self.clock.extend(steps, [time if _is_time(time) else 0.0 for time in times])
-        known = ((line["step"], line["time"]) for line in lines[-_NEWEST:] if _is_time(line.get("time")))
-        self._remember_times(known)
+        newest_lines = ((line["step"], line["time"]) for line in lines[-_MAX_TIMES:] if _is_time(line.get("time")))
+        self._remember_times(newest_lines)
         for name, values in columns.items():
             if name in _NOT_DRAWN:
                 continue
-            curve, at = self.curves.get(name) or Curve(), steps
+            curve, metric_steps = self.curves.get(name) or Curve(), steps
             if None in values:
-                at = [step for step, value in zip(steps, values, strict=True) if value is not None]
+                metric_steps = [step for step, value in zip(steps, values, strict=True) if value is not None]
                 values = [value for value in values if value is not None]
-            self._keep(name, curve, curve.extend(at, values))
+            self._store(name, curve, curve.extend(metric_steps, values))
 
-    def _add_columns(self, block: Columns) -> None:
-        steps, when = block.steps, block.texts["time"]
+    def _add_columns(self, block: ColumnBlock) -> None:
+        steps, time_text = block.steps, block.texts["time"]
         rising = all(map(operator.lt, steps, steps[1:]))
-        times = [*numbers_in(b",".join(when.rsplit(b",", _NEWEST)[-_NEWEST:]))]
+        times = [*parse_numbers(b",".join(time_text.rsplit(b",", _MAX_TIMES)[-_MAX_TIMES:]))]
         self.step, self.time = steps[-1], times[-1]
-        self.interval = interval_of({LOG_EVERY: whole_number(block.texts.get(LOG_EVERY, b"").rpartition(b",")[2])})
-        self.clock.extend_by_text(steps, when, rising)
+        log_every = block.texts.get(LOG_EVERY, b"").rpartition(b",")[2]
+        self.interval = interval_of({LOG_EVERY: int(log_every) if log_every.isdigit() else None})
+        self.clock.extend_by_text(steps, time_text, rising)
         self._remember_times(zip(steps[-len(times) :], times, strict=True))
         for name, text in block.texts.items():
             if name in _NOT_DRAWN:
                 continue
-            at = steps
+            metric_steps = steps
             if b"null" in text:
                 cells = text.split(b",")
-                at = array("q", (step for step, cell in zip(steps, cells, strict=True) if cell != b"null"))
+                metric_steps = array("q", (step for step, cell in zip(steps, cells, strict=True) if cell != b"null"))
                 text = b",".join(cell for cell in cells if cell != b"null")
-            if at:
+            if metric_steps:
                 curve = self.curves.get(name) or Curve()
-                curve.extend_by_text(at, text, rising)
-                self._keep(name, curve, metric(number_in(text[text.rfind(b",") + 1 :])))
+                curve.extend_by_text(metric_steps, text, rising)
+                self._store(name, curve, parse_metric(parse_number(text[text.rfind(b",") + 1 :])))
 
-    def _remember_times(self, known: Iterable[tuple[int, float]]) -> None:
-        for step, when in known:
+    def _remember_times(self, times: Iterable[tuple[int, float]]) -> None:
+        for step, time in times:
             if not self.times or self.times[-1][0] != step:
-                self.times.append((step, float(when)))
-        del self.times[:-_NEWEST]
+                self.times.append((step, float(time)))
+        del self.times[:-_MAX_TIMES]
 
-    def _keep(self, name: str, curve: Curve, newest: Metric) -> None:
-        """`newest` is None where no value is a number."""
+    def _store(self, name: str, curve: Curve, newest: Metric) -> None:
+        """Keep the curve unless none of its values is a number (`newest` is None)."""
         if newest is not None:
             self.curves[name] = curve
             self.newest[name] = newest
 
     @property
     def step_s(self) -> float | None:
-        """Seconds a step, over the newest lines. A clock that was set back, or a pause, spoils a part of them only."""
+        """Median seconds per step over the newest lines; a pause or a clock that was set back affects few of them."""
         gaps = [
-            (later - sooner) / (after - before)
-            for (before, sooner), (after, later) in zip(self.times, self.times[1:], strict=False)
-            if after > before and later > sooner
+            (later - earlier) / (after - before)
+            for (before, earlier), (after, later) in zip(self.times, self.times[1:], strict=False)
+            if after > before and later > earlier
         ]
         return sorted(gaps)[len(gaps) // 2] if gaps else None
 
 
 def _columns(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Return for each name its values, one for each line, None where a line has none."""
+    """Return the values of each key, one per line, None where a line lacks the key."""
     names = list(lines[0])
-    if {*map(len, lines)} == {len(names)} and len(names) > 1:  # the usual case: every line has the same names
+    if {*map(len, lines)} == {len(names)} and len(names) > 1:  # usually every line has the same keys
         try:
             return dict(zip(names, map(list, zip(*map(operator.itemgetter(*names), lines), strict=True)), strict=True))
         except KeyError:
             pass
     columns: dict[str, list[Any]] = {name: [None] * len(lines) for name in ("step", "time")}
-    for at, line in enumerate(lines):
+    for index, line in enumerate(lines):
         for name, value in line.items():
             if name not in columns:
                 columns[name] = [None] * len(lines)
-            columns[name][at] = value
+            columns[name][index] = value
     return columns
 
 
@@ -315,19 +328,15 @@ def _is_time(value: Any) -> bool:
 
 
 def interval_of(line: Mapping[str, Any]) -> int:
-    """Return the steps over which viewers average, by a line of metrics.jsonl."""
-    every = whole(line.get(LOG_EVERY))
-    return every if every is not None and 1 <= every <= _LONGEST_INTERVAL else 1
+    """Return the number of steps over which viewers average, according to a line of metrics.jsonl."""
+    every = as_int64(line.get(LOG_EVERY))
+    return every if every is not None and 1 <= every <= _MAX_INTERVAL else 1
 
 
-def whole_number(text: bytes) -> int | None:
-    return int(text) if text.isdigit() else None
+def read_newest_line(run_dir: str) -> dict[str, Any]:
+    """Return the last complete line of metrics.jsonl that has a loss, else the last line; empty if there is none.
 
-
-def newest_line(run_dir: str) -> dict[str, Any]:
-    """Return the last whole line of metrics.jsonl that has a loss, else the last; empty where there is none. Reads 32 KB.
-
-    Where lines come more often than the logging interval, its AVERAGED metrics are means over the interval.
+    Reads 32 KB. If the metrics have every step, AVERAGED metrics are means over the logging interval.
     """
     try:
         with os.fdopen(open_below(run_dir, layout.METRICS), "rb") as file:
@@ -336,24 +345,20 @@ def newest_line(run_dir: str) -> dict[str, Any]:
     except OSError:
         return {}
     last: dict[str, Any] = {}
-    lines = (parsed_line(line) for line in reversed(data[: data.rfind(b"\n") + 1].split(b"\n")) if line)
+    lines = (parse_line(line) for line in reversed(data[: data.rfind(b"\n") + 1].split(b"\n")) if line)
     for line in lines:
-        if isinstance(line, dict):
-            if "loss" in line:
-                before = itertools.islice((one for one in lines if isinstance(one, dict)), interval_of(line) - 1)
-                return _with_means(line, [line, *before]) if interval_of(line) > 1 else line
-            last = last or line
+        if not isinstance(line, dict):
+            continue
+        if "loss" in line:
+            interval = interval_of(line)
+            if interval == 1:
+                return line
+            earlier = itertools.islice((other for other in lines if isinstance(other, dict)), interval - 1)
+            window = [line, *earlier]
+            return line | {
+                name: mean_of_newest((parse_metric(other.get(name)) for other in window), parse_metric(line[name]))
+                for name in line
+                if name in AVERAGED
+            }
+        last = last or line
     return last
-
-
-def _with_means(newest: dict[str, Any], lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    means = {
-        name: mean_of_newest((metric(line.get(name)) for line in lines), metric(newest[name]))
-        for name in newest
-        if name in AVERAGED
-    }
-    return {**newest, **means}
-
-
-def finite_points(points: Iterable[tuple[int, Metric]]) -> list[tuple[int, float]]:
-    return [(step, float(value)) for step, value in points if value is not None and not isinstance(value, str)]

@@ -1,7 +1,10 @@
-"""The HTTP server of `stoker metrics` and `stoker web`: one thread, one select loop.
+"""The HTTP server of `stoker metrics` and `stoker web`: one thread with a select loop, limits on everything a client sends.
 
-Work that reads files is done by a second thread, so that a disk that hangs holds up no other answer. A stream (server-sent
-events) is an answer that others write, piece by piece, until the client goes.
+The standard library's http.server has no limit on the size or the time of a request and answers some malformed ones with
+their own text. Here a request has at most 8 KB of headers, 4 KB of body and 60 s without progress.
+
+Answers that read files are computed by a second thread, so that a hanging disk blocks no other answer. A ResponseStream
+(server-sent events) is an answer that other threads extend until the client disconnects.
 """
 
 from __future__ import annotations
@@ -23,10 +26,10 @@ from stoker.control.machine import ports
 
 MAX_HEADERS = 8192  # bytes
 MAX_BODY = 4096
-IDLE_S = 60.0  # a connection on which nothing has moved for so long is closed
-DRAIN_S = 5.0  # for the rest of a request that was refused
-MAX_CLIENTS = 64  # at once; more wait in the kernel's queue
-MAX_PENDING = 4 << 20  # bytes that wait for the client of a stream: a slower one is closed, and asks anew
+IDLE_S = 60.0  # a connection on which nothing has moved for this long is closed
+DRAIN_S = 5.0  # time to receive the rest of a refused request
+MAX_CLIENTS = 64  # at the same time; more wait in the kernel's queue
+MAX_PENDING = 4 << 20  # bytes waiting for the client of a stream: a slower one is disconnected and reconnects
 REASONS = {
     200: "OK",
     303: "See Other",
@@ -40,62 +43,62 @@ REASONS = {
     500: "Internal Server Error",
     503: "Service Unavailable",
 }
-READ = 65536  # bytes at once
+READ = 65536  # bytes per call
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 PLAIN = "text/plain; charset=utf-8"
 
 
-# ---- where it listens ----
+# ---- listening ----
 
 
 def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """Refusal, with who has it, where the port can't be had."""
+    """Return a listening socket. Raises Refusal if the port can't be used, with the process that uses it."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as problem:
         raise Refusal(f"--host {host}: {problem.strerror or problem}", EX_USAGE) from problem
-    server = socket.socket(family, socket.SOCK_STREAM)
+    listening = socket.socket(family, socket.SOCK_STREAM)
     try:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(address)
-        server.listen(MAX_CLIENTS)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(MAX_CLIENTS)
     except OSError as problem:
-        server.close()
+        listening.close()
         holder = ports.listener(port) if port else None
         if holder:
             line = f"port {port} is in use by {holder}; choose another {flag}, or 0 for a free one"
             raise Refusal(line, EX_UNAVAILABLE, cause="launch.port-in-use") from problem
-        line = f"{flag} {port} of {host} can't be had: {problem.strerror}"
+        line = f"can't listen on {flag} {port} of {host}: {problem.strerror}"
         raise Refusal(line, EX_UNAVAILABLE, cause="launch.port") from problem
-    server.setblocking(False)
-    return server
+    listening.setblocking(False)
+    return listening
 
 
-def is_loopback(server: socket.socket) -> bool:
-    return ipaddress.ip_address(server.getsockname()[0]).is_loopback
+def is_loopback(listening: socket.socket) -> bool:
+    return ipaddress.ip_address(listening.getsockname()[0]).is_loopback
 
 
-def url(server: socket.socket, path: str) -> str:
-    host, port = server.getsockname()[:2]
-    if ipaddress.ip_address(host).is_unspecified:  # all of this machine's: its name is one that can be opened
+def url(listening: socket.socket, path: str) -> str:
+    host, port = listening.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:  # it listens on all addresses of this machine, so its name works
         host = os.uname().nodename
     return f"http://{f'[{host}]' if ':' in host else host}:{port}{path}"
 
 
-# ---- requests and answers: pure ----
+# ---- requests and responses ----
 
 
 @frozen
 class HttpRequest:
     method: str
-    path: str  # as it came: nothing in it is decoded
+    path: str  # not decoded
     query: Mapping[str, str]
-    headers: Mapping[str, str]  # by their names in small letters
+    headers: Mapping[str, str]  # names in lower case
     body: bytes = b""
 
     @property
     def host(self) -> str:
-        """The name it calls us by, without the port; empty where it gives none."""
+        """The name in the Host header, without the port; empty if there is none."""
         host = self.headers.get("host", "").lower()
         name, colon, port = host.rpartition(":")
         return name if colon and port.isdigit() else host
@@ -109,16 +112,40 @@ class HttpResponse:
     headers: tuple[tuple[str, str], ...] = ()
 
     def to_bytes(self) -> bytes:
-        return (
-            head(self.status, self.content_type, (*self.headers, ("Content-Length", str(len(self.body))))) + self.body
-        )
+        headers = (*self.headers, ("Content-Length", str(len(self.body))))
+        return response_head(self.status, self.content_type, headers) + self.body
 
 
-def failure(status: int, *headers: tuple[str, str]) -> HttpResponse:
+class ResponseStream:
+    """A response without an end. Any thread may push data; `on_closed` is called when the client is gone."""
+
+    def __init__(self, content_type: str, headers: tuple[tuple[str, str], ...], on_closed: Callable[[], None]) -> None:
+        self.on_closed = on_closed
+        self.wake_server: Callable[[], None] = lambda: None  # set by the server
+        self._lock = threading.Lock()
+        self._pending = [response_head(200, content_type, headers)]
+
+    def push(self, data: bytes) -> None:
+        with self._lock:
+            self._pending.append(data)
+        self.wake_server()
+
+    def take(self) -> bytes:
+        """Return all data that was pushed since the last call."""
+        with self._lock:
+            data, self._pending = b"".join(self._pending), []
+        return data
+
+
+Work = Callable[[], HttpResponse]  # computes a response; may block
+Handler = Callable[[HttpRequest], HttpResponse | ResponseStream | Work]
+
+
+def error_response(status: int, *headers: tuple[str, str]) -> HttpResponse:
     return HttpResponse(status, f"{status} {REASONS[status]}\n".encode(), PLAIN, headers)
 
 
-def head(status: int, content_type: str, headers: Iterable[tuple[str, str]]) -> bytes:
+def response_head(status: int, content_type: str, headers: Iterable[tuple[str, str]]) -> bytes:
     lines = [
         f"HTTP/1.1 {status} {REASONS[status]}",
         f"Content-Type: {content_type}",
@@ -130,198 +157,173 @@ def head(status: int, content_type: str, headers: Iterable[tuple[str, str]]) -> 
     return "\r\n".join([*lines, "", ""]).encode("ascii")
 
 
-def parse(data: bytes | bytearray) -> HttpRequest | int | None:
-    """Return the request, None if it has not arrived completely, or the status of one that can't be answered."""
-    end = min((at for at in (data.find(b"\r\n\r\n"), data.find(b"\n\n")) if at >= 0), default=-1)
+def parse_request(data: bytes | bytearray) -> HttpRequest | int | None:
+    """Return the request, None if more data is needed, or the status that refuses it."""
+    end = min((index for index in (data.find(b"\r\n\r\n"), data.find(b"\n\n")) if index >= 0), default=-1)
     if end < 0:
         return 431 if len(data) > MAX_HEADERS else None
     if end > MAX_HEADERS:
         return 431
-    begin = end + (4 if data[end : end + 1] == b"\r" else 2)
-    first, *lines = data[:end].replace(b"\r\n", b"\n").decode("latin-1").split("\n")
-    words = first.split(" ")
-    if len(words) != 3 or not words[2].startswith("HTTP/1.") or not words[1].startswith("/"):
+    body_begin = end + (4 if data[end : end + 1] == b"\r" else 2)
+    request_line, *header_lines = data[:end].replace(b"\r\n", b"\n").decode("latin-1").split("\n")
+    parts = request_line.split(" ")
+    if len(parts) != 3 or not parts[2].startswith("HTTP/1.") or not parts[1].startswith("/"):
         return 400
     headers: dict[str, str] = {}
-    for line in lines:
+    for line in header_lines:
         name, colon, value = line.partition(":")
         name = name.strip().lower()
         if not colon or not name:
             return 400
         headers[name] = value.strip()
-    size = _body_size(headers)
-    if not 0 <= size <= MAX_BODY:
-        return 413 if size > MAX_BODY else 400
-    if len(data) < begin + size:
+    length = headers.get("content-length", "0")
+    if not is_digits(length) or "transfer-encoding" in headers:
+        return 400
+    if int(length) > MAX_BODY:
+        return 413
+    if len(data) < body_begin + int(length):
         return None
-    path, _, query = words[1].partition("?")
+    path, _, query = parts[1].partition("?")
     try:
         fields = dict(parse_qsl(query, keep_blank_values=True, errors="strict"))
     except ValueError:  # not UTF-8
         return 400
-    return HttpRequest(words[0], path, fields, headers, bytes(data[begin : begin + size]))
-
-
-def _body_size(headers: Mapping[str, str]) -> int:
-    """Return the size of the body, or -1 if the headers don't say it."""
-    text = headers.get("content-length", "0")
-    return int(text) if is_digits(text) and "transfer-encoding" not in headers else -1
+    return HttpRequest(parts[0], path, fields, headers, bytes(data[body_begin : body_begin + int(length)]))
 
 
 # ---- the loop ----
 
 
-class Stream:
-    """Pushed to from any thread. `over` is called when the client is gone."""
-
-    def __init__(self, content_type: str, headers: tuple[tuple[str, str], ...], over: Callable[[], None]) -> None:
-        self.over = over
-        self._wake: Callable[[], None] = lambda: None
-        self._lock = threading.Lock()
-        self._pending = [head(200, content_type, headers)]
-
-    def push(self, data: bytes) -> None:
-        with self._lock:
-            self._pending.append(data)
-        self._wake()
-
-    def bind(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
-
-    def take(self) -> bytes:
-        with self._lock:
-            data, self._pending = b"".join(self._pending), []
-        return data
-
-
-Work = Callable[[], HttpResponse]  # done in the thread that reads
-Handler = Callable[[HttpRequest], "HttpResponse | Stream | Work"]
-
-
 class _Client:
+    """A connection: it sends one request and gets one response."""
+
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
-        self.request = bytearray()
-        self.answer: memoryview | None = None  # what is left of it
-        self.stream: Stream | None = None
-        self.open = True
-        self.has_request = False  # it was read
-        self.refused = False  # before all of the request was read
-        self.events = selectors.EVENT_READ
+        self.received = bytearray()
+        self.has_request = False
+        self.is_refused = False  # before the whole request was received
+        self.response: memoryview | None = None  # what is still to be sent
+        self.stream: ResponseStream | None = None
+        self.is_open = True
+        self.is_writing = False
+        self.deadline = time.monotonic() + IDLE_S
+
+    def extend_deadline(self) -> None:
         self.deadline = time.monotonic() + IDLE_S
 
 
 class HttpServer:
-    """`handler` must not block; what it gives as Work may. `failed` gets an exception of either."""
+    """Serves one listening socket. `handler` must not block, but may return Work. `on_error` gets exceptions of both."""
 
     def __init__(
         self,
-        server: socket.socket,
+        listening: socket.socket,
         handler: Handler,
-        failed: Callable[[Exception], None] = lambda _: None,
+        on_error: Callable[[Exception], None] = lambda _: None,
     ) -> None:
-        self._server, self._handler, self._failed = server, handler, failed
+        self._listening, self._handler, self._on_error = listening, handler, on_error
         self._clients: set[_Client] = set()
         self._selector = selectors.DefaultSelector()
-        self._accepting = False
+        self._is_accepting = False
         self._work: queue.SimpleQueue[tuple[_Client, Work] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[_Client, HttpResponse]] = queue.SimpleQueue()
-        self._woken, self._waker = socket.socketpair()
-        for end in (self._woken, self._waker):
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        for end in (self._wake_receiver, self._wake_sender):
             end.setblocking(False)
         self._worker: threading.Thread | None = None
 
-    def serve(self, stopped: Callable[[], bool], look_s: float = 0.5) -> None:
-        """Until `stopped`, which is asked at least every `look_s`."""
-        self._selector.register(self._woken, selectors.EVENT_READ, self._woken)
+    def serve(self, stopped: Callable[[], bool], poll_s: float = 0.5) -> None:
+        """Serve until `stopped` returns True; it is called at least every `poll_s`."""
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._wake_receiver)
         try:
             while not stopped():
-                self._accept_if_room()
-                for key, _ in self._selector.select(look_s):
+                self._update_accepting()
+                for key, _ in self._selector.select(poll_s):
                     if key.data is None:
                         self._accept()
-                    elif key.data is self._woken:
-                        self._wake_up()
-                    elif key.data.open:
-                        self._go_on(key.data)
+                    elif key.data is self._wake_receiver:
+                        self._on_wake()
+                    elif key.data.is_open:
+                        self._on_ready(key.data)
                 now = time.monotonic()
-                for late in [client for client in self._clients if client.deadline < now]:
-                    self._close(late)
+                for client in [client for client in self._clients if client.deadline < now]:
+                    self._close(client)
         finally:
             for client in tuple(self._clients):
                 self._close(client)
             self._selector.close()
-            self._server.close()
+            self._listening.close()
             if self._worker is not None:
                 self._work.put(None)
 
     def wake(self) -> None:
+        """Make the loop look for finished work and pushed data. Any thread may call it."""
         try:
-            self._waker.send(b"!")
+            self._wake_sender.send(b"!")
         except OSError:
-            return  # it is full: awake already; or closed: over
+            return  # the buffer is full, so it wakes anyway; or the server has ended
 
-    def _wake_up(self) -> None:
+    def _on_wake(self) -> None:
         try:
-            self._woken.recv(4096)
+            self._wake_receiver.recv(4096)
         except BlockingIOError:
             pass
         while not self._done.empty():
-            client, answer = self._done.get()
-            if client.open:
-                self._begin(client, answer.to_bytes())
+            client, response = self._done.get()
+            if client.is_open:
+                self._start_sending(client, response.to_bytes())
         for client in [client for client in self._clients if client.stream is not None]:
-            self._refill(client)
+            self._send_pushed(client)
 
-    def _refill(self, client: _Client) -> None:
+    def _send_pushed(self, client: _Client) -> None:
         assert client.stream is not None
-        more = client.stream.take()
-        if not more:
+        pushed = client.stream.take()
+        if not pushed:
             return
-        left = bytes(client.answer or b"")
-        if left and len(left) + len(more) > MAX_PENDING:  # one that is idle gets whatever was pushed at once
+        unsent = bytes(client.response or b"")
+        if unsent and len(unsent) + len(pushed) > MAX_PENDING:  # data pushed to an idle client may be larger
             self._close(client)
             return
         deadline = client.deadline
-        self._begin(client, left + more)
-        if left:  # it has taken nothing since
+        self._start_sending(client, unsent + pushed)
+        if unsent:  # the client has not received anything since
             client.deadline = deadline
 
-    def _accept_if_room(self) -> None:
-        room = len(self._clients) < MAX_CLIENTS
-        if room and not self._accepting:
-            self._selector.register(self._server, selectors.EVENT_READ)
-        elif self._accepting and not room:
-            self._selector.unregister(self._server)
-        self._accepting = room
+    def _update_accepting(self) -> None:
+        has_room = len(self._clients) < MAX_CLIENTS
+        if has_room and not self._is_accepting:
+            self._selector.register(self._listening, selectors.EVENT_READ)
+        elif self._is_accepting and not has_room:
+            self._selector.unregister(self._listening)
+        self._is_accepting = has_room
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._server.accept()
+            connection, _ = self._listening.accept()
         except OSError:
-            return  # the client is gone, or there are no descriptors left: the next look tries again
+            return  # the client is gone; or no file descriptor is free, and the next loop tries again
         connection.setblocking(False)
         client = _Client(connection)
         self._clients.add(client)
         self._selector.register(connection, selectors.EVENT_READ, client)
 
     def _close(self, client: _Client) -> None:
-        client.open = False
+        client.is_open = False
         self._clients.discard(client)
         self._selector.unregister(client.socket)
         client.socket.close()
         if client.stream is not None:
-            client.stream.over()
+            client.stream.on_closed()
 
-    def _go_on(self, client: _Client) -> None:
+    def _on_ready(self, client: _Client) -> None:
         try:
-            if client.answer is not None:
+            if client.response is not None:
                 self._write(client)
-            elif client.events == selectors.EVENT_READ:
+            elif not client.is_writing:
                 self._read(client)
         except BlockingIOError:
             return
-        except OSError:  # the client went away
+        except OSError:  # the client disconnected
             self._close(client)
 
     def _read(self, client: _Client) -> None:
@@ -330,72 +332,73 @@ class HttpServer:
             if not data:
                 self._close(client)
             return
-        client.deadline = time.monotonic() + IDLE_S
-        client.request += data
-        request = parse(client.request)
+        client.extend_deadline()
+        client.received += data
+        request = parse_request(client.received)
         if request is None:
             if not data:
                 self._close(client)
             return
         client.has_request = True
-        self._answer(client, request)
-
-    def _answer(self, client: _Client, request: HttpRequest | int) -> None:
         if isinstance(request, int):
-            client.refused = True
-            self._begin(client, failure(request).to_bytes())
-            return
+            client.is_refused = True
+            self._start_sending(client, error_response(request).to_bytes())
+        else:
+            self._respond(client, request)
+
+    def _respond(self, client: _Client, request: HttpRequest) -> None:
         try:
-            answer = self._handler(request)
+            response = self._handler(request)
         except Exception as problem:  # a bug must not end the server
-            self._failed(problem)
-            answer = failure(500)
-        if isinstance(answer, HttpResponse):
-            self._begin(client, answer.to_bytes())
-        elif isinstance(answer, Stream):
-            client.stream = answer
-            answer.bind(self.wake)
-            client.deadline = float("inf")  # it may wait for its first piece
-            self._refill(client)
+            self._on_error(problem)
+            response = error_response(500)
+        if isinstance(response, HttpResponse):
+            self._start_sending(client, response.to_bytes())
+        elif isinstance(response, ResponseStream):
+            client.stream = response
+            response.wake_server = self.wake
+            client.deadline = float("inf")  # it may wait for its first data
+            self._send_pushed(client)
         else:
             if self._worker is None:
-                self._worker = threading.Thread(target=self._read_files, name="reading", daemon=True)
+                self._worker = threading.Thread(target=self._do_work, name="reading", daemon=True)
                 self._worker.start()
-            client.deadline = time.monotonic() + IDLE_S  # a disk that hangs must not keep clients for ever
-            self._work.put((client, answer))
+            client.extend_deadline()  # a hanging disk must not keep clients forever
+            self._work.put((client, response))
 
-    def _read_files(self) -> None:
+    def _do_work(self) -> None:
+        """Runs in the second thread."""
         while (item := self._work.get()) is not None:
             client, work = item
-            if not client.open:
+            if not client.is_open:
                 continue
             try:
-                answer = work()
+                response = work()
             except Exception as problem:
-                self._failed(problem)
-                answer = failure(500)
-            self._done.put((client, answer))
+                self._on_error(problem)
+                response = error_response(500)
+            self._done.put((client, response))
             self.wake()
 
-    def _begin(self, client: _Client, data: bytes) -> None:
-        client.answer = memoryview(data)
-        client.deadline = time.monotonic() + IDLE_S
-        client.events = selectors.EVENT_WRITE
+    def _start_sending(self, client: _Client, data: bytes) -> None:
+        client.response = memoryview(data)
+        client.extend_deadline()
+        client.is_writing = True
         self._selector.modify(client.socket, selectors.EVENT_WRITE, client)
 
     def _write(self, client: _Client) -> None:
-        assert client.answer is not None
-        client.answer = client.answer[client.socket.send(client.answer) :]
-        client.deadline = time.monotonic() + IDLE_S
-        if client.answer:
+        assert client.response is not None
+        client.response = client.response[client.socket.send(client.response) :]
+        client.extend_deadline()
+        if client.response:
             return
-        if client.stream is None and not client.refused:
+        if client.stream is None and not client.is_refused:
             self._close(client)
             return
-        client.answer = None
-        client.events = selectors.EVENT_READ
+        client.response = None
+        client.is_writing = False
         client.deadline = float("inf")
         self._selector.modify(client.socket, selectors.EVENT_READ, client)
-        if client.stream is None:  # closing now would reset the connection before the client has read why
+        if client.stream is None:  # closing at once would reset the connection before the client has read the refusal
             client.socket.shutdown(socket.SHUT_WR)
             client.deadline = time.monotonic() + DRAIN_S

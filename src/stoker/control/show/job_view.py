@@ -1,4 +1,4 @@
-"""A job of several roles, as one run: the ranks of all its roles, the curves of the one that trains."""
+"""Shows a job of several roles as one run: the ranks of all its roles, the metrics and curves of the role that trains."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from stoker.contract.units import plural
 from stoker.control.record import run_index, run_record
 from stoker.control.record.serving_log import ServerSample, read_samples
 from stoker.control.show.curves import Curve
-from stoker.control.show.run_tail import RunTail, roles_of
-from stoker.control.show.snapshot import RUNNING, SERVER_METRICS, UNKNOWN, RankView, RunView, ServerLoad, whole
+from stoker.control.show.run_tail import RunTail, group_by_role, planned_ranks
+from stoker.control.show.snapshot import RUNNING, SERVER_METRICS, UNKNOWN, RankView, RunView, ServerLoad, as_int64
 
-_PAGES_S = 60.0  # rates of servers whose pages the job reads are means over so long
-_LOOK_S = 1.0  # between two looks for roles that have been started
-_TOLD = (
+_RATE_S = 60.0  # rates of servers whose metrics page the job reads are means over this time
+_FIND_ROLES_S = 1.0  # between two looks for roles that have been started
+# Fields that a job takes from its trainer's run.
+_OF_TRAINER = (
     "step",
     "total_steps",
     "loss",
@@ -29,104 +30,111 @@ _TOLD = (
     "phase",
     "metrics",
     "problem",
+    "curve",
 )
 
 
-def folder_of(record: run_record.RunRecord, whole_curves: bool = True) -> RunTail:
-    """As the run is: a job of roles, or a plain one."""
-    made = JobFolder if len(_planned(record)) > 1 else RunTail
-    return made(record, whole_curves)
+def open_run_tail(record: run_record.RunRecord, whole_curves: bool = True) -> RunTail:
+    """Return a JobTail for a job of several roles, else a RunTail."""
+    tail_type = JobTail if len(_first_ranks(record)) > 1 else RunTail
+    return tail_type(record, whole_curves)
 
 
-def _planned(record: run_record.RunRecord) -> dict[str, int]:
-    """Role -> the number that its first rank has in the job."""
-    ranks = (record.data.get("plan") or {}).get("ranks")
-    found: dict[str, int] = {}
-    for one in ranks if isinstance(ranks, list) else ():
-        if isinstance(one, dict) and isinstance(one.get("role"), str) and type(one.get("rank")) is int:
-            found.setdefault(one["role"], one["rank"])
-    return found
+def _first_ranks(record: run_record.RunRecord) -> dict[str, int]:
+    """Return the number of each role's first rank in the job."""
+    first: dict[str, int] = {}
+    for rank in planned_ranks(record):
+        if isinstance(rank.get("role"), str) and type(rank.get("rank")) is int:
+            first.setdefault(rank["role"], rank["rank"])
+    return first
 
 
-class JobFolder(RunTail):
+class JobTail(RunTail):
+    """Follows the run directories of a job and of its roles."""
+
     def __init__(self, record: run_record.RunRecord, whole_curves: bool = True) -> None:
         super().__init__(record, whole_curves)
         self._roles: dict[str, RunTail] = {}
-        self._looked = 0.0
-        self._server_curves_of: tuple[Any, ...] = ()
-        self._curves_of_servers: dict[str, Curve] = {}
+        self._found_roles_at = 0.0
+        self._server_curves_key: tuple[Any, ...] = ()
+        self._server_curves: dict[str, Curve] = {}
 
-    def run(self, now: float, watched: bool) -> RunView:
-        made = super().run(now, watched)
-        if now - self._looked >= _LOOK_S or now < self._looked:
-            self._looked = now
-            self._look()
-        parts = {name: folder.run(now, watched) for name, folder in self._roles.items()}
+    def view(self, now: float, watched: bool) -> RunView:
+        job = super().view(now, watched)
+        if now - self._found_roles_at >= _FIND_ROLES_S or now < self._found_roles_at:
+            self._found_roles_at = now
+            self._find_roles()
+        parts = {name: tail.view(now, watched) for name, tail in self._roles.items()}
         training = self.training
         if training is not self:
             trainer = parts[training.record.name]
-            made = replace(made, **{name: getattr(trainer, name) for name in _TOLD}, curve=trainer.curve)
-        started = 1 + sum(made.restarts.values()) if parts else 0  # all roles together
-        made = replace(made, attempts=max([started, *(part.attempts for part in parts.values())]))
-        restarts = dict(made.restarts)
-        for cause, count in ((cause, count) for part in parts.values() for cause, count in part.restarts.items()):
-            restarts[cause] = restarts.get(cause, 0) + count
-        doubts = [part.suspicion for part in parts.values() if part.suspicion is not None]
-        going = made.state in (RUNNING, UNKNOWN)
-        made = replace(made, restarts=restarts, suspicion=doubts[0] if doubts and going else None)
-        made = replace(made, servers=tuple(self._loads(parts, now, made.state == RUNNING)))
+            job = replace(job, **{name: getattr(trainer, name) for name in _OF_TRAINER})
+        restarts = dict(job.restarts)
+        for part in parts.values():
+            for cause, count in part.restarts.items():
+                restarts[cause] = restarts.get(cause, 0) + count
+        starts_of_job = 1 + job.restarted if parts else 0  # a job restarts all its roles together
+        suspicion = next((part.suspicion for part in parts.values() if part.suspicion is not None), None)
+        job = replace(
+            job,
+            attempts=max([starts_of_job, *(part.attempts for part in parts.values())]),
+            restarts=restarts,
+            suspicion=suspicion if job.state in (RUNNING, UNKNOWN) else None,
+            servers=tuple(self._server_loads(parts, now, job.state == RUNNING)),
+        )
         if not watched:
-            return made
-        ranks = tuple(rank for rank in (self._rank_of(one, parts) for one in made.ranks))
-        return replace(made, ranks=ranks, roles=roles_of(ranks))
+            return job
+        ranks = tuple(self._rank_of_role(rank, parts) for rank in job.ranks)
+        return replace(job, ranks=ranks, roles=group_by_role(ranks))
 
-    def _loads(self, parts: Mapping[str, RunView], now: float, is_running: bool) -> Iterator[ServerLoad]:
-        """Yield each server role's load: by the counters of its own run, else by the page that the job reads."""
-        for name in dict.fromkeys((*_planned(self.record), *parts)):
+    def _find_roles(self) -> None:
+        for record in run_index.list_roles(self.record).values():
+            tail = self._roles.get(record.name)
+            if tail is None or tail.record.dir != record.dir:
+                self._roles[record.name] = tail = RunTail(record, self._whole_curves)
+            tail.record = record
+
+    def _server_loads(self, parts: Mapping[str, RunView], now: float, is_running: bool) -> Iterator[ServerLoad]:
+        """Yield each server role's load: from the counters of its own run, else from the page that the job reads."""
+        for name in dict.fromkeys((*_first_ranks(self.record), *parts)):
             part = parts.get(name)
             if part is not None and part.servers:
                 yield replace(part.servers[0], role=name)
             elif name in self.events.served:
-                yield _load_by_pages(name, self.events.served[name], now, is_running)
+                yield _load_from_pages(name, self.events.served[name], now, is_running)
 
-    def _rank_of(self, planned: RankView, parts: dict[str, RunView]) -> RankView:
-        """With what its role's own run knows of it."""
+    def _rank_of_role(self, planned: RankView, parts: dict[str, RunView]) -> RankView:
+        """Return the rank with the state that its role's own run knows."""
         part = parts.get(planned.role)
-        known = next((one for one in part.ranks if one.rank == planned.role_rank), None) if part is not None else None
-        if known is None:
+        ranks = part.ranks if part is not None else ()
+        rank = next((rank for rank in ranks if rank.rank == planned.role_rank), None)
+        if rank is None:
             return planned
-        known = replace(known, rank=planned.rank, role=planned.role, role_rank=planned.role_rank)
-        served = self._served(planned.role, planned.role_rank)
-        # A server makes no steps: what it has answered is how far it is.
-        return replace(known, phase=known.phase or served, step=known.step or None) if served else known
+        rank = replace(rank, rank=planned.rank, role=planned.role, role_rank=planned.role_rank)
+        served = self._served_text(planned.role, planned.role_rank)
+        # A server makes no steps: the requests it has answered are its progress.
+        return replace(rank, phase=rank.phase or served, step=rank.step or None) if served else rank
 
-    def _served(self, role: str, replica: int) -> str:
-        folder = self._roles.get(role)
-        samples = folder.samples.get(replica) if folder is not None else None
+    def _served_text(self, role: str, replica: int) -> str:
+        tail = self._roles.get(role)
+        samples = tail.server_samples.get(replica) if tail is not None else None
         if samples:
             counts: tuple[int, int] | None = samples[-1].requests, samples[-1].tokens
         else:
             pages = self.events.served.get(role)
             replicas = pages[-1][1] if pages else []
-            counts = _counts(replicas[replica]) if 0 <= replica < len(replicas) else None
+            counts = _parse_counts(replicas[replica]) if 0 <= replica < len(replicas) else None
         return f"{plural(counts[0], 'request')}, {plural(counts[1], 'token')}" if counts is not None else ""
-
-    def _look(self) -> None:
-        for record in run_index.list_roles(self.record).values():
-            known = self._roles.get(record.name)
-            if known is None or known.record.dir != record.dir:
-                self._roles[record.name] = known = RunTail(record, self._whole_curves)
-            known.record = record
 
     @property
     def training(self) -> RunTail:
-        """Return the role that trains, whose metrics are shown as the job's; the job itself while there is none."""
-        trainer = max(self._roles.values(), key=lambda folder: folder.evidence_of_training, default=None)
-        return trainer if trainer is not None and trainer.evidence_of_training else self
+        """The role that trains, whose metrics are shown as the job's; the job itself if there is none yet."""
+        trainer = max(self._roles.values(), key=lambda tail: tail.training_score, default=None)
+        return trainer if trainer is not None and trainer.training_score else self
 
     @property
     def first_rank(self) -> int:
-        return _planned(self.record).get(self.training.record.name, 0)
+        return _first_ranks(self.record).get(self.training.record.name, 0)
 
     @property
     def interval(self) -> int:
@@ -137,71 +145,78 @@ class JobFolder(RunTail):
         training = self.training
         if training is self:
             return super().curve(name)
-        return self._server_curves().get(name, Curve()) if name in SERVER_METRICS else training.curve(name)
+        return self._curves_of_servers().get(name, Curve()) if name in SERVER_METRICS else training.curve(name)
 
     def curve_names(self) -> list[str]:
-        names = super().curve_names()
-        return [*names, *(name for name, curve in self._server_curves().items() if curve.steps)]
+        return [*super().curve_names(), *(name for name, curve in self._curves_of_servers().items() if curve.steps)]
 
-    def _server_curves(self) -> dict[str, Curve]:
-        """Requests and tokens a second of all servers over the trainer's steps: means over the logging interval."""
+    def _curves_of_servers(self) -> dict[str, Curve]:
+        """Return the curves of SERVER_METRICS, computed again only when steps or samples were added."""
         metrics = self.training.metrics
         if metrics is None or not metrics.clock.steps:
             return {}
         clock = metrics.clock
-        newest = [samples[-1].time for folder in self._roles.values() for samples in folder.samples.values()]
+        newest = [samples[-1].time for tail in self._roles.values() for samples in tail.server_samples.values()]
         key = (len(clock.steps), clock.steps[-1], tuple(newest), metrics.interval)
-        if key != self._server_curves_of:
-            self._server_curves_of = key
-            replicas = [one for folder in self._roles.values() for one in read_samples(folder.record.dir).values()]
-            self._curves_of_servers = server_curves(clock, replicas, metrics.interval)
-        return self._curves_of_servers
+        if key != self._server_curves_key:
+            self._server_curves_key = key
+            replicas = [samples for tail in self._roles.values() for samples in read_samples(tail.record.dir).values()]
+            self._server_curves = compute_server_curves(clock, replicas, metrics.interval)
+        return self._server_curves
 
 
-def server_curves(clock: Curve, replicas: Sequence[Sequence[ServerSample]], interval: int) -> dict[str, Curve]:
-    """Return the curves of SERVER_METRICS: at each step the rate since `interval` steps before. `clock`: when each step was
-    logged. A step has a value once all replicas have been counted after it.
+def compute_server_curves(clock: Curve, replicas: Sequence[Sequence[ServerSample]], interval: int) -> dict[str, Curve]:
+    """Return the curves of SERVER_METRICS: at each step the rate over the last `interval` steps.
+
+    `clock` has the time at which each step was logged. A step gets a value once all replicas have a sample after it.
     """
     curves = {name: Curve() for name in SERVER_METRICS}
     times = [[float(sample.time) for sample in samples] for samples in replicas]
-    first, last = max((one[0] for one in times), default=math.inf), min((one[-1] for one in times), default=-math.inf)
-    points = [(step, when) for step, when in zip(clock.steps, clock.values, strict=True) if first <= when <= last]
-    for curve, total in zip(curves.values(), ("requests", "tokens"), strict=True):
-        columns = [[getattr(sample, total) for sample in samples] for samples in replicas]
-        done = [sum(_interpolated(when, *column) for column in zip(times, columns, strict=True)) for _, when in points]
-        for at in range(1, len(points)):
-            before = max(0, at - interval)
-            seconds = points[at][1] - points[before][1]
+    first = max((column[0] for column in times), default=math.inf)
+    last = min((column[-1] for column in times), default=-math.inf)
+    points = [(step, time) for step, time in zip(clock.steps, clock.values, strict=True) if first <= time <= last]
+    for curve, field in zip(curves.values(), ("requests", "tokens"), strict=True):
+        columns = [[getattr(sample, field) for sample in samples] for samples in replicas]
+        totals = [sum(_interpolate(time, *column) for column in zip(times, columns, strict=True)) for _, time in points]
+        for index in range(1, len(points)):
+            before = max(0, index - interval)
+            seconds = points[index][1] - points[before][1]
             if seconds > 0:
-                curve.add(points[at][0], max(0.0, done[at] - done[before]) / seconds)
+                curve.add(points[index][0], max(0.0, totals[index] - totals[before]) / seconds)
     return curves
 
 
-def _interpolated(when: float, times: Sequence[float], totals: Sequence[int]) -> float:
+def _interpolate(time: float, times: Sequence[float], totals: Sequence[int]) -> float:
     """Return a total at a time between the first and the last sample."""
-    at = bisect.bisect_right(times, when)
-    if at == len(times):
+    index = bisect.bisect_right(times, time)
+    if index == len(times):
         return totals[-1]
-    share = (when - times[at - 1]) / (times[at] - times[at - 1])
-    return totals[at - 1] + share * (totals[at] - totals[at - 1])
+    share = (time - times[index - 1]) / (times[index] - times[index - 1])
+    return totals[index - 1] + share * (totals[index] - totals[index - 1])
 
 
-def _load_by_pages(role: str, pages: Sequence[tuple[float, list[Any]]], now: float, is_running: bool) -> ServerLoad:
+def _load_from_pages(role: str, pages: Sequence[tuple[float, list[Any]]], now: float, is_running: bool) -> ServerLoad:
     """Compute a load from counts that are recorded only when they change."""
-    totals = [(when, [_counts(one) or (0, 0) for one in replicas]) for when, replicas in pages]
-    sums = [(when, sum(one[0] for one in counts), sum(one[1] for one in counts)) for when, counts in totals]
+    sums: list[tuple[float, int, int]] = []
+    for time, replicas in pages:
+        counts = [_parse_counts(replica) or (0, 0) for replica in replicas]
+        sums.append((time, sum(requests for requests, _ in counts), sum(tokens for _, tokens in counts)))
     newest = sums[-1]
-    first = next(one for one in sums if one[0] >= newest[0] - _PAGES_S)
-    end = newest[0] if now - newest[0] <= _PAGES_S / 2 else now
+    first = next(point for point in sums if point[0] >= newest[0] - _RATE_S)
+    end = newest[0] if now - newest[0] <= _RATE_S / 2 else now
     seconds = end - first[0]
-    known = is_running and seconds > 0 and newest[0] > first[0]
-    requests, tokens = (max(0, newest[at] - first[at]) / seconds if known else None for at in (1, 2))
-    return ServerLoad(role, len(pages[-1][1]), newest[1], newest[2], requests_per_s=requests, tokens_per_s=tokens)
+    is_known = is_running and seconds > 0 and newest[0] > first[0]
+    requests_per_s, tokens_per_s = (
+        max(0, newest[column] - first[column]) / seconds if is_known else None for column in (1, 2)
+    )
+    return ServerLoad(
+        role, len(pages[-1][1]), newest[1], newest[2], requests_per_s=requests_per_s, tokens_per_s=tokens_per_s
+    )
 
 
-def _counts(done: Any) -> tuple[int, int] | None:
-    """(requests, tokens) of a replica in the record."""
-    numbers = [whole(done.get(key)) for key in ("requests", "tokens")] if isinstance(done, dict) else []
+def _parse_counts(counts: Any) -> tuple[int, int] | None:
+    """Return (requests, tokens) of a replica in the record; None if they are not valid."""
+    numbers = [as_int64(counts.get(key)) for key in ("requests", "tokens")] if isinstance(counts, dict) else []
     if not numbers or any(number is None or not 0 <= number < 10**18 for number in numbers):
         return None
     return numbers[0] or 0, numbers[1] or 0

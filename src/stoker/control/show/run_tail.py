@@ -1,4 +1,4 @@
-"""One run directory, looked at again and again: each look reads only what is new. What is half written or gone is shown as it is."""
+"""Follows one run directory: each call reads only what was appended. Incomplete or missing files are not an error."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from stoker.contract.text import escape
 from stoker.control.record import run_record
 from stoker.control.record.history import HistoryColumns, HistoryPoint, HistoryTail, newest_columns
 from stoker.control.record.serving_log import ServerSample, rates, recent_samples
-from stoker.control.show.curves import Curve, MetricsTail, averaged, mean_of_newest, newest_line
-from stoker.control.show.printed_metrics import parsed
+from stoker.control.show.curves import Curve, MetricsTail, average_curve, mean_of_newest, read_newest_line
+from stoker.control.show.metrics_columns import parse_lines
 from stoker.control.show.snapshot import (
     AVERAGED,
     REWARD,
@@ -28,281 +28,279 @@ from stoker.control.show.snapshot import (
     RunView,
     ServerLoad,
     Suspicion,
+    as_int64,
     finite,
-    metric,
-    whole,
+    parse_finite,
+    parse_metric,
 )
 
 RECENT = 60  # values of a sparkline
 _BLOCK = 16 << 20
-_TEXT = 400  # characters of a summary
-_SERVED = 32  # counts of a role's servers that are kept: their rate needs the newest, and a run of weeks has a million
-_HISTORY_LAG_S = 1.0  # beats are collected twice a second, so a moment has steps of up to this long before it
+_MAX_SUMMARY = 400  # characters
+_MAX_SERVED = 32  # counts kept per server role: the rate needs only the newest, and a run of weeks writes a million
+_HISTORY_LAG_S = 1.0  # beats are collected twice a second, so a history point has steps up to this much older
 
 
 class EventTail:
-    """events.jsonl, and what it adds up to."""
+    """Reads events.jsonl incrementally and keeps the state that the events describe."""
 
     def __init__(self, run_dir: str) -> None:
         self._dir = run_dir
         self._clear()
 
     def _clear(self) -> None:
-        self._inode = self._at = 0
-        self.start: tuple[float, float] | None = None  # first and last event of the newest start of the run
-        self.before = 0.0  # seconds that the starts before took
-        self.restarts: dict[str, int] = {}
+        self._inode = self._offset = 0
+        self.start: tuple[float, float] | None = (
+            None  # times of the first and last event since the run was last started
+        )
+        self.earlier_s = 0.0  # run time of the starts before that
+        self.restarts: dict[str, int] = {}  # by cause
         self.attempt: int | None = None
-        self.up: dict[int, int] = {}  # rank -> pid, of the newest attempt
-        self.ended: dict[int, tuple[int | None, int]] = {}  # rank -> (exit code, steps)
+        # Of the newest attempt, by rank:
+        self.pids: dict[int, int] = {}
+        self.exits: dict[int, tuple[int | None, int]] = {}  # (exit code, steps)
         self.stopped: set[int] = set()  # ranks that ended because the launcher signalled them
-        self.phases: dict[int, tuple[float, str]] = {}  # rank -> when it entered it
-        self.suspicions: dict[str, Suspicion] = {}
-        self.slow: dict[int, dict[str, Any]] = {}  # rank -> what the watch found out
-        # Role of a job -> what each of its replicas had counted, and when; the newest last. Of servers that have a page of
-        # metrics; `stoker serve` counts in its own run directory.
+        self.phases: dict[int, tuple[float, str]] = {}  # (time it was entered, name)
+        self.slow: dict[int, dict[str, Any]] = {}  # what the watch found about a slow rank
+        self.suspicions: dict[str, Suspicion] = {}  # by kind
+        # Role of a job -> (time, counts of each replica), newest last, for servers whose metrics page the job reads.
+        # `stoker serve` counts in its own run directory instead.
         self.served: dict[str, deque[tuple[float, list[Any]]]] = {}
 
-    def look(self) -> None:
+    def read_new(self) -> None:
         try:
             with os.fdopen(open_below(self._dir, layout.EVENTS), "rb") as file:
-                about = os.fstat(file.fileno())
-                if about.st_ino != self._inode or about.st_size < self._at:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:
                     self._clear()
-                    self._inode = about.st_ino
-                while self._at < about.st_size:
-                    file.seek(self._at)
-                    data = file.read(min(_BLOCK, about.st_size - self._at))
+                    self._inode = status.st_ino
+                while self._offset < status.st_size:
+                    file.seek(self._offset)
+                    data = file.read(min(_BLOCK, status.st_size - self._offset))
                     end = data.rfind(b"\n") + 1
                     if not end:
-                        break  # half written
-                    for block in parsed(data[:end]):
-                        for event in block:
-                            self.take(event)
-                    self._at += end
+                        break  # the line is still being written
+                    for events in parse_lines(data[:end]):
+                        for event in events:
+                            self.apply(event)
+                    self._offset += end
         except OSError:
-            return  # none yet, or gone; a damaged record is reported by reader.read
+            return  # not written yet, or deleted; read_run reports a damaged record
 
-    @property
-    def last(self) -> float | None:
-        return self.start[1] if self.start else None
-
-    @property
-    def begin(self) -> float | None:
-        """Of the newest start."""
-        return self.start[0] if self.start else None
-
-    def take(self, event: dict[str, Any]) -> None:
-        kind, when = event.get("event"), event.get("time", 0.0)
-        if not isinstance(kind, str) or type(when) not in (int, float) or not 0 <= when <= 1e11:
+    def apply(self, event: dict[str, Any]) -> None:
+        kind, time = event.get("event"), event.get("time", 0.0)
+        if not isinstance(kind, str) or type(time) not in (int, float) or not 0 <= time <= 1e11:
             return
-        begin, end = self.start or (when, 0.0)
+        first, last = self.start or (time, 0.0)
         if kind == "run" or self.start is None:
-            began = finite(metric(event.get("began")))
             if self.start is not None:
-                self.before += max(0.0, end - begin)
-            begin = began if began is not None and end <= began <= when else when  # as the run's last line counts
-        self.start = begin, when
-        rank = whole(event.get("rank"))
+                self.earlier_s += max(0.0, last - first)
+            began = parse_finite(event.get("began"))
+            # The launcher's own start time, so that the run time agrees with the run's last console line.
+            first = began if began is not None and last <= began <= time else time
+        self.start = first, time
+        rank = as_int64(event.get("rank"))
         rank = rank if rank is not None and rank >= 0 else None
         if kind == "attempt":
-            self.attempt = whole(event.get("attempt"))
-            for of_attempt in (self.up, self.ended, self.stopped, self.phases, self.slow, self.suspicions):
-                of_attempt.clear()
+            self.attempt = as_int64(event.get("attempt"))
+            for state in (self.pids, self.exits, self.stopped, self.phases, self.slow, self.suspicions):
+                state.clear()
         elif kind == "restart":
             cause = escape(str(event.get("cause")), 80)
             self.restarts[cause] = self.restarts.get(cause, 0) + 1
         elif kind in ("relief", "busy"):
             self.suspicions.pop("suspicion", None)
         elif kind == "role-served" and isinstance(event.get("replicas"), list) and isinstance(event.get("role"), str):
-            served = self.served.setdefault(event["role"], deque(maxlen=_SERVED))
-            served.append((float(when), event["replicas"]))
-        elif kind == "straggler-over":
-            self._over(rank)
+            served = self.served.setdefault(event["role"], deque(maxlen=_MAX_SERVED))
+            served.append((float(time), event["replicas"]))
         elif kind in ("suspicion", "straggler", "numbers") and isinstance(event.get("summary"), str):
-            self._suspect(kind, float(when), rank, event)
-        elif rank is not None:
-            self._of_rank(kind, rank, event, float(when))
-
-    def _of_rank(self, kind: str, rank: int, event: dict[str, Any], when: float) -> None:
-        if kind == "rank-up" and (pid := whole(event.get("pid"))) is not None:
-            self.up[rank] = pid
+            self._add_suspicion(kind, float(time), rank, event)
+        elif kind == "straggler-over":
+            if rank is not None:
+                self.slow.pop(rank, None)
+            straggler = self.suspicions.get("straggler")
+            if straggler is not None and straggler.rank == rank:
+                del self.suspicions["straggler"]
+        elif rank is None:
+            return
+        elif kind == "rank-up" and (pid := as_int64(event.get("pid"))) is not None:
+            self.pids[rank] = pid
         elif kind == "rank-exit":
-            self.ended[rank] = whole(event.get("code")), whole(event.get("steps")) or 0
+            self.exits[rank] = as_int64(event.get("code")), as_int64(event.get("steps")) or 0
             if event.get("ours") is True:
                 self.stopped.add(rank)
         elif kind == "phase" and isinstance(event.get("name"), str):
-            self.phases[rank] = when, escape(event["name"], 80)
+            self.phases[rank] = float(time), escape(event["name"], 80)
 
-    def _suspect(self, kind: str, when: float, rank: int | None, event: dict[str, Any]) -> None:
-        waiting = event.get("waiting") if isinstance(event.get("waiting"), list) else []
-        ranks = tuple(one for one in waiting or () if whole(one) is not None)
-        cause, summary = escape(str(event.get("cause")), 80), escape(event["summary"], _TEXT)
-        silent = metric(event.get("silent_s"))
-        self.suspicions[kind] = Suspicion(when, kind, cause, summary, rank, ranks, finite(silent))
+    def _add_suspicion(self, kind: str, time: float, rank: int | None, event: dict[str, Any]) -> None:
+        waiting = event.get("waiting")
+        waiting_ranks = (
+            tuple(other for other in waiting if as_int64(other) is not None) if isinstance(waiting, list) else ()
+        )
+        cause, summary = escape(str(event.get("cause")), 80), escape(event["summary"], _MAX_SUMMARY)
+        silent_s = parse_finite(event.get("silent_s"))
+        self.suspicions[kind] = Suspicion(time, kind, cause, summary, rank, waiting_ranks, silent_s)
         if kind == "straggler" and rank is not None:
-            told = {name: finite(metric(event.get(name))) for name in ("wait_s", "step_s")}
-            self.slow[rank] = {**told, "cause": cause, "summary": summary, "time": when}
-
-    def _over(self, rank: int | None) -> None:
-        """It is no longer slow."""
-        if rank is not None:
-            self.slow.pop(rank, None)
-        told = self.suspicions.get("straggler")
-        if told is not None and told.rank == rank:
-            del self.suspicions["straggler"]
+            cost = {name: parse_finite(event.get(name)) for name in ("wait_s", "step_s")}
+            self.slow[rank] = {**cost, "cause": cause, "summary": summary, "time": time}
 
     @property
     def suspicion(self) -> Suspicion | None:
-        """The newest; one that ends the job before one that only costs time."""
-        return self.suspicions.get("suspicion") or max(self.suspicions.values(), key=lambda one: one.time, default=None)
+        """The suspicion of a hang, which ends the job; else the newest of those that only cost time."""
+        newest = max(self.suspicions.values(), key=lambda suspicion: suspicion.time, default=None)
+        return self.suspicions.get("suspicion") or newest
 
 
 class RunTail:
-    """`record`: as finder.look gives it. `whole_curves`: else only their newest values are read, which is all a page's list needs."""
+    """Turns one run directory into a RunView. With `whole_curves` False only the newest metrics are read, enough for lists."""
 
     def __init__(self, record: run_record.RunRecord, whole_curves: bool = True) -> None:
         self.record = record
         self._whole_curves = whole_curves
         self.events = EventTail(record.dir)
-        self.metrics: MetricsTail | None = None  # of a run that is watched
+        self.metrics: MetricsTail | None = None  # None until the run is watched
         self._history: HistoryTail | None = None
-        self.moments: deque[HistoryPoint] = deque(maxlen=RECENT)
-        self._signature: tuple[Any, ...] = ()
+        self.points: deque[HistoryPoint] = deque(maxlen=RECENT)
+        self._stamps: tuple[Any, ...] = ()
         self._row: RunView | None = None
-        self._newest: dict[str, Any] = {}
-        self._told = Curve()
-        self._points: tuple[tuple[int, Metric], ...] | None = (
-            None  # of the headline metric, until there is anything new
-        )
-        self._columns: HistoryColumns = {}  # of ranks, where the history was not read
-        self.samples: dict[int, tuple[ServerSample, ...]] = {}  # of a server: the newest of each replica, by its rank
+        self._newest_line: dict[str, Any] = {}
+        self._loss_of_history = Curve()  # for scripts without metrics.jsonl
+        self._headline_points: tuple[tuple[int, Metric], ...] | None = None  # None: outdated
+        self._columns: HistoryColumns = {}  # newest columns of the ranks, if the history was not read
+        self.server_samples: dict[
+            int, tuple[ServerSample, ...]
+        ] = {}  # newest samples of each replica of a server, by rank
 
-    def run(self, now: float, watched: bool) -> RunView:
-        """A row of the list; of a run that is watched with its ranks and its curve."""
-        signature = tuple(_stamp(self.record.dir, name) for name in (layout.EVENTS, layout.METRICS))
+    def view(self, now: float, watched: bool) -> RunView:
+        """Return the run's row for a list; with its ranks and curve if it is watched."""
+        stamps = tuple(_stamp(self.record.dir, name) for name in (layout.EVENTS, layout.METRICS))
         state = run_record.run_status(self.record)
         if watched:
-            self._look_closely()
-        elif self._row is not None and signature == self._signature and state == self._row.state != RUNNING:
+            self._read_metrics_and_history()
+        elif self._row is not None and stamps == self._stamps and state == self._row.state != RUNNING:
             return self._row
-        if signature != self._signature:
-            self._signature = signature
-            self.events.look()
-            self._newest = newest_line(self.record.dir) if self.metrics is None else {}
-            known = watched or (self._newest and (self.events.ended or not self._is_recipe))
-            self._columns = {} if known else newest_columns(self.record.dir)
-        made = self._made(now, state)
-        self._row = made
-        return replace(made, **self._closely(now, made)) if watched else made
+        if stamps != self._stamps:
+            self._stamps = stamps
+            self.events.read_new()
+            self._newest_line = read_newest_line(self.record.dir) if self.metrics is None else {}
+            is_step_known = watched or (self._newest_line and (self.events.exits or not self._is_recipe))
+            self._columns = {} if is_step_known else newest_columns(self.record.dir)
+        self._row = self._make_row(now, state)
+        if not watched:
+            return self._row
+        ranks = tuple(self._rank_views(now, state))
+        if self._headline_points is None:
+            self._headline_points = tuple(self.mean_curve(self._row.headline).points())
+        return replace(self._row, ranks=ranks, roles=group_by_role(ranks), curve=self._headline_points)
 
-    def at(self, moment: HistoryPoint, metrics: dict[str, Any], curve: Curve) -> RunView:
-        """As it was then: `metrics` are its newest by that time, and `events` has been told no more."""
-        self.pass_by(moment)
-        self._newest = metrics
-        made = self._made(moment.time, RUNNING)
-        ranks = tuple(self._ranks(self.record.data.get("plan") or {}, moment.time, RUNNING))
-        points = curve.points(last=metrics.get("step", -1)) if curve.steps else self._told.points()
-        return replace(made, verdict=None, ranks=ranks, roles=roles_of(ranks), curve=tuple(points))
+    def view_at(self, point: HistoryPoint, metrics: dict[str, Any], curve: Curve) -> RunView:
+        """Return the run as it was at `point`, for a replay.
 
-    def _look_closely(self) -> None:
-        record = self.record
+        `metrics` are the newest ones at that time; the caller has applied to `events` only those up to then.
+        """
+        self.add_point(point)
+        self._newest_line = metrics
+        row = self._make_row(point.time, RUNNING)
+        ranks = tuple(self._rank_views(point.time, RUNNING))
+        points = curve.points(last=metrics.get("step", -1)) if curve.steps else self._loss_of_history.points()
+        return replace(row, verdict=None, ranks=ranks, roles=group_by_role(ranks), curve=tuple(points))
+
+    def _read_metrics_and_history(self) -> None:
         if self.metrics is None:
-            self.metrics = MetricsTail(record.dir, newest_only=not self._whole_curves)
-            self._history = HistoryTail(record.dir)
-        if self.metrics.look():
-            self._points = None
-        assert self._history is not None
-        for moment in self._history.new():
-            self.pass_by(moment)
+            self.metrics = MetricsTail(self.record.dir, newest_only=not self._whole_curves)
+        if self._history is None:
+            self._history = HistoryTail(self.record.dir)
+        if self.metrics.read_new():
+            self._headline_points = None
+        for point in self._history.new():
+            self.add_point(point)
 
-    def pass_by(self, moment: HistoryPoint) -> None:
-        self.moments.append(moment)
-        self._points = None
-        self._heard_loss(moment)
+    def add_point(self, point: HistoryPoint) -> None:
+        self.points.append(point)
+        self._headline_points = None
+        # A script without metrics.jsonl has the loss that its ranks report or print: the lowest rank's is used.
+        for step, value in zip(point.ranks.get("step", ()), point.ranks.get("loss", ()), strict=False):
+            loss = parse_metric(value)
+            if as_int64(step) is not None and loss is not None:
+                if (
+                    self._loss_of_history.steps and step < self._loss_of_history.steps[-1]
+                ):  # a new attempt began earlier
+                    self._loss_of_history = Curve()
+                self._loss_of_history.add(step, float(loss))
+                return
+
+    # ---- what viewers ask ----
 
     @property
     def training(self) -> RunTail:
-        """The run whose metrics are shown: of a job of roles its trainer's."""
+        """The run whose metrics are shown; in a job of roles that is its trainer."""
         return self
 
     @property
     def first_rank(self) -> int:
-        """Return the number that rank 0 of `training` has in this run."""
+        """The number that rank 0 of `training` has in this run."""
         return 0
 
     @property
-    def evidence_of_training(self) -> int:
-        """Return how sure it is that this run trains, as far as is known; 0: nothing shows it."""
+    def training_score(self) -> int:
+        """How much evidence there is that this run trains, so that a job can find its trainer; 0 means none."""
         row = self._row
         if row is None:
             return 0
         signs = (bool(row.step) or row.loss is not None, bool(row.metrics), self._is_recipe, REWARD in row.metrics)
-        return max((number for number, sign in enumerate(signs, 1) if sign), default=0)
+        return max((score for score, sign in enumerate(signs, 1) if sign), default=0)
+
+    @property
+    def interval(self) -> int:
+        """Steps over which viewers average: the logging interval if metrics.jsonl has every step, else 1."""
+        return self.metrics.interval if self.metrics is not None else 1
+
+    @property
+    def newest_point(self) -> HistoryPoint | None:
+        """The newest history point of the newest attempt."""
+        newest = self.points[-1] if self.points else None
+        return newest if newest is not None and newest.attempt == self.events.attempt else None
 
     def curve_names(self) -> list[str]:
-        """Return the names of all curves; of a run that is watched."""
+        """Return the names of all curves of a watched run."""
         metrics = self.training.metrics
         names = list(metrics.curves) if metrics is not None else []
         return names if "loss" in names or not self.curve("loss").steps else ["loss", *names]
 
-    @property
-    def interval(self) -> int:
-        """Steps over which viewers average: the logging interval where metrics.jsonl has every step, else 1."""
-        return self.metrics.interval if self.metrics is not None else 1
+    def curve(self, name: str) -> Curve:
+        """Return a curve of a watched run; it is empty if the run has no such metric."""
+        curve = self.metrics.curves.get(name) if self.metrics is not None else None
+        if curve is not None:
+            return curve
+        return self._loss_of_history if name == "loss" else Curve()
 
-    def _heard_loss(self, moment: HistoryPoint) -> None:
-        """Of a script that writes no metrics, but beats or prints its loss: the lowest rank's."""
-        for step, loss in zip(moment.ranks.get("step", ()), moment.ranks.get("loss", ()), strict=False):
-            kept = metric(loss)
-            if whole(step) is not None and kept is not None:
-                if self._told.steps and step < self._told.steps[-1]:  # an attempt that began again
-                    self._told = Curve()
-                self._told.add(step, float(kept))
-                return
+    def mean_curve(self, name: str) -> Curve:
+        """Return the curve as viewers draw it: AVERAGED metrics are means over the logging interval."""
+        return average_curve(self.curve(name), self.interval if name in AVERAGED else 1)
 
-    @property
-    def moment(self) -> HistoryPoint | None:
-        """The newest of the attempt under way, or of the last one."""
-        newest = self.moments[-1] if self.moments else None
-        return newest if newest is not None and newest.attempt == self.events.attempt else None
+    # ---- the row ----
 
-    def _values(self) -> tuple[dict[str, Metric], int | None, float | None]:
-        """(newest metrics, steps made, time of them), from metrics.jsonl."""
-        if self.metrics is not None:
-            return self._means_of_newest(self.metrics), self.metrics.step, self.metrics.time
-        told = ((name, metric(value)) for name, value in self._newest.items())
-        known: dict[str, Metric] = {name: value for name, value in told if value is not None}
-        step, when = known.pop("step", None), known.pop("time", None)
-        known.pop("schema", None)
-        return known, whole(step), finite(when)
-
-    def _means_of_newest(self, metrics: MetricsTail) -> dict[str, Metric]:
-        if metrics.interval == 1:
-            return metrics.newest
-        means = dict(metrics.newest)
-        for name in AVERAGED & means.keys():
-            values = (metric(value) for value in metrics.curves[name].values[-metrics.interval :])
-            means[name] = mean_of_newest(values, means[name])
-        return means
-
-    def _servers(self, now: float, state: str) -> tuple[ServerLoad, ...]:
-        """Return what this run has served, if it is a server that writes counters."""
-        self.samples = recent_samples(self.record.dir)
-        return (load_of("", list(self.samples.values()), now, state == RUNNING),) if self.samples else ()
-
-    def _made(self, now: float, state: str) -> RunView:
+    def _make_row(self, now: float, state: str) -> RunView:
         record, events = self.record, self.events
-        values, step, when = self._values()
-        # A line is written when its step is done, and counts from 0.
-        logged = step + 1 if step is not None else None
-        done = logged if logged is not None and not self._is_recipe else self._done(logged)
+        values = self._newest_metrics()
+        last_step, metrics_time = self._newest_step()
+        logged_steps = last_step + 1 if last_step is not None else None  # steps count from 0, a line follows its step
+        steps = logged_steps
+        if logged_steps is None or self._is_recipe:
+            steps = max((count for count in (logged_steps, self._steps_of_ranks()) if count is not None), default=None)
         total = values.get("total_steps")
         total_steps = int(total) if isinstance(total, (int, float)) and 0 < total < 1 << 62 else None
-        plan = record.data.get("plan") or {}
+        losses = (parse_metric(value) for value in self._rank_column("loss"))
+        first_loss = next((loss for loss in losses if loss is not None), None)
         command = record.data.get("command")
-        loss = values.get("loss", self._loss_of_ranks())
-        signs = [sign for sign in (events.last, when) if sign is not None]
+        launcher_host = record.launcher[2]
+        planned_hosts = (rank.get("host") or launcher_host for rank in planned_ranks(record))
+        hosts = tuple(dict.fromkeys(host for host in planned_hosts if isinstance(host, str)))
+        last_event = events.start[1] if events.start is not None else None
+        self.server_samples = recent_samples(record.dir)
+        servers = (
+            (server_load("", list(self.server_samples.values()), now, state == RUNNING),) if self.server_samples else ()
+        )
         return RunView(
             id=record.id,
             name=record.name,
@@ -311,238 +309,235 @@ class RunTail:
             mine=record.mine,
             state=state,
             started=record.started,
-            updated=max(signs, default=None),
-            seconds=self._seconds(now, state),
+            updated=max((time for time in (last_event, metrics_time) if time is not None), default=None),
+            seconds=self._run_time(now, state),
             world=record.ranks,
             attempts=(events.attempt or 0) + 1 if events.attempt is not None else 0,
             attempt=events.attempt,
             restarts=dict(events.restarts),
-            step=done,
+            step=steps,
             total_steps=total_steps,
-            loss=loss,
+            loss=values.get("loss", first_loss),
             tokens_per_s=values.get("tokens_per_s"),
             mfu=values.get("mfu"),
             grad_norm=values.get("grad_norm"),
             lr=values.get("lr"),
-            eta_s=self._eta(state, done, total_steps, values),
+            eta_s=self._eta(state, steps, total_steps, values),
             phase=self._phase(),
-            metrics=dict(values),
+            metrics=values,
             suspicion=events.suspicion if state in (RUNNING, UNKNOWN) else None,
             verdict=record.verdict,
             problem=self.metrics.problem if self.metrics is not None else "",
             command=escape(" ".join(map(str, command)), 500) if isinstance(command, list) else "",
-            hosts=_hosts(plan, record),
-            servers=self._servers(now, state),
+            hosts=hosts or ((launcher_host,) if launcher_host else ()),
+            servers=servers,
         )
+
+    def _newest_metrics(self) -> dict[str, Metric]:
+        """Return the newest value of each metric; AVERAGED ones are means over the logging interval."""
+        if self.metrics is None:
+            values = ((name, parse_metric(value)) for name, value in self._newest_line.items())
+            return {
+                name: value for name, value in values if value is not None and name not in ("step", "time", "schema")
+            }
+        means = dict(self.metrics.newest)
+        interval = self.metrics.interval
+        for name in AVERAGED & means.keys() if interval > 1 else ():
+            recent = (parse_metric(value) for value in self.metrics.curves[name].values[-interval:])
+            means[name] = mean_of_newest(recent, means[name])
+        return means
+
+    def _newest_step(self) -> tuple[int | None, float | None]:
+        """Return the step and the time of the newest line of metrics.jsonl."""
+        if self.metrics is not None:
+            return self.metrics.step, self.metrics.time
+        return as_int64(self._newest_line.get("step")), parse_finite(self._newest_line.get("time"))
 
     @property
     def _is_recipe(self) -> bool:
-        """Its ranks tell after every step how many are done; the metrics have a line for every tenth or so."""
+        """Whether it is a `stoker train` stage: its ranks report every step, its metrics have every tenth or so."""
         return str(self.record.data.get("script") or "").startswith(RECIPES)
 
-    def _done(self, logged: int | None) -> int | None:
-        beaten = self._beaten()
-        if not beaten and self._is_recipe:  # it was resumed and has made no step since
-            beaten = checkpoints.find_newest_step(self.record.dir) or beaten
-        known = [steps for steps in (logged, beaten) if steps is not None]
-        return max(known, default=None)
+    def _steps_of_ranks(self) -> int | None:
+        """Return the fewest steps of the ranks that run by their beats, else of those that ended, else of the checkpoint."""
+        exits = self.events.exits
+        members = self.newest_point.members.ranks if self.newest_point is not None else ()
+        first_rank = members[0] if members else 0  # the ranks of a job are numbered without gaps
+        column = enumerate(self._rank_column("step"), first_rank)
+        steps = [step for rank, step in column if as_int64(step) is not None and rank not in exits]
+        fewest = min(steps or [count for _, count in exits.values() if count], default=None)
+        if not fewest and self._is_recipe:  # resumed, and no step made since
+            return checkpoints.find_newest_step(self.record.dir) or fewest
+        return fewest
 
-    def _beaten(self) -> int | None:
-        """Steps, of the ranks that still run as their beats told, else as they ended."""
-        ended = self.events.ended
-        members = self.moment.members.ranks if self.moment is not None else ()
-        first = members[0] if members else 0  # the ranks of a job are numbered without gaps
-        beats = enumerate(self._of_ranks("step"), first)
-        steps = [step for rank, step in beats if whole(step) is not None and rank not in ended]
-        return min(steps or [made for _, made in ended.values() if made], default=None)
-
-    def _loss_of_ranks(self) -> Metric:
-        losses = (metric(one) for one in self._of_ranks("loss"))
-        return next((one for one in losses if one is not None), None)
-
-    def _of_ranks(self, name: str) -> tuple[Any, ...]:
-        columns = self.moment.ranks if self.moment is not None else self._columns
+    def _rank_column(self, name: str) -> tuple[Any, ...]:
+        columns = self.newest_point.ranks if self.newest_point is not None else self._columns
         return columns.get(name, ())
 
     def _phase(self) -> str:
-        """Of the lowest rank that is in one."""
-        known = self.moment.members.ranks if self.moment is not None else sorted(self.events.phases)
-        return next((phase for phase in map(self._phase_of, known) if phase), "")
+        """Return the phase of the lowest rank that is in one."""
+        ranks = self.newest_point.members.ranks if self.newest_point is not None else sorted(self.events.phases)
+        return next((phase for phase in map(self._phase_of_rank, ranks) if phase), "")
 
-    def _phase_of(self, rank: int) -> str:
-        """The coordinator knows when one is over; the event is there sooner."""
+    def _phase_of_rank(self, rank: int) -> str:
+        """Return a rank's phase: from its event if that is newer than the history, which also knows when a phase ends."""
         entered, name = self.events.phases.get(rank, (0.0, ""))
-        if self.moment is None or entered > self.moment.time:
+        if self.newest_point is None or entered > self.newest_point.time:
             return name
-        return escape(str(self.moment.of_rank(rank).get("phase") or ""), 80)
+        return escape(str(self.newest_point.of_rank(rank).get("phase") or ""), 80)
 
-    def _seconds(self, now: float, state: str) -> float | None:
-        """All starts of the run together, without the time between them. A start begins with the event "run"."""
+    def _run_time(self, now: float, state: str) -> float | None:
+        """Return the seconds of all starts of the run together, without the pauses between them."""
         start = self.events.start
         if start is None:
             return max(0.0, now - self.record.started) if state == RUNNING and self.record.started else None
-        begin, end = start
-        return self.events.before + max(0.0, (now if state == RUNNING else end) - begin)
+        first, last = start
+        return self.events.earlier_s + max(0.0, (now if state == RUNNING else last) - first)
 
-    def _eta(self, state: str, done: int | None, total: int | None, values: dict[str, Metric]) -> float | None:
-        if state != RUNNING or done is None or total is None:
+    def _eta(self, state: str, steps: int | None, total: int | None, values: dict[str, Metric]) -> float | None:
+        if state != RUNNING or steps is None or total is None:
             return None
         per_step = finite(values.get("seconds_per_step"))
         if per_step is None and self.metrics is not None:
             per_step = self.metrics.step_s
-        return finite(metric(max(0, total - done) * per_step)) if per_step is not None else None
+        return parse_finite(max(0, total - steps) * per_step) if per_step is not None else None
 
-    def _closely(self, now: float, made: RunView) -> dict[str, Any]:
-        assert self.metrics is not None
-        plan = self.record.data.get("plan") or {}
-        ranks = tuple(self._ranks(plan, now, made.state))
-        if self._points is None:
-            self._points = tuple(self.mean_curve(made.headline).points())
-        return {"ranks": ranks, "roles": roles_of(ranks), "curve": self._points}
+    # ---- ranks ----
 
-    def curve(self, name: str) -> Curve:
-        """Of a run that is watched; without points where it has no such metric."""
-        known = self.metrics.curves.get(name) if self.metrics is not None else None
-        if known is not None:
-            return known
-        return self._told if name == "loss" else Curve()
-
-    def mean_curve(self, name: str) -> Curve:
-        """Return the curve as viewers draw it: of AVERAGED metrics means over the logging interval."""
-        return averaged(self.curve(name), self.interval if name in AVERAGED else 1)
-
-    def _ranks(self, plan: dict[str, Any], now: float, state: str) -> list[RankView]:
-        told = plan.get("ranks")
-        here = self.record.launcher[2]
+    def _rank_views(self, now: float, state: str) -> list[RankView]:
         ranks: list[RankView] = []
-        for one in told if isinstance(told, list) else ():
-            if not isinstance(one, dict) or whole(one.get("rank")) is None:
+        for planned in planned_ranks(self.record):
+            if as_int64(planned.get("rank")) is None:
                 continue
-            text = {name: one[name] if isinstance(one.get(name), str) else "" for name in ("role", "label", "host")}
-            role_rank = one["role_rank"] if type(one.get("role_rank")) is int else one["rank"]
-            gpu = one["gpu"] if isinstance(one.get("gpu"), str) else None
-            place = RankView(one["rank"], text["role"], role_rank, text["label"], text["host"] or here, gpu)
-            ranks.append(self._rank(place, now, state))
+            role, label, host = (
+                planned[key] if isinstance(planned.get(key), str) else "" for key in ("role", "label", "host")
+            )
+            role_rank = planned["role_rank"] if type(planned.get("role_rank")) is int else planned["rank"]
+            gpu = planned["gpu"] if isinstance(planned.get("gpu"), str) else None
+            view = RankView(planned["rank"], role, role_rank, label, host or self.record.launcher[2], gpu)
+            ranks.append(self._with_state(view, now, state))
         return ranks
 
-    def _rank(self, place: RankView, now: float, state: str) -> RankView:
-        events, moment, number = self.events, self.moment, place.rank
-        row = moment.of_rank(number) if moment is not None else {}
-        age = max(0.0, now - moment.time) if moment is not None and state == RUNNING else 0.0
-        code, steps = events.ended.get(number, (None, 0))
-        made = max(whole(row.get("step")) or 0, steps, self._logged_by(number)) or whole(row.get("step"))
-        aged = {name: finite(metric(row.get(name))) for name in ("beat_age", "collective_age")}
-        known: dict[str, Any] = {
-            "pid": events.up.get(number),
-            "state": self._state_of(number, row, state),
-            "exit_code": code,
-            "step": made,
-            "step_s": finite(metric(row.get("step_s"))),
-            "waiting": finite(metric(row.get("waiting"))),
-            "phase": self._phase_of(number),
-            "memory": whole(row.get("memory")),
-            "loss": metric(row.get("loss")),
-            "recent": {name: self._recent_of_rank(name, number) for name in ("step_s", "waiting")},
-            **{name: None if value is None else value + age for name, value in aged.items()},
+    def _with_state(self, view: RankView, now: float, state: str) -> RankView:
+        """Fill in what the events and the newest history point tell about a planned rank."""
+        events, point, rank = self.events, self.newest_point, view.rank
+        row = point.of_rank(rank) if point is not None else {}
+        point_age = max(0.0, now - point.time) if point is not None and state == RUNNING else 0.0
+        exit_code, steps_at_exit = events.exits.get(rank, (None, 0))
+        reported = as_int64(row.get("step"))
+        ages = {name: parse_finite(row.get(name)) for name in ("beat_age", "collective_age")}
+        changes: dict[str, Any] = {
+            "pid": events.pids.get(rank),
+            "state": self._state_of_rank(rank, row, state),
+            "exit_code": exit_code,
+            "step": max(reported or 0, steps_at_exit, self._logged_steps(rank)) or reported,
+            "step_s": parse_finite(row.get("step_s")),
+            "waiting": parse_finite(row.get("waiting")),
+            "phase": self._phase_of_rank(rank),
+            "memory": as_int64(row.get("memory")),
+            "loss": parse_metric(row.get("loss")),
+            "recent": {name: self._recent_of_rank(name, rank) for name in ("step_s", "waiting")},
+            **{name: None if age is None else age + point_age for name, age in ages.items()},
         }
-        return replace(place, **known)
+        return replace(view, **changes)
 
-    def _logged_by(self, rank: int) -> int:
+    def _logged_steps(self, rank: int) -> int:
         """Return the steps that metrics.jsonl proves the rank to have made.
 
         A recipe's rank 0 writes a line when its step is done, and the other ranks take part in each step. The history
-        is up to two seconds older than that line. Where it is newer, the other ranks count as it says: one that hangs
+        is up to two seconds older than that line. If it is newer, its steps count for the other ranks: one that hangs
         is behind.
         """
-        _, logged, when = self._values()
-        if logged is None or not self._is_recipe or rank not in self.events.up:
+        last_step, time = self._newest_step()
+        if last_step is None or not self._is_recipe or rank not in self.events.pids:
             return 0
-        is_history_older = self.moment is None or when is None or self.moment.time < when + _HISTORY_LAG_S
-        return logged + 1 if rank == 0 or is_history_older else 0
+        point = self.newest_point
+        is_history_older = point is None or time is None or point.time < time + _HISTORY_LAG_S
+        return last_step + 1 if rank == 0 or is_history_older else 0
 
-    def _state_of(self, rank: int, row: dict[str, Any], state: str) -> str:
+    def _state_of_rank(self, rank: int, row: dict[str, Any], state: str) -> str:
         events = self.events
-        if rank in events.ended:
-            if events.ended[rank][0] == 0:
+        if rank in events.exits:
+            if events.exits[rank][0] == 0:
                 return "ended"
             return "stopped" if rank in events.stopped else "failed"
-        if rank not in events.up:
-            return "waiting" if state in (RUNNING, UNKNOWN) else "gone"
         if state not in (RUNNING, UNKNOWN):
             return "gone"
+        if rank not in events.pids:
+            return "waiting"
         return "stopped" if str(row.get("state") or "") in ("T", "t") else "running"
 
     def _recent_of_rank(self, name: str, rank: int) -> tuple[float | None, ...]:
-        found: list[float | None] = []
-        for moment in self.moments:
-            column, members = moment.ranks.get(name, ()), moment.members.ranks
-            # The ranks of a job are numbered without gaps.
-            at = rank - members[0] if members else -1
-            there = 0 <= at < len(members) and members[at] == rank and at < len(column)
-            found.append(finite(metric(column[at])) if there else None)
-        return tuple(found)
+        values: list[float | None] = []
+        for point in self.points:
+            column, members = point.ranks.get(name, ()), point.members.ranks
+            index = rank - members[0] if members else -1  # the ranks of a job are numbered without gaps
+            is_known = 0 <= index < len(members) and members[index] == rank and index < len(column)
+            values.append(parse_finite(column[index]) if is_known else None)
+        return tuple(values)
 
 
-def load_of(role: str, replicas: Sequence[Sequence[ServerSample]], now: float, is_running: bool) -> ServerLoad:
-    """`replicas`: the newest samples of each, none of them empty."""
+def planned_ranks(record: run_record.RunRecord) -> list[dict[str, Any]]:
+    """Return the ranks of the plan in run.json, without entries that are not objects."""
+    ranks = (record.data.get("plan") or {}).get("ranks")
+    return [rank for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
+
+
+def server_load(role: str, replicas: Sequence[Sequence[ServerSample]], now: float, is_running: bool) -> ServerLoad:
+    """Sum the newest samples of each replica; no replica's samples may be empty."""
     newest = [samples[-1] for samples in replicas]
-    speeds = [rates(samples, now) for samples in replicas] if is_running else []
-    known = [speed for speed in speeds if speed.requests is not None and speed.tokens is not None]
+    replica_rates = [rates(samples, now) for samples in replicas] if is_running else []
+    known_rates = [rate for rate in replica_rates if rate.requests is not None and rate.tokens is not None]
     return ServerLoad(
         role,
         len(newest),
-        requests=sum(one.requests for one in newest),
-        tokens=sum(one.tokens for one in newest),
-        prompt_tokens=sum(one.prompt_tokens for one in newest),
-        running=sum(one.running for one in newest) if is_running else None,
-        waiting=sum(one.waiting for one in newest) if is_running else None,
-        weights_version=min(one.weights_version for one in newest),
-        requests_per_s=sum(one.requests or 0.0 for one in known) if known else None,
-        tokens_per_s=sum(one.tokens or 0.0 for one in known) if known else None,
+        requests=sum(sample.requests for sample in newest),
+        tokens=sum(sample.tokens for sample in newest),
+        prompt_tokens=sum(sample.prompt_tokens for sample in newest),
+        running=sum(sample.running for sample in newest) if is_running else None,
+        waiting=sum(sample.waiting for sample in newest) if is_running else None,
+        weights_version=min(sample.weights_version for sample in newest),
+        requests_per_s=sum(rate.requests or 0.0 for rate in known_rates) if known_rates else None,
+        tokens_per_s=sum(rate.tokens or 0.0 for rate in known_rates) if known_rates else None,
     )
 
 
-def roles_of(ranks: tuple[RankView, ...]) -> tuple[RoleView, ...]:
+def group_by_role(ranks: tuple[RankView, ...]) -> tuple[RoleView, ...]:
     by_name: dict[str, list[int]] = {}
     for rank in ranks:
         by_name.setdefault(rank.role, []).append(rank.rank)
     return tuple(RoleView(name, len(members), tuple(members)) for name, members in by_name.items())
 
 
-def _hosts(plan: dict[str, Any], record: run_record.RunRecord) -> tuple[str, ...]:
-    told = plan.get("ranks")
-    names = (one.get("host") or record.launcher[2] for one in told or () if isinstance(one, dict))
-    known = dict.fromkeys(name for name in names if isinstance(name, str)) if isinstance(told, list) else {}
-    return tuple(known) or ((record.launcher[2],) if record.launcher[2] else ())
-
-
 def _stamp(run_dir: str, name: str) -> tuple[int, int, int] | None:
+    """Return values that change whenever the file does; None if there is no file."""
     try:
-        about = os.stat(os.path.join(run_dir, name), follow_symlinks=False)
+        status = os.stat(os.path.join(run_dir, name), follow_symlinks=False)
     except OSError:
         return None
-    return about.st_ino, about.st_mtime_ns, about.st_size
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-class Remembering:
-    """reader.read, of folders that have changed since."""
+class RecordCache:
+    """Calls run_record.read_run, but only for run directories that have changed."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[tuple[Any, ...], run_record.RunRecord | None]] = {}
+        self._records: dict[str, tuple[tuple[Any, ...], run_record.RunRecord | None]] = {}
 
     def __call__(self, run_dir: str) -> run_record.RunRecord | None:
-        names = (layout.RUN, layout.VERDICT, layout.EVENTS)  # where there is no verdict.json the events may hold it
-        stamp = (
+        names = (layout.RUN, layout.VERDICT, layout.EVENTS)  # without verdict.json the events may hold the verdict
+        stamps = (
             *(_stamp(run_dir, name) for name in names),
             _stamp(os.path.dirname(run_dir), os.path.basename(run_dir)),
         )
-        known = self._known.get(run_dir)
-        if known is not None and known[0] == stamp:
-            return known[1]
-        found = run_record.read_run(run_dir)
-        self._known[run_dir] = stamp, found
-        return found
+        cached = self._records.get(run_dir)
+        if cached is not None and cached[0] == stamps:
+            return cached[1]
+        record = run_record.read_run(run_dir)
+        self._records[run_dir] = stamps, record
+        return record
 
-    def forget(self, kept: set[str]) -> None:
-        for gone in self._known.keys() - kept:
-            del self._known[gone]
+    def forget_others(self, run_dirs: set[str]) -> None:
+        """Drop the records of all other run directories."""
+        for deleted in self._records.keys() - run_dirs:
+            del self._records[deleted]

@@ -1,8 +1,7 @@
-"""The joined explanation: which rank is slow, what its GPU or its host has that the others' don't, and how long the others
-wait for it. Pure.
+"""Explains slow ranks: which rank is slow, what its GPU or host has that the others' don't, and how long the others wait.
 
-Who is slow is the watch's finding (control/watch/straggler.py), or who waits least while the others wait. Why is looked up
-in the gauges, now: a card that has cooled down, or a disk that is idle again, is not blamed any more.
+Who is slow is the watch's finding (control/watch/straggler.py), or the rank that waits least while all others wait. The
+reason is looked up in the gauges at that moment: a GPU that has cooled down or a disk that is idle again is not blamed.
 """
 
 from __future__ import annotations
@@ -13,138 +12,137 @@ from typing import Any
 from stoker.contract.units import format_bytes, rank_name
 from stoker.control.machine.model import GpuGauges, HostGauges
 from stoker.control.show.run_tail import RunTail
-from stoker.control.show.snapshot import RUNNING, UNKNOWN, RankView, RunView, SlowRank, finite, metric
+from stoker.control.show.snapshot import RUNNING, UNKNOWN, RankView, RunView, SlowRank, parse_finite
 
-WAITING = 0.2  # share of a step that the others wait, for it to be worth a word
+WAITING = 0.2  # share of a step that the others must wait before a rank counts as slow
 BUSY_CPU = 0.95
-PRESSED = 0.4  # share of the time in which somebody waits for the CPU, the disk or memory
+PRESSURE = 0.4  # share of the time in which some process waits for the CPU, the disk or memory
 FULL_LINK = 0.8
 
 
-def slow_ranks(
-    run: RunView, folder: RunTail | None, hosts: Sequence[HostGauges], gpus: Sequence[GpuGauges]
+def find_slow_ranks(
+    run: RunView, tail: RunTail | None, hosts: Sequence[HostGauges], gpus: Sequence[GpuGauges]
 ) -> tuple[SlowRank, ...]:
-    if run.state not in (RUNNING, UNKNOWN) or folder is None or len(run.ranks) < 2:
+    """Return the slow ranks of a running run, those found by the watch first."""
+    if run.state not in (RUNNING, UNKNOWN) or tail is None or len(run.ranks) < 2:
         return ()
-    found = folder.events.slow
-    told = [(rank, found[rank.rank]) for rank in run.ranks if rank.rank in found and rank.state == "running"]
-    late = late_rank(run.ranks)
-    if late is not None and late.rank not in found:
-        told.append((late, {}))
-    return tuple(_joined(rank, event, run, hosts, gpus) for rank, event in told)
+    findings = tail.events.slow
+    slow = [(rank, findings[rank.rank]) for rank in run.ranks if rank.rank in findings and rank.state == "running"]
+    late = find_late_rank(run.ranks)
+    if late is not None and late.rank not in findings:
+        slow.append((late, {}))
+    return tuple(_explain(rank, finding, run, hosts, gpus) for rank, finding in slow)
 
 
-def late_rank(ranks: Sequence[RankView]) -> RankView | None:
-    """Who waits least, where all the others wait for a good part of their time."""
+def find_late_rank(ranks: Sequence[RankView]) -> RankView | None:
+    """Return the rank that waits least, if all others wait for a large part of their time."""
     running = [rank for rank in ranks if rank.state == "running"]
     if len(running) < len(ranks):
         return None
-    late = late_of([rank.waiting for rank in running])
-    return running[late] if late is not None else None
+    index = late_index([rank.waiting for rank in running])
+    return running[index] if index is not None else None
 
 
-def late_of(shares: Sequence[float | None]) -> int | None:
-    """The place of the one whom all the others wait for, by the share of its time that each waits."""
-    known = [share for share in shares if share is not None]
-    if len(known) < 2 or len(known) < len(shares):
+def late_index(waiting_shares: Sequence[float | None]) -> int | None:
+    """Return the index of the rank that all others wait for, given the share of its time that each rank waits."""
+    known_shares = [share for share in waiting_shares if share is not None]
+    if len(known_shares) < 2 or len(known_shares) < len(waiting_shares):
         return None
-    first, second = sorted(known)[:2]
-    return shares.index(first) if second >= WAITING and second >= 2 * first else None
+    lowest, second = sorted(known_shares)[:2]
+    return waiting_shares.index(lowest) if second >= WAITING and second >= 2 * lowest else None
 
 
-def _joined(
-    rank: RankView, event: dict[str, Any], run: RunView, hosts: Sequence[HostGauges], gpus: Sequence[GpuGauges]
+def _explain(
+    rank: RankView, finding: dict[str, Any], run: RunView, hosts: Sequence[HostGauges], gpus: Sequence[GpuGauges]
 ) -> SlowRank:
-    others = [one for one in run.ranks if one.rank != rank.rank]
-    wait_s, step_s = finite(metric(event.get("wait_s"))), finite(metric(event.get("step_s")))
-    waits = sorted(one.waiting * one.step_s for one in others if one.waiting is not None and one.step_s is not None)
-    if not event and waits:
+    """Build a SlowRank. `finding` is the watch's event; empty if the rank was found by its waiting share."""
+    others = [other for other in run.ranks if other.rank != rank.rank]
+    wait_s, step_s = parse_finite(finding.get("wait_s")), parse_finite(finding.get("step_s"))
+    waits = sorted(
+        other.waiting * other.step_s for other in others if other.waiting is not None and other.step_s is not None
+    )
+    if not finding and waits:
         wait_s, step_s = waits[len(waits) // 2], rank.step_s
-    card, host = card_of(rank, gpus), host_of(rank, hosts)
-    peers = [card_of(one, gpus) for one in others]
-    # A host that all ranks share does not make one of them slow; then only the watch's own finding counts.
-    alone = [one for one in {one.host for one in others} if one != rank.host]
-    because, cause = why_card(card, peers), "slow.throttle"
+    because, cause = explain_gpu(gpu_of(rank, gpus), [gpu_of(other, gpus) for other in others]), "slow.throttle"
     if because.startswith("its GPU's PCIe"):
         cause = "slow.link"
-    if not because and alone:
-        cause, because = why_host(host, [host_of(one, hosts) for one in others if one.host != rank.host])
+    # A host that all ranks share can't make one of them slow.
+    on_other_hosts = [other for other in others if other.host != rank.host]
+    if not because and on_other_hosts:
+        cause, because = explain_host(host_of(rank, hosts), [host_of(other, hosts) for other in on_other_hosts])
     if not because:
-        cause = str(event.get("cause") or "slow.unknown")
-        because = _reason(str(event.get("summary") or "")) or "no reason can be seen from outside"
+        cause = str(finding.get("cause") or "slow.unknown")
+        # The watch's sentence: rank 1 (GPU 1) is slow because REASON; the others wait ...
+        sentence = str(finding.get("summary") or "")
+        because = sentence.partition(" is slow because ")[2].rpartition("; the others wait")[0]
+        because = because or "no reason can be seen from outside"
     cost = f"; the others wait {wait_s:.2g} s" if wait_s is not None else ""
     cost += f" of each {step_s:.2g} s step" if cost and step_s is not None else ""
-    since = float(event.get("time") or run.updated or run.started)
+    since = float(finding.get("time") or run.updated or run.started)
     summary = f"{rank_name(rank.rank, rank.label)} is slow because {because}{cost}"
     return SlowRank(rank.rank, rank.label, rank.host, rank.gpu, cause, because, wait_s, step_s, since, summary)
 
 
-def _reason(summary: str) -> str:
-    """Of the watch's own sentence: rank 1 (GPU1) is slow because REASON; the others wait ..."""
-    return summary.partition(" is slow because ")[2].rpartition("; the others wait")[0]
-
-
-def card_of(rank: RankView, gpus: Iterable[GpuGauges]) -> GpuGauges | None:
-    cards = [card for card in gpus if card.uuid == rank.gpu and rank.gpu]
-    return next((card for card in cards if card.host == rank.host), cards[0] if cards else None)
+def gpu_of(rank: RankView, gpus: Iterable[GpuGauges]) -> GpuGauges | None:
+    """Return the rank's GPU. Recorded machines of several hosts may have the same uuid: the rank's host comes first."""
+    matches = [gpu for gpu in gpus if gpu.uuid == rank.gpu and rank.gpu]
+    return next((gpu for gpu in matches if gpu.host == rank.host), matches[0] if matches else None)
 
 
 def host_of(rank: RankView, hosts: Iterable[HostGauges]) -> HostGauges | None:
     return next((host for host in hosts if host.name == rank.host), None)
 
 
-def why_card(card: GpuGauges | None, peers: Sequence[GpuGauges | None]) -> str:
-    """What holds this card back, and not every other one; empty where nothing does."""
-    if card is None:
+def explain_gpu(gpu: GpuGauges | None, peers: Sequence[GpuGauges | None]) -> str:
+    """Return what slows this GPU down but not all of its peers; empty if there is nothing."""
+    if gpu is None:
         return ""
-    known = [peer for peer in peers if peer is not None]
-
-    def everybody(word: str) -> bool:
-        return bool(known) and all(word in (peer.throttle or ()) for peer in known)
-
-    words = [word for word in card.throttle or () if not everybody(word)]
-    if words:
-        hot = (
-            f" at {card.temperature} °C"
-            if card.temperature is not None and any("therm" in word for word in words)
-            else ""
-        )
-        return f"its GPU's clock is held down: {', '.join(words)}{hot}"
-    now, most = card.pcie_width, card.pcie_width_max
-    if now and most and now < most and not all((peer.pcie_width or most) < most for peer in known):
-        return f"its GPU's PCIe link has {now} of {most} lanes"
-    return ""
+    known_peers = [peer for peer in peers if peer is not None]
+    reasons = [
+        reason
+        for reason in gpu.throttle or ()
+        if not known_peers or not all(reason in (peer.throttle or ()) for peer in known_peers)
+    ]
+    if reasons:
+        is_hot = gpu.temperature is not None and any("therm" in reason for reason in reasons)
+        return f"its GPU's clock is held down: {', '.join(reasons)}{f' at {gpu.temperature} °C' if is_hot else ''}"
+    lanes, max_lanes = gpu.pcie_width, gpu.pcie_width_max
+    if not lanes or not max_lanes or lanes >= max_lanes:
+        return ""
+    if all((peer.pcie_width or max_lanes) < max_lanes for peer in known_peers):
+        return ""
+    return f"its GPU's PCIe link has {lanes} of {max_lanes} lanes"
 
 
-def why_host(host: HostGauges | None, others: Sequence[HostGauges | None]) -> tuple[str, str]:
-    """(cause, reason): what this host lacks and the others don't."""
+def explain_host(host: HostGauges | None, others: Sequence[HostGauges | None]) -> tuple[str, str]:
+    """Return (cause, reason) for a resource that is exhausted on this host and on none of the others; else empty."""
     if host is None:
         return "", ""
+    known_others = [other for other in others if other is not None]
 
     def only_here(name: str, limit: float) -> float | None:
-        mine = getattr(host, name)
-        theirs = [getattr(one, name) for one in others if one is not None and getattr(one, name) is not None]
-        return mine if mine is not None and mine >= limit and all(one < limit for one in theirs) else None
+        """Return the gauge if it is above the limit here and on no other host."""
+        value = getattr(host, name)
+        other_values = [getattr(other, name) for other in known_others if getattr(other, name) is not None]
+        return value if value is not None and value >= limit and all(other < limit for other in other_values) else None
 
-    pressed = only_here("pressure_memory", PRESSED)
-    if pressed is not None:
-        return (
-            "slow.memory",
-            f"its host {host.name} is short of memory: processes wait for it {pressed:.0%} of the time",
-        )
-    pressed = only_here("pressure_io", PRESSED)
-    if pressed is not None:
-        moved = sum(rate or 0.0 for rate in (host.disk_read, host.disk_written))
-        return (
-            "slow.disk",
-            f"its host {host.name} waits for its disk {pressed:.0%} of the time ({format_bytes(moved)}/s)",
-        )
+    waiting = only_here("pressure_memory", PRESSURE)
+    if waiting is not None:
+        reason = f"its host {host.name} is short of memory: processes wait for it {waiting:.0%} of the time"
+        return "slow.memory", reason
+    waiting = only_here("pressure_io", PRESSURE)
+    if waiting is not None:
+        rate = format_bytes((host.disk_read or 0.0) + (host.disk_written or 0.0))
+        return "slow.disk", f"its host {host.name} waits for its disk {waiting:.0%} of the time ({rate}/s)"
     busy = only_here("cpu", BUSY_CPU)
     if busy is not None:
         return "slow.cpu", f"its host {host.name} has its CPUs busy ({busy:.0%} of {host.cores} cores)"
     if host.link:
-        used = max(host.received or 0.0, host.sent or 0.0) / host.link
-        full = [max(one.received or 0.0, one.sent or 0.0) / one.link for one in others if one is not None and one.link]
-        if used >= FULL_LINK and all(one < FULL_LINK for one in full):
-            return "slow.network", f"its host {host.name} has its network full ({format_bytes(used * host.link)}/s)"
+        load = _link_load(host)
+        if load >= FULL_LINK and all(_link_load(other) < FULL_LINK for other in known_others if other.link):
+            return "slow.network", f"its host {host.name} has its network full ({format_bytes(load * host.link)}/s)"
     return "", ""
+
+
+def _link_load(host: HostGauges) -> float:
+    return max(host.received or 0.0, host.sent or 0.0) / (host.link or 1.0)

@@ -1,14 +1,14 @@
-"""The live snapshot: everything a viewer draws, at one moment, as frozen types with one JSON form.
+"""The types of the live snapshot: everything a viewer shows at one moment, with one JSON form.
 
-Units are bytes, seconds, watts, degrees Celsius, hertz and shares from 0 to 1; times are seconds since 1970. What is not
-known is None. A metric that is not a finite number is a word, as metrics.jsonl has it ("nan", "inf", "-inf"): `finite`
-gives the number, or None.
+Units are bytes, seconds, watts, degrees Celsius, hertz and shares from 0 to 1; times are seconds since 1970. An unknown
+value is None. A metric that is not finite is a string, as in metrics.jsonl ("nan", "inf", "-inf"); `finite` returns the
+number, or None.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from stoker.contract.evidence import Verdict
@@ -16,16 +16,16 @@ from stoker.contract.frozen import as_json, frozen
 from stoker.contract.typed_values import Real, read_frozen
 from stoker.control.machine.model import OFFLINE, OK, GpuGauges, Holder, HostGauges
 
-__all__ = ["OFFLINE", "OK", "GpuGauges", "Holder", "HostGauges"]  # and what is defined here
+__all__ = ["OFFLINE", "OK", "GpuGauges", "Holder", "HostGauges"]  # re-exported; the rest is defined here
 
 SCHEMA = 1
-RUNNING, UNKNOWN, LOST, DAMAGED = "running", "unknown", "lost", "damaged"  # and a verdict's own states
-_WORDS = ("nan", "inf", "-inf")
+RUNNING, UNKNOWN, LOST, DAMAGED = "running", "unknown", "lost", "damaged"  # a run that ended has its verdict's status
+_NOT_FINITE = ("nan", "inf", "-inf")
 
-Metric = Real | str | None  # typed.py reads annotations as they are written: fields spell it out
+Metric = Real | str | None  # read_frozen parses annotations as text, so the fields below spell it out
 
 REWARD, LOSS = "reward", "loss"
-# Metrics of a reinforcement-learning run in the order in which viewers list them, and what they are called there.
+# Metrics of a reinforcement-learning run, in the order in which viewers list them, with their labels.
 RL_METRICS = {
     REWARD: "reward",
     "kl": "KL",
@@ -35,56 +35,58 @@ RL_METRICS = {
     "staleness": "staleness",
     "weights_version": "weights",
 }
-# Of these, viewers show means over the run's logging interval: in reinforcement learning single steps say little.
+# Viewers show these as means over the run's logging interval: single steps of reinforcement learning are too noisy.
 AVERAGED = frozenset((*RL_METRICS, LOSS, "correct", "grad_norm")) - {"weights_version"}
-# Curves of a job's servers over the trainer's steps, and what they are called.
+# Curves of a job's servers over the trainer's steps, with their labels.
 SERVER_METRICS = {"server_requests_per_s": "server requests/s", "server_tokens_per_s": "server tokens/s"}
-SHARES = frozenset(("cut",))  # of these, shown in percent
+SHARES = frozenset(("cut",))  # metrics shown in percent
 
 
 def headline_metric(names: Collection[str]) -> str:
-    """Return the metric that shows how far a run with metrics of these names has got."""
+    """Return the metric that best shows the progress of a run with these metrics: reward if it has one, else loss."""
     return REWARD if REWARD in names else LOSS
 
 
-def ordered_metrics(names: Iterable[str]) -> list[str]:
-    """Sort names of metrics for a viewer: reward and its companions of a run that has rewards, losses, then the rest."""
-    known = list(names)
-    first = [*RL_METRICS, *SERVER_METRICS, LOSS, "val_loss"] if REWARD in known else [LOSS, "val_loss"]
-    return [name for name in first if name in known] + sorted(name for name in known if name not in first)
+def sort_metrics(names: Iterable[str]) -> list[str]:
+    """Sort metric names for display: the reward and its companions if there are rewards, then losses, then the rest."""
+    remaining = list(names)
+    first = [*RL_METRICS, *SERVER_METRICS, LOSS, "val_loss"] if REWARD in remaining else [LOSS, "val_loss"]
+    return [name for name in first if name in remaining] + sorted(name for name in remaining if name not in first)
 
 
 @frozen
 class Suspicion:
-    """What the watch reported of a run and has not taken back."""
+    """A problem that the watch suspects in a run and has not withdrawn."""
 
     time: float
     kind: str  # suspicion, straggler, numbers
-    cause: str  # an id of docs/verdicts.md
+    cause: str  # a cause id of docs/verdicts.md
     summary: str
     rank: int | None = None
-    waiting: tuple[int, ...] = ()  # ranks that wait for it
+    waiting: tuple[int, ...] = ()  # ranks that wait for `rank`
     silent_s: Real | None = None
 
 
 @frozen
 class SlowRank:
-    """Joined: a slow rank, what its GPU or its host has that the others' don't, and what that costs the others."""
+    """A slow rank, the reason seen on its GPU or host but not on the others', and the time it costs the other ranks."""
 
     rank: int
     label: str  # GPU0, host/GPU0
     host: str
     gpu: str | None  # uuid
-    cause: str  # slow.throttle, slow.cpu, slow.disk ...: an id of docs/verdicts.md
+    cause: str  # a cause id of docs/verdicts.md: slow.throttle, slow.cpu, slow.disk ...
     because: str
-    wait_s: Real | None  # what each of the others waits a step
+    wait_s: Real | None  # how long each other rank waits per step
     step_s: Real | None
     since: float
-    summary: str  # one sentence with all of it
+    summary: str  # all of this in one sentence
 
 
 @frozen
 class RankView:
+    """A rank as viewers show it."""
+
     rank: int  # unique in the job
     role: str
     role_rank: int
@@ -92,21 +94,23 @@ class RankView:
     host: str
     gpu: str | None = None  # uuid
     pid: int | None = None
-    state: str = "waiting"  # waiting, running, stopped (by SIGSTOP, or ended by the launcher), ended, failed, gone
+    state: str = "waiting"  # waiting, running, stopped (by SIGSTOP or the launcher), ended, failed, gone
     exit_code: int | None = None
     step: int | None = None
     step_s: Real | None = None
-    waiting: Real | None = None  # share of its time that it waits for others in collectives
+    waiting: Real | None = None  # share of its time spent waiting for other ranks in collectives
     phase: str = ""
-    collective_age: Real | None = None  # since it entered the collective it has been in without a beat
-    beat_age: Real | None = None  # since its last sign of progress
-    memory: int | None = None  # resident, with its children
+    collective_age: Real | None = None  # seconds since it entered its current collective, if it has not reported since
+    beat_age: Real | None = None  # seconds since its last sign of progress
+    memory: int | None = None  # resident, including child processes
     loss: Real | str | None = None
-    recent: Mapping[str, tuple[Real | None, ...]] = {}  # step_s, waiting: newest values, evenly spaced
+    recent: Mapping[str, tuple[Real | None, ...]] = {}  # newest values of step_s and waiting, evenly spaced
 
 
 @frozen
 class RoleView:
+    """A role of a job and its ranks."""
+
     name: str
     world: int
     ranks: tuple[int, ...]
@@ -114,36 +118,36 @@ class RoleView:
 
 @frozen
 class ServerLoad:
-    """The load of a server, all its replicas together: totals since its run began, and rates of the last half minute."""
+    """The load of a server summed over its replicas: totals since its run began, rates over the last half minute."""
 
-    role: str  # of a job; empty: of a run alone
+    role: str  # role in a job; empty for a run without roles
     replicas: int
     requests: int
-    tokens: int  # generated
+    tokens: int  # generated tokens
     prompt_tokens: int | None = None
-    running: int | None = None  # requests
+    running: int | None = None  # requests being processed
     waiting: int | None = None
-    weights_version: int | None = None  # the oldest of its replicas
+    weights_version: int | None = None  # the oldest among the replicas
     requests_per_s: Real | None = None
     tokens_per_s: Real | None = None
 
 
 @frozen
 class RunView:
-    """A row of the list. `ranks`, `roles`, `slow` and `curve` are filled in for runs that are watched (gather.py)."""
+    """A run as viewers show it. `ranks`, `roles`, `slow` and `curve` are filled in only for watched runs (collector.py)."""
 
     id: str
     name: str
     dir: str
     user: str
     mine: bool
-    state: str  # running, unknown (on another host), lost (no launcher, no verdict), damaged; a verdict's status
+    state: str  # running, unknown (on another host), lost (no launcher, no verdict), damaged, or a verdict's status
     started: float
-    updated: float | None = None  # the newest sign of it
-    seconds: Real | None = None  # all starts together, without the time between
+    updated: float | None = None  # time of its newest event or metrics line
+    seconds: Real | None = None  # run time of all starts, without the pauses between them
     world: int = 0  # ranks
     attempts: int = 0
-    attempt: int | None = None  # the newest
+    attempt: int | None = None  # number of the newest one
     restarts: Mapping[str, int] = {}  # by cause
     step: int | None = None
     total_steps: int | None = None
@@ -154,16 +158,16 @@ class RunView:
     lr: Real | str | None = None
     eta_s: Real | None = None
     phase: str = ""
-    metrics: Mapping[str, Real | str | None] = {}  # the newest value of every metric it has written; see AVERAGED
+    metrics: Mapping[str, Real | str | None] = {}  # newest value of every metric; means for AVERAGED
     suspicion: Suspicion | None = None
     verdict: Verdict | None = None
-    problem: str = ""  # why its record is damaged, or what of it can't be read
+    problem: str = ""  # why its record is damaged or a file can't be read
     command: str = ""
     hosts: tuple[str, ...] = ()
     roles: tuple[RoleView, ...] = ()
     ranks: tuple[RankView, ...] = ()
     slow: tuple[SlowRank, ...] = ()
-    curve: tuple[tuple[int, Real | str | None], ...] = ()  # (step, value of `headline`), thinned out
+    curve: tuple[tuple[int, Real | str | None], ...] = ()  # (step, value of `headline`), thinned for drawing
     servers: tuple[ServerLoad, ...] = ()
 
     @property
@@ -172,7 +176,7 @@ class RunView:
 
     @property
     def headline(self) -> str:
-        """The metric that shows how far the run has got: reward in reinforcement learning, else loss."""
+        """The metric that best shows the run's progress: reward in reinforcement learning, else loss."""
         return headline_metric(self.metrics)
 
     @property
@@ -181,20 +185,22 @@ class RunView:
 
     @property
     def rl_metrics(self) -> dict[str, Metric]:
-        """Reward, KL and the like in the order in which viewers list them; empty unless the run has rewards."""
-        return (
-            {name: self.metrics[name] for name in RL_METRICS if name in self.metrics} if self.headline == REWARD else {}
-        )
+        """Reward, KL and the like in display order; empty unless the run has rewards."""
+        if self.headline != REWARD:
+            return {}
+        return {name: self.metrics[name] for name in RL_METRICS if name in self.metrics}
 
 
 @frozen
 class Snapshot:
+    """Hosts, GPUs and runs at one moment."""
+
     time: float
     hosts: tuple[HostGauges, ...] = ()
-    gpus: tuple[GpuGauges, ...] = ()  # of all hosts, each with its processes
+    gpus: tuple[GpuGauges, ...] = ()  # of all hosts, with the processes on each
     runs: tuple[RunView, ...] = ()  # oldest first
-    root: str = ""  # the folder of the runs
-    others: int = 0  # folders of other users that were not looked into
+    root: str = ""  # the runs folder
+    others: int = 0  # folders of other users that were skipped
     problems: tuple[str, ...] = ()  # one line each
     interval: Real | None = None  # seconds between two values of `recent`
     schema: int = SCHEMA
@@ -208,52 +214,47 @@ class Snapshot:
     def host(self, name: str) -> HostGauges | None:
         return next((host for host in self.hosts if host.name == name), None)
 
-    def gpu(self, host: str, uuid: str | None) -> GpuGauges | None:
-        """A uuid is the world's, but of a recorded machine two hosts may have the same."""
-        cards = [card for card in self.gpus if card.uuid == uuid and uuid]
-        return next((card for card in cards if card.host == host), cards[0] if cards else None)
-
-    def rank_on(self, card: GpuGauges) -> Iterator[tuple[RunView, RankView]]:
-        for run in self.runs:
-            for rank in run.ranks if run.state == RUNNING else ():
-                if rank.gpu == card.uuid and rank.host == card.host:
-                    yield run, rank
-
     @property
     def processes(self) -> tuple[tuple[GpuGauges, Holder], ...]:
-        """(card, process on it), in the order of the cards."""
-        return tuple((card, one) for card in self.gpus for one in card.processes or ())
+        """All (GPU, process on it), in the order of the GPUs."""
+        return tuple((gpu, process) for gpu in self.gpus for process in gpu.processes or ())
 
 
 def snapshot_from_json(data: Any) -> Snapshot:
-    """ValueError: it is none, or of another version."""
+    """Parse `Snapshot.to_json`. Raises ValueError if `data` is not a snapshot of this version."""
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise ValueError(f"not a snapshot of schema {SCHEMA}")
     return read_frozen(Snapshot, data)
 
 
-def metric(value: Any) -> Metric:
-    """A value of metrics.jsonl, a beat or a line, as a snapshot keeps it; None for what is no number."""
+def parse_metric(value: Any) -> Metric:
+    """Convert a value from metrics.jsonl, a beat or a printed line to a Metric; None if it is not a number."""
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, (int, float)):
         number = as_float(value)
         return value if math.isfinite(number) else str(number)
-    return value.lower() if isinstance(value, str) and value.lower() in _WORDS else None
+    return value.lower() if isinstance(value, str) and value.lower() in _NOT_FINITE else None
 
 
 def as_float(value: float) -> float:
-    """An integer of 400 digits is JSON, too."""
+    """Convert a number to float; integers too large for one, which JSON allows, become infinity."""
     try:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
 
 
-def whole(value: Any) -> int | None:
-    """A whole number of 64 bits; None for all else. JSON has larger ones, which no float can hold."""
+def as_int64(value: Any) -> int | None:
+    """Return `value` if it is an integer of 64 bits, else None. JSON allows integers that no float can hold."""
     return value if type(value) is int and -(1 << 63) <= value < 1 << 63 else None
 
 
 def finite(value: Metric) -> float | None:
+    """Return the number, or None if it is unknown or not finite."""
     return None if value is None or isinstance(value, str) else float(value)
+
+
+def parse_finite(value: Any) -> float | None:
+    """Convert a value of any type to a finite number; None if it is not one."""
+    return finite(parse_metric(value))

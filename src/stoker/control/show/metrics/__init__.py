@@ -1,1 +1,1 @@
-"""Prometheus: a snapshot as metrics, and the small server that hands them out."""
+"""Prometheus: the snapshot as metrics, and the small server that serves them."""

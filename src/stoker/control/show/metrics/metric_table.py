@@ -1,7 +1,7 @@
-"""Every metric that `stoker metrics` exports: name, kind, labels, meaning. docs/metrics.md is made from this table.
+"""Every metric that `stoker metrics` exports: name, kind, labels, meaning. docs/metrics.md is generated from this table.
 
-Base units, `_total` on counters, `_info` for metadata. No label holds a step or a pid. A label set is the same for as long
-as its run, its host or its card is there.
+Units are base units; counters end in `_total`, metadata in `_info`. No label holds a step or a pid, so that a label set
+stays the same as long as its run, host or GPU exists.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ GAUGE, COUNTER = "gauge", "counter"
 
 # ---- label sets ----
 HOST = ("host",)
-CARD = ("host", "gpu", "uuid")
+GPU = ("host", "gpu", "uuid")
 RUN = ("run",)
 RANK = ("run", "rank")
 SERVER = ("run", "role")
@@ -21,7 +21,9 @@ NEW = ("gpu", "UUID", "pci_bus_id", "device", "modelName", "hostname", "DCGM_FI_
 
 
 @frozen
-class Described:
+class MetricSpec:
+    """A metric of the table."""
+
     name: str
     labels: tuple[str, ...]
     text: str
@@ -29,7 +31,7 @@ class Described:
 
     @property
     def unit(self) -> str:
-        """As its name says."""
+        """The unit that the end of the name stands for."""
         name = self.name.removesuffix("_total")
         units = {
             "_timestamp_seconds": "seconds since 1970",
@@ -50,163 +52,165 @@ class Described:
         return next((unit for end, unit in units.items() if name.lower().endswith(end)), "")
 
 
-def _rows(labels: tuple[str, ...], *rows: tuple[str, str]) -> list[Described]:
-    return [Described(name, labels, text, COUNTER if name.lower().endswith("_total") else GAUGE) for name, text in rows]
+def _specs(labels: tuple[str, ...], *texts: tuple[str, str]) -> list[MetricSpec]:
+    return [
+        MetricSpec(name, labels, text, COUNTER if name.lower().endswith("_total") else GAUGE) for name, text in texts
+    ]
 
 
-GROUPS: dict[str, list[Described]] = {
+GROUPS: dict[str, list[MetricSpec]] = {
     "The exporter": [
-        *_rows(
+        *_specs(
             (),
-            ("stoker_last_collect_success", "1: the last snapshot was collected; 0: it failed, older values are served"),
-            ("stoker_last_collect_timestamp_seconds", "When the values served were collected"),
-            ("stoker_last_collect_duration_seconds", "How long that took"),
-            ("stoker_run_folders_left_out", "Folders of other users in the runs folder that were left out"),
+            ("stoker_last_collect_success", "1: the last collection succeeded; 0: it failed and older values are served"),
+            ("stoker_last_collect_timestamp_seconds", "When the served values were collected"),
+            ("stoker_last_collect_duration_seconds", "Duration of the last collection"),
+            ("stoker_run_folders_left_out", "Folders of other users in the runs folder that were skipped"),
         ),
-        Described("stoker_build_info", ("version",), "The version of Stoker"),
-        Described("stoker_runs", ("state",), "Runs in the folder, by state"),
+        MetricSpec("stoker_build_info", ("version",), "Version of Stoker"),
+        MetricSpec("stoker_runs", ("state",), "Runs in the runs folder, by state"),
     ],
     "Training": [
-        *_rows(
+        *_specs(
             RUN,
-            ("stoker_training_loss", "Newest training loss; NaN and infinity as they are"),
+            ("stoker_training_loss", "Newest training loss; may be NaN or infinite"),
             ("stoker_training_step", "Steps made"),
-            ("stoker_training_planned_steps", "Steps the run will make"),
-            ("stoker_training_tokens_total", "Tokens learned since the beginning of the run"),
-            ("stoker_training_tokens_per_second", "Tokens learned per second, over the last steps"),
-            ("stoker_training_step_seconds", "Seconds a step, over the last steps"),
-            ("stoker_training_mfu_ratio", "Model FLOPs utilization: arithmetic done ÷ what the GPUs could do"),
-            ("stoker_training_gradient_norm", "Norm of the gradient, before clipping"),
+            ("stoker_training_planned_steps", "Steps planned"),
+            ("stoker_training_tokens_total", "Tokens trained on since the start of the run"),
+            ("stoker_training_tokens_per_second", "Tokens trained on per second, over the last steps"),
+            ("stoker_training_step_seconds", "Seconds per step, over the last steps"),
+            ("stoker_training_mfu_ratio", "Model FLOPs utilization: achieved ÷ peak FLOP/s"),
+            ("stoker_training_gradient_norm", "Gradient norm, before clipping"),
             ("stoker_training_learning_rate", "Learning rate"),
             ("stoker_training_eta_seconds", "Estimated time to the end of the run"),
         ),
-        Described("stoker_training_metric", ("run", "metric"), "Newest value of every other metric the run writes"),
+        MetricSpec("stoker_training_metric", ("run", "metric"), "Newest value of every other metric that the run writes"),
     ],
     "Servers": [
-        *_rows(
+        *_specs(
             SERVER,
-            ("stoker_server_requests_total", "Completions that ended, of all replicas; rate() gives those a second"),
+            ("stoker_server_requests_total", "Finished completions of all replicas; rate() gives completions per second"),
             ("stoker_server_generated_tokens_total", "Tokens generated"),
-            ("stoker_server_prompt_tokens_total", "Tokens of prompts, computed or found in the cache"),
-            ("stoker_server_requests_per_second", "Completions that ended a second, over the last half minute"),
-            ("stoker_server_tokens_per_second", "Tokens generated a second, over the last half minute"),
-            ("stoker_server_running", "Requests that are being answered"),
-            ("stoker_server_waiting", "Requests that wait for a slot"),
-            ("stoker_server_weights_version", "Version of the weights; of several replicas the oldest"),
+            ("stoker_server_prompt_tokens_total", "Prompt tokens, computed or cached"),
+            ("stoker_server_requests_per_second", "Finished completions per second, over the last half minute"),
+            ("stoker_server_tokens_per_second", "Tokens generated per second, over the last half minute"),
+            ("stoker_server_running", "Requests being processed"),
+            ("stoker_server_waiting", "Requests waiting for a slot"),
+            ("stoker_server_weights_version", "Version of the weights; the oldest of several replicas"),
         ),
     ],
     "Runs and their launcher": [
-        Described("stoker_run_info", ("run", "name", "user"), "A run that is under way, or ended in the last 15 minutes"),
-        Described("stoker_run_state", ("run", "state"), "1 for the state the run is in, 0 for the others"),
-        *_rows(
+        MetricSpec("stoker_run_info", ("run", "name", "user"), "A run that is running, or ended in the last 15 minutes"),
+        MetricSpec("stoker_run_state", ("run", "state"), "1 for the state the run is in, 0 for the others"),
+        *_specs(
             RUN,
-            ("stoker_run_started_timestamp_seconds", "When it was started"),
-            ("stoker_run_updated_timestamp_seconds", "Its newest event or metrics line"),
-            ("stoker_run_ranks", "Ranks it was planned with"),
-            ("stoker_run_attempts", "Attempts begun; 1 without a restart"),
-            ("stoker_run_exit_code", "Exit code, of a run that ended"),
+            ("stoker_run_started_timestamp_seconds", "When the run was started"),
+            ("stoker_run_updated_timestamp_seconds", "Time of its newest event or metrics line"),
+            ("stoker_run_ranks", "Ranks planned"),
+            ("stoker_run_attempts", "Attempts started; 1 without a restart"),
+            ("stoker_run_exit_code", "Exit code of a run that ended"),
         ),
-        Described("stoker_run_restarts_total", ("run", "cause"), "Restarts, by the cause of the failure before", COUNTER),
-        Described("stoker_run_verdict_info", ("run", "status", "cause"), "How a run ended, and why"),
-        Described("stoker_run_suspicion_info", ("run", "kind", "cause"), "What the watch suspects at the moment"),
-        Described("stoker_run_suspicion_timestamp_seconds", ("run", "kind", "cause"), "When it was reported"),
+        MetricSpec("stoker_run_restarts_total", ("run", "cause"), "Restarts, by the cause of the failure", COUNTER),
+        MetricSpec("stoker_run_verdict_info", ("run", "status", "cause"), "How a run ended and why"),
+        MetricSpec("stoker_run_suspicion_info", ("run", "kind", "cause"), "What the watch suspects now"),
+        MetricSpec("stoker_run_suspicion_timestamp_seconds", ("run", "kind", "cause"), "When the suspicion was reported"),
     ],
     "Ranks": [
-        Described("stoker_rank_info", (*RANK, "role", "host", "gpu", "uuid"), "Where a rank runs"),
-        Described("stoker_rank_phase_info", (*RANK, "phase"), "What it is doing: stoker.phase, else train"),
-        *_rows(
+        MetricSpec("stoker_rank_info", (*RANK, "role", "host", "gpu", "uuid"), "Where a rank runs"),
+        MetricSpec("stoker_rank_phase_info", (*RANK, "phase"), "What the rank is doing: stoker.phase, else train"),
+        *_specs(
             RANK,
-            ("stoker_rank_up", "1: its process runs; 0: waiting, stopped, ended or gone"),
+            ("stoker_rank_up", "1: its process is running; 0: waiting, stopped, ended or gone"),
             ("stoker_rank_step", "Steps made"),
-            ("stoker_rank_step_seconds", "Seconds a step"),
-            ("stoker_rank_waiting_ratio", "Share of its time that it waits for others in collectives"),
-            ("stoker_rank_collective_age_seconds", "Since it entered the collective it is in"),
-            ("stoker_rank_beat_age_seconds", "Since its last sign of progress"),
-            ("stoker_rank_memory_bytes", "Resident memory, with its children"),
+            ("stoker_rank_step_seconds", "Seconds per step"),
+            ("stoker_rank_waiting_ratio", "Share of its time spent waiting for other ranks in collectives"),
+            ("stoker_rank_collective_age_seconds", "Time since it entered its current collective"),
+            ("stoker_rank_beat_age_seconds", "Time since its last sign of progress"),
+            ("stoker_rank_memory_bytes", "Resident memory, including child processes"),
         ),
-        Described("stoker_rank_slow_wait_seconds", (*RANK, "cause"), "A slow rank: what the others wait for it each step"),
+        MetricSpec("stoker_rank_slow_wait_seconds", (*RANK, "cause"), "A slow rank: how long the others wait for it per step"),
     ],
     "Doctor": [
-        Described("stoker_doctor_findings", ("host", "check", "level"), "Findings of the fast checks of `stoker doctor`"),
-        Described("stoker_doctor_check_timestamp_seconds", HOST, "When the checks were made; every 5 minutes"),
+        MetricSpec("stoker_doctor_findings", ("host", "check", "level"), "Findings of the fast checks of `stoker doctor`"),
+        MetricSpec("stoker_doctor_check_timestamp_seconds", HOST, "When the checks ran; every 5 minutes"),
     ],
     "Hosts": [
-        Described("stoker_host_info", ("host", "driver"), "NVIDIA driver of the host"),
-        *_rows(
+        MetricSpec("stoker_host_info", ("host", "driver"), "NVIDIA driver version of the host"),
+        *_specs(
             HOST,
-            ("stoker_host_up", "1: it answers; 0: OFFLINE"),
-            ("stoker_host_gpus", "GPUs that answer"),
-            ("stoker_host_gpu_driver_failed", "1: there is a driver and it does not answer"),
-            ("stoker_host_cpu_cores", "Cores this process may use"),
-            ("stoker_host_cpu_busy_ratio", "Share of all cores at work"),
-            ("stoker_host_memory_size_bytes", "Memory; the container's limit where it is tighter"),
-            ("stoker_host_memory_available_bytes", "Memory that can be had without swapping"),
+            ("stoker_host_up", "1: the host answers; 0: OFFLINE"),
+            ("stoker_host_gpus", "GPUs that respond"),
+            ("stoker_host_gpu_driver_failed", "1: a driver is installed and does not respond"),
+            ("stoker_host_cpu_cores", "CPU cores that this process may use"),
+            ("stoker_host_cpu_busy_ratio", "CPU utilization over all cores"),
+            ("stoker_host_memory_size_bytes", "Memory of the host, or the container's limit if that is lower"),
+            ("stoker_host_memory_available_bytes", "Memory available without swapping"),
             ("stoker_host_swap_used_bytes", "Swap in use"),
             ("stoker_host_disk_read_bytes_per_second", "Read from all disks"),
             ("stoker_host_disk_written_bytes_per_second", "Written to all disks"),
-            ("stoker_host_network_receive_bytes_per_second", "Received on all interfaces but loopback"),
-            ("stoker_host_network_transmit_bytes_per_second", "Sent on all interfaces but loopback"),
+            ("stoker_host_network_receive_bytes_per_second", "Received on all interfaces except loopback"),
+            ("stoker_host_network_transmit_bytes_per_second", "Sent on all interfaces except loopback"),
             ("stoker_host_network_link_bytes_per_second", "Speed of the fastest interface"),
         ),
-        Described("stoker_host_load", ("host", "minutes"), "Processes that run or want to, over 1, 5 and 15 minutes"),
-        Described("stoker_host_disk_free_bytes", ("host", "path"), "Free where the runs are"),
-        Described("stoker_host_disk_size_bytes", ("host", "path"), "Size of that file system"),
-        Described("stoker_host_pressure_ratio", ("host", "resource"),
+        MetricSpec("stoker_host_load", ("host", "minutes"), "Load average over 1, 5 and 15 minutes"),
+        MetricSpec("stoker_host_disk_free_bytes", ("host", "path"), "Free space on the file system of the runs"),
+        MetricSpec("stoker_host_disk_size_bytes", ("host", "path"), "Size of the file system of the runs"),
+        MetricSpec("stoker_host_pressure_ratio", ("host", "resource"),
                   "Share of the last 10 s in which some process waited for cpu, io or memory"),
     ],
     "GPUs": [
-        Described("stoker_gpu_info", (*CARD, "name", "pci_bus_id"), "A card"),
-        *_rows(
-            CARD,
-            ("stoker_gpu_up", "1: NVML answers for it; 0: it does not"),
-            ("stoker_gpu_utilization_ratio", "Share of the time in which a kernel ran"),
+        MetricSpec("stoker_gpu_info", (*GPU, "name", "pci_bus_id"), "A GPU"),
+        *_specs(
+            GPU,
+            ("stoker_gpu_up", "1: NVML can read the GPU; 0: it can't"),
+            ("stoker_gpu_utilization_ratio", "Share of the time in which a kernel was running"),
             ("stoker_gpu_memory_used_bytes", "Memory in use"),
             ("stoker_gpu_memory_size_bytes", "Memory"),
             ("stoker_gpu_temperature_celsius", "Temperature"),
-            ("stoker_gpu_temperature_slowdown_celsius", "Where the driver begins to lower the clock"),
+            ("stoker_gpu_temperature_slowdown_celsius", "Temperature at which the driver begins to lower the clock"),
             ("stoker_gpu_power_watts", "Power drawn"),
             ("stoker_gpu_power_limit_watts", "Power limit"),
             ("stoker_gpu_clock_hertz", "Clock of the multiprocessors"),
-            ("stoker_gpu_clock_max_hertz", "The highest it can be"),
-            ("stoker_gpu_memory_clock_hertz", "Clock of the memory"),
+            ("stoker_gpu_clock_max_hertz", "Maximum clock of the multiprocessors"),
+            ("stoker_gpu_memory_clock_hertz", "Memory clock"),
             ("stoker_gpu_pcie_lanes", "PCIe lanes in use"),
-            ("stoker_gpu_pcie_max_lanes", "PCIe lanes there are"),
-            ("stoker_gpu_energy_joules_total", "Energy since the driver was loaded"),
-            ("stoker_gpu_processes", "Processes on it"),
+            ("stoker_gpu_pcie_max_lanes", "PCIe lanes available"),
+            ("stoker_gpu_energy_joules_total", "Energy used since the driver was loaded"),
+            ("stoker_gpu_processes", "Processes on the GPU"),
             ("stoker_gpu_last_xid", "Number of the last Xid error; 0: none"),
         ),
-        Described("stoker_gpu_throttled", (*CARD, "reason"), "1: this holds the clock down now; 0: it does not"),
-        Described("stoker_gpu_ecc_errors_total", (*CARD, "kind"), "Memory errors since the driver was loaded", COUNTER),
-        Described("stoker_gpu_xid_timestamp_seconds", (*CARD, "xid"),
+        MetricSpec("stoker_gpu_throttled", (*GPU, "reason"), "1: this reason lowers the clock now; 0: it does not"),
+        MetricSpec("stoker_gpu_ecc_errors_total", (*GPU, "kind"), "Memory errors since the driver was loaded", COUNTER),
+        MetricSpec("stoker_gpu_xid_timestamp_seconds", (*GPU, "xid"),
                   "When this Xid was last seen; 0: before the exporter was started"),
     ],
     "Names of the field note": [
-        Described("gpu_memory_used_mb", ("node", "gpu"), "stoker_gpu_memory_used_bytes, as nvidia-smi shows it"),
-        Described("gpu_utilization_percent", ("node", "gpu"), "stoker_gpu_utilization_ratio × 100"),
-        Described("training_loss", ("rank", "run"), "The rank's own loss where it reports one, else the run's for rank 0"),
+        MetricSpec("gpu_memory_used_mb", ("node", "gpu"), "stoker_gpu_memory_used_bytes, as nvidia-smi shows it"),
+        MetricSpec("gpu_utilization_percent", ("node", "gpu"), "stoker_gpu_utilization_ratio × 100"),
+        MetricSpec("training_loss", ("rank", "run"), "The rank's own loss where it reports one, else the run's for rank 0"),
     ],
     "DCGM's classic names (`--dcgm classic`, the default)": [
-        Described("DCGM_FI_DEV_GPU_UTIL", CLASSIC, "GPU utilization (in %)."),
-        Described("DCGM_FI_DEV_FB_USED", CLASSIC, "Framebuffer memory used (in MiB)."),
-        Described("DCGM_FI_DEV_FB_FREE", CLASSIC, "Framebuffer memory free (in MiB)."),
-        Described("DCGM_FI_DEV_GPU_TEMP", CLASSIC, "GPU temperature (in C)."),
-        Described("DCGM_FI_DEV_POWER_USAGE", CLASSIC, "Power draw (in W)."),
-        Described("DCGM_FI_DEV_SM_CLOCK", CLASSIC, "SM clock frequency (in MHz)."),
-        Described("DCGM_FI_DEV_MEM_CLOCK", CLASSIC, "Memory clock frequency (in MHz)."),
-        Described("DCGM_FI_DEV_XID_ERRORS", CLASSIC, "Value of the last XID error encountered."),
-        Described("DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", CLASSIC, "Total energy consumption since boot (in mJ).", COUNTER),
+        MetricSpec("DCGM_FI_DEV_GPU_UTIL", CLASSIC, "GPU utilization (in %)."),
+        MetricSpec("DCGM_FI_DEV_FB_USED", CLASSIC, "Framebuffer memory used (in MiB)."),
+        MetricSpec("DCGM_FI_DEV_FB_FREE", CLASSIC, "Framebuffer memory free (in MiB)."),
+        MetricSpec("DCGM_FI_DEV_GPU_TEMP", CLASSIC, "GPU temperature (in C)."),
+        MetricSpec("DCGM_FI_DEV_POWER_USAGE", CLASSIC, "Power draw (in W)."),
+        MetricSpec("DCGM_FI_DEV_SM_CLOCK", CLASSIC, "SM clock frequency (in MHz)."),
+        MetricSpec("DCGM_FI_DEV_MEM_CLOCK", CLASSIC, "Memory clock frequency (in MHz)."),
+        MetricSpec("DCGM_FI_DEV_XID_ERRORS", CLASSIC, "Value of the last XID error encountered."),
+        MetricSpec("DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", CLASSIC, "Total energy consumption since boot (in mJ).", COUNTER),
     ],
     "DCGM's names from 4.9 on (`--dcgm 4.9`)": [
-        Described("DCGM_FI_DEV_GPU_UTIL_RATIO", NEW, "GPU utilization."),
-        Described("DCGM_FI_DEV_FB_USED_BYTES", NEW, "Framebuffer memory used."),
-        Described("DCGM_FI_DEV_FB_FREE_BYTES", NEW, "Framebuffer memory free."),
-        Described("DCGM_FI_DEV_FB_CAPACITY_BYTES", NEW, "Framebuffer memory."),
-        Described("DCGM_FI_DEV_GPU_TEMP_CELSIUS", NEW, "GPU temperature."),
-        Described("DCGM_FI_DEV_BOARD_POWER_WATTS", NEW, "Power draw."),
-        Described("DCGM_FI_DEV_SM_CLOCK_HERTZ", NEW, "SM clock frequency."),
-        Described("DCGM_FI_DEV_MEMORY_CLOCK_HERTZ", NEW, "Memory clock frequency."),
-        Described("DCGM_FI_DEV_XID_ERROR", NEW, "Value of the last XID error encountered."),
-        Described("DCGM_FI_DEV_GPU_ENERGY_JOULES_TOTAL", NEW, "Total energy consumption since the driver was loaded.", COUNTER),
+        MetricSpec("DCGM_FI_DEV_GPU_UTIL_RATIO", NEW, "GPU utilization."),
+        MetricSpec("DCGM_FI_DEV_FB_USED_BYTES", NEW, "Framebuffer memory used."),
+        MetricSpec("DCGM_FI_DEV_FB_FREE_BYTES", NEW, "Framebuffer memory free."),
+        MetricSpec("DCGM_FI_DEV_FB_CAPACITY_BYTES", NEW, "Framebuffer memory."),
+        MetricSpec("DCGM_FI_DEV_GPU_TEMP_CELSIUS", NEW, "GPU temperature."),
+        MetricSpec("DCGM_FI_DEV_BOARD_POWER_WATTS", NEW, "Power draw."),
+        MetricSpec("DCGM_FI_DEV_SM_CLOCK_HERTZ", NEW, "SM clock frequency."),
+        MetricSpec("DCGM_FI_DEV_MEMORY_CLOCK_HERTZ", NEW, "Memory clock frequency."),
+        MetricSpec("DCGM_FI_DEV_XID_ERROR", NEW, "Value of the last XID error encountered."),
+        MetricSpec("DCGM_FI_DEV_GPU_ENERGY_JOULES_TOTAL", NEW, "Total energy consumption since the driver was loaded.", COUNTER),
     ],
 }  # fmt: skip
 

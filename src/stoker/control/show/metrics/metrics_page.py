@@ -1,7 +1,7 @@
-"""A snapshot as Prometheus metrics, in the text format 0.0.4. Pure: nothing is asked here.
+"""Renders a snapshot as Prometheus metrics in the text format 0.0.4. Pure.
 
-Written out here and not by prometheus-client: for 8 GPUs and 8 ranks (730 series) that takes 8 ms a page and this 1.4 ms, of
-the 10 ms a second that an exporter may take of a core. The tests read the pages with prometheus-client and promtool.
+prometheus-client would do the same, but takes 8 ms for a page of 8 GPUs and 8 ranks (730 series) instead of 1.4 ms, and an
+exporter may use 10 ms of a core per second. The tests parse the pages with prometheus-client and promtool.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from stoker.control.show.snapshot import (
     OK,
     RUNNING,
     UNKNOWN,
+    GpuGauges,
+    HostGauges,
     Metric,
     RankView,
     RunView,
     ServerLoad,
     Snapshot,
     as_float,
-    ordered_metrics,
+    sort_metrics,
 )
-from stoker.control.show.snapshot import GpuGauges as Card
-from stoker.control.show.snapshot import HostGauges as Host
 
 CLASSIC, NEW, OFF = "classic", "4.9", "off"  # DCGM's dialects
 STATES = (RUNNING, "completed", "failed", "stopped", "refused", LOST, UNKNOWN, DAMAGED)
-ENDED_S = 900.0  # a run that ended is exported for so long: its verdict is scraped, and its series end
+ENDED_S = 900.0  # how long an ended run is exported, so that its verdict is scraped
 _MAX_LABEL = 200  # characters
-# Of one run, besides those with a name of their own: Prometheus keeps each of these series for weeks.
+# Series of stoker_training_metric per run: Prometheus keeps each of them for weeks.
 MAX_METRICS = 100
 _MIB = 1 << 20
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -45,8 +45,8 @@ _TRAINING = ("loss", "tokens", "tokens_per_s", "seconds_per_step", "mfu", "grad_
 
 
 @frozen
-class Examined:
-    """What the doctor's fast checks found, and when. `counts`: (check, level) -> findings."""
+class DoctorFindings:
+    """What the doctor's fast checks found, and when. `counts` maps (check, level) to the number of findings."""
 
     host: str
     time: float
@@ -54,8 +54,8 @@ class Examined:
 
 
 @frozen
-class Collected:
-    """How the newest collection went; `time`: of the snapshot that is served, which may be an older one."""
+class CollectionStatus:
+    """How the newest collection went; `time` is that of the served snapshot, which may be older."""
 
     success: bool
     time: float
@@ -63,7 +63,7 @@ class Collected:
 
 
 class _Page:
-    """Series by name. The same one twice would make Prometheus refuse the page: the later one counts."""
+    """Series by name. Prometheus rejects a page with duplicate series, so the later value of a series wins."""
 
     def __init__(self) -> None:
         self._series: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in metric_table.ALL}
@@ -74,27 +74,31 @@ class _Page:
 
     def text(self) -> bytes:
         lines: list[str] = []
-        for name, row in metric_table.ALL.items():
+        for name, spec in metric_table.ALL.items():
             series = self._series[name]
             if series:
                 lines.append(_heads()[name])
-                written = {name + _labels(row.labels, labels): _number(value) for labels, value in series.items()}
-                lines += [f"{one} {value}\n" for one, value in written.items()]
+                written = {name + _labels(spec.labels, labels): _number(value) for labels, value in series.items()}
+                lines += [f"{labeled_name} {value}\n" for labeled_name, value in written.items()]
         return "".join(lines).encode()
 
 
 @functools.cache
 def _heads() -> dict[str, str]:
-    return {name: f"# HELP {name} {_escaped(row.text)}\n# TYPE {name} {row.kind}\n" for name, row in metric_table.ALL.items()}
+    return {
+        name: f"# HELP {name} {_escaped(spec.text)}\n# TYPE {name} {spec.kind}\n"
+        for name, spec in metric_table.ALL.items()
+    }
 
 
 @functools.lru_cache(1 << 16)
 def _labels(keys: tuple[str, ...], values: tuple[str, ...]) -> str:
-    """Of a page most are those of the page before. Names of runs, metrics and phases are anybody's texts, and whoever can
-    reach the port reads them.
+    """Format labels; cached, because most are the same on the next page.
+
+    Names of runs, metrics and phases are foreign text, so control characters are escaped.
     """
-    shown = [escape(text, _MAX_LABEL) for text in values]
-    pairs = [f'{key}="{_escaped(text, quoted=True)}"' for key, text in zip(keys, shown, strict=True)]
+    texts = [escape(text, _MAX_LABEL) for text in values]
+    pairs = [f'{key}="{_escaped(text, quoted=True)}"' for key, text in zip(keys, texts, strict=True)]
     return f"{{{','.join(pairs)}}}" if pairs else ""
 
 
@@ -104,54 +108,56 @@ def _escaped(text: str, quoted: bool = False) -> str:
 
 
 def _number(value: float) -> str:
-    if value - value == 0:
+    if value - value == 0:  # finite
         return repr(value)
     return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}[repr(value)]
 
 
-def render(snapshot: Snapshot, collected: Collected, examined: Examined | None = None, dcgm: str = CLASSIC) -> bytes:
-    """The text that a scrape gets."""
+def render(
+    snapshot: Snapshot, status: CollectionStatus, findings: DoctorFindings | None = None, dcgm: str = CLASSIC
+) -> bytes:
+    """Return the page that a scrape gets."""
     page = _Page()
     page.put("stoker_build_info", 1, __version__)
-    page.put("stoker_last_collect_success", collected.success)
-    page.put("stoker_last_collect_timestamp_seconds", collected.time)
-    page.put("stoker_last_collect_duration_seconds", collected.seconds)
+    page.put("stoker_last_collect_success", status.success)
+    page.put("stoker_last_collect_timestamp_seconds", status.time)
+    page.put("stoker_last_collect_duration_seconds", status.seconds)
     page.put("stoker_run_folders_left_out", snapshot.others)
     for state in STATES:
         page.put("stoker_runs", sum(run.state == state for run in snapshot.runs), state)
     for run in snapshot.runs:
-        if exported(run, snapshot.time):
-            _run(page, run)
-            _training(page, run)
+        if is_exported(run, snapshot.time):
+            _add_run(page, run)
+            _add_training(page, run)
             for server in run.servers:
-                _server(page, run, server)
+                _add_server(page, run, server)
             for rank in run.ranks:
-                _rank(page, run, rank)
+                _add_rank(page, run, rank)
             for slow in run.slow:
                 page.put("stoker_rank_slow_wait_seconds", slow.wait_s or 0.0, run.id, str(slow.rank), slow.cause)
-    cards = Counter(card.host for card in snapshot.gpus if not card.error)
+    gpu_counts = Counter(gpu.host for gpu in snapshot.gpus if not gpu.error)
     for host in snapshot.hosts:
-        _host(page, host, cards[host.name])
+        _add_host(page, host, gpu_counts[host.name])
     drivers = {host.name: host.driver or "" for host in snapshot.hosts}
-    for card in snapshot.gpus:
-        _card(page, card)
+    for gpu in snapshot.gpus:
+        _add_gpu(page, gpu)
         if dcgm != OFF:
-            _dcgm(page, card, drivers.get(card.host, ""), dcgm)
-    if examined is not None:
-        page.put("stoker_doctor_check_timestamp_seconds", examined.time, examined.host)
-        for (check, level), count in examined.counts.items():
-            page.put("stoker_doctor_findings", count, examined.host, check, level)
+            _add_dcgm(page, gpu, drivers.get(gpu.host, ""), dcgm)
+    if findings is not None:
+        page.put("stoker_doctor_check_timestamp_seconds", findings.time, findings.host)
+        for (check, level), count in findings.counts.items():
+            page.put("stoker_doctor_findings", count, findings.host, check, level)
     return page.text()
 
 
-def exported(run: RunView, now: float) -> bool:
-    """Under way, or ended a short while ago."""
+def is_exported(run: RunView, now: float) -> bool:
+    """Return whether a run is running or ended less than ENDED_S ago."""
     if run.state in (RUNNING, UNKNOWN):
         return True
     return run.state != DAMAGED and now - (run.updated or run.started) <= ENDED_S
 
 
-def _run(page: _Page, run: RunView) -> None:
+def _add_run(page: _Page, run: RunView) -> None:
     page.put("stoker_run_info", 1, run.id, run.name, run.user)
     for state in STATES:
         page.put("stoker_run_state", run.state == state, run.id, state)
@@ -170,7 +176,7 @@ def _run(page: _Page, run: RunView) -> None:
         page.put("stoker_run_suspicion_timestamp_seconds", when, run.id, run.suspicion.kind, run.suspicion.cause)
 
 
-def _training(page: _Page, run: RunView) -> None:
+def _add_training(page: _Page, run: RunView) -> None:
     steps = sorted(rank.step_s for rank in run.ranks if rank.step_s is not None)
     seconds = run.metrics.get("seconds_per_step")
     if seconds is None and steps:
@@ -188,12 +194,12 @@ def _training(page: _Page, run: RunView) -> None:
         "eta_seconds": run.eta_s,
     }.items():
         page.put(f"stoker_training_{name}", value, run.id)
-    others = [name for name in ordered_metrics(run.metrics) if name not in _TRAINING]
+    others = [name for name in sort_metrics(run.metrics) if name not in _TRAINING]
     for name in others[:MAX_METRICS]:
         page.put("stoker_training_metric", run.metrics[name], run.id, name)
 
 
-def _server(page: _Page, run: RunView, server: ServerLoad) -> None:
+def _add_server(page: _Page, run: RunView, server: ServerLoad) -> None:
     for name, value in {
         "requests_total": server.requests,
         "generated_tokens_total": server.tokens,
@@ -207,12 +213,12 @@ def _server(page: _Page, run: RunView, server: ServerLoad) -> None:
         page.put(f"stoker_server_{name}", value, run.id, server.role)
 
 
-def _rank(page: _Page, run: RunView, rank: RankView) -> None:
-    who = (run.id, str(rank.rank))
-    page.put("stoker_rank_info", 1, *who, rank.role, rank.host, rank.label, rank.gpu or "")
+def _add_rank(page: _Page, run: RunView, rank: RankView) -> None:
+    key = (run.id, str(rank.rank))
+    page.put("stoker_rank_info", 1, *key, rank.role, rank.host, rank.label, rank.gpu or "")
     if rank.state == "running":
-        page.put("stoker_rank_phase_info", 1, *who, rank.phase or "train")
-    page.put("stoker_rank_up", rank.state == "running", *who)
+        page.put("stoker_rank_phase_info", 1, *key, rank.phase or "train")
+    page.put("stoker_rank_up", rank.state == "running", *key)
     for name, value in {
         "step": rank.step,
         "step_seconds": rank.step_s,
@@ -221,21 +227,21 @@ def _rank(page: _Page, run: RunView, rank: RankView) -> None:
         "beat_age_seconds": rank.beat_age,
         "memory_bytes": rank.memory,
     }.items():
-        page.put(f"stoker_rank_{name}", value, *who)
+        page.put(f"stoker_rank_{name}", value, *key)
     loss = rank.loss
     if loss is None and rank.rank == 0:
         loss = run.loss
     page.put("training_loss", loss, str(rank.rank), run.id)
 
 
-def _host(page: _Page, host: Host, cards: int) -> None:
+def _add_host(page: _Page, host: HostGauges, gpu_count: int) -> None:
     page.put("stoker_host_up", host.state == OK, host.name)
     if host.state != OK:
-        return  # what it was doing when it was last heard of is not what it does
+        return  # its last known values are out of date
     page.put("stoker_host_info", 1, host.name, host.driver or "")
     page.put("stoker_host_gpu_driver_failed", host.gpu_error is not None, host.name)
     for name, value in {
-        "gpus": cards,
+        "gpus": gpu_count,
         "cpu_cores": host.cores,
         "cpu_busy_ratio": host.cpu,
         "memory_size_bytes": host.memory_total,
@@ -256,80 +262,80 @@ def _host(page: _Page, host: Host, cards: int) -> None:
         page.put("stoker_host_pressure_ratio", getattr(host, f"pressure_{resource}"), host.name, resource)
 
 
-def _card(page: _Page, card: Card) -> None:
-    who = (card.host, card.label[3:], card.uuid)
-    page.put("stoker_gpu_up", not card.error, *who)
-    if card.error:
+def _add_gpu(page: _Page, gpu: GpuGauges) -> None:
+    key = (gpu.host, gpu.label[3:], gpu.uuid)
+    page.put("stoker_gpu_up", not gpu.error, *key)
+    if gpu.error:
         return
-    page.put("stoker_gpu_info", 1, *who, card.name or "", card.pci or "")
+    page.put("stoker_gpu_info", 1, *key, gpu.name or "", gpu.pci or "")
     for name, value in {
-        "utilization_ratio": card.utilization,
-        "memory_used_bytes": card.memory_used,
-        "memory_size_bytes": card.memory_total,
-        "temperature_celsius": card.temperature,
-        "temperature_slowdown_celsius": card.temperature_slowdown,
-        "power_watts": card.power,
-        "power_limit_watts": card.power_limit,
-        "clock_hertz": card.clock,
-        "clock_max_hertz": card.clock_max,
-        "memory_clock_hertz": card.memory_clock,
-        "pcie_lanes": card.pcie_width,
-        "pcie_max_lanes": card.pcie_width_max,
-        "energy_joules_total": card.energy,
-        "processes": None if card.processes is None else len(card.processes),
-        "last_xid": last_xid(card),
+        "utilization_ratio": gpu.utilization,
+        "memory_used_bytes": gpu.memory_used,
+        "memory_size_bytes": gpu.memory_total,
+        "temperature_celsius": gpu.temperature,
+        "temperature_slowdown_celsius": gpu.temperature_slowdown,
+        "power_watts": gpu.power,
+        "power_limit_watts": gpu.power_limit,
+        "clock_hertz": gpu.clock,
+        "clock_max_hertz": gpu.clock_max,
+        "memory_clock_hertz": gpu.memory_clock,
+        "pcie_lanes": gpu.pcie_width,
+        "pcie_max_lanes": gpu.pcie_width_max,
+        "energy_joules_total": gpu.energy,
+        "processes": None if gpu.processes is None else len(gpu.processes),
+        "last_xid": last_xid(gpu),
     }.items():
-        page.put(f"stoker_gpu_{name}", value, *who)
-    if card.throttle is not None:
-        for reason in dict.fromkeys((*THROTTLE_REASONS, *card.throttle)):
-            page.put("stoker_gpu_throttled", reason in card.throttle, *who, reason)
-    page.put("stoker_gpu_ecc_errors_total", card.ecc_corrected, *who, "corrected")
-    page.put("stoker_gpu_ecc_errors_total", card.ecc_uncorrected, *who, "uncorrected")
-    for when, number in card.xids:  # newest last
-        page.put("stoker_gpu_xid_timestamp_seconds", when, *who, str(number))
-    note = (card.host, card.label[3:])
-    page.put("gpu_memory_used_mb", _times(card.memory_used, 1 / _MIB), *note)
-    page.put("gpu_utilization_percent", _times(card.utilization, 100), *note)
+        page.put(f"stoker_gpu_{name}", value, *key)
+    if gpu.throttle is not None:
+        for reason in dict.fromkeys((*THROTTLE_REASONS, *gpu.throttle)):
+            page.put("stoker_gpu_throttled", reason in gpu.throttle, *key, reason)
+    page.put("stoker_gpu_ecc_errors_total", gpu.ecc_corrected, *key, "corrected")
+    page.put("stoker_gpu_ecc_errors_total", gpu.ecc_uncorrected, *key, "uncorrected")
+    for when, number in gpu.xids:  # newest last
+        page.put("stoker_gpu_xid_timestamp_seconds", when, *key, str(number))
+    node_labels = (gpu.host, gpu.label[3:])
+    page.put("gpu_memory_used_mb", _times(gpu.memory_used, 1 / _MIB), *node_labels)
+    page.put("gpu_utilization_percent", _times(gpu.utilization, 100), *node_labels)
 
 
-def last_xid(card: Card) -> int:
-    return card.xids[-1][1] if card.xids else 0
+def last_xid(gpu: GpuGauges) -> int:
+    return gpu.xids[-1][1] if gpu.xids else 0
 
 
-def _dcgm(page: _Page, card: Card, driver: str, dialect: str) -> None:
-    if card.error:
+def _add_dcgm(page: _Page, gpu: GpuGauges, driver: str, dialect: str) -> None:
+    if gpu.error:
         return
-    who = (card.label[3:], card.uuid, card.pci or "", f"nvidia{card.index}", card.name or "", card.host, driver)
+    key = (gpu.label[3:], gpu.uuid, gpu.pci or "", f"nvidia{gpu.index}", gpu.name or "", gpu.host, driver)
     free = None
-    if card.memory_total is not None and card.memory_used is not None:
-        free = card.memory_total - card.memory_used
+    if gpu.memory_total is not None and gpu.memory_used is not None:
+        free = gpu.memory_total - gpu.memory_used
     classic: dict[str, Any] = {
-        "GPU_UTIL": _times(card.utilization, 100),
-        "FB_USED": _times(card.memory_used, 1 / _MIB),
+        "GPU_UTIL": _times(gpu.utilization, 100),
+        "FB_USED": _times(gpu.memory_used, 1 / _MIB),
         "FB_FREE": _times(free, 1 / _MIB),
-        "GPU_TEMP": card.temperature,
-        "POWER_USAGE": card.power,
-        "SM_CLOCK": _times(card.clock, 1e-6),
-        "MEM_CLOCK": _times(card.memory_clock, 1e-6),
-        "XID_ERRORS": last_xid(card),
-        "TOTAL_ENERGY_CONSUMPTION": _times(card.energy, 1000),
+        "GPU_TEMP": gpu.temperature,
+        "POWER_USAGE": gpu.power,
+        "SM_CLOCK": _times(gpu.clock, 1e-6),
+        "MEM_CLOCK": _times(gpu.memory_clock, 1e-6),
+        "XID_ERRORS": last_xid(gpu),
+        "TOTAL_ENERGY_CONSUMPTION": _times(gpu.energy, 1000),
     }
     new: dict[str, Any] = {
-        "GPU_UTIL_RATIO": card.utilization,
-        "FB_USED_BYTES": card.memory_used,
+        "GPU_UTIL_RATIO": gpu.utilization,
+        "FB_USED_BYTES": gpu.memory_used,
         "FB_FREE_BYTES": free,
-        "FB_CAPACITY_BYTES": card.memory_total,
-        "GPU_TEMP_CELSIUS": card.temperature,
-        "BOARD_POWER_WATTS": card.power,
-        "SM_CLOCK_HERTZ": card.clock,
-        "MEMORY_CLOCK_HERTZ": card.memory_clock,
-        "XID_ERROR": last_xid(card),
-        "GPU_ENERGY_JOULES_TOTAL": card.energy,
+        "FB_CAPACITY_BYTES": gpu.memory_total,
+        "GPU_TEMP_CELSIUS": gpu.temperature,
+        "BOARD_POWER_WATTS": gpu.power,
+        "SM_CLOCK_HERTZ": gpu.clock,
+        "MEMORY_CLOCK_HERTZ": gpu.memory_clock,
+        "XID_ERROR": last_xid(gpu),
+        "GPU_ENERGY_JOULES_TOTAL": gpu.energy,
     }
     for name, value in (classic if dialect == CLASSIC else new).items():
-        page.put(f"DCGM_FI_DEV_{name}", value, *who)
+        page.put(f"DCGM_FI_DEV_{name}", value, *key)
 
 
 def _times(value: float | None, factor: float) -> float | None:
-    """Not 34.00000000000001 for what was 0.34."""
+    """Scale a value without rounding errors: 0.34 becomes 34, not 34.00000000000001."""
     return None if value is None else round(value * factor, 6)

@@ -1,1 +1,1 @@
-"""`stoker top`: a snapshot drawn as lines of a terminal. Only app.py knows Textual; all else is plain text and pure."""
+"""`stoker top`: draws the snapshot as lines of a terminal. Only app.py needs Textual; the rest is plain text and pure."""

@@ -1,4 +1,4 @@
-"""The screen in a terminal, by Textual: keys and mouse in, frames out, on one widget. Snapshots come from a thread; no frame waits."""
+"""The screen in a terminal, drawn by Textual on one widget. Snapshots come from a thread, so that no frame waits for one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from textual.widget import Widget
 from stoker.contract.errors import Refusal
 from stoker.contract.frozen import replace
 from stoker.control.show.snapshot import Snapshot
-from stoker.control.show.top.cells import Line
 from stoker.control.show.top.frame import Frame, make_frame
-from stoker.control.show.top.table import RUN
+from stoker.control.show.top.table import RUN, Line
 from stoker.control.show.top.view import (
     BACK,
     BROWSE,
@@ -34,16 +33,16 @@ from stoker.control.show.top.view import (
     STOP,
     Effect,
     View,
-    chosen,
-    moved,
-    picked,
+    append_to_filter,
+    chosen_run,
+    drop_deleted_run,
+    move_cursor,
     press,
-    typed_in,
-    without_gone,
+    select_row,
 )  # fmt: skip
 
-# The terminal's own sixteen colours: they fit its theme, light or dark.
-_LOOKS = {
+# The terminal's own sixteen colors: they fit its theme, light or dark.
+_STYLES = {
     "": Style.null(),
     "dim": Style(dim=True),
     "bold": Style(bold=True),
@@ -55,36 +54,37 @@ _LOOKS = {
     "focus": Style(bold=True, reverse=True),
     "cursor": Style(reverse=True),
 }
+_WHEEL_ROWS = 3
 
 
 def style_of(name: str) -> Style:
-    found = _LOOKS.get(name)
-    if found is None:  # "cursor bad"
-        found = _LOOKS[name] = Style.combine([_LOOKS.get(word, Style.null()) for word in name.split()])
-    return found
-
-
-def strip_of(line: Line) -> Strip:
-    """Pieces, not markup: foreign text stays text."""
-    return Strip([Segment(text, style_of(style)) for text, style in line])
+    style = _STYLES.get(name)
+    if style is None:  # a combination such as "cursor bad"
+        style = _STYLES[name] = Style.combine([_STYLES.get(part, Style.null()) for part in name.split()])
+    return style
 
 
 class Board(Widget, can_focus=True):
+    """The widget that fills the screen."""
+
     DEFAULT_CSS = "Board { width: 1fr; height: 1fr; }"
 
-    def __init__(self, resized: Callable[[], None]) -> None:
+    def __init__(self, on_resized: Callable[[], None]) -> None:
         super().__init__()
-        self._resized = resized
+        self._on_resized = on_resized
         self.lines: tuple[Line, ...] = ()
 
     def on_resize(self) -> None:
-        self._resized()
+        self._on_resized()
 
     def render_line(self, y: int) -> Strip:
-        return strip_of(self.lines[y]) if y < len(self.lines) else Strip.blank(self.size.width)
+        if y >= len(self.lines):
+            return Strip.blank(self.size.width)
+        # Segments and not markup, so that markup in foreign text stays text.
+        return Strip([Segment(text, style_of(style)) for text, style in self.lines[y]])
 
     def show(self, lines: tuple[Line, ...]) -> None:
-        """Only lines that have changed are drawn."""
+        """Draw the lines that have changed."""
         before, self.lines = self.lines, lines
         width = self.size.width
         if len(before) != len(lines):
@@ -95,28 +95,25 @@ class Board(Widget, can_focus=True):
             self.refresh(*changed)
 
 
-_WHEEL = 3  # rows
-
-
 class Source(Protocol):
-    """Where snapshots come from. `look` may take its time: it is called in a thread."""
+    """A source of snapshots. `look` is called in a thread and may block."""
 
     interval: float
 
     @property
     def status(self) -> str:
-        """For the header."""
+        """A text for the header."""
         ...
 
     def look(self, watched: tuple[str, ...]) -> Snapshot: ...
 
-    def seek(self, what: str) -> str:
-        """Of a recording: back, forth, faster, slower. What to tell the person at the keyboard."""
+    def seek(self, command: str) -> str:
+        """Handle a key of a replay (back, forth, faster, slower, pause) and return a note for the user."""
         ...
 
 
-class Fresh(Message):
-    """From the thread that looks."""
+class SnapshotTaken(Message):
+    """Posted by the thread that takes snapshots."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         super().__init__()
@@ -124,6 +121,8 @@ class Fresh(Message):
 
 
 class TopApp(App[None]):
+    """The `stoker top` screen. `stop` stops the run in a directory and returns a note for the user."""
+
     ENABLE_COMMAND_PALETTE = False
     CSS: ClassVar[str] = "Screen { background: ansi_default; }"
     BINDINGS: ClassVar = []
@@ -134,8 +133,8 @@ class TopApp(App[None]):
         self.view = view
         self.frame: Frame | None = None
         self.snapshot = Snapshot(0.0)
-        self._taken = time.monotonic()
-        self._ending, self._hurry = threading.Event(), threading.Event()
+        self._taken_at = time.monotonic()
+        self._ending, self._wake = threading.Event(), threading.Event()
         self.board = Board(self.draw)
 
     def compose(self) -> ComposeResult:
@@ -143,48 +142,49 @@ class TopApp(App[None]):
 
     def on_mount(self) -> None:
         self.board.focus()
-        threading.Thread(target=self._look, name="snapshots", daemon=True).start()
-        self.set_interval(max(1.0, self._source.interval), self._tick)
+        threading.Thread(target=self._take_snapshots, name="snapshots", daemon=True).start()
+        self.set_interval(max(1.0, self._source.interval), self._draw_if_late)
 
     def on_unmount(self) -> None:
         self._ending.set()
-        self._hurry.set()
+        self._wake.set()
 
-    # ---- snapshots: in a thread ----
+    # ---- snapshots ----
 
-    def _look(self) -> None:
+    def _take_snapshots(self) -> None:
+        """Runs in a thread until the screen is closed."""
         while not self._ending.is_set():
-            begun = time.monotonic()
-            run = chosen(self.snapshot, self.view)
+            began = time.monotonic()
+            run = chosen_run(self.snapshot, self.view)
             try:
                 snapshot = self._source.look((run.id,) if run is not None else ())
             except Refusal as refusal:
                 snapshot = replace(self.snapshot, problems=(refusal.line,))
-            except Exception as problem:  # a damaged folder must not end the screen: it is shown
+            except Exception as problem:  # shown in the footer: a damaged folder must not end the screen
                 snapshot = replace(self.snapshot, problems=(f"{type(problem).__name__}: {problem}",))
             if self._ending.is_set():
                 return
-            self.post_message(Fresh(snapshot))
-            self._hurry.wait(max(0.05, self._source.interval - (time.monotonic() - begun)))
-            self._hurry.clear()
+            self.post_message(SnapshotTaken(snapshot))
+            self._wake.wait(max(0.05, self._source.interval - (time.monotonic() - began)))
+            self._wake.clear()
 
-    def on_fresh(self, message: Fresh) -> None:
-        self._taken = time.monotonic()
+    def on_snapshot_taken(self, message: SnapshotTaken) -> None:
+        self._taken_at = time.monotonic()
         if not self.view.paused:
             self.snapshot = message.snapshot
-            self.view = without_gone(self.view, self.snapshot)
+            self.view = drop_deleted_run(self.view, self.snapshot)
             self.draw()
 
-    def _tick(self) -> None:
-        """Where snapshots stay out, the header says so."""
-        if time.monotonic() - self._taken > self._source.interval + 1.0 and not self.view.paused:
+    def _draw_if_late(self) -> None:
+        """Draw again if snapshots stop coming, so that the header shows the age of the data."""
+        if time.monotonic() - self._taken_at > self._source.interval + 1.0 and not self.view.paused:
             self.draw()
 
     # ---- frames ----
 
     def draw(self) -> None:
         width, height = self.board.size
-        age = time.monotonic() - self._taken
+        age = time.monotonic() - self._taken_at
         self.frame = make_frame(self.snapshot, self.view, width, height, age, self._source.status)
         self.view = self.frame.view
         self.board.show(self.frame.lines)
@@ -194,50 +194,51 @@ class TopApp(App[None]):
     def on_key(self, event: events.Key) -> None:
         event.prevent_default()
         event.stop()
-        sign = event.character or "" if event.is_printable else ""
-        place = self.frame.places.get(self.view.focus) if self.frame is not None else None
-        page = max(1, place.height - 2) if place is not None else 10
-        before = chosen(self.snapshot, self.view)
-        self.view, effect = press(self.view, event.key, sign, self.snapshot, page)
+        character = event.character or "" if event.is_printable else ""
+        area = self.frame.places.get(self.view.focus) if self.frame is not None else None
+        page = max(1, area.height - 2) if area is not None else 10
+        before = chosen_run(self.snapshot, self.view)
+        self.view, effect = press(self.view, event.key, character, self.snapshot, page)
         if effect is not None:
-            self._do(effect)
-        if chosen(self.snapshot, self.view) != before:
-            self._hurry.set()
+            self._apply(effect)
+        if chosen_run(self.snapshot, self.view) != before:
+            self._wake.set()
         self.draw()
 
     def on_paste(self, event: events.Paste) -> None:
         if self.view.mode == FILTER:
-            self.view = typed_in(self.view, event.text)
+            self.view = append_to_filter(self.view, event.text)
             self.draw()
 
     def on_click(self, event: events.Click) -> None:
-        spot = self.frame.at(event.screen_x, event.screen_y) if self.frame is not None else None
-        if spot is None or self.view.mode != BROWSE:
+        target = self.frame.at(event.screen_x, event.screen_y) if self.frame is not None else None
+        if target is None or self.view.mode != BROWSE:
             return
-        panel, key = spot
+        panel, key = target
         self.view = replace(self.view, focus=panel)
         if key:
-            self.view = picked(self.view, panel, key)
+            self.view = select_row(self.view, panel, key)
         self.draw()
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        self._wheel(event, _WHEEL)
+        self._scroll(event, _WHEEL_ROWS)
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        self._wheel(event, -_WHEEL)
+        self._scroll(event, -_WHEEL_ROWS)
 
-    def _wheel(self, event: events.MouseEvent, by: int) -> None:
-        spot = self.frame.at(event.screen_x, event.screen_y) if self.frame is not None else None
-        if spot is not None and spot[0] != RUN and self.view.mode == BROWSE:
-            self.view = moved(replace(self.view, focus=spot[0]), spot[0], by, self.snapshot)
+    def _scroll(self, event: events.MouseEvent, rows: int) -> None:
+        target = self.frame.at(event.screen_x, event.screen_y) if self.frame is not None else None
+        if target is not None and target[0] != RUN and self.view.mode == BROWSE:
+            self.view = move_cursor(replace(self.view, focus=target[0]), target[0], rows, self.snapshot)
             self.draw()
 
-    def _do(self, effect: Effect) -> None:
+    def _apply(self, effect: Effect) -> None:
         if effect.what == QUIT:
             self.exit()
         elif effect.what == STOP:
             run = self.snapshot.run(effect.run)
-            self.view = replace(self.view, note=self._stop(run.dir) if run is not None else "this run is gone")
+            note = self._stop(run.dir) if run is not None else "this run no longer exists"
+            self.view = replace(self.view, note=note)
         elif effect.what in (BACK, FORTH, FASTER, SLOWER, PAUSE):
             self.view = replace(self.view, note=self._source.seek(effect.what))
-            self._hurry.set()
+            self._wake.set()

@@ -1,251 +1,267 @@
-"""A whole screen: where each panel goes, and its lines. Pure."""
+"""A whole screen: where each panel goes, and all lines. Pure."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
 from stoker.contract.frozen import frozen, replace
 from stoker.contract.units import plural
 from stoker.control.show.snapshot import OFFLINE, RUNNING, RunView, Snapshot
-from stoker.control.show.top.cells import (
+from stoker.control.show.top.run_panel import run_head, run_height, run_lines, run_text_height
+from stoker.control.show.top.table import (
     ACCENT,
     BAD,
     BOLD,
     CURSOR,
     DIM,
     FOCUS,
+    GPUS,
     HEAD,
+    PANELS,
     PLAIN,
+    PROCESSES,
+    RANKS,
+    RUN,
+    RUNS,
+    TITLES,
     WARN,
     Line,
+    Panel,
     Piece,
     cut,
+    escape_cell,
     fit,
-    foreign,
-    joined,
+    format_local_time,
+    join_pieces,
     pad,
-    plain,
-)  # fmt: skip
-from stoker.control.show.top.run_panel import run_head, run_height, run_lines, run_words
-from stoker.control.show.top.table import GPUS, PANELS, PROCESSES, RANKS, RUN, RUNS, TITLES, Panel
-from stoker.control.show.top.view import CONFIRM, FILTER, HELP, ORDERS, SORT, View, chosen, cursor_at, panels
+    plain_text,
+)
+from stoker.control.show.top.view import CONFIRM, FILTER, HELP, ORDERS, SORT, View, build_panels, chosen_run, cursor_row
 
-WIDE, TALL = 140, 30  # from here on there are two columns
-_LEAST = {GPUS: 4, RUN: 2, RANKS: 3, PROCESSES: 2, RUNS: 2}  # lines, with the head
-_CURVE_MORE = 8  # lines that a curve gets where nobody else needs them
+# ---- layout ----
+
+WIDE, TALL = 140, 30  # screens of at least this size have two columns
+_MIN_HEIGHTS = {GPUS: 4, RUN: 2, RANKS: 3, PROCESSES: 2, RUNS: 2}  # lines, including the head
+_EXTRA_CURVE = 8  # lines that a curve gets if no other panel needs them
 
 
 @frozen
-class Place:
+class Area:
+    """A rectangle of the screen."""
+
     x: int
     y: int
     width: int
     height: int
 
 
-def arrange(tables: Mapping[str, Panel], run: RunView | None, focus: str, width: int, height: int) -> dict[str, Place]:
-    """One below the other; on a wide screen in two columns. The first and the last line are not the panels'."""
-    inside = height - 2
+def arrange_panels(
+    panels: Mapping[str, Panel], run: RunView | None, focus: str, width: int, height: int
+) -> dict[str, Area]:
+    """Arrange the panels in one column, on a wide screen in two. The first and the last line stay free."""
+    inner_height = height - 2
     if width < WIDE or height < TALL:
-        return _stacked(PANELS, tables, run, focus, Place(0, 1, width, inside))
-    left = min((width * 55) // 100, width - 70)
-    columns = (
-        ((GPUS, PROCESSES), Place(0, 1, left, inside)),
-        ((RUN, RANKS, RUNS), Place(left + 1, 1, width - left - 1, inside)),
-    )
-    places: dict[str, Place] = {}
-    for names, area in columns:
-        places |= _stacked(names, tables, run, focus, area)
-    return places
+        return _stack(PANELS, panels, run, focus, Area(0, 1, width, inner_height))
+    left_width = min((width * 55) // 100, width - 70)
+    right_area = Area(left_width + 1, 1, width - left_width - 1, inner_height)
+    return {
+        **_stack((GPUS, PROCESSES), panels, run, focus, Area(0, 1, left_width, inner_height)),
+        **_stack((RUN, RANKS, RUNS), panels, run, focus, right_area),
+    }
 
 
-def _stacked(
-    names: tuple[str, ...], tables: Mapping[str, Panel], run: RunView | None, focus: str, area: Place
-) -> dict[str, Place]:
-    wants = {name: run_height(run, area.width) if name == RUN else len(tables[name].rows) or 1 for name in names}
-    wants = {name: want + 1 for name, want in wants.items()}
-    kept = list(names)
-    least = {name: min(_LEAST[name], wants[name]) for name in kept}
-    if RUN in kept:
-        least[RUN] = 1 + run_words(run, area.width)
-    while len(kept) > 1 and sum(least[name] for name in kept) > area.height:
-        kept.remove(next(name for name in reversed(kept) if name != focus))
-    given = {name: least[name] for name in kept}
-    if len(kept) == 1:
-        given = {kept[0]: area.height}
-    left = area.height - sum(given.values())
-    for name in sorted(kept, key=lambda name: name != focus):
-        more = min(left, wants[name] - given[name])
-        given[name] += max(0, more)
-        left -= max(0, more)
-    if RUN in kept and run is not None and run.curve:
-        given[RUN] += min(left, _CURVE_MORE)
-        left -= min(left, _CURVE_MORE)
-    given[kept[-1]] += max(0, left)
-    places, y = {}, area.y
-    for name in kept:
-        if given[name] > 0:
-            places[name] = Place(area.x, y, area.width, given[name])
-            y += given[name]
-    return places
+def _stack(
+    names: tuple[str, ...], panels: Mapping[str, Panel], run: RunView | None, focus: str, area: Area
+) -> dict[str, Area]:
+    """Divide the lines of an area: first the minimum of each panel, then what the focused one and the others want."""
+    wanted_heights = {
+        name: 1 + (run_height(run, area.width) if name == RUN else len(panels[name].rows) or 1) for name in names
+    }
+    min_heights = {name: min(_MIN_HEIGHTS[name], wanted_heights[name]) for name in names}
+    if RUN in names:
+        min_heights[RUN] = 1 + run_text_height(run, area.width)
+    fitting = list(names)
+    while len(fitting) > 1 and sum(min_heights[name] for name in fitting) > area.height:
+        fitting.remove(next(name for name in reversed(fitting) if name != focus))
+    heights = {name: min_heights[name] for name in fitting} if len(fitting) > 1 else {fitting[0]: area.height}
+    free = area.height - sum(heights.values())
+    for name in sorted(fitting, key=lambda name: name != focus):
+        extra = max(0, min(free, wanted_heights[name] - heights[name]))
+        heights[name] += extra
+        free -= extra
+    if RUN in fitting and run is not None and run.curve:
+        extra = min(free, _EXTRA_CURVE)
+        heights[RUN] += extra
+        free -= extra
+    heights[fitting[-1]] += max(0, free)
+    areas, y = {}, area.y
+    for name in fitting:
+        if heights[name] > 0:
+            areas[name] = Area(area.x, y, area.width, heights[name])
+            y += heights[name]
+    return areas
 
+
+# ---- the frame ----
 
 _STALE_S = 10.0
 
 KEYS = (
-    ("q", "quit"), ("↑ ↓ PgUp PgDn Home End", "move"), ("Tab ← → 1-5", "go to another panel"), ("o + letter", "sort; again: the other way round"),
-    ("/", "filter all panels; Enter keeps it, Esc clears it"), ("Space", "hold the picture, and go on"), ("T", "stop your own run, after a question"),
-    ("h ?", "this help"), ("mouse", "click a row; the wheel moves"),
-)  # fmt: skip
-REPLAY_KEYS = (("← →", "back, forward"), ("+ -", "faster, slower"), ("Space", "hold, go on"))
+    ("q", "quit"),
+    ("↑ ↓ PgUp PgDn Home End", "move"),
+    ("Tab ← → 1-5", "go to another panel"),
+    ("o + letter", "sort; again: reverse"),
+    ("/", "filter all panels; Enter keeps the filter, Esc clears it"),
+    ("Space", "pause, resume"),
+    ("T", "stop your own run (asks first)"),
+    ("h ?", "this help"),
+    ("mouse", "click a row; the wheel moves"),
+)
+REPLAY_KEYS = (("← →", "back, forward"), ("+ -", "faster, slower"), ("Space", "pause, resume"))
 
 
 @frozen
 class Frame:
+    """All lines of the screen and what is where."""
+
     lines: tuple[Line, ...]
-    places: Mapping[str, Place]
-    rows: Mapping[str, tuple[str, ...]]  # panel -> keys of the rows that are seen, from the line below its head
-    view: View  # with its panels scrolled so that their cursors are seen
+    places: Mapping[str, Area]
+    rows: Mapping[str, tuple[str, ...]]  # panel -> keys of its visible rows, from the line below its head
+    view: View  # with panels scrolled so that their cursors are visible
 
     def at(self, x: int, y: int) -> tuple[str, str] | None:
-        """(panel, key of the row) at a point; the key is empty on its head."""
-        for name, place in self.places.items():
-            if place.x <= x < place.x + place.width and place.y <= y < place.y + place.height:
-                row = y - place.y - 1
+        """Return (panel, key of the row) at a position; the key is empty on the panel's head."""
+        for name, area in self.places.items():
+            if area.x <= x < area.x + area.width and area.y <= y < area.y + area.height:
+                row = y - area.y - 1
                 keys = self.rows.get(name, ())
                 return name, keys[row] if 0 <= row < len(keys) else ""
         return None
 
 
 def make_frame(snapshot: Snapshot, view: View, width: int, height: int, age: float = 0.0, status: str = "") -> Frame:
-    """`age`: seconds since the snapshot was taken. `status`: what its source has to say."""
+    """Draw the screen. `age` is the snapshot's age in seconds, `status` a text of its source for the header."""
     width, height = max(width, 1), max(height, 1)
-    run, tables = chosen(snapshot, view), panels(snapshot, view)
-    places = arrange(tables, run, view.focus, width, height)
+    run, panels = chosen_run(snapshot, view), build_panels(snapshot, view)
+    areas = arrange_panels(panels, run, view.focus, width, height)
     canvas: list[list[Piece]] = [[] for _ in range(height)]
     canvas[0] = list(_header(snapshot, view, width, age, status))
-    seen: dict[str, tuple[str, ...]] = {}
-    for name, place in sorted(places.items(), key=lambda item: item[1].x):
-        drawn, view, keys = _panel(name, tables.get(name), run, view, place)
-        seen[name] = keys
-        for row, line in enumerate(drawn):
-            before = canvas[place.y + row]
-            before[:] = [*(fit(before, place.x) if place.x else ()), *fit(line, place.width)]
+    visible_rows: dict[str, tuple[str, ...]] = {}
+    for name, area in sorted(areas.items(), key=lambda item: item[1].x):
+        panel_lines, view, visible_rows[name] = _draw_panel(name, panels.get(name), run, view, area)
+        for row, line in enumerate(panel_lines):
+            before = canvas[area.y + row]
+            before[:] = [*(fit(before, area.x) if area.x else ()), *fit(line, area.width)]
     if height > 1:
         canvas[-1] = list(_footer(snapshot, view, width))
     lines = [fit(line, width) for line in canvas]
     if view.mode == HELP:
-        lines[1 : height - 1] = _help(view, width, height - 2)
-    return Frame(tuple(lines), places, seen, view)
+        lines[1 : height - 1] = _help_lines(view, width, height - 2)
+    return Frame(tuple(lines), areas, visible_rows, view)
 
 
-def _panel(
-    name: str, table: Panel | None, run: RunView | None, view: View, place: Place
+def _draw_panel(
+    name: str, panel: Panel | None, run: RunView | None, view: View, area: Area
 ) -> tuple[list[Line], View, tuple[str, ...]]:
-    style = FOCUS if view.focus == name else HEAD
-    rows = place.height - 1
-    if table is None:
-        lines = run_lines(run, place.width, rows)
-        return [((pad(run_head(run), place.width), style),), *lines, *[()] * (rows - len(lines))], view, ()
-    keys = [row.key for row in table.rows]
-    at = cursor_at(view, name, keys)
-    top = max(0, min(view.tops.get(name, 0), len(keys) - rows))
-    if name in view.cursors:
-        top = max(min(top, at), at - rows + 1)
-    if top != view.tops.get(name, 0):
-        view = replace(view, tops={**view.tops, name: top})
-    head = _more(table.head(place.width), len(keys), top, rows, place.width)
-    lines = [fit(line, place.width) for line in table.lines(top, top + rows, place.width)]
-    if name in view.cursors and view.focus == name and keys and top <= at < top + len(lines):
-        lines[at - top] = tuple((text, f"{CURSOR} {piece_style}") for text, piece_style in lines[at - top])
-    return (
-        [((pad(head, place.width), style),), *lines, *[()] * (rows - len(lines))],
-        view,
-        tuple(keys[top : top + rows]),
-    )
+    """Return the panel's lines, the view scrolled to its cursor, and the keys of its visible rows."""
+    rows = area.height - 1
+    keys: list[str] = []
+    top = 0
+    if panel is None:
+        head, lines = run_head(run), run_lines(run, area.width, rows)
+    else:
+        keys = [row.key for row in panel.rows]
+        cursor = cursor_row(view, name, keys)
+        top = max(0, min(view.tops.get(name, 0), len(keys) - rows))
+        if name in view.cursors:
+            top = max(min(top, cursor), cursor - rows + 1)
+        if top != view.tops.get(name, 0):
+            view = replace(view, tops={**view.tops, name: top})
+        head = _head_with_range(panel.head(area.width), len(keys), top, rows, area.width)
+        lines = [fit(line, area.width) for line in panel.lines(top, top + rows, area.width)]
+        if name in view.cursors and view.focus == name and keys and top <= cursor < top + len(lines):
+            lines[cursor - top] = tuple((text, f"{CURSOR} {style}") for text, style in lines[cursor - top])
+    head_line: Line = ((pad(head, area.width), FOCUS if view.focus == name else HEAD),)
+    return [head_line, *lines, *[()] * (rows - len(lines))], view, tuple(keys[top : top + rows])
 
 
-def _more(head: str, count: int, top: int, rows: int, width: int) -> str:
-    """At the right of the head: which of the rows are seen."""
+def _head_with_range(head: str, count: int, top: int, rows: int, width: int) -> str:
+    """Add the range of visible rows at the right, unless all are visible."""
     if count <= rows or rows < 1:
         return head
-    mark = f" {top + 1}-{min(top + rows, count)}/{count} "
-    return pad(head, width - len(mark)) + mark if len(mark) < width else head
+    visible = f" {top + 1}-{min(top + rows, count)}/{count} "
+    return pad(head, width - len(visible)) + visible if len(visible) < width else head
 
 
 def _header(snapshot: Snapshot, view: View, width: int, age: float, status: str) -> Line:
     offline = sum(host.state == OFFLINE for host in snapshot.hosts)
     running = sum(run.state == RUNNING for run in snapshot.runs)
-    watts = [card.power for card in snapshot.gpus if card.power is not None]
-    parts: list[Piece | None] = [
+    watts = [gpu.power for gpu in snapshot.gpus if gpu.power is not None]
+    pieces: list[Piece | None] = [
         ("stoker top", BOLD),
-        (_clock(snapshot.time), DIM),
+        (format_local_time(snapshot.time, "%H:%M:%S"), DIM),
         (status, ACCENT),
-        ("HELD", WARN) if view.paused else None,
+        ("PAUSED", WARN) if view.paused else None,
         (f"last data {age:.0f} s ago", BAD) if age > _STALE_S and not view.paused and not view.replay else None,
         (plural(len(snapshot.hosts), "host"), PLAIN),
         (f"{offline} {OFFLINE}", BAD) if offline else None,
         (plural(len(snapshot.gpus), "GPU"), PLAIN),
         (f"{sum(watts):.0f} W", PLAIN) if watts else None,
         (f"{running} of {plural(len(snapshot.runs), 'run')} running", PLAIN),
-        (f"filter: {foreign(view.filter)}", WARN) if view.filter else None,
+        (f"filter: {escape_cell(view.filter)}", WARN) if view.filter else None,
     ]
-    return fit(joined(parts), width)
-
-
-def _clock(when: float) -> str:
-    try:
-        return time.strftime("%H:%M:%S", time.localtime(when))
-    except (OverflowError, OSError, ValueError):
-        return ""
+    return fit(join_pieces(pieces), width)
 
 
 def _footer(snapshot: Snapshot, view: View, width: int) -> Line:
-    if view.mode == FILTER:
-        return fit(
-            [("filter: ", BOLD), (foreign(view.typed), PLAIN), ("▏", PLAIN), ("  Enter keeps, Esc drops", DIM)], width
-        )
-    if view.mode == SORT:
-        orders = "  ".join(f"{letter} {order.title}" for letter, order in ORDERS[view.focus].items())
-        return fit([(f"sort {TITLES[view.focus]} by: ", BOLD), (f"n none  {orders}", PLAIN)], width)
-    if view.mode == CONFIRM:
-        question = f"stop run {foreign(view.asked)}? Its ranks get SIGTERM and their grace to save."
-        return fit([("y/n ", BAD), (question, BOLD)], width)
-    if view.note:
-        return fit([(foreign(view.note), WARN)], width)
-    if snapshot.problems:
-        return fit([(foreign(snapshot.problems[0]), BAD)], width)
     keys = "q quit  h help  o sort  / filter  T stop run  Tab panel"
     if view.replay:
-        keys = "replay: ← → seek  + - speed  Space hold  q quit  h help"
-    return fit([(cut(keys, width), DIM)], width)
+        keys = "replay: ← → seek  + - speed  Space pause  q quit  h help"
+    pieces: list[Piece] = [(cut(keys, width), DIM)]
+    if view.mode == FILTER:
+        typed = (escape_cell(view.typed), PLAIN)
+        pieces = [("filter: ", BOLD), typed, ("▏", PLAIN), ("  Enter keeps it, Esc cancels", DIM)]
+    elif view.mode == SORT:
+        orders = "  ".join(f"{letter} {order.title}" for letter, order in ORDERS[view.focus].items())
+        pieces = [(f"sort {TITLES[view.focus]} by: ", BOLD), (f"n none  {orders}", PLAIN)]
+    elif view.mode == CONFIRM:
+        question = f"stop run {escape_cell(view.asked)}? Its ranks get SIGTERM and time to save a checkpoint."
+        pieces = [("y/n ", BAD), (question, BOLD)]
+    elif view.note:
+        pieces = [(escape_cell(view.note), WARN)]
+    elif snapshot.problems:
+        pieces = [(escape_cell(snapshot.problems[0]), BAD)]
+    return fit(pieces, width)
 
 
-def _help(view: View, width: int, height: int) -> list[Line]:
-    rows = [*KEYS, *((key, f"replay: {what}") for key, what in REPLAY_KEYS if view.replay)]
-    wide = max(len(key) for key, _ in rows)
-    lines: list[Line] = [(("Keys", BOLD),), *[((f"  {key:<{wide}}  ", PLAIN), (what, DIM)) for key, what in rows]]
-    panel_letters = [(name, orders) for name, orders in ORDERS.items() if orders]
-    lines += [(), (("Sorting, after o", BOLD),)]
-    for name, orders in panel_letters:
-        words = ", ".join(f"{letter} {order.title}" for letter, order in orders.items())
-        lines.append(((f"  {TITLES[name]:<{wide}}  ", PLAIN), (words, DIM)))
-    lines += [(), (("WAIT is the share of its time in which a rank waits for others in collectives.", DIM),)]
+def _help_lines(view: View, width: int, height: int) -> list[Line]:
+    rows = [*KEYS, *((key, f"replay: {meaning}") for key, meaning in REPLAY_KEYS if view.replay)]
+    key_width = max(len(key) for key, _ in rows)
+    lines: list[Line] = [
+        (("Keys", BOLD),),
+        *[((f"  {key:<{key_width}}  ", PLAIN), (meaning, DIM)) for key, meaning in rows],
+        (),
+        (("Sorting, after o", BOLD),),
+    ]
+    for name, orders in ORDERS.items():
+        if orders:
+            letters = ", ".join(f"{letter} {order.title}" for letter, order in orders.items())
+            lines.append(((f"  {TITLES[name]:<{key_width}}  ", PLAIN), (letters, DIM)))
+    lines += [(), (("WAIT is the share of its time that a rank waits for others in collectives.", DIM),)]
     return [fit(line, width) for line in [*lines, *[()] * height][: max(height, 0)]]
 
 
-def text(snapshot: Snapshot, width: int, view: View | None = None) -> str:
-    """All of it as plain text, once: no row is left out."""
+def draw_text(snapshot: Snapshot, width: int, view: View | None = None) -> str:
+    """Return everything as plain text with all rows, for `stoker top --once`."""
     view = view or View()
-    run, tables = chosen(snapshot, view), panels(snapshot, view)
-    lines = [plain(_header(snapshot, view, width, 0.0, ""))]
+    run, panels = chosen_run(snapshot, view), build_panels(snapshot, view)
+    lines = [plain_text(_header(snapshot, view, width, 0.0, ""))]
     for name in PANELS:
         if name == RUN:
-            body = run_lines(run, width, run_height(run, width))
-            head = run_head(run)
+            head, body = run_head(run), run_lines(run, width, run_height(run, width))
         else:
-            body, head = tables[name].lines(0, max(1, len(tables[name].rows)), width), tables[name].head(width)
-        lines += ["", cut(head, width).rstrip(), *(plain(fit(line, width)) for line in body)]
-    lines += [foreign(problem) for problem in snapshot.problems]
+            panel = panels[name]
+            head, body = panel.head(width), panel.lines(0, max(1, len(panel.rows)), width)
+        lines += ["", cut(head, width).rstrip(), *(plain_text(fit(line, width)) for line in body)]
+    lines += [escape_cell(problem) for problem in snapshot.problems]
     return "\n".join(lines)

@@ -1,202 +1,197 @@
-"""The hosts and their GPUs."""
+"""The panel of hosts and their GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from stoker.control.show.snapshot import OFFLINE, GpuGauges, HostGauges
-from stoker.control.show.top.cells import (
+from stoker.control.show.top.table import (
     ACCENT,
     BAD,
     BOLD,
     DIM,
     GOOD,
+    GPUS,
     NONE,
     PLAIN,
     WARN,
     Column,
     Line,
+    Order,
+    Panel,
+    PanelOptions,
     Piece,
-    bar,
+    Row,
+    SnapshotIndex,
+    draw_bar,
+    draw_history,
+    escape_cell,
+    filter_and_sort,
     fit,
-    foreign,
-    gigabytes,
-    joined,
-    newest,
-    percent,
-    whole,
-)  # fmt: skip
-from stoker.control.show.top.table import GPUS, Index, Order, Panel, Row, Wish, ordered
+    format_gib,
+    format_percent,
+    gpu_label,
+    join_fitting,
+    join_pieces,
+)
+
+_HOT_C, _WARM_C = 85, 75  # for a GPU that does not report its own limit
+_NEAR_C = 5  # degrees below its limit at which a GPU counts as hot
+
+GPU_ORDERS = {
+    "u": Order("utilization", lambda gpu: gpu.utilization),
+    "m": Order("memory", lambda gpu: gpu.memory_used),
+    "t": Order("temperature", lambda gpu: gpu.temperature),
+    "p": Order("power", lambda gpu: gpu.power),
+    "h": Order("host", lambda gpu: (gpu.host, gpu.index), down=False),
+}
+
+
+# ---- hosts ----
 
 
 def draw_host(host: HostGauges, width: int) -> Line:
-    name: Piece = (foreign(host.name), BOLD)
+    name: Piece = (escape_cell(host.name), BOLD)
+    reason = escape_cell(host.reason)
     if host.state == OFFLINE:
-        return fit(joined([name, (OFFLINE, BAD), (foreign(host.reason), BAD)]), width)
+        return fit(join_pieces([name, (OFFLINE, BAD), (reason, BAD)]), width)
     if host.state != "OK":
-        return fit(joined([name, (foreign(host.state), WARN), (foreign(host.reason), DIM)]), width)
+        return fit(join_pieces([name, (escape_cell(host.state), WARN), (reason, DIM)]), width)
     used = None
     if host.memory_total is not None and host.memory_available is not None:
         used = host.memory_total - host.memory_available
-    busy = host.cpu is not None and host.cpu >= 0.95
-    tight = used is not None and host.memory_total and used / host.memory_total > 0.95
-    full = bool(host.disk_total) and host.disk_free is not None and host.disk_free / (host.disk_total or 1) < 0.05
+    is_busy = host.cpu is not None and host.cpu >= 0.95
+    is_memory_short = used is not None and host.memory_total and used / host.memory_total > 0.95
+    is_disk_full = (
+        bool(host.disk_total) and host.disk_free is not None and host.disk_free / (host.disk_total or 1) < 0.05
+    )
     load = f" load {host.load[0]:.1f}/{host.cores or NONE}" if host.load else ""
-    parts: list[Piece | None] = [
+    driver_error: Piece | None = (escape_cell(host.gpu_error), BAD) if host.gpu_error else None
+    pieces: list[Piece | None] = [
         name,
-        (f"CPU {percent(host.cpu)}{load}", WARN if busy else DIM),
-        (f"mem {gigabytes(used, host.memory_total)}", WARN if tight else DIM),
-        (_rates("net", host.received, host.sent), DIM),
-        (_rates("disk", host.disk_read, host.disk_written), DIM),
-        (f"{_rate(host.disk_free)} free", BAD if full else DIM) if host.disk_free is not None else None,
-        (foreign(host.gpu_error), BAD) if host.gpu_error else None,
+        driver_error,
+        (f"CPU {format_percent(host.cpu)}{load}", WARN if is_busy else DIM),
+        (f"mem {format_gib(used, host.memory_total)}", WARN if is_memory_short else DIM),
+        (_format_rates("net", host.received, host.sent), DIM),
+        (_format_rates("disk", host.disk_read, host.disk_written), DIM),
+        (f"{_format_amount(host.disk_free)} free", BAD if is_disk_full else DIM)
+        if host.disk_free is not None
+        else None,
     ]
-    if host.gpu_error:  # before what is cut off
-        parts.insert(1, parts.pop())
-    return whole(parts, width)
+    return join_fitting(pieces, width)
 
 
-def _rates(name: str, down: float | None, up: float | None) -> str:
-    """Not known before the second look."""
-    return "" if down is None or up is None else f"{name} ↓{_rate(down)}/s ↑{_rate(up)}/s"
+def _format_rates(name: str, down: float | None, up: float | None) -> str:
+    """Format two rates; they are unknown until the second reading."""
+    return "" if down is None or up is None else f"{name} ↓{_format_amount(down)}/s ↑{_format_amount(up)}/s"
 
 
-def _rate(value: float | None) -> str:
-    """1.8 TB, 40 MB, 900 B."""
-    if value is None:
-        return NONE
+def _format_amount(value: float) -> str:
+    """Format bytes as 1.8 TB, 40 MB or 900 B."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.{1 if value < 10 * size else 0}f} {unit}B"
     return f"{value:.0f} B"
 
 
-_HOT_C, _WARM_C = 85, 75  # where the card does not say where its own limit is
-_NEAR_C = 5  # degrees below its limit
-
-ORDERS = {
-    "u": Order("utilisation", lambda card: card.utilization),
-    "m": Order("memory", lambda card: card.memory_used),
-    "t": Order("temperature", lambda card: card.temperature),
-    "p": Order("power", lambda card: card.power),
-    "h": Order("host", lambda card: (card.host, card.index), down=False),
-}
+# ---- the panel ----
 
 
-def gpus_panel(index: Index, wish: Wish) -> Panel:
-    """Each host, then its cards; sorted, the hosts come first and the cards' names include the host's."""
-    hosts = index.snapshot.hosts
-    kept, hidden = ordered(_cards(index), wish, ORDERS)
-    if wish.sort:
-        rows = (*(_host_row(host) for host in hosts if _shown(host, wish, kept)), *kept)
-    else:
-        rows = tuple(_grouped(hosts, kept, wish))
-    many = len(hosts) > 1 and bool(wish.sort)
-    return Panel(GPUS, _columns(index, many), rows, "no GPU here", hidden if not rows else 0)
-
-
-def _grouped(hosts: tuple[HostGauges, ...], kept: tuple[Row, ...], wish: Wish) -> Iterator[Row]:
+def gpus_panel(index: SnapshotIndex, options: PanelOptions) -> Panel:
+    """List each host followed by its GPUs; if sorted, all hosts come first and the GPUs' labels include the host."""
+    hosts, is_sorted = index.snapshot.hosts, bool(options.sort)
+    gpu_rows, hidden = filter_and_sort(_gpu_rows(index), options, GPU_ORDERS)
     by_host: dict[str, list[Row]] = {}
-    for row in kept:
+    for row in gpu_rows:
         by_host.setdefault(row.item.host, []).append(row)
+    rows: list[Row] = []
     for host in hosts:
-        mine = by_host.pop(host.name, [])
-        if mine or _shown(host, wish, ()):
-            yield _host_row(host)
-            yield from mine
-    for others in by_host.values():
-        yield from others
+        searched = f"{host.name} {host.state} {host.reason}".lower()
+        if host.name in by_host or options.filter.lower() in searched:
+            rows.append(Row(f"host {host.name}", host, host.name.lower(), draw_host))
+            rows += [] if is_sorted else by_host.pop(host.name, [])
+    rows += gpu_rows if is_sorted else [row for others in by_host.values() for row in others]
+    columns = _columns(index, with_host=is_sorted and len(hosts) > 1)
+    return Panel(GPUS, columns, tuple(rows), "no GPU on this machine", hidden if not rows else 0)
 
 
-def _shown(host: HostGauges, wish: Wish, kept: tuple[Row, ...]) -> bool:
-    mine = any(row.item.host == host.name for row in kept)
-    return mine or not wish.filter or wish.filter.lower() in f"{host.name} {host.state} {host.reason}".lower()
+def _gpu_rows(index: SnapshotIndex) -> Iterator[Row]:
+    for gpu in index.snapshot.gpus:
+        runs = " ".join(f"{run.name} {run.id}" for run, _ in index.owners(gpu))
+        searched = " ".join(map(str, (gpu.host, gpu.label, gpu.name, *(gpu.throttle or ()), runs)))
+        yield Row(f"{gpu.host}/{gpu.uuid}", gpu, escape_cell(searched).lower())
 
 
-def _cards(index: Index) -> Iterator[Row]:
-    for card in index.snapshot.gpus:
-        runs = " ".join(f"{run.name} {run.id}" for run, _ in index.owners(card))
-        words = " ".join(map(str, (card.host, card.label, card.name, *(card.throttle or ()), runs)))
-        yield Row(f"{card.host}/{card.uuid}", card, foreign(words).lower())
-
-
-def _host_row(host: HostGauges) -> Row:
-    return Row(f"host {host.name}", host, host.name.lower(), draw_host)
-
-
-def _columns(index: Index, with_host: bool) -> tuple[Column, ...]:
-    longest = max((len(_label(card, with_host)) for card in index.snapshot.gpus), default=4)
+def _columns(index: SnapshotIndex, with_host: bool) -> tuple[Column, ...]:
+    label_width = max((len(gpu_label(gpu, with_host)) for gpu in index.snapshot.gpus), default=4)
     return (
-        Column("GPU", max(6, min(longest, 24) + 2), lambda card, width: (f"  {_label(card, with_host)}", PLAIN)),
+        Column("GPU", max(6, min(label_width, 24) + 2), lambda gpu, width: (f"  {gpu_label(gpu, with_host)}", PLAIN)),
         Column("UTIL", 4, _utilization, right=True, order=1),
-        Column("", 10, lambda card, width: (bar(card.utilization, width), _busy(card)), order=7),
+        Column("", 10, lambda gpu, width: (draw_bar(gpu.utilization, width), _busy_style(gpu)), order=7),
         Column("MEMORY", 11, _memory, right=True, order=2),
-        Column("", 8, lambda card, width: (bar(_filled(card), width), _memory(card, width)[1]), order=8),
+        Column("", 8, lambda gpu, width: (draw_bar(_memory_share(gpu), width), _memory(gpu, width)[1]), order=8),
         Column("TEMP", 5, _temperature, right=True, order=3),
         Column("POWER", 10, _power, right=True, order=4),
         Column("THROTTLE", 16, _throttle, order=2),
-        Column("RUN", 12, lambda card, width: _run(index, card), order=5),
+        Column("RUN", 12, lambda gpu, width: _run(index, gpu), order=5),
         Column("HISTORY", 0, _history, order=6),
-        Column("NAME", 22, lambda card, width: (foreign(card.name or NONE), DIM), order=9),
+        Column("NAME", 22, lambda gpu, width: (escape_cell(gpu.name or NONE), DIM), order=9),
     )
 
 
-def _label(card: GpuGauges, with_host: bool) -> str:
-    return foreign(f"{card.host}/{card.label}" if with_host else card.label)
+def _busy_style(gpu: GpuGauges) -> str:
+    return GOOD if (gpu.utilization or 0) >= 0.5 else PLAIN
 
 
-def _busy(card: GpuGauges) -> str:
-    return GOOD if (card.utilization or 0) >= 0.5 else PLAIN
+def _utilization(gpu: GpuGauges, width: int) -> Piece:
+    return ("ERR", BAD) if gpu.error else (format_percent(gpu.utilization), _busy_style(gpu))
 
 
-def _utilization(card: GpuGauges, width: int) -> Piece:
-    return ("ERR", BAD) if card.error else (percent(card.utilization), _busy(card))
+def _memory_share(gpu: GpuGauges) -> float | None:
+    return gpu.memory_used / gpu.memory_total if gpu.memory_used is not None and gpu.memory_total else None
 
 
-def _filled(card: GpuGauges) -> float | None:
-    return card.memory_used / card.memory_total if card.memory_used is not None and card.memory_total else None
+def _memory(gpu: GpuGauges, width: int) -> Piece:
+    return format_gib(gpu.memory_used, gpu.memory_total), WARN if (_memory_share(gpu) or 0) > 0.95 else PLAIN
 
 
-def _memory(card: GpuGauges, width: int) -> Piece:
-    return gigabytes(card.memory_used, card.memory_total), WARN if (_filled(card) or 0) > 0.95 else PLAIN
-
-
-def _temperature(card: GpuGauges, width: int) -> Piece:
-    if card.temperature is None:
+def _temperature(gpu: GpuGauges, width: int) -> Piece:
+    if gpu.temperature is None:
         return NONE, DIM
-    hot = card.temperature_slowdown - _NEAR_C if card.temperature_slowdown else _HOT_C
+    hot = gpu.temperature_slowdown - _NEAR_C if gpu.temperature_slowdown else _HOT_C
     warm = hot - (_HOT_C - _WARM_C)
-    style = WARN if card.temperature >= warm else PLAIN
-    return f"{card.temperature}°C", BAD if card.temperature >= hot else style
+    style = WARN if gpu.temperature >= warm else PLAIN
+    return f"{gpu.temperature}°C", BAD if gpu.temperature >= hot else style
 
 
-def _power(card: GpuGauges, width: int) -> Piece:
-    if card.power is None:
+def _power(gpu: GpuGauges, width: int) -> Piece:
+    if gpu.power is None:
         return NONE, DIM
-    limit = "" if card.power_limit is None else f"/{card.power_limit:.0f}"
-    return f"{card.power:.0f}{limit} W", PLAIN
+    limit = "" if gpu.power_limit is None else f"/{gpu.power_limit:.0f}"
+    return f"{gpu.power:.0f}{limit} W", PLAIN
 
 
-def _throttle(card: GpuGauges, width: int) -> Piece:
-    if card.error:
-        return foreign(card.error), BAD
-    if card.throttle is None:
+def _throttle(gpu: GpuGauges, width: int) -> Piece:
+    if gpu.error:
+        return escape_cell(gpu.error), BAD
+    if gpu.throttle is None:
         return NONE, DIM
-    return (foreign(", ".join(card.throttle)), BAD) if card.throttle else ("", PLAIN)
+    return (escape_cell(", ".join(gpu.throttle)), BAD) if gpu.throttle else ("", PLAIN)
 
 
-def _run(index: Index, card: GpuGauges) -> Piece:
-    owners = index.owners(card)
+def _run(index: SnapshotIndex, gpu: GpuGauges) -> Piece:
+    """Return the rank and run on the GPU, else the user of a process on it, and the number of others."""
+    owners = index.owners(gpu)
     if owners:
         run, rank = owners[0]
-        more = f" +{len(owners) - 1}" if len(owners) > 1 else ""
-        return f"r{rank.rank} {foreign(run.name or run.id)}{more}", ACCENT
-    holders = card.processes or ()
-    if not holders:
+        others = f" +{len(owners) - 1}" if len(owners) > 1 else ""
+        return f"r{rank.rank} {escape_cell(run.name or run.id)}{others}", ACCENT
+    processes = gpu.processes or ()
+    if not processes:
         return "", PLAIN
-    user = holders[0].user or f"pid {holders[0].pid}"
-    return foreign(user) + (f" +{len(holders) - 1}" if len(holders) > 1 else ""), DIM
+    user = escape_cell(processes[0].user or f"pid {processes[0].pid}")
+    return user + (f" +{len(processes) - 1}" if len(processes) > 1 else ""), DIM
 
 
-def _history(card: GpuGauges, width: int) -> Piece:
-    return newest(card.recent.get("utilization", ()), width, top=1.0), ACCENT
+def _history(gpu: GpuGauges, width: int) -> Piece:
+    return draw_history(gpu.recent.get("utilization", ()), width, top=1.0), ACCENT

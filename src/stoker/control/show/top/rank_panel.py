@@ -1,26 +1,34 @@
-"""The tables of ranks and processes."""
+"""The panels of ranks and of processes on GPUs."""
 
 from __future__ import annotations
 
 from stoker.contract.units import format_bytes, format_duration
 from stoker.control.show.snapshot import RUNNING, GpuGauges, Holder, RankView, RunView
-from stoker.control.show.top.cells import (
+from stoker.control.show.top.table import (
     ACCENT,
     BAD,
     DIM,
     GOOD,
     NONE,
     PLAIN,
+    PROCESSES,
+    RANKS,
     WARN,
     Column,
+    Order,
+    Panel,
+    PanelOptions,
     Piece,
-    bar,
-    foreign,
-    newest,
-    percent,
-    seconds,
-)  # fmt: skip
-from stoker.control.show.top.table import PROCESSES, RANKS, Index, Order, Panel, Row, Wish, ordered
+    Row,
+    SnapshotIndex,
+    draw_bar,
+    draw_history,
+    escape_cell,
+    filter_and_sort,
+    format_percent,
+    format_step_time,
+    gpu_label,
+)
 
 RANK_ORDERS = {
     "s": Order("step", lambda rank: rank.step, down=False),
@@ -29,6 +37,7 @@ RANK_ORDERS = {
     "m": Order("memory", lambda rank: rank.memory),
     "h": Order("host", lambda rank: (rank.host, rank.rank), down=False),
 }
+# Rows of the process panel are pairs (GPU, process on it).
 PROCESS_ORDERS = {
     "p": Order("pid", lambda pair: pair[1].pid, down=False),
     "m": Order("memory", lambda pair: pair[1].memory),
@@ -39,119 +48,119 @@ PROCESS_ORDERS = {
 _LATE_S = 30.0  # without a sign of progress
 
 
-def ranks_panel(run: RunView | None, wish: Wish) -> Panel:
-    slow = {one.rank: one.cause for one in run.slow} if run is not None else {}
+# ---- ranks ----
+
+
+def ranks_panel(run: RunView | None, options: PanelOptions) -> Panel:
+    causes = {slow.rank: slow.cause for slow in run.slow} if run is not None else {}  # of slow ranks
     ranks = run.ranks if run is not None else ()
-    rows = (Row(str(rank.rank), rank, _rank_text(rank, slow.get(rank.rank, ""))) for rank in ranks)
-    kept, hidden = ordered(rows, wish, RANK_ORDERS)
-    empty = "no ranks are known of this run" if run is not None else "no run"
+    rows, hidden = filter_and_sort(
+        (Row(str(rank.rank), rank, _rank_text(rank, causes.get(rank.rank, ""))) for rank in ranks), options, RANK_ORDERS
+    )
+    empty = "no ranks are known for this run" if run is not None else "no run"
     if run is not None and run.verdict is not None and run.state != RUNNING:
-        empty = "the run is over: it has no ranks any more"
-    return Panel(RANKS, _rank_columns(slow, ranks), kept, empty, hidden)
+        empty = "the run has ended and has no ranks"
+    return Panel(RANKS, _rank_columns(causes, ranks), rows, empty, hidden)
 
 
 def _rank_text(rank: RankView, cause: str) -> str:
-    words = (f"rank {rank.rank}", rank.role, rank.label, rank.host, rank.state, rank.phase, cause)
-    return foreign(" ".join(words)).lower()
+    fields = (f"rank {rank.rank}", rank.role, rank.label, rank.host, rank.state, rank.phase, cause)
+    return escape_cell(" ".join(fields)).lower()
 
 
-def _rank_columns(slow: dict[int, str], ranks: tuple[RankView, ...]) -> tuple[Column, ...]:
-    where = max((len(_where(rank)) for rank in ranks), default=4)
-    roles = len({rank.role for rank in ranks}) > 1
-    shown = [
-        Column("RANK", 5, lambda rank, width: (str(rank.rank), BAD if rank.rank in slow else PLAIN), right=True),
-        Column("GPU", max(5, min(where, 20)), lambda rank, width: (_where(rank), PLAIN), order=3),
+def _rank_columns(causes: dict[int, str], ranks: tuple[RankView, ...]) -> tuple[Column, ...]:
+    def slow_style(rank: RankView) -> str:
+        return BAD if rank.rank in causes else PLAIN
+
+    def phase(rank: RankView, width: int) -> Piece:
+        if rank.rank in causes:
+            return f"◀ {escape_cell(causes[rank.rank])}", BAD
+        return escape_cell(rank.phase), PLAIN
+
+    label_width = max((len(_rank_label(rank)) for rank in ranks), default=4)
+    columns = [
+        Column("RANK", 5, lambda rank, width: (str(rank.rank), slow_style(rank)), right=True),
+        Column("GPU", max(5, min(label_width, 20)), lambda rank, width: (_rank_label(rank), PLAIN), order=3),
         Column("STATE", 8, _rank_state, order=6),
         Column("STEP", 8, lambda rank, width: (NONE if rank.step is None else str(rank.step), PLAIN), 1, True),
-        Column("STEP TIME", 9, lambda rank, width: (seconds(rank.step_s), _late(rank, slow)), 2, True),
-        Column("WAIT", 5, lambda rank, width: (percent(rank.waiting), _waits(rank)), 2, True),
-        Column("", 8, lambda rank, width: (bar(rank.waiting, width), _waits(rank)), order=7),
-        Column("PHASE", 15, lambda rank, width: _phase(rank, slow), order=4),
-        Column("BEAT", 7, _beat, right=True, order=5),
-        Column("MEMORY", 8, lambda rank, width: (_size(rank.memory), PLAIN), order=9, right=True),
-        Column("STEP TIMES", 0, lambda rank, width: (newest(rank.recent.get("step_s", ()), width), ACCENT), 6),
+        Column("STEP TIME", 9, lambda rank, width: (format_step_time(rank.step_s), slow_style(rank)), 2, True),
+        Column("WAIT", 5, lambda rank, width: (format_percent(rank.waiting), _waiting_style(rank)), 2, True),
+        Column("", 8, lambda rank, width: (draw_bar(rank.waiting, width), _waiting_style(rank)), order=7),
+        Column("PHASE", 15, phase, order=4),
+        Column("BEAT", 7, _beat_age, right=True, order=5),
+        Column("MEMORY", 8, lambda rank, width: (_format_size(rank.memory), PLAIN), order=9, right=True),
+        Column("STEP TIMES", 0, lambda rank, width: (draw_history(rank.recent.get("step_s", ()), width), ACCENT), 6),
     ]
-    if roles:
-        shown.insert(1, Column("ROLE", 10, lambda rank, width: (foreign(rank.role), PLAIN), order=3))
-    return tuple(shown)
+    if len({rank.role for rank in ranks}) > 1:
+        columns.insert(1, Column("ROLE", 10, lambda rank, width: (escape_cell(rank.role), PLAIN), order=3))
+    return tuple(columns)
 
 
-def _where(rank: RankView) -> str:
-    """Labels of a run on several hosts begin with the host's name."""
-    return foreign(rank.label or rank.host or NONE)
+def _rank_label(rank: RankView) -> str:
+    """Return the rank's label, which begins with the host if the run has several."""
+    return escape_cell(rank.label or rank.host or NONE)
 
 
 def _rank_state(rank: RankView, width: int) -> Piece:
     if rank.state == "failed":
         return f"exit {rank.exit_code}", BAD
-    return foreign(rank.state), {"running": GOOD, "gone": DIM, "ended": DIM, "stopped": WARN}.get(rank.state, PLAIN)
+    styles = {"running": GOOD, "gone": DIM, "ended": DIM, "stopped": WARN}
+    return escape_cell(rank.state), styles.get(rank.state, PLAIN)
 
 
-def _late(rank: RankView, slow: dict[int, str]) -> str:
-    return BAD if rank.rank in slow else PLAIN
-
-
-def _waits(rank: RankView) -> str:
+def _waiting_style(rank: RankView) -> str:
     return WARN if (rank.waiting or 0) >= 0.2 else PLAIN
 
 
-def _phase(rank: RankView, slow: dict[int, str]) -> Piece:
-    if rank.rank in slow:
-        return f"◀ {foreign(slow[rank.rank])}", BAD
-    return foreign(rank.phase), PLAIN
-
-
-def _beat(rank: RankView, width: int) -> Piece:
-    """The time since its last sign of progress."""
+def _beat_age(rank: RankView, width: int) -> Piece:
+    """Return the time since the rank's last sign of progress."""
     age = rank.beat_age
-    return (NONE, DIM) if age is None else (seconds(age), WARN if age > _LATE_S else DIM)
+    return (NONE, DIM) if age is None else (format_step_time(age), WARN if age > _LATE_S else DIM)
 
 
-def _size(size: int | None) -> str:
+def _format_size(size: int | None) -> str:
     return NONE if size is None else format_bytes(size)
 
 
 # ---- processes ----
 
-Process = tuple[GpuGauges, Holder]
 
-
-def processes_panel(index: Index, wish: Wish) -> Panel:
-    rows = (
-        Row(f"{card.host}/{card.uuid}/{holder.pid}", (card, holder), _process_text(card, holder))
-        for card, holder in index.snapshot.processes
+def processes_panel(index: SnapshotIndex, options: PanelOptions) -> Panel:
+    snapshot = index.snapshot
+    rows, hidden = filter_and_sort(
+        (
+            Row(f"{gpu.host}/{gpu.uuid}/{process.pid}", (gpu, process), _process_text(gpu, process))
+            for gpu, process in snapshot.processes
+        ),
+        options,
+        PROCESS_ORDERS,
     )
-    kept, hidden = ordered(rows, wish, PROCESS_ORDERS)
-    many = len(index.snapshot.hosts) > 1
-    known = any(card.processes is not None for card in index.snapshot.gpus)
-    empty = "no process has a GPU" if known or not index.snapshot.gpus else "the driver does not list processes"
+    with_host = len(snapshot.hosts) > 1
+    is_listed = any(gpu.processes is not None for gpu in snapshot.gpus)
+    empty = "no process uses a GPU" if is_listed or not snapshot.gpus else "the driver does not list processes"
     columns = (
         Column("PID", 8, lambda pair, width: (str(pair[1].pid), PLAIN), right=True),
-        Column("USER", 10, lambda pair, width: (foreign(pair[1].user or NONE), PLAIN), order=2),
-        Column("GPU", 16 if many else 6, lambda pair, width: (_card(pair[0], many), PLAIN), order=1),
-        Column("GPU MEM", 8, lambda pair, width: (_size(pair[1].memory), PLAIN), right=True, order=1),
+        Column("USER", 10, lambda pair, width: (escape_cell(pair[1].user or NONE), PLAIN), order=2),
+        Column("GPU", 16 if with_host else 6, lambda pair, width: (gpu_label(pair[0], with_host), PLAIN), order=1),
+        Column("GPU MEM", 8, lambda pair, width: (_format_size(pair[1].memory), PLAIN), right=True, order=1),
         Column("TIME", 12, lambda pair, width: _age(pair[1]), right=True, order=5),
-        Column("RUN", 18, lambda pair, width: (foreign(pair[1].run or ""), ACCENT), order=4),
+        Column("RUN", 18, lambda pair, width: (escape_cell(pair[1].run or ""), ACCENT), order=4),
         Column("COMMAND", 0, lambda pair, width: _command(pair[1]), order=3, least=12),
     )
-    return Panel(PROCESSES, columns, kept, empty, hidden)
+    return Panel(PROCESSES, columns, rows, empty, hidden)
 
 
-def _process_text(card: GpuGauges, holder: Holder) -> str:
-    words = (holder.pid, holder.user, card.host, card.label, holder.run, holder.command)
-    return foreign(" ".join(str(word) for word in words if word is not None)).lower()
+def _process_text(gpu: GpuGauges, process: Holder) -> str:
+    fields = (process.pid, process.user, gpu.host, gpu.label, process.run, process.command)
+    return escape_cell(" ".join(str(field) for field in fields if field is not None)).lower()
 
 
-def _card(card: GpuGauges, many: bool) -> str:
-    return foreign(f"{card.host}/{card.label}" if many else card.label)
+def _age(process: Holder) -> Piece:
+    return (NONE, DIM) if process.age is None else (format_duration(process.age), PLAIN)
 
 
-def _age(holder: Holder) -> Piece:
-    return (NONE, DIM) if holder.age is None else (format_duration(holder.age), PLAIN)
-
-
-def _command(holder: Holder) -> Piece:
-    """In a container the driver gives the host's pid, and nothing else is known of it."""
-    if holder.command is None:
-        return "not visible here: outside this container, or gone", DIM
-    return foreign(holder.command), PLAIN
+def _command(process: Holder) -> Piece:
+    """Return the command. In a container the driver reports pids of the host, about which nothing else is known."""
+    if process.command is None:
+        return "not visible: outside this container, or already ended", DIM
+    return escape_cell(process.command), PLAIN

@@ -1,10 +1,10 @@
-"""Who may ask: the token in the printed address, the cookie it is exchanged for, the names we are called by. Pure.
+"""Access to the page: the token in the printed address, the cookie it is exchanged for, the accepted host names. Pure.
 
-A page of another site can make a browser here send requests to this port, under our address or under a name of its own that
-leads to it. It has no cookie of ours (SameSite=Strict), its Host or its Origin is foreign, and it can't send JSON.
+A page of another site can make a browser send requests to this port, under our address or under a name of its own that
+resolves to it. Such a request has no cookie of ours (SameSite=Strict), its Host or Origin is foreign, and it can't send JSON.
 
-Cookies know no ports: a browser sends one of 127.0.0.1:9910 to whoever listens on 127.0.0.1:6006, too. So ours belongs to a
-path that nobody can guess, and everything is below it: no other server is asked for that path, so none sees the cookie.
+Cookies ignore ports: a browser sends a cookie of 127.0.0.1:9910 also to whoever listens on 127.0.0.1:6006. So ours belongs
+to a secret path below which everything is: no other server is asked for that path, so none receives the cookie.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from stoker.control.show import http_server
 from stoker.control.show.http_server import HttpRequest, HttpResponse
 
 _POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'"
-CLOSED = f"{_POLICY}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-# What a run wrote: it may look as it likes, and do nothing. An opaque origin of its own, no script, nothing loaded.
+PAGE_POLICY = f"{_POLICY}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+# For HTML that a run wrote: inline styles and data images, but no script, no loading, and an opaque origin of its own.
 SANDBOX = "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
 _REFUSED = b"""<!doctype html><meta charset="utf-8"><title>stoker web</title>
-<h1>403: no access</h1><p>Open the address that <code>stoker web</code> printed: it has a token in it.</p>
+<h1>403: no access</h1><p>Open the address that <code>stoker web</code> printed: it contains a token.</p>
 <p>If you have just done so: <a href="">continue</a>.</p>
 """
 
 
-def safe(policy: str = CLOSED) -> tuple[tuple[str, str], ...]:
+def security_headers(policy: str = PAGE_POLICY) -> tuple[tuple[str, str], ...]:
     return (
         ("Content-Security-Policy", policy),
         ("Referrer-Policy", "no-referrer"),
@@ -39,40 +39,40 @@ def safe(policy: str = CLOSED) -> tuple[tuple[str, str], ...]:
     )
 
 
-class Guard:
-    """`run`: the one that the printed address opens; empty: the list."""
+class AccessGuard:
+    """Decides which requests get an answer. `run` is the run that the printed address opens; empty opens the list."""
 
     def __init__(self, listening: socket.socket, run: str = "") -> None:
-        self.token, self._session, place = (secrets.token_urlsafe(32) for _ in range(3))
-        self.base = f"/{place}/"  # the page's own address, known to the browser that had the token
-        self._first = f"{self.base}#run/{quote(run, safe='')}" if run else self.base
+        self.token, self._session, path = (secrets.token_urlsafe(32) for _ in range(3))
+        self.base = f"/{path}/"  # the page's own address, which only browsers that had the token know
+        self._first_page = f"{self.base}#run/{quote(run, safe='')}" if run else self.base
         self._cookie = f"stoker-web-{listening.getsockname()[1]}"
         self._names: tuple[str, ...] = http_server.LOCAL_NAMES
-        self._any_address = not http_server.is_loopback(listening)
-        if self._any_address:
+        self._accepts_any_address = not http_server.is_loopback(listening)
+        if self._accepts_any_address:
             name = os.uname().nodename.lower()
             self._names += (name, name.partition(".")[0], socket.getfqdn().lower())
 
-    def refused(self, request: HttpRequest) -> HttpResponse | None:
-        """None: it may have an answer. The token comes first, and only with a GET of the page."""
-        if not self._is_our_name(request.host) or self._is_foreign(request):
-            return http_server.failure(403, *safe())
-        if self._is(request.query.get("token", ""), self.token) and (request.method, request.path) == ("GET", "/"):
+    def refuse(self, request: HttpRequest) -> HttpResponse | None:
+        """Return the refusal of a request, or None if it has access: by the token in a GET of `/`, else by the cookie."""
+        if not self._is_our_name(request.host) or self._is_cross_origin(request):
+            return http_server.error_response(403, *security_headers())
+        if _equal(request.query.get("token", ""), self.token) and (request.method, request.path) == ("GET", "/"):
             return None
-        here = self._is(request.path[: len(self.base)], self.base)
-        if not here or not any(self._is(value, self._session) for value in self._cookies(request)):
-            return HttpResponse(403, _REFUSED, "text/html; charset=utf-8", safe())
+        is_below_base = _equal(request.path[: len(self.base)], self.base)
+        if not is_below_base or not any(_equal(value, self._session) for value in self._cookies(request)):
+            return HttpResponse(403, _REFUSED, "text/html; charset=utf-8", security_headers())
         return None
 
-    def exchange(self, request: HttpRequest) -> HttpResponse | None:
-        """The token becomes a cookie, and leaves the address."""
+    def exchange_token(self, request: HttpRequest) -> HttpResponse | None:
+        """Return the redirect that replaces the token in the address by a cookie; None for any other request."""
         if request.path != "/":
             return None
         cookie = f"{self._cookie}={self._session}; HttpOnly; SameSite=Strict; Path={self.base}"
-        return HttpResponse(303, headers=(*safe(), ("Set-Cookie", cookie), ("Location", self._first)))
+        return HttpResponse(303, headers=(*security_headers(), ("Set-Cookie", cookie), ("Location", self._first_page)))
 
     def may_act(self, request: HttpRequest) -> bool:
-        """Return whether a request that `refused` let pass may do more than read.
+        """Return whether a request that has access may do more than read.
 
         A browser sends the origin with every POST, and JSON to another site only after that site has agreed.
         """
@@ -80,24 +80,24 @@ class Guard:
         return bool(request.headers.get("origin")) and content_type == "application/json"
 
     def _is_our_name(self, name: str) -> bool:
-        """An address is none that a name server could turn on us."""
+        """Accept our names and, off loopback, any IP address: those can't be redirected by a name server."""
         if name in self._names:
             return True
         try:
             ipaddress.ip_address(name.strip("[]"))
         except ValueError:
             return False
-        return self._any_address
+        return self._accepts_any_address
 
-    def _is_foreign(self, request: HttpRequest) -> bool:
+    def _is_cross_origin(self, request: HttpRequest) -> bool:
         origin = request.headers.get("origin")
         return origin is not None and origin.lower() != f"http://{request.headers.get('host', '').lower()}"
 
     def _cookies(self, request: HttpRequest) -> list[str]:
-        """All of our name: another server of this host may have set one, too, which must not hide ours."""
+        """Return all cookies of our name: one that another server of this host has set must not hide ours."""
         pairs = (part.strip().partition("=") for part in request.headers.get("cookie", "").split(";"))
         return [value for name, _, value in pairs if name == self._cookie]
 
-    @staticmethod
-    def _is(given: str, secret: str) -> bool:
-        return hmac.compare_digest(given.encode("utf-8", "replace"), secret.encode())
+
+def _equal(text: str, secret: str) -> bool:
+    return hmac.compare_digest(text.encode("utf-8", "replace"), secret.encode())

@@ -1,22 +1,31 @@
-"""What `stoker web` answers: the page's own files, its stream, the questions it asks, and one action: stop."""
+"""Answers of `stoker web`: the page's files, its event stream, its questions, one action (stop), and the saved page."""
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import hashlib
 import json
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from stoker.contract.errors import EX_NOINPUT, Refusal
 from stoker.contract.frozen import replace
-from stoker.contract.text import is_digits, parse_json
+from stoker.contract.text import escape, is_digits, parse_json
 from stoker.control.record import run_record
-from stoker.control.show.http_server import HttpRequest, HttpResponse, Stream, Work, failure
-from stoker.control.show.web import run_details, run_texts
-from stoker.control.show.web.access import SANDBOX, Guard, safe
-from stoker.control.show.web.event_stream import Hub
-from stoker.control.show.web.run_folders import Folders, NotThere
+from stoker.control.show.http_server import HttpRequest, HttpResponse, ResponseStream, Work, error_response
+from stoker.control.show.snapshot import Snapshot
+from stoker.control.show.web import page_data, run_files
+from stoker.control.show.web.access import SANDBOX, AccessGuard, security_headers
+from stoker.control.show.web.event_stream import EventHub
+from stoker.control.show.web.page_data import rank_rows, shared_state
+from stoker.control.show.web.run_files import Explain, PageNotFound, RunFolders
+
+# ---- the page's files ----
 
 ASSETS = os.path.join(os.path.dirname(__file__), "assets")
 _TYPES = {
@@ -26,178 +35,57 @@ _TYPES = {
     ".svg": "image/svg+xml",
 }
 
-Query = Mapping[str, str]
-Assets = dict[str, tuple[bytes, str]]
+Assets = dict[str, tuple[bytes, str]]  # name -> (content, content type)
 
 
-def assets() -> Assets:
-    """By name. They are the package's own, and few."""
-    found = {}
+def read_assets() -> Assets:
+    assets = {}
     for name in sorted(os.listdir(ASSETS)):
-        kind = _TYPES.get(os.path.splitext(name)[1])
-        if kind is not None:
+        content_type = _TYPES.get(os.path.splitext(name)[1])
+        if content_type is not None:
             with open(os.path.join(ASSETS, name), "rb") as file:
-                found[name] = file.read(), kind
-    return found
+                assets[name] = file.read(), content_type
+    return assets
 
 
-def bundled(files: dict[str, str]) -> str:
-    """The modules as one, each in a function of its own: their names stay apart."""
-    made: list[str] = []
-    done: set[str] = set()
+def bundle_modules(files: Mapping[str, str]) -> str:
+    """Join the JavaScript modules that main.js needs into one script; each becomes a function, so names stay separate."""
+    functions: list[str] = []
+    added: set[str] = set()
 
     def add(name: str) -> None:
-        if name in done:
+        if name in added:
             return
-        done.add(name)
+        added.add(name)
         text = files[name]
-        for needed in re.findall(r'^import \{[^}]*\} from "\./(\w+\.js)";$', text, re.M):
-            add(needed)
+        for imported in re.findall(r'^import \{[^}]*\} from "\./(\w+\.js)";$', text, re.M):
+            add(imported)
         exported = re.findall(r"^export (?:class|function|const) (\w+)", text, re.M)
         text = re.sub(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', r"const \1 = \2_module;", text, flags=re.M)
         text = re.sub(r"^export ", "", text, flags=re.M)
-        made.append(f"const {name[:-3]}_module = (() => {{\n{text}\nreturn {{ {', '.join(exported)} }};\n}})();\n")
+        functions.append(f"const {name[:-3]}_module = (() => {{\n{text}\nreturn {{ {', '.join(exported)} }};\n}})();\n")
 
     add("main.js")
-    return "\n".join(made)
+    return "\n".join(functions)
 
 
-def _served(files: Assets) -> Assets:
-    """The scripts as one: a browser that has to ask for ten of them, one after the other, shows the page 0.2 s later."""
-    texts = {name: body.decode() for name, (body, _) in files.items() if name.endswith(".js")}
-    kept = {name: file for name, file in files.items() if name not in texts}
-    return kept | {"main.js": (bundled(texts).encode(), _TYPES[".js"])}
+# ---- the live page ----
+
+Query = Mapping[str, str]
+Question = Callable[[RunFolders, str, Query], Any]  # (folders, the query's run, the query) -> JSON
 
 
-class Pages:
-    """`stop` ends a run as `stoker stop` does, and says what it did. `explain`: a run's verdict, as `stoker why` has it."""
-
-    def __init__(
-        self, guard: Guard, hub: Hub, folders: Folders, stop: Callable[[str], str], explain: run_texts.Explain
-    ) -> None:
-        self._guard, self._hub, self._folders, self._stop, self._explain = guard, hub, folders, stop, explain
-        self._assets = _served(assets())
-        self._questions: dict[str, Callable[[Query], Any]] = {
-            "/api/curves": self._curves,
-            "/api/sparks": lambda query: run_details.sparks(self._folders, _listed(query, "runs")),
-            "/api/ranks": lambda query: run_details.over_time(
-                self._folders, query.get("run", ""), _number(query, "since", 0.0), _within(query)
-            ),
-            "/api/compare": self._compare,
-            "/api/settings": lambda query: run_details.settings(self._folders, query.get("run", "")),
-            "/api/log": self._log,
-            "/api/ending": lambda query: run_texts.ending(self._folders, query.get("run", ""), self._explain),
-            "/api/files": lambda query: run_texts.listing(self._folders, query.get("run", "")),
-            "/api/rows": lambda query: run_texts.rows(
-                self._folders, query.get("run", ""), query.get("path", ""), _count(query, "from") or 0
-            ),
-            "/api/rollouts": lambda query: run_texts.rollouts(self._folders, query.get("run", ""), _count(query, "before")),
-            "/api/reports": lambda _: run_texts.reports(self._folders),
-        }
-
-    def answer(self, request: HttpRequest) -> HttpResponse | Stream | Work:
-        refused = self._guard.refused(request)
-        if refused is not None:
-            return refused
-        exchanged = self._guard.exchange(request)
-        if exchanged is not None:
-            self._hub.expect()
-            return exchanged
-        return self._within(replace(request, path=request.path[len(self._guard.base) - 1 :]))
-
-    def _within(self, request: HttpRequest) -> HttpResponse | Stream | Work:
-        """`request.path`: below the page's own address."""
-        if request.path == "/api/stop":
-            return self._stopped(request)
-        if request.method != "GET":
-            return failure(405, ("Allow", "GET"), *safe())
-        if request.path == "/events":
-            stream = self._hub.open(request.query.get("run", ""), safe())
-            return stream if stream is not None else failure(503, *safe())
-        if request.path == "/file":
-            return lambda: self._file(request.query)
-        question = self._questions.get(request.path)
-        if question is not None:
-            return lambda: _asked(question, request.query)
-        name = request.path[1:] or "index.html"
-        if name in self._assets:
-            body, kind = self._assets[name]
-            return HttpResponse(200, body, kind, safe())
-        return failure(404, *safe())
-
-    # ---- questions ----
-
-    def _curves(self, query: Query) -> Any:
-        return run_details.curves(
-            self._folders,
-            query.get("run", ""),
-            _listed(query, "names"),
-            since=_count(query, "since") or 0,
-            within=_within(query),
-            most=_count(query, "most") or run_details.POINTS,
-            smooth=min(_count(query, "smooth") or 1, 100_000),
-        )
-
-    def _compare(self, query: Query) -> Any:
-        return run_details.compared(self._folders, _listed(query, "runs"), query.get("metric", ""))
-
-    def _log(self, query: Query) -> Any:
-        run, attempt = query.get("run", ""), _count(query, "attempt")
-        rank = None if query.get("rank") == "stoker" else _count(query, "rank") or 0
-        if query.get("find"):
-            return run_texts.search(self._folders, run, attempt, rank, query["find"][:200])
-        return run_texts.log(self._folders, run, attempt, rank, _count(query, "from"))
-
-    def _file(self, query: Query) -> HttpResponse:
-        try:
-            data, kind = run_texts.read_file(self._folders, query.get("run", ""), query.get("path", ""))
-        except NotThere as problem:
-            return _json({"error": str(problem)}, 404)
-        return HttpResponse(200, data, kind, safe(SANDBOX))
-
-    # ---- the only action ----
-
-    def _stopped(self, request: HttpRequest) -> HttpResponse | Work:
-        if request.method != "POST":
-            return failure(405, ("Allow", "POST"), *safe())
-        if not self._guard.may_act(request):
-            return failure(403, *safe())
-        try:
-            data = parse_json(request.body)
-            run = data.get("run") if isinstance(data, dict) else None
-        except ValueError:
-            run = None
-        if not isinstance(run, str):
-            return failure(400, *safe())
-        return lambda: self._stop_now(run)
-
-    def _stop_now(self, run: str) -> HttpResponse:
-        try:
-            record = self._folders.record(run)
-        except NotThere as problem:
-            return _json({"error": str(problem)}, 404)
-        status = run_record.run_status(record)
-        if not record.mine or status not in ("running", "unknown"):
-            why = f"run {record.id} is not running: {status}" if record.mine else f"run {record.id} is not yours"
-            return _json({"error": why}, 409)
-        return _json({"told": self._stop(record.dir)})
+def _read_log(folders: RunFolders, run: str, query: Query) -> Any:
+    attempt = _count(query, "attempt")
+    rank = None if query.get("rank") == "stoker" else _count(query, "rank") or 0
+    if query.get("find"):
+        return run_files.search_log(folders, run, attempt, rank, query["find"][:200])
+    return run_files.read_log(folders, run, attempt, rank, _count(query, "from"))
 
 
-def _asked(question: Callable[[Query], Any], query: Query) -> HttpResponse:
-    try:
-        return _json(question(query))
-    except NotThere as problem:
-        return _json({"error": str(problem)}, 404)
-
-
-def _json(data: Any, status: int = 200) -> HttpResponse:
-    body = json.dumps(data, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
-    return HttpResponse(status, body, "application/json", safe())
-
-
-def _listed(query: Query, name: str) -> list[str]:
-    """One in a line: a run's name may have a comma, a metric's a slash."""
-    return [word for word in query.get(name, "").split("\n") if word]
+def _lines(query: Query, name: str) -> list[str]:
+    """Split a list at line ends: a run's name may contain a comma, a metric's a slash."""
+    return [line for line in query.get(name, "").split("\n") if line]
 
 
 def _count(query: Query, name: str) -> int | None:
@@ -209,9 +97,210 @@ def _within(query: Query) -> tuple[float, float]:
     return _number(query, "first", -math.inf), _number(query, "last", math.inf)
 
 
-def _number(query: Query, name: str, otherwise: float) -> float:
+def _number(query: Query, name: str, default: float) -> float:
     try:
         value = float(query.get(name, ""))
     except ValueError:
-        return otherwise
-    return value if math.isfinite(value) else otherwise
+        return default
+    return value if math.isfinite(value) else default
+
+
+_QUESTIONS: dict[str, Question] = {
+    "/api/curves": lambda folders, run, query: page_data.read_curves(
+        folders,
+        run,
+        _lines(query, "names"),
+        since=_count(query, "since") or 0,
+        within=_within(query),
+        max_points=_count(query, "most") or page_data.POINTS,
+        smooth=min(_count(query, "smooth") or 1, 100_000),
+    ),
+    "/api/sparks": lambda folders, run, query: page_data.read_sparklines(folders, _lines(query, "runs")),
+    "/api/ranks": lambda folders, run, query: page_data.read_timeline(
+        folders, run, _number(query, "since", 0.0), _within(query)
+    ),
+    "/api/compare": lambda folders, run, query: page_data.compare_runs(
+        folders, _lines(query, "runs"), query.get("metric", "")
+    ),
+    "/api/settings": lambda folders, run, query: page_data.read_settings(folders, run),
+    "/api/log": _read_log,
+    "/api/files": lambda folders, run, query: run_files.list_files(folders, run),
+    "/api/rows": lambda folders, run, query: run_files.read_rows(
+        folders, run, query.get("path", ""), _count(query, "from") or 0
+    ),
+    "/api/rollouts": lambda folders, run, query: run_files.read_rollouts(folders, run, _count(query, "before")),
+    "/api/reports": lambda folders, run, query: run_files.list_reports(folders),
+}
+
+
+class Pages:
+    """Answers requests. `stop` ends a run like `stoker stop` and returns a note; `explain` returns a run's verdict."""
+
+    def __init__(
+        self, guard: AccessGuard, hub: EventHub, folders: RunFolders, stop: Callable[[str], str], explain: Explain
+    ) -> None:
+        self._guard, self._hub, self._folders, self._stop = guard, hub, folders, stop
+        self._questions: dict[str, Question] = {
+            **_QUESTIONS,
+            "/api/ending": lambda folders, run, query: run_files.read_ending(folders, run, explain),
+        }
+        # One script instead of ten: a browser that asks for them one after the other shows the page 0.2 s later.
+        assets = read_assets()
+        scripts = {name: assets.pop(name)[0].decode() for name in tuple(assets) if name.endswith(".js")}
+        self._assets = {**assets, "main.js": (bundle_modules(scripts).encode(), _TYPES[".js"])}
+
+    def answer(self, request: HttpRequest) -> HttpResponse | ResponseStream | Work:
+        refusal = self._guard.refuse(request)
+        if refusal is not None:
+            return refusal
+        redirect = self._guard.exchange_token(request)
+        if redirect is not None:
+            self._hub.expect_viewer()
+            return redirect
+        return self._answer_page(replace(request, path=request.path[len(self._guard.base) - 1 :]))
+
+    def _answer_page(self, request: HttpRequest) -> HttpResponse | ResponseStream | Work:
+        """Answer a request that has access; its path is relative to the page's own address."""
+        path, query = request.path, request.query
+        if path == "/api/stop":
+            return self._answer_stop(request)
+        if request.method != "GET":
+            return error_response(405, ("Allow", "GET"), *security_headers())
+        if path == "/events":
+            stream = self._hub.open(query.get("run", ""), security_headers())
+            return stream if stream is not None else error_response(503, *security_headers())
+        if path == "/file":
+            return _or_not_found(lambda: self._read_file(query))
+        question = self._questions.get(path)
+        if question is not None:
+            return _or_not_found(lambda: json_response(question(self._folders, query.get("run", ""), query)))
+        name = path[1:] or "index.html"
+        if name in self._assets:
+            body, content_type = self._assets[name]
+            return HttpResponse(200, body, content_type, security_headers())
+        return error_response(404, *security_headers())
+
+    def _read_file(self, query: Query) -> HttpResponse:
+        data, content_type = run_files.read_file(self._folders, query.get("run", ""), query.get("path", ""))
+        return HttpResponse(200, data, content_type, security_headers(SANDBOX))
+
+    def _answer_stop(self, request: HttpRequest) -> HttpResponse | Work:
+        if request.method != "POST":
+            return error_response(405, ("Allow", "POST"), *security_headers())
+        if not self._guard.may_act(request):
+            return error_response(403, *security_headers())
+        try:
+            data = parse_json(request.body)
+            run = data.get("run") if isinstance(data, dict) else None
+        except ValueError:
+            run = None
+        if not isinstance(run, str):
+            return error_response(400, *security_headers())
+        return _or_not_found(lambda: self._stop_run(run))
+
+    def _stop_run(self, run: str) -> HttpResponse:
+        record = self._folders.record(run)
+        if not record.mine:
+            return json_response({"error": f"run {record.id} is not yours"}, 409)
+        status = run_record.run_status(record)
+        if status not in ("running", "unknown"):
+            return json_response({"error": f"run {record.id} is not running: {status}"}, 409)
+        return json_response({"told": self._stop(record.dir)})
+
+
+def _or_not_found(work: Work) -> Work:
+    """Return work that answers 404 instead of raising PageNotFound."""
+
+    def answer() -> HttpResponse:
+        try:
+            return work()
+        except PageNotFound as problem:
+            return json_response({"error": str(problem)}, 404)
+
+    return answer
+
+
+def json_response(data: Any, status: int = 200) -> HttpResponse:
+    body = json.dumps(data, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+    return HttpResponse(status, body, "application/json", security_headers())
+
+
+# ---- the saved page: the page's files and all its answers in one HTML file that needs no server ----
+
+_CURVE_POINTS = 2000
+_MAX_CURVES = 60
+_MAX_LOGS = 16  # ranks whose last lines are saved
+_MAX_ROW_FILES = 10
+
+
+def render_saved_page(record: run_record.RunRecord, explain: Explain) -> bytes:
+    """Return a run as one HTML file. Raises Refusal if the run can't be read."""
+    root, run = os.path.split(os.path.realpath(record.dir))
+    folders = RunFolders(root, everybody=True)  # the user named this run
+    try:
+        data = {"run": run, "time": time.time(), **_collect_answers(folders, run, explain)}
+    except PageNotFound as problem:
+        raise Refusal(f"run {escape(run)}: {problem}", EX_NOINPUT) from None
+    # Without `<` no text can end the script element or start another.
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    files = {name: body.decode() for name, (body, _) in read_assets().items()}
+    script, style = bundle_modules(files), files["style.css"]
+    policy = (
+        f"default-src 'none'; script-src {_csp_digest(script)}; style-src {_csp_digest(style)}; img-src data:;"
+        " base-uri 'none'; form-action 'none'"
+    )
+    page = files["index.html"]
+    page = re.sub(r'<link rel="(icon|stylesheet)"[^>]*>\n', "", page)
+    page = page.replace(
+        '<script type="module" src="main.js"></script>',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<meta name="referrer" content="no-referrer">\n'
+        f"<style>{style}</style>",
+    )
+    body_end = (
+        f'<script type="application/json" id="saved">{text}</script>\n<script type="module">{script}</script>\n</body>'
+    )
+    return page.replace("</body>", body_end).encode("utf-8", "backslashreplace")
+
+
+def _csp_digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _collect_answers(folders: RunFolders, run: str, explain: Explain) -> dict[str, Any]:
+    """Return the run's state and the answers to all questions that the page may ask."""
+    tail, _ = folders.open(run)
+    view = tail.view(time.time(), watched=True)
+    state = {**shared_state(Snapshot(time.time(), runs=(view,))), "ranks": rank_rows(view)}
+    names = page_data.metric_names(tail)[:_MAX_CURVES]
+    curves = page_data.read_curves(folders, run, names, max_points=_CURVE_POINTS)["curves"]
+    files = run_files.list_files(folders, run)
+    answers: dict[str, Any] = {
+        "curves": {"names": names, "curves": curves, "interval": tail.interval, "problem": ""},
+        "ranks": page_data.read_timeline(folders, run, 0.0),
+        "ending": run_files.read_ending(folders, run, explain),
+        "settings": page_data.read_settings(folders, run),
+        "logs": _collect_logs(folders, run, view.verdict.rank if view.verdict is not None else None),
+        "files": files,
+        "reports": {"reports": []},
+        "sparks": {},
+    }
+    with contextlib.suppress(PageNotFound):  # a run without rollouts
+        answers["rollouts"] = run_files.read_rollouts(folders, run, None)
+    for path in [file["path"] for file in files["files"] if file["kind"] == "rows"][:_MAX_ROW_FILES]:
+        answers[f"rows:{path}"] = run_files.read_rows(folders, run, path, 0)
+    return {"state": state, "answers": answers}
+
+
+def _collect_logs(folders: RunFolders, run: str, guilty_rank: int | None) -> dict[str, Any]:
+    """Return the end of Stoker's own log and of some ranks' of the last attempt, including the rank to blame."""
+    own_log = run_files.read_log(folders, run, None, None, None)
+    attempt, ranks = own_log["attempt"], own_log["ranks"]
+    saved_ranks = sorted({*ranks[:_MAX_LOGS], *([guilty_rank] if guilty_rank in ranks else [])})
+    logs = {f"{attempt}/{rank}": run_files.read_log(folders, run, attempt, rank, None) for rank in saved_ranks}
+    return {
+        "attempt": attempt,
+        "attempts": [attempt] if saved_ranks else [],
+        "ranks": saved_ranks,
+        "stoker": own_log,
+        **logs,
+    }

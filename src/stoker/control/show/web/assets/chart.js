@@ -1,4 +1,4 @@
-// Lines over steps, on a canvas: drag to zoom, double click for all, arrows and + - 0 by keyboard.
+// Line charts on a canvas. Zoom by dragging or by keyboard (arrows, + - 0); a double click shows all.
 
 import { colour, drawable, el, tip } from "./dom.js";
 import { short } from "./format.js";
@@ -8,7 +8,7 @@ export const LINES = 8; // colours; then dashes
 const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];
 
 export class LineChart {
-  // series: [{name, at, steps, values, faint?}]; onzoom: told of [first, last] or null
+  // series: [{name, at, steps, values, faint?}]; onzoom gets [first, last] or null
   constructor(title, onzoom) {
     this.title = title;
     this.onzoom = onzoom;
@@ -110,7 +110,7 @@ export class LineChart {
     pen.setLineDash(DASHES[Math.floor(one.at / LINES) % DASHES.length]);
     pen.beginPath();
     let drawing = false;
-    const bad = [], alone = []; // values that are no numbers; and those between them, which no line leads to
+    const bad = [], alone = []; // values that are not finite; single points between them
     for (let at = 0; at < one.steps.length; at++) {
       const value = this.height(one.values[at]);
       if (value === null) {
@@ -205,7 +205,7 @@ function nearest(one, step) {
   return low > 0 && Math.abs(one.steps[low - 1] - step) < Math.abs(one.steps[low] - step) ? low - 1 : low;
 }
 
-// [place, value] of round numbers within low and high; logarithmic: places are powers.
+// Returns [position, value] of round numbers from low to high; on a logarithmic axis positions are exponents.
 function marks(low, high, count, log) {
   if (log) {
     const found = [], every = Math.max(1, Math.ceil((high - low) / count));
@@ -219,7 +219,7 @@ function marks(low, high, count, log) {
   const step = size * ([1, 2, 5, 10].find((one) => one * size >= rough) || 10);
   const found = [];
   const first = Math.ceil(low / step);
-  // Counted: from 2 ** 53 on, a number and the next may be the same.
+  // Counted, because from 2 ** 53 on adding a step may not change a number.
   for (let more = 0; more <= count && (first + more) * step <= high; more++) {
     const value = Number(((first + more) * step).toPrecision(12));
     found.push([value, value]);

@@ -1,4 +1,4 @@
-// Curves of one run or of several, overlaid: which metrics, smoothed by how much, on which axis, which steps.
+// Curves of one run, or of several overlaid, with controls for metrics, smoothing, axis and steps.
 
 import { LINES, LineChart } from "./chart.js";
 import { colour, el, fill, setText } from "./dom.js";
@@ -7,9 +7,9 @@ import { counted } from "./format.js";
 const POINTS = 600;
 const FIRST = ["loss", "val_loss", "tokens_per_s", "grad_norm", "lr"];
 const FIRST_WITH_REWARD = ["reward", "kl", "entropy", "length", "cut", "staleness", "server_requests_per_s", "server_tokens_per_s", "loss"];
-const LABELS = { kl: "KL", cut: "cut (share truncated)", staleness: "staleness (steps)", weights_version: "weights (version that wrote the answers)", server_requests_per_s: "server: requests/s", server_tokens_per_s: "server: generated tokens/s" };
+const LABELS = { kl: "KL", cut: "cut (share truncated)", staleness: "staleness (steps)", weights_version: "weights (version that generated the completions)", server_requests_per_s: "server: requests/s", server_tokens_per_s: "server: generated tokens/s" };
 const SHOWN = 9;
-const AT_ONCE = 20; // metrics of one question
+const AT_ONCE = 20; // metrics per request
 const SMOOTHED = [1, 5, 10, 20, 50, 100, 200, 500]; // and the run's logging interval
 
 export class Curves {
@@ -74,7 +74,7 @@ export class Curves {
     setText(this.amount, this.smooth > 1 ? `${this.smooth} values` : "off");
   }
 
-  // A run whose metrics have every step is shown by its means over the logging interval, until somebody chooses.
+  // If the metrics have every step, start with means over the logging interval.
   startAt(interval) {
     if (!(interval > this.interval)) return;
     this.interval = this.smooth = interval;
@@ -135,7 +135,7 @@ export class Curves {
     this.layOut();
   }
 
-  // whole: everything anew; else only what has come since.
+  // whole: fetch everything; else only new points.
   async load(whole) {
     if (this.loading) {
       this.again = this.again || whole;
@@ -146,7 +146,7 @@ export class Curves {
       this.problem = "";
       if (!this.names.length) await Promise.all(this.runs.map((run) => this.loadFirst(run)));
       await Promise.all(this.runs.map((run) => this.loadRun(run, whole)));
-      setText(this.note, this.names.length ? this.problem : this.problem || `no metrics${this.runs.every((run) => this.isOver(run)) ? "" : " yet"}: \`stoker train\` writes them, and any script that prints or beats its loss`);
+      setText(this.note, this.names.length ? this.problem : this.problem || `no metrics${this.runs.every((run) => this.isOver(run)) ? "" : " yet"}: they come from \`stoker train\`, or from a script that prints its loss or calls stoker.beat`);
     } catch (problem) {
       setText(this.note, problem.message);
     } finally {
@@ -160,7 +160,7 @@ export class Curves {
     }
   }
 
-  // Which metrics there are, and the reward or loss at once: the others of a long run take the server longer.
+  // Fetch the metric names and the reward or loss first: all curves of a long run take the server longer.
   async loadFirst(run) {
     const answer = await this.source.ask("curves", { run, names: ["reward", "loss"], most: POINTS });
     this.showNames([...new Set([...this.names, ...answer.names])]);
@@ -205,7 +205,7 @@ export class Curves {
       if (since.has(name)) {
         const known = entry.data.get(run);
         if (curve.count < since.get(name)) {
-          this.again = true; // written anew
+          this.again = true; // the file was replaced
           continue;
         }
         curve = { ...curve, steps: known.steps.concat(curve.steps), values: known.values.concat(curve.values) };

@@ -1,4 +1,4 @@
-// Elements. Texts of runs only ever become text nodes: nothing here makes markup of a string.
+// Helpers for elements. Texts of runs become text nodes: nothing here parses a string as markup.
 
 export function el(tag, props = {}, ...children) {
   const node = document.createElement(tag);
@@ -28,7 +28,7 @@ export function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
 
-// A canvas as sharp as the screen. Gives its context in CSS pixels, with its width and height.
+// Scales a canvas to the screen's resolution. Returns its context in CSS pixels, its width and its height.
 export function drawable(canvas) {
   const scale = window.devicePixelRatio || 1;
   const width = canvas.clientWidth, height = canvas.clientHeight;
@@ -59,7 +59,7 @@ export function tip(event, lines) {
   box.style.top = `${top}px`;
 }
 
-// Asks before it acts. Resolves to true or false.
+// Shows a confirmation dialog. Resolves to true or false.
 export function confirmed(title, text, action) {
   return new Promise((resolve) => {
     const box = el("dialog", { class: "ask", "aria-labelledby": "ask-title" });

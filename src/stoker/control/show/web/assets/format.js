@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Numbers and times as text.
 
 export function short(value) {
   if (value === null || value === undefined) return "n/a";

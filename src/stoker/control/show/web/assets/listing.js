@@ -1,11 +1,11 @@
-// The list of runs: state, step, reward or loss, a sparkline; chosen ones are compared.
+// The list of runs with state, step, reward or loss and a sparkline; selected runs can be compared.
 
 import { spark } from "./chart.js";
 import { el, fill, setText } from "./dom.js";
 import { counted, short, span, when } from "./format.js";
 
-const SPARK_S = 10; // between two looks at the sparkline of a run that is running
-const REWARDED = 1e12; // runs with rewards stand behind those with losses, the highest reward first
+const SPARK_S = 10; // between two updates of a running run's sparkline
+const REWARDED = 1e12; // runs with rewards sort after those with losses, the highest reward first
 const ORDERS = {
   started: (run) => run.started || 0,
   name: (run) => (run.name || run.id).toLowerCase(),
@@ -67,7 +67,7 @@ export class RunList {
     });
     fill(this.head, el("span", {}), HEADS.map(([name, text]) => this.headCell(name, text)));
     this.seen.disconnect();
-    fill(this.body, runs.length ? runs.map(([id, run]) => this.row(id, run)) : el("p", { class: "empty", text: words.length ? "no run fits the filter" : "no run yet: `stoker run train.py` makes one" }));
+    fill(this.body, runs.length ? runs.map(([id, run]) => this.row(id, run)) : el("p", { class: "empty", text: words.length ? "no run matches the filter" : "no run yet: start one with `stoker run train.py`" }));
     for (const { node } of this.rows.values()) if (node.isConnected || node.parentNode) this.seen.observe(node);
     const others = this.source.state.others;
     setText(this.count, counted(runs.length, "run") + (others ? `, ${others} of other users not shown (--all)` : ""));
@@ -105,7 +105,7 @@ export class RunList {
     const { cells } = row;
     const about = JSON.stringify([run.name, run.world, run.mine, this.troubleOf(run)]);
     if (row.about !== about) fill(cells.name, el("a", { href: `#run/${encodeURIComponent(id)}`, text: run.name || id }), el("small", { text: `${run.name ? `${id} · ` : ""}${run.world ? counted(run.world, "rank") : ""}${run.mine ? "" : ` · ${run.user}`}` }), this.trouble(run));
-    row.about = about; // a link that is exchanged while it is pressed is not clicked
+    row.about = about; // replacing a link while it is pressed would lose the click
     if (cells.state.textContent !== run.state) fill(cells.state, badge(run.state));
     setText(cells.step, stepText(run));
     setText(cells.loss, short(run.headline_value));

@@ -11,7 +11,7 @@ function meter(share, tone) {
 }
 
 export class Machines {
-  // wanted: which cards to show (key, card) -> bool; all where not given
+  // wanted(key, card) selects the GPUs to show (default: all)
   constructor(source, wanted) {
     this.source = source;
     this.wanted = wanted || (() => true);
@@ -43,7 +43,7 @@ export class Machines {
         const about = el("span", { class: "quiet" });
         this.hosts.set(name, about);
         const cards = shown.filter(([, card]) => card.host === name).map(([key]) => this.makeCard(key));
-        return el("div", { class: "host" }, el("h3", {}, name, " ", about), cards.length ? el("div", { class: "gpus" }, cards) : el("p", { class: "quiet", text: "no GPUs are known of this host" }));
+        return el("div", { class: "host" }, el("h3", {}, name, " ", about), cards.length ? el("div", { class: "gpus" }, cards) : el("p", { class: "quiet", text: "no GPUs are known on this host" }));
       }),
       names.length || strays.length ? null : el("p", { class: "empty", text: "no host has answered yet" }),
     );

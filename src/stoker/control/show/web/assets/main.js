@@ -1,4 +1,4 @@
-// Which view is shown, and the frame around it. The address after # says which: run/ID/tab, compare/A/B, gpus.
+// The frame of the page and the view in it, which the address after # selects: run/ID/tab, compare/A/B, gpus.
 
 import { Curves } from "./curves.js";
 import { confirmed, el, fill, setText, tip } from "./dom.js";
@@ -12,9 +12,9 @@ import { Difference, Ending, Files, Log, Rollouts, Settings, table } from "./tex
 const TABS = [["curves", "Curves"], ["rollouts", "Rollouts"], ["ranks", "Ranks"], ["gpus", "GPUs"], ["log", "Log"], ["why", "Why"], ["files", "Files"], ["settings", "Settings"]];
 
 const NO_NUMBERS = new Set(["nan", "inf", "-inf"]);
-const STEPS = new Set(["step", "train", "training"]); // phases that say no more than that it makes steps
+const STEPS = new Set(["step", "train", "training"]); // phases that only mean that it makes steps
 
-// What a server of the job does: requests and tokens a second while it runs, and both so far.
+// Facts about a server of the job: requests and tokens per second while it runs, and totals.
 function serverFacts(server) {
   const name = server.role || "server";
   const speeds = [[`${name} requests/s`, server.requests_per_s], [`${name} tokens/s`, server.tokens_per_s]];
@@ -45,7 +45,7 @@ function turnTheme() {
   try {
     localStorage.setItem("stoker-theme", document.documentElement.dataset.theme);
   } catch (problem) {
-    console.warn(problem); // a file's page may not keep anything
+    console.warn(problem); // a page opened from a file may not store anything
   }
   view?.redraw?.();
 }
@@ -59,7 +59,7 @@ function showStatus() {
   const age = (performance.now() - state.got) / 1000;
   const late = !state.connected || age > state.interval * 2 + 3;
   status.className = late ? "wrong" : "quiet";
-  const waiting = state.got ? `no news since ${clock(state.time)}` : "connecting";
+  const waiting = state.got ? `no update since ${clock(state.time)}` : "connecting";
   setText(status, late ? waiting : `live, ${clock(state.time)}`);
   problems.hidden = !state.problems.length;
   setText(problems, state.problems.join("; "));
@@ -69,7 +69,7 @@ class RunView {
   constructor(run, tab) {
     this.run = run;
     this.tab = tab;
-    // Made once: a button that is exchanged while it is pressed is not clicked.
+    // Created once: replacing a button while it is pressed would lose the click.
     this.title = el("h1", { text: run });
     this.badge = el("span");
     this.button = el("button", { type: "button", id: "stop", class: "danger", hidden: true, onclick: () => this.stop(), text: "Stop" });
@@ -118,7 +118,7 @@ class RunView {
   show() {
     const run = source.state.runs.get(this.run);
     if (!run) {
-      setText(this.about, source.state.got || !source.live ? "this run is not there (any more)" : "loading");
+      setText(this.about, source.state.got || !source.live ? "this run does not exist, or no longer does" : "loading");
       fill(this.facts);
       fill(this.badge);
       this.key = "";
@@ -150,7 +150,7 @@ class RunView {
   }
 
   async stop() {
-    if (!(await confirmed(`Stop ${this.title.textContent}?`, "Its ranks get SIGTERM and their grace to save, as `stoker stop` does. A stopped run can be resumed from its last checkpoint.", "Stop the run"))) return;
+    if (!(await confirmed(`Stop ${this.title.textContent}?`, "Its ranks get SIGTERM and time to save, as with `stoker stop`. A stopped run can be resumed from its last checkpoint.", "Stop the run"))) return;
     this.button.disabled = true;
     try {
       this.told = await source.stop(this.run);

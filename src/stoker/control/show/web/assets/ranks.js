@@ -1,12 +1,12 @@
-// Ranks now, and over time: who waited, for whom, and who stood still.
+// Ranks now and over time: who waited, for whom, and who was stuck.
 
 import { colour, drawable, el, fill, setText, tip } from "./dom.js";
 import { bytes, clock, percent, span, when } from "./format.js";
 import { Zoom } from "./zoom.js";
 
-const WIDEST = 720; // columns before they are asked for anew, thinned out
-const WORDS = { ".": "nothing known", p: "in a phase it announced (saving, validating)", w: "in one collective for more than 5 s", s: "no sign of progress for more than 10 s" };
-const HEADS = ["rank", "where", "state", "step", "step time", "waiting", "phase", "last sign", "memory"];
+const WIDEST = 720; // with more columns the timeline is fetched again, thinned
+const WORDS = { ".": "unknown", p: "in a phase it announced (saving, validating)", w: "in one collective for more than 5 s", s: "no sign of progress for more than 10 s" };
+const HEADS = ["rank", "GPU", "state", "step", "step time", "waiting", "phase", "last progress", "memory"];
 
 function tone(letter) {
   if (letter === "s") return colour("bad");
@@ -41,7 +41,7 @@ export class Ranks {
     this.marks = el("ol", { class: "marks" });
     this.table = el("div", { class: "scroll" });
     this.when = el("h3", { text: "now" });
-    this.node = el("section", { class: "ranks" }, el("h3", { text: "over time: share of each rank's time that it waits for others" }), this.legend, el("div", { class: "bar" }, this.reset, el("span", { class: "quiet hint", text: "drag over the chart to zoom, double click for all" })), el("div", { class: "card" }, this.canvas, this.note), this.when, this.table, el("h3", { text: "events" }), this.marks);
+    this.node = el("section", { class: "ranks" }, el("h3", { text: "over time: share of its time that each rank waits for others" }), this.legend, el("div", { class: "bar" }, this.reset, el("span", { class: "quiet hint", text: "drag over the chart to zoom, double click for all" })), el("div", { class: "card" }, this.canvas, this.note), this.when, this.table, el("h3", { text: "events" }), this.marks);
     new ResizeObserver(() => this.draw()).observe(this.canvas);
     this.showTable();
     this.load();
@@ -91,7 +91,7 @@ export class Ranks {
     return times.length > 1 ? [times[0], times[times.length - 1]] : [0, 1];
   }
 
-  // Drawn are columns of equal width, each of one time.
+  // The columns have equal widths; each stands for one time.
   timeAt(x) {
     if (!this.data || this.data.times.length < 2) return null;
     const { left, wide } = this.place();
@@ -216,7 +216,7 @@ export class Ranks {
   }
 }
 
-// What a saved file has is all of it.
+// A saved file has the whole timeline, from which this selects a range.
 function within(data, range) {
   if (!range) return data;
   const kept = [...data.times.keys()].filter((at) => data.times[at] >= range[0] && data.times[at] <= range[1]);

@@ -1,4 +1,4 @@
-// Where the page's data comes from: the server, live; or a file that has all of it.
+// Sources of the page's data: the live server, or a saved file that contains everything.
 
 const PARTS = ["runs", "hosts", "gpus", "ranks"];
 const KEPT = 60; // values of a sparkline
@@ -79,7 +79,7 @@ export class LiveSource {
       if (value !== null && value !== undefined && value !== "") query.set(name, Array.isArray(value) ? value.join("\n") : value);
     }
     const answer = await again(() => fetch(`api/${path}?${query}`, { cache: "no-store" }));
-    const data = await answer.json().catch(() => ({ error: `the server answers ${answer.status}` }));
+    const data = await answer.json().catch(() => ({ error: `the server answered with status ${answer.status}` }));
     if (data.error) throw new Error(data.error);
     return data;
   }
@@ -94,12 +94,12 @@ export class LiveSource {
       headers: { "Content-Type": "application/json" },
       body: JSON.stringify({ run }),
     });
-    const data = await answer.json().catch(() => ({ error: `the server answers ${answer.status}` }));
+    const data = await answer.json().catch(() => ({ error: `the server answered with status ${answer.status}` }));
     return data.error || data.told;
   }
 }
 
-// A browser gives up what is under way when a network card comes or goes (a VPN, a container), loopback included.
+// Retries: browsers abort requests, even to loopback, when a network interface appears or disappears (a VPN, a container).
 async function again(attempt, waits = [300, 1000, 3000]) {
   for (const wait of waits) {
     try {
@@ -128,7 +128,7 @@ export class SavedSource {
     if (path === "curves") return this.curves(params);
     if (path === "log") return this.log(params);
     const data = this.data.answers[path === "rows" ? `rows:${params.path}` : path];
-    if (!data) throw new Error("this is not in the saved file");
+    if (!data) throw new Error("the saved file does not contain this");
     return data;
   }
 

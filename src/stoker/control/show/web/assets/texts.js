@@ -1,4 +1,4 @@
-// Logs with search, the verdict with stacks, files, settings. Everything a run wrote goes in as text.
+// Logs with search, the verdict with stacks, files, settings. Everything that a run wrote is inserted as text.
 
 import { el, fill, setText } from "./dom.js";
 import { bytes, clock, counted, short, when } from "./format.js";
@@ -73,7 +73,7 @@ export class Log {
   }
 
   boxes(data) {
-    const ranks = [...data.ranks.map((rank) => [String(rank), `rank ${rank}`]), ["stoker", "stoker's own lines"]];
+    const ranks = [...data.ranks.map((rank) => [String(rank), `rank ${rank}`]), ["stoker", "Stoker's own log"]];
     const key = `${ranks.length} ${data.attempts.join()} ${data.attempt}`;
     if (key === this.key) return;
     this.key = key;
@@ -120,7 +120,7 @@ export class Log {
   }
 }
 
-// The text, with what was searched for marked.
+// Marks the first match in a text.
 function lit(text, words) {
   const at = text.toLowerCase().indexOf(words.toLowerCase());
   if (at < 0) return text;
@@ -155,7 +155,7 @@ export class Ending {
           list("evidence", verdict.evidence),
           list("what to do", verdict.fix),
         ]
-      : [el("p", { class: "quiet", text: "no verdict yet: the run goes on" })];
+      : [el("p", { class: "quiet", text: "no verdict yet: the run has not ended" })];
     const events = told.length ? [el("h3", { text: "reported while it ran" }), el("ol", { class: "marks" }, [...told].reverse().map((one) => el("li", { class: one.kind }, el("time", { text: clock(one.time) }), el("b", { text: one.kind }), el("span", { text: one.text }), one.evidence.length ? el("pre", { text: one.evidence.join("\n") }) : null)))] : [];
     const texts = stacks.length ? [el("h3", { text: "stacks" }), stacks.map((one, at) => el("details", { open: at === 0 }, el("summary", { text: one.name }), el("pre", { class: "stack", text: one.text })))] : [];
     fill(this.node, parts, events, texts);
@@ -166,7 +166,7 @@ export class Ending {
   }
 }
 
-// What a GRPO run sampled: prompts with their completions and rewards, the newest step first.
+// Rollouts of a GRPO run: prompts with their completions and rewards, newest step first.
 export class Rollouts {
   constructor(source, run) {
     this.source = source;
@@ -185,7 +185,7 @@ export class Rollouts {
       this.begin = data.begin;
       this.older.hidden = !this.source.live || !data.begin;
       this.shown = data.rollouts.length;
-      setText(this.note, `${counted(this.shown, "completion")}, the newest step first`);
+      setText(this.note, `${counted(this.shown, "completion")}, newest step first`);
       fill(this.rows, bySteps(data.rollouts));
       if (before !== null) this.rows.scrollIntoView({ block: "start" });
     } catch (problem) {
@@ -194,7 +194,7 @@ export class Rollouts {
   }
 
   changed() {
-    if (this.source.live && !this.shown) this.load(null); // nothing was there yet; a page that is read stays
+    if (this.source.live && !this.shown) this.load(null); // only while there is nothing: what is being read must not be replaced
   }
 }
 
@@ -214,12 +214,12 @@ function prompted(completions) {
 
 function completed(one) {
   const parts = Object.entries(one.parts).map(([name, value]) => el("span", { class: "quiet", text: `${name} ${short(value)}` }));
-  const grade = one.correct === null ? null : el("span", { class: `badge ${one.correct ? "good" : "bad"}`, title: "as `stoker train evaluate` grades the answer", text: one.correct ? "correct" : "wrong" });
+  const grade = one.correct === null ? null : el("span", { class: `badge ${one.correct ? "good" : "bad"}`, title: "graded like `stoker train evaluate` does", text: one.correct ? "correct" : "wrong" });
   const marks = [el("b", { text: `reward ${short(one.reward)}` }), grade, one.cut ? el("span", { class: "badge off", text: "truncated" }) : null, el("span", { class: "quiet", text: counted(one.tokens, "token") }), parts];
   return el("div", { class: "completion" }, el("div", { class: "marks-of" }, marks), el("pre", { text: one.completion || "(empty)" }));
 }
 
-const GROUPS = [["report", "reports"], ["rows", "rollouts, samples and answers"], ["picture", "pictures"], ["text", "other texts"], ["record", "the record"]];
+const GROUPS = [["report", "reports"], ["rows", "rollouts, samples and answers"], ["picture", "pictures"], ["text", "other text files"], ["record", "run record"]];
 
 export class Files {
   constructor(source, run) {
@@ -290,7 +290,7 @@ export class Difference {
 function judged(noise, names, metric) {
   const better = metric === "reward" ? noise.difference > 0 : noise.difference < 0;
   const means = `${metric} over steps ${noise.first_step} to ${noise.last_step}: ${noise.first.toPrecision(4)} and ${noise.second.toPrecision(4)}`;
-  if (noise.low === null) return `${means}; too few points there to judge`;
+  if (noise.low === null) return `${means}; too few points to judge`;
   const interval = `difference ${noise.difference.toPrecision(3)}, 95 % interval ${noise.low.toPrecision(3)} to ${noise.high.toPrecision(3)}`;
   return `${means}; ${interval}: ${noise.beyond ? `more than noise; ${names[better ? 1 : 0]} is ${metric === "reward" ? "higher" : "lower"} (noise of batches only: another seed may move a run by more)` : "within the noise"}`;
 }

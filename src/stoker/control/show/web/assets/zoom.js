@@ -1,6 +1,6 @@
-// Drag over a canvas to zoom, double click for all; by keyboard + and -, arrows, 0.
+// Zooms a canvas by dragging or by keyboard (+ - arrows 0); a double click shows all.
 
-const LEAST = 8; // pixels of a drag that means it
+const LEAST = 8; // pixels; a shorter drag is ignored
 
 export class Zoom {
   // axis: {whole(), shown(): [low, high]; at(x): the value there, or null; zoomed(range or null); moved(event); left()}
@@ -17,7 +17,7 @@ export class Zoom {
     canvas.addEventListener("keydown", (event) => this.key(event));
   }
 
-  // [left, right] in pixels of what is being marked; null while nothing is
+  // [left, right] of the selection in pixels, or null
   get marked() {
     return this.drag && Math.abs(this.drag.to - this.drag.from) > 2 ? [Math.min(this.drag.from, this.drag.to), Math.max(this.drag.from, this.drag.to)] : null;
   }
