@@ -401,7 +401,7 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
         (lambda body: body["tensors"]["w"]["pieces"][0].update(file="../outside.safetensors"), "not among the files"),
         (
             lambda body: body["tensors"]["w"]["pieces"][0].update(offset=[-1]),
-            "offset: a whole number from 0 up is expected, found -1",
+            "offset: expected a whole number of at least 0, found -1",
         ),
         (lambda body: body["tensors"]["w"]["pieces"][0].update(shape=[3]), "do not make the whole tensor"),
         (lambda body: body.update(schema=99), "its schema is 99"),
