@@ -104,7 +104,7 @@ class Progress:
             return
         draw = self._shows_bar and now - self._drawn_at >= REDRAW_S
         save = self._file and now - self._saved_at >= SAVE_S
-        say = self._say if not self._shows_bar and now - self._said_at >= SAY_S else None
+        say = self._say is not None and not self._shows_bar and now - self._said_at >= SAY_S
         if not (draw or save or say):
             return
         rate = (done - self._done_before) / seconds
@@ -114,9 +114,9 @@ class Progress:
         if draw:
             self._drawn_at = now
             terminal.draw_bar(state.bar(terminal.bar_width()))
-        if say:
+        if say and self._say is not None:
             self._said_at = now
-            say(state.line())
+            self._say(state.line())
         if save:
             self._saved_at = now
             with contextlib.suppress(OSError):  # a full disk or a removed folder costs only the bar of `stoker attach`

@@ -96,7 +96,7 @@ class Decoder:
         sentinel = bytes(self._buffer[start : end + 1])
         if sentinel != SENTINEL:
             versions = f"the agent sent {sentinel[:80]!r}, and this Stoker expects {SENTINEL!r}"
-            raise ProtocolError(f"{versions}: install one version on all hosts")
+            raise ProtocolError(f"{versions}: use one version on all hosts")
         del self._buffer[: end + 1]
         self._await_sentinel = False
         return True
