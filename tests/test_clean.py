@@ -337,7 +337,7 @@ def test_the_ladder_asks_parents_first(start: Start, tmp_path: Path) -> None:
     child = int(rank.stdout.readline())
     both = [one for one in (find_process(child), find_process(rank.pid)) if one]
     assert cleanup.stop_ladder(both, 5.0).killed == ()
-    assert (tmp_path / "saved").read_text() == "0" and not leftovers.lives(both[0])
+    assert (tmp_path / "saved").read_text() == "0" and not leftovers.is_running(both[0])
 
 
 def test_named_pids(stoker: Stoker, start: Start) -> None:
