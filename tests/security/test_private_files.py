@@ -158,7 +158,7 @@ def test_a_bundle_takes_the_end_of_a_runs_log(tmp_path: Path, monkeypatch: pytes
     log = run / layout.CONSOLE
     log.write_bytes(b"x" * (5 << 20) + b"\nthe last line\n")
     monkeypatch.setattr(support_bundle, "COMMANDS", {})
-    monkeypatch.setattr(support_bundle, "_processes", lambda: "")
+    monkeypatch.setattr(support_bundle, "_list_processes", lambda: "")
     support_bundle.write_bundle(str(tmp_path / "b.tgz"), Examination(Machine("here", 1, 1, 1)), [], str(tmp_path))
     with tarfile.open(tmp_path / "b.tgz") as archive:
         kept = archive.extractfile(f"stoker-doctor/latest-run/{layout.CONSOLE}")
