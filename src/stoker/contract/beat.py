@@ -1,7 +1,8 @@
 """Beats of a rank: a page of shared memory that the rank writes at each step and its agent reads.
 
-Shared memory costs one store of 29 bytes per beat and no system call, never blocks the rank and wakes nobody. A script that
-closes every descriptor it doesn't know can't break it, as it would a pipe. The page holds the last 256 beats.
+Shared memory costs one store of 29 bytes per beat and no system call, never blocks the rank and wakes nobody. A
+script that closes every descriptor it doesn't know can't break it, as it would a pipe. The page holds the last 256
+beats.
 """
 
 from __future__ import annotations

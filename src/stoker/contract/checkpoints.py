@@ -1,4 +1,4 @@
-"""Finds the newest complete checkpoint of a run, for `stoker.resume()`, for restarts and for what a stop reports as saved."""
+"""Finds the newest complete checkpoint of a run, for `stoker.resume()`, for restarts and for the report of a stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SHA-256 digests of the files that a run reads. They show whether a file has changed since an earlier start of the run."""
+"""SHA-256 digests of the files that a run reads, to notice that a file has changed since an earlier start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WEIGHTS = (".safetensors", ".gguf", ".bin")
 
 
 def file_digest(path: str) -> str:
-    """Return the SHA-256 of a file. For weights above 4 MiB, hash their size, first MiB and 64 blocks of 64 KiB instead."""
+    """Return the SHA-256 of a file. Of weights above 4 MiB it hashes the size, first MiB and 64 blocks of 64 KiB."""
     digest = hashlib.sha256()
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size

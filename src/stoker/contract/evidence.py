@@ -135,8 +135,8 @@ class Stall:
     evidence: tuple[str, ...] = ()
     # Ranks that wait for each other: (ranks, operation, code location), the wrong ones first.
     parties: tuple[tuple[tuple[int, ...], str, str], ...] = ()
-    # Selects the advice, if more than the rank's system call is known: lock-order, own-lock, held-lock, event, coroutine,
-    # file-lock, pipe, fifo, socket, child-input, child-output, child-at-exit.
+    # Selects the advice, if more than the rank's system call is known: lock-order, own-lock, held-lock, event,
+    # coroutine, file-lock, pipe, fifo, socket, child-input, child-output, child-at-exit.
     waits_for: str = ""
 
 
@@ -188,7 +188,7 @@ class Verdict:
 
     @property
     def stalled(self) -> bool:
-        """Return whether ranks stopped making progress. `detected_s` is then how long they had, when that was noticed."""
+        """Return whether ranks stopped making progress. `detected_s` says how long that took to notice."""
         return self.cause.startswith("hang.") or self.cause.endswith((".diverged", ".unequal-batches"))
 
     @property

@@ -63,7 +63,7 @@ def summarize_trace(trace: Any) -> list[dict[str, Any]]:
 
 
 def is_usual_next(past: list[Any], operation: Any) -> bool | None:
-    """Return whether `operation` has followed the longest earlier match of the end of `past`. None: no repetition yet."""
+    """Return whether `operation` followed when the end of `past` occurred before. None: it has not repeated yet."""
     longest, distance = 0, 0
     followers: set[Any] = set()
     # past[end] followed past[:end]: compare the end of past[:end] with the end of past.

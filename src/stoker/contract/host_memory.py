@@ -54,7 +54,7 @@ def read_number(path: str) -> int | None:
 
 
 def cgroup_memory() -> tuple[int | None, int | None]:
-    """Return (limit, used) bytes of the memory cgroup, without droppable page cache. (None, None): there is no limit."""
+    """Return (limit, used) bytes of the memory cgroup, without droppable page cache, or Nones without a limit."""
     dirs, is_v2 = cgroup_dirs("memory")
     limit_file, used_file, cache_key = (
         ("memory.max", "memory.current", "inactive_file")

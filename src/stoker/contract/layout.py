@@ -87,7 +87,7 @@ def why_unsafe_root(root: str) -> str:
 
 
 def private_runs_root(environment: dict[str, str] | os._Environ[str]) -> str:
-    """Return a folder in the user's state folder, else in TMPDIR. Each working directory has its own: names may clash."""
+    """Return a folder in the user's state folder, else in TMPDIR: one per working directory, since names may clash."""
     home = environment.get("HOME") or os.path.expanduser("~")
     state = environment.get("XDG_STATE_HOME") or os.path.join(home, ".local", "state")
     base = os.path.join(state, "stoker") if os.path.isabs(state) else ""

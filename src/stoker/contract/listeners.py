@@ -1,4 +1,4 @@
-"""Finds which users have sockets on a port of this machine: any user may have taken a port before the one who should."""
+"""Finds which users have sockets on a port of this machine: any user may have taken the port first."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def listening_users(host: str, port: int) -> set[int]:
 def answering_users(connected: socket.socket) -> set[int]:
     """Return the uids that have, or will have, the other end of this connection. Empty if it is on another machine.
 
-    Reads the listening sockets first: a process that stops listening has taken the connection by then. Raises OSError if
-    the other end is closed: the kernel lists it as root's then, and it may have sent an answer before.
+    Reads the listening sockets first: a process that stops listening has taken the connection by then. Raises OSError
+    if the other end is closed: the kernel lists it as root's then, and it may have sent an answer before.
     """
     (local, local_port), (remote, remote_port) = connected.getsockname()[:2], connected.getpeername()[:2]
     if remote != local and not ipaddress.ip_address(remote.partition("%")[0]).is_loopback:

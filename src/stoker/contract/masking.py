@@ -1,7 +1,8 @@
 """Replaces secrets in text that leaves a process, for a record, a console or a message.
 
-A secret is known in three ways: its name says so (`HF_TOKEN=...`, `--api-key ...`, `"password": "..."`), it has a well-known
-shape (`hf_...`, `https://user:password@host`, a private key), or this process was given it (`learn_secrets`).
+A secret is known in three ways: its name says so (`HF_TOKEN=...`, `--api-key ...`, `"password": "..."`), it has a
+well-known shape (`hf_...`, `https://user:password@host`, a private key), or this process was given it
+(`learn_secrets`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def mask_text(text: str) -> str:
 
 
 def mask_lines(text: str) -> list[str]:
-    """Return the non-blank lines of a program's output. Masks first: a single line of a private key has no known shape."""
+    """Return the non-blank lines of an output. Masks first: a single line of a private key has no known shape."""
     return [line for line in mask_text(text).splitlines() if line.strip()]
 
 
@@ -41,7 +42,7 @@ def mask_argv(argv: Iterable[str]) -> list[str]:
 
 
 def mask_json(value: Any) -> Any:
-    """Return a JSON value without secrets in its texts and under its keys. A list of texts is masked as a command line."""
+    """Return a JSON value without secrets in texts and under keys. A list of texts is masked as a command line."""
     if isinstance(value, str):
         return mask_text(value)
     if isinstance(value, Mapping):
@@ -159,7 +160,7 @@ _KEY_OWNERS = _words(
     " github gitlab google groq hf hub huggingface master npm oauth openai personal private pypi refresh registry"
     " replicate sas secret security service session signing slack ssh storage stripe telegram together vault wandb write"
 )
-# Variables that end in KEY or TOKEN are secrets (SERVICE_KEY), except those of data sets and tokenizers: SORT_KEY, PAD_TOKEN.
+# Variables that end in KEY or TOKEN are secrets (SERVICE_KEY), except those of data and tokenizers: SORT_KEY, PAD_TOKEN.
 _HARMLESS_OWNERS = _words(
     "bos cache cls end eos group image last mask max min next num pad primary pub public sep sort start stop unk"
 )
@@ -207,7 +208,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def _is_secret_value(name: str, value: str) -> bool:
-    """Return whether the value of a secret's name must be hidden: it is no switch, number, placeholder or existing file."""
+    """Return whether to hide the value of a secret's name: not a switch, number, placeholder or existing file."""
     if not value or value.lower() in _NO_SECRETS or MASK in value:
         return False
     if _pattern(r"\$\{?\w+\}?|\$\(.*|%\w+%|\{[\w.]+\}").fullmatch(value):  # $TOKEN, $(cat file), {token}

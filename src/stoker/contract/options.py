@@ -150,7 +150,7 @@ def _flag_type(spec: Option, kind: str) -> Callable[[str], Any]:
 
 
 def read_setting(spec: Option, kind: str, value: Any) -> Any:
-    """Return an option's value from a flag's text, from YAML or from JSON. Raises ValueError with a message for the user.
+    """Return an option's value from a flag's text, YAML or JSON. Raises ValueError with a message for the user.
 
     `kind` is bool, int, float or str. `explain_limit` checks the limit.
     """

@@ -98,8 +98,8 @@ def _signal(pid: int, signum: int, is_meant: Callable[[], bool]) -> bool:
         handle = os.pidfd_open(pid)
     except OSError as problem:
         if problem.errno == errno.ENOSYS:
-            line = "this kernel has no pidfd (Linux 5.3 and later have it): no process is stopped, since a reused pid could be hit"
-            raise Refusal(line, EX_OSERR) from problem
+            line = "this kernel has no pidfd (Linux 5.3 and later have it)"
+            raise Refusal(f"{line}: nothing is stopped, since a reused pid could be hit", EX_OSERR) from problem
         return False
     try:
         if not is_meant():

@@ -4,9 +4,9 @@
         for block in blocks:
             progress.tick(len(block))
 
-On a terminal it is a bar, which is removed at the end or on an exception. A rank draws the bar through its launcher, which
-shows it behind the rank's name; for `stoker attach` the newest state is also in the run directory. Without a terminal,
-`say` gets a line every five seconds.
+On a terminal it is a bar, which is removed at the end or on an exception. A rank draws the bar through its launcher,
+which shows it behind the rank's name; for `stoker attach` the newest state is also in the run directory. Without a
+terminal, `say` gets a line every five seconds.
 """
 
 from __future__ import annotations

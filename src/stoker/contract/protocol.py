@@ -1,10 +1,11 @@
 """The agent protocol: JSON lines over a byte stream, each optionally followed by a raw payload.
 
-The first line is a sentinel with the protocol's version; whatever a login shell prints before it is skipped. A message
-with "size" is followed by that many raw bytes (a rank's output): base64 would cost a third more on the wire, and a core at
-50 MB/s.
+The first line is a sentinel with the protocol's version; whatever a login shell prints before it is skipped. A
+message with "size" is followed by that many raw bytes (a rank's output): base64 would cost a third more on the wire,
+and a core at 50 MB/s.
 
-Hosts are trusted. Types are checked here, once, so that a bug or another version ends in one line, not in a traceback.
+Hosts are trusted. Types are checked here, once, so that a bug or another version ends in one line, not in a
+traceback.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def encode_message(message: Message, payload: bytes = b"") -> bytes:
 
 
 class Decoder:
-    """Turns bytes into messages. With `expect_sentinel`, as the launcher needs it, skips a greeting before the sentinel."""
+    """Turns bytes into messages. With `expect_sentinel` (in the launcher), skips a greeting before the sentinel."""
 
     def __init__(self, expect_sentinel: bool = False) -> None:
         self._buffer = bytearray()
@@ -165,7 +166,7 @@ KINDS: dict[str, dict[str, str]] = {
 
 
 def check_message(message: Message) -> Message:
-    """Return the message with the fields of its kind. Raises ProtocolError if a field is missing or has a wrong type."""
+    """Return the message with the fields of its kind. Raises ProtocolError for a missing field or a wrong type."""
     kind = message.get("is")
     fields = KINDS.get(kind) if isinstance(kind, str) else None
     if fields is None:

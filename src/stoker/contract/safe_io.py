@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-# For growing logs. Opening a named pipe without a reader is an error (ENXIO): signals can't end a launcher that waits in open().
+# For growing logs. A named pipe without a reader is an error (ENXIO): no signal ends a launcher that waits in open().
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 # For files made from private ones, whatever the mode of their folder.
@@ -31,7 +31,7 @@ _own_uids: dict[str, int] = {}  # folder -> the uid of files that we create ther
 
 
 def open_regular(path: str | os.PathLike[str], dir_fd: int | None = None, follow: bool = True) -> int:
-    """Open a regular file for reading. Raises OSError for anything else: a FIFO would block, and a device has no end."""
+    """Open a regular file for reading. Raises OSError for others: a FIFO would block, and a device has no end."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     handle = os.open(path, flags, dir_fd=dir_fd)
     mode = os.fstat(handle).st_mode
@@ -73,8 +73,8 @@ def hub_blobs(folder: str) -> Iterator[str]:
 def open_inside(path: str | os.PathLike[str]) -> int:
     """Open a regular file of a downloaded folder, like open_regular.
 
-    A link may only lead to a file of that folder or to a blob of the hub's cache. Otherwise it could lead to any file of the
-    user, which would be copied for others to read.
+    A link may only lead to a file of that folder or to a blob of the hub's cache. Otherwise it could lead to any file
+    of the user, which would be copied for others to read.
     """
     folder, real = os.path.realpath(os.path.dirname(path)), os.path.realpath(path)
     if os.path.dirname(real) not in (folder, *hub_blobs(folder)):
@@ -133,8 +133,8 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
 def read_json_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each line that holds a JSON object, with the object.
 
-    Skips lines that are incomplete, because of a crash or because they are being written. A missing file has no lines. Raises OSError if
-    the path is a named pipe or a device.
+    Skips lines that are incomplete, because of a crash or because they are being written. A missing file has no
+    lines. Raises OSError if the path is a named pipe or a device.
     """
     if not os.path.exists(path):
         return
@@ -260,7 +260,8 @@ def is_own(path: str) -> bool:
 def is_trusted(uid: int, folder: str) -> bool:
     """Return whether a file of this uid is ours or root's.
 
-    Root in a container also trusts the owner of the working folder: a bind mount shows files with their uid on the host.
+    Root in a container also trusts the owner of the working folder: a bind mount shows files with their uid on the
+    host.
     """
     if uid == 0 or is_own_uid(uid, folder):
         return True

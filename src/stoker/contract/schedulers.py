@@ -12,7 +12,7 @@ from stoker.contract.frozen import frozen
 
 @frozen
 class Scheduler:
-    """A job scheduler. `engine` and `runs` are modules of control/scheduler that implement the protocols of these names."""
+    """A job scheduler. `engine` and `runs` name the modules of control/scheduler with these two protocols."""
 
     name: str  # as in `stoker why NAME:JOB`
     title: str

@@ -1,8 +1,8 @@
 """Folders of weights in this machine's shared memory: trainers write them, servers of the same user read them.
 
-A folder lies directly in /dev/shm and has mode 0700; the sticky bit of /dev/shm keeps others from renaming it. The process
-that created it locks a file in it. The kernel frees the lock however the process ends, so any process of the same user, even
-in another container with the same memory, can tell which folders a killed process left behind.
+A folder lies directly in /dev/shm and has mode 0700; the sticky bit of /dev/shm keeps others from renaming it. The
+process that created it locks a file in it. The kernel frees the lock however the process ends, so any process of the
+same user, even in another container with the same memory, can tell which folders a killed process left behind.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def why_too_large(size: int) -> str:
 
 
 def is_shared_folder(path: str, shm: str = "") -> bool:
-    """Return whether a path is below such a folder of our user that nobody else can write to. Follows no links to it."""
+    """Return whether a path is in such a folder of our user that nobody else can write to. Follows no links to it."""
     shm = shm or SHM
     name, _, inner = path.removeprefix(f"{shm}/").partition("/")
     if not path.startswith(f"{shm}/{PREFIX}") or not inner or ".." in inner.split("/"):

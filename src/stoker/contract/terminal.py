@@ -1,8 +1,8 @@
 """Prints Stoker's own lines: masked, without foreign control codes, wrapped at the terminal's width, in colour.
 
-`own_lines` replaces a command's stdout and stderr once, so that no print can be forgotten. The output of ranks is written as
-bytes (`sys.stdout.buffer`, the launcher's console) and stays as it is. Stoker's own control codes, for the progress bar
-(contract/progress.py) and colours, are written past the replaced streams.
+`own_lines` replaces a command's stdout and stderr once, so that no print can be forgotten. The output of ranks is
+written as bytes (`sys.stdout.buffer`, the launcher's console) and stays as it is. Stoker's own control codes, for the
+progress bar (contract/progress.py) and colours, are written past the replaced streams.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def print_text(text: str, stream: Any = None) -> None:
 
 
 def print_secret(text: str) -> None:
-    """Print a line on stdout without masking, for a secret that the user needs: the address of a page with its token."""
+    """Print a line on stdout without masking, for a secret that the user needs, such as an address with its token."""
     stream = _unmasked(sys.stdout)
     stream.write(f"{escape(text)}\n")
     stream.flush()

@@ -14,7 +14,7 @@ _NEEDED = frozenset("\u00a0\u200c\u200d\u202f\u3000")
 
 
 def escape(text: str, limit: int = 0) -> str:
-    """Return the text as one harmless line: control codes, line ends and reversing characters become \\x1b and the like.
+    """Return the text as one harmless line: control codes, line ends and reversing marks become \\x1b and the like.
 
     A text above `limit` characters is cut.
     """

@@ -1,8 +1,9 @@
 """Checks values from elsewhere (JSON of an agent, a rank, a recorded machine) against the types they must have.
 
-A type is written as an annotation: "int", "str | None", "tuple[str, ...]", "list[Gpu]", "dict[str, float]" (or "Mapping"),
-"Any", or the name of a frozen class. Objects with their own fields are written as {"name": type}. Lists become tuples if the
-type is a tuple. Numbers must be finite and fit 64 bits: larger ones break arithmetic far from here.
+A type is written as an annotation: "int", "str | None", "tuple[str, ...]", "list[Gpu]", "dict[str, float]" (or
+"Mapping"), "Any", or the name of a frozen class. Objects with their own fields are written as {"name": type}. Lists
+become tuples if the type is a tuple. Numbers must be finite and fit 64 bits: larger ones break arithmetic far from
+here.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def known_fields(cls: type[Any], value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_recorded(cls: type[T], value: Any, schema: int) -> T:
-    """Return a recorded machine or examination. Raises ValueError for another schema, an unknown field or a wrong type."""
+    """Return a recorded machine or examination. Raises ValueError for another schema, unknown fields or wrong types."""
     if not isinstance(value, dict) or value.get("schema") != schema:
         raise ValueError(f"not a recorded machine of schema {schema}")
     try:

@@ -102,7 +102,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def finite_number(data: Any, *path: str) -> float | None:
-    """Return the finite number at this path of keys, or None. metrics.jsonl has NaN as a string; true is not a number."""
+    """Return the finite number at this path of keys, or None. metrics.jsonl has NaN as a string."""
     for key in path:
         data = data.get(key) if isinstance(data, dict) else None
     if isinstance(data, bool) or not isinstance(data, (int, float)):

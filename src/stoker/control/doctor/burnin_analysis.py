@@ -1,4 +1,4 @@
-"""Judges a burn-in: which replicas computed different results, which GPUs are slow, which links are wrong or slow. Pure.
+"""Judges a burn-in: which replicas computed different results, which GPUs and links are slow or wrong. Pure.
 
 A replica is only compared with its twins: another GPU model or torch version may round differently.
 """
@@ -19,7 +19,7 @@ LOW_TFLOPS = 0.4  # of the data sheet: a healthy L4 reaches half of it at its 72
 LOW_GBS = 0.6
 LOW_LINK = 0.5  # of the other pairs' bandwidth: healthy PCIe pairs across two sockets are a third slower than others
 
-# NVIDIA's data sheets: dense bf16 TFLOP/s (fp32 sums), memory GB/s. The first name that is part of the GPU's name counts.
+# NVIDIA's data sheets: dense bf16 TFLOP/s (fp32 sums), memory GB/s. The first key that a GPU's name contains counts.
 CARDS: dict[str, tuple[float, float]] = {
     "GH200": (989, 4000), "H200 NVL": (835, 4800), "H200": (989, 4800), "H100 PCIe": (756, 2000), "H100 NVL": (835, 3900), "H100": (989, 3350),
     "A100-SXM4-40GB": (312, 1555), "A100-PCIE-40GB": (312, 1555), "A100 80GB PCIe": (312, 1935), "A100": (312, 2039),
@@ -183,7 +183,8 @@ def _compare_twins(twins: list[Replica]) -> tuple[list[Opinion], list[Finding]]:
 def _expected_bits(by_rank: Mapping[int, list[Bits]]) -> Bits | None:
     """Return the correct bits of a step, or None if that can't be decided.
 
-    Each replica has one vote. Without a majority, the replicas that never contradicted themselves decide, if they agree.
+    Each replica has one vote. Without a majority, the replicas that never contradicted themselves decide, if they
+    agree.
     """
     votes = Counter(Counter(rounds).most_common(1)[0][0] for rounds in by_rank.values())
     top, count = votes.most_common(1)[0]

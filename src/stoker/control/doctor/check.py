@@ -1,4 +1,4 @@
-"""The registry of checks. To add one, write a function with `@check` in a file of checks/ (an existing or a new one)."""
+"""The registry of checks. To add one, write a function with `@check` in a file of checks/, old or new."""
 
 from __future__ import annotations
 

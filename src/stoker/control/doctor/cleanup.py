@@ -1,8 +1,8 @@
 """Stops and removes what leftovers.py, stale_files.py and stale_caches.py found. The doctor's only module that acts.
 
-It signals only processes of this user whose run is proven to be over or that the user has named, identified by pid and start
-time through a pidfd, so that a reused pid is never hit. It removes only files of this user that no process uses. Whatever
-is uncertain is left alone and reported.
+It signals only processes of this user whose run is proven to be over or that the user has named, identified by pid
+and start time through a pidfd, so that a reused pid is never hit. It removes only files of this user that no process
+uses. Whatever is uncertain is left alone and reported.
 """
 
 from __future__ import annotations

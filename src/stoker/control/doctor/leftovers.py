@@ -85,7 +85,7 @@ def _age(process: Process) -> float:
 
 
 def is_running(process: Process) -> bool:
-    """Return whether this very process still runs. Its main thread may be a zombie while another hangs in the driver."""
+    """Return whether this very process still runs. Its main thread may be a zombie while another one hangs."""
     now = find_process(process.pid)
     if now is None or now.start != process.start:
         return False
@@ -276,7 +276,7 @@ def find_named(pids: list[int], held: Mapping[int, int]) -> list[Leftover]:
 
 
 def find_others(machine: Machine, ours: set[int], recorded: bool) -> list[OnGpu]:
-    """Return all other processes on the GPUs with advice. `ours` are the leftovers; a `recorded` machine has no /proc."""
+    """Return all other processes on the GPUs. `ours` are the leftovers; a `recorded` machine has no /proc."""
     others: list[OnGpu] = []
     seen = {os.getpid(), *ours}
     for gpu in machine.gpus:

@@ -184,8 +184,8 @@ def paths_in_use(prefixes: tuple[str, ...]) -> set[str]:
 def alone_with(path: str, expected: os.stat_result) -> Iterator[bool]:
     """Yield whether this is the expected file and no process in any container has it open or mapped.
 
-    Takes a write lease, which the kernel gives only then. A process that opens the file waits until the block ends. On a
-    file system without leases, what /proc showed has to suffice.
+    Takes a write lease, which the kernel gives only then. A process that opens the file waits until the block ends.
+    On a file system without leases, what /proc showed has to suffice.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -1,4 +1,4 @@
-"""Writes a tar.gz for a support ticket: examination, findings, nvidia-smi, the kernel's log, the last run; no secrets."""
+"""Writes a tar.gz for a support ticket: examination, findings, nvidia-smi, kernel log, last run; no secrets."""
 
 from __future__ import annotations
 

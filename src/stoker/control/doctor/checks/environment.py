@@ -67,7 +67,7 @@ def stale_rank(environment: dict[str, str]) -> Iterator[Finding]:
 
 @check("env.agent-store", fast=True)
 def agent_store(environment: dict[str, str]) -> Iterator[Finding]:
-    """Warns about TORCHELASTIC_USE_AGENT_STORE=True from a torchrun shell: ranks wait for a store that does not exist."""
+    """Warns about TORCHELASTIC_USE_AGENT_STORE=True from a torchrun shell: ranks wait for a missing store."""
     if environment.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
         text = "TORCHELASTIC_USE_AGENT_STORE=True is inherited: ranks started by hand would wait for torchrun's store"
         yield warn(text, "unset TORCHELASTIC_USE_AGENT_STORE")

@@ -94,7 +94,7 @@ def _describe_holder(holder: Holder) -> str:
 
 @check("gpu.held", fast=True)
 def held(machine: Machine) -> Iterator[Finding]:
-    """Warns if other processes, also outside this container, hold memory of the GPU. Fails if less than 1 GB is free."""
+    """Warns if other processes, also outside this container, hold memory of the GPU. Fails below 1 GB of free memory."""
     for gpu in machine.gpus:
         if gpu.memory_used is None or gpu.memory_total is None:
             continue
@@ -107,7 +107,8 @@ def held(machine: Machine) -> Iterator[Finding]:
             if any(holder.run for holder in gpu.holders or ()):
                 fix = "`stoker clean` shows our processes"
             level = fail if gpu.memory_total - gpu.memory_used < 10**9 else warn
-            text = f"GPU {gpu.index}: {format_bytes(gpu.memory_used)} of {format_bytes(gpu.memory_total)} in use by {'; '.join(names)}"
+            amounts = f"{format_bytes(gpu.memory_used)} of {format_bytes(gpu.memory_total)}"
+            text = f"GPU {gpu.index}: {amounts} in use by {'; '.join(names)}"
             yield level(text, fix, gpu=gpu.index)
 
 
@@ -166,8 +167,8 @@ def recovery(gpus: GpusWithHealth) -> Iterator[Finding]:
 
 @check("gpu.xid")
 def xid(gpus: GpusWithHealth) -> Iterator[Finding]:
-    """Reports Xid errors of the driver in the kernel's log with NVIDIA's advice, except those that an application causes
-    (13, 31, 43 ...).
+    """Reports Xid errors of the driver in the kernel's log with NVIDIA's advice, except those that an application
+    causes (13, 31, 43 ...).
     """
     for gpu, health in gpus:
         for number, count in sorted(Counter(health.xids).items()):

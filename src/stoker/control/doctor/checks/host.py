@@ -25,7 +25,8 @@ def memory(machine: Machine, ranks: int) -> Iterator[Finding]:
     ranks, available = _ranks(machine, ranks), machine.memory_available
     need = ranks * (RANK_RAM if machine.gpus else RANK_RAM // 4)
     if available < need:
-        text = f"{format_bytes(available)} of memory is free; starting {plural(ranks, 'rank')} together takes about {format_bytes(need)}"
+        text = f"{format_bytes(available)} of memory is free"
+        text += f"; starting {plural(ranks, 'rank')} together takes about {format_bytes(need)}"
         yield warn(text, "--init-slots 1 starts them one after the other")
 
 
@@ -106,12 +107,13 @@ def address_space(host: Host, machine: Machine) -> Iterator[Finding]:
 def swap(host: Host, machine: Machine) -> Iterator[Finding]:
     """Warns if the machine swaps: it then trains at the speed of its disk."""
     if host.swap_used is not None and host.swap_used > 4 * 10**9 and machine.memory_available < 4 * 10**9:
-        text = f"{format_bytes(host.swap_used)} are swapped out and {format_bytes(machine.memory_available)} of memory is free"
+        free = format_bytes(machine.memory_available)
+        text = f"{format_bytes(host.swap_used)} are swapped out and {free} of memory is free"
         yield warn(text, "free memory before starting")
 
 
 @check("host.clock")
 def clock(host: Host) -> Iterator[Finding]:
-    """Warns if the clock shows a time before this software existed: certificates and the order of checkpoints go wrong."""
+    """Warns if the clock shows a time before this software existed: certificates and checkpoints go wrong."""
     if host.clock is not None and host.clock < 1_760_000_000:
         yield warn("the clock is set to a time in the past", "timedatectl set-ntp true")

@@ -20,7 +20,7 @@ def hostname(net: Net) -> Iterator[Finding]:
 
 @check("net.lookups")
 def lookups(net: Net) -> Iterator[Finding]:
-    """Warns if looking up the host's own name and address takes longer than 1.5 s. torch looks up both for each connection."""
+    """Warns if a lookup of the host's own name or address takes over 1.5 s. torch does both for each connection."""
     if not net.slow_lookups:
         return
     count, servers = len(net.silent_servers), ", ".join(net.silent_servers)
@@ -28,7 +28,8 @@ def lookups(net: Net) -> Iterator[Finding]:
     because = f": the name server{'s' * (count > 1)} {servers} {verb} not answer" if count else ""
     yield warn(
         f"looking up a name or an address takes longer than 1.5 s{because}; torch waits that long for each connection",
-        "add the name and the address of each host to /etc/hosts, on every host, or name a server that answers in /etc/resolv.conf   # needs root",
+        "add the name and the address of each host to /etc/hosts, on every host, or name a server that answers in"
+        " /etc/resolv.conf   # needs root",
     )
 
 

@@ -54,8 +54,9 @@ def arch(torch: Torch, gpus: GpusWithHealth) -> Iterator[Finding]:
 
 
 def _covered(major: int, minor: int, archs: tuple[str, ...]) -> bool:
-    """Return whether a build runs on a GPU. Binary code needs the same major version and at most its minor version; PTX runs on
-    anything newer.
+    """Return whether a build runs on a GPU.
+
+    Binary code needs the same major version and at most its minor version; PTX runs on anything newer.
     """
     for architecture in archs:
         kind, _, number = architecture.partition("_")
