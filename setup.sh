@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Makes or refreshes .venv, the Python environment of this checkout; does nothing when nothing changed.
-#   bash setup.sh           what `stoker` needs, and torch
-#   bash setup.sh --test    that and what test.sh needs
-# PYTHON=python3.12         the Python to build on (default: python3). If it has torch 2.9 or later, that torch is used.
-# STOKER_SETUP_TORCH=skip   no torch and nothing that needs it: enough to launch, for the static checks and for tests without torch.
+# Creates or updates .venv, the Python environment of this checkout. Does nothing if nothing has changed.
+#   bash setup.sh           installs Stoker and torch
+#   bash setup.sh --test    also installs what test.sh needs
+# PYTHON=python3.12         the Python to use (default: python3). If it has torch 2.9 or later, .venv uses that torch.
+# STOKER_SETUP_TORCH=skip   installs neither torch nor what needs it: enough for launching, static checks and tests without torch.
 set -euo pipefail
 CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")"
 
 say() { printf 'setup: %s\n' "$*"; }
-refuse() { # exit code, one line
+refuse() { # prints one line and exits: refuse CODE LINE
   printf 'setup.sh: %s\n' "$2" >&2
   exit "$1"
 }
@@ -23,20 +23,20 @@ case "${STOKER_SETUP_TORCH:-}" in
   *) refuse 64 "STOKER_SETUP_TORCH is '$STOKER_SETUP_TORCH'; leave it unset or set it to skip" ;;
 esac
 
-# With .venv activated python3 is .venv's own, and that one can't rebuild itself.
-outside=
+# If .venv is active, python3 is its own Python, which can't rebuild .venv: remove it from PATH.
+path_without_venv=
 IFS=: read -ra entries <<<"$PATH"
 for entry in "${entries[@]}"; do
-  [[ $entry -ef .venv/bin ]] || outside+="${outside:+:}$entry"
+  [[ $entry -ef .venv/bin ]] || path_without_venv+="${path_without_venv:+:}$entry"
 done
-export PATH="$outside"
+export PATH="$path_without_venv"
 
 python=${PYTHON:-python3}
-command -v "$python" >/dev/null || refuse 69 "no $python found; install Python 3.11, 3.12 or 3.13, or name one: PYTHON=/path/to/python3.12 bash setup.sh"
-command -v flock >/dev/null || refuse 69 "no flock found; install util-linux"
+command -v "$python" >/dev/null || refuse 69 "$python not found; install Python 3.11, 3.12 or 3.13, or choose one: PYTHON=/path/to/python3.12 bash setup.sh"
+command -v flock >/dev/null || refuse 69 "flock not found; install util-linux"
 
-# Any Python, however old, must get as far as its refusal. Torch is looked up by its metadata: importing it takes seconds.
-# If this Python lives in a virtual environment, --system-site-packages would reach past that to the Python below it, so its folder is asked for too.
+# Even a very old Python must be able to run this up to its refusal. Reads torch's version from its metadata: importing torch takes seconds.
+# Prints the packages folder of a Python in a virtual environment: --system-site-packages would skip that environment.
 facts=$("$python" - "$python" <<'PY'
 import sys
 
@@ -45,21 +45,21 @@ def refuse(line):
     sys.exit(69)
 
 if not (3, 11) <= sys.version_info[:2] <= (3, 13):
-    refuse("; Stoker needs 3.11, 3.12 or 3.13: install one of them, or name one: PYTHON=/path/to/python3.12 bash setup.sh")
+    refuse("; Stoker needs 3.11, 3.12 or 3.13: install one of them, or choose one: PYTHON=/path/to/python3.12 bash setup.sh")
 
 import importlib.metadata, importlib.util, os, re, sysconfig
 
 if os.path.realpath(sys.prefix) == os.path.realpath(".venv"):
-    refuse(" of .venv itself; name the one to build on: PYTHON=/usr/bin/python3 bash setup.sh")
+    refuse(" of .venv itself; choose another one: PYTHON=/usr/bin/python3 bash setup.sh")
 if not (importlib.util.find_spec("venv") and importlib.util.find_spec("ensurepip")):
-    refuse(" without its venv module; Debian and Ubuntu have it in a package: apt-get install python%d.%d-venv" % sys.version_info[:2])
+    refuse(" without its venv module; on Debian and Ubuntu: apt-get install python%d.%d-venv" % sys.version_info[:2])
 
 torch = ""
 if importlib.util.find_spec("torch"):
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        pass  # a folder that happens to be called torch
+        pass  # a folder that is called torch but is not the package
 numbers = re.match(r"(\d+)\.(\d+)", torch)
 if not numbers or tuple(map(int, numbers.groups())) < (2, 9):
     torch = ""
@@ -70,7 +70,7 @@ print(sysconfig.get_path("purelib") if sys.prefix != sys.base_prefix else "")
 PY
 )
 mapfile -t facts <<<"$facts"
-executable=${facts[0]} version=${facts[1]} found_torch=${facts[2]-} packages_below=${facts[3]-}
+executable=${facts[0]} version=${facts[1]} found_torch=${facts[2]-} base_packages=${facts[3]-}
 [[ -z ${STOKER_SETUP_TORCH:-} ]] || found_torch=
 
 stamp=.venv/setup.stamp
@@ -90,36 +90,36 @@ finished() {
 }
 if finished; then exit 0; fi
 
-# pip inherits the lock: if this script is killed, the next one waits until that pip is gone too.
-# Only who may write to it can lock it: a user who can merely read this folder must not hold the setup up.
+# pip inherits the lock: if this script is killed, the next one waits until that pip has ended, too.
+# The lock file is not readable for others, who could lock it and so block the setup.
 (umask go-r && : >>.venv.lock)
 if [[ -O .venv.lock ]]; then chmod go-r .venv.lock; fi
 exec 9>.venv.lock
 if ! flock --nonblock 9; then
-  say "waiting for another setup of this checkout"
+  say "waiting for another setup.sh in this checkout"
   flock 9
 fi
 if finished; then exit 0; fi
 
 started=$SECONDS
 make_venv() {
-  local how=(--clear) output
-  if [[ -e .venv ]]; then say ".venv is unfinished or made for something else: starting over"; fi
-  say "making .venv with Python $version"
+  local venv_options=(--clear) output
+  if [[ -e .venv ]]; then say ".venv is incomplete or has other settings: creating it again"; fi
+  say "creating .venv with Python $version"
   if [[ -n $found_torch ]]; then
     say "using torch $found_torch of $executable"
-    how+=(--system-site-packages)
+    venv_options+=(--system-site-packages)
   fi
-  output=$("$executable" -m venv "${how[@]}" .venv 2>&1) || refuse "$?" "$executable -m venv failed: $output"
+  output=$("$executable" -m venv "${venv_options[@]}" .venv 2>&1) || refuse "$?" "$executable -m venv failed: $output"
   if [[ $version == 3.11.* ]]; then
-    # Its venv comes with setuptools 65, which would hide the newer one that the Python below has for its torch.
+    # This venv comes with setuptools 65, which would hide the newer version of the base Python that its torch needs.
     output=$(.venv/bin/python -m pip --disable-pip-version-check uninstall --yes setuptools 2>&1) || refuse "$?" "removing setuptools from .venv failed: $output"
   fi
-  # The pip of Python 3.11 takes twice the time to look through the index's pages.
+  # The pip of Python 3.11 takes twice as long to read the package index.
   output=$(.venv/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile 'pip>=25.3' 2>&1) ||
-    say "going on with the pip that Python $version brings; a newer one could not be installed: ${output##*$'\n'}"
-  if [[ -n $found_torch && -n $packages_below ]]; then
-    .venv/bin/python -c 'import sys, sysconfig; print(sys.argv[1], file=open(sysconfig.get_path("purelib") + "/below.pth", "w"))' "$packages_below"
+    say "pip could not be updated, so the one of Python $version is used: ${output##*$'\n'}"
+  if [[ -n $found_torch && -n $base_packages ]]; then
+    .venv/bin/python -c 'import sys, sysconfig; print(sys.argv[1], file=open(sysconfig.get_path("purelib") + "/below.pth", "w"))' "$base_packages"
   fi
 }
 rm -f "$stamp"
@@ -131,7 +131,7 @@ fi
 
 constraints=constraints.txt
 if [[ -n $found_torch ]]; then
-  # What that Python already has stays as it is: a pin of ours would only put a second copy in front of what its torch was tested with.
+  # Don't pin what that Python already has: a second copy would replace the version that its torch was tested with.
   constraints=.venv/constraints.txt
   .venv/bin/python - "$found_torch" >"$constraints" <<'PY'
 import importlib.metadata, re, sys
@@ -142,7 +142,7 @@ def canonical(name):
 
 have = {canonical(d.metadata["Name"] or "") for d in importlib.metadata.distributions() if not Path(d.locate_file("")).is_relative_to(sys.prefix)}
 if "torch" not in have:
-    sys.exit("setup.sh: .venv can't see torch %s; install our own instead: PYTHON=/path/to/a/python/without/torch bash setup.sh" % sys.argv[1])
+    sys.exit("setup.sh: .venv can't use torch %s; to install another torch: PYTHON=/path/to/a/python/without/torch bash setup.sh" % sys.argv[1])
 print("torch==" + sys.argv[1])
 for line in Path("constraints.txt").read_text().splitlines():
     if not line.startswith("#") and canonical(line.split("==")[0]) not in have:
@@ -150,12 +150,12 @@ for line in Path("constraints.txt").read_text().splitlines():
 PY
 fi
 
-# Extras of pyproject.toml, and how they are called on the terminal.
+# Extras of pyproject.toml, and their description for the terminal.
 case "$extent ${STOKER_SETUP_TORCH:-${found_torch:+found}}" in
-  'plain ') extras='[train,show]' what='stoker and torch (minutes the first time)' ;;
+  'plain ') extras='[train,show]' what='stoker and torch (takes minutes the first time)' ;;
   'plain found') extras='[parts,show]' what='stoker and what training needs' ;;
   'plain skip') extras='[show]' what='stoker' ;;
-  'test ') extras='[train,test]' what='stoker, torch and what test.sh needs (minutes the first time)' ;;
+  'test ') extras='[train,test]' what='stoker, torch and what test.sh needs (takes minutes the first time)' ;;
   'test found') extras='[test]' what='stoker and what test.sh needs' ;;
   'test skip') extras='[check]' what='stoker and what test.sh needs without torch' ;;
 esac
@@ -164,15 +164,15 @@ log=.venv/setup.log rc=0
 .venv/bin/python -m pip --disable-pip-version-check --no-input install --no-compile --constraint "$constraints" --editable ".$extras" >"$log" 2>&1 || rc=$?
 if ((rc)); then
   tail -n 20 "$log" >&2
-  refuse "$rc" "installing $what failed; all of pip's output is in $log"
+  refuse "$rc" "installing $what failed; pip's full output is in $log"
 fi
 
-# pip would compile 15,000 files on one core. What does not compile is for another Python, is never imported, and is listed in the log.
-# A third of all of it are packages' own tests and transformers' 540 architectures, of which a process imports one or two.
-# With --test nothing is compiled here: collecting the tests imports a tenth of the rest, on the core that test.sh's mypy leaves.
-seldom='/site-packages/.*/tests?/|/site-packages/transformers/models/'
+# Compile on all cores: pip would compile 15,000 files on one. Files that don't compile are for another Python version; the log lists them.
+# Skip a third of the files: packages' own tests, and transformers' 540 architectures, of which a process imports one or two.
+# With --test nothing is compiled here: the tests import only a tenth of the rest, and mypy uses the other core.
+rarely_imported='/site-packages/.*/tests?/|/site-packages/transformers/models/'
 if [[ $extent == plain ]]; then
-  .venv/bin/python -m compileall -q -j 0 -x "$seldom" "$PWD/.venv/lib" >>"$log" 2>&1 || true
+  .venv/bin/python -m compileall -q -j 0 -x "$rarely_imported" "$PWD/.venv/lib" >>"$log" 2>&1 || true
 fi
 
 printf '%s\n' "$base" "$files" "$extent" >"$stamp.new"

@@ -39,13 +39,13 @@ GOOD = "abcdabcdabcd"
         pytest.param([GOOD], [True], [None], [], id="one card agrees with itself"),
         pytest.param(["abc"], [None], [None], [], id="one card, one round: nothing compared"),
         pytest.param([GOOD, GOOD[:5], ""], [True, True, None], [None] * 3, [], id="a slow one is compared as far as it came"),
-        pytest.param([GOOD, "abcdaxyzabcd", GOOD], [True, False, True], [None, 5, None], ["rank 1 (GPU 1, NVIDIA H200) computes something else: from step 5 its bits of loss and parameters are not those of its 2 twins, in 1 of 3 rounds"], id="once, of three"),
-        pytest.param(["abcd", "abzz", "abcd"], [True, False, True], [None, 2, None], ["from step 2 its bits of loss and parameters are not those of its 2 twins, in 2 of 4 steps"], id="within one round"),
-        pytest.param(["abxxabxxabxx", GOOD, GOOD], [False, True, True], [2, None, None], ["rank 0 (GPU 0, NVIDIA H200) computes something else: from step 2", ], id="always, of three"),
+        pytest.param([GOOD, "abcdaxyzabcd", GOOD], [True, False, True], [None, 5, None], ["rank 1 (GPU 1, NVIDIA H200) computes different results: from step 5 its bits of loss and parameters differ from those of its 2 twins, in 1 of 3 rounds"], id="once, of three"),
+        pytest.param(["abcd", "abzz", "abcd"], [True, False, True], [None, 2, None], ["from step 2 its bits of loss and parameters differ from those of its 2 twins, in 2 of 4 steps"], id="within one round"),
+        pytest.param(["abxxabxxabxx", GOOD, GOOD], [False, True, True], [2, None, None], ["rank 0 (GPU 0, NVIDIA H200) computes different results: from step 2", ], id="always, of three"),
         pytest.param([GOOD, "abcdaxyzabcd"], [True, False], [None, 5], ["rank 1 ", ], id="of two, the one that contradicts itself"),
         pytest.param(["abxyabcd", "abcdabcd"], [False, True], [2, None], ["rank 0 "], id="of two, wrong in the first round"),
         pytest.param(["abxx" * 9, "abcd" * 2], [False, False], [2, 2], ["rank 0 (GPU 0, NVIDIA H200) and rank 1 (GPU 1, NVIDIA H200) disagree from step 2; 2 replicas can't show"], id="of two, always: undecided, and the faster one has no more votes"),
-        pytest.param(["abcdabcxabcd"], [False], [7], ["are not those of its other rounds, in 1 of 3 rounds"], id="one card contradicts itself"),
+        pytest.param(["abcdabcxabcd"], [False], [7], ["differ from those of its other rounds, in 1 of 3 rounds"], id="one card contradicts itself"),
         pytest.param(["aq", "ar", "as"], [False] * 3, [1] * 3, ["disagree from step 1; 3 replicas"], id="no two agree"),
         pytest.param([GOOD, GOOD, "abcdaxyzabcd", GOOD, "abcdabcdabcx"], [True, True, False, True, False], [None, None, 5, None, 11], ["rank 2 ", "rank 4 "], id="two bad ones of five"),
     ],
@@ -69,10 +69,10 @@ def test_unlike_cards_may_round_differently() -> None:
     ("speeds", "more", "says"),
     [
         pytest.param([(780, 4100), (770, 4000), (790, 4200)], {}, [], id="alike"),
-        pytest.param([(780, 4100), (640, 4100), (790, 4100)], {}, ["rank 1 (GPU 1, NVIDIA H200) is slow: 640 TFLOP/s; its 2 twins make 785 (data sheet: 989)"], id="compute"),
-        pytest.param([(780, 4100), (780, 3000)], {}, ["rank 1 (GPU 1, NVIDIA H200) is slow: 3000 GB/s; its twin makes 4100 (data sheet: 4800)"], id="memory"),
-        pytest.param([(350, 4100)], {}, ["350 TFLOP/s; that is less than such a card should make (data sheet: 989)"], id="alone, against the data sheet"),
-        pytest.param([(300, 700)], {"card": "NVIDIA Nobody", "start": Speed(400, 700)}, ["300 TFLOP/s; before the load it made 400 (data sheet: n/a)"], id="hot, of an unknown card"),
+        pytest.param([(780, 4100), (640, 4100), (790, 4100)], {}, ["rank 1 (GPU 1, NVIDIA H200) is slow: 640 TFLOP/s; its 2 twins reach 785 (data sheet: 989)"], id="compute"),
+        pytest.param([(780, 4100), (780, 3000)], {}, ["rank 1 (GPU 1, NVIDIA H200) is slow: 3000 GB/s; its twin reaches 4100 (data sheet: 4800)"], id="memory"),
+        pytest.param([(350, 4100)], {}, ["350 TFLOP/s; such a GPU should reach more (data sheet: 989)"], id="alone, against the data sheet"),
+        pytest.param([(300, 700)], {"card": "NVIDIA Nobody", "start": Speed(400, 700)}, ["300 TFLOP/s; before the load it reached 400 (data sheet: n/a)"], id="hot, of an unknown card"),
         pytest.param([(780, 4100), (100, 900)], {"device": "GPU-shared"}, [], id="ranks that share a card"),
         pytest.param([(0.1, 10), (0.02, 3)], {"device": None, "card": None}, [], id="CPU ranks: the scheduler's doing"),
     ],
@@ -89,7 +89,7 @@ def test_who_is_slow(speeds: list[tuple[float, float]], more: dict[str, Any], sa
     ("links", "stopped", "says"),
     [
         pytest.param([Link((0, 1, 2), "nccl", 400.0), Link((0, 1), "nccl", 390.0), Link((0, 2), "nccl", 260.0), Link((1, 2), "nccl", 395.0)], False, [], id="fine"),
-        pytest.param([Link((0, 1), "nccl", 390.0), Link((0, 2), "nccl", 20.0), Link((1, 2), "nccl", 395.0)], False, [("warn", "the link GPU0–GPU2 is slow: 20.0 GB/s, the other pairs make 392.5")], id="one slow"),
+        pytest.param([Link((0, 1), "nccl", 390.0), Link((0, 2), "nccl", 20.0), Link((1, 2), "nccl", 395.0)], False, [("warn", "the link GPU0–GPU2 is slow: 20.0 GB/s, the other pairs reach 392.5")], id="one slow"),
         pytest.param([Link((0, 1), "gloo", 0.5), Link((0, 2), "gloo", 0.1), Link((1, 2), "gloo", 0.5)], False, [], id="gloo: no speed judged"),
         pytest.param([Link((0, 1, 2), "nccl", 400.0, {"2": 7})], False, [("fail", "all-reduce over all 3 ranks gives wrong sums (elements: GPU2 7; nccl)")], id="wrong sum"),
         pytest.param([Link((1, 2), "nccl")], False, [("fail", "all-reduce over GPU1–GPU2 did not finish (nccl)")], id="hung"),
@@ -153,7 +153,7 @@ def test_a_flipped_bit_names_its_replica_and_step(stoker: Stoker) -> None:
     ]
     assert (
         done.out.count("FAIL") == 1
-        and "FAIL burnin.mismatch: rank 1 (CPU 1) computes something else: from step 7" in done.out
+        and "FAIL burnin.mismatch: rank 1 (CPU 1) computes different results: from step 7" in done.out
     )
     steps = {
         rank: [json.loads(line) for line in (done.run_dir / f"burnin/rank-{rank}.jsonl").read_text().splitlines()]

@@ -197,8 +197,8 @@ def test_training_may_write_the_tensors_as_soon_as_save_returns(
 ) -> None:
     """And a save that is asked for while one is under way is skipped, said once, and never queued."""
     go = threading.Event()
-    written = part.write_whole
-    monkeypatch.setattr(part, "write_whole", lambda path, data: (go.wait(100), written(path, data)))
+    written = part.write_atomic
+    monkeypatch.setattr(part, "write_atomic", lambda path, data: (go.wait(100), written(path, data)))
     one, weight = job(), torch.full((1000,), 1.0)
     saver = one.savers[0]
     assert saver.save(1, {"w": weight}, {})
@@ -217,7 +217,7 @@ def test_a_rank_that_skips_what_another_began_costs_only_that_checkpoint(
 ) -> None:
     """Rank 0 skips step 2, still writing step 1, and begins step 3, which rank 1 skips, still writing step 2: rank 0 is told, and need not wait for its deadline."""
     one, state = job(2, keep=5), {"w": torch.ones(10)}
-    gates, written = {"1 rank-00000": threading.Event(), "2 rank-00001": threading.Event()}, part.write_whole
+    gates, written = {"1 rank-00000": threading.Event(), "2 rank-00001": threading.Event()}, part.write_atomic
 
     def gated(path: str, data: Any) -> None:
         place, name = os.path.split(path)
@@ -226,7 +226,7 @@ def test_a_rank_that_skips_what_another_began_costs_only_that_checkpoint(
             gate.wait(100)
         written(path, data)
 
-    monkeypatch.setattr(part, "write_whole", gated)
+    monkeypatch.setattr(part, "write_atomic", gated)
     zero, other = one.savers
     assert zero.save(1, state, {}) and other.save(1, state, {})
     assert wait_for(lambda: None if other.busy() else True, 10) and zero.busy()
@@ -401,11 +401,11 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
         (lambda body: body["tensors"]["w"]["pieces"][0].update(file="../outside.safetensors"), "not among the files"),
         (
             lambda body: body["tensors"]["w"]["pieces"][0].update(offset=[-1]),
-            "offset: a whole number from 0 up is expected, found -1",
+            "offset: expected a whole number of at least 0, found -1",
         ),
         (lambda body: body["tensors"]["w"]["pieces"][0].update(shape=[3]), "do not make the whole tensor"),
         (lambda body: body.update(schema=99), "its schema is 99"),
-        (lambda body: body.update(files=[]), "files: an object is expected"),
+        (lambda body: body.update(files=[]), "files: expected an object"),
     ],
 )
 def test_a_manifest_is_not_trusted(

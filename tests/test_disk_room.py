@@ -41,9 +41,9 @@ def bytes_kept(where: Path) -> int:
 
 
 def keep_all_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_space, "SHARE", 1.0)
-    monkeypatch.setattr(disk_space, "MOST", 1 << 62)
-    monkeypatch.setattr(disk_space, "_BETWEEN", 64 << 10)
+    monkeypatch.setattr(disk_space, "RESERVED_FRACTION", 1.0)
+    monkeypatch.setattr(disk_space, "MAX_RESERVED_BYTES", 1 << 62)
+    monkeypatch.setattr(disk_space, "_BYTES_BETWEEN_CHECKS", 64 << 10)
 
 
 @pytest.mark.parametrize("kind", ["stream", "chat"])
@@ -110,7 +110,7 @@ def test_one_part_of_prepared_data_leaves_some_of_the_disk(
     said = [([("user", b"some"), ("assistant", b"words")], "here")] * 100
     monkeypatch.setattr(work, "texts", lambda span, key: iter(texts))
     monkeypatch.setattr(work, "conversations", lambda span, wrong: iter(said))
-    monkeypatch.setattr(disk_space, "_BETWEEN", 64)
+    monkeypatch.setattr(disk_space, "_BYTES_BETWEEN_CHECKS", 64)
     monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_bavail=1, f_frsize=4096, f_blocks=1000))
     told = SimpleNamespace(kind=kind, dtype="<u2", text_key="text", longest=512)
     span = SimpleNamespace(form="jsonl", begin=0, entry=0)

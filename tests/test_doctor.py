@@ -222,7 +222,7 @@ def _children_of(folder: str) -> list[int]:
             try:
                 if (
                     folder in os.readlink(f"/proc/{entry}/cwd")
-                    and b"machine.gather" in Path(f"/proc/{entry}/cmdline").read_bytes()
+                    and b"machine.examine_child" in Path(f"/proc/{entry}/cmdline").read_bytes()
                 ):
                     found.append(int(entry))
             except OSError:

@@ -122,9 +122,9 @@ def test_a_name_goes_on_with_an_unfinished_run(stoker: Stoker) -> None:
         and "its newest checkpoint" in again.err
     )
     skipped = [line for line in again.log(0, 1).decode().splitlines() if not line.startswith("resume ")]
-    assert len(skipped) == 1 and skipped[0].startswith(f"stoker: {where}/checkpoints/step-12 does not count as"), (
-        skipped
-    )
+    assert len(skipped) == 1 and skipped[0].startswith(
+        f"stoker: {where}/checkpoints/step-12 is not a complete checkpoint"
+    ), skipped
     assert "it has no manifest.json (1 more like it); using step-10" in skipped[0], skipped
     other = stoker("run", "--name", "exp", script, "another-argument")
     assert other.run_dir != where and "is complete: this is a new run" in other.err

@@ -118,7 +118,7 @@ READABLE = (
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masking, "_known", [])
+    monkeypatch.setattr(masking, "_secrets", [])
 
 
 @pytest.mark.parametrize("around", AROUND)
@@ -204,9 +204,9 @@ def test_given_values_are_masked_in_every_form() -> None:
         shown = mask_text(f"failed with {form} there")
         assert MASK in shown and not any(part in shown for part in ("swordfish", "quotes", "hunter2", "command")), shown
     assert mask_text("/bin/sh-long") == "/bin/sh-long"
-    before = list(masking._known or ())
+    before = list(masking._secrets or ())
     learn_secrets({"MY_PASSWORD": odd, "DB_PASS": quoted})
-    assert masking._known == before
+    assert masking._secrets == before
 
 
 def test_short_values_are_not_looked_for_in_text() -> None:

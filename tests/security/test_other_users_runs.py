@@ -145,7 +145,7 @@ hf_write.sweep(root, "step-00000002")
 lines = []
 assert reading.find(root, lines.append) is None
 assert "can't be read: Permission denied" in lines[0] and "step-00000001 is not a complete" in lines[1], lines
-assert checkpoints._trusted(theirs, root, None) is False
+assert checkpoints._is_trusted(theirs, root, None) is False
 assert ownership.own_folder(root, "step-00000002") == theirs + "-0"
 assert finding._models(root, "") == []
 try:

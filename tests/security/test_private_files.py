@@ -113,7 +113,7 @@ def test_a_folder_of_the_path_that_may_not_be_entered_costs_no_bundle(tmp_path: 
     for name in ("nvidia-smi", "dmesg"):
         (tmp_path / name).write_text("")
         (tmp_path / name).chmod(0o644)
-    code = "from stoker.control.doctor.support_bundle import _said; print(_said(['nvidia-smi', '-q']))"
+    code = "from stoker.control.doctor.support_bundle import _run; print(_run(['nvidia-smi', '-q']))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PATH": str(tmp_path)},
@@ -158,7 +158,7 @@ def test_a_bundle_takes_the_end_of_a_runs_log(tmp_path: Path, monkeypatch: pytes
     log = run / layout.CONSOLE
     log.write_bytes(b"x" * (5 << 20) + b"\nthe last line\n")
     monkeypatch.setattr(support_bundle, "COMMANDS", {})
-    monkeypatch.setattr(support_bundle, "_processes", lambda: "")
+    monkeypatch.setattr(support_bundle, "_list_processes", lambda: "")
     support_bundle.write_bundle(str(tmp_path / "b.tgz"), Examination(Machine("here", 1, 1, 1)), [], str(tmp_path))
     with tarfile.open(tmp_path / "b.tgz") as archive:
         kept = archive.extractfile(f"stoker-doctor/latest-run/{layout.CONSOLE}")

@@ -183,7 +183,7 @@ def test_the_launchers_error_file_has_no_secret(tmp_path: Path, monkeypatch: pyt
 
 def test_an_agent_masks_what_only_its_host_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator can't: another host's variables are never sent to it."""
-    monkeypatch.setattr(masking, "_known", None)
+    monkeypatch.setattr(masking, "_secrets", None)
     monkeypatch.setenv("SVC_PASSWORD", "variable-of-this-host")
     agent = Agent(heart=-1, life=-1, guardian=0, stdin_fd=-1)
     agent._specs = {0: {"env": {"HF_TOKEN": "variable-of-the-rank"}, "argv": ["t.py", "--api-key", "argument-of-it"]}}

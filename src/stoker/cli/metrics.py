@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
         raise Refusal(f"--port {told.port}: a port is a number from 0 to 65535", EX_USAGE)
     if told.interval < _LEAST_S:
         raise Refusal(f"--interval {told.interval:g} s: at least {_LEAST_S} s", EX_USAGE)
-    from stoker.control.doctor.quick_check import glance
+    from stoker.control.doctor.check import count_fast_findings
     from stoker.control.show import http_server
     from stoker.control.show.collector import SnapshotCollector
     from stoker.control.show.metrics import metrics_exporter
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> int:
         return gatherer.snapshot(elsewhere=elsewhere.readings() if elsewhere is not None else (), only=told.run)
 
     def checks() -> DoctorFindings:
-        host, counts = glance(root)
+        host, counts = count_fast_findings(root)
         return DoctorFindings(host, time.time(), counts)
 
     collector = MetricsCollector(gather, checks, told.dcgm, lambda line: print_status(escape(line)))

@@ -1,1 +1,1 @@
-"""The words all rooms share. Standard library only; imports nothing else of Stoker."""
+"""What both planes share. Uses only the standard library and imports nothing else of Stoker."""

@@ -1,4 +1,4 @@
-"""The newest complete checkpoint of a run: what `stoker.resume()` gives, and what a stop reports as saved."""
+"""Finds the newest complete checkpoint of a run, for `stoker.resume()`, for restarts and for the report of a stop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stoker.contract import layout, safe_io
 from stoker.contract.frozen import frozen
 from stoker.contract.text import escape
 
-_FOLDER, _MANIFEST = re.compile(r"step-([0-9]{8,18})"), "manifest.json"
+_STEP_DIR, _MANIFEST = re.compile(r"step-([0-9]{8,18})"), "manifest.json"
 
 
 @frozen
@@ -19,89 +19,92 @@ class SavedCheckpoint:
     time: float  # of its last change
 
 
-def find_newest_checkpoint(run_dir: str, say: Callable[[str], None] | None = None) -> SavedCheckpoint | None:
-    """A folder is complete when it holds manifest.json, written last, and every file the manifest names is there with
-    its size; a file is complete when it is in place under its own name (write to NAME.tmp, then rename).
+def find_newest_checkpoint(run_dir: str, warn: Callable[[str], None] | None = None) -> SavedCheckpoint | None:
+    """Return the newest complete checkpoint of a run, or None.
 
-    What another user (but root) put there is left out, and `say` gets a line about it. It gets one, too, where newer
-    folders are incomplete: a script that writes no manifest would start from scratch each time, and not know why.
+    A folder is complete if it holds manifest.json, which is written last, and every file that the manifest names has
+    its size. A file is complete once it has its own name (write to NAME.tmp, then rename). Checkpoints that belong to
+    another user than root are left out. `warn` gets a line about those, and one about newer folders that are
+    incomplete: a script that writes no manifest would start from scratch each time without a hint why.
     """
-    folder = os.path.join(run_dir, layout.CHECKPOINTS)
+    checkpoints_dir = os.path.join(run_dir, layout.CHECKPOINTS)
     try:
-        if not _trusted(folder, run_dir, say):
+        if not _is_trusted(checkpoints_dir, run_dir, warn):
             return None
-        named = (entry for entry in os.scandir(folder) if not entry.name.startswith("."))
-        whole = (entry for entry in named if not entry.name.endswith((".tmp", ".part")))
-        entries = [entry for entry in whole if _trusted(entry.path, folder, say)]
-        entries.sort(key=lambda entry: (_step_in(entry.name), entry.stat().st_mtime), reverse=True)
+        entries = [
+            entry
+            for entry in os.scandir(checkpoints_dir)
+            if not entry.name.startswith(".")
+            and not entry.name.endswith((".tmp", ".part"))
+            and _is_trusted(entry.path, checkpoints_dir, warn)
+        ]
+        entries.sort(key=lambda entry: (_step_in_name(entry.name), entry.stat().st_mtime), reverse=True)
     except OSError:
         return None
-    incomplete: list[tuple[str, str]] = []  # path, and why
-    saved = None
+    incomplete: list[tuple[str, str]] = []  # (path, what is missing)
+    newest = None
     for entry in entries:
-        lacks = _missing_part(entry.path) if entry.is_dir() else ""
-        if not lacks:
-            # A folder's own time changes when its last file is put in place, and a rename of the folder leaves it.
-            saved = SavedCheckpoint(entry.path, entry.stat().st_mtime)
+        missing = _find_missing_part(entry.path) if entry.is_dir() else ""
+        if not missing:
+            # Putting the last file in place changes the folder's own time; renaming the folder doesn't.
+            newest = SavedCheckpoint(entry.path, entry.stat().st_mtime)
             break
-        incomplete.append((entry.path, lacks))
-    if incomplete and say is not None:
-        say(_skipping(incomplete, saved))
-    return saved
+        incomplete.append((entry.path, missing))
+    if incomplete and warn is not None:
+        path, missing = incomplete[0]
+        others = f" ({len(incomplete) - 1} more like it)" if len(incomplete) > 1 else ""
+        instead = f"using {escape(os.path.basename(newest.path))}" if newest else "there is no other"
+        warn(
+            f"{escape(path)} is not a complete checkpoint: {missing}{others}; {instead}"
+            " (`stoker docs python` explains what makes one complete)"
+        )
+    return newest
 
 
 def find_newest_step(run_dir: str) -> int | None:
-    """Of `stoker train`'s own: the number in the name of the newest folder with a manifest. Nothing of it is read."""
-    folder = os.path.join(run_dir, layout.CHECKPOINTS)
+    """Return the step of the newest folder with a manifest that `stoker train` has saved. Reads names only."""
+    checkpoints_dir = os.path.join(run_dir, layout.CHECKPOINTS)
     try:
-        steps = sorted(int(match[1]) for name in os.listdir(folder) if (match := _FOLDER.fullmatch(name)))
+        steps = [int(match[1]) for name in os.listdir(checkpoints_dir) if (match := _STEP_DIR.fullmatch(name))]
     except OSError:
         return None
-    there = (step for step in reversed(steps) if os.path.exists(os.path.join(folder, f"step-{step:08d}", _MANIFEST)))
-    return next(there, None)
+    for step in sorted(steps, reverse=True):
+        if os.path.exists(os.path.join(checkpoints_dir, f"step-{step:08d}", _MANIFEST)):
+            return step
+    return None
 
 
-def _skipping(incomplete: list[tuple[str, str]], saved: SavedCheckpoint | None) -> str:
-    path, lacks = incomplete[0]
-    others = f" ({len(incomplete) - 1} more like it)" if len(incomplete) > 1 else ""
-    instead = f"using {escape(os.path.basename(saved.path))}" if saved else "there is no other"
-    return (
-        f"{escape(path)} does not count as a complete checkpoint: {lacks}{others}; {instead}"
-        " (`stoker docs python`: what makes one complete)"
-    )
-
-
-def _trusted(path: str, folder: str, say: Callable[[str], None] | None) -> bool:
-    """Not another user's, neither by itself nor where it leads as a link. A script may unpickle it."""
+def _is_trusted(path: str, parent: str, warn: Callable[[str], None] | None) -> bool:
+    """Return whether neither the entry nor what it links to belongs to another user: a script may unpickle it."""
     try:
         uids = (os.lstat(path).st_uid, os.stat(path).st_uid)
     except OSError:
-        return False  # gone meanwhile, a link to nowhere, or another user's mount
-    theirs = [uid for uid in uids if not safe_io.is_trusted(uid, folder)]
-    if theirs and say is not None:
-        say(f"{escape(path)} belongs to {safe_io.user_name(theirs[0])}: it is not taken for a checkpoint of this run")
-    return not theirs
+        return False  # removed meanwhile, a dangling link, or another user's mount
+    strangers = [uid for uid in uids if not safe_io.is_trusted(uid, parent)]
+    if strangers and warn is not None:
+        warn(f"{escape(path)} belongs to {safe_io.user_name(strangers[0])}: it is not used as a checkpoint of this run")
+    return not strangers
 
 
-def _step_in(name: str) -> int:
+def _step_in_name(name: str) -> int:
     numbers = re.findall("[0-9]+", os.path.splitext(name)[0])
     return int(numbers[-1]) if numbers else -1
 
 
-def _missing_part(folder: str) -> str:
-    """What a folder lacks to be complete; empty: nothing."""
-    from stoker.contract.safe_io import read_json
-
-    manifest = os.path.join(folder, _MANIFEST)
+def _find_missing_part(checkpoint_dir: str) -> str:
+    """Return what a checkpoint lacks to be complete, or "" if it is complete."""
+    manifest = os.path.join(checkpoint_dir, _MANIFEST)
     if not os.path.exists(manifest):
         return "it has no manifest.json"
     try:
-        files = read_json(manifest).get("files", {})
-        whole = all(os.path.getsize(os.path.join(folder, name)) == _size(want) for name, want in files.items())
+        files = safe_io.read_json(manifest).get("files", {})
+        is_complete = all(
+            os.path.getsize(os.path.join(checkpoint_dir, name)) == _listed_size(entry) for name, entry in files.items()
+        )
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
-        whole = False
-    return "" if whole else "not every file that its manifest.json lists is there with its size"
+        is_complete = False
+    return "" if is_complete else "a file that its manifest.json lists is missing or has another size"
 
 
-def _size(want: object) -> int:
-    return int(want["size"]) if isinstance(want, dict) else int(want)  # type: ignore[call-overload]
+def _listed_size(entry: object) -> int:
+    return int(entry["size"]) if isinstance(entry, dict) else int(entry)  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""SHA-256 digests of the files that a run reads, by which a later start of the same name sees that they changed."""
+"""SHA-256 digests of the files that a run reads, to notice that a file has changed since an earlier start."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _WEIGHTS = (".safetensors", ".gguf", ".bin")
 
 
 def file_digest(path: str) -> str:
-    """Return the SHA-256 of a file. Of weights larger than 4 MiB: of their size, first MiB and 64 blocks of 64 KiB."""
+    """Return the SHA-256 of a file. Of weights above 4 MiB it hashes the size, first MiB and 64 blocks of 64 KiB."""
     digest = hashlib.sha256()
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if not path.endswith(_WEIGHTS) or size <= _SAMPLES * _SAMPLE_BYTES:
-            while data := file.read(1 << 20):
-                digest.update(data)
+            while block := file.read(1 << 20):
+                digest.update(block)
             return digest.hexdigest()
         digest.update(str(size).encode())
         digest.update(file.read(1 << 20))
-        for number in range(_SAMPLES):
-            file.seek(number * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+        for sample in range(_SAMPLES):
+            file.seek(sample * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
             digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
 
 
 def path_digest(path: str) -> str:
-    """Return the digest of a file, or of a folder's files: without subfolders, hidden files and Markdown."""
+    """Return the digest of a file, or of a folder's files except hidden ones, Markdown and subfolders."""
     if not os.path.isdir(path):
         return file_digest(path)
     names = [name for name in sorted(os.listdir(path)) if not name.startswith(".") and not name.endswith(".md")]
@@ -39,5 +39,5 @@ def path_digest(path: str) -> str:
 
 
 def combined_digest(digests: Iterable[tuple[str, str]]) -> str:
-    """Return one digest for several files. `digests`: (name, digest) of each."""
+    """Return one digest for several files, given the name and digest of each."""
     return hashlib.sha256("\n".join(f"{name} {digest}" for name, digest in digests).encode()).hexdigest()

@@ -1,4 +1,6 @@
-"""Data is not written to the last of a disk: a packed file may hold any number of bytes, and a full disk stops everybody's work."""
+"""Keeps some disk space free while data is written: a packed file may hold any number of bytes, and a full disk stops
+everybody's work.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +9,27 @@ import os
 from stoker.contract.errors import EX_CANTCREAT, Refusal
 from stoker.contract.units import format_bytes
 
-SHARE, MOST = 0.02, 2 << 30  # of a disk that stays free: this share of it, and so many bytes at most
-_BETWEEN = 64 << 20  # bytes between two looks: what is smaller than that is written wherever it fits
+RESERVED_FRACTION, MAX_RESERVED_BYTES = 0.02, 2 << 30  # of a disk stay free: the smaller of the two
+_BYTES_BETWEEN_CHECKS = 64 << 20  # smaller files are written without a look at the disk
 
 
 class DiskSpace:
-    """`hint`: how to name another place."""
+    """Watches the disk of a folder. `hint` tells the user how to choose another folder."""
 
     def __init__(self, folder: str, hint: str) -> None:
-        self._folder, self._hint, self._unseen = folder, hint, 0
+        self._folder, self._hint, self._unchecked = folder, hint, 0
 
     def take(self, size: int) -> None:
-        """So many bytes were written, or are about to be."""
-        self._unseen += size
-        if self._unseen < _BETWEEN:
+        """Count bytes that are about to be written, or were. Raises Refusal when the disk gets too full."""
+        self._unchecked += size
+        if self._unchecked < _BYTES_BETWEEN_CHECKS:
             return
-        self._unseen = 0
+        self._unchecked = 0
         disk = os.statvfs(self._folder)
-        left, kept = disk.f_bavail * disk.f_frsize, min(int(SHARE * disk.f_blocks * disk.f_frsize), MOST)
-        if disk.f_blocks and left < kept:  # some network mounts say nothing
-            line = f"{self._folder}: its disk has {format_bytes(left)} left, and {format_bytes(kept)} stay free; {self._hint}"
-            raise Refusal(line, EX_CANTCREAT)
+        total, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
+        reserved = min(int(RESERVED_FRACTION * total), MAX_RESERVED_BYTES)
+        if total and free < reserved:  # some network mounts report a size of 0
+            line = (
+                f"{self._folder}: its disk has {format_bytes(free)} left, and {format_bytes(reserved)} must stay free"
+            )
+            raise Refusal(f"{line}; {self._hint}", EX_CANTCREAT)

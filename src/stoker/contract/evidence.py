@@ -1,4 +1,4 @@
-"""Shapes that cross rooms and reach the disk: event, evidence of a rank's end, finding, verdict."""
+"""What packages pass to each other and write to disk: how a rank ended, why it stalled, findings and the verdict."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCHEMA = 1
 
 @frozen
 class RankError:
-    """What the shim wrote when an exception ended the script."""
+    """The exception that ended a script, as the shim wrote it."""
 
     type: str
     message: str
@@ -24,19 +24,19 @@ class RankError:
     time_ns: int = 0
     import_name: str = ""  # the module an ImportError could not find
     module: str = ""  # where the exception's class lives
-    files: tuple[str, ...] = ()  # that the code was reading when it failed, the innermost frame's first
-    module_file: str = ""  # of an ImportError: the file that Python took for the module or its package
-    collectives: tuple[dict[str, Any], ...] = ()  # where it was in its process groups (contract/flight_recorder.py)
-    # found at exit, by a script that replaced the excepthook: only believed if the exit code is an exception's
+    files: tuple[str, ...] = ()  # the code was reading these when it failed, the innermost frame's first
+    module_file: str = ""  # for an ImportError: the file that Python took for the module or its package
+    collectives: tuple[dict[str, Any], ...] = ()  # its operations per process group (contract/flight_recorder.py)
+    # Found at exit because the script replaced the excepthook: counts only if the exit code is an exception's.
     late: bool = False
 
 
 @frozen
 class ScriptEnd:
-    """How a rank's script ended, as the shim saw it: its process may die after that, in a thread of a library."""
+    """How a rank's script ended, as the shim saw it. The process may still die later, in a thread of a library."""
 
     how: str  # return | exit
-    status: str = ""  # what sys.exit() was given
+    status: str = ""  # the argument of sys.exit()
     file: str = ""  # of the line that called sys.exit()
     line: int = 0
     function: str = ""
@@ -48,30 +48,30 @@ class ScriptEnd:
 
 @frozen
 class LastCall:
-    """The call of torch.distributed that a rank was in when it ended."""
+    """The torch.distributed call in which a rank ended."""
 
     name: str  # barrier
     where: str  # file:line, in function
-    condition: str = ""  # the innermost condition on the rank around it: if rank == 0
-    repeated: bool = False  # the same line had made a call before: it belongs to a loop
+    condition: str = ""  # the innermost condition on the rank around the call: if rank == 0
+    repeated: bool = False  # the same line had called before, so it is in a loop
 
 
 @frozen
 class ExitContext:
-    """What an agent sees when a rank ends badly: the keys of RankEnd.around, None where it could not be seen."""
+    """What an agent sees on its host when a rank ends badly. None stands for what it could not see."""
 
     rss: tuple[tuple[float, int], ...] = ()  # (time, resident bytes) of the rank and its children, newest last
     host_available: int | None = None  # bytes
     host_total: int | None = None
-    kernel: tuple[str, ...] = ()  # the kernel's log since its start: its pid, out-of-memory kills, Xids
+    kernel: tuple[
+        str, ...
+    ] = ()  # the kernel's log since the rank's start: lines with its pid, out-of-memory kills, Xids
     holders: tuple[dict[str, Any], ...] = ()  # processes on its GPU: pid, memory, command, user, run, ours
     gpu_total: int | None = None
     shm_free: int | None = None
     shm_total: int | None = None
-    full_disks: tuple[
-        tuple[str, int, int], ...
-    ] = ()  # local file systems without room: (mount point, free, total bytes)
-    loader_workers: int = 0  # data-loader workers of torch that the rank had at once
+    full_disks: tuple[tuple[str, int, int], ...] = ()  # full local disks: (mount point, free, total bytes)
+    loader_workers: int = 0  # most data-loader workers of torch that the rank had at one time
     address_limit: int | None = None  # RLIMIT_AS of the rank (`ulimit -v`), bytes; None: unlimited
 
 
@@ -85,58 +85,58 @@ class RankExit:
     pid: int
     code: int | None  # None: still running when the attempt was judged
     time: float
-    ours: bool = False  # it got a signal from us before it ended
+    ours: bool = False  # Stoker signalled it before it ended
     error: RankError | None = None
-    tail: str = ""  # last lines it printed
+    tail: str = ""  # the last lines it printed
     steps: int = 0
     stack: str = ""  # what faulthandler wrote on a fatal signal
     oom_killed: bool = False
     core: bool = False
-    last_call: LastCall | None = None  # None: it was in none, or its line is not known
-    script_end: ScriptEnd | None = None  # None: not seen: an exception, a signal, os._exit()
-    around: ExitContext = ExitContext()  # what its agent saw around a bad end
+    last_call: LastCall | None = None  # None: it was in no call, or the line is unknown
+    script_end: ScriptEnd | None = None  # None after an exception, a signal or os._exit()
+    around: ExitContext = ExitContext()
 
 
 @frozen
 class Evidence:
-    """Everything an attempt left behind for the judge."""
+    """Everything that the judge knows about one attempt."""
 
     world_size: int
     ends: tuple[RankExit, ...]
-    stop_signal: int = 0  # a signal the launcher received
+    stop_signal: int = 0  # the signal that the launcher received
     stop_now: bool = False
-    stopped_at: float = 0.0  # when we began to stop the ranks, for whatever reason
-    steps_reached: int = 0  # --stop-after-steps was satisfied, and the ranks were ended for that
-    stall: Stall | None = None  # what was known of a rank that stopped when the attempt ended
-    trouble: tuple[dict[str, Any], ...] = ()  # what Stoker stopped the job for: verdict/catalogue.py:report
-    regrouping: str = ""  # a host that is back: the ranks were ended after a checkpoint so that it can join
-    notes: tuple[str, ...] = ()  # what was noticed on the way and ended nothing: a straggler, a loss that is no number
-    checkpoint: SavedCheckpoint | None = None  # the newest complete one below the run directory
-    saved: bool = False  # a checkpoint was completed after the stop signal: rank 0 said so, or it lies there
+    stopped_at: float = 0.0  # when Stoker began to stop the ranks, for any reason
+    steps_reached: int = 0  # --stop-after-steps was reached, so Stoker ended the ranks
+    stall: Stall | None = None  # the stall that was known when the attempt ended
+    trouble: tuple[dict[str, Any], ...] = ()  # reasons for which Stoker stopped the job: verdict/catalogue.py:report
+    regrouping: str = ""  # a host that came back: the ranks were ended after a checkpoint to let it join
+    notes: tuple[str, ...] = ()  # observations that ended nothing: a straggler, a loss of NaN
+    checkpoint: SavedCheckpoint | None = None  # the newest complete one in the run directory
+    saved: bool = False  # a checkpoint was completed after the stop signal
 
 
 @frozen
 class Stall:
-    """A rank that stopped making progress, as the watch room explains it."""
+    """A rank that stopped making progress, as control/watch explains it."""
 
     # stopped, debugged, sleep, lock, io, child, gil, spin, worker, disk, kernel, op-mismatch, shape-mismatch, unequal,
-    # diverged, left, together, place; busy: it works, and finishes no step
+    # diverged, left, together, place; busy: it computes without finishing a step
     kind: str
     rank: int | None
-    ranks: tuple[int, ...] = ()  # all that are guilty of it
-    waiting: tuple[int, ...] = ()  # those that wait for them
+    ranks: tuple[int, ...] = ()  # all guilty ranks
+    waiting: tuple[int, ...] = ()  # the ranks that wait for them
     where: str = ""  # file:line, in function
     detail: str = ""
-    operation: str = ""  # what the others wait in
+    operation: str = ""  # the operation in which the others wait
     backend: str = ""
-    proof: bool = False  # it can't go on by itself
+    proof: bool = False  # it is certain that the rank can't continue
     silent_s: float = 0.0
     step: int = 0
     evidence: tuple[str, ...] = ()
-    # Ranks that wait for each other: (ranks, what they entered, where), the wrong ones first.
+    # Ranks that wait for each other: (ranks, operation, code location), the wrong ones first.
     parties: tuple[tuple[tuple[int, ...], str, str], ...] = ()
-    # What it waits for, where more than its system call is known: lock-order, own-lock, held-lock, event, coroutine, file-lock, pipe,
-    # fifo, socket, child-input, child-output, child-at-exit. It selects the advice.
+    # Selects the advice, if more than the rank's system call is known: lock-order, own-lock, held-lock, event,
+    # coroutine, file-lock, pipe, fifo, socket, child-input, child-output, child-at-exit.
     waits_for: str = ""
 
 
@@ -150,10 +150,10 @@ class BadNumber:
     value: str
     source: str  # beat | line
     line: str = ""
-    firm: bool = False  # it stays so: not one bad batch
-    stops: bool = True  # if it stays so the job ends; else it is only reported
-    counted: bool = False  # the line names no step: `step` is what had been counted when it arrived
-    shared: bool = False  # only this rank prints a loss, and averaging spreads a NaN: it may have begun on any rank
+    firm: bool = False  # it stays so: more than one bad batch
+    stops: bool = True  # the job ends if it stays so; otherwise it is only reported
+    counted: bool = False  # the line names no step: `step` is the count at its arrival
+    shared: bool = False  # only this rank prints a loss and averaging spreads NaN, so any rank may be its source
 
 
 @frozen
@@ -162,10 +162,10 @@ class Finding:
     level: str  # ok | warn | fail | unknown
     text: str
     fix: str = ""
-    gpu: int | None = None  # the card it is about
+    gpu: int | None = None  # index of the GPU
 
 
-# Causes of runs that GRPO's stop rules ended. grpo.reward and grpo.server are failures: the same command tries again.
+# Causes of runs that GRPO's stop rules ended. grpo.reward and grpo.server are failures: the same command may succeed.
 STOP_RULES = frozenset(f"grpo.{rule}" for rule in ("no-signal", "identical", "cut", "other-weights", "broken"))
 
 
@@ -188,7 +188,7 @@ class Verdict:
 
     @property
     def stalled(self) -> bool:
-        """Ranks that made no progress, not one that ended: `detected_s` is how long, when it was first noticed."""
+        """Return whether ranks stopped making progress. `detected_s` says how long that took to notice."""
         return self.cause.startswith("hang.") or self.cause.endswith((".diverged", ".unequal-batches"))
 
     @property
@@ -201,12 +201,12 @@ class Verdict:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Verdict:
-        """TypeError for what a verdict can't be: the file may be damaged, or another user's."""
+        """Return a recorded verdict. Unknown fields are ignored. Raises TypeError for a damaged one."""
         if not isinstance(data, dict):
-            raise TypeError("a verdict is an object")
-        known = {name: value for name, value in data.items() if name in fields_of(Verdict)}
-        known |= {name: known.get(name) or () for name in ("evidence", "fix")}
+            raise TypeError("a verdict must be an object")
+        fields = {name: value for name, value in data.items() if name in fields_of(Verdict)}
+        fields |= {name: fields.get(name) or () for name in ("evidence", "fix")}
         try:
-            return read_frozen(Verdict, known)
+            return read_frozen(Verdict, fields)
         except ValueError as problem:
-            raise TypeError(f"a verdict can't have {problem}") from None
+            raise TypeError(f"not a verdict: {problem}") from None

@@ -1,4 +1,4 @@
-"""What torch's flight recorder knows of a rank's collectives, made small: its last operations per process group."""
+"""Summarizes torch's flight recorder: the newest collectives of a rank in each of its process groups."""
 
 from __future__ import annotations
 
@@ -7,31 +7,34 @@ from typing import Any
 
 from stoker.contract.text import is_digits
 
-HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")  # of torch's worker server: NCCL has a recorder of its own
-DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # the same from inside
-RECENT = 24  # operations per group: ranks that wait for each other are never further apart than a step's buckets
+HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")  # of torch's worker server; NCCL has its own recorder
+DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # the same, called inside the rank
+RECENT = 24  # operations per group: ranks that wait for each other are at most a step's buckets apart
 # Operations whose sizes must agree between ranks.
-_SAME_EVERYWHERE = ("all_reduce", "allreduce", "broadcast", "barrier")
-_JUDGED = 8  # newest operations that are compared with the ones before them
-_PAST = 512  # operations that comparison goes back: a few steps of a model with a hundred buckets
-_LONG_ENOUGH = 32  # operations in a row that are the same as before: more proves nothing more
-_SHORTEST = 4
+_SAME_ON_ALL_RANKS = ("all_reduce", "allreduce", "broadcast", "barrier")
+_COMPARED = 8  # newest operations that are compared with the ones before them
+_MAX_PAST = 512  # operations that this comparison goes back: a few steps of a model with a hundred buckets
+_MAX_MATCH = 32  # consecutive equal operations: a longer match proves nothing more
+_MIN_MATCH = 4
 
 
 def summarize_trace(trace: Any) -> list[dict[str, Any]]:
-    """Per group: its ranks if torch says them, its newest operations, which are done, which the usual next one."""
+    """Return for each group its ranks (if torch knows them) and its newest operations.
+
+    `done` says whether an operation has finished, `usual` whether it is the one that usually comes next.
+    """
     groups: dict[str, dict[str, Any]] = {}
-    path: list[tuple[Any, dict[str, Any]]] = []  # all operations of this rank in their order, made comparable
+    history: list[tuple[Any, dict[str, Any]]] = []  # all operations of this rank with a signature, oldest first
     for entry in trace.get("entries") or ():
-        name, about = (entry.get("process_group") or ["?", ""])[:2]
+        name, description = (entry.get("process_group") or ["?", ""])[:2]
+        description = "" if description == "undefined" else description
+        # A group may have a backend for each kind of device; each numbers its own operations.
         backend = str(entry.get("profiling_name", "")).partition(":")[0]
-        # One group may have a backend for each kind of device, each counting for itself.
-        about = "" if about == "undefined" else about
-        fresh: dict[str, Any] = {"name": name, "backend": backend, "about": about, "ops": []}
-        group = groups.setdefault(f"{name}|{backend}", fresh)
+        new_group: dict[str, Any] = {"name": name, "backend": backend, "about": description, "ops": []}
+        group = groups.setdefault(f"{name}|{backend}", new_group)
         seq = entry.get("collective_seq_id") or 0
         if not entry.get("is_p2p") and group["ops"] and seq < group["ops"][-1]["seq"]:
-            group["ops"] = []  # counted anew: the group was destroyed and made again under its old name
+            group["ops"] = []  # the numbers restart: the group was destroyed and created again under its old name
         op: dict[str, Any] = {
             "seq": seq,
             "p2p": (entry.get("p2p_seq_id") or 0) if entry.get("is_p2p") else 0,
@@ -42,62 +45,62 @@ def summarize_trace(trace: Any) -> list[dict[str, Any]]:
             "usual": None,
         }
         group["ops"].append(op)
-        path.append(((name, *operation_signature(op["name"], op["sizes"])), op))
-    path.sort(key=lambda step: step[1]["order"])
-    for number in range(max(0, len(path) - _JUDGED), len(path)):
-        path[number][1]["usual"] = is_usual_next(
-            [key for key, _ in path[max(0, number - _PAST) : number]], path[number][0]
-        )
+        history.append(((name, *operation_signature(op["name"], op["sizes"])), op))
+    history.sort(key=lambda item: item[1]["order"])
+    signatures = [signature for signature, _ in history]
+    for number in range(max(0, len(history) - _COMPARED), len(history)):
+        past = signatures[max(0, number - _MAX_PAST) : number]
+        history[number][1]["usual"] = is_usual_next(past, signatures[number])
     for group in groups.values():
         pending = next((n for n, op in enumerate(group["ops"]) if not op["done"]), len(group["ops"]))
         first = max(0, min(pending, len(group["ops"]) - RECENT))
         group["ops"] = group["ops"][first : first + RECENT]
-        told = (trace.get("pg_config") or {}).get(group["name"], {}).get("ranks", "")
-        ranks = [int(word) for word in str(told).strip("[]").replace(",", " ").split() if is_digits(word)]
+        ranks_text = str((trace.get("pg_config") or {}).get(group["name"], {}).get("ranks", ""))
+        ranks = [int(rank) for rank in ranks_text.strip("[]").replace(",", " ").split() if is_digits(rank)]
         if ranks:
             group["ranks"] = ranks
     return list(groups.values())
 
 
-def is_usual_next(past: list[Any], key: Any) -> bool | None:
-    """Is this what came next whenever the operations before were the same? None: they have not repeated yet."""
-    longest, nearest = 0, 0
+def is_usual_next(past: list[Any], operation: Any) -> bool | None:
+    """Return whether `operation` followed when the end of `past` occurred before. None: it has not repeated yet."""
+    longest, distance = 0, 0
     followers: set[Any] = set()
-    # past[then] followed on past[:then], whose end is compared with the end of the whole.
-    for then in range(len(past) - 1, 0, -1):
-        same = 0
-        while same < min(then, _LONG_ENOUGH) and past[then - 1 - same] == past[-1 - same]:
-            same += 1
-        if same > longest:
-            longest, nearest, followers = same, len(past) - then, set()
-        if same and same == longest:
-            followers.add(past[then])
-    return key in followers if longest >= max(_SHORTEST, min(nearest, _LONG_ENOUGH)) else None
+    # past[end] followed past[:end]: compare the end of past[:end] with the end of past.
+    for end in range(len(past) - 1, 0, -1):
+        length = 0
+        while length < min(end, _MAX_MATCH) and past[end - 1 - length] == past[-1 - length]:
+            length += 1
+        if length > longest:
+            longest, distance, followers = length, len(past) - end, set()
+        if length and length == longest:
+            followers.add(past[end])
+    return operation in followers if longest >= max(_MIN_MATCH, min(distance, _MAX_MATCH)) else None
 
 
 def merge_traces(traces: list[Any]) -> dict[str, Any]:
-    """What the recorders of all backends know, as one trace."""
-    found: dict[str, Any] = {"entries": [], "pg_config": {}}
+    """Return the traces of all backends' recorders as one trace."""
+    merged: dict[str, Any] = {"entries": [], "pg_config": {}}
     for trace in traces:
-        found["entries"] += trace.get("entries") or []
-        found["pg_config"].update(trace.get("pg_config") or {})
-    return found
+        merged["entries"] += trace.get("entries") or []
+        merged["pg_config"].update(trace.get("pg_config") or {})
+    return merged
 
 
 def operation_kind(op: str) -> str:
-    """gloo:all_reduce, nccl:all_reduce_sparse … → all_reduce."""
+    """Return the plain name of an operation: gloo:all_reduce, nccl:all_reduce_sparse … → all_reduce."""
     return op.partition(":")[2].partition(" ")[0] or op
 
 
 def count_elements(sizes: Any) -> list[int]:
-    """Return how many numbers each tensor has: these must agree between ranks, the shapes need not."""
+    """Return how many elements each tensor has: these must agree between ranks, the shapes need not."""
     return [math.prod(shape) for shape in sizes]
 
 
 def operation_signature(op: str, sizes: Any) -> tuple[str, tuple[int, ...]]:
-    """What must be the same on all ranks of a group that enter one operation together."""
+    """Return what must be the same on all ranks of a group that enter one operation together."""
     return operation_kind(op), tuple(count_elements(sizes)) if sizes_must_agree(op) else ()
 
 
 def sizes_must_agree(op: str) -> bool:
-    return operation_kind(op).startswith(_SAME_EVERYWHERE)
+    return operation_kind(op).startswith(_SAME_ON_ALL_RANKS)

@@ -1,8 +1,7 @@
-"""Frozen dataclasses without their bill: `@shape` reads like @dataclass(frozen=True) and type-checks as one.
+"""Cheap frozen dataclasses: `@frozen` reads and type-checks like @dataclass(frozen=True).
 
-`dataclasses` imports inspect and compiles six methods per class: 0.9 ms a class and 12 ms at once, in the launcher, in
-each agent and in each rank, together a quarter of the whole launch. Here every class shares one __init__, nothing is
-compiled.
+`dataclasses` costs 12 ms to import (inspect) and 0.9 ms per class (it compiles six methods) in the launcher, in each
+agent and in each rank: a quarter of a launch. Here all classes share their methods, and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ else:
 
 
 class Option:
-    """A field that is also a setting: its flag, its help, how to read it."""
+    """A field that is also an option: its flags, its help and how to parse it."""
 
     default: Any
     help: str
@@ -37,7 +36,7 @@ class Option:
 
 
 class section:
-    """In a class of options: the heading, in --help, of the options that follow."""
+    """A heading in --help for the options that follow it in their class."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -55,17 +54,21 @@ def option(
     group: str = "",
     limit: Container[float] | None = None,
 ) -> Any:
-    """`many`: may be given several times, collects a tuple. `limit`: the numbers it may be (contract/limits.py)."""
+    """Declare a field of a frozen class as an option. With `many`, a repeated flag collects a tuple.
+
+    `limit` is the range of a number (contract/limits.py).
+    """
     return Option(**locals())
 
 
-MISSING = object()  # no default
+MISSING = object()  # the default of a field without one
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(option,))
 def frozen(cls: type[T]) -> type[T]:
+    """Make a class with annotated fields a frozen dataclass."""
     fields: dict[str, Any] = {}
-    for name in cls.__dict__.get("__annotations__", {}):  # noqa: RUF063  inspect is what this file avoids
+    for name in cls.__dict__.get("__annotations__", {}):  # noqa: RUF063  this file avoids inspect
         default = cls.__dict__.get(name, MISSING)
         fields[name] = default.default if isinstance(default, Option) else default
     heading = "options"
@@ -87,20 +90,20 @@ def _init(self: Any, *args: Any, **kwargs: Any) -> None:
     fields = type(self).__fields__
     if len(args) > len(fields):
         raise TypeError(f"{type(self).__name__} takes {len(fields)} values, not {len(args)}")
-    own = self.__dict__
-    for name, value in zip(fields, args):  # noqa: B905  strict is of Python 3.10: an agent's may be 3.9
+    values = self.__dict__
+    for name, value in zip(fields, args):  # noqa: B905  an agent's Python may be 3.9, without `strict`
         if name in kwargs:
             raise TypeError(f"{type(self).__name__}: {name} is given twice")
-        own[name] = value
+        values[name] = value
     for name, value in kwargs.items():
         if name not in fields:
             raise TypeError(f"{type(self).__name__} has no field {name!r}")
-        own[name] = value
+        values[name] = value
     for name, default in fields.items():
-        if name not in own:
+        if name not in values:
             if default is MISSING:
                 raise TypeError(f"{type(self).__name__} needs {name!r}")
-            own[name] = default
+            values[name] = default
 
 
 def _setattr(self: Any, name: str, value: Any) -> None:
@@ -124,18 +127,19 @@ def _repr(self: Any) -> str:
 
 
 def fields_of(cls: Any) -> dict[str, Any]:
-    """Name -> default (MISSING where there is none)."""
-    found: dict[str, Any] = cls.__fields__
-    return found
+    """Return the name and default of each field of a frozen class; MISSING stands for no default."""
+    fields: dict[str, Any] = cls.__fields__
+    return fields
 
 
 def options_of(cls: Any) -> dict[str, Option]:
-    found: dict[str, Option] = cls.__options__
-    return found
+    """Return those fields of a frozen class that are options."""
+    options: dict[str, Option] = cls.__options__
+    return options
 
 
 def as_json(value: Any) -> Any:
-    """Shapes, tuples and mappings become what json.dumps takes."""
+    """Return a value of frozen objects, tuples and mappings as json.dumps takes it."""
     if hasattr(type(value), "__fields__"):
         return {name: as_json(getattr(value, name)) for name in type(value).__fields__}
     if isinstance(value, (list, tuple)):
@@ -146,11 +150,11 @@ def as_json(value: Any) -> Any:
 
 
 def pick_fields(value: Any, *names: str) -> dict[str, Any]:
-    """Some of its fields, as JSON has them."""
+    """Return these fields of a frozen object, ready for JSON."""
     return {name: as_json(getattr(value, name)) for name in names}
 
 
 def replace(value: T, **changes: Any) -> T:
-    """What a cached property computed of the old one stays there."""
-    kept = {name: getattr(value, name) for name in fields_of(type(value))}
-    return type(value)(**{**kept, **changes})
+    """Return a copy with these fields changed. Cached properties are not copied."""
+    fields = {name: getattr(value, name) for name in fields_of(type(value))}
+    return type(value)(**{**fields, **changes})

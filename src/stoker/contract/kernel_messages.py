@@ -1,6 +1,6 @@
-"""Reads lines of the kernel's log that accuse a GPU or a process.
+"""Parses lines of the kernel's log that name a faulty GPU or a killed process.
 
-Only how a line begins counts: further on it may quote anything, such as the name of a program that crashed.
+Only the beginning of a line counts: the rest may quote anything, such as the name of a program that crashed.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ _KILLED = r"(?:Memory cgroup o|O)ut of memory(?: \([a-z_]{1,40}\))?: Killed proc
 
 
 def parse_xid(line: str) -> tuple[str, int] | None:
-    """(PCI address, number) of an NVIDIA driver's complaint."""
-    told = re.match(_XID, line)
-    return (told[1].lower(), int(told[2])) if told else None
+    """Return (PCI address, number) of an Xid error of the NVIDIA driver, or None for any other line."""
+    match = re.match(_XID, line)
+    return (match[1].lower(), int(match[2])) if match else None
 
 
 def parse_oom_kill(line: str) -> str:
-    """The number of a process that was killed for its memory; empty where the line says no such thing."""
-    told = re.match(_KILLED, line)
-    return told[1] if told else ""
+    """Return the pid of a process that the kernel killed for its memory, or "" for any other line."""
+    match = re.match(_KILLED, line)
+    return match[1] if match else ""

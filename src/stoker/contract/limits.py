@@ -1,5 +1,6 @@
-"""What a setting may be: `limits.COUNT("help", 0)`, `one_of("a", "b")("help")`, `text("PATH")("help")`; checked wherever
-it is read.
+"""Ranges and choices of options: `limits.COUNT("help", 0)`, `choice("a", "b")("help")`, `text_option("PATH")("help")`.
+
+A value is checked wherever an option is read: as a flag, in a file and in the environment.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
 class Range:
     low: float
     high: float = math.inf
-    above: bool = False  # low itself is out
-    below: bool = False  # high itself is out
+    above: bool = False  # exclude `low` itself
+    below: bool = False  # exclude `high` itself
 
-    def __call__(self, help: str, default: float, **more: Any) -> Any:
-        """A setting that is such a number."""
-        return option(help, default=default, limit=self, **more)
+    def __call__(self, help: str, default: float, **settings: Any) -> Any:
+        """Return an option that takes a number in this range."""
+        return option(help, default=default, limit=self, **settings)
 
     def __contains__(self, value: object) -> bool:
         assert isinstance(value, (int, float)), f"a limit of {value!r}, which is not a number"
@@ -39,11 +40,11 @@ class Range:
 
     def __str__(self) -> str:
         if self.high == math.inf:
-            return f"above {self.low:g}" if self.above else f"from {self.low:g} up"
+            return f"above {self.low:g}" if self.above else f"at least {self.low:g}"
         return f"from {self.low:g} to {'below ' if self.below else ''}{self.high:g}"
 
 
-MAX_COUNT = 10**9  # no run has more of anything it counts; of tokens and samples a million times as many
+MAX_COUNT = 10**9  # of anything that a run counts; a million times as many tokens and samples
 COUNT, FROM_ONE, FROM_TWO = Range(0, MAX_COUNT), Range(1, MAX_COUNT), Range(2, MAX_COUNT)
 LARGE, SEED = Range(0, MAX_COUNT * 10**6), Range(0, 2**63 - 1)
 NOT_NEGATIVE, POSITIVE = Range(0), Range(0, above=True)
@@ -51,9 +52,10 @@ FRACTION, FRACTION_BELOW_ONE = Range(0, 1), Range(0, 1, below=True)
 
 
 def choice(*choices: str) -> Callable[[str], Any]:
-    """The first is the default."""
+    """Return a function that makes an option with these choices. The first one is the default."""
     return lambda help: option(help, default=choices[0], choices=choices)
 
 
 def text_option(metavar: str) -> Callable[[str], Any]:
+    """Return a function that makes an option for text, with "" as its default."""
     return lambda help: option(help, metavar, default="")

@@ -1,7 +1,8 @@
-"""Replaces secrets in text that leaves a process: into a record, onto a console, into a message.
+"""Replaces secrets in text that leaves a process, for a record, a console or a message.
 
-A secret is known in three ways: its name says so (`HF_TOKEN=...`, `--api-key ...`, `"password": "..."`), it has a well-known
-shape (`hf_...`, `https://user:password@host`, a private key), or this process was given it (`learn_secrets`).
+A secret is known in three ways: its name says so (`HF_TOKEN=...`, `--api-key ...`, `"password": "..."`), it has a
+well-known shape (`hf_...`, `https://user:password@host`, a private key), or this process was given it
+(`learn_secrets`).
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ Span = tuple[int, int]
 
 def mask_text(text: str) -> str:
     """Return a text without its secrets."""
-    text = _without_known(text)
-    return _without(text, _spans(text))
+    text = _mask_known(text)
+    return _mask_spans(text, _spans(text))
 
 
 def mask_lines(text: str) -> list[str]:
-    """Return the lines of what a program printed, without blank ones. Masked first: a line of a key has no known shape."""
+    """Return the non-blank lines of an output. Masks first: a single line of a private key has no known shape."""
     return [line for line in mask_text(text).splitlines() if line.strip()]
 
 
@@ -36,18 +37,16 @@ def mask_value(name: str, value: str) -> str:
 
 def mask_argv(argv: Iterable[str]) -> list[str]:
     """Return the words of a command line without secrets: NAME=VALUE, and the word behind --api-key."""
-    words = [_without_known(word) for word in argv]
-    return [_without(word, spans) for word, spans in zip(words, _spans_of_argv(words), strict=True)]
+    words = [_mask_known(word) for word in argv]
+    return [_mask_spans(word, spans) for word, spans in zip(words, _spans_of_argv(words), strict=True)]
 
 
 def mask_json(value: Any) -> Any:
-    """Return what becomes JSON without secrets, by its keys and in its texts. Lists of words may be command lines."""
+    """Return a JSON value without secrets in texts and under keys. A list of texts is masked as a command line."""
     if isinstance(value, str):
         return mask_text(value)
     if isinstance(value, Mapping):
-        return {
-            mask_text(key) if isinstance(key, str) else key: _masked_entry(key, item) for key, item in value.items()
-        }
+        return {mask_text(key) if isinstance(key, str) else key: _mask_entry(key, item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         is_argv = all(isinstance(item, str) for item in value)
         return mask_argv(value) if is_argv else [mask_json(item) for item in value]
@@ -58,7 +57,7 @@ def allowed_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a record keeps: those that change how a job runs, without secrets."""
     from stoker.contract.schedulers import SCHEDULERS
 
-    # All variables of a scheduler, by which `stoker why` knows the job of a run.
+    # All variables of a scheduler: `stoker why` finds the job of a run by them.
     prefixes = (*_RECORDED_PREFIXES, *(scheduler.job_variable.partition("_")[0] + "_" for scheduler in SCHEDULERS))
     return {
         name: mask_value(name, value)
@@ -79,18 +78,18 @@ _RECORDED_PREFIXES = (
     "STOKER_", "CUDA_", "CUBLAS_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "TRITON_", "OMP_", "MKL_", "KMP_",
     "OPENBLAS_", "MASTER_", "PYTHON", "CONDA_", "HF_", "TRANSFORMERS_", "WANDB_", "ACCELERATE_", "UCX_",
 )  # fmt: skip
-# Readers of a record compare the values of these keys, which are never a user's words.
+# Readers of a record compare the values of these keys, and users never write them.
 _OUR_KEYS = frozenset(("schema", "event", "run", "host", "status", "cause"))
 
 
-def _masked_entry(key: Any, value: Any) -> Any:
+def _mask_entry(key: Any, value: Any) -> Any:
     if key in _OUR_KEYS and isinstance(value, str):
         return value
     if isinstance(key, str) and is_secret_name(key):
         if isinstance(value, (str, int, float)) and not isinstance(value, bool):
             return MASK if _is_secret_value(key, str(value)) else value
         if isinstance(value, (list, tuple)):
-            return [_masked_entry(key, item) for item in value]
+            return [_mask_entry(key, item) for item in value]
     return mask_json(value)
 
 
@@ -131,7 +130,7 @@ def _spans(text: str) -> list[Span]:
     return merged
 
 
-def _without(text: str, spans: list[Span]) -> str:
+def _mask_spans(text: str, spans: list[Span]) -> str:
     for begin, end in reversed(spans):
         text = text[:begin] + MASK + text[end:]
     return text
@@ -150,7 +149,7 @@ _SECRET_WORDS = _words(
     "password passwords passwd passphrase passcode pwd secret secrets credential credentials creds authorization cookie"
     " cookies jwt mnemonic sshpass dsn webhook"
 )
-# Words that people write together: PGPASSWORD, apikey.
+# Compounds that people write as one word: PGPASSWORD, apikey.
 _SECRET_ENDINGS = (
     "password", "passwd", "passphrase", "secret", "apikey", "accesskey", "secretkey", "privatekey", "authkey",
     "authtoken", "accesstoken", "refreshtoken", "hftoken", "bottoken",
@@ -161,7 +160,7 @@ _KEY_OWNERS = _words(
     " github gitlab google groq hf hub huggingface master npm oauth openai personal private pypi refresh registry"
     " replicate sas secret security service session signing slack ssh storage stripe telegram together vault wandb write"
 )
-# Variables that end in KEY or TOKEN are secrets (SERVICE_KEY), but for a data set's or tokenizer's: SORT_KEY, PAD_TOKEN.
+# Variables that end in KEY or TOKEN are secrets (SERVICE_KEY), except those of data and tokenizers: SORT_KEY, PAD_TOKEN.
 _HARMLESS_OWNERS = _words(
     "bos cache cls end eos group image last mask max min next num pad primary pub public sep sort start stop unk"
 )
@@ -171,18 +170,18 @@ _ABOUT_A_SECRET = _words(
     " index kind length limit method mode name names parallelism path paths policy ref required size source timeout ttl"
     " type uri url"
 )
-# What the names of secrets hold: other words need no closer look.
+# Every name of a secret contains one of these. Other words need no closer look.
 _SEEDS = _words("key token secret pass pwd cred auth cookie jwt mnemonic dsn webhook pat pw connection")
-_MAX_NAME = 100  # characters: longer words are data in base64, which would fill the cache
+_MAX_NAME = 100  # characters: longer words are base64 data and would fill the cache
 
 
 @lru_cache(4096)
 def is_secret_name(name: str) -> bool:
     """Return whether the value under this name is a secret, judged by the words of the name."""
-    small = name.lower()
-    if not any(seed in small for seed in _SEEDS):
+    lowered = name.lower()
+    if not any(seed in lowered for seed in _SEEDS):
         return False
-    name = name.rpartition(".")[2]  # of wandb.api_key; secrets.py is a file
+    name = name.rpartition(".")[2]  # the last part of wandb.api_key; secrets.py is a file
     words = [word.lower() for word in _pattern(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+").findall(name)]
     while len(words) > 1 and words[-1].isdigit():  # API_KEY_2
         words.pop()
@@ -209,12 +208,12 @@ def is_secret_name(name: str) -> bool:
 
 
 def _is_secret_value(name: str, value: str) -> bool:
-    """Return whether a value is worth hiding under a secret's name: no switch, number, placeholder or existing file."""
+    """Return whether to hide the value of a secret's name: not a switch, number, placeholder or existing file."""
     if not value or value.lower() in _NO_SECRETS or MASK in value:
         return False
     if _pattern(r"\$\{?\w+\}?|\$\(.*|%\w+%|\{[\w.]+\}").fullmatch(value):  # $TOKEN, $(cat file), {token}
         return False
-    if _pattern(r"-?[\d.]+").fullmatch(value):  # a length, a port, an index; a secret has more digits
+    if _pattern(r"-?[\d.]+").fullmatch(value):  # lengths, ports and indices have fewer digits than a secret
         return (value.isdigit() and len(value) >= 6) or "pass" in name.lower() or "pwd" in name.lower()
     return not (value.startswith(("/", "~", "./")) and os.path.exists(os.path.expanduser(value)))
 
@@ -228,12 +227,12 @@ _EQUALS = r"""(?:\\*["'])?\]?[^\S\n]{0,20}(?:=>|[=:])(?![=:/])[^\S\n]{0,20}"""
 _BLANK = r"""(?:\\*["'])?,? {1,4}(?!-)"""
 # A value ends at its closing quote, else at a blank or a comma.
 _VALUE = r"""(?m)[bfru]?(?:(?P<quote>\\*["'])(?P<quoted>.*?)(?:(?<!\\)(?P=quote)|$)|(?P<bare>[^\s,;&"'`\\]+))"""
-# In text these are often no secret's name: their value must look like made by a machine.
+# In text these names often have harmless values: only machine-made ones count.
 _AMBIGUOUS = _words(
     "token auth pass pat pw sig signature secrets passwords credentials x-amz-signature x-goog-signature"
 )
 _MACHINE_MADE = r"(?=[^\d]*\d)(?=[^A-Za-z]*[A-Za-z])[\w+=%-]{16,}"
-# What stands behind a name in source code and in sentences: api_key=self.api_key, token: str, password: required.
+# What follows a name in source code and in sentences: api_key=self.api_key, token: str, password: required.
 _CODE = r"[A-Za-z_]\w*(?:\.[a-z_]+)*[(\[].*|(?:self|cls|os|args|config|cfg|settings)\..*|[a-z_]+(?:\.[a-z_]+)+[)\]}.]*"
 _SENTENCE = _words(
     "a an any are as bool by can expected for from has in int invalid is it list may missing must needs not of optional"
@@ -242,7 +241,7 @@ _SENTENCE = _words(
 
 
 def _spans_by_words(text: str) -> Iterable[Span]:
-    """Look at each different word once: a traceback repeats most of them."""
+    """Yield secrets behind names, and tokens. Looks at each different word once: a traceback repeats most of them."""
     words = text
     if "\\" in text or "%" in text:  # a word begins behind an escaped line end, and in a URL behind %3D
         words = _pattern(r"\\[nrt]|%[0-9A-Fa-f]{2}").sub(lambda escape: " " * len(escape[0]), text)
@@ -265,30 +264,30 @@ def _is_whole_word(text: str, begin: int, end: int) -> bool:
 
 
 def _value_of(name: str, text: str, begin: int, end: int) -> Iterable[Span]:
-    """Yield the value that stands behind a secret's name, if it is one."""
+    """Yield the span of the value behind a secret's name, if it is a secret."""
     is_flag = text[max(0, begin - 2) : begin] == "--"
     separator = _pattern(_EQUALS).match(text, end) or (is_flag and _pattern(_BLANK).match(text, end))
     value = _pattern(_VALUE).match(text, separator.end()) if separator else None
     if value:
         group = "quoted" if value["quote"] else "bare"
         word = value[group] if value["quote"] else value[group].rstrip(")]}.:")
-        if _is_meant(name, word, is_flag, is_quoted=bool(value["quote"])):
+        if _is_secret_in_text(name, word, is_flag, is_quoted=bool(value["quote"])):
             yield value.start(group), value.start(group) + len(word)
 
 
-def _is_meant(name: str, value: str, is_flag: bool, is_quoted: bool) -> bool:
-    """Return whether a name in text is a secret's: sentences and source code have these words, too."""
-    small = name.lower()
-    if not _is_secret_value(name, value) or small.endswith(("authorization", "cookie")):  # headers have a pattern
+def _is_secret_in_text(name: str, value: str, is_flag: bool, is_quoted: bool) -> bool:
+    """Return whether a value in text is a secret: sentences and source code have the same names."""
+    lowered = name.lower()
+    if not _is_secret_value(name, value) or lowered.endswith(("authorization", "cookie")):  # _HEADER finds these
         return False
-    if small in _AMBIGUOUS and not is_flag:
+    if lowered in _AMBIGUOUS and not is_flag:
         return _pattern(_MACHINE_MADE).fullmatch(value) is not None
     if is_quoted or name.isupper():
         return True
-    return value.lower() not in _SENTENCE and small != value and not _pattern(_CODE).fullmatch(value)
+    return value.lower() not in _SENTENCE and lowered != value and not _pattern(_CODE).fullmatch(value)
 
 
-# How tokens of services begin, and what follows. Those with a dash look like words (sk-learn): they need a digit.
+# Prefixes of services' tokens with what follows. Tokens with a dash need a digit: sk-learn is a word.
 _TOKENS = {
     **dict.fromkeys(
         _words("hf_ wandb_v1_ gsk_ r8_ rpa_ KGAT_ ghp_ ghs_ github_pat_ npm_ sk_live_ whsec_"),
@@ -314,7 +313,7 @@ def _token_length(word: str) -> int:
 
 # ---- shapes ----
 
-# Whoever knows the rest of these addresses can post there.
+# Anyone who knows the rest of such an address can post there.
 _ADDRESSES = {
     "hooks.slack.com/services/": r"[\w/]+",
     "/api/webhooks/": r"\d+/[\w-]+",  # Discord
@@ -343,18 +342,18 @@ def _spans_by_shape(text: str) -> Iterable[Span]:
         if "@" in text:
             for match in _pattern(_USERINFO).finditer(text):
                 yield from _userinfo(match[1], match.start(1))
-    small = text.lower()
-    if "authorization" in small or "cookie" in small:
+    lowered = text.lower()
+    if "authorization" in lowered or "cookie" in lowered:
         for match in _pattern(_HEADER).finditer(text):
             if _is_secret_value("", match[1].strip()):
                 yield match.span(1)
-    if "bearer" in small:
+    if "bearer" in lowered:
         for match in _pattern(_BEARER).finditer(text):
             yield match.span(1)
 
 
 def _userinfo(userinfo: str, begin: int) -> Iterable[Span]:
-    """Yield the password of user:PASSWORD@host, and TOKEN@host, which is told from a user's name by its length."""
+    """Yield the password of user:PASSWORD@host, and the token of TOKEN@host: user names are shorter."""
     user, colon, password = userinfo.partition(":")
     if len(user) >= 16:
         yield begin, begin + len(user)
@@ -362,14 +361,14 @@ def _userinfo(userinfo: str, begin: int) -> Iterable[Span]:
         yield begin + len(user) + 1, begin + len(userinfo)
 
 
-# ---- values that this process was given ----
+# ---- secrets that this process received ----
 
-_known: list[str] | None = None  # longest first
+_secrets: list[str] | None = None  # longest first
 
 
 def learn_secrets(variables: Mapping[str, str], argv: Iterable[str] = ()) -> None:
-    """Hide the secrets among these variables and arguments from now on, wherever they turn up."""
-    global _known
+    """Hide the secrets among these variables and arguments from now on, wherever they occur."""
+    global _secrets
     secrets: set[str] = set()
     for name, value in variables.items():
         is_whole = is_secret_name(name) and _is_secret_value(name, value)
@@ -378,19 +377,19 @@ def learn_secrets(variables: Mapping[str, str], argv: Iterable[str] = ()) -> Non
     for word, spans in zip(words, _spans_of_argv(words), strict=True):
         secrets.update(word[begin:end] for begin, end in spans)
     forms = {form for secret in secrets if _is_distinctive(secret) for form in _forms(secret)}
-    _known = sorted(forms.union(_known_secrets()), key=lambda form: (-len(form), form))
+    _secrets = sorted(forms.union(_known_secrets()), key=lambda form: (-len(form), form))
 
 
 def _known_secrets() -> list[str]:
-    """Return the known values: at first those that this process was started with."""
-    global _known
-    if _known is None:
-        _known = []
+    """Return the known secrets: at first those that this process was started with."""
+    global _secrets
+    if _secrets is None:
+        _secrets = []
         learn_secrets(os.environ, sys.argv)
-    return _known
+    return _secrets
 
 
-def _without_known(text: str) -> str:
+def _mask_known(text: str) -> str:
     for secret in _known_secrets():
         if secret in text:
             text = text.replace(secret, MASK)
@@ -398,12 +397,12 @@ def _without_known(text: str) -> str:
 
 
 def _is_distinctive(value: str) -> bool:
-    """Return whether a value is long enough not to turn up by chance. Dates and times have up to 10 digits."""
+    """Return whether a value is too long to occur by chance. Dates and times have up to 10 digits."""
     return len(value) >= (12 if value.isdigit() else 8) and len(set(value)) >= 4
 
 
 def _forms(value: str) -> set[str]:
-    """Return the value as it is, as JSON and Python quote it, and as a URL holds it."""
+    """Return the value as it is, quoted by JSON and by Python, and encoded for a URL."""
     import json
 
     in_url = "".join(

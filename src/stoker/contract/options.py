@@ -1,4 +1,4 @@
-"""Options as frozen classes: each field is a flag, a YAML or JSON key, a line of --help and a check of its value."""
+"""Options as frozen classes: each field defines a flag, a YAML or JSON key, its help and the check of its value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ suggest = spelling.suggest
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Line breaks of a text stay; lines that are too long get more."""
+    """Keeps the line breaks of a text and wraps lines that are too long."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return wrap_text(super()._fill_text(text, width, indent), width, hanging=0)
@@ -30,33 +30,35 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class OptionParser(argparse.ArgumentParser):
-    """Raises Refusal instead of exiting, and suggests a flag. With an `epilog` line breaks of texts stay."""
+    """Raises Refusal instead of exiting, and suggests flags. With an `epilog`, line breaks in texts are kept."""
 
-    def __init__(self, prog: str, description: str | None = None, epilog: str | None = None, **more: Any) -> None:
-        more.setdefault("formatter_class", HelpFormatter if epilog else argparse.HelpFormatter)
-        super().__init__(prog, description=description, epilog=epilog, **more)
+    def __init__(self, prog: str, description: str | None = None, epilog: str | None = None, **settings: Any) -> None:
+        settings.setdefault("formatter_class", HelpFormatter if epilog else argparse.HelpFormatter)
+        super().__init__(prog, description=description, epilog=epilog, **settings)
 
-    def option(self, flags: str, metavar: str, help: str, type: Callable[[str], Any] = str, **more: Any) -> None:
-        """`flags`: its spellings, separated by spaces."""
-        self.add_argument(*flags.split(), metavar=metavar, help=help, type=_of_one_word(type), **more)
+    def option(self, flags: str, metavar: str, help: str, type: Callable[[str], Any] = str, **settings: Any) -> None:
+        """Add a flag with a value. `flags` holds its spellings, separated by spaces."""
+        self.add_argument(*flags.split(), metavar=metavar, help=help, type=_argument_type(type), **settings)
 
     def switch(self, flag: str, help: str) -> None:
+        """Add a flag without a value."""
         self.add_argument(flag, action="store_true", help=help)
 
     def take_over(self, other: argparse.ArgumentParser) -> None:
-        """Its arguments, but for --help."""
+        """Add the arguments of another parser, except --help."""
         for action in other._actions:
             if "-h" not in action.option_strings:
                 self._add_action(action)
 
     def run_argument(self, kinds: str = "id, name or path of a run, or latest", default: str = "the newest") -> None:
+        """Add an optional argument that names a run."""
         completes_run_names(self.add_argument("run", nargs="?", metavar="RUN", help=f"{kinds} (default: {default})"))
 
     def runs_dir(self) -> None:
         self.option("--runs-dir", "DIR", "folder of the run directories (default: $STOKER_RUNS, else ./runs)")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """argparse drops the value of --flag=--, and gives an empty list instead."""
+        """Refuse --flag=--, whose value argparse drops and replaces with an empty list."""
         if action.option_strings and arg_strings == ["--"]:
             raise argparse.ArgumentError(action, "expected one argument")
         return super()._get_values(action, arg_strings)
@@ -65,47 +67,49 @@ class OptionParser(argparse.ArgumentParser):
         raise Refusal(f"{message}; `{self.prog} --help` lists the options", EX_USAGE)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """argparse lists what it does not know; a flag that is nearly right gets the right one instead."""
-        found, unknown = self.parse_known_args(args, namespace)
+        """Parse, and suggest a flag for one that argparse doesn't know."""
+        parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.unknown(unknown)
-        return found
+        return parsed
 
-    def unknown(self, words: list[str]) -> NoReturn:
+    def unknown(self, arguments: list[str]) -> NoReturn:
+        """Refuse unknown arguments."""
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
-        first = next((word for word in words if word.startswith("-")), "")
+        first = next((argument for argument in arguments if argument.startswith("-")), "")
         if not first:
-            self.error(f"unrecognized arguments: {' '.join(words)}")
-        near = suggest(first.partition("=")[0], flags)
-        raise Refusal(f"unknown option {first}{near or f'; `{self.prog} --help` lists the options'}", EX_USAGE)
+            self.error(f"unrecognized arguments: {' '.join(arguments)}")
+        suggestion = suggest(first.partition("=")[0], flags) or f"; `{self.prog} --help` lists the options"
+        raise Refusal(f"unknown option {first}{suggestion}", EX_USAGE)
 
 
 def check_port(port: int) -> None:
-    """Of --port; 0: any that is free."""
+    """Refuse an impossible value of --port. 0 stands for any free port."""
     if not 0 <= port <= 65535:
         raise Refusal(f"--port {port}: a port is a number from 0 to 65535", EX_USAGE)
 
 
 def completes_run_names(argument: argparse.Action) -> None:
-    """TAB then offers runs: functions of `stoker completion`'s script."""
+    """Complete this argument with the names of runs, by functions of `stoker completion`'s script."""
     argument.complete = {"bash": "_stoker_runs", "zsh": "_stoker_runs", "tcsh": "f:*"}  # type: ignore[attr-defined]
 
 
-def _of_one_word(type: Callable[[str], Any]) -> Callable[[str], Any]:
-    """argparse has words of its own for a bad int or float, and hides those of other readers' errors."""
+def _argument_type(type: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a reader whose ValueErrors argparse prints; it hides their text unless the type is int or float."""
     if type in (str, int, float):
         return type
 
-    def read_word(text: str) -> Any:
+    def read_argument(text: str) -> Any:
         try:
             return type(text)
         except ValueError as problem:
             raise argparse.ArgumentTypeError(str(problem)) from problem
 
-    return read_word
+    return read_argument
 
 
 def _kind(settings: type[Any], name: str) -> str:
+    """Return the type of an option: bool, int, float or str."""
     return str(settings.__annotations__[name]).replace(" | None", "")
 
 
@@ -115,7 +119,7 @@ def add_flags(
     without: tuple[str, ...] = (),
     shown: tuple[str, ...] | None = None,
 ) -> None:
-    """`without`: fields that are no flags here. `shown`: those that help lists; None: all."""
+    """Add a flag for each option, except those in `without`. --help lists those in `shown`, or all."""
     groups: dict[str, Any] = {}
     for name, spec in options_of(settings).items():
         if name in without:
@@ -124,26 +128,31 @@ def add_flags(
             groups[spec.group] = parser.add_argument_group(spec.group)
         kind = _kind(settings, name)
         spellings = [*spec.flags, "--" + name.replace("_", "-")] + (["--" + name] if "_" in name else [])
-        more: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "dest": name,
             "default": argparse.SUPPRESS,
             "help": spec.help if shown is None or name in shown else argparse.SUPPRESS,
         }
         if kind == "bool":
-            groups[spec.group].add_argument(*spellings, action="store_true", **more)
+            groups[spec.group].add_argument(*spellings, action="store_true", **arguments)
             continue
-        more |= {
-            "type": _reader(spec, kind),
+        arguments |= {
+            "type": _flag_type(spec, kind),
             "metavar": spec.metavar or name.split("_")[-1].upper(),
             "choices": spec.choices,
         }
-        groups[spec.group].add_argument(*spellings, action="append" if spec.many else "store", **more)
+        groups[spec.group].add_argument(*spellings, action="append" if spec.many else "store", **arguments)
+
+
+def _flag_type(spec: Option, kind: str) -> Callable[[str], Any]:
+    """Return a reader of one value of a flag. argparse itself checks the choices."""
+    return _argument_type(lambda text: _checked(spec, _number_or_text(spec, kind, text), text))
 
 
 def read_setting(spec: Option, kind: str, value: Any) -> Any:
-    """A setting's value from a flag's text, from YAML or from JSON. Raises ValueError, in words, for what can't be one.
+    """Return an option's value from a flag's text, YAML or JSON. Raises ValueError with a message for the user.
 
-    `kind`: bool, int, float or str. Limits are checked apart (`outside`): there it is known who gave the value.
+    `kind` is bool, int, float or str. `explain_limit` checks the limit.
     """
     if spec.many:
         items = value if isinstance(value, (list, tuple)) else [value]
@@ -155,15 +164,15 @@ def read_setting(spec: Option, kind: str, value: Any) -> Any:
     if kind == "bool":
         return parse_bool(value)
     text = str(value)
-    if isinstance(value, bool):  # YAML reads a bare on or off so
-        worded = spec.choices is not None or (kind == "str" and spec.parse is not None)
-        text = ("off", "on")[value] if worded else text.lower()
-        if kind == "str" and not worded:
+    if isinstance(value, bool):  # YAML reads a bare on or off as a bool
+        is_on_off = spec.choices is not None or (kind == "str" and spec.parse is not None)
+        text = ("off", "on")[value] if is_on_off else text.lower()
+        if kind == "str" and not is_on_off:
             raise ValueError(f"{text} is not text; put it in quotes")
-    found = _number_or_text(spec, kind, text)
-    if spec.choices and found not in spec.choices:
+    parsed = _number_or_text(spec, kind, text)
+    if spec.choices and parsed not in spec.choices:
         raise ValueError(f"{text!r} is not one of {', '.join(spec.choices)}")
-    return found
+    return parsed
 
 
 def _number_or_text(spec: Option, kind: str, text: str) -> Any:
@@ -172,20 +181,20 @@ def _number_or_text(spec: Option, kind: str, text: str) -> Any:
             return spec.parse(text)
         if kind == "int":
             return parse_int(text)
-        found = float(text) if kind == "float" else text
+        value = float(text) if kind == "float" else text
     except ValueError as problem:
-        words = str(problem)
-        if words.startswith(("invalid literal", "could not convert")):  # Python's own
+        message = str(problem)
+        if message.startswith(("invalid literal", "could not convert")):  # Python's own messages
             other = " or auto" if spec.metavar and spec.metavar.endswith("|auto") else ""
-            words = f"{text!r} is not a {'whole ' if kind == 'int' else ''}number{other}"
-        raise ValueError(words) from problem
-    if isinstance(found, float) and found - found != 0 and spec.limit is None:
+            message = f"{text!r} is not a {'whole ' if kind == 'int' else ''}number{other}"
+        raise ValueError(message) from problem
+    if isinstance(value, float) and value - value != 0 and spec.limit is None:
         raise ValueError(f"{text!r} is not a finite number")
-    return found
+    return value
 
 
 def explain_limit(spec: Option, value: Any, text: str) -> str:
-    """What is wrong with a number that its limit leaves out; nothing else."""
+    """Return why a number violates the option's limit, or "" if it doesn't."""
     return f"{text} is out of range: {spec.limit}" if spec.limit is not None and value not in spec.limit else ""
 
 
@@ -200,7 +209,7 @@ def parse_bool(value: Any) -> bool:
 
 
 def parse_int(text: str) -> int:
-    """Also 1e6 and 1000000.0: a number of tokens is written like that."""
+    """Return a whole number; also reads 1e6 and 1000000.0, as people write numbers of tokens."""
     try:
         return int(text)
     except ValueError:
@@ -210,19 +219,15 @@ def parse_int(text: str) -> int:
         return int(value)
 
 
-def _reader(spec: Option, kind: str) -> Callable[[str], Any]:
-    """Of one item, where a flag may be given several times."""
-    return _of_one_word(lambda text: _within(spec, _number_or_text(spec, kind, text), text))  # argparse has the choices
-
-
-def _within(spec: Option, value: Any, text: str) -> Any:
-    if wrong := explain_limit(spec, value, text):
-        raise ValueError(wrong)
+def _checked(spec: Option, value: Any, text: str) -> Any:
+    """Return the value. Raises ValueError if it violates the option's limit."""
+    if violation := explain_limit(spec, value, text):
+        raise ValueError(violation)
     return value
 
 
 def build_options(settings: type[T], *layers: Mapping[str, Any]) -> T:
-    """Later layers win: file, environment, flags."""
+    """Return the options from several layers, of which later ones win: file, environment, flags."""
     merged: dict[str, Any] = {}
     for layer in layers:
         merged |= {key: tuple(value) if isinstance(value, list) else value for key, value in layer.items()}
@@ -232,29 +237,31 @@ def build_options(settings: type[T], *layers: Mapping[str, Any]) -> T:
 def options_from_environment(
     settings: type[Any], variables: Mapping[str, str], environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """`variables`: the variable of each setting that has one."""
-    known = options_of(settings)
-    return {
-        name: _convert(known[name], kind, environment[variable] or ("0" if kind == "bool" else ""), variable)
-        for name, variable in variables.items()
-        if variable in environment and (kind := _kind(settings, name))
-    }
+    """Return the options that the environment sets. `variables` maps options to their variables."""
+    options = options_of(settings)
+    values: dict[str, Any] = {}
+    for name, variable in variables.items():
+        if variable in environment:
+            kind = _kind(settings, name)
+            text = environment[variable] or ("0" if kind == "bool" else "")
+            values[name] = _convert(options[name], kind, text, variable)
+    return values
 
 
-def options_from_mapping(settings: type[Any], data: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """What a config file holds; every key must be one of the settings."""
-    known = options_of(settings)
-    found: dict[str, Any] = {}
+def options_from_mapping(settings: type[Any], data: Mapping[Any, Any], source: str) -> dict[str, Any]:
+    """Return the options that a config file sets. Refuses unknown keys; `source` names the file."""
+    options = options_of(settings)
+    values: dict[str, Any] = {}
     for key, value in data.items():
         name = str(key).replace("-", "_")
-        if name not in known:
-            raise Refusal(f"{where}: unknown key {key!r}{suggest(name, known)}", EX_CONFIG)
-        found[name] = _convert(known[name], _kind(settings, name), value, f"{where}: {key}")
-    return found
+        if name not in options:
+            raise Refusal(f"{source}: unknown key {key!r}{suggest(name, options)}", EX_CONFIG)
+        values[name] = _convert(options[name], _kind(settings, name), value, f"{source}: {key}")
+    return values
 
 
-def _convert(spec: Option, kind: str, value: Any, where: str) -> Any:
+def _convert(spec: Option, kind: str, value: Any, source: str) -> Any:
     try:
-        return _within(spec, read_setting(spec, kind, value), str(value))
+        return _checked(spec, read_setting(spec, kind, value), str(value))
     except ValueError as problem:
-        raise Refusal(f"{where}: {problem}", EX_CONFIG) from problem
+        raise Refusal(f"{source}: {problem}", EX_CONFIG) from problem

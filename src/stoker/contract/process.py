@@ -1,5 +1,7 @@
-"""Who a process is, and the one way in which Stoker signals a process: by pidfd. Of one that is not our child its start
-time and its user are compared; the number of a child that nobody has waited for can't be given to anybody else.
+"""Identifies processes and signals them, always by pidfd.
+
+A process that is not our child is identified by its start time and user. The pid of a child that nobody has waited for
+can't be reused.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ class Process:
 
 
 def find_process(pid: int) -> Process | None:
+    """Return the process with this pid, or None if there is none or /proc hides it."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
@@ -38,7 +41,7 @@ def find_process(pid: int) -> Process | None:
 
 
 def read_kernel_file(path: str) -> str:
-    """A small file of /proc or /sys; empty where there is none, or it is not ours to read."""
+    """Return a small file of /proc or /sys, or "" if it is missing or can't be read."""
     try:
         with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
             return file.read()
@@ -47,41 +50,41 @@ def read_kernel_file(path: str) -> str:
 
 
 def kernel_lines(path: str) -> list[str]:
-    """Its lines that hold anything. Not by splitlines: a process may have a carriage return in its name."""
+    """Return its non-empty lines. Doesn't use splitlines: a process may have a carriage return in its name."""
     return [line for line in read_kernel_file(path).split("\n") if line]
 
 
 def process_owner(pid: int) -> int | None:
-    """The real uid. Not the owner of /proc/PID: that is root for a process that may not be dumped, such as ssh-agent."""
+    """Return the real uid. The owner of /proc/PID is root for a process that may not be dumped, such as ssh-agent."""
     uid = read_status(pid, "Uid:")
     return None if uid is None else int(uid)
 
 
 def read_status(pid: int, key: str) -> str | None:
-    """The first word behind this key in the kernel's /proc/PID/status; None where there is none."""
+    """Return the first word behind this key in /proc/PID/status, or None."""
     lines = kernel_lines(f"/proc/{pid}/status")
     return next((line.split()[1] for line in lines if line.startswith(key)), None)
 
 
-def send_signal(who: Process, signum: int, if_still: Callable[[], bool] | None = None) -> bool:
-    """Signals exactly this process, and only one of our user. `if_still`: asked while the pidfd is held."""
+def send_signal(process: Process, signum: int, condition: Callable[[], bool] | None = None) -> bool:
+    """Signal exactly this process if it belongs to our user, and if `condition` holds while the pidfd is open."""
 
-    def the_same() -> bool:
-        now = find_process(who.pid)
-        if now is None or now.start != who.start or process_owner(who.pid) != os.getuid():
+    def is_same() -> bool:
+        now = find_process(process.pid)
+        if now is None or now.start != process.start or process_owner(process.pid) != os.getuid():
             return False
-        return if_still is None or if_still()
+        return condition is None or condition()
 
-    return _signal(who.pid, signum, the_same)
+    return _signal(process.pid, signum, is_same)
 
 
 def signal_child(pid: int, signum: int) -> bool:
-    """To a child of ours that nobody has waited for: its number can't be another's."""
+    """Signal a child of ours that nobody has waited for, so that its pid can't be another process's."""
     return _signal(pid, signum, lambda: True)
 
 
 def signal_group(leader: int, signum: int) -> bool:
-    """To the group of such a child, and what it forks meanwhile. A pidfd reaches groups since Linux 6.9 only."""
+    """Signal the process group of such a child, with killpg: pidfds reach groups only since Linux 6.9."""
     try:
         os.killpg(leader, signum)
     except (ProcessLookupError, PermissionError):
@@ -90,15 +93,13 @@ def signal_group(leader: int, signum: int) -> bool:
 
 
 def _signal(pid: int, signum: int, is_meant: Callable[[], bool]) -> bool:
-    """The one place that signals. False: it is gone, or not the one that is meant."""
+    """Send a signal by pidfd. Returns False if the process is gone or is not the one that is meant."""
     try:
         handle = os.pidfd_open(pid)
     except OSError as problem:
         if problem.errno == errno.ENOSYS:
-            line = (
-                "this kernel has no pidfd (Linux 5.3 has): without it a reused pid could be hit, so nothing is stopped"
-            )
-            raise Refusal(line, EX_OSERR) from problem
+            line = "this kernel has no pidfd (Linux 5.3 and later have it)"
+            raise Refusal(f"{line}: nothing is stopped, since a reused pid could be hit", EX_OSERR) from problem
         return False
     try:
         if not is_meant():
@@ -111,9 +112,9 @@ def _signal(pid: int, signum: int, is_meant: Callable[[], bool]) -> bool:
     return True
 
 
-# The first lines of a program for `python -c`: they keep the working directory off sys.path, so that a json.py or torch.py
-# there isn't imported. The flag -P would do it, but Python 3.10 doesn't have it; and an empty entry of PYTHONPATH has
-# become the directory's full path by now. Uses posix, which is built in, instead of os.
+# The first lines of a program for `python -c`. They remove the working directory from sys.path, so that a json.py or
+# torch.py there isn't imported. Python 3.10 lacks the flag -P, which does the same. An empty entry of PYTHONPATH has become
+# the directory's full path by then. Uses posix, which is built in, instead of os.
 NOT_FROM_HERE = """import sys, posix
 try: _here = posix.getcwd()
 except OSError: _here = ""

@@ -1,12 +1,12 @@
-"""How far something has come that takes longer than two seconds, and how long it still takes:
+"""Shows the progress of an operation that takes longer than two seconds, and its remaining time:
 
     with Progress("hashing", size, unit="B") as progress:
         for block in blocks:
             progress.tick(len(block))
 
-On a terminal it is a bar, gone at the end whatever ends it. A rank has no terminal: its launcher has one, and shows the bar
-behind the rank's name; for `stoker attach` the newest state is in the run directory. Elsewhere nothing is drawn; with `say`
-a line is printed every few seconds.
+On a terminal it is a bar, which is removed at the end or on an exception. A rank draws the bar through its launcher,
+which shows it behind the rank's name; for `stoker attach` the newest state is also in the run directory. Without a
+terminal, `say` gets a line every five seconds.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from stoker.contract.typed_values import read_frozen
 from stoker.contract.units import format_bytes, format_clock
 
 SCHEMA = 1
-AFTER_S = 2.0  # what takes less is over before anybody reads its bar
+AFTER_S = 2.0  # shorter operations end before anybody reads their bar
 REDRAW_S = 0.2
-KEEP_S = 1.0
+SAVE_S = 1.0
 SAY_S = 5.0
-WIDTH, _NARROWEST = 20, 5
+MAX_WIDTH, MIN_WIDTH = 20, 5  # columns between the brackets of a bar
 BYTES = "B"
 
 
@@ -37,48 +37,54 @@ class ProgressState:
     what: str
     done: float
     total: float
-    unit: str = ""  # "B": bytes; else of what `total` counts, if that is no matter of course
+    unit: str = ""  # what `total` counts, unless that is obvious; "B": bytes
     note: str = ""
-    rate: float | None = None  # in a second
+    rate: float | None = None  # per second
     left: float | None = None  # seconds
 
-    def bar(self, room: int) -> str:
-        """In so many columns: where they are few the bar is shorter, or there is none."""
-        about = f"{self._numbers()} | ETA {format_clock(self.left)}"
-        width = min(room - len(f"{self.what} [] {about}"), WIDTH)
-        if width < _NARROWEST:
-            return f"{self.what} {100 * self._share:.0f} % | ETA {format_clock(self.left)}"
-        full = int(width * self._share)
-        return f"{self.what} [{'█' * full}{'·' * (width - full)}] {about}"
+    def bar(self, columns: int) -> str:
+        """Return a bar that fits in this many columns: a shorter one if there are few, or only a percentage."""
+        numbers = f"{self._numbers()} | ETA {format_clock(self.left)}"
+        width = min(columns - len(f"{self.what} [] {numbers}"), MAX_WIDTH)
+        if width < MIN_WIDTH:
+            return f"{self.what} {100 * self._fraction:.0f} % | ETA {format_clock(self.left)}"
+        full = int(width * self._fraction)
+        return f"{self.what} [{'█' * full}{'·' * (width - full)}] {numbers}"
 
     def line(self) -> str:
-        return f"{self.what}: {self._numbers()}, {100 * self._share:.0f} %, ETA {format_clock(self.left)}"
+        return f"{self.what}: {self._numbers()}, {100 * self._fraction:.0f} %, ETA {format_clock(self.left)}"
 
     @property
-    def _share(self) -> float:
+    def _fraction(self) -> float:
         return min(max(self.done / self.total, 0.0), 1.0) if self.total > 0 else 0.0
 
     def _numbers(self) -> str:
         if self.unit == BYTES:
-            size, of = (2**30, "GiB") if self.total >= 2**30 else (2**20, "MiB")
+            size, unit = (2**30, "GiB") if self.total >= 2**30 else (2**20, "MiB")
             rate = f", {format_bytes(self.rate)}/s" if self.rate else ""
-            counted = f"{self.done / size:.1f}/{self.total / size:.1f} {of}{rate}"
+            numbers = f"{self.done / size:.1f}/{self.total / size:.1f} {unit}{rate}"
         else:
-            counted = f"{self.done:,.0f}/{self.total:,.0f}{' ' + self.unit if self.unit else ''}"
-        return f"{counted} | {self.note}" if self.note else counted
+            numbers = f"{self.done:,.0f}/{self.total:,.0f}{' ' + self.unit if self.unit else ''}"
+        return f"{numbers} | {self.note}" if self.note else numbers
 
 
 class Progress:
+    """The progress of one operation: a context manager."""
+
     def __init__(
         self, what: str, total: float, *, unit: str = "", done: float = 0, say: Callable[[str], None] | None = None
     ) -> None:
-        """`done`: before this began. `say`: for the lines where there is no terminal."""
-        self._what, self.total, self._unit, self._first, self.done = what, total, unit, done, done
+        """`done` is what was finished before the start. `say` prints the lines if there is no terminal."""
+        self._what, self.total, self._unit, self._done_before, self.done = what, total, unit, done, done
         self._say = say
-        self._began = self._said = time.monotonic()
-        self._drawn = self._kept = 0.0
-        self._terminal = terminal.shows_bars()
-        self._file = _file() if "RANK" in os.environ else ""
+        self._started_at = self._said_at = time.monotonic()
+        self._drawn_at = self._saved_at = 0.0
+        self._shows_bar = terminal.shows_bars()
+        self._file = ""
+        run_dir = os.environ.get(env_vars.RUN_DIR, "")
+        # Only rank 0 writes the state, if the run directory is on this host.
+        if "RANK" in os.environ and run_dir and terminal.is_first() and os.path.isdir(run_dir):
+            self._file = os.path.join(run_dir, layout.PROGRESS)
 
     def __enter__(self) -> Progress:
         return self
@@ -86,58 +92,55 @@ class Progress:
     def __exit__(self, *problem: object) -> None:
         self.end()
 
-    def tick(self, more: float = 1) -> None:
-        self.at(self.done + more)
+    def tick(self, count: float = 1) -> None:
+        self.at(self.done + count)
 
     def at(self, done: float, note: str = "", left: float | None = None) -> None:
-        """`left`: seconds, of somebody who knows better than the mean so far."""
+        """Set what is done. `left` is a better estimate of the remaining seconds than the mean rate gives."""
         self.done = done
         now = time.monotonic()
-        if now - self._began < AFTER_S:
+        seconds = now - self._started_at
+        if seconds < AFTER_S:
             return
-        if self._terminal and now - self._drawn >= REDRAW_S:
-            self._drawn = now
-            terminal.draw_bar(self._state(now, note, left).bar(terminal.bar_width()))
-        elif self._say is not None and not self._terminal and now - self._said >= SAY_S:
-            self._said = now
-            self._say(self._state(now, note, left).line())
-        if self._file and now - self._kept >= KEEP_S:
-            self._kept = now
-            with contextlib.suppress(OSError):  # a full disk, a folder that is gone: no bar in `stoker attach`
-                state = self._state(now, note, left)
+        draw = self._shows_bar and now - self._drawn_at >= REDRAW_S
+        save = self._file and now - self._saved_at >= SAVE_S
+        say = self._say is not None and not self._shows_bar and now - self._said_at >= SAY_S
+        if not (draw or save or say):
+            return
+        rate = (done - self._done_before) / seconds
+        if left is None and rate > 0:
+            left = (self.total - done) / rate
+        state = ProgressState(self._what, done, self.total, self._unit, note, rate, left)
+        if draw:
+            self._drawn_at = now
+            terminal.draw_bar(state.bar(terminal.bar_width()))
+        if say and self._say is not None:
+            self._said_at = now
+            self._say(state.line())
+        if save:
+            self._saved_at = now
+            with contextlib.suppress(OSError):  # a full disk or a removed folder costs only the bar of `stoker attach`
                 write_json(self._file, {"schema": SCHEMA, **as_json(state)}, durable=False)
 
-    def _state(self, now: float, note: str, left: float | None) -> ProgressState:
-        rate = (self.done - self._first) / (now - self._began)
-        if left is None and rate > 0:
-            left = (self.total - self.done) / rate
-        return ProgressState(self._what, self.done, self.total, self._unit, note, rate, left)
-
     def end(self) -> None:
-        if self._drawn:
+        if self._drawn_at:
             terminal.clear_bar()
-        if self._kept:
+        if self._saved_at:
             remove_progress(os.path.dirname(self._file))
 
 
-def _file() -> str:
-    """Of rank 0, where the run directory is on this host."""
-    folder = os.environ.get(env_vars.RUN_DIR, "")
-    return os.path.join(folder, layout.PROGRESS) if folder and terminal.is_first() and os.path.isdir(folder) else ""
-
-
 def read_progress(run_dir: str) -> ProgressState | None:
-    """Where rank 0 is in what takes it long; None: nobody knows."""
+    """Return the state of rank 0's long operation, or None if there is none or it has another version."""
     try:
-        found: Any = read_json(os.path.join(run_dir, layout.PROGRESS))
-        if not isinstance(found, dict) or found.pop("schema", None) != SCHEMA:
+        state: Any = read_json(os.path.join(run_dir, layout.PROGRESS))
+        if not isinstance(state, dict) or state.pop("schema", None) != SCHEMA:
             return None
-        return read_frozen(ProgressState, found)
+        return read_frozen(ProgressState, state)
     except (OSError, ValueError):
-        return None  # none now, or of another version
+        return None
 
 
 def remove_progress(run_dir: str) -> None:
-    """What a rank that was killed left behind, too."""
+    """Remove the state file, also one that a killed rank left behind."""
     with contextlib.suppress(OSError):
         os.unlink(os.path.join(run_dir, layout.PROGRESS))

@@ -1,10 +1,11 @@
 """The agent protocol: JSON lines over a byte stream, each optionally followed by a raw payload.
 
-The first line is a sentinel with the protocol's version: a login shell may print a greeting before it, which is
-skipped. A message with "size" is followed by that many raw bytes (a rank's output): base64 would cost a third more on
-the wire, and at 50 MB/s a core.
+The first line is a sentinel with the protocol's version; whatever a login shell prints before it is skipped. A
+message with "size" is followed by that many raw bytes (a rank's output): base64 would cost a third more on the wire,
+and a core at 50 MB/s.
 
-Hosts are trusted. Types are checked here, once, so that a bug or another version ends in one line and not in a traceback.
+Hosts are trusted. Types are checked here, once, so that a bug or another version ends in one line, not in a
+traceback.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from stoker.contract.text import parse_json
 
 VERSION = 1
 SENTINEL = b"STOKER-AGENT %d\n" % VERSION
-_SENTINEL_WORD = b"STOKER-AGENT "
+_SENTINEL_PREFIX = b"STOKER-AGENT "
 PING_S = 1.0
 SILENCE_S = 8.0
-GREETING_LIMIT = 1 << 16  # a login that starts a menu or an editor prints without end, and no agent follows
+GREETING_LIMIT = 1 << 16  # a login that starts a menu or an editor prints forever, and no agent follows
 
 Message = dict[str, Any]
 
 
 class ProtocolError(Exception):
-    pass
+    """The other side sent something that is not a message of this protocol."""
 
 
 def encode_message(message: Message, payload: bytes = b"") -> bytes:
@@ -37,23 +38,24 @@ def encode_message(message: Message, payload: bytes = b"") -> bytes:
 
 
 class Decoder:
-    """Turns bytes into messages. Raises ProtocolError. `expect_sentinel` on the side that reads an agent."""
+    """Turns bytes into messages. With `expect_sentinel` (in the launcher), skips a greeting before the sentinel."""
 
     def __init__(self, expect_sentinel: bool = False) -> None:
         self._buffer = bytearray()
-        self._searched = 0  # bytes of the buffer that hold no end of line
+        self._searched = 0  # this many bytes of the buffer hold no end of line
         self._await_sentinel = expect_sentinel
         self._header: Message | None = None
         self.greeting = b""
 
     @property
     def greeted(self) -> bool:
-        """The agent itself has spoken, not only the login before it."""
+        """Return whether the agent itself has answered, not only the login before it."""
         return not self._await_sentinel
 
     def feed(self, data: bytes) -> Iterator[tuple[Message, bytes]]:
+        """Yield the complete messages with their payloads. Raises ProtocolError."""
         self._buffer += data
-        if self._await_sentinel and not self._past_greeting():
+        if self._await_sentinel and not self._skip_greeting():
             return
         while True:
             if self._header is None:
@@ -83,18 +85,19 @@ class Decoder:
         self._searched = 0
         return line
 
-    def _past_greeting(self) -> bool:
-        at = self._buffer.find(_SENTINEL_WORD)
-        end = self._buffer.find(b"\n", at) if at >= 0 else -1
+    def _skip_greeting(self) -> bool:
+        """Remove everything up to the sentinel. Returns False if the sentinel is not there yet."""
+        start = self._buffer.find(_SENTINEL_PREFIX)
+        end = self._buffer.find(b"\n", start) if start >= 0 else -1
         if end < 0:
             if len(self._buffer) > GREETING_LIMIT:
                 raise ProtocolError(f"no agent answered, only: {bytes(self._buffer[:200])!r}")
             self.greeting = bytes(self._buffer[-2000:])
             return False
-        sentinel = bytes(self._buffer[at : end + 1])
+        sentinel = bytes(self._buffer[start : end + 1])
         if sentinel != SENTINEL:
-            line = f"the agent speaks {sentinel[:80]!r}, this Stoker {SENTINEL!r}: use one version on all hosts"
-            raise ProtocolError(line)
+            versions = f"the agent sent {sentinel[:80]!r}, and this Stoker expects {SENTINEL!r}"
+            raise ProtocolError(f"{versions}: use one version on all hosts")
         del self._buffer[: end + 1]
         self._await_sentinel = False
         return True
@@ -114,16 +117,16 @@ def _read_header(line: bytes) -> Message:
 
 
 def read_payload(kind: str, payload: bytes, what: str) -> Any:
-    """Return the JSON value of a payload, which has the type `kind` (contract/typed_values.py). `what` names it in errors."""
+    """Return the JSON value of a payload of the type `kind` (contract/typed_values.py). `what` names it in errors."""
     try:
         return typed_values.read_value(kind, parse_json(payload))
     except ValueError as problem:
         raise ProtocolError(f"{what} can't be read: {problem}") from None
 
 
-# ---- what an agent may say ----
+# ---- messages of an agent ----
 
-# The fields of every kind of message, and their types; one with ? may be missing.
+# The fields of each kind of message with their types. A field with ? may be missing.
 _RANK = {"rank": "int"}
 KINDS: dict[str, dict[str, str]] = {
     # before the start
@@ -134,7 +137,7 @@ KINDS: dict[str, dict[str, str]] = {
     "port": {"port": "int", "wanted?": "int", "holder?": "str"},
     "probe": {"ask": "str", "what": "str", "more?": "bool"},
     "suspended": {},
-    # of ranks
+    # about ranks
     "up": {**_RANK, "pid": "int", "time": "float"},
     "unstarted": {**_RANK, "text": "str"},
     "lock": {**_RANK, "what": "str", "holders?": "list[int]", "seconds?": "float", "why?": "str | None", "slots?": "int | None"},
@@ -155,7 +158,7 @@ KINDS: dict[str, dict[str, str]] = {
     "error": {**_RANK, "error": "Any"},
     "exit": {**_RANK, "code": "int", "time": "float", "ours": "bool", "error": "Any", "elastic": "Any", "stack": "str", "steps": "int", "core": "bool",
              "calls": "list[Any]", "script_end": "Any", "oom_killed": "bool", "around": "Any"},
-    # of the end
+    # at the end
     "stopping": {},
     "helpers": {"names": "list[str]", "seconds": "float"},
     "finished": {"stopped": "list[str]", "gpus_held": "list[str]", "stuck": "list[dict[str, int | str]]"},
@@ -163,7 +166,7 @@ KINDS: dict[str, dict[str, str]] = {
 
 
 def check_message(message: Message) -> Message:
-    """Return the message with the fields of its kind. Raises ProtocolError if one is missing or has another type."""
+    """Return the message with the fields of its kind. Raises ProtocolError for a missing field or a wrong type."""
     kind = message.get("is")
     fields = KINDS.get(kind) if isinstance(kind, str) else None
     if fields is None:

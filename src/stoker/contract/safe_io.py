@@ -1,6 +1,6 @@
 """Reads and writes files safely: regular files only, links that stay in a downloaded folder, atomic replacement.
 
-And tells whose a file or folder is, where other users of this machine could have put it there.
+Also finds out whether a file or folder belongs to another user of this machine.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-# For logs that grow. A named pipe that nobody reads is an error (ENXIO): no signal ends a launcher that waits in open().
+# For growing logs. A named pipe without a reader is an error (ENXIO): no signal ends a launcher that waits in open().
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
-# For what was made of files that others may not read, whatever the mode of its folder.
+# For files made from private ones, whatever the mode of their folder.
 PRIVATE = 0o600
 
 _CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv", "/var/run/secrets/kubernetes.io")
-_own_uids: dict[str, int] = {}  # folder -> the uid that files get which we create there
+_own_uids: dict[str, int] = {}  # folder -> the uid of files that we create there
 
 
 def open_regular(path: str | os.PathLike[str], dir_fd: int | None = None, follow: bool = True) -> int:
-    """A descriptor for reading, of a regular file only. A FIFO would block for ever, and a device has no end."""
+    """Open a regular file for reading. Raises OSError for others: a FIFO would block, and a device has no end."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     handle = os.open(path, flags, dir_fd=dir_fd)
     mode = os.fstat(handle).st_mode
@@ -43,14 +43,14 @@ def open_regular(path: str | os.PathLike[str], dir_fd: int | None = None, follow
 
 
 def open_below(root: str, path: str) -> int:
-    """As open_regular, of `path` below `root`: no link is followed, neither the file nor a folder on the way to it."""
-    if "/" not in path:  # most calls: a thousand runs are listed in a fraction of a second
+    """Open a regular file below `root` like open_regular, without following links in any part of its path."""
+    if "/" not in path:  # most calls: keeps a list of a thousand runs fast
         return open_regular(os.path.join(root, path), follow=False)
     folder = os.open(root, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
     try:
-        *folders, name = path.split("/")
-        for step in folders:
-            inner = os.open(step, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+        *parents, name = path.split("/")
+        for parent in parents:
+            inner = os.open(parent, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
             os.close(folder)
             folder = inner
         return open_regular(name, dir_fd=folder, follow=False)
@@ -58,24 +58,23 @@ def open_below(root: str, path: str) -> int:
         os.close(folder)
 
 
-_HUB_ENTRIES = (
-    "models--",
-    "datasets--",
-    "spaces--",
-)  # in its cache: ENTRY/snapshots/REVISION/FILE -> ../../blobs/DIGEST
+# The hub's cache: ENTRY/snapshots/REVISION/FILE is a link to ../../blobs/DIGEST.
+_HUB_ENTRIES = ("models--", "datasets--", "spaces--")
 
 
 def hub_blobs(folder: str) -> Iterator[str]:
-    """Yield the folders to which links of a folder of the hub's cache may lead. A `blobs` that is a link itself does not count."""
+    """Yield the `blobs` folders to which links in a folder of the hub's cache may lead."""
     parts = folder.split(os.sep)
-    for place, (name, inner) in enumerate(itertools.pairwise(parts)):
+    for position, (name, inner) in enumerate(itertools.pairwise(parts)):
         if name.startswith(_HUB_ENTRIES) and inner == "snapshots":
-            yield os.sep.join([*parts[: place + 1], "blobs"])
+            yield os.sep.join([*parts[: position + 1], "blobs"])
 
 
 def open_inside(path: str | os.PathLike[str]) -> int:
-    """As open_regular, of a file in a downloaded folder: a link may lead to a file of that folder, or to a blob of the
-    hub's cache. Elsewhere it could lead to any file of the user's, which would be copied for others to read.
+    """Open a regular file of a downloaded folder, like open_regular.
+
+    A link may only lead to a file of that folder or to a blob of the hub's cache. Otherwise it could lead to any file
+    of the user, which would be copied for others to read.
     """
     folder, real = os.path.realpath(os.path.dirname(path)), os.path.realpath(path)
     if os.path.dirname(real) not in (folder, *hub_blobs(folder)):
@@ -87,7 +86,7 @@ def open_inside(path: str | os.PathLike[str]) -> int:
 
 
 def open_lock_file(path: str) -> int:
-    """Open a lock file for writing; create it for its owner alone: whoever can open a file can lock it."""
+    """Open or create a lock file that only its owner can open: any process that can open it could lock it."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
@@ -97,6 +96,7 @@ def open_lock_file(path: str) -> int:
 
 
 def file_kind(mode: int) -> str:
+    """Return what kind of file has this mode, for a message."""
     kinds = {
         stat.S_IFIFO: "a named pipe",
         stat.S_IFSOCK: "a socket",
@@ -109,7 +109,7 @@ def file_kind(mode: int) -> str:
 
 
 def read_bytes(path: str | os.PathLike[str], *, inside: bool = False) -> bytes:
-    """Return the content of a regular file. With `inside`, open it by `open_inside`. Raises OSError."""
+    """Return the content of a regular file, opened by `open_inside` if `inside` is set. Raises OSError."""
     with os.fdopen(open_inside(path) if inside else open_regular(path), "rb") as file:
         return file.read()
 
@@ -133,8 +133,8 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
 def read_json_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each line that holds a JSON object, with the object.
 
-    A line that is being written, or that a crash tore, is passed over. A missing file has no lines. Raises OSError if
-    the path is a named pipe or a device.
+    Skips lines that are incomplete, because of a crash or because they are being written. A missing file has no
+    lines. Raises OSError if the path is a named pipe or a device.
     """
     if not os.path.exists(path):
         return
@@ -151,18 +151,21 @@ def read_json_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_text_lines(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield the lines as UTF-8 text without a byte-order mark, as csv.reader takes them. Raises ValueError if it is not UTF-8."""
+    """Yield the lines as UTF-8 text without a byte-order mark, for csv.reader. Raises ValueError if it is not UTF-8."""
     for number, line in enumerate(read_lines(path)):
         yield (line if number else line.removeprefix(b"\xef\xbb\xbf")).decode()
 
 
 def temporary_name(path: str) -> str:
-    """Beside `path`, and nobody can have made it before: neither a process of this number that died nor another user."""
+    """Return a name next to `path` that no dead process with our pid and no other user can have created before."""
     return f"{path}.{os.getpid()}-{os.urandom(4).hex()}.tmp"
 
 
 class AtomicFile:
-    """In place after the `with` block, gone when it raises. `durable`: also after a power cut, for a disk's answer."""
+    """A file that appears at its path after the `with` block, or not at all if the block raises.
+
+    `durable` makes it survive a power cut, at the cost of a disk flush.
+    """
 
     def __init__(self, path: str, mode: int = 0o666, durable: bool = True) -> None:
         self._path = path
@@ -193,13 +196,14 @@ class AtomicFile:
     def _remove(self) -> None:
         try:
             os.unlink(self._temporary)
-        except FileNotFoundError:  # interrupted right after the rename
+        except FileNotFoundError:  # the interrupt came right after the rename
             pass
 
 
 def refuse_other_extension(path: str, begins: bytes, kind: str) -> None:
-    """A file that somebody named is replaced by one of the same kind alone: a mistyped name costs no other file. What
-    holds nothing (a link, a pipe, an empty file) may go.
+    """Refuse to replace an existing file unless it begins like the new one: a mistyped name must not cost another file.
+
+    Links, pipes and empty files may be replaced.
     """
     from stoker.contract.errors import EX_CANTCREAT
 
@@ -207,17 +211,18 @@ def refuse_other_extension(path: str, begins: bytes, kind: str) -> None:
         return
     try:
         with os.fdopen(open_regular(path, follow=False), "rb") as file:
-            same = file.read(len(begins)).lower() == begins.lower()
+            is_same_kind = file.read(len(begins)).lower() == begins.lower()
     except OSError as problem:
         raise Refusal(f"{escape(path)} already exists and can't be read: {problem.strerror}", EX_CANTCREAT) from problem
-    if not same:
+    if not is_same_kind:
         line = f"{escape(path)} already exists and is not {kind}: give another name, or remove it first"
         raise Refusal(line, EX_CANTCREAT)
 
 
 def write_atomic(path: str, data: bytes | str, durable: bool = True) -> None:
+    """Replace a file in one step, so that readers see either the old content or the new."""
     with AtomicFile(path, durable=durable) as file:
-        # Names that aren't UTF-8: \\udc80 is JSON.
+        # File names that aren't UTF-8 become \\udc80, which is valid JSON.
         file.write(data if isinstance(data, bytes) else data.encode("utf-8", "backslashreplace"))
 
 
@@ -228,7 +233,7 @@ def write_json(path: str, value: Any, durable: bool = True) -> None:
 
 
 def sync_folder(path: str) -> None:
-    """A rename is on the disk when its folder is."""
+    """Flush a folder to the disk, and with it the renames in it."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -236,16 +241,16 @@ def sync_folder(path: str) -> None:
         os.close(handle)
 
 
-# ---- whose a file or folder is, and whether another user of this machine can change what is in it ----
+# ---- owners: can another user of this machine change a file or folder? ----
 
 
 def is_own_uid(uid: int, folder: str) -> bool:
-    """Return whether files of this uid in `folder` are ours. A file system may map our uid: NFS makes nobody of root."""
+    """Return whether files of this uid in `folder` are ours. A file system may map our uid: NFS maps root to nobody."""
     return uid == os.geteuid() or uid == _own_uid_in(folder or os.curdir)
 
 
 def is_own(path: str) -> bool:
-    """Return whether the entry itself is ours, not what it leads to as a link. False if it can't be looked at."""
+    """Return whether the file, or a link itself, is ours. False if it can't be examined."""
     try:
         return is_own_uid(os.lstat(path).st_uid, os.path.dirname(path))
     except OSError:
@@ -255,33 +260,34 @@ def is_own(path: str) -> bool:
 def is_trusted(uid: int, folder: str) -> bool:
     """Return whether a file of this uid is ours or root's.
 
-    Root in a container also trusts the owner of the working folder: a bind mount shows files with their uid on the host.
+    Root in a container also trusts the owner of the working folder: a bind mount shows files with their uid on the
+    host.
     """
     if uid == 0 or is_own_uid(uid, folder):
         return True
     if os.geteuid() != 0 or not _owns_working_folder(uid):
         return False
-    # A container without a mark: the host's user has no account in it.
+    # A container without such a mark is recognized by a host user who has no account in it.
     return any(map(os.path.exists, _CONTAINER_MARKS)) or not _account(uid)
 
 
 def why_shared(path: str, sticky: bool = False) -> str:
-    """Return why another user can change what is at `path`: it is theirs, or they may write there. Empty if they can't.
+    """Return why another user can change `path`: they own it or may write there. Empty if they can't.
 
-    With `sticky`, a folder passes in which others may create files and remove only their own. Raises OSError if it is
-    missing.
+    With `sticky`, a folder is accepted in which others may create files and remove only their own. Raises OSError if it
+    is missing.
     """
     folder = os.path.dirname(os.path.abspath(path))
-    link, about = os.lstat(path), os.stat(path)
-    for uid in (link.st_uid, about.st_uid):  # the owner of a link decides where it leads
-        if not is_trusted(uid, path if stat.S_ISDIR(about.st_mode) else folder):
+    link, target = os.lstat(path), os.stat(path)
+    for uid in (link.st_uid, target.st_uid):  # the owner of a link decides where it leads
+        if not is_trusted(uid, path if stat.S_ISDIR(target.st_mode) else folder):
             return f"it belongs to {user_name(uid)}"
-    if sticky and about.st_mode & stat.S_ISVTX:
+    if sticky and target.st_mode & stat.S_ISVTX:
         return ""
-    if about.st_mode & stat.S_IWOTH:
-        return "all users can write there" if stat.S_ISDIR(about.st_mode) else "all users can write it"
-    if about.st_mode & stat.S_IWGRP and not _is_own_group(about.st_gid):
-        return f"its group ({_group_name(about.st_gid)}) can write it"
+    if target.st_mode & stat.S_IWOTH:
+        return "all users can write there" if stat.S_ISDIR(target.st_mode) else "all users can write it"
+    if target.st_mode & stat.S_IWGRP and not _is_own_group(target.st_gid):
+        return f"its group ({_group_name(target.st_gid)}) can write it"
     return ""
 
 
@@ -307,20 +313,20 @@ def _own_uid_in(folder: str) -> int:
             with tempfile.TemporaryFile(dir=folder) as file:
                 _own_uids[folder] = os.fstat(file.fileno()).st_uid
         except OSError:
-            pass  # not ours to write in: nothing there is ours under another uid
+            pass  # we can't write there, so nothing there is ours under another uid
     return _own_uids[folder]
 
 
 def _owns_working_folder(uid: int) -> bool:
     try:
-        about = os.stat(os.curdir)
+        status = os.stat(os.curdir)
     except OSError:
         return False
-    return about.st_uid == uid and not about.st_mode & (stat.S_IWOTH | stat.S_IWGRP)
+    return status.st_uid == uid and not status.st_mode & (stat.S_IWOTH | stat.S_IWGRP)
 
 
 def _is_own_group(gid: int) -> bool:
-    """Return whether this is root's group, or the one that many systems make for each user, with nobody else in it."""
+    """Return whether this is root's group, or our user's private group without other members."""
     import grp
     import pwd
 

@@ -1,4 +1,7 @@
-"""The schedulers Stoker knows, and whether we are in a job of one. Adding one: a line here, and its modules."""
+"""The job schedulers that Stoker supports, and the job that an environment belongs to.
+
+To add a scheduler, add an entry to SCHEDULERS and its two modules in control/scheduler.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ from stoker.contract.frozen import frozen
 
 @frozen
 class Scheduler:
-    """`engine` and `runs`: modules of control/scheduler with its functions of these names' protocols."""
+    """A job scheduler. `engine` and `runs` name the modules of control/scheduler with these two protocols."""
 
     name: str  # as in `stoker why NAME:JOB`
     title: str
-    job_variable: str  # what its jobs have in their environment
+    job_variable: str  # a variable that its jobs have
     engine: str
     runs: str
 
@@ -22,16 +25,16 @@ SCHEDULERS = (Scheduler("slurm", "Slurm", "SLURM_JOB_ID", "slurm", "slurm_job"),
 
 
 def find_scheduler(environ: Mapping[str, str]) -> Scheduler | None:
-    """Of the job whose environment this is."""
-    return next((one for one in SCHEDULERS if environ.get(one.job_variable)), None)
+    """Return the scheduler of the job that has this environment, or None."""
+    return next((scheduler for scheduler in SCHEDULERS if environ.get(scheduler.job_variable)), None)
 
 
 def scheduler_named(name: str) -> Scheduler | None:
-    return next((one for one in SCHEDULERS if one.name == name), None)
+    return next((scheduler for scheduler in SCHEDULERS if scheduler.name == name), None)
 
 
 def job_id(environ: Mapping[str, str]) -> str:
-    """The job's number, or NAME/NUMBER where it is not of the first known scheduler; empty for none."""
+    """Return the number of the job, NAME/NUMBER for schedulers other than the first, or "" outside a job."""
     scheduler = find_scheduler(environ)
     if scheduler is None:
         return ""
@@ -40,6 +43,6 @@ def job_id(environ: Mapping[str, str]) -> str:
 
 
 def describe_job(job: str) -> str:
-    """What `job` says, in words."""
+    """Return a job id for a message: Slurm job 12."""
     name, _, number = job.rpartition("/")
     return f"{(scheduler_named(name) or SCHEDULERS[0]).title} job {number}"

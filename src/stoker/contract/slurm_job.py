@@ -1,4 +1,4 @@
-"""A Slurm job as Slurm itself describes it, and how one of its programs is asked."""
+"""A Slurm job as Slurm describes it, and how to run one of Slurm's programs."""
 
 from __future__ import annotations
 
@@ -9,34 +9,44 @@ from stoker.contract.frozen import frozen
 
 ASK_S = 20.0
 
-# What `stoker submit` keeps in the runs folder: job scripts, the jobs' output, and its own note of each.
+# `stoker submit` keeps job scripts, output and a record of each job in this folder of the runs folder.
 FOLDER = "slurm"
-NOTICE = ".notice"  # made by the job's script when Slurm has told it that its end is near
+NOTICE = ".notice"  # suffix of a file that the job's script writes when Slurm announces the end of the job
 
-OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
-        "TIMEOUT")  # fmt: skip
+_ENDED = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "REVOKED",
+    "TIMEOUT",
+)
 
 
 @frozen
 class SlurmJob:
     id: str  # 12, or 12_3 for a task of an array
     state: str  # PENDING, RUNNING, COMPLETING, CANCELLED, TIMEOUT ...
-    reason: str = ""  # why it waits, or why it ended
+    reason: str = ""  # why it waits or ended
     exit_code: int = 0  # of the job script
-    signal: int = 0  # that ended it
+    signal: int = 0  # the signal that ended it
     restarts: int = 0
     nodes: str = ""
     limit: str = ""  # its time limit
-    by: str = ""  # who cancelled it, where accounting knows
-    noticed: bool = False  # Slurm told its script that the end is near, and the run was stopped so that it could save
+    by: str = ""  # who cancelled it, if accounting knows
+    noticed: bool = False  # Slurm announced its end to the script, and the run was stopped to let it save
 
     @property
     def over(self) -> bool:
-        return self.state in OVER
+        return self.state in _ENDED
 
     @property
     def code(self) -> int:
-        """As a shell would have it."""
+        """Return the exit code as a shell reports it."""
         return 128 + self.signal if self.signal else self.exit_code
 
 

@@ -1,4 +1,4 @@
-"""Reads what faulthandler writes: threads of `File "x.py", line 3 in work`, the newest first, the main one last."""
+"""Parses stacks as faulthandler writes them: threads of `File "x.py", line 3 in work`, the main thread last."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 from stoker.contract.text import is_digits
 
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "<string>", "/stoker/control/rank/")
-_CURRENT = "Current thread 0x"  # in a report of a fatal signal: the thread it happened in
+_CURRENT = "Current thread 0x"  # marks the thread that got a fatal signal
 
 
 def is_library(file: str) -> bool:
-    """Not the script's own code."""
+    """Return whether a file is not the script's own code."""
     return any(part in file for part in _LIBRARY)
 
 
 def parse_stacks(text: str) -> list[dict[str, Any]]:
-    """Each with frames [function, file, line], innermost first; `current`: it crashed; `main`: the first."""
+    """Return the threads with their frames [function, file, line], innermost first. `current` marks a crashed one."""
     threads: list[dict[str, Any]] = []
     for line in text.splitlines():
         if line.startswith(("Thread 0x", _CURRENT)):

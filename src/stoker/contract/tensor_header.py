@@ -1,4 +1,4 @@
-"""The header of a safetensors file, checked: which tensors lie where. Standard library: the launcher reads it."""
+"""Reads, checks and writes the header of a safetensors file, which says where its tensors are. Uses no torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ from stoker.contract.frozen import frozen
 from stoker.contract.safe_io import open_regular
 from stoker.contract.text import parse_json
 
-BITS = {
-    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
-    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4, "C64": 64,
-}  # fmt: skip
+_DTYPES_BY_BITS = {
+    64: "F64 I64 U64 C64",
+    32: "F32 I32 U32",
+    16: "F16 BF16 I16 U16",
+    8: "I8 U8 BOOL F8_E4M3 F8_E5M2 F8_E4M3FNUZ F8_E5M2FNUZ F8_E8M0",
+    6: "F6_E2M3 F6_E3M2",
+    4: "F4",
+}
+BITS = {dtype: bits for bits, dtypes in _DTYPES_BY_BITS.items() for dtype in dtypes.split()}
 
 
 @frozen
 class Tensor:
-    """`begin` and `end` count from the file's start."""
+    """Where a tensor is. `begin` and `end` count bytes from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -35,50 +40,50 @@ class Header:
 
 
 def read_header(path: str) -> Header:
-    """OSError: it can't be read; ValueError: it is no safetensors file, or a damaged one."""
+    """Return the checked header of a file. Raises OSError, or ValueError if it is damaged or not a safetensors file."""
     with os.fdopen(open_regular(path), "rb") as file:
-        whole = os.fstat(file.fileno()).st_size
+        file_size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
-        if whole < 8 or length > whole - 8:
-            pull = "a git-lfs pointer becomes the file by `git lfs pull`"
-            raise ValueError(f"{whole} bytes are not a complete safetensors file; {pull}")
-        found = parse_json(file.read(length))
-    if not isinstance(found, dict):
-        raise ValueError("its header holds no tensors by name")
-    about = found.pop("__metadata__", None) or {}
-    if not isinstance(about, dict) or not all(isinstance(value, str) for value in about.values()):
-        raise ValueError("its __metadata__ is not text by name")
-    return Header({name: _tensor(name, entry, 8 + length, whole) for name, entry in found.items()}, about)
+        if file_size < 8 or length > file_size - 8:
+            pull = "if it is a git-lfs pointer, `git lfs pull` downloads the file"
+            raise ValueError(f"{file_size} bytes are not a complete safetensors file; {pull}")
+        header = parse_json(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a JSON object")
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("a value in its __metadata__ is not text")
+    tensors = {name: _read_tensor(name, entry, 8 + length, file_size) for name, entry in header.items()}
+    return Header(tensors, metadata)
 
 
 def pack_header(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
-    """What a file begins with that holds these (dtype, shape), one behind the other: its length, and JSON padded to 8."""
+    """Return the first bytes of a file with these tensors (dtype, shape) in a row: the length and the padded JSON."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
-    for name, (dtype, sizes) in tensors.items():
-        begin, end = end, end + math.prod(sizes) * BITS[dtype] // 8
-        header[name] = {"dtype": dtype, "shape": list(sizes), "data_offsets": [begin, end]}
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * BITS[dtype] // 8
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _tensor(name: str, entry: Any, start: int, whole: int) -> Tensor:
+def _read_tensor(name: str, entry: Any, data_start: int, file_size: int) -> Tensor:
     if not isinstance(entry, dict):
-        raise ValueError(f"{name} is not described")
-    dtype, sizes, offsets = (entry.get(key, "nothing") for key in ("dtype", "shape", "data_offsets"))
+        raise ValueError(f"the entry of {name} is not a JSON object")
+    dtype, shape, offsets = (entry.get(key, "nothing") for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in BITS:
         raise ValueError(f"{name} has the unknown dtype {str(dtype)[:40]!r}")
-    if not _counts(sizes) or not _counts(offsets) or len(offsets) != 2:
-        raise ValueError(f"{name} has the shape {str(sizes)[:80]} and the data_offsets {str(offsets)[:80]}")
+    if not _is_list_of_counts(shape) or not _is_list_of_counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"{name} has the shape {str(shape)[:80]} and the data_offsets {str(offsets)[:80]}")
     begin, end = offsets
-    if begin > end or math.prod(sizes) * BITS[dtype] != 8 * (end - begin):
-        raise ValueError(f"{name}: {dtype} of shape {sizes} does not fill the bytes {begin} to {end}")
-    if start + end > whole:
-        raise ValueError(f"it is cut off: it ends after {whole} bytes, and {start + end} are promised")
-    return Tensor(dtype, tuple(sizes), start + begin, start + end)
+    if begin > end or math.prod(shape) * BITS[dtype] != 8 * (end - begin):
+        raise ValueError(f"{name}: {dtype} of shape {shape} does not fill the bytes {begin} to {end}")
+    if data_start + end > file_size:
+        raise ValueError(f"it is cut off: it has {file_size} bytes, and its header describes {data_start + end}")
+    return Tensor(dtype, tuple(shape), data_start + begin, data_start + end)
 
 
-def _counts(value: Any) -> bool:
-    """Return whether this is a list of whole numbers from 0 up."""
+def _is_list_of_counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)

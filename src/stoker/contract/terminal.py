@@ -1,8 +1,8 @@
-"""Stoker's own lines on their way to a terminal. They may quote anything: secrets are masked, control codes escaped.
+"""Prints Stoker's own lines: masked, without foreign control codes, wrapped at the terminal's width, in colour.
 
-A command's stdout and stderr are replaced once, by `own_lines`, so that no print can be forgotten. What ranks printed
-goes out as bytes (`sys.stdout.buffer`, the launcher's console) and stays as it is. Our own codes, those of a progress
-bar (contract/progress.py), go through `draw` and `wipe`.
+`own_lines` replaces a command's stdout and stderr once, so that no print can be forgotten. The output of ranks is
+written as bytes (`sys.stdout.buffer`, the launcher's console) and stays as it is. Stoker's own control codes, for the
+progress bar (contract/progress.py) and colours, are written past the replaced streams.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from stoker.contract.masking import mask_json, mask_text
 from stoker.contract.text import dump_json, escape, escape_lines
 
 
-class OwnLines:
-    """A text stream that masks secrets and escapes control codes. All else is the stream's own: fileno, isatty, encoding, buffer."""
+class MaskedStream:
+    """A text stream that masks secrets and escapes control codes. Everything else is the original stream's."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -37,55 +37,59 @@ class OwnLines:
             self.write(line)
 
 
-def _cleaning(stream: Any) -> Any:
-    return stream if stream is None or isinstance(stream, OwnLines) else OwnLines(stream)
-
-
 class own_lines:
-    """Within it, sys.stdout and sys.stderr mask secrets and escape control codes."""
+    """Makes sys.stdout and sys.stderr mask secrets and escape control codes within a `with` block."""
 
     def __enter__(self) -> None:
-        self._before = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = _cleaning(sys.stdout), _cleaning(sys.stderr)
+        self._originals = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = _masked(sys.stdout), _masked(sys.stderr)
 
     def __exit__(self, *problem: object) -> None:
-        sys.stdout, sys.stderr = self._before
+        sys.stdout, sys.stderr = self._originals
+
+
+def _masked(stream: Any) -> Any:
+    return stream if stream is None or isinstance(stream, MaskedStream) else MaskedStream(stream)
+
+
+def _unmasked(stream: Any) -> Any:
+    return getattr(stream, "stream", stream)
 
 
 def print_status(line: str, colour: str = "") -> None:
-    """One line of ours to stderr."""
+    """Print a line of Stoker's to stderr, with its prefix."""
     line = f"stoker: {line}"
     if not colour or not uses_colour(sys.stderr):
         print_text(line, sys.stderr)
         return
     clear_bar()
-    shown = wrap_text(escape_lines(mask_text(line)), terminal_width(sys.stderr))
-    _codes(f"{colour_text(shown, colour)}\n")
+    wrapped = wrap_text(escape_lines(mask_text(line)), terminal_width(sys.stderr))
+    _write_codes(f"{colour_text(wrapped, colour)}\n")
 
 
 def print_text(text: str, stream: Any = None) -> None:
-    """Sentences to stdout, or to this stream. A terminal gets them broken between words, a file or a pipe whole lines."""
+    """Print sentences to stdout or another stream, wrapped if it is a terminal."""
     stream = sys.stdout if stream is None else stream
-    # Masked before it is broken into lines: a value must stand behind its name.
+    # Mask first: a line break between a name and its value would hide the secret from the masker.
     print(wrap_text(mask_text(text), terminal_width(stream)), file=stream, flush=True)
 
 
 def print_secret(text: str) -> None:
-    """Print a line on stdout that its reader needs with the secret in it: the address of a page with its token."""
-    stream = getattr(sys.stdout, "stream", sys.stdout)
+    """Print a line on stdout without masking, for a secret that the user needs, such as an address with its token."""
+    stream = _unmasked(sys.stdout)
     stream.write(f"{escape(text)}\n")
     stream.flush()
 
 
 def print_json(value: Any) -> None:
-    """Print a value as JSON on stdout. Secrets are masked in the value: masked text might be no JSON any more."""
-    stream = getattr(sys.stdout, "stream", sys.stdout)
+    """Print a value as JSON on stdout. Masks the value, not the text, which might not be JSON afterwards."""
+    stream = _unmasked(sys.stdout)
     stream.write(f"{dump_json(mask_json(value))}\n")
 
 
 def print_completion(text: str) -> None:
-    """Print a piece of what a model wrote on stdout, without control codes and otherwise as it is."""
-    if isinstance(sys.stdout, OwnLines):
+    """Print a piece of a completion on stdout. Escapes control codes and changes nothing else."""
+    if isinstance(sys.stdout, MaskedStream):
         sys.stdout.stream.write(escape_lines(text))
     else:
         sys.stdout.write(text)
@@ -93,7 +97,7 @@ def print_completion(text: str) -> None:
 
 
 def terminal_width(stream: Any) -> int:
-    """Of the terminal behind it; 0: it is none, or does not say."""
+    """Return the columns of the terminal behind a stream, or 0 if it is none or does not know."""
     try:
         return os.get_terminal_size(stream.fileno()).columns if _is_terminal(stream) else 0
     except (OSError, ValueError):
@@ -102,81 +106,78 @@ def terminal_width(stream: Any) -> int:
 
 # ---- one bar, at the bottom of the terminal ----
 
-_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"  # a bar that is too long is cut by the terminal, and never has a second row
-_COLUMNS, _PREFIX = 80, 12
+_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"  # the terminal cuts a bar that is too long instead of wrapping it
+_COLUMNS, _PREFIX = 80, 12  # columns of a launcher's terminal, and of a rank's name there
 _bar = {"drawn": False}
 
 
 def is_first() -> bool:
-    """Of the ranks of a job one draws; what is no rank is alone."""
+    """Return whether this process may draw: of the ranks of a job only rank 0 does."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def shows_bars() -> bool:
-    """Whether somebody sees a bar on stderr: it is a terminal, or a launcher's terminal is behind it."""
-    return is_first() and (_is_terminal(sys.stderr) or _through_launcher())
+    """Return whether stderr is a terminal, or a launcher's terminal is behind it, and this process may draw."""
+    return is_first() and (_is_terminal(sys.stderr) or _is_behind_launcher())
 
 
 def bar_width() -> int:
-    """Columns for a bar. Of a launcher's terminal a rank knows none."""
-    if _through_launcher():
+    """Return the columns for a bar. A rank doesn't know the width of its launcher's terminal and assumes 80."""
+    if _is_behind_launcher():
         return _COLUMNS - _PREFIX
     from shutil import get_terminal_size  # 2 ms, which no launch has to pay
 
     return get_terminal_size((_COLUMNS, 24)).columns - 1
 
 
-def _through_launcher() -> bool:
-    """This is a rank, without a terminal of its own."""
+def _is_behind_launcher() -> bool:
+    """Return whether this is a rank without a terminal whose launcher has one."""
     return "RANK" in os.environ and os.environ.get(env_vars.TERMINAL) == "1" and not _is_terminal(sys.stderr)
 
 
 def draw_bar(line: str) -> None:
-    """A bar on stderr, in the place of the one before, until `wipe` or the next line of ours.
+    """Draw a bar on stderr in place of the one before, until `clear_bar` or the next line.
 
-    By way of a launcher it ends with \\r, which such bars are known by, twice: the last one could be half of \\r\\n.
+    A launcher recognizes a rank's bar by two \\r at its end: a single one could be half of \\r\\n.
     """
     line = without_wrapping(line)
-    _codes(f"\r\x1b[K{line}" if not _through_launcher() else f" {line}\x1b[K\r\r")
+    _write_codes(f" {line}\x1b[K\r\r" if _is_behind_launcher() else f"\r\x1b[K{line}")
     _bar["drawn"] = True
 
 
 def without_wrapping(line: str) -> str:
-    """With the codes by which a terminal cuts it where it is too long."""
-    return f"{_NO_WRAP}{_encodable(escape(line))}{_WRAP}"
+    """Return a line with the codes that make a terminal cut it if it is too long. ASCII if stderr needs that."""
+    line = escape(line)
+    if (getattr(sys.stderr, "encoding", None) or "utf-8").lower().replace("-", "") != "utf8":
+        line = line.replace("█", "#").replace("·", "-").encode("ascii", "replace").decode()
+    return f"{_NO_WRAP}{line}{_WRAP}"
 
 
 def clear_bar() -> None:
-    """No bar is on the terminal's line any more, and the cursor at its start."""
+    """Remove the bar and leave the cursor at the start of its line."""
     if _bar["drawn"]:
         _bar["drawn"] = False
-        _codes("\r\x1b[K" if not _through_launcher() else "\r")
+        _write_codes("\r" if _is_behind_launcher() else "\r\x1b[K")
 
 
 def start_line() -> None:
-    """The same where the terminal itself has written ^C there."""
+    """Clear the line, on which the terminal itself has written ^C, and forget the bar."""
     _bar["drawn"] = False
     if _is_terminal(sys.stderr):
-        _codes("\r\x1b[K")
+        _write_codes("\r\x1b[K")
 
 
 def _is_terminal(stream: Any) -> bool:
     return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def _encodable(line: str) -> str:
-    if (getattr(sys.stderr, "encoding", None) or "utf-8").lower().replace("-", "") == "utf8":
-        return line
-    return line.replace("█", "#").replace("·", "-").encode("ascii", "replace").decode()
-
-
 def print_highlighted(pieces: Iterable[tuple[str, bool]]) -> None:
-    """Prints a text on stdout, those pieces in colour that are marked; without a terminal they stand in ⟦ ⟧."""
-    stream = getattr(sys.stdout, "stream", sys.stdout)
+    """Print a text on stdout with its marked pieces in green, or in ⟦ ⟧ without a terminal."""
+    stream = _unmasked(sys.stdout)
     before, after = ("\x1b[32m", "\x1b[0m") if stream.isatty() else ("⟦", "⟧")
     for text, marked in pieces:
-        clean = escape_lines(text)
-        stream.write(f"{before}{clean}{after}" if marked else clean)
+        escaped = escape_lines(text)
+        stream.write(f"{before}{escaped}{after}" if marked else escaped)
     stream.write("\n")
     stream.flush()
 
@@ -186,93 +187,94 @@ COLOURS = {"red": 31, "green": 32, "yellow": 33, "blue": 34, "magenta": 35, "cya
 
 
 def uses_colour(stream: Any = None) -> bool:
-    """Whether stdout, or this stream, is a terminal whose user wants colours."""
+    """Return whether stdout, or another stream, is a terminal whose user wants colours."""
     return _is_terminal(sys.stdout if stream is None else stream) and wants_colour()
 
 
 def wants_colour() -> bool:
-    """Where there is a terminal (no-color.org)."""
+    """Return whether the user wants colours on a terminal (no-color.org)."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def colour_text(text: str, colour: str) -> str:
-    """`text` holds no control codes."""
+    """Return a text in a colour. The text must not hold control codes."""
     return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m" if colour else text
 
 
 def print_coloured(pieces: Iterable[tuple[str, str]]) -> None:
-    """Prints one line on stdout: pieces of text, each with the name of its colour, or "" for none."""
-    stream = getattr(sys.stdout, "stream", sys.stdout)
-    colours, cleaned = uses_colour(), [(escape(mask_text(text)), colour) for text, colour in pieces]
-    shown = wrap_text("".join(text for text, _ in cleaned), terminal_width(stream))
+    """Print one line on stdout: pieces of text, each with the name of its colour or ""."""
+    stream = _unmasked(sys.stdout)
+    has_colours, cleaned = uses_colour(), [(escape(mask_text(text)), colour) for text, colour in pieces]
+    wrapped = wrap_text("".join(text for text, _ in cleaned), terminal_width(stream))
     for text, colour in cleaned:
-        end = _end_of(text, shown)
-        stream.write(colour_text(shown[:end], colour if colours else ""))
-        shown = shown[end:]
-    stream.write(f"{shown}\n")
+        end = _end_of_piece(text, wrapped)
+        stream.write(colour_text(wrapped[:end], colour if has_colours else ""))
+        wrapped = wrapped[end:]
+    stream.write(f"{wrapped}\n")
 
 
-def _end_of(piece: str, shown: str) -> int:
-    """Where the piece that `shown` begins with ends in it: a line break is in the place of a space."""
-    left, at = sum(not sign.isspace() for sign in piece), 0
-    while at < len(shown) and (left or (shown[at].isspace() and piece[-1:].isspace())):
-        left -= not shown[at].isspace()
-        at += 1
-    return at
+def _end_of_piece(piece: str, wrapped: str) -> int:
+    """Return where the piece ends with which the wrapped text begins: wrapping only changes white space."""
+    left, end = sum(not character.isspace() for character in piece), 0
+    while end < len(wrapped) and (left or (wrapped[end].isspace() and piece[-1:].isspace())):
+        left -= not wrapped[end].isspace()
+        end += 1
+    return end
 
 
-def _codes(text: str) -> None:
-    stream = getattr(sys.stderr, "stream", sys.stderr)
+def _write_codes(text: str) -> None:
+    """Write to stderr without escaping."""
+    stream = _unmasked(sys.stderr)
     stream.write(text)
     stream.flush()
 
 
-MIN_COLUMNS = 40  # columns: below, more breaks would not help
-# Texts: `re` compiles them when a line is long, and not when every command starts.
-_WORD = r"(?:`[^`]*`|\S)+"  # a command in backticks stays whole
+# ---- wrapping ----
+
+MIN_COLUMNS = 40  # narrower terminals get unwrapped lines: more breaks would not help
+# Not compiled here: `re` compiles them when a line is too long, not when every command starts.
+_WORD = r"(?:`[^`]*`|\S)+"  # a command in backticks stays in one piece
 _GAP = r"(?<=\S) {2,}(?=\S)"  # between columns, or before the comment on a command
 _COMMAND = r"\s*(?:→ )?(?:[A-Z_]+=\S+ )*(?:stoker|pip|python3?|sudo|export|git|nvidia-smi|kill|ssh|scp|bash) "
-# A command that ends a line, and that somebody is about to paste: it gets a line of its own where both don't fit.
-_AT_THE_END = rf"\b(?:to continue|to start it again|to copy (?:the model|them)): (?={_COMMAND})"
+# A command to copy at the end of a line gets its own line if both don't fit.
+_FINAL_COMMAND = rf"\b(?:to continue|to start it again|to copy (?:the model|them)): (?={_COMMAND})"
 
 
 def wrap_text(text: str, columns: int, hanging: int = 2) -> str:
-    """`columns`: 0 where they are not known, which changes nothing. `hanging`: how much further in a line continues."""
+    """Wrap a text at a width; 0 columns change nothing. Continued lines are indented by `hanging` more columns."""
     if columns < MIN_COLUMNS:
         return text
-    return "\n".join(piece for line in text.split("\n") for piece in _wrap_line(line, columns, hanging))
-
-
-def _wrap_line(line: str, columns: int, hanging: int) -> list[str]:
-    """Split a line without recursion: it may have any length."""
-    if len(line) > columns and (found := re.search(_AT_THE_END, line)):
-        command = f"{' ' * hanging}{line[found.end() :]}"
-        return [*_wrap_columns(line[: found.end() - 1], columns, hanging), *_wrap_columns(command, columns, hanging)]
-    return _wrap_columns(line, columns, hanging)
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if len(line) > columns and (match := re.search(_FINAL_COMMAND, line)):
+            lines += _wrap_columns(line[: match.end() - 1], columns, hanging)
+            line = f"{' ' * hanging}{line[match.end() :]}"
+        lines += _wrap_columns(line, columns, hanging)
+    return "\n".join(lines)
 
 
 def _wrap_columns(line: str, columns: int, hanging: int) -> list[str]:
-    """Between columns, then between words, with no indent beyond the terminal."""
-    lead, end = len(line) - len(line.lstrip()), len(line)
-    gaps = [gap for gap in re.finditer(_GAP, line) if gap.start() >= lead] if end > columns else []
-    behind: list[list[str]] = []
-    while gaps and end > columns:  # what stands behind the last one gets a line of its own
+    """Wrap a line between its columns, then between words. Not recursive: a line may have any length."""
+    indent, end = len(line) - len(line.lstrip()), len(line)
+    gaps = [gap for gap in re.finditer(_GAP, line) if gap.start() >= indent] if end > columns else []
+    moved: list[list[str]] = []  # last columns that get their own lines, the last one first
+    while gaps and end > columns:
         last = gaps.pop()
-        second = gaps[0].end() if gaps else lead + 6
-        behind.append(_wrap_words(" " * min(second, columns) + line[last.end() : end], columns, hanging))
+        second_column = gaps[0].end() if gaps else indent + 6
+        moved.append(_wrap_words(" " * min(second_column, columns) + line[last.end() : end], columns, hanging))
         end = last.start()
-    return [*_wrap_words(line[:end], columns, hanging), *(piece for pieces in reversed(behind) for piece in pieces)]
+    return [*_wrap_words(line[:end], columns, hanging), *(piece for pieces in reversed(moved) for piece in pieces)]
 
 
 def _wrap_words(line: str, columns: int, hanging: int) -> list[str]:
-    """Between words alone."""
-    lead = line[: len(line) - len(line.lstrip())]
-    if len(line) <= columns or len(lead) > columns or re.match(_COMMAND, line):  # what is copied must stay one line
+    """Wrap a line between words. A command to copy stays one line."""
+    indent = line[: len(line) - len(line.lstrip())]
+    if len(line) <= columns or len(indent) > columns or re.match(_COMMAND, line):
         return [line]
-    found = [lead]
+    wrapped = [indent]
     for word in re.findall(_WORD, line):
-        if found[-1].strip() and len(found[-1]) + 1 + len(word) > columns:
-            found.append(f"{lead}{' ' * hanging}{word}")
+        if wrapped[-1].strip() and len(wrapped[-1]) + 1 + len(word) > columns:
+            wrapped.append(f"{indent}{' ' * hanging}{word}")
         else:
-            found[-1] += f" {word}" if found[-1].strip() else word
-    return found
+            wrapped[-1] += f" {word}" if wrapped[-1].strip() else word
+    return wrapped

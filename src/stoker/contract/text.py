@@ -1,4 +1,4 @@
-"""Text from users, data, models and hosts: JSON parsed with one kind of exception, and printing without control codes."""
+"""Handles text from users, data, models and hosts: escapes control codes, parses JSON with one kind of exception."""
 
 from __future__ import annotations
 
@@ -7,43 +7,48 @@ if TYPE_CHECKING:
     import json
     from typing import Any
 
-# Besides what Python calls unprintable: marks that reverse or hide the text around them (CVE-2021-42574).
+# Printable for Python, but they reverse or hide the text around them (CVE-2021-42574).
 _HIDING = frozenset("\u061c\u200b\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2060\u2066\u2067\u2068\u2069\ufeff")
-# Called unprintable, yet needed: spaces that don't break a line, and the joiners of Persian, Hindi and emoji.
+# Unprintable for Python, but needed: no-break spaces, and the joiners of Persian, Hindi and emoji.
 _NEEDED = frozenset("\u00a0\u200c\u200d\u202f\u3000")
 
 
 def escape(text: str, limit: int = 0) -> str:
-    """Return the text as one line that a terminal only prints: control codes, line ends and text-reversing characters become \\x1b and the like."""
+    """Return the text as one harmless line: control codes, line ends and reversing marks become \\x1b and the like.
+
+    A text above `limit` characters is cut.
+    """
     if limit and len(text) > limit:
         text = text[: limit - 1] + "…"
     if text.isascii() and text.isprintable():
         return text
     return "".join(
-        sign if (sign.isprintable() or sign in _NEEDED) and sign not in _HIDING else _escape_character(sign)
-        for sign in text
+        character
+        if (character.isprintable() or character in _NEEDED) and character not in _HIDING
+        else _escape_character(character)
+        for character in text
     )
 
 
 def escape_lines(text: str) -> str:
-    """Return a text of several lines without control codes; ends of line and tabs stay."""
+    """Return a text of several lines with control codes escaped; line ends and tabs stay."""
     return "\n".join("\t".join(escape(cell) for cell in line.split("\t")) for line in text.split("\n"))
 
 
-def _escape_character(sign: str) -> str:
-    code = ord(sign)
+def _escape_character(character: str) -> str:
+    code = ord(character)
     if 0xDC80 <= code <= 0xDCFF:  # a byte of a file name that isn't UTF-8
         return f"\\x{code - 0xDC00:02x}"
-    return sign.encode("unicode_escape").decode() if code != 0x5C else sign
+    return character.encode("unicode_escape").decode() if code != 0x5C else character
 
 
 _decoders: dict[bool, json.JSONDecoder] = {}
 
 
 def parse_json(text: str | bytes | bytearray, unique: bool = False) -> Any:
-    """Return the value of a JSON text. Raises ValueError for every bad input, also for one that is nested too deeply.
+    """Return the value of a JSON text. Raises ValueError for any bad input, also if it is nested too deeply.
 
-    With `unique`, an object that has a key twice is an error.
+    With `unique`, a repeated key is an error.
     """
     if not isinstance(text, str):
         text = text.decode("utf-8")  # UnicodeDecodeError is a ValueError
@@ -56,7 +61,7 @@ def parse_json(text: str | bytes | bytearray, unique: bool = False) -> Any:
 
 
 def _decoder(unique: bool) -> json.JSONDecoder:
-    """Return a decoder made once: json.loads makes one at every call, which takes as long as a small text."""
+    """Return a decoder that is made once: json.loads makes one per call, which costs as much as a small text."""
     decoder = _decoders.get(unique)
     if decoder is None:
         import json
@@ -76,45 +81,47 @@ def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def dump_json(found: Any) -> str:
-    """Indented JSON: characters as they are, but escaped where a terminal would act on one of them."""
+def dump_json(value: Any) -> str:
+    """Return indented JSON. Non-ASCII characters are escaped only if a terminal would act on one of them."""
     import json
 
-    text = json.dumps(found, indent=1, ensure_ascii=False)
-    return text if escape_lines(text) == text else json.dumps(found, indent=1)
+    text = json.dumps(value, indent=1, ensure_ascii=False)
+    return text if escape_lines(text) == text else json.dumps(value, indent=1)
 
 
-def truncate_json(found: Any, room: int, longest: int = 0) -> Any:
-    """A JSON value cut to about so many characters (64 more per value and key): the rest is left out. `longest`: of a text."""
-    return _truncate(found, [room], longest or room)
+def truncate_json(value: Any, max_chars: int) -> Any:
+    """Return a JSON value cut to about this many characters, counting 64 more for each value and key."""
+    left = max_chars
 
+    def truncate(value: Any) -> Any:
+        nonlocal left
+        left -= 64
+        if isinstance(value, str):
+            text = value[: max(left, 0)]
+            if len(text) < len(value):  # cut at a space: the masker does not recognize half a secret
+                text = text[: max(text.rfind(" "), text.rfind("\n"), 0)] or text
+            left -= len(text)
+            return text
+        if isinstance(value, dict):
+            fitting: dict[str, Any] = {}
+            for key, item in value.items():
+                left -= 64 + len(key)
+                if left <= 0:
+                    break
+                fitting[key[:max_chars]] = truncate(item)
+            return fitting
+        if isinstance(value, (list, tuple)):
+            items = []
+            for item in value:
+                if left <= 0:
+                    break
+                items.append(truncate(item))
+            return items
+        return value
 
-def _truncate(found: Any, room: list[int], longest: int) -> Any:
-    room[0] -= 64
-    if isinstance(found, str):
-        kept = found[: max(min(room[0], longest), 0)]
-        if len(kept) < len(found):  # not within a word: half a secret is not recognized as one
-            kept = kept[: max(kept.rfind(" "), kept.rfind("\n"), 0)] or kept
-        room[0] -= len(kept)
-        return kept
-    if isinstance(found, dict):
-        fitting: dict[str, Any] = {}
-        for key, value in found.items():
-            room[0] -= 64 + len(key)
-            if room[0] <= 0:
-                break
-            fitting[key[:longest]] = _truncate(value, room, longest)
-        return fitting
-    if isinstance(found, (list, tuple)):
-        items = []
-        for item in found:
-            if room[0] <= 0:
-                break
-            items.append(_truncate(item, room, longest))
-        return items
-    return found
+    return truncate(value)
 
 
 def is_digits(text: str) -> bool:
-    """Return whether int() can read the text. str.isdigit is true of `²` and of ten thousand nines, and int() fails on both."""
+    """Return whether int() can read the text. str.isdigit accepts `²` and ten thousand nines; int() fails on both."""
     return text.isascii() and text.isdigit() and len(text) <= 18

@@ -1,8 +1,9 @@
-"""Values from elsewhere (JSON of an agent, a rank, a recorded machine) held against the types they must have.
+"""Checks values from elsewhere (JSON of an agent, a rank, a recorded machine) against the types they must have.
 
-A type is written as in an annotation: "int", "str | None", "tuple[str, ...]", "list[Gpu]", "dict[str, float]" (or "Mapping"), "Any",
-or the name of a shape. Objects with fields of their own are written as {"name": type}. Lists become tuples where a
-tuple is asked for. Numbers must be finite and fit 64 bits: what is larger breaks arithmetic far from here.
+A type is written as an annotation: "int", "str | None", "tuple[str, ...]", "list[Gpu]", "dict[str, float]" (or
+"Mapping"), "Any", or the name of a frozen class. Objects with their own fields are written as {"name": type}. Lists
+become tuples if the type is a tuple. Numbers must be finite and fit 64 bits: larger ones break arithmetic far from
+here.
 """
 
 from __future__ import annotations
@@ -17,29 +18,30 @@ Reader = Callable[[Any], Any]
 
 _BIG = 1 << 63
 _LARGEST = sys.float_info.max
-Count = int  # from 0 up
-Real = float  # any finite number: a tensor's values; "float" must fit 64 bits
+Count = int  # at least 0
+Real = float  # any finite number, such as a tensor's values; "float" must fit 64 bits
 _readers: dict[tuple[str, str], Reader] = {}
 
 
 def read_value(kind: str, value: Any, module: str = __name__) -> Any:
-    """The value, as that type; ValueError says what was found. `module`: where shapes are looked up."""
+    """Return the value as this type. Raises ValueError. Frozen classes are looked up in `module`."""
     reader = _readers.get((kind, module))
     if reader is None:
-        reader = _readers[kind, module] = _reader(kind, module)
+        reader = _readers[kind, module] = _make_reader(kind, module)
     return reader(value)
 
 
 def read_fields(fields: Mapping[str, Any], value: Any, module: str = __name__) -> dict[str, Any]:
-    """Fields: name -> type or mapping; with ? one may be missing; "*": all that are not written. Others are left out."""
+    """Return the fields of an object. `fields` maps each name to its type or to a mapping of the same kind.
+
+    A name that ends in ? is optional, and "*" stands for all names that are not listed; without it they are left out.
+    """
     if not isinstance(value, dict):
-        raise _wrong("an object", value)
-    found = {}
+        raise _mismatch("an object", value)
     if "*" in fields:
-        fields = {
-            **dict.fromkeys((name for name in value if name not in fields), fields["*"]),
-            **{name: kind for name, kind in fields.items() if name != "*"},
-        }
+        unlisted = dict.fromkeys((name for name in value if name not in fields), fields["*"])
+        fields = {**unlisted, **{name: kind for name, kind in fields.items() if name != "*"}}
+    values = {}
     for name, kind in fields.items():
         name, optional = (name[:-1], True) if name.endswith("?") else (name, False)
         if name not in value:
@@ -47,146 +49,149 @@ def read_fields(fields: Mapping[str, Any], value: Any, module: str = __name__) -
                 continue
             raise ValueError(f"no {name!r}")
         try:
-            reader: Any = read_value if isinstance(kind, str) else read_fields
-            found[name] = reader(kind, value[name], module)
+            read: Any = read_value if isinstance(kind, str) else read_fields
+            values[name] = read(kind, value[name], module)
         except ValueError as problem:
             raise ValueError(f"{name}: {problem}") from None
-    return found
+    return values
 
 
-def read_frozen(shape: type[T], value: Any) -> T:
-    """One shape back from what as_json made of it. An unknown field is an error: half understood would be worse."""
-    kinds = shape.__dict__["__annotations__"]  # noqa: RUF063  as in shape.py
-    if getattr(shape, "as_list", False) and isinstance(value, list):
+def read_frozen(cls: type[T], value: Any) -> T:
+    """Return the object that as_json turned into this value. Raises ValueError, also for an unknown field."""
+    kinds = cls.__dict__["__annotations__"]  # noqa: RUF063  as in frozen.py
+    if getattr(cls, "as_list", False) and isinstance(value, list):
         value = dict(zip(kinds, value))  # noqa: B905  an agent's Python may be 3.9
     if not isinstance(value, dict):
-        raise _wrong(f"a {shape.__name__}", value)
+        raise _mismatch(f"a {cls.__name__}", value)
     unknown = [name for name in value if name not in kinds]
     if unknown:
-        raise ValueError(f"unknown field {unknown[0][:40]!r} of {shape.__name__}")
-    given = read_fields({name: kinds[name] for name in value}, value, shape.__module__)
+        raise ValueError(f"unknown field {unknown[0][:40]!r} of {cls.__name__}")
+    fields = read_fields({name: kinds[name] for name in value}, value, cls.__module__)
     try:
-        return shape(**given)
+        return cls(**fields)
     except TypeError as problem:
         raise ValueError(str(problem)) from None
 
 
-def known_fields(shape: type[Any], value: Mapping[str, Any]) -> dict[str, Any]:
-    """Of its fields those that are there and have their type: what is wrong is as if it were missing."""
-    found = {}
-    for name, kind in shape.__dict__["__annotations__"].items():  # noqa: RUF063  as in shape.py
+def known_fields(cls: type[Any], value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a frozen class that the value has with the right type, and leave out the others."""
+    fields = {}
+    for name, kind in cls.__dict__["__annotations__"].items():  # noqa: RUF063  as in frozen.py
         if name in value:
             with contextlib.suppress(ValueError):
-                found[name] = read_value(kind, value[name], shape.__module__)
-    return found
+                fields[name] = read_value(kind, value[name], cls.__module__)
+    return fields
 
 
-def read_recorded(shape: type[T], value: Any, schema: int) -> T:
-    """Strict: a field we don't know, or of another type, is refused, not half understood."""
+def read_recorded(cls: type[T], value: Any, schema: int) -> T:
+    """Return a recorded machine or examination. Raises ValueError for another schema, unknown fields or wrong types."""
     if not isinstance(value, dict) or value.get("schema") != schema:
         raise ValueError(f"not a recorded machine of schema {schema}")
     try:
-        return read_frozen(shape, value)
+        return read_frozen(cls, value)
     except ValueError as problem:
         raise ValueError(f"not a recorded machine: {problem}") from None
 
 
-def _wrong(wanted: str, value: Any) -> ValueError:
-    return ValueError(f"{wanted} is expected, found {_shown(value)}")
+def _mismatch(expected: str, value: Any) -> ValueError:
+    return ValueError(f"expected {expected}, found {_describe(value)}")
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, (dict, list, tuple)):
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, int) and not -_BIG <= value < _BIG:
         return "a huge number"
-    shown = ascii(value[:40] if isinstance(value, str) else value)
-    return shown if len(shown) <= 60 else shown[:59] + "…"
+    text = ascii(value[:40] if isinstance(value, str) else value)
+    return text if len(text) <= 60 else text[:59] + "…"
 
 
-def _reader(kind: str, module: str) -> Reader:
+def _make_reader(kind: str, module: str) -> Reader:
     kind = kind.strip()
-    either = _split(kind, "|")
-    if len(either) > 1:
-        return _union(kind, [_reader(part, module) for part in either])
-    head, bracket, rest = kind.partition("[")
+    alternatives = _split(kind, "|")
+    if len(alternatives) > 1:
+        return _union_reader(kind, [_make_reader(part, module) for part in alternatives])
+    container, bracket, inner = kind.partition("[")
     if bracket:
-        return _container(kind, head, _split(rest[:-1], ","), module)
+        return _container_reader(kind, container, _split(inner[:-1], ","), module)
     if kind in _PLAIN:
         return _PLAIN[kind]
-    shape = getattr(sys.modules.get(module), kind, None)
-    assert shape is not None and hasattr(shape, "__fields__"), f"no type {kind!r} in {module}"
-    return lambda value: read_frozen(shape, value)
+    cls = getattr(sys.modules.get(module), kind, None)
+    assert cls is not None and hasattr(cls, "__fields__"), f"no type {kind!r} in {module}"
+    return lambda value: read_frozen(cls, value)
 
 
-def _split(text: str, sign: str) -> list[str]:
+def _split(text: str, separator: str) -> list[str]:
+    """Split a type at a separator, but not within its brackets."""
     parts, depth, start = [], 0, 0
-    for at, found in enumerate(text):
-        depth += (found == "[") - (found == "]")
-        if found == sign and depth == 0:
-            parts.append(text[start:at].strip())
-            start = at + 1
+    for position, character in enumerate(text):
+        depth += (character == "[") - (character == "]")
+        if character == separator and depth == 0:
+            parts.append(text[start:position].strip())
+            start = position + 1
     return [*parts, text[start:].strip()]
 
 
-def _union(kind: str, readers: list[Reader]) -> Reader:
-    def reader(value: Any) -> Any:
-        for one in readers:
+def _union_reader(kind: str, readers: list[Reader]) -> Reader:
+    def read(value: Any) -> Any:
+        for reader in readers:
             try:
-                return one(value)
+                return reader(value)
             except ValueError as problem:
                 last = problem
-        raise last if isinstance(value, (dict, list)) else _wrong(kind, value)
+        raise last if isinstance(value, (dict, list)) else _mismatch(kind, value)
 
-    return reader
+    return read
 
 
-def _container(kind: str, head: str, inner: list[str], module: str) -> Reader:
-    if head in ("dict", "Mapping"):
+def _container_reader(kind: str, container: str, inner: list[str], module: str) -> Reader:
+    if container in ("dict", "Mapping"):
         assert inner[0] == "str", kind
-        of = _reader(inner[1], module)
+        read_item = _make_reader(inner[1], module)
 
-        def mapping(value: Any) -> Any:
+        def read_mapping(value: Any) -> Any:
             if not isinstance(value, dict):
-                raise _wrong("an object", value)
-            return {str(name): of(one) for name, one in value.items()}
+                raise _mismatch("an object", value)
+            return {str(name): read_item(item) for name, item in value.items()}
 
-        return mapping
-    assert head in ("tuple", "list"), kind
-    make = tuple if head == "tuple" else list
-    readers = [_reader(part, module) for part in inner if part != "..."]
-    any_number = head == "list" or inner[-1] == "..."
+        return read_mapping
+    assert container in ("tuple", "list"), kind
+    make = tuple if container == "tuple" else list
+    readers = [_make_reader(part, module) for part in inner if part != "..."]
+    any_length = container == "list" or inner[-1] == "..."
 
-    def sequence(value: Any) -> Any:
+    def read_sequence(value: Any) -> Any:
         if not isinstance(value, (list, tuple)):
-            raise _wrong("a list", value)
-        if any_number:
-            return make(readers[0](one) for one in value)
+            raise _mismatch("a list", value)
+        if any_length:
+            return make(readers[0](item) for item in value)
         if len(value) != len(readers):
-            raise _wrong(f"a list of {len(readers)}", value)
-        return make(reader(one) for reader, one in zip(readers, value))  # noqa: B905  an agent's Python may be 3.9
+            raise _mismatch(f"a list of {len(readers)}", value)
+        return make(reader(item) for reader, item in zip(readers, value))  # noqa: B905  an agent's Python may be 3.9
 
-    return sequence
+    return read_sequence
 
 
-def _plain(wanted: str, fits: Callable[[Any], bool]) -> Reader:
-    def reader(value: Any) -> Any:
+def _plain_reader(expected: str, fits: Callable[[Any], bool]) -> Reader:
+    def read(value: Any) -> Any:
         if not fits(value):
-            raise _wrong(wanted, value)
+            raise _mismatch(expected, value)
         return value
 
-    return reader
+    return read
 
 
-# NaN is neither below nor above any bound.
-_real = _plain("a finite number", lambda value: type(value) in (int, float) and -_LARGEST <= value <= _LARGEST)
+# These comparisons also refuse NaN, which is neither below nor above any bound.
+_read_real = _plain_reader(
+    "a finite number", lambda value: type(value) in (int, float) and -_LARGEST <= value <= _LARGEST
+)
 _PLAIN: dict[str, Reader] = {
-    "int": _plain("a whole number", lambda value: type(value) is int and -_BIG <= value < _BIG),
-    "Count": _plain("a whole number from 0 up", lambda value: type(value) is int and 0 <= value < _BIG),
-    "float": _plain("a number", lambda value: type(value) in (int, float) and -_BIG <= value < _BIG),
-    "Real": lambda value: float(_real(value)),
-    "str": _plain("a text", lambda value: isinstance(value, str)),
-    "bool": _plain("true or false", lambda value: isinstance(value, bool)),
-    "None": _plain("null", lambda value: value is None),
+    "int": _plain_reader("a whole number", lambda value: type(value) is int and -_BIG <= value < _BIG),
+    "Count": _plain_reader("a whole number of at least 0", lambda value: type(value) is int and 0 <= value < _BIG),
+    "float": _plain_reader("a number", lambda value: type(value) in (int, float) and -_BIG <= value < _BIG),
+    "Real": lambda value: float(_read_real(value)),
+    "str": _plain_reader("text", lambda value: isinstance(value, str)),
+    "bool": _plain_reader("true or false", lambda value: isinstance(value, bool)),
+    "None": _plain_reader("null", lambda value: value is None),
     "Any": lambda value: value,
 }

@@ -1,6 +1,6 @@
-"""Judges a burn-in: which replica computed something else, which card is slow, which link is wrong or slow. Pure.
+"""Judges a burn-in: which replicas computed different results, which GPUs and links are slow or wrong. Pure.
 
-Replicas are compared with their twins only: another card, or another torch, may round differently and be right.
+A replica is only compared with its twins: another GPU model or torch version may round differently.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from stoker.contract.evidence import Finding
 from stoker.contract.frozen import frozen
 from stoker.contract.units import plural, rank_name
 
-SLOW = 0.85  # of its twins, or of its own first measurement
-LOW_TFLOPS = 0.4  # of the sheet: a healthy L4 holds half of it at its 72 W, an H200 four fifths
+SLOW = 0.85  # of the twins' speed, or of the GPU's own first measurement
+LOW_TFLOPS = 0.4  # of the data sheet: a healthy L4 reaches half of it at its 72 W, an H200 four fifths
 LOW_GBS = 0.6
-LOW_LINK = 0.5  # of the other pairs: PCIe pairs across two sockets are legitimately a third slower than others
+LOW_LINK = 0.5  # of the other pairs' bandwidth: healthy PCIe pairs across two sockets are a third slower than others
 
-# NVIDIA's data sheets: dense bf16 TFLOP/s (fp32 sums), memory GB/s. The first name within the card's counts.
+# NVIDIA's data sheets: dense bf16 TFLOP/s (fp32 sums), memory GB/s. The first key that a GPU's name contains counts.
 CARDS: dict[str, tuple[float, float]] = {
     "GH200": (989, 4000), "H200 NVL": (835, 4800), "H200": (989, 4800), "H100 PCIe": (756, 2000), "H100 NVL": (835, 3900), "H100": (989, 3350),
     "A100-SXM4-40GB": (312, 1555), "A100-PCIE-40GB": (312, 1555), "A100 80GB PCIe": (312, 1935), "A100": (312, 2039),
@@ -40,8 +40,8 @@ class Replica:
     label: str  # GPU0, CPU1
     card: str | None  # None on a CPU
     device: str | None  # the GPU's UUID
-    twin: str  # replicas with the same word here must agree to the last bit
-    round: int  # steps after which the training begins anew from the seed
+    twin: str  # replicas with the same value must agree to the last bit
+    round: int  # steps after which the training starts again from the seed
     steps: tuple[tuple[int, str, str], ...]  # step, bits of the loss, checksum of the parameters
     start: Speed | None = None
     end: Speed | None = None
@@ -56,19 +56,19 @@ class Replica:
 class Link:
     ranks: tuple[int, ...]
     backend: str
-    bus_gbs: float | None = None  # None: begun and never finished
+    bus_gbs: float | None = None  # None: it started and never finished
     wrong: Mapping[str, int] = {}
 
 
 @frozen
 class Opinion:
-    """What the comparison says of one replica. `agrees` is None where there was nothing to compare it with."""
+    """The outcome of comparing one replica. `agrees` is None if there was nothing to compare it with."""
 
     rank: int
     agrees: bool | None
     twins: int
-    first: int | None = None  # first step that differs
-    decided: bool = True  # False: it differs from a twin, and nobody can say which of them is wrong
+    first: int | None = None  # the first step that differs
+    decided: bool = True  # False: it differs from a twin, and it is unknown which of them is wrong
 
 
 @frozen
@@ -78,7 +78,7 @@ class Judgement:
 
 
 def replica_from(records: Iterable[Mapping[str, Any]], label: str) -> Replica | None:
-    """One rank's lines; None where it never came so far as to write its first."""
+    """Return the replica that these records of one rank describe, or None if they lack the first one."""
     head: Mapping[str, Any] | None = None
     speeds: dict[str, Speed] = {}
     steps: list[tuple[int, str, str]] = []
@@ -108,29 +108,30 @@ def replica_from(records: Iterable[Mapping[str, Any]], label: str) -> Replica | 
 
 
 def links_from(records: Iterable[Mapping[str, Any]]) -> list[Link]:
-    found: dict[tuple[int, ...], Link] = {}
+    """Return the links that these records describe; a later record of the same ranks replaces an earlier one."""
+    links: dict[tuple[int, ...], Link] = {}
     for record in records:
         ranks = tuple(record["ranks"])
-        found[ranks] = Link(ranks, record["backend"], record.get("bus_gbs"), record.get("wrong", {}))
-    return list(found.values())
+        links[ranks] = Link(ranks, record["backend"], record.get("bus_gbs"), record.get("wrong", {}))
+    return list(links.values())
 
 
 def judge(replicas: list[Replica], links: list[Link], stopped: bool = False) -> Judgement:
-    """`stopped`: the user ended the run, so a link that never finished says nothing."""
+    """Compare the replicas and links. If the user `stopped` the run, an unfinished link means nothing."""
     opinions: list[Opinion] = []
     findings: list[Finding] = []
     for twin in dict.fromkeys(replica.twin for replica in replicas):
-        told, found = _compare([replica for replica in replicas if replica.twin == twin])
-        opinions += told
-        findings += found
-    findings += _slow(replicas)
-    findings += _links(replicas, links, stopped)
+        twin_opinions, mismatches = _compare_twins([replica for replica in replicas if replica.twin == twin])
+        opinions += twin_opinions
+        findings += mismatches
+    findings += _find_slow_gpus(replicas)
+    findings += _judge_links(replicas, links, stopped)
     return Judgement(tuple(sorted(opinions, key=lambda opinion: opinion.rank)), tuple(findings))
 
 
 def sheet(card: str | None) -> tuple[float, float] | None:
-    """The card's dense bf16 TFLOP/s and memory GB/s. None for an unknown card, a MIG slice, a laptop's chip."""
-    if not card or any(word in card for word in ("MIG", "Laptop", "Max-Q")):
+    """Return dense bf16 TFLOP/s and memory GB/s of the GPU's data sheet, or None for an unknown, MIG or laptop GPU."""
+    if not card or any(part in card for part in ("MIG", "Laptop", "Max-Q")):
         return None
     words = card.replace("-", " ").split()
     for name, figures in CARDS.items():
@@ -142,156 +143,154 @@ def sheet(card: str | None) -> tuple[float, float] | None:
 Bits = tuple[str, str]
 
 
-def _compare(twins: list[Replica]) -> tuple[list[Opinion], list[Finding]]:
-    at: dict[int, dict[int, list[Bits]]] = defaultdict(dict)  # place in the round -> rank -> its value in each round
+def _compare_twins(twins: list[Replica]) -> tuple[list[Opinion], list[Finding]]:
+    # step within its round -> rank -> the rank's bits in each round
+    bits: dict[int, dict[int, list[Bits]]] = defaultdict(dict)
     for replica in twins:
-        for step, loss, total in replica.steps:
-            at[step % replica.round].setdefault(replica.rank, []).append((loss, total))
-    expected = {place: _expected(values) for place, values in at.items()}
+        for step, loss, checksum in replica.steps:
+            bits[step % replica.round].setdefault(replica.rank, []).append((loss, checksum))
+    expected = {step: _expected_bits(by_rank) for step, by_rank in bits.items()}
     opinions, findings, contested = [], [], []
     for replica in twins:
         others = sum(1 for other in twins if other is not replica and other.steps)
         bad = [
-            (step, (loss, total))
-            for step, loss, total in replica.steps
-            if expected[step % replica.round] not in (None, (loss, total))
+            (step, (loss, checksum))
+            for step, loss, checksum in replica.steps
+            if expected[step % replica.round] not in (None, (loss, checksum))
         ]
-        open_steps = [step for step, _, _ in replica.steps if expected[step % replica.round] is None]
+        undecided = [step for step, _, _ in replica.steps if expected[step % replica.round] is None]
         if bad:
             opinions.append(Opinion(replica.rank, False, others, bad[0][0]))
             findings.append(_mismatch(replica, bad, expected, others))
-        elif open_steps:
-            opinions.append(Opinion(replica.rank, False, others, open_steps[0], decided=False))
-            contested.append((open_steps[0], replica))
+        elif undecided:
+            opinions.append(Opinion(replica.rank, False, others, undecided[0], decided=False))
+            contested.append((undecided[0], replica))
         else:
-            compared = bool(replica.steps) and (others > 0 or replica.rounds > 1)
-            opinions.append(Opinion(replica.rank, True if compared else None, others))
+            is_compared = bool(replica.steps) and (others > 0 or replica.rounds > 1)
+            opinions.append(Opinion(replica.rank, True if is_compared else None, others))
     if contested:
-        findings.append(_disagree(contested))
+        first = min(step for step, _ in contested)
+        names = " and ".join(_name(replica) for _, replica in contested)
+        text = f"{names} disagree from step {first}; {len(contested)} replicas can't show which of them is wrong"
+        fix = (
+            "run it again with a longer --minutes: the GPU that contradicts itself is faulty; or with a third replica:"
+            " the majority is right"
+        )
+        findings.append(Finding("burnin.mismatch", "fail", text, fix))
     return opinions, findings
 
 
-def _expected(values: Mapping[int, list[Bits]]) -> Bits | None:
-    """One vote a replica. Without a majority, those that never contradicted themselves decide, if they agree."""
-    votes = Counter(Counter(mine).most_common(1)[0][0] for mine in values.values())
+def _expected_bits(by_rank: Mapping[int, list[Bits]]) -> Bits | None:
+    """Return the correct bits of a step, or None if that can't be decided.
+
+    Each replica has one vote. Without a majority, the replicas that never contradicted themselves decide, if they
+    agree.
+    """
+    votes = Counter(Counter(rounds).most_common(1)[0][0] for rounds in by_rank.values())
     top, count = votes.most_common(1)[0]
-    if 2 * count > len(values):
+    if 2 * count > len(by_rank):
         return top
-    steady = {mine[0] for mine in values.values() if len(set(mine)) == 1}
-    if len(steady) == 1 and sum(1 for mine in values.values() if len(set(mine)) == 1) < len(values):
-        return steady.pop()
+    steady = [rounds[0] for rounds in by_rank.values() if len(set(rounds)) == 1]
+    if len(set(steady)) == 1 and len(steady) < len(by_rank):
+        return steady[0]
     return None
 
 
 def _mismatch(
     replica: Replica, bad: list[tuple[int, Bits]], expected: Mapping[int, Bits | None], others: int
 ) -> Finding:
-    first, (loss, total) = bad[0]
+    first, (loss, checksum) = bad[0]
     right = expected[first % replica.round]
     assert right is not None
-    pairs = (("loss", loss, right[0]), ("parameters", total, right[1]))
-    what = " and ".join(name for name, mine, wanted in pairs if mine != wanted)
+    pairs = (("loss", loss, right[0]), ("parameters", checksum, right[1]))
+    what = " and ".join(name for name, actual, correct in pairs if actual != correct)
     whom = f"those of its {others} twin{'s' if others > 1 else ''}" if others else "those of its other rounds"
-    rounds = len({step // replica.round for step, _ in bad})
     often = f"in {len(bad)} of {len(replica.steps)} steps"
     if replica.rounds > 1:
-        often = f"in {rounds} of {replica.rounds} rounds"
-    text = f"{_name(replica)} computes something else: from step {first} its bits of {what} are not {whom}, {often}"
+        often = f"in {len({step // replica.round for step, _ in bad})} of {replica.rounds} rounds"
+    text = (
+        f"{_name(replica)} computes different results: from step {first} its bits of {what} differ from {whom}, {often}"
+    )
     if replica.card is None:
         fix = "test the machine's memory (memtest86+); machine-check errors: journalctl -k | grep -i mce"
-        return Finding("burnin.mismatch", "fail", text, fix)
-    errors = "`stoker doctor --only gpu.` shows ECC and Xid errors; if it comes back: exchange it"
-    fix = f"leave it out (stoker run --gpus with the others); {errors}"
+    else:
+        errors = "`stoker doctor --only gpu.` shows ECC and Xid errors; if it happens again, replace the GPU"
+        fix = f"leave it out (stoker run --gpus with the others); {errors}"
     return Finding("burnin.mismatch", "fail", text, fix)
 
 
-def _disagree(contested: list[tuple[int, Replica]]) -> Finding:
-    first = min(step for step, _ in contested)
-    names = " and ".join(_name(replica) for _, replica in contested)
-    return Finding(
-        "burnin.mismatch",
-        "fail",
-        f"{names} disagree from step {first}; {len(contested)} replicas can't show which of them is wrong",
-        "run it again with a longer --minutes: the GPU that contradicts itself is faulty; or with a third replica: the"
-        " majority is right",
-    )
-
-
 def hot(replica: Replica) -> Speed | None:
-    """After the load: what a long run gets."""
+    """Return the speed after the load, which is what a long run gets."""
     return replica.end or replica.start
 
 
-def _slow(replicas: list[Replica]) -> Iterator[Finding]:
-    """GPUs only, and not those that several ranks share: a CPU rank is as fast as the scheduler lets it be."""
-    shared = Counter(replica.device for replica in replicas)
-    fair = [replica for replica in replicas if replica.device and shared[replica.device] == 1 and hot(replica)]
-    for replica in fair:
-        twins = [other for other in fair if other.twin == replica.twin and other is not replica]
-        own = sheet(replica.card)
+def _find_slow_gpus(replicas: list[Replica]) -> Iterator[Finding]:
+    """Find slow GPUs. Skips GPUs shared by several ranks, and CPU ranks, whose speed depends on the scheduler."""
+    users = Counter(replica.device for replica in replicas)
+    measured = [replica for replica in replicas if replica.device and users[replica.device] == 1 and hot(replica)]
+    for replica in measured:
+        twins = [other for other in measured if other.twin == replica.twin and other is not replica]
+        data_sheet = sheet(replica.card)
         for unit, field, low in (("TFLOP/s", "tflops", LOW_TFLOPS), ("GB/s", "gbs", LOW_GBS)):
-            mine = getattr(hot(replica), field)
-            others = median([getattr(hot(other), field) for other in twins]) if twins else None
-            full = getattr(Speed(*own), field) if own else None
-            begun = getattr(replica.start, field, 0.0)
-            if others and mine < SLOW * others:
-                makers = f"its {len(twins)} twins make" if len(twins) > 1 else "its twin makes"
-                whose = f"{makers} {others:.0f}"
-            elif full and mine < low * full:
-                whose = "that is less than such a card should make"
-            elif begun and mine < SLOW * begun:
-                whose = f"before the load it made {begun:.0f}"
+            speed = getattr(hot(replica), field)
+            twins_speed = median([getattr(hot(other), field) for other in twins]) if twins else None
+            nominal = getattr(Speed(*data_sheet), field) if data_sheet else None
+            cold = getattr(replica.start, field, 0.0)
+            if twins_speed and speed < SLOW * twins_speed:
+                reference = f"its {len(twins)} twins reach" if len(twins) > 1 else "its twin reaches"
+                reference = f"{reference} {twins_speed:.0f}"
+            elif nominal and speed < low * nominal:
+                reference = "such a GPU should reach more"
+            elif cold and speed < SLOW * cold:
+                reference = f"before the load it reached {cold:.0f}"
             else:
                 continue
-            figure = f"{full:.0f}" if full else "n/a"
-            text = f"{_name(replica)} is slow: {mine:.0f} {unit}; {whose} (data sheet: {figure})"
-            yield Finding("burnin.slow", "warn", text, _why_slow(replica.label))
+            figure = f"{nominal:.0f}" if nominal else "n/a"
+            text = f"{_name(replica)} is slow: {speed:.0f} {unit}; {reference} (data sheet: {figure})"
+            command = f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER,CLOCK -i {replica.label[3:]}"
+            yield Finding("burnin.slow", "warn", text, f"{command}   # heat, a power cap, or other work on it")
 
 
-def _why_slow(label: str) -> str:
-    command = f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER,CLOCK -i {label[3:]}"
-    return f"{command}   # heat, a power cap, or other work on it"
-
-
-def _links(replicas: list[Replica], links: list[Link], stopped: bool) -> Iterator[Finding]:
-    of = {replica.rank: replica for replica in replicas}
+def _judge_links(replicas: list[Replica], links: list[Link], stopped: bool) -> Iterator[Finding]:
+    by_rank = {replica.rank: replica for replica in replicas}
     for link in links:
         if link.wrong:
-            whose = ", ".join(f"{_label(of, int(rank))} {count}" for rank, count in link.wrong.items())
-            text = f"all-reduce over {between(link, of)} gives wrong sums (elements: {whose}; {link.backend})"
-            yield Finding("burnin.link", "fail", text, _why_link(link))
+            counts = ", ".join(f"{_label(by_rank, int(rank))} {count}" for rank, count in link.wrong.items())
+            text = f"all-reduce over {between(link, by_rank)} gives wrong sums (elements: {counts}; {link.backend})"
+            yield Finding("burnin.link", "fail", text, _link_fix(link))
         elif link.bus_gbs is None and not stopped:
-            text = f"all-reduce over {between(link, of)} did not finish ({link.backend})"
-            yield Finding("burnin.link", "fail", text, _why_link(link))
-    pairs = [link for link in links if len(link.ranks) == 2 and link.backend == "nccl" and link.bus_gbs is not None]
-    alike: dict[tuple[str, ...], list[Link]] = defaultdict(list)
-    for link in pairs:
-        alike[tuple(sorted(of[rank].twin if rank in of else "" for rank in link.ranks))].append(link)
-    for group in alike.values():
-        for link in group:
-            others = [other.bus_gbs or 0.0 for other in group if other is not link]
-            if len(others) >= 2 and (link.bus_gbs or 0.0) < LOW_LINK * median(others):
-                text = f"the link {between(link, of)} is slow: {link.bus_gbs:.1f} GB/s"
-                text += f", the other pairs make {median(others):.1f}"
-                yield Finding("burnin.link", "warn", text, _why_link(link))
+            text = f"all-reduce over {between(link, by_rank)} did not finish ({link.backend})"
+            yield Finding("burnin.link", "fail", text, _link_fix(link))
+    # Compare the bandwidth of pairs with the same kinds of replicas at both ends.
+    groups: dict[tuple[str, ...], list[tuple[Link, float]]] = defaultdict(list)
+    for link in links:
+        if len(link.ranks) == 2 and link.backend == "nccl" and link.bus_gbs is not None:
+            kinds = sorted(by_rank[rank].twin if rank in by_rank else "" for rank in link.ranks)
+            groups[tuple(kinds)].append((link, link.bus_gbs))
+    for group in groups.values():
+        for link, speed in group:
+            others = [other_speed for other, other_speed in group if other is not link]
+            if len(others) >= 2 and speed < LOW_LINK * median(others):
+                text = f"the link {between(link, by_rank)} is slow: {speed:.1f} GB/s"
+                text += f", the other pairs reach {median(others):.1f}"
+                yield Finding("burnin.link", "warn", text, _link_fix(link))
 
 
-def between(link: Link, of: Mapping[int, Replica]) -> str:
-    return (
-        "–".join(_label(of, rank) for rank in link.ranks)
-        if len(link.ranks) == 2
-        else f"all {plural(len(link.ranks), 'rank')}"
-    )
+def between(link: Link, by_rank: Mapping[int, Replica]) -> str:
+    """Return the two ends of a link, or how many ranks it joins."""
+    if len(link.ranks) == 2:
+        return "–".join(_label(by_rank, rank) for rank in link.ranks)
+    return f"all {plural(len(link.ranks), 'rank')}"
 
 
-def _label(of: Mapping[int, Replica], rank: int) -> str:
-    return of[rank].label if rank in of else f"rank {rank}"
+def _label(by_rank: Mapping[int, Replica], rank: int) -> str:
+    return by_rank[rank].label if rank in by_rank else f"rank {rank}"
 
 
-def _why_link(link: Link) -> str:
+def _link_fix(link: Link) -> str:
     if link.backend != "nccl":
-        return "gloo goes through the network interface: ip link, and the machine's memory"
-    trial = "NCCL_P2P_DISABLE=1 for one run tells the link from the card"
+        return "gloo uses the network interface: check ip link, and the machine's memory"
+    trial = "NCCL_P2P_DISABLE=1 for one run shows whether the link or the GPU is faulty"
     return f"nvidia-smi topo -m; nvidia-smi nvlink -e; PCIe errors: dmesg | grep -i aer. {trial}"
 
 

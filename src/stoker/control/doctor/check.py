@@ -1,42 +1,51 @@
-"""The register of checks. Adding one: a function with `@check` in a file of checks/, new or old, and a test."""
+"""The registry of checks. To add one, write a function with `@check` in a file of checks/, old or new."""
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from stoker.contract.discovery import modules_in
+from stoker.contract.env_vars import MACHINE
 from stoker.contract.errors import EX_USAGE, Refusal
 from stoker.contract.evidence import Finding
 from stoker.contract.frozen import frozen, replace
 from stoker.contract.options import suggest
 from stoker.contract.text import escape
-from stoker.control.machine.examination import Examination, Health
+from stoker.control.machine.examination import KNOWN, Examination, Health
 from stoker.control.machine.model import Gpu
 
 Body = Callable[..., Iterator[Finding]]
-Cards = list[tuple[Gpu, Health]]
+GpusWithHealth = list[tuple[Gpu, Health]]
 
 
 @frozen
 class Check:
     id: str
     needs: tuple[str, ...]  # parts of the examination: health, probes, torch, host, net, environment
-    fast: bool  # also run before every `stoker run`: needs no more than a look
+    fast: bool  # needs only a quick look at the machine, so it also runs before every `stoker run`
     body: Body
-    text: str
+    text: str  # its documentation
 
 
 CHECKS: dict[str, Check] = {}
-# Of values that another host, or a recorded machine, told: one check less, and the others count.
-_NO_SENSE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+# Raised for odd values of another host or of a recorded machine: that check is skipped and the others count.
+_ODD_VALUE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_QUICK_LOOK_S = 3.0  # after which the driver counts as silent
+LEVELS = ("fail", "warn", "unknown")
 
 
 def check(id: str, fast: bool = False) -> Callable[[Body], Body]:
-    """A generator's parameters: parts of the examination, `cards` (each with its health), or the `ranks` planned."""
+    """Register a generator of findings.
+
+    The names of its parameters say what it gets: parts of the examination, `gpus` (each with its health), `missing` or
+    the number of planned `ranks`.
+    """
 
     def register(body: Body) -> Body:
         assert id not in CHECKS, id
-        parts = ("health" if name == "cards" else name for name in _parameters(body))
+        parts = ("health" if name == "gpus" else name for name in _parameters(body))
         needs = tuple(part for part in parts if part not in ("machine", "missing", "ranks"))
         CHECKS[id] = Check(id, needs, fast, body, (body.__doc__ or "").strip())
         return body
@@ -61,47 +70,73 @@ def unknown(text: str) -> Finding:
 
 
 def load_checks() -> dict[str, Check]:
-    """All checks, in the order of their files, whichever of these was imported first."""
-    places = {module.__name__: place for place, module in enumerate(modules_in("stoker.control.doctor.checks"))}
-    ordered = sorted(CHECKS.values(), key=lambda check: places.get(check.body.__module__, len(places)))
+    """Import all checks and return them by id, in the order of their files."""
+    files = {module.__name__: number for number, module in enumerate(modules_in("stoker.control.doctor.checks"))}
+    ordered = sorted(CHECKS.values(), key=lambda check: files.get(check.body.__module__, len(files)))
     return {check.id: check for check in ordered}
 
 
 def choose(only: list[str], skip: list[str]) -> list[Check]:
+    """Return the checks whose ids begin with a prefix in `only` (all if it is empty) and with none in `skip`."""
     checks = load_checks()
-    for word in (*only, *skip):
-        if not any(id.startswith(word) for id in checks):
-            raise Refusal(f"no check {word!r}{suggest(word, checks)}; `stoker docs doctor` lists them", EX_USAGE)
-    chosen = [one for one in checks.values() if not only or one.id.startswith(tuple(only))]
-    return [one for one in chosen if not (skip and one.id.startswith(tuple(skip)))]
+    for prefix in (*only, *skip):
+        if not any(id.startswith(prefix) for id in checks):
+            raise Refusal(f"no check {prefix!r}{suggest(prefix, checks)}; `stoker docs doctor` lists them", EX_USAGE)
+    return [
+        check
+        for check in checks.values()
+        if (not only or check.id.startswith(tuple(only))) and not check.id.startswith(tuple(skip))
+    ]
 
 
-def run_checks(checks: list[Check], found: Examination, ranks: int = 0) -> list[Finding]:
-    """What is wrong, and what could not be checked. A healthy machine gives nothing."""
+def run_checks(checks: list[Check], examination: Examination, ranks: int = 0) -> list[Finding]:
+    """Return what is wrong and what could not be checked. A healthy machine has no findings."""
     findings: list[Finding] = []
-    missing = found.missing or {}
-    known = {**found.__dict__, "missing": missing, "ranks": ranks}
-    health = found.health or {}
-    known["cards"] = [(gpu, health[gpu.uuid]) for gpu in found.machine.gpus if gpu.uuid in health]
-    for one in checks:
-        lacking = [
-            f"{part}: {missing.get(part) or missing.get('machine') or 'not asked'}"
-            for part in one.needs
-            if known[part] is None
-        ]
-        if lacking:
-            findings.append(Finding(one.id, "unknown", f"could not be checked ({'; '.join(lacking)})"))
-        else:
-            given = {name: known[name] for name in _parameters(one.body)}
-            try:
-                findings += [replace(finding, id=one.id) for finding in one.body(**given)]
-            except _NO_SENSE as problem:
-                why = f"{type(problem).__name__}: {problem}"
-                findings.append(Finding(one.id, "unknown", f"could not be checked ({escape(why, 200)})"))
+    missing = examination.missing or {}
+    health = examination.health or {}
+    parts = {**examination.__dict__, "missing": missing, "ranks": ranks}
+    parts["gpus"] = [(gpu, health[gpu.uuid]) for gpu in examination.machine.gpus if gpu.uuid in health]
+    for check in checks:
+        absent = [part for part in check.needs if parts[part] is None]
+        if absent:
+            reasons = [f"{part}: {missing.get(part) or missing.get('machine') or 'not asked'}" for part in absent]
+            findings.append(Finding(check.id, "unknown", f"could not be checked ({'; '.join(reasons)})"))
+            continue
+        arguments = {name: parts[name] for name in _parameters(check.body)}
+        try:
+            findings += [replace(finding, id=check.id) for finding in check.body(**arguments)]
+        except _ODD_VALUE_ERRORS as problem:
+            reason = escape(f"{type(problem).__name__}: {problem}", 200)
+            findings.append(Finding(check.id, "unknown", f"could not be checked ({reason})"))
     return findings
 
 
 def exit_code(findings: list[Finding]) -> int:
-    """2 failure, 3 something could not be checked, 1 warning, 0 fine."""
+    """Return 2 for a failure, 3 if something could not be checked, 1 for a warning, else 0."""
     levels = {finding.level for finding in findings}
     return next((code for level, code in (("fail", 2), ("unknown", 3), ("warn", 1)) if level in levels), 0)
+
+
+def count_fast_findings(runs_dir: str) -> tuple[str, dict[tuple[str, str], int]]:
+    """Run the fast checks and return (host, number of findings by check and level, also 0).
+
+    A child asks the driver. If the driver hangs, that costs 3 s and all checks are unknown.
+    """
+    from stoker.control.machine.examine import look_aside
+    from stoker.control.machine.host_limits import quick_host
+    from stoker.control.machine.observe import read_recorded
+
+    recorded = os.environ.get(MACHINE)
+    try:
+        machine = read_recorded(recorded) if recorded else look_aside(_QUICK_LOOK_S)
+    except Refusal as problem:
+        machine = problem.line
+    fast = [check for check in load_checks().values() if check.fast]
+    counts = Counter({(check.id, level): 0 for check in fast for level in LEVELS})
+    if isinstance(machine, str):
+        counts.update((check.id, "unknown") for check in fast)
+        return os.uname().nodename, dict(counts)
+    environment = {name: os.environ[name] for name in KNOWN if name in os.environ}
+    examination = Examination(machine, host=quick_host(runs_dir), environment=environment)
+    counts.update((finding.id, finding.level) for finding in run_checks(fast, examination))
+    return machine.hostname, dict(counts)

@@ -1,8 +1,8 @@
-"""`stoker clean`: stops and removes what leftovers.py, debris.py and caches.py found. The doctor's only file that acts.
+"""Stops and removes what leftovers.py, stale_files.py and stale_caches.py found. The doctor's only module that acts.
 
-What may be signalled: a process of this uid whose run is proven to be over, or one the user has named; known by pid and
-start time and held by a pidfd, so that a pid that was given away meanwhile is never hit. What may be removed: a file of
-this uid that no process uses. What can't be told is left alone and said to be.
+It signals only processes of this user whose run is proven to be over or that the user has named, identified by pid
+and start time through a pidfd, so that a reused pid is never hit. It removes only files of this user that no process
+uses. Whatever is uncertain is left alone and reported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TypeVar
 from stoker.contract import shared_weights
 from stoker.contract.frozen import frozen
 from stoker.contract.process import Process, find_process, send_signal
-from stoker.control.doctor.leftovers import lives, untouchable
+from stoker.control.doctor.leftovers import is_running, protected_pids
 from stoker.control.doctor.stale_caches import Cache, own_folder
 from stoker.control.doctor.stale_files import WEIGHTS, Debris, alone_with, folder_in_use, paths_in_use
 from stoker.control.machine import procfs
@@ -28,140 +28,144 @@ KILL_S = 10.0  # a killed process that held 100 GB of pinned memory takes second
 BACK_S = 5.0
 _POLL_S = 0.02
 
-Thing = TypeVar("Thing")
+Item = TypeVar("Item")
 
 
 @frozen
 class Stopped:
     seconds: float
-    killed: tuple[int, ...]  # those that SIGTERM did not end
-    survivors: tuple[Process, ...]  # as they are now: state D waits in the kernel, and no signal reaches it
+    killed: tuple[int, ...]  # pids that SIGTERM did not end
+    survivors: tuple[Process, ...]  # as they are now: state D waits in the kernel, where no signal arrives
 
 
-def stop_ladder(targets: list[Process], grace: float, more: Callable[[], list[Process]] = list) -> Stopped:
-    """SIGCONT, SIGTERM, grace, SIGKILL, parents first: they save. `more`: asked when all are gone, what they started since."""
-    spared = untouchable(procfs.all_processes())
-    targets = [one for one in targets if one.pid not in spared]
-    began = time.monotonic()
-    asked: set[int] = set()
+def stop_ladder(targets: list[Process], grace: float, find_more: Callable[[], list[Process]] = list) -> Stopped:
+    """Send SIGCONT and SIGTERM, wait for the grace period, then send SIGKILL.
+
+    Parents get SIGTERM first, because they save; their children get it when they are gone or their grace is over. When
+    all targets are gone, `find_more` returns what they have started since.
+    """
+    protected = protected_pids(procfs.all_processes())
+    targets = [target for target in targets if target.pid not in protected]
+    started_at = time.monotonic()
+    terminated: set[int] = set()
     killed: set[int] = set()
-    kill_at = began + grace
-    for one in targets:
-        send_signal(one, signal.SIGCONT)
+    kill_at = started_at + grace
+    for target in targets:
+        send_signal(target, signal.SIGCONT)
     while True:
-        left = [one for one in targets if lives(one)]
+        running = [target for target in targets if is_running(target)]
         now = time.monotonic()
-        if not left:
-            left = [one for one in more() if one.pid not in spared and lives(one)]
-            if not left:
-                return Stopped(now - began, tuple(sorted(killed)), ())
-            targets, kill_at = left, min(kill_at, now)
-        if now - began > grace + GROUP_S + KILL_S:
-            return Stopped(now - began, tuple(sorted(killed)), tuple(find_process(one.pid) or one for one in left))
-        unasked = [one for one in left if one.pid not in asked]
-        pids = {one.pid for one in left}
-        due = [one for one in unasked if one.parent not in pids] if now < began + grace else unasked
-        if due and now >= began + grace > began:
+        if not running:
+            running = [target for target in find_more() if target.pid not in protected and is_running(target)]
+            if not running:
+                return Stopped(now - started_at, tuple(sorted(killed)), ())
+            targets, kill_at = running, min(kill_at, now)
+        grace_over = now - started_at >= grace
+        if now - started_at > grace + GROUP_S + KILL_S:
+            survivors = tuple(find_process(target.pid) or target for target in running)
+            return Stopped(now - started_at, tuple(sorted(killed)), survivors)
+        pids = {target.pid for target in running}
+        due = [target for target in running if target.pid not in terminated]
+        if not grace_over:
+            due = [target for target in due if target.parent not in pids]
+        elif due and grace > 0:
             kill_at = now + GROUP_S
-        for one in due:
-            asked.add(one.pid)
-            send_signal(one, signal.SIGTERM)
+        for target in due:
+            terminated.add(target.pid)
+            send_signal(target, signal.SIGTERM)
         if now >= kill_at:
-            for one in left:
-                if send_signal(one, signal.SIGKILL):
-                    killed.add(one.pid)
+            for target in running:
+                if send_signal(target, signal.SIGKILL):
+                    killed.add(target.pid)
         time.sleep(_POLL_S)
 
 
 @frozen
 class Back:
-    """What a GPU has got back."""
+    """The memory that a GPU has got back."""
 
     gpu: str
     freed: int
     seconds: float
-    whole: bool  # False: the time was over before all of it was seen
+    whole: bool  # False: the time limit came before all of it was free
 
 
 def wait_for_memory(
     before: Machine, pids: set[int], look: Callable[[], Machine | str], limit: float = BACK_S
 ) -> list[Back]:
-    """Until NVML neither names these processes nor counts what they held."""
-    began = time.monotonic()
-    owed = {
-        gpu.uuid: sum(holder.memory or 0 for holder in gpu.holders or () if holder.pid in pids) for gpu in before.gpus
-    }
+    """Wait until NVML neither lists these stopped processes nor counts the memory that they held."""
+    started_at = time.monotonic()
     waiting = {gpu.uuid: gpu for gpu in before.gpus if any(holder.pid in pids for holder in gpu.holders or ())}
-    found: list[Back] = []
+    results: list[Back] = []
     while waiting:
-        seen = look()
-        seconds = time.monotonic() - began
-        late = seconds > limit
-        now = {gpu.uuid: gpu for gpu in seen.gpus} if isinstance(seen, Machine) else {}
+        machine = look()
+        seconds = time.monotonic() - started_at
+        gpus = {gpu.uuid: gpu for gpu in machine.gpus} if isinstance(machine, Machine) else {}
         for uuid, old in list(waiting.items()):
-            gpu = now.get(uuid)
+            gpu = gpus.get(uuid)
+            expected = sum(holder.memory or 0 for holder in old.holders or () if holder.pid in pids)
             freed = (old.memory_used or 0) - (gpu.memory_used or 0) if gpu else 0
-            # Nine tenths: others on the card may have taken some meanwhile.
-            held = gpu is None or any(holder.pid in pids for holder in gpu.holders or ())
-            whole = not held and freed >= 0.9 * owed[uuid]
-            if whole or late:
-                found.append(Back(old.label, max(0, freed), seconds, whole))
+            is_held = gpu is None or any(holder.pid in pids for holder in gpu.holders or ())
+            # Nine tenths: other processes may have taken some of it meanwhile.
+            is_complete = not is_held and freed >= 0.9 * expected
+            if is_complete or seconds > limit:
+                results.append(Back(old.label, max(0, freed), seconds, is_complete))
                 del waiting[uuid]
         if waiting:
             time.sleep(_POLL_S)
-    return found
+    return results
 
 
-def remove_debris(found: list[Debris]) -> list[tuple[Debris, str]]:
-    """Looks once more, then removes. Returns what stays, and why."""
-    folders = {os.path.dirname(one.path) for one in found}
-    used = paths_in_use(tuple(folder + "/" for folder in folders)) if found else set()
+def remove_debris(debris: list[Debris]) -> list[tuple[Debris, str]]:
+    """Check again that nothing is in use, then remove it. Returns what stays, and why."""
+    folders = {os.path.dirname(item.path) for item in debris}
+    used = paths_in_use(tuple(folder + "/" for folder in folders)) if debris else set()
 
-    def remove(one: Debris) -> bool:
-        if one.kind == "shared memory":
-            return one.path not in used and unlink_alone(one.path, os.lstat(one.path))
-        if one.kind == WEIGHTS:
-            if not shared_weights.is_dead(one.path):
+    def remove(item: Debris) -> bool:
+        if item.kind == "shared memory":
+            return item.path not in used and unlink_alone(item.path, os.lstat(item.path))
+        if item.kind == WEIGHTS:
+            if not shared_weights.is_dead(item.path):
                 return False
-            shutil.rmtree(one.path)
+            shutil.rmtree(item.path)
             return True
-        if folder_in_use(one.path, used):
+        if folder_in_use(item.path, used):
             return False
-        for name in os.listdir(one.path):
-            os.unlink(os.path.join(one.path, name))
-        os.rmdir(one.path)
+        for name in os.listdir(item.path):
+            os.unlink(os.path.join(item.path, name))
+        os.rmdir(item.path)
         return True
 
-    return _kept(found, remove)
+    return _remove_all(debris, remove)
 
 
-def _kept(things: list[Thing], remove: Callable[[Thing], bool]) -> list[tuple[Thing, str]]:
-    """What stays, and why. What is gone already is well."""
-    kept: list[tuple[Thing, str]] = []
-    for one in things:
+def _remove_all(items: list[Item], remove: Callable[[Item], bool]) -> list[tuple[Item, str]]:
+    """Return the items that stay, and why. An item that is already gone counts as removed."""
+    kept: list[tuple[Item, str]] = []
+    for item in items:
         try:
-            if not remove(one):
-                kept.append((one, "it is in use now"))
+            if not remove(item):
+                kept.append((item, "it is in use now"))
         except FileNotFoundError:
             continue
         except OSError as problem:
-            kept.append((one, problem.strerror or str(problem)))
+            kept.append((item, problem.strerror or str(problem)))
     return kept
 
 
-def unlink_alone(path: str, about: os.stat_result) -> bool:
-    """Under the lease: who opens it in that instant waits until it is gone."""
-    with alone_with(path, about) as alone:
-        if alone:
+def unlink_alone(path: str, expected: os.stat_result) -> bool:
+    """Remove a file that no process uses. A process that opens it at this moment waits until it is gone."""
+    with alone_with(path, expected) as is_alone:
+        if is_alone:
             os.unlink(path)
-    return alone
+    return is_alone
 
 
-def prune(chosen: list[Cache]) -> list[tuple[Cache, str]]:
-    """Remove caches; return what stays, and why."""
+def prune(caches: list[Cache]) -> list[tuple[Cache, str]]:
+    """Remove caches. Returns what stays, and why."""
 
-    def remove(one: Cache) -> bool:
-        shutil.rmtree(one.path) if own_folder(one.path) else os.unlink(one.path)
+    def remove(cache: Cache) -> bool:
+        shutil.rmtree(cache.path) if own_folder(cache.path) else os.unlink(cache.path)
         return True
 
-    return _kept(chosen, remove)
+    return _remove_all(caches, remove)

@@ -1,4 +1,4 @@
-"""Finding what dead runs left behind, and who else is on the GPUs. Looks only; clean.py acts."""
+"""Finds the processes that dead runs left behind, and others on the GPUs. Only cleanup.py stops anything."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
-from stoker.contract import errors, process
+from stoker.contract import errors
 from stoker.contract.frozen import frozen
-from stoker.contract.process import Process, find_process
+from stoker.contract.process import Process, find_process, process_owner
 from stoker.control.machine import procfs, run_origin
 from stoker.control.machine.examine import look_aside
 from stoker.control.machine.model import Holder, Machine
 from stoker.control.machine.observe import read_recorded
 from stoker.control.record import run_record
 
-NVML_S = 5.0  # a driver that says nothing for so long is sick
+NVML_S = 5.0  # a driver that takes longer to answer is faulty
 AGENTS = ("stoker-agent", "stoker-guard")
 _SYSTEM = ("Xorg", "Xwayland", "gnome-shell", "nvidia-persiste", "nv-hostengine", "dcgm", "dcgm-exporter")
 
 
 @frozen
 class Leftover:
-    """A process, as it is shown."""
+    """A process of a dead run, or one that the user has named, with what is shown of it."""
 
     process: Process
     user: str
@@ -33,12 +33,12 @@ class Leftover:
     gpu_memory: int | None
     command: str
     run: str | None
-    why: str  # it is a leftover, or is left alone; or what its owner could do
+    why: str  # why it is a leftover or is left alone, or a note
 
 
 @frozen
 class OnGpu:
-    """Somebody's hold on a GPU. What lies outside this container has neither user nor age nor command."""
+    """A process that holds a GPU. One outside this container has neither user nor age nor command."""
 
     gpu: str
     pid: int
@@ -51,250 +51,261 @@ class OnGpu:
 
 
 def look_at_gpus(recorded: str | None, limit: float = NVML_S) -> Machine | str:
-    """The machine, or why not. NVML is asked in a child: a call into a sick driver may never return."""
+    """Return the machine, or why it is unknown. A child asks NVML: a call to a faulty driver may never return."""
     return read_recorded(recorded) if recorded else look_aside(limit)
 
 
 def gpu_memory(machine: Machine) -> dict[int, int]:
-    """pid -> bytes. A pid that NVML knows and this container doesn't is the host's: left out."""
-    found: dict[int, int] = {}
-    for holder in _holders(machine):
-        if holder.command is not None:
-            found[holder.pid] = found.get(holder.pid, 0) + (holder.memory or 0)
-    return found
-
-
-def _holders(machine: Machine) -> Iterator[Holder]:
+    """Return the GPU memory in bytes of each pid. Leaves out pids that are unknown in this container: the host's."""
+    held: dict[int, int] = {}
     for gpu in machine.gpus:
-        yield from gpu.holders or ()
+        for holder in gpu.holders or ():
+            if holder.command is not None:
+                held[holder.pid] = held.get(holder.pid, 0) + (holder.memory or 0)
+    return held
 
 
-def describe(one: Process, held: Mapping[int, int], run: str | None, why: str) -> Leftover:
-    uid = process.process_owner(one.pid)
+def describe(process: Process, held: Mapping[int, int], run: str | None, why: str) -> Leftover:
+    """Return a leftover. `held` is the GPU memory of each pid."""
+    uid = process_owner(process.pid)
     return Leftover(
-        one,
+        process,
         procfs.user_name(uid) if uid is not None else "?",
-        _age(one),
-        procfs.resident_bytes(one.pid),
-        held.get(one.pid),
-        procfs.command_line(one.pid) or one.name,
+        _age(process),
+        procfs.resident_bytes(process.pid),
+        held.get(process.pid),
+        procfs.command_line(process.pid) or process.name,
         run,
         why,
     )
 
 
-def _age(one: Process) -> float:
-    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - one.start / os.sysconf("SC_CLK_TCK"))
+def _age(process: Process) -> float:
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - process.start / os.sysconf("SC_CLK_TCK"))
 
 
-def lives(one: Process) -> bool:
-    """Still that process, and no zombie. Its first thread may be gone while another hangs in the driver."""
-    now = find_process(one.pid)
-    if now is None or now.start != one.start:
+def is_running(process: Process) -> bool:
+    """Return whether this very process still runs. Its main thread may be a zombie while another one hangs."""
+    now = find_process(process.pid)
+    if now is None or now.start != process.start:
         return False
     if now.state not in "ZX":
         return True
     try:
-        return len(os.listdir(f"/proc/{one.pid}/task")) > 1
+        return len(os.listdir(f"/proc/{process.pid}/task")) > 1
     except OSError:
         return False
 
 
-def untouchable(table: Iterable[Process]) -> set[int]:
-    """This process, all its parents and its session's leader; and pid 1."""
-    here = {one.pid: one for one in table}
-    return {1, os.getpid(), os.getppid(), os.getsid(0), *(one.pid for one in run_origin.ancestors(os.getpid(), here))}
+def protected_pids(processes: Iterable[Process]) -> set[int]:
+    """Return pid 1, this process, its ancestors and its session's leader."""
+    by_pid = {process.pid: process for process in processes}
+    ancestors = (process.pid for process in run_origin.ancestors(os.getpid(), by_pid))
+    return {1, os.getpid(), os.getppid(), os.getsid(0), *ancestors}
 
 
-def _agent_above(pid: int, here: Mapping[int, Process]) -> int:
-    """An agent or guardian that lives and looks after this process; 0 for none. One that is stopped looks after nobody."""
-    return next((one.pid for one in run_origin.ancestors(pid, here) if one.name in AGENTS and one.state not in "TtZ"), 0)
+def _agent_above(pid: int, by_pid: Mapping[int, Process]) -> int:
+    """Return the pid of an agent or guardian that looks after this process, or 0. One that is stopped doesn't count."""
+    for process in run_origin.ancestors(pid, by_pid):
+        if process.name in AGENTS and process.state not in "TtZ":
+            return process.pid
+    return 0
 
 
 @frozen
-class Standing:
-    over: bool | None  # None: can't be told
+class RunState:
+    over: bool | None  # None: unknown
     why: str = ""
-    launcher: int = 0
+    launcher: int = 0  # pid, if it runs
 
 
-def standing(run_id: str, run_dir: str) -> Standing:
-    """Is this run over? Only a launcher that is known to be dead, or a record that is gone, says so."""
+def find_run_state(run_id: str, run_dir: str) -> RunState:
+    """Return whether a run is over, which only a dead launcher or a missing run directory proves."""
     if not os.path.isabs(run_dir) or os.path.basename(run_dir) != run_id:
-        return Standing(False)  # not a tag that a run has set: --notify's command carries an id alone
+        return RunState(False)  # not a tag that a run has set: --notify's command has an id without a folder
     try:
         os.stat(run_dir)
     except (FileNotFoundError, NotADirectoryError):
-        return Standing(True, "its run directory is gone")
+        return RunState(True, "its run directory is gone")
     except OSError as problem:
-        return Standing(None, f"its run directory can't be read: {problem.strerror}")
+        return RunState(None, f"its run directory can't be read: {problem.strerror}")
     try:
         run = run_record.read_run(run_dir)
     except run_record.Damaged as problem:
-        return Standing(None, f"its record can't be read: {problem}")
+        return RunState(None, f"its record can't be read: {problem}")
     pid, start, host = run.launcher if run else (0, 0, "")
     if run is None or pid <= 0 or start <= 0:
-        return Standing(None, "its run.json does not say who started it")
+        return RunState(None, "its run.json does not say which process started it")
     if not run.mine:
-        return Standing(None, f"its run directory belongs to {run.user}")
-    alive = run_record.is_alive(run)
-    if alive is None:
+        return RunState(None, f"its run directory belongs to {run.user}")
+    is_alive = run_record.is_alive(run)
+    if is_alive is None:
         if host != os.uname().nodename:
-            return Standing(None, f"its launcher is on host {host}")
-        return Standing(None, f"its launcher (pid {pid}) can't be checked")
-    return Standing(False, launcher=pid) if alive else Standing(True, f"its launcher (pid {pid}) is dead")
+            return RunState(None, f"its launcher is on host {host}")
+        return RunState(None, f"its launcher (pid {pid}) can't be checked")
+    return RunState(False, launcher=pid) if is_alive else RunState(True, f"its launcher (pid {pid}) is dead")
 
 
 def find_leftovers(held: Mapping[int, int], root: str | None = None) -> tuple[list[Leftover], list[Leftover]]:
-    """(leftovers, those with a tag that something speaks against). `root`: of runs in this folder only."""
-    table = procfs.all_processes()
-    here = {one.pid: one for one in table}
-    me = os.getuid()
-    mine = [one for one in table if process.process_owner(one.pid) == me and lives(one) and not run_origin.is_kept(one.pid)]
-    tags = {one.pid: tag for one in mine if (tag := procfs.run_tag(one.pid)) is not None and tag[1]}
-    runs = {tag: standing(*tag) for tag in set(tags.values())}
-    inside = os.path.realpath(root) if root is not None else None
-    spared = untouchable(table)
-    # A living run's launcher, agent, ranks: a dead outer run's tag makes no leftovers of them.
+    """Return (leftovers of dead runs, processes of runs that may be over but are left alone).
+
+    `held` is the GPU memory of each pid. With `root`, only runs in this folder count.
+    """
+    processes = procfs.all_processes()
+    by_pid = {process.pid: process for process in processes}
+    uid = os.getuid()
+    own = [
+        process
+        for process in processes
+        if process_owner(process.pid) == uid and is_running(process) and not run_origin.is_kept(process.pid)
+    ]
+    tags = {process.pid: tag for process in own if (tag := procfs.run_tag(process.pid)) is not None and tag[1]}
+    states = {tag: find_run_state(*tag) for tag in set(tags.values())}
+    real_root = os.path.realpath(root) if root is not None else None
+    protected = protected_pids(processes)
+    # A running run may have been started inside a dead one: its launcher, agent and ranks are not leftovers.
     busy: dict[int, str] = {}
-    for (run_id, _), how in runs.items():
-        if how.launcher:
-            busy |= dict.fromkeys({how.launcher, *procfs.descendants(how.launcher, table)}, run_id)
+    for (run_id, _), state in states.items():
+        if state.launcher:
+            busy |= dict.fromkeys({state.launcher, *procfs.descendants(state.launcher, processes)}, run_id)
 
     leftovers: dict[int, Leftover] = {}
     alone: list[Leftover] = []
-    for one in mine:
-        tag = tags.get(one.pid)
-        how = runs[tag] if tag else Standing(False)
-        if tag is None or how.over is False or inside not in (None, os.path.realpath(os.path.dirname(tag[1]))):
+    for process in own:
+        tag = tags.get(process.pid)
+        if tag is None or states[tag].over is False:
             continue
-        against = "" if how.over else how.why
-        against = against or _speaks_against(one, here, spared, busy, tag)
-        if against:
-            alone.append(describe(one, held, tag[0], against))
+        if real_root is not None and os.path.realpath(os.path.dirname(tag[1])) != real_root:
+            continue
+        state = states[tag]
+        objection = "" if state.over else state.why
+        objection = objection or _why_left_alone(process, by_pid, protected, busy, tag)
+        if objection:
+            alone.append(describe(process, held, tag[0], objection))
         else:
-            leftovers[one.pid] = describe(one, held, tag[0], how.why)
-    for root_pid in list(leftovers):
-        for one in _untagged_below(root_pid, table, mine):
-            if one.pid not in leftovers and not _speaks_against(one, here, spared, busy, None):
-                leftovers[one.pid] = describe(one, held, leftovers[root_pid].run, f"started by pid {root_pid}")
+            leftovers[process.pid] = describe(process, held, tag[0], state.why)
+    # Children without a tag count, too: setproctitle overwrites the environment, and workers that hold memory use it.
+    for parent in list(leftovers):
+        below = procfs.descendants(parent, processes)
+        for process in own:
+            if process.pid not in below or process.pid in leftovers or procfs.run_tag(process.pid) is not None:
+                continue
+            if not _why_left_alone(process, by_pid, protected, busy, None):
+                run = leftovers[parent].run
+                leftovers[process.pid] = describe(process, held, run, f"started by pid {parent}")
     return list(leftovers.values()), alone
 
 
-def _untagged_below(root: int, table: list[Process], mine: list[Process]) -> Iterator[Process]:
-    """setproctitle writes over a process's environment, and the workers that hold the memory are who use it."""
-    below = procfs.descendants(root, table)
-    yield from (one for one in mine if one.pid in below and procfs.run_tag(one.pid) is None)
-
-
-def _speaks_against(
-    one: Process, here: Mapping[int, Process], spared: set[int], busy: Mapping[int, str], tag: tuple[str, str] | None
+def _why_left_alone(
+    process: Process,
+    by_pid: Mapping[int, Process],
+    protected: set[int],
+    busy: Mapping[int, str],
+    tag: tuple[str, str] | None,
 ) -> str:
-    if one.pid in spared:
+    """Return why a process of a dead run is not stopped, or ""."""
+    if process.pid in protected:
         return "this command runs inside it"
-    if tag is not None and one.group == os.getpgid(0) and procfs.run_tag(os.getpid()) == tag:
-        return "this command runs beside it"  # `stoker clean | less`, typed in a shell that a rank had opened
-    if one.pid in busy:
-        return f"run {busy[one.pid]} is under way in it"
-    if not _same_container(one.pid):
+    if tag is not None and process.group == os.getpgid(0) and procfs.run_tag(os.getpid()) == tag:
+        return "this command runs beside it"  # `stoker clean | less` in a shell that a rank has opened
+    if process.pid in busy:
+        return f"run {busy[process.pid]} is running in it"
+    if not _is_in_our_container(process.pid):
         return "it runs in another container, where its run may be alive"
-    agent = _agent_above(one.pid, here)
+    agent = _agent_above(process.pid, by_pid)
     if agent:
         return f"its agent (pid {agent}) is alive and looks after it"
-    return run_origin.why_another_started_it(one, here) if tag is not None else ""
+    return run_origin.why_another_started_it(process, by_pid) if tag is not None else ""
 
 
-def _same_container(pid: int) -> bool:
-    """Its pids and its files are ours: only then does a missing run directory or launcher mean anything."""
+def _is_in_our_container(pid: int) -> bool:
+    """Return whether it shares our pids and files. Otherwise a missing run directory or launcher means nothing."""
     try:
-        spaces = [(f"/proc/{pid}/ns/{kind}", f"/proc/self/ns/{kind}") for kind in ("pid", "mnt", "cgroup")]
-        return all(os.readlink(its) == os.readlink(own) for its, own in spaces)
+        return all(
+            os.readlink(f"/proc/{pid}/ns/{kind}") == os.readlink(f"/proc/self/ns/{kind}")
+            for kind in ("pid", "mnt", "cgroup")
+        )
     except OSError:
         return False
 
 
 def find_named(pids: list[int], held: Mapping[int, int]) -> list[Leftover]:
-    """The processes a user asks to be stopped; refuses the first that may not be."""
-    table = procfs.all_processes()
-    here = {one.pid: one for one in table}
-    spared = untouchable(table)
-    found: list[Leftover] = []
+    """Return the processes that the user wants to stop. Raises Refusal for the first that must not be stopped."""
+    processes = procfs.all_processes()
+    by_pid = {process.pid: process for process in processes}
+    protected = protected_pids(processes)
+    named: list[Leftover] = []
     for pid in dict.fromkeys(pids):
-        one = here.get(pid)
-        if one is None:
+        process = by_pid.get(pid)
+        if process is None:
             raise errors.Refusal(f"--pid {pid}: no such process", errors.EX_NOINPUT)
-        if pid in spared:
+        if pid in protected:
             what = "init" if pid == 1 else "this very command, one of its parents or its session's leader"
-            raise errors.Refusal(f"--pid {pid}: that is {what}; it is not stopped from here", errors.EX_USAGE)
-        uid = process.process_owner(pid)
+            raise errors.Refusal(f"--pid {pid}: that is {what}; this command can't stop it", errors.EX_USAGE)
+        uid = process_owner(pid)
         if uid != os.getuid():
-            who = procfs.user_name(uid) if uid is not None else "another user"
-            line = f"--pid {pid}: it belongs to {who}, and only your own processes are stopped; ask {who} to end it"
+            user = procfs.user_name(uid) if uid is not None else "another user"
+            line = f"--pid {pid}: it belongs to {user}, and only your own processes are stopped; ask {user} to end it"
             raise errors.Refusal(line, errors.EX_NOPERM)
-        if not lives(one):
-            line = f"--pid {pid}: it is dead already, a zombie that its parent (pid {one.parent}) has to collect"
+        if not is_running(process):
+            line = f"--pid {pid}: it is already dead, a zombie that its parent (pid {process.parent}) has to collect"
             raise errors.Refusal(line, errors.EX_UNAVAILABLE)
-        if pid == 2 or one.parent == 2:
-            raise errors.Refusal(f"--pid {pid}: {one.name} is a thread of the kernel", errors.EX_USAGE)
-        run = _living_run(pid, table)
+        if pid == 2 or process.parent == 2:
+            raise errors.Refusal(f"--pid {pid}: {process.name} is a kernel thread", errors.EX_USAGE)
+        descendants = procfs.descendants(pid, processes)
+        tags = (procfs.run_tag(member) for member in (pid, *descendants))
+        run = next((tag[0] for tag in tags if tag is not None and find_run_state(*tag).launcher), "")
         if run:
-            line = f"--pid {pid}: run {run} is under way in it; `stoker stop {shlex.quote(run)}` ends that"
+            line = f"--pid {pid}: run {run} is running in it; stop it with `stoker stop {shlex.quote(run)}`"
             raise errors.Refusal(line, errors.EX_UNAVAILABLE)
-        agent = _agent_above(pid, here)
+        agent = _agent_above(pid, by_pid)
         if agent:
             line = f"--pid {pid}: its agent (pid {agent}) is alive and looks after it"
-            raise errors.Refusal(f"{line}; stop its run where that was started", errors.EX_UNAVAILABLE)
-        children = [child for child in sorted(procfs.descendants(pid, table)) if child not in pids]
+            raise errors.Refusal(f"{line}; stop its run where it was started", errors.EX_UNAVAILABLE)
+        children = [child for child in sorted(descendants) if child not in pids]
         tag = procfs.run_tag(pid)
         note = ""
         if children:
             flags = " ".join(f"--pid {child}" for child in children[:16])
             note = f"{len(children)} below it, not stopped with it: {flags}"
-        found.append(describe(one, held, tag[0] if tag else None, note))
-    return found
+        named.append(describe(process, held, tag[0] if tag else None, note))
+    return named
 
 
-def _living_run(pid: int, table: list[Process]) -> str:
-    """The run that would lose its launcher, its agent or a rank."""
-    for member in (pid, *procfs.descendants(pid, table)):
-        tag = procfs.run_tag(member)
-        if tag is not None and standing(*tag).launcher:
-            return tag[0]
-    return ""
-
-
-# ---- who else is on the GPUs ----
+# ---- others on the GPUs ----
 
 
 def find_others(machine: Machine, ours: set[int], recorded: bool) -> list[OnGpu]:
-    """Everybody on a GPU whom we leave alone, with what their owner could do."""
-    found: list[OnGpu] = []
+    """Return all other processes on the GPUs. `ours` are the leftovers; a `recorded` machine has no /proc."""
+    others: list[OnGpu] = []
     seen = {os.getpid(), *ours}
     for gpu in machine.gpus:
         for holder in gpu.holders or ():
             if holder.pid not in ours:
                 seen.add(holder.pid)
-                known = find_process(holder.pid) if holder.command is not None and not recorded else None
-                found.append(_on_gpu(gpu.label, holder, _age(known) if known else None))
+                process = find_process(holder.pid) if holder.command is not None and not recorded else None
+                others.append(_describe_holder(gpu.label, holder, _age(process) if process else None))
     if not recorded:
         for pid, devices in _device_openers().items():
-            one = find_process(pid)
-            if pid not in seen and one is not None:
-                uid, tag = process.process_owner(pid), procfs.run_tag(pid)
+            process = find_process(pid)
+            if pid not in seen and process is not None:
+                uid, tag = process_owner(pid), procfs.run_tag(pid)
                 user = procfs.user_name(uid) if uid is not None else None
-                who = Holder(pid, None, procfs.command_line(pid) or one.name, user, tag[0] if tag else None)
-                found.append(_on_gpu(", ".join(devices), who, _age(one)))
-    return found
+                command = procfs.command_line(pid) or process.name
+                holder = Holder(pid, None, command, user, tag[0] if tag else None)
+                others.append(_describe_holder(", ".join(devices), holder, _age(process)))
+    return others
 
 
-def _on_gpu(gpu: str, who: Holder, age: float | None) -> OnGpu:
-    return OnGpu(gpu, who.pid, who.user, age, who.memory, who.command, who.run, _advice(who))
+def _describe_holder(gpu: str, holder: Holder, age: float | None) -> OnGpu:
+    advice = _advice(holder)
+    return OnGpu(gpu, holder.pid, holder.user, age, holder.memory, holder.command, holder.run, advice)
 
 
 def _advice(holder: Holder) -> str:
     if holder.command is None:
-        return "held from outside this container: only its owner, out there, can end it"
-    program = next(iter(holder.command.split()), "")  # one may have no words, and a name of spaces
+        return "held from outside this container: only its owner can end it there"
+    program = next(iter(holder.command.split()), "")  # a command may be empty or consist of spaces
     if os.path.basename(program).startswith(_SYSTEM):
         return "a service of this machine: leave it"
     if holder.user != procfs.user_name(os.getuid()):
@@ -305,10 +316,10 @@ def _advice(holder: Holder) -> str:
 
 
 def _device_openers() -> dict[int, list[str]]:
-    """Who has a GPU's device file open: in a container the only pids that are certainly ours to name."""
-    found: dict[int, list[str]] = {}
+    """Return the processes that have a GPU's device file open. In a container only their pids are certainly ours."""
+    openers: dict[int, list[str]] = {}
     for pid in procfs.pids_here():
         devices = {path[5:] for path in procfs.open_files(pid) if re.fullmatch(r"/dev/nvidia\d+", path)}
         if devices:
-            found[pid] = sorted(devices)
-    return found
+            openers[pid] = sorted(devices)
+    return openers

@@ -1,4 +1,4 @@
-"""Finding data and compile caches, and choosing which of them may go. Looks only; clean.py acts."""
+"""Finds data and compile caches and chooses which of them to remove. Only cleanup.py removes anything."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Cache:
     path: str
     size: int
     idle: float  # seconds since anything in it was last read or written
-    kept: str = ""  # why it must not be pruned
+    kept: str = ""  # why it must not be removed
 
 
-_KEY = r"[0-9a-f]{32}(\..*)?"  # what prepared data is called: nothing else in such a folder is ours
+_KEY = r"[0-9a-f]{32}(\..*)?"  # names of prepared data: nothing else in such a folder is ours
 
 
 def _is_tagged(folder: str) -> bool:
-    """Return whether a folder has our tag: any folder may be called `cache`."""
+    """Return whether a folder has our tag. Its name proves nothing: any folder may be called `cache`."""
     try:
         return read_text(os.path.join(folder, layout.CACHE_TAG)) == layout.CACHE_SIGNATURE
     except (OSError, ValueError):
@@ -39,9 +39,9 @@ def _is_tagged(folder: str) -> bool:
 
 
 def cache_roots(environment: Mapping[str, str], cwd: str) -> list[tuple[str, str, str]]:
-    """(kind, folder, pattern of the entries in it)."""
+    """Return (kind, folder, pattern of the entries in it) for each place that can hold caches."""
     home = os.path.expanduser("~")
-    user = re.sub(r'[\\/:*?"<>|]', "_", procfs.user_name(os.getuid()))  # torch spells it so
+    user = re.sub(r'[\\/:*?"<>|]', "_", procfs.user_name(os.getuid()))  # as torch spells it
     data = [os.path.join(cwd, "cache")]
     if environment.get("STOKER_CACHE"):
         data.append(os.path.abspath(environment["STOKER_CACHE"]))
@@ -56,60 +56,62 @@ def cache_roots(environment: Mapping[str, str], cwd: str) -> list[tuple[str, str
 
 
 def find_caches(roots: list[tuple[str, str, str]]) -> list[Cache]:
-    """Return what is in these folders. Each must be a real folder of this user's: other users can create links in /tmp."""
-    found: list[Cache] = []
-    real = [(kind, os.path.realpath(folder), pattern) for kind, folder, pattern in roots if own_folder(folder)]
-    used = paths_in_use(tuple(folder + "/" for _, folder, _ in real)) if real else set()
-    agents = any(one.name in AGENTS for one in procfs.all_processes())
-    for kind, folder, pattern in real:
+    """Return the caches in these folders. Skips links and others' folders: other users can create both in /tmp."""
+    caches: list[Cache] = []
+    own = [(kind, os.path.realpath(folder), pattern) for kind, folder, pattern in roots if own_folder(folder)]
+    used = paths_in_use(tuple(folder + "/" for _, folder, _ in own)) if own else set()
+    has_agents = any(process.name in AGENTS for process in procfs.all_processes())
+    for kind, folder, pattern in own:
         try:
             device = os.lstat(folder).st_dev
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError as problem:
-            found.append(Cache(kind, folder, folder, 0, 0.0, f"can't be read: {problem.strerror}"))
+            caches.append(Cache(kind, folder, folder, 0, 0.0, f"can't be read: {problem.strerror}"))
             continue
         for entry in entries:
             if re.fullmatch(pattern, entry.name):
-                found.append(_cache(kind, folder, entry.path, device, used, agents))
-    return found
+                caches.append(_examine_cache(kind, folder, entry.path, device, used, has_agents))
+    return caches
 
 
 def own_folder(path: str) -> bool:
+    """Return whether this is a real folder of this user, not a link."""
     try:
-        about = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
         return False
-    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
 
 
-def _cache(kind: str, root: str, path: str, device: int, used: set[str], agents: bool) -> Cache:
-    size, last, kept = 0, 0.0, ""
-    for name, about in walk(path):
-        size += about.st_blocks * 512
-        # Reading a folder touches its access time, and we have just read it: a file's alone says that somebody used it.
-        last = max(last, about.st_mtime, 0.0 if stat.S_ISDIR(about.st_mode) else about.st_atime)
-        if about.st_dev != device:
+def _examine_cache(kind: str, root: str, path: str, device: int, used: set[str], has_agents: bool) -> Cache:
+    size, last_used, kept = 0, 0.0, ""
+    for name, status in walk(path):
+        size += status.st_blocks * 512
+        # Our own reading of a folder changes its access time, so only files count.
+        accessed = 0.0 if stat.S_ISDIR(status.st_mode) else status.st_atime
+        last_used = max(last_used, status.st_mtime, accessed)
+        if status.st_dev != device:
             kept = kept or f"another file system is mounted at {name}"
-        if about.st_uid != os.getuid():
+        if status.st_uid != os.getuid():
             kept = kept or f"{name} is not yours"
     if os.path.islink(path):
         kept = "a symbolic link, not followed"
-    elif any(one == path or one.startswith(path + "/") for one in used):
+    elif any(name == path or name.startswith(path + "/") for name in used):
         kept = "in use"
-    elif kind == "agent" and agents:
+    elif kind == "agent" and has_agents:
         kept = "an agent is running, perhaps from here"
-    return Cache(kind, root, path, size, max(0.0, time.time() - last), kept)
+    return Cache(kind, root, path, size, max(0.0, time.time() - last_used), kept)
 
 
 def choose_to_prune(caches: list[Cache], older_than: float | None, max_size: int | None) -> list[Cache]:
-    """What has been idle too long; then, while all together are too large, what has been idle longest."""
-    free = [one for one in caches if not one.kept]
-    chosen = [one for one in free if older_than is not None and one.idle >= older_than]
+    """Return the caches that were idle too long, and then the most idle ones until the others fit in `max_size`."""
+    removable = [cache for cache in caches if not cache.kept]
+    chosen = [cache for cache in removable if older_than is not None and cache.idle >= older_than]
     if max_size is not None:
-        total = sum(one.size for one in caches) - sum(one.size for one in chosen)
-        for one in sorted((one for one in free if one not in chosen), key=lambda one: -one.idle):
+        total = sum(cache.size for cache in caches) - sum(cache.size for cache in chosen)
+        for cache in sorted((cache for cache in removable if cache not in chosen), key=lambda cache: -cache.idle):
             if total <= max_size:
                 break
-            chosen.append(one)
-            total -= one.size
+            chosen.append(cache)
+            total -= cache.size
     return chosen

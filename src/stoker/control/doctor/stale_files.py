@@ -1,4 +1,4 @@
-"""Finding GPU locks, and files that no process uses any more. Looks only; clean.py acts."""
+"""Finds GPU locks and files that no process uses any more. Only cleanup.py removes anything."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from stoker.control.machine import gpu_lock
 from stoker.control.machine.gpu_lock import LockFolder, UnusableLockFolder
 from stoker.control.machine.procfs import open_files, pids_here
 
-FRESH_S = 60.0  # a file younger than this may be about to be opened
+FRESH_S = 60.0  # a process may be about to open a younger file
 WEIGHTS = "weights in shared memory"
 _SHM = re.compile(r"torch_(\d+)_\d+_\d+|pym-(\d+)-\w+|nccl-\w+")
-_AGENT_FOLDER = re.compile(r"stoker-[a-z0-9_]{8}")  # tempfile's eight random characters
+_AGENT_FOLDER = re.compile(r"stoker-[a-z0-9_]{8}")  # tempfile appends eight random characters
 _AGENT_FILE = re.compile(r"s|\d+-\d+(" + "|".join(map(re.escape, layout.scratch_files("").values())) + r")(\.tmp)?")
 
 
 @frozen
 class Lock:
-    """A lock file of a GPU. The kernel frees it when its holder dies, and it is never unlinked: see machine/gpu_lock.py."""
+    """A GPU's lock file. The kernel frees the lock when its holder dies; the file stays (machine/gpu_lock.py)."""
 
     gpu: str
     held: bool
@@ -39,6 +39,8 @@ class Lock:
 
 @frozen
 class Debris:
+    """A file or folder that a dead process left behind."""
+
     kind: str  # shared memory | agent's folder | WEIGHTS
     path: str
     size: int
@@ -46,46 +48,50 @@ class Debris:
 
 
 def find_locks() -> tuple[list[Lock], list[str]]:
-    """Return the GPUs' lock files, and a line for each thing in the lock folders that is none."""
+    """Return the GPUs' lock files, and a line about everything else in the lock folders."""
     locks: list[Lock] = []
-    strange: list[str] = []
+    unusable: list[str] = []
     for folder in gpu_lock.open_folders(make=False):
         if isinstance(folder, UnusableLockFolder):
-            strange.append(str(folder))
+            unusable.append(str(folder))
             continue
         try:
             if folder.notice:
-                strange.append(folder.notice)
+                unusable.append(folder.notice)
             for name in sorted(os.listdir(folder.handle)):
                 try:
-                    locks += _lock(folder, name)
+                    lock = _read_lock(folder, name)
                 except UnusableLockFolder as problem:
-                    strange.append(str(problem))
+                    unusable.append(str(problem))
+                    continue
+                if lock is not None:
+                    locks.append(lock)
         finally:
             os.close(folder.handle)
-    return locks, strange
+    return locks, unusable
 
 
-def _lock(folder: LockFolder, name: str) -> list[Lock]:
+def _read_lock(folder: LockFolder, name: str) -> Lock | None:
     handle = gpu_lock.open_to_look(folder, name)
     if handle is None:
-        return []
+        return None
     try:
         is_held = not gpu_lock.try_lock(handle, fcntl.LOCK_SH)
-        who = gpu_lock.describe_holder if is_held else gpu_lock.last_holder
-        return [Lock(escape(name, 200), is_held, who(handle))]
+        who = gpu_lock.describe_holder(handle) if is_held else gpu_lock.last_holder(handle)
+        return Lock(escape(name, 200), is_held, who)
     finally:
         os.close(handle)
 
 
 def find_debris(tmp: str = "/tmp", shm: str = "/dev/shm") -> list[Debris]:
+    """Return the agents' folders, shared memory and published weights of dead processes of this user."""
     tmp, shm = os.path.realpath(tmp), os.path.realpath(shm)  # as /proc spells them
     used = paths_in_use((tmp + "/stoker-", shm + "/"))
-    return [*_dead_folders(tmp, used), *_dead_shared_memory(shm, used), *_dead_weights(shm)]
+    return [*_find_agent_folders(tmp, used), *_find_shared_memory(shm, used), *_find_weights(shm)]
 
 
 def _own_entries(folder: str, pattern: re.Pattern[str]) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-    """Entries of this uid with such a name, old enough, and no links."""
+    """Yield the entries of this user with such a name that are old enough, and their status. Follows no links."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
@@ -93,56 +99,56 @@ def _own_entries(folder: str, pattern: re.Pattern[str]) -> Iterator[tuple[os.Dir
     for entry in entries:
         if pattern.fullmatch(entry.name):
             try:
-                found = entry.stat(follow_symlinks=False)
+                status = entry.stat(follow_symlinks=False)
             except OSError:
-                continue  # gone meanwhile, or another user's mount, which is closed even to root
-            if found.st_uid == os.getuid() and time.time() - max(found.st_mtime, found.st_ctime) > FRESH_S:
-                yield entry, found
+                continue  # removed meanwhile, or another user's mount, which even root can't examine
+            if status.st_uid == os.getuid() and time.time() - max(status.st_mtime, status.st_ctime) > FRESH_S:
+                yield entry, status
 
 
-def _dead_shared_memory(folder: str, used: set[str]) -> Iterator[Debris]:
-    for entry, about in _own_entries(folder, _SHM):
-        match = _SHM.fullmatch(entry.name)
-        maker = match and (match[1] or match[2])
-        if not stat.S_ISREG(about.st_mode) or entry.path in used or (maker and find_process(int(maker)) is not None):
-            continue
-        with alone_with(entry.path, about) as alone:
-            pass  # asked only
-        if alone:
-            yield Debris("shared memory", entry.path, about.st_blocks * 512, time.time() - about.st_mtime)
-
-
-def _dead_folders(folder: str, used: set[str]) -> Iterator[Debris]:
-    for entry, about in _own_entries(folder, _AGENT_FOLDER):
+def _find_agent_folders(tmp: str, used: set[str]) -> Iterator[Debris]:
+    for entry, status in _own_entries(tmp, _AGENT_FOLDER):
         try:
-            if stat.S_ISDIR(about.st_mode) and not folder_in_use(entry.path, used):
-                size = sum(about.st_blocks * 512 for _, about in walk(entry.path))
-                yield Debris("agent's folder", entry.path, size, time.time() - about.st_mtime)
+            if stat.S_ISDIR(status.st_mode) and not folder_in_use(entry.path, used):
+                size = sum(status.st_blocks * 512 for _, status in walk(entry.path))
+                yield Debris("agent's folder", entry.path, size, time.time() - status.st_mtime)
         except FileNotFoundError:
-            continue  # its agent has just ended in good order
+            continue  # its agent has just ended normally
 
 
-def _dead_weights(folder: str) -> Iterator[Debris]:
-    """What trainers published there; a lock that died with them tells it."""
-    for path in shared_weights.find_dead_folders(folder):
-        found = list(walk(path))
-        if found:
-            size = sum(about.st_blocks * 512 for _, about in found)
-            yield Debris(WEIGHTS, path, size, time.time() - found[0][1].st_mtime)
+def _find_shared_memory(shm: str, used: set[str]) -> Iterator[Debris]:
+    for entry, status in _own_entries(shm, _SHM):
+        match = _SHM.fullmatch(entry.name)
+        creator = match and (match[1] or match[2])
+        if not stat.S_ISREG(status.st_mode) or entry.path in used or (creator and find_process(int(creator))):
+            continue
+        with alone_with(entry.path, status) as is_alone:
+            pass
+        if is_alone:
+            yield Debris("shared memory", entry.path, status.st_blocks * 512, time.time() - status.st_mtime)
+
+
+def _find_weights(shm: str) -> Iterator[Debris]:
+    """Yield weights that a dead trainer published: their lock has ended with it."""
+    for path in shared_weights.find_dead_folders(shm):
+        statuses = [status for _, status in walk(path)]
+        if statuses:
+            size = sum(status.st_blocks * 512 for status in statuses)
+            yield Debris(WEIGHTS, path, size, time.time() - statuses[0].st_mtime)
 
 
 def folder_in_use(path: str, used: set[str]) -> bool:
-    """An agent's folder holds its socket and its ranks' reports. One with anything else in it is not an agent's."""
-    inside = os.listdir(path)
-    if not all(_AGENT_FILE.fullmatch(name) for name in inside) or any(
-        one == path or one.startswith(path + "/") for one in used
-    ):
+    """Return whether an agent uses this folder, or whether it holds files that no agent creates."""
+    names = os.listdir(path)
+    if not all(_AGENT_FILE.fullmatch(name) for name in names):
         return True
-    if "s" not in inside:
+    if any(used_path == path or used_path.startswith(path + "/") for used_path in used):
+        return True
+    if "s" not in names:
         return False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as letter:  # sends nothing
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:  # connects and sends nothing
         try:
-            letter.connect(os.path.join(path, "s"))
+            probe.connect(os.path.join(path, "s"))
         except ConnectionRefusedError:
             return False
         except OSError:
@@ -151,38 +157,35 @@ def folder_in_use(path: str, used: set[str]) -> bool:
 
 
 def paths_in_use(prefixes: tuple[str, ...]) -> set[str]:
-    """Paths that begin so and that some process has open, mapped, or stands in; of the processes we may look into."""
-    found: set[str] = set()
+    """Return the paths with these prefixes that a process has open, mapped, or as its program or working folder.
+
+    Only covers the processes that we may examine.
+    """
+    used: set[str] = set()
     for pid in pids_here():
-        links = open_files(pid)
-        for what in ("cwd", "exe"):
+        paths = open_files(pid)
+        for link in ("cwd", "exe"):
             try:
-                links.append(os.readlink(f"/proc/{pid}/{what}"))
+                paths.append(os.readlink(f"/proc/{pid}/{link}"))
             except OSError:
                 continue
-        links += _mapped(pid, prefixes)
-        found |= {link for link in links if link.startswith(prefixes)}
-    return found
-
-
-def _mapped(pid: int, prefixes: tuple[str, ...]) -> set[str]:
-    """Return the paths among a process's mappings that begin so."""
-    found: set[str] = set()
-    try:
-        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape", newline="\n") as file:
-            for line in file:
-                if any(prefix in line for prefix in prefixes):
-                    found.add(line.rstrip("\n").split(None, 5)[5])
-    except OSError:  # it has ended, or is not ours to look into
-        pass
-    return found
+        try:
+            with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+                for line in file:
+                    if any(prefix in line for prefix in prefixes):
+                        paths.append(line.rstrip("\n").split(None, 5)[5])
+        except OSError:  # it has ended, or we may not examine it
+            pass
+        used |= {path for path in paths if path.startswith(prefixes)}
+    return used
 
 
 @contextmanager
-def alone_with(path: str, about: os.stat_result) -> Iterator[bool]:
-    """Nobody else has this file open or mapped, in any container: the kernel gives a write lease only then.
+def alone_with(path: str, expected: os.stat_result) -> Iterator[bool]:
+    """Yield whether this is the expected file and no process in any container has it open or mapped.
 
-    Held until the block's end: who opens the file in it waits. Where a file system knows no leases, /proc has spoken.
+    Takes a write lease, which the kernel gives only then. A process that opens the file waits until the block ends.
+    On a file system without leases, what /proc showed has to suffice.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -190,19 +193,16 @@ def alone_with(path: str, about: os.stat_result) -> Iterator[bool]:
         yield False
         return
     try:
-        yield _same_file(handle, about) and _lease(handle)
+        status = os.fstat(handle)
+        identity = (status.st_dev, status.st_ino, status.st_uid)
+        yield identity == (expected.st_dev, expected.st_ino, os.getuid()) and _take_lease(handle)
     finally:
         os.close(handle)
 
 
-def _same_file(handle: int, about: os.stat_result) -> bool:
-    now = os.fstat(handle)
-    return (now.st_dev, now.st_ino, now.st_uid) == (about.st_dev, about.st_ino, os.getuid())
-
-
-def _lease(handle: int) -> bool:
+def _take_lease(handle: int) -> bool:
     try:
-        # A lease is called back by SIGIO, which would kill us; this one is ignored.
+        # The kernel recalls a lease with SIGIO, which would kill us; SIGURG is ignored.
         fcntl.fcntl(handle, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError as problem:
@@ -211,16 +211,16 @@ def _lease(handle: int) -> bool:
 
 
 def walk(path: str) -> Iterator[tuple[str, os.stat_result]]:
-    """The thing itself and all below it; links are looked at, never followed, and what is mounted in it is not entered."""
-    todo = [path]
-    top: int | None = None
-    while todo:
-        here = todo.pop()
+    """Yield a path and everything below it with its status. Follows no links and enters no mounted file systems."""
+    pending = [path]
+    device: int | None = None
+    while pending:
+        current = pending.pop()
         try:
-            about = os.lstat(here)
-            yield here, about
-            top = about.st_dev if top is None else top
-            if stat.S_ISDIR(about.st_mode) and about.st_dev == top:
-                todo += [entry.path for entry in os.scandir(here)]
+            status = os.lstat(current)
+            yield current, status
+            device = status.st_dev if device is None else device
+            if stat.S_ISDIR(status.st_mode) and status.st_dev == device:
+                pending += [entry.path for entry in os.scandir(current)]
         except OSError:
-            continue  # gone meanwhile
+            continue  # removed meanwhile

@@ -1,4 +1,4 @@
-"""A tar.gz for a support ticket: examination, findings, what nvidia-smi and the kernel say, the last run; no secrets."""
+"""Writes a tar.gz for a support ticket: examination, findings, nvidia-smi, kernel log, last run; no secrets."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import subprocess
 import tarfile
 import time
 
-from stoker.contract import layout, process
+from stoker.contract import layout
 from stoker.contract.errors import EX_CANTCREAT, Refusal
 from stoker.contract.evidence import Finding
 from stoker.contract.frozen import as_json
 from stoker.contract.masking import allowed_environment, mask_json, mask_text
+from stoker.contract.process import process_owner
 from stoker.contract.safe_io import AtomicFile, open_below
 from stoker.contract.text import escape, parse_json
 from stoker.control.machine import procfs
@@ -21,23 +22,29 @@ from stoker.control.machine.examination import Examination
 from stoker.control.record import run_index
 
 COMMANDS = {
-    "nvidia-smi.txt": ["nvidia-smi", "-q"], "topology.txt": ["nvidia-smi", "topo", "-m"], "kernel-log.txt": ["dmesg", "--ctime"],
+    "nvidia-smi.txt": ["nvidia-smi", "-q"],
+    "topology.txt": ["nvidia-smi", "topo", "-m"],
+    "kernel-log.txt": ["dmesg", "--ctime"],
     "limits.txt": ["sh", "-c", "ulimit -a; df -h; free -m; uname -a"],
-}  # fmt: skip
+}
 LIMIT_S = 5.0
-# What is sent to somebody stays small: the last characters of a command's output, and bytes of a file of the run.
+# The bundle stays small: the last characters of a command's output, and the last bytes of a file of the run.
 _MAX_OUTPUT, _MAX_FILE = 1 << 20, 4 << 20
 
 
-def write_bundle(path: str, found: Examination, findings: list[Finding], runs_dir: str) -> None:
+def write_bundle(path: str, examination: Examination, findings: list[Finding], runs_dir: str) -> None:
+    """Write the bundle for its owner alone. Raises Refusal if it can't be written."""
     files = {
-        "examination.json": json.dumps(found.to_json()),
+        "examination.json": json.dumps(examination.to_json()),
         "findings.json": json.dumps(as_json(findings)),
         "environment.json": json.dumps(allowed_environment(os.environ)),
     }
     for name, argv in COMMANDS.items():
-        files[name] = _end_of(_said(argv))
-    files["processes.txt"] = _processes()
+        output = _run(argv)
+        if len(output) > _MAX_OUTPUT:  # without the cut line: the masker does not recognize half a token
+            output = output[-_MAX_OUTPUT:].partition("\n")[2]
+        files[name] = output
+    files["processes.txt"] = _list_processes()
     for name in (layout.RUN, layout.VERDICT, layout.EVENTS, layout.CONSOLE):
         try:
             handle = open_below(run_index.find_run(None, runs_dir).dir, name)
@@ -47,17 +54,12 @@ def write_bundle(path: str, found: Examination, findings: list[Finding], runs_di
     try:
         with AtomicFile(path, mode=0o600) as out, tarfile.open(mode="w:gz", fileobj=out) as archive:
             for name, text in files.items():
-                data = _masked(name, text).encode("utf-8", "backslashreplace")
+                data = _mask_file(name, text).encode("utf-8", "backslashreplace")
                 entry = tarfile.TarInfo(f"stoker-doctor/{name}")
                 entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
                 archive.addfile(entry, io.BytesIO(data))
     except OSError as problem:
         raise Refusal(f"the bundle {path} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
-
-
-def _end_of(said: str) -> str:
-    """Return the end of an output, without the line that is cut: half a token has no known shape."""
-    return said if len(said) <= _MAX_OUTPUT else said[-_MAX_OUTPUT:].partition("\n")[2]
 
 
 def _end_of_file(handle: int) -> str:
@@ -67,40 +69,41 @@ def _end_of_file(handle: int) -> str:
     return f"(its last {_MAX_FILE >> 20} MB)\n{text.partition(chr(10))[2]}" if skipped else text
 
 
-def _processes() -> str:
-    """Not by `ps`: it shows a command line as one text, in which words can't be told apart."""
+def _list_processes() -> str:
+    """Return a line per process. `ps` would not do: it joins the arguments of a command line."""
     lines = ["pid parent user state start memory command"]
-    for one in procfs.all_processes():
-        owner, resident = process.process_owner(one.pid), procfs.resident_bytes(one.pid)
-        started = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(procfs.started_at(one.start)))
-        who = procfs.user_name(owner) if owner is not None else "?"
-        command = escape(procfs.command_line(one.pid) or f"[{one.name}]")
-        lines.append(f"{one.pid} {one.parent} {who} {one.state} {started} {resident or 0} {command}")
+    for process in procfs.all_processes():
+        uid, resident = process_owner(process.pid), procfs.resident_bytes(process.pid)
+        started = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(procfs.started_at(process.start)))
+        user = procfs.user_name(uid) if uid is not None else "?"
+        command = escape(procfs.command_line(process.pid) or f"[{process.name}]")
+        lines.append(f"{process.pid} {process.parent} {user} {process.state} {started} {resident or 0} {command}")
     return "\n".join(lines) + "\n"
 
 
-def _masked(name: str, text: str) -> str:
-    """Return a file of the bundle without secrets. JSON is parsed, so that its keys count; a line that is cut is text."""
+def _mask_file(name: str, text: str) -> str:
+    """Return a file of the bundle without secrets. Masks JSON by its keys, and a damaged line of JSON as text."""
     if name.endswith(".json"):
-        return _masked_json(text, 1)
+        return _mask_json_text(text, 1)
     if name.endswith(".jsonl"):
-        return "".join(_masked_json(line, None) for line in text.splitlines(keepends=True))
+        return "".join(_mask_json_text(line, None) for line in text.splitlines(keepends=True))
     return mask_text(text)
 
 
-def _masked_json(text: str, indent: int | None) -> str:
+def _mask_json_text(text: str, indent: int | None) -> str:
     try:
         return json.dumps(mask_json(parse_json(text)), indent=indent, ensure_ascii=False) + "\n"
     except (ValueError, RecursionError):
         return mask_text(text)
 
 
-def _said(argv: list[str]) -> str:
+def _run(argv: list[str]) -> str:
+    """Return a command's output, or why there is none."""
     try:
         done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=LIMIT_S, check=False)
     except FileNotFoundError:
         return f"{argv[0]} is not installed\n"
-    except OSError as problem:  # a folder of the PATH that may not be entered, or no program
+    except OSError as problem:  # an unreadable folder in PATH, or a file that is not a program
         return f"{argv[0]} can't be started: {problem.strerror}\n"
     except subprocess.TimeoutExpired:
         return f"{argv[0]} did not answer within {LIMIT_S:.0f} s\n"

@@ -1,1 +1,1 @@
-"""One file per family of checks. check.py finds them here."""
+"""The checks, one file per family. check.py imports them all."""

@@ -1,4 +1,4 @@
-"""env.*: variables that hurt, are left over, or do nothing; each with why."""
+"""env.*: environment variables that slow training down, are left over, or do nothing."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ _SLOW = {
     "NCCL_P2P_DISABLE": "sends all traffic between GPUs through host memory",
     "NCCL_SHM_DISABLE": "sends traffic on one machine through the network",
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "makes every allocation a driver call",
-    "NCCL_ALGO": "takes the choice from NCCL, which measures",
-    "NCCL_PROTO": "takes the choice from NCCL, which measures",
-    "NCCL_MAX_NCHANNELS": "few channels wreck NVLink",
-    "NCCL_NTHREADS": "is clamped to 64 .. 512: below 64 it does not do what it says",
-    "NCCL_BUFFSIZE": "small buffers make large all-reduces slow",
-    "TORCH_DISTRIBUTED_DEBUG": "DETAIL checks every collective on the host",
+    "NCCL_ALGO": "overrides the choice of NCCL, which is measured",
+    "NCCL_PROTO": "overrides the choice of NCCL, which is measured",
+    "NCCL_MAX_NCHANNELS": "slows NVLink down if it is small",
+    "NCCL_NTHREADS": "is clamped to 64 .. 512: a smaller value has no effect",
+    "NCCL_BUFFSIZE": "slows large all-reduces down if it is small",
+    "TORCH_DISTRIBUTED_DEBUG": "checks every collective on the host if it is DETAIL",
 }
 _NOTHING = {
     "TORCH_USE_CUDA_DSA": (
-        "does nothing at run time: device-side assertions are compiled in or not (PYTORCH_USE_CUDA_DSA, in such a"
-        " build)"
+        "does nothing at run time: device-side assertions need a build of torch with PYTORCH_USE_CUDA_DSA"
     ),
     "NCCL_TIMEOUT": "does not exist: pass timeout= to init_process_group",
-    "NCCL_IB_TIMEOUT": "is an exponent, for InfiniBand only: it is not a timeout in milliseconds",
+    "NCCL_IB_TIMEOUT": "is an exponent for InfiniBand, not a timeout in milliseconds",
     "NCCL_BLOCKING_WAIT": "is called TORCH_NCCL_BLOCKING_WAIT now",
 }
 _OFF = ("", "0", "false", "no", "off")
@@ -33,7 +32,7 @@ _OFF = ("", "0", "false", "no", "off")
 
 @check("env.slow", fast=True)
 def slow(environment: dict[str, str]) -> Iterator[Finding]:
-    """Variables that make training slower."""
+    """Warns about variables that make training slower."""
     for name, why in _SLOW.items():
         value = environment.get(name)
         if value is not None and value.lower() not in _OFF:
@@ -42,7 +41,7 @@ def slow(environment: dict[str, str]) -> Iterator[Finding]:
 
 @check("env.nothing", fast=True)
 def nothing(environment: dict[str, str]) -> Iterator[Finding]:
-    """Variables that do not do what their name says."""
+    """Warns about variables that do not do what their names say."""
     for name, why in _NOTHING.items():
         if name in environment:
             yield warn(f"{name} {why}", f"unset {name}")
@@ -50,7 +49,7 @@ def nothing(environment: dict[str, str]) -> Iterator[Finding]:
 
 @check("env.noisy", fast=True)
 def noisy(environment: dict[str, str]) -> Iterator[Finding]:
-    """NCCL_DEBUG=INFO or TRACE left on: thousands of lines per start."""
+    """Warns if NCCL_DEBUG is still INFO or TRACE, which prints thousands of lines per start."""
     value = environment.get("NCCL_DEBUG", "")
     if value.upper() in ("INFO", "TRACE"):
         yield warn(f"NCCL_DEBUG={value} prints thousands of lines", "unset NCCL_DEBUG, or NCCL_DEBUG=WARN")
@@ -58,7 +57,7 @@ def noisy(environment: dict[str, str]) -> Iterator[Finding]:
 
 @check("env.stale-rank", fast=True)
 def stale_rank(environment: dict[str, str]) -> Iterator[Finding]:
-    """RANK, WORLD_SIZE and their like left over from another launcher: a script started by hand waits for peers that
+    """Warns about RANK, WORLD_SIZE and the like from another launcher: a script started by hand waits for peers that
     never come.
     """
     left = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") if name in environment]
@@ -68,7 +67,7 @@ def stale_rank(environment: dict[str, str]) -> Iterator[Finding]:
 
 @check("env.agent-store", fast=True)
 def agent_store(environment: dict[str, str]) -> Iterator[Finding]:
-    """TORCHELASTIC_USE_AGENT_STORE=True from a torchrun shell: ranks wait for a store nobody serves."""
+    """Warns about TORCHELASTIC_USE_AGENT_STORE=True from a torchrun shell: ranks wait for a missing store."""
     if environment.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
         text = "TORCHELASTIC_USE_AGENT_STORE=True is inherited: ranks started by hand would wait for torchrun's store"
         yield warn(text, "unset TORCHELASTIC_USE_AGENT_STORE")
@@ -76,7 +75,7 @@ def agent_store(environment: dict[str, str]) -> Iterator[Finding]:
 
 @check("env.python", fast=True)
 def python(environment: dict[str, str]) -> Iterator[Finding]:
-    """PYTHONHOME breaks virtual environments; LD_PRELOAD changes every process."""
+    """Warns about PYTHONHOME, which breaks virtual environments, and LD_PRELOAD, which changes every process."""
     for name, why in (("PYTHONHOME", "breaks virtual environments"), ("LD_PRELOAD", "is loaded into every rank")):
         value = environment.get(name)
         if value:

@@ -1,4 +1,4 @@
-"""gpu.*: is each card there, free, sound, and as fast as it should be."""
+"""gpu.*: whether each GPU is there, free, healthy, and as fast as it should be."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from stoker.contract.evidence import Finding
 from stoker.contract.text import escape
 from stoker.contract.units import format_bytes, format_duration, plural
-from stoker.control.doctor.check import Cards, check, fail, unknown, warn
+from stoker.control.doctor.check import GpusWithHealth, check, fail, unknown, warn
 from stoker.control.machine.examination import Probe
 from stoker.control.machine.model import Holder, Machine
 
@@ -16,13 +16,13 @@ DEAD = (
     "leave it out (stoker run --exclude-bad, or --gpus with the others); restart the pod and not only the container; "
     "then ask the provider, with `stoker doctor --bundle`"
 )
-# NVIDIA's Xid catalogue: what it means, what NVIDIA says to do.
+# NVIDIA's Xid catalogue: meaning and recommended action.
 XIDS = {
-    48: ("double-bit ECC error", "reset the GPU or reboot; if it comes back, replace the card"),
+    48: ("double-bit ECC error", "reset the GPU or reboot; if it comes back, replace the GPU"),
     62: ("internal micro-controller halt", "reset the GPU or reboot"),
-    64: ("row remapping failed", "replace the card"),
+    64: ("row remapping failed", "replace the GPU"),
     74: ("NVLink error", "check the links; reset, then replace if it comes back"),
-    79: ("GPU has fallen off the bus", "reboot the machine; then check its seat, power and the riser"),
+    79: ("GPU has fallen off the bus", "reboot the machine; then check the GPU's seat, power and riser"),
     95: ("uncontained ECC error", "reset the GPU before anything else uses it"),
     119: ("GSP firmware does not answer", "reset the GPU or reboot; a newer driver may help"),
     120: ("GSP firmware error", "reset the GPU or reboot; a newer driver may help"),
@@ -32,7 +32,7 @@ XID_WARN = {94: ("contained ECC error", "the job that had it must be restarted; 
 
 @check("gpu.driver", fast=True)
 def driver(machine: Machine, missing: dict[str, str]) -> Iterator[Finding]:
-    """The driver answers, and about every card."""
+    """Fails if the driver does not answer, or does not answer about a GPU."""
     if "machine" in missing:
         yield unknown(f"the NVIDIA driver could not be asked: {missing['machine']}")
     elif machine.gpu_error:
@@ -45,21 +45,20 @@ def driver(machine: Machine, missing: dict[str, str]) -> Iterator[Finding]:
 
 @check("gpu.count", fast=True)
 def count(environment: dict[str, str], machine: Machine, ranks: int) -> Iterator[Finding]:
-    """CUDA_VISIBLE_DEVICES names cards that exist, and there are as many as are asked for."""
-    if not machine.gpus:  # no card, or a driver that does not answer: said elsewhere
+    """Fails if CUDA_VISIBLE_DEVICES names a GPU that does not exist, or if there are fewer GPUs than ranks."""
+    if not machine.gpus:  # no GPU, or a driver that does not answer, which gpu.driver reports
         return
-    there = {str(gpu.index) for gpu in machine.gpus} | {gpu.uuid for gpu in machine.gpus}
+    existing = {str(gpu.index) for gpu in machine.gpus} | {gpu.uuid for gpu in machine.gpus}
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    words = [word.strip() for word in visible.split(",")] if visible and visible.strip() != "-1" else []
-    for word in words:
-        if word not in there and not any(
-            gpu.uuid.startswith(word) for gpu in machine.gpus if word.startswith(("GPU-", "MIG-"))
-        ):
-            shown = f"CUDA_VISIBLE_DEVICES={escape(visible or '', 200)}"
-            text = f"{shown}: there is no GPU {escape(word, 80)}; CUDA ignores it and all after it"
+    names = [name.strip() for name in visible.split(",")] if visible and visible.strip() != "-1" else []
+    for name in names:
+        is_uuid_prefix = name.startswith(("GPU-", "MIG-")) and any(gpu.uuid.startswith(name) for gpu in machine.gpus)
+        if name not in existing and not is_uuid_prefix:
+            setting = f"CUDA_VISIBLE_DEVICES={escape(visible or '', 200)}"
+            text = f"{setting}: there is no GPU {escape(name, 80)}; CUDA ignores it and all after it"
             yield fail(text, "unset CUDA_VISIBLE_DEVICES")
             break
-    usable = len(words) if words else len(machine.gpus)
+    usable = len(names) if names else len(machine.gpus)
     if ranks and machine.gpus and ranks > usable:
         text = f"{plural(ranks, 'rank')} requested, {plural(usable, 'GPU')} found (invalid device ordinal)"
         yield fail(text, f"stoker run --nproc-per-node {usable} ...")
@@ -67,7 +66,9 @@ def count(environment: dict[str, str], machine: Machine, ranks: int) -> Iterator
 
 @check("gpu.compute-mode", fast=True)
 def compute_mode(machine: Machine) -> Iterator[Finding]:
-    """Exclusive or prohibited compute mode makes a second process fail with CUDA error 46, "busy or unavailable"."""
+    """Warns about exclusive compute mode, in which a second process gets CUDA error 46, "busy or unavailable". Fails in
+    prohibited mode.
+    """
     for gpu in machine.gpus:
         if gpu.compute_mode == "prohibited":
             yield fail(
@@ -83,35 +84,37 @@ def compute_mode(machine: Machine) -> Iterator[Finding]:
             )
 
 
-def _who(one: Holder) -> str:
-    if one.command is None:
-        return f"pid {one.pid}, held from outside this container"
-    age = f", {format_duration(one.age)} old" if one.age is not None else ""
-    run = f", run {one.run}" if one.run else ""
-    return f"pid {one.pid} ({one.user}{age}{run}: {one.command[:60]})"
+def _describe_holder(holder: Holder) -> str:
+    if holder.command is None:
+        return f"pid {holder.pid}, held from outside this container"
+    age = f", {format_duration(holder.age)} old" if holder.age is not None else ""
+    run = f", run {holder.run}" if holder.run else ""
+    return f"pid {holder.pid} ({holder.user}{age}{run}: {holder.command[:60]})"
 
 
 @check("gpu.held", fast=True)
 def held(machine: Machine) -> Iterator[Finding]:
-    """Somebody's memory is on the card: who, how much, or that it is held from outside this container."""
+    """Warns if other processes, also outside this container, hold memory of the GPU. Fails below 1 GB of free memory."""
     for gpu in machine.gpus:
         if gpu.memory_used is None or gpu.memory_total is None:
             continue
         share = gpu.memory_used / gpu.memory_total
-        names = [_who(one) for one in gpu.holders or ()]
+        names = [_describe_holder(holder) for holder in gpu.holders or ()]
         if gpu.holders is not None and not gpu.holders and gpu.memory_used > 2 * 10**9:
-            names = ["processes that are not seen here: a desktop's, or outside this container"]
+            names = ["processes that are not visible here: a desktop, or processes outside this container"]
         if names and share > 0.02:
-            ours = any(one.run for one in gpu.holders or ())
-            fix = "stoker clean shows what is ours" if ours else "ask its owner, or --gpus any:N takes the freest"
+            fix = "ask the owner, or use --gpus any:N for the freest GPUs"
+            if any(holder.run for holder in gpu.holders or ()):
+                fix = "`stoker clean` shows our processes"
             level = fail if gpu.memory_total - gpu.memory_used < 10**9 else warn
-            text = f"GPU {gpu.index}: {format_bytes(gpu.memory_used)} of {format_bytes(gpu.memory_total)} in use by {'; '.join(names)}"
+            amounts = f"{format_bytes(gpu.memory_used)} of {format_bytes(gpu.memory_total)}"
+            text = f"GPU {gpu.index}: {amounts} in use by {'; '.join(names)}"
             yield level(text, fix, gpu=gpu.index)
 
 
 @check("gpu.context")
 def context(probes: dict[str, Probe], machine: Machine) -> Iterator[Finding]:
-    """A context can be made, memory taken, and a product comes out right: proven in a short-lived child."""
+    """Fails if a short-lived child can't create a CUDA context, allocate memory and compute a correct product."""
     for gpu in machine.gpus:
         probe = probes.get(gpu.uuid)
         if probe is None or probe.outcome == "ok":
@@ -130,7 +133,7 @@ def context(probes: dict[str, Probe], machine: Machine) -> Iterator[Finding]:
             )
         elif probe.outcome == "full":
             text = f"GPU {gpu.index} is full: {probe.detail}"
-            yield fail(text, "stoker doctor --only gpu.held names its holders", gpu=gpu.index)
+            yield fail(text, "`stoker doctor --only gpu.held` names the processes that hold it", gpu=gpu.index)
         elif probe.outcome == "hung":
             yield fail(f"GPU {gpu.index} hangs while a CUDA context is made: {probe.detail}", DEAD, gpu=gpu.index)
         elif probe.outcome == "wrong":
@@ -140,11 +143,11 @@ def context(probes: dict[str, Probe], machine: Machine) -> Iterator[Finding]:
 
 
 @check("gpu.ecc")
-def ecc(cards: Cards) -> Iterator[Finding]:
-    """Uncorrected memory errors, rows or pages waiting to be taken out of use."""
-    for gpu, health in cards:
+def ecc(gpus: GpusWithHealth) -> Iterator[Finding]:
+    """Reports uncorrected memory errors, and rows or pages that wait to be retired."""
+    for gpu, health in gpus:
         if health.rows_failed:
-            yield fail(f"GPU {gpu.index}: a faulty memory row could not be remapped", "replace the card", gpu=gpu.index)
+            yield fail(f"GPU {gpu.index}: a faulty memory row could not be remapped", "replace the GPU", gpu=gpu.index)
         if health.ecc_uncorrected:
             text = f"GPU {gpu.index}: {health.ecc_uncorrected} uncorrected memory errors since the driver was loaded"
             yield fail(text, "reset the GPU, then watch it", gpu=gpu.index)
@@ -154,20 +157,20 @@ def ecc(cards: Cards) -> Iterator[Finding]:
 
 
 @check("gpu.recovery")
-def recovery(cards: Cards) -> Iterator[Finding]:
-    """The driver itself asks for a reset or a reboot."""
-    for gpu, health in cards:
+def recovery(gpus: GpusWithHealth) -> Iterator[Finding]:
+    """Fails if the driver itself asks for a reset or a reboot."""
+    for gpu, health in gpus:
         if health.recovery not in (None, "none"):
             text = f"GPU {gpu.index}: the driver asks for: {health.recovery}"
             yield fail(text, "reset it (nvidia-smi --gpu-reset, needs root) or restart the pod", gpu=gpu.index)
 
 
 @check("gpu.xid")
-def xid(cards: Cards) -> Iterator[Finding]:
-    """Xid errors of the driver in the kernel's log, with NVIDIA's action. Those an application causes (13, 31, 43 ...)
-    are not reported.
+def xid(gpus: GpusWithHealth) -> Iterator[Finding]:
+    """Reports Xid errors of the driver in the kernel's log with NVIDIA's advice, except those that an application
+    causes (13, 31, 43 ...).
     """
-    for gpu, health in cards:
+    for gpu, health in gpus:
         for number, count in sorted(Counter(health.xids).items()):
             times = f", {count} times" if count > 1 else ""
             if number in XIDS:
@@ -178,13 +181,13 @@ def xid(cards: Cards) -> Iterator[Finding]:
 
 
 @check("gpu.throttle")
-def throttle(cards: Cards) -> Iterator[Finding]:
-    """The clock is held down by heat or power."""
-    for gpu, health in cards:
-        slow = [word for word in health.throttle or () if word != "power cap"]
-        if slow:
+def throttle(gpus: GpusWithHealth) -> Iterator[Finding]:
+    """Warns if heat or power holds the clock down."""
+    for gpu, health in gpus:
+        reasons = [reason for reason in health.throttle or () if reason != "power cap"]
+        if reasons:
             heat = f" at {health.temperature} °C" if health.temperature is not None else ""
-            text = f"GPU {gpu.index} is slowed down: {', '.join(slow)}{heat}"
+            text = f"GPU {gpu.index} is slowed down: {', '.join(reasons)}{heat}"
             yield warn(text, "check its fans, airflow and power cables", gpu=gpu.index)
         elif (
             health.temperature is not None
@@ -196,14 +199,14 @@ def throttle(cards: Cards) -> Iterator[Finding]:
 
 
 @check("gpu.pcie")
-def pcie(cards: Cards) -> Iterator[Finding]:
-    """Fewer PCIe lanes than the card and slot can do. A lower generation alone is power saving, unless the card is at
-    work.
+def pcie(gpus: GpusWithHealth) -> Iterator[Finding]:
+    """Warns if the GPU has fewer PCIe lanes than it and its slot support, or a lower generation under load. An idle GPU
+    lowers the generation to save power.
     """
-    for gpu, health in cards:
+    for gpu, health in gpus:
         if health.pcie_width and health.pcie_width_max and health.pcie_width < health.pcie_width_max:
             text = f"GPU {gpu.index}: PCIe x{health.pcie_width}, it can do x{health.pcie_width_max}"
-            yield warn(text, "reseat the card; check the riser and the slot's lanes", gpu=gpu.index)
+            yield warn(text, "reseat the GPU; check the riser and the slot's lanes", gpu=gpu.index)
         generation, best = health.pcie_generation, health.pcie_generation_max
         if generation and best and generation < best and (gpu.utilization or 0) > 50:
             text = f"GPU {gpu.index}: PCIe generation {generation} under load, it can do {best}"
@@ -211,9 +214,9 @@ def pcie(cards: Cards) -> Iterator[Finding]:
 
 
 @check("gpu.nvlink")
-def nvlink(cards: Cards) -> Iterator[Finding]:
-    """An NVLink is down while others of the card are up."""
-    for gpu, health in cards:
+def nvlink(gpus: GpusWithHealth) -> Iterator[Finding]:
+    """Warns if an NVLink is down while others of the GPU are up."""
+    for gpu, health in gpus:
         links = health.nvlinks or ()
         if any(links) and not all(links):
             down = [str(n) for n, up in enumerate(links) if not up]
@@ -222,36 +225,36 @@ def nvlink(cards: Cards) -> Iterator[Finding]:
 
 
 @check("gpu.p2p")
-def p2p(cards: Cards, machine: Machine) -> Iterator[Finding]:
-    """Cards that can't read each other's memory: traffic between ranks goes through the host."""
+def p2p(gpus: GpusWithHealth, machine: Machine) -> Iterator[Finding]:
+    """Warns if GPUs can't read each other's memory: traffic between ranks then goes through the host."""
     blocked = {
         frozenset((gpu.index, other.index)): why
-        for gpu, health in cards
+        for gpu, health in gpus
         for other in machine.gpus
         if (why := (health.peers or {}).get(other.uuid)) not in (None, "ok", "unknown")
     }
     if blocked:
         pairs = ", ".join("-".join(str(n) for n in sorted(pair)) for pair in sorted(blocked, key=sorted))
-        fix = "expected of consumer cards; nothing to set"
+        fix = "expected with consumer GPUs; there is nothing to set"
         if any("registry" in str(why) for why in blocked.values()):
-            fix = "a setting of the driver forbids it: look for NVreg_RegistryDwords in /etc/modprobe.d"
+            fix = "a driver setting forbids it: look for NVreg_RegistryDwords in /etc/modprobe.d"
         through = f"({next(iter(blocked.values()))}): all-reduce goes through host memory"
         yield warn(f"no peer-to-peer between GPUs {pairs} {through}", fix)
 
 
 @check("gpu.mig", fast=True)
 def mig(machine: Machine) -> Iterator[Finding]:
-    """MIG slices: NCCL can't join slices of one card, and a process sees one slice only."""
+    """Warns about MIG slices: NCCL can't join slices of one GPU, and a process sees only one slice."""
     sliced = sorted({gpu.index for gpu in machine.gpus if gpu.mig is not None})
     if sliced:
-        text = f"GPU {', '.join(map(str, sliced))} is cut into MIG slices: NCCL does not join slices of one card"
+        text = f"GPU {', '.join(map(str, sliced))} is divided into MIG slices: NCCL does not join slices of one GPU"
         yield warn(text, "one rank per slice, or nvidia-smi -mig 0")
 
 
 @check("gpu.display")
-def display(cards: Cards) -> Iterator[Finding]:
-    """A screen hangs on the card: long kernels stutter the desktop, and its memory is not all yours."""
-    for gpu, health in cards:
+def display(gpus: GpusWithHealth) -> Iterator[Finding]:
+    """Warns if the GPU drives a display: long kernels make the desktop stutter, and the desktop takes memory."""
+    for gpu, health in gpus:
         if health.display:
             text = f"GPU {gpu.index} drives a display"
             yield warn(text, "leave it out for long runs, or expect a slow desktop", gpu=gpu.index)

@@ -1,4 +1,4 @@
-"""net.*: names, interfaces, the store's port."""
+"""net.*: host names, interfaces and the port of the store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stoker.control.machine.examination import Net
 
 @check("net.hostname")
 def hostname(net: Net) -> Iterator[Finding]:
-    """The host's own name resolves. torchrun and gloo look it up; Stoker passes addresses instead."""
+    """Warns if the host's own name does not resolve. torchrun and gloo look it up; Stoker passes addresses instead."""
     if (net.error or not net.addresses) and not net.slow_lookups:
         text = f"the host's name {net.hostname} does not resolve: {net.error or 'no address'}"
         yield warn(text, f"echo {shlex.quote(f'127.0.1.1 {net.hostname}')} >> /etc/hosts   # needs root")
@@ -20,36 +20,36 @@ def hostname(net: Net) -> Iterator[Finding]:
 
 @check("net.lookups")
 def lookups(net: Net) -> Iterator[Finding]:
-    """The host's own name and address are looked up within 1.5 s. torch looks up both for each connection."""
+    """Warns if a lookup of the host's own name or address takes over 1.5 s. torch does both for each connection."""
     if not net.slow_lookups:
         return
-    count, listed = len(net.silent_servers), ", ".join(net.silent_servers)
+    count, servers = len(net.silent_servers), ", ".join(net.silent_servers)
     verb = "does" if count == 1 else "do"
-    because = f": the name server{'s' * (count > 1)} {listed} {verb} not answer" if count else ""
+    because = f": the name server{'s' * (count > 1)} {servers} {verb} not answer" if count else ""
     yield warn(
         f"looking up a name or an address takes longer than 1.5 s{because}; torch waits that long for each connection",
-        "add the name and the address of each host to /etc/hosts, on every host, or name a server that answers in /etc/resolv.conf   # needs root",
+        "add the name and the address of each host to /etc/hosts, on every host, or name a server that answers in"
+        " /etc/resolv.conf   # needs root",
     )
 
 
 @check("net.port")
 def port(net: Net) -> Iterator[Finding]:
-    """The port that is asked for is free, or who holds it."""
+    """Warns if the requested port is in use, and by whom."""
     if net.port and net.port_holder:
-        yield warn(f"port {net.port} is held by {net.port_holder}", "leave --master-port out: Stoker takes a free one")
+        yield warn(
+            f"port {net.port} is held by {net.port_holder}", "omit --master-port: Stoker then chooses a free port"
+        )
 
 
 @check("net.interfaces")
 def interfaces(net: Net, environment: dict[str, str]) -> Iterator[Finding]:
-    """NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names an interface that is there."""
+    """Warns if NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names an interface that is not up."""
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = environment.get(name, "").lstrip("^=")
-        words = [word for word in value.split(",") if word]
-        there = (*net.interfaces, "lo")
-        if (
-            words
-            and not environment[name].startswith("^")
-            and not any(up.startswith(word) for word in words for up in there)
-        ):
-            text = f"{name}={value}: no such interface is up; there are {', '.join(net.interfaces) or 'none'}"
+        prefixes = [prefix for prefix in value.split(",") if prefix]
+        is_exclusion = environment.get(name, "").startswith("^")
+        is_up = any(interface.startswith(tuple(prefixes)) for interface in (*net.interfaces, "lo"))
+        if prefixes and not is_exclusion and not is_up:
+            text = f"{name}={value}: no such interface is up; these are up: {', '.join(net.interfaces) or 'none'}"
             yield warn(text, f"unset {name}")

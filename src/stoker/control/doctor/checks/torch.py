@@ -1,4 +1,4 @@
-"""torch.*: does this torch fit this driver and these cards."""
+"""torch.*: whether this torch fits the driver and the GPUs."""
 
 from __future__ import annotations
 
@@ -7,57 +7,59 @@ from collections.abc import Iterator
 from stoker.contract.evidence import Finding
 from stoker.contract.text import is_digits
 from stoker.contract.units import plural
-from stoker.control.doctor.check import Cards, check, fail, warn
+from stoker.control.doctor.check import GpusWithHealth, check, fail, warn
 from stoker.control.machine.examination import Torch
 from stoker.control.machine.model import Machine
 
-# The first driver branch that runs a build of that CUDA major version (minor versions are compatible among themselves).
+# The oldest driver branch for each CUDA major version. Minor versions are compatible with each other.
 _DRIVER_FOR_CUDA = {11: 450, 12: 525, 13: 580}
 SLOW_IMPORT_S = 20.0
 
 
 @check("torch.installed")
 def installed(torch: Torch) -> Iterator[Finding]:
-    """torch imports in the Python that will run the ranks."""
+    """Fails if torch can't be imported by the Python that will run the ranks."""
     if torch.error:
-        text = f"import torch fails: {torch.error}"
+        text = f"`import torch` fails: {torch.error}"
         yield fail(text, "is this the right environment? pip install 'torch>=2.9' adds it")
 
 
 @check("torch.cuda-build")
 def cuda_build(torch: Torch, machine: Machine) -> Iterator[Finding]:
-    """The build has CUDA, and the driver is new enough for it."""
+    """Fails if the build has no CUDA, or if the driver is too old for it."""
     if torch.error or not machine.gpus:
         return
     if torch.cuda is None:
-        cards = plural(len(machine.gpus), "GPU")
-        text = f"torch {torch.version} is built without CUDA and the machine has {cards}"
+        text = f"torch {torch.version} is built without CUDA and the machine has {plural(len(machine.gpus), 'GPU')}"
         yield fail(text, "install a CUDA build of torch")
         return
     need = _DRIVER_FOR_CUDA.get(int(torch.cuda.split(".")[0]))
     have = machine.driver
     if need and have and is_digits(have.split(".")[0]) and int(have.split(".")[0]) < need:
         text = f"torch is built for CUDA {torch.cuda}, which needs driver {need} or newer; this one is {have}"
-        yield fail(text, "a newer driver, or a torch built for an older CUDA")
+        yield fail(text, "install a newer driver, or a torch built for an older CUDA")
 
 
 @check("torch.arch")
-def arch(torch: Torch, cards: Cards) -> Iterator[Finding]:
-    """The build holds code for every card: sm_120 (50-series) needs a build of CUDA 12.8 or newer."""
-    for gpu, health in cards if torch.archs else ():
+def arch(torch: Torch, gpus: GpusWithHealth) -> Iterator[Finding]:
+    """Fails if the build has no code for a GPU: sm_120 (50-series) needs a build with CUDA 12.8 or newer."""
+    for gpu, health in gpus if torch.archs else ():
         if health.capability is None:
             continue
         major, _, minor = health.capability.partition(".")
         if not _covered(int(major), int(minor), torch.archs):
             has = f"torch {torch.version} has code for {', '.join(torch.archs)}"
             text = f"GPU {gpu.index} ({gpu.name}) is sm_{major}{minor}; {has}"
-            yield fail(text, "install a torch built for this card", gpu.index)
+            yield fail(text, "install a torch built for this GPU", gpu.index)
 
 
 def _covered(major: int, minor: int, archs: tuple[str, ...]) -> bool:
-    """Binary code runs on a card of the same major version and an equal or higher minor one; PTX on anything newer."""
-    for word in archs:
-        kind, _, number = word.partition("_")
+    """Return whether a build runs on a GPU.
+
+    Binary code needs the same major version and at most its minor version; PTX runs on anything newer.
+    """
+    for architecture in archs:
+        kind, _, number = architecture.partition("_")
         digits = number.rstrip("af")
         if not is_digits(digits):
             continue
@@ -71,14 +73,14 @@ def _covered(major: int, minor: int, archs: tuple[str, ...]) -> bool:
 
 @check("torch.import-time")
 def import_time(torch: Torch) -> Iterator[Finding]:
-    """`import torch` in a child, timed: a cold or remote disk makes every rank and every restart wait."""
+    """Warns if `import torch` takes longer than 20 s: on a cold or remote disk every rank and every restart waits."""
     if torch.seconds is not None and torch.seconds > SLOW_IMPORT_S:
-        yield warn(f"import torch takes {torch.seconds:.0f} s", "move the environment to a local disk")
+        yield warn(f"`import torch` takes {torch.seconds:.0f} s", "move the environment to a local disk")
 
 
 @check("torch.nccl")
 def nccl(torch: Torch, machine: Machine) -> Iterator[Finding]:
-    """Several GPUs need NCCL in the build."""
+    """Fails if there are several GPUs and the build has no NCCL."""
     if not torch.error and torch.cuda and len(machine.gpus) > 1 and torch.nccl is None:
         text = f"torch {torch.version} has no NCCL and the machine has {plural(len(machine.gpus), 'GPU')}"
         yield fail(text, "install the official build")
