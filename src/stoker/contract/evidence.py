@@ -108,7 +108,7 @@ class Evidence:
     stopped_at: float = 0.0  # when we began to stop the ranks, for whatever reason
     steps_reached: int = 0  # --stop-after-steps was satisfied, and the ranks were ended for that
     stall: Stall | None = None  # what was known of a rank that stopped when the attempt ended
-    trouble: tuple[dict[str, Any], ...] = ()  # what Stoker stopped the job for: verdict/catalogue.py:report
+    trouble: tuple[dict[str, Any], ...] = ()  # what Stoker stopped the job for: verdict/catalogue.py:make_report
     regrouping: str = ""  # a host that is back: the ranks were ended after a checkpoint so that it can join
     notes: tuple[str, ...] = ()  # what was noticed on the way and ended nothing: a straggler, a loss that is no number
     checkpoint: SavedCheckpoint | None = None  # the newest complete one below the run directory
