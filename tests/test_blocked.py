@@ -203,12 +203,12 @@ CHILDREN = {
         "child-output",
         ("standard output", "the pipe is full", "yes"),
     ),
-    "sleeps": ("sleep = Popen(['sleep', '1000'])", "sleep.wait()", "", ("(sleep 1000)", "which sleeps")),
+    "sleeps": ("sleep = Popen(['sleep', '1000'])", "sleep.wait()", "", ("(sleep 1000)", "which is sleeping")),
     "waits for its own child": (
         "shell = Popen(['sh', '-c', 'sleep 1000; true'])",
         "shell.wait()",
         "",
-        ("(sh -c sleep 1000; true), which waits for", "(sleep 1000)"),
+        ("(sh -c sleep 1000; true), which is waiting for", "(sleep 1000)"),
     ),
     "says nothing": ("quiet = Popen(['sleep', '1000'], stdout=PIPE)", "quiet.stdout.read()", "child-output", ("output of", "sleep 1000")),
     "is stopped": (
@@ -308,7 +308,7 @@ def test_a_child_in_python_is_named_with_its_line(start: Start, tmp_path: Path) 
         print("blocks", flush=True)
         subprocess.run([sys.executable, "prepare.py"])
     """)
-    _, report = look_when(lambda stall: "which sleeps at" in stall.detail, rank)
+    _, report = look_when(lambda stall: "which is sleeping at" in stall.detail, rank)
     assert "prepare.py:3" in report["summary"] and "train0.py:5" in report["summary"]
 
 
@@ -407,7 +407,9 @@ def test_a_data_set_that_waits_in_the_rank_itself_gets_no_advice_about_loader_wo
         ["<module>", "/home/user/train.py", 20],
     ]
     thread = {"main": True, "frames": frames}
-    seen = rank_inspection.read(0, {"state": "S", "syscall": "futex", "samples": [[thread], [thread]], "stacks_by": "py-spy"})
+    seen = rank_inspection.read(
+        0, {"state": "S", "syscall": "futex", "samples": [[thread], [thread]], "stacks_by": "py-spy"}
+    )
     stall = find_culprit({0: seen}, 1, {}, {}, {0: 4.0}, {0: 20})
     assert stall is not None
     report = trouble(stall, "CPU0", "the time is over")

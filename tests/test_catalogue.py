@@ -26,7 +26,7 @@ from stoker.control.verdict.catalogue import CATALOGUE
 from stoker.control.verdict.echo import unquoted
 from stoker.control.verdict.hangs import trouble
 from stoker.control.verdict.judge import judge
-from stoker.control.verdict.rules.gpu_memory import read
+from stoker.control.verdict.rules.gpu_memory import parse_out_of_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
@@ -165,7 +165,7 @@ SLEEPS = Stall(
     (1,),
     (0,),
     "train.py:31, in load",
-    "it sleeps",
+    "it is sleeping",
     "gloo:all_reduce of shape [4]",
     "gloo",
     silent_s=20.0,
@@ -183,7 +183,7 @@ def test_a_run_that_is_stopped_keeps_what_was_known() -> None:
     known = judge(Evidence(2, (ended(0), ended(1)), stop_signal=2, stopped_at=10.0, stall=SLEEPS))
     assert (
         known.cause == "launch.stopped"
-        and "Before the stop: rank 1 (CPU 1) has made no progress since step 20: it sleeps at train.py:31"
+        and "Before the stop: rank 1 (CPU 1) has made no progress since step 20: it is sleeping at train.py:31"
         in known.summary
     )
     assert (
@@ -193,10 +193,14 @@ def test_a_run_that_is_stopped_keeps_what_was_known() -> None:
     )
     noted = judge(
         Evidence(
-            2, (ended(0), ended(1)), stop_signal=2, stopped_at=10.0, notes=("rank 1 (CPU 1) is slow because it swaps",)
+            2,
+            (ended(0), ended(1)),
+            stop_signal=2,
+            stopped_at=10.0,
+            notes=("rank 1 (CPU 1) is slow because it is swapping",),
         )
     )
-    assert "it swaps" in noted.summary and noted.fix == ()
+    assert "it is swapping" in noted.summary and noted.fix == ()
 
 
 def test_a_rank_that_raised_and_hangs_at_its_exit_is_judged_by_its_exception() -> None:
@@ -215,7 +219,7 @@ def test_a_rank_that_raised_and_hangs_at_its_exit_is_judged_by_its_exception() -
 @pytest.mark.parametrize(("ended_at", "cause"), [(5.2, "rank.early-exit"), (30.0, "hang.spin")])
 def test_a_rank_that_ended_before_its_peers_failed_was_not_stuck(ended_at: float, cause: str) -> None:
     """A suspicion may come while a rank shuts down. If its end comes long after the failures, they waited in vain."""
-    stall = Stall("spin", 1, (1,), (0,), "", "it computes (0.4 cores)", "gloo:broadcast", step=20, silent_s=4.0)
+    stall = Stall("spin", 1, (1,), (0,), "", "it is computing (0.4 cores)", "gloo:broadcast", step=20, silent_s=4.0)
     lost = err("RuntimeError", "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer", at=5.0)
     verdict = judge(Evidence(2, (end(lost, time=6.0), end(None, 0, rank=1, time=ended_at)), stall=stall))
     assert (verdict.cause, verdict.rank) == (cause, 1)
@@ -372,7 +376,7 @@ CASES: list[tuple[str, RankExit, bool, tuple[str, ...]]] = [
     ("rank.exit", end(code=65, tail="a script's own code\n"), True, ("exit code 65",)),
     ("rank.exit", end(code=1, tail="INFO | [GPU 0] GRPO stopped itself: a line that a script prints\n"), True, ("exit code 1",)),
     ("oom.gpu", end(FULL), False, ("10.0 GiB needed", "9.3 GiB of 139.8 GiB free")),
-    ("oom.gpu", end(ALLOWED), False, ("20.0 GiB needed", "7.0 GiB only", "set_per_process_memory_fraction")),
+    ("oom.gpu", end(ALLOWED), False, ("20.0 GiB needed", "limits itself to 7.0 GiB", "set_per_process_memory_fraction")),
     ("oom.gpu", end(NEARLY), False, ("2.0 GiB needed", "768.0 MiB reserved and unused")),
     ("oom.gpu", end(OWN_UNDER_ANOTHER_PID), False, ("14.0 MiB needed",)),
     ("oom.gpu", end(oom("14.00 MiB", " of which 4.69 MiB is free. Of the allocated memory 139.00 GiB is allocated by PyTorch, and 16.47 MiB is reserved by PyTorch but unallocated.", what="HIP")), False, ("14.0 MiB",)),
@@ -393,7 +397,7 @@ CASES: list[tuple[str, RankExit, bool, tuple[str, ...]]] = [
     ("oom.host-allocation", end(code=-6, tail="terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"), False, ("allocation failed",)),
     ("oom.host-allocation", end(err("RuntimeError", "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8589934592 bytes. Error code 12 (Cannot allocate memory)")), False, ("8.0 GiB",)),
     ("oom.host-allocation", end(err("_ArrayMemoryError", "Unable to allocate 71.1 PiB for an array with shape (10000000000000000,) and data type float64", module="numpy._core._exceptions")), False, ("71.1 PiB",)),
-    ("gpu.busy", end(cuda("CUDA-capable device(s) is/are busy or unavailable")), True, ("busy or unavailable", "error 46", "compute mode, or a faulty card")),
+    ("gpu.busy", end(cuda("CUDA-capable device(s) is/are busy or unavailable")), True, ("busy or unavailable", "error 46", "compute mode, or a faulty GPU")),
     ("gpu.busy", end(cuda("CUDA-capable device(s) is/are busy or unavailable"), around=HELD), True, ("pid 727",)),
     ("gpu.ordinal", end(cuda("invalid device ordinal\nGPU device may be out of range, do you have enough GPUs?")), False, ("invalid device ordinal",)),
     ("gpu.assert", end(cuda("device-side assert triggered"), tail="/pytorch/aten/src/ATen/native/cuda/Loss.cu:245: nll_loss_forward_reduce_cuda_kernel_2d: block: [0,0,0], thread: [3,0,0] Assertion `t >= 0 && t < n_classes` failed.\n"), False, ("t < n_classes", "a label is not below")),
@@ -615,7 +619,7 @@ def test_a_summary_names_the_line_of_an_exception_unless_it_was_only_noticed_the
 
 @pytest.mark.parametrize(
     ("how", "present", "absent"),
-    [("Killed", "ulimit -t", "does not survive fork"), ("Segmentation fault", "does not survive fork", "SIGKILL")],
+    [("Killed", "ulimit -t", "used after a fork"), ("Segmentation fault", "used after a fork", "SIGKILL")],
 )
 def test_advice_about_a_dead_worker_is_about_the_signal_that_ended_it(how: str, present: str, absent: str) -> None:
     found = verdict(end(err("RuntimeError", f"DataLoader worker (pid 5) is killed by signal: {how}.")))
@@ -714,16 +718,18 @@ def test_memory_nobody_owns_up_to_may_be_another_rank_s_of_the_same_card() -> No
 
 
 def test_the_allocators_numbers() -> None:
-    refused = read(PIECES.message)
+    refused = parse_out_of_memory(PIECES.message)
     assert refused is not None
     assert (refused.needed, refused.free, refused.unused) == (int(1.5 * GIB), int(336.56 * 2**20), int(7.77 * GIB))
-    mine = read(OWN_UNDER_ANOTHER_PID.message)
+    mine = parse_out_of_memory(OWN_UNDER_ANOTHER_PID.message)
     assert mine is not None and mine.own == int(22.29 * GIB) and mine.others == ()
-    several = read(FOREIGN.message.replace("Process 727", "Process 9 has 2.00 KiB memory in use. Process 727"))
+    several = parse_out_of_memory(
+        FOREIGN.message.replace("Process 727", "Process 9 has 2.00 KiB memory in use. Process 727")
+    )
     assert (
         several is not None and several.others == ((9, 2048), (727, int(100.51 * GIB))) and several.own == 518 * 2**20
     )
-    assert read("CUDA error: out of memory") is None
+    assert parse_out_of_memory("CUDA error: out of memory") is None
 
 
 def test_fixes_are_in_order_and_repeat_no_mistake_of_the_field_notes() -> None:
@@ -758,7 +764,7 @@ def test_ranks_that_went_different_ways_are_looked_for_at_the_places_of_both() -
 
 def test_every_cause_is_complete_and_has_a_case() -> None:
     cause_docs.page()
-    assert all(one.says and one.seen and one.says.endswith(".") for one in CATALOGUE.values())
+    assert all(one.description and one.seen and one.description.endswith(".") for one in CATALOGUE.values())
     read_off = {one.id for one in CATALOGUE.values() if one.explain is not None and not one.id.startswith("rank.")}
     assert read_off - {case[0] for case in CASES} - {cause for cause, _ in MISUSES} == set()
 
@@ -775,7 +781,9 @@ def test_every_cause_that_stoker_can_name_is_in_the_catalogue() -> None:
 
 def test_the_page_is_current() -> None:
     # In a process of its own: the order of the causes is that in which their modules were imported.
-    page = subprocess.run([sys.executable, "-m", cause_docs.__name__], capture_output=True, check=True, text=True).stdout
+    page = subprocess.run(
+        [sys.executable, "-m", cause_docs.__name__], capture_output=True, check=True, text=True
+    ).stdout
     assert all(f"### {id}\n" in page for id in CATALOGUE)
     assert (ROOT / "docs" / "verdicts.md").read_text() == page, (
         "python -m stoker.control.verdict.cause_docs > docs/verdicts.md"
@@ -984,7 +992,7 @@ def test_a_lost_server_of_the_scripts_own_is_no_echo_of_a_stall() -> None:
             module="requests.exceptions",
         )
     )
-    stall = Stall("sleep", 1, (1,), (0,), "train.py:3, in f", "it sleeps")
+    stall = Stall("sleep", 1, (1,), (0,), "train.py:3, in f", "it is sleeping")
     assert judge(Evidence(2, (lost,), stall=stall)).cause == "rank.exception"
     echo = end(err("RuntimeError", "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"))
     assert judge(Evidence(2, (echo,), stall=stall)).cause == "hang.sleep"

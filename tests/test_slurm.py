@@ -685,7 +685,7 @@ def test_a_job_back_in_the_queue_says_so() -> None:
         Verdict("stopped", "launch.stopped", "stopped by SIGTERM", 143),
         SlurmJob("12", "PENDING", "BeginTime", restarts=1),
     )
-    assert told.cause == "slurm.requeued" and told.retryable and "waits in the queue again (BeginTime)" in told.summary
+    assert told.cause == "slurm.requeued" and told.retryable and "in the queue again (BeginTime)" in told.summary
 
 
 # ---- the scheduler's own files ----

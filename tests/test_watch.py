@@ -449,7 +449,7 @@ def test_one_rank_alone_never_waits_in_a_collective() -> None:
         stall = found(rank(0, *groups, frames=BACKWARD, **COMPUTING), world=1)
         assert (stall.kind, stall.rank, stall.waiting) == ("spin", 0, ())
         line = summary(replace(stall, silent_s=12.0, step=20), "CPU0")
-        assert line == "rank 0 (CPU 0) has made no step for 12 s after step 20: it computes (0.6 cores, always on this line) at /home/me/train.py:40, in main"  # fmt: skip
+        assert line == "rank 0 (CPU 0) has made no step for 12 s after step 20: it is computing (0.6 cores, always on this line) at /home/me/train.py:40, in main"  # fmt: skip
     stall = found(rank(0, frames=JOINING, syscall="poll"), world=1)
     assert (stall.kind, stall.rank) == ("io", 0) and "it is still connecting" in stall.detail
 
@@ -461,9 +461,9 @@ def test_ranks_that_connect_or_compute_are_not_said_to_wait_in_a_collective() ->
     line = summary(replace(stall, silent_s=8.0), "")
     assert line.startswith("no rank has made progress for 8 s: every rank is still connecting") and "train.py:3" in line
     stall = found(*(rank(number, frames=BACKWARD, **COMPUTING) for number in (0, 1)))
-    assert (stall.kind, stall.rank, stall.detail) == ("spin", None, "every rank computes in the backward pass")
+    assert (stall.kind, stall.rank, stall.detail) == ("spin", None, "every rank is computing in the backward pass")
     stall = found(*(rank(number, frames=BACKWARD) for number in (0, 1)))
-    assert (stall.kind, stall.rank, stall.detail) == ("together", None, "every rank waits in a collective")
+    assert (stall.kind, stall.rank, stall.detail) == ("together", None, "every rank is waiting in a collective")
 
 
 def test_nothing_at_all_is_no_accusation() -> None:
@@ -511,7 +511,7 @@ def watched(
         now = n * 0.5
         for one in range(world):
             watch.beats(one, n * 10, 10, 0.05, now)
-        watch.stragglers.question = lambda *_: None  # type: ignore[method-assign]
+        watch.stragglers.next_order = lambda *_: None  # type: ignore[method-assign]
     return watch, now
 
 
@@ -1086,11 +1086,11 @@ def test_one_who_keeps_up_again_is_reported_once_and_can_be_named_again() -> Non
                 entries[name]["timings"].append(["0", steps + number, entry])
         clock, steps = clock + 12 * (0.5 + late) + 61, steps + 12
         for one in (0, 1):
-            stragglers.stepped(one, int(steps), 12, 0.5, clock)
-        assert stragglers.question(clock, {0: int(steps), 1: int(steps)}) == {"timings": True}
-        stragglers.answered("here", entries)
+            stragglers.add_steps(one, int(steps), 12, 0.5, clock)
+        assert stragglers.next_order(clock, {0: int(steps), 1: int(steps)}) == {"timings": True}
+        stragglers.add_timings("here", entries)
         stragglers.conclude({})
-        if stragglers.question(clock, {0: int(steps), 1: int(steps)}) is not None:
+        if stragglers.next_order(clock, {0: int(steps), 1: int(steps)}) is not None:
             stragglers.conclude({0: rank(0, frames=BACKWARD), 1: rank(1, frames=at(12))})
 
     for _ in range(2):
@@ -1224,7 +1224,7 @@ def test_a_collective_inside_a_condition_on_the_rank_is_that_ranks_fault() -> No
         assert "rank 0 (GPU 0) entered a collective alone after step 20, inside `if rank == 0`" in said
         assert "gloo:barrier" in said and "gloo:all_gather" in said
     ended = found(entered(0, "gloo:all_gather", ALONE), world=2, ended={1: 0})
-    assert (ended.kind, ended.rank) == ("rank-only", 0) and "rank 1 did not come to it" in summary(ended, "GPU 0")
+    assert (ended.kind, ended.rank) == ("rank-only", 0) and "rank 1 did not enter it" in summary(ended, "GPU 0")
 
 
 def test_ranks_in_the_other_branch_or_on_their_way_are_judged_as_before() -> None:

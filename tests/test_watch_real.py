@@ -226,7 +226,7 @@ def test_a_run_that_its_user_stops_keeps_what_was_suspected(stoker: Stoker) -> N
     told = stoker("why").out
     assert (
         "stopped by SIGINT" in told
-        and "Before the stop: rank 1 (CPU 1) has made no progress since step 20: it sleeps at" in told
+        and "Before the stop: rank 1 (CPU 1) has made no progress since step 20: it is sleeping at" in told
     ), told
     assert "rank 1 was ended by SIGINT" in told, told
     assert "train.py:16, in stuck" in told and "--grace" not in told

@@ -1,8 +1,9 @@
-"""The catalogue: every cause a verdict can name, one entry each. docs/verdicts.md is generated from it.
+"""The catalogue of causes: every cause that a verdict can name, one entry each. docs/verdicts.md is generated from it.
 
-A cause is a text, and a function from a case (one rank's end, and the evidence around it) to what was found, or None;
-one that a pattern and a sentence can find needs no function. Adding one is adding it to a file of rules/, new or old, and
-its case to the tests. What Stoker finds by other means than a rank's end (a stall, a number, its own trouble) has none.
+An entry is a text, with a function that takes a case (one rank's exit and the evidence around it) and returns a match or
+None; a cause that a pattern and a sentence can describe needs no function. A cause is added by writing an entry in a file of
+rules/, new or existing, and its case in the tests. Causes that are not read off a rank's exit (a stall, a bad number, a
+failure of Stoker itself) have neither pattern nor function.
 """
 
 from __future__ import annotations
@@ -16,117 +17,142 @@ from stoker.contract.errors import EX_SOFTWARE
 from stoker.contract.evidence import Evidence, RankExit, Verdict
 from stoker.contract.frozen import frozen
 from stoker.contract.units import rank_name
-from stoker.control.verdict.exit_text import LINE, at, exit_code, find, first_line, line_of, path_in, place
+from stoker.control.verdict.exit_text import (
+    MAX_EVIDENCE_LINE,
+    at_location,
+    exit_code,
+    find,
+    first_line,
+    line_of,
+    location,
+    path_in,
+)
 
 
 @frozen
 class Case:
+    """A rank's exit, with the evidence of the whole attempt."""
+
     end: RankExit
     evidence: Evidence
 
     @property
-    def who(self) -> str:
+    def rank_name(self) -> str:
         return rank_name(self.end.rank, self.end.label)
 
     @property
-    def message(self) -> str:
-        """What the exception said; empty without one."""
-        return self.end.error.message if self.end.error else ""
-
-    @property
-    def words(self) -> str:
-        """Everything the rank said at its end: the exception, and the last lines it printed."""
-        return self.message + "\n" + self.end.tail
+    def output(self) -> str:
+        """Return the exception's message and the last lines the rank printed."""
+        return (self.end.error.message if self.end.error else "") + "\n" + self.end.tail
 
 
 @frozen
 class CauseMatch:
     summary: str
     evidence: tuple[str, ...] = ()
-    fix: tuple[str, ...] = ()  # instead of the entry's own
-    retryable: bool | None = None  # instead of the entry's own
+    fix: tuple[str, ...] = ()  # replaces the entry's own
+    retryable: bool | None = None  # replaces the entry's own
 
 
 @frozen
 class Cause:
     id: str
-    says: str  # one sentence: what happened
-    seen: str  # the evidence that makes it
-    contradicts: str  # what would make it another cause
+    description: str  # one sentence: what happened
+    seen: str  # the evidence for it
+    unless: str  # what would make it another cause
     fix: tuple[str, ...]
     retryable: bool
-    summary: str  # a verdict's, where the text has one
-    explain: Callable[..., CauseMatch | None] | None
+    summary: str  # template of a verdict's summary, if the entry has one
+    explain: Callable[..., CauseMatch | None] | None  # None: it is not read off a rank's exit
     module: str
 
 
 Match = re.Match[str]
-Explanation = Callable[..., CauseMatch | None]  # of a case, and of the match where the cause says a pattern
-Evidences = Callable[[Case, str], tuple[str, ...]]  # of a case, and of the line with the match
+Explanation = Callable[..., CauseMatch | None]  # takes a case, and the match if the entry has a pattern
+EvidenceFunction = Callable[[Case, str], tuple[str, ...]]  # takes a case and the line with the match
 CATALOGUE: dict[str, Cause] = {}
 
 
 class Family:
-    """The causes of one module. Each is a text: its id (`, again` where another attempt may help) and what happened, what
-    is `seen`, what makes it another cause (`unless`), each `fix`; other lines go on with the line before. `words`: what
-    {NAME} stands for in it, perhaps several steps. `always`: the last step of each.
+    """The causes of one module.
+
+    An entry is a text: the id (`, again` if another attempt may help) and what happened; then, each on its own lines, what is
+    `seen`, what would make it another cause (`unless`) and each `fix`. `texts` gives what {NAME} stands for in an entry: a
+    text, or several fixes. `always` is added to each entry as the last fix.
     """
 
     def __init__(
-        self, module: str, evidence: Evidences | None = None, always: str = "", **words: str | tuple[str, ...]
+        self, module: str, evidence: EvidenceFunction | None = None, always: str = "", **texts: str | tuple[str, ...]
     ) -> None:
         self._module = module
         self._evidence = evidence
         self._always = (always,) if always else ()
-        self._words = {
-            f"{{{name}}}": word if isinstance(word, str) else "\nfix: ".join(word) for name, word in words.items()
+        self._texts = {
+            f"{{{name}}}": text if isinstance(text, str) else "\nfix: ".join(text) for name, text in texts.items()
         }
 
     def entries(self, text: str) -> None:
-        """Without a function. Of a rank's end: a pattern in its last words (`said`), a `summary`, the family's evidence."""
-        for part in re.split(r"^(?=\S)", text.strip(), flags=re.M)[1:]:
-            self._add(part)
+        """Add entries without a function.
+
+        Those for a rank's exit have a pattern that its last output must match (`said`) and a `summary`; their evidence comes
+        from the family's evidence function.
+        """
+        for entry in re.split(r"^(?=\S)", text.strip(), flags=re.M)[1:]:
+            self._add(entry)
 
     def cause(self, text: str) -> Callable[[Explanation], Explanation]:
-        """Read off a rank's end by a function. With `said` it gets the match, or is not asked; with `perhaps` None, too."""
+        """Add one entry with the decorated function.
 
-        def keep(function: Explanation) -> Explanation:
+        With a `said` pattern the function is only called for a match, and gets it; with `perhaps` it gets the match or None.
+        """
+
+        def register(function: Explanation) -> Explanation:
             self._add(text.strip(), function)
             return function
 
-        return keep
+        return register
 
-    def _add(self, text: str, explain: Explanation | None = None) -> None:
-        for name, word in self._words.items():
-            text = text.replace(name, word)
-        head, *rest = re.split(r"^ *(seen|unless|fix|said|perhaps|summary): ", text, flags=re.M)
-        name, _, says = head.partition(": ")
+    def _add(self, entry: str, explain: Explanation | None = None) -> None:
+        for name, text in self._texts.items():
+            entry = entry.replace(name, text)
+        head, *rest = re.split(r"^ *(seen|unless|fix|said|perhaps|summary): ", entry, flags=re.M)
+        name, _, description = head.partition(": ")
         id, _, again = name.partition(", ")
         parts = [(key, _one_line(part)) for key, part in zip(rest[::2], rest[1::2], strict=True)]
-        told = {"unless": "", "summary": "", **dict(parts)}
-        if "said" in told:
-            explain = _matching(told["said"], explain or self._explain_by(told["summary"]))
-        if "perhaps" in told and explain:
-            explain = _matching(told["perhaps"], explain, always=True)
+        fields = {"unless": "", "summary": "", **dict(parts)}
+        if "said" in fields:
+            explain = _matching(fields["said"], explain or self._explain_by(fields["summary"]))
+        if "perhaps" in fields and explain:
+            explain = _matching(fields["perhaps"], explain, always=True)
         assert id not in CATALOGUE, id
         fix = (*(part for key, part in parts if key == "fix"), *self._always)
-        about = (id, _one_line(says), told["seen"], told["unless"], fix, bool(again))
-        CATALOGUE[id] = Cause(*about, told["summary"], explain, self._module)
+        CATALOGUE[id] = Cause(
+            id, _one_line(description), fields["seen"], fields["unless"], fix, bool(again), fields["summary"], explain,
+            self._module,
+        )  # fmt: skip
 
     def _explain_by(self, summary: str) -> Explanation:
+        """Return an explanation that fills the summary's placeholders from the match."""
         assert self._evidence is not None
         evidence = self._evidence
 
-        def explain(case: Case, found: Match) -> CauseMatch:
-            line, path = line_of(found), path_in(line_of(found))
+        def explain(case: Case, match: Match) -> CauseMatch:
+            line, path = line_of(match), path_in(line_of(match))
             error = case.end.error
             detail = error.message.partition(line + "\n")[2] if error is not None and line.endswith(":") else ""
             raised = f"{line} {first_line(detail)}" if detail else line
             raised = f"{error.type}: {raised}" if error is not None and error.type not in raised else raised
-            words = {"who": case.who, "said": first_line(found[0]), "line": first_line(line), "at": at(case)}
-            words["raised"] = first_line(raised)
-            of_file = {"for_path": f" for {path}" if path else "", "at_path": f" at {path}" if path else ""}
-            return CauseMatch(summary.format(*found.groups(), **words, **of_file), evidence(case, line))
+            text = summary.format(
+                *match.groups(),
+                who=case.rank_name,
+                said=first_line(match[0]),
+                line=first_line(line),
+                at=at_location(case),
+                raised=first_line(raised),
+                for_path=f" for {path}" if path else "",
+                at_path=f" at {path}" if path else "",
+            )
+            return CauseMatch(text, evidence(case, line))
 
         return explain
 
@@ -136,78 +162,82 @@ def _one_line(text: str) -> str:
 
 
 def _matching(pattern: str, function: Explanation, always: bool = False) -> Explanation:
+    """Return an explanation that calls `function` for a match, or `always` with the match or None."""
+
     def explain(case: Case) -> CauseMatch | None:
-        match = find(case, pattern.replace("| ", "|"))  # it was broken after a |
+        match = find(case, pattern.replace("| ", "|"))  # a pattern may be broken into lines after a |
         return function(case, match) if match or always else None
 
     return explain
 
 
-def report(id: str, summary: str, evidence: list[str], **more: Any) -> dict[str, Any]:
-    """Why Stoker stops the job itself: what launch.trouble makes a verdict of. `more` adds to it, or stands instead."""
-    known = named(id)
+def make_report(id: str, summary: str, evidence: list[str], **fields: Any) -> dict[str, Any]:
+    """Return why Stoker stops the job itself, for launch_failures.trouble. `fields` add to the report or replace its own."""
+    cause = get_cause(id)
     return {
         "cause": id,
         "exit_code": EX_SOFTWARE,
         "summary": summary,
-        "retryable": known.retryable,
+        "retryable": cause.retryable,
         "evidence": evidence,
-        "fix": list(known.fix),
-        **more,
+        "fix": list(cause.fix),
+        **fields,
     }
 
 
-def rules() -> list[Cause]:
-    """Those read off a rank's end, by their file's ORDER, then as they stand: a reason before an exception or a signal."""
+def exit_rules() -> list[Cause]:
+    """Return the causes read off a rank's exit, by their module's ORDER, then as they are written.
+
+    Specific reasons come before a mere exception or signal.
+    """
     families = sorted(modules_in("stoker.control.verdict.rules"), key=lambda module: getattr(module, "ORDER", 70))
     return [
-        cause_
+        cause
         for family in families
-        for cause_ in CATALOGUE.values()
-        if cause_.explain and cause_.module == family.__name__
+        for cause in CATALOGUE.values()
+        if cause.explain and cause.module == family.__name__
     ]
 
 
-def named(id: str) -> Cause:
-    """A cause of any family, whether or not its file has been needed so far."""
-    rules()
+def get_cause(id: str) -> Cause:
+    """Return a cause of any module, importing all of rules/ first."""
+    exit_rules()
     return CATALOGUE[id]
 
 
-# The line that raised is not the cause: a GPU's errors are noticed later than they happen (the evidence says "noticed at"), and a
-# traced NaN is raised by the training loop that checks for it.
+# The line that raised is not where the cause is: GPU errors are noticed later than they happen (the evidence says "noticed
+# at"), and a traced NaN is raised by the training loop that checks for it.
 _RAISED_ELSEWHERE = ("gpu.", "oom.gpu", "nccl.", "nan.traced")
 
 
-def _is_about(advice: str, printed: str) -> bool:
-    """Return whether advice applies: a line that begins with a quoted message is only for that message."""
+def _applies(advice: str, printed: str) -> bool:
+    """Return whether a fix applies: one that begins with a quoted message is only for that message."""
     quoted = re.match(r'"([^"]+)"', advice)
     return quoted is None or quoted[1] in printed
 
 
-def verdict_of(cause_: Cause, case: Case, found: CauseMatch) -> Verdict:
+def verdict_of(cause: Cause, case: Case, match: CauseMatch) -> Verdict:
+    """Make a verdict of a match. The summary names the line that raised, unless that is not where the cause is."""
     end = case.end
-    where = place(end)
-    printed = "\n".join((found.summary, *found.evidence, end.error.message if end.error else ""))
-    fix = found.fix or tuple(
-        line.replace("{rank}", str(end.rank)).replace("{place}", where)
-        for line in cause_.fix
-        if _is_about(line, printed)
+    where = location(end)
+    printed = "\n".join((match.summary, *match.evidence, end.error.message if end.error else ""))
+    fix = match.fix or tuple(
+        line.replace("{rank}", str(end.rank)).replace("{place}", where) for line in cause.fix if _applies(line, printed)
     )
-    summary = found.summary
-    if end.error is not None and end.error.file and not cause_.id.startswith(_RAISED_ELSEWHERE):
+    summary = match.summary
+    if end.error is not None and end.error.file and not cause.id.startswith(_RAISED_ELSEWHERE):
         line = f"{end.error.file}:{end.error.line}"
         if not any(line in text for text in (summary, *fix)):
             summary += f" at {where}"
     return Verdict(
         "failed",
-        cause_.id,
+        cause.id,
         summary,
         exit_code(end),
         rank=end.rank,
         host=end.host or None,
         gpu=end.label if "GPU" in end.label else None,
-        evidence=tuple(line[:LINE] for line in found.evidence),
-        retryable=cause_.retryable if found.retryable is None else found.retryable,
+        evidence=tuple(line[:MAX_EVIDENCE_LINE] for line in match.evidence),
+        retryable=cause.retryable if match.retryable is None else match.retryable,
         fix=fix,
     )

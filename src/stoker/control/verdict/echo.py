@@ -1,4 +1,4 @@
-"""Is a failure the echo of another rank's? Words that torch, gloo and NCCL use when a peer is gone."""
+"""Tells a rank's own failure from the consequence of another rank's, by the messages of torch, gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _LOST_PEER = (
     r"Watchdog caught collective operation timeout|collective operation timeout|Some NCCL operations have failed or"
     r" timed out"
 )
-# Said in the same words and the same files, and yet the rank's own: a peer's end can't cause these.
-_OWN = (
+# These look the same, but are the rank's own failure: a peer's exit can't cause them.
+_OWN_FAILURE = (
     r"EADDRINUSE|(?i:address already in use)|ncclUnhandledCudaError|unhandled cuda error|Cuda failure|CUDA error|HIP"
     r" error|out of memory|ncclInvalidUsage|"
     r"ncclInvalidArgument|no socket interface found|shared memory segment|Unable to find (address|interface)"
@@ -33,36 +33,42 @@ _TORCH_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 
 
 def is_consequence(end: RankExit) -> bool:
+    """Return whether the rank failed because it lost a peer."""
     if end.error is not None:
         text = end.error.message
-        if re.search(_OWN, text) or lost_worker(end.error):
+        if re.search(_OWN_FAILURE, text) or lost_loader_worker(end.error):
             return False
-        return bool(re.search(_LOST_PEER, text)) or _is_torchs(end.error)
-    # NCCL's watchdog and gloo's threads abort without a Python exception; their last words are in the log.
-    return end.code == -6 and not re.search(_OWN, end.tail) and bool(re.search(_LOST_PEER, end.tail))
+        return bool(re.search(_LOST_PEER, text)) or _is_torch_distributed(end.error)
+    # NCCL's watchdog and gloo's threads abort without a Python exception: their last lines are in the log.
+    return end.code == -6 and not re.search(_OWN_FAILURE, end.tail) and bool(re.search(_LOST_PEER, end.tail))
 
 
-def lost_worker(error: RankError) -> bool:
-    """The pipe to a data-loader worker broke during a batch: the worker is gone, and torch has not noticed yet."""
-    handing_over = (
+def lost_loader_worker(error: RankError) -> bool:
+    """Return whether the pipe to a data-loader worker broke during a batch: the worker died before torch noticed."""
+    transfer = (
         r"torch/multiprocessing/reductions\.py|multiprocessing/(?:connection|resource_sharer|reduction|queues)\.py"
     )
     if error.type not in _BROKEN_PIPES or "Original Traceback" in error.message:
         return False
-    return "torch/utils/data/dataloader.py" in error.traceback and bool(re.search(handing_over, error.traceback))
+    return "torch/utils/data/dataloader.py" in error.traceback and bool(re.search(transfer, error.traceback))
 
 
-def _is_torchs(error: RankError) -> bool:
+def _is_torch_distributed(error: RankError) -> bool:
     return error.type in _TORCH_TYPES and error.module.startswith("torch")
 
 
-def is_collectives(end: RankExit) -> bool:
-    """An echo out of a collective: gloo's RuntimeError, torch's own types. A ConnectionError may be a tracker's."""
-    return is_consequence(end) and (end.error is None or end.error.type == "RuntimeError" or _is_torchs(end.error))
+def is_collective_consequence(end: RankExit) -> bool:
+    """Return whether the rank lost a peer in a collective: gloo's RuntimeError or torch's own types.
+
+    A ConnectionError may come from elsewhere, such as an experiment tracker.
+    """
+    return is_consequence(end) and (
+        end.error is None or end.error.type == "RuntimeError" or _is_torch_distributed(end.error)
+    )
 
 
 def is_mismatch(end: RankExit) -> bool:
-    """gloo found other sizes than its own: it ends the rank that received them, and another rank sent them."""
+    """Return whether gloo ended the rank because it received another size than its own from another rank."""
     text = end.tail if end.code == -6 else ""
     if end.error is not None:
         text = end.error.message
@@ -70,11 +76,11 @@ def is_mismatch(end: RankExit) -> bool:
 
 
 def is_failure(end: RankExit, stopped_at: float = 0.0) -> bool:
-    """It ended badly by itself: not by our signal, nor in answer to it."""
+    """Return whether the rank ended badly by itself: neither by a signal from Stoker nor in response to one."""
     if end.code == 0 or (end.code is None and end.error is None):
         return False
-    answered = end.error is None or (stopped_at > 0 and failure_time(end) >= stopped_at)
-    return not (end.ours and answered)
+    is_response = end.error is None or (stopped_at > 0 and failure_time(end) >= stopped_at)
+    return not (end.ours and is_response)
 
 
 def failure_time(end: RankExit) -> float:
@@ -87,25 +93,28 @@ _WRAPPERS = ("ProcessRaisedException",)  # their own type says nothing: the quot
 
 
 def unquoted(error: RankError) -> RankError:
-    """With the place inside the quoted traceback and what was said there; of a mere wrapper also with the type there."""
+    """Return the error with the location and message of the traceback that it quotes from another process.
+
+    An error that is only a wrapper also takes the type from there. Without a quoted traceback it is returned unchanged.
+    """
     _, quotes, quoted = error.message.rpartition("Traceback (most recent call last):\n")
     frames = _FRAME.findall(quoted) if quotes else []
     if not frames:
         return error
     file, line, function = next((frame for frame in reversed(frames) if not is_library(frame[0])), frames[-1])
-    placed = replace(error, file=file, line=int(line), function=function)
-    ended = _LAST.search(quoted.rstrip()[_after_frames(quoted) :])
-    if ended is None:
-        return placed
-    kind = ended["type"].rpartition(".")[2] if error.type in _WRAPPERS else error.type
-    which = re.search(r"Process (\d+) terminated|in (DataLoader worker process \d+)", error.message)
-    where = "a process that it started" if which is None else which[2] or f"process {which[1]} that it started"
-    first = (ended["message"] or "").partition("\n")[0]
-    return replace(placed, type=kind, message=f"{first} (in {where})\n{error.message.strip()}")
+    located = replace(error, file=file, line=int(line), function=function)
+    exception = _LAST.search(quoted.rstrip()[_end_of_frames(quoted) :])
+    if exception is None:
+        return located
+    kind = exception["type"].rpartition(".")[2] if error.type in _WRAPPERS else error.type
+    match = re.search(r"Process (\d+) terminated|in (DataLoader worker process \d+)", error.message)
+    process = "a process that it started" if match is None else match[2] or f"process {match[1]} that it started"
+    first_line = (exception["message"] or "").partition("\n")[0]
+    return replace(located, type=kind, message=f"{first_line} (in {process})\n{error.message.strip()}")
 
 
-def _after_frames(quoted: str) -> int:
-    """Where the last line begins that is not indented: the exception's own."""
+def _end_of_frames(quoted: str) -> int:
+    """Return where the exception's own line begins: after the last indented line."""
     lines = quoted.rstrip().splitlines(keepends=True)
     for number in range(len(lines) - 1, -1, -1):
         if lines[number].startswith("  "):

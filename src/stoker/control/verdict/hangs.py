@@ -1,4 +1,4 @@
-"""hang.*, rank.busy, and the gloo.* and nccl.* ones in which ranks wait for each other: a rank that lives and does not go on."""
+"""hang.*, rank.busy, and the gloo.* and nccl.* causes in which ranks wait for each other: ranks that live without progress."""
 
 from __future__ import annotations
 
@@ -8,59 +8,59 @@ from typing import Any
 from stoker.contract.evidence import Stall
 from stoker.contract.stack_traces import is_library
 from stoker.contract.units import format_duration, format_ranks, plural, rank_name
-from stoker.control.verdict.catalogue import Family, named, report
+from stoker.control.verdict.catalogue import Family, get_cause, make_report
 
 _SILENT = "no step for longer than max(3 s, 5 × the p99 of its steps); "
 _STACKS = "stacks of all ranks and their workers: attempt-N/stacks.txt in the run directory"
 family = Family(__name__, always=_STACKS, SILENT=_SILENT)
 family.entries("""
 hang.stopped, again: A rank's process is stopped.
-  seen: /proc says state T. The job is stopped for it only when --hang-timeout is over
+  seen: /proc reports state T. The job is only stopped for it when --hang-timeout is over
   unless: it was continued in the meantime, or the whole run is suspended (Ctrl-Z)
-  fix: something stopped it: kill -STOP, a debugger, or a shell that put it in the background; kill -CONT continues it
+  fix: kill -STOP, a debugger, or a shell that put it in the background has stopped it; kill -CONT PID continues it
 hang.debugged: A debugger or tracer holds a rank's process.
-  seen: /proc says state t
+  seen: /proc reports state t
   unless: state T: hang.stopped
-  fix: the run waits for as long as the debugger holds it: continue it there, or detach
-hang.sleep, again: A rank sleeps while the others wait for it.
-  seen: {SILENT}its main thread is in nanosleep and has not entered the collective the others wait in
+  fix: the run waits as long as the debugger holds the process: continue it there, or detach
+hang.sleep, again: A rank is sleeping while the others wait for it.
+  seen: {SILENT}its main thread is in nanosleep and has not entered the collective that the others wait in
   unless: it beats, prints or reports a phase: then it makes progress
   fix: look at {where}
-hang.lock, again: A rank waits for a lock or another of its threads.
-  seen: {SILENT}its main thread is in futex, outside of any collective. Which thread holds the lock is read from the
-      source around the lines of all threads; it is certain where py-spy shows that it is the same object
+hang.lock, again: A rank is waiting for a lock or another of its threads.
+  seen: {SILENT}its main thread is in futex, outside of any collective. The thread that holds the lock is inferred from the
+      source around the lines of all threads; it is certain if py-spy shows that it is the same object
   unless: it is in a collective like the others
-  fix: look at {where}: who holds the lock? a fork while a thread held it is the classic case
-hang.io, again: A rank waits for a file, a pipe or a socket.
-  seen: {SILENT}its main thread is in read, poll, recv, connect, flock or the like. /proc names the file, the lock or the
+  fix: look at {where}: which thread holds the lock? a common reason is a fork while a thread held it
+hang.io, again: A rank is waiting for a file, a pipe or a socket.
+  seen: {SILENT}its main thread is in read, poll, recv, connect, flock or the like. /proc shows the file, the lock or the
       peer's address, and the processes of this host that hold the lock or have the other end open
   unless: bytes move: then it is slow, not stuck
-  fix: look at {where}: what does it read from, and who should write?
-hang.child, again: A rank waits for a process it started.
-  seen: {SILENT}its main thread is in wait4, and a child of it lives; or it reads a pipe that only its children write to.
-      /proc names the child and what that waits for
+  fix: look at {where}: what does it read from, and which process should write?
+hang.child, again: A rank is waiting for a process it started.
+  seen: {SILENT}its main thread is in wait4 and one of its children is alive; or it reads a pipe that only its children
+      write to. /proc shows the child and what that is waiting for
   unless: the child reads, writes, touches new memory, prints, or its stack changes: then it is slow, not stuck (rank.busy)
   fix: look at {where}: give the call a timeout
-hang.gil, again: Native code holds the GIL and does not come back.
+hang.gil, again: Native code holds the GIL and does not return.
   seen: {SILENT}its main thread holds the GIL in every sample and is not running
   unless: another thread holds the GIL in one of the samples
   fix: look at {where}: the native call there must release the GIL, or return
 hang.spin, again: A rank computes and never finishes.
   seen: {SILENT}its main thread uses a core, on the same line with the same local variables in every sample, and enters no
-      collective. If no rank waits for it, it is reported after 10 s
+      collective. If no rank is waiting for it, it is reported after 10 s
   unless: it beats, prints, reads or writes files, touches new memory, or its stack or variables change: then it is
       a long computation (rank.busy)
-  fix: look at {where}: a loop that never ends? before an evaluation, call stoker.phase("eval")
-hang.worker, again: A rank waits for a data-loader worker that is stuck.
+  fix: look at {where}: is it an endless loop? before an evaluation, call stoker.phase("eval")
+hang.worker, again: A rank is waiting for a data-loader worker that is stuck.
   seen: {SILENT}its main thread waits in the DataLoader, and a worker is stopped or inside the data set's own code
-  unless: the workers wait for work themselves: then the rank does not request any
-  fix: look at {where}, in the data set; DataLoader(timeout=60) turns it into an exception
+  unless: the workers are waiting for work themselves: then the rank requests none
+  fix: look at {where}, in the data set; DataLoader(timeout=60) raises an exception instead of waiting forever
 hang.disk: A rank is in uninterruptible sleep.
-  seen: {SILENT}/proc says state D, in both looks
+  seen: {SILENT}/proc reports state D in both inspections
   unless: the state changes: then the disk is slow, not gone
-  fix: a network file system, a disk or a driver does not answer: dmesg; such a process can't be killed, and its GPU is
-      not free until it is gone
-hang.gpu-kernel, again: A GPU kernel does not end.
+  fix: a network file system, a disk or a driver does not answer: see dmesg. Such a process can't be killed, and its GPU
+      stays in use until it is gone
+hang.gpu-kernel, again: A GPU kernel does not finish.
   seen: {SILENT}its main thread waits for the GPU, which is at 100 %, and it is in no collective
   unless: the other ranks have not entered its collective: then they are late, and the kernel is NCCL's
   fix: look at {where}, and at the kernels launched before it (launches are asynchronous): --debug-retry makes them
@@ -70,64 +70,64 @@ hang.place, again: A rank makes no progress, for a reason that can't be seen fro
   unless: any of them
   fix: look at {where}
 hang.op-mismatch: Ranks have entered different operations.
-  seen: the flight recorder: the same number of the same group is another operation on this rank. The rank that differs
-      from most others is blamed; if both sides are equal, the one that left the earlier order of operations; without
-      such an order both are reported and none is blamed
+  seen: the flight recorder shows different operations under the same number of the same group. The rank that differs
+      from most others is blamed; in a tie, the one that left the earlier order of operations; if there is no
+      such order, both are reported and none is blamed
   unless: the operation is done on some rank: then they do match
   fix: look at {where}: every rank of a group must make the same calls in the same order
 hang.shape-mismatch: Ranks have entered the same operation with different shapes.
-  seen: the flight recorder: all_reduce or broadcast of other sizes under the same number, at the same line; gloo may
-      have ended a rank for it (SIGABRT)
+  seen: the flight recorder shows an all_reduce or broadcast of different sizes under the same number, at the same line; gloo
+      may have ended a rank for it (SIGABRT)
   unless: operations whose sizes may differ (gather, all_to_all); another line: gloo.diverged
   fix: look at {where}: the tensors must have one shape and dtype on all ranks; is a last batch shorter here?
 hang.rank-only: Only some ranks have entered a collective: the call depends on the rank.
-  seen: the stacks and the source: the line is inside a condition like `if rank == 0:`, or behind `if rank != 0: return`, and
-      the ranks that it waits for are in neither branch of it: they are in another collective, or have ended
+  seen: the stacks and the source: the line is inside a condition like `if rank == 0:`, or after `if rank != 0: return`, and
+      the ranks it waits for are in no branch of it: they are in another collective, or have ended
   unless: the others are in the other branch: hang.op-mismatch; they are in no collective: then they are late
   fix: look at {where}: all ranks must make this call: move it out of the condition, and keep only the writing of files in it
   fix: saving a sharded model gathers it from all ranks (state_dict(), full_tensor(), save_model(), save_pretrained()): call
       it on every rank, and write the file on one
-hang.together, again: All ranks have entered the same operation and it does not end.
-  seen: the flight recorder: same number, same operation, same shape everywhere; without one, the same stack everywhere.
-      Also ranks that all still connect in init_process_group
+hang.together, again: All ranks have entered the same operation and it does not finish.
+  seen: the flight recorder shows the same number, operation and shape on every rank; without one, the same stack on every
+      rank. Also ranks that are all still connecting in init_process_group
   unless: one of them has not entered it
-  fix: check the connection between the ranks: `stoker doctor` (it finds a name server that does not answer, too), one run with NCCL_DEBUG=INFO; several hosts: firewall,
-      interface names, MTU
+  fix: check the connection between the ranks: `stoker doctor` (it also finds a name server that does not answer), and one
+      run with NCCL_DEBUG=INFO; with several hosts: firewall, interface names, MTU
 """)
 family.entries("""
-rank.busy: A rank works, and finished no step in the time it had.
-  seen: no step for longer than --busy-timeout, or than the process group's timeout of the ranks that wait for it, and evidence
+rank.busy: A rank is working, and finished no step in the time it had.
+  seen: no step for longer than --busy-timeout, or than the process-group timeout of the ranks that wait for it, and evidence
       of work to the end: it printed, read or wrote files, touched new memory, entered other collectives, its stack or
       its local variables changed while it used CPU, or that is true of the processes and threads it waits for
   unless: none of that was seen for --hang-timeout: hang.*
   fix: a long evaluation, download or preparation at {where}: raise --busy-timeout, or call stoker.phase("eval") before it;
-      where torch's timeout ended the waiting ranks, raise that of init_process_group
-  fix: a loop that never ends at {where}: stacks.txt has the lines it was seen at
+      if torch's timeout ended the waiting ranks, raise the timeout of init_process_group
+  fix: an endless loop at {where}: stacks.txt has the lines it was seen at
 """)
-_PARTED = """
+_DIVERGED = """
 {backend}.unequal-batches: A rank had fewer batches than the others and left the loop.
-  seen: the flight recorder: another operation under the same number; the others are in a backward pass, this rank is
+  seen: the flight recorder shows another operation under the same number; the others are in a backward pass, this rank is
       not
   unless: all are in a backward pass: then the model's paths differ
   fix: give every rank the same number of batches: DistributedSampler(drop_last=True), or DDP's join()
   fix: look at {where}
 {backend}.diverged: Ranks are on different paths: each waits in a call the others have not made.
-  seen: the flight recorder: ranks that wait for each other in different groups, or in calls of different sizes at
+  seen: the flight recorder shows ranks that wait for each other in different groups, or in calls of different sizes at
       different lines, or in sends and receives that don't pair. The rank that left the path of most ranks is
-      blamed; if both sides are equal, the one that left the order of earlier steps
+      blamed; in a tie, the one that left the order of earlier steps
   unless: one of them waits for no other rank: then that one is late
-  fix: look at {where}: a branch that depends on the rank, or on data that differs, must not hold a collective
+  fix: look at {where}: a branch that depends on the rank, or on data that differs, must not contain a collective
   fix: seeds and data order must be equal where control flow depends on them
 """
 for _backend in ("gloo", "nccl"):
-    family.entries(_PARTED.replace("{backend}", _backend))
-# By Stall.waits_for: instead of the cause's own advice, which has to fit what was not seen.
+    family.entries(_DIVERGED.replace("{backend}", _backend))
+# By Stall.waits_for. It replaces the cause's own advice, which has to cover every way of waiting.
 _ADVICE_BY_WAIT = {
     "lock-order": "look at {where}: threads that need the same locks must take them in the same order",
-    "own-lock": "look at {where}: a threading.Lock can't be taken twice by one thread: use threading.RLock, or take it once",
+    "own-lock": "look at {where}: one thread can't take a threading.Lock twice: use threading.RLock, or take it once",
     "held-lock": "look at {where}: the thread that holds the lock must release it before it waits for anything",
-    "event": "look at {where}: which thread or process should finish, set or put what this call waits for, and what does it do?",
-    "coroutine": "look at {where}: who should finish what is awaited there? asyncio.wait_for() makes it fail instead",
+    "event": "look at {where}: which thread or process should finish, set or put what this call waits for, and what is it doing?",
+    "coroutine": "look at {where}: what should finish what is awaited there? asyncio.wait_for() makes it fail instead",
     "file-lock": "look at {where}: the holder must release the lock or end; to fail instead, lock with LOCK_NB and a time limit",
     "fifo": "look at {where}: open and serve the other end of the named pipe, or open it with O_NONBLOCK",
     "pipe": "look at {where}: the other end of the pipe must be read, written or closed",
@@ -136,82 +136,79 @@ _ADVICE_BY_WAIT = {
     "child-at-exit": "look at {where}: end the process before the script ends (terminate()), or start it with daemon=True",
     "child-output": "look at {where}: read the child's output before waiting (communicate()), and give the call a timeout",
 }
-_IDS = {"busy": "rank.busy", "kernel": "hang.gpu-kernel", "left": "rank.early-exit"}
+_CAUSES_BY_KIND = {"busy": "rank.busy", "kernel": "hang.gpu-kernel", "left": "rank.early-exit"}
 
 
 def cause_of(stall: Stall) -> str:
     if stall.kind in ("unequal", "diverged"):
-        return f"{stall.backend if stall.backend in ('gloo', 'nccl') else 'gloo'}.{'unequal-batches' if stall.kind == 'unequal' else 'diverged'}"
-    return _IDS.get(stall.kind, f"hang.{stall.kind}")
+        backend = stall.backend if stall.backend in ("gloo", "nccl") else "gloo"
+        return f"{backend}.{'unequal-batches' if stall.kind == 'unequal' else 'diverged'}"
+    return _CAUSES_BY_KIND.get(stall.kind, f"hang.{stall.kind}")
 
 
 def summary(stall: Stall, label: str) -> str:
-    """Return one line: rank 1 (CPU 1) has made no progress since step 20: it sleeps at train.py:31; ranks 0, 2-3 wait for it …"""
-    step = f" after step {stall.step}" if stall.step else " before the first step"
+    """Return one line; `label` is the blamed rank's.
+
+    rank 1 (CPU 1) has made no progress since step 20: it is sleeping at train.py:31; 3 ranks are waiting for it …
+    """
+    after_step = f" after step {stall.step}" if stall.step else " before the first step"
     if stall.parties:
-        return _parted(stall, label, step)
+        return _summarize_parties(stall, label, after_step)
     if stall.rank is None:
         where = f" ({stall.where})" if stall.where else ""
         return f"no rank has made progress for {stall.silent_s:.0f} s: {stall.detail}{where}"
+    ranks = _blamed(stall, label)
     if stall.kind == "spin" and not stall.waiting:
         at = f" at {stall.where}" if stall.where else ""
-        return f"{_who(stall, label)} has made no step for {stall.silent_s:.0f} s{step}: {stall.detail}{at}"
+        return f"{ranks} has made no step for {stall.silent_s:.0f} s{after_step}: {stall.detail}{at}"
     at = f" at {stall.where}" if stall.where and stall.where not in stall.detail else ""
-    who, others = _who(stall, label), ""
+    others = ""
     if stall.waiting:
-        names = f"rank {stall.waiting[0]}" if len(stall.waiting) == 1 else f"{plural(len(stall.waiting), 'rank')}"
+        count = len(stall.waiting)
+        waiting = f"rank {stall.waiting[0]} is" if count == 1 else f"{plural(count, 'rank')} are"
         inside = f" in {stall.operation}" if stall.operation else ""
-        others = f"; {names} wait{'s' if len(stall.waiting) == 1 else ''} for it{inside}"
+        others = f"; {waiting} waiting for it{inside}"
     if stall.kind == "rank-only":
-        gone = f"; {format_ranks(stall.waiting)} did not come to it"
         inside = f", inside `{stall.detail}`" if stall.detail else ""
-        return f"{who} entered a collective alone{step}{inside}: {stall.operation}{at}{gone}"
+        missing = f"; {format_ranks(stall.waiting)} did not enter it"
+        return f"{ranks} entered a collective alone{after_step}{inside}: {stall.operation}{at}{missing}"
     if stall.kind == "left":
-        return f"{who} ended with exit code 0{step}{others}{at}"
+        return f"{ranks} ended with exit code 0{after_step}{others}{at}"
     have = "has" if len(stall.ranks) < 2 else "have"
     if stall.kind == "busy":
-        return f"{who} {have} been busy for {format_duration(stall.silent_s)} without finishing a step: {stall.detail}{at}{others}"
+        duration = format_duration(stall.silent_s)
+        return f"{ranks} {have} been busy for {duration} without finishing a step: {stall.detail}{at}{others}"
     since = f"made no progress since step {stall.step}" if stall.step else "not finished the first step"
-    return f"{who} {have} {since}: {stall.detail}{at}{others}"
+    return f"{ranks} {have} {since}: {stall.detail}{at}{others}"
 
 
-def _parted(stall: Stall, label: str, step: str) -> str:
-    """rank 1 (CPU1) left the path of ranks 0, 2-3 after step 20: it entered gloo:barrier at train.py:31 …"""
-    each = [
-        f"{_they(stall, ranks)} entered {entered}{f' at {where}' if where else ''}"
-        for ranks, entered, where in stall.parties[:4]
-    ]
-    more = f"; and {len(stall.parties) - 4} more ways" if len(stall.parties) > 4 else ""
+def _summarize_parties(stall: Stall, label: str, after_step: str) -> str:
+    """Return: rank 1 (CPU 1) diverged from ranks 0, 2-3 after step 20: it entered gloo:barrier at train.py:31 …"""
+    entries = []
+    for ranks, entered, where in stall.parties[:4]:
+        subject, verb = "it" if ranks == (stall.rank,) else format_ranks(ranks), "entered"
+        if stall.rank is None and stall.detail == "messages":
+            verb = "is waiting in" if len(ranks) == 1 else "are waiting in"
+        entries.append(f"{subject} {verb} {entered}{f' at {where}' if where else ''}")
+    more = f"; and {len(stall.parties) - 4} more calls" if len(stall.parties) > 4 else ""
+    calls = "; ".join(entries) + more
     if stall.rank is None:
-        everybody = format_ranks(rank for ranks, _, _ in stall.parties for rank in ranks)
+        all_ranks = format_ranks(rank for ranks, _, _ in stall.parties for rank in ranks)
         if stall.detail == "messages":
-            circle = "; ".join(each).replace(" entered ", " waits in ")
-            return f"{everybody} wait for each other{step}: {circle}{more}"
-        paths = f"{everybody} took different paths{step}: {'; '.join(each)}{more}"
-        return f"{paths}; which of them is wrong can't be seen from outside"
+            return f"{all_ranks} are waiting for each other{after_step}: {calls}"
+        return f"{all_ranks} diverged{after_step}: {calls}; which of them is wrong can't be seen from outside"
     others = format_ranks(stall.waiting)
+    condition = f", inside `{stall.detail}`" if stall.detail else ""
     what = {
-        "rank-only": f"entered a collective alone{step}{f', inside `{stall.detail}`' if stall.detail else ''}",
-        "unequal": f"left the training loop{step}, with fewer batches than {others}",
-        "shape-mismatch": f"uses another {stall.detail or 'size'} than {others}{step}",
-    }.get(stall.kind, f"left the path of {others}{step}")
-    return f"{_who(stall, label)} {what}: {'; '.join(each)}{more}"
+        "rank-only": f"entered a collective alone{after_step}{condition}",
+        "unequal": f"left the training loop{after_step}, with fewer batches than {others}",
+        "shape-mismatch": f"uses another {stall.detail or 'size'} than {others}{after_step}",
+    }.get(stall.kind, f"diverged from {others}{after_step}")
+    return f"{_blamed(stall, label)} {what}: {calls}"
 
 
-def _who(stall: Stall, label: str) -> str:
+def _blamed(stall: Stall, label: str) -> str:
     return rank_name(stall.rank, label) + (f" and {len(stall.ranks) - 1} more" if len(stall.ranks) > 1 else "")
-
-
-def _they(stall: Stall, ranks: tuple[int, ...]) -> str:
-    return "it" if ranks == (stall.rank,) else format_ranks(ranks)
-
-
-def _places(stall: Stall) -> str:
-    """The guilty rank's line first; where ranks went different ways, those of the others, too: a call that a rank skipped
-    is where the others are.
-    """
-    others = [where for _, _, where in stall.parties[:4]]
-    return ", and at ".join(dict.fromkeys(filter(None, (stall.where, *others))))
 
 
 _THREAD_CRASH = re.compile(
@@ -219,7 +216,7 @@ _THREAD_CRASH = re.compile(
 )
 
 
-def _crashed_thread(printed: str) -> str:
+def _find_crashed_thread(printed: str) -> str:
     """Return what ended a thread of the rank, from the traceback that Python prints for it; empty if there is none."""
     crashes = list(_THREAD_CRASH.finditer(printed))
     if not crashes:
@@ -235,44 +232,46 @@ _MESSAGE = re.compile(r"\bi?(?:send|recv)\b")
 _SAVES_SHARDS = re.compile(r"state_dict|full_tensor|save_model|save_pretrained")
 
 
-def _advice(stall: Stall) -> tuple[str, ...]:
-    """Return what to do, of the cause's advice what applies to this program."""
+def _choose_advice(stall: Stall) -> tuple[str, ...]:
+    """Return what to do: of the cause's advice, what applies to this program."""
     if stall.waits_for in _ADVICE_BY_WAIT:
         return (_ADVICE_BY_WAIT[stall.waits_for], _STACKS)
-    advice = named(cause_of(stall)).fix
+    advice = get_cause(cause_of(stall)).fix
     if stall.detail == "messages":
-        return (
-            "look at {where}: of two ranks one must send first and the other receive first; or use isend, irecv or"
-            " batch_isend_irecv",
-        )
+        order = "of two ranks one must send first and the other receive first"
+        return (f"look at {{where}}: {order}; or use isend, irecv or batch_isend_irecv",)
     if stall.kind == "diverged" and any(_MESSAGE.search(entered) for _, entered, _ in stall.parties):
-        pairs = (
-            "look at {where}: each send needs a receive on its peer, with the same group and tag and in the same order"
-        )
-        return (pairs, _STACKS)
+        pairs = "each send needs a receive on its peer, with the same group and tag and in the same order"
+        return (f"look at {{where}}: {pairs}", _STACKS)
     if stall.kind == "shape-mismatch" and stall.detail == "dtype":
-        where = "look at {where}: the tensors must have one dtype on all ranks"
-        return (f"{where}; or the ranks are in different calls below it: does one leave its loop earlier?", _STACKS)
+        dtype = "look at {where}: the tensors must have one dtype on all ranks"
+        return (f"{dtype}; or the ranks are in different calls below it: does one leave its loop earlier?", _STACKS)
     if stall.kind == "rank-only" and not any(_SAVES_SHARDS.search(line) for line in stall.evidence):
         return tuple(line for line in advice if not line.startswith("saving a sharded model"))
     return advice
 
 
 def trouble(stall: Stall, label: str, why: str, printed: str = "") -> dict[str, Any]:
-    """Stoker stops the job for it. `printed`: the guilty rank's last lines: its workers' end may be in them."""
-    more = {"rank": stall.rank, "at_once": True, "where": stall.where, "step": stall.step}
+    """Return the report of a stall for which Stoker stops the job.
+
+    `why` it is stopped now. `printed` is the blamed rank's last output, which may hold the end of a thread or worker.
+    """
+    fields = {"rank": stall.rank, "at_once": True, "where": stall.where, "step": stall.step}
     lacking = "a step" if stall.kind == "busy" else "progress"
     stopped = f"the job was stopped after {stall.silent_s:.1f} s without {lacking}: {why}"
-    full = [line for line in printed.splitlines() if "unable to allocate shared memory(shm)" in line]
-    if full and stall.kind == "worker":
-        told = f"{rank_name(stall.rank, label)} waits for data its workers could not put into /dev/shm: it is full"
-        return report("data.shm", told, [full[0].strip()[:300], stopped, *stall.evidence], **more)
-    crashed = _crashed_thread(printed) if stall.kind in ("lock", "place") else ""
-    if crashed:
-        told = f"{summary(stall, label)}; before that {crashed}"
-        more_fix = [f"look at {stall.where}: what it waits for may have been the work of that thread"]
-        return report(cause_of(stall), told, [stopped, *stall.evidence], fix=more_fix, **more)
-    place = _places(stall) or "the stacks"
-    fix = [line.replace("{where}", place).replace("{rank}", str(stall.rank)) for line in _advice(stall)]
+    shm_errors = [line for line in printed.splitlines() if "unable to allocate shared memory(shm)" in line]
+    if shm_errors and stall.kind == "worker":
+        rank = rank_name(stall.rank, label)
+        text = f"{rank} is waiting for data that its workers could not put into /dev/shm: it is full"
+        return make_report("data.shm", text, [shm_errors[0].strip()[:300], stopped, *stall.evidence], **fields)
+    crashed_thread = _find_crashed_thread(printed) if stall.kind in ("lock", "place") else ""
+    if crashed_thread:
+        text = f"{summary(stall, label)}; before that {crashed_thread}"
+        fix = [f"look at {stall.where}: it may be waiting for work of that thread"]
+        return make_report(cause_of(stall), text, [stopped, *stall.evidence], fix=fix, **fields)
+    # The blamed rank's line first, then those of the others: the call that a rank skipped is where the others are.
+    lines = dict.fromkeys(filter(None, (stall.where, *(where for _, _, where in stall.parties[:4]))))
+    where = ", and at ".join(lines) or "the stacks"
+    fix = [line.replace("{where}", where).replace("{rank}", str(stall.rank)) for line in _choose_advice(stall)]
     evidence = [stopped if stall.silent_s else why, *stall.evidence]
-    return report(cause_of(stall), summary(stall, label), evidence, fix=fix, **more)
+    return make_report(cause_of(stall), summary(stall, label), evidence, fix=fix, **fields)

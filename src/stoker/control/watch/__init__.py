@@ -1,1 +1,1 @@
-"""The ranks' signals become evidence: progress, a stall and its culprit, stragglers, bad numbers. Pure."""
+"""Turns the ranks' signals into evidence: progress, stalls and their culprit, stragglers, bad losses. Pure."""

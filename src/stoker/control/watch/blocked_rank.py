@@ -1,6 +1,6 @@
-"""Words what a rank is blocked on inside itself: a lock of another thread, a child, a file lock, a pipe or a socket. Pure.
+"""Describes what a rank is blocked on inside itself: a thread's lock, a child, a file lock, a pipe or a socket. Pure.
 
-What the kernel says is worded as a fact. What is only read from the source around a thread's line is worded as likely.
+What the kernel reports is stated as a fact. What is only inferred from the source around a thread's line is hedged.
 """
 
 from __future__ import annotations
@@ -9,232 +9,233 @@ from collections.abc import Iterable, Mapping
 
 from stoker.contract.frozen import frozen
 from stoker.control.watch import stack_frames
-from stoker.control.watch.rank_inspection import BlockedOn, Frame, LockUse, OtherProcess, RankInspection, Thread, Worker
+from stoker.control.watch.rank_inspection import (
+    BlockedOn,
+    Frame,
+    InspectionSet,
+    LockUse,
+    OtherProcess,
+    RankInspection,
+    Thread,
+    Worker,
+)
 
-_COMMAND = 60  # characters of a command line in a sentence
-_STANDARD = ("its standard input", "its standard output", "its standard error")
-_BUSY = 0.5  # of a core
+_MAX_COMMAND = 60  # characters of a command line in a sentence
+_STANDARD_STREAMS = ("its standard input", "its standard output", "its standard error")
+_BUSY_CPU = 0.5  # cores
 
 
 @frozen
-class InnerWait:
+class BlockedWait:
     kind: str  # of the stall: lock, io, child
-    detail: str  # it waits at train.py:12, in load, for …
-    about: str  # Stall.waits_for
-    frame: Frame | None = None  # the line to look at, where it is not the main thread's
+    detail: str  # it is waiting at train.py:12, in load, for …
+    waits_for: str  # Stall.waits_for
+    frame: Frame | None = None  # the line to look at, if it is not the main thread's
 
 
-def explain_blocked(one: RankInspection, snapshots: Mapping[int, RankInspection]) -> InnerWait | None:
-    """Return what the main thread waits for, or None if no more is known than its system call."""
-    if stack_frames.at_shutdown(one.main):
+def explain_blocked(inspection: RankInspection, inspections: InspectionSet) -> BlockedWait | None:
+    """Return what the main thread waits for, or None if no more than its system call is known."""
+    if stack_frames.at_shutdown(inspection.main):
         return None
-    frame = stack_frames.users_frame(one.main)
-    at = f" at {frame}," if frame is not None and stack_frames.is_users(frame) else ""
-    if one.syscall == "futex" or "futex" in one.wchan:
-        return _lock(one)
-    if one.syscall in ("wait4", "waitid") or one.wchan == "do_wait":
-        return _child(one, at)
-    named = [wait for wait in one.blocked if wait.name or wait.kind == "pipe"]
-    if not named and any("/asyncio/" in frame.file for frame in one.main):
-        return InnerWait("io", f"it waits{at} in the event loop of asyncio: nothing it awaits finishes", "coroutine")
+    frame = stack_frames.script_frame(inspection.main)
+    at = f" at {frame}," if frame is not None and stack_frames.is_script(frame) else ""
+    if inspection.syscall == "futex" or "futex" in inspection.wchan:
+        return _explain_lock(inspection)
+    if inspection.syscall in ("wait4", "waitid") or inspection.wchan == "do_wait":
+        return _explain_child(inspection, at)
+    named = [wait for wait in inspection.blocked if wait.name or wait.kind == "pipe"]
+    if not named and any("/asyncio/" in frame.file for frame in inspection.main):
+        return BlockedWait("io", f"it is waiting{at} in asyncio's event loop: nothing it awaits finishes", "coroutine")
     if not named:
         return None
-    # poll() may name several; one whose other end is in another process says most
-    wait = max(named, key=lambda wait: any(not _is_self(other, one.rank) for other in wait.others))
+    # poll() may wait for several: one whose other end is in another process says most.
+    rank = inspection.rank
+    wait = max(named, key=lambda wait: any(not _is_rank_itself(other, rank) for other in wait.others))
     if wait.kind == "pipe" and not wait.writes:
-        children = [other for other in wait.others if other.rank == one.rank and not other.is_rank]
-        if children and len(children) == len([other for other in wait.others if not _is_self(other, one.rank)]):
-            doing = _doing(children[0].pid, one)
-            return InnerWait(
-                "child", f"it waits{at} for the output of its child {_process(children[0])}{doing}", "child-output"
-            )
-    about = {"lock": "file-lock", "file": ""}.get(wait.kind, wait.kind)
-    return InnerWait("io", f"it waits{at} {_purpose(wait, one.rank, snapshots)}", about)
+        others = [other for other in wait.others if not _is_rank_itself(other, rank)]
+        children = [other for other in wait.others if other.rank == rank and not other.is_rank]
+        if children and len(children) == len(others):
+            child = f"{_describe_process(children[0])}{_describe_activity(children[0].pid, inspection)}"
+            return BlockedWait("child", f"it is waiting{at} for the output of its child {child}", "child-output")
+    waits_for = {"lock": "file-lock", "file": ""}.get(wait.kind, wait.kind)
+    return BlockedWait("io", f"it is waiting{at} {_describe_wait(wait, rank, inspections)}", waits_for)
 
 
-def unseen(snapshots: Mapping[int, RankInspection], accused: int | None) -> list[str]:
-    """Return one line for each thing about the accused rank that could not be read, and for each rank without a stack."""
+def describe_unreadable(inspections: InspectionSet, accused: int | None) -> list[str]:
+    """Return a line for each rank without a stack, and for each thing about the accused rank that could not be read."""
     lines = [
-        f"the stack of rank {rank} could not be read: {one.stacks_unseen}"
-        for rank, one in sorted(snapshots.items())
-        if one.stacks_unseen and not one.main
+        f"the stack of rank {rank} could not be read: {inspection.stacks_unseen}"
+        for rank, inspection in sorted(inspections.items())
+        if inspection.stacks_unseen and not inspection.main
     ]
-    one = snapshots.get(accused) if accused is not None else None
-    if one is not None and one.wait_unseen and one.state not in "Z":
-        lines.append(f"the system call of rank {accused} could not be read: {one.wait_unseen}")
-    if one is not None and any(wait.hidden and not wait.others for wait in one.blocked):
-        hidden = max(wait.hidden for wait in one.blocked)
-        lines.append(f"the open files of {hidden} processes could not be read: the other end may be in one of them")
+    inspection = inspections.get(accused) if accused is not None else None
+    if inspection is not None and inspection.wait_unseen and inspection.state not in "Z":
+        lines.append(f"the system call of rank {accused} could not be read: {inspection.wait_unseen}")
+    if inspection is not None and any(wait.hidden and not wait.others for wait in inspection.blocked):
+        hidden = max(wait.hidden for wait in inspection.blocked)
+        lines.append(f"the open files of {hidden} processes could not be read: one of them may have the other end")
     return lines
 
 
 # ---- locks of threads ----
 
 
-def _lock(one: RankInspection) -> InnerWait | None:
-    threads = _steady_threads(one)
+def _explain_lock(inspection: RankInspection) -> BlockedWait | None:
+    """Follow the chain from the main thread's lock to its holder, and on, until it ends or closes a circle."""
+    threads = _steady_threads(inspection)
     main = next((thread for thread in threads if thread.main), None)
-    wanted = _wanted(main) if main is not None else None
-    if main is None or wanted is None:
-        return _waiting_threads(one, threads)
-    held, holder = _holder(wanted, main, threads)
+    awaited = _awaited_lock(main) if main is not None else None
+    if main is None or awaited is None:
+        return _describe_threads(inspection, threads)
+    held, holder = _find_holder(awaited, main, threads)
     if held is None or holder is None:
-        return _waiting_threads(one, threads)
-    certain = bool(wanted.key) and wanted.key == held.key
+        return _describe_threads(inspection, threads)
+    certain = bool(awaited.key) and awaited.key == held.key
+    lock = f"it is waiting at {awaited.where}, for {awaited.text}, which"
     if holder is main:
         has = "already holds" if certain else "seems to hold already"
-        taken = f"at {held.where}"
-        return InnerWait(
-            "lock", f"it waits at {wanted.where}, for {wanted.text}, which the same thread {has} {taken}", "own-lock"
-        )
-    chain, links = [main], [(main, wanted)]
-    current, proven = holder, certain
+        return BlockedWait("lock", f"{lock} the same thread {has} at {held.where}", "own-lock")
+    chain, links = [main], [(main, awaited)]
+    current, all_certain = holder, certain
     while current not in chain:
         chain.append(current)
-        next_wanted = _wanted(current)
-        if next_wanted is None:
+        next_awaited = _awaited_lock(current)
+        if next_awaited is None:
             break
-        links.append((current, next_wanted))
-        next_held, next_holder = _holder(next_wanted, current, threads)
+        links.append((current, next_awaited))
+        next_held, next_holder = _find_holder(next_awaited, current, threads)
         if next_held is None or next_holder is None or next_holder is current:
             break
-        proven = proven and bool(next_held.key) and next_held.key == next_wanted.key
+        all_certain = all_certain and bool(next_held.key) and next_held.key == next_awaited.key
         if next_holder in chain:
             circle = links[chain.index(next_holder) :]
-            each = "; ".join(
-                f"{_name(thread)} waits for {use.text} at {use.where}{_inside(thread, use)}" for thread, use in circle
+            waits = "; ".join(
+                f"{_thread_name(thread)} is waiting for {use.text} at {use.where}{_inside_lock(thread, use)}"
+                for thread, use in circle
             )
-            verb = "wait" if proven else "seem to wait"
-            return InnerWait(
-                "lock", f"{len(circle)} of its threads {verb} for each other's locks: {each}", "lock-order"
-            )
+            verb = "are waiting" if all_certain else "seem to be waiting"
+            detail = f"{len(circle)} of its threads {verb} for each other's locks: {waits}"
+            return BlockedWait("lock", detail, "lock-order")
         current = next_holder
-    now = f", now at {stack_frames.users_frame(holder.frames)}" if holder.frames else ""
+    now = f", now at {stack_frames.script_frame(holder.frames)}" if holder.frames else ""
     holds = "holds" if certain else "seems to hold"
-    return InnerWait(
-        "lock", f"it waits at {wanted.where}, for {wanted.text}, which {_name(holder)} {holds}{now}", "held-lock"
-    )
+    return BlockedWait("lock", f"{lock} {_thread_name(holder)} {holds}{now}", "held-lock")
 
 
-def _steady_threads(one: RankInspection) -> list[Thread]:
+def _steady_threads(inspection: RankInspection) -> list[Thread]:
     """Return the threads that were at the same line in every sample: the others are not blocked."""
-    if not one.samples:
+    if not inspection.samples:
         return []
-    always = set.intersection(*({_line(thread) for thread in threads} for threads in one.samples))
-    return [thread for thread in one.samples[-1] if _line(thread) in always]
+    steady = set.intersection(*({_position(thread) for thread in threads} for threads in inspection.samples))
+    return [thread for thread in inspection.samples[-1] if _position(thread) in steady]
 
 
-def _line(thread: Thread) -> tuple[bool, str, tuple[tuple[str, int], ...]]:
+def _position(thread: Thread) -> tuple[bool, str, tuple[tuple[str, int], ...]]:
     return thread.main, thread.name, tuple((frame.file, frame.line) for frame in thread.frames)
 
 
-def _wanted(thread: Thread) -> LockUse | None:
+def _awaited_lock(thread: Thread) -> LockUse | None:
     return next((use for use in thread.locks if not use.held), None)
 
 
-def _holder(wanted: LockUse, waiter: Thread, threads: Iterable[Thread]) -> tuple[LockUse | None, Thread | None]:
-    """Return who holds a lock: best by the object itself, else by its name."""
+def _find_holder(awaited: LockUse, waiter: Thread, threads: Iterable[Thread]) -> tuple[LockUse | None, Thread | None]:
+    """Return which thread holds a lock, and where: by the object itself if it is known, else by the lock's name."""
     uses = [(use, thread) for thread in threads for use in thread.locks if use.held]
     for use, thread in uses:
-        if use.key and use.key == wanted.key:
+        if use.key and use.key == awaited.key:
             return use, thread
     for use, thread in uses:
-        unknown = not (use.key and wanted.key)
-        if unknown and thread is not waiter and _last_name(use.text) == _last_name(wanted.text):
+        unknown = not (use.key and awaited.key)
+        if unknown and thread is not waiter and use.text.rpartition(".")[2] == awaited.text.rpartition(".")[2]:
             return use, thread
-    # The same text in another frame of the waiter may be another object's lock: only in the same function is it likely.
+    # The same text in another frame of the waiter may be another object's lock: it is only likely in the same function.
     for use, thread in uses:
-        same = thread is waiter and (use.text, use.file, use.name) == (wanted.text, wanted.file, wanted.name)
-        if same and not (use.key and wanted.key):
+        same = thread is waiter and (use.text, use.file, use.name) == (awaited.text, awaited.file, awaited.name)
+        if same and not (use.key and awaited.key):
             return use, thread
     return None, None
 
 
-def _last_name(text: str) -> str:
-    return text.rpartition(".")[2]
-
-
-def _inside(thread: Thread, wanted: LockUse) -> str:
+def _inside_lock(thread: Thread, awaited: LockUse) -> str:
     held = next((use for use in thread.locks if use.held), None)
-    return f", inside `with {held.text}`" if held is not None and held.text != wanted.text else ""
+    return f", inside `with {held.text}`" if held is not None and held.text != awaited.text else ""
 
 
-def _name(thread: Thread) -> str:
+def _thread_name(thread: Thread) -> str:
     if thread.main:
         return "its main thread"
     return f"its thread {thread.name}" if thread.name else "another of its threads"
 
 
-def _waiting_threads(one: RankInspection, threads: list[Thread]) -> InnerWait | None:
-    """Describe where the script's threads wait, when no holder is known."""
-    frame = stack_frames.users_frame(one.main)
-    others = [thread for thread in threads if not thread.main and any(map(stack_frames.is_users, thread.frames))]
-    inside = stack_frames.waits_for_threads(one)
-    if frame is None or not (others or inside):
+def _describe_threads(inspection: RankInspection, threads: list[Thread]) -> BlockedWait | None:
+    """Return where the script's threads wait, if it is unknown which thread holds the lock."""
+    frame = stack_frames.script_frame(inspection.main)
+    others = [thread for thread in threads if not thread.main and any(map(stack_frames.is_script, thread.frames))]
+    in_threading = stack_frames.waits_for_threads(inspection)
+    if frame is None or not (others or in_threading):
         return None
-    each = [f"{_name(thread)} is at {stack_frames.users_frame(thread.frames)}" for thread in others[:3]]
+    positions = [f"{_thread_name(thread)} is at {stack_frames.script_frame(thread.frames)}" for thread in others[:3]]
     more = f", and {len(others) - 3} more" if len(others) > 3 else ""
-    there = f"; {', '.join(each)}{more}" if each else ""
-    if not inside:
-        return InnerWait("lock", f"it waits at {frame}, for a lock or another thread{there}", "")
-    call = one.main[max(one.main.index(frame) - 1, 0)]
-    return InnerWait("lock", f"it waits in {call.name}(), called at {frame}{there}", "event")
+    elsewhere = f"; {', '.join(positions)}{more}" if positions else ""
+    if not in_threading:
+        return BlockedWait("lock", f"it is waiting at {frame}, for a lock or another thread{elsewhere}", "")
+    call = inspection.main[max(inspection.main.index(frame) - 1, 0)]
+    return BlockedWait("lock", f"it is waiting in {call.name}(), called at {frame}{elsewhere}", "event")
 
 
 # ---- children ----
 
 
-def _child(one: RankInspection, at: str) -> InnerWait | None:
-    below = {worker.pid: worker for worker in one.workers}
-    direct = [worker for worker in one.workers if worker.parent not in below and worker.state != "Z"]
-    child = below.get(one.awaited_pid) or (direct[0] if direct else None)
+def _explain_child(inspection: RankInspection, at: str) -> BlockedWait | None:
+    workers = {worker.pid: worker for worker in inspection.workers}
+    direct = [worker for worker in inspection.workers if worker.parent not in workers and worker.state != "Z"]
+    child = workers.get(inspection.awaited_pid) or (direct[0] if direct else None)
     if child is None:
         return None
-    if child.pid != one.awaited_pid and len(direct) > 1:
-        each = ", ".join(f"process {worker.pid}{_command(worker.command)}" for worker in direct[:3])
+    if child.pid != inspection.awaited_pid and len(direct) > 1:
+        processes = ", ".join(f"process {worker.pid}{_command(worker.command)}" for worker in direct[:3])
         more = ", …" if len(direct) > 3 else ""
-        return InnerWait(
-            "child", f"it waits{at} for the end of a child process; {len(direct)} are alive: {each}{more}", ""
-        )
-    ended = "its script has ended, and Python" if stack_frames.in_exit_handlers(one.main) else "it"
-    detail, about = f"{ended} waits{at} for its child process {child.pid}{_command(child.command)}", ""
+        detail = f"it is waiting{at} for a child process to exit; {len(direct)} are alive: {processes}{more}"
+        return BlockedWait("child", detail, "")
+    at_exit = stack_frames.in_exit_handlers(inspection.main)
+    subject = "its script has ended, and Python" if at_exit else "it"
+    detail = f"{subject} is waiting{at} for its child process {child.pid}{_command(child.command)}"
     for _ in range(3):
-        own = [worker for worker in one.workers if worker.parent == child.pid and worker.state != "Z"]
-        next_child = below.get(child.awaited_pid) or (own[0] if len(own) == 1 else None)
+        grandchildren = [worker for worker in inspection.workers if worker.parent == child.pid and worker.state != "Z"]
+        next_child = workers.get(child.awaited_pid) or (grandchildren[0] if len(grandchildren) == 1 else None)
         if next_child is None or child.syscall not in ("wait4", "waitid"):
             break
         child = next_child
-        detail += f", which waits for process {child.pid}{_command(child.command)}"
-    wait = child.blocked[0] if child.blocked else None
-    if wait is not None and wait.kind in ("pipe", "fifo") and any(_is_self(other, one.rank) for other in wait.others):
-        about = "child-output" if wait.writes else "child-input"
-    at_exit = stack_frames.in_exit_handlers(one.main)
-    return InnerWait(
-        "child",
-        detail + _doing(child.pid, one),
-        "child-at-exit" if at_exit else about,
-        stack_frames.users_frame(child.frames) if at_exit else None,
-    )
+        detail += f", which is waiting for process {child.pid}{_command(child.command)}"
+    detail += _describe_activity(child.pid, inspection)
+    if at_exit:
+        return BlockedWait("child", detail, "child-at-exit", stack_frames.script_frame(child.frames))
+    waits_for = ""
+    for wait in child.blocked[:1]:
+        if wait.kind in ("pipe", "fifo") and any(_is_rank_itself(other, inspection.rank) for other in wait.others):
+            waits_for = "child-output" if wait.writes else "child-input"
+    return BlockedWait("child", detail, waits_for)
 
 
-def _doing(pid: int, one: RankInspection) -> str:
-    """Return what a child does, as a relative clause; empty if it was not seen."""
-    child: Worker | None = next((worker for worker in one.workers if worker.pid == pid), None)
+def _describe_activity(pid: int, inspection: RankInspection) -> str:
+    """Return what a child is doing, as a relative clause; empty if it was not seen."""
+    child: Worker | None = next((worker for worker in inspection.workers if worker.pid == pid), None)
     if child is None:
         return ""
-    frame = stack_frames.users_frame(child.frames)
+    frame = stack_frames.script_frame(child.frames)
     at = f" at {frame}" if frame is not None else ""
     states = {"T": "is stopped", "t": "is held by a debugger", "D": "is in uninterruptible sleep", "Z": "has ended"}
     if child.state in states:
-        return f", which {states[child.state]}{f' ({child.wchan})' if child.state == 'D' and child.wchan else ''}{at}"
+        channel = f" ({child.wchan})" if child.state == "D" and child.wchan else ""
+        return f", which {states[child.state]}{channel}{at}"
     if child.blocked:
-        return f", which waits{at} {_purpose(child.blocked[0], one.rank, {}, child.pid)}"
+        return f", which is waiting{at} {_describe_wait(child.blocked[0], inspection.rank, {}, child.pid)}"
     if "nanosleep" in child.syscall or "nanosleep" in child.wchan:
-        return f", which sleeps{at}"
-    if child.cpu > _BUSY:
-        return f", which computes{at} ({child.cpu:.1f} cores)"
+        return f", which is sleeping{at}"
+    if child.cpu > _BUSY_CPU:
+        return f", which is computing{at} ({child.cpu:.1f} cores)"
     if child.syscall in ("wait4", "waitid"):
-        return f", which waits{at} for a child of its own"
+        return f", which is waiting{at} for a child of its own"
     inside = child.syscall if child.syscall not in ("", "running") else child.wchan
     return f", which is in {inside}{at}" if inside else ""
 
@@ -242,84 +243,89 @@ def _doing(pid: int, one: RankInspection) -> str:
 # ---- files, pipes and sockets ----
 
 
-def _purpose(wait: BlockedOn, rank: int, snapshots: Mapping[int, RankInspection], waiter: int = 0) -> str:
-    """Return what a process waits for: "to read from the named pipe /tmp/a, which process 7 (cat) has open for writing"."""
-    owners = _others(wait, rank, snapshots, waiter)
+def _describe_wait(wait: BlockedOn, rank: int, inspections: Mapping[int, RankInspection], waiter: int = 0) -> str:
+    """Return what a process waits for: "to read from the named pipe /tmp/a, which process 7 (cat) has open for writing".
+
+    `waiter` is the pid of the process if it is a child of the rank.
+    """
+    others = _describe_others(wait, rank, inspections, waiter)
     if wait.kind == "lock":
-        holds = f"which {owners} {_verb(wait, 'holds', 'hold')}" if owners else "whose holder could not be seen"
-        return f"for the lock on {wait.name}, {holds}"
+        holder = f"which {others} {_verb(wait, 'holds', 'hold')}" if others else "whose holder could not be seen"
+        return f"for the lock on {wait.name}, {holder}"
     if wait.kind == "socket":
-        return _for_socket(wait, owners)
+        return _describe_socket(wait, others)
     if wait.kind == "file":
         return f"in {wait.call} on {wait.name}"
-    kind = f"the named pipe {wait.name}" if wait.kind == "fifo" else _pipe(wait.fd)
+    pipe = f"the named pipe {wait.name}"
+    if wait.kind != "fifo":
+        pipe = f"{_STANDARD_STREAMS[wait.fd]}, a pipe" if 0 <= wait.fd < 3 else "a pipe"
     if wait.call == "open":
-        other = "reading" if wait.writes else "writing"
-        return f"to open {kind}: no process on this host has it open for {other}"
+        missing = "reading" if wait.writes else "writing"
+        return f"to open {pipe}: no process on this host has it open for {missing}"
     has = _verb(wait, "has", "have")
     if wait.writes:
-        reads = f"{owners} {has} it open for reading" if owners else "its reader could not be seen"
-        return f"to write to {kind}: the pipe is full, and {reads}"
-    if not owners:
-        return f"to read from {kind}, whose writer could not be seen"
+        reader = f"{others} {has} it open for reading" if others else "its reader could not be seen"
+        return f"to write to {pipe}: the pipe is full, and {reader}"
+    if not others:
+        return f"to read from {pipe}, whose writer could not be seen"
     which = ", which" if wait.kind == "fifo" else " that"
-    return f"to read from {kind}{which} {owners} {has} open for writing"
+    return f"to read from {pipe}{which} {others} {has} open for writing"
 
 
-def _pipe(fd: int) -> str:
-    return f"{_STANDARD[fd]}, a pipe" if 0 <= fd < 3 else "a pipe"
-
-
-def _for_socket(wait: BlockedOn, owners: str) -> str:
-    has = _verb(wait, "has", "have")
-    there = f", whose other end {owners} {has} open" if owners else ""
+def _describe_socket(wait: BlockedOn, others: str) -> str:
     if wait.state == "listening":
         return f"for a client to connect to {wait.name}"
     if wait.state == "connecting":
         return f"for a connection to {wait.name}, which does not answer"
     if wait.state == "not accepted":
-        listener = f"where {owners} listens and" if owners else "which"
+        listener = f"where {others} listens and" if others else "which"
         return f"for {wait.name}, {listener} has not accepted the connection"
     if wait.state == "closed":
         return f"for {wait.name}, which has closed the connection"
-    return f"{'to send data to' if wait.writes else 'for data from'} {wait.name}{there}"
+    other_end = f", whose other end {others} {_verb(wait, 'has', 'have')} open" if others else ""
+    return f"{'to send data to' if wait.writes else 'for data from'} {wait.name}{other_end}"
 
 
-def _others(wait: BlockedOn, rank: int, snapshots: Mapping[int, RankInspection], waiter: int) -> str:
+def _describe_others(wait: BlockedOn, rank: int, inspections: Mapping[int, RankInspection], waiter: int) -> str:
+    """Name the processes that hold the lock or have the other end open; empty if none was seen."""
     if [other.pid for other in wait.others] == [waiter]:
         return "only the process itself"
-    shown = [_other(other, rank, snapshots) for other in wait.others[:2]]
-    if len(wait.others) > 2:
-        shown = [*shown[:1], "others"]
-    if len(wait.others) == 1 and _is_self(wait.others[0], rank):
+    if len(wait.others) == 1 and _is_rank_itself(wait.others[0], rank):
         return "only the rank itself"
-    return " and ".join(shown)
+    names = [_describe_other(other, rank, inspections) for other in wait.others[:2]]
+    if len(wait.others) > 2:
+        names = [*names[:1], "others"]
+    return " and ".join(names)
 
 
-def _other(other: OtherProcess, rank: int, snapshots: Mapping[int, RankInspection]) -> str:
-    if _is_self(other, rank):
+def _describe_other(other: OtherProcess, rank: int, inspections: Mapping[int, RankInspection]) -> str:
+    if _is_rank_itself(other, rank):
         return "the rank itself"
     if other.is_rank and other.rank is not None:
-        seen = snapshots.get(other.rank)
-        frame = stack_frames.users_frame(seen.main) if seen is not None else None
+        inspection = inspections.get(other.rank)
+        frame = stack_frames.script_frame(inspection.main) if inspection is not None else None
         return f"rank {other.rank} (process {other.pid}{f', now at {frame}' if frame is not None else ''})"
     if other.rank is None:
-        return _process(other)
-    return f"its child {_process(other)}" if other.rank == rank else f"{_process(other)} of rank {other.rank}"
+        return _describe_process(other)
+    return (
+        f"its child {_describe_process(other)}"
+        if other.rank == rank
+        else f"{_describe_process(other)} of rank {other.rank}"
+    )
 
 
-def _process(other: OtherProcess) -> str:
+def _describe_process(other: OtherProcess) -> str:
     return f"process {other.pid}{_command(other.command)}"
 
 
 def _command(command: str) -> str:
-    cut = f"{command[: _COMMAND - 1]}…" if len(command) > _COMMAND else command
-    return f" ({cut})" if cut else ""
+    short = f"{command[: _MAX_COMMAND - 1]}…" if len(command) > _MAX_COMMAND else command
+    return f" ({short})" if short else ""
 
 
 def _verb(wait: BlockedOn, singular: str, plural: str) -> str:
     return singular if len(wait.others) == 1 else plural
 
 
-def _is_self(other: OtherProcess, rank: int) -> bool:
+def _is_rank_itself(other: OtherProcess, rank: int) -> bool:
     return other.is_rank and other.rank == rank

@@ -1,8 +1,8 @@
-"""Ranks that wait for each other: what each entered, where, and who left the common path. Pure.
+"""Ranks that wait for each other: what each entered, where, and which ranks diverged from the common path. Pure.
 
-The operations of all ranks are laid side by side, up to the first that differs. What decides, in this order: what most
-ranks entered there, and then each rank's own past (training repeats itself, so the next operation is known before it is
-entered). Where neither decides it is a tie, and nobody is accused.
+The operations of all ranks are aligned up to the first that differs. The ranks that diverged are decided by what most
+ranks entered there, else by each rank's own past: training repeats itself, so the next operation is predictable. If
+neither decides it, it is a tie and no rank is blamed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from stoker.contract.evidence import Stall
 from stoker.contract.flight_recorder import operation_kind, operation_signature
 from stoker.contract.frozen import frozen, replace
 from stoker.contract.units import format_ranks
-from stoker.control.watch import call_paths, rank_only, stack_frames
+from stoker.control.watch import call_paths, stack_frames
 from stoker.control.watch.rank_inspection import (
     Call,
     Frame,
@@ -26,387 +26,419 @@ from stoker.control.watch.rank_inspection import (
     RankInspection,
     Wait,
 )
+from stoker.control.watch.rank_only import refine_as_rank_only
 from stoker.control.watch.wait_graph import WaitGraph
 
-Place = tuple[str, int]  # file and line of the script
+SourceLine = tuple[str, int]  # file and line of the script
 
 
 @frozen
-class Parting:
-    parties: tuple[Party, ...]  # those that left the path first
-    odd: tuple[int, ...]  # the ranks that left it; none: a tie
-    how: str  # it is known
+class Divergence:
+    parties: tuple[Party, ...]  # those that diverged first
+    diverged: tuple[int, ...]  # ranks that diverged from the common path; empty for a tie
+    reason: str  # how that was decided
 
 
 @frozen
-class Step:
-    """One operation of a rank, made comparable between ranks."""
+class PathStep:
+    """An operation of a rank, with a key that can be compared between ranks."""
 
     key: tuple[object, ...]
     group: str
     op: Op
 
 
-def parting(snapshots: InspectionSet, members: Members, world: int) -> Parting | None:
-    """Return who left the common path, or None: by the logs of calls, else by the flight recorders.
+# ---- the first operation in which the ranks differ ----
 
-    The recorders of all ranks are compared; where their programs differ by design (stages of a pipeline), those of the
-    members of one group.
+
+def find_divergence(inspections: InspectionSet, members: Members, world_size: int) -> Divergence | None:
+    """Return which ranks diverged, or None: from the call logs, else from the flight recorders.
+
+    The recorders of all ranks are compared, then those of the members of each group: programs of different groups may
+    differ by design (pipeline stages).
     """
-    parties = call_paths.first_difference(snapshots)
+    parties = call_paths.first_difference(inspections)
     if parties:
-        return decided(parties)
-    known = {rank: one for rank, one in snapshots.items() if any(group.ops for group in one.groups)}
-    mute = {rank: one for rank, one in snapshots.items() if rank not in known and one.main}
+        return decide_divergence(parties)
+    recorded = {
+        rank: inspection for rank, inspection in inspections.items() if any(group.ops for group in inspection.groups)
+    }
+    unrecorded = {
+        rank: inspection for rank, inspection in inspections.items() if rank not in recorded and inspection.main
+    }
     candidates = [
-        tuple(known),
-        *(members_of(group, rank, members, world) for rank, one in known.items() for group in one.groups),
+        tuple(recorded),
+        *(
+            members_of(group, rank, members, world_size)
+            for rank, inspection in recorded.items()
+            for group in inspection.groups
+        ),
     ]
-    for ranks in dict.fromkeys(tuple(sorted(set(ranks) & known.keys())) for ranks in candidates):
-        parties = _first_difference({rank: known[rank] for rank in ranks}, members, world)
+    for ranks in dict.fromkeys(tuple(sorted(set(ranks) & recorded.keys())) for ranks in candidates):
+        parties = _first_difference({rank: recorded[rank] for rank in ranks}, members, world_size)
         if parties:
-            return decided(_with_mute(parties, known, mute))
+            return decide_divergence(_with_unrecorded(parties, recorded, unrecorded))
     return None
 
 
-def from_silence(snapshots: InspectionSet) -> Parting | None:
-    """Return who left the common path if gloo ended some ranks because sizes differ, or None if that can't be seen.
+def _divergence_of_ended_ranks(inspections: InspectionSet) -> Divergence | None:
+    """Return which ranks diverged if gloo ended some ranks because sizes differ, or None if that can't be seen.
 
-    The recorders of the ended ranks are gone, and the others agree. The log of calls shows what the ended ones did: the
-    same call as the others, nothing (they were in DDP's backward pass too), or another call. Without a log they did
-    something else.
+    The flight recorders of the ended ranks are gone, and the others agree. The call log shows what the ended ranks did: the
+    same call as the others, no call (they were in DDP's backward pass too), or another call. A rank without a log
+    counts as one that made another call.
     """
-    known = {rank: one for rank, one in snapshots.items() if any(group.ops for group in one.groups)}
-    under_way = [
+    recorded = {
+        rank: inspection for rank, inspection in inspections.items() if any(group.ops for group in inspection.groups)
+    }
+    in_progress = [
         (op.order, group.name, op)
-        for rank in sorted(known)[:1]
-        for group in known[rank].groups
+        for rank in sorted(recorded)[:1]
+        for group in recorded[rank].groups
         for op in group.ops
         if not op.done
     ]
-    if not under_way:
+    if not in_progress:
         return None
-    _, group, op = min(under_way, key=lambda entry: entry[0])
-    agreeing = list(known)
+    _, group, op = min(in_progress, key=lambda entry: entry[0])
+    agreeing = list(recorded)
     others: dict[object, Party] = {}
-    for rank, one in snapshots.items():
-        if rank in known:
+    for rank, inspection in inspections.items():
+        if rank in recorded:
             continue
-        call = one.calls[-1] if one.calls and not one.calls[-1].returned else None
-        same_phase = bool(one.calls) and call is None and not op.frames
-        if same_phase or (call is not None and _made_call(call, known)):
+        calls = inspection.calls
+        call = calls[-1] if calls and not calls[-1].returned else None
+        same_phase = bool(calls) and call is None and not op.frames
+        if same_phase or (call is not None and _made_call(call, recorded)):
             agreeing.append(rank)
             continue
         key = (call.group, call.count, call.name, call.elements) if call is not None else None
         ranks = (*others[key].ranks, rank) if key in others else (rank,)
-        others[key] = Party(tuple(sorted(ranks)), group, call_paths.as_op(call, one) if call is not None else None)
-    return decided([Party(tuple(sorted(agreeing)), group, op), *others.values()]) if others else None
+        entered = call_paths.as_op(call, inspection) if call is not None else None
+        others[key] = Party(tuple(sorted(ranks)), group, entered)
+    return decide_divergence([Party(tuple(sorted(agreeing)), group, op), *others.values()]) if others else None
 
 
-def _made_call(call: Call, snapshots: InspectionSet) -> bool:
-    theirs = (other for one in snapshots.values() for other in one.calls)
-    return any(other.group == call.group and other.count == call.count for other in theirs)
+def _made_call(call: Call, inspections: InspectionSet) -> bool:
+    calls = (other for inspection in inspections.values() for other in inspection.calls)
+    return any(other.group == call.group and other.count == call.count for other in calls)
 
 
-def members_of(group: Group, rank: int, members: Members, world: int) -> tuple[int, ...]:
+def members_of(group: Group, rank: int, members: Members, world_size: int) -> tuple[int, ...]:
     if group.name in members:
         return members[group.name]
     if group.ranks:
         return group.ranks
-    return tuple(range(world)) if group.about == "default_pg" or group.name == "0" else (rank,)
+    return tuple(range(world_size)) if group.about == "default_pg" or group.name == "0" else (rank,)
 
 
-def _first_difference(snapshots: InspectionSet, members: Members, world: int) -> list[Party]:
-    if len(snapshots) < 2:
+def _first_difference(inspections: InspectionSet, members: Members, world_size: int) -> list[Party]:
+    """Return the parties of the first operation in which the flight recorders differ; empty if there is none."""
+    if len(inspections) < 2:
         return []
-    names = {rank: _group_names(one, snapshots, members, world) for rank, one in snapshots.items()}
+    names = {
+        rank: _group_names(inspection, inspections, members, world_size) for rank, inspection in inspections.items()
+    }
     shared = set.intersection(*(set(own.values()) for own in names.values()))
-    # Only groups that all these ranks are in, aligned by an operation that all recorders still hold.
+    # Compare only groups that all these ranks are in, aligned by an operation that all recorders still hold.
     paths = {
-        rank: [step for step in _path(one, names[rank]) if step.key[0] in shared] for rank, one in snapshots.items()
+        rank: [step for step in _path(inspection, names[rank]) if step.key[0] in shared]
+        for rank, inspection in inspections.items()
     }
     used = set.intersection(*({step.key[0] for step in path} for path in paths.values()))
     if not used:
         return []
-    anchor = min(used, key=lambda which: (-_count(paths, which), str(which)))
+    fewest_ops = {name: min(sum(step.key[0] == name for step in path) for path in paths.values()) for name in used}
+    anchor = min(used, key=lambda name: (-fewest_ops[name], str(name)))
     start = max(next(step.op.seq for step in path if step.key[0] == anchor) for path in paths.values())
-    aligned = {rank: _from(path, anchor, start) for rank, path in paths.items()}
+    aligned = {rank: _path_from(path, anchor, start) for rank, path in paths.items()}
     for number in range(max(len(path) for path in aligned.values())):
-        here = {rank: path[number] for rank, path in aligned.items() if len(path) > number}
-        parties: dict[tuple[object, ...], list[int]] = {}
-        for rank, step in here.items():
-            parties.setdefault(step.key, []).append(rank)
-        if len(parties) > 1:
-            if all(step.op.done for step in here.values()):
-                return []  # they differ and it held up nobody: programs that differ by design
-            return [_party(here, ranks) for ranks in parties.values()]
+        steps = {rank: path[number] for rank, path in aligned.items() if len(path) > number}
+        by_key: dict[tuple[object, ...], list[int]] = {}
+        for rank, step in steps.items():
+            by_key.setdefault(step.key, []).append(rank)
+        if len(by_key) > 1:
+            if all(step.op.done for step in steps.values()):
+                return []  # the difference blocked no rank: the programs differ by design
+            return [_party(steps, ranks) for ranks in by_key.values()]
     return []
 
 
-def _party(here: Mapping[int, Step], ranks: list[int]) -> Party:
-    """Shown by one that still waits in it, and whose past says whether it is the usual operation."""
-    step = max((here[rank] for rank in ranks), key=lambda step: (not step.op.done, step.op.usual is not None))
+def _party(steps: Mapping[int, PathStep], ranks: list[int]) -> Party:
+    """Make a party, represented by a rank that still waits in the operation and whose past says whether it is usual."""
+    step = max((steps[rank] for rank in ranks), key=lambda step: (not step.op.done, step.op.usual is not None))
     return Party(tuple(sorted(ranks)), step.group, step.op)
 
 
 def _group_names(
-    snapshot: RankInspection, snapshots: InspectionSet, members: Members, world: int
+    inspection: RankInspection, inspections: InspectionSet, members: Members, world_size: int
 ) -> dict[str, tuple[object, ...]]:
-    """The groups a rank is in, used or not, by names that mean the same on every rank: its second group of four ranks."""
-    sizes = {group.name: len(members_of(group, snapshot.rank, members, world)) for group in snapshot.groups}
-    sizes |= {name: len(ranks) for name, ranks in members.items() if snapshot.rank in ranks}
-    about = {group.name: group.about for one in snapshots.values() for group in one.groups}
+    """Return a name for each of a rank's groups that means the same on every rank, such as "second group of four ranks"."""
+    sizes = {group.name: len(members_of(group, inspection.rank, members, world_size)) for group in inspection.groups}
+    sizes |= {name: len(ranks) for name, ranks in members.items() if inspection.rank in ranks}
+    about = {group.name: group.about for other in inspections.values() for group in other.groups}
     names: dict[str, tuple[object, ...]] = {}
-    counted: dict[object, int] = {}
+    counts: dict[object, int] = {}
     for name in sorted(sizes, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name)):
         kind = (about.get(name, ""), sizes[name])
-        counted[kind] = counted.get(kind, 0) + 1
-        names[name] = (*kind, counted[kind])
+        counts[kind] = counts.get(kind, 0) + 1
+        names[name] = (*kind, counts[kind])
     return names
 
 
-def _path(snapshot: RankInspection, names: Mapping[str, tuple[object, ...]]) -> list[Step]:
-    """All collectives of a rank in the order it made them."""
+def _path(inspection: RankInspection, names: Mapping[str, tuple[object, ...]]) -> list[PathStep]:
+    """Return all collectives of a rank in the order in which it made them."""
     steps = [
-        Step((names[group.name], group.backend, *operation_signature(op.name, op.sizes)), group.name, op)
-        for group in snapshot.groups
+        PathStep((names[group.name], group.backend, *operation_signature(op.name, op.sizes)), group.name, op)
+        for group in inspection.groups
         for op in group.ops
         if not op.p2p
     ]
     return sorted(steps, key=lambda step: step.op.order)
 
 
-def _count(paths: Mapping[int, list[Step]], which: object) -> int:
-    return min(sum(step.key[0] == which for step in path) for path in paths.values())
-
-
-def _from(path: list[Step], anchor: object, seq: int) -> list[Step]:
+def _path_from(path: list[PathStep], anchor: object, seq: int) -> list[PathStep]:
     numbers = (number for number, step in enumerate(path) if step.key[0] == anchor and step.op.seq >= seq)
     return path[next(numbers, len(path)) :]
 
 
-def place_of(snapshot: RankInspection) -> Place | None:
-    frame = stack_frames.users_frame(snapshot.main)
+def _current_line(inspection: RankInspection) -> SourceLine | None:
+    frame = stack_frames.script_frame(inspection.main)
     return (frame.file, frame.line) if frame is not None else None
 
 
-def _with_mute(parties: list[Party], known: InspectionSet, mute: InspectionSet) -> list[Party]:
-    """A rank without a recorder belongs to those at whose line it was."""
-    joined = [list(party.ranks) for party in parties]
-    places = [{place_of(known[peer]) for peer in party.ranks} for party in parties]
-    for rank, one in mute.items():
-        there = [number for number, inside in enumerate(places) if place_of(one) in inside]
-        if len(there) == 1:
-            joined[there[0]].append(rank)
-    return [Party(tuple(sorted(ranks)), party.group, party.op) for party, ranks in zip(parties, joined, strict=True)]
+def _with_unrecorded(parties: list[Party], recorded: InspectionSet, unrecorded: InspectionSet) -> list[Party]:
+    """Add each rank without a flight recorder to the party whose ranks are at the same line."""
+    ranks_of = [list(party.ranks) for party in parties]
+    lines_of = [{_current_line(recorded[rank]) for rank in party.ranks} for party in parties]
+    for rank, inspection in unrecorded.items():
+        matching = [number for number, lines in enumerate(lines_of) if _current_line(inspection) in lines]
+        if len(matching) == 1:
+            ranks_of[matching[0]].append(rank)
+    return [Party(tuple(sorted(ranks)), party.group, party.op) for party, ranks in zip(parties, ranks_of, strict=True)]
 
 
-def decided(parties: list[Party], by_majority: bool = True) -> Parting:
+def decide_divergence(parties: list[Party], by_majority: bool = True) -> Divergence:
+    """Decide which parties diverged: the minority, else those whose operation never followed the same ones before."""
     parties = sorted(parties, key=lambda party: (len(party.ranks), party.ranks))
-    most = parties[-1]
-    if by_majority and 2 * len(most.ranks) > sum(len(party.ranks) for party in parties):
-        fewer = _ranks(parties[:-1])
-        return Parting(tuple(parties), fewer, f"{format_ranks(most.ranks)} did the same, {format_ranks(fewer)} did not")
+    largest = parties[-1]
+    if by_majority and 2 * len(largest.ranks) > sum(len(party.ranks) for party in parties):
+        minority = _ranks(parties[:-1])
+        reason = f"{format_ranks(largest.ranks)} did the same, {format_ranks(minority)} did not"
+        return Divergence(tuple(parties), minority, reason)
     usual = [party for party in parties if party.op is not None and party.op.usual]
     unusual = [party for party in parties if party.op is not None and party.op.usual is False]
     unknown = [party for party in parties if party.op is None]
-    left = unknown if usual and len(usual) + len(unknown) == len(parties) else []
+    diverged = unknown if usual and len(usual) + len(unknown) == len(parties) else []
     if unusual and (usual or unknown):
-        left = unusual
-    if left and len(left) < len(parties):
-        stayed = [party for party in parties if party not in left]
-        never = f"what {format_ranks(_ranks(left))} entered never came next in them"
-        return Parting((*left, *stayed), _ranks(left), f"the operations before repeat themselves, and {never}")
+        diverged = unusual
+    if diverged and len(diverged) < len(parties):
+        stayed = [party for party in parties if party not in diverged]
+        reason = f"the operations before it repeat, and what {format_ranks(_ranks(diverged))} entered never came next"
+        return Divergence((*diverged, *stayed), _ranks(diverged), reason)
     parties.sort(key=lambda party: party.ranks)
-    how = "as many ranks did one as the other, and nothing before shows which is the usual one"
-    return Parting(tuple(parties), (), how)
+    return Divergence(tuple(parties), (), "it is a tie, and no earlier operation shows which one is usual")
 
 
 def _ranks(parties: Iterable[Party]) -> tuple[int, ...]:
     return tuple(sorted(rank for party in parties for rank in party.ranks))
 
 
-def mismatched(snapshots: InspectionSet, graph: WaitGraph, members: Members, world: int) -> Stall | None:
-    """Another operation, or another size, under the same number of the same group: proof, whoever else waits for whom."""
-    edges = [edge for edge in graph.edges if edge.why in ("other-op", "other-shape")]
+# ---- the stall ----
+
+
+def find_mismatch(inspections: InspectionSet, graph: WaitGraph, members: Members, world_size: int) -> Stall | None:
+    """Return the stall if ranks entered different operations, or sizes, under one number of a group: that is proof."""
+    edges = [edge for edge in graph.edges if edge.reason in ("other-op", "other-shape")]
     if not edges:
         return None
-    return _stall(parting(snapshots, members, world) or decided(_parties(edges)), snapshots, proof=True)
+    divergence = find_divergence(inspections, members, world_size) or decide_divergence(_parties_of(edges))
+    return _stall(divergence, inspections, proof=True)
 
 
-def at_odds(snapshots: InspectionSet, graph: WaitGraph, members: Members, world: int) -> Stall:
-    """Everybody waits for somebody: groups entered in another order, one left out, or messages that don't pair."""
-    # With async_op an operation need not be waited in: a deadlock only if every one of them is in a collective.
-    proof = all(_is_blocked(snapshots[rank]) for rank in graph.pending)
-    apart = parting(snapshots, members, world)
-    if apart is not None:
-        return _stall(apart, snapshots, proof, kind="diverged")
+def find_circular_wait(inspections: InspectionSet, graph: WaitGraph, members: Members, world_size: int) -> Stall:
+    """Return the stall of ranks that all wait for another: in another order of groups, or messages that don't pair."""
+    # An asynchronous operation need not be waited for: it is only a deadlock if every rank is inside a collective.
+    proof = all(_is_blocked(inspections[rank]) for rank in graph.pending)
+    divergence = find_divergence(inspections, members, world_size)
+    if divergence is not None:
+        return _stall(divergence, inspections, proof, kind="diverged")
     messages = any(op.p2p for _, op in graph.pending.values())
     parties: dict[object, list[int]] = {}
     pending = dict(graph.pending)
     for rank, (group, op) in graph.pending.items():
-        call = call_paths.blocked_in(snapshots[rank])
+        call = call_paths.blocked_in(inspections[rank])
         if messages and call is not None:  # the flight recorder's order of operations lacks messages
-            pending[rank] = group, call_paths.as_op(call, snapshots[rank])
+            pending[rank] = group, call_paths.as_op(call, inspections[rank])
         op = pending[rank][1]
         parties.setdefault((group, op.name, op.usual) if messages else group, []).append(rank)
     waiting = [Party(tuple(sorted(ranks)), *pending[ranks[0]]) for ranks in parties.values()]
-    # Ranks have different parts in sending and receiving: what most of them do says nothing then.
-    stall = _stall(decided(waiting, by_majority=not messages), snapshots, proof, kind="diverged")
+    # Ranks play different parts in sending and receiving, so a majority means nothing there.
+    stall = _stall(decide_divergence(waiting, by_majority=not messages), inspections, proof, kind="diverged")
     only_messages = all(op.p2p for _, op in pending.values())
     return replace(stall, detail="messages") if only_messages and stall.rank is None else stall
 
 
-def _is_blocked(snapshot: RankInspection) -> bool:
-    """Is its main thread inside a collective, or asleep until a message has been sent or received?"""
-    call = call_paths.blocked_in(snapshot)
-    waits = call is not None and call.name in call_paths.MESSAGES and snapshot.main_cpu < 0.1
-    return waits or stack_frames.in_collective(snapshot.main)
+def _is_blocked(inspection: RankInspection) -> bool:
+    """Return whether the main thread is inside a collective, or asleep until a message has been sent or received."""
+    call = call_paths.blocked_in(inspection)
+    waits = call is not None and call.name in call_paths.MESSAGES and inspection.main_cpu < 0.1
+    return waits or stack_frames.in_collective(inspection.main)
 
 
-def after_the_end(snapshots: InspectionSet, members: Members, world: int, sizes_differ: bool) -> Stall | None:
-    """Of ranks that failed in a collective. `sizes_differ`: gloo ended one for that."""
-    apart = parting(snapshots, members, world) or (from_silence(snapshots) if sizes_differ else None)
-    return _stall(apart, snapshots, proof=True) if apart is not None else None
+def find_divergence_of_failed(
+    inspections: InspectionSet, members: Members, world_size: int, sizes_differ: bool
+) -> Stall | None:
+    """Return the stall of ranks that failed in a collective; `sizes_differ` if gloo ended one for that."""
+    divergence = find_divergence(inspections, members, world_size)
+    if divergence is None and sizes_differ:
+        divergence = _divergence_of_ended_ranks(inspections)
+    return _stall(divergence, inspections, proof=True) if divergence is not None else None
 
 
-def _parties(edges: list[Wait]) -> list[Party]:
-    """From what each waits for, where the ranks' paths can't be laid side by side."""
+def _parties_of(edges: list[Wait]) -> list[Party]:
+    """Return the parties from what each rank waits in, where the ranks' paths can't be aligned."""
     entered: dict[tuple[object, ...], dict[int, Party]] = {}
     for edge in edges:
-        for rank, op in ((edge.rank, edge.op), (edge.target, edge.other)):
+        for rank, op in ((edge.rank, edge.op), (edge.target, edge.target_op)):
             if op is not None:
                 entered.setdefault(operation_signature(op.name, op.sizes), {})[rank] = Party((rank,), edge.group, op)
     firsts = ((ranks, next(iter(ranks.values()))) for ranks in entered.values())
     return [Party(tuple(sorted(ranks)), first.group, first.op) for ranks, first in firsts]
 
 
-def _stall(apart: Parting, snapshots: InspectionSet, proof: bool, kind: str = "") -> Stall:
-    kind = kind or _kind(apart.parties, snapshots)
-    apart, fewer_batches = _by_loop(apart, snapshots) if kind == "op-mismatch" else (apart, False)
-    kind = "unequal" if fewer_batches else kind
-    odd, others = apart.odd, tuple(sorted({rank for party in apart.parties for rank in party.ranks} - set(apart.odd)))
-    rank = odd[0] if odd else None
-    told = tuple(
-        (party.ranks, _entered(party, apart.parties), str(_party_frame(party, apart.parties, snapshots) or ""))
-        for party in apart.parties
+def _stall(divergence: Divergence, inspections: InspectionSet, proof: bool, kind: str = "") -> Stall:
+    """Describe a divergence as a stall, with the kind that its operations and stacks show."""
+    kind = kind or _kind(divergence.parties, inspections)
+    if kind == "op-mismatch":
+        divergence, fewer_batches = _check_left_loop(divergence, inspections)
+        kind = "unequal" if fewer_batches else kind
+    parties, diverged = divergence.parties, divergence.diverged
+    others = tuple(sorted({rank for party in parties for rank in party.ranks} - set(diverged)))
+    rank = diverged[0] if diverged else None
+    entered = tuple(
+        (party.ranks, _entered(party, parties), str(_party_frame(party, parties, inspections) or ""))
+        for party in parties
     )
-    usual = next((party for party in reversed(apart.parties) if party.op is not None), apart.parties[-1])
-    same_sizes = len({str(party.op.sizes) for party in apart.parties if party.op is not None}) == 1
-    odd_party = next((party for party in apart.parties if rank in party.ranks), None)
-    frame = _party_frame(odd_party, apart.parties, snapshots) if odd_party is not None else None
-    lines = [f"{format_ranks(party.ranks)} entered {_operation(party)}" for party in apart.parties]
-    operation, backend = str(usual.op or ""), usual.op.name.partition(":")[0] if usual.op else "gloo"
-    where, evidence = str(frame or ""), (*lines, apart.how)
-    detail = "dtype" if kind == "shape-mismatch" and same_sizes else ""
-    found = Stall(kind, rank, odd, others, where, detail, operation, backend, proof, evidence=evidence, parties=told)
-    return _by_condition(found, apart, snapshots)
+    usual = next((party for party in reversed(parties) if party.op is not None), parties[-1])
+    same_sizes = len({str(party.op.sizes) for party in parties if party.op is not None}) == 1
+    guilty_party = next((party for party in parties if rank in party.ranks), None)
+    frame = _party_frame(guilty_party, parties, inspections) if guilty_party is not None else None
+    lines = [f"{format_ranks(party.ranks)} entered {_operation(party)}" for party in parties]
+    stall = Stall(
+        kind, rank, diverged, others, where=str(frame or ""),
+        detail="dtype" if kind == "shape-mismatch" and same_sizes else "",
+        operation=str(usual.op or ""), backend=usual.op.name.partition(":")[0] if usual.op else "gloo",
+        proof=proof, evidence=(*lines, divergence.reason), parties=entered,
+    )  # fmt: skip
+    # If the call of one party depends on the rank and those of the others do not, that party is to blame.
+    for party in parties:
+        rest = tuple(rank for other in parties if other is not party for rank in other.ranks)
+        refined = refine_as_rank_only(stall, inspections, party.ranks, rest)
+        if refined is not stall:
+            first = [entry for entry in entered if entry[0] == party.ranks]
+            return replace(refined, parties=(*first, *(entry for entry in entered if entry[0] != party.ranks)))
+    return stall
 
 
-def _by_condition(found: Stall, apart: Parting, snapshots: InspectionSet) -> Stall:
-    """Of parties that wait for each other, the one whose call depends on the rank and the others' do not."""
-    for party in apart.parties:
-        rest = tuple(rank for other in apart.parties if other is not party for rank in other.ranks)
-        changed = rank_only.instead(found, snapshots, party.ranks, rest)
-        if changed is not found:
-            first = tuple(one for one in found.parties if one[0] == party.ranks)
-            return replace(changed, parties=(*first, *(one for one in found.parties if one[0] != party.ranks)))
-    return found
+def _check_left_loop(divergence: Divergence, inspections: InspectionSet) -> tuple[Divergence, bool]:
+    """Return whether a party had fewer batches: it left the loop the others are in. It is blamed if nothing else decides."""
+    for party in divergence.parties:
+        others = tuple(rank for other in divergence.parties if other is not party for rank in other.ranks)
+        if divergence.diverged in ((), party.ranks) and _left_loop(inspections, party.ranks, others):
+            rest = tuple(other for other in divergence.parties if other is not party)
+            left = f"{format_ranks(others)} are inside a loop that {format_ranks(party.ranks)} left"
+            reason = divergence.reason if divergence.diverged else left
+            return Divergence((party, *rest), party.ranks, reason), True
+    return divergence, False
 
 
-def _by_loop(apart: Parting, snapshots: InspectionSet) -> tuple[Parting, bool]:
-    """Who left the loop the others are in had fewer batches, and is the odd one if nothing else tells."""
-    for party in apart.parties:
-        others = tuple(rank for other in apart.parties if other is not party for rank in other.ranks)
-        if apart.odd in ((), party.ranks) and _left_the_loop(snapshots, party.ranks, others):
-            rest = tuple(other for other in apart.parties if other is not party)
-            left = f"{format_ranks(others)} are inside a loop that {format_ranks(party.ranks)} has left"
-            how = apart.how if apart.odd else left
-            return Parting((party, *rest), party.ranks, how), True
-    return apart, False
-
-
-def _kind(parties: tuple[Party, ...], snapshots: InspectionSet) -> str:
-    """Different calls, or one call with different tensors? The line tells where both are all_reduce."""
+def _kind(parties: tuple[Party, ...], inspections: InspectionSet) -> str:
+    """Tell different calls from one call with different tensors: the lines decide where both are all_reduce."""
     ops = [party.op for party in parties if party.op is not None]
     if len({operation_kind(op.name) for op in ops}) > 1:
         return "op-mismatch"
     if len({party.group for party in parties if party.op is not None}) > 1:
         return "diverged"
-    places = [_places(party, snapshots) for party in parties]
-    return "diverged" if all(places) and not set.intersection(*places) else "shape-mismatch"
+    lines = [_call_lines(party, inspections) for party in parties]
+    return "diverged" if all(lines) and not set.intersection(*lines) else "shape-mismatch"
 
 
 def _operation(party: Party) -> str:
-    if party.op is not None:
-        number = f"operation {party.op.seq}" if party.op.seq else "a call"
-        return f"{number} of group {party.group}: {party.op}"
-    return "an operation of another size"
+    if party.op is None:
+        return "an operation of another size"
+    number = f"operation {party.op.seq}" if party.op.seq else "a call"
+    return f"{number} of group {party.group}: {party.op}"
 
 
 def _entered(party: Party, parties: tuple[Party, ...]) -> str:
     if party.op is None:
         return "an operation of another size"
-    if len({one.group for one in parties if one.op is not None}) > 1:
+    if len({other.group for other in parties if other.op is not None}) > 1:
         return f"{party.op} of group {party.group}"
-    if _is_request(party.op) and party.op.frames:
+    if _is_asynchronous(party.op) and party.op.frames:
         started = party.op.frames[0]
         return f"{party.op} (started at {os.path.basename(started.file)}:{started.line})"
     return str(party.op)
 
 
-def _is_request(op: Op) -> bool:
-    """Return whether this is a message whose end is waited for elsewhere, with Work.wait()."""
+def _is_asynchronous(op: Op) -> bool:
+    """Return whether this is a message that the script waits for elsewhere, with Work.wait()."""
     return "isend" in op.name or "irecv" in op.name
 
 
-def _places(party: Party, snapshots: InspectionSet) -> set[tuple[Place, ...]]:
-    """Return the lines from which the ranks of a party made the call, each with its callers where they are known."""
+def _call_lines(party: Party, inspections: InspectionSet) -> set[tuple[SourceLine, ...]]:
+    """Return the lines from which the ranks of a party made the call, with their callers where these are known."""
     if party.op is not None and party.op.frames:
         return {tuple((frame.file, frame.line) for frame in party.op.frames)}
-    places = (place_of(snapshots[rank]) for rank in party.ranks if rank in snapshots)
-    return {(place,) for place in places if place is not None}
+    lines = (_current_line(inspections[rank]) for rank in party.ranks if rank in inspections)
+    return {(line,) for line in lines if line is not None}
 
 
-def _party_frame(party: Party, parties: tuple[Party, ...], snapshots: InspectionSet) -> Frame | None:
-    """Return the line from which a party entered its operation, or None if that can't be known.
+def _party_frame(party: Party, parties: tuple[Party, ...], inspections: InspectionSet) -> Frame | None:
+    """Return the line from which a party entered its operation, or None if that is unknown.
 
-    Where all made the call from the same line of a helper function, that is the first caller's line in which they
-    differ. A rank that is done with the operation is somewhere else by now: its present stack says nothing about it.
+    If all parties made the call from the same line of a helper function, that is the first caller's line in which they
+    differ. The present stack of a rank that has finished the operation says nothing about it.
     """
     op = party.op
-    if op is not None and _is_request(op):
-        here = (stack_frames.users_frame(snapshots[rank].main) for rank in party.ranks if rank in snapshots)
-        return next((frame for frame in here if frame is not None), None)
+    if op is not None and _is_asynchronous(op):
+        frames = (stack_frames.script_frame(inspections[rank].main) for rank in party.ranks if rank in inspections)
+        return next((frame for frame in frames if frame is not None), None)
     if op is not None and op.frames:
         callers = [other.op.frames for other in parties if other.op is not None and other.op.frames]
-        common = min(map(len, callers))
-        differ = (depth for depth in range(common) if len({frames[depth] for frames in callers}) > 1)
-        return op.frames[next(differ, 0)]
+        depths = range(min(map(len, callers)))
+        differing = (depth for depth in depths if len({frames[depth] for frames in callers}) > 1)
+        return op.frames[next(differing, 0)]
     for rank in party.ranks:
-        groups = snapshots[rank].groups if rank in snapshots else ()
-        waits = any(op == one for group in groups for one in group.ops if not one.done)
-        if rank in snapshots and (waits or op is None or not groups):
-            return stack_frames.users_frame(snapshots[rank].main)
+        groups = inspections[rank].groups if rank in inspections else ()
+        waits = any(op == other for group in groups for other in group.ops if not other.done)
+        if rank in inspections and (waits or op is None or not groups):
+            return stack_frames.script_frame(inspections[rank].main)
     return None
 
 
-def _left_the_loop(snapshots: InspectionSet, guilty: tuple[int, ...], others: tuple[int, ...]) -> bool:
-    """The others are in a backward pass inside a loop that these, in the same function, are no longer in."""
-    for rank in guilty:
+def _left_loop(inspections: InspectionSet, ranks: tuple[int, ...], others: tuple[int, ...]) -> bool:
+    """Return whether `others` are in a backward pass inside a loop that `ranks`, in the same function, have left."""
+    for rank in ranks:
         for other in others:
-            if rank not in snapshots or other not in snapshots or not stack_frames.in_backward(snapshots[other].main):
+            if rank not in inspections or other not in inspections:
                 return False
-            if not _outside(snapshots[rank].main, snapshots[other].main):
+            if not stack_frames.in_backward(inspections[other].main):
                 return False
-    return bool(guilty and others)
+            if not _is_after_loop(inspections[rank].main, inspections[other].main):
+                return False
+    return bool(ranks and others)
 
 
-def _outside(mine: tuple[Frame, ...], theirs: tuple[Frame, ...]) -> bool:
-    """At the first frame from outside where the two part: is mine behind their loop? Before it, it may still come."""
-    for one, other in zip(reversed(mine), reversed(theirs), strict=False):
-        if (one.file, one.name) != (other.file, other.name):
+def _is_after_loop(frames: tuple[Frame, ...], other_frames: tuple[Frame, ...]) -> bool:
+    """Return whether a stack is behind the loop that another is in, at the outermost line in which the two differ.
+
+    A stack before the loop doesn't count: that rank may still enter it.
+    """
+    for frame, other in zip(reversed(frames), reversed(other_frames), strict=False):
+        if (frame.file, frame.name) != (other.file, other.name):
             return False
-        if one.line != other.line:
-            return any(one.line > first for first in set(other.loops) - set(one.loops))
+        if frame.line != other.line:
+            return any(frame.line > first for first in set(other.loops) - set(frame.loops))
     return False

@@ -1,6 +1,6 @@
-"""Losses that are no numbers any more, or explode: from beats, and from the step lines a script prints. Pure.
+"""Finds losses that are NaN or infinite, explode or never change, in beats and in the step lines a script prints. Pure.
 
-One bad loss can be one bad batch, and a scaler skips it. Three in a row are weights that are gone.
+One bad loss can be one bad batch, which a gradient scaler skips. Three in a row mean that the weights are gone.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import re
 from stoker.contract.evidence import BadNumber
 from stoker.contract.frozen import replace
 
-IN_A_ROW = 3
-CONSTANT_FOR = 20  # readings, from the first on: a loss may well stay the same when it has converged
-NORMS_IN_A_ROW = 10  # a gradient scaler begins with steps that overflow, and skips them; the loss is fine then
-EXPLODING = 100.0  # times the largest of the first losses; a change of stage or of loss may be 25
-SUBSTANTIAL = 0.1  # first losses below this are no measure: RL begins with a loss of 0
+BAD_LOSSES_IN_A_ROW = 3
+CONSTANT_READINGS = 20  # from the first on: a loss that has converged may stay the same
+BAD_NORMS_IN_A_ROW = 10  # a gradient scaler starts with steps that overflow and skips them; the loss is fine then
+EXPLODING_FACTOR = 100.0  # times the largest of the first losses: a change of stage or loss may be a factor of 25
 EXPLODING_IN_A_ROW = 5
-FIRST = 10
-_QUOTED = 200  # characters of a line
-LONGEST = 1 << 16  # a chunk larger than this is a flood, not step lines
+MIN_FIRST_LOSS = 0.1  # smaller first losses are no baseline: RL starts with a loss of 0
+FIRST_LOSSES = 10
+_MAX_QUOTE = 200  # characters of a line
+MAX_CHUNK = 1 << 16  # bytes: a larger chunk is a flood, not step lines
 
 # A number as scripts print it: 2.31, 'nan' (transformers 5 quotes), nan.0 (Lightning), tensor(nan, device=...).
 _VALUE = (
@@ -27,14 +27,14 @@ _VALUE = (
     rb"(?P<value>nan(?:\.0)?|[-+]?inf(?:inity)?(?:\.0)?|[-+]?\d{1,40}\.?\d{0,40}(?:e[-+]?\d{1,4})?)(?![\w.])"
 )
 # "loss: 2.31", "loss=nan", "train_loss 1e9", "'loss': '0.5'"; not "no loss found". Evaluation and validation losses may
-# be empty: a line that speaks of them before is not read. Of other losses (a critic's may grow as it should) it is said
-# that they are no number, and nothing is ended for it. Every repetition has a bound: a line of 60,000 spaces or digits
-# would otherwise be searched for hours.
+# be empty: a line that mentions these before the loss is skipped. Other losses (a critic's may grow as it should) are
+# only reported if they are not finite, and never stop the job. Every repetition is bounded: a line of 60,000 spaces or
+# digits would otherwise take hours to search.
 _LOSS = re.compile(rb"(?i)(?<![a-z])(?P<what>(?:[a-z]{1,40}[ _/-])?loss)" + _VALUE)
 _NORM = re.compile(rb"(?i)(?<![a-z])grad(?:ient)?s?[ _-]?norm" + _VALUE)
 _REWARD = re.compile(rb"(?i)(?<![a-z_])(?:mean[ _])?rewards?(?:[/_]mean)?(?![a-z_/])" + _VALUE)
 _EVALUATION = re.compile(rb"(?i)(?<![a-z])(val|eval|evaluation|test|valid|validation|dev)(?![a-z])")
-# Of "loss" itself: "5 min | loss nan" is a step's line.
+# Words before "loss". "5 min | loss nan" is a step's line: only the word directly before it counts.
 _NOT_TRAINING = (b"no", b"best", b"min", b"lowest", b"last", b"final")
 _TRAINING = (b"", *b"train training lm total mean avg average running step batch ce".split())
 _STEP = re.compile(rb"(?i)\b(?:global[ _]?step|step|iter|iteration)\W{0,3}(\d{1,18})")
@@ -45,48 +45,51 @@ _CODES = re.compile(rb"\x1b\[[0-9;?]{0,40}[A-Za-z]")
 
 
 class LossMonitor:
-    """One run's losses, by rank."""
+    """Follows the losses of all ranks of one attempt."""
 
     def __init__(self) -> None:
-        self._first: dict[int, list[float]] = {}
-        self._bad: dict[int, int] = {}
-        self._norms: dict[int, int] = {}  # rank -> gradient norms in a row that are no numbers
-        self._high: dict[int, int] = {}
-        self._since: dict[int, int] = {}  # rank -> the step of the first bad one in a row
-        self._newest: dict[int, BadNumber] = {}  # rank -> the newest loss it printed, where that is no number
-        self._same: dict[tuple[str, int], tuple[float, int]] = {}  # (loss or reward, rank) -> value, readings so far
+        self._first: dict[int, list[float]] = {}  # rank -> its first losses
+        self._bad: dict[int, int] = {}  # rank -> losses in a row that are not finite
+        self._bad_norms: dict[int, int] = {}  # rank -> gradient norms in a row that are not finite
+        self._high: dict[int, int] = {}  # rank -> losses in a row that are exploding
+        self._since: dict[int, int] = {}  # rank -> step of the first bad one in a row
+        self._newest_bad: dict[int, BadNumber] = {}  # rank -> its newest loss, if that is not finite
+        self._constant: dict[
+            tuple[str, int], tuple[float, int]
+        ] = {}  # (loss or reward, rank) -> value, readings so far
         self._reported: set[tuple[int, str, bool]] = set()
-        self._beaten: set[int] = set()  # ranks that tell their loss themselves: their lines are not read
+        self._beating: set[int] = set()  # ranks that report their loss with stoker.beat: their lines are not read
         self._printing: set[int] = set()  # ranks that print losses
-        self._counters: dict[int, list[bytes]] = {}  # rank -> of the progress bar it drew last
-        self._rest: dict[int, bytes] = {}
-        self.newest: dict[int, tuple[int, float]] = {}  # rank -> (step, loss) it told last, whatever it is
+        self._counters: dict[int, list[bytes]] = {}  # rank -> counters in its newest progress bar
+        self._incomplete: dict[int, bytes] = {}  # rank -> the line that has no end yet
+        self.newest: dict[int, tuple[int, float]] = {}  # rank -> (step, loss) of its newest loss, good or bad
 
     def heard(self, rank: int, step: int, loss: float) -> BadNumber | None:
-        self._beaten.add(rank)
-        return self._take(rank, step, loss, "beat", "")
+        """Take a loss from a beat; return what is wrong with it, if anything is to be reported."""
+        self._beating.add(rank)
+        return self._check_loss(rank, step, loss, "beat", "")
 
-    def heard_all(self, told: list[tuple[int, int, float]]) -> list[BadNumber]:
-        """(step, rank, loss) of several ranks, by step: averaging spreads a NaN, and who had it first is the one."""
-        found = (self.heard(rank, step, loss) for step, rank, loss in sorted(told, key=lambda one: one[:2]))
-        return [bad for bad in found if bad is not None]
+    def heard_all(self, losses: list[tuple[int, int, float]]) -> list[BadNumber]:
+        """Take (step, rank, loss) of several ranks in order of steps: averaging spreads a NaN, and its first rank counts."""
+        reports = (self.heard(rank, step, loss) for step, rank, loss in sorted(losses, key=lambda entry: entry[:2]))
+        return [bad for bad in reports if bad is not None]
 
     def read(self, rank: int, data: bytes) -> list[BadNumber]:
-        """A chunk of what a rank printed. Only whole lines count; most chunks hold no loss and cost one search."""
-        if rank in self._beaten or len(data) > LONGEST:
+        """Read losses in a chunk of a rank's output. Only complete lines count; a chunk without a loss costs one search."""
+        if rank in self._beating or len(data) > MAX_CHUNK:
             return []
-        if b"oss" not in data and b"OSS" not in data and rank not in self._rest:
+        if b"oss" not in data and b"OSS" not in data and rank not in self._incomplete:
             return []
-        whole = self._rest.pop(rank, b"") + data
-        cut = max(whole.rfind(b"\n"), whole.rfind(b"\r")) + 1
-        if len(whole) - cut and len(whole) - cut < 4096:
-            self._rest[rank] = whole[cut:]
-        read = (self._read_line(rank, _CODES.sub(b"", line)) for line in whole[:cut].splitlines())
-        return [replace(bad, shared=len(self._printing) == 1) for bad in read if bad is not None]
+        text = self._incomplete.pop(rank, b"") + data
+        end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+        if len(text) - end and len(text) - end < 4096:
+            self._incomplete[rank] = text[end:]
+        reports = (self._read_line(rank, _CODES.sub(b"", line)) for line in text[:end].splitlines())
+        return [replace(bad, shared=len(self._printing) == 1) for bad in reports if bad is not None]
 
     def unresolved(self) -> list[BadNumber]:
-        """Newest losses of a run that is over that are no numbers, too few in a row to be sure of."""
-        return [bad for rank, bad in sorted(self._newest.items()) if self._bad[rank] < IN_A_ROW]
+        """Return, at the end of a run, newest losses that are not finite but too few in a row to be certain."""
+        return [bad for rank, bad in sorted(self._newest_bad.items()) if self._bad[rank] < BAD_LOSSES_IN_A_ROW]
 
     def _read_line(self, rank: int, line: bytes) -> BadNumber | None:
         match = _LOSS.search(line)
@@ -94,87 +97,91 @@ class LossMonitor:
             return None
         which = match["what"].lower().partition(b"loss")[0].rstrip(b" _/-")
         counter = _COUNTER.findall(line)
-        # A bar that is drawn again shows the same loss.
+        # A progress bar that is redrawn shows the same loss again.
         if which in _NOT_TRAINING or (counter and counter == self._counters.get(rank)):
             return None
         self._counters[rank] = counter
         self._printing.add(rank)
-        found = _STEP.search(line)
-        step, value = int(found[1]) if found else 0, _number(match["value"])
+        step_match = _STEP.search(line)
+        step, value = int(step_match[1]) if step_match else 0, _number(match["value"])
         if which == b"train" and math.isfinite(value) and _MEAN.search(line):
             return None
-        text = line.decode("utf-8", "replace").strip()[:_QUOTED]
+        text = line.decode("utf-8", "replace").strip()[:_MAX_QUOTE]
         reward = _REWARD.search(line)
         if reward is not None:  # RL: a loss of 0 is normal there
-            return self._constant("reward", rank, step, _number(reward["value"]), "line", text)
+            return self._check_constant("reward", rank, step, _number(reward["value"]), "line", text)
         if which not in _TRAINING:
             if math.isfinite(value):
                 return None
-            return self._once("loss", rank, step, value, "line", text, firm=False, stops=False)
-        norm = _NORM.search(line)
-        if norm is None or math.isfinite(_number(norm["value"])):
-            self._norms[rank] = 0
+            return self._report_once("loss", rank, step, value, "line", text, firm=False, stops=False)
+        norm_match = _NORM.search(line)
+        norm = _number(norm_match["value"]) if norm_match is not None else 0.0
+        if math.isfinite(norm):
+            self._bad_norms[rank] = 0
         elif value == 0.0:  # transformers' Trainer prints 0 for losses that are NaN (logging_nan_inf_filter)
-            value = _number(norm["value"])
+            value = norm
         else:
-            return self._bad_norm(rank, step, _number(norm["value"]), text)
-        return self._take(rank, step, value, "line", text)
+            self._bad_norms[rank] = self._bad_norms.get(rank, 0) + 1
+            if self._bad_norms[rank] == 1:
+                self._since[rank] = step
+            firm = self._bad_norms[rank] >= BAD_NORMS_IN_A_ROW
+            return self._report_once("grad-norm", rank, self._since[rank], norm, "line", text, firm)
+        return self._check_loss(rank, step, value, "line", text)
 
-    def _bad_norm(self, rank: int, step: int, norm: float, line: str) -> BadNumber | None:
-        self._norms[rank] = self._norms.get(rank, 0) + 1
-        if self._norms[rank] == 1:
-            self._since[rank] = step
-        return self._once("grad-norm", rank, self._since[rank], norm, "line", line, self._norms[rank] >= NORMS_IN_A_ROW)
-
-    def _take(self, rank: int, step: int, loss: float, source: str, line: str) -> BadNumber | None:
+    def _check_loss(self, rank: int, step: int, loss: float, source: str, line: str) -> BadNumber | None:
         self.newest[rank] = step, loss
         if math.isfinite(loss):
-            constant = self._constant("loss", rank, step, loss, source, line)
+            constant = self._check_constant("loss", rank, step, loss, source, line)
             if constant is not None:
                 return constant
             self._bad[rank] = 0
-            self._newest.pop(rank, None)
+            self._newest_bad.pop(rank, None)
             first = self._first.setdefault(rank, [])
-            if len(first) < FIRST:
+            if len(first) < FIRST_LOSSES:
                 first.append(abs(loss))
                 return None
-            high = max(first) >= SUBSTANTIAL and abs(loss) > EXPLODING * max(first)
+            high = max(first) >= MIN_FIRST_LOSS and abs(loss) > EXPLODING_FACTOR * max(first)
             self._high[rank] = self._high.get(rank, 0) + 1 if high else 0
             if not high:
                 return None
-            return self._once("exploding", rank, step, loss, source, line, self._high[rank] >= EXPLODING_IN_A_ROW)
+            firm = self._high[rank] >= EXPLODING_IN_A_ROW
+            return self._report_once("exploding", rank, step, loss, source, line, firm)
         self._bad[rank] = self._bad.get(rank, 0) + 1
         if self._bad[rank] == 1:
             self._since[rank] = step
-        self._newest[rank] = BadNumber("loss", rank, self._since[rank], f"{loss:g}", source, line)
-        return self._once("loss", rank, self._since[rank], loss, source, line, self._bad[rank] >= IN_A_ROW)
+        self._newest_bad[rank] = BadNumber("loss", rank, self._since[rank], f"{loss:g}", source, line)
+        firm = self._bad[rank] >= BAD_LOSSES_IN_A_ROW
+        return self._report_once("loss", rank, self._since[rank], loss, source, line, firm)
 
-    def _constant(self, what: str, rank: int, step: int, value: float, source: str, line: str) -> BadNumber | None:
-        """Report once a run that a number has been the same in all readings so far."""
-        before, count = self._same.get((what, rank), (value, 0))
+    def _check_constant(
+        self, what: str, rank: int, step: int, value: float, source: str, line: str
+    ) -> BadNumber | None:
+        """Return, once per run, a number that has been the same in all readings so far."""
+        before, count = self._constant.get((what, rank), (value, 0))
         if value != before:
-            value, count = math.nan, 0  # never equal again: it does change
-        self._same[what, rank] = value, count + 1
-        if count + 1 != CONSTANT_FOR or any(kind == "constant" for _, kind, _ in self._reported):
+            value, count = math.nan, 0  # NaN equals nothing: from now on this number counts as changing
+        self._constant[what, rank] = value, count + 1
+        if count + 1 != CONSTANT_READINGS or any(kind == "constant" for _, kind, _ in self._reported):
             return None
         self._reported.add((rank, "constant", False))
         return BadNumber("constant", rank, step, f"{what} {value:g}", source, line, stops=False)
 
-    def _first_rank(self, bad: BadNumber) -> BadNumber:
-        """Return the one that had its first bad loss at an earlier step than `bad`, if a rank had: averaging spreads a NaN."""
-        others = [one for rank, one in self._newest.items() if 0 < one.step < bad.step and self._bad[rank]]
-        first = min(others, key=lambda one: one.step, default=bad)
-        return replace(bad, rank=first.rank, step=first.step, line=first.line)
-
-    def _once(
+    def _report_once(
         self, kind: str, rank: int, step: int, value: float, source: str, line: str, firm: bool, stops: bool = True
     ) -> BadNumber | None:
-        """Reported when it is first seen and when it is certain, not for every step between."""
+        """Return a bad number when it is first seen and when it is certain, but not for every step between.
+
+        A NaN that is certain is reported for the rank that had it at the earliest step: averaging spreads it.
+        """
         if (rank, kind, firm) in self._reported or (kind == "exploding" and not firm):
             return None
         self._reported.add((rank, kind, firm))
         bad = BadNumber(kind, rank, step, f"{value:g}", source, line, firm, stops)
-        return self._first_rank(bad) if firm and kind == "loss" else bad
+        if not firm or kind != "loss":
+            return bad
+        earlier = [other for other in self._newest_bad.values() if 0 < other.step < step and self._bad[other.rank]]
+        first = min(earlier, key=lambda other: other.step, default=bad)
+        return replace(bad, rank=first.rank, step=first.step, line=first.line)
 
 
 def _number(text: bytes) -> float:

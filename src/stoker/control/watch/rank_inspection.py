@@ -1,4 +1,7 @@
-"""An agent's inspection of a rank, read back. A missing or wrong field is evidence we don't have."""
+"""Typed form of an agent's inspection of a rank: stacks, collectives, processes, open files.
+
+Agents send it as JSON. A field that is missing or has the wrong type keeps its default: evidence we don't have.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,17 @@ from stoker.contract.frozen import frozen, replace
 from stoker.contract.typed_values import known_fields
 from stoker.contract.units import plural
 
-_SIZES = 400  # characters of the sizes of an operation: it may have hundreds of tensors
+_MAX_SHAPES_LENGTH = 400  # characters: an operation may have hundreds of tensors
 
 
 @frozen
 class Condition:
-    """On the rank, in the script: what the code inside is for some ranks alone."""
+    """A condition in the script that depends on the rank: only some ranks run the code inside it."""
 
     line: int
     text: str  # if rank == 0
 
-    as_list = True  # it travels as [line, text]
+    as_list = True  # JSON: [line, text]
 
 
 @frozen
@@ -27,32 +30,32 @@ class Frame:
     name: str
     file: str
     line: int
-    loops: tuple[int, ...] = ()  # first lines of the loops around it, where the source could be read
-    conditions: tuple[Condition, ...] = ()  # on the rank, around it or before it, outermost first
+    loops: tuple[int, ...] = ()  # first lines of the loops around it, if the source could be read
+    conditions: tuple[Condition, ...] = ()  # conditions on the rank around it or before it, outermost first
 
-    as_list = True  # it travels as [name, file, line, loops, conditions]
+    as_list = True  # JSON: [name, file, line, loops, conditions]
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}, in {self.name}"
 
     @property
     def function(self) -> str:
-        """Without its class: py-spy says Loader._next_data from Python 3.11 on, faulthandler _next_data."""
+        """Return the name without the class: py-spy says Loader._next_data from Python 3.11 on, faulthandler _next_data."""
         return self.name.rpartition(".")[2]
 
 
 @frozen
 class LockUse:
-    """A lock that a thread waits for, or holds as far as the source around its line says."""
+    """A lock that a thread waits for, or that it holds according to the source around its line."""
 
     text: str  # self.lock
-    key: str  # two uses with the same key are of the same object; empty: the object is not known
+    key: str  # two uses with the same key are of the same object; empty if the object is unknown
     held: bool
     name: str  # the function
     file: str
     line: int
 
-    as_list = True  # it travels as [text, key, held, name, file, line]
+    as_list = True  # JSON: [text, key, held, name, file, line]
 
     @property
     def where(self) -> str:
@@ -66,30 +69,33 @@ class Thread:
     active: bool = False
     gil: bool = False
     name: str = ""
-    current: bool = False  # it crashed
-    values: str = ""  # digest of the local variables of its frames; empty where they can't be read
+    current: bool = False  # this thread crashed
+    values: str = ""  # digest of the local variables of its frames; empty if they can't be read
     locks: tuple[LockUse, ...] = ()  # innermost first
 
 
 @frozen
 class Op:
+    """An operation in the flight recorder of a process group."""
+
     seq: int
     p2p: int
     name: str  # gloo:all_reduce
     sizes: tuple[Any, ...]
     done: bool
     order: int = 0
-    usual: bool | None = None  # it is what came next before too (contract/flight_recorder.py)
-    frames: tuple[Frame, ...] = ()  # of the script, when it made the call; none for what torch starts in C++ (DDP)
+    usual: bool | None = None  # it followed the same operations before (contract/flight_recorder.py); None: unknown
+    frames: tuple[Frame, ...] = ()  # the script's lines at the call; empty for what torch starts in C++ (DDP)
     dtype: str = ""
 
     def __str__(self) -> str:
         if not self.sizes:
             return self.name
-        if self.dtype:  # from the log of calls, which has no shape
+        if self.dtype:  # from the call log, which has no shapes
             return f"{self.name} of {plural(self.sizes[0][0], 'element')} ({self.dtype})"
-        shapes = ", ".join(str(one[:_SIZES] if isinstance(one, (list, str)) else one) for one in self.sizes[:_SIZES])
-        cut = shapes if len(shapes) <= _SIZES else shapes[:_SIZES] + "…"
+        limit = _MAX_SHAPES_LENGTH
+        shapes = ", ".join(str(size[:limit] if isinstance(size, (list, str)) else size) for size in self.sizes[:limit])
+        cut = shapes if len(shapes) <= limit else shapes[:limit] + "…"
         return f"{self.name} of shape{'s' if len(self.sizes) > 1 else ''} {cut}"
 
 
@@ -99,17 +105,19 @@ class Party:
 
     ranks: tuple[int, ...]
     group: str = ""
-    op: Op | None = None  # None: it is not known: gloo ended these ranks, and their recorders with them
+    op: Op | None = None  # None: unknown, because gloo ended these ranks and their flight recorders are gone
 
 
 @frozen
 class Wait:
+    """An edge of the wait graph: one rank waits for another in an operation."""
+
     rank: int
     target: int  # the rank it waits for
-    why: str  # absent, other-op, other-shape, peer
+    reason: str  # absent, other-op, other-shape, peer
     group: str
     op: Op
-    other: Op | None = None  # what the target did instead
+    target_op: Op | None = None  # what the target did instead
 
 
 @frozen
@@ -118,19 +126,20 @@ class Group:
     ops: tuple[Op, ...]
     backend: str = ""
     about: str = ""
-    ranks: tuple[int, ...] = ()  # empty where torch does not say
+    ranks: tuple[int, ...] = ()  # empty if torch does not say
 
     @property
     def pending(self) -> Op | None:
+        """Return the first operation that is not done, in which the rank waits."""
         undone = [op for op in self.ops if not op.done]
-        if len(undone) > 20:  # a torch that never marks them done: only the newest can be what it waits in
+        if len(undone) > 20:  # a torch that never marks operations as done: only the newest can be the pending one
             return undone[-1]
         return undone[0] if undone else None
 
 
 @frozen
 class Call:
-    """A call of torch.distributed as the script made it (control/rank/call_log.py). It can be read after the rank's end."""
+    """A call of torch.distributed by the script (control/rank/call_log.py). The log can be read after the rank has ended."""
 
     number: int
     count: int
@@ -141,7 +150,7 @@ class Call:
     elements: int = -1
     dtype: str = ""
     peer: int | None = None
-    frames: tuple[Frame, ...] = ()  # of the script, the innermost first
+    frames: tuple[Frame, ...] = ()  # the script's lines, innermost first
 
     @property
     def returned(self) -> bool:
@@ -154,11 +163,11 @@ class Call:
 
 @frozen
 class OtherProcess:
-    """A process that holds a file lock, or has the other end of a pipe or a socket open."""
+    """A process that holds a file lock, or has the other end of a pipe or socket open."""
 
     pid: int
     command: str = ""
-    rank: int | None = None  # whose process it is; None: it belongs to no rank of this run on this host
+    rank: int | None = None  # the rank it belongs to; None if it belongs to no rank of this run on this host
     is_rank: bool = False  # it is the rank itself, not a child
 
 
@@ -173,11 +182,13 @@ class BlockedOn:
     writes: bool = False
     state: str = ""  # of a socket: listening, connecting, not accepted, closed
     others: tuple[OtherProcess, ...] = ()
-    hidden: int = 0  # processes whose files may not be read: one of them may be at the other end
+    hidden: int = 0  # number of processes whose open files can't be read: one may have the other end open
 
 
 @frozen
 class Worker:
+    """A descendant process of a rank, for example a data-loader worker."""
+
     pid: int
     parent: int = 0
     name: str = "?"
@@ -188,7 +199,7 @@ class Worker:
     wchan: str = ""
     syscall: str = ""
     blocked: tuple[BlockedOn, ...] = ()
-    awaited_pid: int = 0  # the child whose end it waits for
+    awaited_pid: int = 0  # the child whose exit it waits for
     wait_unseen: str = ""
     command: str = ""
     threads: tuple[Thread, ...] = ()
@@ -201,72 +212,75 @@ class Worker:
 
 @frozen
 class RankInspection:
+    """The content of one inspection of a rank. The field names are the keys of the agent's JSON."""
+
     rank: int
     state: str = "?"
-    cpu: float = 0.0  # cores, over the time of the inspection
+    cpu: float = 0.0  # cores used during the inspection
     main_cpu: float = 0.0
-    waiting_for_core: float = 0.0  # share of the time its main thread was ready and not running
-    faults: float = 0.0  # major page faults a second
+    waiting_for_core: float = 0.0  # share of the time that its main thread was ready but not running
+    faults: float = 0.0  # major page faults per second
     swap: int = 0
     main_bytes: int = 0  # read and written by the main thread since the process started
-    all_bytes: int = 0  # by all threads
+    all_bytes: int = 0  # read and written by all threads
     main_faults: int = 0  # page faults of the main thread
     all_faults: int = 0
-    cpus: int = 0  # it may run on
+    cpus: int = 0  # number of CPUs it may run on
     wchan: str = ""
     syscall: str = ""
     blocked: tuple[BlockedOn, ...] = ()
-    awaited_pid: int = 0  # the child whose end the main thread waits for; 0: any, or none
+    awaited_pid: int = 0  # the child whose exit the main thread waits for; 0: any child, or none
     wait_unseen: str = ""  # why the system call could not be read
     samples: tuple[tuple[Thread, ...], ...] = ()
     stacks_by: str = ""
     stacks_unseen: str = ""  # why there is no stack
     groups: tuple[Group, ...] = ()
     no_groups: str = ""
-    calls: tuple[Call, ...] = ()  # its newest, oldest first
-    workers: tuple[Worker, ...] = ()  # the first of its children
-    children: tuple[int, ...] = ()  # all of them, and theirs, at the end of the look
-    children_before: tuple[int, ...] = ()  # at its beginning
+    calls: tuple[Call, ...] = ()  # its newest calls, oldest first
+    workers: tuple[Worker, ...] = ()  # the first of its descendants
+    children: tuple[int, ...] = ()  # pids of all descendants at the end of the inspection
+    children_before: tuple[int, ...] = ()  # the same at its beginning
     gpu_use: int | None = None
     throttle: tuple[str, ...] = ()
-    lanes: tuple[int | None, ...] = ()  # of its card's PCIe link: now, and at most
+    lanes: tuple[int | None, ...] = ()  # PCIe lanes of its GPU: current, maximum
 
     @property
     def newest(self) -> int:
-        """When it entered its newest collective, in its own host's time."""
+        """Return when it entered its newest collective, in nanoseconds on its host's clock."""
         return max((op.order for group in self.groups for op in group.ops), default=0)
 
     @property
     def main(self) -> tuple[Frame, ...]:
-        """The main thread's frames in the last sample that has any, innermost first."""
+        """Return the main thread's frames in the last sample that has any, innermost first."""
         for threads in reversed(self.samples):
-            found = main_thread(threads)
-            if found is not None and found.frames:
-                return found.frames
+            thread = main_thread(threads)
+            if thread is not None and thread.frames:
+                return thread.frames
         return ()
 
 
 InspectionSet = Mapping[int, RankInspection]  # by rank
-Members = Mapping[str, tuple[int, ...]]  # a group's name -> its ranks
+Members = Mapping[str, tuple[int, ...]]  # name of a process group -> its ranks
 
 
 def main_thread(threads: tuple[Thread, ...]) -> Thread | None:
-    return next((one for one in threads if one.main), threads[0] if threads else None)
+    return next((thread for thread in threads if thread.main), threads[0] if threads else None)
 
 
 def read(rank: int, data: dict[str, Any]) -> RankInspection:
-    card = data["gpu"] if isinstance(data.get("gpu"), dict) else {}
-    of_card = {"gpu_use": card.get("use"), "throttle": card.get("throttle"), "lanes": card.get("lanes")}
-    snapshot = RankInspection(**{**known_fields(RankInspection, {**data, **of_card}), "rank": rank})
+    """Parse an agent's JSON, and give each operation the lines of the script that started it, from the call log."""
+    gpu = data["gpu"] if isinstance(data.get("gpu"), dict) else {}
+    gpu_fields = {"gpu_use": gpu.get("use"), "throttle": gpu.get("throttle"), "lanes": gpu.get("lanes")}
+    inspection = RankInspection(**{**known_fields(RankInspection, {**data, **gpu_fields}), "rank": rank})
     groups = tuple(
-        replace(group, ops=tuple(replace(op, frames=_caller(op, group, snapshot.calls)) for op in group.ops))
-        for group in snapshot.groups
+        replace(group, ops=tuple(replace(op, frames=_caller(op, group, inspection.calls)) for op in group.ops))
+        for group in inspection.groups
     )
-    return replace(snapshot, groups=groups)
+    return replace(inspection, groups=groups)
 
 
 def _caller(op: Op, group: Group, calls: tuple[Call, ...]) -> tuple[Frame, ...]:
-    """Return the lines of the script that started an operation: those of the call that was under way at that time."""
+    """Return the frames of the call that was in progress when the operation started."""
     for call in reversed(calls):
         same_group = not call.group or call.group == group.name or call.name == "new_group"
         if same_group and call.entered_ns <= op.order and (not call.returned or op.order <= call.left_ns):

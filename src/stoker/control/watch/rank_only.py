@@ -1,57 +1,63 @@
-"""A collective that some ranks alone have entered, because the call depends on the rank: `if rank == 0: save_model()`. Pure.
+"""Finds a collective that only some ranks entered because the call depends on the rank: `if rank == 0: save_model()`. Pure.
 
-Proof are the source and the stacks together: a line of these ranks is inside a condition on the rank, and no line of the
-ranks they wait for is, in either branch of it. Those are in another collective, or have ended: they will not come.
+The proof is in the source and the stacks together: a line of these ranks is inside a condition on the rank, and no line of
+the ranks they wait for is in any branch of it. Those are in another collective, or have ended: they will not come.
 """
 
 from __future__ import annotations
 
 from stoker.contract.evidence import Stall
-from stoker.contract.frozen import frozen, replace
+from stoker.contract.frozen import replace
 from stoker.contract.units import format_ranks
 from stoker.control.watch import call_paths, stack_frames
 from stoker.control.watch.rank_inspection import Condition, Frame, InspectionSet, RankInspection
 
 
-@frozen
-class Found:
-    ranks: tuple[int, ...]
-    frame: Frame  # the line inside the condition
-    condition: Condition
+def refine_as_rank_only(
+    stall: Stall, inspections: InspectionSet, entered: tuple[int, ...], others: tuple[int, ...]
+) -> Stall:
+    """Return the stall as one of kind rank-only if that can be proved; else return it unchanged.
 
-
-def instead(stall: Stall, snapshots: InspectionSet, entered: tuple[int, ...], others: tuple[int, ...]) -> Stall:
-    """The stall as it is, or as this one. `entered`: ranks that wait in one operation; `others`: whom they wait for."""
-    found = _found(snapshots, entered, others)
-    if found is None:
+    `entered` are the ranks that wait in one operation, `others` the ranks they wait for.
+    """
+    match = _find_condition(inspections, entered, others)
+    if match is None:
         return stall
-    where = f"it is inside `{found.condition.text}` (line {found.condition.line})"
-    line = f"{format_ranks(found.ranks)} alone came to {found.frame}: {where}, and {format_ranks(others)} {'is' if len(others) == 1 else 'are'} not"
+    frame, condition = match
+    are = "is" if len(others) == 1 else "are"
+    line = (
+        f"only {format_ranks(entered)} reached {frame}: it is inside `{condition.text}` (line {condition.line}),"
+        f" and {format_ranks(others)} {are} not"
+    )
     return replace(
-        stall, kind="rank-only", rank=found.ranks[0], ranks=found.ranks, waiting=others, where=str(found.frame),
-        detail=found.condition.text, proof=True, evidence=(line, *stall.evidence),
+        stall, kind="rank-only", rank=entered[0], ranks=entered, waiting=others, where=str(frame),
+        detail=condition.text, proof=True, evidence=(line, *stall.evidence),
     )  # fmt: skip
 
 
-def _found(snapshots: InspectionSet, entered: tuple[int, ...], others: tuple[int, ...]) -> Found | None:
-    if not entered or not others or any(rank not in snapshots for rank in entered):
+def _find_condition(
+    inspections: InspectionSet, entered: tuple[int, ...], others: tuple[int, ...]
+) -> tuple[Frame, Condition] | None:
+    """Return the innermost line inside a condition that all of `entered` and none of `others` are in, and the condition."""
+    if not entered or not others or any(rank not in inspections for rank in entered):
         return None
-    first = snapshots[entered[0]]
+    first = inspections[entered[0]]
     call = call_paths.blocked_in(first)
-    if call is not None and call.name in call_paths.MESSAGES:  # a send or receive is for one rank to make
+    if call is not None and call.name in call_paths.MESSAGES:  # only one rank is meant to make a send or receive
         return None
     for frame in first.main:
-        for condition in reversed(frame.conditions) if stack_frames.is_users(frame) else ():
-            inside = all(_depends(snapshots[rank], frame, condition) for rank in entered)
-            outside = not any(_depends(snapshots[rank], frame, condition) for rank in others if rank in snapshots)
-            if inside and outside:
-                return Found(entered, frame, condition)
+        for condition in reversed(frame.conditions) if stack_frames.is_script(frame) else ():
+            all_inside = all(_is_inside(inspections[rank], frame, condition) for rank in entered)
+            if all_inside and not any(
+                _is_inside(inspections[rank], frame, condition) for rank in others if rank in inspections
+            ):
+                return frame, condition
     return None
 
 
-def _depends(one: RankInspection, frame: Frame, condition: Condition) -> bool:
-    """On the same condition, in any branch."""
+def _is_inside(inspection: RankInspection, frame: Frame, condition: Condition) -> bool:
+    """Return whether the rank's main thread is in any branch of the condition."""
     return any(
-        frame.file == other.file and any(condition.line == theirs.line for theirs in other.conditions)
-        for other in one.main
+        frame.file == other.file and any(condition.line == branch.line for branch in other.conditions)
+        for other in inspection.main
     )

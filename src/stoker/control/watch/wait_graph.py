@@ -1,8 +1,8 @@
-"""Who waits for whom, from the ranks' collectives. Pure.
+"""Builds the graph of which rank waits for which, from the ranks' collectives and messages. Pure.
 
 A rank waits in the first operation of a group that is not done. It waits for every member of that group that has not
-entered the operation, or has entered another one under the same number. Somebody many wait for, who waits for nobody,
-is the culprit.
+entered the operation, or has entered another one under the same number. A rank that others wait for and that waits for
+nobody is the culprit.
 """
 
 from __future__ import annotations
@@ -22,98 +22,109 @@ _PEER = re.compile(r"(?<!\d)(\d{1,9})\s{0,9}(->|<-)\s{0,9}(\d{1,9})")
 class WaitGraph:
     edges: tuple[Wait, ...]
     pending: Mapping[int, tuple[str, Op]]  # rank -> (group, the operation it waits in)
-    sources: Mapping[int, set[int]]  # rank -> those that wait for it
+    waiters: Mapping[int, set[int]]  # rank -> ranks that wait directly for it
 
     @property
     def roots(self) -> tuple[int, ...]:
-        """Ranks others wait for, who wait for nobody; those most are waiting for, directly or through others, first."""
-        sources = {edge.rank for edge in self.edges}
-        free = {edge.target for edge in self.edges} - sources
+        """Return the ranks that others wait for and that wait for nobody, most waiting ranks first."""
+        waiting = {edge.rank for edge in self.edges}
+        free = {edge.target for edge in self.edges} - waiting
         return tuple(sorted(free, key=lambda rank: (-len(self.behind(rank)), rank)))
 
     def behind(self, rank: int) -> set[int]:
-        """All ranks that wait for this one, through others too."""
-        found: set[int] = set()
+        """Return all ranks that wait for this one, directly or through others."""
+        behind: set[int] = set()
         queue = [rank]
         while queue:
-            for source in self.sources.get(queue.pop(), ()):
-                if source not in found and source != rank:
-                    found.add(source)
-                    queue.append(source)
-        return found
+            for waiter in self.waiters.get(queue.pop(), ()):
+                if waiter not in behind and waiter != rank:
+                    behind.add(waiter)
+                    queue.append(waiter)
+        return behind
 
 
-def waits(snapshots: InspectionSet, members: Members, world: int) -> WaitGraph:
-    """`snapshots` of living ranks, and of failed ones as they were. A member without one will enter nothing."""
-    table: dict[tuple[str, str], dict[int, Group]] = {}
-    for rank, one in snapshots.items():
-        for group in one.groups:
-            table.setdefault((group.name, group.backend), {})[rank] = group
+def build_wait_graph(inspections: InspectionSet, members: Members, world_size: int) -> WaitGraph:
+    """Build the graph from inspections of living ranks, and of failed ones as they were.
+
+    A member of a group without an inspection counts as one that will never enter the operation.
+    """
+    groups: dict[tuple[str, str], dict[int, Group]] = {}  # (name, backend) -> rank -> the group as that rank sees it
+    for rank, inspection in inspections.items():
+        for group in inspection.groups:
+            groups.setdefault((group.name, group.backend), {})[rank] = group
     edges: list[Wait] = []
     pending: dict[int, tuple[str, Op]] = {}
-    for (name, _), seen in table.items():
-        everybody = _members(name, seen, members, world)
-        for rank, group in seen.items():
+    for (name, _), by_rank in groups.items():
+        ranks = _members(name, by_rank, members, world_size)
+        for rank, group in by_rank.items():
             op = group.pending
             if op is None:
                 continue
             if rank not in pending or op.order < pending[rank][1].order:
                 pending[rank] = name, op
             if op.p2p:
-                edges += _peer(rank, name, op, snapshots, everybody)
+                edges += _message_edges(rank, name, op, inspections, ranks)
                 continue
-            for other in everybody:
+            for other in ranks:
                 if other != rank:
-                    edge = _edge(rank, other, name, op, seen.get(other))
+                    edge = _collective_edge(rank, other, name, op, by_rank.get(other))
                     if edge is not None:
                         edges.append(edge)
-    for wait in call_paths.message_waits(snapshots):
+    for wait in call_paths.message_waits(inspections):
         edges.append(wait)
         pending.setdefault(wait.rank, (wait.group, wait.op))
-    sources: dict[int, set[int]] = {}
-    for one_edge in edges:
-        sources.setdefault(one_edge.target, set()).add(one_edge.rank)
-    return WaitGraph(tuple(edges), pending, sources)
+    waiters: dict[int, set[int]] = {}
+    for wait in edges:
+        waiters.setdefault(wait.target, set()).add(wait.rank)
+    return WaitGraph(tuple(edges), pending, waiters)
 
 
-def _members(name: str, seen: Mapping[int, Group], told: Members, world: int) -> tuple[int, ...]:
-    if name in told:
-        return told[name]
-    for group in seen.values():
+def _members(name: str, by_rank: Mapping[int, Group], members: Members, world_size: int) -> tuple[int, ...]:
+    if name in members:
+        return members[name]
+    for group in by_rank.values():
         if group.ranks:
             return group.ranks
-    if any(group.about == "default_pg" for group in seen.values()) or name == "0":
-        return tuple(range(world))
-    return tuple(seen)
+    if any(group.about == "default_pg" for group in by_rank.values()) or name == "0":
+        return tuple(range(world_size))
+    return tuple(by_rank)
 
 
-def _edge(rank: int, other: int, name: str, op: Op, theirs: Group | None) -> Wait | None:
-    ops = [one for one in theirs.ops if not one.p2p] if theirs else []
-    same = next((one for one in reversed(ops) if one.seq == op.seq), None)
-    if same is None:
+def _collective_edge(rank: int, target: int, name: str, op: Op, group_of_target: Group | None) -> Wait | None:
+    """Return why `rank` waits for `target` in a collective, or None if `target` has entered the same one."""
+    ops = [other for other in group_of_target.ops if not other.p2p] if group_of_target else []
+    same_seq = next((other for other in reversed(ops) if other.seq == op.seq), None)
+    if same_seq is None:
         if ops and ops[0].seq > op.seq:
-            return None  # they have been past it: its entry has rolled out of their recorder
-        return Wait(rank, other, "absent", name, op, ops[-1] if ops else None)
-    if operation_kind(same.name) != operation_kind(op.name):
-        return Wait(rank, other, "other-op", name, op, same)
-    if sizes_must_agree(op.name) and count_elements(same.sizes) != count_elements(op.sizes):
-        return Wait(rank, other, "other-shape", name, op, same)
+            return None  # the target is past it: its entry has been overwritten in the flight recorder
+        return Wait(rank, target, "absent", name, op, ops[-1] if ops else None)
+    if operation_kind(same_seq.name) != operation_kind(op.name):
+        return Wait(rank, target, "other-op", name, op, same_seq)
+    if sizes_must_agree(op.name) and count_elements(same_seq.sizes) != count_elements(op.sizes):
+        return Wait(rank, target, "other-shape", name, op, same_seq)
     return None
 
 
-def _peer(rank: int, name: str, op: Op, snapshots: InspectionSet, everybody: tuple[int, ...]) -> list[Wait]:
-    """A send or receive waits for its peer, unless that is at the other end of it. Names count within the group."""
-    found = _PEER.search(op.name)
-    if not found or max(int(found[1]), int(found[3])) >= len(everybody):
+def _message_edges(rank: int, name: str, op: Op, inspections: InspectionSet, ranks: tuple[int, ...]) -> list[Wait]:
+    """Return the edge from a send or receive to its peer, unless the peer is in the other half of that message.
+
+    The numbers in the operation's name ("0->1") count within the group.
+    """
+    match = _PEER.search(op.name)
+    if not match or max(int(match[1]), int(match[3])) >= len(ranks):
         return []
-    ends = {everybody[int(found[1])], everybody[int(found[3])]}
+    ends = {ranks[int(match[1])], ranks[int(match[3])]}
     if rank not in ends or len(ends) != 2:
         return []
     (peer,) = ends - {rank}
-    theirs = (
-        next((group for group in snapshots[peer].groups if group.name == name), None) if peer in snapshots else None
-    )
-    for one in theirs.ops if theirs else ():
-        if not one.done and one.p2p and _PEER.search(one.name) and operation_kind(one.name) != operation_kind(op.name):
+    peer_groups = inspections[peer].groups if peer in inspections else ()
+    group = next((group for group in peer_groups if group.name == name), None)
+    for other in group.ops if group else ():
+        if (
+            not other.done
+            and other.p2p
+            and _PEER.search(other.name)
+            and operation_kind(other.name) != operation_kind(op.name)
+        ):
             return []
     return [Wait(rank, peer, "peer", name, op)]

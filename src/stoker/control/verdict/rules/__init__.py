@@ -1,1 +1,1 @@
-"""One file per family of causes. catalogue.py finds them here."""
+"""One module per family of causes; catalogue.py imports all modules it finds here."""

@@ -1,4 +1,4 @@
-"""env.*: the software around the script."""
+"""env.*: the software environment of the script."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ import sys
 
 from stoker.contract.stack_traces import is_library
 from stoker.control.verdict.catalogue import Case, CauseMatch, Family, Match
-from stoker.control.verdict.exit_text import at, first_line, line_of, place, traced, traced_line
+from stoker.control.verdict.exit_text import (
+    at_location,
+    first_line,
+    line_evidence,
+    line_of,
+    location,
+    traceback_evidence,
+)
 
 ORDER = 55
 
 _RIGHT_PYTHON = "is it the right Python environment? the ranks use the one that runs Stoker"
-# Packages that training scripts import, and that a file beside the script is often named after.
+# Packages that training scripts import, and after which a file next to the script is often named.
 _PACKAGES = ("accelerate", "datasets", "deepspeed", "lightning", "numpy", "peft", "tokenizers", "torch", "torchvision", "transformers", "triton", "trl", "wandb")  # fmt: skip
 _FRAME = re.compile(r'^  File "([^"\n]+)", line (\d+), in (\S+)', re.MULTILINE)
-_KNOWN = frozenset(sys.stdlib_module_names).union(_PACKAGES)
-family = Family(__name__, traced_line, RIGHT_PYTHON=_RIGHT_PYTHON)
+_KNOWN_MODULES = frozenset(sys.stdlib_module_names).union(_PACKAGES)
+family = Family(__name__, line_evidence, RIGHT_PYTHON=_RIGHT_PYTHON)
 
 
 family.entries("""
@@ -28,14 +35,14 @@ env.cuda-build: This torch was built without CUDA.
   seen: "Torch not compiled with CUDA enabled", or "Distributed package doesn't have NCCL built in"
   unless: torch has CUDA and finds no GPU or no driver: gpu.driver
   fix: python -c 'import torch; print(torch.__version__, torch.version.cuda)'   # +cpu or None: a build without CUDA
-  fix: pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128   # or another that the
-      driver allows (nvidia-smi)
+  fix: pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128   # or another CUDA version that
+      the driver allows (nvidia-smi)
   fix: to run without a GPU: backend gloo (or none), and .to('cpu')
 """)
 
 
 @family.cause(r"""
-env.version: Two packages have versions that don't work together.
+env.version: Two packages have incompatible versions.
   said: undefined symbol: \w+|version `(?:GLIBC|GLIBCXX|CXXABI)_[\d.]+' not found|
       [\w./+-]+\.so[\d.]*: cannot open shared object file|compiled using NumPy 1\.x|
       numpy\.core\.multiarray failed to import|Numpy is not available|numpy\.dtype size changed|
@@ -45,27 +52,27 @@ env.version: Two packages have versions that don't work together.
   seen: an "undefined symbol", a library or GLIBC version that is not found, a module built for another NumPy or CUDA,
       or a package that names the version it needs
   unless: a module that does not exist at all: env.import. A symbol of NCCL: nccl.version
-  fix: pip check   # names packages that don't fit each other
-  fix: reinstall the package the message names, for this torch: extensions (flash-attn, xformers, torchvision) are
+  fix: pip check   # lists incompatible packages
+  fix: reinstall the package that the message names, for this torch: extensions (flash-attn, xformers, torchvision) are
       built for one torch version each
   fix: GLIBC: the wheel needs a newer system; use an older wheel or a newer image
-  fix: LD_LIBRARY_PATH can bring in the wrong library: unset it and try
+  fix: LD_LIBRARY_PATH may point to the wrong library: unset it and try again
 """)
-def version(case: Case, found: Match) -> CauseMatch:
-    summary = f"{case.who}: versions don't fit: {first_line(line_of(found))}{at(case)}"
-    return CauseMatch(summary, traced(case.end) or (line_of(found),))
+def version(case: Case, match: Match) -> CauseMatch:
+    summary = f"{case.rank_name}: incompatible versions: {first_line(line_of(match))}{at_location(case)}"
+    return CauseMatch(summary, traceback_evidence(case.end) or (line_of(match),))
 
 
 def install_advice(module: str) -> tuple[str, ...]:
-    """Return what to type for a missing module. Stoker itself isn't on PyPI: its name there belongs to somebody else."""
+    """Return what to type for a missing module. Stoker isn't on PyPI: the package of that name is a different one."""
     if module == "stoker":
         return ("pip install .   # in Stoker's clone, or the path of its wheel, with the Python that runs the ranks",)
     return (f"pip install {module}   # the package may have another name",) if module.isidentifier() else ()
 
 
 @family.cause("""
-env.shadowed: A file of the script's folder hides a module of the same name.
-  seen: an ImportError or AttributeError about a module that Python found beside the script, while the standard library or
+env.shadowed: A file in the script's folder hides a module of the same name.
+  seen: an ImportError or AttributeError about a module that Python found next to the script, while the standard library or
       an installed package has that name, too
   unless: no other module has this name: env.import
   fix: rename the file (and delete its __pycache__): Python looks into the script's folder first
@@ -76,22 +83,25 @@ def shadowed(case: Case) -> CauseMatch | None:
     if error is None or not file or is_library(file):
         return None
     name = _module_name(file)
-    if name not in _KNOWN and "not a package" not in error.message:
+    if name not in _KNOWN_MODULES and "not a package" not in error.message:
         return None
     hidden = "standard library's" if name in sys.stdlib_module_names else "installed"
     importer = next((f"{path}:{line}" for path, line, _ in _FRAME.findall(error.traceback) if not is_library(path)), "")
     imported = f", which {importer} imports" if importer and importer != f"{error.file}:{error.line}" else ""
-    summary = f"{case.who}: {file} hides the {hidden} module {name}{imported}: {first_line(error.message)} at {place(case.end)}"
-    fix = (f"rename {file}: Python looks into the script's folder first", "delete the __pycache__ folder beside it")
-    return CauseMatch(summary, traced(case.end), fix)
+    raised = f"{first_line(error.message)} at {location(case.end)}"
+    summary = f"{case.rank_name}: {file} hides the {hidden} module {name}{imported}: {raised}"
+    fix = (f"rename {file}: Python looks into the script's folder first", "delete the __pycache__ folder next to it")
+    return CauseMatch(summary, traceback_evidence(case.end), fix)
 
 
 def _imported_by_library(traceback: str) -> str:
-    """Return the script's file that a library imported in place of a module of its own; empty if there is none."""
+    """Return the user's file that a library imported instead of the module of that name; empty if there is none."""
     frames = [frame for frame in _FRAME.findall(traceback) if not frame[0].startswith("<frozen")]
     file: str
     for (importer, _, _), (file, _, function) in itertools.pairwise(frames):
-        if function == "<module>" and is_library(importer) and not is_library(file) and _module_name(file) in _KNOWN:
+        if function != "<module>" or not is_library(importer) or is_library(file):
+            continue
+        if _module_name(file) in _KNOWN_MODULES:
             return file
     return ""
 
@@ -111,9 +121,8 @@ def missing_module(case: Case) -> CauseMatch | None:
     if error is None or error.type not in ("ImportError", "ModuleNotFoundError"):
         return None
     missing = error.import_name.partition(".")[0] if error.type == "ModuleNotFoundError" else ""
-    install = install_advice(missing)
-    summary = f"{case.who}: {first_line(error.message)} at {place(case.end)}"
-    return CauseMatch(summary, traced(case.end), (*install, _RIGHT_PYTHON))
+    summary = f"{case.rank_name}: {first_line(error.message)} at {location(case.end)}"
+    return CauseMatch(summary, traceback_evidence(case.end), (*install_advice(missing), _RIGHT_PYTHON))
 
 
 @family.cause("""
@@ -125,5 +134,5 @@ def syntax(case: Case) -> CauseMatch | None:
     error = case.end.error
     if error is None or error.type not in ("SyntaxError", "IndentationError", "TabError"):
         return None
-    summary = f"{case.who}: {error.type}: {first_line(error.message)}"
+    summary = f"{case.rank_name}: {error.type}: {first_line(error.message)}"
     return CauseMatch(summary, tuple(error.traceback.strip().splitlines()[-6:]), (f"fix {error.file}:{error.line}",))

@@ -1,4 +1,4 @@
-"""gpu.*: a card that is sick or taken, its driver, and what a program does wrong on a healthy card."""
+"""gpu.*: GPUs that are faulty or in use, their driver, and what a program does wrong on a healthy GPU."""
 
 from __future__ import annotations
 
@@ -7,108 +7,109 @@ import signal
 
 from stoker.contract import kernel_messages
 from stoker.control.verdict.catalogue import Case, CauseMatch, Family, Match
-from stoker.control.verdict.exit_text import find, line_of, noticed
+from stoker.control.verdict.exit_text import find, line_of, noticed_evidence
 
 ORDER = 30
 
-# NVIDIA's Xid catalogue, as the doctor has it: those of the hardware. What an application causes by itself (13, 31, 43)
-# or what the driver has repaired (63, 92) accuses no card.
+# The hardware errors of NVIDIA's Xid catalogue, as the doctor has them. Xids that an application causes (13, 31, 43) or
+# that the driver has repaired (63, 92) don't mean that a GPU is faulty.
 _XIDS = {
     48: "double-bit ECC error", 62: "internal micro-controller halt", 64: "row remapping failed", 74: "NVLink error", 79: "GPU has fallen off the bus",
     94: "contained ECC error", 95: "uncontained ECC error", 119: "GSP firmware does not answer", 120: "GSP firmware error",
 }  # fmt: skip
-_CONTAINED = 94  # the driver took the page out of use: the mildest of them, named only where there is no other
-# Tried again although the card is sick: the next attempt proves the cards first and leaves the bad one out.
+_CONTAINED = 94  # the driver took the page out of use: the mildest one, only named if there is no other
+# Retried although the GPU is faulty: the next attempt tests the GPUs first and excludes the bad one.
 _DEAD = (
-    "leave it out: stoker run --exclude-bad, or --gpus with the others",
+    "exclude it: stoker run --exclude-bad, or --gpus with the others",
     "restart the pod and not only the container: a driver's state outlives the container",
     "then ask the provider, with the file of `stoker doctor --bundle ticket.tar.gz` attached",
 )
 _NOTICED = "the line above is where the error was noticed, not where it happened"
 _DEBUG = f"stoker run --debug-retry …   # runs it again with blocking launches: {_NOTICED}"
-family = Family(__name__, noticed, DEAD=_DEAD, DEBUG=_DEBUG)
+family = Family(__name__, noticed_evidence, DEAD=_DEAD, DEBUG=_DEBUG)
 
 
-def _xids(case: Case) -> list[tuple[int, str]]:
-    """Hardware Xids in the kernel's log since the rank's start. They count only if its end speaks of its GPU."""
+def _hardware_xids(case: Case) -> list[tuple[int, str]]:
+    """Return (number, line) of hardware Xids in the kernel's log since the rank's start, if its exit is about its GPU."""
     if "GPU" not in case.end.label:
         return []
-    crashed = (
-        case.end.error is None and case.end.code is not None and case.end.code < 0 and case.end.code != -signal.SIGKILL
-    )
+    code = case.end.code
+    crashed = case.end.error is None and code is not None and code < 0 and code != -signal.SIGKILL
     if not crashed and not find(case, r"(?i)\b(?:cuda|nccl|hip|nvml|cublas|cudnn)"):
         return []
     lines = ((kernel_messages.parse_xid(line), line) for line in case.end.around.kernel)
-    return [(told[1], line) for told, line in lines if told is not None and told[1] in _XIDS]
+    return [(xid[1], line) for xid, line in lines if xid is not None and xid[1] in _XIDS]
 
 
 @family.cause("""
 gpu.lost, again: The GPU no longer answers its driver.
   perhaps: GPU is lost|(?:CUDA|HIP) error: unknown error|fallen off the bus|Unable to determine the device handle
-  seen: Xid 79 in the kernel's log, "GPU is lost", "CUDA error: unknown error" (999), or NVML that can't find the card
+  seen: Xid 79 in the kernel's log, "GPU is lost", "CUDA error: unknown error" (999), or NVML that can't find the GPU
       any more
-  unless: the card answers and a kernel failed on it: gpu.launch-failure or gpu.illegal-access
+  unless: the GPU answers and a kernel failed on it: gpu.launch-failure or gpu.illegal-access
   fix: {DEAD}
 """)
-def lost(case: Case, found: Match | None) -> CauseMatch | None:
-    off = [line for number, line in _xids(case) if number == 79]
-    if not off and not found:
+def lost(case: Case, match: Match | None) -> CauseMatch | None:
+    off_bus = [line for number, line in _hardware_xids(case) if number == 79]
+    if not off_bus and not match:
         return None
-    said_so = noticed(case, line_of(found)) if found else ()
-    summary = f"{case.who}: its GPU is lost{' (Xid 79: it has fallen off the bus)' if off else ''}"
-    return CauseMatch(summary, (*said_so, *off))
+    noticed = noticed_evidence(case, line_of(match)) if match else ()
+    summary = f"{case.rank_name}: its GPU is lost{' (Xid 79: it has fallen off the bus)' if off_bus else ''}"
+    return CauseMatch(summary, (*noticed, *off_bus))
 
 
 @family.cause("""
 gpu.ecc, again: The GPU's memory returned an error that could not be corrected.
   perhaps: uncorrectable (?:NVLink|ECC) error|uncorrectable ECC
   seen: "uncorrectable ECC error encountered" (CUDA error 214), or Xid 48 or 95 in the kernel's log
-  unless: errors that were corrected: they are counted and harm nothing
+  unless: errors that were corrected: they are counted and do no harm
   fix: {DEAD}
 """)
-def ecc(case: Case, found: Match | None) -> CauseMatch | None:
-    bad = [line for number, line in _xids(case) if number in (48, 95)]
-    if not bad and not found:
+def ecc(case: Case, match: Match | None) -> CauseMatch | None:
+    xids = [line for number, line in _hardware_xids(case) if number in (48, 95)]
+    if not xids and not match:
         return None
-    summary = f"{case.who}: uncorrectable memory (ECC) error on its GPU"
-    return CauseMatch(summary, (*(noticed(case, line_of(found)) if found else ()), *bad))
+    summary = f"{case.rank_name}: uncorrectable memory (ECC) error on its GPU"
+    return CauseMatch(summary, (*(noticed_evidence(case, line_of(match)) if match else ()), *xids))
 
 
 @family.cause("""
 gpu.xid, again: The driver reported a fault of the GPU itself.
-  seen: the kernel's log has an Xid of the hardware (48 62 64 74 79 95 119 120; 94 as one the driver contained) since
-      the rank started, and the rank's end speaks of its GPU
+  seen: the kernel's log has a hardware Xid (48 62 64 74 79 95 119 120; 94 is one that the driver contained) since
+      the rank started, and the rank's exit is about its GPU
   unless: Xid 13, 31, 43, 63 or 92: an application's own error, or one that was corrected
-  fix: nvidia-smi -q -d ECC,PAGE_RETIREMENT,ROW_REMAPPER   # shows the card's errors; reset it or reboot (nvidia-smi
+  fix: nvidia-smi -q -d ECC,PAGE_RETIREMENT,ROW_REMAPPER   # shows the GPU's errors; reset it or reboot (nvidia-smi
       --gpu-reset -i N, as root)
   fix: {DEAD}
 """)
 def xid(case: Case) -> CauseMatch | None:
-    found = _xids(case)
-    if not found:
+    xids = _hardware_xids(case)
+    if not xids:
         return None
-    number = next((one for one, _ in found if one != _CONTAINED), _CONTAINED)
-    summary = f"{case.who}: the driver reported Xid {number} ({_XIDS[number]})"
-    return CauseMatch(summary, tuple(line for _, line in found[-4:]))
+    number = next((number for number, _ in xids if number != _CONTAINED), _CONTAINED)
+    summary = f"{case.rank_name}: the driver reported Xid {number} ({_XIDS[number]})"
+    return CauseMatch(summary, tuple(line for _, line in xids[-4:]))
 
 
 @family.cause("""
-gpu.busy, again: The GPU refused the process: its compute mode, its memory, or a faulty card.
+gpu.busy, again: The GPU refused the process: its compute mode, its memory, or a faulty GPU.
   said: is/are busy or unavailable
   seen: CUDA error 46: "CUDA-capable device(s) is/are busy or unavailable"
-  unless: a number of GPUs that does not fit says "invalid device ordinal": gpu.ordinal
+  unless: a GPU number that does not exist gives "invalid device ordinal": gpu.ordinal
   fix: nvidia-smi --query-gpu=index,compute_mode --format=csv   # Exclusive_Process or Prohibited: nvidia-smi -i N -c
       DEFAULT, as root
-  fix: stoker doctor --only gpu.   # who holds it, and whether a context can be made at all: if not, the card is faulty
+  fix: stoker doctor --only gpu.   # which process uses it, and whether a context can be created: if not, the GPU is faulty
   fix: {DEAD}
 """)
-def busy(case: Case, found: Match) -> CauseMatch:
-    others = [one for one in case.end.around.holders if not one.get("ours")]
-    commands = [one.get("command") or "outside this container" for one in others]
-    held = [f"pid {one.get('pid')} ({word}) is on the card" for one, word in zip(others, commands, strict=True)]
-    told = f"; {held[0]}" if held else "; no other process is seen on it: its compute mode, or a faulty card"
-    summary = f"{case.who}: its GPU is busy or unavailable (CUDA error 46){told}"
-    return CauseMatch(summary, (*noticed(case, line_of(found)), *held))
+def busy(case: Case, match: Match) -> CauseMatch:
+    holders = [holder for holder in case.end.around.holders if not holder.get("ours")]
+    in_use = [
+        f"pid {holder.get('pid')} ({holder.get('command') or 'outside this container'}) is on the GPU"
+        for holder in holders
+    ]
+    why = in_use[0] if in_use else "no other process is seen on it: its compute mode, or a faulty GPU"
+    summary = f"{case.rank_name}: its GPU is busy or unavailable (CUDA error 46); {why}"
+    return CauseMatch(summary, (*noticed_evidence(case, line_of(match)), *in_use))
 
 
 family.entries("""
@@ -151,7 +152,7 @@ gpu.ordinal: The script asked for a GPU that does not exist.
   seen: "invalid device ordinal" (CUDA error 101): the script asked for a GPU number that this rank can't see
   unless: "busy or unavailable" is not about the number: gpu.busy
   fix: torch.cuda.set_device(int(os.environ['LOCAL_RANK'])), not RANK, and no fixed number
-  fix: with --isolate each rank sees one GPU, as device 0; without, all that it was given
+  fix: with --isolate each rank sees one GPU, as device 0; without it, all GPUs of the run
   fix: stoker run --nproc-per-node auto starts one rank per usable GPU; CUDA_VISIBLE_DEVICES may hide some
 """)
 
@@ -162,45 +163,46 @@ gpu.duplicate: Two ranks use the same GPU, and NCCL refuses that.
   seen: NCCL's "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device …"
   fix: torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before init_process_group and before the first .cuda()
   fix: or stoker run --isolate: each rank sees its own GPU only, and `cuda:0` is right everywhere
-  fix: several ranks on one card on purpose: gloo can do that, NCCL can't
+  fix: several ranks on one GPU on purpose: gloo can do that, NCCL can't
 """)
-def duplicate(case: Case, found: Match) -> CauseMatch:
-    summary = f"rank {found[1]} and rank {found[2]} are on the same GPU: the script does not choose by LOCAL_RANK"
-    return CauseMatch(summary, noticed(case, found[0]))
+def duplicate(case: Case, match: Match) -> CauseMatch:
+    summary = f"rank {match[1]} and rank {match[2]} are on the same GPU: the script does not choose by LOCAL_RANK"
+    return CauseMatch(summary, noticed_evidence(case, match[0]))
 
 
-# Not of "device-side assertions", which the footer of every CUDA error names.
+# The pattern excludes "device-side assertions", which the footer of every CUDA error mentions.
 @family.cause("""
 gpu.assert: A kernel's own check failed on the GPU: nearly always an index out of range.
   said: device-side assert(?!ion)
   seen: "device-side assert triggered" (CUDA error 710); the assertion itself is among the lines the rank printed
   unless: an address and not an assertion: gpu.illegal-access
   fix: an index out of range: labels must be below the number of classes and token ids below the vocabulary
-      (len(tokenizer) against model.config.vocab_size; -100 is what the loss ignores, not -1)
+      (len(tokenizer) against model.config.vocab_size; the loss ignores -100, not -1)
   fix: {DEBUG}
   fix: the same batch on the CPU names the index in a Python exception
 """)
-def device_assert(case: Case, found: Match) -> CauseMatch:
-    asserted = re.search(r"Assertion `([^`]+?)` failed|Assertion `([^']+)' failed", case.words)
+def device_assert(case: Case, match: Match) -> CauseMatch:
+    asserted = re.search(r"Assertion `([^`]+?)` failed|Assertion `([^']+)' failed", case.output)
     condition = (asserted[1] or asserted[2]) if asserted else ""
     meaning = next((text for piece, text in _ASSERTIONS.items() if piece in condition), "")
     what = f": `{condition}` is false{meaning}" if condition else ", probably an index out of range"
     printed = (line_of(asserted),) if asserted else ()
-    return CauseMatch(f"{case.who}: device-side assert{what}", (*printed, *noticed(case, line_of(found))))
+    summary = f"{case.rank_name}: device-side assert{what}"
+    return CauseMatch(summary, (*printed, *noticed_evidence(case, line_of(match))))
 
 
 family.entries("""
-gpu.illegal-access, again: A kernel accessed memory that is not its own.
+gpu.illegal-access, again: A kernel accessed memory that does not belong to it.
   said: illegal memory access|misaligned address|(?:CUDA|HIP) error: an illegal instruction|CUDA_ERROR_ILLEGAL_ADDRESS
-  summary: {who}: a GPU kernel accessed memory that is not its own ({said})
+  summary: {who}: a GPU kernel accessed memory that does not belong to it ({said})
   seen: "an illegal memory access was encountered" (CUDA error 700), "misaligned address" (716) or "illegal instruction"
       (715)
-  unless: an assertion failed first: gpu.assert. An Xid of the hardware in the kernel's log: gpu.xid
+  unless: an assertion failed first: gpu.assert. A hardware Xid in the kernel's log: gpu.xid
   fix: {DEBUG}
-  fix: kernels that are not torch's (flash-attn, xformers, Triton, an extension of your own): are they built for this torch
+  fix: kernels other than torch's (flash-attn, xformers, Triton, an extension of your own): are they built for this torch
       and this GPU? does the error occur without them?
   fix: compute-sanitizer python …   # names the kernel and the address, slowly
-  fix: always on the same card and never on another: stoker doctor, and leave it out (--gpus)
+  fix: always on the same GPU and never on another: stoker doctor, and exclude it (--gpus)
 gpu.launch-failure, again: A GPU kernel failed, and the driver gives no reason.
   said: unspecified launch failure|CUDA_ERROR_LAUNCH_FAILED
   summary: {who}: a GPU kernel failed (unspecified launch failure)
@@ -208,14 +210,14 @@ gpu.launch-failure, again: A GPU kernel failed, and the driver gives no reason.
   unless: a hardware Xid in the kernel's log: gpu.xid, gpu.ecc, gpu.lost
   fix: {DEBUG}
   fix: compute-sanitizer python …
-  fix: stoker doctor --only gpu.   # is the card itself healthy?
+  fix: stoker doctor --only gpu.   # is the GPU itself healthy?
   fix: {DEAD}
 gpu.timeout: A GPU kernel ran longer than the display's watchdog allows.
   said: launch timed out and was terminated
   summary: {who}: a GPU kernel was ended by the display's watchdog
   seen: "the launch timed out and was terminated" (CUDA error 702)
   unless: a collective that timed out: nccl.timeout
-  fix: the card drives a display, whose watchdog ends kernels after seconds: train on another card (--gpus), or stop the
+  fix: the GPU drives a display, whose watchdog ends kernels after seconds: train on another GPU (--gpus), or stop the
       display server
   fix: {DEBUG}
 gpu.arch: This torch, or an extension, has no code for this GPU's architecture.
@@ -223,10 +225,10 @@ gpu.arch: This torch, or an extension, has no code for this GPU's architecture.
   summary: {who}: no code for this GPU's architecture (no kernel image is available)
   seen: "no kernel image is available for execution on the device" (CUDA error 209)
   fix: python -c 'import torch; print(torch.__version__, torch.cuda.get_arch_list(),
-      torch.cuda.get_device_capability())'   # is the card in the list?
-  fix: a torch built for it: 50-series and B200 cards (sm_100, sm_120) need a build with CUDA 12.8 or newer; very old
-      cards an older torch
-  fix: an extension (flash-attn, a kernel of your own): build it with TORCH_CUDA_ARCH_LIST holding this card
+      torch.cuda.get_device_capability())'   # is the GPU in the list?
+  fix: a torch built for it: 50-series and B200 GPUs (sm_100, sm_120) need a build with CUDA 12.8 or newer; very old
+      GPUs an older torch
+  fix: an extension (flash-attn, a kernel of your own): build it with a TORCH_CUDA_ARCH_LIST that contains this GPU
 """)
 
 
@@ -234,12 +236,13 @@ gpu.arch: This torch, or an extension, has no code for this GPU's architecture.
 gpu.not-initialized: cuBLAS or cuDNN could not start on the GPU.
   said: (CUBLAS|CUDNN)_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)
   seen: CUBLAS_STATUS_NOT_INITIALIZED, CUDNN_STATUS_NOT_INITIALIZED or CUDNN_STATUS_INTERNAL_ERROR
-  unless: CUBLAS_STATUS_ALLOC_FAILED says it is memory: oom.gpu
-  fix: the card was nearly full when the library made its workspace: leave it more memory (a smaller micro-batch), and
+  unless: CUBLAS_STATUS_ALLOC_FAILED means that memory ran out: oom.gpu
+  fix: the GPU was nearly full when the library made its workspace: leave it more memory (a smaller micro-batch), and
       look at the MEM lines in the log
-  fix: LD_LIBRARY_PATH must not bring in another cuDNN or cuBLAS than torch's own: unset it and try
+  fix: LD_LIBRARY_PATH must not point to another cuDNN or cuBLAS than torch's own: unset it and try again
   fix: an earlier error on the GPU (an index out of range) can end up here: {DEBUG}
 """)
-def not_initialized(case: Case, found: Match) -> CauseMatch:
-    summary = f"{case.who}: {'cuBLAS' if found[1] == 'CUBLAS' else 'cuDNN'} could not start on its GPU"
-    return CauseMatch(summary, noticed(case, line_of(found)))
+def not_initialized(case: Case, match: Match) -> CauseMatch:
+    library = "cuBLAS" if match[1] == "CUBLAS" else "cuDNN"
+    summary = f"{case.rank_name}: {library} could not start on its GPU"
+    return CauseMatch(summary, noticed_evidence(case, line_of(match)))

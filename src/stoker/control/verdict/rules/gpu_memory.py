@@ -1,5 +1,7 @@
-"""oom.gpu*: the card's memory. Who holds it decides which of the three it is, and the traceback in which phase of
-a step it was full: what helps depends on that where the model is in shards."""
+"""oom.gpu*: memory of the GPU. Which process holds it decides the cause; the phase of the step decides the advice.
+
+What helps depends on the phase, which the traceback shows, if the model is sharded (FSDP).
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,17 @@ from stoker.contract.evidence import RankExit
 from stoker.contract.frozen import frozen
 from stoker.contract.units import format_bytes
 from stoker.control.verdict.catalogue import Case, CauseMatch, Family
-from stoker.control.verdict.exit_text import at, find, last_seen, line_of, place, said
+from stoker.control.verdict.exit_text import at_location, exit_text, find, last_seen_at, line_of, location
+
+ORDER = 25
+
+# ---- the phase of a step ----
 
 GATHER, BACKWARD, OPTIMIZER, SAVE = "gather", "backward", "optimizer", "save"
 _FRAME = re.compile(r'^ *File "([^"\n]{1,400})", line \d+, in ([^\n]{1,200})$', re.MULTILINE)
-# Files and functions, innermost last; the first kind that a traceback has decides: a save gathers, a backward pass gathers, too.
+# Files and functions of each phase. The first phase of _PHASES with one in the traceback decides: a save gathers weights, and so
+# does a backward pass.
+_PHASES = (SAVE, GATHER, OPTIMIZER, BACKWARD)
 _FILES = {
     SAVE: r"torch/distributed/checkpoint/|_state_dict_utils|state_dict_utils|torch/serialization|safetensors/|"
     r"stoker/training/checkpoint/|stoker/training/model/(?:hf_write|hf_stream|pieces)",
@@ -28,33 +36,35 @@ _FUNCTIONS = {
     BACKWARD: r"_engine_run_backward|post_backward|foreach_reduce",
 }
 _SHARDED = re.compile(r"torch/distributed/fsdp/|torch/distributed/tensor/|deepspeed/")
-_OWN = re.compile(r"ran out of GPU memory at [^\n]{0,60} of a model in (\d+) shards")  # recipes/memory.py
-_WORDS = {
+_STOKER_SHARDED = re.compile(r"ran out of GPU memory at [^\n]{0,60} of a model in (\d+) shards")  # recipes/memory.py
+_PHASE_TEXTS = {
     GATHER: "while weights were gathered",
     BACKWARD: "in the backward pass",
     OPTIMIZER: "in the optimizer step",
     SAVE: "while the model was saved",
 }
-# Of `stoker train`, and of anybody's script.
-_HELPS = {
+# (advice for `stoker train`, advice for any other script)
+_PHASE_ADVICE = {
     GATHER: (
-        "--compute.recompute full, or a smaller --batch.micro: activations and two gathered blocks are there at a time; with"
-        " --qlora a gathered block is a quarter of its 16-bit size, with --parallel.offload all shards are in host memory",
-        "fully_shard every block, the embedding and the head by itself, with reshard_after_forward=True: what is one unit is"
-        " gathered at once; then activation checkpointing",
+        "--compute.recompute full, or a smaller --batch.micro: activations and two gathered blocks are in memory at the same"
+        " time; with --qlora a gathered block takes a quarter of its 16-bit size; with `--parallel.offload all` shards are in"
+        " host memory",
+        "fully_shard every block, the embedding and the head separately, with reshard_after_forward=True: each such unit is"
+        " gathered as a whole; then activation checkpointing",
     ),
     BACKWARD: (
-        "--parallel.accumulate sharded (no rank holds whole gradients between micro-batches), then --compute.recompute full",
-        "don't set_requires_gradient_sync(False) while accumulating: every rank then holds whole gradients; then activation"
+        "--parallel.accumulate sharded (no rank holds full gradients between micro-batches), then --compute.recompute full",
+        "don't set_requires_gradient_sync(False) while accumulating: every rank then holds full gradients; then activation"
         " checkpointing",
     ),
     OPTIMIZER: (
-        "--optimizer adamw8bit: 2 bytes of moments a number instead of 8; or --parallel.offload optimizer: moments in host memory",
+        "--optimizer adamw8bit: 2 bytes of moments per parameter instead of 8; or --parallel.offload optimizer: moments in host"
+        " memory",
         "an 8-bit optimizer, or fully_shard(..., offload_policy=CPUOffloadPolicy()): moments in host memory",
     ),
     SAVE: (
-        "more room between step and card: --compute.recompute full, or a smaller --batch.micro; a save puts one tensor at a time"
-        " together",
+        "leave more GPU memory free in a step: --compute.recompute full, or a smaller --batch.micro; a save gathers one tensor"
+        " at a time",
         "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)), or"
         " torch.distributed.checkpoint.save, which keeps shards; on every rank",
     ),
@@ -62,30 +72,32 @@ _HELPS = {
 
 
 @frozen
-class Phase:
+class StepPhase:
+    """The phase of a training step in which memory ran out."""
+
     name: str
-    helps: str  # nothing: the model is not known to be in shards
+    advice: str  # empty if the model is not known to be sharded
 
     @property
-    def words(self) -> str:
-        return _WORDS[self.name]
+    def text(self) -> str:
+        return _PHASE_TEXTS[self.name]
 
 
-def phase_of(end: RankExit) -> Phase | None:
-    """None: the forward pass, or nobody knows."""
-    trace = end.error.traceback if end.error is not None else ""
-    frames = _FRAME.findall(trace)
-    ours = _OWN.search(end.tail)
-    name = next((name for name in (SAVE, GATHER, OPTIMIZER, BACKWARD) if _is_in(name, frames)), None)
-    if name is None:
+def phase_of(end: RankExit) -> StepPhase | None:
+    """Return the phase that the traceback shows, or None: the forward pass, or unknown."""
+    frames = _FRAME.findall(end.error.traceback if end.error is not None else "")
+    name = next((name for name in _PHASES if _is_in_phase(name, frames)), None)
+    uses_fsdp = any(_SHARDED.search(file) for file, _ in frames)
+    if name is None or (name == GATHER and not uses_fsdp):  # without FSDP it is an all_gather of the script's own
         return None
-    if name == GATHER and not any(_SHARDED.search(file) for file, _ in frames):
-        return None  # somebody's own all_gather
-    sharded = ours is not None or any(_SHARDED.search(file) for file, _ in frames)
-    return Phase(name, _HELPS[name][0 if ours is not None else 1] if sharded else "")
+    by_stoker = _STOKER_SHARDED.search(end.tail) is not None
+    for_stoker, for_scripts = _PHASE_ADVICE[name]
+    if by_stoker:
+        return StepPhase(name, for_stoker)
+    return StepPhase(name, for_scripts if uses_fsdp else "")
 
 
-def _is_in(name: str, frames: list[tuple[str, str]]) -> bool:
+def _is_in_phase(name: str, frames: list[tuple[str, str]]) -> bool:
     files, functions = _FILES.get(name), _FUNCTIONS.get(name)
     return any(
         (files is not None and re.search(files, file)) or (functions is not None and re.fullmatch(functions, function))
@@ -93,86 +105,84 @@ def _is_in(name: str, frames: list[tuple[str, str]]) -> bool:
     )
 
 
-ORDER = 25
+# ---- torch's out-of-memory message ----
 
-# torch's out-of-memory message as numbers. Its wording, from torch 2.9 on (CUDA, HIP and XPU): CUDA out of memory.
-# Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.00 GiB is free. Process 727 has
-# 100.51 GiB memory in use. Including non-PyTorch memory, this process has 38.10 GiB memory in use. 130.00 GiB
-# allowed; Of the allocated memory 30.00 GiB is allocated by PyTorch, with 1.00 GiB allocated in private pools (e.g.,
-# CUDA Graphs), and 7.00 GiB is reserved by PyTorch but unallocated.
-
-
+# From torch 2.9 on (CUDA, HIP and XPU): CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of
+# 139.80 GiB of which 1.00 GiB is free. Process 727 has 100.51 GiB memory in use. Including non-PyTorch memory, this
+# process has 38.10 GiB memory in use. 130.00 GiB allowed; Of the allocated memory 30.00 GiB is allocated by PyTorch,
+# with 1.00 GiB allocated in private pools (e.g., CUDA Graphs), and 7.00 GiB is reserved by PyTorch but unallocated.
 _SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 @frozen
-class Refused:
-    """An allocation that did not fit. What the message leaves out is None."""
+class AllocationFailure:
+    """The numbers of torch's out-of-memory message. What the message leaves out is None."""
 
     needed: int
     total: int | None
     free: int | None
-    own: int | None  # of this process, context included
-    others: tuple[tuple[int, int], ...]  # pid, bytes
+    own: int | None  # held by this process, with its CUDA context
+    others: tuple[tuple[int, int], ...]  # (pid, bytes)
     allowed: int | None  # torch.cuda.set_per_process_memory_fraction
     allocated: int | None
-    unused: int | None  # reserved by torch's allocator and not handed out
+    unused: int | None  # reserved by torch's allocator but not allocated
 
     @property
-    def cached(self) -> int:
-        """All that torch's allocator holds."""
+    def reserved(self) -> int:
+        """Return all that torch's allocator holds."""
         return (self.allocated or 0) + (self.unused or 0)
 
 
-def read(text: str) -> Refused | None:
+def parse_out_of_memory(text: str) -> AllocationFailure | None:
     head = re.search(rf"(?:CUDA|HIP|XPU) out of memory\. Tried to allocate {_SIZE}", text)
     if head is None:
         return None
     text = text[head.start() :]
-    told = re.findall(rf"Process (\d+) has {_SIZE} memory in use", text)
-    others = tuple((int(pid), _bytes(count, unit)) for pid, count, unit in told)
-    allocated = _one(text, rf"Of the allocated memory {_SIZE}")
-    unused = _one(text, rf"{_SIZE} is reserved by PyTorch but unallocated")
-    own = _one(text, rf"this process has {_SIZE} memory in use")
+    processes = re.findall(rf"Process (\d+) has {_SIZE} memory in use", text)
+    others = tuple((int(pid), _bytes(count, unit)) for pid, count, unit in processes)
+    allocated = _find_size(text, rf"Of the allocated memory {_SIZE}")
+    unused = _find_size(text, rf"{_SIZE} is reserved by PyTorch but unallocated")
+    own = _find_size(text, rf"this process has {_SIZE} memory in use")
     if own is None and allocated is not None:
-        # In a container the driver knows us by the host's pid, and torch takes its own process for another one.
-        mine = min(
-            (pair for pair in others if pair[1] >= allocated + (unused or 0)), key=lambda pair: pair[1], default=None
-        )
-        if mine is not None:
-            own = mine[1]
-            others = tuple(pair for pair in others if pair != mine)
-    return Refused(
+        # In a container the driver uses the host's pids, and torch takes its own process for another one.
+        candidates = [process for process in others if process[1] >= allocated + (unused or 0)]
+        if candidates:
+            smallest = min(candidates, key=lambda process: process[1])
+            own = smallest[1]
+            others = tuple(process for process in others if process != smallest)
+    return AllocationFailure(
         _bytes(head[1], head[2]),
-        _one(text, rf"total capacity of {_SIZE}"),
-        _one(text, rf"of which {_SIZE} is free"),
+        _find_size(text, rf"total capacity of {_SIZE}"),
+        _find_size(text, rf"of which {_SIZE} is free"),
         own,
         others,
-        _one(text, rf"{_SIZE} allowed;"),
+        _find_size(text, rf"{_SIZE} allowed;"),
         allocated,
         unused,
     )
 
 
-def _one(text: str, pattern: str) -> int | None:
-    found = re.search(pattern, text)
-    return _bytes(found[1], found[2]) if found else None
+def _find_size(text: str, pattern: str) -> int | None:
+    match = re.search(pattern, text)
+    return _bytes(match[1], match[2]) if match else None
 
 
 def _bytes(count: str, unit: str) -> int:
     return int(float(count) * _UNITS[unit])
 
 
+# ---- the causes ----
+
 _EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True (before torch 2.10: PYTORCH_CUDA_ALLOC_CONF)"
-_NO_NUMBERS = (
+_WITHOUT_NUMBERS = (
     r"(?:CUDA|HIP) error: out of memory|(?:CUBLAS|CUDNN|HIPBLAS|CUFFT)_STATUS_ALLOC_FAILED|Cuda failure(?: \d+)? 'out"
     r" of memory'"
 )
-_SLACK = 2**30  # contexts and what the driver keeps for itself: not a holder worth naming
-_PIECES = 2**29  # less than this in torch's cache is no fragmentation, but a card that is full to the brim
+_SLACK = 2**30  # contexts and what the driver keeps for itself: too little to blame a process for
+_MIN_FRAGMENTED = 2**29  # with less than this in torch's cache the GPU is full rather than fragmented
 _SMALLER = (
-    "a chunked or fused loss, so that the logits of all tokens never exist at once (liger-kernel's fused linear"
+    "a chunked or fused loss, so that the logits of all tokens never exist at the same time (liger-kernel's fused linear"
     " cross-entropy)",
     "activation checkpointing (gradient_checkpointing_enable(), torch.utils.checkpoint)",
     "half the micro-batch with twice the accumulation steps: the global batch and the result stay the same",
@@ -180,192 +190,202 @@ _SMALLER = (
     "shard parameters, gradients and optimizer over the ranks (FSDP: torch.distributed.fsdp.fully_shard)",
     "last, a shorter sequence: it changes what is learned",
 )
-# What the record must show for an item of _SMALLER to be advice for this program: a pattern of its last words or of its
-# traceback's files and functions. Without an entry it holds for all.
+# Patterns in the last output or in the traceback's files and functions, which must be there for an item of _SMALLER to be
+# advice for this program. Items without a pattern always apply.
 _LANGUAGE_MODEL = r"(?i)logits|cross_entropy|lm_head|log_softmax|nll_loss|/transformers/|stoker/training/"
 _LAYERS = (
     r"torch/nn/modules/|torch/autograd/|_engine_run_backward|torch/utils/checkpoint|/transformers/|stoker/training/"
 )
 _OPTIMIZER = r"torch/optim/|bitsandbytes/optim/|stoker/training/"
-_MAKE_ROOM = (
+_FREE_MEMORY = (
     "stoker clean   # shows what your own dead runs still hold; --yes frees it; other processes are not touched",
-    "stoker run --gpus any:N --min-free-memory SIZE --wait 10m   # cards with room, or wait for them",
-    "held from outside this container: ask who shares the machine, or the provider",
+    "stoker run --gpus any:N --min-free-memory SIZE --wait 10m   # picks GPUs with enough free memory, or waits for them",
+    "held from outside this container: ask the other users of the machine, or the provider",
 )
-family = Family(__name__, EXPANDABLE=_EXPANDABLE, SMALLER=_SMALLER, MAKE_ROOM=_MAKE_ROOM)
+family = Family(__name__, EXPANDABLE=_EXPANDABLE, SMALLER=_SMALLER, FREE_MEMORY=_FREE_MEMORY)
 
 
-class _Card:
-    """The numbers of one refusal, from the message and from what the agent saw on the card."""
+class GpuMemory:
+    """Which processes held a GPU's memory when an allocation failed, from torch's message and the agent's list."""
 
-    def __init__(self, case: Case, refused: Refused | None) -> None:
-        around = case.end.around
-        mine = {end.pid for end in case.evidence.ends if end.host == case.end.host}
+    def __init__(self, case: Case, failure: AllocationFailure | None) -> None:
+        context = case.end.around
+        rank_pids = {end.pid for end in case.evidence.ends if end.host == case.end.host}
         self.holders: list[dict[str, Any]] = [
-            one for one in around.holders if not one.get("ours") and one.get("pid") not in mine
+            holder for holder in context.holders if not holder.get("ours") and holder.get("pid") not in rank_pids
         ]
-        ours = [one for one in around.holders if one.get("ours") or one.get("pid") in mine]
-        self.refused = refused
-        self.total = (refused.total if refused else None) or around.gpu_total
-        known = {one.get("pid") for one in ours} | mine
+        own_holders = [holder for holder in context.holders if holder.get("ours") or holder.get("pid") in rank_pids]
+        self.failure = failure
+        self.total = (failure.total if failure else None) or context.gpu_total
+        own_pids = {holder.get("pid") for holder in own_holders} | rank_pids
         # The agent's list is better than the message's: it has names.
-        self.strangers = (
-            [] if self.holders or not refused else [pair for pair in refused.others if pair[0] not in known]
-        )
-        self.foreign = sum(one.get("memory") or 0 for one in self.holders) or sum(size for _, size in self.strangers)
-        shared = any(
+        self.unnamed: list[tuple[int, int]] = []
+        if failure and not self.holders:
+            self.unnamed = [process for process in failure.others if process[0] not in own_pids]
+        self.foreign = sum(holder.get("memory") or 0 for holder in self.holders)
+        self.foreign = self.foreign or sum(size for _, size in self.unnamed)
+        shares_gpu = any(
             end.label == case.end.label and end.host == case.end.host and end.rank != case.end.rank
             for end in case.evidence.ends
         )
-        if refused and not self.foreign and not shared and None not in (refused.total, refused.free):
-            # Others that neither we nor torch can see: what nobody here uses. With --share-gpus it may be a rank's.
-            siblings = sum(one.get("memory") or 0 for one in ours if one.get("pid") != case.end.pid) + sum(
-                size for pid, size in refused.others if pid in known
-            )
-            rest = (refused.total or 0) - (refused.free or 0) - (refused.own or refused.cached + _SLACK) - siblings
+        if failure and not self.foreign and not shares_gpu and failure.total is not None and failure.free is not None:
+            # Memory that no visible process uses is held by processes that neither the agent nor torch can see. If ranks
+            # share the GPU (--share-gpus), it may be another rank's.
+            siblings = sum(holder.get("memory") or 0 for holder in own_holders if holder.get("pid") != case.end.pid)
+            siblings += sum(size for pid, size in failure.others if pid in own_pids)
+            rest = failure.total - failure.free - (failure.own or failure.reserved + _SLACK) - siblings
             self.foreign = max(0, rest) if rest > _SLACK else 0
 
     @property
     def foreign_decides(self) -> bool:
-        """Without the others it would have fitted; a desktop's few MiB decide nothing."""
+        """Return whether the allocation would have fitted without other processes; a desktop's few MiB don't count."""
         if self.foreign < max(_SLACK, (self.total or 0) // 20):
             return False
-        refused = self.refused
-        if refused is None:
+        failure = self.failure
+        if failure is None:
             return self.total is not None and self.foreign * 2 >= self.total
-        if refused.allowed is not None and refused.cached + refused.needed > refused.allowed:
+        if failure.allowed is not None and failure.reserved + failure.needed > failure.allowed:
             return False
-        return refused.needed <= (refused.free or 0) + self.foreign and (
-            refused.own or refused.cached
-        ) + refused.needed <= (self.total or 0)
+        fits_without_others = failure.needed <= (failure.free or 0) + self.foreign
+        return fits_without_others and (failure.own or failure.reserved) + failure.needed <= (self.total or 0)
 
-    def who_holds(self) -> list[str]:
+    def describe_holders(self) -> list[str]:
         lines = []
-        for one in self.holders:
-            memory = format_bytes(one["memory"]) if one.get("memory") else "an unknown amount"
-            if not one.get("command"):
-                lines.append(f"pid {one.get('pid')} holds {memory}, held from outside this container")
+        for holder in self.holders:
+            memory = format_bytes(holder["memory"]) if holder.get("memory") else "an unknown amount"
+            if not holder.get("command"):
+                lines.append(f"pid {holder.get('pid')} holds {memory}, held from outside this container")
                 continue
-            run = f", run {one['run']}" if one.get("run") else ""
-            user = f", user {one['user']}" if one.get("user") else ""
-            lines.append(f"pid {one.get('pid')} ({one['command']}{user}{run}) holds {memory}")
-        lines += [f"pid {pid} holds {format_bytes(size)}" for pid, size in self.strangers]
+            run = f", run {holder['run']}" if holder.get("run") else ""
+            user = f", user {holder['user']}" if holder.get("user") else ""
+            lines.append(f"pid {holder.get('pid')} ({holder['command']}{user}{run}) holds {memory}")
+        lines += [f"pid {pid} holds {format_bytes(size)}" for pid, size in self.unnamed]
         if not lines and self.foreign:
             unseen = "processes that can't be seen from here, outside this container"
             lines.append(f"{format_bytes(self.foreign)} are held by {unseen}")
         return lines
 
-    def sentence(self) -> str:
-        refused = self.refused
-        if refused is None:
+    def describe_failure(self) -> str:
+        failure = self.failure
+        if failure is None:
             return "an allocation failed"
-        parts = [f"{format_bytes(refused.needed)} needed"]
-        if refused.free is not None:
-            parts.append(
-                f"{format_bytes(refused.free)}{f' of {format_bytes(refused.total)}' if refused.total else ''} free"
-            )
-        if refused.unused is not None:
-            parts.append(f"{format_bytes(refused.unused)} reserved and unused")
+        parts = [f"{format_bytes(failure.needed)} needed"]
+        if failure.free is not None:
+            total = f" of {format_bytes(failure.total)}" if failure.total else ""
+            parts.append(f"{format_bytes(failure.free)}{total} free")
+        if failure.unused is not None:
+            parts.append(f"{format_bytes(failure.unused)} reserved and unused")
         return ", ".join(parts)
 
 
-def _look(case: Case) -> tuple[_Card, tuple[str, ...]] | None:
-    refused = read(said(case))
-    bare = None if refused else find(case, _NO_NUMBERS)
-    if refused is None and bare is None:
+def _examine(case: Case) -> tuple[GpuMemory, tuple[str, ...]] | None:
+    """Return (the GPU's memory, evidence) if the rank ran out of GPU memory, else None."""
+    text = exit_text(case)
+    failure = parse_out_of_memory(text)
+    match = None if failure else find(case, _WITHOUT_NUMBERS)
+    if failure is None and match is None:
         return None
-    card = _Card(case, refused)
-    said_so = line_of(bare) if bare else next(line for line in said(case).splitlines() if "out of memory" in line)
-    own = (f"this process held {format_bytes(refused.own)}",) if refused and refused.own else ()
-    at = (f"at {place(case.end)}",) if case.end.error else ()
-    return card, (said_so.partition(" If reserved but unallocated")[0], *at, *own, *card.who_holds())
+    memory = GpuMemory(case, failure)
+    line = line_of(match) if match else next(line for line in text.splitlines() if "out of memory" in line)
+    own = (f"this process held {format_bytes(failure.own)}",) if failure and failure.own else ()
+    at = (f"at {location(case.end)}",) if case.end.error else ()
+    line = line.partition(" If reserved but unallocated")[0]
+    return memory, (line, *at, *own, *memory.describe_holders())
 
 
 @family.cause("""
 oom.gpu-foreign, again: Other processes hold the GPU's memory.
   seen: torch.OutOfMemoryError (or CUDA error 2, CUBLAS_STATUS_ALLOC_FAILED), and processes that are not this run's
-      hold so much of the card that what was needed would have fitted without them
-  unless: others hold less than 1 GiB and 5 % of the card, or it would not have fitted on an empty card either:
+      hold so much of the GPU's memory that the allocation would have fitted without them
+  unless: others hold less than 1 GiB and 5 % of the GPU's memory, or it would not have fitted on an empty GPU either:
       oom.gpu
-  fix: {MAKE_ROOM}
+  fix: {FREE_MEMORY}
 """)
 def foreign(case: Case) -> CauseMatch | None:
-    looked = _look(case)
-    if looked is None or not looked[0].foreign_decides:
+    examined = _examine(case)
+    if examined is None or not examined[0].foreign_decides:
         return None
-    card, evidence = looked
-    mine = tuple(
-        f"stoker stop {shlex.quote(str(one['run']))}   # if it is yours and not needed"
-        for one in card.holders
-        if one.get("run")
+    memory, evidence = examined
+    stop_runs = tuple(
+        f"stoker stop {shlex.quote(str(holder['run']))}   # if it is yours and not needed"
+        for holder in memory.holders
+        if holder.get("run")
     )
-    holders = card.who_holds()
+    holders = memory.describe_holders()
     more = f" and {len(holders) - 2} more" if len(holders) > 2 else ""
-    who = f"{case.who}: the GPU's memory is taken by others: {card.sentence()}; {'; '.join(holders[:2])}{more}"
-    return CauseMatch(who, evidence, (*mine, *_MAKE_ROOM))
+    held = f"{'; '.join(holders[:2])}{more}"
+    summary = f"{case.rank_name}: other processes hold the GPU's memory: {memory.describe_failure()}; {held}"
+    return CauseMatch(summary, evidence, (*stop_runs, *_FREE_MEMORY))
 
 
 @family.cause("""
-oom.gpu-fragmentation: The GPU had the memory, but in pieces too small: torch's cache is fragmented.
-  seen: torch.OutOfMemoryError, and torch's allocator has reserved at least as much as was needed without handing it
-      out
+oom.gpu-fragmentation: The GPU had enough memory, but in pieces that are too small: torch's cache is fragmented.
+  seen: torch.OutOfMemoryError, and torch's allocator has reserved at least as much as was needed without allocating
+      it
   unless: less is reserved and unused than was needed, or less than 512 MiB: oom.gpu
   fix: {EXPANDABLE}   # stoker run --env NAME=VALUE sets it
-  fix: shapes that vary from step to step fragment: pad or bucket the sequences, or pack them to one length
+  fix: shapes that vary from step to step fragment memory: pad or bucket the sequences, or pack them to one length
   fix: evaluation and saving between training steps: the same batch shape, or torch.cuda.empty_cache() once after them
 """)
 def fragmentation(case: Case) -> CauseMatch | None:
-    looked = _look(case)
-    refused = looked[0].refused if looked else None
-    if looked is None or refused is None or refused.unused is None or refused.unused < max(refused.needed, _PIECES):
+    examined = _examine(case)
+    if examined is None:
         return None
-    return CauseMatch(f"{case.who}: GPU memory is fragmented: {looked[0].sentence()}", looked[1])
+    memory, evidence = examined
+    failure = memory.failure
+    if failure is None or failure.unused is None or failure.unused < max(failure.needed, _MIN_FRAGMENTED):
+        return None
+    return CauseMatch(f"{case.rank_name}: GPU memory is fragmented: {memory.describe_failure()}", evidence)
 
 
 @family.cause("""
 oom.gpu: The model, the batch or the optimizer is too big for the GPU.
-  seen: torch.OutOfMemoryError, CUDA error 2 (out of memory), CUBLAS_STATUS_ALLOC_FAILED, and neither others nor
-      fragments account for it; of `stoker train` with a model that was loaded, which term of its memory plan was
+  seen: torch.OutOfMemoryError, CUDA error 2 (out of memory), CUBLAS_STATUS_ALLOC_FAILED, and neither other processes nor
+      fragmentation explain it; for `stoker train` with a loaded model, which term of its memory plan was
       underestimated; the phase that the traceback shows (gather, backward, optimizer, save), and what helps there
-      where the model is in shards (FSDP)
-  unless: others hold the card: oom.gpu-foreign; as much as needed is reserved and unused: oom.gpu-fragmentation
+      if the model is sharded (FSDP)
+  unless: others hold the memory: oom.gpu-foreign; as much as needed is reserved and unused: oom.gpu-fragmentation
   fix: {SMALLER}
 """)
 def too_big(case: Case) -> CauseMatch | None:
-    looked = _look(case)
-    if looked is None:
+    examined = _examine(case)
+    if examined is None:
         return None
-    card, evidence = looked
-    refused = card.refused
-    planned = _planned(case)
-    evidence = (*evidence, *planned)
+    memory, evidence = examined
+    failure = memory.failure
+    # The last line of this kind that `stoker train` printed: which term of its memory plan was larger than planned.
+    plan = re.findall(r"ran out of GPU memory at [^\n]{0,400}", case.end.tail)[-1:]
+    evidence = (*evidence, *plan)
     phase = phase_of(case.end)
-    when = f"{case.who}: out of GPU memory{f' {phase.words}' if phase else ''}"
-    when += at(case) or (f"; last seen at {last_seen(case)}" if last_seen(case) else "")
-    helps = (phase.helps, *_smaller(case)) if phase and phase.helps else _smaller(case)
-    if refused is None:
-        return CauseMatch(when, evidence, helps)
-    if refused.allowed is not None and refused.cached + refused.needed > refused.allowed:
-        limit = f"the script allows itself {format_bytes(refused.allowed)} only (torch.cuda.set_per_process_memory_fraction)"
-        summary = f"{when}: {card.sentence()}; {limit}"
-        return CauseMatch(summary, evidence, (f"raise that limit: {limit}", *helps))
-    if refused.free is not None and refused.free > refused.needed + _SLACK:
-        limit = "a limit on address space (ulimit -v must say unlimited), or a slice or quota of the card"
-        odd = f"the driver refused although there is room: {limit}"
-        return CauseMatch(f"{when}: {card.sentence()}", (*evidence, odd), (odd, *helps))
-    unused = refused.unused or 0
-    enough = unused >= _PIECES and (refused.free or 0) + unused >= refused.needed
-    pieces = (f"{_EXPANDABLE}: free and unused together would have been enough",) if enough else ()
-    short = re.search(r"underestimated: [^;]*", planned[0]) if planned else None
-    against = f"; the memory plan {short[0].replace(':', '', 1)}" if short else ""
-    return CauseMatch(f"{when}: {card.sentence()}{against}", evidence, (*pieces, *helps))
+    summary = f"{case.rank_name}: out of GPU memory{f' {phase.text}' if phase else ''}"
+    summary += at_location(case) or (f"; last seen at {last_seen_at(case)}" if last_seen_at(case) else "")
+    advice = (phase.advice, *_smaller(case)) if phase and phase.advice else _smaller(case)
+    if failure is None:
+        return CauseMatch(summary, evidence, advice)
+    summary += f": {memory.describe_failure()}"
+    if failure.allowed is not None and failure.reserved + failure.needed > failure.allowed:
+        allowed = format_bytes(failure.allowed)
+        limit = f"the script limits itself to {allowed} (torch.cuda.set_per_process_memory_fraction)"
+        return CauseMatch(f"{summary}; {limit}", evidence, (f"raise that limit: {limit}", *advice))
+    if failure.free is not None and failure.free > failure.needed + _SLACK:
+        limit = "a limit on address space (ulimit -v must print unlimited), or a slice or quota of the GPU"
+        odd = f"the driver refused although enough memory is free: {limit}"
+        return CauseMatch(summary, (*evidence, odd), (odd, *advice))
+    unused = failure.unused or 0
+    if unused >= _MIN_FRAGMENTED and (failure.free or 0) + unused >= failure.needed:
+        advice = (f"{_EXPANDABLE}: free and unused memory together would have been enough", *advice)
+    underestimated = re.search(r"underestimated: [^;]*", plan[0]) if plan else None
+    if underestimated:
+        summary += f"; the memory plan {underestimated[0].replace(':', '', 1)}"
+    return CauseMatch(summary, evidence, advice)
 
 
 def _smaller(case: Case) -> tuple[str, ...]:
-    """Return the advice of _SMALLER that fits what is on record of this program."""
+    """Return the advice of _SMALLER that fits what the record shows of this program."""
     error = case.end.error
-    text = f"{error.traceback if error else ''}\n{case.words}"
-    language, layers, optimizer = (bool(re.search(one, text)) for one in (_LANGUAGE_MODEL, _LAYERS, _OPTIMIZER))
+    text = f"{error.traceback if error else ''}\n{case.output}"
+    patterns = (_LANGUAGE_MODEL, _LAYERS, _OPTIMIZER)
+    language, layers, optimizer = (bool(re.search(pattern, text)) for pattern in patterns)
     is_sharded = _SHARDED.search(text) is not None
     trains = language or layers or optimizer or case.end.steps > 0
     applies = (
@@ -377,10 +397,4 @@ def _smaller(case: Case) -> tuple[str, ...]:
         language,
     )
     advice = tuple(line for line, fits in zip(_SMALLER, applies, strict=True) if fits)
-    return advice or (f"allocate less at once{at(case)}, or use a GPU with more memory",)
-
-
-def _planned(case: Case) -> tuple[str, ...]:
-    """What `stoker train` printed of its memory plan when it ran out: which term was larger than planned."""
-    lines = re.findall(r"ran out of GPU memory at [^\n]{0,400}", case.end.tail)
-    return (lines[-1],) if lines else ()
+    return advice or (f"allocate less memory{at_location(case)}, or use a GPU with more",)

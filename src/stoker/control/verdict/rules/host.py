@@ -1,11 +1,11 @@
-"""host.*: what the host allows, and the agents on it."""
+"""host.*: the limits of a host, and the agent on it."""
 
 from __future__ import annotations
 
 import re
 
 from stoker.control.verdict.catalogue import Case, CauseMatch, Family, Match
-from stoker.control.verdict.exit_text import find, line_of, traced
+from stoker.control.verdict.exit_text import find, line_of, traceback_evidence
 
 ORDER = 60
 
@@ -19,28 +19,28 @@ host.processes: The host allows no more processes or threads.
   seen: "can't start new thread", pthread_create or libgomp that fail, or errno 11 from fork; before the start: more
       ranks than processes allowed
   unless: errno 11 of a file or a socket that would block: rank.exception
-  fix: ulimit -u, and cat /sys/fs/cgroup/pids.max: a container's limit counts threads too (docker run --pids-limit=-1)
+  fix: ulimit -u, and cat /sys/fs/cgroup/pids.max: a container's limit includes threads (docker run --pids-limit=-1)
   fix: fewer threads: OMP_NUM_THREADS (Stoker sets cores ÷ ranks unless it is set), fewer data-loader workers
 """)
-def processes(case: Case, found: Match | None) -> CauseMatch | None:
+def processes(case: Case, match: Match | None) -> CauseMatch | None:
     error = case.end.error
     if (
-        not found
+        not match
         and error is not None
         and "[Errno 11]" in error.message
         and re.search(r"in _execute_child|popen_fork|os\.fork\(", error.traceback)
     ):
-        found = find(case, r"\[Errno 11\][^\n]*")
-    if not found:
+        match = find(case, r"\[Errno 11\][^\n]*")
+    if not match:
         return None
-    summary = f"{case.who}: no more processes or threads are allowed ({line_of(found)})"
-    return CauseMatch(summary, (line_of(found), *traced(case.end, 4)))
+    summary = f"{case.rank_name}: no more processes or threads are allowed ({line_of(match)})"
+    return CauseMatch(summary, (line_of(match), *traceback_evidence(case.end, 4)))
 
 
 family.entries("""
 host.files: The limit of open files is too low for the number of ranks.
-  seen: before the start: ulimit -n below 4 per rank and 64 more
-  unless: a rank ran into the limit by itself: data.too-many-files
+  seen: before the start: ulimit -n is less than 4 per rank plus 64
+  unless: a rank reached the limit by itself: data.too-many-files
   fix: ulimit -n 65536   # in the shell that starts stoker
 host.agent: A host's agent did not start.
   seen: before the start: it ended, or did not answer in time

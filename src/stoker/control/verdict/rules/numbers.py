@@ -1,4 +1,4 @@
-"""nan.*: losses that are not finite, explode or never change."""
+"""nan.*: losses and gradient norms that are not finite, explode or never change."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 from stoker.contract.evidence import BadNumber, RankExit
 from stoker.contract.units import rank_name
-from stoker.control.verdict.catalogue import Case, CauseMatch, Family, named, report
+from stoker.control.verdict.catalogue import Case, CauseMatch, Family, get_cause, make_report
 from stoker.control.verdict.exit_text import first_line
 
 ORDER = 10
 
-# In the order that finds it: isnan() on token ids is always False, and clipping before looking spreads a NaN.
 _STEP_BEFORE = "look at the step before it: the last good checkpoint still has good weights"
 _GRADIENTS = (
     "check gradients for NaN and Inf before clip_grad_norm_, not after: clipping spreads one bad value to all layers"
 )
+# In the order in which they find the reason. Token ids are not checked: isnan() of an integer is always False.
 _THEN = (
     _GRADIENTS,
     "a lower learning rate or a longer warm-up; max_grad_norm 1.0; bf16 rather than fp16",
@@ -25,25 +25,25 @@ _THEN = (
 )
 family = Family(__name__, STEP_BEFORE=_STEP_BEFORE, GRADIENTS=_GRADIENTS, THEN=_THEN)
 family.entries("""
-nan.loss: The loss is NaN or infinite, and stays so.
-  seen: three losses in a row, from stoker.beat or from the step lines a rank prints. A loss of 0 next to a gradient
+nan.loss: The loss is NaN or infinite in several steps in a row.
+  seen: three losses in a row, from stoker.beat or from the step lines that a rank prints. A loss of 0 next to a gradient
       norm that is NaN counts: transformers' Trainer prints 0 for a NaN loss
-  unless: the next loss is a number: one bad batch; validation losses are not read
+  unless: the next loss is finite: one bad batch; validation losses are ignored
   fix: {STEP_BEFORE}
   fix: {THEN}
-nan.grad-norm: The gradient norm is NaN or infinite, and stays so.
-  seen: ten step lines in a row with such a grad_norm, and a loss that is a number
-  unless: the next one is a number: a gradient scaler (fp16) overflows now and then, and skips that step
+nan.grad-norm: The gradient norm is NaN or infinite in several steps in a row.
+  seen: ten step lines in a row with such a grad_norm, and a finite loss
+  unless: the next one is finite: a gradient scaler (fp16) overflows now and then, and skips that step
   fix: fp16: the loss scale never settles; bf16 needs no scaler
   fix: {THEN}
 nan.constant: The loss, or the reward, never changes. Reported once; the job keeps running.
-  seen: the same value in the first 20 readings, from stoker.beat or from the step lines a rank prints
+  seen: the same value in the first 20 readings, from stoker.beat or from the step lines that a rank prints
   unless: it changes once: a loss that has converged is not reported
   fix: are the trainable parameters in the optimizer, and do they get gradients? (requires_grad, frozen layers, detach())
   fix: is the learning rate 0, or still in a warm-up that begins at 0?
   fix: a loss of exactly 0: are all labels masked (-100)? a reward: does the reward function look at the completion?
 nan.exploding: The loss has exploded.
-  seen: five losses in a row over 100 × the largest of the first ten, and that is 0.1 or more
+  seen: five losses in a row above 100 × the largest of the first ten, if that is 0.1 or more
   unless: it comes back: a spike
   fix: a lower learning rate or a longer warm-up; max_grad_norm 1.0; `stable` settings
   fix: {STEP_BEFORE}
@@ -59,51 +59,64 @@ nan.traced: A step's loss or gradient is NaN or infinite, and its replay shows w
   fix: stoker nan   # the first bad operation, its tensors, the samples; nan_step_N/ in the run directory has the
       files
   fix: a lower optim.learning_rate or a longer warm-up (optim.warmup_steps)
-  fix: --preset stable: all cautious numbers at once
-  fix: if the replay does not reproduce it: `stoker burnin` compares the cards bit for bit
+  fix: --preset stable: cautious values for all of these settings
+  fix: if the replay does not reproduce it: `stoker burnin` compares the GPUs bit for bit
 """)
 def traced(case: Case) -> CauseMatch | None:
-    if not _is_traced(case.end):
+    error = case.end.error
+    if error is None or not _is_traced(case.end):
         return None
-    said = first_line(case.message, 500)
-    injected = re.search(r"injected by nan\.inject \S+", said)
-    fix = ("nothing to fix: nan.inject put this value there, to test; leave it out to train",) if injected else ()
-    return CauseMatch(said, (f"said by rank {case.end.rank}, which all ranks agree on: {said}",), fix)
+    message = first_line(error.message, 500)
+    injected = re.search(r"injected by nan\.inject \S+", message)
+    fix = ("nothing to fix: nan.inject put this value there as a test; train without it",) if injected else ()
+    evidence = f"reported by rank {case.end.rank}, and the same on all ranks: {message}"
+    return CauseMatch(message, (evidence,), fix)
 
 
 def _is_traced(end: RankExit) -> bool:
-    own = ("NonFinite", "stoker.training.forensics.culprit")
-    return end.error is not None and (end.error.type, end.error.module) == own
+    non_finite = ("NonFinite", "stoker.training.forensics.culprit")
+    return end.error is not None and (end.error.type, end.error.module) == non_finite
 
 
-def named_by(ends: Sequence[RankExit]) -> RankExit | None:
-    """All ranks raise the same finding at once: the guilty one is whom it names, not who was first to raise it."""
+def rank_named_by(ends: Sequence[RankExit]) -> RankExit | None:
+    """Return the rank that a traced NaN names, or None. All ranks raise the same error, so the first is not the guilty one."""
     for end in ends:
         if not _is_traced(end) or end.error is None:
             continue
-        found = re.search(r"\bon ranks? (\d{1,9})", end.error.message)
-        return next((one for one in ends if found and _is_traced(one) and one.rank == int(found[1])), None)
+        match = re.search(r"\bon ranks? (\d{1,9})", end.error.message)
+        return next((other for other in ends if match and _is_traced(other) and other.rank == int(match[1])), None)
     return None
 
 
-_WHAT = {"loss": "the loss is", "exploding": "the loss has exploded to", "grad-norm": "the gradient norm is"}
+_VERBS = {"loss": "the loss is", "exploding": "the loss has exploded to", "grad-norm": "the gradient norm is"}
 
 
-def summary(bad: BadNumber, label: str, world: int) -> str:
-    """`shared`: a loss that one rank prints for all says nothing about whose it is."""
+def summary(bad: BadNumber, label: str, world_size: int, lasting: bool = False) -> str:
+    """Return one line; `lasting` if the number has been bad for several steps.
+
+    It does not name the rank of a loss that only one rank prints (`shared`): any rank may have it.
+    """
     if bad.kind == "constant":
         what, _, value = bad.value.rpartition(" ")
         return f"{rank_name(bad.rank, label)}: the {what} has been {value} in every reading since the start"
-    at = f"{', seen after step' if bad.counted else ' at step'} {bad.step}" if bad.step else ""
-    if bad.shared and world > 1:
-        return f"{_WHAT[bad.kind]} {bad.value}{at} (printed by rank {bad.rank}, for all ranks)"
-    return f"{rank_name(bad.rank, label)}: {_WHAT[bad.kind]} {bad.value}{at}"
+    text, at = f"{_VERBS[bad.kind]} {bad.value}", " at step"
+    if lasting and bad.kind != "exploding":
+        text, at = text.replace(" is ", " has been ", 1), " since step"
+    if bad.step:
+        text += f"{', seen after step' if bad.counted else at} {bad.step}"
+    if lasting and (bad.kind == "exploding" or not bad.step):
+        text += ", for several steps"
+    if bad.shared and world_size > 1:
+        return f"{text} (printed by rank {bad.rank}, for all ranks)"
+    return f"{rank_name(bad.rank, label)}: {text}"
 
 
-def trouble(bad: BadNumber, label: str, world: int) -> dict[str, Any]:
-    cause = f"nan.{bad.kind}"
-    printed = f"printed by rank {bad.rank}: {bad.line}"
-    seen = f"reported by stoker.beat: loss {bad.value}" if bad.source == "beat" else printed
-    rank = None if bad.shared and world > 1 else bad.rank
-    said = f"{summary(bad, label, world)}, and stays so"
-    return report(cause, said, [seen, named(cause).seen], rank=rank, step=bad.step)
+def trouble(bad: BadNumber, label: str, world_size: int) -> dict[str, Any]:
+    """Return the report of a bad number for which Stoker stops the job."""
+    cause_id = f"nan.{bad.kind}"
+    source = f"printed by rank {bad.rank}: {bad.line}"
+    if bad.source == "beat":
+        source = f"reported by stoker.beat: loss {bad.value}"
+    rank = None if bad.shared and world_size > 1 else bad.rank
+    text = summary(bad, label, world_size, lasting=True)
+    return make_report(cause_id, text, [source, get_cause(cause_id).seen], rank=rank, step=bad.step)
