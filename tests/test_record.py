@@ -18,7 +18,7 @@ from conftest import Stoker, Terminal, forget_verdict, tagged, wait_for
 from stoker.contract.errors import Refusal
 from stoker.contract.safe_io import refuse_other_extension
 from stoker.control.record import run_index, run_record
-from stoker.control.record.metrics_log import MetricsReader, read_metrics
+from stoker.control.record.metrics_log import MetricsWriter, read_metrics
 from stoker.control.record.run_writer import RunWriter
 
 COUNT = "import os, sys, time\nfor i in range(int(sys.argv[1])): print('step', i, flush=True); time.sleep(0.05)\n"
@@ -421,7 +421,7 @@ def test_metrics_of_a_resumed_run_are_cut_line_by_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     tracemalloc.start()
     try:
-        MetricsReader(str(tmp_path), resumed_at=40_000).close()
+        MetricsWriter(str(tmp_path), resumed_at=40_000).close()
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

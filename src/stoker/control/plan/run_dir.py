@@ -16,9 +16,8 @@ from stoker.contract.errors import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.frozen import as_json, frozen, replace
 from stoker.contract.terminal import print_status
 from stoker.contract.text import escape
-from stoker.control.plan.config_changes import differences
-from stoker.control.plan.file_changes import changes
 from stoker.control.plan.request import Request
+from stoker.control.plan.run_changes import changed_files, describe_changed_settings
 from stoker.control.plan.run_plan import default_name
 from stoker.control.record import run_index, run_record
 from stoker.control.record.resume_command import SavedState, host_of_files, resume_command, saved_state
@@ -80,13 +79,17 @@ def _passing(request: Request) -> frozenset[str]:
     return frozenset((*_VOLATILE, *of_recipes))
 
 
-def other_settings(request: Request, environment: dict[str, str] | os._Environ[str]) -> run_record.RunRecord | None:
+def find_run_with_other_settings(
+    request: Request, environment: dict[str, str] | os._Environ[str]
+) -> run_record.RunRecord | None:
     """The unfinished run that --name means, where its settings are others than these."""
     name = request.options.name
     if name is None or "/" in name or "\0" in name or name in (layout.LATEST, ".", ".."):
         return None
     root = os.path.abspath(layout.runs_root(request.options.runs_dir, environment))
-    run = _by_id(root, name) or next((run for run in reversed(run_index.list_runs(root).runs) if run.name == name), None)
+    run = _by_id(root, name) or next(
+        (run for run in reversed(run_index.list_runs(root).runs) if run.name == name), None
+    )
     if run is None or _is_complete(run) or run.data.get("config_hash") in (None, config_hash(request)):
         return None
     return run
@@ -150,7 +153,9 @@ def _of_id(run: run_record.RunRecord, request: Request, environment: Mapping[str
     if _is_complete(run) and same:
         raise AlreadyComplete(_nothing_to_do(f"run {run.id}", run, request))
     state = "is complete and " if _is_complete(run) else ""
-    line = f"run {run.id} {state}was started with other settings{_which(run, request)}; its command: {resume_command(run)}"
+    line = (
+        f"run {run.id} {state}was started with other settings{_which(run, request)}; its command: {resume_command(run)}"
+    )
     raise Refusal(f"{line}; for a new run give another --name{_weights_of(run, request)}", EX_USAGE)
 
 
@@ -183,7 +188,7 @@ def _of_name(
 
 def _which(run: run_record.RunRecord, request: Request) -> str:
     """The settings that differ, where the record tells."""
-    found = differences(run.data, request, _passing(request))
+    found = describe_changed_settings(run.data, request, _passing(request))
     return f" ({found})" if found else ""
 
 
@@ -198,7 +203,7 @@ def _ended_by_stop_rule(run: run_record.RunRecord) -> bool:
 
 def _nothing_to_do(which: str, run: run_record.RunRecord, request: Request) -> str:
     """Return the line for a complete run whose files are unchanged. Raises Refusal where they changed since."""
-    changed = changes(run.data, request)
+    changed = changed_files(run.data, request)
     if changed:
         fix = "give another --name for a new run, or --again to run it again"
         raise Refusal(f"{which} is complete, but {_named(changed)} changed since it was last started: {fix}", EX_USAGE)
@@ -217,7 +222,7 @@ def _named(labels: Sequence[str]) -> str:
 
 def _is_changed_role(run: run_record.RunRecord, request: Request) -> bool:
     """Return whether a complete role of a resumed job is run again: its files changed, and nobody can give it --again."""
-    return env_vars.JOB in os.environ and bool(changes(run.data, request))
+    return env_vars.JOB in os.environ and bool(changed_files(run.data, request))
 
 
 def _await_former(run: run_record.RunRecord) -> None:
@@ -261,7 +266,7 @@ def _reopened(run: run_record.RunRecord, request: Request) -> RunDir:
     attempts = run.attempts
     first = attempts[-1] + 1 if attempts else 0
     notice = _reopening(run, request.identity is not None)
-    changed = changes(run.data, request)
+    changed = changed_files(run.data, request)
     if changed:
         notice += f"\n{_named(changed)} changed since run {run.id} was last started: it continues with the new contents"
     return RunDir(run.dir, run.id, run.name or run.id, first, True, notice)

@@ -14,8 +14,8 @@ from stoker.contract.masking import allowed_environment
 from stoker.contract.process import find_process
 from stoker.contract.safe_io import read_text
 from stoker.control.machine.model import Machine
-from stoker.control.plan.file_changes import contents_of
 from stoker.control.plan.request import Request
+from stoker.control.plan.run_changes import content_digests
 from stoker.control.plan.run_dir import RunDir, config_hash
 from stoker.control.plan.run_plan import RunPlan
 from stoker.control.record.resume_command import command_for
@@ -55,7 +55,7 @@ def describe(
         "environment": allowed_environment(os.environ),
         **({"apart": dict(apart)} if apart else {}),
         # A full disk may keep `enrich` from writing it.
-        **({"config_hash": config_hash(request), "contents": contents_of(request)} if request.options.name else {}),
+        **({"config_hash": config_hash(request), "contents": content_digests(request)} if request.options.name else {}),
     }
 
 
@@ -93,7 +93,7 @@ def enrich(run_dir: str, request: Request, plan: RunPlan) -> dict[str, Any]:
     data["git"] = git_revision(os.getcwd())
     data["config_hash"] = config_hash(request)
     if "contents" not in data:
-        data["contents"] = contents_of(request)
+        data["contents"] = content_digests(request)
     return data
 
 

@@ -19,7 +19,7 @@ def _number(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class MetricsReader:
+class MetricsWriter:
     def __init__(self, run_dir: str, resumed_at: int = 0) -> None:
         """`resumed_at`: lines of that step and later are of an attempt that was lost; the steps are made again."""
         self._path = os.path.join(run_dir, layout.METRICS)

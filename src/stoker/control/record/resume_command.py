@@ -26,7 +26,9 @@ class SavedState:
 
 def saved_state(run: RunRecord) -> tuple[SavedState, ...]:
     """What it continues from: its own newest checkpoint; of a job, that of each role that is not complete."""
-    unfinished = {role: one for role, one in list_roles(run).items() if not one.verdict or one.verdict.status != "completed"}
+    unfinished = {
+        role: one for role, one in list_roles(run).items() if not one.verdict or one.verdict.status != "completed"
+    }
     newest = [_saved(role, one) for role, one in {"": run, **unfinished}.items()]
     return tuple(one for one in newest if one is not None)
 
@@ -114,13 +116,13 @@ def command_for(typed: Sequence[str], run: str, named: str | None) -> str:
     return shlex.join(["stoker", *kept, *rest])
 
 
-def starts_again(step: str) -> bool:
+def is_resume_step(step: str) -> bool:
     """Is this line of a verdict the command?"""
     return step.endswith((f"# {TO_CONTINUE}", f"# {TO_START_AGAIN}"))
 
 
-def by_id(step: str, run: RunRecord, root: str) -> str:
+def with_run_id(step: str, run: RunRecord, root: str) -> str:
     """A line of a verdict, read later: where another run has the name by now, the command takes the id."""
-    if not starts_again(step) or is_only_one(root, run.name):
+    if not is_resume_step(step) or is_only_one(root, run.name):
         return step
     return step.replace(f"--name {shlex.quote(run.name)} ", f"--name {shlex.quote(run.id)} ", 1)

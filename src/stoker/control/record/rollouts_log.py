@@ -43,7 +43,7 @@ def to_json(rollout: Rollout) -> dict[str, Any]:
     return {**as_json(rollout), "right": rollout.correct}
 
 
-class Rollouts:
+class RolloutsWriter:
     def __init__(self, run_dir: str, resumed_at: int, limit: int) -> None:
         """`resumed_at`: lines of that step and later are of an attempt that was lost. `limit`: bytes."""
         self._path, self._limit = os.path.join(run_dir, layout.ROLLOUTS), limit
