@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from stoker.contract.digests import combined_digest, file_digest
 from stoker.contract.frozen import as_json
 from stoker.contract.masking import mask_argv
 from stoker.contract.safe_io import open_regular
@@ -98,6 +96,8 @@ def changed_files(record: Mapping[str, Any], request: Request) -> tuple[str, ...
 
 def _program_digests(request: Request) -> dict[str, str]:
     """Return the digests of a program, of the modules beside it that it imports, and of the config files it is given."""
+    from stoker.contract.digests import combined_digest, file_digest  # OpenSSL takes 4 ms to load
+
     options, script = request.options, request.script
     file, import_root = script, ""  # local modules are looked for in `import_root`, unless it is empty
     if options.no_python:
@@ -154,6 +154,8 @@ def _local_imports(file: str, root: str) -> set[str]:
 
 def _imported_names(path: str, root: str) -> Iterator[str]:
     """Yield the dotted names that a file's import statements may load; none if the file does not parse."""
+    import ast
+
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             tree = ast.parse(file.read())
