@@ -412,7 +412,7 @@ def test_a_log_that_is_a_pipe_is_not_waited_for(stoker: Stoker, name: str) -> No
 def test_metrics_that_are_a_pipe_are_one_line(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(Refusal, match="can't be read: is a named pipe"):
-        read_metrics(str(tmp_path))
+        list(read_metrics(str(tmp_path)))
 
 
 def test_metrics_of_a_resumed_run_are_cut_line_by_line(tmp_path: Path) -> None:

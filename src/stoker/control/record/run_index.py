@@ -13,8 +13,7 @@ from stoker.contract.process import process_owner
 from stoker.contract.safe_io import open_below, read_json, read_text
 from stoker.contract.spelling import suggest
 from stoker.contract.text import escape, is_digits
-from stoker.control.record import ownership
-from stoker.control.record.run_record import Damaged, RunRecord, load_run, read_run
+from stoker.control.record.run_record import Damaged, RunRecord, has_open_for_writing, load_run, read_run
 
 
 @frozen
@@ -363,4 +362,4 @@ def _is_running(path: str) -> bool:
         pid = read_text(lock).strip()
     except (OSError, ValueError):
         return False
-    return is_digits(pid) and process_owner(int(pid)) == os.getuid() and bool(ownership.writes_to(int(pid), lock))
+    return is_digits(pid) and process_owner(int(pid)) == os.getuid() and bool(has_open_for_writing(int(pid), lock))
