@@ -432,7 +432,7 @@ def test_metrics_of_a_resumed_run_are_cut_line_by_line(tmp_path: Path) -> None:
 def test_a_record_that_no_check_foresaw_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text('{"schema": 1}')
-    monkeypatch.setattr(run_record, "_check", lambda data: data["schema"]["x"])
+    monkeypatch.setattr(run_record, "_check_types", lambda data: data["schema"]["x"])
     listing = run_index.list_runs(str(tmp_path))
     assert not listing.runs and "run: it can't be read: TypeError" in listing.skipped
     with pytest.raises(Refusal, match="is damaged: it can't be read: TypeError"):
