@@ -248,7 +248,7 @@ def _at_exit() -> None:
 
 
 def _report(kind: type[BaseException], value: BaseException, trace: Any, late: bool = False) -> None:
-    """Write the error report and send the agent, once.
+    """Write the error report and notify the agent, once.
 
     It tries twice: a signal handler may raise meanwhile, as torch's does when a data-loader worker dies.
     """
@@ -256,20 +256,20 @@ def _report(kind: type[BaseException], value: BaseException, trace: Any, late: b
     if _reported or not is_rank_process():
         return
     _reported = True
-    when = time.time_ns()
+    time_ns = time.time_ns()
     while _spare_descriptors:  # the script may have used up all others
         os.close(_spare_descriptors.pop())
     for _ in range(2):
         try:
-            return _write_report(kind, value, trace, late, when)
+            return _write_report(kind, value, trace, late, time_ns)
         except Exception as problem:
             failure = problem
     # A file in the script's folder may shadow a module that the report needs.
-    _write_short_report(kind, value, trace, when)
+    _write_short_report(kind, value, trace, time_ns)
     send("note", f"the error report of this rank is short: {type(failure).__name__}: {failure}")
 
 
-def _write_short_report(kind: type[BaseException], value: BaseException, trace: Any, when: int) -> None:
+def _write_short_report(kind: type[BaseException], value: BaseException, trace: Any, time_ns: int) -> None:
     """Send the exception and its frames without using the traceback module, and without texts that may hold secrets."""
     import json
 
@@ -290,14 +290,14 @@ def _write_short_report(kind: type[BaseException], value: BaseException, trace: 
         "line": line,
         "function": function,
         "traceback": "".join(f'  File "{file}", line {line}, in {name}\n' for file, line, name in frames)[-8000:],
-        "time_ns": when,
+        "time_ns": time_ns,
         "import_name": (value.name or "") if isinstance(value, ImportError) else "",
         "module_file": _module_file(value) if isinstance(value, (ImportError, AttributeError)) else "",
     }
     send("error", json.dumps(report))
 
 
-def _write_report(kind: type[BaseException], value: BaseException, trace: Any, late: bool, when: int) -> None:
+def _write_report(kind: type[BaseException], value: BaseException, trace: Any, late: bool, time_ns: int) -> None:
     import json
     import traceback
 
@@ -334,7 +334,7 @@ def _write_report(kind: type[BaseException], value: BaseException, trace: Any, l
         "line": line,
         "function": function,
         "traceback": trace_text[-100000:],
-        "time_ns": when,
+        "time_ns": time_ns,
         "import_name": (value.name or "") if isinstance(value, ImportError) else "",
         "module_file": _module_file(value) if isinstance(value, (ImportError, AttributeError)) else "",
         "files": _files_in_use(trace),
@@ -345,7 +345,7 @@ def _write_report(kind: type[BaseException], value: BaseException, trace: Any, l
             json.dump(report, out)
         os.replace(_files["error"] + ".tmp", _files["error"])
     except OSError as problem:  # a full disk: the message has the report itself, shortened to fit one datagram
-        sys.stderr.write(f"stoker: could not keep the error report: {problem}\n")
+        sys.stderr.write(f"stoker: can't write the error report: {problem}\n")
         short = {**report, "message": message[:4000], "traceback": str(report["traceback"])[-8000:], "collectives": []}
         send("error", json.dumps(short))
         return
@@ -384,17 +384,17 @@ class _ImportHook:
     """An import finder that lets the other finders find torch's modules, and acts when they have been loaded."""
 
     def __init__(self, gated: bool) -> None:
-        self.then: dict[str, Callable[[Any], None]] = {
+        self.actions: dict[str, Callable[[Any], None]] = {
             "torch": _on_torch_loaded,
             "torch.optim.optimizer": _on_optimizers_loaded,
             "torch._dynamo": _do_nothing,  # loaded without garbage collection; DDP and every optimizer import it
         }
-        self.then["torch.distributed.distributed_c10d"] = (
+        self.actions["torch.distributed.distributed_c10d"] = (
             _on_distributed_loaded_gated if gated else _on_distributed_loaded
         )
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in self.then:
+        if name not in self.actions:
             return None
         for finder in sys.meta_path:
             if finder is not self:
@@ -421,15 +421,15 @@ class _HookedLoader:
         module.__spec__.loader = module.__loader__ = self._real
         _load_without_gc(lambda: self._real.exec_module(module))
         # Not in find_spec: a script may call that only to see whether torch is installed.
-        then = self._finder.then.pop(module.__name__, None)
-        if not self._finder.then and self._finder in sys.meta_path:
+        action = self._finder.actions.pop(module.__name__, None)
+        if not self._finder.actions and self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
-        if then is not None and is_rank_process():
-            then(module)
+        if action is not None and is_rank_process():
+            action(module)
 
 
 def _load_without_gc(load: Callable[[], None]) -> None:
-    """Load a module with garbage collection off: torch creates 290,000 objects that stay, and scanning them takes 1/6 of the time."""
+    """Load a module with garbage collection off: scanning the 290,000 objects that torch creates takes 1/6 of its time."""
     import gc
 
     was_enabled = gc.isenabled()
