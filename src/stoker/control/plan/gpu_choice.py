@@ -30,9 +30,9 @@ class GpuChoice:
 
 
 def choose_gpus(
-    options: RunOptions, environment: Mapping[str, str], machine: Machine, held: Mapping[str, str]
+    options: RunOptions, environment: Mapping[str, str], machine: Machine, locked: Mapping[str, str]
 ) -> GpuChoice:
-    """Choose the GPUs for the ranks. `held` has the GPUs that other runs have locked: UUID -> holder."""
+    """Choose the GPUs for the ranks. `locked` has the GPUs that other runs have locked: UUID -> holder."""
     count, count_source = _rank_count(options, environment)
     hidden = environment.get("CUDA_VISIBLE_DEVICES")
     all_hidden = hides_all(hidden)
@@ -54,7 +54,7 @@ def choose_gpus(
     listed = _listed_gpus(options, visible, hidden)
     any_count = _any_count(options)
     pool = listed if listed is not None else visible
-    reasons = {gpu.uuid: reason for gpu in pool if (reason := _why_unusable(gpu, options, held))}
+    reasons = {gpu.uuid: reason for gpu in pool if (reason := _why_unusable(gpu, options, locked))}
     usable = [gpu for gpu in pool if gpu.uuid not in reasons]
     per_rank = options.gpus_per_rank
     need = count * per_rank if isinstance(count, int) else max(len(usable) // per_rank, 1) * per_rank
@@ -195,7 +195,7 @@ def _listed_gpus(options: RunOptions, visible: list[Gpu], hidden: str | None) ->
     return listed
 
 
-def _why_unusable(gpu: Gpu, options: RunOptions, held: Mapping[str, str]) -> str:
+def _why_unusable(gpu: Gpu, options: RunOptions, locked: Mapping[str, str]) -> str:
     """Return why a GPU can't be used now; empty if it can."""
     if gpu.error:
         return f"does not answer: {gpu.error}"
@@ -203,8 +203,8 @@ def _why_unusable(gpu: Gpu, options: RunOptions, held: Mapping[str, str]) -> str
         return "is in prohibited compute mode"
     if gpu.compute_mode == "exclusive_process" and gpu.holders:
         return f"is in exclusive mode and held{_held_by(gpu)}"
-    if gpu.uuid in held and not options.share_gpus:
-        return f"is in use by {held[gpu.uuid]}"
+    if gpu.uuid in locked and not options.share_gpus:
+        return f"is in use by {locked[gpu.uuid]}"
     needed = max(options.min_free_memory, CONTEXT)
     if gpu.memory_free is not None and gpu.memory_free < needed:
         total = format_bytes(gpu.memory_total or 0)

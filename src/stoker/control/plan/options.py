@@ -263,37 +263,13 @@ class RunOptions:
 
 
 # The variables that torchrun reads as defaults of its flags. Stoker's own flags have none: PET_NAME may mean anything.
-_PET = (
-    "nnodes",
-    "nproc_per_node",
-    "rdzv_backend",
-    "rdzv_endpoint",
-    "rdzv_id",
-    "rdzv_conf",
-    "standalone",
-    "max_restarts",
-    "monitor_interval",
-    "start_method",
-    "event_log_handler",
-    "role",
-    "module",
-    "no_python",
-    "run_path",
-    "log_dir",
-    "redirects",
-    "tee",
-    "local_ranks_filter",
-    "duplicate_stdout_filters",
-    "duplicate_stderr_filters",
-    "node_rank",
-    "master_addr",
-    "master_port",
-    "local_addr",
-    "signals_to_handle",
-    "shutdown_timeout",
-    "virtual_local_rank",
-)
-_PET_VARIABLES = {name: f"PET_{name.upper()}" for name in _PET}
+_PET_OPTIONS = """
+    nnodes nproc_per_node rdzv_backend rdzv_endpoint rdzv_id rdzv_conf standalone max_restarts monitor_interval
+    start_method event_log_handler role module no_python run_path log_dir redirects tee local_ranks_filter
+    duplicate_stdout_filters duplicate_stderr_filters node_rank master_addr master_port local_addr signals_to_handle
+    shutdown_timeout virtual_local_rank
+"""
+_PET_VARIABLES = {name: f"PET_{name.upper()}" for name in _PET_OPTIONS.split()}
 _OTHER_VARIABLES = {
     "log_line_prefix_template": "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
     "shutdown_timeout": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",

@@ -30,47 +30,14 @@ if TYPE_CHECKING:
     Environment = dict[str, str] | os._Environ[str]
 
 # Options that may differ between two starts of one run.
-_VOLATILE_OPTIONS = (
-    "again",
-    "busy_timeout",
-    "config",
-    "debug_retry",
-    "detach",
-    "dry_run",
-    "gpu",
-    "gpus",
-    "grace",
-    "hang_timeout",
-    "json",
-    "ladder",
-    "local_ranks_filter",
-    "log_dir",
-    "log_line_prefix_template",
-    "master_port",
-    "max_restarts",
-    "metrics_port",
-    "min_hosts",
-    "name",
-    "no_preflight",
-    "notify",
-    "on_hangup",
-    "on_nan",
-    "port_base",
-    "prefix",
-    "quiet",
-    "redirects",
-    "rejoin",
-    "runs_dir",
-    "show",
-    "shutdown_timeout",
-    "ssh_option",
-    "stage",
-    "sync",
-    "tee",
-    "wait",
-)
+_VOLATILE_OPTIONS = """
+    again busy_timeout config debug_retry detach dry_run gpu gpus grace hang_timeout json ladder local_ranks_filter
+    log_dir log_line_prefix_template master_port max_restarts metrics_port min_hosts name no_preflight notify
+    on_hangup on_nan port_base prefix quiet redirects rejoin runs_dir show shutdown_timeout ssh_option stage sync
+    tee wait
+"""
 # A recipe's run also continues on another number of ranks or other hosts.
-_VOLATILE_FOR_RECIPES = ("nproc_per_node", "nnodes", "hosts", "isolate", "share_gpus")
+_VOLATILE_FOR_RECIPES = "nproc_per_node nnodes hosts isolate share_gpus"
 
 FORMER_S = 40.0  # ranks have 30 s by default to save, and then end within seconds
 _IS_NEW = "this is a new run of that name"
@@ -119,7 +86,8 @@ def config_hash(request: Request) -> str:
 
 
 def _volatile_options(request: Request) -> frozenset[str]:
-    return frozenset((*_VOLATILE_OPTIONS, *(() if request.identity is None else _VOLATILE_FOR_RECIPES)))
+    volatile = _VOLATILE_OPTIONS.split()
+    return frozenset(volatile if request.identity is None else volatile + _VOLATILE_FOR_RECIPES.split())
 
 
 def find_run_with_other_settings(request: Request, environment: Environment) -> RunRecord | None:
@@ -332,8 +300,8 @@ def _resume_notice(run: RunRecord, is_recipe: bool) -> str:
         newest = []
         for saved in checkpoints:
             path = os.path.relpath(saved.path)
-            place = f"in {path} on host {saved.host}" if saved.host else path
-            newest.append(f"of role {saved.role} {place}")
+            on_host = f"in {path} on host {saved.host}" if saved.host else path
+            newest.append(f"of role {saved.role} {on_host}")
         return f"{starting}; its newest checkpoint{'s' * (len(checkpoints) > 1)}: {', '.join(newest)}"
     if checkpoints[0].host:
         on_host = f"its checkpoints are on host {host}, and it resumes from the newest if rank 0 is there again"

@@ -105,20 +105,20 @@ def make_plan(
     argv: list[str],
     environment: Mapping[str, str],
     machines: Mapping[str, Machine],
-    held: Mapping[str, Mapping[str, str]],
+    locked: Mapping[str, Mapping[str, str]],
     split: bool,
     hosts: Mapping[str, Host] | None = None,
 ) -> RunPlan:
     """Choose the GPUs of each host and number the ranks.
 
-    `machines` and `held` (locked GPUs: UUID -> holder) are per host in rank order, with "" for this machine. `hosts` are
+    `machines` and `locked` (locked GPUs: UUID -> holder) are per host in rank order, with "" for this machine. `hosts` are
     those of the hosts file, including lost ones.
     """
     options = request.options
     lines = notices(request)
     host_specs = {name: hosts[name] if hosts else None for name in machines}
     choices = {
-        name: choose_gpus_on(options, environment, machine, held[name], host_specs[name])
+        name: choose_gpus_on(options, environment, machine, locked[name], host_specs[name])
         for name, machine in machines.items()
     }
     isolate = options.isolate or options.virtual_local_rank
@@ -178,17 +178,17 @@ def make_plan(
 
 
 def choose_gpus_on(
-    options: RunOptions, environment: Mapping[str, str], machine: Machine, held: Mapping[str, str], host: Host | None
+    options: RunOptions, environment: Mapping[str, str], machine: Machine, locked: Mapping[str, str], host: Host | None
 ) -> gpu_choice.GpuChoice:
     """Choose the GPUs of a host of the hosts file; `host` is None for this machine without one."""
     if host is None:
-        return gpu_choice.choose_gpus(options, environment, machine, held)
+        return gpu_choice.choose_gpus(options, environment, machine, locked)
     if host.slots is not None:
         options = replace(options, nproc_per_node=str(host.slots))
     if host.gpus is not None:
         options = replace(options, gpus=None if host.no_gpus else host.gpus, gpu=None)
     try:
-        return gpu_choice.choose_gpus(options, _host_environment(environment, host), machine, held)
+        return gpu_choice.choose_gpus(options, _host_environment(environment, host), machine, locked)
     except Refusal as refusal:
         line = f"host {host.name}: {refusal.line}"
         raise type(refusal)(line, refusal.code, cause=refusal.cause, fix=refusal.fix) from refusal

@@ -26,7 +26,7 @@ class RunListing:
 
     @property
     def skipped(self) -> str:
-        """One line about the damaged records; empty if there are none."""
+        """A line about the damaged records; empty if there are none."""
         if not self.damaged:
             return ""
         examples = "; ".join(f"{escape(name, 80)}: {why}" for name, why in self.damaged[:3])
@@ -296,8 +296,8 @@ def _no_such_run(which: str, root: str, listing: RunListing) -> errors.Refusal:
         if (speedrun := speedrun_at(folder.rstrip(os.sep))) is not None:
             line = f"{name} is a speedrun: name a run of its stages, with --runs-dir {escape(speedrun.runs_dir)}"
             return errors.Refusal(line, errors.EX_NOINPUT)
-    known = [*(run.name for run in listing.runs), *(run.id for run in listing.runs)]
-    hint = suggest(os.path.basename(which.rstrip(os.sep)), known)
+    names = [*(run.name for run in listing.runs), *(run.id for run in listing.runs)]
+    hint = suggest(os.path.basename(which.rstrip(os.sep)), names)
     if not hint and listing.runs:
         hint = f"; `stoker runs` lists the {len(listing.runs)} there"
     return errors.Refusal(f"no run {name!r} in {escape(os.path.abspath(root))}{escape(hint)}", errors.EX_NOINPUT)
