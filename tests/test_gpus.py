@@ -98,6 +98,7 @@ def test_cpu_ranks(gpus: int, options: dict[str, Any], env: dict[str, str], rank
         (2, {"gpus": "9"}, {}, {}, 69, "no GPU '9'; there are 0 (NVIDIA A40), 1 (NVIDIA A40)"),
         (2, {"gpus": "1,1"}, {}, {}, 64, "named twice"),
         (2, {"gpu": "1", "gpus": "0"}, {}, {}, 64, "give one of them"),
+        (2, {"gpus": "any", "gpus_per_rank": 2}, {}, {}, 64, "contradict each other"),
         (4, {"gpus": "3"}, {"CUDA_VISIBLE_DEVICES": "0,1"}, {}, 69, "in CUDA_VISIBLE_DEVICES=0,1"),
         (2, {}, {"CUDA_VISIBLE_DEVICES": "0,7"}, {}, 69, "no GPU '7' here"),
         (2, {}, {"CUDA_VISIBLE_DEVICES": "GPU-"}, {}, 69, "no GPU 'GPU-' here"),

@@ -66,6 +66,8 @@ def choose_gpus(
         usable.sort(key=_freedom, reverse=True)
     if isinstance(count, int) and any_count is not None and count * per_rank != any_count:
         raise Refusal(f"--gpus any:{any_count} and {count_source} {count} contradict each other", EX_USAGE)
+    if any_count is not None and any_count < per_rank:
+        raise Refusal(f"--gpus any:{any_count} and --gpus-per-rank {per_rank} contradict each other", EX_USAGE)
     if not usable or (need > len(usable) and not options.share_gpus):
         need = max(need, per_rank)
         each = f" with {per_rank} GPUs each" if per_rank > 1 else ""
