@@ -148,7 +148,7 @@ def test_our_own_line_about_a_full_disk_is_no_evidence() -> None:
         end(
             None,
             1,
-            tail="Traceback ...\nValueError: boom\nstoker: could not keep the error report: [Errno 28] No space left on device\n",
+            tail="Traceback ...\nValueError: boom\nstoker: could not write the error report: [Errno 28] No space left on device\n",
         )
     )
     assert found.cause == "rank.exit"

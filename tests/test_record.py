@@ -18,7 +18,7 @@ from conftest import Stoker, Terminal, forget_verdict, tagged, wait_for
 from stoker.contract.errors import Refusal
 from stoker.contract.safe_io import refuse_other_extension
 from stoker.control.record import run_index, run_record
-from stoker.control.record.metrics_log import MetricsReader, read_metrics
+from stoker.control.record.metrics_log import MetricsWriter, read_metrics
 from stoker.control.record.run_writer import RunWriter
 
 COUNT = "import os, sys, time\nfor i in range(int(sys.argv[1])): print('step', i, flush=True); time.sleep(0.05)\n"
@@ -412,7 +412,7 @@ def test_a_log_that_is_a_pipe_is_not_waited_for(stoker: Stoker, name: str) -> No
 def test_metrics_that_are_a_pipe_are_one_line(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(Refusal, match="can't be read: is a named pipe"):
-        read_metrics(str(tmp_path))
+        list(read_metrics(str(tmp_path)))
 
 
 def test_metrics_of_a_resumed_run_are_cut_line_by_line(tmp_path: Path) -> None:
@@ -421,7 +421,7 @@ def test_metrics_of_a_resumed_run_are_cut_line_by_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     tracemalloc.start()
     try:
-        MetricsReader(str(tmp_path), resumed_at=40_000).close()
+        MetricsWriter(str(tmp_path), resumed_at=40_000).close()
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -432,7 +432,7 @@ def test_metrics_of_a_resumed_run_are_cut_line_by_line(tmp_path: Path) -> None:
 def test_a_record_that_no_check_foresaw_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text('{"schema": 1}')
-    monkeypatch.setattr(run_record, "_check", lambda data: data["schema"]["x"])
+    monkeypatch.setattr(run_record, "_check_types", lambda data: data["schema"]["x"])
     listing = run_index.list_runs(str(tmp_path))
     assert not listing.runs and "run: it can't be read: TypeError" in listing.skipped
     with pytest.raises(Refusal, match="is damaged: it can't be read: TypeError"):

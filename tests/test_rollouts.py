@@ -10,7 +10,7 @@ import pytest
 
 from stoker.cli import rollouts as command
 from stoker.contract.errors import EX_NOINPUT, Refusal
-from stoker.control.record.rollouts_log import ENDS, OF_A_STEP, Rollout, Rollouts, read_rollouts, summary
+from stoker.control.record.rollouts_log import ENDS, OF_A_STEP, Rollout, RolloutsWriter, read_rollouts, summary
 
 
 def rollout(step: int, row: int = 0, answer: str = "x", reward: float = 0.5, prompt: object = "?") -> Rollout:
@@ -18,7 +18,7 @@ def rollout(step: int, row: int = 0, answer: str = "x", reward: float = 0.5, pro
 
 
 def test_what_is_written_is_read_again_and_a_torn_line_is_not(tmp_path: Path) -> None:
-    file = Rollouts(str(tmp_path), 0, 1 << 20)
+    file = RolloutsWriter(str(tmp_path), 0, 1 << 20)
     told = [rollout(step, row, f"é{step}\n", step / 10) for step in range(4) for row in range(2)]
     for step in range(4):
         file.write([one for one in told if one.step == step])
@@ -29,13 +29,13 @@ def test_what_is_written_is_read_again_and_a_torn_line_is_not(tmp_path: Path) ->
     path.write_text(whole[:-20] + "\n[1]\n{}\nnull\n\xff\n")
     assert list(read_rollouts(str(tmp_path))) == told[:-1]
     path.write_text(whole[:-20])
-    Rollouts(str(tmp_path), 3, 1 << 20).close()  # resumed at step 3
+    RolloutsWriter(str(tmp_path), 3, 1 << 20).close()  # resumed at step 3
     assert list(read_rollouts(str(tmp_path))) == told[:6], "a step that is made again is not there twice"
 
 
 def test_the_file_is_bounded_and_keeps_both_ends(tmp_path: Path) -> None:
     limit = 40_000
-    file = Rollouts(str(tmp_path), 0, limit)
+    file = RolloutsWriter(str(tmp_path), 0, limit)
     largest = 0
     for step in range(300):
         file.write(rollout(step, row, "y" * 200) for row in range(3))
@@ -50,7 +50,7 @@ def test_the_file_is_bounded_and_keeps_both_ends(tmp_path: Path) -> None:
 
 
 def test_best_worst_and_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = Rollouts(str(tmp_path), 0, 1 << 20)
+    file = RolloutsWriter(str(tmp_path), 0, 1 << 20)
     secret = "hf_" + "abcdefghijklmnopqrstuvwxyz01234567"
     messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Colour?"}]
     for step in range(12):

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch")
 
 from conftest import Done, Stoker, at_length_but
-from stoker.control.record.rollouts_log import Rollout, Rollouts
+from stoker.control.record.rollouts_log import Rollout, RolloutsWriter
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 400
 TINY = (
@@ -66,7 +66,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     broken = shell(folder, "train", "pretrain", *TINY, "--name", "broken", "--nan.inject", "layers.1.attention@1")
     assert broken.returncode != 0, broken.stderr
     for run in (folder / "runs").glob("2*"):
-        file = Rollouts(str(run), 0, 1 << 20)
+        file = RolloutsWriter(str(run), 0, 1 << 20)
         file.write([Rollout(1, 1, 0, "?", run.name, 0.5, {"exact": 0.5}, False, 3, False)])
         file.close()
     return folder

@@ -162,7 +162,7 @@ def test_history_is_bounded_and_thinned_out(tmp_path: Path, monkeypatch: pytest.
         "power": 29.0,
         "throttle": ["power cap"],
     }
-    whole = history.whole_history(str(tmp_path))
+    whole = history.read_full_history(str(tmp_path))
     assert [one.time for one in whole] == sorted({one.time for one in whole}) and whole[0].time < kept[0].time
     assert not folder.lost
 

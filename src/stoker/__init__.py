@@ -22,7 +22,7 @@ __all__ = ["LaunchFailed", "__version__", "beat", "launch", "mark", "phase", "re
 def _shim() -> "Any":
     """None outside a run, and in a rank's helper processes."""
     shim = sys.modules.get("stoker.control.rank.shim")
-    return shim if shim is not None and shim.inside() else None
+    return shim if shim is not None and shim.is_rank_process() else None
 
 
 def beat(step: "int | None" = None, loss: "float | None" = None, tokens: "int | None" = None) -> None:
@@ -34,13 +34,13 @@ def beat(step: "int | None" = None, loss: "float | None" = None, tokens: "int | 
 def mark(name: str) -> None:
     """A point in the script's life, e.g. "POST-MODEL" once the model is loaded."""
     if shim := _shim():
-        shim.tell("mark", str(name)[:64])
+        shim.send("mark", str(name)[:64])
 
 
 def phase(name: str) -> None:
     """What the script does from here on: "train", "eval", "save" ... Long phases that say so are not taken for a hang."""
     if shim := _shim():
-        shim.tell("phase", str(name)[:32])
+        shim.send("phase", str(name)[:32])
 
 
 def resume() -> "str | None":

@@ -23,7 +23,7 @@ from stoker.contract.errors import Refusal
 from stoker.contract.evidence import RankError, RankExit
 from stoker.control.doctor.stale_caches import cache_roots, find_caches
 from stoker.control.record import ownership
-from stoker.control.record.metrics_log import MetricsReader
+from stoker.control.record.metrics_log import MetricsWriter
 from stoker.control.verdict.echo import is_consequence
 from stoker.speedrun import state
 from stoker.speedrun.rows import copy_usable
@@ -235,7 +235,7 @@ def test_logs_of_a_run_follow_no_link(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "made")
     with pytest.raises(OSError):
-        MetricsReader(str(tmp_path))
+        MetricsWriter(str(tmp_path))
     assert victim.read_text() == "mine" and not (tmp_path / "made").exists()
 
 

@@ -531,7 +531,7 @@ def test_what_cant_be_removed_hides_no_refusal(public: Path, capfd: pytest.Captu
     (root / "x").mkdir(parents=True)
     for folder in (root, root / "x"):
         os.chown(folder, VICTIM, VICTIM)
-    place = RunDir(str(root / "x"), "x", "x", 0, False, made=True, made_root=True)
+    place = RunDir(str(root / "x"), "x", "x", 0, False, created=True, created_root=True)
     do_as(VICTIM, lambda: discard_run_dir(place))
     assert not (root / "x").exists()
     assert capfd.readouterr().err == f"stoker: {root} can't be removed: Permission denied\n"

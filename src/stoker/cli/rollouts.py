@@ -16,9 +16,9 @@ from stoker.contract.units import plural
 from stoker.control.record import run_index
 from stoker.control.record.rollouts_log import (
     ENDS,
-    Change,
+    PromptChange,
     Rollout,
-    Summary,
+    RolloutsSummary,
     mean,
     read_rollouts,
     summary,
@@ -82,13 +82,13 @@ def best(rollouts: Iterable[Rollout], most: int, *, worst: bool = False) -> list
     return list(kept.values())
 
 
-def chosen(changes: tuple[Change, ...], most: int) -> tuple[list[Change], list[Change]]:
+def chosen(changes: tuple[PromptChange, ...], most: int) -> tuple[list[PromptChange], list[PromptChange]]:
     """(most gained, most lost)."""
     lost = [change for change in reversed(changes) if change.gain < 0]
     return [change for change in changes if change.gain >= 0][:most], lost[:most]
 
 
-def _as_json(found: Summary, most: int) -> dict[str, Any]:
+def _as_json(found: RolloutsSummary, most: int) -> dict[str, Any]:
     gained, lost = chosen(found.changes, most)
     return {
         "schema": 1,
@@ -102,7 +102,7 @@ def _as_json(found: Summary, most: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _print(found: Summary, most: int) -> None:
+def _print(found: RolloutsSummary, most: int) -> None:
     first, last = found.steps[0], found.steps[-1]
     print(f"{plural(found.answers, 'answer')} of {len(found.steps)} steps, {first} to {last}")
     if len(found.steps) <= ENDS:

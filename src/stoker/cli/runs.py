@@ -16,7 +16,7 @@ from stoker.contract.options import OptionParser, suggest
 from stoker.contract.terminal import print_coloured, print_json, print_status, print_text
 from stoker.contract.text import escape, is_digits
 from stoker.contract.units import format_duration, plural
-from stoker.control.record.speedrun_index import list_speedruns
+from stoker.control.record.run_index import list_speedruns
 from stoker.control.show.charts import display_width, fit_width, metric_text, short
 from stoker.control.show.collector import SnapshotCollector
 from stoker.control.show.snapshot import REWARD, RL_METRICS, Metric, RunView, finite

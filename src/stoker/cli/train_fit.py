@@ -12,10 +12,10 @@ from stoker.contract.errors import EX_CONFIG, EX_UNAVAILABLE, Refusal
 from stoker.contract.frozen import replace
 from stoker.contract.units import format_bytes, plural
 from stoker.control.machine.model import Machine
-from stoker.control.plan.config_changes import keys_in
 from stoker.control.plan.options import RunOptions
 from stoker.control.plan.request import Request
-from stoker.control.plan.run_dir import AlreadyEnded, config_hash, open_run_dir, other_settings
+from stoker.control.plan.run_changes import parse_key_values
+from stoker.control.plan.run_dir import AlreadyEnded, config_hash, find_run_with_other_settings, open_run_dir
 from stoker.training.config.keys import KEYS, config_of, values_of
 from stoker.training.config.layers import Origin
 from stoker.training.config.resolve import Resolved
@@ -131,8 +131,8 @@ def kept_defaults(config: Config, derived: Collection[str], request_of: Callable
     Empty where they make no difference, or where other settings differ, too: under that name there will be a new run. (An
     id is only continued, or refused for the settings that differ.)
     """
-    run = other_settings(request_of(config), os.environ)
-    began = keys_in(run.data.get("args")) if run is not None else {}
+    run = find_run_with_other_settings(request_of(config), os.environ)
+    began = parse_key_values(run.data.get("args")) if run is not None else {}
     try:
         kept = {name: KEYS[name].read(began[name]) for name in derived if name in began}
     except ValueError:  # a record of another version

@@ -23,8 +23,8 @@ from stoker.contract.text import is_digits
 from stoker.contract.units import format_bytes
 from stoker.control.doctor.stale_files import walk
 from stoker.control.machine.model import Machine
+from stoker.control.record.run_index import CHAIN
 from stoker.control.record.run_writer import make_private
-from stoker.control.record.speedrun_index import CHAIN
 from stoker.speedrun.estimate import estimates, pace_of, room
 from stoker.speedrun.keys import Code, keys_of
 from stoker.speedrun.options import SpeedrunOptions, command

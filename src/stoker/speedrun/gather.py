@@ -15,7 +15,7 @@ from stoker.contract.safe_io import read_lines
 from stoker.contract.text import parse_json
 from stoker.contract.units import finite_number
 from stoker.control.record import run_record
-from stoker.control.record.speedrun_index import CHAIN
+from stoker.control.record.run_index import CHAIN
 from stoker.speedrun.stages import REPORT
 from stoker.speedrun.state import RESULT
 from stoker.training.stages.evaluate import PROMPTS, QUESTIONS

@@ -21,7 +21,7 @@ from stoker.contract.text import parse_json
 from stoker.contract.typed_values import read_frozen
 from stoker.contract.units import finite_number
 from stoker.control.record import resume_command, run_record
-from stoker.control.record.speedrun_index import CHAIN, LOCK, STAGES
+from stoker.control.record.run_index import CHAIN, LOCK, STAGES
 from stoker.speedrun.keys import run_name
 from stoker.speedrun.stages import REPORT, WORLD, Stage
 
@@ -262,7 +262,8 @@ def trouble(run: str | None, code: int, log: str, log_from: int) -> tuple[str, s
             return refusals[-1].removeprefix(_OURS).strip(), ""
         told = said.get("fix")
         fix = [str(step) for step in told] if isinstance(told, list) else []
-        first = next((step for step in fix if not resume_command.starts_again(step)), "")  # the speedrun's own command does that
+        # Skip the command that resumes the stage: the speedrun's own command does that.
+        first = next((step for step in fix if not resume_command.is_resume_step(step)), "")
         return str(said.get("summary", "")), first
     if code > 128:
         return f"its launcher was ended by {_signal(code - 128)}, and no verdict was written", ""

@@ -14,8 +14,9 @@ from stoker.control.cluster.hosts import Host, is_address
 from stoker.control.launch.agents import Agents
 from stoker.control.launch.preflight import check_legal
 from stoker.control.launch.signals import STOPS, Interrupted, handled
+from stoker.control.plan.rank_spec import HostTarget
 from stoker.control.plan.run_dir import RunDir
-from stoker.control.plan.run_plan import HostTarget, RunPlan
+from stoker.control.plan.run_plan import RunPlan
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -29,9 +29,10 @@ from stoker.control.machine.model import Gpu, Machine
 from stoker.control.machine.run_origin import current_run, gpu_lender
 from stoker.control.plan import run_json
 from stoker.control.plan.gpu_choice import GpusNotFree, marked
+from stoker.control.plan.rank_spec import HostTarget, common_environment, start_order
 from stoker.control.plan.request import Request, by_hand
 from stoker.control.plan.run_dir import RunDir
-from stoker.control.plan.run_plan import HostTarget, RolePlan, RunPlan, common_environment, make_plan, start_order
+from stoker.control.plan.run_plan import RolePlan, RunPlan, make_plan
 from stoker.control.record.run_writer import RunWriter
 
 TYPE_CHECKING = False

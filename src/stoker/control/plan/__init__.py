@@ -1,1 +1,1 @@
-"""What a run will do, worked out before anything starts: options, hosts, GPUs, ranks, the run directory."""
+"""Works out what a run will do before anything starts: options, hosts, GPUs, ranks, the run directory."""

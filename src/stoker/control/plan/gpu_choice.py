@@ -1,4 +1,4 @@
-"""Which GPUs a run gets. Pure: options, environment and machine in, GPUs or a refusal out."""
+"""Chooses the GPUs of a run on one host. Pure: takes options, environment and machine; raises Refusal."""
 
 from __future__ import annotations
 
@@ -11,32 +11,36 @@ from stoker.contract.units import format_bytes, plural
 from stoker.control.machine.model import Gpu, Machine
 from stoker.control.plan.options import RANK_VARIABLES, RunOptions, hides_all
 
-CONTEXT = 10**9  # a bare context takes 0.5-0.7 GB: a card with less than this free can't take another process
+CONTEXT = (
+    10**9
+)  # bytes; a bare CUDA context takes 0.5 to 0.7 GB: a GPU with less free memory can't take another process
 
 
 class GpusNotFree(Refusal):
-    """The GPUs are there but busy: with --wait it is worth asking again."""
+    """The machine has the GPUs but they are busy: --wait asks again."""
 
 
 @frozen
 class GpuChoice:
-    """The ranks' devices on one host: GPUs, or none and a number of CPU ranks. `line` says so in the notes' words."""
+    """The ranks of one host and their GPUs (none for CPU ranks); `line` reports the choice."""
 
     gpus: tuple[Gpu, ...]
     ranks: int
     line: str
 
 
-def choose_gpus(options: RunOptions, environment: Mapping[str, str], machine: Machine, held: Mapping[str, str]) -> GpuChoice:
-    """`held`: GPUs that other runs have locked, uuid -> who."""
-    count, source = _count(options, environment)
+def choose_gpus(
+    options: RunOptions, environment: Mapping[str, str], machine: Machine, locked: Mapping[str, str]
+) -> GpuChoice:
+    """Choose the GPUs for the ranks. `locked` has the GPUs that other runs have locked: UUID -> holder."""
+    count, count_source = _rank_count(options, environment)
     hidden = environment.get("CUDA_VISIBLE_DEVICES")
     all_hidden = hides_all(hidden)
     if count == "cpu":
-        return _cpu(machine.cores, machine, "as requested")
+        return _cpu_choice(machine.cores, machine, "as requested")
     if machine.gpu_error and not all_hidden:
-        without = "`stoker run --nproc-per-node cpu` trains without it"
-        line = f"the NVIDIA driver does not answer: {machine.gpu_error}; {without}"
+        fix = "`stoker run --nproc-per-node cpu` trains without it"
+        line = f"the NVIDIA driver does not answer: {machine.gpu_error}; {fix}"
         raise Refusal(line, EX_UNAVAILABLE, cause="gpu.driver")
     if not machine.gpus or all_hidden:
         if options.gpus or options.gpu or count == "gpu":
@@ -45,105 +49,125 @@ def choose_gpus(options: RunOptions, environment: Mapping[str, str], machine: Ma
         ranks = count if isinstance(count, int) else 1
         if count == "auto":
             ranks = machine.cores
-        return _cpu(ranks, machine, "CUDA_VISIBLE_DEVICES hides the GPUs" if machine.gpus else "no GPU found")
-    visible = _visible(hidden, machine.gpus)
-    wanted = _asked(options, visible, hidden)
-    any_of = _any(options)
-    pool = wanted if wanted is not None else visible
-    reasons = {gpu.uuid: why for gpu in pool if (why := _unusable(gpu, options, held))}
+        return _cpu_choice(ranks, machine, "CUDA_VISIBLE_DEVICES hides the GPUs" if machine.gpus else "no GPU found")
+    visible = _visible_gpus(hidden, machine.gpus)
+    listed = _listed_gpus(options, visible, hidden)
+    any_count = _any_count(options)
+    pool = listed if listed is not None else visible
+    reasons = {gpu.uuid: reason for gpu in pool if (reason := _why_unusable(gpu, options, locked))}
     usable = [gpu for gpu in pool if gpu.uuid not in reasons]
-    found, each = len(machine.gpus), options.gpus_per_rank
-    need = count * each if isinstance(count, int) else max(len(usable) // each, 1) * each
-    if wanted is not None and reasons:
-        unusable = next(gpu for gpu in wanted if gpu.uuid in reasons)
-        raise GpusNotFree(_sentence(unusable, reasons), EX_UNAVAILABLE, cause="gpu.busy")
-    if wanted is None and any_of is not None:
-        need = any_of // each * each
-        usable.sort(key=_room, reverse=True)
-    if isinstance(count, int) and any_of is not None and count * each != any_of:
-        raise Refusal(f"--gpus any:{any_of} and {source} {count} contradict each other", EX_USAGE)
+    per_rank = options.gpus_per_rank
+    need = count * per_rank if isinstance(count, int) else max(len(usable) // per_rank, 1) * per_rank
+    unusable = [f"GPU {gpu.label[3:]} {reasons[gpu.uuid]}" for gpu in pool if gpu.uuid in reasons]
+    if listed is not None and unusable:
+        raise GpusNotFree(unusable[0], EX_UNAVAILABLE, cause="gpu.busy")
+    if listed is None and any_count is not None:
+        need = any_count // per_rank * per_rank
+        usable.sort(key=_freedom, reverse=True)
+    if isinstance(count, int) and any_count is not None and count * per_rank != any_count:
+        raise Refusal(f"--gpus any:{any_count} and {count_source} {count} contradict each other", EX_USAGE)
+    if any_count is not None and any_count < per_rank:
+        raise Refusal(f"--gpus any:{any_count} and --gpus-per-rank {per_rank} contradict each other", EX_USAGE)
     if not usable or (need > len(usable) and not options.share_gpus):
-        raise _too_few(max(need, each), each, usable, pool, reasons, found, hidden)
+        need = max(need, per_rank)
+        each = f" with {per_rank} GPUs each" if per_rank > 1 else ""
+        line = f"{plural(need // per_rank, 'rank')}{each} asked for and {plural(len(usable), 'GPU')} usable"
+        line += f": {plural(len(machine.gpus), 'GPU')} here"
+        if hidden is not None:
+            line += f", {len(pool)} of them in CUDA_VISIBLE_DEVICES={hidden}"
+        line = "; ".join([line, *unusable])
+        if need <= len(pool):
+            raise GpusNotFree(f"{line}; --wait 10m waits for them", EX_UNAVAILABLE, cause="gpu.busy")
+        fix = "--nproc-per-node cpu runs without GPUs, --share-gpus lets ranks share one"
+        raise Refusal(f"{line}; {fix}", EX_UNAVAILABLE, cause="gpu.too-few")
     chosen = [usable[n % len(usable)] for n in range(need)]
-    if any_of is not None:
+    if any_count is not None:
         chosen.sort(key=lambda gpu: (gpu.index, gpu.mig or 0))
-    left_out = "; ".join(_sentence(gpu, reasons) for gpu in pool if gpu.uuid in reasons)
-    using = len({gpu.uuid for gpu in chosen})
-    ranks = need // each
-    line = f"✓ Found {found} GPU(s), using {using} GPUs" + (f" ({plural(ranks, 'rank')})" if ranks != using else "")
-    if source and source != "--nproc-per-node":
-        line += f" ({source}={count})"
-    if wanted is not None or any_of is not None or using < found:
+    distinct = len({gpu.uuid for gpu in chosen})
+    ranks = need // per_rank
+    line = f"✓ Found {len(machine.gpus)} GPU(s), using {distinct} GPUs"
+    if ranks != distinct:
+        line += f" ({plural(ranks, 'rank')})"
+    if count_source and count_source != "--nproc-per-node":
+        line += f" ({count_source}={count})"
+    if listed is not None or any_count is not None or distinct < len(machine.gpus):
         line += ": " + ", ".join(f"GPU {gpu.label[3:]}" for gpu in dict.fromkeys(chosen))
-    return GpuChoice(tuple(chosen), ranks, line + (f"; left out: {left_out}" if left_out else ""))
+    if unusable:
+        line += f"; left out: {'; '.join(unusable)}"
+    return GpuChoice(tuple(chosen), ranks, line)
 
 
 def marked(machine: Machine, bad: Mapping[str, str]) -> Machine:
-    """With these GPUs, uuid -> why, as ones that do not answer."""
+    """Return the machine with an error set on each bad GPU (UUID -> error), as if it did not answer."""
     gpus = tuple(replace(gpu, error=bad[gpu.uuid]) if gpu.uuid in bad else gpu for gpu in machine.gpus)
     return replace(machine, gpus=gpus)
 
 
-def _count(options: RunOptions, environment: Mapping[str, str]) -> tuple[int | str | None, str]:
-    """(number, gpu, cpu, auto or None for 'find out'; where it was said). Flag before environment before detection."""
+def _rank_count(options: RunOptions, environment: Mapping[str, str]) -> tuple[int | str | None, str]:
+    """Return (number of ranks, or gpu, cpu, auto, or None if nothing says it; the flag or variable that says it)."""
     if options.nproc_per_node is not None:
-        return _number(options.nproc_per_node, "--nproc-per-node"), "--nproc-per-node"
+        return _parse_rank_count(options.nproc_per_node, "--nproc-per-node"), "--nproc-per-node"
     for name in RANK_VARIABLES:
         if environment.get(name):
-            return _number(environment[name], name), name
+            return _parse_rank_count(environment[name], name), name
     return None, ""
 
 
-def _number(text: str, where: str) -> int | str:
-    word = text.strip().lower()
-    if word in ("gpu", "cpu", "auto"):
-        return word
-    if not is_digits(word) or int(word) < 1:
-        raise Refusal(f"{where} {text}: give a whole number of ranks from 1 up, or gpu, cpu, auto", EX_USAGE)
-    return int(word)
+def _parse_rank_count(text: str, source: str) -> int | str:
+    count = text.strip().lower()
+    if count in ("gpu", "cpu", "auto"):
+        return count
+    if not is_digits(count) or int(count) < 1:
+        raise Refusal(f"{source} {text}: give a whole number of ranks from 1 up, or gpu, cpu, auto", EX_USAGE)
+    return int(count)
 
 
-def _cpu(ranks: int, machine: Machine, why: str) -> GpuChoice:
-    ranks = max(ranks, 1)  # a host may say that it has no core
-    most = machine.max_processes
-    if most is not None and ranks >= most:
-        raise Refusal(
-            f"{plural(ranks, 'rank')}: this machine allows {most} processes", EX_UNAVAILABLE, cause="host.processes"
-        )
-    if machine.max_files is not None and ranks * 4 + 64 > machine.max_files:
-        line = f"{ranks * 4 + 64} open files are needed for {plural(ranks, 'rank')}; the limit here is {machine.max_files} (ulimit -n)"
+def _cpu_choice(ranks: int, machine: Machine, why: str) -> GpuChoice:
+    ranks = max(ranks, 1)  # a host may report 0 cores
+    if machine.max_processes is not None and ranks >= machine.max_processes:
+        line = f"{plural(ranks, 'rank')}: this machine allows {machine.max_processes} processes"
+        raise Refusal(line, EX_UNAVAILABLE, cause="host.processes")
+    files = ranks * 4 + 64
+    if machine.max_files is not None and files > machine.max_files:
+        limit = f"the limit here is {machine.max_files} (ulimit -n)"
+        line = f"{files} open files are needed for {plural(ranks, 'rank')}; {limit}"
         raise Refusal(line, EX_UNAVAILABLE, cause="host.files")
     return GpuChoice((), ranks, f"✓ {why[0].upper()}{why[1:]}: {plural(ranks, 'CPU rank')}, gloo")
 
 
-def _visible(hidden: str | None, gpus: tuple[Gpu, ...]) -> list[Gpu]:
-    """CUDA_VISIBLE_DEVICES in its three spellings. CUDA silently drops all after a bad entry; we refuse it."""
+def _visible_gpus(hidden: str | None, gpus: tuple[Gpu, ...]) -> list[Gpu]:
+    """Return the GPUs in CUDA_VISIBLE_DEVICES (`hidden`): indices, UUIDs or their beginnings; all if it is not set.
+
+    Raises Refusal for an unknown entry: CUDA silently drops all entries after it.
+    """
     if hidden is None:
         return list(gpus)
-    found: list[Gpu] = []
-    for word in (part.strip() for part in hidden.split(",")):
-        match = _by_id(word, gpus)
-        if not match:
-            line = f"CUDA_VISIBLE_DEVICES={hidden}: no GPU {word!r} here; there are {_list(gpus)}"
+    visible: list[Gpu] = []
+    for id in (part.strip() for part in hidden.split(",")):
+        matches = _match_gpus(id, gpus)
+        if not matches:
+            line = f"CUDA_VISIBLE_DEVICES={hidden}: no GPU {id!r} here; there are {_gpu_names(gpus)}"
             raise Refusal(line, EX_UNAVAILABLE, cause="gpu.ordinal")
-        found += [gpu for gpu in match if gpu not in found]
-    return found
+        visible += [gpu for gpu in matches if gpu not in visible]
+    return visible
 
 
-def _by_id(word: str, gpus: tuple[Gpu, ...] | list[Gpu]) -> list[Gpu]:
-    if is_digits(word):
-        return [gpu for gpu in gpus if gpu.index == int(word)]
-    if "." in word and word.replace(".", "").isdigit():
-        return [gpu for gpu in gpus if gpu.label == f"GPU{word}"]
-    if not word.upper().startswith(("GPU-", "MIG-")):
+def _match_gpus(id: str, gpus: tuple[Gpu, ...] | list[Gpu]) -> list[Gpu]:
+    """Return the GPUs that an index, a label like 0.1, a UUID or its beginning names: one, or all slices of a MIG GPU."""
+    if is_digits(id):
+        return [gpu for gpu in gpus if gpu.index == int(id)]
+    if "." in id and id.replace(".", "").isdigit():
+        return [gpu for gpu in gpus if gpu.label == f"GPU{id}"]
+    if not id.upper().startswith(("GPU-", "MIG-")):
         return []
-    word = word.lower()
-    match = [gpu for gpu in gpus if gpu.uuid.lower().startswith(word) or (gpu.mig_parent or "").lower() == word]
-    # CUDA takes a prefix if it fits one card.
-    return match if len({gpu.mig_parent or gpu.uuid for gpu in match}) == 1 else []
+    id = id.lower()
+    matches = [gpu for gpu in gpus if gpu.uuid.lower().startswith(id) or (gpu.mig_parent or "").lower() == id]
+    # CUDA accepts the beginning of a UUID if it fits only one GPU.
+    return matches if len({gpu.mig_parent or gpu.uuid for gpu in matches}) == 1 else []
 
 
-def _any(options: RunOptions) -> int | None:
+def _any_count(options: RunOptions) -> int | None:
+    """Return the number in --gpus any:N (1 for any); None if --gpus says something else."""
     if not options.gpus or not options.gpus.startswith("any"):
         return None
     head, _, number = options.gpus.partition(":")
@@ -152,78 +176,61 @@ def _any(options: RunOptions) -> int | None:
     return int(number or 1)
 
 
-def _asked(options: RunOptions, visible: list[Gpu], hidden: str | None) -> list[Gpu] | None:
+def _listed_gpus(options: RunOptions, visible: list[Gpu], hidden: str | None) -> list[Gpu] | None:
+    """Return the GPUs that --gpu or --gpus lists; None if neither does."""
     if options.gpu and options.gpus:
         raise Refusal("--gpu and --gpus: give one of them", EX_USAGE)
     text = options.gpu or options.gpus
-    if not text or _any(options) is not None:
+    if not text or _any_count(options) is not None:
         return None
     flag = "--gpu" if options.gpu else "--gpus"
-    found: list[Gpu] = []
-    for word in (part.strip() for part in text.split(",")):
-        match = _by_id(word, visible)
-        if not match:
-            behind = f" behind CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None else ""
-            line = f"{flag} {text}: no GPU {word!r}{behind}; there are {_list(visible)}"
+    listed: list[Gpu] = []
+    for id in (part.strip() for part in text.split(",")):
+        matches = _match_gpus(id, visible)
+        if not matches:
+            within = f" in CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None else ""
+            line = f"{flag} {text}: no GPU {id!r}{within}; there are {_gpu_names(visible)}"
             raise Refusal(line, EX_UNAVAILABLE, cause="gpu.ordinal")
-        if any(gpu in found for gpu in match):
-            raise Refusal(f"{flag} {text}: GPU {word} is named twice", EX_USAGE)
-        found += match
-    return found
+        if any(gpu in listed for gpu in matches):
+            raise Refusal(f"{flag} {text}: GPU {id} is named twice", EX_USAGE)
+        listed += matches
+    return listed
 
 
-def _unusable(gpu: Gpu, options: RunOptions, held: Mapping[str, str]) -> str:
-    """Why this card can't be used now; empty if it can."""
+def _why_unusable(gpu: Gpu, options: RunOptions, locked: Mapping[str, str]) -> str:
+    """Return why a GPU can't be used now; empty if it can."""
     if gpu.error:
         return f"does not answer: {gpu.error}"
     if gpu.compute_mode == "prohibited":
         return "is in prohibited compute mode"
     if gpu.compute_mode == "exclusive_process" and gpu.holders:
-        return f"is in exclusive mode and held{_by(gpu)}"
-    if gpu.uuid in held and not options.share_gpus:
-        return f"is in use by {held[gpu.uuid]}"
-    floor = max(options.min_free_memory, CONTEXT)
-    if gpu.memory_free is not None and gpu.memory_free < floor:
-        return f"has {format_bytes(gpu.memory_free)} free of {format_bytes(gpu.memory_total or 0)}, {format_bytes(floor)} needed{_by(gpu)}"
+        return f"is in exclusive mode and held{_held_by(gpu)}"
+    if gpu.uuid in locked and not options.share_gpus:
+        return f"is in use by {locked[gpu.uuid]}"
+    needed = max(options.min_free_memory, CONTEXT)
+    if gpu.memory_free is not None and gpu.memory_free < needed:
+        total = format_bytes(gpu.memory_total or 0)
+        return f"has {format_bytes(gpu.memory_free)} free of {total}, {format_bytes(needed)} needed{_held_by(gpu)}"
     return ""
 
 
-def _by(gpu: Gpu) -> str:
+def _held_by(gpu: Gpu) -> str:
+    """Return a clause about the process that holds most of a GPU's memory; empty if it is unknown."""
     if not gpu.holders:
-        hidden = gpu.holders is not None and (gpu.memory_used or 0) > 2 * CONTEXT
-        return "; held from outside this container" if hidden else ""
+        is_outside = gpu.holders is not None and (gpu.memory_used or 0) > 2 * CONTEXT
+        return "; held from outside this container" if is_outside else ""
     top = max(gpu.holders, key=lambda holder: holder.memory or 0)
     if top.command is None:
         return f", by pid {top.pid} outside this container"
     return f", by pid {top.pid} ({top.user}: {top.command[:60]})"
 
 
-def _sentence(gpu: Gpu, reasons: Mapping[str, str]) -> str:
-    return f"GPU {gpu.label[3:]} {reasons[gpu.uuid]}"
-
-
-def _room(gpu: Gpu) -> tuple[int, int, int, int]:
-    """Most free memory, then fewest holders, then least busy, then the lower number."""
-    # A few MB of driver bookkeeping are no difference.
+def _freedom(gpu: Gpu) -> tuple[int, int, int, int]:
+    """Return a sort key for --gpus any: most free memory, then fewest processes, then least busy, then lowest index."""
+    # Rounded to 100 MB: a few MB of driver bookkeeping make no difference.
     free = -1 if gpu.memory_free is None else gpu.memory_free // 10**8
     return free, -len(gpu.holders or ()), -(gpu.utilization or 0), -gpu.index
 
 
-def _list(gpus: tuple[Gpu, ...] | list[Gpu]) -> str:
+def _gpu_names(gpus: tuple[Gpu, ...] | list[Gpu]) -> str:
     return ", ".join(f"{gpu.label[3:]} ({gpu.name or gpu.uuid})" for gpu in gpus) or "none"
-
-
-def _too_few(
-    need: int, each: int, usable: list[Gpu], pool: list[Gpu], reasons: Mapping[str, str], found: int, hidden: str | None
-) -> Refusal:
-    there = f"{plural(found, 'GPU')} here"
-    if hidden is not None:
-        there += f", {len(pool)} of them in CUDA_VISIBLE_DEVICES={hidden}"
-    busy = "; ".join(_sentence(gpu, reasons) for gpu in pool if gpu.uuid in reasons)
-    of_each = f" with {each} GPUs each" if each > 1 else ""
-    text = f"{plural(need // each, 'rank')}{of_each} asked for and {plural(len(usable), 'GPU')} usable: {there}"
-    text += f"; {busy}" if busy else ""
-    if need <= len(pool):
-        return GpusNotFree(f"{text}; --wait 10m waits for them", EX_UNAVAILABLE, cause="gpu.busy")
-    advice = "--nproc-per-node cpu runs without GPUs, --share-gpus lets ranks share one"
-    return Refusal(f"{text}; {advice}", EX_UNAVAILABLE, cause="gpu.too-few")

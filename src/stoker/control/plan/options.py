@@ -1,4 +1,4 @@
-"""`stoker run`'s options: torchrun's with torchrun's meaning, and our own."""
+"""The options of `stoker run`: torchrun's with their meaning there, and Stoker's own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RunOptions:
     module: bool = option("the script is a module, started as with python -m", default=False, flags=("-m",))
     no_python: bool = option("the program is not Python: execute it as it is", default=False)
     gpus_per_rank: int = option(
-        "GPUs that each rank sees, as devices 0 to K-1: a server that splits its model over several (default: 1)",
+        "GPUs that each rank sees, as devices 0 to K-1, e.g. for a server that splits its model (default: 1)",
         "K",
         default=1,
     )
@@ -37,7 +37,7 @@ class RunOptions:
         "ranks that may import and load at the same time: a number or auto", "K", default=None
     )
     init_timeout: float = _time(
-        "a rank gives its start-up slot back after this long at the latest (default: 2m)", 120.0
+        "time after which a rank loses its start-up slot, if it has not returned it (default: 2m)", 120.0
     )
     ram_limit: int = option(
         "stop the job when a rank's resident memory passes this, e.g. 20GB", "SIZE", default=0, parse=parse_bytes
@@ -63,14 +63,15 @@ class RunOptions:
     wait: float = _time("wait this long for enough free GPUs, e.g. 10m", 0.0)
     isolate: bool = option("each rank sees its own GPU only, as device 0", default=False)
     exclude_bad: bool = option(
-        "prove each GPU first (a context and a product in a child) and leave the bad ones out", default=False
+        "test each GPU first (a CUDA context and a matrix product in a child process) and leave the bad ones out",
+        default=False,
     )
     legal_ranks: str | None = option("the numbers of ranks the job can run with, e.g. 1,2,4,8", "N,N", default=None)
     share_gpus: bool = option("let several ranks or runs use one GPU", default=False)
 
     _out = section("output")
     show: str = option(
-        "what the console gets: all, none, errors (stderr only), or ranks like 0,2", "WHAT", default="all"
+        "what the console shows: all, none, errors (stderr only), or ranks like 0,2", "WHAT", default="all"
     )
     quiet: bool = option("no MEM and LOCK lines on the console", default=False, flags=("-q",))
     prefix: str = option(
@@ -100,7 +101,7 @@ class RunOptions:
         default=None,
         flags=("-t",),
     )
-    local_ranks_filter: str | None = option("ranks whose output the console gets, e.g. 0,1", "RANKS", default=None)
+    local_ranks_filter: str | None = option("ranks whose output the console shows, e.g. 0,1", "RANKS", default=None)
 
     _life = section("life of the run")
     max_restarts: int = option(
@@ -108,8 +109,8 @@ class RunOptions:
     )
     grace: float | None = _time("time a rank has to end after a stop signal (default: 30s, 5s after a failure)", None)
     hang_timeout: float = _time(
-        "stop a job that has made no progress for this long (default: 5m; 0: never); a stall is explained within"
-        " seconds all the same",
+        "stop a job that has made no progress for this long (default: 5m; 0: never); in either case a stall is"
+        " explained within seconds",
         300.0,
     )
     busy_timeout: float = _time(
@@ -124,13 +125,14 @@ class RunOptions:
         choices=("stop", "warn"),
     )
     debug_retry: bool = option(
-        "after an asynchronous CUDA error one more attempt with blocking launches, for the true line", default=False
+        "after an asynchronous CUDA error make one more attempt with blocking launches, which finds the true line",
+        default=False,
     )
     stop_after_steps: int = option("end the run, as complete, once every rank has made this many steps", "N", default=0)
     detach: bool = option("run in the background, also after logout", default=False)
     on_hangup: str = option(
-        "the terminal closes: stop (the ranks save and end, as with Ctrl-C; the default), or detach (the run continues"
-        " in the background)",
+        "when the terminal closes: stop (the ranks save and end, as with Ctrl-C; the default), or detach (the run"
+        " continues in the background)",
         "WHAT",
         default="stop",
         choices=("stop", "detach"),
@@ -155,7 +157,8 @@ class RunOptions:
 
     _run = section("record")
     name: str | None = option(
-        "name of the run; given again, an unfinished run of that name continues; a run's id: that run", default=None
+        "name of the run: given again, it continues the unfinished run of that name; a run's id continues that run",
+        default=None,
     )
     again: bool = option(
         "if the run of this name is complete, run it again in a new run directory; the old one stays",
@@ -166,7 +169,7 @@ class RunOptions:
     )
     config: str | None = option("YAML or JSON file with any of these options", "FILE", default=None)
     ladder: bool = option(
-        "first the imports one by one, then 1, half and all ranks for a few steps (stoker ladder)", default=False
+        "first test the imports one by one, then 1, half and all ranks for a few steps (stoker ladder)", default=False
     )
     dry_run: bool = option("print the plan and start nothing", default=False)
     json: bool = option("print the plan as JSON (with --dry-run)", default=False)
@@ -190,21 +193,21 @@ class RunOptions:
         "hosts in rank order: a hosts file (cluster.yaml), or a,b,c reached by ssh", "FILE|A,B", default=None
     )
     min_hosts: int = option(
-        "go on without lost hosts, from the last checkpoint, while at least this many are left (default: all)",
+        "continue without lost hosts, from the last checkpoint, while at least this many are left (default: all)",
         "K",
         default=0,
     )
     rejoin: str = option(
-        'a host that is back joins at a checkpoint (the default: rank 0 says stoker.mark("CHECKPOINT"), as our recipes'
-        " do) or the next attempt; or never",
+        'when a host that is back joins: at a checkpoint (the default: when rank 0 calls stoker.mark("CHECKPOINT"), as'
+        " recipes do) or with the next attempt; or never",
         "WHEN",
         default="checkpoint",
         choices=("checkpoint", "never"),
     )
     sync: bool = option("copy the working directory to the hosts first, without what .gitignore names", default=False)
     stage: tuple[str, ...] = option(
-        "copy this file or folder to every host's disk first, to the same path or to THERE (a file keeps its name),"
-        " once, checked by hash",
+        "copy this file or folder to every host's disk first, to the same path or to THERE (a file keeps its name);"
+        " copied once and checked by hash",
         "PATH[=THERE]",
         default=(),
         many=True,
@@ -229,11 +232,11 @@ class RunOptions:
     )
     node_rank: int = option("number of this machine, from 0", default=0)
     rdzv_backend: str | None = option(
-        "static: --node-rank says who is who; c10d: the machines meet at --rdzv-endpoint and are numbered there",
+        "static: --node-rank numbers the machines; c10d: they meet at --rdzv-endpoint and are numbered there",
         default=None,
     )
     rdzv_endpoint: str | None = option(
-        "HOST:PORT where the machines meet, on one of them; the same STOKER_RDZV_SECRET on all keeps strangers out",
+        "HOST:PORT on one of the machines, where all meet; the same STOKER_RDZV_SECRET on all keeps strangers out",
         default=None,
     )
     rdzv_id: str | None = option("becomes TORCHELASTIC_RUN_ID", default=None)
@@ -259,37 +262,38 @@ class RunOptions:
     duplicate_stderr_filters: str | None = option("not needed: grep the rank's log instead", default=None)
 
 
-# The variables that torchrun reads as defaults of its flags, and no others: PET_NAME may be somebody's dog.
-_PET = (
-    "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone", "max_restarts", "monitor_interval", "start_method",
-    "event_log_handler", "role", "module", "no_python", "run_path", "log_dir", "redirects", "tee", "local_ranks_filter", "duplicate_stdout_filters",
-    "duplicate_stderr_filters", "node_rank", "master_addr", "master_port", "local_addr", "signals_to_handle", "shutdown_timeout", "virtual_local_rank",
-)  # fmt: skip
-_PET_VARIABLES = {name: f"PET_{name.upper()}" for name in _PET}
+# The variables that torchrun reads as defaults of its flags. Stoker's own flags have none: PET_NAME may mean anything.
+_PET_OPTIONS = """
+    nnodes nproc_per_node rdzv_backend rdzv_endpoint rdzv_id rdzv_conf standalone max_restarts monitor_interval
+    start_method event_log_handler role module no_python run_path log_dir redirects tee local_ranks_filter
+    duplicate_stdout_filters duplicate_stderr_filters node_rank master_addr master_port local_addr signals_to_handle
+    shutdown_timeout virtual_local_rank
+"""
+_PET_VARIABLES = {name: f"PET_{name.upper()}" for name in _PET_OPTIONS.split()}
 _OTHER_VARIABLES = {
     "log_line_prefix_template": "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
     "shutdown_timeout": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
 }
 TORCHRUN_VARIABLES = frozenset((*_PET_VARIABLES.values(), *_OTHER_VARIABLES.values()))
 
-
+# Environment variables that give the number of ranks where --nproc-per-node does not.
 RANK_VARIABLES = ("NPROC_PER_NODE", "NUM_GPUS")
 
 
 def ranks_asked(flag: str | None, environment: Mapping[str, str]) -> str:
-    """By --nproc-per-node, else by a variable; empty where nobody says."""
+    """Return the number of ranks that --nproc-per-node or else a variable gives; empty if neither does."""
     return flag or next((environment[name] for name in RANK_VARIABLES if environment.get(name)), "")
 
 
 def hides_all(visible: str | None) -> bool:
-    """What CUDA_VISIBLE_DEVICES says: no GPU at all."""
+    """Return whether a value of CUDA_VISIBLE_DEVICES hides every GPU."""
     return visible is not None and visible.strip() in ("", "-1", "NoDevFiles")
 
 
 def from_torchrun_environment(environment: Mapping[str, str], without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Options from torchrun's variables; PET_* wins over the others, as in torchrun. `without`: not read."""
-    found = {
+    """Return the options, except those in `without`, that torchrun's variables set; as in torchrun, PET_* win."""
+    options = {
         **options_from_environment(RunOptions, _OTHER_VARIABLES, environment),
         **options_from_environment(RunOptions, _PET_VARIABLES, environment),
     }
-    return {name: value for name, value in found.items() if name not in without}
+    return {name: value for name, value in options.items() if name not in without}

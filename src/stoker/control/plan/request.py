@@ -1,4 +1,4 @@
-"""What the user asked for: options and a program; refused here where it can't start."""
+"""Request: the options and program of a run, and the refusals that need nothing but them and the program's file."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
-# Flags that are taken and change nothing, with the reason that is printed.
+# Flags that are accepted without effect, with the reason that is printed.
 _HELPS = {name: spec.help.partition("not needed: ") for name, spec in options_of(RunOptions).items()}
 _NO_EFFECT = {name: why for name, (_, not_needed, why) in _HELPS.items() if not_needed}
 _NO_EFFECT["rdzv_conf"] = "ranks meet in torch's own store"
-# The same, where there is one machine.
-_ALONE = {"rdzv_backend": "ranks meet in torch's own store", "node_rank": "one machine has number 0"}
+# Flags that have no effect on one machine.
+_NO_EFFECT_ALONE = {"rdzv_backend": "ranks meet in torch's own store", "node_rank": "one machine has number 0"}
 
 
 @frozen
@@ -31,17 +31,17 @@ class Request:
     options: RunOptions
     script: str
     args: tuple[str, ...]
-    given: frozenset[str]  # options given as flags, in the config file or in PET_*: not defaults
-    # Of a program that goes on with any number of ranks: what makes it the same run, instead of its arguments.
+    given: frozenset[str]  # options that the user set: as flags, in the config file or in PET_*
+    # Of a recipe, which continues on any number of ranks: the settings that make it the same run, in place of its arguments.
     identity: tuple[str, ...] | None = None
-    # The words of `stoker train`, with `runs/latest` as the run that it was before this one; empty: as they were typed.
+    # The arguments of `stoker train`, with `runs/latest` resolved to the run it meant; empty: sys.argv has them.
     typed: tuple[str, ...] = ()
-    # (what it is, SHA-256) of the files that the result depends on; None: the program's own files.
+    # (label, SHA-256) of the files that the result depends on; None: the program's own files.
     contents: tuple[tuple[str, str], ...] | None = None
 
 
 def how_to_run(options: RunOptions) -> RunOptions:
-    """Script, module or program: one of them. torchrun lets --run-path win over the other two."""
+    """Return the options with one way to run the program; as in torchrun, --run-path overrides -m and --no-python."""
     if options.run_path:
         return replace(options, no_python=False, module=False)
     if options.no_python and options.module:
@@ -51,7 +51,7 @@ def how_to_run(options: RunOptions) -> RunOptions:
 
 
 def by_hand(options: RunOptions) -> bool:
-    """Other machines are started by hand beside this one."""
+    """Return whether the run is also started by hand on other machines (torchrun's --nnodes)."""
     low, _, high = options.nnodes.partition(":")
     return options.hosts is None and (
         low != "1" or (high not in ("", "1") and bool(options.rdzv_endpoint) and not options.standalone)
@@ -59,96 +59,100 @@ def by_hand(options: RunOptions) -> bool:
 
 
 def notices(request: Request) -> list[str]:
+    """Return a line for each flag that has no effect, is taken as another value, or stands where it is not Stoker's."""
     options = request.options
-    colon, several = ":" in options.nnodes, by_hand(options)
-    useless = dict(_NO_EFFECT) if several else {**_NO_EFFECT, **_ALONE}
-    if several and colon:
-        del useless["rdzv_conf"]
-    given = {name.replace("_", "-"): why for name, why in useless.items() if name in request.given}
-    found = [f"--{flag} has no effect here: {why}" for flag, why in given.items()]
-    if several and options.rdzv_backend not in (None, "c10d", "static"):
-        found.append(f"--rdzv-backend {options.rdzv_backend} is taken as c10d: the machines meet at --rdzv-endpoint")
-    if colon and not several:
-        found.append(f"--nnodes {options.nnodes}: one machine here, so it runs with one")
+    is_range, is_multi_machine = ":" in options.nnodes, by_hand(options)
+    no_effect = dict(_NO_EFFECT) if is_multi_machine else {**_NO_EFFECT, **_NO_EFFECT_ALONE}
+    if is_multi_machine and is_range:
+        del no_effect["rdzv_conf"]
+    flags = {name.replace("_", "-"): why for name, why in no_effect.items() if name in request.given}
+    lines = [f"--{flag} has no effect here: {why}" for flag, why in flags.items()]
+    if is_multi_machine and options.rdzv_backend not in (None, "c10d", "static"):
+        lines.append(f"--rdzv-backend {options.rdzv_backend} is taken as c10d: the machines meet at --rdzv-endpoint")
+    if is_range and not is_multi_machine:
+        lines.append(f"--nnodes {options.nnodes}: there is one machine here, so the run uses one")
     if options.numa_binding not in (None, "node"):
         node = "node: each rank on the CPUs of its GPU's NUMA node"
-        found.append(f"--numa-binding {options.numa_binding} is taken as {node}")
-    found += _misplaced(request)
+        lines.append(f"--numa-binding {options.numa_binding} is taken as {node}")
+    lines += _misplaced_flags(request)
     dropped = python_flags(sys.orig_argv)[1]
     if dropped:
-        found.append(f"python -{dropped} is not passed on to the ranks: it would switch Stoker's part in them off")
-    return found
+        lines.append(f"python -{dropped} is not passed on to the ranks: it would switch Stoker's part in them off")
+    return lines
 
 
-def _misplaced(request: Request) -> list[str]:
-    """Our flags after the script, which torchrun too leaves to it. Not those that the script's own text names."""
+def _misplaced_flags(request: Request) -> list[str]:
+    """Return a line for each flag of `stoker run` that stands after the script and that the script's text does not name.
+
+    As in torchrun, such a flag is passed to the script.
+    """
     if request.identity is not None:
-        return []  # nobody typed its arguments
-    ours = {
-        spelling: name for name in options_of(RunOptions) for spelling in (f"--{name}", f"--{name.replace('_', '-')}")
-    }
-    text = None if request.options.module or request.options.no_python else _text(request.script)
-    flags = dict.fromkeys(flag for word in request.args if (flag := word.partition("=")[0]) in ours)
-    # Many programs have a --name or --config.
-    meant = [flag for flag in flags if (ours[flag] not in text if text is not None else "_" in ours[flag])]
+        return []  # the user did not type a recipe's arguments
+    names = {flag: name for name in options_of(RunOptions) for flag in (f"--{name}", f"--{name.replace('_', '-')}")}
+    source: str | None = None
+    if not request.options.module and not request.options.no_python:
+        try:
+            with open(request.script, encoding="utf-8", errors="replace") as file:
+                source = file.read()
+        except OSError:
+            pass  # a script of other hosts, or a folder
+    flags = dict.fromkeys(flag for arg in request.args if (flag := arg.partition("=")[0]) in names)
+    # Without the source only names with an underscore are Stoker's for sure: many programs have a --name or --config.
+    misplaced = [flag for flag in flags if (names[flag] not in source if source is not None else "_" in names[flag])]
     script = os.path.basename(request.script)
     fix = f"put it before {script} if it is for stoker run"
-    return [f"{flag} stands after {script}, so it is the script's: {fix}" for flag in meant]
+    return [f"{flag} stands after {script}, so it is the script's: {fix}" for flag in misplaced]
 
 
-def _text(path: str) -> str | None:
-    """None where it can't be read here: a script of other hosts, or a folder."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return None
-
-
-def python_flags(typed: list[str]) -> tuple[list[str], str]:
-    """Stoker's own interpreter options (`typed`: sys.orig_argv), for the ranks; and those that would switch the shim off."""
+def python_flags(argv: list[str]) -> tuple[list[str], str]:
+    """Return (the interpreter options in sys.orig_argv that ranks get too, the letters that would switch the shim off)."""
     flags: list[str] = []
     dropped = ""
-    words = iter(typed[1:])
-    for word in words:
-        if not word.startswith("-") or word == "-" or word.startswith("--"):
+    args = iter(argv[1:])
+    for arg in args:
+        if not arg.startswith("-") or arg == "-" or arg.startswith("--"):
             break
-        if word[1] in "XW":
-            flags += [word, next(words, "")] if len(word) == 2 else [word]
+        if arg[1] in "XW":
+            flags += [arg, next(args, "")] if len(arg) == 2 else [arg]
             continue
-        letters = word[1:]
+        letters = arg[1:]
         end = min((letters.index(letter) for letter in "mc" if letter in letters), default=-1)
         if end >= 0:
-            letters = letters[: end + 1]  # -mstoker: what follows is the module's name
-        kept = "".join(letter for letter in letters if letter not in "EISmc")
+            letters = letters[: end + 1]  # -mstoker: the rest is the module's name
+        passed_on = "".join(letter for letter in letters if letter not in "EISmc")
         dropped += "".join(letter for letter in letters if letter in "EIS")
-        if kept:
-            flags.append("-" + kept)
+        if passed_on:
+            flags.append("-" + passed_on)
         if "m" in letters or "c" in letters:
             break
     return flags, dropped
 
 
 def program(request: Request) -> list[str]:
-    """The command of a rank. Refuses what can't start, before anything does."""
+    """Return the command of a rank. Raises Refusal if the program is missing or does not parse."""
     options, script = request.options, request.script
     other_python = options.python or os.environ.get("PYTHON_EXEC")  # torchrun's variable
     python = other_python or sys.executable
-    remote = options.hosts is not None
+    is_remote = options.hosts is not None
     flags, _ = python_flags(sys.orig_argv)
     if options.no_python:
         import shutil
 
-        if not remote and shutil.which(script) is None:
+        if not is_remote and shutil.which(script) is None:
             raise _missing(f"--no-python: no program {script!r} on the PATH")
         return [script, *request.args]
     if options.module:
-        if not remote and not options.no_preflight and other_python is None:  # another Python has other modules
-            _check_module(script)
-        # Our recipes import nothing from the working directory: not the json.py of a downloaded model's folder.
-        closed = ["-P"] if script.startswith(RECIPES) else []
-        return [python, *flags, *closed, "-m", script, *request.args]
-    if not remote and not options.no_preflight:
+        is_recipe = script.startswith(RECIPES)
+        # Another Python has other modules, and recipes are part of Stoker.
+        if not is_remote and not options.no_preflight and other_python is None and not is_recipe:
+            if "" in script.split("."):
+                raise Refusal(f"-m {script}: not a module name", EX_USAGE, cause="launch.script-missing")
+            if _find_module(script) is None:
+                raise _missing(f"no module {script} (looked in {os.getcwd()} and in {sys.prefix})")
+        # -P: a recipe must not import the json.py of a downloaded model's folder.
+        safe_path = ["-P"] if is_recipe else []
+        return [python, *flags, *safe_path, "-m", script, *request.args]
+    if not is_remote and not options.no_preflight:
         _check_script(script, own_python=other_python is None)
     return [python, *flags, script, *request.args]
 
@@ -158,10 +162,16 @@ def _missing(line: str) -> Refusal:
 
 
 def _check_script(path: str, own_python: bool) -> None:
+    """Raises Refusal if a script is missing, or if it does not parse and the ranks use this Python."""
     if os.path.isdir(path) and not os.path.exists(os.path.join(path, "__main__.py")):
         raise _missing(f"{path} is a folder, not a script")
     if not os.path.exists(path):
-        raise _missing(f"no script {path}{_near(path)}")
+        folder = os.path.dirname(path) or "."
+        try:
+            hint = suggest_file(path, [name for name in os.listdir(folder) if name.endswith(".py")])
+        except OSError:
+            hint = f"; the folder {folder} does not exist either"
+        raise _missing(f"no script {path}{hint}")
     if os.path.isdir(path) or not path.endswith(".py") or not own_python:
         return
     try:
@@ -171,66 +181,44 @@ def _check_script(path: str, own_python: bool) -> None:
         raise _missing(f"{path} can't be read: {problem.strerror}") from problem
     try:
         compile(source, path, "exec", dont_inherit=True)
-    # The last two: nested too deeply for Python's own parser.
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:  # the last two: nested too deeply
         import traceback
 
-        shown = "".join(traceback.format_exception_only(problem)).rstrip().splitlines()
+        error_lines = "".join(traceback.format_exception_only(problem)).rstrip().splitlines()
         line = f"{path} does not parse; nothing was started"
-        raise Refusal(line, EX_DATAERR, cause="launch.syntax-error", more=shown) from problem
-
-
-def _near(path: str) -> str:
-    folder = os.path.dirname(path) or "."
-    try:
-        return suggest_file(path, [name for name in os.listdir(folder) if name.endswith(".py")])
-    except OSError:
-        return f"; the folder {folder} does not exist either"
-
-
-def _check_module(name: str) -> None:
-    parts = name.split(".")
-    if name.startswith(RECIPES):
-        return  # ours, and not looked for here
-    if "" in parts:
-        raise Refusal(f"-m {name}: not a module name", EX_USAGE, cause="launch.script-missing")
-    if _module_spec(name) is None:
-        raise _missing(f"no module {name} (looked in {os.getcwd()} and in {sys.prefix})")
+        raise Refusal(line, EX_DATAERR, cause="launch.syntax-error", more=error_lines) from problem
 
 
 def module_file(name: str) -> str | None:
-    """Return the source file that `python -m NAME` would run, or None where there is no such module or no source."""
-    spec = _module_spec(name)
+    """Return the source file that `python -m NAME` would run; None if there is no such module or no source."""
+    spec = _find_module(name)
     if spec is not None and spec.submodule_search_locations is not None:
-        spec = _module_spec(f"{name}.__main__")
+        spec = _find_module(f"{name}.__main__")
     return spec.origin if spec is not None and spec.has_location else None
 
 
-def _module_spec(name: str) -> ModuleSpec | None:
-    """Find a module as `python -m` will, the working directory first, without importing anything of it."""
+def _find_module(name: str) -> ModuleSpec | None:
+    """Find a module as `python -m` does, the working directory first, without importing any of its packages."""
     path: list[str] | None = None
     spec: ModuleSpec | None = None
-    here = os.getcwd()
+    cwd = os.getcwd()
     parts = name.split(".")
-    sys.path.insert(0, here)
+    sys.path.insert(0, cwd)
     try:
         for count in range(1, len(parts) + 1):
-            full = ".".join(parts[:count])
-            specs = (finder.find_spec(full, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
-            spec = next((found for found in specs if found is not None), None)
+            full_name = ".".join(parts[:count])
+            specs = (finder.find_spec(full_name, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+            spec = next((candidate for candidate in specs if candidate is not None), None)
             if spec is None:
                 return None
             path = list(spec.submodule_search_locations or [])
     finally:
-        sys.path.remove(here)
+        sys.path.remove(cwd)
     return spec
 
 
-# ---- the port of rank 0's store ----
-
-
-def endpoint(text: str) -> tuple[str, int | None]:
-    """--rdzv-endpoint's address and port; None: it has none."""
+def parse_endpoint(text: str) -> tuple[str, int | None]:
+    """Return the address and port of --rdzv-endpoint; the port is None if it has none."""
     address, colon, port = text.rpartition(":")
     if colon and not is_digits(port):
         raise Refusal(f"--rdzv-endpoint {text}: write HOST:PORT", EX_USAGE)
@@ -238,20 +226,21 @@ def endpoint(text: str) -> tuple[str, int | None]:
 
 
 def wanted_port(request: Request) -> tuple[int, bool]:
-    """(port or 0 for a free one, was it asked for as a flag)."""
+    """Return (the port of rank 0's store, or 0 for a free one; whether a flag names it)."""
     options = request.options
     if options.standalone:
         return 0, False
     if options.master_port is not None:
         return options.master_port, True
     if options.rdzv_endpoint:
-        port = endpoint(options.rdzv_endpoint)[1]
+        port = parse_endpoint(options.rdzv_endpoint)[1]
         return (port, True) if port is not None else (0, False)
-    asked = os.environ.get("MASTER_PORT", "")
-    return (int(asked), False) if is_digits(asked) and 1024 <= int(asked) <= 65535 else (0, False)
+    variable = os.environ.get("MASTER_PORT", "")
+    return (int(variable), False) if is_digits(variable) and 1024 <= int(variable) <= 65535 else (0, False)
 
 
 def check_numbers(request: Request) -> None:
+    """Raises Refusal for a number or port that is out of range."""
     options = request.options
     if options.max_restarts < 0:
         raise Refusal(f"--max-restarts {options.max_restarts}: give a number from 0 up", EX_USAGE)
@@ -268,5 +257,6 @@ def check_numbers(request: Request) -> None:
 
 
 def taken(answer: dict[str, Any]) -> Refusal:
+    """Return the refusal for an agent's answer that the port is in use."""
     line = f"port {answer['wanted']} is in use by {answer['holder']}; leave --master-port out for a free one"
     return Refusal(line, EX_UNAVAILABLE, cause="launch.port-in-use")

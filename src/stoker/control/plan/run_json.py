@@ -1,4 +1,4 @@
-"""What a run is about: its description for run.json."""
+"""The content of run.json: what a run is, where it runs and with what."""
 
 from __future__ import annotations
 
@@ -14,131 +14,144 @@ from stoker.contract.masking import allowed_environment
 from stoker.contract.process import find_process
 from stoker.contract.safe_io import read_text
 from stoker.control.machine.model import Machine
-from stoker.control.plan.file_changes import contents_of
 from stoker.control.plan.request import Request
+from stoker.control.plan.run_changes import content_digests
 from stoker.control.plan.run_dir import RunDir, config_hash
 from stoker.control.plan.run_plan import RunPlan
 from stoker.control.record.resume_command import command_for
 from stoker.control.record.run_index import is_only_one
 from stoker.control.record.run_record import read_json
 
-_GIT_FILE = 16 << 20  # bytes: packed-refs of a repository with 200,000 branches
+_RECORDED_PACKAGES = ("torch", "transformers", "numpy", "lightning", "accelerate")
 
 
 def describe(
     request: Request,
     plan: RunPlan,
-    place: RunDir,
+    run_dir: RunDir,
     machines: Mapping[str, Machine],
-    began: float,
+    started: float,
     apart: Mapping[str, list[str]] | None = None,
 ) -> dict[str, Any]:
-    """`apart`: hosts with a run directory of their own -> the command that copies from there."""
+    """Return run.json as it is written before the ranks start; `enrich` adds what takes longer.
+
+    `apart` has the hosts with a run directory of their own, and the command that copies files from each.
+    """
     from stoker import __version__
 
-    me, host = find_process(os.getpid()), os.uname().nodename
+    launcher, host = find_process(os.getpid()), os.uname().nodename
     options = as_json(request.options)
-    return {
-        "run": place.id,
-        "name": place.name,
-        "started": began,
+    description = {
+        "run": run_dir.id,
+        "name": run_dir.name,
+        "started": started,
         "cwd": os.getcwd(),
-        "launcher": {"pid": os.getpid(), "start": me.start if me else 0, "host": host, "uid": os.getuid()},
+        "launcher": {
+            "pid": os.getpid(),
+            "start": launcher.start if launcher else 0,
+            "host": host,
+            "uid": os.getuid(),
+        },
         "command": [os.path.basename(sys.argv[0]), *sys.argv[1:]],
         "request": {key: options[key] for key in request.given},
         "script": request.script,
         "args": list(request.args),
         **({} if request.identity is None else {"identity": list(request.identity)}),
-        "plan": _planned(plan),
+        "plan": _plan_json(plan),
         "hosts": {name or host: machine.to_json() for name, machine in machines.items()},
         "versions": {"stoker": __version__, "python": sys.version.split()[0]},
         "environment": allowed_environment(os.environ),
         **({"apart": dict(apart)} if apart else {}),
-        # A full disk may keep `enrich` from writing it.
-        **({"config_hash": config_hash(request), "contents": contents_of(request)} if request.options.name else {}),
     }
+    if request.options.name:  # not left to `enrich`, whose write may fail on a full disk
+        description |= {"config_hash": config_hash(request), "contents": content_digests(request)}
+    return description
 
 
-def continue_command(request: Request, place: RunDir, verdict: Verdict) -> str:
-    """The command that continues this run, whatever is started after it: by its id, unless its user gave it a name that no
-    other run has. (One that is started later under that name has other settings, or it is this run.) After a stop rule it
-    is by its id: the same command under the name only repeats the verdict.
+def enrich(run_dir: str, request: Request, plan: RunPlan) -> dict[str, Any]:
+    """Return run.json with package versions, the Git commit, digests and this attempt's plan.
+
+    It is called while the ranks start up, so that nobody waits for it.
     """
-    given = request.options.name
-    is_unique = not verdict.is_stop_rule and is_only_one(os.path.dirname(place.dir), place.name)
-    by_name = given is not None and (given == place.id or is_unique)
-    return command_for(list(request.typed) or sys.argv[1:], given if given and by_name else place.id, given)
+    description: dict[str, Any] = read_json(os.path.join(run_dir, layout.RUN)) or {}
+    description["plan"] = _plan_json(plan)
+    description.setdefault("versions", {}).update(_package_versions())
+    description["git"] = git_revision(os.getcwd())
+    description["config_hash"] = config_hash(request)
+    if "contents" not in description:
+        description["contents"] = content_digests(request)
+    return description
 
 
-def _planned(plan: RunPlan) -> dict[str, Any]:
+def _plan_json(plan: RunPlan) -> dict[str, Any]:
+    ranks = [
+        {
+            **pick_fields(rank, "rank", "role", "role_rank", "local_rank", "host", "label"),
+            "gpu": rank.gpu and rank.gpu.uuid,
+        }
+        for rank in plan.places
+    ]
     return {
         "world_size": plan.world_size,
         "isolate": plan.isolate,
         "init_slots": dict(plan.init_slots),
         "argv": plan.roles[0].argv,
         "roles": [{"name": role.name, "world_size": role.world, "argv": role.argv} for role in plan.roles],
-        "ranks": [
-            {**pick_fields(p, "rank", "role", "role_rank", "local_rank", "host", "label"), "gpu": p.gpu and p.gpu.uuid}
-            for p in plan.places
-        ],
+        "ranks": ranks,
     }
 
 
-def enrich(run_dir: str, request: Request, plan: RunPlan) -> dict[str, Any]:
-    """Versions, revision and this attempt's plan, looked up when the ranks are on their way: nobody waits."""
-    data: dict[str, Any] = read_json(os.path.join(run_dir, layout.RUN)) or {}
-    data["plan"] = _planned(plan)
-    packages = ("torch", "transformers", "numpy", "lightning", "accelerate")
-    data.setdefault("versions", {}).update(_package_versions(packages))
-    data["git"] = git_revision(os.getcwd())
-    data["config_hash"] = config_hash(request)
-    if "contents" not in data:
-        data["contents"] = contents_of(request)
-    return data
+def continue_command(request: Request, run_dir: RunDir, verdict: Verdict) -> str:
+    """Return the command that continues this run, and still does when other runs have been started.
+
+    It names the run by its id, or by --name if no other run has that name: a later run of the name has other settings or
+    is this one. After a stop rule it takes the id, since the name alone would only repeat the verdict.
+    """
+    name = request.options.name
+    is_unique = not verdict.is_stop_rule and is_only_one(os.path.dirname(run_dir.dir), run_dir.name)
+    by_name = name if name and (name == run_dir.id or is_unique) else None
+    return command_for(list(request.typed) or sys.argv[1:], by_name or run_dir.id, name)
 
 
-def _package_versions(wanted: tuple[str, ...]) -> dict[str, str]:
-    """From the folders' names: importing importlib.metadata costs more than the launch."""
-    found: dict[str, str] = {}
-    for entry in sys.path:
+def _package_versions() -> dict[str, str]:
+    """Return versions by the names of .dist-info folders: importing importlib.metadata takes longer than the launch."""
+    versions: dict[str, str] = {}
+    for folder in sys.path:
         try:
-            names_ = os.listdir(entry or ".")
+            entries = os.listdir(folder or ".")
         except OSError:
             continue
-        for name in names_:
-            package, dash, rest = name.partition("-")
-            if dash and rest.endswith(".dist-info") and package in wanted:
-                found.setdefault(package, rest[: -len(".dist-info")])
-    return found
+        for entry in entries:
+            package, dash, rest = entry.partition("-")
+            if dash and rest.endswith(".dist-info") and package in _RECORDED_PACKAGES:
+                versions.setdefault(package, rest[: -len(".dist-info")])
+    return versions
 
 
 def git_revision(folder: str) -> str | None:
-    """Return the commit checked out here, read from the files, or None."""
-    while not os.path.exists(dot := os.path.join(folder, ".git")):
+    """Return the commit that is checked out in a folder, read from Git's files, or None."""
+    while not os.path.exists(git_dir := os.path.join(folder, ".git")):
         parent = os.path.dirname(folder)
         if parent == folder:
             return None
         folder = parent
     try:
-        if not os.path.isdir(dot):  # a worktree
-            dot = os.path.join(folder, read_text(dot).partition("gitdir:")[2].strip())
-        head = read_text(os.path.join(dot, "HEAD")).strip()
-        return _commit(_resolved(dot, head[5:]) if head.startswith("ref: ") else head)
+        if not os.path.isdir(git_dir):  # a worktree
+            git_dir = os.path.join(folder, read_text(git_dir).partition("gitdir:")[2].strip())
+        head = read_text(os.path.join(git_dir, "HEAD")).strip()
+        commit = (_read_ref(git_dir, head[5:]) if head.startswith("ref: ") else head).partition(" ")[0].strip()
     except (OSError, ValueError):
         return None
+    is_commit = len(commit) in (40, 64) and all(char in "0123456789abcdef" for char in commit)
+    return commit if is_commit else None
 
 
-def _resolved(dot: str, ref: str) -> str:
-    common = dot.partition(f"{os.sep}worktrees{os.sep}")[0]
-    for base in (dot, common):
-        path = os.path.join(base, ref)
+def _read_ref(git_dir: str, ref: str) -> str:
+    """Return the line that has a ref's commit: its file, or its line in packed-refs; empty if there is none."""
+    common_dir = git_dir.partition(f"{os.sep}worktrees{os.sep}")[0]
+    for folder in (git_dir, common_dir):
+        path = os.path.join(folder, ref)
         if os.path.exists(path):
             return read_text(path)
-    packed = read_text(os.path.join(common, "packed-refs")).splitlines()
+    packed = read_text(os.path.join(common_dir, "packed-refs")).splitlines()
     return next((line for line in packed if line.endswith(f" {ref}")), "")
-
-
-def _commit(text: str) -> str | None:
-    """Its first word, if that is the name of a commit: 40 or 64 hexadecimal digits."""
-    word = text.partition(" ")[0].strip()
-    return word if len(word) in (40, 64) and all(sign in "0123456789abcdef" for sign in word) else None

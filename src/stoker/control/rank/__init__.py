@@ -1,1 +1,1 @@
-"""What runs in a rank's process before the user's script. Standard library and `contract` only."""
+"""Runs in a rank's process before the user's script. Imports the standard library and `contract` only."""

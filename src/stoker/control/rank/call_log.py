@@ -1,7 +1,7 @@
 """A rank's latest `torch.distributed` calls, in shared memory: the shim writes them, the agent reads them.
 
-torch's flight recorder knows which operations ran, but not which line called them, and it is gone when a rank aborts.
-This log survives an abort, can be read while a thread holds the GIL, and needs no answer from the rank.
+torch's flight recorder knows which operations ran, but not which line called them, and it is lost when a rank aborts.
+This log survives an abort, and can be read while a thread holds the GIL, without the rank's help.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from mmap import mmap
 
 from stoker.contract.stack_traces import is_library
 
-TYPE_CHECKING = False  # this file is imported in every rank
+TYPE_CHECKING = False  # keeps the start of every rank short
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import CodeType, FrameType, ModuleType
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 VERSION = 1
 SLOTS = 128
-FRAMES = 4  # lines of the script that are kept of a call, the innermost first
+FRAMES = 4  # lines of the script recorded for a call, innermost first
 _HEAD = struct.Struct("<II")  # version, bytes of text
-# number of the call (from 1), entered_ns, left_ns (0: not yet, 1: it raised), number within its group, elements, text, peer
+# number of the call (from 1), entered_ns, left_ns (0: not yet, 1: it raised), count within its group, elements, text, peer
 _CALL = struct.Struct("<QQQIqIi")
 _LEFT = struct.Struct("<Q")
 _LEFT_AT = 16
@@ -31,7 +31,7 @@ _TEXT_SIZE = 48 << 10
 SIZE = _TEXT_AT + _TEXT_SIZE
 _NO_PEER = -1
 
-# What a script calls: (function, index of its `group` argument or None, index of its peer or None).
+# The recorded functions: (name, index of the `group` argument or None, index of the peer argument or None).
 _CALLS: tuple[tuple[str, int | None, int | None], ...] = (
     ("all_gather", 2, None),
     ("all_gather_into_tensor", 2, None),
@@ -56,29 +56,29 @@ _CALLS: tuple[tuple[str, int | None, int | None], ...] = (
     ("scatter_object_list", 3, None),
     ("send", 2, 1),
 )
-_TENSOR_AT = {"all_gather": 1}  # index of the rank's own tensor, where it is not the first argument
-# Counted apart, since only some members of a group make them; messages are also counted by peer.
+_TENSOR_AT = {"all_gather": 1}  # index of the rank's own tensor if it is not the first argument
+# Counted apart from collectives, since only some members of a group make them; messages are also counted by peer.
 _KINDS = {"send": "out", "isend": "out", "recv": "in", "irecv": "in", "new_group": "new_group"}
 
 
 class Writer:
-    """Wraps the calls of torch.distributed and records each one, at about 1.5 µs a call."""
+    """Wraps the functions of torch.distributed and records each call, in about 1.5 µs."""
 
     def __init__(self, memory: mmap, offset: int, clock: Callable[[], int]) -> None:
         self._memory = memory
         self._offset = offset
         self._clock = clock
-        self._begun = 0
+        self._number = 0
         self._text_used = 0
-        self._texts: dict[Any, int] = {}  # -> where the text begins, from 1; 0: no space was left for it
-        # id -> (is this code the script's?, the code). By id: code objects of different files may compare equal.
+        self._texts: dict[Any, int] = {}  # call site -> position of its text, from 1; 0: there was no space for it
+        # id -> (whether it is the script's code, the code). By id, since code objects of different files may be equal.
         self._codes: dict[int, tuple[bool, CodeType]] = {}
         self._counts: dict[tuple[str, str, int], int] = {}
-        self.active = True  # not in a forked worker: it shares the memory and must not write to it
+        self.active = True  # False in a forked worker, which shares the memory and must not write to it
         _HEAD.pack_into(memory, offset, VERSION, 0)
 
     def wrap(self, module: ModuleType) -> None:
-        """Replace the functions of torch.distributed.distributed_c10d, before others import them from there."""
+        """Replace the functions of torch.distributed.distributed_c10d, before other modules import them from there."""
         for name, group_at, peer_at in _CALLS:
             function = getattr(module, name, None)
             if function is not None:
@@ -88,18 +88,18 @@ class Writer:
             module.__dict__["batch_isend_irecv"] = self._wrapped_batch(batch, module.__dict__)
 
     def _wrapped(
-        self, function: Any, name: str, group_at: int | None, peer_at: int | None, inside: dict[str, Any]
+        self, function: Any, name: str, group_at: int | None, peer_at: int | None, c10d_globals: dict[str, Any]
     ) -> Any:
         import functools
         from sys import _getframe
 
-        begin, end, names = self._begin, self._end, inside["_world"].pg_names
+        begin, end, names = self._begin, self._end, c10d_globals["_world"].pg_names
         tensor_at = _TENSOR_AT.get(name, 0)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             frame = _getframe(1)
-            if frame.f_globals is inside or not self.active:  # within another call: the log has the outer one
+            if frame.f_globals is c10d_globals or not self.active:  # within another call, which is recorded
                 return function(*args, **kwargs)
             group = None
             if group_at is not None:
@@ -111,7 +111,7 @@ class Writer:
                 group_name = "0" if group is None else names.get(group, "")
                 tensor = args[tensor_at] if len(args) > tensor_at else kwargs.get("tensor")
                 number = begin(name, frame, group_name, tensor, peer)
-            except Exception:  # never at the cost of the script: one call less in the log
+            except Exception:  # the script must not fail because a call can't be recorded
                 return function(*args, **kwargs)
             try:
                 result = function(*args, **kwargs)
@@ -123,12 +123,12 @@ class Writer:
 
         return call
 
-    def _wrapped_batch(self, function: Any, inside: dict[str, Any]) -> Any:
-        """batch_isend_irecv: every message of it is a record."""
+    def _wrapped_batch(self, function: Any, c10d_globals: dict[str, Any]) -> Any:
+        """Wrap batch_isend_irecv, which makes one record per message."""
         import functools
         from sys import _getframe
 
-        begin, names = self._begin, inside["_world"].pg_names
+        begin, names = self._begin, c10d_globals["_world"].pg_names
 
         @functools.wraps(function)
         def batch(p2p_op_list: Any) -> Any:
@@ -137,7 +137,7 @@ class Writer:
                 for message in p2p_op_list if self.active else ():
                     group = "0" if message.group is None else names.get(message.group, "")
                     numbers.append(begin(message.op.__name__, _getframe(1), group, message.tensor, message.peer))
-            except Exception:  # torch itself says what is wrong with the list
+            except Exception:  # torch reports what is wrong with the list
                 numbers.clear()
             try:
                 result = function(p2p_op_list)
@@ -159,34 +159,35 @@ class Writer:
         codes, key = self._codes, [name, group, dtype]
         while frame is not None and len(key) < 2 * FRAMES + 3:
             code = frame.f_code
-            known = codes.get(id(code))
-            if known is None:
-                known = codes[id(code)] = not is_library(code.co_filename), code
-            if known[0]:
+            entry = codes.get(id(code))
+            if entry is None:
+                entry = codes[id(code)] = not is_library(code.co_filename), code
+            if entry[0]:
                 key.append(id(code))
                 key.append(frame.f_lasti)
             frame = frame.f_back
         site = tuple(key)
         text = self._texts.get(site)
         if text is None:
-            text = self._texts[site] = self._keep(name, group, dtype, key[3:])
-        whom = peer if type(peer) is int else _NO_PEER
-        counted = group, _KINDS.get(name, "collective"), whom
-        count = self._counts[counted] = self._counts.get(counted, 0) + 1
-        self._begun = number = self._begun + 1
+            text = self._texts[site] = self._store_text(name, group, dtype, key[3:])
+        peer = peer if type(peer) is int else _NO_PEER
+        counter = group, _KINDS.get(name, "collective"), peer
+        count = self._counts[counter] = self._counts.get(counter, 0) + 1
+        self._number = number = self._number + 1
         at = self._offset + _CALLS_AT + (number - 1) % SLOTS * _CALL.size
-        _CALL.pack_into(self._memory, at, number, self._clock(), 0, count, elements, text, whom)
+        _CALL.pack_into(self._memory, at, number, self._clock(), 0, count, elements, text, peer)
         return number
 
     def _end(self, number: int, returned: bool) -> None:
         at = self._offset + _CALLS_AT + (number - 1) % SLOTS * _CALL.size + _LEFT_AT
         _LEFT.pack_into(self._memory, at, self._clock() if returned else 1)
 
-    def _keep(self, name: str, group: str, dtype: Any, sites: list[Any]) -> int:
+    def _store_text(self, name: str, group: str, dtype: Any, sites: list[Any]) -> int:
+        """Store what names a call site; return its position, from 1, or 0 if there is no space."""
         lines = [f"{name}\t{group}\t{'' if dtype is None else str(dtype).removeprefix('torch.')}"]
         for code_id, instruction in zip(sites[::2], sites[1::2], strict=True):
             code = self._codes[code_id][1]
-            lines.append(f"{code.co_filename}\t{_line_of(code, instruction)}\t{code.co_name}")
+            lines.append(f"{code.co_filename}\t{_line_number(code, instruction)}\t{code.co_name}")
         text = "\n".join(lines).encode("utf-8", "replace") + b"\0"
         at = self._text_used
         if at + len(text) > _TEXT_SIZE:
@@ -198,7 +199,7 @@ class Writer:
         return at + 1
 
 
-def _line_of(code: CodeType, instruction: int) -> int:
+def _line_number(code: CodeType, instruction: int) -> int:
     for first, last, line in code.co_lines():
         if first <= instruction < last:
             return line or 0
@@ -206,15 +207,16 @@ def _line_of(code: CodeType, instruction: int) -> int:
 
 
 def read_calls(memory: mmap, offset: int, newest: int = SLOTS) -> list[dict[str, Any]]:
-    """Return the newest calls that the log still holds, oldest first. What can't be read is left out.
+    """Return the newest calls that the log still holds, oldest first; unreadable ones are left out.
 
-    Keys: number (of all calls of the rank, from 1), count (of the collectives of this group, or of the messages to or from this peer), name,
-    group (torch's name of it), entered_ns, left_ns (0: it has not returned; 1: it raised), elements and dtype (of its
-    tensor; -1: not one tensor), peer (of a message, else None), frames ([function, file, line] of the script, the innermost first).
+    Keys: number (among all calls of the rank, from 1), count (among the collectives of the group, or the messages to or from
+    the peer), name, group (torch's name), entered_ns, left_ns (0: it has not returned; 1: it raised), elements (-1: its
+    argument is not one tensor), dtype, peer (of a message, else None), frames ([function, file, line] of the script,
+    innermost first).
     """
     version, used = _HEAD.unpack_from(memory, offset)
     if version != VERSION or used > _TEXT_SIZE:
-        return []  # the script wrote over it, or has not imported torch.distributed
+        return []  # the script has not imported torch.distributed, or overwrote the memory
     texts = memory[offset + _TEXT_AT : offset + _TEXT_AT + used]
     calls = []
     for slot in range(SLOTS):
@@ -229,16 +231,16 @@ def read_calls(memory: mmap, offset: int, newest: int = SLOTS) -> list[dict[str,
                     "left_ns": left_ns,
                     "elements": elements,
                     "peer": None if peer == _NO_PEER else peer,
-                    **_read_text(texts, text),
+                    **_parse_text(texts, text),
                 }
             )
     return sorted(calls, key=lambda call: int(call["number"]))[-newest:]
 
 
-def _read_text(texts: bytes, start: int) -> dict[str, Any]:
-    if not start:
+def _parse_text(texts: bytes, position: int) -> dict[str, Any]:
+    if not position:
         return {"name": "?", "group": "", "dtype": "", "frames": []}
-    head, *lines = texts[start - 1 :].partition(b"\0")[0].decode("utf-8", "replace").split("\n")
+    head, *lines = texts[position - 1 :].partition(b"\0")[0].decode("utf-8", "replace").split("\n")
     name, group, dtype = [*head.split("\t"), "", ""][:3]
     frames = []
     for line in lines:

@@ -1,6 +1,6 @@
-"""In a rank of `stoker.launch`: makes the caller's function again, calls it and leaves its result for the caller.
+"""Runs in a rank of `stoker.launch`: rebuilds the caller's function, calls it and writes its result for the caller.
 
-The files are in a folder that only this user can read, made by the process that started this run: its own pickles.
+It unpickles only files that the caller's process wrote into a folder that only this user can read.
 """
 
 from __future__ import annotations
@@ -17,20 +17,31 @@ from typing import Any
 from stoker.contract.safe_io import write_atomic
 
 CALL, MAIN = "call.pickle", "main.json"
-importing_main = False  # the caller's script is being imported again: a stoker.launch in it must not start another run
+importing_main = False  # while the caller's script is imported again, a stoker.launch in it must not start another run
 
 
 class NoValue:
-    """Of a variable that a closure names and that is not set yet."""
+    """Stands for the value of a closure's variable that is not set yet."""
 
 
 def result_file(folder: str, restarts: int, rank: int) -> str:
+    """Return the path of a rank's result after a number of restarts."""
     return os.path.join(folder, f"result-{restarts}-{rank}.pickle")
 
 
 def main(folder: str) -> None:
+    """Call the function that is pickled in a folder, and write its result there."""
+    global importing_main
+    from multiprocessing import spawn
+
     with open(os.path.join(folder, MAIN), encoding="utf-8") as file:
-        _prepare(json.load(file))
+        caller = json.load(file)
+    # Set the caller's sys.path, and import its script, if it has one, as __mp_main__, as a spawned process does.
+    importing_main = True
+    try:
+        spawn.prepare(caller)
+    finally:
+        importing_main = False
     with open(os.path.join(folder, CALL), "rb") as pickled:
         function, args = pickle.load(pickled)
     result = function(*args)
@@ -43,24 +54,14 @@ def main(folder: str) -> None:
     write_atomic(path, data, durable=False)
 
 
-def _prepare(caller: dict[str, Any]) -> None:
-    """The caller's sys.path, and its __main__ as __mp_main__ if it has a file: as for a spawned process."""
-    global importing_main
-    from multiprocessing import spawn
-
-    importing_main = True
-    try:
-        spawn.prepare(caller)
-    finally:
-        importing_main = False
-
-
-# What calling.py makes of functions and classes that no process can import.
+# calling.py pickles functions and classes that no process can import as calls of the functions below.
 
 
 def make_function(code: bytes, module: str, cells: int) -> types.FunctionType:
-    home = sys.modules["__main__"] if module == "__main__" else importlib.import_module(module)
-    return types.FunctionType(marshal.loads(code), home.__dict__, closure=tuple(types.CellType() for _ in range(cells)))
+    owner = sys.modules["__main__"] if module == "__main__" else importlib.import_module(module)
+    return types.FunctionType(
+        marshal.loads(code), owner.__dict__, closure=tuple(types.CellType() for _ in range(cells))
+    )
 
 
 def fill_function(function: types.FunctionType, state: dict[str, Any]) -> None:
@@ -68,7 +69,7 @@ def fill_function(function: types.FunctionType, state: dict[str, Any]) -> None:
         importlib.import_module(name)
     for name, value in state["globals"].items():
         function.__globals__.setdefault(name, value)
-    for cell, value in zip(function.__closure__ or (), state["closure"]):  # noqa: B905  strict is of Python 3.10
+    for cell, value in zip(function.__closure__ or (), state["closure"]):  # noqa: B905  strict needs Python 3.10
         if value is not NoValue:
             cell.cell_contents = value
     for name, value in state["attributes"].items():
@@ -81,10 +82,10 @@ def make_mapping(content: dict[Any, Any]) -> types.MappingProxyType[Any, Any]:
 
 
 def make_class(metaclass: type, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
-    made: type = metaclass(name, bases, dict(namespace))
+    cls: type = metaclass(name, bases, dict(namespace))
     if namespace["__module__"] == "__main__":
-        sys.modules["__main__"].__dict__.setdefault(name, made)  # a result of this class goes back by that name
-    return made
+        sys.modules["__main__"].__dict__.setdefault(name, cls)  # results of this class are pickled by that name
+    return cls
 
 
 def fill_class(cls: type, namespace: dict[str, Any]) -> None:

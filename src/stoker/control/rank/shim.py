@@ -1,6 +1,6 @@
-"""Installed in a rank before its script: error report, stacks on a fatal signal, line-buffered output, beats.
+"""Runs in a rank before the user's script: error report, stacks on a fatal signal, line-buffered output, beats.
 
-Runs inside somebody else's process: it must be small, import nothing heavy and never raise into the script.
+It shares the process with the script, so it stays small, imports nothing heavy and never raises into the script.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 
 from stoker.contract import env_vars, layout
 
-TYPE_CHECKING = False  # typing and collections together cost every rank 8 ms
+TYPE_CHECKING = False  # importing typing and collections costs every rank 8 ms
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
@@ -21,62 +21,64 @@ _socket_path = ""
 _files: dict[str, str] = {}
 _writer: Any = None
 _call_log: Any = None
-_exit_call: tuple[str, str, int, str] | None = None  # of the last sys.exit(): its status, file, line, function
-_kept_open: list[Any] = []  # files faulthandler writes to: open for the life of the process
-_spare_descriptors: list[int] = []
+_exit_call: tuple[str, str, int, str] | None = None  # status, file, line and function of the last sys.exit()
+_kept_open: list[Any] = []  # open for the life of the process: faulthandler's files, torch's worker server
+_spare_descriptors: list[int] = []  # closed before the error report, which needs some
 _script_steps = 0
-_optimizers: dict[int, list[int]] = {}  # id -> [number, steps]
+_optimizers: dict[int, list[int]] = {}  # id -> [its number, its steps]
 _reported = False
-_world: Any = None  # torch's tables of process groups, once its module is loaded
+_world: Any = None  # torch's tables of process groups, once torch.distributed is loaded
 _previous_hook: Callable[..., Any] = sys.__excepthook__
 
 
-def inside() -> bool:
-    """In the rank itself: a forked worker inherits this module but is not the rank."""
+def is_rank_process() -> bool:
+    """Return whether this is the rank itself, and not a forked worker, which inherits this module."""
     return bool(_pid) and os.getpid() == _pid
 
 
 def install() -> None:
+    """Install everything in a rank. The agent passes what it needs in environment variables, which are removed."""
     global _pid, _socket_path, _files, _previous_hook
     _pid = os.getpid()
     _socket_path = os.environ.pop(env_vars.SHIM_SOCKET)
     _files = layout.scratch_files(os.environ.pop(env_vars.SHIM_FILES))
     gated = os.environ.pop(env_vars.SHIM_GATED, "") == "1"
     _open_beats(int(os.environ.pop(env_vars.SHIM_BEATS)))
-    _keep_stacks()
+    _enable_stack_dumps()
     _allow_tracing(os.environ.pop(env_vars.SHIM_TRACER, ""))
-    for _ in range(4):  # for the report's imports and its file
+    for _ in range(4):  # for the error report's imports and file
         _spare_descriptors.append(os.open(os.devnull, os.O_RDONLY))
     _previous_hook = sys.excepthook
     sys.excepthook = _on_exception
-    _watch_exit()
+    _record_exit_calls()
     import atexit
 
-    atexit.register(_at_exit)  # first in, last out: sees an exception even if the script replaced the hook
+    # Registered first, so called last: it sees an exception even if the script replaced the hook.
+    atexit.register(_at_exit)
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)
-    sys.meta_path.insert(0, _AfterImport(gated))
-    os.register_at_fork(after_in_child=_in_a_fork)
-    tell("shim")
+    sys.meta_path.insert(0, _ImportHook(gated))
+    os.register_at_fork(after_in_child=_after_fork)
+    send("shim")
 
 
-class _Silent:
-    """The beats of a forked worker that trains: it shares its rank's page, and must not write there."""
+class _NoBeats:
+    """Replaces the beats in a forked worker that trains: it shares its rank's memory and must not write to it."""
 
     def beat(self, *_: Any) -> None:
         return
 
 
-def _in_a_fork() -> None:
+def _after_fork() -> None:
     global _writer
-    _writer = _Silent()
+    _writer = _NoBeats()
     if _call_log is not None:
         _call_log.active = False
 
 
 def _open_beats(descriptor: int) -> None:
-    """Map the memory shared with the agent: beats, and behind them the log of torch.distributed's calls."""
+    """Map the memory that is shared with the agent: the beats, followed by the log of torch.distributed's calls."""
     global _writer, _call_log
     from mmap import mmap
 
@@ -91,8 +93,8 @@ def _open_beats(descriptor: int) -> None:
         os.close(descriptor)
 
 
-def _keep_stacks() -> None:
-    """A fatal signal, and the agent's question, write the Python stacks where the agent can find them."""
+def _enable_stack_dumps() -> None:
+    """Write the Python stacks to the agent's files on a fatal signal, and when the agent asks with STACK_SIGNAL."""
     import faulthandler
 
     def opened(name: str) -> Any:
@@ -100,12 +102,12 @@ def _keep_stacks() -> None:
         return _kept_open[-1]
 
     faulthandler.register(env_vars.STACK_SIGNAL, file=opened("asked"), all_threads=True, chain=False)
-    if not faulthandler.is_enabled():  # python -X faulthandler: the user wants it on stderr
+    if not faulthandler.is_enabled():  # with python -X faulthandler the user wants it on stderr
         faulthandler.enable(file=opened("stack"))
 
 
 def _allow_tracing(tracer: str) -> None:
-    """Under Yama a forked worker must itself say that the agent may read its stack."""
+    """Let the agent read the stacks of forked workers: under Yama each process must allow that itself."""
     if not tracer:
         return
 
@@ -117,8 +119,11 @@ def _allow_tracing(tracer: str) -> None:
     os.register_at_fork(after_in_child=allow)
 
 
-def tell(kind: str, text: str = "") -> None:
-    """A word to the agent, now. Rare: beats go through memory. Tabs, not JSON: importing json costs every rank 10 ms."""
+def send(kind: str, text: str = "") -> None:
+    """Send a message to the agent. Messages are rare: beats go through shared memory.
+
+    Fields are separated by tabs, since importing json would cost every rank 10 ms.
+    """
     import _socket
 
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM)
@@ -126,48 +131,49 @@ def tell(kind: str, text: str = "") -> None:
         connection.settimeout(1.0)
         connection.sendto(f"{_pid}\t{kind}\t{text}".encode("utf-8", "replace"), _socket_path)
     except OSError:
-        return  # the agent is gone or its queue full for a second: it loses this word, the script loses nothing
+        return  # the agent is gone, or its queue was full for 1 s: the message is lost, and the script continues
     finally:
         connection.close()
 
 
 def script_beat(step: int | None, loss: float | None) -> None:
+    """Record a step that the script reports (stoker.beat); without a number the steps are counted."""
     global _script_steps
     _script_steps = _script_steps + 1 if step is None else int(step)
     _writer.beat(time.time_ns(), _script_steps, 0, None if loss is None else float(loss))
 
 
 def _on_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-    known = _optimizers.get(id(optimizer))
-    if known is None:
-        known = _optimizers[id(optimizer)] = [len(_optimizers) + 1, 0]
-    known[1] = step = known[1] + 1
-    _writer.beat(time.time_ns(), step, known[0])
+    counter = _optimizers.get(id(optimizer))
+    if counter is None:
+        counter = _optimizers[id(optimizer)] = [len(_optimizers) + 1, 0]
+    counter[1] = step = counter[1] + 1
+    _writer.beat(time.time_ns(), step, counter[0])
 
 
-class _Groups(dict):  # type: ignore[type-arg]
-    """torch's table of groups. It tells the agent of each new one: the flight recorder lacks gloo's ranks."""
+class _GroupTable(dict):  # type: ignore[type-arg]
+    """torch's table of groups; it reports each new one to the agent, since the flight recorder lacks gloo's ranks."""
 
     def __setitem__(self, group: Any, ranks: Any) -> None:
         super().__setitem__(group, ranks)
-        name = _world.pg_names.get(group) if inside() else None  # no name: a group this rank is not in
+        name = _world.pg_names.get(group) if is_rank_process() else None  # a group that this rank is not in has no name
         if name is not None:
-            everybody = len(ranks) == int(os.environ.get("WORLD_SIZE", "0") or 0)
-            tell("groups", f"{name}={'*' if everybody else ','.join(str(rank) for rank in ranks)}")
+            has_all_ranks = len(ranks) == int(os.environ.get("WORLD_SIZE", "0") or 0)
+            send("groups", f"{name}={'*' if has_all_ranks else ','.join(str(rank) for rank in ranks)}")
 
 
-def _watch_exit() -> None:
-    """Remember who called sys.exit(): a SystemExit reaches no excepthook."""
+def _record_exit_calls() -> None:
+    """Remember the line that called sys.exit(): no excepthook is called for a SystemExit."""
     real = sys.exit
 
     def exit(status: Any = None, /) -> NoReturn:
         global _exit_call
-        if inside():
+        if is_rank_process():
             from stoker.contract.stack_traces import is_library
 
             caller: Any = sys._getframe(1)
             frame: Any = caller
-            while caller is not None and is_library(caller.f_code.co_filename):  # argparse's, for example
+            while caller is not None and is_library(caller.f_code.co_filename):  # such as argparse
                 caller = caller.f_back
             frame = caller or frame
             _exit_call = str(status)[:200], frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
@@ -178,17 +184,17 @@ def _watch_exit() -> None:
 
 
 def _on_script_end() -> None:
-    """The main script has ended, its threads may live on: tell how, for a process that dies before it has shut down."""
-    if not inside() or _reported:
+    """Report how the main script ended, while its threads may still run: the process may die before it has shut down."""
+    if not is_rank_process() or _reported:
         return
     status, file, line, function = _exit_call or ("", "", 0, "")
-    tell("ended", f"{'exit' if _exit_call else 'return'}\t{status}\t{file}\t{line}\t{function}")
+    send("ended", f"{'exit' if _exit_call else 'return'}\t{status}\t{file}\t{line}\t{function}")
 
 
 def _files_in_use(trace: Any) -> list[str]:
-    """Return the files in the variables of the frames that failed: open ones, and names of files that exist.
+    """Return up to four files that the variables of the failed frames name or hold open.
 
-    Messages of readers ("invalid load key") rarely name their file.
+    Error messages of readers ("invalid load key") rarely name their file.
     """
     import io
     from pathlib import PurePath
@@ -212,8 +218,8 @@ def _files_in_use(trace: Any) -> list[str]:
 
 
 def _module_file(value: BaseException) -> str:
-    """Return the file of the module that an import or attribute error is about: it may hide another module of that name."""
-    path = getattr(value, "path", None)  # of "cannot import name": the module itself may be gone from sys.modules
+    """Return the file of the module that an import or attribute error is about: it may shadow another of that name."""
+    path = getattr(value, "path", None)  # set by "cannot import name", whose module may be gone from sys.modules
     if path:
         return str(path)
     module = getattr(value, "obj", None)
@@ -228,7 +234,7 @@ def _on_exception(kind: type[BaseException], value: BaseException, trace: Any) -
     finally:
         _previous_hook(kind, value, trace)
         if kind is KeyboardInterrupt:
-            # The report's imports cleared CPython's note of an unhandled interrupt, by which it dies of SIGINT: set it.
+            # The report's imports cleared CPython's flag of an unhandled interrupt, which makes it die of SIGINT: set it.
             try:
                 exec("raise KeyboardInterrupt")
             except KeyboardInterrupt:
@@ -242,26 +248,29 @@ def _at_exit() -> None:
 
 
 def _report(kind: type[BaseException], value: BaseException, trace: Any, late: bool = False) -> None:
-    """A handler of the script's may raise meanwhile: torch's does when a data-loader worker dies."""
+    """Write the error report and notify the agent, once.
+
+    It tries twice: a signal handler may raise meanwhile, as torch's does when a data-loader worker dies.
+    """
     global _reported
-    if _reported or not inside():
+    if _reported or not is_rank_process():
         return
     _reported = True
-    when = time.time_ns()
-    while _spare_descriptors:  # the rank may have used up all others
+    time_ns = time.time_ns()
+    while _spare_descriptors:  # the script may have used up all others
         os.close(_spare_descriptors.pop())
     for _ in range(2):
         try:
-            return _write_report(kind, value, trace, late, when)
+            return _write_report(kind, value, trace, late, time_ns)
         except Exception as problem:
             failure = problem
-    # A file of the script's folder may hide a module that the report needs.
-    _write_short_report(kind, value, trace, when)
-    tell("note", f"the error report of this rank is short: {type(failure).__name__}: {failure}")
+    # A file in the script's folder may shadow a module that the report needs.
+    _write_short_report(kind, value, trace, time_ns)
+    send("note", f"the error report of this rank is short: {type(failure).__name__}: {failure}")
 
 
-def _write_short_report(kind: type[BaseException], value: BaseException, trace: Any, when: int) -> None:
-    """Write the exception and its frames without Python's traceback module, and without texts that may hold secrets."""
+def _write_short_report(kind: type[BaseException], value: BaseException, trace: Any, time_ns: int) -> None:
+    """Send the exception and its frames without using the traceback module, and without texts that may hold secrets."""
     import json
 
     from stoker.contract.stack_traces import is_library
@@ -281,38 +290,40 @@ def _write_short_report(kind: type[BaseException], value: BaseException, trace: 
         "line": line,
         "function": function,
         "traceback": "".join(f'  File "{file}", line {line}, in {name}\n' for file, line, name in frames)[-8000:],
-        "time_ns": when,
+        "time_ns": time_ns,
         "import_name": (value.name or "") if isinstance(value, ImportError) else "",
         "module_file": _module_file(value) if isinstance(value, (ImportError, AttributeError)) else "",
     }
-    tell("error", json.dumps(report))
+    send("error", json.dumps(report))
 
 
-def _write_report(kind: type[BaseException], value: BaseException, trace: Any, late: bool, when: int) -> None:
+def _write_report(kind: type[BaseException], value: BaseException, trace: Any, late: bool, time_ns: int) -> None:
     import json
     import traceback
 
     from stoker.contract.stack_traces import is_library
 
     frames = traceback.extract_tb(trace)
-    theirs = (os.path.join(sys.prefix, "lib"), os.path.join(sys.base_prefix, "lib"), "<frozen")
-    theirs_ends = (".pyx", ".pxi")  # Cython's name for a package's own source
-    own = [
+    library_prefixes = (os.path.join(sys.prefix, "lib"), os.path.join(sys.base_prefix, "lib"), "<frozen")
+    library_suffixes = (".pyx", ".pxi")  # the source of a Cython package
+    user_frames = [
         frame
         for frame in frames
-        if not (frame.filename.startswith(theirs) or frame.filename.endswith(theirs_ends) or is_library(frame.filename))
+        if not frame.filename.startswith(library_prefixes)
+        and not frame.filename.endswith(library_suffixes)
+        and not is_library(frame.filename)
     ]
-    last = next(reversed(own), frames[-1] if frames else None)  # the user's own line
+    last = next(reversed(user_frames), frames[-1] if frames else None)
     file, line, function = (last.filename, last.lineno or 0, last.name) if last else ("", 0, "")
     if isinstance(value, SyntaxError):
         file, line = value.filename or file, value.lineno or line
     elif kind.__name__ == "BdbQuit":
-        line = _breakpoint_before(file, line)
+        line = _breakpoint_line(file, line)
     try:
         message = str(value)
-    except Exception as problem:  # a __str__ that raises must not cost us the report
+    except Exception as problem:  # the exception's own __str__ raises
         message = f"<unprintable: {problem!r}>"
-    whole = "".join(traceback.format_exception(kind, value, trace))
+    trace_text = "".join(traceback.format_exception(kind, value, trace))
     report = {
         "schema": 1,
         "late": late,
@@ -322,8 +333,8 @@ def _write_report(kind: type[BaseException], value: BaseException, trace: Any, l
         "file": file,
         "line": line,
         "function": function,
-        "traceback": whole[-100000:],
-        "time_ns": when,
+        "traceback": trace_text[-100000:],
+        "time_ns": time_ns,
         "import_name": (value.name or "") if isinstance(value, ImportError) else "",
         "module_file": _module_file(value) if isinstance(value, (ImportError, AttributeError)) else "",
         "files": _files_in_use(trace),
@@ -333,28 +344,29 @@ def _write_report(kind: type[BaseException], value: BaseException, trace: Any, l
         with open(_files["error"] + ".tmp", "w", encoding="utf-8", errors="backslashreplace") as out:
             json.dump(report, out)
         os.replace(_files["error"] + ".tmp", _files["error"])
-    except OSError as problem:  # a full disk: the agent gets the report itself, cut to what one datagram holds
-        sys.stderr.write(f"stoker: could not keep the error report: {problem}\n")
+    except OSError as problem:  # a full disk: the message has the report itself, shortened to fit one datagram
+        # The verdict skips lines that begin with "stoker: could not".
+        sys.stderr.write(f"stoker: could not write the error report: {problem}\n")
         short = {**report, "message": message[:4000], "traceback": str(report["traceback"])[-8000:], "collectives": []}
-        tell("error", json.dumps(short))
+        send("error", json.dumps(short))
         return
-    tell("error")
+    send("error")
 
 
-def _breakpoint_before(file: str, line: int) -> int:
-    """The debugger stops at the line after its call."""
+def _breakpoint_line(file: str, line: int) -> int:
+    """Return the line of the call that started the debugger, which stops at a later line."""
     import linecache
 
-    near = (
+    lines = (
         number
         for number in range(line, max(0, line - 10), -1)
         if "breakpoint(" in (text := linecache.getline(file, number)) or "set_trace(" in text
     )
-    return next(near, line)
+    return next(lines, line)
 
 
 def _collectives(value: BaseException) -> list[Any]:
-    """Where this rank was in its process groups, if it may be these that failed."""
+    """Return the state of this rank's process groups for an error that they may have caused."""
     if _world is None or not isinstance(value, RuntimeError):
         return []
     try:
@@ -365,36 +377,38 @@ def _collectives(value: BaseException) -> list[Any]:
         c10d = sys.modules["torch._C._distributed_c10d"]
         dumps = [json.loads(getattr(c10d, name)()) for name in flight_recorder.DUMPS if hasattr(c10d, name)]
         return flight_recorder.summarize_trace(flight_recorder.merge_traces(dumps))
-    except Exception as problem:  # another torch, or one that is broken by now: less evidence
+    except Exception as problem:  # another version of torch, or one that is damaged by now
         return [{"name": "", "about": f"no flight recorder: {type(problem).__name__}: {problem}", "ops": []}]
 
 
-class _AfterImport:
-    """A finder that finds nothing itself: it lets the others find torch's modules and acts when they are loaded."""
+class _ImportHook:
+    """An import finder that lets the other finders find torch's modules, and acts when they have been loaded."""
 
     def __init__(self, gated: bool) -> None:
-        self.then: dict[str, Callable[[Any], None]] = {
-            "torch": _torch_loaded,
-            "torch.optim.optimizer": _optimizers_loaded,
-            "torch._dynamo": _nothing_more,  # DDP and every optimizer import it when they are made
+        self.actions: dict[str, Callable[[Any], None]] = {
+            "torch": _on_torch_loaded,
+            "torch.optim.optimizer": _on_optimizers_loaded,
+            "torch._dynamo": _do_nothing,  # loaded without garbage collection; DDP and every optimizer import it
         }
-        self.then["torch.distributed.distributed_c10d"] = _give_slot_back if gated else _distributed_loaded
+        self.actions["torch.distributed.distributed_c10d"] = (
+            _on_distributed_loaded_gated if gated else _on_distributed_loaded
+        )
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in self.then:
+        if name not in self.actions:
             return None
         for finder in sys.meta_path:
             if finder is not self:
                 spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
                 if spec is not None:
                     if spec.loader is not None:
-                        spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]
+                        spec.loader = _HookedLoader(spec.loader, self)  # type: ignore[assignment]
                     return spec
         return None
 
 
-class _Loader:
-    def __init__(self, real: Any, finder: _AfterImport) -> None:
+class _HookedLoader:
+    def __init__(self, real: Any, finder: _ImportHook) -> None:
         self._real = real
         self._finder = finder
 
@@ -406,112 +420,115 @@ class _Loader:
 
     def exec_module(self, module: Any) -> None:
         module.__spec__.loader = module.__loader__ = self._real
-        _without_collector(lambda: self._real.exec_module(module))
-        # Not in find_spec: somebody may only ask whether torch is there.
-        then = self._finder.then.pop(module.__name__, None)
-        if not self._finder.then and self._finder in sys.meta_path:
+        _load_without_gc(lambda: self._real.exec_module(module))
+        # Not in find_spec: a script may call that only to see whether torch is installed.
+        action = self._finder.actions.pop(module.__name__, None)
+        if not self._finder.actions and self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
-        if then is not None and inside():
-            then(module)
+        if action is not None and is_rank_process():
+            action(module)
 
 
-def _without_collector(load: Callable[[], None]) -> None:
-    """torch and what it imports make 290,000 objects that stay: looking through them for garbage takes a sixth of the time."""
+def _load_without_gc(load: Callable[[], None]) -> None:
+    """Load a module with garbage collection off: scanning the 290,000 objects that torch creates takes 1/6 of its time."""
     import gc
 
-    collects = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         load()
     finally:
-        if collects:
+        if was_enabled:
             gc.enable()
 
 
-def _nothing_more(_module: Any) -> None:
-    """Of interest only while it is loaded."""
+def _do_nothing(_module: Any) -> None:
+    """Do nothing after a module that is only hooked to be loaded without garbage collection."""
 
 
-def _torch_loaded(_module: Any) -> None:
-    tell("mark", "POST-IMPORT")
-    import threading  # torch has loaded it
+def _on_torch_loaded(_module: Any) -> None:
+    send("mark", "POST-IMPORT")
+    import threading  # free: torch has loaded it
 
-    # Python's own hook at the end of the main script, before it joins threads; concurrent.futures uses it.
+    # Python calls these functions when the main script has ended, before it joins threads; concurrent.futures uses them.
     register = getattr(threading, "_register_atexit", None)
     if register is not None:
         register(_on_script_end)
 
 
-def _optimizers_loaded(module: Any) -> None:
+def _on_optimizers_loaded(module: Any) -> None:
     register = getattr(module, "register_optimizer_step_post_hook", None)
     if register is None:
-        tell("note", "this torch has no global optimizer hook: no step beats from an unmodified script")
+        send("note", "this torch has no global optimizer hook: no step beats from an unmodified script")
         return
     register(_on_step)
 
 
-def _distributed_loaded(module: Any) -> None:
-    """torch's worker server answers what the flight recorder knows, in a thread of its own and without the GIL."""
+def _on_distributed_loaded(module: Any) -> None:
+    """Record the groups and calls of torch.distributed, and start torch's worker server.
+
+    The server answers from the flight recorder, in a thread of its own and without the GIL.
+    """
     global _world
     if os.environ.get("WORLD_SIZE", "1") in ("", "0", "1"):
         return
     _world = getattr(module, "_world", None)
     if isinstance(getattr(module, "_pg_group_ranks", None), dict) and hasattr(_world, "pg_names"):
-        module._pg_group_ranks = _Groups(module._pg_group_ranks)
+        module._pg_group_ranks = _GroupTable(module._pg_group_ranks)
     else:
-        lacks = "this torch does not show the ranks of its process groups"
-        tell("note", f"{lacks}: a hang within one is explained from stacks")
+        missing = "this torch does not show the ranks of its process groups"
+        send("note", f"{missing}: a hang within one is explained from stacks")
     try:
         _call_log.wrap(module)
     except Exception as problem:
-        tell("note", f"the calls of torch.distributed are not recorded ({type(problem).__name__}: {problem})")
+        send("note", f"the calls of torch.distributed are not recorded ({type(problem).__name__}: {problem})")
     server = getattr(sys.modules.get("torch._C._distributed_c10d"), "_WorkerServer", None)
     if server is None:
-        tell("note", "this torch has no worker server: a hang is explained from stacks alone")
+        send("note", "this torch has no worker server: a hang is explained from stacks alone")
         return
     try:
-        _kept_open.append(_without_its_greeting(lambda: server(_files["server"])))
-        # One reference more than anybody can drop: a forked child's end would shut the listener it shares with us.
+        _kept_open.append(_without_greeting(lambda: server(_files["server"])))
+        # Never free it: the destructor in a forked child that ends would shut down the listener that it shares with us.
         import ctypes
 
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept_open[-1]))
     except Exception as problem:
-        tell("note", f"torch's worker server does not start ({problem}): a hang is explained from stacks alone")
+        send("note", f"torch's worker server does not start ({problem}): a hang is explained from stacks alone")
 
 
-def _without_its_greeting(start: Callable[[], Any]) -> Any:
-    """The server greets on stderr, which is the script's. Whatever else is written meanwhile is passed on."""
+def _without_greeting(start: Callable[[], Any]) -> Any:
+    """Start torch's server without the line that it prints to stderr; other output of that time is passed on."""
     read, write = os.pipe()
     real = os.dup(2)
     os.dup2(write, 2)
     try:
-        made = start()
+        server = start()
     finally:
         os.dup2(real, 2, inheritable=True)
         os.close(real)
         os.close(write)
-        os.set_blocking(read, False)  # a child forked meanwhile may hold the other end open for as long as it lives
+        os.set_blocking(read, False)  # a child forked meanwhile keeps the other end open
         try:
-            caught = os.read(read, 1 << 16)
+            captured = os.read(read, 1 << 16)
         except BlockingIOError:
-            caught = b""
+            captured = b""
         os.close(read)
-        others = [line for line in caught.splitlines(keepends=True) if b"Server listening to UNIX" not in line]
-        if others:
-            os.write(2, b"".join(others))
-    return made
+        other_lines = [line for line in captured.splitlines(keepends=True) if b"Server listening to UNIX" not in line]
+        if other_lines:
+            os.write(2, b"".join(other_lines))
+    return server
 
 
-def _give_slot_back(module: Any) -> None:
-    """When start-up is gated, joining the process group gives the slot back."""
+def _on_distributed_loaded_gated(module: Any) -> None:
+    """Hook init_process_group too, if start-up is gated: a rank that joins the process group returns its slot."""
     import functools
 
-    _distributed_loaded(module)
+    _on_distributed_loaded(module)
     real = module.init_process_group
 
     @functools.wraps(real)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        tell("mark", "INIT")
+        send("mark", "INIT")
         return real(*args, **kwargs)
 
     module.init_process_group = init_process_group

@@ -1,1 +1,1 @@
-"""The run directory: writing it, reading it back, listing and pruning runs."""
+"""Reads and writes run directories, lists them and finds one of them."""

@@ -1,9 +1,9 @@
 """A run's history: what its ranks, GPUs and hosts did over time, in the folder history/ of the run directory.
 
-Three files of JSON lines, appended whole: every 2 s for the last hour, every minute for the last day, every 20 minutes for
-the last two weeks. A file that is full is renamed (seconds.jsonl becomes seconds.1.jsonl, in the place of the one before)
-and begun anew, so no more than two lengths of each are kept. A line says who takes part ("members"), or is one moment
-with a column for each gauge, in the order of the members line before it. Every file begins with a members line.
+There are three files of JSON lines: one line every 2 s for the last hour, every minute for the last day, every 20 minutes
+for the last two weeks. A full file replaces its predecessor (seconds.jsonl becomes seconds.1.jsonl) and a new one starts,
+so each tier keeps at most two files. A "members" line says who takes part; every other line is one point in time with a
+column for each gauge, in the order of the members line before it. Each file starts with a members line.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from stoker.contract.safe_io import APPEND, open_below
 SCHEMA = 1
 FOLDER = layout.HISTORY
 EVERY_S = 2.0
-# Name of the file -> seconds between its lines, and lines of a full one.
+# File name -> (seconds between lines, lines of a full file).
 TIERS: dict[str, tuple[float, int]] = {"seconds": (EVERY_S, 1800), "minutes": (60.0, 1440), "hours": (1200.0, 1008)}
-_FED = {"minutes": EVERY_S, "hours": TIERS["minutes"][0]}  # what each is made from
-MAX_BYTES = 64 << 20  # of one file: 512 ranks on 64 hosts take 30 KB a line
-_NEWEST = frozenset(
-    ("step", "memory", "memory_total", "loss", "collective_age", "beat_age", "heard")
-)  # not a mean of them
+_SOURCE_INTERVALS = {
+    "minutes": EVERY_S,
+    "hours": TIERS["minutes"][0],
+}  # seconds between the points that a tier averages
+MAX_BYTES = 64 << 20  # of one file; a line of 512 ranks on 64 hosts takes 30 KB
+# Columns that are not averaged: of these the newest value counts, of `throttle` all reasons.
+_NEWEST = frozenset(("step", "memory", "memory_total", "loss", "collective_age", "beat_age", "heard"))
 _UNION = frozenset(("throttle",))
 PARTS = ("ranks", "gpus", "hosts")
 
@@ -37,7 +39,7 @@ HistoryColumns = dict[str, tuple[Any, ...]]
 @frozen
 class Members:
     ranks: tuple[int, ...] = ()
-    gpus: tuple[tuple[str, str], ...] = ()  # (host, uuid)
+    gpus: tuple[tuple[str, str], ...] = ()  # (host, UUID)
     hosts: tuple[str, ...] = ()
 
 
@@ -51,110 +53,111 @@ class HistoryPoint:
     hosts: HistoryColumns
 
     def of_rank(self, rank: int) -> dict[str, Any]:
-        """Column -> its value; empty where it does not take part. The ranks of a job are numbered without gaps."""
+        """Return a rank's values by column; empty if it does not take part. Ranks are numbered without gaps."""
         ranks = self.members.ranks
-        at = rank - ranks[0] if ranks else -1
-        return row_at(self.ranks, at) if 0 <= at < len(ranks) and ranks[at] == rank else {}
+        index = rank - ranks[0] if ranks else -1
+        return row_at(self.ranks, index) if 0 <= index < len(ranks) and ranks[index] == rank else {}
 
     def of_gpu(self, host: str, uuid: str) -> dict[str, Any]:
-        """Of one; of all of them `row_at`, one after the other."""
-        keys = self.members.gpus
-        return row_at(self.gpus, keys.index((host, uuid))) if (host, uuid) in keys else {}
+        """Return a GPU's values by column. It searches the members; to read all GPUs, call `row_at` with each index."""
+        gpus = self.members.gpus
+        return row_at(self.gpus, gpus.index((host, uuid))) if (host, uuid) in gpus else {}
 
 
-def row_at(columns: HistoryColumns, at: int) -> dict[str, Any]:
-    return {name: values[at] for name, values in columns.items()}
-
-
-# ---- writing: the coordinator's ----
+def row_at(columns: HistoryColumns, index: int) -> dict[str, Any]:
+    return {name: values[index] for name, values in columns.items()}
 
 
 class HistoryWriter:
-    """`folder`: a descriptor of the run directory. `lose`: told of bytes that could not be written; the run goes on."""
+    """Writes the history of a running launcher to all tiers.
 
-    def __init__(self, folder: int, lose: Callable[[str, int, OSError], None]) -> None:
-        self._files = {name: _File(folder, name, lines, lose) for name, (_, lines) in TIERS.items()}
-        self._gathered: dict[str, list[HistoryPoint]] = {"minutes": [], "hours": []}
+    `run_dir` is a descriptor of the run directory. `on_loss` is called for bytes that could not be written; the run
+    continues.
+    """
 
-    def write(self, moment: HistoryPoint) -> None:
-        self._files["seconds"].write(moment)
-        self._thin(moment, "minutes", "hours")
+    def __init__(self, run_dir: int, on_loss: Callable[[str, int, OSError], None]) -> None:
+        self._files = {name: _TierFile(run_dir, name, lines, on_loss) for name, (_, lines) in TIERS.items()}
+        self._pending: dict[str, list[HistoryPoint]] = {"minutes": [], "hours": []}
 
-    def _thin(self, moment: HistoryPoint, tier: str, *coarser: str) -> None:
-        """Into this file once its time is full, as one moment."""
-        kept = self._gathered[tier]
-        if kept and (kept[0].members != moment.members or kept[0].attempt != moment.attempt):
-            self._settle(tier, *coarser)
-        kept = self._gathered[tier]
-        kept.append(moment)
-        # One more would be too many; the clock may have been set back.
-        if not 0 <= moment.time - kept[0].time < TIERS[tier][0] - 1.5 * _FED[tier]:
-            self._settle(tier, *coarser)
+    def write(self, point: HistoryPoint) -> None:
+        self._files["seconds"].write(point)
+        self._collect(point, "minutes", "hours")
 
-    def _settle(self, tier: str, *coarser: str) -> None:
-        kept, self._gathered[tier] = self._gathered[tier], []
-        if kept:
-            thinned = thin(kept)
-            self._files[tier].write(thinned)
+    def _collect(self, point: HistoryPoint, tier: str, *coarser: str) -> None:
+        """Add a point to the tier's pending ones; once they fill its interval, write them as one."""
+        pending = self._pending[tier]
+        if pending and (pending[0].members != point.members or pending[0].attempt != point.attempt):
+            self._flush(tier, *coarser)
+        pending = self._pending[tier]
+        pending.append(point)
+        # Another point would exceed the interval. The difference is negative if the clock was set back.
+        if not 0 <= point.time - pending[0].time < TIERS[tier][0] - 1.5 * _SOURCE_INTERVALS[tier]:
+            self._flush(tier, *coarser)
+
+    def _flush(self, tier: str, *coarser: str) -> None:
+        pending, self._pending[tier] = self._pending[tier], []
+        if pending:
+            point = merge_points(pending)
+            self._files[tier].write(point)
             if coarser:
-                self._thin(thinned, *coarser)
+                self._collect(point, *coarser)
 
     def close(self) -> None:
-        """What has not filled its time is written, too."""
-        self._settle("minutes", "hours")
-        self._settle("hours")
+        """Write the pending points, too, and close the files."""
+        self._flush("minutes", "hours")
+        self._flush("hours")
         for file in self._files.values():
             file.close()
 
 
-class _File:
-    def __init__(self, folder: int, name: str, lines: int, lose: Callable[[str, int, OSError], None]) -> None:
-        self._folder, self._name, self._limit, self._lose = folder, name, lines, lose
+class _TierFile:
+    def __init__(self, run_dir: int, name: str, max_lines: int, on_loss: Callable[[str, int, OSError], None]) -> None:
+        self._run_dir, self._name, self._max_lines, self._on_loss = run_dir, name, max_lines, on_loss
         self._path = f"{FOLDER}/{name}.jsonl"
         self._handle = -1
         self._lines = self._bytes = 0
         self._members: Members | None = None
 
-    def write(self, moment: HistoryPoint) -> None:
+    def write(self, point: HistoryPoint) -> None:
         data = b""
         try:
-            if self._lines >= self._limit or self._bytes >= MAX_BYTES:
-                self._turn()
+            if self._lines >= self._max_lines or self._bytes >= MAX_BYTES:
+                self._rotate()
             if self._handle < 0:
                 self._open()
-            if moment.members != self._members:
-                data = _line({"time": moment.time, "members": as_json(moment.members)})
-            columns = {part: as_json(getattr(moment, part)) for part in PARTS}
-            data += _line({"time": moment.time, "attempt": moment.attempt, **columns})
+            if point.members != self._members:
+                data = _json_line({"time": point.time, "members": as_json(point.members)})
+            columns = {part: as_json(getattr(point, part)) for part in PARTS}
+            data += _json_line({"time": point.time, "attempt": point.attempt, **columns})
             os.write(self._handle, data)
         except OSError as problem:
-            self._lose(self._path, len(data), problem)
+            self._on_loss(self._path, len(data), problem)
             return
-        self._members = moment.members
+        self._members = point.members
         self._lines += 1
         self._bytes += len(data)
 
     def _open(self) -> None:
-        """What an earlier start of the run wrote stays; a line that it did not finish is ended."""
+        """Open the file to append to what an earlier start of the run wrote, after ending a line it did not finish."""
         try:
-            os.mkdir(FOLDER, 0o755, dir_fd=self._folder)
+            os.mkdir(FOLDER, 0o755, dir_fd=self._run_dir)
         except FileExistsError:
             pass
         flags = (APPEND & ~os.O_WRONLY) | os.O_RDWR
-        self._handle = os.open(self._path, flags, 0o644, dir_fd=self._folder)
+        self._handle = os.open(self._path, flags, 0o644, dir_fd=self._run_dir)
         self._bytes = os.fstat(self._handle).st_size
-        self._lines = at = 0
+        self._lines = offset = 0
         last = b"\n"
-        while block := os.pread(self._handle, 1 << 20, at):
+        while block := os.pread(self._handle, 1 << 20, offset):
             self._lines += block.count(b"\n")
-            at, last = at + len(block), block[-1:]
+            offset, last = offset + len(block), block[-1:]
         if last != b"\n":
             os.write(self._handle, b"\n")
 
-    def _turn(self) -> None:
+    def _rotate(self) -> None:
         self.close()
-        before = f"{FOLDER}/{self._name}.1.jsonl"
-        os.rename(self._path, before, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        previous = f"{FOLDER}/{self._name}.1.jsonl"
+        os.rename(self._path, previous, src_dir_fd=self._run_dir, dst_dir_fd=self._run_dir)
         self._lines = self._bytes = 0
         self._members = None
 
@@ -165,135 +168,126 @@ class _File:
             self._members = None
 
 
-def _line(data: dict[str, Any]) -> bytes:
-    return json.dumps({"schema": SCHEMA, **data}, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+def _json_line(values: dict[str, Any]) -> bytes:
+    return json.dumps({"schema": SCHEMA, **values}, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
-def thin(moments: list[HistoryPoint]) -> HistoryPoint:
-    """One for several of the same members: means, the newest of what only grows, all throttle reasons."""
-    last = moments[-1]
-    made = {
-        part: {
-            name: tuple(
-                _thinned(name, [_at(getattr(moment, part), name, at) for moment in moments])
-                for at in range(len(values))
+def merge_points(points: list[HistoryPoint]) -> HistoryPoint:
+    """Return one point for several of the same members: means, the newest of counters, all throttle reasons."""
+    newest = points[-1]
+    parts: dict[str, HistoryColumns] = {}
+    for part in PARTS:
+        parts[part] = {}
+        for name, values in getattr(newest, part).items():
+            columns = [getattr(point, part).get(name, ()) for point in points]
+            rows = (
+                [column[index] if index < len(column) else None for column in columns] for index in range(len(values))
             )
-            for name, values in getattr(last, part).items()
-        }
-        for part in PARTS
-    }
-    return HistoryPoint(last.time, last.attempt, last.members, made["ranks"], made["gpus"], made["hosts"])
+            parts[part][name] = tuple(_merge_values(name, row) for row in rows)
+    return HistoryPoint(newest.time, newest.attempt, newest.members, parts["ranks"], parts["gpus"], parts["hosts"])
 
 
-def _at(columns: HistoryColumns, name: str, at: int) -> Any:
-    values = columns.get(name, ())
-    return values[at] if at < len(values) else None
-
-
-def _thinned(name: str, values: list[Any]) -> Any:
-    known = [value for value in values if value is not None]
-    if not known:
+def _merge_values(name: str, values: list[Any]) -> Any:
+    """Merge one member's values of a column, oldest first; None stands for an unknown one."""
+    present = [value for value in values if value is not None]
+    if not present:
         return None
     if name in _UNION:
-        words: list[Any] = []
-        for value in known:
-            words += [word for word in value if word not in words]
-        return tuple(words)
-    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in known)
-    if name in _NEWEST or not numbers:
-        return values[-1] if name in _NEWEST else known[-1]
-    mean = math.fsum(known) / len(known)
-    return round(mean) if all(isinstance(value, int) for value in known) else round(mean, 6)
-
-
-# ---- reading: while it is written ----
+        return tuple(dict.fromkeys(reason for reasons in present for reason in reasons))
+    if name in _NEWEST:
+        return values[-1]
+    if not all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in present):
+        return present[-1]
+    mean = math.fsum(present) / len(present)
+    return round(mean) if all(isinstance(value, int) for value in present) else round(mean, 6)
 
 
 class HistoryTail:
-    """New moments of one of the files since the last look."""
+    """Follows one tier of a history while it is written."""
 
     def __init__(self, run_dir: str, tier: str = "seconds") -> None:
-        self._dir, self._name = run_dir, tier
-        self._inode, self._at = 0, 0
+        self._dir, self._tier = run_dir, tier
+        self._inode, self._offset = 0, 0
         self._members: Members | None = None
 
     def new(self) -> list[HistoryPoint]:
-        """Oldest first; at the first look those of the file before, too."""
-        found: list[HistoryPoint] = []
-        inode = self._look(f"{self._name}.jsonl")
+        """Return the points since the last call, oldest first; the first call also returns those of the previous file."""
+        points: list[HistoryPoint] = []
+        current, previous = f"{self._tier}.jsonl", f"{self._tier}.1.jsonl"
+        inode = self._inode_of(current)
         if inode is None:
-            return found
+            return points
         if inode != self._inode:
-            older = f"{self._name}.1.jsonl"
-            if self._inode == 0 or self._look(older) == self._inode:
-                found += self._read(older, self._at)
-            self._inode, self._at, self._members = inode, 0, None
-        return found + self._read(f"{self._name}.jsonl", self._at, remember=True)
+            if self._inode == 0 or self._inode_of(previous) == self._inode:
+                points += self._read(previous, self._offset)
+            self._inode, self._offset, self._members = inode, 0, None
+        return points + self._read(current, self._offset, remember=True)
 
-    def _look(self, name: str) -> int | None:
+    def _inode_of(self, name: str) -> int | None:
         try:
             return os.stat(os.path.join(self._dir, FOLDER, name), follow_symlinks=False).st_ino
         except OSError:
             return None
 
-    def _read(self, name: str, at: int, remember: bool = False) -> list[HistoryPoint]:
+    def _read(self, name: str, offset: int, remember: bool = False) -> list[HistoryPoint]:
+        """Return the points of the complete lines from an offset; `remember` sets where the next call continues."""
         try:
             with os.fdopen(open_below(self._dir, f"{FOLDER}/{name}"), "rb") as file:
-                if os.fstat(file.fileno()).st_size < at:  # somebody cut it
-                    at, self._members = 0, None
-                file.seek(at)
+                if os.fstat(file.fileno()).st_size < offset:  # the file was truncated
+                    offset, self._members = 0, None
+                file.seek(offset)
                 data = file.read()
         except OSError:
             return []
         end = data.rfind(b"\n") + 1
         if remember:
-            self._at = at + end
-        return list(self._moments(data[:end].split(b"\n")))
+            self._offset = offset + end
+        return list(self._parse_points(data[:end].split(b"\n")))
 
-    def _moments(self, lines: Iterable[bytes]) -> Iterator[HistoryPoint]:
+    def _parse_points(self, lines: Iterable[bytes]) -> Iterator[HistoryPoint]:
         for line in lines:
-            data = _parsed(line)
-            if data is None:
+            values = _parse_line(line)
+            if values is None:
                 continue
-            if "members" in data:
-                self._members = _members(data["members"]) or self._members
+            if "members" in values:
+                self._members = _parse_members(values["members"]) or self._members
             elif self._members is not None:
-                moment = _moment(data, self._members)
-                if moment is not None:
-                    yield moment
+                point = _parse_point(values, self._members)
+                if point is not None:
+                    yield point
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def _parse_line(line: bytes) -> dict[str, Any] | None:
     try:
-        data = json.loads(line)  # not parse_json, which is three times as slow: an hour of 128 ranks has 17 MB
+        values = json.loads(line)  # parse_json takes three times as long, and an hour of 128 ranks has 17 MB
     except (ValueError, RecursionError):
         return None
-    return data if isinstance(data, dict) and data.get("schema") == SCHEMA else None
+    return values if isinstance(values, dict) and values.get("schema") == SCHEMA else None
 
 
-def _members(data: Any) -> Members | None:
+def _parse_members(value: Any) -> Members | None:
     try:
-        return typed_values.read_frozen(Members, data)
+        return typed_values.read_frozen(Members, value)
     except ValueError:
         return None
 
 
-_FIELDS = {"time": "float", "attempt": "int", **dict.fromkeys(PARTS, "dict[str, tuple[Any, ...]]")}
+_POINT_FIELDS = {"time": "float", "attempt": "int", **dict.fromkeys(PARTS, "dict[str, tuple[Any, ...]]")}
 
 
-def _moment(data: dict[str, Any], members: Members) -> HistoryPoint | None:
+def _parse_point(values: dict[str, Any], members: Members) -> HistoryPoint | None:
     try:
-        told = typed_values.read_fields(_FIELDS, data)
+        fields = typed_values.read_fields(_POINT_FIELDS, values)
     except ValueError:
         return None
     for part in PARTS:
-        if any(len(column) != len(getattr(members, part)) for column in told[part].values()):
+        if any(len(column) != len(getattr(members, part)) for column in fields[part].values()):
             return None
-    return HistoryPoint(told["time"], told["attempt"], members, *(told[part] for part in PARTS))
+    return HistoryPoint(fields["time"], fields["attempt"], members, *(fields[part] for part in PARTS))
 
 
 def newest_columns(run_dir: str, part: str = "ranks") -> HistoryColumns:
-    """Of the last whole line, without its members: 64 KB are read, whatever the file's length."""
+    """Return the columns of the newest complete line, without its members; reads 64 KB, however long the file is."""
     try:
         with os.fdopen(open_below(run_dir, f"{FOLDER}/seconds.jsonl"), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
@@ -301,23 +295,23 @@ def newest_columns(run_dir: str, part: str = "ranks") -> HistoryColumns:
     except OSError:
         return {}
     for line in reversed(data[: data.rfind(b"\n") + 1].split(b"\n")):
-        found = _parsed(line)
-        columns = found.get(part) if found is not None else None
+        values = _parse_line(line)
+        columns = values.get(part) if values is not None else None
         if isinstance(columns, dict):
-            return {name: tuple(values) for name, values in columns.items() if isinstance(values, list)}
+            return {name: tuple(column) for name, column in columns.items() if isinstance(column, list)}
     return {}
 
 
 def read_history(run_dir: str, tier: str = "seconds") -> list[HistoryPoint]:
-    """All that one of the files holds, oldest first."""
+    """Return all points of one tier, oldest first."""
     return HistoryTail(run_dir, tier).new()
 
 
-def whole_history(run_dir: str) -> list[HistoryPoint]:
-    """Return all moments, oldest first, as fine as they are still known: of hours, then of minutes, then of seconds."""
-    found: list[HistoryPoint] = []
+def read_full_history(run_dir: str) -> list[HistoryPoint]:
+    """Return the points of the whole run, oldest first, each part at the finest resolution that was kept."""
+    points: list[HistoryPoint] = []
     for tier in reversed(TIERS):
-        moments = read_history(run_dir, tier)
-        if moments:
-            found = [moment for moment in found if moment.time < moments[0].time] + moments
-    return found
+        finer = read_history(run_dir, tier)
+        if finer:
+            points = [point for point in points if point.time < finer[0].time] + finer
+    return points

@@ -1,4 +1,4 @@
-"""Follows growing files: what a rank printed, whole lines at a time, attempt after attempt."""
+"""Follows growing files: the launcher's log, and what the ranks of each attempt printed."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ from stoker.control.record.run_record import RunRecord
 
 
 def strip_control_codes(data: bytes) -> bytes:
-    """Return what a rank printed as lines that a terminal only prints: another user's output may hold any control codes."""
+    """Return a rank's output with control codes escaped: another user's output could make the terminal do anything."""
     text = data.decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n")
     return escape_lines(text).encode()
 
 
 class LogTail:
-    """New bytes of one file since the last look. The file may not be there yet."""
+    """Reads what is new in one file, which may not exist yet."""
 
     def __init__(self, path: str, skip: int = 0) -> None:
         self.path = path
-        self._at = skip
+        self._offset = skip
 
     def new(self, limit: int = 1 << 20) -> bytes:
+        """Return at most `limit` new bytes. Raises Refusal if the file can't be read."""
         try:
             with os.fdopen(open_regular(self.path, follow=False), "rb") as file:
-                file.seek(self._at)
+                file.seek(self._offset)
                 data = file.read(limit)
         except FileNotFoundError:
             return b""
         except OSError as problem:
             raise Refusal(f"{escape(self.path)} can't be read: {problem.strerror}", EX_NOINPUT) from problem
-        self._at += len(data)
+        self._offset += len(data)
         return data
 
 
 def rank_logs(run: RunRecord) -> Iterator[tuple[int, int, str]]:
-    """(attempt, rank, path) of every log there is now, in order."""
+    """Yield (attempt, rank, path) of each log that exists, in this order."""
     for attempt in run.attempts:
         folder = layout.attempt_dir(run.dir, attempt)
         try:
@@ -53,24 +54,24 @@ def rank_logs(run: RunRecord) -> Iterator[tuple[int, int, str]]:
 
 
 @frozen
-class Start:
-    """A run that is started again under its name has several."""
+class RunStart:
+    """One start of a run: there are several if it was started again under its name."""
 
     number: int = 1
     first_attempt: int = 0
-    console_at: int = 0  # bytes of the launcher's log that are of the starts before
+    console_at: int = 0  # where its lines begin in the launcher's log, in bytes
 
 
-def newest_start(run: RunRecord) -> Start:
-    found = [event for event in run.events() if event["event"] == "run"]
-    attempt, at = (found[-1].get("attempt"), found[-1].get("console_at")) if found else (None, None)
-    if not isinstance(attempt, int) or not isinstance(at, int) or attempt < 0 or at < 0:
-        return Start()  # of an earlier version, or damaged
-    return Start(len(found), attempt, at)
+def newest_start(run: RunRecord) -> RunStart:
+    starts = [event for event in run.events() if event["event"] == "run"]
+    attempt, offset = (starts[-1].get("attempt"), starts[-1].get("console_at")) if starts else (None, None)
+    if not isinstance(attempt, int) or not isinstance(offset, int) or attempt < 0 or offset < 0:
+        return RunStart()  # written by an earlier version, or damaged
+    return RunStart(len(starts), attempt, offset)
 
 
 def labels(run: RunRecord) -> dict[tuple[int, int], str]:
-    """By attempt and rank, of those that have started: a lost host or card gives a rank to others in the next attempt."""
+    """Return the label of each started rank by (attempt, rank): a rank may move to another host in the next attempt."""
     by_rank: dict[tuple[int, int], str] = {}
     for event in run.events():
         attempt, rank = event.get("attempt"), event.get("rank")

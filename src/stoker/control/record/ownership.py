@@ -1,4 +1,4 @@
-"""Whose a run is, and which process launched it. Users may share a runs folder: each sees their own runs."""
+"""Folders that only this user can write to, also where several users share their parent."""
 
 from __future__ import annotations
 
@@ -8,34 +8,33 @@ from collections.abc import Callable
 
 from stoker.contract.errors import EX_NOPERM, Refusal
 from stoker.contract.layout import cache_home
-from stoker.contract.process import kernel_lines
 from stoker.contract.safe_io import is_own_uid, why_shared
 
 
 def own_folder(root: str, name: str) -> str:
-    """Return the path of `name` in a folder that several users may share; with our uid if another user has that name.
+    """Return the path of this user's folder `name` in a shared folder; with the uid added if another user has that name.
 
-    It exists and is ours alone, or it is missing. Raises Refusal if there is no such path.
+    The folder is private to this user, or does not exist yet. Raises Refusal if there is no such path.
     """
     problem = why_shared(root, sticky=True) if os.path.lexists(root) else ""
     if problem:
         raise Refusal(f"{root}: {problem}, and could replace your folders there; choose another folder", EX_NOPERM)
     path = os.path.join(root, name)
-    for candidate in (path, f"{path}-{os.geteuid()}"):
+    with_uid = f"{path}-{os.geteuid()}"
+    for candidate in (path, with_uid):
         try:
-            about = os.lstat(candidate)
+            status = os.lstat(candidate)
         except FileNotFoundError:
             return candidate
         except OSError:
             continue  # another user's mount
-        mine = stat.S_ISDIR(about.st_mode) and is_own_uid(about.st_uid, root)
-        if mine and not why_shared(candidate):
+        if stat.S_ISDIR(status.st_mode) and is_own_uid(status.st_uid, root) and not why_shared(candidate):
             return candidate
-    raise Refusal(f"other users have {path} and {path}-{os.geteuid()}; choose another folder", EX_NOPERM)
+    raise Refusal(f"other users have {path} and {with_uid}; choose another folder", EX_NOPERM)
 
 
 def private_cache(name: str, say: Callable[[str], None]) -> str:
-    """Return a folder in this user's cache that nobody else can write to. Where that fails, a new one for this process.
+    """Return a folder in this user's cache that nobody else can write to; if that fails, a temporary one for this process.
 
     It is for code that will be executed (compiled kernels), and for data whose own folder is open to others.
     """
@@ -45,46 +44,17 @@ def private_cache(name: str, say: Callable[[str], None]) -> str:
         for folder in (os.path.dirname(path), path):
             os.makedirs(folder, 0o700, exist_ok=True)
             problem = problem or why_shared(folder)
-        above = os.path.dirname(os.path.realpath(os.path.dirname(path)))
-        while not problem and above != os.path.dirname(above):  # who may rename a folder above could exchange the code
-            problem = why_shared(above, sticky=True)
-            above = os.path.dirname(above)
+        # Who may rename a parent folder could replace the code below it.
+        parent = os.path.dirname(os.path.realpath(os.path.dirname(path)))
+        while not problem and parent != os.path.dirname(parent):
+            problem = why_shared(parent, sticky=True)
+            parent = os.path.dirname(parent)
     except OSError as error:
         problem = error.strerror or str(error)
     if not problem:
         return path
     import tempfile
 
-    fresh = tempfile.mkdtemp(prefix=f"stoker-{name}-")
-    say(f"{path} can't be used ({problem}): {name} is kept in {fresh}, for this start only")
-    return fresh
-
-
-def writes_to(pid: int, path: str) -> bool | None:
-    """Is that file open for writing in this process? No record can fake that. None: we may not look."""
-    folder, name = os.path.split(path)
-    folder = os.path.realpath(folder)
-    try:
-        handles = os.listdir(f"/proc/{pid}/fd")
-    except PermissionError:
-        return None
-    except OSError:
-        return False
-    return any(
-        _writes_to(f"/proc/{pid}/fd/{handle}", f"/proc/{pid}/fdinfo/{handle}", folder, name) for handle in handles
-    )
-
-
-def _writes_to(link: str, info: str, folder: str, name: str) -> bool:
-    try:
-        target = os.readlink(link).removesuffix(" (deleted)")
-        if os.path.basename(target) != name:
-            return False
-        flags = next((int(line.split()[1], 8) for line in kernel_lines(info) if line.startswith("flags:")), 0)
-        if flags & os.O_ACCMODE == os.O_RDONLY:
-            return False
-        # By name, so that one who removes the file of a living run does not make it a dead one; else by inode: a mount
-        # may show it under two names.
-        return os.path.dirname(target) == folder or os.path.samestat(os.stat(link), os.stat(os.path.join(folder, name)))
-    except (OSError, ValueError):
-        return False  # closed meanwhile
+    temporary = tempfile.mkdtemp(prefix=f"stoker-{name}-")
+    say(f"{path} can't be used ({problem}): {name} is kept in {temporary}, for this start only")
+    return temporary

@@ -1,4 +1,4 @@
-"""What a run can continue from, and the command that continues it: the one that was typed, with the run's id or name."""
+"""What a run can resume from, and the command that continues it: the one that started it, with the run's id or name."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from stoker.contract.masking import MASK, mask_argv
 from stoker.control.record.run_index import is_only_one, list_roles
 from stoker.control.record.run_record import RunRecord
 
-TO_CONTINUE, TO_START_AGAIN = "to continue", "to start it again"  # what it is for: behind it, as a comment
+# What a printed command does; it follows the command as a comment.
+TO_CONTINUE, TO_START_AGAIN = "to continue", "to start it again"
 
 
 @frozen
 class SavedState:
-    role: str  # of a job; empty: the run's own
-    path: str  # of the newest complete checkpoint; on another host, of the folder of all
-    host: str = ""  # it is there, and not seen from here
+    role: str  # of a job; empty for a plain run
+    path: str  # of the newest complete checkpoint; with `host`, of the folder of all checkpoints
+    host: str = ""  # set if the files are on another host
 
 
 def saved_state(run: RunRecord) -> tuple[SavedState, ...]:
-    """What it continues from: its own newest checkpoint; of a job, that of each role that is not complete."""
-    unfinished = {role: one for role, one in list_roles(run).items() if not one.verdict or one.verdict.status != "completed"}
-    newest = [_saved(role, one) for role, one in {"": run, **unfinished}.items()]
-    return tuple(one for one in newest if one is not None)
+    """Return what a run resumes from: its newest checkpoint; for a job that of each role that is not complete."""
+    unfinished = {
+        name: role for name, role in list_roles(run).items() if not role.verdict or role.verdict.status != "completed"
+    }
+    states = [_newest_state(name, role) for name, role in {"": run, **unfinished}.items()]
+    return tuple(state for state in states if state is not None)
 
 
-def _saved(role: str, run: RunRecord) -> SavedState | None:
-    newest = checkpoints.find_newest_checkpoint(run.dir)
-    if newest is not None:
-        return SavedState(role, newest.path)
+def _newest_state(role: str, run: RunRecord) -> SavedState | None:
+    checkpoint = checkpoints.find_newest_checkpoint(run.dir)
+    if checkpoint is not None:
+        return SavedState(role, checkpoint.path)
     host = host_of_files(run)
     if not host or not any(event["event"] == "mark" and event.get("name") == CHECKPOINT for event in run.events()):
         return None
@@ -42,85 +45,89 @@ def _saved(role: str, run: RunRecord) -> SavedState | None:
 
 
 def host_of_files(run: RunRecord) -> str:
-    """Rank 0's, where that host has a run directory of its own; empty: it is this one."""
+    """Return rank 0's host if that host has a run directory of its own; empty if the files are here."""
     ranks, apart = (run.data.get("plan") or {}).get("ranks"), run.data.get("apart")
-    first = ranks[0] if isinstance(ranks, list) and ranks else None
-    host = first.get("host") if isinstance(first, dict) else None
+    rank0 = ranks[0] if isinstance(ranks, list) and ranks else None
+    host = rank0.get("host") if isinstance(rank0, dict) else None
     return host if isinstance(host, str) and isinstance(apart, dict) and host in apart else ""
 
 
 def copy_command(run: RunRecord, name: str) -> str:
     """Return the command that copies a file or folder of the run here from the host that has its files.
 
-    Empty if the record has no such command, or is another user's: a command is run as it is printed.
+    Empty if the record has no such command, or is another user's: people paste the commands that we print.
     """
-    words = run.data["apart"][host_of_files(run)]
-    if not run.mine or not isinstance(words, list) or not words:
+    argv = run.data["apart"][host_of_files(run)]
+    if not run.mine or not isinstance(argv, list) or not argv:
         return ""
-    *options, target = map(str, words)
+    *options, target = map(str, argv)
     source = f"{target}{os.path.join(os.path.abspath(run.dir), name)}"
     return shlex.join([*options, source, f"{os.path.relpath(run.dir)}/"])
 
 
 def files_elsewhere(run: RunRecord, completed: bool) -> tuple[tuple[str, str], ...]:
-    """(what is where, the command that brings the model here): what a user would look for in the run's own directory. Without a
-    command it is on this machine, or there is no model yet.
+    """Return (a line, the command that copies the model here) for files that are not in the run's own directory.
+
+    The command is empty if the files are on this machine, or if there is no model yet.
     """
-    found = []
-    for role, one in {"": run, **list_roles(run)}.items():
-        if not str(one.data.get("script")).startswith(RECIPES):
+    lines = []
+    for role, record in {"": run, **list_roles(run)}.items():
+        if not str(record.data.get("script")).startswith(RECIPES):
             continue
-        of_role, host = f" of role {role}" if role else "", host_of_files(one)
-        model = os.path.join(one.dir, layout.MODEL)
+        of_role, host = f" of role {role}" if role else "", host_of_files(record)
+        model = os.path.join(record.dir, layout.MODEL)
         if host:
             files = f"{layout.METRICS}, config.yaml and {layout.CHECKPOINTS}/{of_role} are on host {host}"
             files = f"{layout.MODEL}/ (the model), {files}" if completed else files
-            found.append((f"{files}, in {one.dir}", copy_command(one, layout.MODEL) if completed else ""))
+            lines.append((f"{files}, in {record.dir}", copy_command(record, layout.MODEL) if completed else ""))
         elif role and completed and os.path.isdir(model):
-            found.append((f"the model{of_role} is {os.path.relpath(model)}", ""))
-    return tuple(found)
+            lines.append((f"the model{of_role} is {os.path.relpath(model)}", ""))
+    return tuple(lines)
 
 
 def describe_resume(run: RunRecord | None) -> str:
-    """What the command is for."""
+    """Return what `resume_command` does."""
     return TO_CONTINUE if run is not None and saved_state(run) else TO_START_AGAIN
 
 
 def resume_command(run: RunRecord) -> str:
-    """The command that continues it, from its record."""
-    command, told = run.data.get("command"), run.data.get("request") or {}
-    words = [str(word) for word in command[1:]] if isinstance(command, list) else []
-    if any(layout.LATEST in word.split("/") for word in words):  # another run by now
-        words = []
-    return command_for(words, run.id, told["name"] if isinstance(told.get("name"), str) else None)
+    """Return the command that continues a recorded run."""
+    command, request = run.data.get("command"), run.data.get("request") or {}
+    typed = [str(arg) for arg in command[1:]] if isinstance(command, list) else []
+    if any(layout.LATEST in arg.split("/") for arg in typed):  # `latest` may be another run by now
+        typed = []
+    return command_for(typed, run.id, request["name"] if isinstance(request.get("name"), str) else None)
 
 
-def command_for(typed: Sequence[str], run: str, named: str | None) -> str:
-    """What was typed, with this run's id (or name) as --name. `named`: the --name that it was started with."""
-    words = 1 if typed[:1] == ["run"] else 2  # stoker run [options]; stoker train STAGE [options]
-    kept, rest = list(typed[:words]), list(typed[words:])
-    hidden = any(MASK in word for word in rest) or mask_argv(rest) != rest
-    if kept[:1] not in (["run"], ["train"]) or hidden:
-        return "the same command again" if named == run else f"the same command with --name {shlex.quote(run)}"
-    if named == run:
-        return shlex.join(["stoker", *kept, *rest])
+def command_for(typed: Sequence[str], run: str, name: str | None) -> str:
+    """Return the typed command with `run` (an id or name) as --name; `name` is the --name that it has now.
+
+    If it can't be repeated, because a secret in it was masked, the answer is a description.
+    """
+    subcommands = 1 if typed[:1] == ["run"] else 2  # stoker run [options]; stoker train STAGE [options]
+    head, rest = list(typed[:subcommands]), list(typed[subcommands:])
+    has_secrets = any(MASK in arg for arg in rest) or mask_argv(rest) != rest
+    if head[:1] not in (["run"], ["train"]) or has_secrets:
+        return "the same command again" if name == run else f"the same command with --name {shlex.quote(run)}"
+    if name == run:
+        return shlex.join(["stoker", *head, *rest])
     pairs = list(itertools.pairwise(rest))
-    if named is not None and ("--name", named) in pairs:
-        rest[pairs.index(("--name", named)) + 1] = run
-    elif named is not None and f"--name={named}" in rest:
-        rest[rest.index(f"--name={named}")] = f"--name={run}"
+    if name is not None and ("--name", name) in pairs:
+        rest[pairs.index(("--name", name)) + 1] = run
+    elif name is not None and f"--name={name}" in rest:
+        rest[rest.index(f"--name={name}")] = f"--name={run}"
     else:
-        kept += ["--name", run]
-    return shlex.join(["stoker", *kept, *rest])
+        head += ["--name", run]
+    return shlex.join(["stoker", *head, *rest])
 
 
-def starts_again(step: str) -> bool:
-    """Is this line of a verdict the command?"""
+def is_resume_step(step: str) -> bool:
+    """Return whether a fix step of a verdict is the command that continues the run."""
     return step.endswith((f"# {TO_CONTINUE}", f"# {TO_START_AGAIN}"))
 
 
-def by_id(step: str, run: RunRecord, root: str) -> str:
-    """A line of a verdict, read later: where another run has the name by now, the command takes the id."""
-    if not starts_again(step) or is_only_one(root, run.name):
+def with_run_id(step: str, run: RunRecord, root: str) -> str:
+    """Return a fix step of a verdict with the run's id for its name if another run has taken the name since."""
+    if not is_resume_step(step) or is_only_one(root, run.name):
         return step
     return step.replace(f"--name {shlex.quote(run.name)} ", f"--name {shlex.quote(run.id)} ", 1)

@@ -1,40 +1,44 @@
-"""The runs of a folder: listing them, finding one by its path, id, name or beginning."""
+"""The runs of a folder: listing them, and finding one by its path, id, name or the beginning of either."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 from collections.abc import Callable
 
 from stoker.contract import errors, layout, safe_io, terminal
 from stoker.contract.frozen import frozen
-from stoker.contract.safe_io import open_below
+from stoker.contract.process import process_owner
+from stoker.contract.safe_io import open_below, read_text
 from stoker.contract.spelling import suggest
-from stoker.contract.text import escape
-from stoker.control.record.run_record import Damaged, RunRecord, load_run, read_run
-from stoker.control.record.speedrun_index import list_speedruns, speedrun_at
+from stoker.contract.text import escape, is_digits
+from stoker.control.record.run_record import Damaged, RunRecord, has_open_for_writing, load_run, read_json, read_run
+
+CHAIN, STAGES, LOCK = "chain.json", "stages", ".lock"  # in the folder of a speedrun
 
 
 @frozen
 class RunListing:
     runs: tuple[RunRecord, ...]  # oldest first
-    damaged: tuple[tuple[str, str], ...]  # name of the folder, why
+    damaged: tuple[tuple[str, str], ...]  # (name of the folder, what is wrong)
     others: int  # folders of other users that were left out: not asked for, or not readable
 
     @property
     def skipped(self) -> str:
-        """One line; empty where nothing was skipped."""
+        """A line about the damaged records; empty if there are none."""
         if not self.damaged:
             return ""
-        told = "; ".join(f"{escape(name, 80)}: {why}" for name, why in self.damaged[:3])
-        more = f"; and {len(self.damaged) - 3} more" if len(self.damaged) > 3 else ""
-        return f"skipped {len(self.damaged)} damaged run record{'s' if len(self.damaged) > 1 else ''}: {told}{more}"
+        examples = "; ".join(f"{escape(name, 80)}: {why}" for name, why in self.damaged[:3])
+        omitted = f"; and {len(self.damaged) - 3} more" if len(self.damaged) > 3 else ""
+        plural = "s" if len(self.damaged) > 1 else ""
+        return f"skipped {len(self.damaged)} damaged run record{plural}: {examples}{omitted}"
 
 
 def list_runs(root: str, everybody: bool = False, read_run: Callable[[str], RunRecord | None] = read_run) -> RunListing:
     """List this user's runs; with `everybody` also those of other users that can be read.
 
-    `read_run`: `read`, or one that remembers: a viewer lists a thousand runs every two seconds.
+    Viewers pass a `read_run` with a cache: they list a thousand runs every two seconds.
     """
     runs: list[RunRecord] = []
     damaged: list[tuple[str, str]] = []
@@ -49,16 +53,16 @@ def list_runs(root: str, everybody: bool = False, read_run: Callable[[str], RunR
     for name in entries:
         run_dir = os.path.join(root, name)
         try:
-            about = os.lstat(run_dir)
+            status = os.lstat(run_dir)
         except FileNotFoundError:
             continue  # removed meanwhile
         except OSError:
-            others += 1  # a user's FUSE mount is closed to everybody else, even to root
+            others += 1  # another user's FUSE mount is closed even to root
             continue
-        if not stat.S_ISDIR(about.st_mode):
+        if not stat.S_ISDIR(status.st_mode):
             continue
         try:
-            if not safe_io.is_own_uid(about.st_uid, root) and (not everybody or _is_closed(run_dir)):
+            if not safe_io.is_own_uid(status.st_uid, root) and (not everybody or _is_unreadable(run_dir)):
                 others += 1
                 continue
             run = read_run(run_dir)
@@ -72,24 +76,24 @@ def list_runs(root: str, everybody: bool = False, read_run: Callable[[str], RunR
     return RunListing(tuple(sorted(runs, key=lambda run: run.started)), tuple(damaged), others)
 
 
-def _is_closed(run_dir: str) -> bool:
-    """Return whether we are not permitted to read this run: run directories are their owners' alone by default."""
+def _is_unreadable(run_dir: str) -> bool:
+    """Return whether we lack permission to read a run: by default only its owner has it."""
     try:
         os.close(open_below(run_dir, layout.RUN))
     except PermissionError:
         return True
     except OSError:
-        return False  # no run, or a damaged one
+        return False  # not a run, or a damaged one
     return False
 
 
 def all_runs(root: str) -> list[RunRecord]:
-    """One's own, oldest first."""
+    """Return this user's runs, oldest first."""
     return list(list_runs(root).runs)
 
 
 def find_file(run_dir: str, name: str) -> str | None:
-    """Return the path of a run's file below its directory, or None; of a job of roles that of the first role that has one."""
+    """Return the path of a run's file below its directory, for a job that of the first role that has one; None without."""
     if os.path.exists(os.path.join(run_dir, name)):
         return name
     for role in list_runs(os.path.join(run_dir, layout.ROLES)).runs:
@@ -99,60 +103,61 @@ def find_file(run_dir: str, name: str) -> str | None:
 
 
 def is_only_one(root: str, name: str) -> bool:
-    """Of one's own runs there, at most one has this name, as far as can be read."""
+    """Return whether at most one of this user's runs has a name; False if the folder can't be read."""
     try:
         return sum(run.name == name for run in list_runs(root).runs) <= 1
     except errors.Refusal:
         return False
 
 
-def find_run(which: str | None, root: str, exact: bool = False, say: Callable[[str], None] = terminal.print_status) -> RunRecord:
-    """By path, id, name (the newest), a beginning that fits one run only, or the newest. Others' by path only."""
+def find_run(
+    which: str | None, root: str, exact: bool = False, say: Callable[[str], None] = terminal.print_status
+) -> RunRecord:
+    """Return the run with a path, id or name (the newest), or whose id or name alone begins so; for None the newest run.
+
+    Other users' runs are found by path only. With `exact`, a beginning is not enough. Raises Refusal if there is none.
+    """
     if which is None or which == layout.LATEST:
-        return _newest(root, say)
+        return _newest_run(root, say)
     latest = split_latest(which)
     if latest is not None and not latest[1]:
-        return _newest(latest[0], say)
-    by_path = os.sep in which
-    for given in (which, os.path.join(root, which)):
-        candidate = through_latest(given, say)
-        folder = os.path.dirname(candidate) or "."
-        link = os.path.islink(candidate) and not by_path
-        if link and not safe_io.is_own_uid(os.lstat(candidate).st_uid, folder):
+        return _newest_run(latest[0], say)
+    is_path = os.sep in which
+    for path in (which, os.path.join(root, which)):
+        path = through_latest(path, say)
+        is_link = os.path.islink(path) and not is_path
+        if is_link and not safe_io.is_own_uid(os.lstat(path).st_uid, os.path.dirname(path) or "."):
             continue
         try:
-            run = read_run(os.path.realpath(candidate))
+            run = read_run(os.path.realpath(path))
         except Damaged as problem:
-            if by_path:
+            if is_path:
                 line = f"the record of run {escape(which)} is damaged: {problem}"
                 raise errors.Refusal(line, errors.EX_DATAERR) from problem
-            continue  # perhaps another run has this name
-        if run is not None and (run.mine or by_path):
+            continue  # another run may have this name
+        if run is not None and (run.mine or is_path):
             return run
-    if by_path and (role := _role(which, root, exact, say)) is not None:
+    if is_path and (role := find_role(which, root, exact, say)) is not None:
         return role
     listing = list_runs(root)
     if listing.skipped:
         say(listing.skipped)
-    match = [run for run in listing.runs if run.name == which]
-    if len(match) > 1:
-        say(f"{escape(which, 100)} is the name of {len(match)} runs; the newest is taken: {match[-1].id}")
-    if match:
-        return match[-1]
+    same_name = [run for run in listing.runs if run.name == which]
+    if len(same_name) > 1:
+        say(f"{escape(which, 100)} is the name of {len(same_name)} runs; the newest is taken: {same_name[-1].id}")
+    if same_name:
+        return same_name[-1]
     begins = [run for run in listing.runs if run.id.startswith(which) or run.name.startswith(which)]
-    others = os.path.isdir(os.path.join(root, which))  # another user's, whatever of ours begins like it
-    if len(begins) == 1 and not exact and not others:
+    is_other_users = os.path.isdir(os.path.join(root, which))  # then it is not the beginning of ours
+    if len(begins) == 1 and not exact and not is_other_users:
         return begins[0]
-    raise _no_run(which, root, listing)
+    raise _no_such_run(which, root, listing)
 
 
-def find_role(which: str, root: str) -> RunRecord | None:
-    """Return the run that JOB/ROLE names, or None."""
-    return _role(which, root, True, lambda line: None)
-
-
-def _role(which: str, root: str, exact: bool, say: Callable[[str], None]) -> RunRecord | None:
-    """JOB/ROLE: the run of one role of a job."""
+def find_role(
+    which: str, root: str, exact: bool = True, say: Callable[[str], None] = lambda line: None
+) -> RunRecord | None:
+    """Return the run of one role, named as JOB/ROLE, or None."""
     job, _, name = which.rpartition(os.sep)
     try:
         return role_of(find_run(job or None, root, exact, say), name)
@@ -161,7 +166,7 @@ def _role(which: str, root: str, exact: bool, say: Callable[[str], None]) -> Run
 
 
 def list_roles(run: RunRecord) -> dict[str, RunRecord]:
-    """Return the runs of a job's roles that have been started, by their names; none of a plain run."""
+    """Return the runs of a job's started roles by name; empty for a plain run."""
     root = os.path.join(run.dir, layout.ROLES)
     if not os.path.isdir(root):
         return {}
@@ -170,15 +175,16 @@ def list_roles(run: RunRecord) -> dict[str, RunRecord]:
 
 
 def role_of(run: RunRecord, name: str) -> RunRecord:
-    found = list_roles(run)
-    if name not in found:
-        there = f"; it has {', '.join(found)}" if found else ", but is a plain run"
-        raise errors.Refusal(f"run {run.id} has no role {escape(name, 60)!r}{there}", errors.EX_NOINPUT)
-    return found[name]
+    """Return the run of a job's role. Raises Refusal if there is none."""
+    roles = list_roles(run)
+    if name not in roles:
+        hint = f"; it has {', '.join(roles)}" if roles else ", but is a plain run"
+        raise errors.Refusal(f"run {run.id} has no role {escape(name, 60)!r}{hint}", errors.EX_NOINPUT)
+    return roles[name]
 
 
-def _newest(root: str, say: Callable[[str], None]) -> RunRecord:
-    """The link's where it is our own and leads to a run of ours in this folder; else the newest by its start."""
+def _newest_run(root: str, say: Callable[[str], None]) -> RunRecord:
+    """Return the run that `latest` links to if link and run are ours, else the one that was started last."""
     link = os.path.join(root, layout.LATEST)
     try:
         target = os.readlink(link)
@@ -187,36 +193,32 @@ def _newest(root: str, say: Callable[[str], None]) -> RunRecord:
             if run is not None and run.mine:
                 return run
     except OSError:
-        pass  # there is none: a file system without links, or another user's
+        pass  # there is no link: the file system has none, or it is another user's folder
     listing = list_runs(root)
     if listing.skipped:
         say(listing.skipped)
     if not listing.runs:
         others = f" of yours ({listing.others} of other users: `stoker runs --all`)" if listing.others else ""
-        there = [f"{escape(one.dir)} is a speedrun: --runs-dir {escape(one.runs_dir)}" for one in list_speedruns(root)]
-        hint = "; ".join(there[:3]) or "name another folder with --runs-dir"
+        hints = [
+            f"{escape(speedrun.dir)} is a speedrun: --runs-dir {escape(speedrun.runs_dir)}"
+            for speedrun in list_speedruns(root)[:3]
+        ]
+        hint = "; ".join(hints) or "name another folder with --runs-dir"
         raise errors.Refusal(f"no runs{others} in {escape(os.path.abspath(root))}; {hint}", errors.EX_NOINPUT)
     return listing.runs[-1]
 
 
 def split_latest(path: str) -> tuple[str, str] | None:
-    """Return (runs folder, what follows) of a path through a runs folder's `latest`, such as runs/latest/hf, else None.
+    """Return (runs folder, rest) of a path through a runs folder's `latest`, such as runs/latest/hf; None for other paths.
 
-    It is one where we have runs there and `latest` is a link, is missing, or is another user's. A folder of that name that is
+    The folder must have runs of ours, and `latest` must be a link, missing, or another user's: a folder of that name that is
     ours is an ordinary folder.
     """
-    parts = path.split("/")
-    for at in (at for at, part in enumerate(parts) if part == layout.LATEST):
-        latest, root = _split(parts, at)
-        if os.path.isdir(latest) and not os.path.islink(latest) and not _whose(latest, root):
+    for latest, root, rest in _latest_parts(path):
+        if os.path.isdir(latest) and not os.path.islink(latest) and not _other_owner(latest, root):
             continue
-        if root != "." or os.path.islink(latest):
-            try:
-                runs = all_runs(root)
-            except errors.Refusal:  # a folder that we can't list has no runs of ours
-                continue
-            if runs:
-                return root, "/".join(filter(None, parts[at + 1 :]))
+        if (root != "." or os.path.islink(latest)) and _newest_own_run(root) is not None:
+            return root, "/".join(rest)
     return None
 
 
@@ -225,70 +227,138 @@ def is_latest(which: str) -> bool:
     return which == layout.LATEST or split_latest(which) is not None
 
 
-def _split(parts: list[str], at: int) -> tuple[str, str]:
-    """(the path up to `latest`, the folder that it is in)."""
-    return "/".join(parts[: at + 1]), "/".join(parts[:at]) or ("/" if at else ".")
-
-
 def through_latest(path: str, say: Callable[[str], None] = terminal.print_status) -> str:
-    """Return the path with the run instead of a link `latest`, which may lead to another run later.
+    """Return the path with the run that `latest` means in place of `latest`, which may link to another run later.
 
-    Where `latest` is another user's (in a shared folder anybody may make it, as a link or a folder), it is our newest run
-    there; without runs of ours there, the path stays what it is.
+    Where `latest` is another user's (in a shared folder anybody may make it, as a link or a folder), our newest run there is
+    used; without runs of ours there, the path stays unchanged.
     """
-    parts = path.split("/")
-    for at in (at for at, part in enumerate(parts) if part == layout.LATEST):
-        latest, root = _split(parts, at)
-        whose = _whose(latest, root)
-        if not whose:
+    for latest, root, rest in _latest_parts(path):
+        owner = _other_owner(latest, root)
+        if not owner:
             if os.path.islink(latest):
-                return os.path.join(os.path.dirname(latest), os.readlink(latest), *filter(None, parts[at + 1 :]))
+                return os.path.join(os.path.dirname(latest), os.readlink(latest), *rest)
             continue
-        try:
-            runs = all_runs(root)
-        except errors.Refusal:  # a folder that we can't list has no runs of ours
-            continue
-        if runs:
-            say(f"{escape(latest)} {whose}: your newest run there is used, {escape(runs[-1].dir)}")
-            return os.path.join(runs[-1].dir, *filter(None, parts[at + 1 :]))
+        run = _newest_own_run(root)
+        if run is not None:
+            say(f"{escape(latest)} {owner}: your newest run there is used, {escape(run.dir)}")
+            return os.path.join(run.dir, *rest)
     return path
 
 
-def _whose(latest: str, root: str) -> str:
-    """Who else has made it, or what it leads to. Empty: there is none, or all of it is ours."""
+def _latest_parts(path: str) -> list[tuple[str, str, list[str]]]:
+    """Return (path up to it, the folder it is in, the parts after it) for each part of a path that is `latest`."""
+    parts = path.split("/")
+    return [
+        ("/".join(parts[: at + 1]), "/".join(parts[:at]) or ("/" if at else "."), [p for p in parts[at + 1 :] if p])
+        for at, part in enumerate(parts)
+        if part == layout.LATEST
+    ]
+
+
+def _newest_own_run(root: str) -> RunRecord | None:
     try:
-        link = os.lstat(latest)
+        runs = all_runs(root)
+    except errors.Refusal:  # we have no runs in a folder that we can't list
+        return None
+    return runs[-1] if runs else None
+
+
+def _other_owner(latest: str, root: str) -> str:
+    """Return which other user owns `latest` or what it links to; empty if there is none, or all of it is ours."""
+    try:
+        status = os.lstat(latest)
     except OSError:
         return ""
-    is_link = stat.S_ISLNK(link.st_mode)
-    if not safe_io.is_own_uid(link.st_uid, root):
-        return f"is a {'link' if is_link else 'folder'} of {safe_io.user_name(link.st_uid)}"
+    if not safe_io.is_own_uid(status.st_uid, root):
+        kind = "link" if stat.S_ISLNK(status.st_mode) else "folder"
+        return f"is a {kind} of {safe_io.user_name(status.st_uid)}"
     try:
-        target = os.stat(latest).st_uid
+        target_uid = os.stat(latest).st_uid
     except OSError:
         return "leads nowhere"
-    return "" if safe_io.is_own_uid(target, root) else f"leads to a folder of {safe_io.user_name(target)}"
+    return "" if safe_io.is_own_uid(target_uid, root) else f"leads to a folder of {safe_io.user_name(target_uid)}"
 
 
-def _no_run(which: str, root: str, listing: RunListing) -> errors.Refusal:
-    shown = escape(which, 100)
+def _no_such_run(which: str, root: str, listing: RunListing) -> errors.Refusal:
+    name = escape(which, 100)
     path = os.path.join(root, which)
-    broken = dict(listing.damaged).get(which)
-    if broken:
-        return errors.Refusal(f"the record of run {shown} is damaged: {broken}", errors.EX_DATAERR)
+    damage = dict(listing.damaged).get(which)
+    if damage:
+        return errors.Refusal(f"the record of run {name} is damaged: {damage}", errors.EX_DATAERR)
     if os.sep not in which and os.path.isdir(path):
         uid = os.lstat(path).st_uid
         if not safe_io.is_own_uid(uid, root):
             user = safe_io.user_name(uid)
-            line = f"run {shown} in {escape(root)} belongs to {user}: to read it give its path, {escape(path)}"
+            line = f"run {name} in {escape(root)} belongs to {user}: to read it give its path, {escape(path)}"
             return errors.Refusal(line, errors.EX_NOPERM)
-    for place in (which, path):
-        if (speedrun := speedrun_at(place.rstrip(os.sep))) is not None:
-            line = f"{shown} is a speedrun: name a run of its stages, with --runs-dir {escape(speedrun.runs_dir)}"
+    for folder in (which, path):
+        if (speedrun := speedrun_at(folder.rstrip(os.sep))) is not None:
+            line = f"{name} is a speedrun: name a run of its stages, with --runs-dir {escape(speedrun.runs_dir)}"
             return errors.Refusal(line, errors.EX_NOINPUT)
-    hint = suggest(
-        os.path.basename(which.rstrip(os.sep)), [*(run.name for run in listing.runs), *(run.id for run in listing.runs)]
-    )
+    names = [*(run.name for run in listing.runs), *(run.id for run in listing.runs)]
+    hint = suggest(os.path.basename(which.rstrip(os.sep)), names)
     if not hint and listing.runs:
         hint = f"; `stoker runs` lists the {len(listing.runs)} there"
-    return errors.Refusal(f"no run {shown!r} in {escape(os.path.abspath(root))}{escape(hint)}", errors.EX_NOINPUT)
+    return errors.Refusal(f"no run {name!r} in {escape(os.path.abspath(root))}{escape(hint)}", errors.EX_NOINPUT)
+
+
+@frozen
+class Speedrun:
+    """A speedrun in a folder of runs: a folder with the runs of its stages, and chain.json beside them."""
+
+    dir: str
+    state: str  # completed, running, failed or unfinished
+    stages: int
+    done: int
+    stage: str  # the one that is running, failed or next; empty if all are done
+
+    @property
+    def runs_dir(self) -> str:
+        return os.path.join(self.dir, STAGES)
+
+    @property
+    def line(self) -> str:
+        at = f" at stage {self.stage}" if self.stage else ""
+        count = f"{self.done} of {self.stages} stages done" if self.stages else "no stage has begun"
+        command = f"`stoker runs --runs-dir {escape(shlex.quote(self.runs_dir))}` lists the runs of its stages"
+        return f"{escape(self.dir)} is a speedrun, {self.state}{at}: {count}; {command}"
+
+
+def list_speedruns(root: str) -> list[Speedrun]:
+    """Return this user's speedruns, by name."""
+    try:
+        names = sorted(os.listdir(root))
+    except OSError:
+        return []
+    speedruns = (speedrun_at(os.path.join(root, name)) for name in names)
+    return [speedrun for speedrun in speedruns if speedrun is not None]
+
+
+def speedrun_at(path: str) -> Speedrun | None:
+    """Return the speedrun in a folder, or None if it is not one of this user's."""
+    try:
+        folder, stages_folder = os.lstat(path), os.lstat(os.path.join(path, STAGES))
+    except OSError:
+        return None
+    is_speedrun = stat.S_ISDIR(folder.st_mode) and stat.S_ISDIR(stages_folder.st_mode)
+    if not is_speedrun or not safe_io.is_own_uid(folder.st_uid, os.path.dirname(path) or "."):
+        return None
+    chain = read_json(os.path.join(path, CHAIN))
+    rows = chain.get("stages") if isinstance(chain, dict) else None
+    rows = rows if isinstance(rows, list) else []
+    stages = [(str(row.get("name")), row.get("status")) for row in rows if isinstance(row, dict)]
+    unfinished = [(escape(name, 60), status) for name, status in stages if status != "done"]
+    state, stage = "completed" if stages else "unfinished", ""
+    if unfinished:
+        failed = [name for name, status in unfinished if status == "failed"]
+        state, stage = ("failed", failed[0]) if failed else ("unfinished", unfinished[0][0])
+    lock = os.path.join(path, LOCK)
+    try:
+        pid = read_text(lock).strip()
+    except (OSError, ValueError):
+        pid = ""
+    # It is running if the process in its lock file is ours and has that file open.
+    if is_digits(pid) and process_owner(int(pid)) == os.getuid() and has_open_for_writing(int(pid), lock):
+        state, stage = "running", next((name for name, status in unfinished if status == "running"), stage)
+    return Speedrun(path, state, len(stages), len(stages) - len(unfinished), stage)

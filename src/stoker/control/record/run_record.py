@@ -1,6 +1,6 @@
-"""Reads run directories while they are written, after a crash, or damaged: what can't be read is `Damaged`, in one line.
+"""Reads run directories while they are written, after a crash, or damaged.
 
-Another user's record is read like any other. `Run.mine` says whose it is: only our own runs are resumed or signalled.
+Another user's record is read like any other, but only runs with `RunRecord.mine` are resumed or signalled.
 """
 
 from __future__ import annotations
@@ -15,23 +15,22 @@ from stoker.contract import errors, layout, safe_io, text
 from stoker.contract.errors import parsing
 from stoker.contract.evidence import Verdict
 from stoker.contract.frozen import frozen, replace
-from stoker.contract.process import find_process, process_owner
+from stoker.contract.process import find_process, kernel_lines, process_owner
 from stoker.contract.text import escape
-from stoker.control.record import ownership
 
 
 class Damaged(Exception):
-    """A run's record that can't be read, and why: one line, printable."""
+    """Raised for a record that can't be read; the message is one printable line."""
 
 
 @frozen
 class RunRecord:
     dir: str
     id: str
-    data: dict[str, Any]  # run.json, checked (_check)
+    data: dict[str, Any]  # run.json, checked by _check_types
     verdict: Verdict | None
     uid: int
-    mine: bool
+    mine: bool  # this user's
 
     @property
     def name(self) -> str:
@@ -43,9 +42,9 @@ class RunRecord:
 
     @property
     def launcher(self) -> tuple[int, int, str]:
-        """(pid, start ticks, host) of the process that runs it, as the record has it."""
-        who = self.data.get("launcher") or {}
-        return who.get("pid") or 0, who.get("start") or 0, who.get("host") or ""
+        """The recorded (pid, start time in ticks, host) of the process that runs it."""
+        launcher = self.data.get("launcher") or {}
+        return launcher.get("pid") or 0, launcher.get("start") or 0, launcher.get("host") or ""
 
     @property
     def ranks(self) -> int:
@@ -69,7 +68,7 @@ class RunRecord:
 
 
 def read_json(path: str) -> Any:
-    """None when it isn't there or isn't whole."""
+    """Return the value of a JSON file, or None if the file is missing or incomplete."""
     try:
         return safe_io.read_json(path)
     except (OSError, ValueError):
@@ -77,7 +76,7 @@ def read_json(path: str) -> Any:
 
 
 def load_run(run_dir: str) -> RunRecord | None:
-    """None where there is no record, or a damaged one."""
+    """Return the run's record, or None if there is none or it is damaged."""
     try:
         return read_run(run_dir)
     except Damaged:
@@ -85,57 +84,60 @@ def load_run(run_dir: str) -> RunRecord | None:
 
 
 def read_run(run_dir: str) -> RunRecord | None:
-    """Return the run's record, or None where there is none. Raises Damaged."""
+    """Return the run's record, or None if there is none. Raises Damaged."""
     try:
         with parsing("it", Damaged):
-            return _read(run_dir)
+            return _read_record(run_dir)
     except errors.Refusal as problem:
         raise Damaged(problem.line) from problem
 
 
-def _read(run_dir: str) -> RunRecord | None:
+def _read_record(run_dir: str) -> RunRecord | None:
     try:
         uid = os.stat(run_dir).st_uid
-        data = _json_file(run_dir, layout.RUN)
+        data = _read_json_file(run_dir, layout.RUN)
     except FileNotFoundError:
         return None
     except OSError as problem:
         raise Damaged(f"can't be read: {problem.strerror}") from problem
-    _check(data)
+    _check_types(data)
     try:
-        os.close(_open(run_dir, layout.EVENTS))
+        os.close(_open_file(run_dir, layout.EVENTS))
     except FileNotFoundError:
-        pass  # the run has not begun, or somebody has tidied up
+        pass  # the run is starting, or the file was removed
     verdict: Verdict | None
     try:
-        verdict = Verdict.from_json(_json_file(run_dir, layout.VERDICT))
+        verdict = Verdict.from_json(_read_json_file(run_dir, layout.VERDICT))
     except (FileNotFoundError, TypeError, Damaged):
-        verdict = _verdict_in_events(run_dir)  # none yet, of another version, or damaged: the run is listed without it
+        verdict = _verdict_from_events(run_dir)  # there is none yet, it is of another version, or damaged
     mine = safe_io.is_own_uid(uid, os.path.dirname(run_dir))
     return RunRecord(run_dir, os.path.basename(run_dir), data, verdict, uid, mine)
 
 
-def _verdict_in_events(run_dir: str) -> Verdict | None:
-    """Where verdict.json could not be written: the last event, unless a newer start or attempt follows it."""
-    last: dict[str, Any] | None = None
+def _verdict_from_events(run_dir: str) -> Verdict | None:
+    """Return the verdict in the last event, for a run whose verdict.json could not be written.
+
+    None if a newer start or attempt follows it.
+    """
+    newest: dict[str, Any] | None = None
     for event in read_events(run_dir, tail=1 << 16):
         if event["event"] in ("run", "attempt"):
-            last = None
+            newest = None
         elif event["event"] == "verdict":
-            last = event
-    if last is None:
+            newest = event
+    if newest is None:
         return None
     fields = ("status", "cause", "summary", "exit_code", "rank")
     try:
-        told = Verdict.from_json({name: last[name] for name in fields if name in last})
+        verdict = Verdict.from_json({name: newest[name] for name in fields if name in newest})
     except TypeError:
         return None
-    return replace(told, evidence=("from events.jsonl: there is no verdict.json",))
+    return replace(verdict, evidence=("from events.jsonl: there is no verdict.json",))
 
 
-def _json_file(run_dir: str, name: str) -> Any:
+def _read_json_file(run_dir: str, name: str) -> Any:
     """Return the value of a JSON file of the record. Raises FileNotFoundError or Damaged."""
-    with os.fdopen(_open(run_dir, name), "rb", buffering=0) as file:
+    with os.fdopen(_open_file(run_dir, name), "rb", buffering=0) as file:
         data = file.read()
     try:
         return text.parse_json(data)
@@ -143,7 +145,7 @@ def _json_file(run_dir: str, name: str) -> Any:
         raise Damaged(f"{name} is not JSON: {escape(str(problem), 80)}") from problem
 
 
-def _open(run_dir: str, name: str) -> int:
+def _open_file(run_dir: str, name: str) -> int:
     """Open a file of the record. Raises FileNotFoundError, or Damaged if it is a link, a named pipe or the like."""
     try:
         return safe_io.open_below(run_dir, name)
@@ -154,27 +156,28 @@ def _open(run_dir: str, name: str) -> int:
         raise Damaged(f"{name} {why}") from problem
 
 
-def _check(data: Any) -> None:
-    """Of run.json: what Stoker reads again has its type, or is missing."""
+def _check_types(data: Any) -> None:
+    """Raise Damaged if a value of run.json that Stoker reads is present and has the wrong type."""
     if not isinstance(data, dict):
         raise Damaged(f"{layout.RUN} is not a JSON object")
     for name in ("launcher", "plan", "environment", "hosts", "versions", "request"):
         if not isinstance(data.get(name), (dict, type(None))):
             raise Damaged(f"{layout.RUN}: {name} is not an object")
     launcher, plan = data.get("launcher") or {}, data.get("plan") or {}
-    for where, name in ((data, "name"), (data, "config_hash"), (launcher, "host")):
-        if not isinstance(where.get(name), (str, type(None))):
+    for values, name in ((data, "name"), (data, "config_hash"), (launcher, "host")):
+        if not isinstance(values.get(name), (str, type(None))):
             raise Damaged(f"{layout.RUN}: {name} is not a text")
     of_launcher = ((launcher, "pid", 1 << 22), (launcher, "start", 1 << 62))
-    for where, name, most in ((data, "started", 1e11), (plan, "world_size", 1e7), *of_launcher):
-        value = where.get(name)
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        fits = whole or (name == "started" and isinstance(value, float))
-        if value is not None and not (fits and 0 <= value <= most):
-            raise Damaged(f"{layout.RUN}: {name} is not a number from 0 to {most:g}")
+    for values, name, maximum in ((data, "started", 1e11), (plan, "world_size", 1e7), *of_launcher):
+        value = values.get(name)
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        is_number = is_integer or (name == "started" and isinstance(value, float))
+        if value is not None and not (is_number and 0 <= value <= maximum):
+            raise Damaged(f"{layout.RUN}: {name} is not a number from 0 to {maximum:g}")
 
 
 def size_of(path: str) -> int:
+    """Return the size of a file in bytes, 0 if it is missing."""
     try:
         return os.lstat(path).st_size
     except OSError:
@@ -182,36 +185,36 @@ def size_of(path: str) -> int:
 
 
 def read_events(run_dir: str, tail: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the run's events, each with a kind and a time; a line that is half written is left out.
+    """Yield the run's events, each with "event" and "time"; an incomplete line is left out.
 
-    `tail`: only those in so many bytes at the end.
+    With `tail`, only those in that many bytes at the end of the file.
     """
     try:
         handle = safe_io.open_below(run_dir, layout.EVENTS)
     except OSError:
-        return  # there is none yet
+        return  # there are none yet
     with os.fdopen(handle, "rb") as file:
         if tail and os.fstat(handle).st_size > tail:
             file.seek(-tail, os.SEEK_END)
             file.readline()
         for line in file:
-            event = _event(line)
+            event = _parse_event(line)
             if event is not None:
                 yield event
 
 
 def last_time(run_dir: str) -> float | None:
-    """Of its newest event."""
+    """Return the time of the newest event, or None."""
     try:
         with os.fdopen(safe_io.open_below(run_dir, layout.EVENTS), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
             lines = file.read(1 << 16).splitlines(keepends=True)
     except OSError:
         return None
-    return next((float(event["time"]) for event in map(_event, reversed(lines)) if event is not None), None)
+    return next((float(event["time"]) for event in map(_parse_event, reversed(lines)) if event is not None), None)
 
 
-def _event(line: bytes) -> dict[str, Any] | None:
+def _parse_event(line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n"):
         return None
     try:
@@ -225,26 +228,58 @@ def _event(line: bytes) -> dict[str, Any] | None:
 
 
 def is_alive(run: RunRecord) -> bool | None:
-    """Is its launcher there: the process in the record, if ours and writing that record. None: can't be told."""
+    """Return whether the run's launcher is alive and still writes its record; None if that can't be told from here."""
     pid, start, host = run.launcher
     if not run.mine or (host and host != os.uname().nodename):
         return None
-    now = find_process(pid) if pid > 0 else None
-    if now is None or now.start != start or now.state == "Z" or process_owner(pid) != os.getuid():
+    process = find_process(pid) if pid > 0 else None
+    if process is None or process.start != start or process.state == "Z" or process_owner(pid) != os.getuid():
         return False
-    return ownership.writes_to(pid, os.path.join(run.dir, layout.EVENTS))
+    return has_open_for_writing(pid, os.path.join(run.dir, layout.EVENTS))
+
+
+def has_open_for_writing(pid: int, path: str) -> bool | None:
+    """Return whether a process has a file open for writing, which no record can fake; None without permission to look."""
+    folder, name = os.path.split(path)
+    folder = os.path.realpath(folder)
+    try:
+        handles = os.listdir(f"/proc/{pid}/fd")
+    except PermissionError:
+        return None
+    except OSError:
+        return False
+    for handle in handles:
+        link = f"/proc/{pid}/fd/{handle}"
+        try:
+            target = os.readlink(link).removesuffix(" (deleted)")
+            if os.path.basename(target) != name:
+                continue
+            info = kernel_lines(f"/proc/{pid}/fdinfo/{handle}")
+            flags = next((int(line.split()[1], 8) for line in info if line.startswith("flags:")), 0)
+            if flags & os.O_ACCMODE == os.O_RDONLY:
+                continue
+            # The name counts even if the file was removed: its launcher is alive. The inode counts where a mount shows
+            # the file under another path.
+            if os.path.dirname(target) == folder or os.path.samestat(
+                os.stat(link), os.stat(os.path.join(folder, name))
+            ):
+                return True
+        except (OSError, ValueError):
+            continue  # closed meanwhile
+    return False
 
 
 def is_over(run: RunRecord) -> bool:
-    """Nothing more will come of it. Of one on another host nobody here knows: it is over with its verdict."""
-    said = run_status(run)
-    if said == "unknown":
-        said = run_status(load_run(run.dir) or run)
-    return said not in ("running", "unknown")
+    """Return whether the run has ended; a run on another host has ended once it has a verdict."""
+    status = run_status(run)
+    if status == "unknown":
+        status = run_status(load_run(run.dir) or run)
+    return status not in ("running", "unknown")
 
 
 def run_status(run: RunRecord) -> str:
-    living = is_alive(run)
-    if run.verdict is not None and not living:
+    """Return the verdict's status, or running, unknown (on another host) or lost (its launcher is gone)."""
+    alive = is_alive(run)
+    if run.verdict is not None and not alive:
         return run.verdict.status
-    return {True: "running", None: "unknown", False: "lost"}[living]
+    return {True: "running", None: "unknown", False: "lost"}[alive]

@@ -1,6 +1,6 @@
 """Writes a run directory. Every file survives a crash at any byte: JSON is replaced, JSON lines are appended whole.
 
-Text is masked (contract/masking.py) when it is written, but not what ranks print: their logs are kept as they came.
+Secrets are masked (contract/masking.py) in all text except what ranks print: their logs are not changed.
 """
 
 from __future__ import annotations
@@ -24,54 +24,56 @@ if TYPE_CHECKING:
     from stoker.control.record.history import HistoryPoint, HistoryWriter
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-VERDICT_ROOM = 1 << 16
-EVENTS_ROOM = 1 << 16
+VERDICT_RESERVE = 1 << 16  # bytes of disk space reserved at the start
+EVENTS_RESERVE = 1 << 16
 
 
 @frozen
-class Lost:
-    """What could not be written to one file, and why."""
+class LostOutput:
+    """What could not be written to one file."""
 
     bytes: int
     why: str
 
 
 class RunWriter:
-    """The run directory's one writer, the coordinator's. What can't be written is counted, and the run goes on."""
+    """The launcher's writer, the only one of a run directory. What can't be written is counted, and the run continues."""
 
     def __init__(self, run_dir: str, host: str, reopened: bool) -> None:
         self.dir = run_dir
         self._host = host
         self._logs: dict[str, int] = {}
-        self._lost: dict[str, Lost] = {}
+        self._lost: dict[str, LostOutput] = {}
         self._history: HistoryWriter | None = None
-        root = os.path.dirname(run_dir)
         try:
-            # Held open to the end: another folder under the same name is not this run's.
-            self._folder = _open_own(run_dir)
+            # Open until the end: another folder with the same name is not this run's.
+            self._folder = _open_own_dir(run_dir)
             if reopened:
-                self._put_verdict_aside()
+                # The previous verdict is not this start's: keep it under another name.
+                verdict = os.path.join(run_dir, layout.VERDICT)
+                if os.path.exists(verdict):
+                    os.replace(verdict, os.path.join(run_dir, f"verdict-before-{int(time.time())}.json"))
             self._events = os.open(os.path.join(run_dir, layout.EVENTS), APPEND, 0o644)
             self._console = os.open(os.path.join(run_dir, layout.CONSOLE), APPEND, 0o644)
-            self._reserve = _reserve(os.path.join(run_dir, layout.RESERVE))
+            self._reserve = _reserve_space(os.path.join(run_dir, layout.RESERVE))
         except OSError as problem:
-            raise cannot_write(root, problem) from problem
+            raise cannot_write(os.path.dirname(run_dir), problem) from problem
 
     def begin(self, run: dict[str, Any], first_attempt: int) -> str:
-        """run.json, first event, link to the newest run. The last chance to refuse a full disk. Returns a notice."""
+        """Write run.json and the first event, and link `latest` to the run.
+
+        Returns a line to print if the link could not be set, else "". Raises Refusal if the disk is full.
+        """
+        root = os.path.dirname(self.dir)
         try:
             data = {"schema": layout.SCHEMA, **mask_json(run)}
-            write_json(os.path.join(self.dir, layout.RUN), data, durable=False)  # ranks wait for this one
-            at = os.fstat(self._console).st_size  # where the launcher's lines of this start begin
-            start = {"began": run["started"], "attempt": first_attempt, "console_at": at}
-            os.write(self._events, self._line("run", start))
+            write_json(os.path.join(self.dir, layout.RUN), data, durable=False)  # fsync would delay the ranks
+            offset = os.fstat(self._console).st_size  # where the launcher's lines of this start begin
+            start = {"began": run["started"], "attempt": first_attempt, "console_at": offset}
+            os.write(self._events, self._event_line("run", start))
         except OSError as problem:
-            raise cannot_write(os.path.dirname(self.dir), problem) from problem
-        return self._point_latest()
-
-    def _point_latest(self) -> str:
-        """Why the link was not set: another user's, or a file system without links. Nothing depends on it."""
-        link = os.path.join(os.path.dirname(self.dir), layout.LATEST)
+            raise cannot_write(root, problem) from problem
+        link = os.path.join(root, layout.LATEST)
         temporary = temporary_name(link)
         try:
             os.symlink(os.path.basename(self.dir), temporary)
@@ -80,37 +82,33 @@ class RunWriter:
             except OSError:
                 os.unlink(temporary)
                 raise
-        except OSError as problem:
-            newest = "commands without a RUN take your newest run all the same"
+        except OSError as problem:  # another user's link, or a file system without links
+            newest = "commands without a RUN still take your newest run"
             return f"{escape(link)} stays as it is: {problem.strerror}; {newest}"
         return ""
 
-    def _put_verdict_aside(self) -> None:
-        """The verdict of the attempts before is not this start's: kept under another name."""
-        old = os.path.join(self.dir, layout.VERDICT)
-        if os.path.exists(old):
-            os.replace(old, os.path.join(self.dir, f"verdict-before-{int(time.time())}.json"))
-
-    def _line(self, kind: str, more: dict[str, Any]) -> bytes:
+    def _event_line(self, kind: str, fields: dict[str, Any]) -> bytes:
         event = {"schema": layout.SCHEMA, "time": round(time.time(), 6), "event": kind, "host": self._host}
-        event |= mask_json(more)
+        event |= mask_json(fields)
         return json.dumps(event, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
-    def event(self, kind: str, **more: Any) -> None:
-        self._append(self._events, self._line(kind, more), layout.EVENTS)
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append an event to events.jsonl."""
+        self._append(self._events, self._event_line(kind, fields), layout.EVENTS)
 
     def say(self, line: str) -> None:
+        """Append one of the launcher's lines to its log."""
         self._append(self._console, mask_text(line).encode("utf-8", "backslashreplace") + b"\n", layout.CONSOLE)
 
     def _is_in_place(self) -> bool:
-        """Whether the run directory is still the one that this run began in."""
+        """Return whether the path still leads to the run directory that was opened."""
         try:
             return os.path.samestat(os.fstat(self._folder), os.lstat(self.dir))
         except OSError:
             return False
 
     def require_place(self) -> None:
-        """Refused where ranks would find another run directory, and resume from what lies in that."""
+        """Raise Refusal if the run directory was replaced: ranks would resume from what lies in the other one."""
         if not self._is_in_place():
             moved = f"the run directory {escape(self.dir)} was moved or replaced during the run"
             fix = "start the run again with --runs-dir and a folder that is yours alone"
@@ -118,28 +116,27 @@ class RunWriter:
             raise errors.Refusal(line, errors.EX_CANTCREAT, cause="launch.runs-dir")
 
     def attempt(self, number: int) -> None:
-        """Its folder."""
+        """Create the folder of an attempt."""
         self.require_place()
         try:
-            folder = layout.attempt_dir(self.dir, number)
-            os.makedirs(folder, exist_ok=True)
-            self._forget_progress()
+            os.makedirs(layout.attempt_dir(self.dir, number), exist_ok=True)
+            self._remove_progress()
         except OSError as problem:
             raise cannot_write(self.dir, problem) from problem
 
-    def _forget_progress(self) -> None:
-        """Of a rank that was killed in the middle of something."""
+    def _remove_progress(self) -> None:
+        """Remove the progress file, which a killed rank leaves."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(layout.PROGRESS, dir_fd=self._folder)
 
     def output(self, path: str, data: bytes) -> None:
-        """A rank's bytes, to its file, as they came."""
+        """Append a rank's output, unchanged, to its log."""
         handle = self._logs.get(path)
         if handle is None:
             try:
                 handle = os.open(path, APPEND, 0o644)
             except OSError as problem:
-                self._lose(path, len(data), problem)
+                self._count_lost(path, len(data), problem)
                 return
             self._logs[path] = handle
         self._append(handle, data, path)
@@ -149,16 +146,16 @@ class RunWriter:
             os.close(handle)
         self._logs.clear()
 
-    def moment(self, moment: HistoryPoint) -> None:
-        """Of the run's history."""
+    def moment(self, point: HistoryPoint) -> None:
+        """Append a point to the run's history."""
         if self._history is None:
-            from stoker.control.record.history import HistoryWriter  # no launch waits for it
+            from stoker.control.record.history import HistoryWriter  # the launch does not need it
 
-            self._history = HistoryWriter(self._folder, self._lose)
-        self._history.write(moment)
+            self._history = HistoryWriter(self._folder, self._count_lost)
+        self._history.write(point)
 
     def close_history(self) -> None:
-        """At the end of an attempt: the next one goes on in the same files."""
+        """Close the history at the end of an attempt; the next attempt appends to the same files."""
         if self._history is not None:
             self._history.close()
             self._history = None
@@ -169,30 +166,31 @@ class RunWriter:
             try:
                 view = view[os.write(handle, view) :]
             except OSError as problem:
-                if handle == self._events and problem.errno in FULL and self._give_up_reserve():
+                if handle == self._events and problem.errno in FULL and self._free_events_reserve():
                     continue
-                self._lose(name, len(view), problem)
+                self._count_lost(name, len(view), problem)
                 return
 
-    def _lose(self, name: str, count: int, problem: OSError) -> None:
+    def _count_lost(self, name: str, count: int, problem: OSError) -> None:
         before = self._lost[name].bytes if name in self._lost else 0
-        self._lost[name] = Lost(before + count, problem.strerror or str(problem))
+        self._lost[name] = LostOutput(before + count, problem.strerror or str(problem))
 
-    def _give_up_reserve(self) -> bool:
-        """Frees the reserved space beyond the verdict's part, once: room for the last events."""
-        if os.fstat(self._reserve).st_size <= VERDICT_ROOM:
+    def _free_events_reserve(self) -> bool:
+        """Free the reserved space for the last events, and keep the verdict's; False if that was done before."""
+        if os.fstat(self._reserve).st_size <= VERDICT_RESERVE:
             return False
-        os.ftruncate(self._reserve, VERDICT_ROOM)
+        os.ftruncate(self._reserve, VERDICT_RESERVE)
         return True
 
-    def lost(self) -> dict[str, Lost]:
-        """What could not be written since the last call, by file."""
-        gone, self._lost = self._lost, {}
-        return gone
+    def lost(self) -> dict[str, LostOutput]:
+        """Return what could not be written since the last call, by file."""
+        lost, self._lost = self._lost, {}
+        return lost
 
     def save(self, path: str, data: Any, durable: bool = True) -> None:
+        """Replace a file with a text, or with a value as JSON, both masked."""
         if not self._is_in_place():
-            self._lose(path, 1, OSError(errno.ESTALE, "the run directory was moved or replaced"))
+            self._count_lost(path, 1, OSError(errno.ESTALE, "the run directory was moved or replaced"))
             return
         try:
             if isinstance(data, str):
@@ -202,14 +200,14 @@ class RunWriter:
             else:
                 write_json(path, mask_json(data), durable)
         except OSError as problem:
-            self._lose(path, 1, problem)
+            self._count_lost(path, 1, problem)
 
     def verdict(self, verdict: Verdict) -> None:
-        """Into space that was reserved at the start: a disk that is full by now must not cost the run its ending."""
+        """Write the verdict into the space that was reserved at the start: the disk may be full by now."""
         path = os.path.join(self.dir, layout.VERDICT)
         text = json.dumps(mask_json(verdict.to_json()), indent=1, ensure_ascii=False)
         data = text.encode("utf-8", "backslashreplace") + b"\n"
-        if len(data) > VERDICT_ROOM:
+        if len(data) > VERDICT_RESERVE:
             self.save(path, verdict.to_json())
         else:
             try:
@@ -218,14 +216,14 @@ class RunWriter:
                 os.fsync(self._reserve)
                 os.rename(layout.RESERVE, layout.VERDICT, src_dir_fd=self._folder, dst_dir_fd=self._folder)
             except OSError as problem:
-                self._lose(path, len(data), problem)
-        with contextlib.suppress(OSError):  # a disk that is read-only by now: the run is over all the same
-            self._forget_progress()
+                self._count_lost(path, len(data), problem)
+        with contextlib.suppress(OSError):  # the disk may be read-only by now; the run is over in any case
+            self._remove_progress()
         self.event("verdict", **pick_fields(verdict, "status", "cause", "rank", "exit_code", "summary"))
 
 
-def _open_own(run_dir: str) -> int:
-    """A descriptor of a run directory that is a real folder and ours."""
+def _open_own_dir(run_dir: str) -> int:
+    """Return a descriptor of a run directory. Raises Refusal if it is a link or another user's."""
     try:
         handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as problem:
@@ -239,11 +237,11 @@ def _open_own(run_dir: str) -> int:
     raise errors.Refusal(line, errors.EX_NOPERM)
 
 
-def _reserve(path: str) -> int:
-    """With blocks allocated now, for the verdict and last events; where the file system can't, nothing is kept."""
+def _reserve_space(path: str) -> int:
+    """Return a file with disk blocks for the verdict and the last events; without blocks if the file system can't."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
-        os.posix_fallocate(handle, 0, VERDICT_ROOM + EVENTS_ROOM)
+        os.posix_fallocate(handle, 0, VERDICT_RESERVE + EVENTS_RESERVE)
     except OSError as problem:
         if problem.errno in FULL:
             os.close(handle)
@@ -253,7 +251,7 @@ def _reserve(path: str) -> int:
 
 
 def make_private(root: str) -> None:
-    """The folder of private runs (layout.private_runs)."""
+    """Create the folder of private runs (layout.private_runs_root). Raises PermissionError if another user could write to it."""
     base = os.path.dirname(os.path.dirname(root))
     os.makedirs(base, mode=0o700, exist_ok=True)
     problem = safe_io.why_shared(base)
@@ -263,7 +261,9 @@ def make_private(root: str) -> None:
 
 
 def cannot_write(folder: str, problem: OSError) -> errors.Refusal:
-    full = problem.errno in FULL
-    why = "its disk or quota is full" if full else problem.strerror or str(problem)
-    line = f"the runs folder {folder} can't be written: {why}; {'make room, or ' if full else ''}choose another with --runs-dir"
-    return errors.Refusal(line, errors.EX_CANTCREAT, cause="launch.no-space" if full else "launch.runs-dir")
+    """Return the refusal for a runs folder that can't be written."""
+    is_full = problem.errno in FULL
+    why = "its disk or quota is full" if is_full else problem.strerror or str(problem)
+    fix = f"{'make room, or ' if is_full else ''}choose another with --runs-dir"
+    line = f"the runs folder {folder} can't be written: {why}; {fix}"
+    return errors.Refusal(line, errors.EX_CANTCREAT, cause="launch.no-space" if is_full else "launch.runs-dir")

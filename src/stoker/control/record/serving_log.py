@@ -1,5 +1,7 @@
-"""serving/rank-N.jsonl: what a server has done, a line of totals every two seconds. `stoker serve` writes it into its run
-directory, viewers read it: they need no API key. Rates are differences of totals.
+"""serving/rank-N.jsonl: a server's totals, one line every two seconds.
+
+`stoker serve` writes the file into its run directory, and viewers read it without an API key. Rates are differences of
+totals.
 """
 
 from __future__ import annotations
@@ -7,8 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from stoker.contract import layout
 from stoker.contract.frozen import as_json, fields_of, frozen
@@ -16,20 +17,21 @@ from stoker.contract.safe_io import APPEND, PRIVATE, open_below, write_atomic
 from stoker.contract.text import parse_json
 from stoker.contract.typed_values import Real, known_fields
 
-EVERY_S = 2.0  # between two lines
-RATE_S = 30.0  # rates are means over so long
-STALE_S = 15.0  # without a line: the server is gone or hangs, and nothing is known of its rate
-MAX_BYTES = 1 << 20  # beyond that every second line is dropped: of totals nothing but resolution is lost
-_RECENT = 64  # lines that are never dropped
+EVERY_S = 2.0  # between lines
+RATE_S = 30.0  # rates are means over this time
+STALE_S = 15.0  # after this time without a line the server hangs or has ended, and its rates are unknown
+MAX_BYTES = 1 << 20  # beyond it every second line is dropped: since lines are totals, only resolution is lost
+_RECENT_LINES = 64  # never dropped
 _TAIL_BYTES = 1 << 14
+_FILE_NAME = re.compile(r"rank-([0-9]{1,6})\.jsonl")
 
 
 @frozen
 class ServerSample:
-    """Totals since the run began, and what is under way, at one moment."""
+    """Totals since the run began, and the requests in progress, at one point in time."""
 
     time: Real
-    requests: int  # completions that ended
+    requests: int  # finished completions
     prompt_tokens: int
     tokens: int  # generated
     running: int
@@ -42,94 +44,84 @@ TOTALS = ("requests", "prompt_tokens", "tokens")
 
 @frozen
 class ServerRates:
-    requests: Real | None = None  # a second
-    tokens: Real | None = None  # generated a second
+    requests: Real | None = None  # per second
+    tokens: Real | None = None  # generated tokens per second
 
 
 class ServerLog:
-    """Appends a server's samples. Totals go on from those of the server that this one replaces."""
+    """Appends a server's samples. Totals continue from those of the server that this one replaces."""
 
     def __init__(self, run_dir: str, rank: int) -> None:
         folder = os.path.join(run_dir, layout.SERVING)
         os.makedirs(folder, 0o700, exist_ok=True)
-        self._path = os.path.join(folder, _name(rank))
-        before = read_samples(run_dir, _TAIL_BYTES).get(rank, ())
-        self._before = {name: getattr(before[-1], name) if before else 0 for name in TOTALS}
+        self._path = os.path.join(folder, _file_name(rank))
+        previous = read_samples(run_dir, _TAIL_BYTES).get(rank, ())
+        self._initial = {name: getattr(previous[-1], name) if previous else 0 for name in TOTALS}
         self._size = os.path.getsize(self._path) if os.path.exists(self._path) else 0
 
     def write(self, sample: ServerSample) -> None:
-        totals = {name: self._before[name] + getattr(sample, name) for name in TOTALS}
+        totals = {name: self._initial[name] + getattr(sample, name) for name in TOTALS}
+        line = json.dumps({"schema": layout.SCHEMA, **as_json(sample), **totals})
         handle = os.open(self._path, APPEND, PRIVATE)
         try:
-            self._size += os.write(handle, _line({**as_json(sample), **totals}))
+            self._size += os.write(handle, line.encode() + b"\n")
         finally:
             os.close(handle)
         if self._size > MAX_BYTES:
-            self._thin()
-
-    def _thin(self) -> None:
-        with open(self._path, "rb") as file:
-            lines = file.read().splitlines(keepends=True)
-        data = b"".join([*lines[:-_RECENT:2], *lines[-_RECENT:]])
-        write_atomic(self._path, data, durable=False)
-        self._size = len(data)
+            with open(self._path, "rb") as file:
+                lines = file.read().splitlines(keepends=True)
+            data = b"".join([*lines[:-_RECENT_LINES:2], *lines[-_RECENT_LINES:]])
+            write_atomic(self._path, data, durable=False)
+            self._size = len(data)
 
 
-def read_samples(run_dir: str, most: int = 2 * MAX_BYTES) -> dict[int, tuple[ServerSample, ...]]:
-    """Return the samples of each replica by its rank, oldest first: those in the last `most` bytes of its file."""
+def read_samples(run_dir: str, max_bytes: int = 2 * MAX_BYTES) -> dict[int, tuple[ServerSample, ...]]:
+    """Return each replica's samples by its rank, oldest first: those in the last `max_bytes` of its file."""
     try:
         names = os.listdir(os.path.join(run_dir, layout.SERVING))
     except OSError:
         return {}
-    ranks = sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
-    samples = {rank: _samples_in(run_dir, rank, most) for rank in ranks}
-    return {rank: found for rank, found in samples.items() if found}
+    ranks = sorted(int(match[1]) for name in names if (match := _FILE_NAME.fullmatch(name)))
+    by_rank = {rank: _read_file(run_dir, rank, max_bytes) for rank in ranks}
+    return {rank: samples for rank, samples in by_rank.items() if samples}
 
 
 def recent_samples(run_dir: str) -> dict[int, tuple[ServerSample, ...]]:
-    """Return the samples that rates need."""
+    """Return the samples that `rates` needs."""
     return read_samples(run_dir, _TAIL_BYTES)
 
 
 def rates(samples: Sequence[ServerSample], now: float) -> ServerRates:
-    """Return requests and generated tokens a second over the last half minute; None where that is not known."""
+    """Return the rates over the last half minute; None where they are unknown."""
     newest = samples[-1]
-    first = next(one for one in samples if one.time >= newest.time - RATE_S)
-    seconds = newest.time - first.time
+    oldest = next(sample for sample in samples if sample.time >= newest.time - RATE_S)
+    seconds = newest.time - oldest.time
     if seconds <= 0 or now - newest.time > STALE_S:
         return ServerRates()
-    return ServerRates(
-        max(0, newest.requests - first.requests) / seconds, max(0, newest.tokens - first.tokens) / seconds
-    )
+    requests, tokens = newest.requests - oldest.requests, newest.tokens - oldest.tokens
+    return ServerRates(max(0, requests) / seconds, max(0, tokens) / seconds)
 
 
-def _name(rank: int) -> str:
+def _file_name(rank: int) -> str:
     return f"rank-{rank}.jsonl"
 
 
-_FILE = re.compile(r"rank-([0-9]{1,6})\.jsonl")
-
-
-def _line(values: Mapping[str, Any]) -> bytes:
-    return json.dumps({"schema": layout.SCHEMA, **values}).encode() + b"\n"
-
-
-def _samples_in(run_dir: str, rank: int, most: int) -> tuple[ServerSample, ...]:
-    """Return the samples of a file, without lines that are torn or of another kind."""
+def _read_file(run_dir: str, rank: int, max_bytes: int) -> tuple[ServerSample, ...]:
+    """Return the samples of a file; incomplete lines and lines of another kind are left out."""
     try:
-        with os.fdopen(open_below(run_dir, f"{layout.SERVING}/{_name(rank)}"), "rb") as file:
-            skipped = max(0, os.fstat(file.fileno()).st_size - most)
+        with os.fdopen(open_below(run_dir, f"{layout.SERVING}/{_file_name(rank)}"), "rb") as file:
+            skipped = max(0, os.fstat(file.fileno()).st_size - max_bytes)
             file.seek(skipped)
-            lines = file.read(most).split(b"\n")[bool(skipped) : -1]
+            lines = file.read(max_bytes).split(b"\n")[bool(skipped) : -1]
     except OSError:
         return ()
-    found: list[ServerSample] = []
+    samples: list[ServerSample] = []
     for line in lines:
         try:
             values = parse_json(line)
         except ValueError:
             continue
-        known = known_fields(ServerSample, values) if isinstance(values, dict) else {}
-        if len(known) == len(fields_of(ServerSample)) and (not found or known["time"] > found[-1].time):
-            found.append(ServerSample(**known))
-    return tuple(found)
+        fields = known_fields(ServerSample, values) if isinstance(values, dict) else {}
+        if len(fields) == len(fields_of(ServerSample)) and (not samples or fields["time"] > samples[-1].time):
+            samples.append(ServerSample(**fields))
+    return tuple(samples)

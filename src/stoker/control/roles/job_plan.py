@@ -27,9 +27,9 @@ from stoker.control.launch.coordinator import Coordinator, Ended
 from stoker.control.machine.gpu_lock import GpuLocks
 from stoker.control.machine.model import Gpu
 from stoker.control.plan import request, run_json
-from stoker.control.plan.file_changes import contents_of
 from stoker.control.plan.options import RunOptions
 from stoker.control.plan.request import Request
+from stoker.control.plan.run_changes import content_digests
 from stoker.control.plan.run_dir import RunDir, discard_run_dir, open_run_dir
 from stoker.control.plan.run_plan import RankPlan, RolePlan, RunPlan
 from stoker.control.record.run_writer import RunWriter
@@ -217,7 +217,7 @@ def _role_request(spec: RoleSpec, options: RunOptions) -> Request:
 def _programs(specs: Sequence[RoleSpec], options: RunOptions) -> tuple[tuple[str, str], ...]:
     """Return the digests of the roles' programs. A role that is a `stoker train` compares its own inputs when it starts."""
     programs = (_role_request(spec, options) for spec in specs if not trains(spec.command))
-    return tuple(pair for request in programs for pair in contents_of(request))
+    return tuple(pair for request in programs for pair in content_digests(request))
 
 
 def _check_training(spec: RoleSpec) -> None:

@@ -21,7 +21,7 @@ from stoker.contract.text import escape, parse_json
 from stoker.contract.typed_values import read_fields
 from stoker.contract.yaml_text import YamlError, parse_yaml
 from stoker.control.record import run_record
-from stoker.control.record.metrics_log import parse_metrics
+from stoker.control.record.metrics_log import read_metrics
 from stoker.training.checkpoint.reading import Checkpoint, open_checkpoint
 from stoker.training.generate.finding import HF, RESULT, Found
 from stoker.training.model import adapters, hf, outside
@@ -59,7 +59,7 @@ def card_of(run: str, stage: str = "") -> str:
         raise Refusal(f"{path} can't be read: {getattr(problem, 'strerror', None) or problem}", EX_DATAERR) from problem
     rows = [f"| {key} | {shown} |" for key in _TOLD if (shown := _shown(told, key))]
     numbers: dict[str, object] = {}
-    for line in parse_metrics(run):
+    for line in read_metrics(run):
         numbers |= {key: line[key] for key in _NUMBERS if isinstance(line.get(key), (int, float))}
     results = [f"| {key} | {value} |" for key, value in numbers.items()]
     parts = [

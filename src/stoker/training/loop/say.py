@@ -14,7 +14,7 @@ from stoker.contract.masking import mask_json, mask_text
 from stoker.contract.progress import Progress
 from stoker.contract.text import escape_lines
 from stoker.contract.units import format_clock
-from stoker.control.record.metrics_log import MetricsReader
+from stoker.control.record.metrics_log import MetricsWriter
 from stoker.training.balance.plan import Plan
 from stoker.training.loop.config import check_loggers
 from stoker.training.loop.learner import Validation
@@ -91,7 +91,7 @@ class Voice:
         self._group, self._steps, self._every = group, 0, log_every
         self._metrics_every = metrics_every or log_every
         self._last: dict[str, Any] = {}  # the newest metrics line: a validation's repeats it
-        self._metrics: MetricsReader | None = None
+        self._metrics: MetricsWriter | None = None
         self._loggers: list[Logger] = []
         self._progress: Progress | None = None
 
@@ -100,7 +100,7 @@ class Voice:
         self._steps = steps
         if self._group.first:
             self._progress = Progress("training", steps, done=resumed_at)
-            self._metrics = MetricsReader(folder, resumed_at)
+            self._metrics = MetricsWriter(folder, resumed_at)
             self._loggers = open_loggers(log_to, folder, config, self.say)
 
     def say(self, text: str) -> None:

@@ -19,7 +19,7 @@ from stoker.contract.masking import mask_text
 from stoker.contract.safe_io import read_json, write_atomic
 from stoker.contract.text import escape_lines
 from stoker.control.record import ownership
-from stoker.control.record.metrics_log import parse_metrics
+from stoker.control.record.metrics_log import read_metrics
 from stoker.training.config.derived import derivable
 from stoker.training.config.keys import as_yaml
 from stoker.training.config.layers import Origin
@@ -200,7 +200,7 @@ def run_directory(c: Config, group: Group) -> str:
 def learned(folder: str, steps: int, tokens: int) -> dict[str, Any]:
     """The numbers of a stage that trained, in this attempt or one before: from the metrics it left."""
     newest: dict[str, Any] = dict.fromkeys(("loss", "val_loss", "val_bits_per_byte", "val_right"))
-    for line in parse_metrics(folder):
+    for line in read_metrics(folder):
         newest |= {key: line[key] for key in newest if key in line}
     before = os.path.join(folder, BEFORE)  # what train.eval_first measured, if it was asked to
     told = read_json(before) if os.path.exists(before) else {}

@@ -17,7 +17,7 @@ import stoker
 from stoker.contract.errors import EX_DATAERR, Refusal
 from stoker.contract.frozen import frozen
 from stoker.contract.text import escape
-from stoker.control.record.rollouts_log import Rollout, Rollouts
+from stoker.control.record.rollouts_log import Rollout, RolloutsWriter
 from stoker.training.evaluate.grading import Grader, open_question
 from stoker.training.rl.last_position import PositionFile, described
 from stoker.training.rl.parts import (
@@ -248,9 +248,9 @@ class RolloutLog:
 
     def __init__(self, folder: str, resumed_at: int, megabytes: int, say: Callable[[str], None]) -> None:
         self._say = say
-        self._file: Rollouts | None = None
+        self._file: RolloutsWriter | None = None
         if megabytes:
-            self._try(lambda: self._open(Rollouts(folder, resumed_at, megabytes << 20)))
+            self._try(lambda: self._open(RolloutsWriter(folder, resumed_at, megabytes << 20)))
 
     def __call__(
         self, step: int, weights: Callable[[Any], int], answers: Sequence[Any], judged: Judged, labels: Sequence[str]
@@ -269,7 +269,7 @@ class RolloutLog:
             )  # fmt: skip
             self._try(lambda: file.write(made))
 
-    def _open(self, file: Rollouts) -> None:
+    def _open(self, file: RolloutsWriter) -> None:
         self._file = file
 
     def _try(self, work: Callable[[], None]) -> None:

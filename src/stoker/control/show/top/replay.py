@@ -11,7 +11,7 @@ from stoker.contract.frozen import replace
 from stoker.contract.text import escape
 from stoker.contract.units import format_duration
 from stoker.control.record import run_record
-from stoker.control.record.history import EVERY_S, HistoryColumns, HistoryPoint, whole_history
+from stoker.control.record.history import EVERY_S, HistoryColumns, HistoryPoint, read_full_history
 from stoker.control.show.collector import GPU_SERIES, HOST_SERIES, recorded_hosts
 from stoker.control.show.curves import Curve, MetricsTail
 from stoker.control.show.run_tail import RECENT, RunTail
@@ -29,7 +29,7 @@ class Replay:
 
     def __init__(self, record: run_record.RunRecord) -> None:
         self._record = record
-        self.points = whole_history(record.dir)
+        self.points = read_full_history(record.dir)
         self._events = list(record.events())
         self._metrics = MetricsTail(record.dir)
         self._metrics.read_new()
