@@ -108,7 +108,9 @@ class Evidence:
     stopped_at: float = 0.0  # when Stoker began to stop the ranks, for any reason
     steps_reached: int = 0  # --stop-after-steps was reached, so Stoker ended the ranks
     stall: Stall | None = None  # the stall that was known when the attempt ended
-    trouble: tuple[dict[str, Any], ...] = ()  # reasons for which Stoker stopped the job: verdict/catalogue.py:make_report
+    trouble: tuple[
+        dict[str, Any], ...
+    ] = ()  # reasons for which Stoker stopped the job: verdict/catalogue.py:make_report
     regrouping: str = ""  # a host that came back: the ranks were ended after a checkpoint to let it join
     notes: tuple[str, ...] = ()  # observations that ended nothing: a straggler, a loss of NaN
     checkpoint: SavedCheckpoint | None = None  # the newest complete one in the run directory

@@ -252,9 +252,7 @@ class LiveRun:
         data = run_json.enrich(self.record.dir, self.request, plan)
         self.record.save(os.path.join(self.record.dir, layout.RUN), data, durable=False)
 
-    def _start(
-        self, plan: RunPlan, place: RunDir, number: int, address: str, port: int, more: dict[str, str]
-    ) -> None:
+    def _start(self, plan: RunPlan, place: RunDir, number: int, address: str, port: int, more: dict[str, str]) -> None:
         own = {**more, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
         own["TORCHELASTIC_RESTART_COUNT"] = str(number - place.first_attempt)
         here = HostTarget(workdir=self._cwd, interface=self._interface)

@@ -274,7 +274,9 @@ def planned(
     return RunPlan(tuple(places), tuple(roles), tuple(hosts), False, False, {}, tuple(lines), {})
 
 
-def order_lines(specs: Sequence[RoleSpec], dealt: Mapping[str, Sequence[RankSlot]], ports: Mapping[str, int]) -> list[str]:
+def order_lines(
+    specs: Sequence[RoleSpec], dealt: Mapping[str, Sequence[RankSlot]], ports: Mapping[str, int]
+) -> list[str]:
     found = []
     for spec in specs:
         seats = dealt[spec.name]

@@ -69,7 +69,8 @@ def deal(
         spec = next(spec for spec in specs if spec.name == name)
         need = each(spec, cards)
         found[name] = tuple(
-            RankSlot(mine[at].host if mine else "", tuple(mine[at : at + need])) for at in range(0, len(mine), need or 1)
+            RankSlot(mine[at].host if mine else "", tuple(mine[at : at + need]))
+            for at in range(0, len(mine), need or 1)
         )
     for spec in specs:
         there = len({seat.host for seat in found[spec.name]})

@@ -45,7 +45,9 @@ class RoleEnvironment:
 
 
 class RoleRun:
-    def __init__(self, spec: RoleSpec, given: RoleEnvironment, seating: GpuSharing, root: str, console: Console) -> None:
+    def __init__(
+        self, spec: RoleSpec, given: RoleEnvironment, seating: GpuSharing, root: str, console: Console
+    ) -> None:
         """`root`: the folder of the job's roles."""
         self.spec, self.given = spec, given
         self._seating = seating
