@@ -212,7 +212,9 @@ def test_what_nvml_and_proc_say_is_shown_safely(
     check_text(out)
     assert json.loads(out)["examination"]["machine"]["gpus"][0]["name"] == EVIL
     monkeypatch.setattr(
-        clean_command.debris, "find_locks", lambda: ([Lock(f"GPU-{EVIL}", True, EVIL)], [f"{EVIL} is no lock file"])
+        clean_command.stale_files,
+        "find_locks",
+        lambda: ([Lock(f"GPU-{EVIL}", True, EVIL)], [f"{EVIL} is no lock file"]),
     )
     main(["clean"])
     out, _ = capfd.readouterr()
