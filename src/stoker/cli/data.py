@@ -58,7 +58,9 @@ def main(argv: list[str]) -> int:
         print(build_show_parser().format_help(), end="")
         return 0 if argv else EX_USAGE
     if argv[0] not in _ACTIONS:
-        raise Refusal(f"no `stoker data {argv[0]}`{suggest(argv[0], _ACTIONS)}; there is {_ACTIONS[0]}", EX_USAGE)
+        raise Refusal(
+            f"no `stoker data {argv[0]}`{suggest(argv[0], _ACTIONS)}; the only action is {_ACTIONS[0]}", EX_USAGE
+        )
     args = build_show_parser().parse_args(argv[1:])
     if args.context_length < 2 or args.rows < 0:
         raise Refusal("--context-length must be at least 2, and --rows at least 0", EX_USAGE)
@@ -74,8 +76,14 @@ def main(argv: list[str]) -> int:
         if not args.json:
             _print_file(shown, args.tokenizer, args.context_length)
     if args.json:
-        print_json({"schema": 1, "tokenizer": args.tokenizer, "context_length": args.context_length,
-                    "files": [as_json(shown) for shown in files]})  # fmt: skip
+        print_json(
+            {
+                "schema": 1,
+                "tokenizer": args.tokenizer,
+                "context_length": args.context_length,
+                "files": [as_json(shown) for shown in files],
+            }
+        )
     return 0
 
 

@@ -84,14 +84,16 @@ def main(argv: list[str]) -> int:
 
         write_bundle(args.bundle, examination, findings, runs_dir)
     if args.json:
-        print_json({
-            "schema": 1,
-            "exit_code": check.exit_code(findings),
-            "checks": [one.id for one in checks],
-            "findings": as_json(findings),
-            "advice": advice(examination, findings),
-            "examination": examination.to_json(),
-        })  # fmt: skip
+        print_json(
+            {
+                "schema": 1,
+                "exit_code": check.exit_code(findings),
+                "checks": [one.id for one in checks],
+                "findings": as_json(findings),
+                "advice": advice(examination, findings),
+                "examination": examination.to_json(),
+            }
+        )
     else:
         _print_report(examination, findings, len(checks))
         for label, path in (("bundle", args.bundle), ("recorded machine", args.record)):

@@ -58,6 +58,14 @@ PROBE_STEPS = 5
 _NO_MEASUREMENT = "the probe measured no GPU memory: `stoker doctor` shows whether there is a GPU"
 # Flags that only one stage has.
 _OF_STAGE = {"rows": GRPO, "bits": GRPO, "new_tokens": GRPO, "reward_model": GRPO, "kl": GRPO, "no_likelihood": REWARD}
+_RANGES = {
+    "context_length": (2, 1 << 24),
+    "micro": (1, 1 << 16),
+    "lora_rank": (1, 4096),
+    "samples": (1, 1 << 20),
+    "rows": (1, 1 << 16),
+    "new_tokens": (1, 1 << 20),
+}
 # Flags that are keys of the configuration of `stoker train`.
 _KEYS = {
     "context_length": "data.context_length",
@@ -196,7 +204,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     for name, stage in _OF_STAGE.items():
         if args.stage != stage and getattr(args, name) != parser.get_default(name):
             raise Refusal(f"--{name.replace('_', '-')} is for --stage {stage}, and this is {args.stage}", EX_USAGE)
-    for name, low, high in (("context_length", 2, 1 << 24), ("micro", 1, 1 << 16), ("lora_rank", 1, 4096), ("samples", 1, 1 << 20), ("rows", 1, 1 << 16), ("new_tokens", 1, 1 << 20)):  # fmt: skip
+    for name, (low, high) in _RANGES.items():
         value = getattr(args, name)
         if value != parser.get_default(name) and not low <= value <= high:
             flag = f"--{name.replace('_', '-')}"

@@ -66,13 +66,15 @@ def main(argv: list[str]) -> int:
         return 0
     climb = climber.climb({ladder.ALL})
     if as_data:
-        print_json({
-            "schema": 1,
-            "script": request.script,
-            "status": climb.verdict.status if climb.verdict else "passed",
-            **as_json(climb),
-            "scaling": as_json(ladder.scaling(climb.climbed, climb.world_size)),
-        })  # fmt: skip
+        print_json(
+            {
+                "schema": 1,
+                "script": request.script,
+                "status": climb.verdict.status if climb.verdict else "passed",
+                **as_json(climb),
+                "scaling": as_json(ladder.scaling(climb.climbed, climb.world_size)),
+            }
+        )
     else:
         for line in format_report(climb):
             print_text(line)

@@ -59,7 +59,14 @@ GROUPS = {
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
 # Every command is in the module of its name, with functions main and build_parser, except for these: their module has
 # functions NAME_main and build_NAME_parser.
-MODULES = {"attach": "follow", "logs": "follow", "detach": "stop", "compare": "plot", "prepare": "data", "completion": "docs"}  # fmt: skip
+MODULES = {
+    "attach": "follow",
+    "logs": "follow",
+    "detach": "stop",
+    "compare": "plot",
+    "prepare": "data",
+    "completion": "docs",
+}
 # Names that other programs use for a command.
 ALIASES = {"ls": "runs", "ps": "runs", "list": "runs", "status": "runs", "kill": "stop", "cancel": "stop"}
 # Words that are suggested for, but not run: they could mean more than one thing, or would need a second word.

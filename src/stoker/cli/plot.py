@@ -231,15 +231,19 @@ def compare_main(argv: list[str]) -> int:
     difference = noise(tails[0].curve(metric), tails[1].curve(metric))
     at_equal_steps = _values_at_equal_steps(tails, metric)
     if args.json:
-        print_json({
-            "schema": 1,
-            "runs": [run.id for run in runs],
-            "metric": metric,
-            "at_equal_step": {name: {"step": step, "values": values} for name, (step, values) in at_equal_steps.items()},
-            "settings": {name: list(values) for name, values in settings},
-            "results": [{name: value for name, (value, _) in result.items()} for result in results],
-            "noise": as_json(difference) | {"beyond": difference.beyond} if difference is not None else None,
-        })  # fmt: skip
+        print_json(
+            {
+                "schema": 1,
+                "runs": [run.id for run in runs],
+                "metric": metric,
+                "at_equal_step": {
+                    name: {"step": step, "values": values} for name, (step, values) in at_equal_steps.items()
+                },
+                "settings": {name: list(values) for name, values in settings},
+                "results": [{name: value for name, (value, _) in result.items()} for result in results],
+                "noise": as_json(difference) | {"beyond": difference.beyond} if difference is not None else None,
+            }
+        )
         return 0
     columns = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else 120
     header = ("", *(escape(run.id, 60) for run in runs))

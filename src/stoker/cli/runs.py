@@ -76,12 +76,14 @@ def main(argv: list[str]) -> int:
     chosen = chosen[-args.limit :] if args.limit else chosen
     speedruns = list_speedruns(root) if not args.filter else []
     if args.json:
-        print_json({
-            "schema": 1,
-            "runs": [_run_json(run) for run in chosen],
-            "speedruns": [as_json(speedrun) | {"runs_dir": speedrun.runs_dir} for speedrun in speedruns],
-            "others_left_out": others,
-        })  # fmt: skip
+        print_json(
+            {
+                "schema": 1,
+                "runs": [_run_json(run) for run in chosen],
+                "speedruns": [as_json(speedrun) | {"runs_dir": speedrun.runs_dir} for speedrun in speedruns],
+                "others_left_out": others,
+            }
+        )
         return 0
     left_out = plural(others, "folder")
     hint = f"{left_out} of other users: `stoker runs --all`" if others else ""
