@@ -451,7 +451,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves(stoker: Stoker, tmp_path: Pat
         return seen.index(words, begin) + len(words)
 
     try:
-        place = until("> ", until("Ctrl-D leaves", 0))
+        place = until("> ", until("Ctrl-D exits", 0))
         os.write(ours, b"fox\n")
         place = until("\r\n" * 5, until("fox", place))
         process.send_signal(signal.SIGINT)

@@ -292,8 +292,8 @@ def test_a_hosts_file_whose_env_can_t_be_replaced_stays_as_it_is(tmp_path: Path)
     ("argv", "line"),
     [
         (["chek"], "no `stoker cluster chek` (did you mean check?); there are check and init"),
-        (["check", "--hosts", "a,b", "--tune"], "--tune writes what helps to a hosts file"),
-        (["check", "--hosts", "a,b", "--tune", "--quick"], "--tune writes what helps to a hosts file"),
+        (["check", "--hosts", "a,b", "--tune"], "--tune writes to a hosts file"),
+        (["check", "--hosts", "a,b", "--tune", "--quick"], "--tune writes to a hosts file"),
         (["check", "--hosts", "a,b", "--parameters", "lots"], "is not a number of parameters"),
         (["check"], "no hosts given"),
     ],

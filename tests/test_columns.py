@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import re
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from conftest import Stoker, Terminal
-from stoker.cli.main import COMMANDS
+from stoker.cli import cluster, data, train
+from stoker.cli.main import COMMANDS, load_command
 from stoker.contract.options import OptionParser
 from stoker.contract.terminal import wrap_text
 
@@ -40,14 +40,9 @@ def test_a_line_breaks_between_words_and_a_command_stays_whole() -> None:
 
 
 def parsers() -> dict[str, OptionParser]:
-    found: dict[str, OptionParser] = {}
-    for name in COMMANDS:
-        module = import_module(f"stoker.cli.{name}")
-        for part in vars(module):
-            if part == "parser" or (part.endswith("_parser") and part != "whole_parser"):  # that one is for completion
-                made = getattr(module, part)
-                found[f"{name} {part}"] = made() if name != "train" else made("sft", short=True)
-    return found
+    found = {name: load_command(name)[1]() for name in COMMANDS}
+    found |= {"train sft": train.build_parser("sft", short=True), "data show": data.build_show_parser()}
+    return found | {"cluster check": cluster.build_check_parser(), "cluster init": cluster.build_init_parser()}
 
 
 def test_a_command_that_ends_a_line_gets_one_of_its_own() -> None:

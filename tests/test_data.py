@@ -538,7 +538,7 @@ def test_the_command_prepares_says_what_and_imports_no_torch(stoker: Stoker) -> 
     ]
     done = stoker(*command)
     assert done.code == 0, done.err
-    assert "1 document, made in" in done.out and "held out" in done.out and "cache/datasets/" in done.out
+    assert "1 document, prepared in" in done.out and ", validation " in done.out and "cache/datasets/" in done.out
     told = json.loads(stoker(*command, "--json", "--verify").out)
     assert (
         told["schema"] == 1

@@ -138,7 +138,7 @@ def test_this_machine(stoker: Stoker) -> None:
         and told["examination"]["machine"]["hostname"] == os.uname().nodename
     )
     assert set(told["checks"]) == {id for id in check.load_checks() if not id.startswith("torch.")}
-    assert re.search(r" GiB memory free; torch not looked at\n", stoker("doctor", "--only", "env.").out)
+    assert re.search(r" GiB memory free; torch not checked\n", stoker("doctor", "--only", "env.").out)
 
 
 def test_record_replay_and_bundle(stoker: Stoker) -> None:

@@ -21,7 +21,7 @@ import pytest
 
 from conftest import EVERYTHING, Stoker, at_length, wait_for
 from forked_ranks import free_port
-from stoker.cli.run import parser, split
+from stoker.cli.run import build_parser, split
 from stoker.control.plan.options import TORCHRUN_VARIABLES
 
 pytestmark = pytest.mark.skipif(
@@ -211,7 +211,7 @@ def test_every_flag_and_variable_of_torchruns() -> None:
             [sys.executable, "-c", ASK_TORCHRUN], capture_output=True, text=True, check=True, timeout=120
         ).stdout
     )
-    ours = parser()._option_string_actions
+    ours = build_parser()._option_string_actions
     named = {dest: strings for dest, strings, *_ in flags if strings and dest != "help"}
     assert not [
         string

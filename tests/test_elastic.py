@@ -255,7 +255,7 @@ def test_a_host_whose_agent_and_guardian_are_frozen_is_taken_over(stoker: Stoker
     assert wait_for(lambda: True if joins in console(stoker) else None, 20), console(stoker)
     run.terminate()
     assert run.wait(100) == 128 + signal.SIGTERM
-    assert "restarts: 1 (causes: host.lost, which --max-restarts does not count)" in stoker("why").out
+    assert "restarts: 1 (causes: host.lost, not counted by --max-restarts)" in stoker("why").out
     assert wait_for(lambda: True if not any(netcluster.pids(n) for n in range(3)) else None, 15)
 
 

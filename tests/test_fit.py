@@ -707,7 +707,7 @@ def test_an_epochs_time_and_cost_and_where_the_speed_comes_from(stoker: Stoker, 
         (("--gpus", "8GB", "--bits", "4"), "--bits is for --stage grpo"), (("--gpus", "8GB", "--stage", "grpo", "--bits", "4", "--method", "lora"), "--bits 4 is for --method qlora"),
         (("--gpus", "8GB", "--stage", "grpo", "--new-tokens", "2048"), "leaves no tokens for a prompt"), (("--gpus", "8GB", "--stage", "grpo", "--kl", "-1"), "--kl -1"),
         (("--gpus", "8GB", "--stage", "grpo", "--reward-model", "nowhere"), "nowhere"), (("--gpus", "8GB", "--stage", "dpo", "--no-likelihood"), "is for --stage reward"),
-        (("--gpus", "8GB", "--stage", "grpo", "--embedding", "host"), "--embedding host: stage grpo writes answers"),
+        (("--gpus", "8GB", "--stage", "grpo", "--embedding", "host"), "--embedding host: stage grpo generates"),
         (("--method", "dora"), "invalid choice"), (("--gpu", "8GB"), "unknown option --gpu (did you mean --gpus?)"),
     ],
 )  # fmt: skip
@@ -821,7 +821,7 @@ def test_fit_and_train_print_the_same_numbers_for_the_same_job(
     flag, path = rows_for(stage, tmp_path)
     monkeypatch.chdir(tmp_path)
     described = [gpu_json(at, name=card.name, memory_total=card.total, memory_used=0) for at, card in enumerate(cards(gpus))]  # fmt: skip
-    monkeypatch.setattr(train, "look", lambda: machine_from_json(machine_json(described)))
+    monkeypatch.setattr(train, "observe_machine", lambda: machine_from_json(machine_json(described)))
     started: list[Request] = []
     monkeypatch.setattr(run, "start", lambda request, ended: started.append(request) or 0)
     monkeypatch.setattr(os, "environ", dict(os.environ))
@@ -1071,7 +1071,7 @@ def test_a_resume_keeps_the_optimizer_that_a_plan_chose_whatever_the_card_is_now
 
     def request(total: int, *more: str) -> Request:
         machine = machine_from_json(machine_json([gpu_json(0, memory_total=total, memory_used=0)]))
-        monkeypatch.setattr(train, "look", lambda: machine)
+        monkeypatch.setattr(train, "observe_machine", lambda: machine)
         words = ["sft", "--model.load", str(small), "--data", "chats.jsonl", "--data.validation", "0", "--name", "kept"]
         assert train.main([*words, "--max-steps", "3", "--context-length", "256", *more]) == 0
         return started[-1]
@@ -1196,10 +1196,10 @@ def test_no_rank_is_started_for_weights_that_the_memory_cant_hold(
     started: list[Any] = []
     monkeypatch.setattr("stoker.cli.run.start", lambda *request: started.append(request) or 0)
     words = ["sft", "--device", "cpu", "--model.load", "m", "--data", "chats.jsonl", "--validation", "0", *flag]
-    here, least = train.look(), (100 << 20) + int(width * parameters(SHAPE))
-    monkeypatch.setattr(train, "look", lambda: replace(here, memory_total=least))
+    here, least = train.observe_machine(), (100 << 20) + int(width * parameters(SHAPE))
+    monkeypatch.setattr(train, "observe_machine", lambda: replace(here, memory_total=least))
     assert train.main(words) == 0 and len(started) == 1
-    monkeypatch.setattr(train, "look", lambda: replace(here, memory_total=least - 1))
+    monkeypatch.setattr(train, "observe_machine", lambda: replace(here, memory_total=least - 1))
     with pytest.raises(Refusal, match="this does not fit: 1 rank on the CPU with"):
         train.main(words)
     assert len(started) == 1

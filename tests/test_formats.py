@@ -377,14 +377,14 @@ def test_pairs_of_the_hub_are_fetched_once_before_ranks_start(tmp_path: Path, mo
 
     monkeypatch.setattr(train, "fetch", fetch)
     config = recipe_settings(["--dpo.pairs", "owner/name:default:train_prefs", "--preset", "small"], False, {}).config
-    made = train._fetched("dpo", config)
+    made = train._fetch_hub_inputs("dpo", config)
     assert (
         made.dpo.pairs == "cache/hub/rows.jsonl"
         and made.dpo.held_out == ""
         and asked == ["owner/name:default:train_prefs"]
     )
     (tmp_path / "owner").mkdir()
-    assert train._fetched("dpo", config) == config, "a folder of ours: it is a path"
+    assert train._fetch_hub_inputs("dpo", config) == config, "a folder of ours: it is a path"
 
 
 def test_the_datasets_library_reads_a_folder_of_files_as_a_hub_id(
@@ -424,13 +424,13 @@ def test_show_uses_or_lists_every_row_of_published_pairs(stoker: Stoker, tmp_pat
     done = stoker("data", "show", hh, ultra)
     assert done.code == 0, done.err
     assert f"{hh}: format preference (chosen and rejected answers), 300 rows" in done.out
-    assert "297 pairs used" in done.out and "3 rows left out:" in done.out
+    assert "297 pairs used" in done.out and "3 rows dropped:" in done.out
     assert (
         "chosen has an empty answer (row 11)" in done.out
         and "chosen and rejected are the same text (row 21)" in done.out
     )
     assert "more tokens than the context length 1024 (row 31)" in done.out
-    assert f"{ultra}: format preference" in done.out and "50 pairs used" in done.out and "0 rows left out" in done.out
+    assert f"{ultra}: format preference" in done.out and "50 pairs used" in done.out and "0 rows dropped" in done.out
     assert done.out.count("--- row 1, chosen") == 2 and "assistant\n⟦4<|im_end|>⟧" in done.out
     assert "\x1b" not in done.out and sorted(os.listdir(stoker.cwd)) == before, "nothing is written"
     told = json.loads(stoker("data", "show", hh, "--json").out)["files"][0]

@@ -1168,7 +1168,7 @@ def test_a_role_whose_reward_is_zero_since_its_server_died_stops_after_ten_steps
     assert [json.loads(line)["reward"] > 0 for line in metrics.read_text().splitlines()] == [True] * 3 + [False] * 10
     own = json.loads(stoker("why", f"{done.run_dir.name}/trainer", "--json").out)
     assert (own["cause"], own["exit_code"], own["retryable"]) == ("grpo.no-signal", EX_SOFTWARE, False)
-    assert stoker("rollouts").out.startswith("624 answers of 13 steps"), "of the role that has some"
+    assert stoker("rollouts").out.startswith("624 completions of 13 steps"), "of the role that has some"
 
 
 def prompts_of_two_kinds(path: Path) -> str:

@@ -31,8 +31,8 @@ def test_a_word_with_another_meaning_is_answered(stoker: Stoker) -> None:
     for word, meant in {"torchrun": "stoker run", "sft": "stoker train sft", "nvitop": "stoker top"}.items():
         done = stoker(word, "x")
         assert done.code == 64 and f"did you mean `{meant}`?" in done.err and done.err.count("\n") == 1, done.err
-    commands = {word.split()[1] for word in main.MEANT.values()}
-    assert commands <= main.COMMANDS.keys() and not main.MEANT.keys() & main.COMMANDS.keys()
+    commands = {word.split()[1] for word in main.SUGGESTED.values()}
+    assert commands <= main.COMMANDS.keys() and not main.SUGGESTED.keys() & main.COMMANDS.keys()
 
 
 def test_help_lists_every_command_once_in_groups_of_80_columns(stoker: Stoker) -> None:
@@ -94,7 +94,7 @@ def test_chat_answers_slash_words_itself(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(chat, "_answer", lambda *_, **__: pytest.fail("it went to the model"))
     assert chat._converse(talk) == 0
     said = capsys.readouterr().err
-    assert said.count("/quit or Ctrl-D leaves") == 2 and "no command /what" in said and talk._turns == []
+    assert said.count("/quit or Ctrl-D exits") == 2 and "no command /what" in said and talk._turns == []
 
 
 @pytest.mark.parametrize(

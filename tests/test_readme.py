@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from conftest import Stoker, at_length, at_length_but, machine_json
+from stoker.cli.main import MODULES, load_command
 
 ROOT = Path(__file__).parents[1]
 GUIDES = ("quickstart", "launching", "diagnosis", "training", "smallcard", "a40s", "pods", "lan", "startup", "nan")
@@ -410,9 +411,11 @@ def test_the_words_of_a_command_that_is_not_run(row: Row) -> None:
         assert find_spec(given.training_script) is not None
         return
     assert Path(program).name == "stoker"
-    command = import_module(f"stoker.cli.{words.pop(0)}")
-    sub = getattr(command, f"{words[0]}_parser", None) if words else None  # of a command of a command
-    assert sub().parse_args(words[1:]) if sub else command.parser().parse_args(words)
+    name = words.pop(0)
+    module = import_module(f"stoker.cli.{MODULES.get(name, name)}")
+    of_subcommand = getattr(module, f"build_{words[0]}_parser", None) if words else None  # `cluster check`, `data show`
+    build_parser = of_subcommand or load_command(name)[1]
+    assert build_parser().parse_args(words[1:] if of_subcommand else words)
 
 
 @at_length

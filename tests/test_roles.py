@@ -807,7 +807,7 @@ def test_files_that_describe_no_job(tmp_path: Path, text: str, said: str) -> Non
 def test_options_that_a_job_does_not_take(stoker: Stoker) -> None:
     stoker.script("uneven.yaml", "roles: {t: {command: train.py, count: 3, batch: 256}}")
     for words, said in (
-        (["--role", "a:1:x", "--nnodes", "2"], "--nnodes can't be given to a job of roles"),
+        (["--role", "a:1:x", "--nnodes", "2"], "--nnodes does not apply to a job of roles"),
         (["--role", "a:1:x", "train.py"], "a job of roles has no script of its own (train.py)"),
         (["--roles", "none.yaml"], "no roles file none.yaml"),
         (["--roles", "uneven.yaml"], "role t: 256 samples a step (batch) do not divide by 3; 2 would"),

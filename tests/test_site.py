@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from stoker.cli import reference
+from stoker.cli import docs
 from stoker.training.config.schema import SECTIONS
 
 ROOT = Path(__file__).parents[1]
@@ -56,8 +56,8 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 
 def test_the_command_line_reference_is_current() -> None:
-    made = "\n".join(reference.page()).rstrip("\n") + "\n"
-    assert (ROOT / "docs" / "cli.md").read_text() == made, "python -m stoker.cli.reference > docs/cli.md"
+    made = "\n".join(docs.render_reference()).rstrip("\n") + "\n"
+    assert (ROOT / "docs" / "cli.md").read_text() == made, "python -m stoker.cli.docs > docs/cli.md"
 
 
 def test_the_settings_page_has_every_section() -> None:

@@ -476,7 +476,7 @@ def _inside(stoker: Stoker, slurm: SlurmCluster, around: list[str], *args: str) 
         (["--", "--nproc-per-host", "2", "ok.py"], 64, "did you mean --nproc-per-node?"),
         (["--", "--name", "x", "ok.py"], 64, "--name belongs before the --"),
         (["--", "train", "pretrain", "--runs_dir=x"], 64, "--runs-dir belongs before the --"),
-        (["--", "ok.py"], 69, "needs Slurm's sbatch, and there is none on the PATH"),
+        (["--", "ok.py"], 69, "needs Slurm's sbatch, which is not on the PATH"),
     ],
 )
 def test_what_can_not_be_submitted_is_refused_in_one_line(

@@ -486,7 +486,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_made(
     monkeypatch.setattr(course.shutil, "disk_usage", lambda path: Disk(free=int(0.7 * needed)))
     assert speedrun("--plan") == 0
     line = f"about {format_bytes(needed)} of disk are needed, {format_bytes(int(0.7 * needed))} are free in {speedrun.home}"
-    assert f"here it would be refused: {line}" in capsys.readouterr().out
+    assert f"would be refused here: {line}" in capsys.readouterr().out
     assert speedrun() == EX_CANTCREAT and line in capsys.readouterr().out and not speedrun.folder.parent.exists()
     assert speedrun("--until", "tokenizer") == 0, "room for these"
     monkeypatch.setattr(course.shutil, "disk_usage", lambda path: Disk(free=int(0.85 * needed)))
@@ -722,13 +722,13 @@ def test_a_finished_chain_ends_at_once_and_imports_no_torch(
     speedrun: Speedrun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert speedrun("--until", "base") == 0
-    assert speedrun("--only", "base") == 0 and "finished: 1 stage is done in" in capsys.readouterr().out
+    assert speedrun("--only", "base") == 0 and "finished: 1 stage complete in" in capsys.readouterr().out
     program = "import sys\nfrom stoker.cli.speedrun import main\ncode = main(['--until', 'base'])\nprint(code, [name for name in {} if name in sys.modules])"
     heavy = ("torch", "numpy", "matplotlib", "tokenizers", "pyarrow", "stoker.speedrun.drive")
     done = subprocess.run(
         [sys.executable, "-c", program.format(heavy)], cwd=speedrun.home, capture_output=True, text=True, check=True
     )
-    assert "finished: 3 stages are done in runs/speedrun-cpu" in done.stdout and done.stdout.endswith("0 []\n"), (
+    assert "finished: 3 stages complete in runs/speedrun-cpu" in done.stdout and done.stdout.endswith("0 []\n"), (
         done.stdout
     )
 
@@ -757,7 +757,7 @@ def test_a_stage_whose_inputs_are_missing_names_the_command_that_makes_them(
 def test_a_plan_says_that_its_inputs_are_missing(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
     assert speedrun("--plan", "--from", "sft") == 0
     said = capsys.readouterr().out
-    assert "here it would be refused: stages sft, " in said and "`stoker speedrun --until midtrain` makes it" in said
+    assert "would be refused here: stages sft, " in said and "`stoker speedrun --until midtrain` makes it" in said
 
 
 def test_where_there_is_no_speedrun_there_is_nothing_to_report(
@@ -769,9 +769,7 @@ def test_where_there_is_no_speedrun_there_is_nothing_to_report(
         and line in capsys.readouterr().out
         and not speedrun.folder.parent.exists()
     )
-    assert (
-        speedrun("--only", "report", "--plan") == 0 and f"here it would be refused: {line}" in capsys.readouterr().out
-    )
+    assert speedrun("--only", "report", "--plan") == 0 and f"would be refused here: {line}" in capsys.readouterr().out
 
 
 @at_length
@@ -875,7 +873,7 @@ def test_a_preset_for_real_data_needs_base_text_and_its_plan_says_what_is_lackin
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert speedrun("--preset", "d20", "--plan") == 0
-    assert "here it would be refused: preset d20 needs a GPU" in capsys.readouterr().out
+    assert "would be refused here: preset d20 needs a GPU" in capsys.readouterr().out
     monkeypatch.setenv("STOKER_MACHINE", box(1)["STOKER_MACHINE"])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     lines(speedrun.home / "data" / "sft.jsonl", CHAT)

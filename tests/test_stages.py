@@ -150,10 +150,10 @@ def test_a_stage_that_can_not_be_is_one_line_that_names_its_file(stoker: Stoker,
 
 RESERVING = """
 import os, subprocess, sys
-from stoker.cli.sight import look
+from stoker.cli.machines import observe_machine
 from stoker.speedrun.child import Reserved
 
-reserved = Reserved("speedrun-toy", look(), "1", os.environ, print)
+reserved = Reserved("speedrun-toy", observe_machine(), "1", os.environ, print)
 run = [sys.executable, "-m", "stoker", "run", "--nproc-per-node", "1"]
 for _ in range(2):  # two stages
     lent = {**os.environ, **reserved.environment}
@@ -186,11 +186,11 @@ def test_a_chains_gpus_are_its_stages_and_nobody_elses(stoker: Stoker, box: Call
 
 LENDING = """
 import os, sys
-from stoker.cli.sight import look
+from stoker.cli.machines import observe_machine
 from stoker.speedrun.child import Children
 from stoker.speedrun.child import Reserved
 
-reserved = Reserved("speedrun-toy", look(), "1", os.environ, print)
+reserved = Reserved("speedrun-toy", observe_machine(), "1", os.environ, print)
 stage = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('began', 'w'); sys.stdin = open('end'); sys.stdin.read()"
 with Children(reserved.handles) as children:
     children.run([sys.executable, "-c", stage], {**os.environ, **reserved.environment}, None, lambda: None)
@@ -239,7 +239,7 @@ def test_help_is_two_screens_of_the_stages_own_keys(stoker: Stoker, stage: str) 
 @pytest.mark.parametrize(("stage", "key"), [("dpo", "dpo.pairs"), ("reward", "reward.pairs"), ("grpo", "grpo.prompts")])
 def test_data_is_the_file_that_a_stage_learns_from(stoker: Stoker, stage: str, key: str) -> None:
     refused = stoker("train", stage, "--model.load", "owner/model", "--data", "absent.jsonl")
-    assert f"--data absent.jsonl is read as --{key}" in refused.out + refused.err
+    assert f"--data absent.jsonl is used as --{key}" in refused.out + refused.err
     assert refused.code == 66 and refused.err.splitlines()[-1].startswith(f"stoker: {key} absent.jsonl: no such file")
 
 

@@ -362,7 +362,7 @@ def test_once_json_and_demo(stoker: Stoker, box: Callable[..., dict[str, str]]) 
         (["top", "--once", "--interval", "0.1"], 64, "at least 0.25s"),
         (["top", "--once", "--hosts", "nowhere.yaml"], 66, "nowhere.yaml"),
         (["top", "--once", "--replay", "nobody"], 66, "no run"),
-        (["top", "--demo", "--replay", "x"], 64, "exclude each other"),
+        (["top", "--demo", "--replay", "x"], 64, "can't be combined"),
     ],
 )
 def test_refusals_are_one_line(stoker: Stoker, args: list[str], code: int, says: str) -> None:

@@ -1096,7 +1096,7 @@ def test_data_names_what_the_stage_learns_from(stoker: Stoker, stage: str, key: 
     stoker.script("rows.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c", "answer": "b"}\n' * 20)
     words = ("train", stage, "--model.load", "weights", "--data", "rows.jsonl", "--dry-run", "--no-preflight")
     done = stoker(*words)
-    assert done.code == 0 and f"--data rows.jsonl is read as --{key}" in done.err, done.err
+    assert done.code == 0 and f"--data rows.jsonl is used as --{key}" in done.err, done.err
     assert f" --{key} rows.jsonl " in done.out and "--data.path" not in done.out
     both = stoker(*words, "--data", "rows.jsonl", "other.jsonl")
     assert both.code == 64 and f"give --{key} rows.jsonl" in both.err, "two files are not one"

@@ -18,11 +18,11 @@ import pytest
 import stoker as package
 from conftest import Done, Stoker, machine_json
 from netcluster import NetCluster
-from stoker.cli import version
+from stoker.cli.main import source_commit
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "stoker"
-COMMIT = version.commit()
+COMMIT = source_commit()
 
 
 @pytest.fixture(scope="module")

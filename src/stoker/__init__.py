@@ -1,10 +1,10 @@
-"""Stoker: trains LLMs on whatever GPUs there are.
+"""Stoker trains LLMs on whatever GPUs there are.
 
-In a training script, four words, all of them no-ops outside a run:
+A training script may call four functions; outside a run they do nothing:
     stoker.beat(step=..., loss=..., tokens=...)   stoker.mark("POST-MODEL")   stoker.phase("eval")   stoker.resume()
 
 From Python, instead of `stoker run`:
-    results = stoker.launch(train, config, nproc=4)     {rank: what train(config) returned there}
+    results = stoker.launch(train, config, nproc=4)     # {rank: what train(config) returned there}
 """
 
 import os
@@ -20,51 +20,51 @@ __all__ = ["LaunchFailed", "__version__", "beat", "launch", "mark", "phase", "re
 
 
 def _shim() -> "Any":
-    """None outside a run, and in a rank's helper processes."""
+    """Return the shim that Stoker installed in this rank; None outside a run, and in a rank's helper processes."""
     shim = sys.modules.get("stoker.control.rank.shim")
     return shim if shim is not None and shim.is_rank_process() else None
 
 
 def beat(step: "int | None" = None, loss: "float | None" = None, tokens: "int | None" = None) -> None:
-    """One step of progress. `loss` may be a tensor only if reading it is free: pass a float you already have."""
+    """Report one step of progress. Pass `loss` as a float you already have: reading a tensor may wait for the GPU."""
     if shim := _shim():
         shim.script_beat(step, loss)
 
 
 def mark(name: str) -> None:
-    """A point in the script's life, e.g. "POST-MODEL" once the model is loaded."""
+    """Report a point in the script's life, e.g. "POST-MODEL" once the model is loaded."""
     if shim := _shim():
         shim.send("mark", str(name)[:64])
 
 
 def phase(name: str) -> None:
-    """What the script does from here on: "train", "eval", "save" ... Long phases that say so are not taken for a hang."""
+    """Report what the script does from here on: "train", "eval", "save" ... A long phase is then not taken for a hang."""
     if shim := _shim():
         shim.send("phase", str(name)[:32])
 
 
 def resume() -> "str | None":
-    """The path of the newest complete checkpoint under this run's checkpoints/, or None.
+    """Return the path of the newest complete checkpoint under this run's checkpoints/, or None.
 
-    A folder is complete when it holds manifest.json, written last, and every file the manifest names is there with its
-    size; a file is complete when it is in place under its own name (write to NAME.tmp, then rename).
+    A folder is complete if its manifest.json, which is written last, is there, and every file that it names, with its
+    size. A file is complete once it has its own name: write to NAME.tmp, then rename.
     """
     run_dir = os.environ.get("STOKER_RUN_DIR")
     if not run_dir:
         return None
-    from importlib import import_module  # a package's first module imports none of the others
+    from importlib import import_module  # `import stoker` loads no other module of the package
 
     def say(line: str) -> None:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # once a host
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # once per host
             print(f"stoker: {line}", file=sys.stderr, flush=True)
 
-    saved = import_module("stoker.contract.checkpoints").find_newest_checkpoint(run_dir, say)
-    return saved.path if saved else None
+    checkpoint = import_module("stoker.contract.checkpoints").find_newest_checkpoint(run_dir, say)
+    return checkpoint.path if checkpoint else None
 
 
 class LaunchFailed(RuntimeError):
-    """A run of stoker.launch that did not end well. `verdict` says why (`stoker docs verdicts`); the rest are shortcuts into
-    it.
+    """Raised when a run of stoker.launch fails. `verdict` explains why (`stoker docs verdicts`); the other attributes
+    are shortcuts to its fields.
     """
 
     def __init__(self, verdict: "Any", run_dir: str, traceback: str) -> None:
@@ -72,9 +72,9 @@ class LaunchFailed(RuntimeError):
         super().__init__(verdict.summary + record + (f"\n\n{traceback}" if traceback else ""))
         self.verdict = verdict
         self.cause: str = verdict.cause
-        self.rank: int | None = verdict.rank  # the guilty one
+        self.rank: int | None = verdict.rank  # the guilty rank
         self.exit_code: int = verdict.exit_code
-        self.run_dir = run_dir  # empty where the run was refused
+        self.run_dir = run_dir  # empty if the run was refused
         self.traceback = traceback  # of the guilty rank's exception, as text
 
 
@@ -86,13 +86,13 @@ def launch(
     env: "dict[str, str] | None" = None,
     **options: "Any",
 ) -> "dict[int, Any]":
-    """Calls function(*args) in every rank of a run on this machine. Returns {rank: its result}; raises LaunchFailed.
+    """Call function(*args) in every rank of a run on this machine. Return {rank: its result}; raise LaunchFailed.
 
     nproc: ranks, or gpu, cpu, auto (default: one per usable GPU). env: variables for the ranks. options: those of
     `stoker run` with underscores, e.g. gpus="0,1", max_restarts=2, grace="60s", quiet=True, show="none",
     runs_dir="...". Ctrl-C stops the run. `stoker docs torchrun` has examples.
     """
-    from importlib import import_module  # the launcher's modules are loaded when somebody launches
+    from importlib import import_module  # the launcher's modules are loaded only here
 
-    found: dict[int, Any] = import_module("stoker.calling").launch(function, args, nproc, env, options)
-    return found
+    results: dict[int, Any] = import_module("stoker.calling").launch(function, args, nproc, env, options)
+    return results

@@ -1,4 +1,4 @@
-"""python -m stoker"""
+"""`python -m stoker` runs the `stoker` program."""
 
 from stoker.cli.main import entry
 

@@ -1,6 +1,4 @@
-"""`stoker.launch`: a function instead of a script, from a script, a REPL or a notebook. `stoker run` in a child process
-does the work.
-"""
+"""`stoker.launch`: runs a function instead of a script, from a script, a REPL or a notebook, by `stoker run` in a child process."""
 
 from __future__ import annotations
 
@@ -45,14 +43,17 @@ from stoker.control.rank.function_call import (
 from stoker.control.record import run_record
 from stoker.control.verdict.launch_failures import lost
 
-# The program is the function, results come back through this machine's disk, and the caller waits.
-_NOT_HERE = ("module", "no_python", "run_path", "python", "hosts", "min_hosts", "rejoin", "sync", "stage", "ssh_option", "nnodes", "node_rank", "detach",
+# Options of `stoker run` that don't apply: the program is the function, results come back through this machine's disk, and the
+# caller waits.
+_EXCLUDED_OPTIONS = ("module", "no_python", "run_path", "python", "hosts", "min_hosts", "rejoin", "sync", "stage", "ssh_option", "nnodes", "node_rank", "detach",
              "dry_run", "json", "config", "ladder", "nproc_per_node", "env")  # fmt: skip
 _LAUNCHER = (
-    "import sys\nif not sys.flags.safe_path: del sys.path[0]\nsys.path.append({root!r})\nfrom stoker.cli.called import"
-    " entry\nentry()"
+    "import sys\nif not sys.flags.safe_path: del sys.path[0]\nsys.path.append({root!r})\nfrom stoker.cli.run import"
+    " launch_entry\nlaunch_entry()"
 )
-_RANK = "import sys\nsys.path.append({root!r})\nfrom stoker.control.rank.function_call import main\nmain({folder!r})\n"
+_RANK_SCRIPT = (
+    "import sys\nsys.path.append({root!r})\nfrom stoker.control.rank.function_call import main\nmain({folder!r})\n"
+)
 
 
 def launch(
@@ -62,34 +63,35 @@ def launch(
     env: dict[str, str] | None,
     options: dict[str, Any],
 ) -> dict[int, Any]:
-    """See stoker.launch, which has the words for people."""
+    """Implement stoker.launch; see there."""
     if function_call.importing_main:
         line = "stoker.launch runs while its ranks import this script"
         raise RuntimeError(f"{line}: put the call below  if __name__ == '__main__':")
-    words, hidden = unseen(_words(nproc, options))
+    words, secrets = unseen(_flags(nproc, options))
     folder = tempfile.mkdtemp(prefix="stoker-launch-")  # 0700
     try:
         script = _write_call(folder, function, args)
         report = os.path.join(folder, "report.json")
-        code = _run([str(os.getpid()), report, *words, "--", script], {**os.environ, **(env or {}), **hidden})
+        code = _run([str(os.getpid()), report, *words, "--", script], {**os.environ, **(env or {}), **secrets})
         if code == 0:
-            return _results(folder, report)
-        raise _failure(code, report)
+            return _read_results(folder, report)
+        raise _make_failure(code, report)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _words(nproc: int | str | None, options: dict[str, Any]) -> list[str]:
-    known = [name for name in options_of(RunOptions) if name not in _NOT_HERE]
+def _flags(nproc: int | str | None, options: dict[str, Any]) -> list[str]:
+    """Return the options as flags of `stoker run`. Raises TypeError for an option that does not exist."""
+    names = [name for name in options_of(RunOptions) if name not in _EXCLUDED_OPTIONS]
     for name in options:
-        if name not in known:
-            raise TypeError(f"stoker.launch has no option {name!r}{suggest(name, known)}")
+        if name not in names:
+            raise TypeError(f"stoker.launch has no option {name!r}{suggest(name, names)}")
     given = {name: value for name, value in options.items() if value is not None and value is not False}
     return flag_words({**given, **({} if nproc is None else {"nproc_per_node": nproc})})
 
 
 def _write_call(folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """The call, and the script of the ranks: named after the function, and so is the run."""
+    """Write the pickled call and the script of the ranks into a folder. Return the script: its name becomes the run's."""
     from multiprocessing import spawn
 
     caller = spawn.get_preparation_data("rank")
@@ -97,7 +99,7 @@ def _write_call(folder: str, function: Callable[..., Any], args: tuple[Any, ...]
     if not os.path.exists(main.get("init_main_from_path", __file__)):  # `python - < script` calls it <stdin>
         main = {}
     data = dumps((function, args), bool(main))
-    if b"__main__" not in data:  # nothing of the caller's script is needed: it is not imported
+    if b"__main__" not in data:  # the call needs nothing of the caller's script: ranks don't import it
         main = {}
     with open(os.path.join(folder, function_call.MAIN), "w", encoding="utf-8") as file:
         json.dump({"sys_path": caller["sys_path"], "sys_argv": caller["sys_argv"], **main}, file)
@@ -106,22 +108,25 @@ def _write_call(folder: str, function: Callable[..., Any], args: tuple[Any, ...]
     name = "".join(char if char.isalnum() else "-" for char in getattr(function, "__name__", "call")).strip("-")
     script = os.path.join(folder, f"{name or 'call'}.py")
     with open(script, "w", encoding="utf-8") as file:
-        file.write(_RANK.format(root=ROOT, folder=folder))
+        file.write(_RANK_SCRIPT.format(root=ROOT, folder=folder))
     return script
 
 
 def _run(words: list[str], environment: dict[str, str]) -> int:
-    """To its end. Ctrl-C goes to the run, which ends its ranks, and then to the caller."""
-    # They are of a torchrun command.
+    """Run the launcher until it exits; return its exit code.
+
+    Ctrl-C is passed to the run, which stops its ranks, and then raised in the caller.
+    """
+    # torchrun's variables belong to a command around the caller.
     env = {name: value for name, value in environment.items() if name not in TORCHRUN_VARIABLES}
-    # A notebook's cell shows what is written to sys.stdout, which is no file there.
+    # A notebook's cell shows what is written to sys.stdout, which is not a file there.
     captured = sys.stdout is not sys.__stdout__ or sys.stderr is not sys.__stderr__
     stream = subprocess.PIPE if captured else None
     argv = [sys.executable, "-c", _LAUNCHER.format(root=ROOT), *words]
-    for own in (sys.stdout, sys.stderr):
-        own.flush()  # what the caller printed before comes before
-    # stdin stays the caller's: it may be the very script that is being read. A session of its own: the terminal's
-    # Ctrl-C comes here alone.
+    for output in (sys.stdout, sys.stderr):
+        output.flush()  # so that what the caller has printed comes first
+    # No stdin: the caller's may be the script that Python is reading. In a session of its own, since the terminal's
+    # Ctrl-C must reach only this process.
     child = subprocess.Popen(
         argv, env=env, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
     )
@@ -139,7 +144,7 @@ def _run(words: list[str], environment: dict[str, str]) -> int:
                 interrupted = True
                 child.send_signal(signal.SIGINT)
     finally:
-        if child.poll() is None:  # something else than Ctrl-C ends the caller
+        if child.poll() is None:  # the caller ends because of something other than Ctrl-C
             child.terminate()
             child.wait()
         for thread in relays:
@@ -155,50 +160,51 @@ def _relay(source: IO[bytes], target: IO[str]) -> None:
         target.flush()
 
 
-def _results(folder: str, report: str) -> dict[int, Any]:
+def _read_results(folder: str, report: str) -> dict[int, Any]:
+    """Return each rank's result in the last attempt."""
     run = run_record.load_run(run_record.read_json(report)["run_dir"])
     assert run is not None
-    kept = [name.removesuffix(".pickle") for name in os.listdir(folder) if name.startswith("result-")]
-    found = [tuple(int(part) for part in name.split("-")[1:]) for name in kept]
-    last = max((restarts for restarts, _ in found), default=0)
-    # None of a rank that left with sys.exit(0).
+    names = [name.removesuffix(".pickle") for name in os.listdir(folder) if name.startswith("result-")]
+    files = [tuple(int(part) for part in name.split("-")[1:]) for name in names]
+    last = max((restarts for restarts, _ in files), default=0)
+    # A rank that called sys.exit(0) has no file; its result is None.
     results: dict[int, Any] = dict.fromkeys(range(int(run.data["plan"]["world_size"])))
-    for restarts, rank in found:
+    for restarts, rank in files:
         if restarts == last:
             with open(function_call.result_file(folder, restarts, rank), "rb") as file:
                 results[rank] = pickle.load(file)
     return dict(sorted(results.items()))
 
 
-def _failure(code: int, report: str) -> LaunchFailed:
-    told = run_record.read_json(report) or {}
-    if told.get("refused"):
-        return LaunchFailed(Verdict("refused", told["cause"], told["refused"], told["code"]), "", "")
-    run = run_record.load_run(told["run_dir"]) if "run_dir" in told else None
+def _make_failure(code: int, report: str) -> LaunchFailed:
+    start = run_record.read_json(report) or {}  # of cli.run.launch_entry
+    if start.get("refused"):
+        return LaunchFailed(Verdict("refused", start["cause"], start["refused"], start["code"]), "", "")
+    run = run_record.load_run(start["run_dir"]) if "run_dir" in start else None
     if run is None:
-        what = f"the launcher ended with {code} before the run began; what it printed says why"
-        return LaunchFailed(Verdict("failed", "launch.system", what, code if code > 0 else EX_SOFTWARE), "", "")
+        line = f"the launcher exited with {code} before the run began; its output explains why"
+        return LaunchFailed(Verdict("failed", "launch.system", line, code if code > 0 else EX_SOFTWARE), "", "")
     verdict = run.verdict or lost(run.id)
-    kept = None
+    error = None
     if verdict.rank is not None:
-        kept = run_record.read_json(layout.rank_error(run.dir, verdict.attempt, verdict.rank))
-    return LaunchFailed(verdict, run.dir, str((kept or {}).get("traceback") or ""))
+        error = run_record.read_json(layout.rank_error(run.dir, verdict.attempt, verdict.rank))
+    return LaunchFailed(verdict, run.dir, str((error or {}).get("traceback") or ""))
 
 
-# ---- pickles functions and classes no other process can import: of a notebook, a REPL, `python - < x`; lambdas; nested ----
-#
-# Everything that can be imported goes by its name, as pickle does it. The rest goes by its code and by what that uses
-# (rank/call.py makes it again).
+# Pickling of functions and classes that no other process can import: those of a notebook, a REPL or `python - < script`,
+# lambdas and nested ones. Like pickle, it sends what can be imported by name. It sends the rest as code together with
+# what the code uses, and rank/function_call.py makes it again.
 
-_GLOBAL = ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME", "DELETE_GLOBAL")
+_GLOBAL_OPCODES = ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME", "DELETE_GLOBAL")
 _MADE_BY_PYTHON = ("__dict__", "__weakref__", "_abc_impl")
 
 
 class NotSendable(ValueError):
-    """It can't be made again in another process."""
+    """Raised for a value that can't be made again in another process."""
 
 
 def dumps(value: Any, main_has_a_file: bool) -> bytes:
+    """Pickle a value for the ranks. `main_has_a_file`: they can import the caller's __main__."""
     out = io.BytesIO()
     try:
         _Pickler(out, main_has_a_file).dump(value)
@@ -227,14 +233,14 @@ class _Pickler(pickle.Pickler):
             return property, (value.fget, value.fset, value.fdel, value.__doc__)
         if isinstance(value, types.MappingProxyType):
             return make_mapping, (dict(value),)
-        if value is dataclasses.MISSING:  # compared by identity, as are the three kinds of fields
+        if value is dataclasses.MISSING:  # dataclasses compares it by identity, like the three kinds of fields
             return getattr, (dataclasses, "MISSING")
         if type(value).__module__ == "dataclasses" and type(value).__name__ == "_FIELD_BASE":
             return getattr, (dataclasses, value.name)
         return NotImplemented
 
     def _importable(self, value: types.FunctionType | type) -> bool:
-        """By its name; what has no such place in a module at all (NoneType, say) is left to pickle, which knows a few."""
+        """Return whether pickle can send the value by name. Pickle also decides about types without one, such as NoneType."""
         if value.__module__ == "__main__" and not self._main_has_a_file:
             return False
         return not any(part.startswith("<") for part in value.__qualname__.split("."))  # <locals>, <lambda>
@@ -242,15 +248,15 @@ class _Pickler(pickle.Pickler):
     def _function(self, function: types.FunctionType) -> Any:
         code, cells = function.__code__, function.__closure__ or ()
         home = function.__module__ if function.__module__ in sys.modules else "__main__"
-        by_file = home != "__main__" or self._main_has_a_file  # its module has its globals there too
-        wanted = {} if by_file else _globals(code)
-        used = {name: function.__globals__[name] for name in wanted if name in function.__globals__}
-        kept = ("__defaults__", "__kwdefaults__", "__annotations__", "__doc__", "__name__", "__qualname__")
-        attributes = {name: getattr(function, name) for name in kept}
+        has_module = home != "__main__" or self._main_has_a_file  # the ranks import its module, with the globals
+        names = () if has_module else _global_names(code)
+        used = {name: function.__globals__[name] for name in names if name in function.__globals__}
+        attribute_names = ("__defaults__", "__kwdefaults__", "__annotations__", "__doc__", "__name__", "__qualname__")
+        attributes = {name: getattr(function, name) for name in attribute_names}
         state = {
             "globals": used,
             "imports": list(_submodules(code, used)),
-            "closure": [_content(cell) for cell in cells],
+            "closure": [_cell_value(cell) for cell in cells],
             "attributes": attributes,
             "dict": dict(function.__dict__),
         }
@@ -262,40 +268,40 @@ class _Pickler(pickle.Pickler):
             raise NotSendable(line)
         slots = cls.__dict__.get("__slots__", ())
         slots = (slots,) if isinstance(slots, str) else tuple(slots)
-        made = {"__module__": cls.__module__, "__qualname__": cls.__qualname__} | (
-            {"__slots__": slots} if "__slots__" in cls.__dict__ else {}
-        )
-        rest = {name: value for name, value in cls.__dict__.items() if name not in (*_MADE_BY_PYTHON, *made, *slots)}
-        return make_class, (type(cls), cls.__name__, cls.__bases__, made), rest, None, None, fill_class
+        body: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        if "__slots__" in cls.__dict__:
+            body["__slots__"] = slots
+        rest = {name: value for name, value in cls.__dict__.items() if name not in (*_MADE_BY_PYTHON, *body, *slots)}
+        return make_class, (type(cls), cls.__name__, cls.__bases__, body), rest, None, None, fill_class
 
 
-def _content(cell: types.CellType) -> Any:
+def _cell_value(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
         return NoValue
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def _nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Generate a code object and those of the functions in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
+            yield from _nested_code(constant)
 
 
-def _globals(code: types.CodeType) -> dict[str, None]:
-    """Names of module variables that it or a function in it uses, in order."""
-    return {step.argval: None for part in _codes(code) for step in dis.get_instructions(part) if step.opname in _GLOBAL}
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    """Return the module variables that the code or a function in it uses, each once, in order."""
+    steps = (step for part in _nested_code(code) for step in dis.get_instructions(part))
+    return tuple(dict.fromkeys(step.argval for step in steps if step.opname in _GLOBAL_OPCODES))
 
 
 def _submodules(code: types.CodeType, used: dict[str, Any]) -> Iterator[str]:
-    """`import xml.dom.minidom` leaves only `xml` in the globals: which modules below it the code goes through."""
-    names = {name for part in _codes(code) for name in part.co_names}
+    """Generate the submodules that the code uses: `import xml.dom.minidom` leaves only `xml` in the globals."""
+    names = {name for part in _nested_code(code) for name in part.co_names}
     for module in used.values():
         if isinstance(module, types.ModuleType):
-            below = module.__name__ + "."
-            yield from (
-                name
-                for name in list(sys.modules)
-                if name.startswith(below) and names.issuperset(name[len(below) :].split("."))
-            )
+            prefix = module.__name__ + "."
+            for name in list(sys.modules):
+                if name.startswith(prefix) and names.issuperset(name.removeprefix(prefix).split(".")):
+                    yield name

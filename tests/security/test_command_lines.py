@@ -18,7 +18,7 @@ from stoker.control.machine.examination import Net
 from test_catalogue import FOREIGN, end, verdict
 
 pytest.importorskip("torch")
-from stoker.cli import completion
+from stoker.cli import docs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -129,7 +129,7 @@ def test_a_strangers_run_name_runs_nothing_by_tab(tmp_path: Path) -> None:
     for name in ("$(touch pwned)", "`touch pwned`", "x$(touch pwned)", "good-1.a_b", ";touch pwned", "a b", "~", "*"):
         (runs / f"20261117-101010-{name}").mkdir(parents=True)
     (tmp_path / "x$(touch pwned)").touch()  # would be put on the line as it is
-    script = f'{completion._PREAMBLE["bash"]}\n_stoker_runs ""; _stoker_runs 2026; _stoker_runs x'
+    script = f'{docs.PREAMBLE["bash"]}\n_stoker_runs ""; _stoker_runs 2026; _stoker_runs x'
     asked = subprocess.run(
         ["bash", "--norc", "-c", script],
         cwd=tmp_path,

@@ -467,15 +467,15 @@ def made(root: Path, name: str) -> Path:
 
 
 def nan_folder(path: str, root: str) -> str:
-    from stoker.cli.nan import _folder
+    from stoker.cli.nan import _find_dump
 
-    return os.path.dirname(_folder(path, root))
+    return os.path.dirname(_find_dump(path, root))
 
 
 def rollouts_folder(path: str, root: str) -> str:
-    from stoker.cli.rollouts import _folder
+    from stoker.cli.rollouts import _find_rollouts
 
-    return _folder(path, root)
+    return _find_rollouts(path, root)
 
 
 def model_folder(path: str, root: str) -> str:

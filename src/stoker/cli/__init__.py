@@ -1,1 +1,1 @@
-"""The commands: parse, call one room, print. No logic."""
+"""The commands, one file for each command or pair of commands: parse the options, call another package, print."""

@@ -1,4 +1,4 @@
-"""stoker chat [MODEL] [--stage NAME] [--prompt TEXT] [--temperature T] [--max-tokens N] [--system TEXT] [--raw]"""
+"""`stoker chat [MODEL] [--prompt TEXT]`: talks to a model in the terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MODEL = (
     "a folder with weights, a run (path, id, name or latest), a speedrun's folder, or a hub id (default: the newest run or speedrun"
     " that has a model)"
 )
-_STAGE = "which stage's model: base, midtrain, sft, grpo-density … (default: the last one of the chain)"
+_STAGE = "the stage whose model to use: base, midtrain, sft, grpo-density … (default: the last one of the chain)"
 _TOP_P = "sample only from the most likely tokens that together have this probability"
 _CONTEXT = "tokens of a conversation (default: what the model was trained for, up to 4096)"
 _BITS = "bits per weight; 4: NF4, a quarter of the memory (default: 16, or 4 if 16 don't fit on the GPU)"
@@ -33,86 +33,85 @@ _EPILOG = """examples:
   stoker chat my-model --prompt "What is 2 + 3?" --temperature 0
   stoker chat runs/latest --raw --prompt "Once upon a time"      a base model continues the text
 
-Ctrl-C stops an answer; at the prompt Ctrl-C or Ctrl-D leaves."""
+Ctrl-C stops an answer; at the prompt Ctrl-C or Ctrl-D exits."""
+_HELP = "/new starts a new conversation, /quit or Ctrl-D exits, Ctrl-C stops an answer; `stoker chat --help` lists the options"
 
 
-def parser() -> OptionParser:
-    made = OptionParser(
-        "stoker chat", "Talks to a model in the terminal.", _EPILOG, usage="stoker chat [MODEL] [options]"
-    )
-    made.option("model", "MODEL", _MODEL, nargs="?")
-    made.option("--stage", "NAME", _STAGE)
-    made.option("--prompt", "TEXT", "print one answer on stdout, and nothing else")
-    made.option("--system", "TEXT", "system message before the conversation", default="")
-    made.switch("--raw", "no roles, no memory: the model continues what you type, as base models do")
-    made.option("--temperature", "T", "0: greedy, always the most likely token (default: 0.7)", float, default=0.7)
-    made.option("--top-p", "P", _TOP_P, float, default=1.0)
-    made.option("--max-tokens", "N", "an answer has at most this many tokens (default: 256)", int, default=256)
-    made.option("--context", "N", _CONTEXT, int, default=0)
-    made.option("--seed", "N", "the same seed gives the same answers (default: another one each time)", int)
-    devices = ("auto", "cpu", "cuda")
-    made.add_argument("--device", choices=devices, default="auto", help="(default: a GPU where there is one)")
-    made.add_argument("--bits", choices=("auto", "16", "4"), default="auto", help=_BITS)
-    made.switch("--trust-remote-code", "run Python code that comes with the model's folder")
-    made.runs_dir()
-    return made
+def build_parser() -> OptionParser:
+    usage = "stoker chat [MODEL] [options]"
+    parser = OptionParser("stoker chat", "Talks to a model in the terminal.", _EPILOG, usage=usage)
+    parser.option("model", "MODEL", _MODEL, nargs="?")
+    parser.option("--stage", "NAME", _STAGE)
+    parser.option("--prompt", "TEXT", "print one answer on stdout, and nothing else")
+    parser.option("--system", "TEXT", "system message before the conversation", default="")
+    parser.switch("--raw", "no roles, no history: the model continues what you type, as base models do")
+    parser.option("--temperature", "T", "0: greedy, always the most likely token (default: 0.7)", float, default=0.7)
+    parser.option("--top-p", "P", _TOP_P, float, default=1.0)
+    parser.option("--max-tokens", "N", "maximum tokens of an answer (default: 256)", int, default=256)
+    parser.option("--context", "N", _CONTEXT, int, default=0)
+    parser.option("--seed", "N", "the same seed gives the same answers (default: a different one each time)", int)
+    device = "(default: a GPU if there is one)"
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
+    parser.add_argument("--bits", choices=("auto", "16", "4"), default="auto", help=_BITS)
+    parser.switch("--trust-remote-code", "run Python code that comes with the model's folder")
+    parser.runs_dir()
+    return parser
 
 
 def main(argv: list[str]) -> int:
-    told = parser().parse_args(argv)
-    if told.max_tokens < 1:
-        raise Refusal(f"--max-tokens {told.max_tokens} is too small: at least 1", EX_USAGE)
-    if told.raw and told.system:
+    args = build_parser().parse_args(argv)
+    if args.max_tokens < 1:
+        raise Refusal(f"--max-tokens {args.max_tokens} is too small: at least 1", EX_USAGE)
+    if args.raw and args.system:
         raise Refusal("--raw has no roles: leave --system out, or put its text into the prompt", EX_USAGE)
     from stoker.training.generate.finding import find
     from stoker.training.model import hf_config, hf_files
     from stoker.training.model.config import ModelConfig
 
-    found = find(told.model, told.stage, layout.runs_root(told.runs_dir, os.environ), print_status)
-    shape = hf_config.shape_for(ModelConfig(trust_remote_code=told.trust_remote_code), found.folder)
+    model = find(args.model, args.stage, layout.runs_root(args.runs_dir, os.environ), print_status)
+    shape = hf_config.shape_for(ModelConfig(trust_remote_code=args.trust_remote_code), model.folder)
     if shape.engine != "transformers":
-        hf_files.check(found.folder, shape)
-    talk = _opened(told, found.folder)
-    if told.prompt is not None:
-        _answer(talk, told.prompt)
+        hf_files.check(model.folder, shape)
+    conversation = _open_conversation(args, model.folder)
+    if args.prompt is not None:
+        _answer(conversation, args.prompt)
         return 0
-    return _converse(talk)
+    return _converse(conversation)
 
 
-def _opened(told: argparse.Namespace, folder: str) -> Conversation:
-    # torch: seconds, so only once there is a model
+def _open_conversation(args: argparse.Namespace, folder: str) -> Conversation:
+    # These import torch, which takes seconds: only once the model is known.
     from stoker.training.generate.bits import coded
     from stoker.training.generate.config import checked
     from stoker.training.generate.conversation import Conversation, Manner, context_of, device_of, opened
     from stoker.training.model.ready import parameters
     from stoker.training.serve.batch import BatchEngine
 
-    checked(told.temperature, 0, told.top_p)
-    trust = told.trust_remote_code
-    device, context = device_of(told.device), context_of(folder, told.context, trust)
-    model, words = opened(folder, context, device, print_status, trust, told.bits)
-    manner = Manner(told.temperature, told.top_p, told.max_tokens, told.raw)
-    seed = told.seed if told.seed is not None else time.time_ns()
-    in_codes = coded(model)
-    engine = BatchEngine(model, rows=1, length=context, vocab=words.vocab_size, codes=in_codes)
-    talk = Conversation(engine, words, manner, told.system, seed, print_status)
-    in_4_bits = " in 4 bits" if in_codes else ""
-    size = parameters(model)
-    print_status(f"{folder}: {size / 1e6:,.1f} M parameters{in_4_bits}, {context} tokens of context, on {device.type}")
-    return talk
+    checked(args.temperature, 0, args.top_p)
+    trust = args.trust_remote_code
+    device, context = device_of(args.device), context_of(folder, args.context, trust)
+    model, tokenizer = opened(folder, context, device, print_status, trust, args.bits)
+    manner = Manner(args.temperature, args.top_p, args.max_tokens, args.raw)
+    seed = args.seed if args.seed is not None else time.time_ns()
+    in_4_bits = coded(model)
+    engine = BatchEngine(model, rows=1, length=context, vocab=tokenizer.vocab_size, codes=in_4_bits)
+    conversation = Conversation(engine, tokenizer, manner, args.system, seed, print_status)
+    size = f"{parameters(model) / 1e6:,.1f} M parameters{' in 4 bits' if in_4_bits else ''}"
+    print_status(f"{folder}: {size}, {context} tokens of context, on {device.type}")
+    return conversation
 
 
-def _converse(talk: Conversation) -> int:
-    watched = sys.stdin.isatty()
-    if watched:
-        import readline  # noqa: F401  input() edits lines and remembers them
+def _converse(conversation: Conversation) -> int:
+    interactive = sys.stdin.isatty()
+    if interactive:
+        import readline  # noqa: F401  gives input() line editing and history
 
-        print_status("Ctrl-C stops an answer, Ctrl-D leaves; /help")
+        print_status("Ctrl-C stops an answer, Ctrl-D exits; /help")
     while True:
         try:
-            text = input("> " if watched else "").strip()
+            text = input("> " if interactive else "").strip()
         except (EOFError, KeyboardInterrupt):
-            if watched:
+            if interactive:
                 print()
             return 0
         if not text:
@@ -120,28 +119,29 @@ def _converse(talk: Conversation) -> int:
         if text in ("/quit", "/exit"):
             return 0
         if re.fullmatch(r"/[a-z?]+", text):
-            _obey(talk, text)
+            _run_slash_command(conversation, text)
             continue
         try:
-            _answer(talk, text, stoppable=True)
+            _answer(conversation, text, stoppable=True)
         except Refusal as refusal:
             print_status(refusal.line)
 
 
-def _obey(talk: Conversation, word: str) -> None:
-    if word == "/new":
-        talk.forget()
+def _run_slash_command(conversation: Conversation, command: str) -> None:
+    if command == "/new":
+        conversation.forget()
         print_status("new conversation; the system prompt stays")
         return
-    if word not in ("/help", "/?"):
-        print_status(f"no command {word}")
-    print_status(
-        "/new starts a new conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer; `stoker chat --help` has the options"
-    )
+    if command not in ("/help", "/?"):
+        print_status(f"no command {command}")
+    print_status(_HELP)
 
 
-def _answer(talk: Conversation, text: str, stoppable: bool = False) -> None:
-    """Printed as it comes. The first Ctrl-C ends the answer after its next token, a second one the program."""
+def _answer(conversation: Conversation, text: str, stoppable: bool = False) -> None:
+    """Print the answer to a text while it is generated.
+
+    If `stoppable`, the first Ctrl-C ends the answer after its next token, and the second one the program.
+    """
     stopped = False
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -150,8 +150,8 @@ def _answer(talk: Conversation, text: str, stoppable: bool = False) -> None:
             raise KeyboardInterrupt
         stopped = True
 
-    before = signal.signal(signal.SIGINT, stop) if stoppable else None
-    pieces, empty = talk.answer(text), True
+    previous_handler = signal.signal(signal.SIGINT, stop) if stoppable else None
+    pieces, empty = conversation.answer(text), True
     try:
         for piece in pieces:
             print_completion(piece)
@@ -159,9 +159,9 @@ def _answer(talk: Conversation, text: str, stoppable: bool = False) -> None:
             if stopped:
                 break
     finally:
-        pieces.close()  # what was said so far becomes the answer
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
+        pieces.close()  # the conversation keeps what was generated so far as the answer
+        if previous_handler is not None:
+            signal.signal(signal.SIGINT, previous_handler)
     print(flush=True)
     if empty and not stopped:
-        print_status("(empty answer)")  # not into a file that takes the answers
+        print_status("(empty answer)")  # on stderr: stdout may be a file of answers

@@ -1,11 +1,11 @@
-"""stoker clean [--yes] [--pid N] [--cache]"""
+"""`stoker clean [--yes] [--pid N] [--cache]`: shows what dead runs left behind, or caches, and frees it with --yes."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from stoker.contract import env_vars, errors
@@ -21,281 +21,300 @@ from stoker.control.doctor.stale_caches import Cache
 from stoker.control.doctor.stale_files import Debris, Lock
 from stoker.control.machine.model import Machine
 
-_ABOUT = "Shows what dead runs left behind: processes, shared memory, folders. Frees it with --yes. Other users' processes are not touched."
-_CODES = (
-    "Exit codes: 0 nothing to do, or all done; 1 found something, and --yes was not given; 2 something survived; 3 could"
-    " not check."
+_DESCRIPTION = (
+    "Shows what dead runs left behind: processes, shared memory, folders. Frees it with --yes. Never touches other users'"
+    " processes."
+)
+_EXIT_CODES = (
+    "Exit codes: 0 nothing to do, or all done; 1 found something, and --yes was not given; 2 something could not be stopped"
+    " or removed; 3 could not check."
 )
 CLEAN, FOUND, SURVIVED, UNSURE = 0, 1, 2, 3
-_LINES = 10  # of a kind of file; dead agents' folders come by the hundred
+_MAX_LINES = 10  # for each kind of file: dead agents may leave hundreds of folders
 
 
-def parser() -> OptionParser:
-    made = OptionParser("stoker clean", _ABOUT, _CODES)
-    made.switch("--yes", "stop and remove what is shown")
-    made.option("--grace", "TIME", "between SIGTERM and SIGKILL (default: 5s)", parse_duration, default=5.0)
-    only = "leftovers of the runs in this folder only (default: of all your runs, and files that no process uses)"
-    made.option("--runs-dir", "DIR", only)
-    made.option("--pid", "N", "stop this process of yours, whatever started it; asks first", int, action="append")
-    made.switch("--cache", "show data and compile caches instead; with limits and --yes, prune them")
-    made.option(
-        "--older-than", "TIME", "with --cache: what has not been used for this long, such as 30d", parse_duration
-    )
-    made.option("--max-size", "SIZE", "with --cache: the longest unused, until all together fit, as 20GB", parse_bytes)
-    made.switch("--json", "one JSON object")
-    return made
+def build_parser() -> OptionParser:
+    parser = OptionParser("stoker clean", _DESCRIPTION, _EXIT_CODES)
+    parser.switch("--yes", "stop and remove what is shown")
+    parser.option("--grace", "TIME", "between SIGTERM and SIGKILL (default: 5s)", parse_duration, default=5.0)
+    runs_dir = "only what the runs in this folder left (default: all your runs, and files that no process uses)"
+    parser.option("--runs-dir", "DIR", runs_dir)
+    pid = "stop this process of yours, whatever started it; asks first"
+    parser.option("--pid", "N", pid, int, action="append")
+    parser.switch("--cache", "show data and compile caches instead; prune them with a limit and --yes")
+    older = "with --cache: prune what has not been used for this long, such as 30d"
+    parser.option("--older-than", "TIME", older, parse_duration)
+    size = "with --cache: prune what has not been used for longest until this size is reached, e.g. 20GB"
+    parser.option("--max-size", "SIZE", size, parse_bytes)
+    parser.switch("--json", "print one JSON object")
+    return parser
 
 
 def main(argv: list[str]) -> int:
-    told = parser().parse_args(argv)
-    limits = told.older_than is not None or told.max_size is not None
-    if limits and not told.cache:
+    args = build_parser().parse_args(argv)
+    has_limit = args.older_than is not None or args.max_size is not None
+    if has_limit and not args.cache:
         raise errors.Refusal("--older-than and --max-size need --cache", errors.EX_USAGE)
-    if told.cache and (told.pid or told.runs_dir):
+    if args.cache and (args.pid or args.runs_dir):
         raise errors.Refusal("--cache can't be combined with --pid or --runs-dir", errors.EX_USAGE)
-    if told.cache and told.yes and not limits:
-        line = "--cache --yes: say how much; `--older-than 30d`, `--max-size 20GB` or both"
+    if args.cache and args.yes and not has_limit:
+        line = "--cache --yes needs a limit: `--older-than 30d`, `--max-size 20GB` or both"
         raise errors.Refusal(line, errors.EX_USAGE)
-    if told.pid and told.runs_dir:
-        raise errors.Refusal("--pid names a process, --runs-dir a folder of runs: one of them", errors.EX_USAGE)
-    if told.cache:
-        return _caches(told)
-    return _named(told) if told.pid else _leftovers(told)
+    if args.pid and args.runs_dir:
+        raise errors.Refusal("--pid names a process, --runs-dir a folder of runs: give one of them", errors.EX_USAGE)
+    if args.cache:
+        return _clean_caches(args)
+    return _stop_pids(args) if args.pid else _clean_leftovers(args)
 
 
-def _leftovers(told: argparse.Namespace) -> int:
-    machine, held = _look()
-    left, alone = leftovers.find_leftovers(held, told.runs_dir)
-    ours = {one.process.pid for one in left}
-    others = leftovers.find_others(machine, ours, _recorded() is not None)
+def _clean_leftovers(args: argparse.Namespace) -> int:
+    machine, gpu_memory = _observe_gpus()
+    dead, uncertain = leftovers.find_leftovers(gpu_memory, args.runs_dir)
+    others = leftovers.find_others(
+        machine, {leftover.process.pid for leftover in dead}, _recorded_machine() is not None
+    )
     locks, strange = stale_files.find_locks()
-    files = [] if told.runs_dir else stale_files.find_debris()
-    if not told.json:
-        _show_processes("left behind by dead runs", left)
-        _show_debris(files)
-        _show_processes("of runs that may be over, left alone", alone)
-        _show_locks(locks, strange)
-        _show_others(others)
+    files = [] if args.runs_dir else stale_files.find_debris()
+    if not args.json:
+        _print_processes("left behind by dead runs", dead)
+        _print_files(files)
+        _print_processes("of runs that may be over, not touched", uncertain)
+        _print_locks(locks, strange)
+        _print_others(others)
         if machine.gpu_error:
-            _line(f"GPUs could not be checked: {machine.gpu_error}")
+            _print_line(f"GPUs could not be checked: {machine.gpu_error}")
     stopped: Stopped | None = None
-    back: list[cleanup.Back] = []
-    kept: list[tuple[Debris, str]] = []
-    if told.yes and left:
-        stopped, back = _stop(left, told.grace, machine, lambda: leftovers.find_leftovers({}, told.runs_dir)[0])
-    if told.yes:
-        # What the dead had open is free now.
-        files = files if stopped is None or told.runs_dir else stale_files.find_debris()
-        kept = cleanup.remove_debris(files)
-    if told.json:
+    freed: list[cleanup.Back] = []
+    not_removed: list[tuple[Debris, str]] = []
+    if args.yes and dead:
+
+        def find_more() -> list[Leftover]:
+            return leftovers.find_leftovers({}, args.runs_dir)[0]
+
+        stopped, freed = _stop(dead, args.grace, machine, find_more)
+    if args.yes:
+        # Search again: the files that the stopped processes had open are unused now.
+        files = files if stopped is None or args.runs_dir else stale_files.find_debris()
+        not_removed = cleanup.remove_debris(files)
+    if args.json:
         _print_json(
-            dry_run=not told.yes,
-            leftovers=_processes(left),
-            left_alone=_processes(alone),
+            dry_run=not args.yes,
+            leftovers=_processes_json(dead),
+            left_alone=_processes_json(uncertain),
             files=as_json(files),
             locks=as_json(locks),
             not_locks=strange,
             others=as_json(others),
             gpu_error=machine.gpu_error,
-            **_outcome(stopped, back),
-            files_kept=[{"path": one.path, "why": why} for one, why in kept],
+            stopped=as_json(stopped),
+            memory_back=as_json(freed),
+            files_kept=[{"path": file.path, "why": why} for file, why in not_removed],
         )
     else:
-        _tell(stopped, back)
-        _tell_removed("file or folder", "files and folders", [one for one in files if told.yes], kept)
-        if not left and not files:
+        _print_stopped(stopped, freed)
+        _print_removed("file or folder", "files and folders", files if args.yes else [], not_removed)
+        if not dead and not files:
             print("nothing to clean")
-        elif not told.yes:
-            print_text("nothing was touched: `stoker clean --yes` stops and removes what is left behind")
-    if (stopped and stopped.survivors) or kept:
+        elif not args.yes:
+            print_text("nothing was changed: `stoker clean --yes` stops and removes what is left behind")
+    if (stopped and stopped.survivors) or not_removed:
         return SURVIVED
-    if (left or files) and not told.yes:
+    if (dead or files) and not args.yes:
         return FOUND
-    return UNSURE if alone or machine.gpu_error else CLEAN
+    return UNSURE if uncertain or machine.gpu_error else CLEAN
 
 
-def _named(told: argparse.Namespace) -> int:
-    machine, held = _look()
-    found = leftovers.find_named(told.pid, held)
-    if not told.json:
-        _show_processes("to be stopped", found)
-    agreed = told.yes
-    if not agreed and not told.json:
+def _stop_pids(args: argparse.Namespace) -> int:
+    machine, gpu_memory = _observe_gpus()
+    processes = leftovers.find_named(args.pid, gpu_memory)
+    if not args.json:
+        _print_processes("to be stopped", processes)
+    confirmed = args.yes
+    if not confirmed and not args.json:
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             line = "--pid asks before it stops anything, and there is no terminal to ask at: add --yes"
             raise errors.Refusal(line, errors.EX_USAGE)
-        agreed = input("stop them? [y/N] " if len(found) > 1 else "stop it? [y/N] ").strip().lower() in ("y", "yes")
-    stopped, back = _stop(found, told.grace, machine) if agreed else (None, [])
-    if told.json:
-        _print_json(dry_run=not agreed, named=_processes(found), gpu_error=machine.gpu_error, **_outcome(stopped, back))
+        question = "stop them? [y/N] " if len(processes) > 1 else "stop it? [y/N] "
+        confirmed = input(question).strip().lower() in ("y", "yes")
+    stopped, freed = _stop(processes, args.grace, machine) if confirmed else (None, [])
+    if args.json:
+        _print_json(
+            dry_run=not confirmed,
+            named=_processes_json(processes),
+            gpu_error=machine.gpu_error,
+            stopped=as_json(stopped),
+            memory_back=as_json(freed),
+        )
     elif stopped is None:
-        print("nothing was touched")
+        print("nothing was changed")
     else:
-        _tell(stopped, back)
+        _print_stopped(stopped, freed)
     if stopped is None:
         return FOUND
     return SURVIVED if stopped.survivors else CLEAN
 
 
-def _recorded() -> str | None:
+def _recorded_machine() -> str | None:
     return os.environ.get(env_vars.MACHINE) or None
 
 
-def _look() -> tuple[Machine, dict[int, int]]:
-    """The machine, and what each process here holds of its GPUs. The pids of a recorded machine are nobody's here."""
-    seen = leftovers.look_at_gpus(_recorded())
-    if isinstance(seen, str):
-        return Machine(os.uname().nodename, 0, 0, 0, gpu_error=seen), {}
-    return seen, {} if _recorded() else leftovers.gpu_memory(seen)
+def _observe_gpus() -> tuple[Machine, dict[int, int]]:
+    """Return the machine, and the GPU memory of each process by pid (none for a recorded machine: its pids mean nothing here)."""
+    machine = leftovers.look_at_gpus(_recorded_machine())
+    if isinstance(machine, str):
+        return Machine(os.uname().nodename, 0, 0, 0, gpu_error=machine), {}
+    return machine, {} if _recorded_machine() else leftovers.gpu_memory(machine)
 
 
-def _stop(found: list[Leftover], grace: float, before: Machine, more: Any = list) -> tuple[Stopped, list[cleanup.Back]]:
-    stopped = cleanup.stop_ladder([one.process for one in found], grace, lambda: [one.process for one in more()])
-    if _recorded():
+def _stop(
+    processes: list[Leftover], grace: float, before: Machine, find_more: Callable[[], list[Leftover]] = list
+) -> tuple[Stopped, list[cleanup.Back]]:
+    """Stop processes and those that `find_more` returns; return the outcome, and the GPU memory that was freed."""
+    targets = [leftover.process for leftover in processes]
+    stopped = cleanup.stop_ladder(targets, grace, lambda: [leftover.process for leftover in find_more()])
+    if _recorded_machine():
         return stopped, []
-    gone = {one.process.pid for one in found if one.gpu_memory is not None} - {one.pid for one in stopped.survivors}
+    gone = {leftover.process.pid for leftover in processes if leftover.gpu_memory is not None}
+    gone -= {process.pid for process in stopped.survivors}
     return stopped, cleanup.wait_for_memory(before, gone, lambda: leftovers.look_at_gpus(None))
 
 
-def _caches(told: argparse.Namespace) -> int:
-    found = stale_caches.find_caches(stale_caches.cache_roots(os.environ, os.getcwd()))
-    chosen = stale_caches.choose_to_prune(found, told.older_than, told.max_size)
-    kept = cleanup.prune(chosen) if told.yes else []
-    if told.json:
+def _clean_caches(args: argparse.Namespace) -> int:
+    caches = stale_caches.find_caches(stale_caches.cache_roots(os.environ, os.getcwd()))
+    to_prune = stale_caches.choose_to_prune(caches, args.older_than, args.max_size)
+    not_pruned = cleanup.prune(to_prune) if args.yes else []
+    if args.json:
         _print_json(
-            dry_run=not told.yes,
-            caches=as_json(found),
-            total=sum(one.size for one in found),
-            to_prune=[one.path for one in chosen],
-            kept=[{"path": one.path, "why": why} for one, why in kept],
+            dry_run=not args.yes,
+            caches=as_json(caches),
+            total=sum(cache.size for cache in caches),
+            to_prune=[cache.path for cache in to_prune],
+            kept=[{"path": cache.path, "why": why} for cache, why in not_pruned],
         )
     else:
-        _show_caches(found, chosen)
-        _tell_removed("cache entry", "cache entries", chosen if told.yes else [], kept)
-        if chosen and not told.yes:
-            entries, freed = _count(chosen, "entry", "entries"), format_bytes(sum(one.size for one in chosen))
-            print(f"nothing was touched: with --yes {entries} of {freed} would go")
-    if kept:
+        _print_caches(caches, to_prune)
+        _print_removed("cache entry", "cache entries", to_prune if args.yes else [], not_pruned)
+        if to_prune and not args.yes:
+            entries, size = plural(len(to_prune), "entry"), format_bytes(sum(cache.size for cache in to_prune))
+            print(f"nothing was changed: with --yes {entries} of {size} would be removed")
+    if not_pruned:
         return SURVIVED
-    return FOUND if chosen and not told.yes else CLEAN
+    return FOUND if to_prune and not args.yes else CLEAN
 
 
-def _show_caches(found: list[Cache], chosen: list[Cache]) -> None:
-    """A data set by itself; a compiler's cache, whose entries are thousands of hashes, as one line."""
-    if not found:
+def _print_caches(caches: list[Cache], to_prune: list[Cache]) -> None:
+    """Print a line for each data set, and one for a compiler's cache, which has thousands of entries."""
+    if not caches:
         print("no caches")
         return
     print(f"{'KIND':<8} {'SIZE':>9} {'UNUSED FOR':>14}  PATH")
     groups: dict[str, list[Cache]] = {}
-    for one in found:
-        groups.setdefault(one.path if one.kind == "data" else one.root, []).append(one)
-    for path, members in groups.items():
-        going, staying = [one for one in members if one in chosen], {one.kept for one in members if one.kept}
-        note = f", {plural(len(members), 'entry')}" if members[0].kind != "data" else ""
-        note += f"; to prune: {format_bytes(sum(one.size for one in going))} ({len(going)})" if going else ""
-        note += f"; kept: {', '.join(sorted(staying))}" if staying else ""
-        held, idle = format_bytes(sum(one.size for one in members)), format_duration(min(one.idle for one in members))
-        _line(f"{members[0].kind:<8} {held:>9} {idle:>14}  {path}{note}")
-    print(f"{'total':<8} {format_bytes(sum(one.size for one in found)):>9}")
+    for cache in caches:
+        groups.setdefault(cache.path if cache.kind == "data" else cache.root, []).append(cache)
+    for path, entries in groups.items():
+        pruned = [cache for cache in entries if cache in to_prune]
+        reasons = {cache.kept for cache in entries if cache.kept}
+        note = f", {plural(len(entries), 'entry')}" if entries[0].kind != "data" else ""
+        note += f"; to prune: {format_bytes(sum(cache.size for cache in pruned))} ({len(pruned)})" if pruned else ""
+        note += f"; kept: {', '.join(sorted(reasons))}" if reasons else ""
+        size = format_bytes(sum(cache.size for cache in entries))
+        idle = format_duration(min(cache.idle for cache in entries))
+        _print_line(f"{entries[0].kind:<8} {size:>9} {idle:>14}  {path}{note}")
+    print(f"{'total':<8} {format_bytes(sum(cache.size for cache in caches)):>9}")
 
 
-def _show_processes(title: str, found: list[Leftover]) -> None:
-    if not found:
+def _print_processes(title: str, processes: list[Leftover]) -> None:
+    if not processes:
         return
     print(f"{title}:\n  {'PID':>8} {'AGE':>12} {'RAM':>9} {'GPU':>9}  {'RUN':<30}  COMMAND")
-    for one in found:
-        rss, held = ("n/a" if many is None else format_bytes(many) for many in (one.rss, one.gpu_memory))
-        why = f"  ({one.why})" if one.why else ""
-        columns = f"{one.process.pid:>8} {format_duration(one.age):>12} {rss:>9} {held:>9}  {one.run or '-':<30}"
-        _line(f"  {columns}  {_short(one.command)}{why}")
+    for leftover in processes:
+        ram, gpu = ("n/a" if size is None else format_bytes(size) for size in (leftover.rss, leftover.gpu_memory))
+        why = f"  ({leftover.why})" if leftover.why else ""
+        columns = f"{leftover.process.pid:>8} {format_duration(leftover.age):>12} {ram:>9} {gpu:>9}  {leftover.run or '-':<30}"
+        _print_line(f"  {columns}  {_shorten(leftover.command)}{why}")
 
 
-def _show_debris(found: list[Debris]) -> None:
-    if found:
+def _print_files(files: list[Debris]) -> None:
+    if files:
         print("files that no process uses any more:")
-    for kind in dict.fromkeys(one.kind for one in found):
-        alike = [one for one in found if one.kind == kind]
-        for one in alike[:_LINES]:
-            _line(f"  {one.path}  {kind}, {format_bytes(one.size)}, {format_duration(one.age)} old")
-        rest = alike[_LINES:]
+    for kind in dict.fromkeys(file.kind for file in files):
+        of_kind = [file for file in files if file.kind == kind]
+        for file in of_kind[:_MAX_LINES]:
+            _print_line(f"  {file.path}  {kind}, {format_bytes(file.size)}, {format_duration(file.age)} old")
+        rest = of_kind[_MAX_LINES:]
         if rest:
-            held = format_bytes(sum(one.size for one in rest))
-            print(f"  and {len(rest)} more ({kind}), {held}; --json lists them all")
+            size = format_bytes(sum(file.size for file in rest))
+            print(f"  and {len(rest)} more ({kind}), {size}; --json lists them all")
 
 
-def _show_locks(locks: list[Lock], strange: list[str]) -> None:
-    """A free lock file stays for the next run. What is no lock file may be another user's: reported, kept."""
-    held = [one for one in locks if one.held]
+def _print_locks(locks: list[Lock], strange: list[str]) -> None:
+    """Print the GPU locks. Free lock files stay for the next run; other files may be another user's and stay, too."""
+    held = [lock for lock in locks if lock.held]
     if locks:
         free = len(locks) - len(held)
         print_text(f"GPU locks: {len(held)} held, {free} free (the files stay; a lock ends with its process)")
-    for one in held:
-        _line(f"  {one.gpu}  held by {one.who}")
-    for line in strange[:_LINES]:
-        _line(f"GPU locks: {line}; skipped")
-    if len(strange) > _LINES:
-        print_text(f"GPU locks: and {len(strange) - _LINES} more files that are not locks; --json lists them all")
+    for lock in held:
+        _print_line(f"  {lock.gpu}  held by {lock.who}")
+    for line in strange[:_MAX_LINES]:
+        _print_line(f"GPU locks: {line}; skipped")
+    if len(strange) > _MAX_LINES:
+        print_text(f"GPU locks: and {len(strange) - _MAX_LINES} more files that are not locks; --json lists them all")
 
 
-def _show_others(others: list[OnGpu]) -> None:
+def _print_others(others: list[OnGpu]) -> None:
     if others:
         print("on the GPUs, not touched:")
-    for one in others:
-        age = f", {format_duration(one.age)} old" if one.age is not None else ""
-        memory = format_bytes(one.memory) if one.memory is not None else "n/a"
-        _line(f"  {one.gpu}: pid {one.pid} ({one.user or '?'}{age}, {memory}) {_short(one.command or '?')}")
-        _line(f"      {one.advice}")
+    for process in others:
+        age = f", {format_duration(process.age)} old" if process.age is not None else ""
+        memory = format_bytes(process.memory) if process.memory is not None else "n/a"
+        owner = f"{process.user or '?'}{age}, {memory}"
+        _print_line(f"  {process.gpu}: pid {process.pid} ({owner}) {_shorten(process.command or '?')}")
+        _print_line(f"      {process.advice}")
 
 
-def _tell(stopped: Stopped | None, back: Iterable[cleanup.Back]) -> None:
+def _print_stopped(stopped: Stopped | None, freed: Iterable[cleanup.Back]) -> None:
     if stopped is None:
         return
-    forced = f", {len(stopped.killed)} by SIGKILL" if stopped.killed else ""
+    seconds = format_duration(stopped.seconds)
+    killed = f", {len(stopped.killed)} by SIGKILL" if stopped.killed else ""
     if not stopped.survivors:
-        print(f"stopped in {format_duration(stopped.seconds)}{forced}")
-    for one in stopped.survivors:
+        print(f"stopped in {seconds}{killed}")
+    for process in stopped.survivors:
         stuck = ": it waits in the kernel for a GPU or a disk, where no signal reaches it; a reboot may be needed"
-        state = f"{one.state}{stuck if one.state == 'D' else ''}"
-        _line(f"pid {one.pid} ({one.name}) survives after {format_duration(stopped.seconds)}, in state {state}")
-    for gpu in back:
+        state = f"{process.state}{stuck if process.state == 'D' else ''}"
+        _print_line(f"pid {process.pid} ({process.name}) still runs after {seconds}, in state {state}")
+    for gpu in freed:
         took = format_duration(gpu.seconds)
-        when = f"back after {took}" if gpu.whole else f"back; not all of what was held, {took} after"
+        when = f"freed after {took}" if gpu.whole else f"freed; not all of what was held, after {took}"
         print(f"{gpu.gpu}: {format_bytes(gpu.freed)} {when}")
 
 
-def _tell_removed(one: str, many: str, tried: list[Any], kept: list[tuple[Any, str]]) -> None:
-    stays = {id(item) for item, _ in kept}
-    gone = [item for item in tried if id(item) not in stays]
-    if gone:
-        print(f"removed {_count(gone, one, many)}, {format_bytes(sum(item.size for item in gone))}")
+def _print_removed(noun: str, nouns: str, items: list[Any], kept: list[tuple[Any, str]]) -> None:
+    kept_ids = {id(item) for item, _ in kept}
+    removed = [item for item in items if id(item) not in kept_ids]
+    if removed:
+        count = f"{len(removed)} {noun if len(removed) == 1 else nouns}"
+        print(f"removed {count}, {format_bytes(sum(item.size for item in removed))}")
     for item, why in kept:
-        _line(f"{item.path} stays: {why}")
+        _print_line(f"{item.path} is kept: {why}")
 
 
-def _line(text: str) -> None:
-    """One line, whatever the names of processes and files hold."""
+def _print_line(text: str) -> None:
+    """Print one line; names of processes and files in it may contain control codes."""
     print(escape(text))
 
 
-def _count(items: list[Any], one: str, many: str) -> str:
-    return f"{len(items)} {one if len(items) == 1 else many}"
-
-
-def _short(command: str) -> str:
+def _shorten(command: str) -> str:
     return command if len(command) <= 100 else command[:99] + "…"
 
 
-def _processes(found: list[Leftover]) -> list[dict[str, Any]]:
+def _processes_json(processes: list[Leftover]) -> list[dict[str, Any]]:
     return [
-        pick_fields(one.process, "pid", "start", "state")
-        | pick_fields(one, "user", "rss", "gpu_memory", "command", "run", "why")
-        | {"age": round(one.age, 3)}
-        for one in found
+        pick_fields(leftover.process, "pid", "start", "state")
+        | pick_fields(leftover, "user", "rss", "gpu_memory", "command", "run", "why")
+        | {"age": round(leftover.age, 3)}
+        for leftover in processes
     ]
-
-
-def _outcome(stopped: Stopped | None, back: list[cleanup.Back]) -> dict[str, Any]:
-    return {"stopped": as_json(stopped), "memory_back": as_json(back)}
 
 
 def _print_json(**fields: Any) -> None:

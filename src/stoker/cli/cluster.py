@@ -1,4 +1,4 @@
-"""stoker cluster check|init: are these hosts fit to train together; a hosts file, written by asking them."""
+"""`stoker cluster check` tests whether hosts can train together; `stoker cluster init` writes a hosts file by asking them."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ from stoker.control.cluster.hosts import Hosts, read_hosts_file
 _USAGE = """usage: stoker cluster check --hosts cluster.yaml|a,b,c [SCRIPT] [options]
        stoker cluster init HOST ... [options]
 
-  check      each host by itself, then what only shows between them
+  check      check each host, then what shows only between hosts
   init       write cluster.yaml by asking the hosts
 
-`stoker cluster check --help` says more."""
-_EXAMPLES = """exit codes: 0 fine, 1 warnings, 2 failures, 3 something could not be checked
+`stoker cluster check --help` lists the options."""
+_CHECK_EXAMPLES = """exit codes: 0 fine, 1 warnings, 2 failures, 3 something could not be checked
 
 examples:
   stoker cluster check --hosts cluster.yaml
   stoker cluster check --hosts gpu1,gpu2 train.py
-  stoker cluster check --hosts gpu1,gpu2 --parameters 7B    what a step's gradients cost on this network
-  stoker cluster check --hosts cluster.yaml --tune          measures transport settings, keeps what helps in the file"""
+  stoker cluster check --hosts gpu1,gpu2 --parameters 7B    time to exchange a step's gradients on this network
+  stoker cluster check --hosts cluster.yaml --tune          measure transport settings, keep those that help in the file"""
 _INIT_EXAMPLES = """examples:
   stoker cluster init gpu1 gpu2 gpu3
   stoker cluster init ann@10.0.0.1 ann@10.0.0.2 --python '~/venv/bin/python'
   stoker run --hosts cluster.yaml train.py"""
 _MARKS = {"fail": "✗", "warn": "!", "unknown": "?", "ok": "·"}
-_WRITTEN = "cluster.yaml"  # by `stoker cluster init`. It can run commands, so it is only read where it is named
+# The file that `stoker cluster init` writes. It can run commands, so it is read only if the user names it.
+_HOSTS_FILE = "cluster.yaml"
 
 
 def main(argv: list[str]) -> int:
@@ -54,128 +55,126 @@ def main(argv: list[str]) -> int:
     raise Refusal(f"no `stoker cluster {argv[0]}`{near}; there are check and init", EX_USAGE)
 
 
-def parser() -> OptionParser:
-    """For completion: both words, and check's flags."""
-    made = OptionParser("stoker cluster")
-    made.add_argument("what", choices=("check", "init"))
-    made.take_over(check_parser())
-    return made
+def build_parser() -> OptionParser:
+    """Build the parser for completion: both subcommands, and the flags of check."""
+    parser = OptionParser("stoker cluster")
+    parser.add_argument("what", choices=("check", "init"))
+    parser.take_over(build_check_parser())
+    return parser
 
 
-def check_parser() -> OptionParser:
-    about = "Checks whether these hosts can train together: what is wrong, how that is known, and what to type."
-    made = OptionParser("stoker cluster check", about, _EXAMPLES)
+def build_check_parser() -> OptionParser:
+    description = "Checks whether hosts can train together: what is wrong, the evidence, and how to fix it."
+    parser = OptionParser("stoker cluster check", description, _CHECK_EXAMPLES)
     script = "a script that must be the same on all hosts, and its package"
-    made.option("script", "SCRIPT", script, nargs="?", default="")
-    hosts = "a hosts file, or a,b,c (default: the nodes of the scheduler's job we are in)"
-    made.option("--hosts", "HOSTS", hosts, default="")
-    made.option("--data", "PATH", "prepared data that must be the same on all hosts", action="append", default=[])
+    parser.option("script", "SCRIPT", script, nargs="?", default="")
+    hosts = "a hosts file, or a,b,c (default: the nodes of the scheduler's job, inside one)"
+    parser.option("--hosts", "HOSTS", hosts, default="")
+    data = "prepared data that must be the same on all hosts"
+    parser.option("--data", "PATH", data, action="append", default=[])
     model = "a model's folder, with its tokenizer, that must be the same on all hosts"
-    made.option("--model", "PATH", model, default="")
-    parameters = "parameters to compute the cost of a step's gradients for, e.g. 7B (default: --model's, else 1.1B)"
-    made.option("--parameters", "N", parameters, parse_count, default=0.0)
-    port = "the store's port, on the first host (default: a free one)"
-    made.option("--master-port --master_port", "PORT", port, int, default=0)
-    made.switch("--quick", "only the quick checks that every run begins with: no import of torch, no all-reduce")
-    made.switch("--tune", "try transport settings and keep what measurably helps in the hosts file")
-    _add_ssh_option(made)
-    made.switch("--json", "everything as JSON")
-    return made
+    parser.option("--model", "PATH", model, default="")
+    parameters = "number of parameters whose gradients are exchanged in a step, e.g. 7B (default: --model's, else 1.1B)"
+    parser.option("--parameters", "N", parameters, parse_count, default=0.0)
+    port = "port of the store on the first host (default: a free one)"
+    parser.option("--master-port --master_port", "PORT", port, int, default=0)
+    parser.switch("--quick", "only the quick checks that every run begins with: no import of torch, no all-reduce")
+    parser.switch("--tune", "try transport settings and keep those that measurably help in the hosts file")
+    _add_ssh_option(parser)
+    parser.switch("--json", "print everything as JSON")
+    return parser
 
 
-def _add_ssh_option(made: OptionParser) -> None:
-    made.option(
-        "--ssh-option", "OPTION", "one more argument for ssh, e.g. --ssh-option=-p2222", action="append", default=[]
-    )
-
-
-def _hosts(told: argparse.Namespace) -> Hosts:
-    scheduler = schedulers.find_scheduler(os.environ)
-    if not told.hosts and scheduler is not None:  # as `stoker run` does
-        from stoker.control.scheduler import engine
-
-        given = engine(scheduler).allocation(os.environ)
-        if given is not None:
-            if told.tune:
-                line = f"--tune writes what helps to a hosts file, and a {scheduler.title} job has none"
-                raise Refusal(f"{line}: give one with --hosts", EX_USAGE)
-            return given
-    if not told.hosts:
-        here = os.path.lexists(_WRITTEN)
-        way = f"--hosts {_WRITTEN} takes the one here (it can run commands)" if here else "--hosts a,b,c names them"
-        raise Refusal(f"no hosts given: {way}; `stoker cluster init a b c` writes a hosts file", EX_USAGE)
-    found = read_hosts_file(told.hosts, tuple(told.ssh_option))
-    if told.tune and found.path is None:
-        line = "--tune writes what helps to a hosts file, and --hosts a,b,c is not one"
-        raise Refusal(f"{line}: `stoker cluster init a b c` writes one", EX_USAGE)
-    if told.tune and told.quick:
-        raise Refusal("--tune measures and --quick does not: give one of them", EX_USAGE)
-    return found
+def _add_ssh_option(parser: OptionParser) -> None:
+    option = "one more argument for ssh, e.g. --ssh-option=-p2222"
+    parser.option("--ssh-option", "OPTION", option, action="append", default=[])
 
 
 def check(argv: list[str]) -> int:
-    told = check_parser().parse_args(argv)
-    hosts = _hosts(told)
+    args = build_check_parser().parse_args(argv)
+    hosts = _select_hosts(args)
     from stoker.control.cluster import check_rules
     from stoker.control.cluster.all_reduce import count_parameters
     from stoker.control.cluster.cluster_check import CheckOptions, ClusterCheck, doctor_findings
     from stoker.control.cluster.probes import open_probe_batch
     from stoker.control.doctor.check import exit_code
 
-    asked = CheckOptions(told.script, tuple(told.data), told.model, told.master_port, told.quick)
-    began = time.monotonic()
+    questions = CheckOptions(args.script, tuple(args.data), args.model, args.master_port, args.quick)
+    start = time.monotonic()
     if sys.stderr.isatty():
-        print_status(f"asking {plural(len(hosts.hosts), 'host')}, some seconds")
+        print_status(f"checking {plural(len(hosts.hosts), 'host')}; this takes some seconds")
     tuned: list[str] = []
-    with open_probe_batch(hosts) as asking:
-        checking = ClusterCheck(hosts, asked, asking)
-        facts = checking.collect()
+    with open_probe_batch(hosts) as batch:
+        cluster_check = ClusterCheck(hosts, questions, batch)
+        facts = cluster_check.collect()
         findings = [*check_rules.run_rules(facts), *doctor_findings(facts, hosts)]
-        if told.tune:
+        if args.tune:
             from stoker.control.cluster.all_reduce import tune
 
-            assert checking.worker is not None
-            tuned = tune(asking, checking.worker, facts, hosts, print_status)
+            assert cluster_check.worker is not None
+            tuned = tune(batch, cluster_check.worker, facts, hosts, print_status)
     report: dict[str, Any] = {
         "schema": 1,
         "exit_code": exit_code(findings),
-        "seconds": round(time.monotonic() - began, 2),
+        "seconds": round(time.monotonic() - start, 2),
         "findings": as_json(findings),
-        "price": _price(facts, told.parameters or count_parameters(told.model) or 1.1e9),
+        "price": _gradient_cost(facts, args.parameters or count_parameters(args.model) or 1.1e9),
         "tuned": tuned,
         "facts": facts.to_json(),
     }
-    if told.json:
+    if args.json:
         print_json(report)
     else:
-        _print(facts, findings, report)
+        _print_report(facts, findings, report)
     return int(report["exit_code"])
 
 
-def _bandwidth(facts: Any) -> tuple[float, str] | None:
-    """(bytes a second of the slowest link, how that is known)."""
-    if facts.reduce is not None and facts.reduce.bus:
-        return facts.reduce.bus, f"{facts.reduce.backend} all-reduce"
+def _select_hosts(args: argparse.Namespace) -> Hosts:
+    """Return the hosts of --hosts or of the scheduler's job. Raises Refusal if there are none or --tune can't work."""
+    scheduler = schedulers.find_scheduler(os.environ)
+    if not args.hosts and scheduler is not None:  # as `stoker run` does
+        from stoker.control.scheduler import engine
+
+        nodes = engine(scheduler).allocation(os.environ)
+        if nodes is not None:
+            if args.tune:
+                line = f"--tune writes to a hosts file, and a {scheduler.title} job has none"
+                raise Refusal(f"{line}: give one with --hosts", EX_USAGE)
+            return nodes
+    if not args.hosts:
+        exists = os.path.lexists(_HOSTS_FILE)
+        fix = f"--hosts {_HOSTS_FILE} uses the one here (it can run commands)" if exists else "--hosts a,b,c names them"
+        raise Refusal(f"no hosts given: {fix}; `stoker cluster init a b c` writes a hosts file", EX_USAGE)
+    hosts = read_hosts_file(args.hosts, tuple(args.ssh_option))
+    if args.tune and hosts.path is None:
+        line = "--tune writes to a hosts file, and --hosts a,b,c is not one"
+        raise Refusal(f"{line}: `stoker cluster init a b c` writes one", EX_USAGE)
+    if args.tune and args.quick:
+        raise Refusal("--tune measures and --quick does not: give one of them", EX_USAGE)
+    return hosts
+
+
+def _gradient_cost(facts: Any, parameters: float) -> dict[str, Any] | None:
+    """Return the cost of exchanging a step's gradients, from the slowest link measured, or None without a measurement."""
     rates = [pair.rate for pair in facts.pairs if pair.rate]
-    return (min(rates), "one TCP stream, the slowest") if rates else None
-
-
-def _price(facts: Any, parameters: float) -> dict[str, Any] | None:
-    known = _bandwidth(facts)
-    if known is None:
+    if facts.reduce is not None and facts.reduce.bus:
+        bandwidth, measured_by = facts.reduce.bus, f"{facts.reduce.backend} all-reduce"
+    elif rates:
+        bandwidth, measured_by = min(rates), "one TCP stream, the slowest"
+    else:
         return None
-    world = len(facts.there)
+    hosts = len(facts.there)
     return {
-        "bandwidth": known[0],
-        "measured_by": known[1],
-        "hosts": world,
+        "bandwidth": bandwidth,  # bytes per second
+        "measured_by": measured_by,
+        "hosts": hosts,
         "formula": FORMULA,
-        "prices": as_json(step_costs(parameters, world, known[0])),
-        "sentence": describe_step_costs(parameters, world, known[0]),
+        "prices": as_json(step_costs(parameters, hosts, bandwidth)),
+        "sentence": describe_step_costs(parameters, hosts, bandwidth),
     }
 
 
-def _print(facts: Any, findings: list[Finding], report: dict[str, Any]) -> None:
+def _print_report(facts: Any, findings: list[Finding], report: dict[str, Any]) -> None:
     from stoker.control.cluster import check_table
     from stoker.control.cluster.check_facts import format_bandwidth
 
@@ -184,15 +183,14 @@ def _print(facts: Any, findings: list[Finding], report: dict[str, Any]) -> None:
     print()
     if facts.reduce is not None and facts.reduce.bus:
         rates = [pair.rate for pair in facts.pairs if pair.rate]
-        wires = [one.speed * 125_000 for one in facts.there if one.speed and one.physical]
-        of = f"; the link: {format_bandwidth(min(wires))} stated" if wires else ""
-        of += f"; one TCP stream reaches {format_bandwidth(min(rates))}" if rates else ""
-        print_text(
-            f"all-reduce ({facts.reduce.backend}, one rank a host): {format_bandwidth(facts.reduce.bus)} bus bandwidth{of}"
-        )
+        links = [host.speed * 125_000 for host in facts.there if host.speed and host.physical]
+        details = f"; the link: {format_bandwidth(min(links))} stated" if links else ""
+        details += f"; one TCP stream reaches {format_bandwidth(min(rates))}" if rates else ""
+        bandwidth = f"{format_bandwidth(facts.reduce.bus)} bus bandwidth{details}"
+        print_text(f"all-reduce ({facts.reduce.backend}, one rank per host): {bandwidth}")
     if report["price"]:
         print_text(f"a step's gradients: {report['price']['sentence']}   ({FORMULA}, n = {report['price']['hosts']})")
-    for finding in sorted(findings, key=lambda one: list(_MARKS).index(one.level)):
+    for finding in sorted(findings, key=lambda finding: list(_MARKS).index(finding.level)):
         print_text(escape(f"{_MARKS[finding.level]} {finding.id}: {finding.text}"))
         if finding.fix:
             print_text(escape(f"    → {finding.fix}"))
@@ -203,36 +201,36 @@ def _print(facts: Any, findings: list[Finding], report: dict[str, Any]) -> None:
     print(f"checked in {report['seconds']:.1f} s")
 
 
-def init_parser() -> OptionParser:
-    about = "Asks each host for its GPUs, a Python with torch and its way to the others, and writes a hosts file."
-    made = OptionParser("stoker cluster init", about, _INIT_EXAMPLES)
-    hosts = "name, address or ~/.ssh/config alias, in rank order; user@host is fine"
-    made.option("hosts", "HOST", hosts, nargs="+")
-    made.option("--out", "FILE", "the file to write (default: ./cluster.yaml)", default=_WRITTEN)
-    made.switch("--force", "overwrite it")
-    made.option("--user", "NAME", "user to log in as")
-    made.option("--port", "PORT", "ssh's port", int)
-    made.option("--identity", "FILE", "a private key")
+def build_init_parser() -> OptionParser:
+    description = "Asks each host for its GPUs, a Python with torch and a route to the others, and writes a hosts file."
+    parser = OptionParser("stoker cluster init", description, _INIT_EXAMPLES)
+    hosts = "name, address or ~/.ssh/config alias, in rank order; may be user@host"
+    parser.option("hosts", "HOST", hosts, nargs="+")
+    parser.option("--out", "FILE", "the file to write (default: ./cluster.yaml)", default=_HOSTS_FILE)
+    parser.switch("--force", "overwrite it")
+    parser.option("--user", "NAME", "user to log in as")
+    parser.option("--port", "PORT", "port of ssh", int)
+    parser.option("--identity", "FILE", "a private key")
     python = "the Python of the ranks there (default: the first with torch of ~/venv, ~/.venv and python3)"
-    made.option("--python", "PATH", python)
-    made.option("--workdir", "DIR", "the ranks' working directory there (default: that of `stoker run`)")
-    made.option("--ssh-config", "FILE", "instead of ~/.ssh/config")
-    _add_ssh_option(made)
-    return made
+    parser.option("--python", "PATH", python)
+    parser.option("--workdir", "DIR", "the ranks' working directory there (default: that of `stoker run`)")
+    parser.option("--ssh-config", "FILE", "instead of ~/.ssh/config")
+    _add_ssh_option(parser)
+    return parser
 
 
 def init(argv: list[str]) -> int:
-    told = init_parser().parse_args(argv)
+    args = build_init_parser().parse_args(argv)
     from stoker.control.cluster.hosts_writer import write_hosts_file
 
-    told.identity, told.ssh_config = _from_here(told.identity), _from_here(told.ssh_config)
-    of_all = {key: getattr(told, key) for key in ("user", "port", "identity", "python", "workdir")}
-    defaults = {key: value for key, value in of_all.items() if value is not None}
-    more = {key: value for key, value in (("ssh_config", told.ssh_config), ("ssh_options", told.ssh_option)) if value}
-    write_hosts_file(told.hosts, told.out, defaults, more, told.force, print_status)
+    args.identity, args.ssh_config = _absolute(args.identity), _absolute(args.ssh_config)
+    host_keys = {key: getattr(args, key) for key in ("user", "port", "identity", "python", "workdir")}
+    defaults = {key: value for key, value in host_keys.items() if value is not None}
+    ssh = {key: value for key, value in (("ssh_config", args.ssh_config), ("ssh_options", args.ssh_option)) if value}
+    write_hosts_file(args.hosts, args.out, defaults, ssh, args.force, print_status)
     return 0
 
 
-def _from_here(path: str | None) -> str | None:
-    """A path in the file counts from the file; a flag's counts from here. A home stays a ~."""
+def _absolute(path: str | None) -> str | None:
+    """Make a flag's path absolute, since a path in the hosts file is relative to that file. ~ stays."""
     return os.path.abspath(path) if path and not path.startswith("~") else path

@@ -1,10 +1,11 @@
-"""stoker doctor [--only gpu.] [--skip host.disk] [--json] [--watch] [--bundle F] [--record F] [--machine F]"""
+"""`stoker doctor [--only gpu.] [--json] [--watch] [--bundle FILE] [--record FILE] [--machine FILE]`: checks this machine."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,119 +28,126 @@ _EXAMPLES = """exit codes: 0 fine, 1 warnings, 2 failures, 3 something could not
 examples:
   stoker doctor
   stoker doctor --only gpu. --json
-  stoker doctor --bundle ticket.tar.gz      for a support ticket; recognized secrets are taken out
-  stoker doctor --record box.json           keep this machine; --machine box.json replays it"""
+  stoker doctor --bundle ticket.tar.gz      for a support ticket; recognized secrets are removed
+  stoker doctor --record box.json           record this machine; --machine box.json checks the recording"""
 _MARKS = {"fail": "✗", "warn": "!", "unknown": "?"}
 _COLOURS = {"fail": ERROR, "warn": WARNING, "unknown": ""}
+_MIN_FREE = 10**9  # bytes of a GPU that a rank can use: it needs memory for its CUDA context
 
 
-def parser() -> OptionParser:
-    made = OptionParser(
-        "stoker doctor", "What is wrong with this machine, how that is known, and what to type.", _EXAMPLES
-    )
-    several: dict[str, Any] = {"action": "append", "default": []}
-    made.option("--only", "ID", "only checks whose id starts with this, e.g. gpu. or host.disk", **several)
-    made.option("--skip", "ID", "leave these checks out", **several)
-    made.option("--nproc-per-node --nproc_per_node", "N", "how many ranks you plan to run", int, default=0)
-    made.option("--master-port --master_port", "PORT", "a port to look at", int, default=0)
-    made.switch("--no-probe", "create no CUDA context on the GPUs")
-    made.switch("--json", "everything as JSON")
+def build_parser() -> OptionParser:
+    description = "Shows what is wrong with this machine, the evidence, and how to fix it."
+    parser = OptionParser("stoker doctor", description, _EXAMPLES)
+    repeated: dict[str, Any] = {"action": "append", "default": []}
+    parser.option("--only", "ID", "only checks whose id starts with this, e.g. gpu. or host.disk", **repeated)
+    parser.option("--skip", "ID", "leave these checks out", **repeated)
+    parser.option("--nproc-per-node --nproc_per_node", "N", "how many ranks you plan to run", int, default=0)
+    parser.option("--master-port --master_port", "PORT", "a port to check", int, default=0)
+    parser.switch("--no-probe", "create no CUDA context on the GPUs")
+    parser.switch("--json", "print everything as JSON")
     watch = "check again at this interval (default: 10s) and print what changes"
-    made.option("--watch", "TIME", watch, parse_duration, nargs="?", const="10s")
-    made.option("--bundle", "FILE", "write a tar.gz for a support ticket")
-    made.option("--record", "FILE", "write the examination as JSON")
-    made.option("--machine", "FILE", "examine a recorded machine instead of this one")
-    made.runs_dir()
-    return made
+    parser.option("--watch", "TIME", watch, parse_duration, nargs="?", const="10s")
+    parser.option("--bundle", "FILE", "write a tar.gz for a support ticket")
+    parser.option("--record", "FILE", "write the examination as JSON")
+    parser.option("--machine", "FILE", "check a recorded machine instead of this one")
+    parser.runs_dir()
+    return parser
 
 
 def main(argv: list[str]) -> int:
-    told = parser().parse_args(argv)
-    checks = check.choose(told.only, told.skip)
-    runs_dir = layout.runs_root(told.runs_dir, os.environ)
-    if told.no_probe:
+    args = build_parser().parse_args(argv)
+    checks = check.choose(args.only, args.skip)
+    runs_dir = layout.runs_root(args.runs_dir, os.environ)
+    if args.no_probe:
         checks = [one for one in checks if "probes" not in one.needs]
-    if told.record:
-        refuse_other_extension(told.record, b"{", "a recorded machine")
-    if told.bundle:
-        refuse_other_extension(told.bundle, b"\x1f\x8b", "a bundle (tar.gz)")
-    whole = bool(told.record or told.bundle)
-    parts = PARTS if whole else frozenset(part for one in checks for part in one.needs if part in PARTS)
+    if args.record:
+        refuse_other_extension(args.record, b"{", "a recorded machine")
+    if args.bundle:
+        refuse_other_extension(args.bundle, b"\x1f\x8b", "a bundle (tar.gz)")
+    is_complete = bool(args.record or args.bundle)
+    parts = PARTS if is_complete else frozenset(part for one in checks for part in one.needs if part in PARTS)
 
-    def look() -> Examination:
-        if told.machine:
-            return _read(told.machine)
-        return examine(runs_dir, told.master_port, parts - {"probes"} if told.no_probe else parts)
+    def examine_or_read() -> Examination:
+        if args.machine:
+            return _read_recorded(args.machine)
+        return examine(runs_dir, args.master_port, parts - {"probes"} if args.no_probe else parts)
 
-    if told.watch:
-        return _watch(look, checks, told.nproc_per_node, told.watch)
-    with parsing(f"recorded machine {told.machine}") if told.machine else nullcontext():
-        found = look()
-        findings = check.run_checks(checks, found, told.nproc_per_node)
-    if told.record:
-        _write(told.record, dump_json(mask_json(found.to_json())) + "\n")
-    if told.bundle:
+    if args.watch:
+        return _watch(examine_or_read, checks, args.nproc_per_node, args.watch)
+    with parsing(f"recorded machine {args.machine}") if args.machine else nullcontext():
+        examination = examine_or_read()
+        findings = check.run_checks(checks, examination, args.nproc_per_node)
+    if args.record:
+        _write_file(args.record, dump_json(mask_json(examination.to_json())) + "\n")
+    if args.bundle:
         from stoker.control.doctor.support_bundle import write_bundle
 
-        write_bundle(told.bundle, found, findings, runs_dir)
-    if told.json:
-        report = {"schema": 1, "exit_code": check.exit_code(findings), "checks": [one.id for one in checks]}
-        report |= {"findings": as_json(findings)}
-        print_json({**report, "advice": advice(found, findings), "examination": found.to_json()})
+        write_bundle(args.bundle, examination, findings, runs_dir)
+    if args.json:
+        print_json(
+            {
+                "schema": 1,
+                "exit_code": check.exit_code(findings),
+                "checks": [one.id for one in checks],
+                "findings": as_json(findings),
+                "advice": advice(examination, findings),
+                "examination": examination.to_json(),
+            }
+        )
     else:
-        _print(found, findings, len(checks))
-        for word, path in (("bundle", told.bundle), ("recorded machine", told.record)):
+        _print_report(examination, findings, len(checks))
+        for label, path in (("bundle", args.bundle), ("recorded machine", args.record)):
             if path:
-                print(f"{word}: {path}")
+                print(f"{label}: {path}")
     return check.exit_code(findings)
 
 
-def _print(found: Examination, findings: list[Finding], count: int) -> None:
-    machine = found.machine
-    cards = f"{len(machine.gpus)} GPU(s)" + (f", driver {machine.driver}" if machine.driver else "")
-    unasked = (found.missing or {}).get("torch") == NOT_ASKED
-    torch = (found.torch and found.torch.version) or ("not looked at" if unasked else "none")
+def _print_report(examination: Examination, findings: list[Finding], count: int) -> None:
+    machine = examination.machine
+    gpus = f"{len(machine.gpus)} GPU(s)" + (f", driver {machine.driver}" if machine.driver else "")
+    torch_skipped = (examination.missing or {}).get("torch") == NOT_ASKED
+    torch = (examination.torch and examination.torch.version) or ("not checked" if torch_skipped else "none")
     memory = f"{format_used(machine.memory_available, machine.memory_total)} memory free"
-    print_text(escape(f"{machine.hostname}: {cards}; {machine.cores} cores, {memory}; torch {torch}"))
+    print_text(escape(f"{machine.hostname}: {gpus}; {machine.cores} cores, {memory}; torch {torch}"))
     for gpu in machine.gpus:
         used = "n/a"
         if gpu.memory_used is not None and gpu.memory_total is not None:
             used = format_used(gpu.memory_used, gpu.memory_total)
-        health = (found.health or {}).get(gpu.uuid)
-        heat = f"{health.temperature} °C" if health and health.temperature is not None else "n/a"
-        print(escape(f"  GPU {gpu.label[3:]}  {gpu.name or 'n/a'}  {used}  {heat}"))
+        health = (examination.health or {}).get(gpu.uuid)
+        temperature = f"{health.temperature} °C" if health and health.temperature is not None else "n/a"
+        print(escape(f"  GPU {gpu.label[3:]}  {gpu.name or 'n/a'}  {used}  {temperature}"))
     for finding in findings:
         print_coloured([(f"{_MARKS[finding.level]} {finding.id}", _COLOURS[finding.level]), (f": {finding.text}", "")])
         if finding.fix:
             print_text(escape(f"    → {finding.fix}"))
     if not findings:
-        print_coloured([(f"✓ {count} checks, nothing wrong", SUCCESS)])
-    print_text(advice(found, findings))
+        print_coloured([(f"✓ {plural(count, 'check')}, nothing wrong", SUCCESS)])
+    print_text(advice(examination, findings))
 
 
-def _watch(look: Any, checks: list[check.Check], ranks: int, seconds: float) -> int:
-    """Prints what appears and what goes away, until Ctrl-C. Ends with the last state's exit code."""
+def _watch(examine: Callable[[], Examination], checks: list[check.Check], ranks: int, seconds: float) -> int:
+    """Print findings that appear and disappear, until Ctrl-C. Return the exit code of the last state."""
     before: dict[tuple[str, str], Finding] = {}
     findings: list[Finding] = []
     first = True
     try:
         while True:
-            findings = check.run_checks(checks, look(), ranks)
+            findings = check.run_checks(checks, examine(), ranks)
             now = {(finding.id, finding.text): finding for finding in findings}
-            stamp = time.strftime("%H:%M:%S")
+            clock = time.strftime("%H:%M:%S")
             for key in now.keys() - before.keys():
-                print_text(escape(f"{stamp} {_MARKS[now[key].level]} {key[0]}: {key[1]}"))
+                print_text(escape(f"{clock} {_MARKS[now[key].level]} {key[0]}: {key[1]}"))
             for key in before.keys() - now.keys():
-                print_text(escape(f"{stamp} ✓ {key[0]}: no longer: {key[1]}"))
+                print_text(escape(f"{clock} ✓ {key[0]}: no longer: {key[1]}"))
             if first and not now:
-                print(f"{stamp} ✓ {plural(len(checks), 'check')}, nothing wrong", flush=True)
+                print(f"{clock} ✓ {plural(len(checks), 'check')}, nothing wrong", flush=True)
             before, first = now, False
             time.sleep(seconds)
     except KeyboardInterrupt:
         return check.exit_code(findings)
 
 
-def _read(path: str) -> Examination:
+def _read_recorded(path: str) -> Examination:
     try:
         return examination_from_json(read_json(path))
     except FileNotFoundError as problem:
@@ -151,7 +159,7 @@ def _read(path: str) -> Examination:
         raise Refusal(f"{path} is not a recorded machine: {why}", EX_DATAERR) from problem
 
 
-def _write(path: str, text: str) -> None:
+def _write_file(path: str, text: str) -> None:
     try:
         with AtomicFile(path, mode=0o600) as file:
             file.write(text.encode("utf-8", "backslashreplace"))
@@ -160,32 +168,26 @@ def _write(path: str, text: str) -> None:
     sys.stdout.flush()
 
 
-def usable(found: Examination, findings: list[Finding]) -> list[int]:
-    """Cards nothing failed on, with room for a context."""
-    failed = {finding.gpu for finding in findings if finding.level == "fail"}
-    cards = dict.fromkeys(gpu.index for gpu in found.machine.gpus if gpu.memory_free is None or gpu.memory_free > 10**9)
-    return [index for index in cards if index not in failed]
-
-
-def advice(found: Examination, findings: list[Finding]) -> str:
-    failed = {finding.id for finding in findings if finding.level == "fail" and finding.gpu is None}
+def advice(examination: Examination, findings: list[Finding]) -> str:
+    """Return what to fix first, or which GPUs to train on and the command for it."""
+    failed_checks = {finding.id for finding in findings if finding.level == "fail" and finding.gpu is None}
     for id, line in (
         ("torch.installed", "torch does not import"),
         ("torch.cuda-build", "this torch can't use the GPUs"),
         ("gpu.count", "CUDA_VISIBLE_DEVICES is wrong"),
     ):
-        if id in failed:
+        if id in failed_checks:
             return f"{line}: fix that first"
-    if found.machine.gpu_error:
+    if examination.machine.gpu_error:
         return "the driver does not answer: `stoker run --nproc-per-node cpu train.py` runs without GPUs"
-    cards = list(dict.fromkeys(gpu.index for gpu in found.machine.gpus))
-    if not cards:
-        return f"no GPU: `stoker run train.py` runs one CPU rank ({found.machine.cores} cores)"
-    good = usable(found, findings)
-    if not good:
-        return (
-            f"none of the {plural(len(cards), 'GPU')} can be used now: `stoker run --wait 10m train.py` waits for one"
-        )
-    if good == cards:
-        return f"use {'the GPU' if len(cards) == 1 else f'all {len(cards)} GPUs'}: `stoker run train.py`"
-    return f"use {len(good)} of {len(cards)} GPUs: `stoker run --gpus {','.join(map(str, good))} train.py`"
+    gpus = list(dict.fromkeys(gpu.index for gpu in examination.machine.gpus))
+    if not gpus:
+        return f"no GPU: `stoker run train.py` runs one CPU rank ({examination.machine.cores} cores)"
+    failed_gpus = {finding.gpu for finding in findings if finding.level == "fail"}
+    free = [gpu for gpu in examination.machine.gpus if gpu.memory_free is None or gpu.memory_free > _MIN_FREE]
+    usable = [index for index in dict.fromkeys(gpu.index for gpu in free) if index not in failed_gpus]
+    if not usable:
+        return f"none of the {plural(len(gpus), 'GPU')} can be used now: `stoker run --wait 10m train.py` waits for one"
+    if usable == gpus:
+        return f"use {'the GPU' if len(gpus) == 1 else f'all {len(gpus)} GPUs'}: `stoker run train.py`"
+    return f"use {len(usable)} of {len(gpus)} GPUs: `stoker run --gpus {','.join(map(str, usable))} train.py`"

@@ -1,58 +1,76 @@
-"""`stoker COMMAND ...`. Imports only the command that is asked for: import time is launch time."""
+"""`stoker COMMAND ...`: finds the module of a command and imports only that one, since import time is launch time."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-# Commands by what people want to do; the order of --help.
+from stoker import __version__
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stoker.contract.options import OptionParser
+
+# The commands in the groups and the order of --help.
 GROUPS = {
     "run": {
-        "run": "start a script, one rank per GPU: torchrun's place and flags",
-        "attach": "follow a run that is under way",
-        "stop": "end a run; it may save first",
-        "detach": "let a run continue when its terminal closes",
+        "run": "start a script with one process per GPU; takes torchrun's flags",
+        "attach": "follow the output of a run",
+        "stop": "stop a run; its ranks may save first",
+        "detach": "keep a run going when its terminal closes",
     },
     "look": {
         "why": "how a run ended, and why",
-        "runs": "list the runs, with step, loss and speed",
-        "logs": "what a rank printed",
+        "runs": "list the runs with step, loss and speed",
+        "logs": "print the output of a rank",
         "top": "hosts, GPUs, ranks and the loss, live in the terminal",
-        "web": "the same in the browser; or a run as one HTML file",
-        "plot": "draw the loss, or another metric, of some runs",
-        "compare": "two runs: settings, results, and is it more than noise",
-        "rollouts": "what a GRPO run answered: best, worst, what changed",
-        "nan": "what made the first NaN or Inf",
+        "web": "the same in a browser, or one run as an HTML file",
+        "plot": "plot the loss or another metric of one or more runs",
+        "compare": "compare two runs: settings, results, beyond noise or not",
+        "rollouts": "completions of a GRPO run: the best, the worst, what changed",
+        "nan": "find the operation that produced the first NaN or Inf",
         "metrics": "serve runs, ranks, hosts and GPUs to Prometheus",
     },
     "train": {
         "train": "train a model: pretrain, sft, dpo, reward, grpo, evaluate",
-        "fit": "GPU memory a model takes, settings that fit; no GPU needed",
-        "speedrun": "the whole chain, tokenizer to GRPO to report",
-        "data": "show what training would make of a file",
-        "prepare": "make data ready for training, once",
-        "chat": "talk to a model in the terminal",
-        "serve": "answer requests for a model over HTTP, as OpenAI's API does",
-        "export": "write a model as a folder that transformers opens",
+        "fit": "GPU memory a model takes, settings that fit; needs no GPU",
+        "speedrun": "run the whole chain, from tokenizer to GRPO to report",
+        "data": "show what training would read from a file",
+        "prepare": "tokenize the data of a training run in advance",
+        "chat": "chat with a model in the terminal",
+        "serve": "serve a model over HTTP with an OpenAI-compatible API",
+        "export": "export a model as a folder that transformers loads",
     },
     "machine": {
-        "doctor": "what is wrong with this machine, and what to type",
+        "doctor": "find what is wrong with this machine and how to fix it",
         "clean": "free what dead runs left behind; acts only with --yes",
-        "ladder": "imports, then 1, half and all ranks: where does it fail?",
-        "burnin": "same-seed replicas on every GPU: which one is wrong or slow",
+        "ladder": "try imports, then 1, half and all ranks: where does it fail?",
+        "burnin": "same-seed replicas on every GPU: which one is wrong or slow?",
         "docs": "show the documentation of this version",
         "completion": "print a completion script for bash, zsh or tcsh",
     },
     "cluster": {
-        "cluster": "check hosts, or write a hosts file by asking them",
+        "cluster": "check hosts, or write a hosts file for them",
         "submit": "write a Slurm job for a run, submit and follow it",
     },
-}  # fmt: skip
+}
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
-# Other programs' words for a command of ours.
+# Every command is in the module of its name, with functions main and build_parser, except for these: their module has
+# functions NAME_main and build_NAME_parser.
+MODULES = {
+    "attach": "follow",
+    "logs": "follow",
+    "detach": "stop",
+    "compare": "plot",
+    "prepare": "data",
+    "completion": "docs",
+}
+# Names that other programs use for a command.
 ALIASES = {"ls": "runs", "ps": "runs", "list": "runs", "status": "runs", "kill": "stop", "cancel": "stop"}
-# Words that mean more than one thing here, or a command with its first word: they are answered, not obeyed.
-MEANT = {
+# Words that are suggested for, but not run: they could mean more than one thing, or would need a second word.
+SUGGESTED = {
     "torchrun": "stoker run", "launch": "stoker run", "start": "stoker run", "srun": "stoker run", "sbatch": "stoker submit",
     "resume": "stoker run --name NAME, or stoker train STAGE --name NAME",
     "finetune": "stoker train sft", "eval": "stoker train evaluate", "generate": "stoker chat", "convert": "stoker export",
@@ -75,26 +93,36 @@ usage: stoker COMMAND [options]
   stoker train pretrain --data texts/        on GPUs or on the CPU
   stoker why                                 how the last run ended
 
-`stoker COMMAND --help` says more, `stoker docs` has the guides.
+`stoker COMMAND --help` lists its options, `stoker docs` the guides.
 Exit codes: the failing rank's own, 128+n for a signal, 70 where that would be
 0, 64-78 for a refusal.
 """
+_WINDOWS = "Stoker runs on Linux; on Windows use WSL2 (`wsl --install`) and install Stoker there"
+_MAC = "Stoker runs on Linux; on a Mac use a Linux container or machine (Apple's GPUs, MPS, are not used)"
+
+PACKAGE = os.path.dirname(os.path.dirname(__file__))
+CHECKOUT = os.path.dirname(os.path.dirname(PACKAGE))
+COMMIT_FILE = os.path.join(PACKAGE, "commit.txt")  # written into a wheel and a source archive by hatch_build.py
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
     if not sys.platform.startswith("linux"):
-        print(f"stoker: {_elsewhere(sys.platform)}", file=sys.stderr)
+        line = {"win32": _WINDOWS, "darwin": _MAC}.get(
+            sys.platform, f"Stoker runs on Linux, and this is {sys.platform}"
+        )
+        print(f"stoker: {line}", file=sys.stderr)
         return 69
     from stoker.contract.terminal import own_lines
 
     code = 0
     with own_lines():
         try:
-            code = _main(argv)
+            code = _run_command(sys.argv[1:] if argv is None else argv)
             if sys.stdout is not None:
-                sys.stdout.flush()  # here, and not when Python ends: what goes wrong then is a traceback
+                sys.stdout.flush()  # here rather than at exit, where an error would print a traceback
         except BrokenPipeError:
-            # `stoker logs | head`: the reader has enough. Python would complain once more when it flushes at exit.
+            # The reader of `stoker logs | head` has closed the pipe. Without this, Python's flush at exit complains again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         except OSError as problem:  # a full disk
             from stoker.contract.errors import EX_OSERR
@@ -105,39 +133,39 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
-def _elsewhere(platform: str) -> str:
-    if platform == "win32":
-        return "Stoker runs on Linux; on Windows use WSL2 (`wsl --install`), and install Stoker in there"
-    if platform == "darwin":
-        return "Stoker runs on Linux; on a Mac use a Linux container or machine (Apple's GPUs, MPS, are not used)"
-    return f"Stoker runs on Linux, and this is {platform}"
+def load_command(name: str) -> tuple[Callable[[list[str]], int], Callable[[], OptionParser]]:
+    """Import the module of a command. Return its main function and the function that builds its parser."""
+    from importlib import import_module
+
+    module = import_module(f"stoker.cli.{MODULES.get(name, name)}")
+    if name in MODULES:
+        return getattr(module, f"{name}_main"), getattr(module, f"build_{name}_parser")
+    return module.main, module.build_parser
 
 
-def _main(argv: list[str] | None) -> int:
-    words = sys.argv[1:] if argv is None else argv
-    if not words or words[0] in ("-h", "--help", "help"):
-        listed = (
-            f"{group}:\n" + "".join(f"  {name:<11}{text}\n" for name, text in GROUPS[group].items()) for group in GROUPS
+def _run_command(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        groups = (
+            f"{group}:\n" + "".join(f"  {name:<11}{text}\n" for name, text in commands.items())
+            for group, commands in GROUPS.items()
         )
-        print(_HELP.format(commands="\n".join(listed)), end="")
-        return 0 if words else 64
-    if words[0] in ("-V", "--version", "version"):
-        from stoker.cli import version
-
-        print(version.line())
+        print(_HELP.format(commands="\n".join(groups)), end="")
+        return 0 if argv else 64
+    if argv[0] in ("-V", "--version", "version"):
+        commit = source_commit()
+        print(f"stoker {__version__} (commit {commit})" if commit else f"stoker {__version__}")
         return 0
     from stoker.contract.errors import EX_DATAERR, EX_OSERR, EX_UNAVAILABLE, EX_USAGE, Refusal
     from stoker.contract.text import escape
 
-    command, rest = ALIASES.get(words[0], words[0]), words[1:]
+    command = ALIASES.get(argv[0], argv[0])
     try:
         if command not in COMMANDS:
-            raise Refusal(f"no command {command!r}{_meant(command)}; `stoker --help` lists them", EX_USAGE)
-        from importlib import import_module
-
-        return int(import_module(f"stoker.cli.{command}").main(rest))
+            raise Refusal(f"no command {command!r}{_suggestion(command)}; `stoker --help` lists them", EX_USAGE)
+        run, _ = load_command(command)
+        return int(run(argv[1:]))
     except BrokenPipeError:
-        raise  # not an error: see main
+        raise  # not an error: main handles it
     except Refusal as refusal:
         line, code = refusal.line, refusal.code
     except ModuleNotFoundError as problem:
@@ -149,54 +177,75 @@ def _main(argv: list[str] | None) -> int:
     except OSError as problem:
         line, code = escape(str(problem)), EX_OSERR
     except RecursionError as problem:
-        line, code = f"something is nested too deeply, {_place(problem)}", EX_DATAERR
+        line, code = f"something is nested too deeply, {_where_raised(problem)}", EX_DATAERR
     except MemoryError as problem:
-        line, code = f"out of memory, {_place(problem)}", EX_OSERR
+        line, code = f"out of memory, {_where_raised(problem)}", EX_OSERR
     from stoker.contract.terminal import ERROR, print_status
 
     print_status(line, ERROR)
     return code
 
 
-def _meant(word: str) -> str:
-    """By meaning, then by spelling."""
+def source_commit() -> str:
+    """Return the commit this Stoker was made from, or "" if it is not known.
+
+    In a checkout it is the current one, with a + if files differ from it; an installed package has it in a file.
+    """
+    import subprocess
+
+    if os.path.exists(COMMIT_FILE):
+        with open(COMMIT_FILE, encoding="ascii") as file:
+            return file.read().strip()
+    if not os.path.exists(os.path.join(CHECKOUT, ".git")):
+        return ""
+    command = ["git", "-C", CHECKOUT, "describe", "--always", "--abbrev=10", "--exclude=*", "--dirty=+"]
+    try:
+        git = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):  # git is not installed
+        return ""
+    return git.stdout.strip() if git.returncode == 0 else ""
+
+
+def _suggestion(word: str) -> str:
+    """Return a suggestion for an unknown command: by its meaning, else by its spelling."""
     from stoker.contract.options import suggest
     from stoker.training.stages.registry import STAGES
 
-    meant = f"stoker train {word}" if word in STAGES else MEANT.get(word)
-    return f" (did you mean `{meant}`?)" if meant else suggest(word, COMMANDS)
+    command = f"stoker train {word}" if word in STAGES else SUGGESTED.get(word)
+    return f" (did you mean `{command}`?)" if command else suggest(word, COMMANDS)
 
 
-def _place(problem: BaseException) -> str:
-    """The function of ours that was at work: a report of a bug needs it."""
-    trace, place = problem.__traceback__, ""
+def _where_raised(problem: BaseException) -> str:
+    """Return the innermost function of Stoker in the traceback, for a bug report."""
+    trace, where = problem.__traceback__, ""
     while trace is not None:
         code = trace.tb_frame.f_code
         if f"{os.sep}stoker{os.sep}" in code.co_filename:
-            place = f"in {code.co_name} ({code.co_filename}:{trace.tb_lineno})"
+            where = f"in {code.co_name} ({code.co_filename}:{trace.tb_lineno})"
         trace = trace.tb_next
-    return place
+    return where
 
 
 def entry() -> None:
-    for handle in (0, 1, 2):  # `<&-`: a pipe of ours must not land on a standard descriptor
+    """Run the command of sys.argv and exit with its code: the `stoker` program."""
+    for descriptor in (0, 1, 2):
         try:
-            os.fstat(handle)
-        except OSError:
+            os.fstat(descriptor)
+        except OSError:  # closed, as by `<&-`: open it, so that no pipe of ours gets the number of a standard stream
             os.open(os.devnull, os.O_RDWR)
-    for stream in (sys.stdout, sys.stderr):  # a terminal that has no ✓ gets a ?, and no traceback
+    for stream in (sys.stdout, sys.stderr):
         if stream is not None and stream.encoding.lower().replace("-", "") != "utf8":
-            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # prints ? for ✓ instead of a traceback
     from stoker.contract.terminal import clear_bar, own_lines
 
-    own_lines().__enter__()  # to the end: a traceback quotes foreign text, too
+    own_lines().__enter__()  # until the process ends: a traceback may quote text with control codes, too
     try:
         sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
         clear_bar()
-        if "torch" in sys.modules:  # chat, export: the last look for garbage among all of torch takes a second
+        if "torch" in sys.modules:  # chat, export: the last garbage collection over all of torch takes a second
             import gc
 
             gc.freeze()

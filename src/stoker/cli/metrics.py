@@ -1,4 +1,4 @@
-"""stoker metrics [--port N] [--host ADDRESS] [--hosts FILE] [--dcgm WHICH] [--once]"""
+"""`stoker metrics [--port N] [--hosts FILE] [--once]`: serves runs, ranks, hosts and GPUs as Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -22,54 +22,50 @@ if TYPE_CHECKING:
     from stoker.control.show.snapshot import Snapshot
 
 PORT = 9911
-_LEAST_S = 0.25
-_FIRST_S = 10.0  # that --once waits for other hosts
+_MIN_INTERVAL_S = 0.25
+_HOSTS_WAIT_S = 10.0  # --once waits this long for other hosts
 _EXAMPLES = """examples:
   stoker metrics                      http://127.0.0.1:9911/metrics, for a Prometheus on this machine
-  stoker metrics --once | grep loss   print the metrics and end
-  stoker metrics --hosts cluster.yaml     several machines from one endpoint, by ssh; nothing has to be installed there
+  stoker metrics --once | grep loss   print the metrics and exit
+  stoker metrics --hosts cluster.yaml     several hosts at one endpoint, by ssh; nothing has to be installed there
   stoker metrics --dcgm 4.9           GPU metrics also under the names of dcgm-exporter 4.9
-  stoker run --metrics-port 9912 train.py    those of one run, for as long as it runs
+  stoker run --metrics-port 9912 train.py    the metrics of one run, while it runs
 
-`stoker docs metrics` has every metric, a Prometheus configuration, alert rules and Grafana dashboards."""
+`stoker docs metrics` lists all metrics, a Prometheus configuration, alert rules and Grafana dashboards."""
 
 
-def parser() -> OptionParser:
-    made = OptionParser(
-        "stoker metrics", "Serves runs, ranks, hosts and GPUs as Prometheus metrics, until Ctrl-C.", _EXAMPLES
-    )
-    made.option("--port", "N", f"port to listen on (default: {PORT}; 0: a free one)", int, default=PORT)
-    made.option(
-        "--host", "ADDRESS", "address to listen on (default: 127.0.0.1, this machine only)", default="127.0.0.1"
-    )
-    made.option("--hosts", "FILE|A,B", "these hosts instead of this machine: a hosts file, or a,b,c reached by ssh")
-    made.option("--ssh-option", "OPT", "an option for the ssh client: --ssh-option=-p2222", action="append", default=[])
-    made.add_argument(
-        "--dcgm",
-        choices=("classic", "4.9", "off"),
-        default="classic",
-        help="GPU metrics also under DCGM's names: classic (public dashboards; the default), 4.9 (renamed), or off",
-    )
-    made.option("--interval", "TIME", "collect this often (default: 2s)", parse_duration, default=2.0)
-    made.switch("--once", "print the metrics and end")
-    made.switch("--all", "other users' runs in the folder, too (default: your own)")
-    made.runs_dir()
-    # Given by `stoker run --metrics-port`: its run, the socket it listens on, and the process to end with.
+def build_parser() -> OptionParser:
+    description = "Serves runs, ranks, hosts and GPUs as Prometheus metrics, until Ctrl-C."
+    parser = OptionParser("stoker metrics", description, _EXAMPLES)
+    parser.option("--port", "N", f"port to listen on (default: {PORT}; 0: a free one)", int, default=PORT)
+    host = "address to listen on (default: 127.0.0.1, this machine only)"
+    parser.option("--host", "ADDRESS", host, default="127.0.0.1")
+    hosts = "these hosts instead of this machine: a hosts file, or a,b,c reached by ssh"
+    parser.option("--hosts", "FILE|A,B", hosts)
+    ssh = "an option for the ssh client: --ssh-option=-p2222"
+    parser.option("--ssh-option", "OPT", ssh, action="append", default=[])
+    dcgm = "GPU metrics also under DCGM's names: classic (public dashboards; the default), 4.9 (renamed), or off"
+    parser.add_argument("--dcgm", choices=("classic", "4.9", "off"), default="classic", help=dcgm)
+    parser.option("--interval", "TIME", "how often to collect (default: 2s)", parse_duration, default=2.0)
+    parser.switch("--once", "print the metrics and exit")
+    parser.switch("--all", "other users' runs in the folder, too (default: only yours)")
+    parser.runs_dir()
+    # Set by `stoker run --metrics-port`: its run, the socket to serve, and the process to end with.
     for flag, kind in (("--run", str), ("--listening", int), ("--parent", int)):
-        made.add_argument(flag, type=kind, help=argparse.SUPPRESS)
-    return made
+        parser.add_argument(flag, type=kind, help=argparse.SUPPRESS)
+    return parser
 
 
 def main(argv: list[str]) -> int:
-    told = parser().parse_args(argv)
-    if told.parent:
+    args = build_parser().parse_args(argv)
+    if args.parent:
         from stoker.control.agent.prctl import die_with_parent
 
-        die_with_parent(told.parent, signal.SIGTERM)
-    if not 0 <= told.port <= 65535:
-        raise Refusal(f"--port {told.port}: a port is a number from 0 to 65535", EX_USAGE)
-    if told.interval < _LEAST_S:
-        raise Refusal(f"--interval {told.interval:g} s: at least {_LEAST_S} s", EX_USAGE)
+        die_with_parent(args.parent, signal.SIGTERM)
+    if not 0 <= args.port <= 65535:
+        raise Refusal(f"--port {args.port}: a port is a number from 0 to 65535", EX_USAGE)
+    if args.interval < _MIN_INTERVAL_S:
+        raise Refusal(f"--interval {args.interval:g}s is too short: at least {_MIN_INTERVAL_S}s", EX_USAGE)
     from stoker.control.doctor.check import count_fast_findings
     from stoker.control.show import http_server
     from stoker.control.show.collector import SnapshotCollector
@@ -77,46 +73,46 @@ def main(argv: list[str]) -> int:
     from stoker.control.show.metrics.metrics_exporter import MetricsCollector
     from stoker.control.show.metrics.metrics_page import CONTENT_TYPE, DoctorFindings
 
-    root = os.path.dirname(told.run) if told.run else layout.runs_root(told.runs_dir, os.environ)
-    elsewhere: HostMonitor | None = None
-    if told.hosts:
+    root = os.path.dirname(args.run) if args.run else layout.runs_root(args.runs_dir, os.environ)
+    monitor: HostMonitor | None = None
+    if args.hosts:
         from stoker.control.cluster.host_monitor import HostMonitor
         from stoker.control.cluster.hosts import read_hosts_file
 
-        elsewhere = HostMonitor(read_hosts_file(told.hosts, tuple(told.ssh_option)), told.interval)
-    gatherer = SnapshotCollector(root, everybody=told.all, machine=elsewhere is None)
+        monitor = HostMonitor(read_hosts_file(args.hosts, tuple(args.ssh_option)), args.interval)
+    snapshots = SnapshotCollector(root, everybody=args.all, machine=monitor is None)
 
-    def gather() -> Snapshot:
-        return gatherer.snapshot(elsewhere=elsewhere.readings() if elsewhere is not None else (), only=told.run)
+    def take_snapshot() -> Snapshot:
+        return snapshots.snapshot(elsewhere=monitor.readings() if monitor is not None else (), only=args.run)
 
-    def checks() -> DoctorFindings:
+    def run_checks() -> DoctorFindings:
         host, counts = count_fast_findings(root)
         return DoctorFindings(host, time.time(), counts)
 
-    collector = MetricsCollector(gather, checks, told.dcgm, lambda line: print_status(escape(line)))
-    if told.once:
-        if elsewhere is not None:
-            elsewhere.wait(_FIRST_S)
+    collector = MetricsCollector(take_snapshot, run_checks, args.dcgm, lambda line: print_status(escape(line)))
+    if args.once:
+        if monitor is not None:
+            monitor.wait(_HOSTS_WAIT_S)
         collector.examine()
         collector.collect()
-        if elsewhere is not None:
-            elsewhere.close()
+        if monitor is not None:
+            monitor.close()
         sys.stdout.write((collector.page or b"").decode())
         return 0
-    listening = socket.socket(fileno=told.listening) if told.listening else http_server.listen(told.host, told.port)
+    listening = socket.socket(fileno=args.listening) if args.listening else http_server.listen(args.host, args.port)
     listening.setblocking(False)
-    over: list[int] = []
+    signals: list[int] = []
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, lambda number, _frame: over.append(number))
-    collector.start(told.interval)
-    if not told.run:
+        signal.signal(signum, lambda number, _frame: signals.append(number))
+    collector.start(args.interval)
+    if not args.run:
         print_status(f"metrics at {http_server.url(listening, '/metrics')}")
         if not http_server.is_loopback(listening):
             print_status(
-                "anybody who can reach this port can read the names of runs, users and hosts, and their numbers"
+                "anyone who can reach this port can read the names of runs, users and hosts, and their metrics"
             )
-    metrics_exporter.MetricsServer(listening, lambda: collector.page, CONTENT_TYPE).serve(lambda: bool(over))
+    metrics_exporter.MetricsServer(listening, lambda: collector.page, CONTENT_TYPE).serve(lambda: bool(signals))
     collector.stop()
-    if elsewhere is not None:
-        elsewhere.close()
+    if monitor is not None:
+        monitor.close()
     return 0

@@ -1,7 +1,8 @@
-"""stoker plot RUN [RUN ...] [--metric NAME] [--log] [--smooth N] [--png FILE]"""
+"""`stoker plot RUN ...` draws a metric of runs; `stoker compare A B` compares two runs."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import sys
@@ -10,148 +11,173 @@ from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.errors import EX_NOINPUT, EX_USAGE, Refusal, parsing
+from stoker.contract.frozen import as_json
 from stoker.contract.options import OptionParser, completes_run_names, suggest
 from stoker.contract.terminal import print_coloured, print_json, print_status, print_text, uses_colour
 from stoker.contract.text import escape, is_digits
+from stoker.contract.units import format_bytes, format_duration
 from stoker.control.record import run_index, run_record
-from stoker.control.show.charts import COLOURS, LETTERS, Series, draw_chart, fit_width, mean, short, sparkline
+from stoker.control.show.charts import (
+    COLOURS,
+    LETTERS,
+    Series,
+    draw_chart,
+    fit_width,
+    mean,
+    metric_text,
+    short,
+    sparkline,
+)
+from stoker.control.show.comparison import (
+    PART,
+    PARTS,
+    Difference,
+    at_equal_step,
+    differing_settings,
+    settings_of,
+)
 from stoker.control.show.curves import Curve, smooth_points
 from stoker.control.show.job_view import open_run_tail
 from stoker.control.show.run_tail import RunTail
 from stoker.control.show.snapshot import AVERAGED, LOSS, REWARD, RL_METRICS, SERVER_METRICS
 
-_EPILOG = """  stoker plot                                     the newest run's loss; of GRPO its reward, KL, entropy ...
+_PLOT_EXAMPLES = """  stoker plot                                     the newest run's loss; for GRPO its reward, KL, entropy ...
   stoker plot exp1 exp2 --metric val_loss --log
   stoker plot exp1 --smooth 20 --png loss.png"""
+_COMPARE_EPILOG = (
+    f"How noise is judged: the last {PART:.0%} of the steps that both runs have made is cut into {PARTS} parts. Each part gives"
+    f" the difference of the two means, and the {PARTS} differences give a 95 % t interval. A difference is more than noise if"
+    " the interval does not contain 0.\n\nThis is the noise of batches within the two runs. Another seed changes a run, too: only"
+    " runs with several seeds show by how much."
+)
+_MAX_SETTINGS = 60  # settings that differ, printed
+_FIRST_ROWS = 3  # state, steps and time come before the values at equal steps
 
 
-def parser() -> OptionParser:
-    made = OptionParser(
-        "stoker plot", "Draws a metric of one or several runs in the terminal, or into a PNG file.", _EPILOG
+def build_parser() -> OptionParser:
+    parser = OptionParser(
+        "stoker plot", "Plots a metric of one or more runs in the terminal, or as a PNG file.", _PLOT_EXAMPLES
     )
     completes_run_names(
-        made.add_argument("runs", nargs="*", metavar="RUN", help="ids, names or paths of runs (default: the newest)")
+        parser.add_argument("runs", nargs="*", metavar="RUN", help="ids, names or paths of runs (default: the newest)")
     )
-    made.option(
-        "--metric", "NAME", "what to draw: any name in metrics.jsonl (default: reward with KL and the like, else loss)"
-    )
-    made.switch("--log", "a logarithmic axis for the values")
-    made.option(
-        "--smooth",
-        "N",
-        "the mean of the last N values (default: of GRPO one logging interval, else 1, as they are)",
-        _count,
-    )
-    made.option("--width", "N", "columns (default: as wide as the terminal)", _count)
-    made.option("--height", "N", "lines (default: 16)", _count, default=16)
-    made.option("--png", "FILE", "write a picture; needs matplotlib")
-    made.runs_dir()
-    made.switch("--json", "the points as JSON")
-    return made
+    metric = "any name in metrics.jsonl (default: loss; for GRPO reward, with KL, entropy and the like)"
+    parser.option("--metric", "NAME", metric)
+    parser.switch("--log", "a logarithmic axis for the values")
+    smooth = "average the last N values (default: one logging interval for GRPO, else 1, no smoothing)"
+    parser.option("--smooth", "N", smooth, _parse_count)
+    parser.option("--width", "N", "columns (default: as wide as the terminal)", _parse_count)
+    parser.option("--height", "N", "lines (default: 16)", _parse_count, default=16)
+    parser.option("--png", "FILE", "write a picture; needs matplotlib")
+    parser.runs_dir()
+    parser.switch("--json", "print the points as JSON")
+    return parser
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not is_digits(text) or not 0 < int(text) <= 100_000:
         raise ValueError(f"{text!r} is not a number from 1 to 100000")
     return int(text)
 
 
 def main(argv: list[str]) -> int:
-    told = parser().parse_args(argv)
-    root = layout.runs_root(told.runs_dir, os.environ)
-    found = [watched(run) for run in _once([run_index.find_run(which, root) for which in told.runs or [None]])]
-    metric = told.metric or headline_of(found)
-    curves = [(folder.record, _curve(folder, metric)) for folder in found]
-    if told.json:
-        runs = [{"run": run.id, "points": [list(one) for one in curve.points(1 << 40)]} for run, curve in curves]
+    args = build_parser().parse_args(argv)
+    root = layout.runs_root(args.runs_dir, os.environ)
+    tails = [
+        _read_tail(run) for run in _without_repeats([run_index.find_run(name, root) for name in args.runs or [None]])
+    ]
+    metric = args.metric or _headline_metric(tails)
+    curves = [(tail.record, _require_curve(tail, metric)) for tail in tails]
+    if args.json:
+        runs = [{"run": run.id, "points": [list(point) for point in curve.points(1 << 40)]} for run, curve in curves]
         print_json({"schema": 1, "metric": metric, "runs": runs})
         return 0
-    lines = [Series(_title(one.record), _means(one, metric, told.smooth)) for one in found]
+    lines = [Series(_title(tail.record), _smoothed_points(tail, metric, args.smooth)) for tail in tails]
     if not any(line.points for line in lines):
-        raise Refusal(f"no finite value of {escape(metric)} to draw{_not_finite(curves[0][1])}", EX_NOINPUT)
+        raise Refusal(f"no finite value of {escape(metric)} to plot{_describe_non_finite(curves[0][1])}", EX_NOINPUT)
     panels = [(metric, lines)]
-    if not told.metric and metric == REWARD:
-        panels = [(RL_METRICS[REWARD], lines), *_companions(found, told.smooth)]
-    if told.png:
+    if not args.metric and metric == REWARD:
+        panels = [(RL_METRICS[REWARD], lines), *_companion_panels(tails, args.smooth)]
+    if args.png:
         from stoker.control.show.charts import write_png
 
-        write_png(told.png, panels, log=told.log)
-        print(f"wrote {escape(told.png)}")
+        write_png(args.png, panels, log=args.log)
+        print(f"wrote {escape(args.png)}")
         return 0
-    _draw(metric, lines, told)
-    _draw_companions(panels[1:])
+    _print_chart(metric, lines, args)
+    _print_sparklines(panels[1:])
     for (_, curve), line in zip(curves, lines, strict=True):
-        wrong = _not_finite(curve)
-        if wrong:
-            print(f"{line.name}{wrong}")
+        if non_finite := _describe_non_finite(curve):
+            print(f"{line.name}{non_finite}")
     return 0
 
 
-def _once(runs: list[run_record.RunRecord]) -> list[run_record.RunRecord]:
-    """Each of them, in this order; one that was named twice is reported."""
+def _without_repeats(runs: list[run_record.RunRecord]) -> list[run_record.RunRecord]:
+    """Return the runs in their order, each once; report a run that was named twice."""
     by_path: dict[str, run_record.RunRecord] = {}
     for run in runs:
         if by_path.setdefault(os.path.realpath(run.dir), run) is not run:
-            print_status(f"run {escape(run.id, 100)} was named before; it is drawn once")
+            print_status(f"run {escape(run.id, 100)} is named twice; it is plotted once")
     return list(by_path.values())
 
 
-def watched(run: run_record.RunRecord) -> RunTail:
+def _read_tail(run: run_record.RunRecord) -> RunTail:
     with parsing(f"run {run.id}"):
-        folder = open_run_tail(run)
-        folder.view(run.started, watched=True)
-    return folder
+        tail = open_run_tail(run)
+        tail.view(run.started, watched=True)
+    return tail
 
 
-def headline_of(folders: Sequence[RunTail]) -> str:
-    """Return reward where all the runs have one, else loss."""
-    have_rewards = all(folder.curve(REWARD).steps for folder in folders)
-    return REWARD if have_rewards else LOSS
+def _headline_metric(tails: Sequence[RunTail]) -> str:
+    """Return reward if all the runs have one, else loss."""
+    return REWARD if all(tail.curve(REWARD).steps for tail in tails) else LOSS
 
 
-def _means(folder: RunTail, name: str, smooth: int | None) -> tuple[tuple[float, float], ...]:
-    """Return the points to draw; without --smooth means over the logging interval of a run whose metrics have every step."""
-    window = smooth or (folder.interval if name in AVERAGED else 1)
-    return smooth_points(folder.curve(name), window)
+def _smoothed_points(tail: RunTail, metric: str, smooth: int | None) -> tuple[tuple[float, float], ...]:
+    """Return the points to draw. Without --smooth, averages over a logging interval if the run has metrics of every step."""
+    return smooth_points(tail.curve(metric), smooth or (tail.interval if metric in AVERAGED else 1))
 
 
-def _companions(folders: Sequence[RunTail], smooth: int | None) -> list[tuple[str, list[Series]]]:
+def _companion_panels(tails: Sequence[RunTail], smooth: int | None) -> list[tuple[str, list[Series]]]:
     """Return the curves of KL, entropy and the like, and of a job's servers, of all runs that have them."""
     panels = []
     for name, title in (RL_METRICS | SERVER_METRICS).items():
-        lines = [Series(_title(folder.record), _means(folder, name, smooth)) for folder in folders]
+        lines = [Series(_title(tail.record), _smoothed_points(tail, name, smooth)) for tail in tails]
         if name != REWARD and any(line.points for line in lines):
             panels.append((title, lines))
     return panels
 
 
-def _draw_companions(panels: Sequence[tuple[str, Sequence[Series]]]) -> None:
+def _print_sparklines(panels: Sequence[tuple[str, Sequence[Series]]]) -> None:
     """Print a sparkline for each metric of each run."""
-    plain = "utf" not in (sys.stdout.encoding or "").lower()
+    ascii_only = "utf" not in (sys.stdout.encoding or "").lower()
     width = max((len(title) for title, _ in panels), default=0)
     for title, lines in panels:
         for line in lines:
             values = [value for _, value in line.points]
             if not values:
                 continue
-            spark = sparkline(values, 40, ascii_only=plain)
-            of = f"  {line.name}" if len(lines) > 1 else ""
-            print(f"{title:<{width}} {spark} {short(values[0])} to {short(values[-1])}{of}")
+            spark = sparkline(values, 40, ascii_only=ascii_only)
+            name = f"  {line.name}" if len(lines) > 1 else ""
+            print(f"{title:<{width}} {spark} {short(values[0])} to {short(values[-1])}{name}")
 
 
-def _curve(folder: RunTail, name: str) -> Curve:
-    curve = folder.curve(name)
+def _require_curve(tail: RunTail, metric: str) -> Curve:
+    """Return the curve of a metric. Raises Refusal if the run does not have it."""
+    curve = tail.curve(metric)
     if curve.steps:
         return curve
-    metrics = folder.training.metrics
+    metrics = tail.training.metrics
     assert metrics is not None
-    shown, names = escape(folder.record.id, 100), sorted(folder.curve_names())
+    run, names = escape(tail.record.id, 100), sorted(tail.curve_names())
     if metrics.problem:
-        raise Refusal(f"run {shown}: {metrics.problem}", EX_NOINPUT)
+        raise Refusal(f"run {run}: {metrics.problem}", EX_NOINPUT)
     if not names:
-        line = f"run {shown} has no metrics: neither metrics.jsonl, nor a loss that it told by stoker.beat or printed"
+        line = (
+            f"run {run} has no metrics: no metrics.jsonl, and no loss that its script printed or passed to stoker.beat"
+        )
         raise Refusal(line, EX_NOINPUT)
-    line = f"run {shown} has no metric {name!r}{suggest(name, names)}; it has {', '.join(names)}"
+    line = f"run {run} has no metric {metric!r}{suggest(metric, names)}; it has {', '.join(names)}"
     raise Refusal(escape(line), EX_USAGE)
 
 
@@ -159,31 +185,174 @@ def _title(run: run_record.RunRecord) -> str:
     return escape(run.id if not run.name or run.name in run.id else f"{run.name} ({run.id})", 100)
 
 
-def _not_finite(curve: Curve) -> str:
-    bad = curve.not_finite()
-    if not bad:
+def _describe_non_finite(curve: Curve) -> str:
+    steps = curve.not_finite()
+    if not steps:
         return ""
-    shown = ", ".join(map(str, bad[:5])) + (" …" if len(bad) > 5 else "")
-    return f": {len(bad)} of {len(curve.steps)} values are not finite (step {shown})"
+    listed = ", ".join(map(str, steps[:5])) + (" …" if len(steps) > 5 else "")
+    return f": {len(steps)} of {len(curve.steps)} values are not finite (step {listed})"
 
 
-def _draw(metric: str, lines: Sequence[Series], told: Any) -> None:
-    columns = told.width or shutil.get_terminal_size((80, 24)).columns
-    plain = "utf" not in (sys.stdout.encoding or "").lower()
+def _print_chart(metric: str, lines: Sequence[Series], args: argparse.Namespace) -> None:
+    columns = args.width or shutil.get_terminal_size((80, 24)).columns
+    ascii_only = "utf" not in (sys.stdout.encoding or "").lower()
     coloured = uses_colour()
-    print(fit_width(f"{metric}{', logarithmic' if told.log else ''}", columns).rstrip())
-    rows = draw_chart(lines, max(columns, 20), told.height, log=told.log, coloured=coloured, ascii_only=plain)
+    print(fit_width(f"{metric}{', logarithmic' if args.log else ''}", columns).rstrip())
+    rows = draw_chart(lines, max(columns, 20), args.height, log=args.log, coloured=coloured, ascii_only=ascii_only)
     for row in rows:
         print_coloured(row)
     if not rows:
-        print_text("nothing to draw: --log leaves out values that are not positive")
+        print_text("nothing to plot: --log leaves out values that are not positive")
     for number, line in enumerate(lines):
         if not line.points:
             continue
         values = [value for _, value in line.points]
         mark = LETTERS[number % len(LETTERS)] if len(lines) > 1 and not coloured else "──"
-        tail = mean(values[-max(len(values) // 10, 1) :])
         best = f"highest {short(max(values))}" if metric == REWARD else f"lowest {short(min(values))}"
-        about = f"last {short(values[-1])}, {best}, mean of the last tenth {short(tail)}"
-        steps = f"step {int(line.points[-1][0])}"
-        print_coloured([(mark, COLOURS[number % len(COLOURS)]), (f" {line.name}: {about}; {steps}", "")])
+        figures = f"last {short(values[-1])}, {best}, mean of the last tenth {short(_last_tenth_mean(values))}"
+        step = int(line.points[-1][0])
+        print_coloured([(mark, COLOURS[number % len(COLOURS)]), (f" {line.name}: {figures}; step {step}", "")])
+
+
+def _last_tenth_mean(values: Sequence[float]) -> float | None:
+    return mean(values[-max(len(values) // 10, 1) :]) if values else None
+
+
+def build_compare_parser() -> OptionParser:
+    parser = OptionParser(
+        "stoker compare",
+        "Compares two runs: settings that differ, results side by side, and whether the difference is more than noise.",
+        _COMPARE_EPILOG,
+    )
+    completes_run_names(parser.add_argument("first", metavar="A", help="id, name or path of a run"))
+    completes_run_names(
+        parser.add_argument("second", metavar="B", help="id, name or path of the run to compare it with")
+    )
+    parser.option("--metric", "NAME", "metric to compare (default: reward if both runs have one, else loss)")
+    parser.runs_dir()
+    parser.switch("--json", "print the comparison as JSON")
+    return parser
+
+
+def compare_main(argv: list[str]) -> int:
+    args = build_compare_parser().parse_args(argv)
+    root = layout.runs_root(args.runs_dir, os.environ)
+    runs = [run_index.find_run(name, root) for name in (args.first, args.second)]
+    if os.path.realpath(runs[0].dir) == os.path.realpath(runs[1].dir):
+        line = f"{args.first} and {args.second} are the same run, {runs[0].id}; `stoker runs` lists the others"
+        raise Refusal(escape(line), EX_USAGE)
+    tails = [_read_tail(run) for run in runs]
+    settings = differing_settings([settings_of(tail.training.record) for tail in tails])
+    results = [_read_results(tail) for tail in tails]
+    metric = args.metric or _headline_metric(tails)
+    difference = measure_difference(tails[0].curve(metric), tails[1].curve(metric))
+    at_equal_steps = _values_at_equal_steps(tails, metric)
+    if args.json:
+        print_json(
+            {
+                "schema": 1,
+                "runs": [run.id for run in runs],
+                "metric": metric,
+                "at_equal_step": {
+                    name: {"step": step, "values": values} for name, (step, values) in at_equal_steps.items()
+                },
+                "settings": {name: list(values) for name, values in settings},
+                "results": [{name: value for name, (value, _) in result.items()} for result in results],
+                "noise": as_json(difference) | {"beyond": difference.beyond} if difference is not None else None,
+            }
+        )
+        return 0
+    columns = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else 120
+    header = ("", *(escape(run.id, 60) for run in runs))
+    rows = [(name, *(result[name][1] for result in results)) for name in results[0]]
+    rows[_FIRST_ROWS:_FIRST_ROWS] = [
+        (f"{RL_METRICS.get(name, name)}, both at step {step}", *(metric_text(name, value) for value in values))
+        for name, (step, values) in at_equal_steps.items()
+    ]
+    _print_table([header, *(row for row in rows if set(row[1:]) != {"n/a"})], columns)
+    print()
+    if settings:
+        print("settings that differ:")
+        _print_table([(f"  {name}", *values) for name, values in settings[:_MAX_SETTINGS]], columns)
+        if len(settings) > _MAX_SETTINGS:
+            print(f"  and {len(settings) - _MAX_SETTINGS} more: --json has them")
+    else:
+        print("settings that differ: none")
+    print()
+    print_coloured([_judge_difference(difference, metric, [run.id for run in runs])])
+    return 0
+
+
+def _values_at_equal_steps(tails: Sequence[RunTail], metric: str) -> dict[str, tuple[int, list[float]]]:
+    """Return for each metric the last step that both runs have logged and the two values there.
+
+    Runs of different length are at different points at their ends: only equal steps compare them.
+    """
+    values = {}
+    for name in dict.fromkeys((metric, *RL_METRICS, LOSS, "val_loss")):
+        at_step = at_equal_step([tail.mean_curve(name) for tail in tails])
+        if at_step is not None:
+            values[name] = at_step
+    return values
+
+
+def _read_results(tail: RunTail) -> dict[str, tuple[Any, str]]:
+    """Return the results of a run by name: the number, and its text."""
+
+    def finite_values(metric: str) -> list[float]:
+        return [value for value in tail.curve(metric).values if value - value == 0]
+
+    run = tail.view(tail.record.started, watched=True)
+    lowest_val_loss = min(finite_values("val_loss"), default=None)
+    tokens_per_s = _last_tenth_mean(finite_values("tokens_per_s"))
+    loss = _last_tenth_mean(finite_values("loss"))
+    peak_bytes = max(finite_values("peak_bytes"), default=None)
+    mfu = _last_tenth_mean(finite_values("mfu"))
+    last = {name: run.rl_metrics.get(name) for name in RL_METRICS}
+    reward = _last_tenth_mean(finite_values(REWARD))
+    return {
+        "state": (run.state, run.state + (f" ({run.verdict.cause})" if run.verdict and run.state == "failed" else "")),
+        "steps": (run.step, "n/a" if run.step is None else str(run.step)),
+        "time": (run.seconds, format_duration(run.seconds) if run.seconds is not None else "n/a"),
+        **{f"last {RL_METRICS[name]}": (value, metric_text(name, value)) for name, value in last.items()},
+        "reward, mean of the last tenth": (reward, short(reward)),
+        "last loss": (run.loss, short(run.loss)),
+        "loss, mean of the last tenth": (loss, short(loss)),
+        "lowest val_loss": (lowest_val_loss, short(lowest_val_loss)),
+        "tokens/s": (tokens_per_s, short(tokens_per_s)),
+        "MFU": (mfu, "n/a" if mfu is None else f"{mfu:.1%}"),
+        "peak GPU memory": (peak_bytes, "n/a" if peak_bytes is None else format_bytes(peak_bytes)),
+        "restarts": (run.restarted, str(run.restarted)),
+    }
+
+
+def _print_table(rows: list[tuple[str, ...]], columns: int) -> None:
+    first, *widths = (max(len(row[column]) for row in rows) for column in range(len(rows[0])))
+    if first + sum(widths) + 2 * len(widths) > columns:
+        first = min(first, max(columns // 3, 8))
+        max_width = max((columns - first - 4) // len(widths), 8)
+        widths = [min(width, max_width) for width in widths]
+    for row in rows:
+        cells = [
+            fit_width(row[0], first),
+            *(fit_width(text, width) for text, width in zip(row[1:], widths, strict=True)),
+        ]
+        print("  ".join(cells).rstrip())
+
+
+def _judge_difference(difference: Difference | None, metric: str, names: list[str]) -> tuple[str, str]:
+    """Return a sentence that says whether the difference is more than noise, and its colour."""
+    if difference is None:
+        return f"{metric}: too few values at equal steps to judge the difference", "yellow"
+    steps = f"steps {difference.first_step} to {difference.last_step}"
+    means = f"{metric} over {steps}: {short(difference.first)} and {short(difference.second)}"
+    if difference.low is None or difference.high is None:
+        parts = f"only {difference.parts} of {PARTS} parts have values of both runs"
+        return f"{means}; too few values to judge the difference ({parts})", "yellow"
+    interval = f"difference {difference.difference:+.4g}, 95 % interval {difference.low:+.4g} to {difference.high:+.4g}"
+    if not difference.beyond:
+        return f"{means}; {interval}: within the noise", ""
+    is_better = difference.difference > 0 if metric == REWARD else difference.difference < 0
+    better, direction = escape(names[1] if is_better else names[0], 60), "higher" if metric == REWARD else "lower"
+    caution = "noise of batches only: another seed may change a run by more"
+    return f"{means}; {interval}: more than noise; {better} is {direction} ({caution})", "green"

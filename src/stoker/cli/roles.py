@@ -1,4 +1,7 @@
-"""stoker run --role NAME:COUNT:COMMAND ... | --roles FILE | --allocation TEXT --role NAME:COMMAND ..."""
+"""`stoker run --role NAME:COUNT:COMMAND ...`, `--roles FILE` or `--allocation TEXT --role NAME:COMMAND ...`: jobs of several roles.
+
+`stoker run` imports this only for such a job.
+"""
 
 from __future__ import annotations
 
@@ -23,138 +26,133 @@ from stoker.control.roles.job_plan import JobCoordinator, JobInputs, JobPlan
 from stoker.control.roles.placement import GpuSlot
 from stoker.control.roles.role import RoleSpec
 
-# What a job of several roles takes besides --role, --roles and --allocation; the rest is each role's own.
-_TAKEN = {
+# The options that a job of several roles takes; any other belongs to the command of a role.
+_JOB_OPTIONS = {
     "again", "allocation", "busy_timeout", "detach", "dry_run", "env", "gpu", "gpus", "grace", "hang_timeout", "hosts", "isolate", "json", "max_restarts", "min_free_memory", "name",
     "no_preflight", "notify", "on_hangup", "on_nan", "python", "quiet", "role", "roles", "runs_dir", "share_gpus", "show", "ssh_option", "stage", "sync", "wait",
 }  # fmt: skip
-_OF_LOOK = ("gpu", "gpus", "hosts", "min_free_memory", "python", "share_gpus", "wait")
+_GPU_OPTIONS = ("gpu", "gpus", "hosts", "min_free_memory", "python", "share_gpus", "wait")  # they decide which GPUs
 
 
-def parser() -> OptionParser:
-    """As `stoker run`'s, but for --role, which may be given several times."""
-    made = OptionParser("stoker run", usage="stoker run --role NAME:COUNT:'COMMAND' ...")
-    add_flags(made, RunOptions, without=("role",))
-    made.add_argument("--role", action="append", default=argparse.SUPPRESS, help=options_of(RunOptions)["role"].help)
-    run.add_script(made)
-    return made
-
-
-def request_of(argv: list[str]) -> tuple[Request, JobPlan]:
-    """Refuses what can't be, before anything is looked at."""
-    told, script, _ = run.split(argv, parser())
-    if script is not None:
-        line = (
-            f"a job of roles has no script of its own ({script}): each role has a command, --role NAME:COUNT:'COMMAND'"
-        )
-        raise Refusal(line, EX_USAGE)
-    refuse_useless(told)
-    words = told.pop("role", [])
-    plan = make_plan(words, told.get("roles"), told.get("allocation"))
-    return request_for(told, plan.specs, words), plan
-
-
-def refuse_useless(told: Mapping[str, Any]) -> None:
-    useless = sorted(set(told) - _TAKEN)
-    if useless:
-        flag = useless[0].replace("_", "-")
-        raise Refusal(
-            f"--{flag} can't be given to a job of roles; a role's command may be a `stoker run` of its own", EX_USAGE
-        )
+def build_parser() -> OptionParser:
+    """Build the parser of `stoker run`, with a --role that may be given several times."""
+    parser = OptionParser("stoker run", usage="stoker run --role NAME:COUNT:'COMMAND' ...")
+    add_flags(parser, RunOptions, without=("role",))
+    role_help = options_of(RunOptions)["role"].help
+    parser.add_argument("--role", action="append", default=argparse.SUPPRESS, help=role_help)
+    run.add_script_arguments(parser)
+    return parser
 
 
 def start_job(argv: list[str]) -> int:
-    return start_plan(*request_of(argv))
+    return start_plan(*parse(argv))
+
+
+def parse(argv: list[str]) -> tuple[Request, JobPlan]:
+    """Return the request and the plan of a job; raise Refusal for what is wrong without looking at any machine."""
+    options, script, _ = run.split(argv, build_parser())
+    if script is not None:
+        fix = "each role has a command, --role NAME:COUNT:'COMMAND'"
+        raise Refusal(f"a job of roles has no script of its own ({script}): {fix}", EX_USAGE)
+    refuse_unused_options(options)
+    role_flags = options.pop("role", [])
+    plan = make_plan(role_flags, options.get("roles"), options.get("allocation"))
+    return make_request(options, plan.specs, role_flags), plan
+
+
+def refuse_unused_options(options: Mapping[str, Any]) -> None:
+    unused = sorted(set(options) - _JOB_OPTIONS)
+    if unused:
+        fix = "give it to a `stoker run` in the command of a role"
+        raise Refusal(f"--{unused[0].replace('_', '-')} does not apply to a job of roles: {fix}", EX_USAGE)
+
+
+def make_plan(role_flags: Sequence[str], path: str | None, allocation_text: str | None) -> JobPlan:
+    """Make the plan of a job from its --role flags or the file of --roles, and from --allocation."""
+    if path is not None:
+        if role_flags:
+            raise Refusal("--roles FILE and --role: give one of them", EX_USAGE)
+        specs = role.from_file(path)
+        if allocation_text is not None:
+            return by_allocation(specs, allocation_text)
+        for spec in specs:
+            role.check_batch(spec, spec.count)
+        return JobPlan(specs)
+    if allocation_text is None:
+        return JobPlan(role.from_words(role_flags))
+    counts = {flag.partition(":")[0]: 1 for flag in role_flags}
+    return by_allocation(role.from_words(role_flags, counts), allocation_text)
+
+
+def by_allocation(specs: Sequence[RoleSpec], text: str) -> JobPlan:
+    """Give the roles the counts and GPUs of an allocation: its named parts by name, the others in order."""
+    parts = allocation.parse_allocation(text)
+    parts_by_name = {part.name: part for part in parts if part.name}
+    roles = [spec.name for spec in specs]
+    for name in parts_by_name:
+        if name not in roles:
+            raise Refusal(f"--allocation {text}: there is no role {name!r}; the roles are {', '.join(roles)}", EX_USAGE)
+    if len(parts) != len(specs):
+        counts = f"{plural(len(parts), 'part')}, and there are {len(specs)} roles"
+        raise Refusal(f"--allocation {text} has {counts}: {', '.join(roles)}", EX_USAGE)
+    unnamed = iter(part for part in parts if not part.name)
+    chosen = {spec.name: parts_by_name.get(spec.name) or next(unnamed) for spec in specs}
+    for spec in specs:
+        role.check_batch(spec, chosen[spec.name].size("d"))
+    allocated = tuple(replace(spec, count=chosen[spec.name].replicas, gpus=chosen[spec.name].gpus) for spec in specs)
+    first_of_group: dict[int, str] = {}
+    shares_gpus_of = {}
+    for name, part in chosen.items():
+        if first_of_group.setdefault(part.group, name) != name:
+            shares_gpus_of[name] = first_of_group[part.group]
+    return JobPlan(allocated, shares_gpus_of)
+
+
+def make_request(options: dict[str, Any], specs: Sequence[RoleSpec], role_flags: Sequence[str]) -> Request:
+    name = "-".join(spec.name for spec in specs)[:40]
+    # The commands stand for the script's arguments: another command makes another run.
+    commands = tuple(f"{spec.name}:{spec.count}:{' '.join(spec.command)}" for spec in specs)
+    given = frozenset((*options, *(("role",) if role_flags else ())))
+    return Request(build_options(RunOptions, options), name, commands, given)
 
 
 def start_plan(request: Request, plan: JobPlan) -> int:
     from stoker.control.launch import background
 
-    found = look(request, plan.specs)
+    inputs = _find_gpus(request, plan.specs)
     text = request.options.allocation
     if text:
-        allocation.check(text, allocation.parse_allocation(text), len(found.cards) or 1 << 16)
+        allocation.check(text, allocation.parse_allocation(text), len(inputs.cards) or 1 << 16)
     report = background.start_detached() if request.options.detach and not request.options.dry_run else None
     from stoker.control.launch.coordinator import guarded
 
-    return guarded(JobCoordinator(request, plan, found, report, None), report)
+    return guarded(JobCoordinator(request, plan, inputs, report, None), report)
 
 
-def request_for(told: dict[str, Any], specs: Sequence[RoleSpec], words: Sequence[str]) -> Request:
-    options = build_options(RunOptions, told)
-    name = "-".join(spec.name for spec in specs)[:40]
-    # The commands make it the same run, or another.
-    commands = tuple(f"{spec.name}:{spec.count}:{' '.join(spec.command)}" for spec in specs)
-    return Request(options, name, commands, frozenset((*told, *(("role",) if words else ()))))
-
-
-def make_plan(words: Sequence[str], path: str | None, text: str | None) -> JobPlan:
-    if path is not None:
-        if words:
-            raise Refusal("--roles FILE and --role: give one of them", EX_USAGE)
-        specs = role.from_file(path)
-        if text is not None:
-            return by_allocation(specs, text)
-        for spec in specs:
-            role.check_batch(spec, spec.count)
-        return JobPlan(specs)
-    if text is None:
-        return JobPlan(role.from_words(words))
-    names = {word.partition(":")[0]: 1 for word in words}
-    return by_allocation(role.from_words(words, names), text)
-
-
-def by_allocation(specs: Sequence[RoleSpec], text: str) -> JobPlan:
-    """Counts and GPUs as the allocation says: by name where its parts have names, else in order."""
-    parts = allocation.parse_allocation(text)
-    named = {part.name: part for part in parts if part.name}
-    known = [spec.name for spec in specs]
-    for name in named:
-        if name not in known:
-            raise Refusal(f"--allocation {text}: there is no role {name!r}; the roles are {', '.join(known)}", EX_USAGE)
-    if len(parts) != len(specs):
-        raise Refusal(
-            f"--allocation {text} has {plural(len(parts), 'part')}, and there are {len(specs)} roles: {', '.join(known)}",
-            EX_USAGE,
-        )
-    rest = iter(part for part in parts if not part.name)
-    chosen = {spec.name: named.get(spec.name) or next(rest) for spec in specs}
-    for spec in specs:
-        role.check_batch(spec, chosen[spec.name].size("d"))
-    made = tuple(replace(spec, count=chosen[spec.name].replicas, gpus=chosen[spec.name].gpus) for spec in specs)
-    first: dict[int, str] = {}
-    share = {}
-    for name, part in chosen.items():
-        if first.setdefault(part.group, name) != name:
-            share[name] = first[part.group]
-    return JobPlan(made, share)
-
-
-def look(request: Request, specs: Sequence[RoleSpec]) -> JobInputs:
-    """The hosts, and the GPUs that can be used now, as `stoker run` itself would choose them."""
+def _find_gpus(request: Request, specs: Sequence[RoleSpec]) -> JobInputs:
+    """Return the hosts and the GPUs that can be used now: those that `stoker run --dry-run` chooses for these options."""
     options = request.options
     _, hosts = resolve_hosts(request, os.environ)
     no_gpus = all(spec.gpus == 0 for spec in specs)
     if no_gpus and hosts is None:
         return JobInputs((), ())
     words = ["run", "--dry-run", "--json"]
-    for name in _OF_LOOK:
+    for name in _GPU_OPTIONS:
         value = getattr(options, name)
         if value:
             words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-    words += [f"--ssh-option={word}" for word in options.ssh_option]
+    words += [f"--ssh-option={option}" for option in options.ssh_option]
     env = {name: value for name, value in os.environ.items() if name not in (*TORCHRUN_VARIABLES, *RANK_VARIABLES)}
-    said = subprocess.run(
-        stoker_command([*words, "--no-python", "true"]), env=env, capture_output=True, text=True, check=False
+    command = stoker_command([*words, "--no-python", "true"])
+    dry_run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if dry_run.returncode:
+        line = dry_run.stderr.strip().removeprefix("stoker: ")
+        raise Refusal(line or f"finding the GPUs failed with exit code {dry_run.returncode}", dry_run.returncode)
+    plan = json.loads(dry_run.stdout)
+    slots = tuple(
+        GpuSlot(rank["gpu"]["uuid"], rank["label"], rank["gpu"]["index"], rank["host"], rank["gpu"].get("name"))
+        for rank in plan["places"]
+        if rank["gpu"] and not no_gpus
     )
-    if said.returncode:
-        line = said.stderr.strip().removeprefix("stoker: ") or f"looking at the GPUs failed with {said.returncode}"
-        raise Refusal(line, said.returncode)
-    told = json.loads(said.stdout)
-    cards = tuple(
-        GpuSlot(place["gpu"]["uuid"], place["label"], place["gpu"]["index"], place["host"], place["gpu"].get("name"))
-        for place in told["places"]
-        if place["gpu"] and not no_gpus
-    )
-    lines = told["lines"] if cards else ["✓ No GPU is used: the roles run on the CPU"]
-    return JobInputs(cards, tuple(lines), tuple(told["hosts"]), hosts)
+    lines = plan["lines"] if slots else ["✓ No GPU is used: the roles run on the CPU"]
+    return JobInputs(slots, tuple(lines), tuple(plan["hosts"]), hosts)

@@ -1,4 +1,4 @@
-"""stoker rollouts [RUN] [--most N] [--step N] [--json]"""
+"""`stoker rollouts [RUN] [--most N] [--step N]`: the best and worst completions of a GRPO run, and what changed."""
 
 from __future__ import annotations
 
@@ -26,124 +26,136 @@ from stoker.control.record.rollouts_log import (
     typical,
 )
 
-_ABOUT = "What a GRPO run answered: the best and the worst of the last steps, and what changed since the first ones."
-_PARTS = 20  # of a reward, that are shown
-_TEXT = 300  # characters of a prompt or an answer
+_DESCRIPTION = (
+    "Shows the best and worst completions of a GRPO run's last steps, and what changed since its first steps."
+)
+_MAX_PARTS = 20  # parts of a reward that are shown
+_MAX_TEXT = 300  # characters of a prompt or a completion
 
 
-def parser() -> OptionParser:
-    made = OptionParser("stoker rollouts", _ABOUT)
-    made.run_argument()
-    made.option("--most", "N", "how many of each (default: 3)", _count, default=3)
-    made.option("--step", "N", "the answers of this step instead", int)
-    made.runs_dir()
-    made.switch("--json", "the same as JSON")
-    return made
+def build_parser() -> OptionParser:
+    parser = OptionParser("stoker rollouts", _DESCRIPTION)
+    parser.run_argument()
+    parser.option("--most", "N", "how many of each (default: 3)", _parse_count, default=3)
+    parser.option("--step", "N", "only the completions of this step", int)
+    parser.runs_dir()
+    parser.switch("--json", "print the same as JSON")
+    return parser
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not is_digits(text) or not 0 < int(text) <= 10_000:
         raise ValueError(f"{text!r} is not a number from 1 to 10000")
     return int(text)
 
 
 def main(argv: list[str]) -> int:
-    told = parser().parse_args(argv)
-    folder = _folder(told.run, layout.runs_root(told.runs_dir, os.environ))
+    args = build_parser().parse_args(argv)
+    folder = _find_rollouts(args.run, layout.runs_root(args.runs_dir, os.environ))
     with parsing(folder):
-        found = summary(one for one in read_rollouts(folder) if told.step is None or one.step == told.step)
-        if not found.answers:
-            of_step = "" if told.step is None else f" of step {told.step}"
-            raise Refusal(f"{os.path.join(folder, layout.ROLLOUTS)} has no answers{of_step} yet", EX_NOINPUT)
-        if told.json:
-            print_json(_as_json(found, told.most))
+        rollouts = summary(
+            rollout for rollout in read_rollouts(folder) if args.step is None or rollout.step == args.step
+        )
+        if not rollouts.answers:
+            of_step = "" if args.step is None else f" of step {args.step}"
+            raise Refusal(f"{os.path.join(folder, layout.ROLLOUTS)} has no completions{of_step} yet", EX_NOINPUT)
+        if args.json:
+            print_json(_summary_json(rollouts, args.most))
         else:
-            _print(found, told.most)
+            _print_summary(rollouts, args.most)
     return 0
 
 
-def _folder(where: str | None, root: str) -> str:
-    where = None if where is None else run_index.through_latest(where)
-    if where is not None and os.path.exists(os.path.join(where, layout.ROLLOUTS)):
-        return where
-    found = run_index.find_run(where, root).dir
-    path = run_index.find_file(found, layout.ROLLOUTS)
-    return found if path is None else os.path.dirname(os.path.join(found, path))
+def _find_rollouts(name: str | None, root: str) -> str:
+    """Return the folder that holds the rollouts of a run, or of the role of a job that has them."""
+    path = None if name is None else run_index.through_latest(name)
+    if path is not None and os.path.exists(os.path.join(path, layout.ROLLOUTS)):
+        return path
+    run_dir = run_index.find_run(path, root).dir
+    file = run_index.find_file(run_dir, layout.ROLLOUTS)
+    return run_dir if file is None else os.path.dirname(os.path.join(run_dir, file))
 
 
-def best(rollouts: Iterable[Rollout], most: int, *, worst: bool = False) -> list[Rollout]:
-    """No answer twice to the same prompt; the newest first among equals."""
-    ordered = sorted(rollouts, key=lambda one: (one.reward if worst else -one.reward, -one.step))
-    kept: dict[tuple[int, str], Rollout] = {}
-    for one in ordered:
-        kept.setdefault((one.row, one.answer), one)
-        if len(kept) == most:
+def best(rollouts: Iterable[Rollout], limit: int, *, worst: bool = False) -> list[Rollout]:
+    """Return the rollouts with the highest reward (or the lowest), each completion of a prompt once, the newest first."""
+    ordered = sorted(rollouts, key=lambda rollout: (rollout.reward if worst else -rollout.reward, -rollout.step))
+    chosen: dict[tuple[int, str], Rollout] = {}
+    for rollout in ordered:
+        chosen.setdefault((rollout.row, rollout.answer), rollout)
+        if len(chosen) == limit:
             break
-    return list(kept.values())
+    return list(chosen.values())
 
 
-def chosen(changes: tuple[PromptChange, ...], most: int) -> tuple[list[PromptChange], list[PromptChange]]:
-    """(most gained, most lost)."""
-    lost = [change for change in reversed(changes) if change.gain < 0]
-    return [change for change in changes if change.gain >= 0][:most], lost[:most]
+def largest_changes(changes: tuple[PromptChange, ...], limit: int) -> list[PromptChange]:
+    """Return the prompts whose reward rose most, then those whose reward fell most."""
+    risen = [change for change in changes if change.gain >= 0]
+    fallen = [change for change in reversed(changes) if change.gain < 0]
+    return [*risen[:limit], *fallen[:limit]]
 
 
-def _as_json(found: RolloutsSummary, most: int) -> dict[str, Any]:
-    gained, lost = chosen(found.changes, most)
+def _summary_json(rollouts: RolloutsSummary, limit: int) -> dict[str, Any]:
     return {
         "schema": 1,
-        "answers": found.answers,
-        "steps": [found.steps[0], found.steps[-1], len(found.steps)],
-        "reward_first": mean(found.first),
-        "reward_last": mean(found.last),
-        "best": [to_json(one) for one in best(found.last, most)],
-        "worst": [to_json(one) for one in best(found.last, most, worst=True)],
-        "changed": [{"row": one.row, "gain": one.gain, "before": to_json(typical(one.before)), "after": to_json(typical(one.after))} for one in (*gained, *lost)],
-    }  # fmt: skip
+        "answers": rollouts.answers,
+        "steps": [rollouts.steps[0], rollouts.steps[-1], len(rollouts.steps)],
+        "reward_first": mean(rollouts.first),
+        "reward_last": mean(rollouts.last),
+        "best": [to_json(rollout) for rollout in best(rollouts.last, limit)],
+        "worst": [to_json(rollout) for rollout in best(rollouts.last, limit, worst=True)],
+        "changed": [
+            {
+                "row": change.row,
+                "gain": change.gain,
+                "before": to_json(typical(change.before)),
+                "after": to_json(typical(change.after)),
+            }
+            for change in largest_changes(rollouts.changes, limit)
+        ],
+    }
 
 
-def _print(found: RolloutsSummary, most: int) -> None:
-    first, last = found.steps[0], found.steps[-1]
-    print(f"{plural(found.answers, 'answer')} of {len(found.steps)} steps, {first} to {last}")
-    if len(found.steps) <= ENDS:
-        print(f"mean reward {mean(found.last):.3f}")
+def _print_summary(rollouts: RolloutsSummary, limit: int) -> None:
+    steps = rollouts.steps
+    print(f"{plural(rollouts.answers, 'completion')} of {plural(len(steps), 'step')}, {steps[0]} to {steps[-1]}")
+    if len(steps) <= ENDS:
+        print(f"mean reward {mean(rollouts.last):.3f}")
     else:
-        print(
-            f"mean reward {mean(found.first):.3f} in the first {ENDS} steps, {mean(found.last):.3f} in the last {ENDS}"
-        )
-    if any(one.correct is not None for one in found.last):
-        print_text("correct or wrong: as `stoker train evaluate` grades the answer, whatever the reward pays for")
-    for title, some in (("Best", best(found.last, most)), ("Worst", best(found.last, most, worst=True))):
+        first, last = mean(rollouts.first), mean(rollouts.last)
+        print(f"mean reward {first:.3f} in the first {ENDS} steps, {last:.3f} in the last {ENDS}")
+    if any(rollout.correct is not None for rollout in rollouts.last):
+        print_text("correct or wrong: as `stoker train evaluate` grades the answer, independent of the reward")
+    for title, chosen in (("Best", best(rollouts.last, limit)), ("Worst", best(rollouts.last, limit, worst=True))):
         print(f"\n{title}:")
-        for one in some:
-            print_text(f"  {_about(one)}")
-            print_text(f"    prompt: {_shown(one.prompt)}\n    answer: {_shown(one.answer)}")
-    gained, lost = chosen(found.changes, most)
+        for rollout in chosen:
+            print_text(f"  {_describe(rollout)}")
+            print_text(f"    prompt: {_one_line(rollout.prompt)}\n    completion: {_one_line(rollout.answer)}")
     print_text(
         "\nWhat changed for the same prompt:"
-        if found.changes
+        if rollouts.changes
         else "\nNo prompt occurs in two of these steps, so there is no change to show."
     )
-    for change in (*gained, *lost):
-        before, after = typical(change.before), typical(change.after)
-        print_text(f"  {change.gain:+.3f}  prompt: {_shown(change.before[0].prompt)}")
-        for one, group in ((before, change.before), (after, change.after)):
-            print_text(f"    step {one.step}, mean reward {mean(group):.3f}: {_shown(one.answer)}")
+    for change in largest_changes(rollouts.changes, limit):
+        print_text(f"  {change.gain:+.3f}  prompt: {_one_line(change.before[0].prompt)}")
+        for group in (change.before, change.after):
+            rollout = typical(group)
+            print_text(f"    step {rollout.step}, mean reward {mean(group):.3f}: {_one_line(rollout.answer)}")
 
 
-def _about(one: Rollout) -> str:
-    some = list(one.parts.items())[:_PARTS]
-    parts = ", ".join(f"{escape(name, 60)} {value:g}" for name, value in some)
-    marks = [f"step {one.step}", f"{one.tokens} tokens"]
-    if one.correct is not None:
-        marks.append("correct" if one.correct else "wrong")
-    marks += ["cut at the token limit"] if one.cut else []
-    return f"{one.reward:.3f}" + (f" ({parts})" if len(one.parts) > 1 else "") + f"  {', '.join(marks)}"
+def _describe(rollout: Rollout) -> str:
+    """Return the reward with its parts, and step, length and grade of a rollout."""
+    parts = ", ".join(f"{escape(name, 60)} {value:g}" for name, value in list(rollout.parts.items())[:_MAX_PARTS])
+    notes = [f"step {rollout.step}", plural(rollout.tokens, "token")]
+    if rollout.correct is not None:
+        notes.append("correct" if rollout.correct else "wrong")
+    if rollout.cut:
+        notes.append("truncated at the token limit")
+    return f"{rollout.reward:.3f}" + (f" ({parts})" if len(rollout.parts) > 1 else "") + f"  {', '.join(notes)}"
 
 
-def _shown(text: Any) -> str:
-    """One line of a text from anywhere, without secrets and control codes."""
+def _one_line(text: Any) -> str:
+    """Return a prompt or completion as one line without control codes; of a conversation the last message."""
     if isinstance(text, list) and text and isinstance(text[-1], dict):
-        text = text[-1].get("content")  # of messages, what was asked last
-    words = text if isinstance(text, str) else json.dumps(text)
-    return escape(words[: 4 * _TEXT].replace("\n", " ⏎ "), _TEXT)
+        text = text[-1].get("content")
+    line = text if isinstance(text, str) else json.dumps(text)
+    return escape(line[: 4 * _MAX_TEXT].replace("\n", " ⏎ "), _MAX_TEXT)

@@ -1,9 +1,10 @@
-"""stoker run [options] script.py [args]"""
+"""`stoker run [options] script.py [args]`, and the launcher process of `stoker.launch`."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from typing import Any
 
 from stoker.contract import env_vars, schedulers
@@ -18,75 +19,105 @@ if TYPE_CHECKING:
     from stoker.control.cluster.hosts import Hosts
     from stoker.control.launch.coordinator import Ended
 
-# Options of runs on several machines: the others load nothing for them.
-_SEVERAL = {"hosts", "min_hosts", "sync", "stage", "nnodes", "node_rank"}
+# Options of runs on several hosts; a run without any of them doesn't load the modules for hosts.
+_HOST_OPTIONS = {"hosts", "min_hosts", "sync", "stage", "nnodes", "node_rank"}
 
 _EXAMPLES = """examples:
-  stoker run train.py --lr 3e-4                     one rank per usable GPU; without GPUs one CPU rank
-  stoker run --nproc-per-node 4 -m mypkg.train      as torchrun would
-  stoker run --gpus 0,3 train.py                    these two, as nvidia-smi counts
+  stoker run train.py --lr 3e-4                     one rank per usable GPU; one CPU rank if there is no GPU
+  stoker run --nproc-per-node 4 -m mypkg.train      the same flags as torchrun
+  stoker run --gpus 0,3 train.py                    these two, numbered as by nvidia-smi
   stoker run --gpus any:2 --min-free-memory 20GB --wait 10m train.py
   stoker run --detach --name exp1 --notify 'mail -s done me' train.py
   stoker run --no-python ./a.out                    any program
-  stoker run --hosts cluster.yaml --min-hosts 2 train.py   several machines; continues without a lost one
+  stoker run --hosts cluster.yaml --min-hosts 2 train.py   several hosts; continues if one is lost
   stoker run --role server:1:'serve.py --port ${port}' --role trainer:3:train.py    two programs as one run (`stoker docs roles`)
-  stoker run --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 train.py   by hand on each, as torchrun would
+  stoker run --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 train.py   started by hand on each machine, as with torchrun
 
-exit codes: the guilty rank's own; 128+n for a signal; 70 where that would be 0 or was our doing; 0 only if every rank ended with exit code 0.
+exit codes: the failing rank's own; 128+n for a signal; 70 where that would be 0 or Stoker ended the rank; 0 only if every rank ended with exit code 0.
 refusals: 64 usage, 65 syntax error in script or config, 66 not found, 69 GPUs, driver or port not available, 71 system error,
           73 runs folder can't be written, 75 --wait ran out, 77 no permission, 78 bad config value."""
 
 
-def parser() -> OptionParser:
-    about = "Starts a script, one process per rank, on this machine or with --hosts on several. Takes torchrun's flags."
-    made = OptionParser("stoker run", about, _EXAMPLES, usage="stoker run [options] script.py [args]")
-    add_flags(made, RunOptions)
-    add_script(made)
-    return made
+def build_parser() -> OptionParser:
+    description = (
+        "Starts a script, one process per rank, on this machine or with --hosts on several. Takes torchrun's flags."
+    )
+    parser = OptionParser("stoker run", description, _EXAMPLES, usage="stoker run [options] script.py [args]")
+    add_flags(parser, RunOptions)
+    add_script_arguments(parser)
+    return parser
 
 
-def add_script(made: OptionParser) -> None:
-    made.add_argument("script", nargs="?", help="the script, module (-m) or program (--no-python)")
-    made.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+def add_script_arguments(parser: OptionParser) -> None:
+    parser.add_argument("script", nargs="?", help="the script, module (-m) or program (--no-python)")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
 
 
-def split(words: list[str], made: OptionParser | None = None) -> tuple[dict[str, Any], str | None, list[str]]:
-    """(options, script, its arguments). argparse alone would refuse the script's own `--debug`: two of ours begin so."""
-    made, argv = made or parser(), list(words)
-    at = _script_at(made, argv)
-    found, extra = made.parse_known_args(argv[:at])
-    if extra:
-        made.unknown(extra)
-    given = vars(found)
-    stray, more = given.pop("script"), given.pop("args")
-    if stray is not None or more:  # a word with a space in it is no flag to argparse
-        made.unknown([stray, *more])
-    args = argv[at + 1 :]
-    if args[:1] == ["--"] and len(argv) == len(words):  # torchrun drops one: before the script, or right behind it
+def main(argv: list[str]) -> int:
+    if env_vars.PASSED_OPTIONS in os.environ:
+        from stoker.control.launch.children import handed
+
+        argv = handed(argv)
+    role_env = role_environment()
+    options, script, args = split(argv)
+    if role_env:
+        options["env"] = [*role_env, *options.get("env", [])]
+    if is_job(options):
+        from stoker.cli.roles import start_job
+
+        return start_job(argv)
+    return start(_make_request(options, script, args))
+
+
+def parse(argv: list[str]) -> Request:
+    return _make_request(*split(argv))
+
+
+def split(argv: list[str], parser: OptionParser | None = None) -> tuple[dict[str, Any], str | None, list[str]]:
+    """Return the options, the script and its arguments.
+
+    The script is found first: argparse alone would refuse the script's own `--debug`, since two of our flags begin so.
+    """
+    parser, words = parser or build_parser(), list(argv)
+    at = _script_index(parser, words)
+    parsed, unknown = parser.parse_known_args(words[:at])
+    if unknown:
+        parser.unknown(unknown)
+    options = vars(parsed)
+    script, script_args = options.pop("script"), options.pop("args")
+    if script is not None or script_args:  # argparse takes a flag with a space in it for the script
+        parser.unknown([script, *script_args])
+    args = words[at + 1 :]
+    if args[:1] == ["--"] and len(words) == len(
+        argv
+    ):  # like torchrun, drop one --: before the script or right after it
         del args[0]
-    return given, argv[at] if at < len(argv) else None, args
+    return options, words[at] if at < len(words) else None, args
 
 
-def _script_at(made: OptionParser, argv: list[str]) -> int:
-    """Where the script stands: the first word that is neither a flag nor a flag's value."""
+def _script_index(parser: OptionParser, words: list[str]) -> int:
+    """Return the index of the first word that is neither a flag nor its value; delete a -- that stands before it."""
     at = 0
-    while at < len(argv):
-        word = argv[at]
+    while at < len(words):
+        word = words[at]
         if word == "--":
-            del argv[at]
+            del words[at]
             return at
         if not word.startswith("-") or word == "-":
             return at
-        at += 2 if _takes_next(made, word) else 1
-    return len(argv)
+        at += 2 if _takes_next_word(parser, word) else 1
+    return len(words)
 
 
-def _takes_next(made: OptionParser, word: str) -> bool:
-    flags = made._option_string_actions
+def _takes_next_word(parser: OptionParser, word: str) -> bool:
+    """Return whether the value of this flag is the word after it."""
+    flags = parser._option_string_actions
     if word.startswith("--"):
         name, equals, _ = word.partition("=")
-        meant = [flags[name]] if name in flags else [action for flag, action in flags.items() if flag.startswith(name)]
-        return not equals and any(action.nargs != 0 for action in meant)
+        actions = (
+            [flags[name]] if name in flags else [action for flag, action in flags.items() if flag.startswith(name)]
+        )
+        return not equals and any(action.nargs != 0 for action in actions)
     for position, letter in enumerate(word[1:], 2):
         action = flags.get(f"-{letter}")
         if action is None or action.nargs != 0:
@@ -94,22 +125,31 @@ def _takes_next(made: OptionParser, word: str) -> bool:
     return False
 
 
-def parse(argv: list[str]) -> Request:
-    return _request(*split(argv))
-
-
-def _request(told: dict[str, Any], script: str | None, args: list[str]) -> Request:
-    layers = [from_torchrun_environment(os.environ), told]
-    if told.get("config"):
-        layers.insert(0, _read_config(told["config"]))
+def _make_request(options: dict[str, Any], script: str | None, args: list[str]) -> Request:
+    layers = [from_torchrun_environment(os.environ), options]
+    if options.get("config"):
+        layers.insert(0, _read_config(options["config"]))
     if not script:
         raise Refusal("no script given: stoker run [options] script.py [args]", EX_USAGE)
     given = frozenset(key for layer in layers for key in layer)
     return Request(how_to_run(build_options(RunOptions, *layers)), script, tuple(args), given)
 
 
-def given_by_job() -> list[str]:
-    """Where a job started this run as one of its roles: ends with it, and has these variables (NAME=VALUE) for its ranks."""
+def _read_config(path: str) -> dict[str, Any]:
+    from stoker.contract.options import options_from_mapping
+    from stoker.training.config.files import load, shipped
+
+    if not os.path.exists(path):
+        hint = f"; {path} is a config of `stoker train`" if path in shipped() else ""
+        raise Refusal(f"config file {path} does not exist{hint}", EX_NOINPUT)
+    return options_from_mapping(RunOptions, load(path), f"config file {path}")
+
+
+def role_environment() -> list[str]:
+    """Return the variables (NAME=VALUE) for the ranks that a job gave this run, if this run is one of its roles.
+
+    Such a run also ends when the job's process does.
+    """
     parent = os.environ.pop(env_vars.JOB_PID, "")
     if not is_digits(parent):
         os.environ.pop(env_vars.JOB, None)  # started by a rank of a role: a run of its own
@@ -119,51 +159,38 @@ def given_by_job() -> list[str]:
     from stoker.control.agent.prctl import die_with_parent
 
     die_with_parent(int(parent), signal.SIGTERM)
-    given = os.environ.pop(env_vars.ROLE_ENV, "")
-    if not given:
+    variables = os.environ.pop(env_vars.ROLE_ENV, "")
+    if not variables:
         return []
     import json
 
-    return list(json.loads(given))
+    return list(json.loads(variables))
 
 
-def is_job(told: dict[str, Any]) -> bool:
-    """Of several roles."""
-    return "roles" in told or "allocation" in told or ":" in told.get("role", "")
-
-
-def main(argv: list[str]) -> int:
-    if env_vars.PASSED_OPTIONS in os.environ:
-        from stoker.control.launch.children import handed
-
-        argv = handed(argv)
-    given = given_by_job()
-    told, script, args = split(argv)
-    if given:
-        told["env"] = [*given, *told.get("env", [])]
-    if is_job(told):
-        from stoker.cli.roles import start_job
-
-        return start_job(argv)
-    return start(_request(told, script, args))
+def is_job(options: dict[str, Any]) -> bool:
+    """Return whether these options describe a job of several roles."""
+    return "roles" in options or "allocation" in options or ":" in options.get("role", "")
 
 
 def start(request: Request, ended: Ended | None = None) -> int:
-    """The run itself, for every command that makes a request. `ended`: called at the end of a run that was started."""
+    """Run a request of `stoker run` or another command; return the exit code.
+
+    `ended` is called at the end of a run that was started.
+    """
     if request.options.ladder or any(os.environ.get(name) for name in ("RUN_IMPORT_TEST", "RUN_SINGLE_GPU_TEST")):
         from stoker.cli.ladder import before_run
         from stoker.control.launch.ladder import wanted_by_environment
 
-        wanted = ({"all"} if request.options.ladder else set()) | wanted_by_environment(os.environ)
-        code = before_run(request, wanted) if wanted and not request.options.dry_run else 0
+        rungs = ({"all"} if request.options.ladder else set()) | wanted_by_environment(os.environ)
+        code = before_run(request, rungs) if rungs and not request.options.dry_run else 0
         if code:
             return code
-    # The agent starts while the coordinator is still being imported: 50 ms each, side by side.
+    # The agent starts while the coordinator is being imported: each takes 50 ms.
     from stoker.control.cluster import transport
     from stoker.control.launch import background
 
     hosts: Hosts | None = None
-    if schedulers.find_scheduler(os.environ) is not None or request.given & _SEVERAL:
+    if schedulers.find_scheduler(os.environ) is not None or request.given & _HOST_OPTIONS:
         from stoker.control.plan.targets import resolve_hosts
 
         request, hosts = resolve_hosts(request, os.environ)
@@ -174,11 +201,38 @@ def start(request: Request, ended: Ended | None = None) -> int:
     return run(request, link, report, hosts, ended)
 
 
-def _read_config(path: str) -> dict[str, Any]:
-    from stoker.contract.options import options_from_mapping
-    from stoker.training.config.files import load, shipped
+def launch_entry() -> None:
+    """Run the launcher of `stoker.launch`, in a process of its own: python -c ... CALLER REPORT [options] -- script
 
-    if not os.path.exists(path):
-        named = f"; {path} is a config of `stoker train`" if path in shipped() else ""
-        raise Refusal(f"config file {path} does not exist{named}", EX_NOINPUT)
-    return options_from_mapping(RunOptions, load(path), f"config file {path}")
+    CALLER is the pid that waits; when it is gone, the run ends. The file REPORT gets the run directory or the refusal.
+    """
+    import json
+    import signal
+
+    from stoker.control.agent.prctl import die_with_parent
+    from stoker.control.cluster import transport
+    from stoker.control.launch import background, coordinator
+    from stoker.control.launch.children import handed
+
+    class CallerReport(background.StartReport):
+        def started(self, run_dir: str) -> None:
+            self._write({"run_dir": run_dir})
+
+        def refused(self, refusal: Refusal) -> None:
+            self._write({"refused": refusal.line, "cause": refusal.cause, "code": refusal.code})
+
+        def _write(self, report: dict[str, object]) -> None:
+            with open(report_path, "w", encoding="utf-8") as file:
+                json.dump(report, file)
+
+    sys.argv[0] = "stoker.launch"
+    caller, report_path, *argv = sys.argv[1:]
+    die_with_parent(int(caller), signal.SIGTERM)  # SIGTERM: the ranks may save
+    report = CallerReport(-1)
+    try:
+        request = parse(handed(argv))
+    except Refusal as refusal:
+        print(f"stoker: {refusal.line}", file=sys.stderr)
+        report.refused(refusal)
+        sys.exit(refusal.code)
+    sys.exit(coordinator.run(request, transport.start_local_agent(-1), report))

@@ -1,4 +1,4 @@
-"""stoker serve [MODEL] [--stage NAME] [--host ADDRESS] [--port N] [--slots N] [--context N] [--memory TOKENS]"""
+"""`stoker serve [MODEL] [--host ADDRESS] [--port N]`: serves a model over HTTP with an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -27,121 +27,112 @@ if TYPE_CHECKING:
     from stoker.training.serve.driver import Driver
 
 PORT = 8000
-KEY = API_KEY
-TURN = 8  # tokens of each answer between two looks of the host at a GPU: a stream comes in pieces of 20 to 100 ms
+TURN = 8  # tokens of each answer per turn of the GPU without the host: a stream comes in pieces of 20 to 100 ms
 QUEUE = 512
 GRACE_S = 30.0
-MORE_FILES = 512  # than answers: connections of other clients, and the process's own files
+EXTRA_FILES = 512  # open files beyond one per request: connections of other clients, and the process's own files
 _MODEL = (
     "a folder with weights, a run (path, id, name or latest), a speedrun's folder, or a hub id (default: the newest)"
 )
 _EPILOG = f"""examples:
   stoker serve                                     the newest run or speedrun that has a model, on http://127.0.0.1:{PORT}/v1
   stoker serve my-model --slots 32 --context 2048
-  {KEY}=… stoker serve my-model --host 0.0.0.0      others need the key: Authorization: Bearer …
-  stoker serve my-model --weights-from runs        takes what a training run publishes there
+  {API_KEY}=… stoker serve my-model --host 0.0.0.0      clients must send the key: Authorization: Bearer …
+  stoker serve my-model --weights-from runs        loads weights that a training run publishes there
 
-It has /v1/completions, /v1/chat/completions, /v1/models, /v1/weights, /tokenize, /detokenize, /health and /metrics.
-SIGTERM lets it finish what it began; Ctrl-C ends it immediately."""
+Endpoints: /v1/completions, /v1/chat/completions, /v1/models, /v1/weights, /tokenize, /detokenize, /health and /metrics.
+SIGTERM lets it finish running requests; Ctrl-C ends it immediately."""
 
 
-def parser() -> OptionParser:
-    made = OptionParser(
-        "stoker serve", "Answers requests for a model over HTTP, as OpenAI's API does, until Ctrl-C.", _EPILOG
-    )
-    made.option("model", "MODEL", _MODEL, nargs="?")
-    made.option("--stage", "NAME", "which stage's model of a speedrun (default: the last one of the chain)")
-    made.option("--name", "NAME", "what clients call the model (default: its folder's name)")
-    made.option(
-        "--host", "ADDRESS", "address to listen on (default: 127.0.0.1, this machine only)", default="127.0.0.1"
-    )
-    made.option("--port", "N", f"port to listen on (default: {PORT}; 0: a free one)", int, default=PORT)
-    made.option("--api-key-file", "FILE", f"clients must send the key in it (or in {KEY}); needed beyond this machine")
-    made.option(
-        "--weights-from", "FOLDER", "POST /v1/weights may load folders below it while the server runs (default: none)"
-    )
-    group = "POST /v1/weights may join process groups at these addresses, with commas between them (default: none)"
-    made.option("--weights-group", "HOST[:PORT]", group)
-    made.option("--slots", "N", "answers written at once (default: 16)", int, default=16)
-    made.option(
-        "--queue", "N", f"requests that may wait for a slot; more get a 429 (default: {QUEUE})", int, default=QUEUE
-    )
-    grace = f"how long running requests may go on after SIGTERM (default: {GRACE_S:g}s)"
-    made.option("--grace", "TIME", grace, parse_duration, default=GRACE_S)
+def build_parser() -> OptionParser:
+    description = "Serves a model over HTTP with an OpenAI-compatible API, until Ctrl-C."
+    parser = OptionParser("stoker serve", description, _EPILOG)
+    parser.option("model", "MODEL", _MODEL, nargs="?")
+    parser.option("--stage", "NAME", "the stage of a speedrun whose model to serve (default: the last one)")
+    parser.option("--name", "NAME", "the model's name for clients (default: its folder's name)")
+    host = "address to listen on (default: 127.0.0.1, this machine only)"
+    parser.option("--host", "ADDRESS", host, default="127.0.0.1")
+    parser.option("--port", "N", f"port to listen on (default: {PORT}; 0: a free one)", int, default=PORT)
+    key = f"file with the key that clients must send (or set {API_KEY}); required to listen beyond this machine"
+    parser.option("--api-key-file", "FILE", key)
+    weights = "POST /v1/weights may load folders below this one while the server runs (default: none)"
+    parser.option("--weights-from", "FOLDER", weights)
+    group = "POST /v1/weights may join process groups at these addresses, separated by commas (default: none)"
+    parser.option("--weights-group", "HOST[:PORT]", group)
+    parser.option("--slots", "N", "requests that are processed at the same time (default: 16)", int, default=16)
+    queue = f"requests that may wait for a slot; more get a 429 (default: {QUEUE})"
+    parser.option("--queue", "N", queue, int, default=QUEUE)
+    grace = f"time for running requests to finish after SIGTERM (default: {GRACE_S:g}s)"
+    parser.option("--grace", "TIME", grace, parse_duration, default=GRACE_S)
     context = "tokens of a prompt and its answer (default: what the model was trained for, up to 4096)"
-    made.option("--context", "N", context, int, default=0)
-    memory = "tokens whose keys and values the cache holds, all answers together (default: half of slots × context)"
-    made.option("--memory", "TOKENS", memory, int)
-    made.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU where there is one)"
-    )
-    made.runs_dir()
-    return made
+    parser.option("--context", "N", context, int, default=0)
+    memory = "tokens in the cache of keys and values, for all requests together (default: half of slots × context)"
+    parser.option("--memory", "TOKENS", memory, int)
+    device = "(default: a GPU if there is one)"
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
+    parser.runs_dir()
+    return parser
 
 
 def main(argv: list[str]) -> int:
-    told = parser().parse_args(argv)
-    check_port(told.port)
-    if told.slots < 1 or told.queue < 0:
-        raise Refusal(
-            f"--slots {told.slots}, --queue {told.queue} is out of range: at least 1 slot, and a queue of 0 or more",
-            EX_USAGE,
-        )
-    key = _key(told.api_key_file)
-    if told.weights_from is not None and not os.path.isdir(told.weights_from):
-        raise Refusal(f"--weights-from {escape(told.weights_from)}: no such folder", EX_NOINPUT)
+    args = build_parser().parse_args(argv)
+    check_port(args.port)
+    if args.slots < 1 or args.queue < 0:
+        line = f"--slots {args.slots}, --queue {args.queue} is out of range: at least 1 slot, and a queue of 0 or more"
+        raise Refusal(line, EX_USAGE)
+    key = _read_key(args.api_key_file)
+    if args.weights_from is not None and not os.path.isdir(args.weights_from):
+        raise Refusal(f"--weights-from {escape(args.weights_from)}: no such folder", EX_NOINPUT)
     from stoker.training.generate.finding import find
     from stoker.training.model import hf_config, hf_files
     from stoker.training.model.config import ModelConfig
 
-    found = find(told.model, told.stage, layout.runs_root(told.runs_dir, os.environ), print_status)
-    shape = hf_config.shape_for(ModelConfig(), found.folder)
+    model = find(args.model, args.stage, layout.runs_root(args.runs_dir, os.environ), print_status)
+    shape = hf_config.shape_for(ModelConfig(), model.folder)
     if shape.engine == "transformers":
-        raise Refusal(
-            f"{found.folder}: stoker serve needs a model of one of Stoker's families (`stoker docs families`); `stoker chat` opens it",
-            EX_USAGE,
-        )
-    hf_files.check(found.folder, shape)
-    listening = http_server.listen(told.host, told.port)
+        hint = "needs a model of one of Stoker's families (`stoker docs families`); `stoker chat` opens it"
+        raise Refusal(f"{model.folder}: stoker serve {hint}", EX_USAGE)
+    hf_files.check(model.folder, shape)
+    listening = http_server.listen(args.host, args.port)
     if not http_server.is_loopback(listening) and not key:
         listening.close()
-        raise Refusal(
-            f"--host {told.host} is open to others: an API key is needed, in {KEY} or --api-key-file", EX_USAGE
-        )
+        line = f"--host {args.host} is reachable by others and needs an API key: set {API_KEY} or give --api-key-file"
+        raise Refusal(line, EX_USAGE)
     with listening:
-        return _serve(told, found.folder, listening, key)
+        return _serve(args, model.folder, listening, key)
 
 
-def _key(path: str | None) -> str:
+def _read_key(path: str | None) -> str:
     if path is None:
-        return os.environ.get(KEY, "")
+        return os.environ.get(API_KEY, "")
     key = read_text(path).strip()
     if not key:
         raise Refusal(f"--api-key-file {escape(path)} is empty", EX_USAGE)
     return key
 
 
-def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key: str) -> int:
+def _serve(args: argparse.Namespace, folder: str, listening: socket.socket, key: str) -> int:
     from stoker.training.serve.driver import CounterLog, metrics
     from stoker.training.serve.front import App
     from stoker.training.serve.http_server import SIGNALS, HttpServer
     from stoker.training.serve.weights import Loader
 
-    received: list[int] = []
+    signals: list[int] = []
     for signum in SIGNALS:
-        signal.signal(signum, lambda number, _frame: received.append(number))
-    served, driver, model = _opened(told, folder)
-    local = http_server.is_loopback(listening)
-    addresses = (told.weights_group or "").replace("localhost", "127.0.0.1").split(",")
-    groups = tuple(one.strip() for one in addresses if one.strip())
-    takes = told.weights_from is not None or groups
-    weights = Loader(model, folder, told.weights_from or "", driver, print_status, groups) if takes else None
+        signal.signal(signum, lambda number, _frame: signals.append(number))
+    served, driver, model = _load_engine(args, folder)
+    is_local = http_server.is_loopback(listening)
+    addresses = (args.weights_group or "").replace("localhost", "127.0.0.1").split(",")
+    groups = tuple(address.strip() for address in addresses if address.strip())
+    weights = None
+    if args.weights_from is not None or groups:
+        weights = Loader(model, folder, args.weights_from or "", driver, print_status, groups)
     token = secrets.token_urlsafe(24) if weights is not None and not key else ""
     app = App(
         served,
         driver,
         key=key,
-        names=http_server.LOCAL_NAMES if local else (),
+        names=http_server.LOCAL_NAMES if is_local else (),
         metrics=lambda: metrics(driver, app.turned_away),
         weights=weights,
         token=token,
@@ -149,8 +140,8 @@ def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key:
         about={"shared_memory": shared_weights.shm_identity(), "device": model.device.type},
         log=lambda line: print_status(escape(line, 500)),
     )
-    _allow_open_files(driver.most + MORE_FILES)
-    server = HttpServer(app, listening, received, told.grace)
+    _allow_open_files(driver.most + EXTRA_FILES)
+    server = HttpServer(app, listening, signals, args.grace)
     driver.died = server.wake
     driver.start()
     if weights is not None:
@@ -160,16 +151,14 @@ def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key:
         counters = CounterLog(driver, run_dir, int(os.environ.get("RANK", "0")), print_status)
         counters.start()
 
-    url = http_server.url(listening, "/v1")
-
-    def started() -> None:
-        print(f"{url}  model {served.name}", flush=True)
+    def print_address() -> None:
+        print(f"{http_server.url(listening, '/v1')}  model {served.name}", flush=True)
         if token:
             print_secret(f"token for POST /v1/weights: {token}")
-        if not local:
-            print_status("anybody who sees the traffic sees the key and the texts: it is not encrypted")
+        if not is_local:
+            print_status("the connection is not encrypted: anyone on the network path can read the key and the texts")
 
-    server.run(started, lambda: bool(driver.failure))
+    server.run(print_address, lambda: bool(driver.failure))
     if counters is not None:
         counters.close()
     if driver.failure:
@@ -179,15 +168,15 @@ def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key:
 
 
 def _allow_open_files(count: int) -> None:
-    """Raise this process's limit of open files, as far as the system lets us: each client's connection is one."""
+    """Raise this process's limit of open files as far as the system allows: each client's connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-def _opened(told: argparse.Namespace, folder: str) -> tuple[Served, Driver, Decoder]:
-    # torch: seconds, so only once there is a model and a port
+def _load_engine(args: argparse.Namespace, folder: str) -> tuple[Served, Driver, Decoder]:
+    # These import torch, which takes seconds: only once there is a model and a port.
     from stoker.training.generate.conversation import context_of, device_of, opened
     from stoker.training.model.adapters import weights_digest
     from stoker.training.model.decoder import Decoder
@@ -199,32 +188,30 @@ def _opened(told: argparse.Namespace, folder: str) -> tuple[Served, Driver, Deco
     from stoker.training.serve.request import Request
     from stoker.training.serve.text import Text
 
-    device, context = device_of(told.device), context_of(folder, told.context)
-    model, words = opened(folder, context, device, print_status)
+    device, context = device_of(args.device), context_of(folder, args.context)
+    model, tokenizer = opened(folder, context, device, print_status)
     assert isinstance(model, Decoder)
-    marks, strips = frozenset(words.special.values()), words.told.decoding.strips
+    special_tokens, strips = frozenset(tokenizer.special.values()), tokenizer.told.decoding.strips
 
     def text_of(request: Request) -> Text:
-        hidden = marks - request.visible if request.skip_special_tokens else ()
-        return Text(lambda token: words.decode_bytes([token]), request.stop_texts, hidden, strips and request.strips)
+        hidden = special_tokens - request.visible if request.skip_special_tokens else ()
+        return Text(
+            lambda token: tokenizer.decode_bytes([token]), request.stop_texts, hidden, strips and request.strips
+        )
 
-    memory = told.memory or max(told.slots * context // 2, context)
+    memory = args.memory or max(args.slots * context // 2, context)
     engine = PagedEngine(
         model,
-        Sizes(told.slots, context, memory, turn=TURN if device.type == "cuda" else 1),
-        vocab=words.vocab_size,
+        Sizes(args.slots, context, memory, turn=TURN if device.type == "cuda" else 1),
+        vocab=tokenizer.vocab_size,
         text_of=text_of,
         digest=weights_digest(folder),
     )
-    name = told.name or os.path.basename(os.path.realpath(folder))
-    if name == "hf" and not told.name:
+    name = args.name or os.path.basename(os.path.realpath(folder))
+    if name == "hf" and not args.name:  # the hf/ of a run: take the run's name
         name = os.path.basename(os.path.dirname(os.path.realpath(folder)))
     size = f"{parameters(model) / 1e6:,.1f} M parameters"
-    print_status(
-        f"{folder}: {size}, {told.slots} slots of {context} tokens, memory for {memory} tokens, on {device.type}"
-    )
-    return (
-        Served(name, words, context, int(time.time()), Grammars(words)),
-        Driver(engine, told.slots + told.queue),
-        model,
-    )
+    slots = f"{args.slots} slots of {context} tokens, memory for {memory} tokens"
+    print_status(f"{folder}: {size}, {slots}, on {device.type}")
+    served = Served(name, tokenizer, context, int(time.time()), Grammars(tokenizer))
+    return served, Driver(engine, args.slots + args.queue), model

@@ -1,4 +1,4 @@
-"""stoker speedrun [options]: the whole chain, tokenizer to GRPO to report; goes on where it was"""
+"""`stoker speedrun [options]`: the whole chain from tokenizer to GRPO to report; resumes where it was stopped."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import sys
 import textwrap
 from collections.abc import Iterator
 
-from stoker.cli.sight import gpus_to_use, look
+from stoker.cli.machines import has_usable_gpus, observe_machine
 from stoker.contract import errors
 from stoker.contract.frozen import replace
 from stoker.contract.options import OptionParser, add_flags, build_options
 from stoker.contract.terminal import print_json, print_text, wrap_text
+from stoker.contract.units import plural
 from stoker.speedrun.options import SpeedrunOptions
 
 TYPE_CHECKING = False
@@ -21,100 +22,97 @@ if TYPE_CHECKING:
     from stoker.speedrun.course import Course
     from stoker.speedrun.drive import Tools
 
-_ABOUT = "Trains a model through every stage, each one a run of its own with verdict, restarts and logs, and writes a report."
+_DESCRIPTION = "Trains a model through every stage and writes a report. Each stage is a run of its own with verdict, restarts and logs."
 _EPILOG = """stages, in this order: {stages}
 
-  stoker speedrun                                       what this machine can do, on the built-in data set
-  stoker speedrun --plan                                what it would run, and about how long
-  stoker speedrun --set sft:train.max_steps=500         runs sft again, and what is built on it
+  stoker speedrun                                       as large as this machine can train, on the built-in data set
+  stoker speedrun --plan                                what it would run, and an estimate of the time
+  stoker speedrun --set sft:train.max_steps=500         runs sft and the stages that depend on it again
   stoker speedrun --preset d20 --data my-data/          real data
   stoker speedrun --only grpo-density --set grpo:grpo.kl=0.05
 
-The same command resumes where it was stopped or killed. When all stages are done it prints that and exits with 0.
+The same command resumes where it was stopped or killed. When all stages are complete, it prints that and exits with 0.
 exit codes: the failed stage's own; 128+n for a signal; 64 a flag, 65 and 66 data or a missing input, 69 GPUs, 73 the folder can't be written or
-is full, 75 another speedrun works there."""
+is full, 75 another speedrun uses the folder."""
 
 
-def parser() -> OptionParser:
+def build_parser() -> OptionParser:
     from stoker.training.stages.registry import links
 
-    order = ", ".join(("world", *(link.name for link, _ in links()), "report"))
-    epilog = _EPILOG.format(stages=textwrap.fill(order, 130, break_on_hyphens=False))
-    made = OptionParser("stoker speedrun", _ABOUT, epilog, usage="stoker speedrun [options]", allow_abbrev=False)
-    add_flags(made, SpeedrunOptions)
-    return made
+    stages = ", ".join(("world", *(link.name for link, _ in links()), "report"))
+    epilog = _EPILOG.format(stages=textwrap.fill(stages, 130, break_on_hyphens=False))
+    usage = "stoker speedrun [options]"
+    parser = OptionParser("stoker speedrun", _DESCRIPTION, epilog, usage=usage, allow_abbrev=False)
+    add_flags(parser, SpeedrunOptions)
+    return parser
 
 
 def main(argv: list[str], tools: Tools | None = None) -> int:
-    """`tools`: what runs the stages; given by tests."""
-    made = parser()
-    told, extra = made.parse_known_args(argv)
-    if extra:
-        made.unknown(extra)
-    options = build_options(SpeedrunOptions, vars(told))
+    """Run the chain. `tools` runs the stages; tests give their own."""
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.unknown(unknown)
+    options = build_options(SpeedrunOptions, vars(args))
     if options.json and not options.plan:
         raise errors.Refusal("--json needs --plan", errors.EX_USAGE)
     from stoker.speedrun.course import lacking, settle
 
-    machine = look()
-    course = settle(options, machine, gpus_to_use(machine, options.nproc_per_node), os.environ)
-    nothing_to_do = course.finished and options.only != "report"  # that is made again whenever it is asked for
-    lacks = None if nothing_to_do else lacking(course, argv)
+    machine = observe_machine()
+    course = settle(options, machine, has_usable_gpus(machine, options.nproc_per_node), os.environ)
+    nothing_to_do = course.finished and options.only != "report"  # the report is written again whenever it is asked for
+    refusal = None if nothing_to_do else lacking(course, argv)
     if options.plan:
-        return _plan(replace(course, refused=lacks.line) if lacks is not None and not course.refused else course)
+        if refusal is not None and not course.refused:
+            course = replace(course, refused=refusal.line)
+        return _print_plan(course)
     for line in course.lines:
-        _say(line)
+        print_text(line)
     if nothing_to_do:
         report = os.path.join(course.folder, "report.html")
-        where = f"; report: {os.path.relpath(report)}" if os.path.exists(report) else ""
+        hint = f"; report: {os.path.relpath(report)}" if os.path.exists(report) else ""
         count = len(course.selected)
-        done = f"{count} {'stages are' if count > 1 else 'stage is'} done"
-        _say(f"finished: {done} in {os.path.relpath(course.folder)}{where}")
+        print_text(f"finished: {plural(count, 'stage')} complete in {os.path.relpath(course.folder)}{hint}")
         return 0
-    if lacks is not None:
-        raise lacks
-    from stoker.speedrun import state
-    from stoker.speedrun.drive import VARIABLES, Drive
-    from stoker.speedrun.drive import Tools as Real
+    if refusal is not None:
+        raise refusal
+    from stoker.speedrun import drive, state
 
-    for name in sorted(name for name in os.environ if name.startswith(VARIABLES)):
-        _say(f"{name} is not passed on to the stages: give it with --set")
+    for name in sorted(name for name in os.environ if name.startswith(drive.VARIABLES)):
+        print_text(f"{name} is not passed on to the stages: give it with --set")
     lock = state.hold(course.folder)
     try:
-        with _reserved(course) as (lent, handles):
-            return Drive(course, tools or Real(), {**os.environ, **lent}, _say, argv, handles).run()
+        with _reserve_gpus(course) as (variables, locks):
+            env = {**os.environ, **variables}
+            return drive.Drive(course, tools or drive.Tools(), env, print_text, argv, locks).run()
     finally:
         os.close(lock)
 
 
 @contextlib.contextmanager
-def _reserved(course: Course) -> Iterator[tuple[dict[str, str], tuple[int, ...]]]:
-    """The GPUs stay ours between the stages. Gives the variables by which stages know it, and the locks' open files."""
+def _reserve_gpus(course: Course) -> Iterator[tuple[dict[str, str], tuple[int, ...]]]:
+    """Keep the GPUs locked between the stages. Yields variables that tell the stages, and the open files of the locks."""
     if not course.gpus or course.selected == ("report",):
         yield {}, ()
         return
     from stoker.speedrun.child import Reserved
 
     name = os.path.basename(course.folder)
-    reserved = Reserved(name, course.machine, course.nproc_per_node, os.environ, _say)
+    reserved = Reserved(name, course.machine, course.nproc_per_node, os.environ, print_text)
     try:
         yield reserved.environment, reserved.handles
     finally:
         reserved.close()
 
 
-def _plan(course: Course) -> int:
+def _print_plan(course: Course) -> int:
     from stoker.speedrun import plan
 
     if course.options.json:
         print_json(plan.as_data(course))
         return 0
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    refused = [f"here it would be refused: {course.refused}"] if course.refused else []
-    before = (wrap_text(line, columns or 0) for line in (*course.lines, *refused))
-    print("\n".join((*before, "", plan.as_text(course, columns))))
+    refused = [f"would be refused here: {course.refused}"] if course.refused else []
+    lines = (wrap_text(line, columns or 0) for line in (*course.lines, *refused))
+    print("\n".join((*lines, "", plan.as_text(course, columns))))
     return 0
-
-
-def _say(line: str) -> None:
-    print_text(line)

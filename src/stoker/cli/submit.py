@@ -1,4 +1,4 @@
-"""stoker submit [options] -- [run options] script.py [args]"""
+"""`stoker submit [options] -- [run options] script.py [args]`: writes, submits and follows a Slurm job."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from stoker.contract.errors import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.options import OptionParser, add_flags, build_options
 from stoker.contract.terminal import print_text
 from stoker.control.record.run_writer import make_private
-from stoker.control.scheduler import slurm_submit as submit
+from stoker.control.scheduler import slurm_submit
 from stoker.control.scheduler.slurm_submit import SubmitOptions
 
 _EXAMPLES = """examples:
   stoker submit --nodes 2 --gpus-per-node 4 --time 12h -- train.py --lr 3e-4
-  stoker submit --gpus-per-node 8 --time 4h --requeue --name exp1 -- train.py         resumes after each 4 hours until it is done
-  stoker submit --gpus-per-node 1 --array-seeds 0-4 -- train.py                       five runs; SEED is in their environment
-  stoker submit --nodes 2 --gpus-per-node 4 -- train pretrain --data texts/           a recipe, as stoker train has it
+  stoker submit --gpus-per-node 8 --time 4h --requeue --name exp1 -- train.py         resumes every 4 hours until it is complete
+  stoker submit --gpus-per-node 1 --array-seeds 0-4 -- train.py                       five runs, each with SEED in its environment
+  stoker submit --nodes 2 --gpus-per-node 4 -- train pretrain --data texts/           a recipe, as with `stoker train`
   stoker submit --follow 1234                                                         follow a job again
 
 After -- come the arguments of `stoker run`: its options, the script, the script's arguments. The job script goes to the runs folder, under slurm/.
-Ctrl-C leaves the job alone. exit codes: the run's own; 64 usage, 66 no script, 69 sbatch missing or failing, 73 runs folder can't be written."""
+Ctrl-C leaves the job running. exit codes: the run's own; 64 usage, 66 no script, 69 sbatch missing or failing, 73 runs folder can't be written."""
 
 
-def parser() -> OptionParser:
-    made = OptionParser(
+def build_parser() -> OptionParser:
+    parser = OptionParser(
         "stoker submit",
         "Writes a Slurm job script for a run, submits it, and follows it until it ends.",
         _EXAMPLES,
         usage="stoker submit [options] -- [run options] script.py [args]",
         allow_abbrev=False,
     )
-    add_flags(made, SubmitOptions)
-    return made
+    add_flags(parser, SubmitOptions)
+    return parser
 
 
 def main(argv: list[str]) -> int:
     at = argv.index("--") if "--" in argv else len(argv)
-    made = parser()
-    found, extra = made.parse_known_args(argv[:at])
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv[:at])
     words = argv[at + 1 :]
-    if extra:
-        if not extra[0].startswith("-"):
-            raise Refusal(f"put -- before the run: stoker submit [options] -- {' '.join(extra)}", EX_USAGE)
-        made.unknown(extra)
-    options = build_options(SubmitOptions, vars(found))
+    if unknown:
+        if not unknown[0].startswith("-"):
+            raise Refusal(f"put -- before the run: stoker submit [options] -- {' '.join(unknown)}", EX_USAGE)
+        parser.unknown(unknown)
+    options = build_options(SubmitOptions, vars(args))
     root = os.path.abspath(layout.runs_root(options.runs_dir, os.environ, write=True))
     if root == layout.private_runs_root(os.environ):
         make_private(root)
@@ -58,25 +58,26 @@ def main(argv: list[str]) -> int:
         return _follow(root, options.follow)
     if not words:
         raise Refusal("no script given: stoker submit [options] -- [run options] script.py [args]", EX_USAGE)
-    submit.check_options(options)
-    training = words[0] == "train"
-    base, shrinks = _check_training(words) if training else _check_run(words)
-    name = options.name or base
-    command = _stoker("train" if training else "run")
-    script = submit.make_script(options, command, words[1:] if training else words, name, root, os.getcwd(), shrinks)
+    slurm_submit.check_options(options)
+    command = "run"
+    if words[0] == "train":
+        command, words = "train", words[1:]
+    default_name, shrinks = _check_training(words) if command == "train" else _check_run(words)
+    name = options.name or default_name
+    # This Stoker, wherever the job's shell would look for one.
+    program = os.path.join(os.path.dirname(sys.executable), "stoker")
+    prefix = [program] if os.access(program, os.X_OK) else [sys.executable, "-P", "-m", "stoker"]
+    script = slurm_submit.make_script(options, [*prefix, command], words, name, root, os.getcwd(), shrinks)
     if options.dry_run:
         print(script.text, end="")
         return 0
     if shutil.which("sbatch") is None:
-        line = (
-            "stoker submit needs Slurm's sbatch, and there is none on the PATH: submit from a login node of the cluster"
-        )
+        line = "stoker submit needs Slurm's sbatch, which is not on the PATH: submit from a login node of the cluster"
         raise Refusal(line, EX_UNAVAILABLE, cause="slurm.unreachable")
-    path = submit.write_script(script, root, name)
-    number = submit.submit(path, script, os.environ)
-    submit.write_job_note(
-        root, number, script, path, submit.parse_seeds(options.array_seeds) if options.array_seeds else []
-    )
+    path = slurm_submit.write_script(script, root, name)
+    number = slurm_submit.submit(path, script, os.environ)
+    seeds = slurm_submit.parse_seeds(options.array_seeds) if options.array_seeds else []
+    slurm_submit.write_job_note(root, number, script, path, seeds)
     print(f"job {number} is submitted; its script: {os.path.relpath(path)}", flush=True)
     if options.no_follow:
         print(f"  stoker submit --follow {number}   follow it\n  stoker why slurm:{number}         how it ended")
@@ -86,17 +87,20 @@ def main(argv: list[str]) -> int:
 
 
 def _check_run(words: list[str]) -> tuple[str, bool]:
-    """Refuses now what would be refused hours later. (The job's name, does it go on without a lost node.)"""
+    """Return the name of the run, and whether it continues without a lost node.
+
+    Refuses now what would be refused when the job starts, hours later.
+    """
     from stoker.cli.run import is_job, parse, split
     from stoker.control.plan.request import program
     from stoker.control.plan.run_plan import default_name
 
-    told = split(words)[0]
-    _refuse_ours(told)
-    if is_job(told):
-        from stoker.cli.roles import request_of
+    options = split(words)[0]
+    _refuse_submit_options(options)
+    if is_job(options):
+        from stoker.cli import roles
 
-        job, plan = request_of(words)
+        job, plan = roles.parse(words)
         return default_name(job), any(spec.min_hosts for spec in plan.specs)
     request = parse(words)
     program(request)
@@ -104,24 +108,18 @@ def _check_run(words: list[str]) -> tuple[str, bool]:
 
 
 def _check_training(words: list[str]) -> tuple[str, bool]:
-    """A recipe has no arguments of its own: every flag is an option."""
-    told = {word.split("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
-    _refuse_ours(told)
-    return (words[1] if len(words) > 1 and not words[1].startswith("-") else "train"), "min_hosts" in told
+    """Return the same for `stoker train`, whose recipe has no arguments of its own: every flag is an option."""
+    options = {word.split("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
+    _refuse_submit_options(options)
+    return (words[0] if words and not words[0].startswith("-") else "train"), "min_hosts" in options
 
 
-def _refuse_ours(told: Collection[str]) -> None:
+def _refuse_submit_options(options: Collection[str]) -> None:
     for key in ("name", "runs_dir"):
-        if key in told:
+        if key in options:
             raise Refusal(f"--{key.replace('_', '-')} belongs before the --", EX_USAGE)
-    if "detach" in told:
+    if "detach" in options:
         raise Refusal("--detach: leave it out, a Slurm job needs no terminal", EX_USAGE)
-
-
-def _stoker(command: str) -> list[str]:
-    """The Stoker that is running, wherever the job's shell would look."""
-    own = os.path.join(os.path.dirname(sys.executable), "stoker")
-    return [own, command] if os.access(own, os.X_OK) else [sys.executable, "-P", "-m", "stoker", command]
 
 
 def _follow(root: str, number: str) -> int:
@@ -130,13 +128,13 @@ def _follow(root: str, number: str) -> int:
     def say(line: str) -> None:
         print_text(line, sys.stderr)
 
-    def put(data: bytes) -> None:
-        sys.stdout.buffer.write(data)
+    def write_output(output: bytes) -> None:
+        sys.stdout.buffer.write(output)
         sys.stdout.buffer.flush()
 
     try:
-        return JobFollower(root, number, say, put).follow()
+        return JobFollower(root, number, say, write_output).follow()
     except KeyboardInterrupt:
-        again = f"`stoker submit --follow {number}` follows it again, `scancel {number}` ends it"
-        say(f"\nleft job {number}; it keeps running. {again}")
+        hint = f"`stoker submit --follow {number}` follows it again, `scancel {number}` cancels it"
+        say(f"\nleft job {number}; it keeps running. {hint}")
         return 0

@@ -1,4 +1,4 @@
-"""stoker train STAGE [options]: checks, data, then `stoker run` of that stage's recipe"""
+"""`stoker train STAGE [options]`: checks the settings, prepares the data, then runs the stage's recipe as `stoker run` would."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
-from stoker.cli.sight import gpus_to_use, look
+from stoker.cli.machines import has_usable_gpus, observe_machine
 from stoker.cli.train_fit import (
     kept_defaults,
     machines_to_plan,
@@ -77,52 +77,57 @@ stages:
   stoker train pretrain --debug --data book.txt   2 layers, 10 steps, all checks
   stoker train pretrain --config my.yaml --nproc-per-node 4 --max-steps 1000
 
-`stoker train STAGE --help` lists the keys that stage needs most, --help-all
+`stoker train STAGE --help` lists the keys that this stage needs most, --help-all
 every key and option.
 """
-_ABOUT = (
-    "Checks the settings, prepares the data, then starts the stage's recipe as `stoker run` would. Takes `stoker run`'s"
-    " options and every key."
+_DESCRIPTION = (
+    "Checks the settings, prepares the data, then starts the stage's recipe as `stoker run` would. Takes the options of"
+    " `stoker run` and every key of the configuration."
 )
 _EPILOG = """A key whose name is clear without its section may be given without it, with - or _: --max-steps 10, --learning-rate 1e-4. A name that
-`stoker run` has too is then `stoker run`'s: --gpus 0,3 chooses GPUs, --needs.gpus 4 asks for four.
+`stoker run` has, too, means the option of `stoker run`: --gpus 0,3 chooses GPUs, --needs.gpus 4 requires four.
 preset < the stage's defaults (by model size and data, printed at the start) < config file < environment (STOKER_TRAIN_OPTIM_LEARNING_RATE)
 < flags. `stoker docs config` prints every key.
-exit codes: those of `stoker run`; 64 an invalid flag, 78 an invalid config file or variable, 65 and 66 data, 69 GPUs that are needed and missing."""
-_SHORT = """--help-all lists the other {more} keys and every option of `stoker run`; `stoker docs config` prints every key.
+exit codes: those of `stoker run`; 64 an invalid flag, 78 an invalid config file or variable, 65 and 66 data, 69 required GPUs are missing."""
+_SHORT_EPILOG = """--help-all lists the other {count} keys and every option of `stoker run`; `stoker docs config` prints every key.
 A key whose name is clear without its section may be given without it, with - or _: --max-steps 10.
 preset < the stage's defaults (printed at the start) < config file < environment (STOKER_TRAIN_OPTIM_LEARNING_RATE) < flags"""
-_OF_LOADING = ("load", "engine", "trust_remote_code", "vocab_size")  # keys of `model` that count where one is loaded
-_RUN_MOST = ("nproc_per_node", "gpus", "hosts", "name", "again", "max_restarts", "detach", "dry_run")
+_KEYS_OF_LOADING = ("load", "engine", "trust_remote_code", "vocab_size")  # keys of `model` that count if one is loaded
+_COMMON_RUN_OPTIONS = ("nproc_per_node", "gpus", "hosts", "name", "again", "max_restarts", "detach", "dry_run")
+# The key of the file that a stage trains on, if that is not data.path: --data sets it, too.
+MAIN_INPUT = {"dpo": "dpo.pairs", "reward": "reward.pairs", "grpo": "grpo.prompts"}
 
 
-def parser(
+def build_parser(
     stage: str | None = None, *, short: bool = False, default: Callable[[str], str] | None = None
 ) -> OptionParser:
-    """`short`: its help lists only what people need most. All of it is understood in any case. `default`: of a key, in words."""
+    """Build the parser of a stage, or of all stages for completion.
+
+    It accepts every key and option; with `short` its help lists only the common ones. `default` returns the text of a
+    key's default.
+    """
     kind = STAGES[stage] if stage is not None else None
     keys = kind.common if kind is not None and short else None
-    foreign = _foreign(stage) if stage is not None else ()
-    rest = len(KEYS) - len(foreign) - len(keys or ())
+    unread = _keys_of_other_stages(stage) if stage is not None else ()
     prog = f"stoker train {stage or 'STAGE'}"
-    made = OptionParser(
+    parser = OptionParser(
         prog,
-        f"{stage}: {kind.about}." if kind is not None and short else _ABOUT,
-        _SHORT.format(more=rest) if short else _EPILOG,
+        f"{stage}: {kind.about}." if kind is not None and short else _DESCRIPTION,
+        _SHORT_EPILOG.format(count=len(KEYS) - len(unread) - len(keys or ())) if short else _EPILOG,
         usage=f"{prog} [options]",
         allow_abbrev=False,
-        formatter_class=_wide if short else HelpFormatter,
+        formatter_class=_wide_formatter if short else HelpFormatter,
     )
-    if stage is None:  # for completion
-        made.add_argument("stage", choices=list(STAGES))
-    made.add_argument("--help-all", action="help", help="list every key of this stage and every option")
-    add_key_flags(made, Shown(keys, foreign, default))
-    add_flags(made, RunOptions, without=_NOT_HERE, shown=_RUN_MOST if short else None)
-    return made
+    if stage is None:
+        parser.add_argument("stage", choices=list(STAGES))
+    parser.add_argument("--help-all", action="help", help="list every key of this stage and every option")
+    add_key_flags(parser, Shown(keys, unread, default))
+    add_flags(parser, RunOptions, without=_NOT_HERE, shown=_COMMON_RUN_OPTIONS if short else None)
+    return parser
 
 
-class _KeyHelp(HelpFormatter):
-    """Prints an option's value once: --lr, --optim.learning_rate RATE."""
+class _KeyHelpFormatter(HelpFormatter):
+    """Prints the value of an option once: --lr, --optim.learning_rate RATE."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings or action.nargs == 0:
@@ -131,13 +136,13 @@ class _KeyHelp(HelpFormatter):
         return f"{', '.join(action.option_strings)} {value}"
 
 
-def _wide(prog: str) -> argparse.HelpFormatter:
+def _wide_formatter(prog: str) -> argparse.HelpFormatter:
     columns = min(shutil.get_terminal_size((80, 24)).columns, 140)
-    return _KeyHelp(prog, max_help_position=max(columns // 3, 24), width=columns)
+    return _KeyHelpFormatter(prog, max_help_position=max(columns // 3, 24), width=columns)
 
 
-def _foreign(stage: str) -> tuple[str, ...]:
-    """Keys that only other stages read."""
+def _keys_of_other_stages(stage: str) -> tuple[str, ...]:
+    """Return the keys that only other stages read."""
     kind = STAGES[stage]
     sections = {name for name in STAGES if name in SECTIONS} - {"tokenizer", *kind.sections}
     return tuple(dotted for dotted, key in KEYS.items() if key.section in sections and dotted not in kind.common)
@@ -149,111 +154,95 @@ def main(argv: list[str]) -> int:
         return 0 if argv else EX_USAGE
     stage, words = argv[0], argv[1:]
     if stage not in STAGES:
-        what = f"no stage {stage!r}{suggest(stage, STAGES)}"
+        problem = f"no stage {stage!r}{suggest(stage, STAGES)}"
         if stage.startswith("-"):
-            what = "name the stage first: stoker train STAGE [options]"
-        raise Refusal(f"{what}; the stages are {', '.join(STAGES)}", EX_USAGE)
-    if helps := [word for word in words if word in ("-h", "--help", "--help-all")]:
-        print(_help(stage, [word for word in words if word not in helps], short="--help-all" not in helps), end="")
+            problem = "name the stage first: stoker train STAGE [options]"
+        raise Refusal(f"{problem}; the stages are {', '.join(STAGES)}", EX_USAGE)
+    if help_flags := [word for word in words if word in ("-h", "--help", "--help-all")]:
+        short = "--help-all" not in help_flags
+        print(_format_help(stage, [word for word in words if word not in help_flags], short=short), end="")
         return 0
-    made = parser(stage)
-    found, extra = made.parse_known_args(words)
-    if extra:
-        made.unknown(extra)
-    told = vars(found)
-    from stoker.cli.run import given_by_job
+    parser = build_parser(stage)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        parser.unknown(unknown)
+    options = vars(args)
+    from stoker.cli.run import role_environment
 
-    if given := given_by_job():
-        told["env"] = [*given, *told.get("env", [])]
-    keys = told.pop("keys", ())
-    layers = gather(keys, os.environ)
-    _refuse_keys_of_others(stage, layers)
-    if "allocation" in told:
-        from stoker.cli.train_job import start as start_job
+    if role_env := role_environment():
+        options["env"] = [*role_env, *options.get("env", [])]
+    key_flags = options.pop("keys", ())
+    layers = gather(key_flags, os.environ)
+    for dotted in _keys_of_other_stages(stage):
+        if dotted in layers.flags.values:  # only flags are refused: a config file may serve a whole chain of stages
+            flag, owner = layers.flags.origins[dotted].words, KEYS[dotted].section
+            raise Refusal(f"{flag}: stage {stage} does not read {dotted}; it is for stage {owner}", EX_USAGE)
+    if "allocation" in options:
+        from stoker.cli.train_job import start_job
 
-        return start_job(stage, keys, layers, told)
-    return _train(stage, layers, told)
+        return start_job(stage, key_flags, layers, options)
+    return _train(stage, layers, options)
 
 
-def _help(stage: str, words: list[str], *, short: bool) -> str:
-    """Return the help of a stage, with the defaults that a run on this machine resolves (of --preset, if that is among `words`)."""
+def _format_help(stage: str, words: list[str], *, short: bool) -> str:
+    """Return the help of a stage, with the defaults that a run here would have (with --preset, if it is among `words`)."""
     from stoker.training.stages.help import default_text
 
-    told, _ = parser(stage).parse_known_args(words)
-    presets = [flag for flag in getattr(told, "keys", ()) if flag.name in ("preset", "debug")]
-    gpus = gpus_to_use(look(), getattr(told, "nproc_per_node", None))
+    args, _ = build_parser(stage).parse_known_args(words)
+    presets = [flag for flag in getattr(args, "keys", ()) if flag.name in ("preset", "debug")]
+    gpus = has_usable_gpus(observe_machine(), getattr(args, "nproc_per_node", None))
     resolved = settle(gather(presets, {}), gpus, STAGES[stage].defaults)
-    made = parser(stage, short=short, default=lambda key: default_text(stage, key, resolved.config, gpus=gpus))
-    made.description = f"{made.description}\n\nDefaults below: {resolved.lines[0]}."
-    return made.format_help()
+    parser = build_parser(stage, short=short, default=lambda key: default_text(stage, key, resolved.config, gpus=gpus))
+    parser.description = f"{parser.description}\n\nDefaults below: {resolved.lines[0]}."
+    return parser.format_help()
 
 
-def _refuse_keys_of_others(stage: str, layers: Layers) -> None:
-    """As flags alone: a config file may serve a whole chain of stages."""
-    for dotted in _foreign(stage):
-        if dotted in layers.flags.values:
-            flag = layers.flags.origins[dotted].words
-            owner = KEYS[dotted].section
-            raise Refusal(f"{flag}: stage {stage} does not read {dotted}; it is for stage {owner}", EX_USAGE)
-
-
-def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
-    outside = _run_layers(layers.run, layers.path, told)
-    machine = look()
-    gpus = gpus_to_use(machine, ranks_asked(build_options(RunOptions, *outside).nproc_per_node, os.environ))
+def _train(stage: str, layers: Layers, flag_options: dict[str, Any]) -> int:
+    """Resolve configuration and options, refuse what can't work, prepare the data, plan the memory and start the recipe."""
+    learns = STAGES[stage].learning is not None
+    run_layers = _run_layers(layers.run, layers.path, flag_options)
+    machine = observe_machine()
+    gpus = has_usable_gpus(machine, ranks_asked(build_options(RunOptions, *run_layers).nproc_per_node, os.environ))
     resolved = settle(layers, gpus, STAGES[stage].defaults)
-    named = dict(resolved.run_options)
-    if any("gpus" in layer for layer in outside[1:]):  # these, and not the GPU that the file's device_id names
-        named.pop("gpu", None)
-    outside = _run_layers(named, layers.path, told)
-    # People grep for GPU0:INFO, with one GPU and in files too.
-    options = build_options(RunOptions, {"module": not STAGES[stage].is_script, "prefix": "always"}, *outside)
+    file_options = dict(resolved.run_options)
+    if any("gpus" in layer for layer in run_layers[1:]):  # --gpus wins over the GPU that the file's device_id names
+        file_options.pop("gpu", None)
+    run_layers = _run_layers(file_options, layers.path, flag_options)
+    # The prefix is always there, since people grep for GPU0:INFO: with one GPU and in files, too.
+    options = build_options(RunOptions, {"module": not STAGES[stage].is_script, "prefix": "always"}, *run_layers)
     root, remote = layout.runs_root(options.runs_dir, os.environ), options.hosts is not None
     config, models = with_models(resolved.config, root, _say, options.name, remote)
     config = _with_data_as_input(stage, config)
-    resolved, typed = replace(resolved, config=pinned(config)), pinned_words(sys.argv[1:], models)
-    _refuse_what_can_be(stage, resolved, options, machine, gpus)
+    resolved, command_line = replace(resolved, config=pinned(config)), pinned_words(sys.argv[1:], models)
+    _refuse_early(stage, resolved, options, machine, gpus)
     for line in resolved.lines:
         _say(line)
-    learns = STAGES[stage].learning is not None
     machines = machines_to_plan(resolved.config, options, machine, _say) if learns and (gpus or options.hosts) else {}
-    loaded = _check_model(resolved.config) if resolved.config.model.load and learns and not options.dry_run else 0
-    if resolved.config.model.load and not resolved.config.tokenizer.path:
-        resolved = replace(resolved, config=with_tokenizer(resolved.config, _say))
-    if resolved.config.model.load and learns:
-        from stoker.training.stages.situation import with_context_of_model
-
-        cpu = on_cpu(resolved.config, gpus or options.hosts is not None)
-        fitting = with_context_of_model(stage, resolved.config, resolved.given, cpu, _say)
-        resolved = replace(resolved, config=fitting)
-    if loaded:
-        most = _most_ranks(resolved.config, options, machine, gpus)
-        if most is not None and on_cpu(resolved.config, gpus):
-            refuse_beyond_memory(resolved.config, most, machine.memory_total, loaded)
-        if machines:
-            refuse_too_large(stage, resolved, options, machines)
+    resolved = _with_loaded_model(stage, resolved, options, machine, machines, gpus)
+    ready: Prepared | None = None
     if not options.dry_run:
-        resolved = replace(resolved, config=_fetched(stage, resolved.config))
-    ready = _prepare(resolved, options) if STAGES[stage].prepares and not options.dry_run else None
-    given = frozenset(key for layer in outside for key in layer) | {"module"}
+        resolved = replace(resolved, config=_fetch_hub_inputs(stage, resolved.config))
+        if STAGES[stage].prepares:
+            ready = _prepare_data(resolved, options)
+    given = frozenset(key for layer in run_layers for key in layer) | {"module"}
 
-    def request_of(config: Config) -> Request:
-        return Request(options, STAGES[stage].recipe, (), given, tuple(flags(lasting(config))), typed, ())
+    def make_request(config: Config) -> Request:
+        return Request(options, STAGES[stage].recipe, (), given, tuple(flags(lasting(config))), command_line, ())
 
-    at: Situation | None = None
-    if STAGES[stage].learning is not None:
-        from stoker.training.stages.situation import situation
+    situation: Situation | None = None
+    if learns:
+        from stoker.training.stages.situation import situation as describe_situation
 
-        ranks, cpu = _most_ranks(resolved.config, options, machine, gpus), on_cpu(resolved.config, gpus)
-        at = situation(stage, resolved.config, ranks, ready)
-        resolved = _with_stage_defaults(stage, resolved, at, cpu, request_of)
-    # Before the plan: what it chooses for the cards that are here makes no other run.
-    request = request_of(resolved.config)
-    if STAGES[stage].learning is not None:
+        ranks, cpu = _max_ranks(resolved.config, options, machine, gpus), on_cpu(resolved.config, gpus)
+        situation = describe_situation(stage, resolved.config, ranks, ready)
+        resolved = _with_stage_defaults(stage, resolved, situation, cpu, make_request)
+    # The request is made before the memory plan: what the plan chooses for the GPUs of this machine makes no other run.
+    request = make_request(resolved.config)
+    if learns:
         resolved = with_kept_optimizer(resolved, request)
-    os.environ.pop(env_vars.MEMORY_PLAN, None)  # another run's, of which this command is a part
+    os.environ.pop(env_vars.MEMORY_PLAN, None)  # that of a run of which this command is a part
     if machines:
-        amount = at.amount if at is not None else None
+        amount = situation.amount if situation is not None else None
         resolved, options, plan = with_memory_plan(stage, resolved, options, machines, ready, _say, amount)
         request = replace(request, options=options)
         if plan is not None:
@@ -264,15 +253,15 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
         resolved = without_memory_plan(resolved, options, _say)
     if ready is not None:
         _check_resume(resolved.config, ready)
-    if STAGES[stage].learning is not None:
+    if learns:
         _refuse_earlier_result(resolved.config, request)
     if resolved.config.parallel.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # one CPU rank, or as many as asked for, and no GPU locked
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
-        del os.environ[name]  # what they say is in the ranks' flags by now
+        del os.environ[name]  # the ranks get these settings as flags
     if sys.stderr.isatty() and not options.detach:
         os.environ[env_vars.TERMINAL] = "1"
-    if gpus and STAGES[stage].learning is not None:
+    if gpus and learns:
         os.environ[env_vars.EARLY_CONTEXT] = "1"
     from stoker.cli.run import start
 
@@ -280,45 +269,70 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     contents = input_digests(STAGES[stage], resolved.config, ready.key if ready is not None else None)
     code = start(replace(request, args=tuple(flags(resolved.config, keep)), contents=contents), _show_loss)
     if options.dry_run and not options.json and not code:
-        shown = _worth_showing(stage, resolved, keep)
-        print(as_yaml(resolved.config, shown), end="")
+        keys = _keys_to_show(stage, resolved, keep)
+        print(as_yaml(resolved.config, keys), end="")
         if resolved.config.model.load and learns:
-            print_text(f"# The model's shape is that of {resolved.config.model.load}{_in_words(resolved.config)}.")
-        rest = len(KEYS) - len(shown) - len(_of_loaded(resolved))
+            print_text(f"# Shape of the model: that of {resolved.config.model.load}{_describe_size(resolved.config)}.")
+        rest = len(KEYS) - len(keys) - len(_keys_from_folders(resolved))
         print_text(f"# The other {rest} keys have their defaults: `stoker docs config` prints them.")
     return code
 
 
-def _in_words(config: Config) -> str:
-    """How large the model is that a stage trains."""
+def _with_loaded_model(
+    stage: str, resolved: Resolved, options: RunOptions, machine: Machine, machines: dict[str, Machine], gpus: bool
+) -> Resolved:
+    """Check the model that model.load names, take its tokenizer and context length, and refuse it if it can't fit."""
+    if not resolved.config.model.load:
+        return resolved
+    learns = STAGES[stage].learning is not None
+    parameters = _check_model(resolved.config) if learns and not options.dry_run else 0
+    if not resolved.config.tokenizer.path:
+        resolved = replace(resolved, config=with_tokenizer(resolved.config, _say))
+    if learns:
+        from stoker.training.stages.situation import with_context_of_model
+
+        cpu = on_cpu(resolved.config, gpus or options.hosts is not None)
+        config = with_context_of_model(stage, resolved.config, resolved.given, cpu, _say)
+        resolved = replace(resolved, config=config)
+    if parameters:
+        ranks = _max_ranks(resolved.config, options, machine, gpus)
+        if ranks is not None and on_cpu(resolved.config, gpus):
+            refuse_beyond_memory(resolved.config, ranks, machine.memory_total, parameters)
+        if machines:
+            refuse_too_large(stage, resolved, options, machines)
+    return resolved
+
+
+def _describe_size(config: Config) -> str:
+    """Return the size of the model that a stage trains."""
     from stoker.training.model.config import parameters
 
     c = _loaded_shape(config.model)
     return f": {parameters(c):,} parameters, {c.layers} layers of width {c.dim}, {plural(c.vocab_size, 'token')}"
 
 
-def _of_loaded(resolved: Resolved) -> set[str]:
-    """Keys whose values the folders of model and tokenizer have, whatever the preset says."""
-    config, found = resolved.config, set[str]()
+def _keys_from_folders(resolved: Resolved) -> set[str]:
+    """Return the keys whose values come from the folders of model and tokenizer, whatever the preset says."""
+    config, keys = resolved.config, set[str]()
     if config.model.load:
-        found |= {name for name, key in KEYS.items() if key.section == "model"} - {
-            f"model.{one}" for one in _OF_LOADING
-        }
+        keys |= {name for name, key in KEYS.items() if key.section == "model"}
+        keys -= {f"model.{name}" for name in _KEYS_OF_LOADING}
     if config.tokenizer.path:
-        found |= {name for name, key in KEYS.items() if key.section == "tokenizer"} - {"tokenizer.path"}
-    return found - set(resolved.given)
+        keys |= {name for name, key in KEYS.items() if key.section == "tokenizer"} - {"tokenizer.path"}
+    return keys - set(resolved.given)
 
 
-def _worth_showing(stage: str, resolved: Resolved, keep: Collection[str]) -> set[str]:
-    """Keys that people set most in this stage, and all that a file needs to make the same configuration again."""
+def _keys_to_show(stage: str, resolved: Resolved, keep: Collection[str]) -> set[str]:
+    """Return the keys that people set most in this stage, and those that a file needs to give the same configuration."""
     values, preset = values_of(resolved.config), PRESETS[resolved.config.preset]
     usual = {key for key in KEYS if values[key] == DEFAULTS[key] == preset.get(key, values[key])}
-    foreign = set(_foreign(stage)) - set(resolved.given)
-    return ({*STAGES[stage].common, *keep, *resolved.given} | (set(KEYS) - usual)) - foreign - _of_loaded(resolved)
+    unread = set(_keys_of_other_stages(stage)) - set(resolved.given)
+    shown = {*STAGES[stage].common, *keep, *resolved.given} | (set(KEYS) - usual)
+    return shown - unread - _keys_from_folders(resolved)
 
 
-def _run_layers(section: Any, path: str, told: dict[str, Any]) -> list[dict[str, Any]]:
-    """The options of `stoker run`: the config file's section, torchrun's variables, flags."""
+def _run_layers(section: Any, path: str, flag_options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the options of `stoker run`: of the config file's section, of torchrun's variables, of the flags."""
     where = f"config file {path}: run"
     for name in _NOT_HERE:
         if name in section:
@@ -326,17 +340,17 @@ def _run_layers(section: Any, path: str, told: dict[str, Any]) -> list[dict[str,
     for key in section:
         name = str(key).replace("-", "_")
         if name in options_of(RunOptions) and name not in _IN_A_FILE:
-            why = "is not taken from a file, which another person may have written"
+            why = "is not allowed in a file, which somebody else may have written"
             raise Refusal(f"{where}.{name} {why}: give it as a flag (--{name.replace('_', '-')})", errors.EX_CONFIG)
     return [
         options_from_mapping(RunOptions, section, where),
         from_torchrun_environment(os.environ, without=_NOT_HERE),
-        told,
+        flag_options,
     ]
 
 
-def _most_ranks(config: Config, options: RunOptions, machine: Machine, gpus: bool) -> int | None:
-    """None: other hosts have a say, or only `stoker run` knows."""
+def _max_ranks(config: Config, options: RunOptions, machine: Machine, gpus: bool) -> int | None:
+    """Return how many ranks the run has at most; None if that depends on other hosts or only `stoker run` knows."""
     asked = ranks_asked(options.nproc_per_node, os.environ).strip().lower()
     several = options.hosts is not None or options.nnodes != "1" or schedulers.find_scheduler(os.environ) is not None
     if several or (asked and not is_digits(asked)):
@@ -346,8 +360,8 @@ def _most_ranks(config: Config, options: RunOptions, machine: Machine, gpus: boo
     return 1 if on_cpu(config, gpus) else len(machine.gpus) or None
 
 
-def _refuse_what_can_be(stage: str, resolved: Resolved, options: RunOptions, machine: Machine, gpus: bool) -> None:
-    """All that can be said before the data is read."""
+def _refuse_early(stage: str, resolved: Resolved, options: RunOptions, machine: Machine, gpus: bool) -> None:
+    """Refuse everything that can be refused before the data is read."""
     config, given = resolved.config, resolved.given
     remote = options.hosts is not None
     check(config, given, on_cpu(config, gpus or remote))
@@ -362,13 +376,13 @@ def _refuse_what_can_be(stage: str, resolved: Resolved, options: RunOptions, mac
     if not remote:
         check_needs(config.needs, [gpu.memory_total for gpu in machine.gpus], given)
     elif config.needs.gpus or config.needs.vram:
-        _say("needs: not checked, the GPUs are those of other hosts")
-    most = _most_ranks(config, options, machine, gpus)
-    if most is not None:
-        check_drill(config, most, given)
+        _say("needs: not checked, since the GPUs are those of other hosts")
+    ranks = _max_ranks(config, options, machine, gpus)
+    if ranks is not None:
+        check_drill(config, ranks, given)
         if on_cpu(config, gpus) and STAGES[stage].learning is not None and not options.dry_run:
-            refuse_beyond_memory(config, most, machine.memory_total)
-    if "wandb" in check_loggers(config.train.log_to) and not remote:  # rank 0 checks it on its own host
+            refuse_beyond_memory(config, ranks, machine.memory_total)
+    if "wandb" in check_loggers(config.train.log_to) and not remote:  # on other hosts, rank 0 checks it there
         from stoker.control.plan.run_plan import added_environment
         from stoker.training.loop.wandb_login import check_wandb_login
 
@@ -376,21 +390,18 @@ def _refuse_what_can_be(stage: str, resolved: Resolved, options: RunOptions, mac
     _check_inputs(stage, config)
 
 
-# The file that a stage learns from where that is not data.path: --data names it, too.
-MAIN_INPUT = {"dpo": "dpo.pairs", "reward": "reward.pairs", "grpo": "grpo.prompts"}
-
-
 def _with_data_as_input(stage: str, config: Config) -> Config:
-    """Takes --data as what the stage learns from, if nothing else names that."""
+    """Use --data as the stage's main input, if nothing else sets that."""
     key, values = MAIN_INPUT.get(stage), values_of(config)
     if key is None or values[key] or len(config.data.path) != 1:
         return config
     path = config.data.path[0]
-    _say(f"--data {path} is read as --{key}")
+    _say(f"--data {path} is used as --{key}")
     return config_of(config.preset, values | {key: path, "data.path": ()})
 
 
 def _check_inputs(stage: str, config: Config) -> None:
+    """Raise Refusal if data, model or another input of the stage is not given or does not exist."""
     kind, values = STAGES[stage], values_of(config)
     if "data.path" in kind.inputs:
         if not config.data.path:
@@ -418,23 +429,25 @@ def _check_inputs(stage: str, config: Config) -> None:
             raise Refusal(f"{key} {path}: no such file or folder", EX_NOINPUT)
 
 
-def _fetched(stage: str, config: Config) -> Config:
-    """Rows of the hub are fetched here, once, and not by every rank."""
+def _fetch_hub_inputs(stage: str, config: Config) -> Config:
+    """Fetch the stage's inputs from the hub, once and not in every rank; return the config with their local paths."""
     values = values_of(config)
-    own = [name for name, key in KEYS.items() if key.section == stage and key.spec.metavar == "PATH"]
-    names = {key: values[key] for key in own if isinstance(values[key], str) and is_hub_id(values[key])}
-    if not names:
+    path_keys = [name for name, key in KEYS.items() if key.section == stage and key.spec.metavar == "PATH"]
+    hub_ids = {key: values[key] for key in path_keys if isinstance(values[key], str) and is_hub_id(values[key])}
+    if not hub_ids:
         return config
-    return config_of(config.preset, values | {key: fetch(path, config.data.cache, _say) for key, path in names.items()})
+    return config_of(
+        config.preset, values | {key: fetch(path, config.data.cache, _say) for key, path in hub_ids.items()}
+    )
 
 
-def _prepare(resolved: Resolved, options: RunOptions) -> Prepared:
-    """Before there are ranks, never inside a process group; then what only the data can tell."""
+def _prepare_data(resolved: Resolved, options: RunOptions) -> Prepared:
+    """Prepare the data before there are ranks, never inside a process group, and check what only the data can show."""
     from stoker.training.data.prepare import prepare
 
     config = resolved.config
     if options.hosts is not None:
-        _say(_data_elsewhere(config.data, options))
+        _say(_describe_data_of_hosts(config.data, options))
     ready = prepare(config.data, config.tokenizer, _say)
     check_data(config, ready.train_tokens, ready.vocab_size, resolved.given, ready.train_samples)
     if config.model.load:
@@ -442,16 +455,16 @@ def _prepare(resolved: Resolved, options: RunOptions) -> Prepared:
     return ready
 
 
-def _data_elsewhere(data: DataConfig, options: RunOptions) -> str:
-    """Each host's first rank prepares what its cache lacks, from files of its own: a cache without them is not enough."""
-    named = [*data.path, *([data.validation] if share_of(data.validation) is None else [])]
-    files = [path for path in named if not is_hub_id(path)]
+def _describe_data_of_hosts(data: DataConfig, options: RunOptions) -> str:
+    """Return a line on how other hosts get the data: each host's first rank prepares what its cache lacks."""
+    sources = [*data.path, *([data.validation] if share_of(data.validation) is None else [])]
+    files = [path for path in sources if not is_hub_id(path)]
     line = f"each host prepares the data for itself, unless its {data.cache} has it already"
     if not files:
-        return f"{line}: it fetches {', '.join(named)} from the hub"
-    inside = os.path.realpath(os.curdir)
+        return f"{line}: it fetches {', '.join(sources)} from the hub"
+    working_dir = os.path.realpath(os.curdir)
     how = "in a shared folder, or copied with --sync or --stage PATH"
-    if options.sync and all(os.path.realpath(path).startswith(f"{inside}{os.sep}") for path in files):
+    if options.sync and all(os.path.realpath(path).startswith(f"{working_dir}{os.sep}") for path in files):
         how = "--sync copies what git does not ignore"
     elif options.sync:
         how = "in a shared folder, or copied with --stage PATH: --sync copies the working directory only"
@@ -459,15 +472,15 @@ def _data_elsewhere(data: DataConfig, options: RunOptions) -> str:
 
 
 def _with_stage_defaults(
-    stage: str, resolved: Resolved, at: Situation, cpu: bool, request_of: Callable[[Config], Request]
+    stage: str, resolved: Resolved, situation: Situation, cpu: bool, make_request: Callable[[Config], Request]
 ) -> Resolved:
-    """What nobody gave follows from stage, model and data: decided here, printed, told to every rank."""
+    """Return the settings with defaults that follow from stage, model and data; print them. Every rank gets them."""
     from stoker.training.stages.situation import with_defaults
 
-    config, derived, lines = with_defaults(stage, resolved.config, resolved.given, at, cpu)
-    if kept := kept_defaults(config, derived, request_of):
-        same = config_of(config.preset, values_of(config) | kept)
-        config, _, lines = with_defaults(stage, same, resolved.given, at, cpu, kept)
+    config, derived, lines = with_defaults(stage, resolved.config, resolved.given, situation, cpu)
+    if kept := kept_defaults(config, derived, make_request):
+        earlier = config_of(config.preset, values_of(config) | kept)
+        config, _, lines = with_defaults(stage, earlier, resolved.given, situation, cpu, kept)
     for line in lines:
         _say(line)
     return replace(resolved, config=config)
@@ -477,15 +490,17 @@ def _check_resume(config: Config, ready: Prepared) -> None:
     from stoker.training.loop.resume import check_before_launch, nothing_left
 
     model = _loaded_shape(config.model) if config.model.load else config.model
-    begins = check_before_launch(config.checkpoint, model, config.optim.kind, ready)
-    if begins is not None and config.checkpoint.resume != "auto":  # auto: the same command again, whose run may be done
-        line = nothing_left(begins, config.train.max_steps)
+    first_step = check_before_launch(config.checkpoint, model, config.optim.kind, ready)
+    if (
+        first_step is not None and config.checkpoint.resume != "auto"
+    ):  # auto: the command again, and the run may be done
+        line = nothing_left(first_step, config.train.max_steps)
         if line:
             _say(line)
 
 
 def _refuse_earlier_result(config: Config, request: Request) -> None:
-    """Raises Refusal where --again would make a new run that resumes from the finished run's last checkpoint."""
+    """Raise Refusal if --again would start a new run that resumes from the finished run's last checkpoint."""
     from stoker.control.plan.run_dir import AlreadyEnded, open_run_dir
     from stoker.training.loop.resume import newest_in
 
@@ -494,25 +509,26 @@ def _refuse_earlier_result(config: Config, request: Request) -> None:
     if newest is None:
         return
     try:
-        place = open_run_dir(replace(request, options=replace(request.options, dry_run=True)), os.environ)
+        run_dir = open_run_dir(replace(request, options=replace(request.options, dry_run=True)), os.environ)
     except (AlreadyEnded, Refusal):
         return  # the start reports it
-    if not place.reopened:
+    if not run_dir.reopened:
         fix = "name another --checkpoint.folder, or start from scratch with --checkpoint.resume never"
         raise Refusal(f"--again would resume from {newest}, which an earlier run saved: {fix}", EX_USAGE)
 
 
 def _check_model(config: Config) -> int:
-    """Its config.json and the headers of its weights, before data is prepared for hours; a hub's model is fetched here, so
-    that ranks find it in the cache. Gives how many parameters it has.
+    """Check the model's config.json and the headers of its weights before the data is prepared, which may take hours.
+
+    Fetches a model of the hub, so that ranks find it in the cache. Returns its number of parameters.
     """
     from stoker.training.model import hf_config, hf_files, hf_hub, targets
     from stoker.training.model.config import parameters
 
-    asked, adapter = config.model, config.adapter
-    folder = hf_hub.folder_of(asked.load, _say, code=asked.trust_remote_code)
+    model, adapter = config.model, config.adapter
+    folder = hf_hub.folder_of(model.load, _say, code=model.trust_remote_code)
     hf_config.check_trainable(folder, adapter.method)
-    shape = hf_config.shape_for(asked, folder)
+    shape = hf_config.shape_for(model, folder)
     if shape.engine == "transformers":
         hf_config.check_adapters_outside(adapter.method)
         return parameters(shape)
@@ -524,7 +540,7 @@ def _check_model(config: Config) -> int:
 
 
 def _loaded_shape(model: ModelConfig) -> ModelConfig:
-    """By its folder, with the rows that were asked for."""
+    """Return the shape of the model's folder, with the vocabulary size that was asked for."""
     from stoker.training.model import hf_config, hf_hub
 
     folder = hf_hub.folder_of(model.load, lambda line: None, code=model.trust_remote_code)
@@ -533,24 +549,24 @@ def _loaded_shape(model: ModelConfig) -> ModelConfig:
 
 
 def _check_weights(model: ModelConfig, ready: Prepared) -> None:
-    """Whether they go with the data's tokenizer."""
+    """Raise Refusal if the model's weights and tokenizer don't match the tokenizer of the data."""
     from stoker.training.model import hf_files, hf_hub
     from stoker.training.model.config import with_rows
     from stoker.training.tokenizer import place, tokenizer
 
     folder = hf_hub.folder_of(model.load, lambda line: None, code=model.trust_remote_code)
-    wanted = with_rows(_loaded_shape(model), ready.vocab_size)
-    if wanted.engine != "transformers":
-        hf_files.check(folder, wanted)
+    shape = with_rows(_loaded_shape(model), ready.vocab_size)
+    if shape.engine != "transformers":
+        hf_files.check(folder, shape)
     if os.path.exists(os.path.join(folder, place.FILES[0])):
-        other = tokenizer.differs(tokenizer.load(folder), tokenizer.load(ready.tokenizer))
-        if other:
-            own = f"--tokenizer.path {model.load} takes the model's own"
-            raise Refusal(f"the data's tokenizer is not that of {model.load}: {other}; {own}", EX_CONFIG)
+        difference = tokenizer.differs(tokenizer.load(folder), tokenizer.load(ready.tokenizer))
+        if difference:
+            fix = f"--tokenizer.path {model.load} uses the model's own"
+            raise Refusal(f"the data's tokenizer is not that of {model.load}: {difference}; {fix}", EX_CONFIG)
 
 
 def _show_loss(verdict: Verdict, run_dir: str, say: Callable[[str], None]) -> None:
-    """At the end of a stage that has a loss: its curve in one line, and as a picture."""
+    """Show the loss curve at the end of a stage that has one: as a line, and as a picture."""
     if verdict.status in ("completed", "stopped"):
         from stoker.control.show.charts import show_loss
 

@@ -1,4 +1,4 @@
-"""The memory plan of a run that is about to start: fills in what nobody set, and refuses what can't fit any card here."""
+"""The memory plan of a run that is about to start: it sets what the user did not, and refuses what fits no GPU here."""
 
 from __future__ import annotations
 
@@ -32,31 +32,34 @@ if TYPE_CHECKING:
     from stoker.training.fit.plan import Plan
     from stoker.training.stages.run_plan import RunInputs
 
-_PLANNED_KINDS = ("adamw", "adamw8bit")  # optimizers that the plan chooses from
-ONE = "one"  # of fit/strategy.py
-_SURELY = 400 << 20  # bytes: no context was smaller. A refusal must be right
-_RANK = 100 << 20  # bytes of a process that has imported torch, at the least
-_MOMENTS = {"adamw": 2, "adamw8bit": 0, "muon": 1}  # that an optimizer keeps of each number, in its width at the least
+_PLANNED_OPTIMIZERS = ("adamw", "adamw8bit")  # the plan chooses one of these
+ONE = "one"  # the strategy of fit/strategy.py
+_MIN_CONTEXT = 400 << 20  # bytes: every CUDA context takes at least this. A refusal must be right
+_MIN_RANK = 100 << 20  # bytes that a process with torch takes at least
+_MIN_MOMENTS = {"adamw": 2, "adamw8bit": 0, "muon": 1}  # numbers an optimizer keeps per parameter, at least
 
 
 def machines_to_plan(
     config: Config, options: RunOptions, machine: Machine, say: Callable[[str], None]
 ) -> dict[str, Machine]:
-    """By host: this machine (""), or those that --hosts names, where the model may be cut into shards. Others are not asked."""
+    """Return the machines of the run by host: this one (""), or those of --hosts if the model may be sharded.
+
+    Hosts are asked only if their answer is needed.
+    """
     if options.hosts is None:
         return {"": machine}
     if config.parallel.strategy == "ddp" or config.parallel.device == "cpu" or options.dry_run:
         return {}
-    from stoker.cli.cards import machines_of
+    from stoker.cli.machines import observe_hosts
 
     def left_out(line: str) -> None:
         say(f"memory plan: without {line}")
 
-    return machines_of(_hosts(options), left_out if options.min_hosts else None)
+    return observe_hosts(_resolve_hosts(options), left_out if options.min_hosts else None)
 
 
-def _hosts(options: RunOptions) -> Hosts:
-    """Those that --hosts names."""
+def _resolve_hosts(options: RunOptions) -> Hosts:
+    """Return the hosts that --hosts names."""
     from stoker.control.plan.targets import resolve_hosts
 
     _, hosts = resolve_hosts(Request(options, "", (), frozenset()), os.environ)
@@ -65,117 +68,124 @@ def _hosts(options: RunOptions) -> Hosts:
 
 
 def refuse_too_large(stage: str, resolved: Resolved, options: RunOptions, machines: Mapping[str, Machine]) -> None:
-    """Refuse a run that can't fit however little is computed at once, before its data is prepared for hours."""
-    cards = _cards(options, machines) if _known(stage, resolved.config, options) else []
+    """Raise Refusal if a run can't fit even with its smallest settings, before its data is prepared for hours."""
+    cards = _planned_cards(stage, resolved.config, options, machines)
     if not cards:
         return
     from stoker.training.fit.text import tightest
     from stoker.training.stages.run_plan import plan_smallest
 
-    plan = plan_smallest(_inputs(stage, resolved, None, None), cards, _excluded(resolved, options)).plan
-    _refuse_shards(plan, cards)
+    plan = plan_smallest(_run_inputs(stage, resolved, None, None), cards, _excluded_strategies(resolved, options)).plan
+    _refuse_impossible_shards(plan, cards)
     share = tightest(plan)
-    # An estimate refuses nothing, and what is close may fit.
-    if not plan.fits and not plan.about and share.planned.total + _SURELY > share.card.free:
-        words = [*filter(None, [resolved.config.model.load]), *([] if stage == "sft" else ["--stage", stage])]
-        line = f"{_too_much(plan)} (`{shlex.join(['stoker', 'fit', *words])}` shows more)"
-        raise Refusal(f"this does not fit: {line}", EX_UNAVAILABLE)
+    # Don't refuse because of an estimate, nor what is close: it may fit.
+    if not plan.fits and not plan.about and share.planned.total + _MIN_CONTEXT > share.card.free:
+        model = [resolved.config.model.load] if resolved.config.model.load else []
+        command = shlex.join(["stoker", "fit", *model, *([] if stage == "sft" else ["--stage", stage])])
+        raise Refusal(f"this does not fit: {_describe_excess(plan)} (`{command}` shows more)", EX_UNAVAILABLE)
 
 
 def refuse_beyond_memory(config: Config, ranks: int, memory: int, loaded: int = 0) -> None:
-    """Refuse ranks on the CPU whose weights, gradients and optimizer state exceed the machine's `memory` in bytes.
+    """Raise Refusal if weights, gradients and optimizer state of ranks on the CPU exceed the machine's `memory` in bytes.
 
     `loaded`: parameters of the model that is loaded.
     """
     from stoker.training.model.config import parameters
 
-    numbers = loaded if config.model.load else parameters(config.model)
+    count = loaded if config.model.load else parameters(config.model)
     width = 4 if config.compute.dtype in ("auto", "fp32") else 2
-    learned = width * (2 + _MOMENTS[config.optim.kind])  # weights, gradients and moments
-    least = int(numbers * {LORA: 2, QLORA: 0.5}.get(config.adapter.method, learned))  # frozen: 16 or 4 bits
-    needed = ranks * _RANK + least * (1 if config.parallel.strategy == "fsdp" else ranks)
+    trained = width * (2 + _MIN_MOMENTS[config.optim.kind])  # bytes per parameter: weights, gradients and moments
+    model_bytes = int(count * {LORA: 2, QLORA: 0.5}.get(config.adapter.method, trained))  # frozen: 16 or 4 bits
+    needed = ranks * _MIN_RANK + model_bytes * (1 if config.parallel.strategy == "fsdp" else ranks)
     if needed > memory:
-        what = f"{plural(numbers, 'parameter')}" if least > _RANK else "what a rank takes by itself"
-        line = f"{ranks} rank{'' if ranks == 1 else 's'} on the CPU with {what} need {format_bytes(needed)} of memory or more"
-        line = f"this does not fit: {line}, and this machine has {format_bytes(memory)}"
+        what = (
+            plural(count, "parameter")
+            if model_bytes > _MIN_RANK
+            else f"{format_bytes(_MIN_RANK)} per rank for torch alone"
+        )
+        line = f"{plural(ranks, 'rank')} on the CPU with {what} need {format_bytes(needed)} of memory or more"
         smaller = "an adapter (--lora, --qlora)" if config.model.load else "a smaller model (--model.depth)"
-        raise Refusal(f"{line}; take {smaller}, or fewer ranks (--nproc-per-node)", EX_UNAVAILABLE)
+        line = f"this does not fit: {line}, and this machine has {format_bytes(memory)}"
+        raise Refusal(f"{line}; use {smaller}, or fewer ranks (--nproc-per-node)", EX_UNAVAILABLE)
 
 
-def _refuse_shards(found: Plan, cards: list[Card]) -> None:
-    """What no estimate of shards can be wrong about: a gathered block that is larger than a card, shards than the host."""
+def _refuse_impossible_shards(plan: Plan, cards: list[Card]) -> None:
+    """Raise Refusal for what is certain about shards: a gathered block larger than a GPU, shards larger than host memory."""
     from stoker.training.fit.memory import GATHERED
     from stoker.training.fit.plan import FSDP
 
-    if found.settings.strategy != FSDP or found.fits:
+    if plan.settings.strategy != FSDP or plan.fits:
         return
-    for share in found.shares:
+    for share in plan.shares:
         card, size = share.card, share.planned.terms.get(GATHERED, 0)
-        if size + _SURELY > card.free:
-            line = f"a gathered block and the buffer of the next take {format_bytes(size)}, and {_named(card)} has {format_bytes(card.free)} free"
-            more = "" if found.settings.method == "qlora" else "; with --qlora they are a quarter of that"
-            raise Refusal(f"this does not fit: {line}, however many ranks there are{more}", EX_UNAVAILABLE)
+        if size + _MIN_CONTEXT > card.free:
+            line = f"a gathered block and the buffer of the next take {format_bytes(size)}, and {_name_card(card)} has {format_bytes(card.free)} free"
+            hint = "" if plan.settings.method == "qlora" else "; with --qlora they take a quarter of that"
+            raise Refusal(f"this does not fit: {line}, however many ranks there are{hint}", EX_UNAVAILABLE)
     for host, free in {card.host: card.host_free for card in cards}.items():
-        needed = sum(share.host_bytes for share in found.shares if share.card.host == host)
+        needed = sum(share.host_bytes for share in plan.shares if share.card.host == host)
         if free is not None and needed > free:
-            there = f" on {host}" if host else ""
-            line = f"parallel.offload {found.settings.offload} needs {format_bytes(needed)} of host memory{there}, and {format_bytes(free)} are available"
-            raise Refusal(
-                f"this does not fit: {line}; use fewer ranks of this host, or parallel.offload off", EX_UNAVAILABLE
-            )
+            where = f" on {host}" if host else ""
+            line = f"parallel.offload {plan.settings.offload} needs {format_bytes(needed)} of host memory{where}, and {format_bytes(free)} are available"
+            fix = "use fewer ranks of this host, or parallel.offload off"
+            raise Refusal(f"this does not fit: {line}; {fix}", EX_UNAVAILABLE)
 
 
-def kept_defaults(config: Config, derived: Collection[str], request_of: Callable[[Config], Request]) -> dict[str, Any]:
-    """Return the defaults that the run which --name continues began with: an earlier version may have derived others.
+def kept_defaults(
+    config: Config, derived: Collection[str], make_request: Callable[[Config], Request]
+) -> dict[str, Any]:
+    """Return the derived defaults of the run that --name continues: an earlier version may have derived others.
 
-    Empty where they make no difference, or where other settings differ, too: under that name there will be a new run. (An
-    id is only continued, or refused for the settings that differ.)
+    Empty if they are the same, or if other settings differ, too: there will be a new run of that name. (A run named by its
+    id is only continued, or refused because of the settings that differ.)
     """
-    run = find_run_with_other_settings(request_of(config), os.environ)
-    began = parse_key_values(run.data.get("args")) if run is not None else {}
+    run = find_run_with_other_settings(make_request(config), os.environ)
+    recorded = parse_key_values(run.data.get("args")) if run is not None else {}
     try:
-        kept = {name: KEYS[name].read(began[name]) for name in derived if name in began}
+        kept = {name: KEYS[name].read(recorded[name]) for name in derived if name in recorded}
     except ValueError:  # a record of another version
         return {}
-    same = config_of(config.preset, values_of(config) | kept)
+    earlier = config_of(config.preset, values_of(config) | kept)
     if run is None:
         return {}
-    continued = run.data.get("config_hash") == config_hash(request_of(same))
-    return kept if continued or request_of(config).options.name == run.id else {}
+    continues = run.data.get("config_hash") == config_hash(make_request(earlier))
+    return kept if continues or make_request(config).options.name == run.id else {}
 
 
 def with_kept_optimizer(resolved: Resolved, request: Request) -> Resolved:
-    """Where a run resumes from a checkpoint, its optimizer, which a plan for another card may have chosen: no other can go on
-    with its moments. Not where somebody set it. `request`: what will be started."""
+    """Use the optimizer of the checkpoint that the run resumes from, unless the user set one.
+
+    The plan may have chosen it for another GPU, and no other optimizer can continue with its moments.
+    """
     config = resolved.config
-    if "optim.kind" in resolved.given or config.optim.kind not in _PLANNED_KINDS:
+    if "optim.kind" in resolved.given or config.optim.kind not in _PLANNED_OPTIMIZERS:
         return resolved
     from stoker.training.loop.resume import optimizer_of
 
-    where = _checkpoint(config, request)
-    kind = optimizer_of(where) if where is not None else None
-    if where is None or kind not in _PLANNED_KINDS:
+    checkpoint = _find_resume_checkpoint(config, request)
+    kind = optimizer_of(checkpoint) if checkpoint is not None else None
+    if checkpoint is None or kind not in _PLANNED_OPTIMIZERS:
         return resolved
-    given = {**resolved.given, "optim.kind": Origin(f"checkpoint {where}", EX_CONFIG)}
+    given = {**resolved.given, "optim.kind": Origin(f"checkpoint {checkpoint}", EX_CONFIG)}
     return replace(resolved, config=config_of(config.preset, values_of(config) | {"optim.kind": kind}), given=given)
 
 
-def _checkpoint(config: Config, request: Request) -> str | None:
-    """The one that the run will resume from (loop/keeping.py), if that can be told here."""
+def _find_resume_checkpoint(config: Config, request: Request) -> str | None:
+    """Return the checkpoint that the run will resume from (see loop/keeping.py), if that is known before the start."""
     from stoker.training.loop.resume import located, newest_in
 
-    told = config.checkpoint
-    if told.folder:
-        found = newest_in(told.folder) if told.resume == "auto" else None
+    cfg = config.checkpoint
+    if cfg.folder:
+        newest = newest_in(cfg.folder) if cfg.resume == "auto" else None
     else:
         try:
-            place = open_run_dir(replace(request, options=replace(request.options, dry_run=True)), os.environ)
-            found = newest_in(os.path.join(place.dir, layout.CHECKPOINTS)) if place.reopened else None
+            run_dir = open_run_dir(replace(request, options=replace(request.options, dry_run=True)), os.environ)
+            newest = newest_in(os.path.join(run_dir.dir, layout.CHECKPOINTS)) if run_dir.reopened else None
         except (AlreadyEnded, Refusal):
-            return None  # the start says it
-    if found is not None or told.resume in ("auto", "never"):
-        return found
-    return located(told.resume)
+            return None  # the start reports it
+    if newest is not None or cfg.resume in ("auto", "never"):
+        return newest
+    return located(cfg.resume)
 
 
 def with_memory_plan(
@@ -192,35 +202,46 @@ def with_memory_plan(
     The options name one GPU if parallel.strategy auto chose one. The plan is None where there is none for this run.
     """
     config = resolved.config
-    cards = _cards(options, machines) if _known(stage, config, options) else []
+    cards = _planned_cards(stage, config, options, machines)
     if not cards:
         return without_memory_plan(resolved, options, say), options, None
     from stoker.training.stages.run_plan import plan_run, planned_values, summary_line
 
-    inputs = _inputs(stage, resolved, ready, amount)
-    decision = plan_run(inputs, cards, exclude=_excluded(resolved, options))
+    inputs = _run_inputs(stage, resolved, ready, amount)
+    decision = plan_run(inputs, cards, exclude=_excluded_strategies(resolved, options))
     plan = decision.plan
     if config.parallel.strategy == "auto":
         say(f"parallel auto: {decision.line()}")
     if not plan.fits:
-        say(f"memory plan: this may not fit: {_too_much(plan)}")
+        say(f"memory plan: this may not fit: {_describe_excess(plan)}")
     changed = planned_values(config, resolved.given, plan)
-    named = {name: "optimizer" if name == "optim.kind" else KEYS[name].name for name in changed}
-    words = ", ".join(f"{named[name]} {value}" for name, value in changed.items() if name != "batch.micro")
-    say(f"{summary_line(inputs, plan)}; {words or 'nothing to change'}")
+    labels = {name: "optimizer" if name == "optim.kind" else KEYS[name].name for name in changed}
+    changes = ", ".join(f"{labels[name]} {value}" for name, value in changed.items() if name != "batch.micro")
+    say(f"{summary_line(inputs, plan)}; {changes or 'nothing to change'}")
     resolved = replace(resolved, config=config_of(config.preset, values_of(config) | changed))
     if decision.way.strategy == ONE and len(cards) > 1:
         options = replace(options, gpus=plan.shares[0].card.label.removeprefix("GPU "))
     return resolved, options, plan
 
 
-def _excluded(resolved: Resolved, options: RunOptions) -> set[str]:
-    """Return the strategies that the user's options rule out: one GPU, where they say how many there are."""
+def without_memory_plan(resolved: Resolved, options: RunOptions, say: Callable[[str], None]) -> Resolved:
+    """Return the settings of a run that has no plan: parallel.strategy auto becomes ddp."""
+    config = resolved.config
+    if config.parallel.strategy != "auto" or options.dry_run:
+        return resolved
+    say(
+        "parallel auto: ddp; there is no memory plan for this run (`stoker docs fit`); --parallel fsdp shards the model"
+    )
+    return replace(resolved, config=config_of(config.preset, values_of(config) | {"parallel.strategy": "ddp"}))
+
+
+def _excluded_strategies(resolved: Resolved, options: RunOptions) -> set[str]:
+    """Return the strategies that the user's options rule out: one GPU, if they say how many there are."""
     counted = options.nproc_per_node or options.gpus or options.gpu or options.hosts
     return {ONE} if counted or "parallel.balance" in resolved.given else set()
 
 
-def _inputs(stage: str, resolved: Resolved, ready: Prepared | None, amount: Amount | None) -> RunInputs:
+def _run_inputs(stage: str, resolved: Resolved, ready: Prepared | None, amount: Amount | None) -> RunInputs:
     from stoker.training.model import hf_config, hf_hub
     from stoker.training.model.config import with_rows
     from stoker.training.stages.run_plan import RunInputs
@@ -234,61 +255,49 @@ def _inputs(stage: str, resolved: Resolved, ready: Prepared | None, amount: Amou
     return RunInputs(stage, resolved.config, resolved.given, shape, folder, ready, amount)
 
 
-def without_memory_plan(resolved: Resolved, options: RunOptions, say: Callable[[str], None]) -> Resolved:
-    """parallel.strategy auto is ddp there."""
-    config = resolved.config
-    if config.parallel.strategy != "auto" or options.dry_run:
-        return resolved
-    say(
-        "parallel auto: ddp; there is no memory plan for this run (`stoker docs fit`); --parallel fsdp shards the model"
-    )
-    return replace(resolved, config=config_of(config.preset, values_of(config) | {"parallel.strategy": "ddp"}))
-
-
-def _named(card: Card) -> str:
+def _name_card(card: Card) -> str:
     return f"{card.host}'s {card.label}" if card.host else card.label
 
 
-def _too_much(found: Plan) -> str:
+def _describe_excess(plan: Plan) -> str:
+    """Say for the fullest GPU how much a plan needs, how much is free, and what the smallest change would be."""
     from stoker.training.fit.plan import again_words
     from stoker.training.fit.text import tightest
 
-    share = tightest(found)
-    card, s = share.card, found.settings
-    again = f", {again_words(s, found.wish.layers)} computed again" if s.saves else ""
-    change = found.change
-    words = "" if change is None else change.flags(train=True) or change.words
+    share = tightest(plan)
+    card, settings, change = share.card, plan.settings, plan.change
+    recomputed = f", {again_words(settings, plan.wish.layers)} recomputed," if settings.saves else ""
+    fix = "" if change is None else change.flags(train=True) or change.words
     return (
-        f"{_named(card)} has {format_bytes(card.free)} free, and {s.method} with {s.micro} sample{'' if s.micro == 1 else 's'} at"
-        f" once{again} needs {format_bytes(share.needs)}; smallest change: {words}"
+        f"{_name_card(card)} has {format_bytes(card.free)} free, and {settings.method} with a micro-batch of"
+        f" {plural(settings.micro, 'sample')}{recomputed} needs {format_bytes(share.needs)}; smallest change: {fix}"
     )
 
 
-def _known(stage: str, config: Config, options: RunOptions) -> bool:
-    here = options.nnodes == "1" and not options.dry_run
+def _planned_cards(stage: str, config: Config, options: RunOptions, machines: Mapping[str, Machine]) -> list[Card]:
+    """Return the GPUs that the run will get, or none if there is no plan for it or it gets none (it then reports why)."""
     compute = config.compute
-    ours = config.parallel.device != "cpu" and compute.compile in ("auto", "fused")
-    fused = compute.fp8 == "off" and compute.dtype != "fp32" and compute.recompute != "selective"
-    there = bool(config.model.load) or (stage == "pretrain" and config.parallel.strategy != "ddp")
-    return stage in STAGES and there and here and ours and fused
-
-
-def _cards(options: RunOptions, machines: Mapping[str, Machine]) -> list[Card]:
-    """Those that the run will get; none where it gets none, and says why itself."""
-    from stoker.cli.cards import card_of
+    has_model = bool(config.model.load) or (stage == "pretrain" and config.parallel.strategy != "ddp")
+    on_gpus = config.parallel.device != "cpu" and compute.compile in ("auto", "fused")
+    is_fused = compute.fp8 == "off" and compute.dtype != "fp32" and compute.recompute != "selective"
+    starts_here = options.nnodes == "1" and not options.dry_run
+    if not (stage in STAGES and has_model and on_gpus and is_fused and starts_here):
+        return []
+    from stoker.cli.machines import make_card
     from stoker.control.plan.run_plan import choose_gpus_on
     from stoker.training.fit.runs import contexts
 
-    about: dict[str, Host | None] = {"": None}
+    hosts: dict[str, Host | None] = {"": None}
     if options.hosts is not None:
-        about = {host.name: host for host in _hosts(options).hosts}
-    seen, cards = contexts(layout.runs_root(options.runs_dir, os.environ)), list[Card]()
+        hosts = {host.name: host for host in _resolve_hosts(options).hosts}
+    measured, cards = contexts(layout.runs_root(options.runs_dir, os.environ)), list[Card]()
     try:
         for host, machine in machines.items():
-            gpus = choose_gpus_on(options, os.environ, machine, {}, about[host]).gpus
-            cards += [card_of(gpu, host, seen, machine.memory_available) for gpu in gpus]
+            gpus = choose_gpus_on(options, os.environ, machine, {}, hosts[host]).gpus
+            cards += [make_card(gpu, host, measured, machine.memory_available) for gpu in gpus]
     except Refusal:
         return []
-    if options.wait:  # until whoever holds the rest is gone
+    if options.wait:  # the run waits until the GPUs are free
         cards = [replace(card, free=card.total) for card in cards]
-    return cards if len({(card.host, card.label) for card in cards}) == len(cards) else []  # not those that share one
+    share_gpus = len({(card.host, card.label) for card in cards}) < len(cards)
+    return [] if share_gpus else cards

@@ -1,15 +1,15 @@
-"""stoker train grpo --allocation 'stoker:d1+fsdp:d3': servers that write the answers and trainers, as one job of two roles."""
+"""`stoker train grpo --allocation 'stoker:d1+fsdp:d3'`: rollout servers and trainers as one job of two roles."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stoker.cli import roles
-from stoker.cli.sight import gpus_to_use, look
+from stoker.cli.machines import has_usable_gpus, observe_machine
 from stoker.contract import layout
 from stoker.contract.env_vars import API_KEY
 from stoker.contract.errors import EX_USAGE, Refusal
@@ -32,97 +32,92 @@ from stoker.training.stages.registry import STAGES
 
 STAGE = "grpo"
 SERVER, TRAINER = "server", "trainer"
-STALENESS = 1  # where nobody gave one: else servers and trainers would wait for each other
-MOST_SLOTS = 64
-READY_S = 1200.0  # a large model from a network disk
+STALENESS = 1  # the default here: with 0, servers and trainers would wait for each other
+MAX_SLOTS = 64
+READY_TIMEOUT_S = 1200.0  # a large model on a network disk takes long to load
 
 
-def start(stage: str, keys: Sequence[Flag], layers: Layers, told: dict[str, Any]) -> int:
-    """`told`: options of `stoker run`, among them the allocation."""
-    text = str(told["allocation"])
+def start_job(stage: str, key_flags: Sequence[Flag], layers: Layers, options: dict[str, Any]) -> int:
+    """Start the job and return its exit code. `options`: those of `stoker run`, with the allocation."""
+    text = str(options["allocation"])
     if stage != STAGE:
-        raise Refusal(f"--allocation: stage {stage} has one role alone; it is for stage {STAGE}", EX_USAGE)
+        raise Refusal(f"--allocation is for stage {STAGE}: stage {stage} has one role only", EX_USAGE)
     for name in ("role", "roles", "hosts"):
-        if name in told:
-            line = (
-                f"--{name} with `stoker train {stage} --allocation`: such a job is described for `stoker run --roles`"
-            )
+        if name in options:
+            line = f"--{name} can't be combined with `stoker train {stage} --allocation`: use `stoker run --roles`"
             raise Refusal(line, EX_USAGE)
-    roles.refuse_useless(told)
-    serving, training = parts_of(text)
+    roles.refuse_unused_options(options)
+    serving, training = split_allocation(text)
     if layers.told("grpo.server") is not None:
         raise Refusal("--allocation starts the servers: leave grpo.server out", EX_USAGE)
-    gpus = gpus_to_use(look(), ranks_asked(None, os.environ))
+    gpus = has_usable_gpus(observe_machine(), ranks_asked(None, os.environ))
     config = settle(layers, gpus, STAGES[stage].defaults).config
-    # The trainer's own runs folder is the job's: names of runs are looked up here.
-    config, models = with_models(
-        config, layout.runs_root(told.get("runs_dir"), os.environ), _say, told.get("name"), False
-    )
+    # The trainer's own runs folder is that of the job, so names of runs are looked up here.
+    runs_root = layout.runs_root(options.get("runs_dir"), os.environ)
+    config, models = with_models(config, runs_root, _say, options.get("name"), False)
     values = values_of(config)
-    replaced = {key: values[key] for key in MODEL_KEYS if values[key] in models.values()}
-    keys = [flag for flag in keys if flag.name not in replaced]
-    keys += [Flag(key, f"--{key}", value) for key, value in replaced.items()]
-    server = _server(config, serving, layout.runs_root(told.get("runs_dir"), os.environ))
-    specs = [server, _trainer(keys, layers, training, server.name, server.env)]
+    model_paths = {key: values[key] for key in MODEL_KEYS if values[key] in models.values()}
+    key_flags = [flag for flag in key_flags if flag.name not in model_paths]
+    key_flags += [Flag(key, f"--{key}", path) for key, path in model_paths.items()]
+    server = _server_role(config, serving, runs_root)
+    specs = [server, _trainer_role(key_flags, layers, training, server.name, server.env)]
     if allocation.parse_allocation(text)[0] == training:
         specs.reverse()
     plan = roles.by_allocation(role.checked(specs, "--allocation", EX_USAGE), text)
     if on_cpu(config, gpus):
         plan = replace(plan, specs=tuple(replace(spec, gpus=0) for spec in plan.specs))
     contents = input_digests(STAGES[stage], config, None)
-    return roles.start_plan(replace(roles.request_for(told, plan.specs, ()), contents=contents), plan)
+    return roles.start_plan(replace(roles.make_request(options, plan.specs, ()), contents=contents), plan)
 
 
-def parts_of(text: str) -> tuple[AllocationPart, AllocationPart]:
-    """(the servers, the trainers)."""
+def split_allocation(text: str) -> tuple[AllocationPart, AllocationPart]:
+    """Return the part that serves and the part that trains. Raises Refusal if there is not one of each."""
     parts = allocation.parse_allocation(text)
     serving, training = ([part for part in parts if part.serves is serves] for serves in (True, False))
     if len(serving) != 1 or len(training) != 1:
-        line = f"--allocation {text}: one part serves and one trains, such as stoker:d1+fsdp:d3"
+        line = f"--allocation {text}: one part must serve and one train, as in stoker:d1+fsdp:d3"
         raise Refusal(line, EX_USAGE)
     if serving[0].engine != "stoker":
-        line = f"--allocation {text}: here stoker serves; a job with {serving[0].engine} is one of `stoker run --roles`"
+        line = f"--allocation {text}: only stoker can serve here; a job with {serving[0].engine} needs `stoker run --roles`"
         raise Refusal(f"{line} (`stoker docs grpo`)", EX_USAGE)
     if training[0].engine == "megatron" or training[0].world != training[0].size("d"):
         line = (
-            f"--allocation {text}: trainers are fsdp or ddp, one replica for each GPU: write fsdp:d{training[0].world}"
+            f"--allocation {text}: trainers are fsdp or ddp, with one replica per GPU: write fsdp:d{training[0].world}"
         )
         raise Refusal(line, EX_USAGE)
     return serving[0], training[0]
 
 
-def _server(c: Config, part: AllocationPart, runs: str) -> RoleSpec:
+def _server_role(config: Config, part: AllocationPart, runs_root: str) -> RoleSpec:
     from stoker.training.model import hf_config, hf_hub
     from stoker.training.model.config import ModelConfig
 
-    if not c.model.load:
+    if not config.model.load:
         line = f"no model: stage {STAGE} needs one; name its folder or hub id with --model.load"
         raise Refusal(line, EX_USAGE)
-    folder = os.path.abspath(hf_hub.folder_of(c.model.load, _say))
-    longest = hf_config.shape_for(ModelConfig(), folder).longest
-    context = min(c.data.context_length, longest if longest > 1 else c.data.context_length)
-    slots = min(-(-c.grpo.prompts_per_step * c.grpo.group // part.size("d")), MOST_SLOTS)
-    command = stoker_command(["serve", folder, "--port", "${port}", "--weights-from", os.path.abspath(runs)])
-    if c.grpo.publish == GROUP:
+    folder = os.path.abspath(hf_hub.folder_of(config.model.load, _say))
+    max_context = hf_config.shape_for(ModelConfig(), folder).longest
+    context = min(config.data.context_length, max_context if max_context > 1 else config.data.context_length)
+    slots = min(-(-config.grpo.prompts_per_step * config.grpo.group // part.size("d")), MAX_SLOTS)
+    command = stoker_command(["serve", folder, "--port", "${port}", "--weights-from", os.path.abspath(runs_root)])
+    if config.grpo.publish == GROUP:
         command += ["--weights-group", "127.0.0.1"]
-    sizes = ("--slots", str(slots), "--context", str(context))
-    key = os.environ.get(API_KEY) or secrets.token_urlsafe(24)
-    ready = Ready("http", "/health", timeout=READY_S)
-    name = part.name or SERVER
     return RoleSpec(
-        name,
-        (*command, *sizes),
+        part.name or SERVER,
+        (*command, "--slots", str(slots), "--context", str(context)),
         port=AUTO,
-        env={API_KEY: key},
-        ready=ready,
+        env={API_KEY: os.environ.get(API_KEY) or secrets.token_urlsafe(24)},
+        ready=Ready("http", "/health", timeout=READY_TIMEOUT_S),
         restart=ALWAYS,
         required=False,
         after=("",),
     )
 
 
-def _trainer(keys: Sequence[Flag], layers: Layers, part: AllocationPart, server: str, env: Any) -> RoleSpec:
-    words = [f"{flag.spelling}={flag.text}" for flag in keys]
+def _trainer_role(
+    key_flags: Sequence[Flag], layers: Layers, part: AllocationPart, server: str, env: Mapping[str, str]
+) -> RoleSpec:
+    words = [f"{flag.spelling}={flag.text}" for flag in key_flags]
     words.append(f"--grpo.server={server}")
     if layers.told("grpo.staleness") is None:
         words.append(f"--grpo.staleness={STALENESS}")

@@ -1,4 +1,4 @@
-"""stoker web [RUN] [--port N] [--host ADDRESS] [--hosts FILE]; stoker web --save [RUN] FILE.html"""
+"""`stoker web [RUN] [--port N]` serves a live page of the runs; `stoker web --save [RUN] FILE.html` writes one run as a file."""
 
 from __future__ import annotations
 
@@ -23,74 +23,76 @@ if TYPE_CHECKING:
     from stoker.control.show.snapshot import Snapshot
 
 PORT = 9910
-_LEAST_S = 0.25
-_HOSTS_S = 2.0  # between two readings of another host, at most
+_MIN_INTERVAL_S = 0.25
+_MAX_HOSTS_INTERVAL_S = 2.0  # another host is read at least this often
+_MAX_ERRORS = 20  # different errors that are printed
 _EXAMPLES = """examples:
-  stoker web                          a page with the runs in ./runs and this machine's GPUs; it prints the address
+  stoker web                          a page with the runs in ./runs and this machine's GPUs; prints its address
   stoker web --hosts cluster.yaml     the hosts of a file, by ssh; nothing has to be installed there
   stoker web --save exp1 exp1.html    a finished run as one file that any browser opens
 
-The page is for this machine only; from elsewhere use the `ssh -L` line that it prints. `stoker docs show` has more."""
+Only this machine can open the page; from another one use the `ssh -L` command that is printed. `stoker docs show` has more."""
 
 
-def parser() -> OptionParser:
-    made = OptionParser(
+def build_parser() -> OptionParser:
+    parser = OptionParser(
         "stoker web",
-        "Runs, curves, ranks, GPUs and logs as a live page in the browser, until Ctrl-C.",
+        "Shows runs, curves, ranks, GPUs and logs as a live page in the browser, until Ctrl-C.",
         _EXAMPLES,
         usage="stoker web [RUN] [options]",
     )
-    made.run_argument("a run to open at once", default="the list of runs")
-    made.option("--port", "N", f"port to listen on (default: {PORT}; 0: a free one)", int, default=PORT)
-    made.option(
-        "--host", "ADDRESS", "address to listen on (default: 127.0.0.1, this machine only)", default="127.0.0.1"
-    )
-    made.option("--hosts", "FILE|A,B", "these hosts instead of this machine: a hosts file, or a,b,c reached by ssh")
-    made.option("--ssh-option", "OPT", "an option for the ssh client: --ssh-option=-p2222", action="append", default=[])
-    made.option("--interval", "TIME", "look this often while a page is open (default: 2s)", parse_duration, default=2.0)
-    made.add_argument(
-        "--save", nargs="+", metavar="[RUN] FILE", help="write a run (default: the newest) as one HTML file, and end"
-    )
-    made.switch("--all", "other users' runs in the folder, too (default: your own)")
-    made.runs_dir()
-    return made
+    parser.run_argument("the run to open first", default="the list of runs")
+    parser.option("--port", "N", f"port to listen on (default: {PORT}; 0: a free one)", int, default=PORT)
+    host = "address to listen on (default: 127.0.0.1, this machine only)"
+    parser.option("--host", "ADDRESS", host, default="127.0.0.1")
+    hosts = "these hosts instead of this machine: a hosts file, or a,b,c reached by ssh"
+    parser.option("--hosts", "FILE|A,B", hosts)
+    ssh = "an option for the ssh client: --ssh-option=-p2222"
+    parser.option("--ssh-option", "OPT", ssh, action="append", default=[])
+    interval = "how often to update while a page is open (default: 2s)"
+    parser.option("--interval", "TIME", interval, parse_duration, default=2.0)
+    save = "write a run (default: the newest) as one HTML file, and exit"
+    parser.add_argument("--save", nargs="+", metavar="[RUN] FILE", help=save)
+    parser.switch("--all", "other users' runs in the folder, too (default: only yours)")
+    parser.runs_dir()
+    return parser
 
 
 def main(argv: list[str]) -> int:
-    told = parser().parse_args(argv)
-    check_port(told.port)
-    if told.interval < _LEAST_S:
-        raise Refusal(f"--interval {told.interval:g}s is too short: at least {_LEAST_S}s", EX_USAGE)
-    root = os.path.abspath(layout.runs_root(told.runs_dir, os.environ))
-    if told.save:
-        *named, path = told.save
-        if len(named) + bool(told.run) > 1:
+    args = build_parser().parse_args(argv)
+    check_port(args.port)
+    if args.interval < _MIN_INTERVAL_S:
+        raise Refusal(f"--interval {args.interval:g}s is too short: at least {_MIN_INTERVAL_S}s", EX_USAGE)
+    root = os.path.abspath(layout.runs_root(args.runs_dir, os.environ))
+    if args.save:
+        *names, path = args.save
+        if len(names) + bool(args.run) > 1:
             raise Refusal("--save takes one run and one file: stoker web --save [RUN] FILE", EX_USAGE)
-        return _save(root, named[0] if named else told.run, path)
-    return _serve(told, root)
+        return _save(root, names[0] if names else args.run, path)
+    return _serve(args, root)
 
 
-def _save(root: str, which: str | None, path: str) -> int:
-    from stoker.cli.why import verdict_of
+def _save(root: str, name: str | None, path: str) -> int:
+    from stoker.cli.why import explain_run
     from stoker.contract.safe_io import refuse_other_extension, write_atomic
     from stoker.control.show.web.pages import render_saved_page
 
     refuse_other_extension(path, b"<!doctype html", "an HTML page")
-    run = run_index.find_run(which, root)
-    if which is None:
+    run = run_index.find_run(name, root)
+    if name is None:
         print_status(f"the newest run: {escape(run.id)}")
-    data = render_saved_page(run, verdict_of)
+    page = render_saved_page(run, explain_run)
     try:
-        write_atomic(path, data)
+        write_atomic(path, page)
     except OSError as problem:
         raise Refusal(f"{escape(path)} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
-    print(f"wrote {escape(path)} ({format_bytes(len(data))})")
+    print(f"wrote {escape(path)} ({format_bytes(len(page))})")
     return 0
 
 
-def _serve(told: argparse.Namespace, root: str) -> int:
+def _serve(args: argparse.Namespace, root: str) -> int:
     from stoker.cli.stop import stop_run
-    from stoker.cli.why import verdict_of
+    from stoker.cli.why import explain_run
     from stoker.control.show import http_server
     from stoker.control.show.collector import SnapshotCollector
     from stoker.control.show.web.access import AccessGuard
@@ -98,61 +100,61 @@ def _serve(told: argparse.Namespace, root: str) -> int:
     from stoker.control.show.web.pages import Pages
     from stoker.control.show.web.run_files import RunFolders
 
-    chosen = ""
-    if told.run:
-        run = run_index.find_run(told.run, root)
-        root, chosen = os.path.dirname(run.dir), run.id
-    elsewhere: HostMonitor | None = None
-    if told.hosts:
+    run_id = ""
+    if args.run:
+        run = run_index.find_run(args.run, root)
+        root, run_id = os.path.dirname(run.dir), run.id
+    monitor: HostMonitor | None = None
+    if args.hosts:
         from stoker.control.cluster.host_monitor import HostMonitor
         from stoker.control.cluster.hosts import read_hosts_file
 
-        hosts = read_hosts_file(told.hosts, tuple(told.ssh_option))
-    listening = http_server.listen(told.host, told.port)
-    if told.hosts:
-        elsewhere = HostMonitor(hosts, min(told.interval, _HOSTS_S))
-    # A page asks for its curves by itself (page_data.py): the list needs their newest values.
-    gatherer = SnapshotCollector(root, everybody=told.all, machine=elsewhere is None, whole_curves=False)
+        hosts = read_hosts_file(args.hosts, tuple(args.ssh_option))
+    listening = http_server.listen(args.host, args.port)
+    if args.hosts:  # after listening: a port in use is refused before any host is reached
+        monitor = HostMonitor(hosts, min(args.interval, _MAX_HOSTS_INTERVAL_S))
+    # Without whole curves: the list needs their newest values, and a run's page fetches its curves.
+    snapshots = SnapshotCollector(root, everybody=args.all, machine=monitor is None, whole_curves=False)
 
-    def look(watched: tuple[str, ...]) -> Snapshot:
-        return gatherer.snapshot(watched, elsewhere.readings() if elsewhere is not None else ())
+    def take_snapshot(watched: tuple[str, ...]) -> Snapshot:
+        return snapshots.snapshot(watched, monitor.readings() if monitor is not None else ())
 
-    guard, hub = AccessGuard(listening, chosen), EventHub(look, told.interval)
-    pages = Pages(guard, hub, RunFolders(root, told.all), stop_run, verdict_of)
-    over: list[int] = []
+    guard, hub = AccessGuard(listening, run_id), EventHub(take_snapshot, args.interval)
+    pages = Pages(guard, hub, RunFolders(root, args.all), stop_run, explain_run)
+    signals: list[int] = []
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, lambda number, _frame: over.append(number))
+        signal.signal(signum, lambda number, _frame: signals.append(number))
     hub.start()
-    _announce(listening, guard.token, http_server.url(listening, "/"), http_server.is_loopback(listening))
-    complained: set[str] = set()
+    _print_address(listening, guard.token, http_server.url(listening, "/"), http_server.is_loopback(listening))
+    printed: set[str] = set()
 
-    def failed(problem: Exception) -> None:
-        line = f"stoker web: an answer failed: {type(problem).__name__}: {problem}"
-        if line not in complained and len(complained) < 20:
-            complained.add(line)
+    def print_error(problem: Exception) -> None:
+        line = f"stoker web: a request failed: {type(problem).__name__}: {problem}"
+        if line not in printed and len(printed) < _MAX_ERRORS:
+            printed.add(line)
             print_status(escape(line, 500))
 
-    http_server.HttpServer(listening, pages.answer, failed).serve(lambda: bool(over))
+    http_server.HttpServer(listening, pages.answer, print_error).serve(lambda: bool(signals))
     hub.stop()
-    if elsewhere is not None:
-        elsewhere.close()
+    if monitor is not None:
+        monitor.close()
     return 0
 
 
-def _announce(listening: socket.socket, token: str, address: str, local: bool) -> None:
+def _print_address(listening: socket.socket, token: str, address: str, is_local: bool) -> None:
     port = listening.getsockname()[1]
     print_secret(f"{address}?token={token}")
-    if local:
-        print_text(f"from another machine: ssh -N -L {port}:127.0.0.1:{port} {_me()}   and open the same address there")
+    if is_local:
+        try:
+            user = getpass.getuser()
+        except (KeyError, OSError):  # the user id has no name
+            user = "USER"
+        host = escape(f"{user}@{os.uname().nodename}")
+        print_text(f"from another machine: ssh -N -L {port}:127.0.0.1:{port} {host}   and open the same address there")
     else:
-        print_text("anybody who sees the traffic sees the token and the page: it is not encrypted. `ssh -L` is")
+        line = (
+            "the connection is not encrypted: anyone on the network path can read the token and the page; use `ssh -L`"
+        )
+        print_text(line)
     print("Ctrl-C ends it")
     sys.stdout.flush()
-
-
-def _me() -> str:
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a number without a name
-        user = "USER"
-    return escape(f"{user}@{os.uname().nodename}")

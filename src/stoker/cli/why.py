@@ -1,4 +1,4 @@
-"""stoker why [RUN | SCHEDULER:JOB] [--json]"""
+"""`stoker why [RUN | SCHEDULER:JOB]`: how a run ended, and why."""
 
 from __future__ import annotations
 
@@ -20,124 +20,115 @@ from stoker.control.scheduler import runs
 from stoker.control.verdict.launch_failures import lost
 
 _JOBS = " or ".join(f"{scheduler.name}:JOB" for scheduler in schedulers.SCHEDULERS)
-
-_MOST_CAUSES = 20  # of restarts, shown
-_UNCOUNTED = ("host.lost", "launch.regroup")  # restarts for them cost none of --max-restarts
-
+_MAX_CAUSES = 20  # of restarts that are listed
+_UNCOUNTED = ("host.lost", "launch.regroup")  # restarts for these causes don't count for --max-restarts
 _MAYBE_DETERMINISTIC = ("rank.exception", "rank.exit", "rank.early-exit", "rank.crash")
 
 
-def parser() -> OptionParser:
-    made = OptionParser("stoker why", "How a run ended, and why: the verdict, its evidence, and what to do.")
-    made.run_argument(f"id, name or path of a run, or {_JOBS}")
-    made.runs_dir()
-    made.switch("--json", "the verdict as JSON")
-    return made
+def build_parser() -> OptionParser:
+    description = "Shows how a run ended, and why: the verdict, its evidence, and what to do."
+    parser = OptionParser("stoker why", description)
+    parser.run_argument(f"id, name or path of a run, or {_JOBS}")
+    parser.runs_dir()
+    parser.switch("--json", "print the verdict as JSON")
+    return parser
 
 
 def main(argv: list[str]) -> int:
-    told = parser().parse_args(argv)
-    root = layout.runs_root(told.runs_dir, os.environ)
-    name, colon, job = (told.run or "").partition(":")
+    args = build_parser().parse_args(argv)
+    root = layout.runs_root(args.runs_dir, os.environ)
+    name, colon, job = (args.run or "").partition(":")
     if colon and (scheduler := schedulers.scheduler_named(name)) is not None:
         jobs = runs(scheduler)
-        found = jobs.run_of(root, job)
-        if found is None:
-            return _show(jobs.verdict_of(root, job), told.run, None, told.json)
-        run = found
+        job_run = jobs.run_of(root, job)
+        if job_run is None:
+            return _print_verdict(jobs.verdict_of(root, job), args.run, None, args.json)
+        run = job_run
     else:
-        run = run_index.find_run(told.run, root)
+        run = run_index.find_run(args.run, root)
     with parsing(f"run {run.id}"):
-        return _explain(run, told.json)
+        return _print_run(run, args.json)
 
 
-def _explain(run: run_record.RunRecord, as_json: bool) -> int:
-    verdict = verdict_of(run)
+def _print_run(run: run_record.RunRecord, as_json: bool) -> int:
+    owner = "" if run.mine else f" (of {run.user})"
+    verdict = explain_run(run)
     if verdict is not None:
-        return _show(verdict, f"run {run.id}{_whose(run)}", run, as_json)
-    status = run_record.run_status(run)
+        return _print_verdict(verdict, f"run {run.id}{owner}", run, as_json)
+    status, suspicions = run_record.run_status(run), _read_suspicions(run)
     if as_json:
-        known = {"schema": 1, "run": run.id, "status": status, "cause": None, "rank": None}
-        _dump({**known, "suspicions": _suspicions(run)})
+        fields = {"schema": 1, "run": run.id, "status": status, "cause": None, "rank": None}
+        print_json({**fields, "suspicions": suspicions})
         return 0
-    where = f" (on host {run.launcher[2]})" if status == "unknown" else ""
-    _print(f"run {run.id}{_whose(run)}: {status}, no verdict yet{where}")
-    for event in _suspicions(run):
-        _print(f"  {format_duration(max(0.0, time.time() - event['time']))} ago: {event['summary']}")
+    host = f" (on host {run.launcher[2]})" if status == "unknown" else ""
+    _print_line(f"run {run.id}{owner}: {status}, no verdict yet{host}")
+    for event in suspicions:
+        _print_line(f"  {format_duration(max(0.0, time.time() - event['time']))} ago: {event['summary']}")
         evidence = event.get("evidence")
         for line in evidence if isinstance(evidence, list) else ():
-            _print(f"    {line}")
+            _print_line(f"    {line}")
     return 0
 
 
-def verdict_of(run: run_record.RunRecord) -> Verdict | None:
-    """None while it keeps running."""
+def explain_run(run: run_record.RunRecord) -> Verdict | None:
+    """Return the verdict of a run, with fixes that name this run; None while it is running."""
     status = run_record.run_status(run)
     verdict = run.verdict if status not in ("running", "unknown") else None
     if verdict is None and status == "lost":
         saved = resume_command.saved_state(run) if run.mine else ()
         verdict = lost(run.id, saved[0].path if saved else "", saved[0].host if saved else "")
-        if run.mine:  # "the same command" alone would start a run without a name from its beginning
-            verdict = replace(
-                verdict,
-                fix=(f"{resume_command.resume_command(run)}   # {resume_command.describe_resume(run)}", *verdict.fix),
-            )
+        if run.mine:  # "the same command" would start a run without a name from its beginning
+            resume = f"{resume_command.resume_command(run)}   # {resume_command.describe_resume(run)}"
+            verdict = replace(verdict, fix=(resume, *verdict.fix))
     scheduler = schedulers.find_scheduler(run.data.get("environment") or {}) if run.mine else None
     if scheduler is not None and status not in ("running", "completed"):
         verdict = runs(scheduler).explained(os.path.dirname(run.dir), run, verdict)
     if verdict is not None and run.mine:
-        verdict = replace(
-            verdict, fix=tuple(resume_command.with_run_id(step, run, os.path.dirname(run.dir)) for step in verdict.fix)
-        )
+        root = os.path.dirname(run.dir)
+        verdict = replace(verdict, fix=tuple(resume_command.with_run_id(fix, run, root) for fix in verdict.fix))
     return verdict
 
 
-def _whose(run: run_record.RunRecord) -> str:
-    return "" if run.mine else f" (of {run.user})"
-
-
-def _print(line: str) -> None:
-    print_text(escape(line))
-
-
-def _dump(data: dict[str, Any]) -> None:
-    print_json(data)
-
-
-def _show(verdict: Verdict, title: str, run: run_record.RunRecord | None, as_json: bool) -> int:
-    """`run`: None for a job in which no run began."""
+def _print_verdict(verdict: Verdict, title: str, run: run_record.RunRecord | None, as_json: bool) -> int:
+    """Print a verdict. `run` is None for a scheduler's job in which no run began."""
     if as_json:
-        _dump(verdict.to_json())
+        print_json(verdict.to_json())
         return 0
     colour = {"completed": SUCCESS, "stopped": WARNING}.get(verdict.status, ERROR)
     print_coloured([(f"{title}: ", ""), (f"{verdict.status}, exit code {verdict.exit_code}", colour)])
     rank = f", rank {verdict.rank}" if verdict.rank is not None else ""
-    _print(f"cause: {verdict.cause}{rank}" + (f" on host {verdict.host}" if verdict.host else ""))
-    _print_lines(verdict.summary)
-    fix = verdict.fix if run is None else tuple(_of_this_run(line, verdict, run) for line in verdict.fix)
-    for heading, lines in (("evidence", verdict.evidence), ("what to do", fix)):
+    _print_line(f"cause: {verdict.cause}{rank}" + (f" on host {verdict.host}" if verdict.host else ""))
+    _print_indented(verdict.summary)
+    fixes = verdict.fix if run is None else tuple(_with_run_named(fix, verdict, run) for fix in verdict.fix)
+    for heading, lines in (("evidence", verdict.evidence), ("what to do", fixes)):
         if lines:
-            _print(f"{heading}:")
+            _print_line(f"{heading}:")
             for line in lines:
-                _print_lines(line)
+                _print_indented(line)
     if run is not None:
         _print_restarts(run)
     if verdict.detected_s is not None:
         when = f"detected {format_duration(verdict.detected_s)} after it happened"
         if verdict.stalled:
             when = f"first noticed after {format_duration(verdict.detected_s)} without progress"
-        _print(f"{when}{_another_attempt(verdict)}")
+        again = ""
+        if not verdict.retryable:
+            again = "; another attempt would not help"
+        elif verdict.cause not in _MAYBE_DETERMINISTIC:  # an error of the script itself may or may not occur again
+            again = "; another attempt could help"
+        _print_line(f"{when}{again}")
     if run is not None:
-        _print(f"record: {os.path.abspath(run.dir)}")
+        _print_line(f"record: {os.path.abspath(run.dir)}")
     return 0
 
 
-def _of_this_run(step: str, verdict: Verdict, run: run_record.RunRecord) -> str:
-    """A verdict is written while its run is the newest one. Read later, its commands must still mean this run."""
-    known = os.path.realpath(os.path.dirname(run.dir)) == os.path.realpath(layout.runs_root(None, os.environ))
-    step = step.replace("stoker logs --rank", f"stoker logs {shlex.quote(run.id if known else run.dir)} --rank")
+def _with_run_named(fix: str, verdict: Verdict, run: run_record.RunRecord) -> str:
+    """Name the run in a fix: a verdict is written while its run is the newest one, and may be read later."""
+    in_default_root = os.path.realpath(os.path.dirname(run.dir)) == os.path.realpath(layout.runs_root(None, os.environ))
+    name = shlex.quote(run.id if in_default_root else run.dir)
+    fix = fix.replace("stoker logs --rank", f"stoker logs {name} --rank")
     stacks = os.path.join(run.dir, f"attempt-{verdict.attempt}", "stacks.txt")
-    return step.replace("attempt-N/stacks.txt in the run directory", stacks)
+    return fix.replace("attempt-N/stacks.txt in the run directory", stacks)
 
 
 def _print_restarts(run: run_record.RunRecord) -> None:
@@ -145,36 +136,33 @@ def _print_restarts(run: run_record.RunRecord) -> None:
     for event in run.events():
         if event["event"] == "restart":
             count += 1
-            if count <= _MOST_CAUSES:
+            if count <= _MAX_CAUSES:
                 cause = escape(str(event.get("cause")), 80)
-                causes.append(f"{cause}, which --max-restarts does not count" if cause in _UNCOUNTED else cause)
-    if count > _MOST_CAUSES:
-        causes.append(f"and {count - _MOST_CAUSES} more")
+                causes.append(f"{cause}, not counted by --max-restarts" if cause in _UNCOUNTED else cause)
+    if count > _MAX_CAUSES:
+        causes.append(f"and {count - _MAX_CAUSES} more")
     if count:
-        _print(f"restarts: {count}" + (f" (causes: {', '.join(causes)})" if causes else ""))
+        _print_line(f"restarts: {count}" + (f" (causes: {', '.join(causes)})" if causes else ""))
 
 
-def _print_lines(text: str) -> None:
-    """Evidence may have several lines: those stay."""
+def _print_line(line: str) -> None:
+    print_text(escape(line))
+
+
+def _print_indented(text: str) -> None:
+    """Print a text that may have several lines, such as evidence."""
     print_text("\n".join(f"  {line}" for line in escape_lines(text).split("\n")))
 
 
-def _another_attempt(verdict: Verdict) -> str:
-    """Whether an error of the script's own comes again nobody knows before it does: nothing is promised then."""
-    if not verdict.retryable:
-        return "; another attempt would not help"
-    return "" if verdict.cause in _MAYBE_DETERMINISTIC else "; another attempt could help"
-
-
-def _suspicions(run: run_record.RunRecord) -> list[dict[str, Any]]:
-    """What is suspected of a run that goes on: the newest of each kind, less what is over."""
-    found: dict[str, dict[str, Any]] = {}
+def _read_suspicions(run: run_record.RunRecord) -> list[dict[str, Any]]:
+    """Return the events of what is suspected of a running run: the newest of each kind, without those that are over."""
+    suspicions: dict[str, dict[str, Any]] = {}
     for event in run.events():
         kind = event["event"]
         if kind in ("attempt", "relief", "busy"):
-            found.pop("suspicion", None)
-        elif kind == "straggler-over" and found.get("straggler", {}).get("rank") == event.get("rank"):
-            del found["straggler"]
+            suspicions.pop("suspicion", None)
+        elif kind == "straggler-over" and suspicions.get("straggler", {}).get("rank") == event.get("rank"):
+            del suspicions["straggler"]
         elif kind in ("suspicion", "straggler", "numbers") and event.get("summary"):
-            found[kind] = event
-    return list(found.values())
+            suspicions[kind] = event
+    return list(suspicions.values())
