@@ -34,6 +34,7 @@ from stoker.control.show.comparison import (
     Difference,
     at_equal_step,
     differing_settings,
+    measure_difference,
     settings_of,
 )
 from stoker.control.show.curves import Curve, smooth_points
