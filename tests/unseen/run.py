@@ -350,6 +350,8 @@ def score(program: Program, verdict: Verdict, code: int | None, console: str = "
     """Compare a verdict with the expected answer; return a score of SCORES and the reason for it."""
     if program.kind == "healthy":
         return score_healthy(verdict, code, console)
+    if program.outcome == "completes" and verdict.status != "completed" and TORCH_ABORT in console:
+        return "invalid", "torch aborted a process while it shut down, as it does under torchrun now and then"
     if program.outcome == "completes" or (program.outcome == "any" and verdict.status == "completed"):
         return score_suspicion(program, verdict)
     if verdict.status == "completed":
