@@ -166,7 +166,9 @@ def test_what_scales() -> None:
     good = scaling(
         (
             one,
-            LadderResult(4, 0, steps_per_s=9.0, rss=10**9, rss_all=35 * 10**8, host_used=55 * 10**8, host_total=16 * 10**9),
+            LadderResult(
+                4, 0, steps_per_s=9.0, rss=10**9, rss_all=35 * 10**8, host_used=55 * 10**8, host_total=16 * 10**9
+            ),
         ),
         4,
     )
@@ -310,7 +312,9 @@ def test_an_import_that_hangs_is_named_and_leaves_nothing(stoker: Stoker, monkey
     monkeypatch.chdir(stoker.cwd)
     monkeypatch.setattr(import_check, "IMPORT_S", 1.0)
     said: list[str] = []
-    verdict = import_check.try_imports(Request(RunOptions(), "t.py", (), frozenset()), [], [], said.append, lambda: False)
+    verdict = import_check.try_imports(
+        Request(RunOptions(), "t.py", (), frozenset()), [], [], said.append, lambda: False
+    )
     assert verdict is not None and verdict.exit_code == 70 and "import slow at t.py:1 is not through" in verdict.summary
     pid = int((stoker.cwd / "pid").read_text())
     assert wait_for(lambda: True if _gone(pid) else None, 5)

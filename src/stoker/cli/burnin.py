@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
     from stoker.control.launch import background
 
     link = transport.start_local_agent(0 if background.usable_stdin() else -1)
-    from stoker.control.launch.coordinator import run as launch
+    from stoker.control.launch.run import launch
 
     code = launch(request, link, None)
     run = _own_run(layout.runs_root(told.runs_dir, os.environ))

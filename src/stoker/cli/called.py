@@ -13,8 +13,9 @@ from stoker.cli import run
 from stoker.contract.errors import Refusal
 from stoker.control.agent.prctl import die_with_parent
 from stoker.control.cluster import transport
-from stoker.control.launch import background, coordinator
+from stoker.control.launch import background
 from stoker.control.launch.children import handed
+from stoker.control.launch.run import launch
 
 
 class CallersReport(background.StartReport):
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> int:
         print(f"stoker: {refusal.line}", file=sys.stderr)
         report.refused(refusal)
         return refusal.code
-    return coordinator.run(request, transport.start_local_agent(-1), report)
+    return launch(request, transport.start_local_agent(-1), report)
 
 
 def entry() -> None:

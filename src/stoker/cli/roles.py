@@ -19,7 +19,7 @@ from stoker.control.plan.options import RANK_VARIABLES, TORCHRUN_VARIABLES, RunO
 from stoker.control.plan.request import Request
 from stoker.control.plan.targets import resolve_hosts
 from stoker.control.roles import allocation, role
-from stoker.control.roles.job_plan import JobCoordinator, JobInputs, JobPlan
+from stoker.control.roles.job_plan import JobPlan, JobResources
 from stoker.control.roles.placement import GpuSlot
 from stoker.control.roles.role import RoleSpec
 
@@ -70,14 +70,14 @@ def start_job(argv: list[str]) -> int:
 def start_plan(request: Request, plan: JobPlan) -> int:
     from stoker.control.launch import background
 
-    found = look(request, plan.specs)
+    resources = look(request, plan.specs)
     text = request.options.allocation
     if text:
-        allocation.check(text, allocation.parse_allocation(text), len(found.cards) or 1 << 16)
+        allocation.check(text, allocation.parse_allocation(text), len(resources.gpus) or 1 << 16)
     report = background.start_detached() if request.options.detach and not request.options.dry_run else None
-    from stoker.control.launch.coordinator import guarded
+    from stoker.control.roles.job import launch_job
 
-    return guarded(JobCoordinator(request, plan, found, report, None), report)
+    return launch_job(request, plan, resources, report)
 
 
 def request_for(told: dict[str, Any], specs: Sequence[RoleSpec], words: Sequence[str]) -> Request:
@@ -92,16 +92,16 @@ def make_plan(words: Sequence[str], path: str | None, text: str | None) -> JobPl
     if path is not None:
         if words:
             raise Refusal("--roles FILE and --role: give one of them", EX_USAGE)
-        specs = role.from_file(path)
+        specs = role.read_roles_file(path)
         if text is not None:
             return by_allocation(specs, text)
         for spec in specs:
             role.check_batch(spec, spec.count)
         return JobPlan(specs)
     if text is None:
-        return JobPlan(role.from_words(words))
+        return JobPlan(role.parse_role_flags(words))
     names = {word.partition(":")[0]: 1 for word in words}
-    return by_allocation(role.from_words(words, names), text)
+    return by_allocation(role.parse_role_flags(words, names), text)
 
 
 def by_allocation(specs: Sequence[RoleSpec], text: str) -> JobPlan:
@@ -130,13 +130,13 @@ def by_allocation(specs: Sequence[RoleSpec], text: str) -> JobPlan:
     return JobPlan(made, share)
 
 
-def look(request: Request, specs: Sequence[RoleSpec]) -> JobInputs:
+def look(request: Request, specs: Sequence[RoleSpec]) -> JobResources:
     """The hosts, and the GPUs that can be used now, as `stoker run` itself would choose them."""
     options = request.options
     _, hosts = resolve_hosts(request, os.environ)
     no_gpus = all(spec.gpus == 0 for spec in specs)
     if no_gpus and hosts is None:
-        return JobInputs((), ())
+        return JobResources((), ())
     words = ["run", "--dry-run", "--json"]
     for name in _OF_LOOK:
         value = getattr(options, name)
@@ -157,4 +157,4 @@ def look(request: Request, specs: Sequence[RoleSpec]) -> JobInputs:
         if place["gpu"] and not no_gpus
     )
     lines = told["lines"] if cards else ["✓ No GPU is used: the roles run on the CPU"]
-    return JobInputs(cards, tuple(lines), tuple(told["hosts"]), hosts)
+    return JobResources(cards, tuple(lines), tuple(told["hosts"]), hosts)

@@ -16,7 +16,7 @@ from stoker.control.plan.request import Request, how_to_run
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from stoker.control.cluster.hosts import Hosts
-    from stoker.control.launch.coordinator import Ended
+    from stoker.control.launch.session import OnEnd
 
 # Options of runs on several machines: the others load nothing for them.
 _SEVERAL = {"hosts", "min_hosts", "sync", "stage", "nnodes", "node_rank"}
@@ -148,8 +148,8 @@ def main(argv: list[str]) -> int:
     return start(_request(told, script, args))
 
 
-def start(request: Request, ended: Ended | None = None) -> int:
-    """The run itself, for every command that makes a request. `ended`: called at the end of a run that was started."""
+def start(request: Request, on_end: OnEnd | None = None) -> int:
+    """The run itself, for every command that makes a request. `on_end`: called at the end of a run that was started."""
     if request.options.ladder or any(os.environ.get(name) for name in ("RUN_IMPORT_TEST", "RUN_SINGLE_GPU_TEST")):
         from stoker.cli.ladder import before_run
         from stoker.control.launch.ladder import wanted_by_environment
@@ -158,7 +158,7 @@ def start(request: Request, ended: Ended | None = None) -> int:
         code = before_run(request, wanted) if wanted and not request.options.dry_run else 0
         if code:
             return code
-    # The agent starts while the coordinator is still being imported: 50 ms each, side by side.
+    # The agent starts while the launcher is still being imported: 50 ms each, side by side.
     from stoker.control.cluster import transport
     from stoker.control.launch import background
 
@@ -169,9 +169,9 @@ def start(request: Request, ended: Ended | None = None) -> int:
         request, hosts = resolve_hosts(request, os.environ)
     report = background.start_detached() if request.options.detach and not request.options.dry_run else None
     link = transport.start_local_agent(0 if background.usable_stdin() else -1) if hosts is None else None
-    from stoker.control.launch.coordinator import run
+    from stoker.control.launch.run import launch
 
-    return run(request, link, report, hosts, ended)
+    return launch(request, link, report, hosts, on_end)
 
 
 def _read_config(path: str) -> dict[str, Any]:

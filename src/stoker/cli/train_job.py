@@ -19,7 +19,7 @@ from stoker.control.launch.children import stoker_command
 from stoker.control.plan.options import ranks_asked
 from stoker.control.roles import allocation, role
 from stoker.control.roles.allocation import AllocationPart
-from stoker.control.roles.role import ALWAYS, AUTO, Ready, RoleSpec
+from stoker.control.roles.role import ALWAYS, AUTO, ReadyRule, RoleSpec
 from stoker.training.config.flags import Flag
 from stoker.training.config.keys import values_of
 from stoker.training.config.layers import Layers
@@ -66,7 +66,7 @@ def start(stage: str, keys: Sequence[Flag], layers: Layers, told: dict[str, Any]
     specs = [server, _trainer(keys, layers, training, server.name, server.env)]
     if allocation.parse_allocation(text)[0] == training:
         specs.reverse()
-    plan = roles.by_allocation(role.checked(specs, "--allocation", EX_USAGE), text)
+    plan = roles.by_allocation(role.check_roles(specs, "--allocation", EX_USAGE), text)
     if on_cpu(config, gpus):
         plan = replace(plan, specs=tuple(replace(spec, gpus=0) for spec in plan.specs))
     contents = input_digests(STAGES[stage], config, None)
@@ -107,7 +107,7 @@ def _server(c: Config, part: AllocationPart, runs: str) -> RoleSpec:
         command += ["--weights-group", "127.0.0.1"]
     sizes = ("--slots", str(slots), "--context", str(context))
     key = os.environ.get(API_KEY) or secrets.token_urlsafe(24)
-    ready = Ready("http", "/health", timeout=READY_S)
+    ready = ReadyRule("http", "/health", timeout=READY_S)
     name = part.name or SERVER
     return RoleSpec(
         name,

@@ -43,7 +43,11 @@ _ANSWER = {"rank": "int", "first": "int", "world": "int", "port": "int", "nodes"
 
 
 def meet(
-    meeting: MeetingPoint, ranks: int, store_port: Callable[[], int], rest: Callable[[], None], say: Callable[[str], None]
+    meeting: MeetingPoint,
+    ranks: int,
+    store_port: Callable[[], int],
+    rest: Callable[[], None],
+    say: Callable[[str], None],
 ) -> NodeGroup:
     """Meet the other machines and return this one's place among them.
 
@@ -318,7 +322,9 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _receive(connection: socket.socket, meeting: MeetingPoint, deadline: float, rest: Callable[[], None]) -> dict[str, Any]:
+def _receive(
+    connection: socket.socket, meeting: MeetingPoint, deadline: float, rest: Callable[[], None]
+) -> dict[str, Any]:
     """Return the next message; empty: the other side or the time is gone. Raises ValueError if it is none of ours.
 
     It waits in pieces, so that signals and pings get their turn for minutes.

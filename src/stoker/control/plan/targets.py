@@ -146,12 +146,12 @@ def join_nodes(
     if told.rank is not None:
         nodes = equal(told, len(plan.places))
         if nodes.rank == 0:
-            agents.reserve(told.address, told.port)
+            agents.reserve(told.address, told.port, bool(told.port))
     else:
         from stoker.control.launch import rendezvous
 
         nodes = rendezvous.meet(
-            told, len(plan.places), lambda: agents.reserve(told.address, 0)[1], lambda: agents.pause(0.02), say
+            told, len(plan.places), lambda: agents.reserve(told.address, 0, False)[1], lambda: agents.pause(0.02), say
         )
     return numbered(plan, nodes), (nodes.address, nodes.port), _interface(agents, told.address)
 
