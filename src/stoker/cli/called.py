@@ -14,7 +14,7 @@ from stoker.contract.errors import Refusal
 from stoker.control.agent.prctl import die_with_parent
 from stoker.control.cluster import transport
 from stoker.control.launch import background
-from stoker.control.launch.children import handed
+from stoker.control.launch.children import restore_secret_options
 from stoker.control.launch.run import launch
 
 
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     die_with_parent(int(caller), signal.SIGTERM)  # the ranks may save
     report = CallersReport(path)
     try:
-        request = run.parse(handed(words))
+        request = run.parse(restore_secret_options(words))
     except Refusal as refusal:
         print(f"stoker: {refusal.line}", file=sys.stderr)
         report.refused(refusal)

@@ -134,9 +134,9 @@ def is_job(told: dict[str, Any]) -> bool:
 
 def main(argv: list[str]) -> int:
     if env_vars.PASSED_OPTIONS in os.environ:
-        from stoker.control.launch.children import handed
+        from stoker.control.launch.children import restore_secret_options
 
-        argv = handed(argv)
+        argv = restore_secret_options(argv)
     given = given_by_job()
     told, script, args = split(argv)
     if given:

@@ -12,7 +12,7 @@ from stoker.control.cluster import file_sync, ssh, transport
 from stoker.control.cluster.agent_pool import UnusableHosts
 from stoker.control.cluster.hosts import Host, Hosts, is_address
 from stoker.control.launch.agents import Agents
-from stoker.control.launch.preflight import check_legal
+from stoker.control.launch.preflight import check_legal_ranks
 from stoker.control.launch.signals import STOPS, Interrupted, handled
 from stoker.control.plan.request import Request
 from stoker.control.plan.run_dir import RunDir
@@ -53,7 +53,7 @@ class HostSetup:
         warnings = self._warn_of_unshared_ssh() + self._check_ready(plan, run_dir)
         if self._options.no_preflight:
             return warnings
-        check_legal(self._options, plan)
+        check_legal_ranks(self._options, plan)
         self._check_same_program(plan)
         return warnings + self._check_network()
 

@@ -20,7 +20,7 @@ from stoker.contract.errors import EX_USAGE, Refusal
 from stoker.contract.evidence import Verdict
 from stoker.contract.frozen import frozen, options_of
 from stoker.contract.units import format_bytes, plural
-from stoker.control.launch.children import stoker_command, unseen
+from stoker.control.launch.children import split_secret_options, stoker_command
 from stoker.control.launch.import_check import Import, Imported, find_imports, start, try_imports
 from stoker.control.launch.signals import STOPS, handled
 from stoker.control.plan.options import TORCHRUN_VARIABLES, RunOptions
@@ -296,7 +296,7 @@ class Ladder:
     def _stoker(self, words: list[str], aloud: bool, hide: bool = False) -> tuple[int, bytes, str, int]:
         """A `stoker run` to its end: (exit code, stdout, its last word, pid). A refusal is said in any case."""
         ours = TORCHRUN_VARIABLES | set(_TESTS)  # resolved already; and a rung does not climb a ladder
-        shown, hidden = unseen(words)
+        shown, hidden = split_secret_options(words)
         env = {name: value for name, value in os.environ.items() if name not in ours} | hidden
         if hide:
             env["CUDA_VISIBLE_DEVICES"] = ""

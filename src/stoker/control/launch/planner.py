@@ -68,18 +68,18 @@ class Planner:
         self._agents.refresh_machines()
         plan = self.plan(self._argv)
         if not self._options.no_preflight:
-            from stoker.control.launch.preflight import check_legal
+            from stoker.control.launch.preflight import check_legal_ranks
 
-            check_legal(self._options, plan)
+            check_legal_ranks(self._options, plan)
         return plan
 
     def _usable_machines(self) -> dict[str, Machine]:
         """Return the machines with bad GPUs marked. --exclude-bad tests those of this machine only."""
         machines = self._agents.machines
         if self._options.exclude_bad and "" in machines:
-            from stoker.control.launch.preflight import without_bad
+            from stoker.control.launch.preflight import mark_bad_gpus
 
-            machines[""] = without_bad(machines[""])
+            machines[""] = mark_bad_gpus(machines[""])
         if self.excluded_gpus:
             return {host: marked(machine, self.excluded_gpus) for host, machine in machines.items()}
         return machines

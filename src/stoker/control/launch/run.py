@@ -177,8 +177,8 @@ class Run:
         if not self.options.no_preflight and machine is not None:
             from stoker.control.launch import preflight
 
-            preflight.check_legal(self.options, plan)
-            warnings = preflight.preflight(self.options, plan, machine)
+            preflight.check_legal_ranks(self.options, plan)
+            warnings = preflight.check_machine(self.options, plan, machine)
         if self.host_setup is not None:
             warnings = self.host_setup.prepare(plan, run_dir)
         return warnings
@@ -331,7 +331,7 @@ class Run:
             return plan
         from stoker.control.launch import preflight
 
-        failure = preflight.proof(self.agents.machines[""], gpu)
+        failure = preflight.probe_gpu(self.agents.machines[""], gpu)
         if not failure:
             return plan
         self.planner.excluded_gpus[gpu.uuid] = failure
@@ -389,4 +389,4 @@ class Run:
             self.agents.refresh_machines()
         except (Refusal, Interrupted) as problem:
             return replace(verdict, evidence=(*verdict.evidence, f"the GPU could not be examined again: {problem}"))
-        return replace(verdict, evidence=(*verdict.evidence, *preflight.diagnosis(self.agents.machines[""], gpu)))
+        return replace(verdict, evidence=(*verdict.evidence, *preflight.diagnose_gpu(self.agents.machines[""], gpu)))
