@@ -15,7 +15,7 @@ from stoker.contract.progress import read_progress
 from stoker.contract.safe_io import open_regular
 from stoker.contract.terminal import print_status, print_text, terminal_width, uses_colour
 from stoker.control.launch.console import LineCutter
-from stoker.control.launch.short_lines import OwnLines, ShortLines
+from stoker.control.launch.short_lines import LauncherLines, ShortLines
 from stoker.control.record import log_tail, run_index, run_record
 
 _LOOK_BACK = 1 << 16  # bytes
@@ -50,7 +50,10 @@ def _follow(run: run_record.RunRecord, lines: int) -> int:
     starts = {"": start}
     console = log_tail.LogTail(os.path.join(run.dir, layout.CONSOLE), start.console_at)
     open_: dict[str, tuple[log_tail.LogTail, LineCutter]] = {
-        "": (console, LineCutter(b"", OwnLines(uses_colour(), lambda: terminal_width(sys.stdout)) if watched else None))
+        "": (
+            console,
+            LineCutter(b"", LauncherLines(uses_colour(), lambda: terminal_width(sys.stdout)) if watched else None),
+        )
     }
     first = True
     try:

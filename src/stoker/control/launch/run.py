@@ -78,7 +78,8 @@ class Run:
         self.options = request.options
         self.session = session
         self.log = session.log
-        learn_secrets(hosts.env if hosts is not None else {})
+        if hosts is not None:
+            learn_secrets(hosts.env)
         self.agents = Agents(link, hosts, session.signals, session.log)
         self.planner = Planner(request, self.agents, session.log)
         self.host_setup: HostSetup | None = None

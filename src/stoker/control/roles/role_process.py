@@ -18,7 +18,7 @@ from stoker.contract.terminal import without_wrapping
 from stoker.contract.text import escape
 from stoker.control.launch.children import stoker_command
 from stoker.control.launch.console import Console, LineCutter
-from stoker.control.launch.short_lines import OwnLines, RoleLines
+from stoker.control.launch.short_lines import LauncherLines, RoleLines
 from stoker.control.record import run_index, run_record
 from stoker.control.roles.placement import GpuSlot, Placement, RankSlot, number_on_hosts
 from stoker.control.roles.ready_check import ReadyWatch, ServedCounts
@@ -209,7 +209,7 @@ class RoleProcess:
         prefix, console = self._prefix, self._console
         if not console.terminal(stream):
             return LineCutter(prefix)
-        launcher_lines = OwnLines(console.in_colour(stream), lambda: console.columns(stream) - len(prefix))
+        launcher_lines = LauncherLines(console.in_colour(stream), lambda: console.columns(stream) - len(prefix))
         hosts = list(dict.fromkeys(slot.host for slot in self.slots))
         return LineCutter(prefix, RoleLines(prefix, launcher_lines, is_stoker_train(self.spec.command), hosts))
 
