@@ -407,9 +407,7 @@ def test_a_data_set_that_waits_in_the_rank_itself_gets_no_advice_about_loader_wo
         ["<module>", "/home/user/train.py", 20],
     ]
     thread = {"main": True, "frames": frames}
-    seen = rank_inspection.read(
-        0, {"state": "S", "syscall": "futex", "samples": [[thread], [thread]], "stacks_by": "py-spy"}
-    )
+    seen = rank_inspection.read(0, {"state": "S", "syscall": "futex", "samples": [[thread], [thread]], "stacks_by": "py-spy"})
     stall = find_culprit({0: seen}, 1, {}, {}, {0: 4.0}, {0: 20})
     assert stall is not None
     report = trouble(stall, "CPU0", "the time is over")

@@ -775,9 +775,7 @@ def test_every_cause_that_stoker_can_name_is_in_the_catalogue() -> None:
 
 def test_the_page_is_current() -> None:
     # In a process of its own: the order of the causes is that in which their modules were imported.
-    page = subprocess.run(
-        [sys.executable, "-m", cause_docs.__name__], capture_output=True, check=True, text=True
-    ).stdout
+    page = subprocess.run([sys.executable, "-m", cause_docs.__name__], capture_output=True, check=True, text=True).stdout
     assert all(f"### {id}\n" in page for id in CATALOGUE)
     assert (ROOT / "docs" / "verdicts.md").read_text() == page, (
         "python -m stoker.control.verdict.cause_docs > docs/verdicts.md"

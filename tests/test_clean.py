@@ -418,9 +418,7 @@ def test_shared_memory_of_the_dead(tmp_path: Path, start: Start) -> None:
         with kept[2].open("r+b") as file:
             mapping = mmap.mmap(file.fileno(), 0)
         found = [
-            one
-            for one in stale_files.find_debris(str(tmp), str(shm))
-            if one.path in {str(path) for path in (*dead, *kept)}
+            one for one in stale_files.find_debris(str(tmp), str(shm)) if one.path in {str(path) for path in (*dead, *kept)}
         ]
         assert {one.path for one in found} == {str(path) for path in dead} and all(
             one.size >= 8192 and one.age > 3000 for one in found
@@ -484,9 +482,7 @@ def test_many_files_of_a_kind_are_summed_up(
 ) -> None:
     many = [stale_files.Debris("agent's folder", f"/tmp/stoker-{n}", 2_000_000, 3600.0) for n in range(13)]
     monkeypatch.setattr(
-        stale_files,
-        "find_debris",
-        lambda: [*many[:12], stale_files.Debris("shared memory", "/dev/shm/x", 0, 3600.0), many[12]],
+        stale_files, "find_debris", lambda: [*many[:12], stale_files.Debris("shared memory", "/dev/shm/x", 0, 3600.0), many[12]]
     )
     command.main([])
     said = capsys.readouterr().out
@@ -679,9 +675,7 @@ def test_pruning_follows_no_link(tmp_path: Path) -> None:
     assert stale_caches.find_caches([("compile", str(tmp_path / "planted"), ".*")]) == []
     found = stale_caches.find_caches([("compile", str(root), ".*")])
     (root / "b").mkdir()
-    assert (
-        cleanup.prune(found) == [] and [path.name for path in root.iterdir()] == ["b"] and (treasure / "gold").exists()
-    )
+    assert cleanup.prune(found) == [] and [path.name for path in root.iterdir()] == ["b"] and (treasure / "gold").exists()
     (root / "b").rmdir()
     (root / "b").symlink_to(treasure)  # swapped after it was listed
     assert (

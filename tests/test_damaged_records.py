@@ -119,9 +119,7 @@ def test_one_damaged_record_is_skipped_and_reported(tmp_path: Path, kind: str) -
     assert run_index.find_run("good", str(tmp_path)).id == "2026-good"
     for run in listing.runs:
         assert run_record.run_status(run) == "lost" and run_record.is_over(run)
-        assert (
-            run.attempts == [] and list(run_record.read_events(run.dir)) == [] and run_record.last_time(run.dir) is None
-        )
+        assert run.attempts == [] and list(run_record.read_events(run.dir)) == [] and run_record.last_time(run.dir) is None
         assert list(log_tail.rank_logs(run)) == [] and log_tail.labels(run) == {}
     if word:
         with pytest.raises(errors.Refusal, match="damaged"):

@@ -222,9 +222,7 @@ def test_the_agents_first_line_has_nothing_a_shell_acts_on() -> None:
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh here")
 def test_ssh_is_given_what_was_told_and_ours_comes_last(tmp_path: Path) -> None:
     (tmp_path / "k").write_text("")
-    read = hosts.read_hosts_file(
-        _file(tmp_path, "hosts: [{host: b, user: u, port: 7, identity: k}]"), ("-oConnectTimeout=99",)
-    )
+    read = hosts.read_hosts_file(_file(tmp_path, "hosts: [{host: b, user: u, port: 7, identity: k}]"), ("-oConnectTimeout=99",))
     argv = ssh.ssh_command(read.hosts[0], read, ["true"])
     assert argv[-3:] == ["--", "b", "true"] and argv.index("-oConnectTimeout=99") < argv.index(
         f"-oConnectTimeout={ssh.CONNECT_S}"
@@ -471,9 +469,9 @@ def test_init_asks_the_hosts_and_writes_a_file_that_reads_back(stoker: Stoker, n
         stoker.cwd / "ssh_config"
     ), beside.err
     forced = stoker("cluster", "init", a.name, "--force", "--python", sys.executable, *_reaching(netcluster))
-    assert (
-        forced.code == 0 and hosts.read_hosts_file(str(stoker.cwd / "cluster.yaml")).hosts[0].python == sys.executable
-    ), forced.err
+    assert forced.code == 0 and hosts.read_hosts_file(str(stoker.cwd / "cluster.yaml")).hosts[0].python == sys.executable, (
+        forced.err
+    )
 
 
 def test_init_names_every_host_that_does_not_answer_and_writes_nothing(stoker: Stoker, netcluster: NetCluster) -> None:

@@ -129,9 +129,7 @@ def test_a_short_job_has_no_history(finished: Stoker) -> None:
 def moment(at: float, ranks: int = 2, attempt: int = 0, **columns: Any) -> HistoryPoint:
     members = Members(tuple(range(ranks)), (("here", "GPU-1"),), ("here",))
     step = {"step": tuple(int(at) for _ in range(ranks)), **columns}
-    return HistoryPoint(
-        at, attempt, members, step, {"power": (at,), "throttle": (("power cap",) if at == 10 else (),)}, {}
-    )
+    return HistoryPoint(at, attempt, members, step, {"power": (at,), "throttle": (("power cap",) if at == 10 else (),)}, {})
 
 
 class Folder:

@@ -78,17 +78,12 @@ def verdict_of(run: run_record.RunRecord) -> Verdict | None:
         saved = resume_command.saved_state(run) if run.mine else ()
         verdict = lost(run.id, saved[0].path if saved else "", saved[0].host if saved else "")
         if run.mine:  # "the same command" alone would start a run without a name from its beginning
-            verdict = replace(
-                verdict,
-                fix=(f"{resume_command.resume_command(run)}   # {resume_command.describe_resume(run)}", *verdict.fix),
-            )
+            verdict = replace(verdict, fix=(f"{resume_command.resume_command(run)}   # {resume_command.describe_resume(run)}", *verdict.fix))
     scheduler = schedulers.find_scheduler(run.data.get("environment") or {}) if run.mine else None
     if scheduler is not None and status not in ("running", "completed"):
         verdict = runs(scheduler).explained(os.path.dirname(run.dir), run, verdict)
     if verdict is not None and run.mine:
-        verdict = replace(
-            verdict, fix=tuple(resume_command.by_id(step, run, os.path.dirname(run.dir)) for step in verdict.fix)
-        )
+        verdict = replace(verdict, fix=tuple(resume_command.by_id(step, run, os.path.dirname(run.dir)) for step in verdict.fix))
     return verdict
 
 

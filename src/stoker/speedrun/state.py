@@ -262,9 +262,7 @@ def trouble(run: str | None, code: int, log: str, log_from: int) -> tuple[str, s
             return refusals[-1].removeprefix(_OURS).strip(), ""
         told = said.get("fix")
         fix = [str(step) for step in told] if isinstance(told, list) else []
-        first = next(
-            (step for step in fix if not resume_command.starts_again(step)), ""
-        )  # the speedrun's own command does that
+        first = next((step for step in fix if not resume_command.starts_again(step)), "")  # the speedrun's own command does that
         return str(said.get("summary", "")), first
     if code > 128:
         return f"its launcher was ended by {_signal(code - 128)}, and no verdict was written", ""

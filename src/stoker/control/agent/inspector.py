@@ -213,9 +213,7 @@ def inspect(order: dict[str, Any], ranks: list[RankProcess]) -> dict[str, Any]:
 class _Look:
     """One rank, over the time of an inspection."""
 
-    def __init__(
-        self, rank: RankProcess, spy: StackDumper, files: blocking.OpenFiles, rank_of: blocking.RankOf
-    ) -> None:
+    def __init__(self, rank: RankProcess, spy: StackDumper, files: blocking.OpenFiles, rank_of: blocking.RankOf) -> None:
         self.rank = rank
         self._spy = spy
         self._files = files

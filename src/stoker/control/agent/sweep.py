@@ -147,9 +147,7 @@ GROUP_S = 1.0
 
 
 class StopSequence:
-    def __init__(
-        self, ranks: dict[int, RankProcess], sweeper: Sweeper, signum: int, grace: float, at_once: set[int]
-    ) -> None:
+    def __init__(self, ranks: dict[int, RankProcess], sweeper: Sweeper, signum: int, grace: float, at_once: set[int]) -> None:
         self._ranks = ranks
         self._sweeper = sweeper
         self._signum = signum
@@ -210,12 +208,7 @@ class Finishing:
         self._said = False
 
     def step(
-        self,
-        sweeper: Sweeper,
-        relay: Relay,
-        ranks: Mapping[int, RankProcess],
-        nvml: Nvml | None,
-        collect: Callable[[], None],
+        self, sweeper: Sweeper, relay: Relay, ranks: Mapping[int, RankProcess], nvml: Nvml | None, collect: Callable[[], None]
     ) -> bool:
         """Until True: all is swept, and told. `collect`: notes how ranks ended, while they are still our zombies."""
         now = time.monotonic()

@@ -216,12 +216,7 @@ def _outcome(hosts: Hosts, said: str, kept: dict[str, str]) -> str:
 
 
 def _try(
-    asking: ProbeBatch,
-    worker: Question,
-    facts: Facts,
-    base: Mapping[str, Mapping[str, str]],
-    env: dict[str, str],
-    say: Say,
+    asking: ProbeBatch, worker: Question, facts: Facts, base: Mapping[str, Mapping[str, str]], env: dict[str, str], say: Say
 ) -> Trial:
     """Default, setting, default, setting ... A setting that is no better after two rounds gets no more."""
     rates: list[float] = []

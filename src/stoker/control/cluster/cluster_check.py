@@ -190,6 +190,5 @@ def doctor_findings(facts: Facts, hosts: Hosts) -> list[Finding]:
         for finding in doctor.run_checks(checks, one.examination, slots[one.name]):
             found.setdefault((finding.id, finding.level, finding.text, finding.fix), []).append(one.name)
     return [
-        Finding(id, level, f"{check_rules.listed(names)}: {text}", fix)
-        for (id, level, text, fix), names in found.items()
+        Finding(id, level, f"{check_rules.listed(names)}: {text}", fix) for (id, level, text, fix), names in found.items()
     ]

@@ -20,9 +20,7 @@ DOUBTFUL = 0.5  # of the median rate: measured once more, alone
 AGAIN = 6
 
 
-def meet(
-    asking: ProbeBatch, addresses: Mapping[str, str], store_port: int = 0
-) -> tuple[list[Pair], int, Question | None]:
+def meet(asking: ProbeBatch, addresses: Mapping[str, str], store_port: int = 0) -> tuple[list[Pair], int, Question | None]:
     """(pairs, the store's port, the question). That one is still open: the listeners stay until it is told to end.
 
     `store_port`: the first host must have this one free; elsewhere, and where it is 0, any of the usual range will do.

@@ -122,9 +122,7 @@ class _Watch:
     def _look_there(self) -> None:
         far = self._far = None
         try:
-            far = self._far = SyncTarget(
-                self._host, afresh(self._hosts), _FAR_END, self._silence_s, str(self._interval)
-            )
+            far = self._far = SyncTarget(self._host, afresh(self._hosts), _FAR_END, self._silence_s, str(self._interval))
             far.start()
             while not self._closing.is_set():
                 reading = _read(*far.answer())

@@ -108,9 +108,7 @@ def untouchable(table: Iterable[Process]) -> set[int]:
 
 def _agent_above(pid: int, here: Mapping[int, Process]) -> int:
     """An agent or guardian that lives and looks after this process; 0 for none. One that is stopped looks after nobody."""
-    return next(
-        (one.pid for one in run_origin.ancestors(pid, here) if one.name in AGENTS and one.state not in "TtZ"), 0
-    )
+    return next((one.pid for one in run_origin.ancestors(pid, here) if one.name in AGENTS and one.state not in "TtZ"), 0)
 
 
 @frozen
@@ -152,9 +150,7 @@ def find_leftovers(held: Mapping[int, int], root: str | None = None) -> tuple[li
     table = procfs.all_processes()
     here = {one.pid: one for one in table}
     me = os.getuid()
-    mine = [
-        one for one in table if process.process_owner(one.pid) == me and lives(one) and not run_origin.is_kept(one.pid)
-    ]
+    mine = [one for one in table if process.process_owner(one.pid) == me and lives(one) and not run_origin.is_kept(one.pid)]
     tags = {one.pid: tag for one in mine if (tag := procfs.run_tag(one.pid)) is not None and tag[1]}
     runs = {tag: standing(*tag) for tag in set(tags.values())}
     inside = os.path.realpath(root) if root is not None else None

@@ -21,9 +21,7 @@ from stoker.control.machine.host_limits import quick_host
 from stoker.control.machine.name_lookups import look_up
 from stoker.control.machine.observe import Observer
 
-BOOT = (
-    "import sys; sys.path += sys.argv[1:3]; from stoker.control.machine.examine_child import main; main(sys.argv[3:])"
-)
+BOOT = "import sys; sys.path += sys.argv[1:3]; from stoker.control.machine.examine_child import main; main(sys.argv[3:])"
 
 # Runs in the Python that will run the ranks, with its site-packages; never makes a CUDA context.
 TORCH = """

@@ -158,9 +158,7 @@ def _check_shared(path: str, handle: int) -> str:
         whose = f"{path} belongs to user {user_name(about.st_uid)}"
         raise UnusableLockFolder(f"{whose} and is not open to all (it needs mode 1777, and has {mode})")
     if about.st_mode & 0o022 and not about.st_mode & stat.S_ISVTX:
-        raise UnusableLockFolder(
-            f"{path} is not sticky ({mode}): others can remove its files; `chmod 1777 {path}` repairs it"
-        )
+        raise UnusableLockFolder(f"{path} is not sticky ({mode}): others can remove its files; `chmod 1777 {path}` repairs it")
     if not os.access(".", os.W_OK | os.X_OK, dir_fd=handle, effective_ids=True):
         raise UnusableLockFolder(f"{path} can't be written ({mode}); `chmod 1777 {path}` repairs it")
     if is_open_to_all:
@@ -283,9 +281,7 @@ def _checked(handle: int, folder: LockFolder, name: str) -> int:
         return handle
     os.close(handle)
     kind = "has several names" if stat.S_ISREG(about.st_mode) else "is not a regular file"
-    raise UnusableLockFolder(
-        f"{folder.path}/{escape(name, 80)} of user {user_name(about.st_uid)} {kind}: not a lock file"
-    )
+    raise UnusableLockFolder(f"{folder.path}/{escape(name, 80)} of user {user_name(about.st_uid)} {kind}: not a lock file")
 
 
 def _cannot_open(name: str, problem: OSError, folder: LockFolder | None = None) -> UnusableLockFolder:
@@ -298,9 +294,7 @@ def _cannot_open(name: str, problem: OSError, folder: LockFolder | None = None) 
     whose = f"of user {user_name(about.st_uid)}"
     if stat.S_ISLNK(about.st_mode):
         return UnusableLockFolder(f"{where} is a symbolic link {whose}")
-    return UnusableLockFolder(
-        f"{where} {whose} can't be opened: {problem.strerror} (mode {stat.S_IMODE(about.st_mode):o})"
-    )
+    return UnusableLockFolder(f"{where} {whose} can't be opened: {problem.strerror} (mode {stat.S_IMODE(about.st_mode):o})")
 
 
 def try_lock(handle: int, how: int) -> bool:

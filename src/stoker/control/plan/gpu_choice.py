@@ -27,9 +27,7 @@ class GpuChoice:
     line: str
 
 
-def choose_gpus(
-    options: RunOptions, environment: Mapping[str, str], machine: Machine, held: Mapping[str, str]
-) -> GpuChoice:
+def choose_gpus(options: RunOptions, environment: Mapping[str, str], machine: Machine, held: Mapping[str, str]) -> GpuChoice:
     """`held`: GPUs that other runs have locked, uuid -> who."""
     count, source = _count(options, environment)
     hidden = environment.get("CUDA_VISIBLE_DEVICES")

@@ -86,9 +86,7 @@ def other_settings(request: Request, environment: dict[str, str] | os._Environ[s
     if name is None or "/" in name or "\0" in name or name in (layout.LATEST, ".", ".."):
         return None
     root = os.path.abspath(layout.runs_root(request.options.runs_dir, environment))
-    run = _by_id(root, name) or next(
-        (run for run in reversed(run_index.list_runs(root).runs) if run.name == name), None
-    )
+    run = _by_id(root, name) or next((run for run in reversed(run_index.list_runs(root).runs) if run.name == name), None)
     if run is None or _is_complete(run) or run.data.get("config_hash") in (None, config_hash(request)):
         return None
     return run
@@ -152,9 +150,7 @@ def _of_id(run: run_record.RunRecord, request: Request, environment: Mapping[str
     if _is_complete(run) and same:
         raise AlreadyComplete(_nothing_to_do(f"run {run.id}", run, request))
     state = "is complete and " if _is_complete(run) else ""
-    line = (
-        f"run {run.id} {state}was started with other settings{_which(run, request)}; its command: {resume_command(run)}"
-    )
+    line = f"run {run.id} {state}was started with other settings{_which(run, request)}; its command: {resume_command(run)}"
     raise Refusal(f"{line}; for a new run give another --name{_weights_of(run, request)}", EX_USAGE)
 
 

@@ -26,9 +26,7 @@ class SavedState:
 
 def saved_state(run: RunRecord) -> tuple[SavedState, ...]:
     """What it continues from: its own newest checkpoint; of a job, that of each role that is not complete."""
-    unfinished = {
-        role: one for role, one in list_roles(run).items() if not one.verdict or one.verdict.status != "completed"
-    }
+    unfinished = {role: one for role, one in list_roles(run).items() if not one.verdict or one.verdict.status != "completed"}
     newest = [_saved(role, one) for role, one in {"": run, **unfinished}.items()]
     return tuple(one for one in newest if one is not None)
 

@@ -106,9 +106,7 @@ def is_only_one(root: str, name: str) -> bool:
         return False
 
 
-def find_run(
-    which: str | None, root: str, exact: bool = False, say: Callable[[str], None] = terminal.print_status
-) -> RunRecord:
+def find_run(which: str | None, root: str, exact: bool = False, say: Callable[[str], None] = terminal.print_status) -> RunRecord:
     """By path, id, name (the newest), a beginning that fits one run only, or the newest. Others' by path only."""
     if which is None or which == layout.LATEST:
         return _newest(root, say)

@@ -194,9 +194,7 @@ def recorded_hosts(folder: RunTail, now: float) -> Iterable[HostReading]:
         yield host, tuple(_recorded_gpus(name, cards.get(name, ()), moment, machines.get(name)))
 
 
-def _recorded_gpus(
-    host: str, members: Iterable[tuple[int, str]], moment: HistoryPoint, machine: Any
-) -> Iterable[GpuGauges]:
+def _recorded_gpus(host: str, members: Iterable[tuple[int, str]], moment: HistoryPoint, machine: Any) -> Iterable[GpuGauges]:
     told = machine.get("gpus") if isinstance(machine, dict) else None
     cards = {one.get("uuid"): one for one in told or () if isinstance(one, dict)} if isinstance(told, list) else {}
     same = ("index", "name", "mig", "mig_parent", "pci", "memory_total")
@@ -217,6 +215,4 @@ def _damaged(root: str, name: str, why: str) -> RunView:
     except OSError:
         uid, when = os.getuid(), 0.0
     mine, user = safe_io.is_own_uid(uid, root), safe_io.user_name(uid)
-    return RunView(
-        id=name, name="", dir=path, user=user, mine=mine, state=DAMAGED, started=when, problem=escape(why, 200)
-    )
+    return RunView(id=name, name="", dir=path, user=user, mine=mine, state=DAMAGED, started=when, problem=escape(why, 200))

@@ -79,12 +79,7 @@ def _raised_before(evidence: Evidence) -> RankExit | None:
     if not evidence.trouble[0]["cause"].startswith("hang."):
         return None
     end = next((end for end in evidence.ends if end.rank == evidence.trouble[0]["rank"]), None)
-    own = (
-        end is not None
-        and end.error is not None
-        and not is_consequence(end)
-        and failure_time(end) < evidence.stopped_at
-    )
+    own = end is not None and end.error is not None and not is_consequence(end) and failure_time(end) < evidence.stopped_at
     return end if own else None
 
 
@@ -125,9 +120,7 @@ def _was_not_stuck(stall: Stall, evidence: Evidence) -> bool:
     """Return whether the rank that seemed stuck ended by itself with 0 before the others failed: they lost it."""
     if stall.parties:
         return False
-    first_failure = min(
-        (failure_time(end) for end in evidence.ends if is_failure(end, evidence.stopped_at)), default=0.0
-    )
+    first_failure = min((failure_time(end) for end in evidence.ends if is_failure(end, evidence.stopped_at)), default=0.0)
     return any(
         end.rank == stall.rank and end.code == 0 and not end.ours and end.time <= first_failure + NOTICED_S
         for end in evidence.ends

@@ -113,9 +113,7 @@ def _operation(graph: WaitGraph, rank: int) -> tuple[str, str]:
 def _alone(guilty: list[int], snapshots: InspectionSet, graph: WaitGraph) -> Stall:
     rank = guilty[0]
     kind, frame, detail = reason(snapshots[rank])
-    wait = (
-        blocked_rank.explain_blocked(snapshots[rank], snapshots) if kind in ("lock", "io", "child", "place") else None
-    )
+    wait = blocked_rank.explain_blocked(snapshots[rank], snapshots) if kind in ("lock", "io", "child", "place") else None
     if wait is not None:
         kind, detail, frame = wait.kind, wait.detail, wait.frame or frame
     operation, backend = _operation(graph, rank)
@@ -175,9 +173,7 @@ def _left(
     return rank_only.instead(left, snapshots, waiting, tuple(gone))
 
 
-def _came_too_often(
-    gone: list[int], waiting: tuple[int, ...], steps: Mapping[int, int], snapshots: InspectionSet
-) -> bool:
+def _came_too_often(gone: list[int], waiting: tuple[int, ...], steps: Mapping[int, int], snapshots: InspectionSet) -> bool:
     """Is the call that ranks wait in one too many? Those that ended had made as many steps, and it is none of a loop's."""
     for rank in waiting:
         call = call_paths.blocked_in(snapshots[rank]) if rank in snapshots else None
@@ -256,11 +252,7 @@ def _outlier(snapshots: InspectionSet, waiters: set[int]) -> Stall:
     if len(groups) == 1:
         return Stall("together", None, (), everybody, where, "every rank waits in a collective")
     parties = tuple(
-        (
-            members,
-            stack_frames.collective_name(first.main) or "a collective",
-            str(stack_frames.users_frame(first.main) or ""),
-        )
+        (members, stack_frames.collective_name(first.main) or "a collective", str(stack_frames.users_frame(first.main) or ""))
         for members, first in groups
     )
     if 2 * len(groups[-1][0]) <= len(snapshots):
@@ -331,9 +323,7 @@ def reason(one: RankInspection) -> tuple[str, Frame | None, str]:
 def _thread_of_script(one: RankInspection) -> Thread | None:
     """Return a thread beside the main one that is in the script's own code."""
     threads = one.samples[-1] if one.samples else ()
-    return next(
-        (thread for thread in threads if not thread.main and any(map(stack_frames.is_users, thread.frames))), None
-    )
+    return next((thread for thread in threads if not thread.main and any(map(stack_frames.is_users, thread.frames))), None)
 
 
 def computes(one: RankInspection) -> bool:

@@ -326,9 +326,7 @@ class Watcher:
                 doing = activity(before, one, now - at if at is not None else 0.0)
             if doing:
                 progress_.works(doing, now)
-            elif not stack_frames.in_collective(one.main) and progress_.shown > (
-                at or progress_.heard + PRINTS_AFTER_S
-            ):
+            elif not stack_frames.in_collective(one.main) and progress_.shown > (at or progress_.heard + PRINTS_AFTER_S):
                 doing = progress_.doing
             if doing:
                 self._busy[rank] = doing
@@ -364,11 +362,7 @@ class Watcher:
         frame = stack_frames.users_frame(seen.main) if seen is not None else None
         waiting = stall.waiting if stall.rank == rank else ()
         operation = stall.operation or ("a collective" if waiting else "")
-        at = (
-            stack_frames.users_frame(self.snapshots[waiting[0]].main)
-            if waiting and waiting[0] in self.snapshots
-            else None
-        )
+        at = stack_frames.users_frame(self.snapshots[waiting[0]].main) if waiting and waiting[0] in self.snapshots else None
         if at is not None:
             operation += f" ({at.file.rpartition('/')[2]}:{at.line})"
         silent = round(now - one.no_step_since, 1)

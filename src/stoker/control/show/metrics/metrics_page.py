@@ -85,10 +85,7 @@ class _Page:
 
 @functools.cache
 def _heads() -> dict[str, str]:
-    return {
-        name: f"# HELP {name} {_escaped(row.text)}\n# TYPE {name} {row.kind}\n"
-        for name, row in metric_table.ALL.items()
-    }
+    return {name: f"# HELP {name} {_escaped(row.text)}\n# TYPE {name} {row.kind}\n" for name, row in metric_table.ALL.items()}
 
 
 @functools.lru_cache(1 << 16)

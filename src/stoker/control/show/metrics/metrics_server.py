@@ -40,6 +40,4 @@ class MetricsServer:
         if request.path != "/metrics":
             return failure(404)
         page = self._page()
-        return (
-            HttpResponse(200, page, self._content_type) if page is not None else HttpResponse(503, b"no snapshot yet\n")
-        )
+        return HttpResponse(200, page, self._content_type) if page is not None else HttpResponse(503, b"no snapshot yet\n")

@@ -161,9 +161,7 @@ def _run(ranks: tuple[RankView, ...], passed: float, begun: float, hot: int) -> 
         summary = f"{rank_name(hot, rank.label)} is slow because {because}{cost}"
         since = begun + passed
         slow = (
-            SlowRank(
-                hot, rank.label, rank.host, rank.gpu, "slow.throttle", because, 0.9, _step_s(passed), since, summary
-            ),
+            SlowRank(hot, rank.label, rank.host, rank.gpu, "slow.throttle", because, 0.9, _step_s(passed), since, summary),
         )
         suspicion = Suspicion(since, "straggler", "slow.throttle", summary, hot)
     every = max(1, step // 300)

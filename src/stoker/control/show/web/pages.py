@@ -91,9 +91,7 @@ class Pages:
             "/api/rows": lambda query: run_texts.rows(
                 self._folders, query.get("run", ""), query.get("path", ""), _count(query, "from") or 0
             ),
-            "/api/rollouts": lambda query: run_texts.rollouts(
-                self._folders, query.get("run", ""), _count(query, "before")
-            ),
+            "/api/rollouts": lambda query: run_texts.rollouts(self._folders, query.get("run", ""), _count(query, "before")),
             "/api/reports": lambda _: run_texts.reports(self._folders),
         }
 

@@ -136,9 +136,7 @@ def no_space(case: Case, found: Match) -> CauseMatch:
     check = f"df -h {shlex.quote(path or disks[0][0])}" if path or disks else "df -h"
     look = f"{check}; the same with df -i (number of files), and the quota: quota -s"
     fix = (look, CATALOGUE["data.no-space"].fix[1], *(() if safe else (_INCOMPLETE,)))
-    return CauseMatch(
-        f"{case.who}: no space left{where}{at(case)}{on}{kept}", (*traced_line(case, line), *complete), fix
-    )
+    return CauseMatch(f"{case.who}: no space left{where}{at(case)}{on}{kept}", (*traced_line(case, line), *complete), fix)
 
 
 def _complete_outputs(case: Case) -> list[str]:

@@ -58,9 +58,7 @@ gloo.interface: gloo was told to use a network interface that this host does not
 def gloo_interface(case: Case, found: Match | None) -> CauseMatch | None:
     if not found or not find(case, r"gloo|GLOO|Gloo"):
         return None
-    return CauseMatch(
-        f"{case.who}: gloo finds no address for {found[1] or 'this host'}", _at_line(case, line_of(found))
-    )
+    return CauseMatch(f"{case.who}: gloo finds no address for {found[1] or 'this host'}", _at_line(case, line_of(found)))
 
 
 gloo.entries(r"""

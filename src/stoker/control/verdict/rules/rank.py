@@ -131,9 +131,7 @@ def killed(case: Case) -> CauseMatch | None:
     # In a container the kernel's log has the host's pids: such a line is a hint, not a proof that it was this rank.
     hints = [f"kernel: {line}" for line in around.kernel if "emory" in line or "oom" in line][-2:]
     summary = f"{case.who} was killed with SIGKILL from outside"
-    return CauseMatch(
-        summary, (*seen, "no out-of-memory kill of this rank could be seen", *memory_trend(around), *hints)
-    )
+    return CauseMatch(summary, (*seen, "no out-of-memory kill of this rank could be seen", *memory_trend(around), *hints))
 
 
 @family.cause("""
