@@ -18,8 +18,8 @@ from conftest import Done, Stoker, at_length, tagged, wait_for
 from stoker.contract.options import build_options
 from stoker.control.launch import import_check, ladder
 from stoker.control.launch.ladder import (
+    LadderPlan,
     LadderResult,
-    Plan,
     command_words,
     rung_words,
     rungs,
@@ -145,7 +145,7 @@ def test_a_rung_is_a_short_run_of_its_own_on_the_same_cards() -> None:
         "env": ("A=1",),
     }
     request = Request(build_options(RunOptions, told), "t.py", ("--lr", "1"), frozenset(told))
-    words = rung_words(request, Plan(4, ("GPU-a", "GPU-b", "GPU-c", "GPU-d"), False), 2, 20, "now")
+    words = rung_words(request, LadderPlan(4, ("GPU-a", "GPU-b", "GPU-c", "GPU-d"), False), 2, 20, "now")
     flags = set(words[: words.index("--")])
     assert words[-4:] == ["--", "t.py", "--lr", "1"]
     assert flags == {
@@ -315,7 +315,9 @@ def test_an_import_that_hangs_is_named_and_leaves_nothing(stoker: Stoker, monkey
     verdict = import_check.try_imports(
         Request(RunOptions(), "t.py", (), frozenset()), [], [], said.append, lambda: False
     )
-    assert verdict is not None and verdict.exit_code == 70 and "import slow at t.py:1 is not through" in verdict.summary
+    assert (
+        verdict is not None and verdict.exit_code == 70 and "import slow at t.py:1 has not finished" in verdict.summary
+    )
     pid = int((stoker.cwd / "pid").read_text())
     assert wait_for(lambda: True if _gone(pid) else None, 5)
 

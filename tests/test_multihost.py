@@ -514,22 +514,22 @@ def test_addresses_and_interfaces_are_found_without_names() -> None:
         Host("alias", "alias"),
         Host("told", "told", "10.0.0.4", interface="ib0"),
     ]
-    known = host_setup.known(hosts)
+    known = host_setup.known_addresses(hosts)
     assert known == {"10.0.0.2": "10.0.0.2", "told": "10.0.0.4"}, "a name is no address, and loopback none for others"
-    known = host_setup.reached({"alias": route(reached="10.0.0.3"), "here": route()}, known)
+    known = host_setup.add_reached_addresses(known, {"alias": route(reached="10.0.0.3"), "here": route()})
     answers = {host.name: route(*((to, "eth0") for to in known.values())) for host in hosts}
-    whole = host_setup.complete(hosts, answers, known)
+    whole = host_setup.add_source_addresses(known, hosts, answers)
     assert whole == {**known, "alias": "10.0.0.3", "here": "10.0.0.9"}
     answers = {host.name: route(*((to, "eth0") for to in whole.values())) for host in hosts}
-    assert host_setup.interfaces(hosts, answers, whole) == {
+    assert host_setup.choose_interfaces(hosts, answers, whole) == {
         "here": "eth0",
         "10.0.0.2": "eth0",
         "alias": "eth0",
         "told": "ib0",
     }
     answers["alias"] = route(("10.0.0.9", None))
-    with pytest.raises(Refusal, match=r"alias has no way to 10.0.0.9 \(No route to host\)"):
-        host_setup.interfaces(hosts, answers, whole)
+    with pytest.raises(Refusal, match=r"alias has no route to 10.0.0.9 \(No route to host\)"):
+        host_setup.choose_interfaces(hosts, answers, whole)
 
 
 def test_one_machine_under_two_names_is_refused(stoker: Stoker, netcluster: NetCluster) -> None:

@@ -24,8 +24,8 @@ from conftest import Stoker
 from stoker.contract.errors import Refusal
 from stoker.contract.evidence import Verdict
 from stoker.control.launch import notify
-from stoker.control.launch.children import own_program
-from stoker.control.launch.notify import Notifier, Target, target
+from stoker.control.launch.children import module_command
+from stoker.control.launch.notify import Notifier, Target, parse_target
 
 BOOM = """import json, os
 with open(os.path.join(os.environ["STOKER_RUN_DIR"], "metrics.jsonl"), "w") as file:
@@ -81,15 +81,15 @@ def hook() -> Iterator[Hook]:
 
 
 def test_targets_are_read() -> None:
-    assert target("ntfy://alerts") == Target("ntfy", "https://ntfy.sh/alerts")
-    assert target("ntfy://ntfy.example.org/alerts") == Target("ntfy", "https://ntfy.example.org/alerts")
-    assert target("https://ntfy.sh/alerts").kind == "ntfy"
-    assert target("https://hooks.slack.com/services/T/B/x").kind == "slack"
-    assert target("slack:https://chat.example.org/hooks/x") == Target("slack", "https://chat.example.org/hooks/x")
-    assert target("https://discord.com/api/webhooks/1/x").kind == "discord"
-    assert target("mailto:me@example.org,you@example.org") == Target("mail", "me@example.org,you@example.org")
+    assert parse_target("ntfy://alerts") == Target("ntfy", "https://ntfy.sh/alerts")
+    assert parse_target("ntfy://ntfy.example.org/alerts") == Target("ntfy", "https://ntfy.example.org/alerts")
+    assert parse_target("https://ntfy.sh/alerts").kind == "ntfy"
+    assert parse_target("https://hooks.slack.com/services/T/B/x").kind == "slack"
+    assert parse_target("slack:https://chat.example.org/hooks/x") == Target("slack", "https://chat.example.org/hooks/x")
+    assert parse_target("https://discord.com/api/webhooks/1/x").kind == "discord"
+    assert parse_target("mailto:me@example.org,you@example.org") == Target("mail", "me@example.org,you@example.org")
     for command in ("mail -s done me", "curl -d @- https://example.org/x", "cat > told", "./tell.sh"):
-        assert target(command) == Target("command", command)
+        assert parse_target(command) == Target("command", command)
     for wrong in (
         "ntfy://",
         "slack:",
@@ -102,7 +102,7 @@ def test_targets_are_read() -> None:
         "http://x",
     ):
         with pytest.raises(Refusal) as refused:
-            target(wrong)
+            parse_target(wrong)
         assert refused.value.code == 64 and "\n" not in refused.value.line
 
 
@@ -342,7 +342,7 @@ def test_a_message_about_a_restart_ends_while_the_run_goes_on() -> None:
         verdict = Verdict("failed", "rank.exit", "it ended", 3, None).to_json()
         topic = {"kind": "ntfy", "to": f"http://127.0.0.1:{server.getsockname()[1]}/topic"}
         message = {"target": topic, "verdict": verdict, "what": "restarting", "run_dir": "", "seconds": 2.0}
-        argv = own_program("stoker.control.show.notification", "entry")
+        argv = module_command("stoker.control.show.notification", "entry")
         done = subprocess.run(argv, input=json.dumps(message), capture_output=True, text=True, timeout=60, check=False)
         over.set()
         thread.join()

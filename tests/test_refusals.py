@@ -460,6 +460,6 @@ def test_exclude_bad_leaves_a_dead_gpu_out(stoker: Stoker) -> None:
         "1,2,4,8",
         script,
         code=69,
-        says="3 ranks, and the job takes 1, 2, 4, 8; --nproc-per-node 2 would do",
+        says="3 ranks, and the job takes 1, 2, 4, 8; use --nproc-per-node 2",
         env=dead,
     )

@@ -18,11 +18,10 @@ from conftest import Stoker, at_length, at_length_but, gpu_json, machine_json, t
 from netcluster import NetCluster, why_not
 from stoker.cli.roles import by_allocation
 from stoker.contract.errors import Refusal
-from stoker.control.roles import allocation, role, service_address
-from stoker.control.roles.placement import GpuSlot, deal, moved
-from stoker.control.roles.ready_check import ReadyWatch
-from stoker.control.roles.role import Ready, RoleSpec
-from stoker.control.roles.service_address import Served
+from stoker.control.roles import allocation, role
+from stoker.control.roles.placement import GpuSlot, move_role, place_roles
+from stoker.control.roles.ready_check import ReadyWatch, ServedCounts, parse_served_counts
+from stoker.control.roles.role import ReadyRule, RoleSpec
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import roles
@@ -492,7 +491,7 @@ def test_a_role_with_a_ready_rule_is_a_service_unless_the_file_requires_it(tmp_p
         "roles: {a: {command: x, ready: {file: f}}, b: {command: x, ready: {file: f}, required: true},"
         " c: {command: x, restart: always}, d: {command: x, required: false}, e: {command: x}}"
     )
-    assert [spec.name for spec in role.from_file(str(path)) if spec.is_service] == ["a", "c", "d"]
+    assert [spec.name for spec in role.read_roles_file(str(path)) if spec.is_service] == ["a", "c", "d"]
 
 
 def test_a_program_that_is_not_there_is_refused_before_anything_starts(stoker: Stoker) -> None:
@@ -728,24 +727,24 @@ def test_an_allocation_that_does_not_fit_is_refused_with_one_that_does(text: str
 def test_gpus_are_dealt_once_each() -> None:
     cards = [GpuSlot(f"u{n}", f"GPU{n}", n) for n in range(4)]
     specs = [RoleSpec("s", ("x",), 1, 2), RoleSpec("t", ("x",), 2), RoleSpec("log", ("x",), 1, 0)]
-    dealt = deal(specs, cards)
-    indices = {name: [[card.index for card in seat.cards] for seat in seats] for name, seats in dealt.items()}
+    dealt = place_roles(specs, cards)
+    indices = {name: [[gpu.index for gpu in seat.gpus] for seat in seats] for name, seats in dealt.items()}
     assert indices == {"s": [[0, 1]], "t": [[2], [3]], "log": [[]]}
     with pytest.raises(Refusal, match=r"the roles need 4 GPUs \(s 2, t 2\) and 3 can be used"):
-        deal(specs, cards[:3])
+        place_roles(specs, cards[:3])
     far = [GpuSlot(f"u{n}", f"{host}/GPU{n}", n, host) for host in "ab" for n in range(3)]
     two = [RoleSpec("s", ("x",), 2, 2), RoleSpec("t", ("x",), 2)]
-    dealt = deal(two, far, hosts=("a", "b"))
+    dealt = place_roles(two, far, hosts=("a", "b"))
     assert [seat.host for seat in dealt["s"]] == ["a", "b"], "two GPUs of one process are on one host"
-    assert [(seat.host, seat.cards[0].index) for seat in dealt["t"]] == [("a", 2), ("b", 2)]
+    assert [(seat.host, seat.gpus[0].index) for seat in dealt["t"]] == [("a", 2), ("b", 2)]
     with pytest.raises(Refusal, match="those of a process on one host"):
-        deal([RoleSpec("s", ("x",), 3, 2)], far, hosts=("a", "b"))
-    assert moved(two[0], dealt, far[3:], ("b",)) is None, "host b has one GPU that is free of s, and t has it"
-    one = deal([RoleSpec("s", ("x",), 2)], far, hosts=("a", "b"))
+        place_roles([RoleSpec("s", ("x",), 3, 2)], far, hosts=("a", "b"))
+    assert move_role(two[0], dealt, far[3:], ("b",)) is None, "host b has one GPU that is free of s, and t has it"
+    one = place_roles([RoleSpec("s", ("x",), 2)], far, hosts=("a", "b"))
     assert [seat.host for seat in one["s"]] == ["a", "a"]
-    seats = moved(RoleSpec("s", ("x",), 2), one, far[3:], ("b",))
-    assert seats is not None and [(seat.host, seat.cards[0].uuid) for seat in seats] == [("b", "u0"), ("b", "u1")]
-    spread = deal([RoleSpec("s", ("x",)), RoleSpec("t", ("x",), 3)], [], hosts=("a", "b"))
+    seats = move_role(RoleSpec("s", ("x",), 2), one, far[3:], ("b",))
+    assert seats is not None and [(seat.host, seat.gpus[0].uuid) for seat in seats] == [("b", "u0"), ("b", "u1")]
+    spread = place_roles([RoleSpec("s", ("x",)), RoleSpec("t", ("x",), 3)], [], hosts=("a", "b"))
     assert {name: [seat.host for seat in seats] for name, seats in spread.items()} == {"s": ["a"], "t": ["a", "b", "b"]}
 
 
@@ -766,7 +765,7 @@ def test_gpus_are_dealt_once_each() -> None:
 )
 def test_words_that_name_no_role(words: list[str], said: str) -> None:
     with pytest.raises(Refusal) as refused:
-        role.from_words(words)
+        role.parse_role_flags(words)
     assert said in refused.value.line
 
 
@@ -800,7 +799,7 @@ def test_files_that_describe_no_job(tmp_path: Path, text: str, said: str) -> Non
     path = tmp_path / "job.yaml"
     path.write_text(text)
     with pytest.raises(Refusal) as refused:
-        role.from_file(str(path))
+        role.read_roles_file(str(path))
     assert said in refused.value.line and "\n" not in refused.value.line
 
 
@@ -886,8 +885,8 @@ def test_another_users_server_or_file_makes_no_role_ready(stoker: Stoker, tmp_pa
         listen()
     try:
         port = int(os.read(told[0], 10))
-        watching = ReadyWatch(Ready("port", ""), [("127.0.0.1", port)], 0.0, 1)
-        assert wait_for(lambda: watching.newest or None, 10) == f"port {port} is in use by nobody"
+        watching = ReadyWatch(ReadyRule("port", ""), [("127.0.0.1", port)], 0.0, 1)
+        assert wait_for(lambda: watching.problem or None, 10) == f"port {port} is in use by nobody"
         assert not watching.ready.is_set()
         watching.close()
     finally:
@@ -896,8 +895,8 @@ def test_another_users_server_or_file_makes_no_role_ready(stoker: Stoker, tmp_pa
     file = tmp_path / "there"
     file.symlink_to("/tmp")
     os.chown(file, 65534, 65534, follow_symlinks=False)
-    watching = ReadyWatch(Ready("file", str(file)), [], 0.0, 1)
-    assert wait_for(lambda: watching.newest or None, 10) == f"{file} belongs to nobody" and not watching.ready.is_set()
+    watching = ReadyWatch(ReadyRule("file", str(file)), [], 0.0, 1)
+    assert wait_for(lambda: watching.problem or None, 10) == f"{file} belongs to nobody" and not watching.ready.is_set()
     watching.close()
 
 
@@ -955,10 +954,10 @@ def test_a_servers_progress_is_its_requests_and_tokens(stoker: Stoker) -> None:
     [
         ("", None),
         ("# requests_total 5\nnothing\n", None),
-        ("requests_total 5\r\nrequests_total{a=\"b c} 1\"} 2 1700000000\n", Served(7, 0)),
-        ("sglang:generation_tokens_total{model=\"x\"} 1.5e3\n", Served(0, 1500)),
-        ("requests_total NaN\nrequests_total -1\nrequests_total +Inf\nrequests_total 1e99\ngenerated_tokens_total 3", Served(0, 3)),
+        ("requests_total 5\r\nrequests_total{a=\"b c} 1\"} 2 1700000000\n", ServedCounts(7, 0)),
+        ("sglang:generation_tokens_total{model=\"x\"} 1.5e3\n", ServedCounts(0, 1500)),
+        ("requests_total NaN\nrequests_total -1\nrequests_total +Inf\nrequests_total 1e99\ngenerated_tokens_total 3", ServedCounts(0, 3)),
     ],
 )  # fmt: skip
-def test_what_a_page_of_metrics_counts(page: str, found: Served | None) -> None:
-    assert service_address.parse(page) == found
+def test_what_a_page_of_metrics_counts(page: str, found: ServedCounts | None) -> None:
+    assert parse_served_counts(page) == found

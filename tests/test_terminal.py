@@ -15,7 +15,7 @@ from conftest import Stoker, Terminal, at_length, wait_for
 from stoker.contract import progress
 from stoker.contract.progress import BYTES, ProgressState
 from stoker.control.launch.console import LineCutter
-from stoker.control.launch.short_lines import OwnLines, RoleLines, ShortLines, step_line
+from stoker.control.launch.short_lines import LauncherLines, RoleLines, ShortLines, step_line
 
 # A program that works for as long as it is left to, with lines in between.
 WORK = """
@@ -111,14 +111,14 @@ def test_a_path_that_is_too_long_is_shown_from_here(
 
 
 def test_the_launchers_log_on_a_terminal() -> None:
-    line, own = b"[Rank 0] MEM:START RAM 12 MB (rank) 6.2/25.3 GB (host)", OwnLines(True, lambda: 40)
+    line, own = b"[Rank 0] MEM:START RAM 12 MB (rank) 6.2/25.3 GB (host)", LauncherLines(True, lambda: 40)
     folded = b"[Rank 0] MEM:START RAM 12 MB (rank)\n  6.2/25.3 GB (host)"
     assert own(line) == folded and own("✓ ok".encode()) == "\x1b[32m✓ ok\x1b[0m".encode()
 
 
 def test_a_roles_lines_are_shown_as_those_of_a_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    own = OwnLines(False, lambda: 80 - len("[trainer] "))
+    own = LauncherLines(False, lambda: 80 - len("[trainer] "))
     cutter = LineCutter(b"[trainer] ", RoleLines(b"[trainer] ", own, recipe=True, hosts=["b", "a"]))
     step = f"INFO | [GPU 0] {STEP}\n".encode()
     assert cutter.feed(b"b/GPU0:weights from x\n") == b"[trainer] b/GPU0:weights from x\n"

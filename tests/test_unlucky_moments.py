@@ -26,11 +26,11 @@ from stoker.contract.errors import EX_UNAVAILABLE, Refusal
 from stoker.contract.evidence import RankError, RankExit, Verdict
 from stoker.control.cluster import file_sync, transport
 from stoker.control.cluster.agent_pool import AgentPool
-from stoker.control.launch import rendezvous, supervision
+from stoker.control.launch import rendezvous, supervise
 from stoker.control.launch.agents import Agents
 from stoker.control.launch.attempt import Attempt
-from stoker.control.launch.live import LiveRun
-from stoker.control.launch.supervision import Supervision
+from stoker.control.launch.run import Endpoint, Run
+from stoker.control.launch.supervise import Supervisor
 from stoker.control.plan.targets import MeetingPoint, NodeGroup
 
 # ---- the agent ----
@@ -160,9 +160,9 @@ def test_an_attempt_that_is_stopped_waits_for_the_word_of_every_host() -> None:
     attempt = Attempt(0, plan_of(2, "a", "b"))
     attempt.stopping = True
     assert not attempt.all_ended, "host b may have started its rank without our having heard of it"
-    attempt.told.add("a")
+    attempt.stopping_hosts.add("a")
     assert not attempt.all_ended
-    attempt.told.add("b")
+    attempt.stopping_hosts.add("b")
     assert attempt.all_ended, "neither has"
     attempt.up[1] = 42
     assert not attempt.all_ended
@@ -215,27 +215,27 @@ def test_an_echo_does_not_wait_for_ever_for_a_look_that_nobody_answers() -> None
 
 
 def test_a_rank_that_can_not_be_killed_is_named_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision, "UNKILLABLE_S", 0.3)
+    monkeypatch.setattr(supervise, "UNKILLABLE_S", 0.3)
     attempt = Attempt(0, plan_of(2, ""))
     attempt.begin_watch(300.0, 1800.0)
     attempt.up = {0: 41, 1: 42}
     said: list[str] = []
-    members = SimpleNamespace(all=[], pump=lambda seconds: time.sleep(0.01), say=lambda order: None)
+    pool = SimpleNamespace(pump=lambda seconds: time.sleep(0.01), say=lambda order: None)
     options = SimpleNamespace(
         grace=0.0, shutdown_timeout=None, stop_after_steps=None, quiet=True, hang_timeout=0.0, dump_stacks=None
     )
-    run = SimpleNamespace(
-        agents=SimpleNamespace(members=members, by_name={}),
-        membership=None,
-        options=options,
-        record=SimpleNamespace(dir=".", event=lambda *a, **k: None),
-        output=SimpleNamespace(settle=lambda record: None),
-        say=lambda line, colour="": said.append(line),
-        signals=SimpleNamespace(take=iter([signal.SIGTERM, *[0] * 10_000]).__next__),
+    supervisor = Supervisor(
+        attempt,
+        cast(Any, options),
+        cast(Any, SimpleNamespace(pool=pool, clients=[], by_name={})),
+        None,
+        cast(Any, SimpleNamespace(take=iter([signal.SIGTERM, *[0] * 10_000]).__next__)),
+        cast(Any, SimpleNamespace(dir=".", event=lambda *a, **k: None)),
+        cast(Any, SimpleNamespace(settle=lambda record: None)),
+        lambda line, color="": said.append(line),
     )
-    one = Supervision(cast(Any, run), attempt)
     attempt.unwatched = True
-    one.follow()
+    supervisor.follow()
     assert attempt.ends.keys() == {0, 1} and all(end.code is None and end.ours for end in attempt.ends.values())
     assert (
         said[-1]
@@ -265,15 +265,15 @@ def test_a_host_that_is_back_and_can_not_be_planned_with_is_sent_away_again() ->
             raise Refusal("host b: the NVIDIA driver is not loaded", EX_UNAVAILABLE)
         return plan
 
-    live = LiveRun.__new__(LiveRun)
-    live.membership, live.network = cast(Any, membership), cast(Any, SimpleNamespace(find_ways=lambda: None))
-    live.planner = cast(Any, SimpleNamespace(plan_again=plan_again))
-    live.output = cast(Any, SimpleNamespace(replan=lambda plan: None))
-    live.say = lambda line: None
-    live.equip = lambda plan, place: None  # type: ignore[method-assign]
-    live.reserve = lambda plan: plan  # type: ignore[method-assign]
+    run = Run.__new__(Run)
+    run.planner = cast(Any, SimpleNamespace(plan_again=plan_again))
+    run.output = cast(Any, SimpleNamespace(replan=lambda plan: None))
+    run.log = lambda line, color="": None  # type: ignore[method-assign]
+    endpoint = Endpoint("127.0.0.1", 29500)
+    run._reserve = lambda plan: (plan, endpoint)  # type: ignore[method-assign]
+    host_setup = cast(Any, SimpleNamespace(find_addresses=lambda: None))
     plan, verdict = cast(Any, SimpleNamespace(lines=(), argv=())), Verdict("failed", "launch.regroup", "", 70)
-    assert live._with_those_there(plan, cast(Any, None), verdict) == (plan, None)
+    assert run._plan_with_current_hosts(plan, verdict, cast(Any, membership), host_setup) == (plan, endpoint)
     assert membership.sent == ["host b: the NVIDIA driver is not loaded"]
 
 
@@ -401,10 +401,10 @@ def test_what_the_agent_says_of_a_port_it_can_not_have_is_said() -> None:
     )
     agents = Agents.__new__(Agents)
     agents.by_name = {}
-    agents._run = cast(Any, SimpleNamespace(signals=SimpleNamespace(take=lambda: 0)))
-    agents.members = cast(Any, SimpleNamespace(all=[first], pump=lambda seconds: time.sleep(0.01)))
+    agents._signals = cast(Any, SimpleNamespace(take=lambda: 0))
+    agents.pool = cast(Any, SimpleNamespace(all=[first], pump=lambda seconds: time.sleep(0.01)))
     with pytest.raises(Refusal, match="did not reserve a port: the agent could not reserve: Address family"):
-        agents.reserve("::1", 29500)
+        agents.reserve("::1", 29500, True)
 
 
 # ---- the training loop ----

@@ -28,7 +28,7 @@ from stoker.contract.evidence import Verdict
 from stoker.contract.frozen import options_of
 from stoker.contract.options import suggest
 from stoker.control.cluster.transport import ROOT
-from stoker.control.launch.children import unseen
+from stoker.control.launch.children import split_secret_options
 from stoker.control.launch.ladder import flag_words
 from stoker.control.plan.options import TORCHRUN_VARIABLES, RunOptions
 from stoker.control.rank import function_call
@@ -67,7 +67,7 @@ def launch(
     if function_call.importing_main:
         line = "stoker.launch runs while its ranks import this script"
         raise RuntimeError(f"{line}: put the call below  if __name__ == '__main__':")
-    words, secrets = unseen(_flags(nproc, options))
+    words, secrets = split_secret_options(_flags(nproc, options))
     folder = tempfile.mkdtemp(prefix="stoker-launch-")  # 0700
     try:
         script = _write_call(folder, function, args)

@@ -18,7 +18,7 @@ from stoker.control.cluster.check_facts import ClusterFacts, HostFacts
 from stoker.control.cluster.cluster_check import doctor_findings
 from stoker.control.cluster.hosts import read_hosts_file as read_hosts
 from stoker.control.doctor.leftovers import find_others
-from stoker.control.launch.attempt import read_around, read_error
+from stoker.control.launch.attempt import read_error, read_exit_context
 from stoker.control.machine import procfs
 from stoker.control.machine.examination import examination_from_json
 from stoker.control.machine.model import Gpu, Holder, Machine, machine_from_json
@@ -87,7 +87,7 @@ def test_what_a_host_saw_around_an_end_may_be_anything() -> None:
         "holders": [{"pid": [], "memory": "much"}, {"pid": {}, "memory": {}, "ours": 7}],
     }
     error = read_error({"type": "OutOfMemoryError", "message": "CUDA out of memory. Tried to allocate 2.00 GiB. of 1"})
-    end = RankExit(0, "evil", "evil/GPU0", 5, 1, 1.0, error=error, around=read_around(told))
+    end = RankExit(0, "evil", "evil/GPU0", 5, 1, 1.0, error=error, around=read_exit_context(told))
     assert end.around.holders and judge(Evidence(1, (end,))).exit_code == 1
 
 

@@ -11,8 +11,8 @@ import pytest
 from conftest import wait_for
 from localuser import ATTACKER, needs_root, start_as, wait
 from stoker.contract import listeners
-from stoker.control.roles.ready_check import MISSES, ReadyWatch
-from stoker.control.roles.role import Ready
+from stoker.control.roles.ready_check import MAX_FAILED_CHECKS, ReadyWatch
+from stoker.control.roles.role import ReadyRule
 
 
 def listening(address: str, port: int = 0, dual: bool = False) -> socket.socket:
@@ -84,12 +84,12 @@ def test_a_neighbours_port_on_another_address_stops_no_role(address: str) -> Non
     """It ended the job: a role that was ready counted as gone."""
     with listening("127.0.0.1") as own:
         port = own.getsockname()[1]
-        rule = Ready("port", "", check=0.05)
+        rule = ReadyRule("port", "", check=0.05)
         watching = ReadyWatch(rule, [("127.0.0.1", port)], 0.0, 1)
         assert watching.ready.wait(10)
         with Neighbour(address, port):
             assert listeners.listening_users("127.0.0.1", port) == {os.getuid()}
-            for _ in range(MISSES + 2):
+            for _ in range(MAX_FAILED_CHECKS + 2):
                 own.accept()[0].close()  # one look each
         watching.close()
         assert not watching.unhealthy, watching.unhealthy
@@ -100,8 +100,8 @@ def test_a_neighbour_who_would_be_asked_in_the_roles_place_is_found(address: str
     with Neighbour(address, dual=dual) as neighbour:
         assert listeners.listening_users("127.0.0.1", neighbour.port) == {ATTACKER}
         assert listeners.listening_users("localhost", neighbour.port) == {ATTACKER}
-        watching = ReadyWatch(Ready("port", ""), [("127.0.0.1", neighbour.port)], 0.0, 1)
-        wrong = wait_for(lambda: watching.newest or None, 10)
+        watching = ReadyWatch(ReadyRule("port", ""), [("127.0.0.1", neighbour.port)], 0.0, 1)
+        wrong = wait_for(lambda: watching.problem or None, 10)
         watching.close()
         assert wrong is not None and "is in use by" in wrong and not watching.ready.is_set()
 

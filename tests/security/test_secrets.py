@@ -287,10 +287,10 @@ def test_a_rung_has_no_secret_of_a_config_file_on_its_command_line(
         seen.update(argv=argv, env=env)
         raise Started
 
-    monkeypatch.setattr(ladder, "start", started)
+    monkeypatch.setattr(ladder, "start_child", started)
     climber = ladder.Ladder(configured(tmp_path), 20, print)
     with pytest.raises(Started):
-        climber._rung(1, "rung 1 of 1") if is_rung else climber._look()
+        climber._try_rung(1, "rung 1 of 1") if is_rung else climber._read_plan()
     assert "7xq" not in " ".join(seen["argv"])
     assert seen["argv"][-1] == "--env=own"  # the script's own
     # And the rung has them all the same.

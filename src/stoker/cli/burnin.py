@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     from stoker.control.launch import background
 
     link = transport.start_local_agent(0 if background.usable_stdin() else -1)
-    from stoker.control.launch.coordinator import run as launch
+    from stoker.control.launch.run import launch
 
     code = launch(request, link, None)
     # The run that this process launched. Not runs/latest: another run may have been started since.

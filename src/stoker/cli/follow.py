@@ -16,7 +16,7 @@ from stoker.contract.progress import read_progress
 from stoker.contract.safe_io import open_regular
 from stoker.contract.terminal import print_status, print_text, terminal_width, uses_colour
 from stoker.control.launch.console import LineCutter
-from stoker.control.launch.short_lines import OwnLines, ShortLines
+from stoker.control.launch.short_lines import LauncherLines, ShortLines
 from stoker.control.record import log_tail, run_index, run_record
 
 _LOOK_BACK = 1 << 16  # bytes
@@ -50,7 +50,7 @@ def _attach(run: run_record.RunRecord, lines: int) -> int:
         print_status(f"this is start {start.number} of run {run.id}{hint}")
     starts = {"": start}  # by role; "" is the run itself
     console = log_tail.LogTail(os.path.join(run.dir, layout.CONSOLE), start.console_at)
-    own_lines = OwnLines(uses_colour(), lambda: terminal_width(sys.stdout)) if on_terminal else None
+    own_lines = LauncherLines(uses_colour(), lambda: terminal_width(sys.stdout)) if on_terminal else None
     tails: dict[str, tuple[log_tail.LogTail, LineCutter]] = {"": (console, LineCutter(b"", own_lines))}
     first_pass = True
     try:

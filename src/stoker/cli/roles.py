@@ -22,7 +22,7 @@ from stoker.control.plan.options import RANK_VARIABLES, TORCHRUN_VARIABLES, RunO
 from stoker.control.plan.request import Request
 from stoker.control.plan.targets import resolve_hosts
 from stoker.control.roles import allocation, role
-from stoker.control.roles.job_plan import JobCoordinator, JobInputs, JobPlan
+from stoker.control.roles.job_plan import JobPlan, JobResources
 from stoker.control.roles.placement import GpuSlot
 from stoker.control.roles.role import RoleSpec
 
@@ -72,16 +72,16 @@ def make_plan(role_flags: Sequence[str], path: str | None, allocation_text: str 
     if path is not None:
         if role_flags:
             raise Refusal("--roles FILE and --role: give one of them", EX_USAGE)
-        specs = role.from_file(path)
+        specs = role.read_roles_file(path)
         if allocation_text is not None:
             return by_allocation(specs, allocation_text)
         for spec in specs:
             role.check_batch(spec, spec.count)
         return JobPlan(specs)
     if allocation_text is None:
-        return JobPlan(role.from_words(role_flags))
+        return JobPlan(role.parse_role_flags(role_flags))
     counts = {flag.partition(":")[0]: 1 for flag in role_flags}
-    return by_allocation(role.from_words(role_flags, counts), allocation_text)
+    return by_allocation(role.parse_role_flags(role_flags, counts), allocation_text)
 
 
 def by_allocation(specs: Sequence[RoleSpec], text: str) -> JobPlan:
@@ -122,20 +122,21 @@ def start_plan(request: Request, plan: JobPlan) -> int:
     inputs = _find_gpus(request, plan.specs)
     text = request.options.allocation
     if text:
-        allocation.check(text, allocation.parse_allocation(text), len(inputs.cards) or 1 << 16)
+        allocation.check(text, allocation.parse_allocation(text), len(inputs.gpus) or 1 << 16)
     report = background.start_detached() if request.options.detach and not request.options.dry_run else None
-    from stoker.control.launch.coordinator import guarded
 
-    return guarded(JobCoordinator(request, plan, inputs, report, None), report)
+    from stoker.control.roles.job import launch_job
+
+    return launch_job(request, plan, inputs, report)
 
 
-def _find_gpus(request: Request, specs: Sequence[RoleSpec]) -> JobInputs:
+def _find_gpus(request: Request, specs: Sequence[RoleSpec]) -> JobResources:
     """Return the hosts and the GPUs that can be used now: those that `stoker run --dry-run` chooses for these options."""
     options = request.options
     _, hosts = resolve_hosts(request, os.environ)
     no_gpus = all(spec.gpus == 0 for spec in specs)
     if no_gpus and hosts is None:
-        return JobInputs((), ())
+        return JobResources((), ())
     words = ["run", "--dry-run", "--json"]
     for name in _GPU_OPTIONS:
         value = getattr(options, name)
@@ -155,4 +156,4 @@ def _find_gpus(request: Request, specs: Sequence[RoleSpec]) -> JobInputs:
         if rank["gpu"] and not no_gpus
     )
     lines = plan["lines"] if slots else ["✓ No GPU is used: the roles run on the CPU"]
-    return JobInputs(slots, tuple(lines), tuple(plan["hosts"]), hosts)
+    return JobResources(slots, tuple(lines), tuple(plan["hosts"]), hosts)

@@ -17,7 +17,7 @@ from stoker.control.plan.request import Request, how_to_run
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from stoker.control.cluster.hosts import Hosts
-    from stoker.control.launch.coordinator import Ended
+    from stoker.control.launch.session import OnEnd
 
 # Options of runs on several hosts; a run without any of them doesn't load the modules for hosts.
 _HOST_OPTIONS = {"hosts", "min_hosts", "sync", "stage", "nnodes", "node_rank"}
@@ -55,9 +55,9 @@ def add_script_arguments(parser: OptionParser) -> None:
 
 def main(argv: list[str]) -> int:
     if env_vars.PASSED_OPTIONS in os.environ:
-        from stoker.control.launch.children import handed
+        from stoker.control.launch.children import restore_secret_options
 
-        argv = handed(argv)
+        argv = restore_secret_options(argv)
     role_env = role_environment()
     options, script, args = split(argv)
     if role_env:
@@ -172,10 +172,10 @@ def is_job(options: dict[str, Any]) -> bool:
     return "roles" in options or "allocation" in options or ":" in options.get("role", "")
 
 
-def start(request: Request, ended: Ended | None = None) -> int:
+def start(request: Request, on_end: OnEnd | None = None) -> int:
     """Run a request of `stoker run` or another command; return the exit code.
 
-    `ended` is called at the end of a run that was started.
+    `on_end` is called at the end of a run that was started.
     """
     if request.options.ladder or any(os.environ.get(name) for name in ("RUN_IMPORT_TEST", "RUN_SINGLE_GPU_TEST")):
         from stoker.cli.ladder import before_run
@@ -185,7 +185,7 @@ def start(request: Request, ended: Ended | None = None) -> int:
         code = before_run(request, rungs) if rungs and not request.options.dry_run else 0
         if code:
             return code
-    # The agent starts while the coordinator is being imported: each takes 50 ms.
+    # The agent starts while the launcher is being imported: each takes 50 ms.
     from stoker.control.cluster import transport
     from stoker.control.launch import background
 
@@ -196,9 +196,9 @@ def start(request: Request, ended: Ended | None = None) -> int:
         request, hosts = resolve_hosts(request, os.environ)
     report = background.start_detached() if request.options.detach and not request.options.dry_run else None
     link = transport.start_local_agent(0 if background.usable_stdin() else -1) if hosts is None else None
-    from stoker.control.launch.coordinator import run
+    from stoker.control.launch.run import launch
 
-    return run(request, link, report, hosts, ended)
+    return launch(request, link, report, hosts, on_end)
 
 
 def launch_entry() -> None:
@@ -211,8 +211,9 @@ def launch_entry() -> None:
 
     from stoker.control.agent.prctl import die_with_parent
     from stoker.control.cluster import transport
-    from stoker.control.launch import background, coordinator
-    from stoker.control.launch.children import handed
+    from stoker.control.launch import background
+    from stoker.control.launch.children import restore_secret_options
+    from stoker.control.launch.run import launch
 
     class CallerReport(background.StartReport):
         def started(self, run_dir: str) -> None:
@@ -230,9 +231,9 @@ def launch_entry() -> None:
     die_with_parent(int(caller), signal.SIGTERM)  # SIGTERM: the ranks may save
     report = CallerReport(-1)
     try:
-        request = parse(handed(argv))
+        request = parse(restore_secret_options(argv))
     except Refusal as refusal:
         print(f"stoker: {refusal.line}", file=sys.stderr)
         report.refused(refusal)
         sys.exit(refusal.code)
-    sys.exit(coordinator.run(request, transport.start_local_agent(-1), report))
+    sys.exit(launch(request, transport.start_local_agent(-1), report))

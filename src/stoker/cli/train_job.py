@@ -19,7 +19,7 @@ from stoker.control.launch.children import stoker_command
 from stoker.control.plan.options import ranks_asked
 from stoker.control.roles import allocation, role
 from stoker.control.roles.allocation import AllocationPart
-from stoker.control.roles.role import ALWAYS, AUTO, Ready, RoleSpec
+from stoker.control.roles.role import ALWAYS, AUTO, ReadyRule, RoleSpec
 from stoker.training.config.flags import Flag
 from stoker.training.config.keys import values_of
 from stoker.training.config.layers import Layers
@@ -63,7 +63,7 @@ def start_job(stage: str, key_flags: Sequence[Flag], layers: Layers, options: di
     specs = [server, _trainer_role(key_flags, layers, training, server.name, server.env)]
     if allocation.parse_allocation(text)[0] == training:
         specs.reverse()
-    plan = roles.by_allocation(role.checked(specs, "--allocation", EX_USAGE), text)
+    plan = roles.by_allocation(role.check_roles(specs, "--allocation", EX_USAGE), text)
     if on_cpu(config, gpus):
         plan = replace(plan, specs=tuple(replace(spec, gpus=0) for spec in plan.specs))
     contents = input_digests(STAGES[stage], config, None)
@@ -107,7 +107,7 @@ def _server_role(config: Config, part: AllocationPart, runs_root: str) -> RoleSp
         (*command, "--slots", str(slots), "--context", str(context)),
         port=AUTO,
         env={API_KEY: os.environ.get(API_KEY) or secrets.token_urlsafe(24)},
-        ready=Ready("http", "/health", timeout=READY_TIMEOUT_S),
+        ready=ReadyRule("http", "/health", timeout=READY_TIMEOUT_S),
         restart=ALWAYS,
         required=False,
         after=("",),

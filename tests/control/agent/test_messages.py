@@ -15,7 +15,7 @@ from conftest import Done, Stoker, at_length_but
 from stoker.contract import protocol, typed_values
 from stoker.contract.protocol import SENTINEL, Decoder, ProtocolError, encode_message
 from stoker.control.cluster.probes import check_answer, read_answer, read_partial_answer
-from stoker.control.launch.attempt import read_around, read_error
+from stoker.control.launch.attempt import read_error, read_exit_context
 from stoker.control.machine.examination import examination_from_json
 from stoker.control.machine.model import machine_from_json
 
@@ -132,7 +132,7 @@ def test_a_machine_with_wrong_types_is_refused(data: Any) -> None:
                                     {"type": "x", "message": "y", "collectives": [1]}, {"type": "x", "message": "y", "traceback": None}])  # fmt: skip
 def test_a_report_of_a_rank_with_wrong_types_is_none(report: Any) -> None:
     assert read_error(report) is None
-    assert read_around(report).rss == () and read_around({"rss": "x", "kernel": 1}).kernel == ()
+    assert read_exit_context(report).rss == () and read_exit_context({"rss": "x", "kernel": 1}).kernel == ()
 
 
 def test_types_are_read_as_they_are_written() -> None:

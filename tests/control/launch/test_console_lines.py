@@ -7,7 +7,7 @@ import time
 import pytest
 
 from stoker.control.launch.console import LONGEST, LineCutter, LogLines
-from stoker.control.launch.short_lines import OwnLines, RoleLines, ShortLines
+from stoker.control.launch.short_lines import LauncherLines, RoleLines, ShortLines
 from stoker.control.watch.loss_monitor import LossMonitor
 
 SOON = 5.0
@@ -63,6 +63,6 @@ def test_a_command_in_a_command_is_not_folded_without_end(begin: bytes) -> None:
 
 
 def test_a_label_of_any_number_of_digits_is_no_rank() -> None:
-    lines = RoleLines(b"[a] ", OwnLines(False, lambda: 0), recipe=False)
+    lines = RoleLines(b"[a] ", LauncherLines(False, lambda: 0), recipe=False)
     told = b"GPU" + b"9" * 5000 + b": x"
     assert lines(told) == told

@@ -1,4 +1,4 @@
-"""One attempt: what every rank did, gathered from the agents' words. Holds no effects; the coordinator acts."""
+"""All facts about one attempt, collected from the agents' reports. It has no effects: `Supervisor` and `Run` act."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stoker.contract.typed_values import read_frozen
 from stoker.control.plan.run_plan import RunPlan
 from stoker.control.verdict.echo import is_consequence, is_failure, is_mismatch, unquoted
 
-TYPE_CHECKING = False  # the watch room is loaded once the ranks are on their way
+TYPE_CHECKING = False  # the watcher is loaded when the ranks are starting
 if TYPE_CHECKING:
     from typing import TypeVar
 
@@ -21,111 +21,117 @@ if TYPE_CHECKING:
     from stoker.control.watch.loss_monitor import LossMonitor
     from stoker.control.watch.watcher import Watcher
 
-LOOK_S = 15.0  # at most, for a look at the ranks that outlived an echo
-ASKS = 1_000_000  # inspections an attempt may number: an answer that comes late is nobody else's
+INSPECTION_S = 15.0  # longest wait for an inspection of the ranks that survived a possible echo
+# Inspection ids that an attempt may use, so that a late answer is not taken for one of the next attempt.
+INSPECTIONS_PER_ATTEMPT = 1_000_000
 
 
 class Attempt:
+    """What the ranks of one attempt did, and why Stoker stopped them."""
+
     watch: Watcher
     losses: LossMonitor
 
     def __init__(self, number: int, plan: RunPlan) -> None:
         self.number = number
         self.plan = plan
-        self.up: dict[int, int] = {}  # rank -> pid
+        self.start_time = time.monotonic()
+        # By rank.
+        self.up: dict[int, int] = {}  # pid of each rank that was started
         self.errors: dict[int, RankError] = {}
         self.ends: dict[int, RankExit] = {}
-        self.steps: dict[int, int] = {}
-        self.trouble: list[dict[str, Any]] = []
+        self.steps: dict[int, int] = {}  # of the newest beat
+        # By host.
+        self.finished: set[str] = set()  # hosts whose agents have swept
+        self.stopping_hosts: set[str] = set()  # hosts that obey a stop, or are lost: they start no more ranks
+        self.gauges: dict[str, tuple[float, dict[str, Any]]] = {}  # time and content of the newest gauges
+        # Why and when the ranks are stopped.
+        self.trouble: list[dict[str, Any]] = []  # what Stoker stops the job for
         self.first_failure = 0.0
         self.stopping = False
         self.stop_signal = 0
         self.stop_now = False
         self.stopped_at = 0.0
-        self.steps_reached = 0
-        self.regrouping = ""  # the host that is to join: the attempt was ended for that
-        self.finished: set[str] = set()  # hosts whose agents have swept
-        self.told: set[str] = set()  # hosts that have heard of a stop, or are lost: no rank of theirs comes up any more
-        self.suspected_s: float | None = None  # seconds of silence after which the newest stall was explained
-        self.unwatched = False  # the watch room failed
-        self.notes: list[str] = []  # what was noticed on the way and ended nothing
-        self.checkpoints = 0  # saved whole in this attempt, as rank 0 says
-        self.checkpoint_at = 0.0  # when rank 0 reported the newest of them
+        self.steps_reached = 0  # --stop-after-steps
+        self.regrouping = ""  # the host that is to join: the ranks are ended for that
+        # Checkpoints that rank 0 reported.
+        self.checkpoints = 0
+        self.checkpoint_at = 0.0
         self.checkpoint_before: SavedCheckpoint | None = None  # the newest when the stop signal came
-        self.gauges: dict[str, tuple[float, dict[str, Any]]] = {}  # host -> when it came, and what it says
-        self.can: set[str] = set()  # what the script says it can do (stoker.mark)
+        # The watcher.
+        self.unwatched = False  # the watcher has failed
+        self.suspected_s: float | None = None  # seconds of silence after which the newest stall was explained
+        self.notes: list[str] = []  # findings that ended nothing
+        self.abilities: set[str] = set()  # what the script announced that it can do (stoker.mark)
 
     def begin_watch(self, hang_timeout: float, busy_timeout: float) -> None:
         from stoker.control.watch.loss_monitor import LossMonitor
         from stoker.control.watch.watcher import Watcher
 
-        hosts = frozenset(place.host for place in self.plan.places)
-        world, ranks = self.plan.world_size, self.plan.ranks
-        self.watch = Watcher(world, hang_timeout, hosts, time.monotonic(), self.number * ASKS, ranks, busy_timeout)
+        hosts = frozenset(rank.host for rank in self.plan.places)
+        first_inspection = self.number * INSPECTIONS_PER_ATTEMPT
+        world_size, ranks = self.plan.world_size, self.plan.ranks
+        self.watch = Watcher(world_size, hang_timeout, hosts, time.monotonic(), first_inspection, ranks, busy_timeout)
         self.losses = LossMonitor()
 
     def label(self, rank: int | None) -> str:
         return self.plan.place(rank).label if rank is not None else ""
 
     @property
-    def fewest_steps(self) -> int:
-        """Of all ranks."""
+    def min_steps(self) -> int:
+        """Steps of the slowest rank."""
         return min((self.steps.get(rank, 0) for rank in self.plan.ranks), default=0)
 
     @property
     def expected(self) -> int:
+        """Number of ranks that this launcher starts."""
         return len(self.plan.places)
 
     @property
     def all_ended(self) -> bool:
         if len(self.ends) == self.expected:
             return True
-        if not self.stopping or not {place.host for place in self.plan.places} <= self.told:
+        if not self.stopping or not {rank.host for rank in self.plan.places} <= self.stopping_hosts:
             return False
-        return all(rank in self.ends for rank in self.up)  # a rank that was never started will not start now
+        return all(rank in self.ends for rank in self.up)  # a rank that was not started yet will not start now
 
-    def must_stop(self, now: float, settle_s: float, quiet: bool = False) -> bool:
-        """A cause stops the others at once, a possible echo after a moment, or when a `quiet` host is lost."""
-        bad = [end for end in self.ends.values() if is_failure(end)]
-        if not bad and not self.trouble:
+    def must_stop(self, now: float, settle_s: float, host_is_quiet: bool = False) -> bool:
+        """Return whether a failure must stop the other ranks now.
+
+        A cause stops them at once. A possible echo waits for the ranks that still live to be inspected: its cause may
+        be a failure that is not reported yet, or a stuck rank. It also waits while a quiet host may be lost.
+        """
+        failed = [end for end in self.ends.values() if is_failure(end)]
+        if not failed and not self.trouble:
             return False
         if not self.first_failure:
             self.first_failure = now
-        only_echoes = bool(bad) and not self.trouble and all(is_consequence(end) or is_mismatch(end) for end in bad)
-        left_early = any(end.code == 0 for end in self.ends.values())
-        if not only_echoes or left_early:
+        only_echoes = (
+            bool(failed) and not self.trouble and all(is_consequence(end) or is_mismatch(end) for end in failed)
+        )
+        if not only_echoes or any(end.code == 0 for end in self.ends.values()):
             return True
-        if quiet:
+        if host_is_quiet:
             return False
-        # An echo: of a failure still to be reported, or of a rank that stands still. The others are looked at for that.
         if not self.unwatched:
             self.watch.failing()
-        return now - self.first_failure >= (settle_s if self.unwatched or self.watch.looked else LOOK_S)
+        return now - self.first_failure >= (settle_s if self.unwatched or self.watch.looked else INSPECTION_S)
 
-    def left_early(self, now: float, seconds: float) -> list[int]:
-        """Ranks that ended with exit code 0 a while ago while others go on."""
+    def exited_early(self, now: float, seconds: float) -> list[int]:
+        """Return the ranks that ended with exit code 0 more than `seconds` ago while others still run."""
         if len(self.ends) == self.expected:
             return []
         return [rank for rank, end in self.ends.items() if end.code == 0 and now - end.time > seconds]
 
-    def _stall(self) -> Stall | None:
-        """What is known of a rank that stopped; of a run that somebody stopped, what was known by then."""
-        if self.unwatched:
-            return None
-        if self.stop_signal:
-            return self.watch.stall
-        return self.watch.last_word(any(is_mismatch(end) for end in self.ends.values()))
-
     def note_bad_numbers(self) -> None:
-        """Of a run that is over: a last loss that is no number, though too few in a row to stop it for."""
+        """Note a last loss of NaN, which had too few before it to stop the run."""
         from stoker.control.verdict.rules.numbers import summary
 
         for bad in self.losses.unresolved():
-            said = summary(bad, self.label(bad.rank), self.plan.world_size)
-            self.notes.append(f"{said}: the last one it had")
+            self.notes.append(f"{summary(bad, self.label(bad.rank), self.plan.world_size)}: the last one it had")
 
     def detected_s(self, verdict: Verdict) -> float | None:
-        """Seconds from what the verdict is about until it was noticed."""
+        """Return how many seconds after the failure it was noticed."""
         if verdict.stalled and self.suspected_s is not None:
             return self.suspected_s
         if not self.first_failure:
@@ -134,7 +140,7 @@ class Attempt:
         return max(round(self.first_failure - min(ended, default=self.first_failure), 3), 0.0)
 
     def evidence(self, newest: SavedCheckpoint | None = None) -> Evidence:
-        """`newest`: the newest complete checkpoint below the run directory."""
+        """Return what the judge needs. `newest` is the newest complete checkpoint in the run directory."""
         saved = self.checkpoint_at >= self.stopped_at or (newest is not None and newest != self.checkpoint_before)
         return Evidence(
             self.expected,
@@ -147,11 +153,22 @@ class Attempt:
             **pick_fields(self, "stop_signal", "stop_now", "stopped_at", "steps_reached", "regrouping"),
         )
 
+    def _stall(self) -> Stall | None:
+        """Return what is known of a rank that stopped; after a stop signal, what was known before it."""
+        if self.unwatched:
+            return None
+        if self.stop_signal:
+            return self.watch.stall
+        return self.watch.last_word(any(is_mismatch(end) for end in self.ends.values()))
+
+
+# ---- parts of the agents' reports ----
+
 
 def read_error(data: Any) -> RankError | None:
-    """None: the rank wrote none, or one that is not to be read."""
+    """Return the exception that a rank reported, or None if there is none or it can't be read."""
     try:
-        return unquoted(_known(RankError, data))
+        return unquoted(_read_known_fields(RankError, data))
     except ValueError:
         return None
 
@@ -170,19 +187,20 @@ def read_last_call(calls: list[Any]) -> LastCall | None:
 
 def read_script_end(data: Any) -> ScriptEnd | None:
     try:
-        return _known(ScriptEnd, data)
+        return _read_known_fields(ScriptEnd, data)
     except ValueError:
         return None
 
 
-def read_around(data: Any) -> ExitContext:
+def read_exit_context(data: Any) -> ExitContext:
     try:
-        return _known(ExitContext, data)
+        return _read_known_fields(ExitContext, data)
     except ValueError:
         return ExitContext()
 
 
-def _known(kind: type[T], data: Any) -> T:
+def _read_known_fields(cls: type[T], data: Any) -> T:
+    """Read a dataclass and ignore fields that it does not have."""
     if isinstance(data, dict):
-        data = {key: value for key, value in data.items() if key in fields_of(kind)}
-    return read_frozen(kind, data)
+        data = {key: value for key, value in data.items() if key in fields_of(cls)}
+    return read_frozen(cls, data)

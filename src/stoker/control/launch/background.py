@@ -1,11 +1,11 @@
-"""Running without a terminal: a session of its own, and a report to the shell that started it."""
+"""--detach: the run continues in the background, and the shell that started it waits until the run has started."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-from stoker.contract.errors import Refusal
+from stoker.contract.errors import EX_SOFTWARE, Refusal
 from stoker.contract.terminal import print_text
 
 _STARTED = b"\0started "
@@ -21,7 +21,7 @@ def usable_stdin() -> bool:
 
 
 class StartReport:
-    """In the background process: what the waiting shell still needs to hear."""
+    """Reports from the background process to the shell that waits: started, refused or ended."""
 
     def __init__(self, pipe: int) -> None:
         self._pipe = pipe
@@ -32,7 +32,7 @@ class StartReport:
         self._send(_STARTED + json.dumps(run_dir).encode() + b"\n")
 
     def refused(self, refusal: Refusal) -> None:
-        """The line itself is on stderr, which the shell reads."""
+        """Do nothing: the refusal is printed to stderr, which the shell reads."""
 
     def ended(self, code: int) -> None:
         self._send(_ENDED + str(code).encode() + b"\n")
@@ -43,7 +43,7 @@ class StartReport:
         try:
             os.write(self._pipe, data)
         except OSError:
-            pass  # the shell that waited has been closed: nobody needs to hear it
+            pass  # the shell has been closed
         os.close(self._pipe)
         self._pipe = -1
         null = os.open(os.devnull, os.O_WRONLY)
@@ -52,13 +52,13 @@ class StartReport:
 
 
 def start_detached() -> StartReport:
-    """Returns in the background process only. The foreground one prints what it hears, says how to look, and ends."""
+    """Fork and return in the background process. The foreground one prints its messages until it has started, and exits."""
     read, write = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     if os.fork() > 0:
         os.close(write)
-        os._exit(_listen(read))
+        os._exit(_print_until_started(read))
     os.close(read)
     os.setsid()
     if os.fork() > 0:  # not a session leader: opening a terminal later can't make it ours
@@ -71,7 +71,8 @@ def start_detached() -> StartReport:
     return StartReport(write)
 
 
-def _listen(pipe: int) -> int:
+def _print_until_started(pipe: int) -> int:
+    """Print the background process's messages until it reports its start or end, and return the exit code."""
     buffer = b""
     while True:
         data = os.read(pipe, 65536)
@@ -82,9 +83,7 @@ def _listen(pipe: int) -> int:
                 import json
                 import shlex
 
-                run_dir = json.loads(line[len(_STARTED) :])
-
-                name = os.path.basename(run_dir)
+                name = os.path.basename(json.loads(line[len(_STARTED) :]))
                 run = shlex.quote(name)
                 print(
                     f"run {name} is in the background\n  stoker attach {run}   follow it (Ctrl-C leaves it running)\n"
@@ -97,4 +96,4 @@ def _listen(pipe: int) -> int:
             print_text(line.decode("utf-8", "replace"), sys.stderr)
         if not data:
             os.write(2, b"stoker: the background process ended without an error message\n")
-            return 70
+            return EX_SOFTWARE

@@ -1,4 +1,4 @@
-"""Another `stoker` command as a child of ours: the same Python, the same files."""
+"""Command lines for `stoker` commands that run as child processes: the same Python and the same files."""
 
 from __future__ import annotations
 
@@ -10,37 +10,38 @@ from collections.abc import Sequence
 from stoker.contract.env_vars import PASSED_OPTIONS
 from stoker.control.cluster.transport import ROOT
 
-# Not `-m stoker`: that puts the working directory first, and a user's queue.py there would be Stoker's.
+# Not `-m stoker`: that puts the working directory first in sys.path, and a user's queue.py there would be imported.
 _BOOT = (
     "import sys\nif not sys.flags.safe_path: del sys.path[0]\nsys.path.append({root!r})\nsys.argv[0] = 'stoker'\nfrom"
     " {module} import {entry}\n{entry}()"
 )
-_SECRET = ("--env=", "--notify=")
+_SECRET_OPTIONS = ("--env=", "--notify=")
 
 
-def stoker_command(words: Sequence[str], flags: Sequence[str] = ()) -> list[str]:
-    """argv of `stoker WORDS`. `flags`: of Python."""
-    return own_program("stoker.cli.main", "entry", words, flags)
+def stoker_command(words: Sequence[str], python_flags: Sequence[str] = ()) -> list[str]:
+    """Return the argv of `stoker WORDS`."""
+    return module_command("stoker.cli.main", "entry", words, python_flags)
 
 
-def own_program(module: str, entry: str, words: Sequence[str] = (), flags: Sequence[str] = ()) -> list[str]:
-    """argv of a function of ours that takes no arguments and reads sys.argv."""
-    return [sys.executable, *flags, "-c", _BOOT.format(root=ROOT, module=module, entry=entry), *words]
+def module_command(module: str, entry: str, words: Sequence[str] = (), python_flags: Sequence[str] = ()) -> list[str]:
+    """Return the argv that calls a function of ours, which takes no arguments and reads sys.argv."""
+    return [sys.executable, *python_flags, "-c", _BOOT.format(root=ROOT, module=module, entry=entry), *words]
 
 
-def unseen(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """(options and a program without the options that may hold secrets, the variable in which these go). A user may have given
-    them in a file or in Python, and command lines are visible to all users.
+def split_secret_options(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return a command line without the options that may hold secrets, and a variable that carries these.
+
+    They may come from a file or from Python, and all users can see the command lines of processes.
     """
     end = words.index("--") if "--" in words else len(words)
-    hidden = [word for word in words[:end] if word.startswith(_SECRET)]
-    shown = [word for word in words[:end] if not word.startswith(_SECRET)]
-    return [*shown, *words[end:]], {PASSED_OPTIONS: json.dumps(hidden)} if hidden else {}
+    secret = [word for word in words[:end] if word.startswith(_SECRET_OPTIONS)]
+    public = [word for word in words[:end] if not word.startswith(_SECRET_OPTIONS)]
+    return [*public, *words[end:]], {PASSED_OPTIONS: json.dumps(secret)} if secret else {}
 
 
-def handed(words: Sequence[str]) -> list[str]:
-    """The words with those that came the other way, also in sys.argv; nobody that we start has the variable."""
-    hidden = [str(word) for word in json.loads(os.environ.pop(PASSED_OPTIONS, "[]"))]
-    at = len(sys.argv) - len(words)
-    sys.argv[at:at] = hidden
-    return [*hidden, *words]
+def restore_secret_options(words: Sequence[str]) -> list[str]:
+    """Return the command line with the options of the variable, also in sys.argv. Our own children don't get the variable."""
+    secret = [str(word) for word in json.loads(os.environ.pop(PASSED_OPTIONS, "[]"))]
+    begin = len(sys.argv) - len(words)
+    sys.argv[begin:begin] = secret
+    return [*secret, *words]

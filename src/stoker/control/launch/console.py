@@ -1,6 +1,7 @@
-"""The console: a thread of its own writes, so that a slow or dead terminal never holds up the run.
+"""The console of a run: a thread writes, so that a slow or dead terminal never holds up the run.
 
-What the console can't take in time is skipped in whole lines, counted and said; the ranks' files have everything.
+What the console can't take in time is skipped in whole lines, which are counted and reported; the ranks' files have
+everything. The second half makes whole, prefixed console lines, and lines of the log files, from a rank's bytes.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ from stoker.contract.masking import mask_text
 from stoker.contract.terminal import colour_text, wants_colour, wrap_text
 from stoker.contract.text import escape_lines
 
-ROOM = 24 << 20
-RESERVE = 2 << 20  # for small pieces: others' lines, and our own, when a flooding rank has filled the room
+MAX_QUEUED = 24 << 20  # bytes
+RESERVE = 2 << 20  # bytes for small pieces, such as lines of other ranks, when a flooding rank has filled the queue
 SMALL = 16 << 10
-EACH = 256  # what a queued piece costs beyond its bytes
-# What comes within this time of a write goes out together with the next: a thread that woke for every line of 512 ranks
-# would cost the main one more than the lines do.
-TOGETHER_S = 0.02
-AT_ONCE = 1 << 14
-_CLEARED = b"\r\x1b[K"
-_LOST = b"stoker: %d lines skipped here: the console is slower than the output; all of it is in the run directory\n"
+PIECE_COST = 256  # bytes that a queued piece takes besides its own
+# What arrives within this time after a write goes out together with the next one: a thread that woke for every line of
+# 512 ranks would cost the main thread more than the lines do.
+GATHER_S = 0.02
+MAX_WRITE = 1 << 14
+_CLEAR_LINE = b"\r\x1b[K"
+_SKIPPED = b"stoker: %d lines skipped here: the console is slower than the output; all of it is in the run directory\n"
 
 
 class Console:
+    """Writes to stdout (stream 1) and stderr (stream 2) in a thread."""
+
     def __init__(self, out: int = 1, err: int = 2) -> None:
         self._handles = {1: out, 2: err}
         self._dead: set[int] = set()
@@ -36,37 +39,21 @@ class Console:
         self._terminal = {stream: os.isatty(handle) and knows_codes for stream, handle in self._handles.items()}
         self._colours = {stream: terminal and wants_colour() for stream, terminal in self._terminal.items()}
         self._target = {stream: _identity(handle) for stream, handle in self._handles.items()}
-        # target -> the line under way there, as far as it matters: empty, text, or ending with or holding a \r
-        self._line: dict[object, bytes] = {}
+        # By target, what matters of its unfinished line: empty, text, or something that ends with or contains \r.
+        self._unfinished: dict[object, bytes] = {}
         self._queue: deque[tuple[int, bytes, bool]] = deque()
         self._size = 0
         self._skipped = {1: 0, 2: 0}
         self._skipped_total = 0
         self._ready = threading.Condition()
-        self._idle = False  # the writer waits for something to write
+        self._idle = False  # the thread waits for something to write
         self._closing = False
         self._thread = threading.Thread(target=self._write, name="console", daemon=True)
         self._thread.start()
 
     @property
     def full(self) -> bool:
-        return self._size > ROOM
-
-    def put(self, stream: int, data: bytes, own: bool = False) -> None:
-        """Whole lines, at once; when the console is behind they are dropped and counted. `own`: on a fresh line."""
-        if not data or stream in self._dead:
-            return
-        with self._ready:
-            if self._size > ROOM + (RESERVE if len(data) <= SMALL else 0):
-                self._skip(stream, data.count(b"\n") or 1)
-                return
-            if self._skipped[stream]:
-                self._enqueue(stream, _LOST % self._skipped[stream], True)
-                self._skipped[stream] = 0
-            self._enqueue(stream, data, own)
-            if self._idle:
-                self._idle = False
-                self._ready.notify()
+        return self._size > MAX_QUEUED
 
     def terminal(self, stream: int) -> bool:
         return self._terminal[stream]
@@ -74,13 +61,8 @@ class Console:
     def in_colour(self, stream: int) -> bool:
         return self._colours[stream]
 
-    def say(self, stream: int, text: str, colour: str = "") -> None:
-        """Lines of our own. They quote what others wrote: secrets are masked, and control codes escaped."""
-        text = wrap_text(escape_lines(mask_text(text)), self.columns(stream))
-        self.put(stream, (colour_text(text, colour) if self._colours[stream] else text).encode() + b"\n", own=True)
-
     def columns(self, stream: int) -> int:
-        """0: there is no terminal, or it does not say. Asked each time: windows change their size."""
+        """Return the terminal's current width; 0 if there is no terminal or it does not tell."""
         if not self._terminal[stream]:
             return 0
         try:
@@ -88,9 +70,57 @@ class Console:
         except OSError:
             return 0
 
+    def put(self, stream: int, data: bytes, own: bool = False) -> None:
+        """Queue whole lines and return at once. They are skipped if the console is too far behind.
+
+        `own` lines are Stoker's: they begin on a fresh line.
+        """
+        if not data or stream in self._dead:
+            return
+        with self._ready:
+            if self._size > MAX_QUEUED + (RESERVE if len(data) <= SMALL else 0):
+                self._skip(stream, data.count(b"\n") or 1)
+                return
+            if self._skipped[stream]:
+                self._enqueue(stream, _SKIPPED % self._skipped[stream], True)
+                self._skipped[stream] = 0
+            self._enqueue(stream, data, own)
+            if self._idle:
+                self._idle = False
+                self._ready.notify()
+
+    def say(self, stream: int, text: str, colour: str = "") -> None:
+        """Queue lines of Stoker's own. They quote foreign text: secrets are masked and control codes escaped."""
+        text = wrap_text(escape_lines(mask_text(text)), self.columns(stream))
+        self.put(stream, (colour_text(text, colour) if self._colours[stream] else text).encode() + b"\n", own=True)
+
     def skip(self, stream: int, lines: int) -> None:
+        """Count lines that the caller has skipped."""
         with self._ready:
             self._skip(stream, lines)
+
+    def settle(self, seconds: float = 2.0) -> None:
+        """Wait until everything is written, but not longer than this for a console that is stuck."""
+        deadline = time.monotonic() + seconds
+        while self._size and time.monotonic() < deadline:
+            with self._ready:
+                self._ready.notify()
+            time.sleep(0.002)
+
+    def close(self, seconds: float = 2.0) -> int:
+        """Give the console time to catch up, and end the thread. Returns the number of lines that were skipped."""
+        with self._ready:
+            for stream, count in self._skipped.items():
+                if count and stream not in self._dead:
+                    self._enqueue(stream, _SKIPPED % count, True)
+            self._closing = True
+            self._ready.notify()
+        size, deadline = self._size, time.monotonic() + seconds
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            self._thread.join(0.02)
+            if self._size < size:  # it moves: a slow console gets more time than a stuck one
+                size, deadline = self._size, time.monotonic() + seconds
+        return self._skipped_total
 
     def _skip(self, stream: int, lines: int) -> None:
         self._skipped[stream] += lines
@@ -98,7 +128,9 @@ class Console:
 
     def _enqueue(self, stream: int, data: bytes, own: bool) -> None:
         self._queue.append((stream, data, own))
-        self._size += len(data) + EACH
+        self._size += len(data) + PIECE_COST
+
+    # ---- in the thread ----
 
     def _write(self) -> None:
         while True:
@@ -108,44 +140,44 @@ class Console:
                     self._ready.wait()
                 if not self._queue:
                     break
-                stream, pieces = self._next()
-                size = sum(len(piece) + EACH for piece, _ in pieces)
-            self._write_all(stream, self._dress(stream, pieces))
+                stream, pieces = self._take_pieces()
+                size = sum(len(piece) + PIECE_COST for piece, _ in pieces)
+            self._write_all(stream, self._join(stream, pieces))
             with self._ready:
                 self._size -= size
-                if not self._closing and self._size < AT_ONCE:
-                    self._ready.wait(TOGETHER_S)
-        for stream, terminal in self._terminal.items():  # a bar that nobody will redraw
-            if terminal and b"\r" in self._line.pop(self._target[stream], b""):
-                self._write_all(stream, _CLEARED)
+                if not self._closing and self._size < MAX_WRITE:
+                    self._ready.wait(GATHER_S)
+        for stream, terminal in self._terminal.items():  # a progress bar that will not be redrawn
+            if terminal and b"\r" in self._unfinished.pop(self._target[stream], b""):
+                self._write_all(stream, _CLEAR_LINE)
 
-    def _next(self) -> tuple[int, list[tuple[bytes, bool]]]:
-        """The oldest pieces of one stream: what one write takes, or a single longer one."""
+    def _take_pieces(self) -> tuple[int, list[tuple[bytes, bool]]]:
+        """Take the oldest pieces of one stream, as many as one write takes, or a single longer one."""
         stream, first, own = self._queue.popleft()
         pieces, size = [(first, own)], len(first)
-        while self._queue and self._queue[0][0] == stream and size + len(self._queue[0][1]) <= AT_ONCE:
+        while self._queue and self._queue[0][0] == stream and size + len(self._queue[0][1]) <= MAX_WRITE:
             _, piece, own = self._queue.popleft()
             pieces.append((piece, own))
             size += len(piece)
         return stream, pieces
 
-    def _dress(self, stream: int, pieces: list[tuple[bytes, bool]]) -> bytes:
-        target, dressed = self._target[stream], []
-        under_way = self._line.get(target, b"")
+    def _join(self, stream: int, pieces: list[tuple[bytes, bool]]) -> bytes:
+        """Join pieces, with what the unfinished line before each needs: a newline, or its bar cleared."""
+        target, joined = self._target[stream], []
+        unfinished = self._unfinished.get(target, b"")
         for piece, own in pieces:
-            dressed += [self._before(stream, under_way, own), piece]
+            at_start = not unfinished or unfinished.endswith(b"\r")
+            has_bar = b"\r" in unfinished
+            if self._terminal[stream] and (has_bar or (own and at_start)) and (own or at_start):
+                joined.append(_CLEAR_LINE)  # also at the start of a line: the terminal itself writes ^C there
+            elif own and unfinished:
+                joined.append(b"\n")
+            joined.append(piece)
             rest = piece[piece.rfind(b"\n") + 1 :]
-            bar = b"\r" in rest or (b"\n" not in piece and b"\r" in under_way)
-            under_way = (b"\r" if bar else b"") + rest[-1:] if rest else b""
-        self._line[target] = under_way
-        return b"".join(dressed)
-
-    def _before(self, stream: int, under_way: bytes, own: bool) -> bytes:
-        """What the line under way needs before a piece. A terminal's progress bar, redrawn or over, is cleared."""
-        at_start = not under_way or under_way.endswith(b"\r")
-        if self._terminal[stream] and (b"\r" in under_way or (own and at_start)) and (own or at_start):
-            return _CLEARED  # even at its start: the terminal itself writes ^C there
-        return b"\n" if own and under_way else b""
+            is_bar = b"\r" in rest or (b"\n" not in piece and has_bar)
+            unfinished = (b"\r" if is_bar else b"") + rest[-1:] if rest else b""
+        self._unfinished[target] = unfinished
+        return b"".join(joined)
 
     def _write_all(self, stream: int, data: bytes) -> None:
         view = memoryview(data)
@@ -153,146 +185,127 @@ class Console:
             try:
                 view = view[os.write(self._handles[stream], view[: 1 << 16]) :]
             except BlockingIOError:
-                time.sleep(0.01)  # somebody made the terminal non-blocking: wait for room on this thread only
+                time.sleep(0.01)  # another program made the terminal non-blocking: only this thread waits
             except OSError:
-                self._dead.add(stream)  # `| head -1`, a closed terminal: the run goes on without this stream
-
-    def settle(self, seconds: float = 2.0) -> None:
-        """Until all that was put is written, or so long: a console that stands still holds up nobody."""
-        deadline = time.monotonic() + seconds
-        while self._size and time.monotonic() < deadline:
-            with self._ready:
-                self._ready.notify()
-            time.sleep(0.002)
-
-    def close(self, seconds: float = 2.0) -> int:
-        """Gives the console a little time to catch up. Returns how many lines it never got."""
-        with self._ready:
-            for stream, count in self._skipped.items():
-                if count and stream not in self._dead:
-                    self._enqueue(stream, _LOST % count, True)
-            self._closing = True
-            self._ready.notify()
-        before, deadline = self._size, time.monotonic() + seconds
-        while self._thread.is_alive() and time.monotonic() < deadline:
-            self._thread.join(0.02)
-            if self._size < before:  # it moves: a slow console gets more time than a stuck one
-                before, deadline = self._size, time.monotonic() + seconds
-        return self._skipped_total
+                self._dead.add(stream)  # `| head -1`, or a closed terminal: the run continues without this stream
 
 
 def _identity(handle: int) -> object:
-    """Two streams that go to one terminal, file or pipe share the line under way."""
+    """Return what two streams have in common if they go to one terminal, file or pipe, and so share a line."""
     try:
-        found = os.fstat(handle)
-    except OSError:  # closed by whoever started us
+        status = os.fstat(handle)
+    except OSError:  # closed by the program that started us
         return handle
-    return found.st_dev, found.st_ino, found.st_rdev
+    return status.st_dev, status.st_ino, status.st_rdev
 
 
-# ---- a rank's bytes become console lines (whole, prefixed, never torn) and lines of its log. Pure ----
+# ---- lines of a rank, for the console and for its log. Pure ----
 
-LONGEST = 32 << 20  # a line longer than this is shown in pieces: memory is finite
-_LONGEST_BAR = 1 << 20  # what is longer is no progress bar: it is written
-_RECIPES = b"INFO | ["  # how the lines of a recipe begin, which are shortened as a whole
+LONGEST = 32 << 20  # bytes; a longer line is shown in pieces, because memory is finite
+_MAX_BAR = 1 << 20  # bytes; what is longer is no progress bar
+_RECIPE_START = b"INFO | ["  # of the lines that are shortened as a whole
 _RECORD = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
 # Colours, cursor moves, titles.
 _CODES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
 
 
 class LineCutter:
-    """One rank's one stream. A carriage return ends a record too (progress bars), unless a newline follows it."""
+    """Makes console lines of one stream of a rank. A carriage return ends a line too (progress bars), unless \\n follows."""
 
     def __init__(self, prefix: bytes, shorten: Callable[[bytes], bytes | None] | None = None) -> None:
-        """`shorten`: a whole line, without its end, to the one that is shown in its place; None: it is not shown."""
+        """`shorten` maps a whole line, without its end, to what is shown in its place; None if nothing is."""
         self.prefix = prefix
+        self.mid_line = False  # an unfinished line has been shown: what follows continues it
         self._shorten = shorten
         self._rest = bytearray()
         self._in_bar = False  # the unfinished line is the next state of a progress bar
-        self.mid_line = False  # an unfinished line has been shown: what follows continues it
 
     def feed(self, data: bytes) -> bytes:
-        """The finished records, each with its prefix. Unfinished ones wait for their end, however long."""
+        """Return the finished lines, each with its prefix. Unfinished ones wait for their end."""
         cut = max(data.rfind(b"\n"), data.rfind(b"\r", 0, max(len(data) - 1, 0))) + 1  # a last \r may be half of \r\n
         if cut:
-            done = bytes(self._rest + data[:cut])
+            lines = bytes(self._rest + data[:cut])
             self._rest = bytearray(data[cut:])
         elif self._rest.endswith(b"\r") and data:
-            done = bytes(self._rest)
+            lines = bytes(self._rest)
             self._rest = bytearray(data)
         else:
             self._rest += data
-            return self._begun() if len(self._rest) > LONGEST else b""
-        self._in_bar = done.endswith(b"\r")
-        return self._dress(done)
-
-    def _dress(self, text: bytes) -> bytes:
-        if self._shorten is not None:
-            text = self._shortened(text)
-            if not text:
-                return b""
-        head, self.mid_line = (b"" if self.mid_line else self.prefix), False
-        if b"\r" not in text:
-            return head + text[:-1].replace(b"\n", b"\n" + self.prefix) + b"\n"
-        # A record with nothing but its \r is how a progress bar begins: there is nothing to put a prefix before.
-        records = [record if record == b"\r" else self.prefix + record for record in _RECORD.findall(text)]
-        if not head and records[0] != b"\r":
-            records[0] = records[0][len(self.prefix) :]
-        return b"".join(records)
-
-    def _shortened(self, text: bytes) -> bytes:
-        lines = text.split(b"\n")
-        first = 1 if self.mid_line else 0  # its beginning is on the screen
-        for at, line in enumerate(lines[first:-1], first):
-            begin = line.rfind(b"\r", 0, max(len(line) - 1, 0)) + 1  # behind a bar, which stays; a last \r is of \r\n
-            shown = self._shorten(line[begin:]) if self._shorten is not None else line[begin:]
-            clear = b"\x1b[K" if begin else b""  # the bar may be longer than the line
-            lines[at] = line[:begin] + (b"" if shown is None else clear + shown + b"\n")
-        ended = [lines[0] + b"\n", *lines[1:]] if first and len(lines) > 1 else lines
-        return b"".join(ended)
+            return self._take_unfinished() if len(self._rest) > LONGEST else b""
+        self._in_bar = lines.endswith(b"\r")
+        return self._add_prefixes(lines)
 
     def flush(self) -> bytes:
-        """The rest when the rank has ended, with the newline it lacks. A bar that will not go on is not redrawn."""
+        """Return the rest when the rank has ended, with the newline it lacks. A progress bar is not shown again."""
         rest, self._rest = bytes(self._rest), bytearray()
         if self._in_bar:
             self.mid_line = False
         if self._in_bar or (not rest and not self.mid_line):
             return b""
-        return self._dress(rest + (b"" if rest.endswith(b"\r") else b"\n"))
+        return self._add_prefixes(rest + (b"" if rest.endswith(b"\r") else b"\n"))
 
     def drop(self) -> None:
-        """Forgets the line under way: its end was skipped."""
+        """Forget the unfinished line: its end was skipped."""
         self._rest.clear()
         self.mid_line = False
 
     def partial(self) -> bytes:
-        """An unfinished line, as it stands: for the one rank that has the console to itself (prompts, progress)."""
-        whole_only = self._shorten is not None and not self.mid_line and self._rest.lstrip(b"\r").startswith(_RECIPES)
-        return b"" if whole_only else self._begun()
+        """Return the unfinished line as it is, for a rank that has the console to itself (prompts, progress)."""
+        is_shortened = self._shorten is not None and not self.mid_line
+        if is_shortened and self._rest.lstrip(b"\r").startswith(_RECIPE_START):
+            return b""
+        return self._take_unfinished()
 
-    def _begun(self) -> bytes:
+    def _take_unfinished(self) -> bytes:
         if not self._rest or self._rest.endswith(b"\r"):
             return b""
-        shown = (b"" if self.mid_line else self.prefix) + bytes(self._rest)
+        text = (b"" if self.mid_line else self.prefix) + bytes(self._rest)
         self._rest.clear()
         self.mid_line = True
-        return shown
+        return text
+
+    def _add_prefixes(self, text: bytes) -> bytes:
+        if self._shorten is not None:
+            text = self._shorten_lines(text)
+            if not text:
+                return b""
+        first_prefix, self.mid_line = (b"" if self.mid_line else self.prefix), False
+        if b"\r" not in text:
+            return first_prefix + text[:-1].replace(b"\n", b"\n" + self.prefix) + b"\n"
+        # A progress bar begins with a line that is only a \r: it needs no prefix.
+        lines = [line if line == b"\r" else self.prefix + line for line in _RECORD.findall(text)]
+        if not first_prefix and lines[0] != b"\r":
+            lines[0] = lines[0][len(self.prefix) :]
+        return b"".join(lines)
+
+    def _shorten_lines(self, text: bytes) -> bytes:
+        assert self._shorten is not None
+        lines = text.split(b"\n")
+        first = 1 if self.mid_line else 0  # the beginning of an unfinished line is on the screen already
+        for index, line in enumerate(lines[first:-1], first):
+            start = line.rfind(b"\r", 0, max(len(line) - 1, 0)) + 1  # after a bar, which stays; a last \r is of \r\n
+            shortened = self._shorten(line[start:])
+            clear = b"\x1b[K" if start else b""  # the bar may be longer than the line
+            lines[index] = line[:start] + (b"" if shortened is None else clear + shortened + b"\n")
+        if first and len(lines) > 1:
+            lines[0] += b"\n"
+        return b"".join(lines)
 
 
 class LogLines:
-    """One rank's one stream, for its file: as a terminal would show it in the end, without control codes."""
+    """Makes the log file's lines of one stream of a rank: as a terminal would show them in the end, without control codes."""
 
     def __init__(self) -> None:
         self._rest = b""
-        self._written = False  # the beginning of the line under way is in the file already
+        self._is_continued = False  # the beginning of the unfinished line is in the file already
 
     @property
     def unfinished(self) -> int:
-        """Bytes that could be written now, without the end of their line. A bar waits for its last state."""
-        return 0 if b"\r" in self._rest and len(self._rest) < _LONGEST_BAR else len(self._rest)
+        """Bytes of an unfinished line that could be written now. A progress bar waits for its last state."""
+        return 0 if b"\r" in self._rest and len(self._rest) < _MAX_BAR else len(self._rest)
 
     def feed(self, data: bytes) -> bytes:
-        """The finished lines."""
+        """Return the finished lines."""
         text = self._rest + data if self._rest else data
         cut = text.rfind(b"\n") + 1
         self._rest = text[cut:]
@@ -302,30 +315,29 @@ class LogLines:
         return self._clean(text[:cut]) if cut else b""
 
     def partial(self) -> bytes:
-        """The beginning of a line, as it stands."""
+        """Return the beginning of the unfinished line."""
         if not self.unfinished:
             return b""
         text, self._rest = self._rest, b""
-        self._written = True
+        self._is_continued = True
         return _CODES.sub(b"", text)
 
     def flush(self) -> bytes:
-        """What is left when the rank has ended."""
+        """Return the rest when the rank has ended."""
         text, self._rest = self._rest, b""
         return self._clean(text.removesuffix(b"\r")) if text else b""
 
     def _clean(self, text: bytes) -> bytes:
-        continued, self._written = self._written, False
+        is_continued, self._is_continued = self._is_continued, False
         if b"\r" not in text and b"\x1b" not in text:
             return text
-        *whole, last = text.split(b"\n")
-        shown = [*map(_last_state, whole), last[last.rfind(b"\r") + 1 :]]
-        overwritten = len(shown[0]) < text.find(b"\n") if whole else len(shown[0]) < len(last)
-        fresh = b"\n" if continued and overwritten else b""  # what is in the file can't be overwritten
-        return fresh + _CODES.sub(b"", b"\n".join(shown))
+        *lines, last = text.split(b"\n")
+        shown = [*map(_last_state, lines), last[last.rfind(b"\r") + 1 :]]
+        overwrites = len(shown[0]) < (text.find(b"\n") if lines else len(last))
+        newline = b"\n" if is_continued and overwrites else b""  # what is in the file can't be overwritten
+        return newline + _CODES.sub(b"", b"\n".join(shown))
 
 
 def _last_state(line: bytes) -> bytes:
-    """What stands behind a line's last carriage return; one at its end belongs to the newline."""
-    ends = line.endswith(b"\r")
-    return line[line.rfind(b"\r", 0, len(line) - ends) + 1 :]
+    """Return what follows a line's last carriage return, apart from one that belongs to its newline."""
+    return line[line.rfind(b"\r", 0, len(line) - line.endswith(b"\r")) + 1 :]

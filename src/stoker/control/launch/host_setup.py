@@ -1,291 +1,302 @@
-"""A run with several hosts before any rank starts: do they reach each other, has each what its ranks need?"""
+"""Prepares several hosts before any rank starts: copies files, finds addresses, and checks that each host is ready."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stoker.contract.errors import EX_UNAVAILABLE, Refusal
 from stoker.contract.frozen import replace
 from stoker.control.cluster import file_sync, ssh, transport
 from stoker.control.cluster.agent_pool import UnusableHosts
-from stoker.control.cluster.hosts import Host, is_address
+from stoker.control.cluster.hosts import Host, Hosts, is_address
 from stoker.control.launch.agents import Agents
-from stoker.control.launch.preflight import check_legal
+from stoker.control.launch.preflight import check_legal_ranks
 from stoker.control.launch.signals import STOPS, Interrupted, handled
 from stoker.control.plan.rank_spec import HostTarget
+from stoker.control.plan.request import Request
 from stoker.control.plan.run_dir import RunDir
 from stoker.control.plan.run_plan import RunPlan
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from stoker.control.launch.live import LiveRun
 
 ROUTE_S = 10.0
 READY_S = 15.0
 FILES_S = 30.0
 
+Answers = Mapping[str, Mapping[str, Any]]  # of a probe, by host
+
 
 class HostSetup:
-    def __init__(self, run: LiveRun) -> None:
-        self._run = run
-        self._agents = run.agents
-        self._options = run.options
-        self.copies = bool(run.options.sync or run.options.stage)
+    """Copies, addresses and checks of a run with several hosts."""
+
+    def __init__(self, request: Request, agents: Agents, log: Callable[..., None]) -> None:
+        assert agents.hosts is not None
+        self.copies = bool(request.options.sync or request.options.stage)
+        # Hosts whose run directory is not ours: the command that copies from there.
+        self.unshared: dict[str, list[str]] = {}
+        self._request = request
+        self._options = request.options
+        self._agents = agents
+        self._hosts: Hosts = agents.hosts
+        self._log = log
         self._loads: list[file_sync.CopyJob] = []
         self._addresses: dict[str, str] = {}
         self._interfaces: dict[str, str] = {}
-        self._ready: dict[str, Any] = {}  # what the hosts were asked, but for what is each one's own
+        self._run_dir_probe: dict[str, Any] = {}  # what each host is asked about the run directory
         self._pythons: dict[str, str] = {}
-        self._program = ""  # the hash they agreed on
-        self.apart: dict[
-            str, list[str]
-        ] = {}  # hosts with a run directory of their own: the command that copies from there
+        self._package_hash = ""  # of the user's program, the same on all hosts; empty: not compared
 
-    def prepare(self, plan: RunPlan, place: RunDir) -> list[str]:
-        """Before any rank starts: lines to say. What can't work is refused, all hosts together."""
+    def prepare(self, plan: RunPlan, run_dir: RunDir) -> list[str]:
+        """Copy, find addresses and check all hosts. Returns warnings; a Refusal names every problem of all hosts."""
         if self.copies:
             self._copy_to_all()
-        self.find_ways()
-        lines = [*self._unshared(), *self.check_ready(plan, place)]
+        self.find_addresses()
+        warnings = self._warn_of_unshared_ssh() + self._check_ready(plan, run_dir)
         if self._options.no_preflight:
-            return lines
-        check_legal(self._options, plan)
-        self.check_program(plan)
-        return lines + self.check_each_other()
+            return warnings
+        check_legal_ranks(self._options, plan)
+        self._check_same_program(plan)
+        return warnings + self._check_network()
+
+    # ---- --sync and --stage ----
 
     def _copy_to_all(self) -> None:
-        """--sync and --stage. Hosts that can't take it are Unusable: with --min-hosts the run may begin without them."""
-        agents, options, say = self._agents, self._options, self._run.say
-        assert agents.hosts is not None
-        there = {member.host for member in agents.members.all if not member.gone}
-        hosts = replace(agents.hosts, hosts=tuple(host for host in agents.hosts.hosts if host.name in there))
+        """Copy to all hosts. Raises UnusableHosts for those that can't take it: with --min-hosts the run starts without."""
+        present = {client.host for client in self._agents.clients if not client.gone}
+        hosts = replace(self._hosts, hosts=tuple(host for host in self._hosts.hosts if host.name in present))
         try:
-            with handled(STOPS, _interrupt):  # a signal ends it at once
-                if not self._loads:  # for all hosts of the file, those that are not there included
-                    working = [file_sync.plan_sync(agents.hosts, os.getcwd(), say)] if options.sync else []
-                    self._loads = working + [file_sync.plan_stage(agents.hosts, told, say) for told in options.stage]
+            with handled(STOPS, _interrupt):  # a signal ends the copy at once
+                if not self._loads:  # for all hosts of the file: one that is missing now may come later
+                    if self._options.sync:
+                        self._loads.append(file_sync.plan_sync(self._hosts, os.getcwd(), self._log))
+                    for stage in self._options.stage:
+                        self._loads.append(file_sync.plan_stage(self._hosts, stage, self._log))
                 for load in self._loads:
-                    file_sync.copy_to_hosts(hosts, load, say)
+                    file_sync.copy_to_hosts(hosts, load, self._log)
         except file_sync.CopyFailed as failed:
-            if not options.min_hosts:
+            if not self._options.min_hosts:
                 raise
-            raise UnusableHosts(failed.hosts, len(agents.by_name)) from failed
+            raise UnusableHosts(failed.hosts, len(self._agents.by_name)) from failed
 
     def copy_late(self, host: str) -> file_sync.LateCopy:
-        """To one that is back."""
-        return file_sync.LateCopy(self._agents.by_name[host], self._agents.afresh, self._loads)
+        """Start copying to a host that is back, in a thread."""
+        return file_sync.LateCopy(self._agents.by_name[host], self._agents.unshared_hosts, self._loads)
 
-    def _unshared(self) -> list[str]:
-        hosts = self._agents.hosts
-        assert hosts is not None
-        by_ssh = [host for host in hosts.hosts if transport.transport_for(host, hosts).name == "ssh"]
-        why = ssh.why_unshared() if by_ssh else ""
-        return [f"! ssh connections are not shared: {why}; every command makes its own"] if why else []
+    # ---- addresses ----
 
-    def find_ways(self) -> None:
-        """Addresses and interfaces of those that take part now."""
-        agents = self._agents
-        hosts = [agents.by_name[member.host] for member in agents.members.all]
+    def find_addresses(self) -> None:
+        """Find the addresses and interfaces of the hosts that take part now."""
+        hosts = [self._agents.by_name[client.host] for client in self._agents.clients]
         if len(hosts) == 1:
             self._addresses, self._interfaces = {hosts[0].name: hosts[0].address or "127.0.0.1"}, {}
             return
-        found = known(hosts)
-        if len(found) + sum(host.here for host in hosts) < len(hosts):
-            found = reached(self._routes(list(found.values())), found)
-        routes = self._routes(list(found.values()))
-        whole = complete(hosts, routes, found)
-        if len(whole) > len(found):
-            routes = self._routes(list(whole.values()))
-        self._addresses, self._interfaces = whole, interfaces(hosts, routes, whole)
+        known = known_addresses(hosts)
+        if len(known) + sum(host.here for host in hosts) < len(hosts):
+            known = add_reached_addresses(known, self._probe_routes(known))
+        routes = self._probe_routes(known)
+        self._addresses = add_source_addresses(known, hosts, routes)
+        if len(self._addresses) > len(known):
+            routes = self._probe_routes(self._addresses)
+        self._interfaces = choose_interfaces(hosts, routes, self._addresses)
 
-    def _routes(self, to: list[str]) -> dict[str, Any]:
-        answers = self._agents.probe("route", {member.host: {"to": to} for member in self._agents.members.all}, ROUTE_S)
-        _refuse_errors(answers, self._agents)
+    def _probe_routes(self, addresses: Mapping[str, str]) -> dict[str, Any]:
+        args = {"to": list(addresses.values())}
+        answers = self._agents.probe("route", {client.host: args for client in self._agents.clients}, ROUTE_S)
+        _raise_for_errors(answers, self._agents)
         return answers
 
     @property
     def master(self) -> str:
-        """Rank 0's address, as the others reach it."""
-        return self._options.master_addr or self._addresses[self._agents.members.all[0].host]
+        """Rank 0's address, as the other hosts reach it."""
+        return self._options.master_addr or self._addresses[self._agents.clients[0].host]
 
-    def towards(self, host: str) -> HostTarget:
-        agents = self._agents
-        one = agents.by_name[host]
-        assert agents.hosts is not None
-        return HostTarget(host, one.here, one.workdir or os.getcwd(), self._interfaces.get(host, ""), agents.hosts.env)
+    def target(self, host: str) -> HostTarget:
+        """Return what the ranks of a host need to know about it."""
+        entry = self._agents.by_name[host]
+        interface = self._interfaces.get(host, "")
+        return HostTarget(host, entry.here, entry.workdir or os.getcwd(), interface, self._hosts.env)
 
-    def check_ready(self, plan: RunPlan, place: RunDir) -> list[str]:
-        """Workdir, interpreter and run directory on each host: problems are refused together; else lines to print."""
-        agents = self._agents
-        token = f".shared-{os.urandom(8).hex()}"  # a name that no other folder has
-        path = os.path.join(place.dir, token)
+    # ---- checks ----
+
+    def _warn_of_unshared_ssh(self) -> list[str]:
+        uses_ssh = any(transport.transport_for(host, self._hosts).name == "ssh" for host in self._hosts.hosts)
+        reason = ssh.why_unshared() if uses_ssh else ""
+        return [f"! ssh connections are not shared: {reason}; every command opens its own"] if reason else []
+
+    def _check_ready(self, plan: RunPlan, run_dir: RunDir) -> list[str]:
+        """Check workdir, interpreter and run directory on each host. Returns warnings."""
+        token = f".shared-{os.urandom(8).hex()}"  # a file that a host sees only if it shares the run directory
+        path = os.path.join(run_dir.dir, token)
         with open(path, "wb"):
             pass
-        self._ready = {"run_dir": place.dir, "token": token}
-        self._pythons = {host: plan.pythons.get(host, plan.roles[0].argv[0]) for host in agents.by_name}
+        self._run_dir_probe = {"run_dir": run_dir.dir, "token": token}
+        self._pythons = {host: plan.pythons.get(host, plan.roles[0].argv[0]) for host in self._agents.by_name}
         try:
-            answers = agents.probe("ready", {host: self._ask_ready(host) for host in plan.hosts}, READY_S)
+            answers = self._agents.probe("ready", {host: self._ready_args(host) for host in plan.hosts}, READY_S)
         finally:
             os.unlink(path)
-        _refuse_errors(answers, agents)
-        wrong: dict[str, list[str]] = {}  # what -> the hosts that have it
+        _raise_for_errors(answers, self._agents)
+        hosts_by_problem: dict[str, list[str]] = {}
         for host, answer in answers.items():
             for problem in answer["problems"]:
-                wrong.setdefault(problem, []).append(host)
-        if wrong:
-            raise _refusal("; ".join(f"{_hosts(names)}: {problem}" for problem, names in wrong.items()))
-        lines = []
+                hosts_by_problem.setdefault(problem, []).append(host)
+        if hosts_by_problem:
+            problems = (f"{_name_hosts(hosts)}: {problem}" for problem, hosts in hosts_by_problem.items())
+            raise _refusal("; ".join(problems))
+        warnings = []
         unwritable = [f"{host} ({answer['unwritable']})" for host, answer in answers.items() if answer["unwritable"]]
         if unwritable:
-            home = "logs come home all the same, checkpoints there don't"
-            lines.append(f"! the run directory {place.dir} can't be made on {', '.join(unwritable)}: {home}")
-        apart = [host for host, answer in answers.items() if not answer["shared"]]
-        assert agents.hosts is not None
-        self.apart = {host: ssh.copy_command(agents.by_name[host], agents.hosts) for host in apart}
-        if apart:
-            stay = "checkpoints stay on the host that writes them (of `stoker train`, on rank 0's)"
-            need = "resuming needs a shared folder, or the same host for rank 0"
-            lines.append(f"! {', '.join(apart)}: the run directory is not the same folder as here: {stay}; {need}")
-        return lines
+            effect = "logs are still collected here, checkpoints there are not"
+            line = f"! the run directory {run_dir.dir} can't be created on {', '.join(unwritable)}: {effect}"
+            warnings.append(line)
+        unshared = [host for host, answer in answers.items() if not answer["shared"]]
+        self.unshared = {host: ssh.copy_command(self._agents.by_name[host], self._hosts) for host in unshared}
+        if unshared:
+            effect = "checkpoints stay on the host that writes them (of `stoker train`, on rank 0's)"
+            advice = "resuming needs a shared folder, or the same host for rank 0"
+            names = ", ".join(unshared)
+            warnings.append(f"! {names}: the run directory is not the same folder as here: {effect}; {advice}")
+        return warnings
 
-    def check_program(self, plan: RunPlan) -> None:
-        """Script and package must be the same on all hosts. Those that differ are named together."""
-        agents = self._agents
-        request, options = self._run.request, self._options
-        if options.no_python or len(plan.hosts) < 2:
+    def _check_same_program(self, plan: RunPlan) -> None:
+        """Refuse a script or package that is not the same on all hosts."""
+        if self._options.no_python or len(plan.hosts) < 2:
             return
         from stoker.control.cluster.check_rules import missing_program_fix, program_differences
 
-        answers = agents.probe("files", {host: self._ask_files(host) for host in plan.hosts}, FILES_S)
-        _refuse_lost(agents)
-        wrong = program_differences(
-            answers, request.script, missing_program_fix(request.script, os.getcwd(), options.sync)
-        )
-        if wrong:
-            raise _refusal("; ".join(wrong))
-        self._program = answers[plan.hosts[0]]["package"]
+        answers = self._agents.probe("files", {host: self._files_args(host) for host in plan.hosts}, FILES_S)
+        _raise_for_lost(self._agents)
+        script = self._request.script
+        problems = program_differences(answers, script, missing_program_fix(script, os.getcwd(), self._options.sync))
+        if problems:
+            raise _refusal("; ".join(problems))
+        self._package_hash = answers[plan.hosts[0]]["package"]
 
-    def _ask_ready(self, host: str) -> dict[str, Any]:
-        return {"workdir": self.towards(host).workdir, "program": self._pythons[host], **self._ready}
-
-    def _ask_files(self, host: str) -> dict[str, Any]:
-        program = {"script": self._run.request.script, "module": self._options.module, "python": self._pythons[host]}
-        return {"workdir": self.towards(host).workdir, **program}
-
-    def fitness(self, host: str) -> dict[str, dict[str, Any]]:
-        """What a host that is back must show before it may join."""
-        return {"ready": self._ask_ready(host), **({"files": self._ask_files(host)} if self._program else {})}
-
-    def unfit(self, answers: dict[str, Any]) -> str:
-        broken = [str(answer["error"]) for answer in answers.values() if "error" in answer]
-        if broken:
-            return broken[0]
-        wrong = list(answers["ready"]["problems"])
-        if self._program and answers["files"]["package"] != self._program:
-            named = self._run.request.script
-            changed = ": has it changed here since the run began?" if self._options.sync else ""
-            differs = f"is not the same there as on the others{changed}"
-            wrong.append(f"{named} {differs if answers['files']['names'] else 'is missing there'}")
-        return "; ".join(wrong)
-
-    def check_each_other(self) -> list[str]:
-        """Builds, ports both ways, names, clocks: what can't work is refused, all together; else lines to print."""
-        agents = self._agents
-        if len(agents.members.all) < 2:
+    def _check_network(self) -> list[str]:
+        """Check builds, ports in both directions, names and clocks. Returns warnings; failures are refused together."""
+        if len(self._agents.clients) < 2:
             return []
         from stoker.control.cluster.connectivity import quick_check
 
-        assert agents.hosts is not None
-        found = quick_check(agents.asking(), agents.hosts, self._addresses)
-        _refuse_lost(agents)
-        said = [(one, f"{one.id}: {one.text}" + (f"; {one.fix}" if one.fix else "")) for one in found]
-        bad = [line for one, line in said if one.level == "fail"]
-        if bad:
-            more = "(--no-preflight starts all the same; `stoker cluster check` shows all of it)"
-            raise _refusal(f"{'; '.join(bad)} {more}")
-        return [f"! {line}" for one, line in said if one.level == "warn"]
+        findings = quick_check(self._agents.probe_batch(), self._hosts, self._addresses)
+        _raise_for_lost(self._agents)
+        lines = {
+            level: [
+                f"{finding.id}: {finding.text}" + (f"; {finding.fix}" if finding.fix else "")
+                for finding in findings
+                if finding.level == level
+            ]
+            for level in ("fail", "warn")
+        }
+        if lines["fail"]:
+            advice = "(use --no-preflight to start anyway; `stoker cluster check` shows all of it)"
+            raise _refusal(f"{'; '.join(lines['fail'])} {advice}")
+        return [f"! {line}" for line in lines["warn"]]
+
+    def _ready_args(self, host: str) -> dict[str, Any]:
+        return {"workdir": self.target(host).workdir, "program": self._pythons[host], **self._run_dir_probe}
+
+    def _files_args(self, host: str) -> dict[str, Any]:
+        script = {"script": self._request.script, "module": self._options.module}
+        return {"workdir": self.target(host).workdir, **script, "python": self._pythons[host]}
+
+    # ---- a host that is back ----
+
+    def rejoin_probes(self, host: str) -> dict[str, dict[str, Any]]:
+        """Return the probes, with their arguments, that a host must pass before it may join again."""
+        probes = {"ready": self._ready_args(host)}
+        if self._package_hash:
+            probes["files"] = self._files_args(host)
+        return probes
+
+    def rejoin_problem(self, answers: dict[str, Any]) -> str:
+        """Return why a host with these answers may not join; empty if it may."""
+        errors = [str(answer["error"]) for answer in answers.values() if "error" in answer]
+        if errors:
+            return errors[0]
+        problems = list(answers["ready"]["problems"])
+        if self._package_hash and answers["files"]["package"] != self._package_hash:
+            if answers["files"]["names"]:
+                hint = ": has it changed here since the run began?" if self._options.sync else ""
+                problems.append(f"{self._request.script} is not the same there as on the others{hint}")
+            else:
+                problems.append(f"{self._request.script} is missing there")
+        return "; ".join(problems)
 
 
 def _refusal(line: str) -> Refusal:
     return Refusal(line, EX_UNAVAILABLE, cause="launch.hosts")
 
 
-def _hosts(names: list[str]) -> str:
+def _name_hosts(names: list[str]) -> str:
     return f"host {names[0]}" if len(names) == 1 else f"hosts {', '.join(names)}"
 
 
-def _refuse_lost(agents: Agents) -> None:
-    """Hosts that went away meanwhile: what they did not answer says nothing of the program, or of the network."""
-    gone = {member.host: f"is gone: {member.gone}" for member in agents.members.all if member.gone}
+def _raise_for_lost(agents: Agents) -> None:
+    """Raise UnusableHosts if a host went away: its missing answer says nothing about the program or the network."""
+    gone = {client.host: f"is gone: {client.gone}" for client in agents.clients if client.gone}
     if gone:
         raise UnusableHosts(gone, len(agents.by_name))
 
 
-def _refuse_errors(answers: dict[str, Any], agents: Agents) -> None:
-    broken = {host: str(answer["error"]) for host, answer in answers.items() if "error" in answer}
-    if broken:
-        raise UnusableHosts(broken, len(agents.by_name))
-
-
-# ---- addresses and interfaces; pure ----
-#
-# gloo takes the address of the host's own name unless it is told an interface, and NCCL the first interface that is up:
-# both are wrong where hosts share a name, where it means loopback, or where a bridge of Docker comes first.
-
-
-def known(hosts: Sequence[Host]) -> dict[str, str]:
-    """What can be said of a host before anybody is asked. Not of `here`: its own loopback is no address for others."""
-    found = {host.name: host.address for host in hosts if host.address}
-    return found | {
-        host.name: host.target for host in hosts if host.name not in found and is_address(host.target) and not host.here
-    }
-
-
-def reached(answers: Mapping[str, Mapping[str, Any]], found: Mapping[str, str]) -> dict[str, str]:
-    """With the address ssh came to, for those of whom nothing else is known."""
-    more = {
-        name: answer["reached_at"] for name, answer in answers.items() if name not in found and answer.get("reached_at")
-    }
-    return {**found, **more}
-
-
-def complete(
-    hosts: Sequence[Host], routes: Mapping[str, Mapping[str, Any]], found: Mapping[str, str]
-) -> dict[str, str]:
-    """The rest: the source address of a host's own route towards the others."""
-    whole = dict(found)
-    for host in hosts:
-        if host.name in whole:
-            continue
-        ways = [way for way in routes[host.name].get("routes", {}).values() if way.get("source")]
-        if not ways:
-            where = "say it in the hosts file (address:)"
-            raise _refusal(f"no address is known by which the others reach host {host.name}: {where}")
-        whole[host.name] = ways[0]["source"]
-    return whole
-
-
-def interfaces(
-    hosts: Sequence[Host], routes: Mapping[str, Mapping[str, Any]], where: Mapping[str, str]
-) -> dict[str, str]:
-    """Host -> the interface towards the first of its peers. Hosts without one are refused, all together."""
-    found: dict[str, str] = {}
-    cut: list[str] = []
-    for host in hosts:
-        peer = next(one.name for one in hosts if one.name != host.name)
-        way = routes[host.name].get("routes", {}).get(where[peer], {})
-        if host.interface:
-            found[host.name] = host.interface
-        elif way.get("interface"):
-            found[host.name] = way["interface"]
-        else:
-            cut.append(f"{host.name} has no way to {where[peer]} ({way.get('error', 'no interface has its address')})")
-    if cut:
-        raise _refusal(f"hosts can't reach each other: {'; '.join(cut)}")
-    return found
+def _raise_for_errors(answers: Answers, agents: Agents) -> None:
+    errors = {host: str(answer["error"]) for host, answer in answers.items() if "error" in answer}
+    if errors:
+        raise UnusableHosts(errors, len(agents.by_name))
 
 
 def _interrupt(signum: int, _frame: object) -> None:
     raise Interrupted(signum)
+
+
+# ---- addresses and interfaces; pure ----
+#
+# Without an interface gloo takes the address of the host's own name, and NCCL the first interface that is up. Both are
+# wrong if hosts share a name, if the name means loopback, or if a bridge of Docker comes first.
+
+
+def known_addresses(hosts: Sequence[Host]) -> dict[str, str]:
+    """Return the addresses that are known without a probe. The loopback of this machine is none for other hosts."""
+    addresses = {host.name: host.address for host in hosts if host.address}
+    for host in hosts:
+        if host.name not in addresses and is_address(host.target) and not host.here:
+            addresses[host.name] = host.target
+    return addresses
+
+
+def add_reached_addresses(known: Mapping[str, str], answers: Answers) -> dict[str, str]:
+    """Add the address that ssh reached, for hosts without another."""
+    reached = {name: answer.get("reached_at") for name, answer in answers.items()}
+    return {**known, **{name: address for name, address in reached.items() if name not in known and address}}
+
+
+def add_source_addresses(known: Mapping[str, str], hosts: Sequence[Host], routes: Answers) -> dict[str, str]:
+    """Add the source address of a host's own route to the others, for hosts without another."""
+    addresses = dict(known)
+    for host in hosts:
+        if host.name in addresses:
+            continue
+        sources = [route["source"] for route in routes[host.name].get("routes", {}).values() if route.get("source")]
+        if not sources:
+            line = f"no address is known by which the others reach host {host.name}: add address: to the hosts file"
+            raise _refusal(line)
+        addresses[host.name] = sources[0]
+    return addresses
+
+
+def choose_interfaces(hosts: Sequence[Host], routes: Answers, addresses: Mapping[str, str]) -> dict[str, str]:
+    """Return each host's interface towards the first of its peers. Hosts without one are refused together."""
+    interfaces: dict[str, str] = {}
+    unreachable: list[str] = []
+    for host in hosts:
+        peer = addresses[next(other.name for other in hosts if other.name != host.name)]
+        route = routes[host.name].get("routes", {}).get(peer, {})
+        interface = host.interface or route.get("interface")
+        if interface:
+            interfaces[host.name] = interface
+        else:
+            why = route.get("error", "no interface has its address")
+            unreachable.append(f"{host.name} has no route to {peer} ({why})")
+    if unreachable:
+        raise _refusal(f"hosts can't reach each other: {'; '.join(unreachable)}")
+    return interfaces

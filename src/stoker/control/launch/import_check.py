@@ -22,24 +22,24 @@ from stoker.contract.masking import mask_lines
 from stoker.contract.process import signal_group
 from stoker.control.plan.request import Request
 
-IMPORT_S = 120.0
+IMPORT_S = 120.0  # longest time for one import
 _IMPORTER = """
 import sys
 if not sys.flags.safe_path: del sys.path[0]
 import faulthandler, json, os, time
-told = json.loads(sys.argv[1])
+job = json.loads(sys.argv[1])
 faulthandler.enable()
-os.set_inheritable(told["pipe"], False)
-sys.argv[:] = told["argv"]
-if not sys.flags.safe_path: sys.path.insert(0, told["folder"])
+os.set_inheritable(job["pipe"], False)
+sys.argv[:] = job["argv"]
+if not sys.flags.safe_path: sys.path.insert(0, job["folder"])
 page = os.sysconf("SC_PAGE_SIZE")
-def tell(**words):
-    with open("/proc/self/statm") as file: words["rss"] = int(file.read().split()[1]) * page
-    os.write(told["pipe"], json.dumps(words).encode() + b"\\n")
-tell()
-for name, statements, may_fail in told["imports"]:
-    tell(begins=name)
-    began = time.perf_counter()
+def report(**fields):
+    with open("/proc/self/statm") as file: fields["rss"] = int(file.read().split()[1]) * page
+    os.write(job["pipe"], json.dumps(fields).encode() + b"\\n")
+report()
+for name, statements, may_fail in job["imports"]:
+    report(begins=name)
+    start = time.perf_counter()
     problem = {}
     try:
         for statement in statements: exec(statement, {"__name__": "__main__"})
@@ -47,7 +47,7 @@ for name, statements, may_fail in told["imports"]:
         import traceback
         problem = {"type": type(raised).__qualname__, "message": str(raised)[:2000], "missing": isinstance(raised, ModuleNotFoundError) and raised.name or "",
                    "traceback": traceback.format_exc()[-4000:]}
-    tell(ended=name, seconds=time.perf_counter() - began, **problem)
+    report(ended=name, seconds=time.perf_counter() - start, **problem)
     if problem and not may_fail: break
 os._exit(0)
 """
@@ -55,60 +55,70 @@ os._exit(0)
 
 @frozen
 class Import:
-    """A module the script imports at its top level."""
+    """A module that the script imports at its top level."""
 
     name: str
     line: int
     statements: tuple[str, ...]
-    optional: str = ""  # why a failure proves nothing; empty: the script can't do without
+    optional: str = ""  # why a failure proves nothing; empty: the script needs it
 
 
 @frozen
 class Imported:
+    """A module that was imported."""
+
     name: str
     seconds: float
-    grew: int  # bytes of resident memory it added
+    grew: int  # bytes of resident memory that it added
     rss: int
-    problem: str = ""  # why an optional one is not there
+    problem: str = ""  # why an optional one is missing
+
+
+# ---- which imports ----
 
 
 def imports_of(source: bytes | str) -> tuple[Import, ...]:
-    """What it imports whenever it starts, without the standard library. What a try holds may fail; an `if` is not read."""
-    found: dict[str, Import] = {}
-    for name, line, statement, optional in _imports(ast.parse(source).body, ""):
-        known = found.get(name, Import(name, line, (), optional))
+    """Return what a script imports whenever it starts, without the standard library.
+
+    Imports inside a `try` or `with` may fail. An `if` is not read, except for that of __name__.
+    """
+    imports: dict[str, Import] = {}
+    for name, line, statement, optional in _find_imports(ast.parse(source).body, ""):
+        known = imports.get(name, Import(name, line, (), optional))
         statements = tuple(dict.fromkeys((*known.statements, statement)))
-        found[name] = Import(name, known.line, statements, known.optional and optional)
-    return tuple(found.values())
+        imports[name] = Import(name, known.line, statements, known.optional and optional)
+    return tuple(imports.values())
 
 
-def _imports(body: Sequence[ast.stmt], optional: str) -> Iterator[tuple[str, int, str, str]]:
+def _find_imports(body: Sequence[ast.stmt], optional: str) -> Iterator[tuple[str, int, str, str]]:
+    """Yield name, line, statement, and why the import may fail."""
     for node in body:
+        imports = []
         if isinstance(node, ast.Import):
-            named = [(alias.name, f"import {alias.name}") for alias in node.names]
+            imports = [(alias.name, f"import {alias.name}") for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            named = [(node.module, ast.unparse(node))]
-        else:
-            named = []
-            if isinstance(node, (ast.Try, ast.TryStar, ast.With)):
-                yield from _imports(node.body, optional or "the script tries it")
-            elif isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
-                yield from _imports(node.body, optional)
-            elif any(
-                isinstance(part, ast.Attribute) and ast.unparse(part) in ("sys.path", "site.addsitedir")
-                for part in ast.walk(node)
-            ):
-                optional = optional or "the script changes sys.path first"
-        for name, statement in named:
+            imports = [(node.module, ast.unparse(node))]
+        elif isinstance(node, (ast.Try, ast.TryStar, ast.With)):
+            yield from _find_imports(node.body, optional or "the script tries it")
+        elif isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
+            yield from _find_imports(node.body, optional)
+        elif _changes_path(node):
+            optional = optional or "the script changes sys.path first"
+        for name, statement in imports:
             if name.partition(".")[0] not in sys.stdlib_module_names:
                 yield name, node.lineno, statement, optional
 
 
-def find_imports(request: Request, say: Callable[[str], None]) -> tuple[tuple[Import, ...], str, str]:
-    """(imports, the file, what sys.path begins with for it)."""
+def _changes_path(node: ast.stmt) -> bool:
+    attributes = (part for part in ast.walk(node) if isinstance(part, ast.Attribute))
+    return any(ast.unparse(attribute) in ("sys.path", "site.addsitedir") for attribute in attributes)
+
+
+def find_imports(request: Request, log: Callable[[str], None]) -> tuple[tuple[Import, ...], str, str]:
+    """Return the imports, the file that has them, and the first entry of its sys.path."""
     script, path, folder = request.script, request.script, os.path.dirname(os.path.realpath(request.script))
     if request.options.no_python:
-        say(f"imports: {script} is not a Python script")
+        log(f"imports: {script} is not a Python script")
         return (), script, folder
     if request.options.module:
         folder = os.getcwd()
@@ -121,126 +131,104 @@ def find_imports(request: Request, say: Callable[[str], None]) -> tuple[tuple[Im
         with open(path, "rb") as file:
             return imports_of(file.read()), path, folder
     except (OSError, SyntaxError, ValueError) as problem:
-        say(f"imports: skipped, {path or script} is not valid Python here: {problem}")
+        log(f"imports: skipped, {path or script} is not valid Python here: {problem}")
         return (), path, folder
 
 
+# ---- importing ----
+
+
 def try_imports(
-    request: Request, flags: list[str], done: list[Imported], say: Callable[[str], None], stopped: Callable[[], object]
+    request: Request,
+    python_flags: list[str],
+    imported: list[Imported],
+    log: Callable[[str], None],
+    stopped: Callable[[], object],
 ) -> Verdict | None:
-    """All of them in one child, which tells what it does; what came through is added to `done`."""
-    wanted, path, folder = find_imports(request, say)
-    if not wanted:
+    """Import all of them in one child. Adds what was imported to `imported`, and returns a verdict if one fails."""
+    imports, path, folder = find_imports(request, log)
+    if not imports:
         return None
-    say(f"imports: {len(wanted)} of {path}, one by one in a process of their own")
-    # For modules that read them.
+    log(f"imports: {len(imports)} of {path}, one by one in a process of their own")
+    # Some modules read these.
     env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     env |= {name: value for name, equals, value in (word.partition("=") for word in request.options.env) if equals}
     answers, pipe = os.pipe()
-    told = {
+    job = {
         "pipe": pipe,
         "argv": [request.script, *request.args],
         "folder": folder,
-        "imports": [(one.name, one.statements, bool(one.optional)) for one in wanted],
+        "imports": [(entry.name, entry.statements, bool(entry.optional)) for entry in imports],
     }
-    argv = [request.options.python or sys.executable, *flags, "-c", _IMPORTER, json.dumps(told)]
-    with os.fdopen(answers, "rb", 0), tempfile.TemporaryFile() as noise:
+    argv = [request.options.python or sys.executable, *python_flags, "-c", _IMPORTER, json.dumps(job)]
+    with os.fdopen(answers, "rb", 0), tempfile.TemporaryFile() as output:
         try:
-            child = start(argv, env, noise, noise, signal.SIGKILL, pipe)
+            child = start_child(argv, env, output, output, signal.SIGKILL, pipe)
         except OSError as problem:
             raise Refusal(f"{argv[0]} can't be started: {problem.strerror}", EX_NOINPUT) from problem
         finally:
             os.close(pipe)
         try:
-            named = {one.name: one for one in wanted}
-            under_way, late, verdict = _listen(child, answers, named, path, done, say, stopped)
+            by_name = {entry.name: entry for entry in imports}
+            current, is_late, verdict = _read_answers(child, answers, by_name, path, imported, log, stopped)
         finally:
-            # With whatever it left in its session: it is not reaped yet, so the number is still its own.
+            # With everything it left in its session. It is not reaped yet, so the pid is still its own.
             signal_group(child.pid, signal.SIGKILL)
             code = child.wait()
-        if verdict is not None or stopped() or (code == 0 and under_way is None):
+        if verdict is not None or stopped() or (code == 0 and current is None):
             return verdict
-        noise.seek(0)
-        tail = mask_lines(noise.read().decode("utf-8", "replace"))[-8:]
-    return _died(under_way, path, code, late, tail)
+        output.seek(0)
+        tail = mask_lines(output.read().decode("utf-8", "replace"))[-8:]
+    return _child_died(current, path, code, is_late, tail)
 
 
-def _listen(
+def _read_answers(
     child: subprocess.Popen[bytes],
     answers: int,
-    wanted: dict[str, Import],
+    imports: dict[str, Import],
     path: str,
-    done: list[Imported],
-    say: Callable[[str], None],
+    imported: list[Imported],
+    log: Callable[[str], None],
     stopped: Callable[[], object],
 ) -> tuple[Import | None, bool, Verdict | None]:
-    """Until the child's end, a failure or the deadline: (the import under way, was it too slow, a verdict)."""
-    rest, rss, under_way = b"", 0, None
+    """Read until the child's end, a failure or the deadline: (the current import, whether it is too slow, a verdict)."""
+    rest, rss, current = b"", 0, None
     deadline = time.monotonic() + IMPORT_S
     while not stopped():
         # Asked before the last read.
-        over = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-        data = os.read(answers, 65536) if select.select([answers], [], [], 0.0 if over else 0.1)[0] else b""
+        has_ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+        data = os.read(answers, 65536) if select.select([answers], [], [], 0.0 if has_ended else 0.1)[0] else b""
         *lines, rest = (rest + data).split(b"\n")
         for answer in (json.loads(line) for line in lines):
             deadline = time.monotonic() + IMPORT_S
-            under_way = wanted.get(answer.get("begins", ""))
+            current = imports.get(answer.get("begins", ""))
             if "ended" in answer:
-                one = wanted[answer["ended"]]
+                entry = imports[answer["ended"]]
                 problem = f"{answer['type']}: {answer['message']}" if "type" in answer else ""
-                if problem and not one.optional:
-                    return one, False, _failed_import(one, path, answer, problem)
-                done.append(Imported(one.name, answer["seconds"], answer["rss"] - rss, answer["rss"], problem))
-                say(import_line(done[-1], one))
+                if problem and not entry.optional:
+                    return entry, False, _import_failed(entry, path, answer, problem)
+                imported.append(Imported(entry.name, answer["seconds"], answer["rss"] - rss, answer["rss"], problem))
+                log(import_line(imported[-1], entry))
             rss = answer["rss"]
-        if over and not data:
+        if has_ended and not data:
             break
         if time.monotonic() > deadline:
-            return under_way, True, None
-    return under_way, False, None
+            return current, True, None
+    return current, False, None
 
 
-def import_line(done: Imported, one: Import) -> str:
-    if done.problem:
-        problem = done.problem.partition("\n")[0][:120]
-        return f"  {done.name:<32} not there, and that may be meant: {one.optional} ({problem})"
-    return f"  {done.name:<32} {done.seconds:>7.2f} s {done.grew / 2**20:>+9.1f} MiB {done.rss / 2**20:>9.1f} MiB"
+def import_line(imported: Imported, entry: Import) -> str:
+    if imported.problem:
+        problem = imported.problem.partition("\n")[0][:120]
+        return f"  {imported.name:<32} missing, which may be intended: {entry.optional} ({problem})"
+    memory = f"{imported.grew / 2**20:>+9.1f} MiB {imported.rss / 2**20:>9.1f} MiB"
+    return f"  {imported.name:<32} {imported.seconds:>7.2f} s {memory}"
 
 
-def _failed_import(one: Import, path: str, answer: dict[str, Any], problem: str) -> Verdict:
-    from stoker.control.verdict.rules.environment import install_advice
-
-    missing = answer["missing"].partition(".")[0]
-    fix = (
-        *install_advice(missing),
-        "is it the right Python environment? the ranks use the one that runs Stoker, or --python",
-    )
-    summary = f"import {one.name} fails at {path}:{one.line}: {problem.partition(chr(10))[0]}"
-    return _failed(summary, 1, mask_lines(answer["traceback"])[-6:], fix)
-
-
-def _failed(summary: str, code: int, evidence: list[str], fix: tuple[str, ...]) -> Verdict:
-    return Verdict("failed", "env.import", summary, code, evidence=tuple(evidence), fix=fix)
-
-
-def _died(one: Import | None, path: str, code: int, late: bool, tail: list[str]) -> Verdict:
-    what = f"import {one.name} at {path}:{one.line}" if one else f"the process for the imports of {path}"
-    alone = f'python -X faulthandler -c "{one.statements[0]}"   # shows it alone' if one else f"python {path}"
-    fix: tuple[str, ...] = (alone,)
-    if late:
-        return _failed(f"{what} is not through after {IMPORT_S:.0f} s", EX_SOFTWARE, tail, fix)
-    if code >= 0:
-        return _failed(f"{what} ends the process with exit code {code}", code or EX_SOFTWARE, tail, fix)
-    name = signal.Signals(-code).name
-    if -code == signal.SIGKILL:
-        fix = ("was it the OOM killer? dmesg knows, and free -h what is left", *fix)
-    return _failed(f"{what} kills the process: {name}", 128 - code, tail, fix)
-
-
-def start(
-    argv: list[str], env: dict[str, str], out: Any, err: Any, at_our_death: int, *keep: int
+def start_child(
+    argv: list[str], env: dict[str, str], out: Any, err: Any, death_signal: int, *pass_fds: int
 ) -> subprocess.Popen[bytes]:
-    """In a session of its own, and it does not outlive us."""
+    """Start a process in a session of its own. It gets `death_signal` when we end."""
     libc = ctypes.CDLL(None)
     return subprocess.Popen(
         argv,
@@ -248,7 +236,38 @@ def start(
         stdin=subprocess.DEVNULL,
         stdout=out,
         stderr=err,
-        pass_fds=keep,
+        pass_fds=pass_fds,
         start_new_session=True,
-        preexec_fn=lambda: libc.prctl(1, int(at_our_death)),  # noqa: PLW1509  no thread runs here yet: the fork is safe. 1: PR_SET_PDEATHSIG
+        preexec_fn=lambda: libc.prctl(1, int(death_signal)),  # noqa: PLW1509  no thread runs here yet: the fork is safe. 1: PR_SET_PDEATHSIG
     )
+
+
+# ---- verdicts ----
+
+
+def _import_failed(entry: Import, path: str, answer: dict[str, Any], problem: str) -> Verdict:
+    from stoker.control.verdict.rules.environment import install_advice
+
+    advice = "is it the right Python environment? the ranks use the one that runs Stoker, or --python"
+    fixes = (*install_advice(answer["missing"].partition(".")[0]), advice)
+    summary = f"import {entry.name} fails at {path}:{entry.line}: {problem.partition(chr(10))[0]}"
+    return _failed(summary, 1, mask_lines(answer["traceback"])[-6:], fixes)
+
+
+def _child_died(entry: Import | None, path: str, code: int, is_late: bool, tail: list[str]) -> Verdict:
+    if entry is not None:
+        subject = f"import {entry.name} at {path}:{entry.line}"
+        fixes: tuple[str, ...] = (f'python -X faulthandler -c "{entry.statements[0]}"   # shows it alone',)
+    else:
+        subject, fixes = f"the process for the imports of {path}", (f"python {path}",)
+    if is_late:
+        return _failed(f"{subject} has not finished after {IMPORT_S:.0f} s", EX_SOFTWARE, tail, fixes)
+    if code >= 0:
+        return _failed(f"{subject} ends the process with exit code {code}", code or EX_SOFTWARE, tail, fixes)
+    if -code == signal.SIGKILL:
+        fixes = ("was it the OOM killer? look at dmesg and free -h", *fixes)
+    return _failed(f"{subject} kills the process: {signal.Signals(-code).name}", 128 - code, tail, fixes)
+
+
+def _failed(summary: str, code: int, evidence: list[str], fixes: tuple[str, ...]) -> Verdict:
+    return Verdict("failed", "env.import", summary, code, evidence=tuple(evidence), fix=fixes)

@@ -1,6 +1,7 @@
-"""The ladder: a script's imports one by one, then the script on one rank, on half and on all of them, a few steps each.
+"""The ladder: a script's imports one by one, then the script on one rank, half and all of them, for a few steps each.
 
-Each rung of ranks is a `stoker run` in a process of its own, with its own record; the first that fails ends the climb.
+Each rung with ranks is a `stoker run` in a process of its own, with its own record. The first rung that fails ends the
+ladder.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from stoker.contract.errors import EX_USAGE, Refusal
 from stoker.contract.evidence import Verdict
 from stoker.contract.frozen import frozen, options_of
 from stoker.contract.units import format_bytes, plural
-from stoker.control.launch.children import stoker_command, unseen
-from stoker.control.launch.import_check import Import, Imported, find_imports, start, try_imports
+from stoker.control.launch.children import split_secret_options, stoker_command
+from stoker.control.launch.import_check import Import, Imported, find_imports, start_child, try_imports
 from stoker.control.launch.signals import STOPS, handled
 from stoker.control.plan.options import TORCHRUN_VARIABLES, RunOptions
 from stoker.control.plan.request import Request, program, python_flags
@@ -29,12 +30,12 @@ from stoker.control.plan.run_plan import default_name
 from stoker.control.record import run_index, run_record
 from stoker.control.verdict.launch_failures import lost
 
-IMPORTS, SINGLE, ALL = "imports", "single", "all"  # what can be wanted
+IMPORTS, SINGLE, ALL = "imports", "single", "all"  # parts of the ladder that can be asked for
 STEPS = 20
-SCALES = 0.8  # of a lone rank's steps/s: what is below, more ranks do not pay for
-# told to a rung's ranks; also makes a rung a run with other settings, so that it never goes on with an older one
+MIN_EFFICIENCY = 0.8  # of one rank's steps/s: with less, more ranks are not worth it
+# Set for the ranks of a rung. It makes a rung a run with settings of its own, so that it never resumes an older one.
 MARK = "STOKER_LADDER"
-_TESTS = {"RUN_IMPORT_TEST": IMPORTS, "RUN_SINGLE_GPU_TEST": SINGLE}
+_VARIABLES = {"RUN_IMPORT_TEST": IMPORTS, "RUN_SINGLE_GPU_TEST": SINGLE}
 # Options that a rung decides itself, or that would make it something other than a short run in the foreground.
 _NOT_PASSED = {"config", "detach", "dry_run", "gpu", "gpus", "json", "ladder", "max_restarts", "metrics_port", "name", "notify", "nproc_per_node", "quiet",
                "show"}  # fmt: skip
@@ -42,7 +43,7 @@ _NOT_PASSED = {"config", "detach", "dry_run", "gpu", "gpus", "json", "ladder", "
 
 @frozen
 class LadderResult:
-    """A rung of ranks that was run, in its record's numbers. None: the script never said."""
+    """What a rung with ranks showed, from its record. None: the script did not tell."""
 
     ranks: int
     exit_code: int
@@ -50,17 +51,19 @@ class LadderResult:
     dir: str = ""
     steps: int = 0
     first_step_s: float | None = None
-    steps_per_s: float | None = None  # the slowest rank's
-    rss: int | None = None  # the largest rank's, at POST-MODEL
+    steps_per_s: float | None = None  # of the slowest rank
+    rss: int | None = None  # of the largest rank, at POST-MODEL
     rss_all: int | None = None
-    gpu: tuple[int, int] | None = None  # used and total of the fullest card
+    gpu: tuple[int, int] | None = None  # used and total memory of the fullest GPU
     host_used: int | None = None
     host_total: int | None = None
 
 
 @frozen
 class Scaling:
-    efficiency: float | None = None  # steps/s of the highest rung, in those of one rank alone
+    """How throughput and host memory scale with the number of ranks."""
+
+    efficiency: float | None = None  # steps/s of the highest rung, relative to one rank alone
     throughput: str = ""  # scales | does not scale
     memory_needed: int | None = None
     memory_others: int = 0
@@ -70,7 +73,7 @@ class Scaling:
 
 @frozen
 class LadderStepRun:
-    """How the ladder went. `verdict` is that of the rung that failed."""
+    """The result of the whole ladder. `verdict` is that of the rung that failed."""
 
     world_size: int
     rungs: tuple[int, ...]
@@ -82,44 +85,50 @@ class LadderStepRun:
 
 
 @frozen
-class Plan:
+class LadderPlan:
+    """What the whole run would use."""
+
     world_size: int
     uuids: tuple[str, ...]  # of each rank's GPU; empty for CPU ranks
-    hidden: bool  # CPU ranks on a machine with GPUs
+    hides_gpus: bool  # CPU ranks on a machine with GPUs
 
 
-def rungs(world: int) -> tuple[int, ...]:
-    """1, half, all."""
-    return tuple(sorted({1, max(1, world // 2), world}))
+def rungs(world_size: int) -> tuple[int, ...]:
+    """Return the numbers of ranks to try: 1, half, all."""
+    return tuple(sorted({1, max(1, world_size // 2), world_size}))
 
 
 def wanted_by_environment(environ: Mapping[str, str]) -> set[str]:
+    """Return the parts of the ladder that variables ask for."""
     return {
-        rung for name, rung in _TESTS.items() if environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
+        part for name, part in _VARIABLES.items() if environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
     }
 
 
-def flag_words(values: Mapping[str, Any]) -> list[str]:
-    """Options as a command line that reads back to the same."""
+# ---- command lines ----
+
+
+def flag_words(options: Mapping[str, Any]) -> list[str]:
+    """Return options of `stoker run` as flags that are parsed to the same values."""
     words: list[str] = []
     for name in options_of(RunOptions):
-        value = values.get(name)
+        value = options.get(name)
         flag = "--" + name.replace("_", "-")
         if value is True:
             words.append(flag)
         elif value is not None and value is not False:
-            each = value if isinstance(value, (tuple, list)) else (value,)
-            words += [f"{flag}={format(one, 'f') if isinstance(one, float) else one}" for one in each]
+            values = value if isinstance(value, (tuple, list)) else (value,)
+            words += [f"{flag}={format(item, 'f') if isinstance(item, float) else item}" for item in values]
     return words
 
 
-def command_words(values: Mapping[str, Any], script: str, args: Sequence[str]) -> list[str]:
-    """With a -- before the script: argparse drops the first one it finds, and that must not be the script's own."""
-    return [*flag_words(values), "--", script, *args]
+def command_words(options: Mapping[str, Any], script: str, args: Sequence[str]) -> list[str]:
+    """Return a command line. argparse drops the first --, which must not be the script's own."""
+    return [*flag_words(options), "--", script, *args]
 
 
-def rung_words(request: Request, plan: Plan, ranks: int, steps: int, stamp: str) -> list[str]:
-    """The `stoker run` of one rung: on the cards the whole run would use, so that the rungs compare."""
+def rung_words(request: Request, plan: LadderPlan, ranks: int, steps: int, stamp: str) -> list[str]:
+    """Return the arguments of a rung's `stoker run`. It uses GPUs of the whole run, so that rungs can be compared."""
     options = request.options
     values = {name: getattr(options, name) for name in request.given - _NOT_PASSED}
     name = f"{(options.name or default_name(request))[:80]}-ladder-{ranks}"
@@ -130,191 +139,216 @@ def rung_words(request: Request, plan: Plan, ranks: int, steps: int, stamp: str)
     return command_words(values, request.script, request.args)
 
 
-def scaling(climbed: Sequence[LadderResult], world: int) -> Scaling:
-    """Throughput of the highest rung against one rank's; memory of all ranks, from the highest rung measured."""
-    passed = [rung for rung in climbed if rung.exit_code == 0]
-    found = Scaling()
-    rates = [rung for rung in passed if rung.steps_per_s]
-    if len(rates) > 1 and rates[0].ranks == 1 and rates[0].steps_per_s and rates[-1].steps_per_s:
-        efficiency = rates[-1].steps_per_s / rates[0].steps_per_s
-        found = Scaling(efficiency, "scales" if efficiency >= SCALES else "does not scale")
-    measured = [rung for rung in passed if rung.rss and rung.rss_all and rung.host_total]
-    if not measured:
-        return found
-    last = measured[-1]
-    assert last.rss and last.rss_all and last.host_total
-    needed = last.rss_all if last.ranks == world else last.rss * world
-    others = max(0, (last.host_used or 0) - last.rss_all)
-    fits = "scales" if others + needed <= last.host_total else "does not scale"
-    return Scaling(found.efficiency, found.throughput, needed, others, last.host_total, fits)
-
-
-def memory_line(found: Scaling, world: int) -> str:
-    if found.memory_needed is None or found.memory_total is None:
-        return ""
-    room = "" if found.memory == "scales" else f", and {format_bytes(found.memory_others)} of it is in use by others"
-    need = f"will need {format_bytes(found.memory_needed)} of {format_bytes(found.memory_total)} host memory"
-    return f"memory {found.memory}: {plural(world, 'rank')} {need}{room}"
+# ---- measurements ----
 
 
 def measure(ranks: int, exit_code: int, run: run_record.RunRecord | None) -> LadderResult:
+    """Return what the record of a rung shows."""
     if run is None:
         return LadderResult(ranks, exit_code)
-    began, host_used, host_total = 0.0, None, None
-    first: dict[int, float] = {}
+    attempt_time, host_used, host_total = 0.0, None, None
+    first_steps: dict[int, float] = {}
     ends: dict[int, tuple[float, int]] = {}
     rss: dict[int, int] = {}
-    cards: list[tuple[int, int]] = []
+    gpu_memory: list[tuple[int, int]] = []
     for event in run_record.read_events(run.dir):
         kind = event["event"]
         if kind == "attempt":
-            began = event["time"]
+            attempt_time = event["time"]
         elif kind == "first-step":
-            first[event["rank"]] = event["at"]
+            first_steps[event["rank"]] = event["at"]
         elif kind == "rank-exit":
             ends[event["rank"]] = (event["time"], event["steps"])
         elif kind == "mem" and event["at"] == "POST-MODEL":
             rss[event["rank"]] = event["rss"] or 0
             host_used, host_total = event["host_used"], event["host_total"]
             if event["gpu"]:
-                cards.append((event["gpu"][0], event["gpu"][1]))
-    timed = [(first[rank], end, steps) for rank, (end, steps) in ends.items() if rank in first]
-    rates = [(steps - 1) / (end - start) for start, end, steps in timed if steps > 1 and end > start]
-    whole = len(rss) == ranks  # a rank that never said leaves a sum that means nothing
+                gpu_memory.append((event["gpu"][0], event["gpu"][1]))
+    rates = []
+    for rank, (end, steps) in ends.items():
+        if rank in first_steps and steps > 1 and end > first_steps[rank]:
+            rates.append((steps - 1) / (end - first_steps[rank]))
+    has_all_rss = len(rss) == ranks  # a sum without some ranks means nothing
     return LadderResult(
         ranks,
         exit_code,
         run.id,
         run.dir,
         steps=min((steps for _, steps in ends.values()), default=0),
-        first_step_s=max(first.values()) - began if len(first) == ranks else None,
+        first_step_s=max(first_steps.values()) - attempt_time if len(first_steps) == ranks else None,
         steps_per_s=min(rates) if len(rates) == ranks else None,
-        rss=max(rss.values()) if whole else None,
-        rss_all=sum(rss.values()) if whole else None,
-        gpu=max(cards, default=None),
+        rss=max(rss.values()) if has_all_rss else None,
+        rss_all=sum(rss.values()) if has_all_rss else None,
+        gpu=max(gpu_memory, default=None),
         host_used=host_used,
         host_total=host_total,
     )
 
 
-class Ladder:
-    """`say` gets what there is to tell on the way, line by line."""
+def scaling(climbed: Sequence[LadderResult], world_size: int) -> Scaling:
+    """Return the throughput of the highest rung relative to one rank, and the host memory that all ranks will need."""
+    passed = [rung for rung in climbed if rung.exit_code == 0]
+    efficiency, throughput = None, ""
+    rated = [rung for rung in passed if rung.steps_per_s]
+    if len(rated) > 1 and rated[0].ranks == 1 and rated[0].steps_per_s and rated[-1].steps_per_s:
+        efficiency = rated[-1].steps_per_s / rated[0].steps_per_s
+        throughput = "scales" if efficiency >= MIN_EFFICIENCY else "does not scale"
+    measured = [rung for rung in passed if rung.rss and rung.rss_all and rung.host_total]
+    if not measured:
+        return Scaling(efficiency, throughput)
+    highest = measured[-1]
+    assert highest.rss and highest.rss_all and highest.host_total
+    needed = highest.rss_all if highest.ranks == world_size else highest.rss * world_size
+    others = max(0, (highest.host_used or 0) - highest.rss_all)
+    memory = "scales" if others + needed <= highest.host_total else "does not scale"
+    return Scaling(efficiency, throughput, needed, others, highest.host_total, memory)
 
-    def __init__(self, request: Request, steps: int, say: Callable[[str], None]) -> None:
+
+def memory_line(result: Scaling, world_size: int) -> str:
+    if result.memory_needed is None or result.memory_total is None:
+        return ""
+    needed = f"{format_bytes(result.memory_needed)} of {format_bytes(result.memory_total)} host memory"
+    line = f"memory {result.memory}: {plural(world_size, 'rank')} will need {needed}"
+    if result.memory == "scales":
+        return line
+    return f"{line}, and {format_bytes(result.memory_others)} of it is in use by others"
+
+
+# ---- climbing ----
+
+
+class Ladder:
+    """Runs the rungs of one request. `log` gets lines about the progress."""
+
+    def __init__(self, request: Request, steps: int, log: Callable[[str], None]) -> None:
         limit = request.options.stop_after_steps
         if steps < 1:
             raise Refusal(f"--steps {steps}: give a number from 1 up", EX_USAGE)
         if request.options.hosts is not None:
-            line = "the ladder climbs on one machine: leave --hosts out and start it on each of them"
+            line = "the ladder runs on one machine: leave --hosts out and start it on each of them"
             raise Refusal(line, EX_USAGE, cause="launch.nodes")
         self._request = request
         self._steps = min(steps, limit) if limit > 0 else steps
-        self._say = say
-        self._flags = python_flags(sys.orig_argv)[0]
-        self._child: subprocess.Popen[bytes] | None = None  # the rung under way
-        self._stop = 0
-        self._imported: list[Imported] = []
+        self._log = log
+        self._python_flags = python_flags(sys.orig_argv)[0]
+        self._child: subprocess.Popen[bytes] | None = None  # of the current rung
+        self._stop_signal = 0
+        self._imports: list[Imported] = []
         self._climbed: list[LadderResult] = []
-        self._plan = Plan(0, (), False)
+        self._plan = LadderPlan(0, (), False)
 
     def climb(self, wanted: Collection[str]) -> LadderStepRun:
-        """Up to the first rung that fails. What can't start at all is refused before anything does."""
+        """Try the wanted parts up to the first that fails. Raises Refusal for a program that can't start at all."""
         program(self._request)
         with handled((*STOPS, signal.SIGTSTP), self._on_signal):
-            rungs_: tuple[int, ...] = ()
-            verdict = None if {SINGLE, ALL}.isdisjoint(wanted) else self._look()
+            rank_counts: tuple[int, ...] = ()
+            verdict = None if {SINGLE, ALL}.isdisjoint(wanted) else self._read_plan()
             if verdict is None and self._plan.world_size:
-                rungs_ = rungs(self._plan.world_size) if ALL in wanted else (1,)
+                rank_counts = rungs(self._plan.world_size) if ALL in wanted else (1,)
             if verdict is None and not {IMPORTS, ALL}.isdisjoint(wanted):
-                verdict = try_imports(self._request, self._flags, self._imported, self._say, lambda: self._stop)
-            for number, ranks in enumerate(rungs_, 1):
-                verdict = verdict or self._stopped() or self._rung(ranks, f"rung {number} of {len(rungs_)}")
+                verdict = try_imports(
+                    self._request, self._python_flags, self._imports, self._log, lambda: self._stop_signal
+                )
+            for number, ranks in enumerate(rank_counts, 1):
+                if verdict is None:
+                    verdict = self._stopped() or self._try_rung(ranks, f"rung {number} of {len(rank_counts)}")
         verdict = verdict or self._stopped()
-        code = verdict.exit_code if verdict else 0
-        imported, climbed = tuple(self._imported), tuple(self._climbed)
-        return LadderStepRun(self._plan.world_size, rungs_, self._steps, imported, climbed, verdict, code)
+        return LadderStepRun(
+            self._plan.world_size,
+            rank_counts,
+            self._steps,
+            tuple(self._imports),
+            tuple(self._climbed),
+            verdict,
+            verdict.exit_code if verdict else 0,
+        )
 
     def foresee(self) -> tuple[tuple[Import, ...], tuple[int, ...]]:
-        """For --dry-run: the imports and the rungs."""
+        """Return the imports and the rungs, for --dry-run."""
         program(self._request)
-        verdict = self._look()
+        verdict = self._read_plan()
         if verdict is not None:
             raise Refusal(verdict.summary, verdict.exit_code, cause=verdict.cause)
-        return find_imports(self._request, self._say)[0], rungs(self._plan.world_size)
+        return find_imports(self._request, self._log)[0], rungs(self._plan.world_size)
+
+    def _read_plan(self) -> Verdict | None:
+        """Read the plan that `stoker run` would make. Returns a verdict if it can't start."""
+        request = self._request
+        passed = request.given - {"config", "detach", "ladder", "name"}
+        values = {name: getattr(request.options, name) for name in passed} | {"dry_run": True, "json": True}
+        words = command_words(values, request.script, request.args)
+        code, out, message, _ = self._run_stoker(words, logs_output=False)
+        if code:
+            return self._stopped() or Verdict("refused", "launch.refused", message, code)
+        plan = json.loads(out)
+        uuids = tuple(rank["gpu"]["uuid"] for rank in plan["places"] if rank["gpu"])
+        self._plan = LadderPlan(len(plan["places"]), uuids, not uuids and "" in plan["visible"].values())
+        for line in plan["lines"]:
+            self._log(line)
+        return None
+
+    def _try_rung(self, ranks: int, title: str) -> Verdict | None:
+        request, plan = self._request, self._plan
+        forecast = scaling(self._climbed, ranks)
+        if forecast.memory == "does not scale":
+            self._log(memory_line(forecast, ranks))
+        self._log(f"{title}: {plural(ranks, 'rank')}, {plural(self._steps, 'step')} or the script's end")
+        words = rung_words(request, plan, ranks, self._steps, time.strftime("%Y%m%d-%H%M%S"))
+        code, _, message, pid = self._run_stoker(words, logs_output=True, hides_gpus=plan.hides_gpus)
+        runs = run_index.all_runs(layout.runs_root(request.options.runs_dir, os.environ))
+        rung_runs = [run for run in runs if run.launcher[0] == pid and run.name.endswith(f"-ladder-{ranks}")]
+        run = rung_runs[-1] if rung_runs else None
+        self._climbed.append(measure(ranks, code, run))
+        if code == 0:
+            return None
+        if run is None:
+            return self._stopped() or Verdict("refused", "launch.refused", message, code)
+        return run.verdict or lost(run.id)
+
+    def _run_stoker(self, words: list[str], logs_output: bool, hides_gpus: bool = False) -> tuple[int, bytes, str, int]:
+        """Run a `stoker run` to its end: (exit code, stdout, its last message, pid). Its messages are logged in any case."""
+        public, secret = split_secret_options(words)
+        resolved = TORCHRUN_VARIABLES | set(_VARIABLES)  # these are in the options already
+        env = {name: value for name, value in os.environ.items() if name not in resolved} | secret
+        if hides_gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ""
+        message = ""
+        with tempfile.TemporaryFile() as out:
+            argv = stoker_command(["run", *public], self._python_flags)
+            # stdin is inherited: a first rung that read it would leave nothing for the others.
+            with start_child(argv, env, out, subprocess.PIPE, signal.SIGTERM) as child:
+                self._child = child
+                try:
+                    assert child.stderr is not None
+                    for raw in child.stderr:
+                        line = raw.decode("utf-8", "replace").rstrip("\n")
+                        is_message = line.startswith("stoker: ")
+                        if is_message:
+                            message = line.removeprefix("stoker: ")
+                        if logs_output or is_message:
+                            self._log(line)
+                    code = child.wait()
+                finally:
+                    self._child = None
+            out.seek(0)
+            return code if code >= 0 else 128 - code, out.read(), message or "it ended without a message", child.pid
+
+    # ---- signals ----
 
     def _stopped(self) -> Verdict | None:
-        if not self._stop:
+        if not self._stop_signal:
             return None
-        summary = f"stopped by {signal.Signals(self._stop).name}"
-        return Verdict("stopped", "launch.stopped", summary, 128 + self._stop)
+        summary = f"stopped by {signal.Signals(self._stop_signal).name}"
+        return Verdict("stopped", "launch.stopped", summary, 128 + self._stop_signal)
 
     def _on_signal(self, signum: int, _frame: object) -> None:
-        """The rung has a session of its own: a terminal's Ctrl-C comes here alone and is passed on, once."""
+        """Pass a signal on, once: the rung has a session of its own, so a terminal's Ctrl-C reaches only this process."""
         child = self._child
         if signum != signal.SIGTSTP:
-            self._stop = self._stop or signum
+            self._stop_signal = self._stop_signal or signum
         if child is not None:
             child.send_signal(signum)
         if signum == signal.SIGTSTP:
             signal.raise_signal(signal.SIGSTOP)
             if child is not None:
                 child.send_signal(signal.SIGCONT)
-
-    def _look(self) -> Verdict | None:
-        """The plan `stoker run` would make."""
-        request = self._request
-        passed = request.given - {"config", "detach", "ladder", "name"}
-        values = {name: getattr(request.options, name) for name in passed} | {"dry_run": True, "json": True}
-        code, out, said, _ = self._stoker(command_words(values, request.script, request.args), False)
-        if code:
-            return self._stopped() or Verdict("refused", "launch.refused", said, code)
-        data = json.loads(out)
-        uuids = tuple(place["gpu"]["uuid"] for place in data["places"] if place["gpu"])
-        self._plan = Plan(len(data["places"]), uuids, not uuids and "" in data["visible"].values())
-        for line in data["lines"]:
-            self._say(line)
-        return None
-
-    def _rung(self, ranks: int, which: str) -> Verdict | None:
-        request, plan = self._request, self._plan
-        found = scaling(self._climbed, ranks)
-        if found.memory == "does not scale":
-            self._say(memory_line(found, ranks))
-        self._say(f"{which}: {plural(ranks, 'rank')}, {plural(self._steps, 'step')} or the script's end")
-        words = rung_words(request, plan, ranks, self._steps, time.strftime("%Y%m%d-%H%M%S"))
-        code, _, said, pid = self._stoker(words, True, hide=plan.hidden)
-        runs = run_index.all_runs(layout.runs_root(request.options.runs_dir, os.environ))
-        ours = [run for run in runs if run.launcher[0] == pid and run.name.endswith(f"-ladder-{ranks}")]
-        run = ours[-1] if ours else None
-        self._climbed.append(measure(ranks, code, run))
-        if code == 0:
-            return None
-        if run is None:
-            return self._stopped() or Verdict("refused", "launch.refused", said, code)
-        return run.verdict or lost(run.id)
-
-    def _stoker(self, words: list[str], aloud: bool, hide: bool = False) -> tuple[int, bytes, str, int]:
-        """A `stoker run` to its end: (exit code, stdout, its last word, pid). A refusal is said in any case."""
-        ours = TORCHRUN_VARIABLES | set(_TESTS)  # resolved already; and a rung does not climb a ladder
-        shown, hidden = unseen(words)
-        env = {name: value for name, value in os.environ.items() if name not in ours} | hidden
-        if hide:
-            env["CUDA_VISIBLE_DEVICES"] = ""
-        said = ""
-        with tempfile.TemporaryFile() as out:
-            argv = stoker_command(["run", *shown], self._flags)
-            # stdin stays ours: a first rung that read it would leave nothing for the others.
-            with start(argv, env, out, subprocess.PIPE, signal.SIGTERM) as child:
-                self._child = child
-                try:
-                    assert child.stderr is not None
-                    for raw in child.stderr:
-                        line = raw.decode("utf-8", "replace").rstrip("\n")
-                        said = line.removeprefix("stoker: ") if line.startswith("stoker: ") else said
-                        if aloud or line.startswith("stoker: "):
-                            self._say(line)
-                    code = child.wait()
-                finally:
-                    self._child = None
-            out.seek(0)
-            return code if code >= 0 else 128 - code, out.read(), said or "no word why", child.pid

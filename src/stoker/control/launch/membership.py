@@ -1,13 +1,14 @@
-"""Who takes part in a run with several hosts: which are lost, which are back, and whether enough are left. Lost ones
-are tried again in the background, by a new connection each time; an agent that answers gets what --sync and --stage
-brought the others, and waits for the next attempt.
+"""Which hosts take part in a run with several: which are lost, which are back, and whether enough are left.
+
+A lost host is tried again in the background, by a new connection each time. An agent that answers gets what --sync and
+--stage brought the others, and joins at the next attempt.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from collections.abc import Callable
 
 from stoker.contract import layout
 from stoker.contract.checkpoints import find_newest_checkpoint
@@ -17,246 +18,266 @@ from stoker.contract.frozen import replace
 from stoker.contract.terminal import WARNING
 from stoker.contract.text import escape
 from stoker.control.cluster.agent_pool import AgentClient, UnusableHosts, short_reason
+from stoker.control.launch.agents import Agents
 from stoker.control.launch.attempt import Attempt
+from stoker.control.launch.host_setup import HostSetup
 from stoker.control.launch.restart import Restart
+from stoker.control.plan.options import RunOptions
 from stoker.control.plan.run_dir import RunDir
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from stoker.control.cluster.file_sync import LateCopy
-    from stoker.control.launch.host_setup import HostSetup
-    from stoker.control.launch.live import LiveRun
 
-AGAIN_S = 3.0
-LONGEST_S = 60.0
-ASK_S = 20.0
-SAY_S = 2.0  # a copy that takes longer is mentioned
-_MAX_FORMER = 64  # processes of 32 lives that are remembered: a host may come and go for weeks
+RETRY_S = 3.0
+MAX_RETRY_S = 60.0
+UNFIT_RETRY_S = 15.0
+PROBE_S = 20.0
+SLOW_COPY_S = 2.0  # a copy that takes longer is reported
+MAX_FORMER = 64  # processes of 32 former agents that are remembered: a host may come and go for weeks
 
 
-class Lost:
-    """A host that is out, and our tries to get it back."""
+class LostHost:
+    """A host that is out, and the attempts to get it back."""
 
-    def __init__(self, why: str, former: list[list[int]]) -> None:
-        self.why = why
-        self.former = former  # who may still be there of its former lives
+    def __init__(self, reason: str, former: list[list[int]]) -> None:
+        self.reason = reason
+        self.former = former  # processes of its former agents that may still be there
         self.next_try = 0.0
-        self.member: AgentClient | None = None  # the new life, on its way or waiting
-        self.bringing: LateCopy | None = None
-        self.mention_at = 0.0  # say then that a copy takes its time; 0: no more
-        self.asked = False
-        self.back = False  # it has answered, and is fit
-        self.unfit = ""  # what was last wrong with it
+        self.client: AgentClient | None = None  # its new agent, starting or ready to join
+        self.copy: LateCopy | None = None  # of what --sync and --stage brought the others
+        self.report_copy_at = 0.0  # 0: reported
+        self.is_probed = False
+        self.is_fit = False  # it has answered and may join
+        self.unfit_reason = ""  # the last that was reported
 
     @property
-    def ready(self) -> bool:
-        return self.back and self.member is not None and not self.member.gone
+    def is_ready(self) -> bool:
+        return self.is_fit and self.client is not None and not self.client.gone
 
-    def remember(self, selves: list[list[int]]) -> None:
-        """Remember the processes of its new life, too. The oldest have ended long ago, by the silence rule."""
-        self.former = [*self.former, *selves][-_MAX_FORMER:]
+    def remember(self, processes: list[list[int]]) -> None:
+        """Remember the processes of its new agent, too. The oldest have long ended, because their launcher was silent."""
+        self.former = [*self.former, *processes][-MAX_FORMER:]
 
-    def part(self, next_try: float) -> None:
-        """From its new life, which was none."""
-        if self.bringing is not None:
-            self.bringing.stop()
-        self.member, self.bringing, self.back, self.asked, self.next_try = None, None, False, False, next_try
-
-
-def _again(run_dir: str, who: str) -> str:
-    """How the next attempt goes on, and from where. Only what is seen from here: hosts may have disks of their own."""
-    saved = find_newest_checkpoint(run_dir)
-    if saved is not None:
-        return f"continuing with {who}; newest checkpoint: {escape(os.path.basename(saved.path))}"
-    folder = escape(os.path.relpath(os.path.join(run_dir, layout.CHECKPOINTS)))
-    own = "from the beginning unless your script loads a file of its own"
-    how = "how a script saves and resumes: `stoker docs python`"
-    return f"starting again with {who}, {own}: no complete checkpoint is seen in {folder} ({how})"
+    def reset(self, next_try: float) -> None:
+        """Forget its new agent and try again later."""
+        if self.copy is not None:
+            self.copy.stop()
+        self.client, self.copy, self.is_fit, self.is_probed, self.next_try = None, None, False, False, next_try
 
 
 class Membership:
-    def __init__(self, run: LiveRun, network: HostSetup) -> None:
-        self._agents = run.agents
-        self._members = run.agents.members
-        self._network = network
-        self._say = run.say
-        self._tell = run.tell
-        self._order = list(run.agents.by_name)
-        self._least = run.options.min_hosts  # as it was asked for
-        self._rejoins = run.options.rejoin != "never"
-        self.lost: dict[str, Lost] = {}
-        self.saves = False  # rank 0 has said that a checkpoint was saved
-        self.joined: list[str] = []  # by the newest `settle`
-        self._times: dict[str, int] = {}  # how often a host was lost: one that comes and goes is asked ever less often
+    """Decides which hosts take part in the next attempt."""
 
-    def meet(self, place: RunDir) -> None:
-        """All must answer; with --min-hosts so many, and the others may come later."""
+    def __init__(
+        self,
+        options: RunOptions,
+        agents: Agents,
+        host_setup: HostSetup,
+        log: Callable[..., None],
+        record_event: Callable[..., None],
+    ) -> None:
+        self.lost: dict[str, LostHost] = {}
+        self.joined: list[str] = []  # by the newest `settle`
+        self.has_checkpoint = False  # rank 0 has reported one
+        self._agents = agents
+        self._host_setup = host_setup
+        self._log = log
+        self._record_event = record_event
+        self._rank_order = list(agents.by_name)
+        self._min_hosts = options.min_hosts
+        self._rejoins = options.rejoin != "never"
+        self._losses: dict[str, int] = {}  # by host: one that comes and goes is tried less and less often
+
+    # ---- before the start ----
+
+    def meet(self, run_dir: RunDir) -> None:
+        """Wait for all agents. With --min-hosts that many are enough, and the others may come later."""
         try:
-            self._agents.meet(place)
+            self._agents.meet(run_dir)
         except UnusableHosts as missing:
             if not self.start_without(missing):
                 raise
 
     def start_without(self, missing: UnusableHosts) -> bool:
-        """False: too few would be left, or all are wanted."""
+        """Leave unusable hosts out. Returns False if --min-hosts does not allow it."""
         self.lose(missing)
-        if not self._least or not self.enough:
+        if not self._min_hosts or not self.enough:
             return False
         self.settle()
-        for host, why in missing.hosts.items():
-            self._say(
-                f"stoker: host {host} can't be used: {short_reason(why)}; starting with {self.here}", colour=WARNING
-            )
+        for host, reason in missing.hosts.items():
+            line = f"stoker: host {host} can't be used: {short_reason(reason)}; starting with {self.here}"
+            self._log(line, color=WARNING)
         return True
 
     def lose(self, gone: UnusableHosts) -> None:
-        for member in self._members.all:
-            if member.host in gone.hosts:
-                member.lose(short_reason(gone.hosts[member.host]))
+        for client in self._agents.clients:
+            if client.host in gone.hosts:
+                client.lose(short_reason(gone.hosts[client.host]))
+
+    # ---- between attempts ----
 
     @property
     def enough(self) -> bool:
-        there = sum(not member.gone for member in self._members.all)
-        return there + sum(one.ready for one in self.lost.values()) >= (self._least or len(self._order))
-
-    @property
-    def returned(self) -> str:
-        """A host that waits to join; empty where there is none."""
-        return next((name for name, one in self.lost.items() if one.ready), "")
+        present = sum(not client.gone for client in self._agents.clients)
+        returned = sum(host.is_ready for host in self.lost.values())
+        return present + returned >= (self._min_hosts or len(self._rank_order))
 
     @property
     def here(self) -> str:
-        return f"{len(self._members.all)} of {len(self._order)} hosts"
+        return f"{len(self._agents.clients)} of {len(self._rank_order)} hosts"
 
     def settle(self) -> bool:
-        """Between attempts: who is gone is out, who is back is in (`joined`). Whether anything changed."""
-        before = list(self._members.all)
+        """Drop the hosts that are gone and add those that are back (`joined`). Returns whether anything changed."""
+        before = list(self._agents.clients)
         self.joined = []
-        for member in before:
-            if member.gone:
-                self.give_up(member)
-        for name in self._members.join([name for name, one in self.lost.items() if one.back], self._order):
+        for client in before:
+            if client.gone:
+                self.drop(client)
+        fit = [name for name, host in self.lost.items() if host.is_fit]
+        for name in self._agents.pool.join(fit, self._rank_order):
             del self.lost[name]
             self.joined.append(name)
-            self._tell("host-joined", on=name)
-        return before != self._members.all
+            self._record_event("host-joined", on=name)
+        return before != self._agents.clients
 
-    def send_back(self, why: str) -> None:
-        """Who joined just now: with them there is no plan. A returning host must not end a run that works without."""
-        for member in [one for one in self._members.all if one.host in self.joined]:
-            self.lost[member.host] = Lost(why, member.selves)
-            self.lost[member.host].next_try = time.monotonic() + LONGEST_S
-            self._members.drop(member)
-            self._say(f"stoker: host {member.host} is back and stays out: {why}", colour=WARNING)
-            self._tell("host-unfit", on=member.host, why=why)
+    def drop(self, client: AgentClient) -> None:
+        """Take a lost host out and schedule the first try to get it back."""
+        reason = short_reason(client.gone)
+        losses = self._losses[client.host] = self._losses.get(client.host, 0) + 1
+        lost = self.lost[client.host] = LostHost(reason, client.selves)
+        if losses > 1:
+            lost.next_try = time.monotonic() + min(MAX_RETRY_S, RETRY_S * 2.0 ** min(losses - 2, 8))
+        self._agents.pool.drop(client)
+        self._record_event("host-lost", on=client.host, why=reason)
+
+    def send_back(self, reason: str) -> None:
+        """Take the hosts out that joined just now: a returning host must not end a run that works without it."""
+        for client in [client for client in self._agents.clients if client.host in self.joined]:
+            lost = self.lost[client.host] = LostHost(reason, client.selves)
+            lost.next_try = time.monotonic() + MAX_RETRY_S
+            self._agents.pool.drop(client)
+            self._report_unfit(client.host, reason)
         self.joined = []
 
-    def give_up(self, member: AgentClient) -> None:
-        why = short_reason(member.gone)
-        times = self._times[member.host] = self._times.get(member.host, 0) + 1
-        self.lost[member.host] = Lost(why, member.selves)
-        if times > 1:
-            self.lost[member.host].next_try = time.monotonic() + min(LONGEST_S, AGAIN_S * 2.0 ** min(times - 2, 8))
-        self._members.drop(member)
-        self._tell("host-lost", on=member.host, why=why)
-
     def regroup(self, verdict: Verdict, attempt: Attempt, run_dir: str) -> Restart | None:
-        """The next attempt costs no restart where a host was lost and enough are left, or where one is to join."""
+        """Return a restart that costs none: a host was lost and enough are left, or a host is back to join."""
         if attempt.stop_signal:
             return None
         if verdict.cause == "launch.regroup":
-            return Restart(_again(run_dir, f"host {attempt.regrouping}"))
+            return Restart(_describe_restart(run_dir, f"host {attempt.regrouping}"))
         if verdict.cause == "host.lost" and self.enough:
-            left = sum(not member.gone for member in self._members.all)
-            hosts = f"{left} of {len(self._order)} hosts"
-            return Restart(f"{verdict.summary}; {_again(run_dir, hosts)}")
+            left = sum(not client.gone for client in self._agents.clients)
+            hosts = f"{left} of {len(self._rank_order)} hosts"
+            return Restart(f"{verdict.summary}; {_describe_restart(run_dir, hosts)}")
         return None
 
     def too_few(self, verdict: Verdict) -> Verdict:
-        rule = f"--min-hosts is {self._least}" if self._least else "without --min-hosts all are needed"
+        """Return the final verdict of a run with too few hosts left."""
+        rule = f"--min-hosts is {self._min_hosts}" if self._min_hosts else "without --min-hosts all are needed"
         left = f"{self.here} left, and {rule}"
-        lost = "; ".join(f"{name}: {one.why}" for name, one in self.lost.items())
-        fix = tuple(step for step in verdict.fix if not (self._least and step.startswith("--min-hosts ")))
-        verdict = replace(verdict, retryable=False, evidence=(*verdict.evidence, lost), fix=fix)
+        reasons = "; ".join(f"{name}: {host.reason}" for name, host in self.lost.items())
+        fixes = tuple(fix for fix in verdict.fix if not (self._min_hosts and fix.startswith("--min-hosts ")))
+        verdict = replace(verdict, retryable=False, evidence=(*verdict.evidence, reasons), fix=fixes)
         if verdict.cause != "host.lost":
             return replace(verdict, summary=f"{verdict.summary}; then {left}")
-        if len(self.lost) == len(self._order) > 1:
-            summary = f"all {len(self._order)} hosts are lost at once: is this machine's own network down?"
+        if len(self.lost) == len(self._rank_order) > 1:
+            summary = f"all {len(self._rank_order)} hosts are lost at once: is this machine's own network down?"
             return replace(verdict, host=None, summary=summary)
         return replace(verdict, summary=f"{verdict.summary}; {left}")
 
-    def tend(self) -> None:
-        """Called often. Starts what is due and returns at once."""
+    # ---- lost hosts, while an attempt runs ----
+
+    @property
+    def returned(self) -> str:
+        """A host that waits to join; empty if there is none."""
+        return next((name for name, host in self.lost.items() if host.is_ready), "")
+
+    def update(self) -> None:
+        """Connect to lost hosts and examine those that answer. Called often: it starts what is due and never waits."""
         if not self._rejoins:
             return
         now = time.monotonic()
-        for name, one in self.lost.items():
-            if one.member is None:
-                if now >= one.next_try:
-                    self._try(name, one)
-            elif one.member.gone:
-                one.remember(one.member.selves)
-                self._members.drop(one.member)
-                if one.back:
-                    self._say(f"stoker: host {name} is lost again: {short_reason(one.member.gone)}", colour=WARNING)
-                one.part(now + AGAIN_S)
-            elif not one.back and "host" in one.member.answers:
-                self._examine(name, one, one.member)
+        for name, lost in self.lost.items():
+            client = lost.client
+            if client is None:
+                if now >= lost.next_try:
+                    self._connect(name, lost)
+            elif client.gone:
+                lost.remember(client.selves)
+                self._agents.pool.drop(client)
+                if lost.is_fit:
+                    self._log(f"stoker: host {name} is lost again: {short_reason(client.gone)}", color=WARNING)
+                lost.reset(now + RETRY_S)
+            elif not lost.is_fit and "host" in client.answers:
+                self._examine(name, lost, client)
 
-    def _try(self, name: str, one: Lost) -> None:
-        one.next_try = time.monotonic() + AGAIN_S
+    def _connect(self, name: str, lost: LostHost) -> None:
+        lost.next_try = time.monotonic() + RETRY_S
         try:
-            one.member = AgentClient(self._agents.reach(self._agents.by_name[name], again=True))
-        except (OSError, Refusal):  # no process or descriptor to be had for a moment: the next try may
+            lost.client = AgentClient(self._agents.connect(self._agents.by_name[name], unshared=True))
+        except (OSError, Refusal):  # no process or file descriptor right now: the next try may have one
             return
-        self._members.add(one.member, self._members.waiting)
-        one.member.say(self._agents.open_order(name, one.former))
+        self._agents.pool.add(lost.client, self._agents.pool.waiting)
+        lost.client.say(self._agents.open_order(name, lost.former))
 
-    def _examine(self, name: str, one: Lost, member: AgentClient) -> None:
-        """It answers: has it what the others have? Back without its disk, it must not end a run that works."""
-        if self._network.copies and not self._carried(name, one):
+    def _examine(self, name: str, lost: LostHost, client: AgentClient) -> None:
+        """Check that a host has what the others have: one that comes back without its disk must not end the run."""
+        if self._host_setup.copies and not self._is_copied(name, lost):
             return
-        wrong = one.bringing.failure if one.bringing is not None else ""
-        wanted = {} if wrong else self._network.fitness(name)
-        if not one.asked:
-            one.asked = True
-            for what, args in wanted.items():
-                member.say({"do": "probe", "ask": f"join-{what}", "what": what, "args": args, "seconds": ASK_S})
-        if not set(wanted) <= set(member.probed):
+        problem = lost.copy.failure if lost.copy is not None else ""
+        probes = {} if problem else self._host_setup.rejoin_probes(name)
+        if not lost.is_probed:
+            lost.is_probed = True
+            for what, args in probes.items():
+                client.say({"do": "probe", "ask": f"join-{what}", "what": what, "args": args, "seconds": PROBE_S})
+        if not set(probes) <= set(client.probed):
             return
-        wrong = wrong or self._network.unfit(member.probed)
-        if not wrong:
-            one.back, one.unfit = True, ""
-            self._welcome(name, member.answers["host"])
+        problem = problem or self._host_setup.rejoin_problem(client.probed)
+        if not problem:
+            lost.is_fit, lost.unfit_reason = True, ""
+            self._report_return(name, client.answers["host"].get("found") or [])
             return
-        if wrong != one.unfit:
-            one.unfit = wrong
-            self._say(f"stoker: host {name} is back and stays out: {wrong}", colour=WARNING)
-            self._tell("host-unfit", on=name, why=wrong)
-        one.remember(member.selves)
-        self._members.drop(member)
-        one.part(time.monotonic() + LONGEST_S / 4)
+        if problem != lost.unfit_reason:
+            lost.unfit_reason = problem
+            self._report_unfit(name, problem)
+        lost.remember(client.selves)
+        self._agents.pool.drop(client)
+        lost.reset(time.monotonic() + UNFIT_RETRY_S)
 
-    def _carried(self, name: str, one: Lost) -> bool:
-        """Is the copy to it over, well or not?"""
-        if one.bringing is None:
-            one.bringing, one.mention_at = self._network.copy_late(name), time.monotonic() + SAY_S
-        if not one.bringing.over:
-            if one.mention_at and time.monotonic() > one.mention_at:
-                one.mention_at = 0.0
-                self._say(f"stoker: host {name} answers; it gets what --sync and --stage brought the others")
+    def _is_copied(self, name: str, lost: LostHost) -> bool:
+        """Start the copy to a host that is back, and return whether it has ended, well or not."""
+        if lost.copy is None:
+            lost.copy, lost.report_copy_at = self._host_setup.copy_late(name), time.monotonic() + SLOW_COPY_S
+        if not lost.copy.over:
+            if lost.report_copy_at and time.monotonic() > lost.report_copy_at:
+                lost.report_copy_at = 0.0
+                self._log(f"stoker: host {name} answers; copying what --sync and --stage brought the others")
             return False
-        if one.bringing.brought and not one.asked:
-            self._say(f"stoker: {one.bringing.brought}")
+        if lost.copy.brought and not lost.is_probed:
+            self._log(f"stoker: {lost.copy.brought}")
         return True
 
-    def _welcome(self, name: str, answer: dict[str, Any]) -> None:
-        found = answer.get("found") or []
-        was = f" (there, {' and '.join(found)}: ended)" if found else ""
-        self._tell("host-back", on=name, found=found)
+    def _report_unfit(self, name: str, reason: str) -> None:
+        self._log(f"stoker: host {name} is back and stays out: {reason}", color=WARNING)
+        self._record_event("host-unfit", on=name, why=reason)
+
+    def _report_return(self, name: str, ended: list[str]) -> None:
+        """Report a host that is back. `ended` describes what its former agent had left running."""
+        leftovers = f" (there, {' and '.join(ended)}: ended)" if ended else ""
+        self._record_event("host-back", on=name, found=ended)
         when = "at the next checkpoint or attempt"
-        if not self.saves:
-            when = (
-                'at the next attempt, or once rank 0 has called stoker.mark("CHECKPOINT"), which it has not done so far'
-            )
-        self._say(f"stoker: host {name} is back{was}; it joins {when}")
+        if not self.has_checkpoint:
+            mark = 'stoker.mark("CHECKPOINT")'
+            when = f"at the next attempt, or once rank 0 has called {mark}, which it has not done so far"
+        self._log(f"stoker: host {name} is back{leftovers}; it joins {when}")
+
+
+def _describe_restart(run_dir: str, hosts: str) -> str:
+    """Return how the next attempt starts, and from where. Only what is visible here: hosts may have their own disks."""
+    newest = find_newest_checkpoint(run_dir)
+    if newest is not None:
+        return f"continuing with {hosts}; newest checkpoint: {escape(os.path.basename(newest.path))}"
+    dir = escape(os.path.relpath(os.path.join(run_dir, layout.CHECKPOINTS)))
+    start = f"starting again with {hosts}, from the beginning unless your script loads a file of its own"
+    return f"{start}: no complete checkpoint in {dir} (how a script saves and resumes: `stoker docs python`)"

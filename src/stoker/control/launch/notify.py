@@ -1,5 +1,7 @@
-"""--notify: who is told that a run ended or restarts. A message goes through a child of its own: a service that is slow,
-or down, holds nobody up, and its failure is reported and changes nothing.
+"""--notify: tells a service, an address or a command that a run ended or restarts.
+
+Each message is sent by a child process, so that a slow service holds nothing up. Its failure is reported and changes
+nothing.
 """
 
 from __future__ import annotations
@@ -17,138 +19,144 @@ from stoker.contract.evidence import Verdict
 from stoker.contract.frozen import frozen
 from stoker.contract.masking import mask_json
 from stoker.contract.text import escape
-from stoker.control.launch.children import own_program
+from stoker.control.launch.children import module_command
 
 NOTIFY_S = 30.0
 NTFY, SLACK, DISCORD, MAIL, COMMAND = "ntfy", "slack", "discord", "mail", "command"
-_KINDS = "ntfy://TOPIC, https://HOST/TOPIC, slack:URL, discord:URL, mailto:ADDRESS or a shell command"
+_FORMS = "ntfy://TOPIC, https://HOST/TOPIC, slack:URL, discord:URL, mailto:ADDRESS or a shell command"
 _WEB = ("http://", "https://")
 _ADDRESS = re.compile(r"[^\s,;<>\"'()\\-][^\s,;<>\"'()\\]*")
 
 
 @frozen
 class Target:
+    """The receiver of --notify."""
+
     kind: str
     to: str  # a URL, addresses separated by commas, or the command
 
 
-def target(told: str) -> Target:
-    """Refusal for what looks like a target and can't be one."""
-    scheme, _, rest = told.partition(":")
-    if told.startswith("ntfy://"):
-        place = rest.strip("/")
-        return Target(NTFY, _url(told, f"https://{place if '/' in place else f'ntfy.sh/{place}'}"))
+def parse_target(text: str) -> Target:
+    """Parse --notify. Raises Refusal for what looks like a service or an address and can't be one."""
+    scheme, _, rest = text.partition(":")
+    if text.startswith("ntfy://"):
+        topic = rest.strip("/")
+        return Target(NTFY, _check_url(text, f"https://{topic if '/' in topic else f'ntfy.sh/{topic}'}"))
     if scheme in (SLACK, DISCORD):
-        return Target(scheme, _url(told, rest))
+        return Target(scheme, _check_url(text, rest))
     if scheme == "mailto":
-        addresses = rest.split(",")
-        if not all(_ADDRESS.fullmatch(address) for address in addresses):
-            raise Refusal(f"--notify {told}: no address; write mailto:me@example.org", EX_USAGE)
+        if not all(_ADDRESS.fullmatch(address) for address in rest.split(",")):
+            raise Refusal(f"--notify {text}: no address; write mailto:me@example.org", EX_USAGE)
         return Target(MAIL, rest)
-    if told.startswith(_WEB):
-        return Target(_service(told), _url(told, told))
-    if re.match(r"[a-z][a-z0-9+.-]*://", told):
-        raise Refusal(f"--notify {scheme}://: unknown; known: {_KINDS}", EX_USAGE)
-    return Target(COMMAND, told)
+    if text.startswith(_WEB):
+        return Target(_kind_of_url(text), _check_url(text, text))
+    if re.match(r"[a-z][a-z0-9+.-]*://", text):
+        raise Refusal(f"--notify {scheme}://: unknown; known: {_FORMS}", EX_USAGE)
+    return Target(COMMAND, text)
 
 
-def secret_of(told: str) -> str:
-    """What lets anybody post there: the part of a URL behind its host; of ntfy://TOPIC the topic."""
+def secret_of(text: str) -> str:
+    """Return the part of --notify that lets anybody post there: the path of a URL, or the topic."""
     try:
-        meant = target(told)
+        target = parse_target(text)
     except Refusal:
         return ""
-    return meant.to.partition("://")[2].partition("/")[2] if meant.kind in (NTFY, SLACK, DISCORD) else ""
+    return target.to.partition("://")[2].partition("/")[2] if target.kind in (NTFY, SLACK, DISCORD) else ""
 
 
-def _service(url: str) -> str:
+def _kind_of_url(url: str) -> str:
     host = url.partition("://")[2].partition("/")[0].rpartition("@")[2].partition(":")[0].lower()
     if host.endswith("hooks.slack.com"):
         return SLACK
-    return DISCORD if host.endswith(("discord.com", "discordapp.com")) and "/api/webhooks/" in url else NTFY
+    is_discord = host.endswith(("discord.com", "discordapp.com")) and "/api/webhooks/" in url
+    return DISCORD if is_discord else NTFY
 
 
-def _url(told: str, url: str) -> str:
+def _check_url(text: str, url: str) -> str:
     host, _, path = url.partition("://")[2].partition("/")
     if not url.startswith(_WEB) or not host or not path or not url.isprintable() or " " in url:
-        raise Refusal(f"--notify {told.partition(':')[0]}: needs a URL with a path; known: {_KINDS}", EX_USAGE)
+        raise Refusal(f"--notify {text.partition(':')[0]}: needs a URL with a path; known: {_FORMS}", EX_USAGE)
     return url
 
 
-class _Sent:
-    """A message under way."""
+class _Sending:
+    """A child that sends a message. `is_last`: of the run's end."""
 
-    def __init__(self, child: subprocess.Popen[bytes], errors: int, last: bool) -> None:
-        self.child, self.errors, self.last = child, errors, last
+    def __init__(self, child: subprocess.Popen[bytes], errors: int, is_last: bool) -> None:
+        self.child = child
+        self.errors = errors
+        self.is_last = is_last
 
 
 class Notifier:
-    """`say`: the launcher's, told what fails."""
+    """Sends the messages of one run."""
 
-    def __init__(self, told: str, say: Callable[[str], None]) -> None:
-        self._target = target(told)
-        self._say = say
-        self._sent: list[_Sent] = []
+    def __init__(self, text: str, log: Callable[[str], None]) -> None:
+        self._target = parse_target(text)
+        self._is_command = self._target.kind == COMMAND
+        self._log = log
+        self._sendings: list[_Sending] = []
 
     def tell(self, verdict: Verdict, what: str, run_dir: str) -> None:
-        """`what`: ended, restarting or refused. A user who stopped a run knows; a command is told all the same."""
-        asked = self._target.kind == COMMAND
-        if verdict.cause == "launch.stopped" and not asked:
+        """Send that the run has `what`: ended, restarting or refused. A stop by the user is sent to a command only."""
+        if verdict.cause == "launch.stopped" and not self._is_command:
             return
-        shown = mask_json(verdict.to_json())
-        if asked:
-            argv, message = ["/bin/sh", "-c", self._target.to], shown
+        message = mask_json(verdict.to_json())
+        env = dict(os.environ)
+        if self._is_command:
+            argv = ["/bin/sh", "-c", self._target.to]
+            env |= {"STOKER_NOTIFY": what, "STOKER_RUN_ID": verdict.run}
         else:
-            argv = own_program("stoker.control.show.notification", "entry")
-            to = {"kind": self._target.kind, "to": self._target.to}
-            message = {"target": to, "verdict": shown, "what": what, "run_dir": run_dir, "seconds": NOTIFY_S}
-        env = {**os.environ, "STOKER_NOTIFY": what, "STOKER_RUN_ID": verdict.run} if asked else dict(os.environ)
+            argv = module_command("stoker.control.show.notification", "entry")
+            target = {"kind": self._target.kind, "to": self._target.to}
+            message = {"target": target, "verdict": message, "what": what, "run_dir": run_dir, "seconds": NOTIFY_S}
         try:
-            self._sent.append(_Sent(*_start(argv, message, env), what != "restarting"))
+            child, errors = _start(argv, message, env)
         except OSError as problem:
-            self._say(f"stoker: --notify failed: {problem}")
+            self._log(f"stoker: --notify failed: {problem}")
+            return
+        self._sendings.append(_Sending(child, errors, what != "restarting"))
 
     def close(self) -> None:
-        """Waits for what is under way: for a command that was told of a restart only as long as for the others."""
-        until = time.monotonic() + NOTIFY_S
-        command = self._target.kind == COMMAND
-        for sent in sorted(self._sent, key=lambda one: not one.last):
-            wait = max(0.0, until - time.monotonic()) if sent.last or not command else 0.0
+        """Wait for the messages that are being sent. A command told of a restart only gets the time left by the others."""
+        deadline = time.monotonic() + NOTIFY_S
+        for sending in sorted(self._sendings, key=lambda sending: not sending.is_last):
+            waits = sending.is_last or not self._is_command
             try:
-                code = sent.child.wait(wait)
+                code = sending.child.wait(max(0.0, deadline - time.monotonic()) if waits else 0.0)
                 if code:
-                    errors = escape(_end_of(sent.errors))
-                    ended = f" ended with {code}" if command else ""
-                    self._say(f"stoker: --notify{ended}: {errors}")
+                    ended = f" ended with {code}" if self._is_command else ""
+                    self._log(f"stoker: --notify{ended}: {escape(_read_end(sending.errors))}")
             except subprocess.TimeoutExpired:
-                self._late(sent, command)
-            os.close(sent.errors)
-        self._sent.clear()
+                self._give_up(sending)
+            os.close(sending.errors)
+        self._sendings.clear()
 
-    def _late(self, sent: _Sent, command: bool) -> None:
-        if not command:
-            sent.child.kill()
-            sent.child.wait()
-            self._say(f"stoker: --notify: {self._target.kind} did not answer within {NOTIFY_S:.0f} s")
-        elif sent.last:
-            self._say(f"stoker: --notify did not end within {NOTIFY_S:.0f} s; it is left running")
+    def _give_up(self, sending: _Sending) -> None:
+        if not self._is_command:
+            sending.child.kill()
+            sending.child.wait()
+            self._log(f"stoker: --notify: {self._target.kind} did not answer within {NOTIFY_S:.0f} s")
+        elif sending.is_last:
+            self._log(f"stoker: --notify did not end within {NOTIFY_S:.0f} s; it is left running")
 
 
-def _end_of(errors: int) -> str:
-    """What it said last. It may quote a server's answer."""
+def _read_end(errors: int) -> str:
+    """Return the end of a child's stderr, which may quote a server's answer."""
     start = max(0, os.fstat(errors).st_size - 4096)
     return os.pread(errors, 4096, start).decode("utf-8", "replace").strip()[-200:]
 
 
 def _start(argv: list[str], message: Any, env: dict[str, str]) -> tuple[subprocess.Popen[bytes], int]:
+    """Start a child with the message as its stdin. Returns it with the file of its stderr."""
     errors = os.memfd_create("errors")
-    # Not a pipe, which blocks the writer until somebody reads; not on a disk, which may be full just then.
-    with os.fdopen(os.memfd_create("verdict"), "w+b") as text:
-        text.write(json.dumps(message).encode())
-        text.seek(0)
+    # Not a pipe, which blocks the writer until it is read, nor a file, whose disk may be full just now.
+    with os.fdopen(os.memfd_create("verdict"), "w+b") as stdin:
+        stdin.write(json.dumps(message).encode())
+        stdin.seek(0)
         try:
             child = subprocess.Popen(
-                argv, stdin=text, stdout=subprocess.DEVNULL, stderr=errors, env=env, start_new_session=True
+                argv, stdin=stdin, stdout=subprocess.DEVNULL, stderr=errors, env=env, start_new_session=True
             )
         except OSError:
             os.close(errors)

@@ -1,4 +1,4 @@
-"""Before anything starts: the doctor's fast checks on what the plan will use, and, if asked for, a proof of each GPU."""
+"""Checks before anything starts: the doctor's fast checks of what the plan will use, and tests of GPUs."""
 
 from __future__ import annotations
 
@@ -19,85 +19,92 @@ from stoker.control.plan.gpu_choice import marked
 from stoker.control.plan.options import RunOptions
 from stoker.control.plan.run_plan import RunPlan
 
-# The plan has already refused or left out what these would say of a card.
-_PLANNED = ("gpu.driver", "gpu.count", "gpu.mig", "host.cores")
+# The plan has already refused or excluded the GPUs that these checks would find.
+_DONE_BY_PLAN = ("gpu.driver", "gpu.count", "gpu.mig", "host.cores")
+_BAD_OUTCOMES = ("dead", "hung", "wrong", "absent")
 
 
-def preflight(options: RunOptions, plan: RunPlan, machine: Machine) -> list[str]:
-    """Warnings, a line each. A failure that would end the job is a refusal."""
-    cards = {gpu.uuid for place in plan.places for gpu in place.cards}
-    used = replace(machine, gpus=tuple(gpu for gpu in machine.gpus if gpu.uuid in cards))
+def check_machine(options: RunOptions, plan: RunPlan, machine: Machine) -> list[str]:
+    """Run the fast checks on what the plan uses, and return warnings. A failure that would end the job is a Refusal."""
+    uuids = {gpu.uuid for rank in plan.places for gpu in rank.cards}
+    used = replace(machine, gpus=tuple(gpu for gpu in machine.gpus if gpu.uuid in uuids))
     runs_dir = layout.runs_root(options.runs_dir, os.environ, write=True)
     environment = {name: os.environ[name] for name in KNOWN if name in os.environ}
-    found = Examination(used, host=quick_host(runs_dir), environment=environment)
-    fast = [one for one in check.load_checks().values() if one.fast and one.id not in _PLANNED]
-    lines = []
-    for finding in check.run_checks(fast, found, plan.world_size):
+    examination = Examination(used, host=quick_host(runs_dir), environment=environment)
+    checks = [entry for entry in check.load_checks().values() if entry.fast and entry.id not in _DONE_BY_PLAN]
+    warnings = []
+    for finding in check.run_checks(checks, examination, plan.world_size):
         line = f"{finding.id}: {finding.text}" + (f"; {finding.fix}" if finding.fix else "")
         if finding.level == "fail":
             code = EX_CANTCREAT if finding.id == "host.disk" else EX_UNAVAILABLE
-            raise Refusal(f"{line} (--no-preflight starts all the same)", code, cause=finding.id)
-        lines.append(f"! {line}")
-    return lines
+            raise Refusal(f"{line} (use --no-preflight to start anyway)", code, cause=finding.id)
+        warnings.append(f"! {line}")
+    return warnings
 
 
-_BAD = ("dead", "hung", "wrong", "absent")
+def check_legal_ranks(options: RunOptions, plan: RunPlan) -> None:
+    """Refuse a plan whose number of ranks is not among --legal-ranks."""
+    if options.legal_ranks is None:
+        return
+    numbers = [number.strip() for number in options.legal_ranks.split(",")]
+    if not all(is_digits(number) and int(number) for number in numbers):
+        raise Refusal(f"--legal-ranks {options.legal_ranks}: write numbers like 1,2,4,8", EX_USAGE)
+    legal = sorted(int(number) for number in numbers)
+    if plan.world_size not in legal:
+        smaller = [count for count in legal if count <= plan.world_size]
+        hint = f"use --nproc-per-node {smaller[-1]}" if smaller else "too few GPUs for any of them"
+        line = f"{plural(plan.world_size, 'rank')}, and the job takes {', '.join(map(str, legal))}; {hint}"
+        raise Refusal(line, EX_UNAVAILABLE, cause="gpu.legal")
 
 
-def proof(machine: Machine, card: Gpu) -> str:
-    """How this card fails its proof; empty if it does not."""
-    from stoker.control.machine.examine import probe_cards
-
-    found = (_recorded() or probe_cards([gpu for gpu in machine.gpus if gpu.uuid == card.uuid])).get(card.uuid)
-    return f"{found.outcome}: {found.detail}" if found is not None and found.outcome in _BAD else ""
+# ---- tests of GPUs ----
 
 
-def diagnosis(machine: Machine, card: Gpu) -> list[str]:
-    """Why a card may be "busy or unavailable": its mode, who is on it, what is left, and its proof."""
-    now = next((gpu for gpu in machine.gpus if gpu.uuid == card.uuid), None)
+def probe_gpu(machine: Machine, gpu: Gpu) -> str:
+    """Test a GPU, and return how it fails; empty if it passes."""
+    probe = _probe([entry for entry in machine.gpus if entry.uuid == gpu.uuid]).get(gpu.uuid)
+    return _describe_failure(probe) if probe is not None else ""
+
+
+def mark_bad_gpus(machine: Machine) -> Machine:
+    """Test all GPUs, and return the machine with those that fail marked as not answering."""
+    probes = _probe([gpu for gpu in machine.gpus if not gpu.error])
+    failures = {uuid: _describe_failure(probe) for uuid, probe in probes.items()}
+    return marked(machine, {uuid: failure for uuid, failure in failures.items() if failure})
+
+
+def diagnose_gpu(machine: Machine, gpu: Gpu) -> list[str]:
+    """Return why a GPU may be "busy or unavailable": its mode, its processes, its free memory, and its test."""
+    now = next((entry for entry in machine.gpus if entry.uuid == gpu.uuid), None)
     if now is None or now.error:
-        return [f"{card.label}: NVML does not answer for it any more{': ' + now.error if now and now.error else ''}"]
+        error = f": {now.error}" if now and now.error else ""
+        return [f"{gpu.label}: NVML does not answer for it any more{error}"]
     lines = []
     if now.compute_mode not in (None, "default"):
         fix = f"nvidia-smi -i {now.index} -c DEFAULT"
-        lines.append(f"{card.label} is in {now.compute_mode} mode: a second process is refused; {fix}")
-    for one in now.holders or ():
-        who = (one.command or "outside this container") + (f", {one.user}" if one.user else "")
-        lines.append(f"{card.label} is held by pid {one.pid} ({who})")
+        lines.append(f"{gpu.label} is in {now.compute_mode} mode: a second process is refused; {fix}")
+    for holder in now.holders or ():
+        process = (holder.command or "outside this container") + (f", {holder.user}" if holder.user else "")
+        lines.append(f"{gpu.label} is held by pid {holder.pid} ({process})")
     if now.memory_free is not None and now.memory_total is not None:
-        lines.append(f"{card.label} has {format_bytes(now.memory_free)} of {format_bytes(now.memory_total)} free")
-    broken = proof(machine, card)
-    outcome = f"fails its proof: {broken}" if broken else "passes its proof now: it was busy for a while"
-    return [*lines, f"{card.label} {outcome}"]
+        lines.append(f"{gpu.label} has {format_bytes(now.memory_free)} of {format_bytes(now.memory_total)} free")
+    failure = probe_gpu(machine, gpu)
+    outcome = f"fails its test: {failure}" if failure else "passes its test now: it was busy for a while"
+    return [*lines, f"{gpu.label} {outcome}"]
 
 
-def without_bad(machine: Machine) -> Machine:
-    """The machine with every GPU that fails its proof marked as one that does not answer."""
-    cards = [gpu for gpu in machine.gpus if not gpu.error]
+def _probe(gpus: list[Gpu]) -> Mapping[str, Probe]:
+    """Return the outcome of a test of each GPU, by uuid. A recorded machine has recorded ones."""
+    path = os.environ.get(env_vars.MACHINE)
+    if path:
+        data = read_json(path)
+        recorded = examination_from_json(data).probes if "machine" in data else {}
+        if recorded:
+            return recorded
     from stoker.control.machine.examine import probe_cards
 
-    probes = _recorded() or probe_cards(cards)
-    bad = {uuid: f"{probe.outcome}: {probe.detail}" for uuid, probe in probes.items() if probe.outcome in _BAD}
-    return marked(machine, bad)
+    return probe_cards(gpus)
 
 
-def _recorded() -> Mapping[str, Probe] | None:
-    path = os.environ.get(env_vars.MACHINE)
-    if not path:
-        return None
-    data = read_json(path)
-    return examination_from_json(data).probes if "machine" in data else {}
-
-
-def check_legal(options: RunOptions, plan: RunPlan) -> None:
-    if options.legal_ranks is None:
-        return
-    words = [word.strip() for word in options.legal_ranks.split(",")]
-    if not all(is_digits(word) and int(word) for word in words):
-        raise Refusal(f"--legal-ranks {options.legal_ranks}: write numbers like 1,2,4,8", EX_USAGE)
-    legal = sorted(int(word) for word in words)
-    if plan.world_size not in legal:
-        fits = [count for count in legal if count <= plan.world_size]
-        hint = f"--nproc-per-node {fits[-1]} would do" if fits else "too few GPUs for any of them"
-        line = f"{plural(plan.world_size, 'rank')}, and the job takes {', '.join(map(str, legal))}; {hint}"
-        raise Refusal(line, EX_UNAVAILABLE, cause="gpu.legal")
+def _describe_failure(probe: Probe) -> str:
+    return f"{probe.outcome}: {probe.detail}" if probe.outcome in _BAD_OUTCOMES else ""

@@ -1,11 +1,11 @@
-"""Machines that are started by hand without numbers meet at --rdzv-endpoint; `control/plan/targets.py` uses it.
+"""Numbers machines that are started by hand: they meet at --rdzv-endpoint. Used by `control/plan/targets.py`.
 
-The machine that owns the address listens, numbers the others in the order in which they come, and tells each its
+The machine that has the address listens, numbers the others in the order in which they come, and tells each its
 number. Each message is one line of JSON:
 
     guest → {"job", "count", "ranks"}     → {"rank", "first", "world", "port", "nodes"}, or {"refused": why}
 
-With a secret both sides prove that they know it by an HMAC over two fresh random numbers and everything that was said:
+With a secret both sides prove that they know it, by an HMAC over two fresh random numbers and all messages before:
 
     guest → {"job", "count", "ranks", "nonce"}   → {"challenge"}   → {"proof"}   → {"rank", ..., "proof"}
 """
@@ -32,12 +32,12 @@ from stoker.contract.text import escape, parse_json
 from stoker.contract.units import format_duration, plural
 from stoker.control.plan.targets import MeetingPoint, NodeGroup
 
-PATIENCE_S = 600.0  # torchrun's
-AGAIN_S = 0.5
+PATIENCE_S = 600.0  # as torchrun
+RETRY_S = 0.5
 POLL_S = 0.1
 MAX_LINE = 4096  # bytes; a message of ours has a few hundred
 MIN_SECRET = 16  # characters
-GUEST, HOST = "guest", "host"  # whose proof it is
+GUEST, HOST = "guest", "host"  # the sides of a proof
 _HELLO = {"job": "str", "count": "int", "ranks": "Count", "nonce?": "str"}
 _ANSWER = {"rank": "int", "first": "int", "world": "int", "port": "int", "nodes": "int"}
 
@@ -46,29 +46,29 @@ def meet(
     meeting: MeetingPoint,
     ranks: int,
     store_port: Callable[[], int],
-    rest: Callable[[], None],
-    say: Callable[[str], None],
+    on_wait: Callable[[], None],
+    log: Callable[[str], None],
 ) -> NodeGroup:
     """Meet the other machines and return this one's place among them.
 
-    `store_port` reserves rank 0's store port, on the machine that becomes number 0. `rest` is called while waiting.
+    `store_port` reserves rank 0's store port, on the machine that becomes number 0. `on_wait` is called often while waiting.
     """
     deadline = time.monotonic() + PATIENCE_S
     secret = find_secret(os.environ)
     try:
-        family, kind, _, _, where = socket.getaddrinfo(meeting.address, meeting.port, type=socket.SOCK_STREAM)[0]
+        family, kind, _, _, address = socket.getaddrinfo(meeting.address, meeting.port, type=socket.SOCK_STREAM)[0]
     except OSError as problem:
         raise _refusal(meeting, str(problem.strerror)) from problem
     with socket.socket(family, kind) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(where)  # works only on the machine that has the address: it is number 0
+            listener.bind(address)  # works only on the machine that has the address: it is number 0
             listener.listen(1024)
         except OSError:
-            return _join(meeting, ranks, secret, where, family, deadline, rest, say)
-        say(f"stoker: waiting at {meeting.address}:{meeting.port} for {_others(meeting)}")
-        with _Host(meeting, ranks, listener, secret, say) as host:
-            host.wait(deadline, rest)
+            return _join(meeting, ranks, secret, address, family, deadline, on_wait, log)
+        log(f"stoker: waiting at {meeting.address}:{meeting.port} for {_others(meeting)}")
+        with _Host(meeting, ranks, listener, secret, log) as host:
+            host.wait(deadline, on_wait)
             return host.number(store_port())
 
 
@@ -107,15 +107,17 @@ class _Guest:
 
 
 class _Host:
+    """Numbers the machines that come."""
+
     def __init__(
         self,
         meeting: MeetingPoint,
         ranks: int,
         listener: socket.socket,
         secret: Secret | None,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        self._meeting, self._ranks, self._listener, self._secret, self._say = meeting, ranks, listener, secret, say
+        self._meeting, self._ranks, self._listener, self._secret, self._log = meeting, ranks, listener, secret, log
         self._accepted: list[_Guest] = []  # in the order of their numbers
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
@@ -130,12 +132,12 @@ class _Host:
                 self._drop(key.data)
         self._selector.close()
 
-    def wait(self, deadline: float, rest: Callable[[], None]) -> None:
+    def wait(self, deadline: float, on_wait: Callable[[], None]) -> None:
         """Wait until as many machines as may come are here, or enough of them and the last call is over."""
         meeting = self._meeting
         last_call_ends = 0.0  # 0: there are not enough yet
         while len(self._accepted) < max(meeting.most, meeting.count) - 1:
-            rest()
+            on_wait()
             now = time.monotonic()
             if len(self._accepted) < meeting.count - 1:
                 last_call_ends = 0.0
@@ -190,7 +192,7 @@ class _Host:
         except ValueError as problem:
             if message:
                 guest.send({"refused": f"use one version of Stoker on all machines ({problem})"})
-            self._drop(guest)  # another program: not worth a line here
+            self._drop(guest)  # another program: nothing to report
             return
         meeting, hello = self._meeting, guest.hello
         if hello["job"] != meeting.name or hello["count"] != meeting.count:
@@ -213,7 +215,7 @@ class _Host:
 
     def _turn_away(self, guest: _Guest, why: str) -> None:
         guest.send({"refused": why})
-        self._say(f"stoker: machine {guest.address} was turned away: {why}")
+        self._log(f"stoker: machine {guest.address} was turned away: {why}")
         self._drop(guest)
 
     def _drop(self, guest: _Guest) -> None:
@@ -253,22 +255,22 @@ def _join(
     meeting: MeetingPoint,
     ranks: int,
     secret: Secret | None,
-    where: Any,
+    address: Any,
     family: int,
     deadline: float,
-    rest: Callable[[], None],
-    say: Callable[[str], None],
+    on_wait: Callable[[], None],
+    log: Callable[[str], None],
 ) -> NodeGroup:
-    """Connect until the machine at the endpoint has numbered us. Whoever is not there yet may still come."""
+    """Connect until the machine at the endpoint has numbered us: it may not be there yet."""
     is_reported = False
     while True:
         problem = "it closes the connection"
         with socket.socket(family, socket.SOCK_STREAM) as connection:
             connection.settimeout(2.0)
             try:
-                connection.connect(where)
+                connection.connect(address)
                 _refuse_others(connection, meeting)
-                nodes = _introduce(connection, meeting, ranks, secret, deadline, rest)
+                nodes = _introduce(connection, meeting, ranks, secret, deadline, on_wait)
                 if nodes is not None:
                     return nodes
             except OSError as error:
@@ -278,12 +280,12 @@ def _join(
         if not is_reported:
             is_reported = True
             nobody = f"no answer from {meeting.address}:{meeting.port} yet ({problem})"
-            say(f"stoker: {nobody}; trying for up to {format_duration(PATIENCE_S)}")
+            log(f"stoker: {nobody}; trying for up to {format_duration(PATIENCE_S)}")
         if time.monotonic() > deadline:
             raise _refusal(meeting, f"no answer within {format_duration(PATIENCE_S)}: {problem}", EX_TEMPFAIL)
-        until = time.monotonic() + AGAIN_S
+        until = time.monotonic() + RETRY_S
         while time.monotonic() < until:
-            rest()
+            on_wait()
 
 
 def _introduce(
@@ -292,21 +294,21 @@ def _introduce(
     ranks: int,
     secret: Secret | None,
     deadline: float,
-    rest: Callable[[], None],
+    on_wait: Callable[[], None],
 ) -> NodeGroup | None:
     """Say who we are and return our place; None: the other side is gone, and may come back."""
     hello: dict[str, Any] = {"job": meeting.name, "count": meeting.count, "ranks": ranks}
     if secret is not None:
         hello["nonce"] = secret.nonce()
     _send(connection, hello)
-    message = _receive(connection, meeting, deadline, rest)
+    message = _receive(connection, meeting, deadline, on_wait)
     challenge = message.get("challenge", "")
     if message and bool(challenge) != (secret is not None):
         line = "only one of this machine and the one at the endpoint has a secret (STOKER_RDZV_SECRET)"
         raise _refusal(meeting, f"{line}: give all the same, or none")
     if secret is not None and message:
         _send(connection, {"proof": secret.proof(GUEST, hello, str(challenge))})
-        message = _receive(connection, meeting, deadline, rest)
+        message = _receive(connection, meeting, deadline, on_wait)
     if not message:
         return None
     try:
@@ -323,27 +325,27 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _receive(
-    connection: socket.socket, meeting: MeetingPoint, deadline: float, rest: Callable[[], None]
+    connection: socket.socket, meeting: MeetingPoint, deadline: float, on_wait: Callable[[], None]
 ) -> dict[str, Any]:
-    """Return the next message; empty: the other side or the time is gone. Raises ValueError if it is none of ours.
+    """Return the next message; empty if the other side is gone or the time is over. Raises ValueError for a foreign one.
 
-    It waits in pieces, so that signals and pings get their turn for minutes.
+    It waits in short steps, so that signals and pings are handled in between.
     """
     connection.settimeout(POLL_S)
     data = b""
     while b"\n" not in data:
         if time.monotonic() > deadline:
             return {}
-        rest()
+        on_wait()
         try:
-            more = connection.recv(MAX_LINE)
+            received = connection.recv(MAX_LINE)
         except TimeoutError:
             continue
         except OSError:
             return {}
-        if not more:
+        if not received:
             return {}
-        data += more
+        data += received
         if len(data) > MAX_LINE:
             break
     message = read_line(data.partition(b"\n")[0])
@@ -375,14 +377,14 @@ class Secret:
     def nonce(self) -> str:
         return secrets.token_hex(16)
 
-    def proof(self, side: str, said: Mapping[str, Any], challenge: str) -> str:
-        """Return the proof of one side, so that it can't be sent back as the other's, over all that was said."""
-        text = json.dumps(["stoker-rdzv-1", side, challenge, dict(said)], sort_keys=True, separators=(",", ":"))
+    def proof(self, side: str, messages: Mapping[str, Any], challenge: str) -> str:
+        """Return the proof of one side, over all messages. It can't be sent back as the other side's."""
+        text = json.dumps(["stoker-rdzv-1", side, challenge, dict(messages)], sort_keys=True, separators=(",", ":"))
         return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()
 
-    def fits(self, proof: Any, side: str, said: Mapping[str, Any], challenge: str) -> bool:
-        right = self.proof(side, said, challenge)
-        return isinstance(proof, str) and proof.isascii() and hmac.compare_digest(proof, right)
+    def fits(self, proof: Any, side: str, messages: Mapping[str, Any], challenge: str) -> bool:
+        expected = self.proof(side, messages, challenge)
+        return isinstance(proof, str) and proof.isascii() and hmac.compare_digest(proof, expected)
 
 
 def find_secret(environment: Mapping[str, str]) -> Secret | None:

@@ -1,4 +1,4 @@
-"""Whether, when and how to start again. Pure: the coordinator probes cards, waits and starts."""
+"""Decides whether, when and how a failed run starts again. Pure: `Run` tests GPUs, waits and starts."""
 
 from __future__ import annotations
 
@@ -11,107 +11,115 @@ from stoker.contract.frozen import frozen, replace
 from stoker.control.launch.attempt import Attempt
 from stoker.control.plan.options import RunOptions
 
-BUSY_WAIT_S = 10.0  # "busy" may be a neighbour's last seconds
-LONGEST_WAIT_S = 30.0
-LIVED_S = 60.0  # an attempt that lived this long, or
-SOME_STEPS = 10  # made so many, was no crash loop
-HALVINGS = 6
-CAN_HALVE = "CAN-HALVE-MICRO-BATCH"  # a recipe's mark: it keeps the global batch when told to halve the micro-batch
-_ASYNCHRONOUS = ("gpu.assert", "gpu.illegal-access", "gpu.launch-failure")
-_PROBED = (
+BUSY_WAIT_S = 10.0  # a busy GPU may be in the last seconds of another program
+MAX_WAIT_S = 30.0
+# An attempt that lived this long or made this many steps was no crash loop.
+LIVED_S = 60.0
+SOME_STEPS = 10
+MAX_HALVINGS = 6
+CAN_HALVE = "CAN-HALVE-MICRO-BATCH"  # a recipe's mark: it can halve the micro-batch and keep the global batch
+_OUT_OF_MEMORY = ("oom.gpu", "oom.gpu-fragmentation")
+_ASYNCHRONOUS = ("gpu.assert", "gpu.illegal-access", "gpu.launch-failure")  # reported later than they happen
+_TESTS_GPU = (
     "gpu.busy", "gpu.lost", "gpu.ecc", "gpu.xid", "gpu.illegal-access", "gpu.launch-failure", "gpu.timeout", "nccl.cuda", "hang.gpu-kernel", "hang.disk",
 )  # fmt: skip
+_FROM_OUTSIDE = ("rank.killed", "rank.signal", "hang.stopped", "gpu.busy")  # two of these are never the same failure
 
 
 @frozen
 class Restart:
-    line: str  # said to the user
+    """How the next attempt starts."""
+
+    line: str  # for the user
     wait_s: float = 0.0
     env: tuple[tuple[str, str], ...] = ()  # for the next attempt only
-    probe: bool = False  # the guilty rank's card first
+    probe: bool = False  # test the failed rank's GPU first
 
 
 class RestartState:
+    """What the restarts of one run so far have shown."""
+
     def __init__(self, options: RunOptions) -> None:
         self._options = options
-        self._made: dict[str, int] = {}  # restarts, by the role that failed
-        self._before: tuple[Any, ...] = ()
-        self._busy = 0
-        self._debugged = False
-        self._blocking = False  # the attempt under way has blocking launches
+        self._restarts: dict[str, int] = {}  # by the role that failed
+        self._last_failure: tuple[Any, ...] = ()
+        self._busy_failures = 0
+        self._tried_blocking = False
+        self._is_blocking = False  # this attempt has CUDA_LAUNCH_BLOCKING=1
         self._halvings = 0
-        self._quick = 0  # failures in a row of attempts that got nowhere
+        self._quick_failures = 0  # in a row
 
     def decide(self, verdict: Verdict, attempt: Attempt, lived_s: float) -> tuple[Verdict, Restart | None]:
-        """The verdict, perhaps with what this attempt taught, and how to go on; None: it is final."""
+        """Return the verdict with what this attempt showed, and how to go on; None if the verdict is final."""
         if verdict.status != "failed":
             return verdict, None
-        same, self._before = self._before, signature(verdict, attempt)
-        deterministic = same == self._before
+        failure = failure_key(verdict, attempt)
+        is_deterministic, self._last_failure = failure == self._last_failure, failure
         worked = max(attempt.steps.values(), default=0) >= SOME_STEPS or lived_s > LIVED_S
-        self._quick = 0 if worked else self._quick + 1
-        blocking, self._blocking = self._blocking, False
-        special = self._halve(verdict, attempt) or self._debug(verdict)
-        if special is not None:
-            return verdict, special
-        if blocking and verdict.cause in _ASYNCHRONOUS:
+        self._quick_failures = 0 if worked else self._quick_failures + 1
+        was_blocking, self._is_blocking = self._is_blocking, False
+        restart = self._halve_micro_batch(verdict, attempt) or self._retry_blocking(verdict)
+        if restart is not None:
+            return verdict, restart
+        if was_blocking and verdict.cause in _ASYNCHRONOUS:
             return _final(verdict, "with blocking launches (CUDA_LAUNCH_BLOCKING=1): this line is the true one")
-        if deterministic:
+        if is_deterministic:
             verdict = replace(verdict, summary=f"{verdict.summary}; twice at the same place: deterministic")
             return _final(verdict, "the attempt before failed in the same way at the same place: deterministic")
         if verdict.cause == "gpu.busy":
-            self._busy += 1
-            if self._busy > 1:
-                return _final(verdict, f"it was waited out once, for {BUSY_WAIT_S:.0f} s")
+            self._busy_failures += 1
+            if self._busy_failures > 1:
+                return _final(verdict, f"waiting {BUSY_WAIT_S:.0f} s once did not help")
         role = attempt.plan.role_of(verdict.rank)
-        made = self._made.get(role.name, 0) + 1
-        if not verdict.retryable or made > role.max_restarts:
+        restarts = self._restarts.get(role.name, 0) + 1
+        if not verdict.retryable or restarts > role.max_restarts:
             return verdict, None
-        self._made[role.name] = made
+        self._restarts[role.name] = restarts
         wait = BUSY_WAIT_S if verdict.cause == "gpu.busy" else self._back_off()
-        then = f" in {wait:.0f} s" if wait else ""
-        line = f"{verdict.summary}; starting again{then} ({made} of {role.max_restarts})"
-        return verdict, Restart(line, wait, self.env(), verdict.cause in _PROBED)
+        delay = f" in {wait:.0f} s" if wait else ""
+        line = f"{verdict.summary}; starting again{delay} ({restarts} of {role.max_restarts})"
+        return verdict, Restart(line, wait, self.env(), verdict.cause in _TESTS_GPU)
+
+    def env(self, *variables: tuple[str, str]) -> tuple[tuple[str, str], ...]:
+        """Return the variables of the next attempt, with those that earlier attempts made necessary."""
+        halvings = ((MICRO_BATCH_HALVINGS, str(self._halvings)),) if self._halvings else ()
+        return (*halvings, *variables)
 
     def _back_off(self) -> float:
-        """At once after an attempt that got somewhere, and after the first that did not; then 1, 2, 4 ... seconds."""
-        return 0.0 if self._quick < 2 else min(LONGEST_WAIT_S, 2.0 ** (self._quick - 2))
+        """Return 0 s after an attempt that worked and after the first quick failure, then 1, 2, 4 ... s."""
+        return 0.0 if self._quick_failures < 2 else min(MAX_WAIT_S, 2.0 ** (self._quick_failures - 2))
 
-    def env(self, *more: tuple[str, str]) -> tuple[tuple[str, str], ...]:
-        """What this run has learnt, for the next attempt."""
-        halved = ((MICRO_BATCH_HALVINGS, str(self._halvings)),) if self._halvings else ()
-        return (*halved, *more)
-
-    def _halve(self, verdict: Verdict, attempt: Attempt) -> Restart | None:
-        """Out of GPU memory in a recipe that can do with a smaller micro-batch: that, and the same global batch."""
-        full = verdict.cause in ("oom.gpu", "oom.gpu-fragmentation")
-        if not full or CAN_HALVE not in attempt.can or self._halvings >= HALVINGS:
+    def _halve_micro_batch(self, verdict: Verdict, attempt: Attempt) -> Restart | None:
+        """Restart a recipe that ran out of GPU memory with half the micro-batch and the same global batch."""
+        if verdict.cause not in _OUT_OF_MEMORY or CAN_HALVE not in attempt.abilities or self._halvings >= MAX_HALVINGS:
             return None
         self._halvings += 1
-        self._before = ()
+        self._last_failure = ()
         line = f"{verdict.summary}; starting again with the micro-batch halved and the same global batch"
         return Restart(line, env=self.env())
 
-    def _debug(self, verdict: Verdict) -> Restart | None:
-        if not self._options.debug_retry or self._debugged or verdict.cause not in _ASYNCHRONOUS:
+    def _retry_blocking(self, verdict: Verdict) -> Restart | None:
+        if not self._options.debug_retry or self._tried_blocking or verdict.cause not in _ASYNCHRONOUS:
             return None
-        self._debugged = self._blocking = True
-        self._before = ()
-        line = f"{verdict.summary}; once more with blocking launches, for the true line (--debug-retry)"
+        self._tried_blocking = self._is_blocking = True
+        self._last_failure = ()
+        line = f"{verdict.summary}; starting again with blocking launches to find the true line (--debug-retry)"
         return Restart(line, env=self.env(("CUDA_LAUNCH_BLOCKING", "1")))
 
 
-def _final(verdict: Verdict, why: str) -> tuple[Verdict, None]:
-    return replace(verdict, retryable=False, evidence=(*verdict.evidence, why)), None
+def _final(verdict: Verdict, reason: str) -> tuple[Verdict, None]:
+    return replace(verdict, retryable=False, evidence=(*verdict.evidence, reason)), None
 
 
-def signature(verdict: Verdict, attempt: Attempt) -> tuple[Any, ...]:
-    """What makes two failures the same: cause, place, step; not the rank. A kill from outside never is."""
-    if verdict.rank is None or verdict.cause in ("rank.killed", "rank.signal", "hang.stopped", "gpu.busy"):
-        return (time.monotonic_ns(),)
-    told = next((entry for entry in attempt.trouble if entry.get("rank") == verdict.rank), None)
-    if told is not None:
-        return verdict.cause, told.get("where", ""), told.get("step", 0)
+def failure_key(verdict: Verdict, attempt: Attempt) -> tuple[Any, ...]:
+    """Return what makes two failures the same: cause, place and step, but not the rank."""
+    if verdict.rank is None or verdict.cause in _FROM_OUTSIDE:
+        return (time.monotonic_ns(),)  # equal to no other
+    entry = next((entry for entry in attempt.trouble if entry.get("rank") == verdict.rank), None)
+    if entry is not None:
+        return verdict.cause, entry.get("where", ""), entry.get("step", 0)
     end = attempt.ends.get(verdict.rank)
-    place = (end.error.type, end.error.file, end.error.line) if end and end.error else (end.code if end else None,)
-    return verdict.cause, place, end.steps if end else 0
+    if end is None:
+        return verdict.cause, (None,), 0
+    place = (end.error.type, end.error.file, end.error.line) if end.error else (end.code,)
+    return verdict.cause, place, end.steps

@@ -1,4 +1,4 @@
-"""The signals that reach a run's launcher: caught at any moment, acted on where the run can; and sending them to one."""
+"""Signals to the launcher of a run: caught at any time and handled when the run is ready to; and sent to another launcher."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the si
 
 @contextlib.contextmanager
 def handled(signums: Iterable[int], handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Within it these signals go to `handler`; those that were ignored (nohup) stay ignored."""
-    before = {signum: signal.getsignal(signum) for signum in signums}
-    heard = {signum: former for signum, former in before.items() if former is not signal.SIG_IGN}
-    for signum in heard:
+    """Handle these signals with `handler` inside the `with` block. Those that were ignored (nohup) stay ignored."""
+    handlers = {signum: signal.getsignal(signum) for signum in signums}
+    former_handlers = {signum: former for signum, former in handlers.items() if former is not signal.SIG_IGN}
+    for signum in former_handlers:
         signal.signal(signum, handler)
     try:
         yield
     finally:
-        for signum, former in heard.items():
+        for signum, former in former_handlers.items():
             signal.signal(signum, former)
 
 
 class Interrupted(Exception):
-    """A signal came before anything was started."""
+    """A stop signal arrived while the launcher waited for its agents."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -42,18 +42,18 @@ class Interrupted(Exception):
 
 
 class SignalQueue:
-    """`tell`: records an event, once there is a record."""
+    """Collects the signals to this launcher until the run takes them."""
 
-    def __init__(self, options: RunOptions, say: Callable[[str], None], tell: Callable[..., None]) -> None:
+    def __init__(self, options: RunOptions, log: Callable[[str], None], record_event: Callable[..., None]) -> None:
         self._options = options
-        self._say = say
-        self._tell = tell
+        self._log = log
+        self._record_event = record_event
         self._pending: list[int] = []
-        self._stays_after_hangup = options.on_hangup == "detach"
+        self._survives_hangup = options.on_hangup == "detach"
 
     def catch(self) -> None:
-        """--signals-to-handle and the four that stop a run: unhandled, one would cost the ranks their last save."""
-        for signum in dict.fromkeys((*STOPS, *_named(self._options.signals_to_handle))):
+        """Catch --signals-to-handle and the four that stop a run: uncaught, one would cost the ranks their last save."""
+        for signum in dict.fromkeys((*STOPS, *_parse_signals(self._options.signals_to_handle))):
             if signum == signal.SIGHUP and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
                 continue  # nohup
             signal.signal(signum, self._on_signal)
@@ -66,48 +66,50 @@ class SignalQueue:
         self._pending.append(signum)
 
     def take(self) -> int:
-        """The oldest to act on; 0: none. A detach, or the hangup of a run that outlives its terminal, is none."""
+        """Return the oldest signal to act on, or 0. A detach, and the hangup of a run that survives it, are handled here."""
         while self._pending:
             signum = self._pending.pop(0)
             if signum == DETACH_SIGNAL:
-                self._stays_after_hangup = True
-                self._say("stoker: detached: the run continues when this terminal closes")
-                self._tell("detach")
-            elif signum == signal.SIGHUP and self._stays_after_hangup:
-                self._say("stoker: the terminal is closed; the run continues in the background")
-                self._tell("hangup")
+                self._survives_hangup = True
+                self._log("stoker: detached: the run continues when this terminal closes")
+                self._record_event("detach")
+            elif signum == signal.SIGHUP and self._survives_hangup:
+                self._log("stoker: the terminal is closed; the run continues in the background")
+                self._record_event("hangup")
             else:
                 return signum
         return 0
 
 
-def _named(text: str) -> list[signal.Signals]:
-    named: list[signal.Signals] = []
-    for word in text.split(","):
-        name = word.strip().upper()
+def _parse_signals(text: str) -> list[signal.Signals]:
+    """Parse --signals-to-handle."""
+    signums: list[signal.Signals] = []
+    for item in text.split(","):
+        name = item.strip().upper()
         signum = getattr(signal, name if name.startswith("SIG") else f"SIG{name}", None)
         if not isinstance(signum, signal.Signals) or signum in (signal.SIGKILL, signal.SIGSTOP):
-            raise Refusal(f"--signals-to-handle: no signal {word.strip()!r} that can be handled", EX_USAGE)
-        named.append(signum)
-    return named
+            raise Refusal(f"--signals-to-handle: no signal {item.strip()!r} that can be handled", EX_USAGE)
+        signums.append(signum)
+    return signums
 
 
-# ---- telling the launcher of a run, another process: only if it is that process ----
+# ---- signals to another launcher ----
 
 
 def signal_launcher(run: RunRecord, signum: int) -> None:
+    """Signal the launcher of a run. Raises Refusal unless it is certain that the pid is that launcher's."""
     pid, _, host = run.launcher
-    shown = escape(run.id)
+    run_id = escape(run.id)
     if not run.mine:
-        raise Refusal(f"run {shown} belongs to {run.user}, and only that user can stop it", EX_NOPERM)
+        raise Refusal(f"run {run_id} belongs to {run.user}, and only that user can stop it", EX_NOPERM)
     if host and host != os.uname().nodename:
-        raise Refusal(f"run {shown} runs on host {escape(host)}: run this command there", EX_UNAVAILABLE)
+        raise Refusal(f"run {run_id} runs on host {escape(host)}: run this command there", EX_UNAVAILABLE)
     launcher = find_process(pid)
     if launcher is not None and is_alive(run) is None:
         unknown = f"pid {pid} ({escape(launcher.name)}) does not show whether it is the launcher"
-        raise Refusal(f"run {shown}: {unknown}, so it is not signalled", EX_UNAVAILABLE)
+        raise Refusal(f"run {run_id}: {unknown}, so it is not signalled", EX_UNAVAILABLE)
     if signum == DETACH_SIGNAL and launcher is not None and is_alive(run) and not procfs.catches(pid, signum):
-        how = "in its terminal: Ctrl-Z, then `bg` and `disown -h`"
-        raise Refusal(f"run {shown} was started by a Stoker that can't detach; {how}", EX_UNAVAILABLE)
+        advice = "in its terminal: Ctrl-Z, then `bg` and `disown -h`"
+        raise Refusal(f"run {run_id} was started by a Stoker that can't detach; {advice}", EX_UNAVAILABLE)
     if launcher is None or not send_signal(launcher, signum, lambda: is_alive(run) is True):
-        raise Refusal(f"run {shown}: its launcher (pid {pid}) is gone", EX_UNAVAILABLE)
+        raise Refusal(f"run {run_id}: its launcher (pid {pid}) is gone", EX_UNAVAILABLE)

@@ -134,12 +134,16 @@ def join_nodes(
         first, world = meeting.rank * ranks, meeting.count * ranks
         nodes = NodeGroup(meeting.count, meeting.rank, first, world, meeting.address, meeting.port)
         if nodes.rank == 0:
-            agents.reserve(meeting.address, meeting.port)
+            agents.reserve(meeting.address, meeting.port, bool(meeting.port))
     else:
         from stoker.control.launch import rendezvous
 
         nodes = rendezvous.meet(
-            meeting, len(plan.places), lambda: agents.reserve(meeting.address, 0)[1], lambda: agents.pause(0.02), say
+            meeting,
+            len(plan.places),
+            lambda: agents.reserve(meeting.address, 0, False)[1],
+            lambda: agents.pause(0.02),
+            say,
         )
     return _renumber(plan, nodes), (nodes.address, nodes.port), _interface_to(agents, meeting.address)
 

@@ -1,4 +1,4 @@
-"""Whose failure ended a job: a role may have failed only because a server that it asks was gone."""
+"""Decides which role's failure ended a job: a role may have failed only because a server that it asks was gone."""
 
 from __future__ import annotations
 
@@ -11,119 +11,135 @@ from stoker.contract.evidence import Verdict
 from stoker.contract.frozen import frozen, replace
 from stoker.contract.units import format_duration
 from stoker.control.roles.role import AUTO
-from stoker.control.roles.role_process import ENDED, UP, RoleRun
+from stoker.control.roles.role_process import ENDED, UP, RoleProcess
 from stoker.control.verdict import launch_failures
 
-_LOST = re.compile(
+_LOST_CONNECTION = re.compile(
     r"(?i)connect|connrefused|reset by peer|timed? ?out|unreachable|broken pipe|max retries|\beof\b|disconnected"
 )
-BEFORE_S = 60.0  # a role that failed this long before one that waits for it is the cause
-# Rewards that teach nothing may be those of a dead server: a reward of the user's own often makes 0 of a lost connection.
-_TAUGHT_NOTHING = ("grpo.no-signal", "grpo.identical")
+RECENT_FAILURE_S = 60.0  # a server that failed this long before its client is the cause
+# Rewards without a signal may be those of a dead server: a user's reward function often turns a lost connection into 0.
+_NO_SIGNAL = ("grpo.no-signal", "grpo.identical")
 HOST_GONE = ("host.lost", "host.agent-lost")
-DOUBT_S = 2.0  # a server's end is known so much later than what its clients make of it
+DOUBT_S = 2.0  # the end of a server may be known this much later than the failure of its clients
 
 
 def is_echo(verdict: Verdict) -> bool:
-    """It may be what a role makes of another's end."""
+    """Return whether a failure may be the consequence of another role's end."""
     if verdict.cause in HOST_GONE:
         return False
-    return verdict.cause in _TAUGHT_NOTHING or _LOST.search(verdict.summary) is not None
+    return verdict.cause in _NO_SIGNAL or _LOST_CONNECTION.search(verdict.summary) is not None
 
 
 @frozen
 class Doubt:
-    """A role's failure that may be only the echo of another's: decided when that is known, or is not."""
+    """A failure that may be the echo of another's. It is decided when the servers have been checked."""
 
-    role: RoleRun
+    role: RoleProcess
     verdict: Verdict
-    when: float
-    looks: Mapping[str, int]  # role it waits for -> looks at its health until then
+    time: float
+    checks: Mapping[str, int]  # server -> number of its health checks until then
 
 
 class Blame:
-    def __init__(self, roles: Mapping[str, RoleRun], run_id: str) -> None:
-        self._roles, self._id = roles, run_id
+    """Finds the role that is to blame for the end of a job."""
+
+    def __init__(self, roles: Mapping[str, RoleProcess], run_id: str) -> None:
+        self._roles = roles
+        self._run_id = run_id
         self._doubt: Doubt | None = None
 
     @property
     def in_doubt(self) -> bool:
         return self._doubt is not None
 
-    def judge(self, role: RoleRun, verdict: Verdict) -> Verdict | None:
-        """The job's verdict, for a failure that ends it. None: in doubt, and `decided` will have it."""
-        doubt = Doubt(role, verdict, time.time(), self._look_again(role) if is_echo(verdict) else {})
-        if doubt.looks and self._doubt is None:
+    def judge(self, role: RoleProcess, verdict: Verdict) -> Verdict | None:
+        """Return the job's verdict for a failure that ends it, or None if it is in doubt: `decide` will return it."""
+        doubt = Doubt(role, verdict, time.time(), self._check_servers(role) if is_echo(verdict) else {})
+        if doubt.checks and self._doubt is None:
             self._doubt = doubt
             return None
-        return self._verdict(doubt)
+        return self._decide(doubt)
 
-    def decided(self) -> Verdict | None:
-        """Once the servers that the failed role asks have been looked at."""
+    def decide(self) -> Verdict | None:
+        """Return the verdict of the failure in doubt once the servers of the failed role have been checked."""
         doubt = self._doubt
         if doubt is None:
             return None
-        waited = time.time() - doubt.when
-        guilty = any(self._trouble(name, doubt) is not None for name in doubt.looks)
-        if guilty or (waited > DOUBT_S and all(self._is_looked_at(*look, waited) for look in doubt.looks.items())):
+        waited = time.time() - doubt.time
+        is_found = any(self._find_trouble(name, doubt) is not None for name in doubt.checks)
+        is_checked = all(self._is_checked(name, before, waited) for name, before in doubt.checks.items())
+        if is_found or (waited > DOUBT_S and is_checked):
             self._doubt = None
-            return self._verdict(doubt)
+            return self._decide(doubt)
         return None
 
-    def _look_again(self, role: RoleRun) -> dict[str, int]:
-        """At the servers that it asks: each with the number of looks before."""
-        found = {}
+    def _check_servers(self, role: RoleProcess) -> dict[str, int]:
+        """Start a health check of the servers that a role asks. Returns the number of checks of each before that."""
+        checks = {}
         for name in role.spec.after:
-            watching = self._roles[name].watching
-            if watching is not None and watching.goes_on:
-                found[name] = watching.looks
-                watching.look_now()
-        return found
+            watch = self._roles[name].ready_watch
+            if watch is not None and watch.repeats:
+                checks[name] = watch.checks
+                watch.check_now()
+        return checks
 
-    def _is_looked_at(self, name: str, before: int, waited: float) -> bool:
-        watching = self._roles[name].watching
-        return watching is None or watching.looks > before or waited > watching.longest_look_s
+    def _is_checked(self, name: str, checks_before: int, waited: float) -> bool:
+        watch = self._roles[name].ready_watch
+        return watch is None or watch.checks > checks_before or waited > watch.max_check_s
 
-    def _trouble(self, name: str, doubt: Doubt) -> tuple[float, Verdict] | None:
-        """What is wrong with a role that this one waits for, or was just before, and since when."""
-        other = self._roles[name]
-        if other.state == ENDED and other.is_ready and other.spec.serves:
+    def _find_trouble(self, name: str, doubt: Doubt) -> tuple[float, Verdict] | None:
+        """Return when and how a server of the failed role failed, if it did shortly before or is failing now."""
+        server = self._roles[name]
+        if server.state == ENDED and server.is_ready and server.spec.serves:
             if not is_echo(doubt.verdict):
-                return None  # its clients may have told it to end
+                return None  # its clients may have asked it to end
             line = f"it ended with exit code 0 while {doubt.role.name} still needed it"
-            return other.ended, launch_failures.of_role("role.ended", line, other.last_lines)
-        if other.failures and (not other.is_ready or doubt.when - other.failures[-1][0] < BEFORE_S):
-            return other.failures[-1]
-        watching = other.watching
-        if watching is not None and other.state == UP and watching.newest:
-            line = f"it no longer answers: {watching.newest}"
-            return watching.wrong_since, launch_failures.of_role("role.unhealthy", line, other.last_lines)
+            return server.ended_at, launch_failures.of_role("role.ended", line, server.last_lines)
+        if server.failures and (not server.is_ready or doubt.time - server.failures[-1][0] < RECENT_FAILURE_S):
+            return server.failures[-1]
+        watch = server.ready_watch
+        if watch is not None and server.state == UP and watch.problem:
+            line = f"it no longer answers: {watch.problem}"
+            return watch.problem_since, launch_failures.of_role("role.unhealthy", line, server.last_lines)
         return None
 
-    def _verdict(self, doubt: Doubt) -> Verdict:
-        """Of the role that is to blame: one that failed before, and that this one waits for, comes first."""
+    def _decide(self, doubt: Doubt) -> Verdict:
+        """Return the verdict of the role to blame: a server that failed before the role that waits for it comes first."""
         role, verdict = doubt.role, doubt.verdict
         for name in role.spec.after:
-            trouble = self._trouble(name, doubt)
+            trouble = self._find_trouble(name, doubt)
             if trouble is None:
                 continue
-            when, cause = trouble
-            down = not self._roles[name].is_ready or cause.cause.startswith("role.")
-            if is_echo(verdict) and (down or verdict.cause not in _TAUGHT_NOTHING):
+            failed_at, cause = trouble
+            is_down = not self._roles[name].is_ready or cause.cause.startswith("role.")
+            if is_echo(verdict) and (is_down or verdict.cause not in _NO_SIGNAL):
                 echo = f"then role {role.name}: {verdict.summary}"
-                return self._of_role(name, replace(cause, evidence=(*cause.evidence, echo)))
-            before = f"role {name} had failed {format_duration(max(doubt.when - when, 0.0))} before: {cause.summary}"
-            verdict = replace(verdict, evidence=(*verdict.evidence, before))
-        return self._of_role(role.name, verdict)
+                return self._describe(name, replace(cause, evidence=(*cause.evidence, echo)))
+            before = format_duration(max(doubt.time - failed_at, 0.0))
+            line = f"role {name} had failed {before} before: {cause.summary}"
+            verdict = replace(verdict, evidence=(*verdict.evidence, line))
+        return self._describe(role.name, verdict)
 
-    def _of_role(self, name: str, verdict: Verdict) -> Verdict:
-        code, log = verdict.exit_code or EX_SOFTWARE, f"stoker logs {self._id} --role {name}"
-        fix = tuple(line.replace("stoker logs RUN --role NAME", "stoker logs") for line in verdict.fix)
-        fix = tuple(line.replace("stoker logs", log) for line in fix)
-        port = self._roles[name].given.port if verdict.cause == "net.port-in-use" else 0
-        fixed = self._roles[name].spec.port != AUTO
-        other = "port: auto takes a free one" if fixed else "it was free on this machine; write a number for port"
-        known = (f"its port is {port}; {other}",) if port else ()
-        evidence = (*verdict.evidence, *known, f"the role's own record: `stoker why {self._id}/{name}`")
-        summary = f"role {name}: {verdict.summary}"
-        return replace(verdict, status="failed", summary=summary, exit_code=code, rank=None, evidence=evidence, fix=fix)
+    def _describe(self, name: str, verdict: Verdict) -> Verdict:
+        """Return a role's verdict as that of the job: it names the role, and its fixes show the role's logs."""
+        role = self._roles[name]
+        log_command = f"stoker logs {self._run_id} --role {name}"
+        fixes = (fix.replace("stoker logs RUN --role NAME", "stoker logs") for fix in verdict.fix)
+        fixes = (fix.replace("stoker logs", log_command) for fix in fixes)
+        evidence = list(verdict.evidence)
+        if verdict.cause == "net.port-in-use" and role.settings.port:
+            advice = "it was free on this machine; write a number for port"
+            if role.spec.port != AUTO:
+                advice = "port: auto takes a free one"
+            evidence.append(f"its port is {role.settings.port}; {advice}")
+        evidence.append(f"the role's own record: `stoker why {self._run_id}/{name}`")
+        return replace(
+            verdict,
+            status="failed",
+            summary=f"role {name}: {verdict.summary}",
+            exit_code=verdict.exit_code or EX_SOFTWARE,
+            rank=None,
+            evidence=tuple(evidence),
+            fix=tuple(fixes),
+        )

@@ -1,173 +1,222 @@
-"""Is a role ready, and is it still? Looked at in a thread of its own: a server that hangs must not hold up the others."""
+"""Checks whether a role is ready, and whether it stays healthy, in a thread: a server that hangs must not hold up the job."""
 
 from __future__ import annotations
 
 import http.client
+import math
 import os
+import re
 import socket
 import threading
 import time
 from collections.abc import Sequence
 
 from stoker.contract import listeners, safe_io
+from stoker.contract.frozen import frozen
 from stoker.contract.text import escape
 from stoker.control.record import run_record
-from stoker.control.roles.role import Ready
-from stoker.control.roles.service_address import Served, parse
+from stoker.control.roles.role import ReadyRule
 
-LOOK_S = 0.25  # between two looks until it is ready
+READY_CHECK_S = 0.25  # between two checks until the role is ready
 CONNECT_S = 2.0
-MISSES = 3  # looks in a row after which it is not healthy any more
-_MOST = 1 << 20  # bytes of an answer
+MAX_FAILED_CHECKS = 3  # in a row; then the role is unhealthy
+_MAX_ANSWER = 1 << 20  # bytes
+
+# Counters of answered requests and generated tokens in Prometheus' text format: vLLM, SGLang, TGI, and servers of users.
+_COUNTERS = {
+    "requests": (
+        "vllm:request_success_total", "sglang:num_requests_total", "tgi_request_success", "requests_total",
+        "stoker_serve_answers_total",
+    ),
+    "tokens": (
+        "vllm:generation_tokens_total", "sglang:generation_tokens_total", "tgi_request_generated_tokens_sum",
+        "generated_tokens_total", "stoker_serve_tokens_total",
+    ),
+}  # fmt: skip
+_SAMPLE = re.compile(r"([A-Za-z_:][\w:]{0,199})(?:\{[^\n]*\})?[ \t]+(\S{1,40})(?:[ \t]+-?\d{1,20})?[ \t\r]*", re.ASCII)
+
+
+@frozen
+class ServedCounts:
+    """How much a server has done."""
+
+    requests: int = 0
+    tokens: int = 0
 
 
 class ReadyWatch:
-    """`addresses`: of the role's replicas. All of them must be ready. `here`: they are on this machine, where anybody may
-    take a port before the role does.
+    """Watches the replicas of one start of a role. It is ready when all of them are.
+
+    Its public attributes are written by the thread and read by the job.
     """
 
     def __init__(
-        self, rule: Ready, addresses: Sequence[tuple[str, int]], began: float, replicas: int, here: bool = True
+        self, rule: ReadyRule, addresses: Sequence[tuple[str, int]], start_time: float, replicas: int, here: bool = True
     ) -> None:
+        """`here`: the replicas are on this machine, where another user may take a port before the role does."""
         self.ready = threading.Event()
-        self.unhealthy = ""  # why, once it was ready
-        self.newest = ""  # what the newest look found
-        self.wrong_since = 0.0  # the first of the looks in a row that found something
-        self.looks = 0
-        self.served: tuple[Served | None, ...] = ()  # by replica, where the rule names a page that counts
-        self.run_dir = ""  # of the role, once it has one
-        self._rule, self._addresses, self._began, self._replicas, self._here = rule, addresses, began, replicas, here
-        self._lines: set[int] = set()
-        self._over, self._now = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
+        self.problem = ""  # found by the newest check
+        self.problem_since = 0.0  # start of the first failed check in a row
+        self.unhealthy = ""  # why, after it was ready
+        self.checks = 0
+        self.served: tuple[ServedCounts | None, ...] = ()  # by replica, if the rule names a page of metrics
+        self.run_dir = ""  # of the role, once it is known
+        self._rule = rule
+        self._addresses = addresses
+        self._start_time = start_time
+        self._replicas = replicas
+        self._here = here
+        self._closed, self._wake = threading.Event(), threading.Event()
         if rule.kind != "line":
-            self._thread = threading.Thread(target=self._watch, name="ready", daemon=True)
-            self._thread.start()
-
-    def printed(self, line: bytes) -> None:
-        if self._rule.kind == "line" and self._rule.value.encode() in line:
-            self.ready.set()
-
-    def close(self) -> None:
-        self._over.set()
-        self._now.set()
+            threading.Thread(target=self._watch, name="ready", daemon=True).start()
 
     @property
-    def longest_look_s(self) -> float:
-        """At most; one may be under way."""
+    def max_check_s(self) -> float:
+        """Longest time until a check that is asked for has ended: another may be running."""
         return 2 * self._rule.answer if self._rule.kind == "http" else 2 * CONNECT_S
 
     @property
-    def goes_on(self) -> bool:
-        """Whether it is looked at again once it is ready."""
+    def repeats(self) -> bool:
+        """Whether the checks continue after the role is ready."""
         return self._rule.check > 0
 
-    def look_now(self) -> None:
-        """Not only when it is time to."""
-        self._now.set()
+    def read_line(self, line: bytes) -> None:
+        """Look for the line of a `line` rule in the role's output."""
+        if self._rule.kind == "line" and self._rule.value.encode() in line:
+            self.ready.set()
+
+    def check_now(self) -> None:
+        self._wake.set()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._wake.set()
 
     def _watch(self) -> None:
-        misses = 0
+        failed_checks = 0
         while True:
-            self._now.wait(LOOK_S if not self.ready.is_set() else self._rule.check)
-            if self._over.is_set():
+            self._wake.wait(READY_CHECK_S if not self.ready.is_set() else self._rule.check)
+            if self._closed.is_set():
                 return
-            self._now.clear()
-            began = time.time()
+            self._wake.clear()
+            started = time.time()
             try:
-                found = self._wrong()
-            except Exception as problem:  # of a thread nobody would hear of it
-                found = f"{type(problem).__name__}: {escape(str(problem), 200)}"
-            self.wrong_since = self.wrong_since if self.newest else began
-            self.newest = found
-            self.looks += 1
-            if not self.newest:
-                misses = 0
+                problem = self._check()
+            except Exception as error:  # nobody would see a thread's traceback
+                problem = f"{type(error).__name__}: {escape(str(error), 200)}"
+            self.problem_since = self.problem_since if self.problem else started
+            self.problem = problem
+            self.checks += 1
+            if not problem:
+                failed_checks = 0
                 self.ready.set()
                 if self._rule.metrics:
-                    self.served = tuple(self._counted(host, port) for host, port in self._addresses)
+                    self.served = tuple(self._read_counts(host, port) for host, port in self._addresses)
             elif self.ready.is_set():
-                misses += 1
-                if misses == MISSES:
-                    self.unhealthy = self.newest
+                failed_checks += 1
+                if failed_checks == MAX_FAILED_CHECKS:
+                    self.unhealthy = problem
                     return
             if self.ready.is_set() and not self._rule.check:
                 return
 
-    def _wrong(self) -> str:
-        """Empty: it is as it should be."""
-        rule = self._rule
-        if rule.kind == "file":
-            try:
-                link, about = os.lstat(rule.value), os.stat(rule.value)
-            except OSError as problem:
-                return f"{rule.value}: {problem.strerror}"
-            for uid in (link.st_uid, about.st_uid):  # another user's link leads where they like
-                if not safe_io.is_trusted(uid, os.path.dirname(rule.value)):
-                    return f"{rule.value} belongs to {safe_io.user_name(uid)}"
-            return "" if about.st_mtime >= self._began - 1.0 else f"{rule.value} is older than this start"
-        if rule.kind == "mark":
-            return self._unmarked()
+    def _check(self) -> str:
+        """Return what is wrong; empty if the rule is satisfied."""
+        if self._rule.kind == "file":
+            return self._check_file(self._rule.value)
+        if self._rule.kind == "mark":
+            return self._check_marks(self._rule.value)
         for host, port in self._addresses:
-            wrong = self._foreign(host, port)
-            wrong = wrong or (self._unconnected(host, port) if rule.kind == "port" else self._unanswered(host, port))
-            if wrong:
-                return wrong
+            problem = self._check_owner(host, port)
+            if not problem:
+                problem = self._check_port(host, port) if self._rule.kind == "port" else self._check_http(host, port)
+            if problem:
+                return problem
         return ""
 
-    def _unmarked(self) -> str:
-        marked = set()
+    def _check_file(self, path: str) -> str:
+        try:
+            link, status = os.lstat(path), os.stat(path)
+        except OSError as problem:
+            return f"{path}: {problem.strerror}"
+        for uid in (link.st_uid, status.st_uid):  # another user's link leads where that user likes
+            if not safe_io.is_trusted(uid, os.path.dirname(path)):
+                return f"{path} belongs to {safe_io.user_name(uid)}"
+        return "" if status.st_mtime >= self._start_time - 1.0 else f"{path} is older than this start"
+
+    def _check_marks(self, name: str) -> str:
+        ranks = set()
         for event in run_record.read_events(self.run_dir) if self.run_dir else ():
-            if event["event"] == "mark" and event.get("name") == self._rule.value and event["time"] >= self._began:
-                marked.add(event.get("rank"))
-        return "" if len(marked) >= self._replicas else f"{len(marked)} of {self._replicas} ranks have said so"
+            if event["event"] == "mark" and event.get("name") == name and event["time"] >= self._start_time:
+                ranks.add(event.get("rank"))
+        return "" if len(ranks) >= self._replicas else f"{len(ranks)} of {self._replicas} ranks have called it"
 
-    def _foreign(self, host: str, port: int) -> str:
-        """Another user who listens there could be asked in the role's place."""
-        return _in_use_by(listeners.listening_users(host, port), port) if self._here else ""
+    def _check_owner(self, host: str, port: int) -> str:
+        """Refuse a port on which another user of this machine listens: that user could answer in the role's place."""
+        if not self._here:
+            return ""
+        users = listeners.listening_users(host, port)
+        others = sorted(uid for uid in users if not safe_io.is_trusted(uid, os.curdir))
+        return f"port {port} is in use by {safe_io.user_name(others[0])}" if others else ""
 
-    def _unconnected(self, host: str, port: int) -> str:
+    def _check_port(self, host: str, port: int) -> str:
         try:
             with socket.create_connection((host, port), CONNECT_S):
                 return ""
         except OSError as problem:
             return f"{host}:{port}: {problem.strerror or problem}"
 
-    def _counted(self, host: str, port: int) -> Served | None:
-        """A page that is not there says nothing about the role's health: `ready` does."""
+    def _check_http(self, host: str, port: int) -> str:
+        rule = self._rule
+        url = f"{host}:{port}{rule.value}"
+        connection = http.client.HTTPConnection(host, port, timeout=rule.answer)
+        started = time.monotonic()
+        try:
+            headers = {"Content-Type": "application/json"} if rule.body else {}
+            connection.request("POST" if rule.body else "GET", rule.value, rule.body or None, headers)
+            response = connection.getresponse()
+            body = response.read(_MAX_ANSWER)
+        except TimeoutError:
+            return f"{url}: no answer within {time.monotonic() - started:.0f} s"
+        except (OSError, http.client.HTTPException) as problem:
+            return f"{url}: {escape(str(problem), 200) or type(problem).__name__}"
+        finally:
+            connection.close()
+        if not 200 <= response.status < 300:
+            return f"{url}: HTTP status {response.status}"
+        if rule.contains and rule.contains.encode() not in body:
+            return f"{url}: its answer does not contain {rule.contains!r}"
+        return ""
+
+    def _read_counts(self, host: str, port: int) -> ServedCounts | None:
+        """Return what a replica has served, or None. A missing page of metrics does not make a role unhealthy."""
         connection = http.client.HTTPConnection(host, port, timeout=CONNECT_S)
         try:
             connection.request("GET", self._rule.metrics)
-            answer = connection.getresponse()
-            text = answer.read(_MOST)
+            response = connection.getresponse()
+            text = response.read(_MAX_ANSWER)
         except (OSError, http.client.HTTPException):
             return None
         finally:
             connection.close()
-        return parse(text.decode("utf-8", "replace")) if answer.status == 200 else None
+        return parse_served_counts(text.decode("utf-8", "replace")) if response.status == 200 else None
 
-    def _unanswered(self, host: str, port: int) -> str:
-        rule = self._rule
-        connection = http.client.HTTPConnection(host, port, timeout=rule.answer)
-        began = time.monotonic()
+
+def parse_served_counts(text: str) -> ServedCounts | None:
+    """Return the counts of a page in Prometheus' text format, or None if it has neither.
+
+    All samples of a counter are added: it has one for each model, or for each reason why a request ended.
+    """
+    counts: dict[str, float] = {}
+    for line in text.split("\n"):
+        if line.startswith("#") or not (sample := _SAMPLE.fullmatch(line)):
+            continue
+        name, number = sample.groups()
+        kind = next((kind for kind, names in _COUNTERS.items() if name in names), "")
         try:
-            headers = {"Content-Type": "application/json"} if rule.body else {}
-            connection.request("POST" if rule.body else "GET", rule.value, rule.body or None, headers)
-            answer = connection.getresponse()
-            text = answer.read(_MOST)
-        except TimeoutError:
-            return f"{host}:{port}{rule.value}: no answer within {time.monotonic() - began:.0f} s"
-        except (OSError, http.client.HTTPException) as problem:
-            return f"{host}:{port}{rule.value}: {escape(str(problem), 200) or type(problem).__name__}"
-        finally:
-            connection.close()
-        if not 200 <= answer.status < 300:
-            return f"{host}:{port}{rule.value}: HTTP status {answer.status}"
-        if rule.contains and rule.contains.encode() not in text:
-            return f"{host}:{port}{rule.value}: its answer does not contain {rule.contains!r}"
-        return ""
-
-
-def _in_use_by(uids: set[int], port: int) -> str:
-    others = sorted(uid for uid in uids if not safe_io.is_trusted(uid, os.curdir))
-    return f"port {port} is in use by {safe_io.user_name(others[0])}" if others else ""
+            value = float(number) if kind else 0.0
+        except ValueError:
+            continue
+        if kind and math.isfinite(value) and 0 <= value < 1e18:
+            counts[kind] = counts.get(kind, 0.0) + value
+    return ServedCounts(**{kind: int(value) for kind, value in counts.items()}) if counts else None

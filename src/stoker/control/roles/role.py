@@ -1,13 +1,13 @@
-"""What a role is: its command, how many, on which GPUs, when it is ready, what happens when it ends. Pure.
+"""What a role is: its command, its replicas and GPUs, when it is ready, and what happens when it ends. Pure.
 
-`--role NAME:COUNT:COMMAND`, or a file with everything:
+`--role NAME:COUNT:COMMAND`, or a file with all settings:
 
 roles:
   server:
     command: python server.py --port ${port}
     count: 1                     # replicas, each a rank
-    gpus: 1                      # for each of them; default: 1 where there are GPUs
-    port: auto                   # of the first; the others have the next ones. $STOKER_PORT, ${port}
+    gpus: 1                      # of each replica; default: 1 if there are GPUs
+    port: auto                   # of the first replica; the others have the next ones. $STOKER_PORT, ${port}
     ready: {http: /health}       # or port: true, file: PATH, line: TEXT, mark: READY
     restart: always              # alone; never: its failure ends the job; job: starts all roles again
     required: false              # the job does not wait for its end; default: only if the role turns out to be a service
@@ -35,36 +35,38 @@ from stoker.contract.yaml_text import YamlError, parse_yaml
 
 ALWAYS, NEVER, JOB = "always", "never", "job"
 RESTARTS = (ALWAYS, NEVER, JOB)
-KINDS = ("port", "http", "file", "line", "mark")
-READY_S = 600.0  # a model of 32 B from a network disk takes minutes
-ANSWER_S = 30.0  # a first real answer may take as long
-CHECK_S = 10.0  # between two looks at the health of a role that is ready
+READY_KINDS = ("port", "http", "file", "line", "mark")
+READY_S = 600.0  # a model of 32 B parameters from a network disk takes minutes
+ANSWER_S = 30.0  # the first real answer of a server may take this long
+CHECK_S = 10.0  # between two health checks of a role that is ready
 AUTO = -1
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
 _KEYS = ("command", "count", "gpus", "port", "env", "ready", "restart", "required", "after", "min_hosts", "batch")
-_READY_KEYS = (*KINDS, "body", "contains", "answer", "timeout", "check", "metrics")
-_MOST = 4096
-_OF_JOB = {  # what a role's `stoker train` is given by its job
+_READY_KEYS = (*READY_KINDS, "body", "contains", "answer", "timeout", "check", "metrics")
+_MAX_PROCESSES = 4096
+_MAX_BATCH = 1 << 30
+_SET_BY_JOB = {  # flags that a role's `stoker train` is given by its job
     "--detach", "--gpu", "--gpus", "--gpus-per-rank", "--hosts", "--max-restarts", "--min-hosts", "--name", "--nnodes", "--nproc-per-node",
     "--port-base", "--prefix", "--role", "--runs-dir",
 }  # fmt: skip
 
 
 @frozen
-class Ready:
+class ReadyRule:
     """When a role is ready, and afterwards healthy."""
 
     kind: str
     value: str  # path, file, text or mark
-    body: str = ""  # http: JSON that is posted; a server that answers a real question is there
-    contains: str = ""  # http: what the answer must hold
+    body: str = ""  # http: JSON to post, so that the server must answer a real request
+    contains: str = ""  # http: what the answer must contain
     timeout: float = READY_S
-    check: float = CHECK_S  # 0: not looked at again
-    answer: float = ANSWER_S  # http: an answer that takes longer is none
-    metrics: str = ""  # the path of a page that counts requests and tokens
+    check: float = CHECK_S  # seconds between health checks; 0: none
+    answer: float = ANSWER_S  # http: seconds after which an answer is too late
+    metrics: str = ""  # path of a page that counts requests and tokens
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
+        """What the job waits for."""
         if self.kind == "port":
             return "its port to accept connections"
         if self.kind == "http":
@@ -78,52 +80,59 @@ class Ready:
 
 @frozen
 class RoleSpec:
+    """A role as its user described it."""
+
     name: str
     command: tuple[str, ...]
     count: int = 1
-    gpus: int | None = None  # for each replica; None: one where there are GPUs
+    gpus: int | None = None  # of each replica; None: one if there are GPUs
     port: int = 0  # of the first replica; 0: none, AUTO: a free one
     env: Mapping[str, str] = {}
-    ready: Ready | None = None
+    ready: ReadyRule | None = None
     restart: str = NEVER
     required: bool | None = None  # the job waits for its end; None: unless it is a service
     after: tuple[str, ...] = ()
-    min_hosts: int = 0  # its run continues with so many of its hosts; 0: it needs all
-    batch: int = 0  # samples a step, which its replicas share; 0: not known
+    min_hosts: int = 0  # its run continues with this many of its hosts; 0: it needs all
+    batch: int = 0  # samples a step, divided among its replicas; 0: unknown
 
     @property
     def is_service(self) -> bool:
-        """Return whether the job need not wait for this role, as far as its description says. Without `required`, a role with a
-        ready rule is a service; others become one by what their processes do (see `RoleRun.find_service_reason`).
+        """Whether the job need not wait for this role, as far as its description says.
+
+        Without `required`, a role with a ready rule is a service. Others become one by what their processes do
+        (`RoleProcess.find_service_reason`).
         """
         return self.ready is not None if self.required is None else not self.required
 
     @property
     def serves(self) -> bool:
-        """The others ask it something while they run."""
+        """Whether other roles send it requests."""
         return self.ready is not None and self.ready.kind in ("port", "http")
 
 
-def from_words(words: Sequence[str], counts: Mapping[str, int] | None = None) -> tuple[RoleSpec, ...]:
-    """--role NAME:COUNT:COMMAND, once for each. `counts`: by an allocation, where the words have none."""
-    found = []
-    for word in words:
-        parts = word.split(":", 2)
+# ---- --role and --roles ----
+
+
+def parse_role_flags(flags: Sequence[str], counts: Mapping[str, int] | None = None) -> tuple[RoleSpec, ...]:
+    """Read --role NAME:COUNT:COMMAND flags. With `counts`, those of an allocation, a flag may leave its COUNT out."""
+    specs = []
+    for flag in flags:
+        parts = flag.split(":", 2)
         if len(parts) == 2 and counts is not None:
             parts = [parts[0], str(counts.get(parts[0], 1)), parts[1]]
         if len(parts) < 3:
-            raise Refusal(
-                f"--role {word}: write NAME:COUNT:'COMMAND', such as trainer:3:'train.py --lr 1e-5'", EX_USAGE
-            )
+            example = "trainer:3:'train.py --lr 1e-5'"
+            raise Refusal(f"--role {flag}: write NAME:COUNT:'COMMAND', such as {example}", EX_USAGE)
         name, count, command = parts
-        if not is_digits(count) or not 1 <= int(count) <= _MOST:
-            raise Refusal(f"--role {word}: {count!r} is not a number of replicas from 1 to {_MOST}", EX_USAGE)
-        argv = _command(command, f"--role {name}", EX_USAGE)
-        found.append(RoleSpec(name, argv, int(count), port=0 if trains(argv) else AUTO))
-    return checked(found, "--role", EX_USAGE)
+        if not is_digits(count) or not 1 <= int(count) <= _MAX_PROCESSES:
+            line = f"--role {flag}: {count!r} is not a number of replicas from 1 to {_MAX_PROCESSES}"
+            raise Refusal(line, EX_USAGE)
+        argv = _parse_command(command, f"--role {name}", EX_USAGE)
+        specs.append(RoleSpec(name, argv, int(count), port=0 if is_stoker_train(argv) else AUTO))
+    return check_roles(specs, "--role", EX_USAGE)
 
 
-def from_file(path: str) -> tuple[RoleSpec, ...]:
+def read_roles_file(path: str) -> tuple[RoleSpec, ...]:
     try:
         data = parse_yaml(read_text(path))
     except FileNotFoundError as problem:
@@ -141,73 +150,134 @@ def from_file(path: str) -> tuple[RoleSpec, ...]:
     for key in data:
         if key != "roles":
             _refuse(path, f"unknown key {key!r}; a roles file has one, roles")
-    return checked([_role(name, about, f"{path}: {name}") for name, about in roles.items()], path, EX_CONFIG)
+    specs = [_parse_role(name, settings, f"{path}: {name}") for name, settings in roles.items()]
+    return check_roles(specs, path, EX_CONFIG)
 
 
-def _role(name: Any, about: Any, where: str) -> RoleSpec:
-    where = escape(where, 200)
-    if not isinstance(name, str):
-        _refuse(where, "a role's name is a text; put it in quotes")
-    if isinstance(about, str):
-        about = {"command": about}
-    if not isinstance(about, dict):
-        _refuse(where, "write its settings below it, such as command: train.py")
-    for key in about:
-        if key not in _KEYS:
-            _refuse(where, f"unknown key {key!r}{suggest(str(key), _KEYS)}")
-    command = about.get("command")
-    if not isinstance(command, str) or not command.strip():
-        _refuse(where, "command: is missing; write the command line as one text")
-    ready = _ready(about["ready"], f"{where}: ready") if "ready" in about else None
-    port = _port(about.get("port", AUTO if ready is not None and ready.kind in ("port", "http") else 0), where)
-    if ready is not None and ready.kind in ("port", "http") and not port:
-        _refuse(where, f"ready: {ready.kind} needs a port; write port: auto, or a number")
-    restart = about.get("restart", NEVER)
-    if restart not in RESTARTS:
-        _refuse(where, f"restart: {restart!r} is not one of {', '.join(RESTARTS)}")
-    required = about.get("required", False if restart == ALWAYS else None)
-    if "required" in about and not isinstance(required, bool):
-        _refuse(where, f"required: {required!r} is not true or false")
-    count, gpus = _number(about, "count", 1, where, 1), about.get("gpus")
-    return RoleSpec(
-        name,
-        _command(command, where, EX_CONFIG),
-        count,
-        None if gpus is None else _number(about, "gpus", 0, where, 0),
-        port,
-        _texts(about.get("env") or {}, f"{where}: env"),
-        ready,
-        restart,
-        required,
-        _after(about["after"], where) if "after" in about else (),
-        _number(about, "min_hosts", 0, where, 0),
-        _number(about, "batch", 0, where, 0, 1 << 30),
-    )
+def check_roles(specs: Sequence[RoleSpec], where: str, code: int) -> tuple[RoleSpec, ...]:
+    """Return the roles with the defaults of `after`. Refuses duplicate names, unknown roles and circular waits."""
+    total = sum(spec.count for spec in specs)
+    if total > _MAX_PROCESSES:
+        line = f"the roles have {total} processes together, and {_MAX_PROCESSES} are allowed"
+        raise Refusal(f"{where}: {line}", code)
+    checked: list[RoleSpec] = []
+    for spec in specs:
+        names = [earlier.name for earlier in checked]
+        if not _NAME.fullmatch(spec.name):
+            rule = "a letter, then letters, digits, - and _, at most 40"
+            raise Refusal(f"{where}: {escape(spec.name, 60)!r} can't be a role's name: {rule}", code)
+        if spec.name in names:
+            raise Refusal(f"{where}: two roles are named {spec.name}", code)
+        variable = address_variable(spec.name)
+        for name in names:
+            if address_variable(name) == variable:
+                raise Refusal(f"{where}: {name} and {spec.name} would both be {variable}: rename one", code)
+        if is_stoker_train(spec.command):
+            for word in spec.command:
+                if (flag := word.partition("=")[0].replace("_", "-")) in _SET_BY_JOB:
+                    line = f"{where}: {spec.name}: leave {flag} out of its command: the job sets it"
+                    raise Refusal(line, code)
+        after = spec.after or tuple(earlier.name for earlier in checked if earlier.ready is not None)
+        checked.append(replace(spec, after=tuple(name for name in after if name)))
+    names = [spec.name for spec in checked]
+    for spec in checked:
+        for name in spec.after:
+            if name not in names:
+                line = f"{spec.name} waits for {name!r}, and there is no such role{suggest(name, names)}"
+                raise Refusal(f"{where}: {line}", code)
+    sort_by_dependency(checked, where, code)
+    if all(spec.required is False for spec in checked):
+        line = "no role is required, so the job would be over at once: set required: true for one"
+        raise Refusal(f"{where}: {line}", code)
+    return tuple(checked)
 
 
-def _number(about: Mapping[str, Any], key: str, default: int, where: str, least: int, most: int = _MOST) -> int:
-    value = about.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        _refuse(where, f"{key}: {value!r} is not a whole number from {least} to {most}")
-    return value
+def sort_by_dependency(specs: Sequence[RoleSpec], where: str, code: int) -> list[RoleSpec]:
+    """Return the roles with each after those it waits for, otherwise in the order they were written."""
+    waiting, ordered = list(specs), list[RoleSpec]()
+    while waiting:
+        names = {spec.name for spec in ordered}
+        spec = next((spec for spec in waiting if set(spec.after) <= names), None)
+        if spec is None:
+            circle = ", ".join(f"{spec.name} waits for {' and '.join(spec.after)}" for spec in waiting)
+            raise Refusal(f"{where}: no role can start first: {circle}", code)
+        ordered.append(spec)
+        waiting.remove(spec)
+    return ordered
 
 
 def check_batch(spec: RoleSpec, replicas: int) -> None:
+    """Refuse a batch that can't be divided among the replicas."""
     if spec.batch % replicas:
         fits = next(number for number in range(replicas, 0, -1) if spec.batch % number == 0)
         line = f"role {spec.name}: {spec.batch} samples a step (batch) do not divide by {replicas}; {fits} would"
         raise Refusal(line, EX_CONFIG)
 
 
-def _port(value: Any, where: str) -> int:
-    if value in ("auto", AUTO):
-        return AUTO
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 65535:
-        _refuse(where, f"port: {value!r} is not auto or a number up to 65535")
+# ---- one role of a file ----
+
+
+def _parse_role(name: Any, settings: Any, where: str) -> RoleSpec:
+    where = escape(where, 200)
+    if not isinstance(name, str):
+        _refuse(where, "a role's name is a text; put it in quotes")
+    if isinstance(settings, str):
+        settings = {"command": settings}
+    if not isinstance(settings, dict):
+        _refuse(where, "write its settings below it, such as command: train.py")
+    for key in settings:
+        if key not in _KEYS:
+            _refuse(where, f"unknown key {key!r}{suggest(str(key), _KEYS)}")
+    command = settings.get("command")
+    if not isinstance(command, str) or not command.strip():
+        _refuse(where, "command: is missing; write the command line as one text")
+    ready = _parse_ready(settings["ready"], f"{where}: ready") if "ready" in settings else None
+    needs_port = ready is not None and ready.kind in ("port", "http")
+    port = settings.get("port", AUTO if needs_port else 0)
+    if port == "auto":
+        port = AUTO
+    if port != AUTO and (isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535):
+        _refuse(where, f"port: {port!r} is not auto or a number up to 65535")
+    if ready is not None and needs_port and not port:
+        _refuse(where, f"ready: {ready.kind} needs a port; write port: auto, or a number")
+    restart = settings.get("restart", NEVER)
+    if restart not in RESTARTS:
+        _refuse(where, f"restart: {restart!r} is not one of {', '.join(RESTARTS)}")
+    required = settings.get("required", False if restart == ALWAYS else None)
+    if "required" in settings and not isinstance(required, bool):
+        _refuse(where, f"required: {required!r} is not true or false")
+    after = settings.get("after", ())
+    if "after" in settings:
+        after = [after] if isinstance(after, str) else after
+        if not isinstance(after, list) or not all(isinstance(other, str) for other in after):
+            _refuse(where, "after: write a list of roles, such as [server]")
+        after = after or [""]  # an empty list is no default: it waits for no role
+    return RoleSpec(
+        name,
+        _parse_command(command, where, EX_CONFIG),
+        _parse_number(settings, "count", 1, where, 1),
+        None if settings.get("gpus") is None else _parse_number(settings, "gpus", 0, where, 0),
+        port,
+        _parse_env(settings.get("env") or {}, f"{where}: env"),
+        ready,
+        restart,
+        required,
+        tuple(after),
+        _parse_number(settings, "min_hosts", 0, where, 0),
+        _parse_number(settings, "batch", 0, where, 0, _MAX_BATCH),
+    )
+
+
+def _parse_number(
+    settings: Mapping[str, Any], key: str, default: int, where: str, minimum: int, maximum: int = _MAX_PROCESSES
+) -> int:
+    value = settings.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+        _refuse(where, f"{key}: {value!r} is not a whole number from {minimum} to {maximum}")
     return value
 
 
-def _texts(value: Any, where: str) -> dict[str, str]:
+def _parse_env(value: Any, where: str) -> dict[str, str]:
     if not isinstance(value, dict):
         _refuse(where, "write NAME: value below it")
     for name, text in value.items():
@@ -218,14 +288,7 @@ def _texts(value: Any, where: str) -> dict[str, str]:
     return {name: str(text) for name, text in value.items()}
 
 
-def _after(value: Any, where: str) -> tuple[str, ...]:
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        _refuse(where, "after: write a list of roles, such as [server]")
-    return tuple(names) or ("",)
-
-
-def _ready(value: Any, where: str) -> Ready:
+def _parse_ready(value: Any, where: str) -> ReadyRule:
     if value == "port":
         value = {"port": True}
     if not isinstance(value, dict):
@@ -233,58 +296,60 @@ def _ready(value: Any, where: str) -> Ready:
     for key in value:
         if key not in _READY_KEYS:
             _refuse(where, f"unknown key {key!r}{suggest(str(key), _READY_KEYS)}")
-    kinds = [kind for kind in KINDS if kind in value]
+    kinds = [kind for kind in READY_KINDS if kind in value]
     if len(kinds) != 1:
-        _refuse(where, f"give one of {', '.join(KINDS)}")
+        _refuse(where, f"give one of {', '.join(READY_KINDS)}")
     kind = kinds[0]
-    told = value[kind]
+    expected = value[kind]
     if kind == "port":
-        if told is not True:
-            _refuse(where, f"port: {told!r} is not true; its number belongs to the role's own key port")
-        told = ""
-    elif not isinstance(told, str) or not told:
-        _refuse(where, f"{kind}: {told!r} is not a text")
-    if isinstance(told, str) and not told.isprintable():
-        _refuse(where, f"{kind}: {told!a} has characters that can't be printed")
-    if kind == "http" and (not told.startswith("/") or not told.isascii() or " " in told):
-        _refuse(where, f"http: {told!r} is not a path such as /health")
+        if expected is not True:
+            _refuse(where, f"port: {expected!r} is not true; its number belongs to the role's own key port")
+        expected = ""
+    elif not isinstance(expected, str) or not expected:
+        _refuse(where, f"{kind}: {expected!r} is not a text")
+    if not expected.isprintable():
+        _refuse(where, f"{kind}: {expected!a} has characters that can't be printed")
+    if kind == "http" and not _is_url_path(expected):
+        _refuse(where, f"http: {expected!r} is not a path such as /health")
     if kind != "http" and not value.keys().isdisjoint(("body", "contains", "answer")):
         _refuse(where, "body, contains and answer belong to http")
-    page = value.get("metrics", "")
-    if page and kind not in ("port", "http"):
+    metrics = value.get("metrics", "")
+    if metrics and kind not in ("port", "http"):
         _refuse(where, "metrics belongs to port and http: a server's page that counts requests and tokens")
-    if page and not (
-        isinstance(page, str) and page.startswith("/") and page.isascii() and page.isprintable() and " " not in page
-    ):
-        _refuse(where, f"metrics: {page!r} is not a path such as /metrics")
+    if metrics and not (isinstance(metrics, str) and metrics.isprintable() and _is_url_path(metrics)):
+        _refuse(where, f"metrics: {metrics!r} is not a path such as /metrics")
     import json
 
     body = value.get("body", "")
     try:
-        posted = body if isinstance(body, str) else json.dumps(body)
+        body = body if isinstance(body, str) else json.dumps(body)
     except (TypeError, ValueError) as problem:  # a date, or what YAML calls binary
         _refuse(where, f"body: {escape(str(problem), 100)}; put such a value in quotes")
-    times = {}
+    seconds = {}
     for key, default in (("timeout", READY_S), ("check", CHECK_S), ("answer", ANSWER_S)):
         try:
-            times[key] = parse_duration(str(value[key])) if key in value else default
+            seconds[key] = parse_duration(str(value[key])) if key in value else default
         except ValueError as problem:
             _refuse(where, f"{key}: {problem}")
-    if times["answer"] <= 0:
+    if seconds["answer"] <= 0:
         _refuse(where, "answer: 0 s; no server is that fast")
-    return Ready(
-        kind,
-        told,
-        posted,
-        str(value.get("contains", "")),
-        times["timeout"],
-        times["check"] if kind in ("port", "http") else 0.0,
-        times["answer"],
-        page,
-    )
+    check = seconds["check"] if kind in ("port", "http") else 0.0
+    contains = str(value.get("contains", ""))
+    return ReadyRule(kind, expected, body, contains, seconds["timeout"], check, seconds["answer"], metrics)
 
 
-def _command(text: str, where: str, code: int) -> tuple[str, ...]:
+def _is_url_path(text: str) -> bool:
+    return text.startswith("/") and text.isascii() and " " not in text
+
+
+def _refuse(where: str, problem: str) -> NoReturn:
+    raise Refusal(f"{where}: {problem}", EX_CONFIG)
+
+
+# ---- commands ----
+
+
+def _parse_command(text: str, where: str, code: int) -> tuple[str, ...]:
     try:
         words = shlex.split(text)
     except ValueError as problem:
@@ -294,61 +359,8 @@ def _command(text: str, where: str, code: int) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _refuse(where: str, what: str) -> NoReturn:
-    raise Refusal(f"{where}: {what}", EX_CONFIG)
-
-
-def checked(specs: Sequence[RoleSpec], where: str, code: int) -> tuple[RoleSpec, ...]:
-    """With the roles that each waits for. Refuses two of one name, unknown ones, and an order that can't be."""
-    names: list[str] = []
-    made: list[RoleSpec] = []
-    total = sum(spec.count for spec in specs)
-    if total > _MOST:
-        raise Refusal(f"{where}: the roles have {total} processes together, and {_MOST} are allowed", code)
-    for spec in specs:
-        if not _NAME.fullmatch(spec.name):
-            rule = "a letter, then letters, digits, - and _, at most 40"
-            raise Refusal(f"{where}: {escape(spec.name, 60)!r} can't be a role's name: {rule}", code)
-        if spec.name in names:
-            raise Refusal(f"{where}: two roles are named {spec.name}", code)
-        like = next((name for name in names if variable(name) == variable(spec.name)), "")
-        if like:
-            raise Refusal(f"{where}: {like} and {spec.name} would both be {variable(spec.name)}: rename one", code)
-        flag = next((word for word in spec.command if word.partition("=")[0].replace("_", "-") in _OF_JOB), "")
-        if flag and trains(spec.command):
-            raise Refusal(f"{where}: {spec.name}: leave {flag} out of its command: the job decides that", code)
-        waits = spec.after or tuple(one.name for one in made if one.ready is not None)
-        names.append(spec.name)
-        made.append(replace(spec, after=tuple(name for name in waits if name)))
-    for spec in made:
-        for name in spec.after:
-            if name not in names:
-                raise Refusal(
-                    f"{where}: {spec.name} waits for {name!r}, and there is no such role{suggest(name, names)}", code
-                )
-    in_order(made, where, code)
-    if all(spec.required is False for spec in made):
-        raise Refusal(
-            f"{where}: no role is required, so the job would be over at once: set required: true for one", code
-        )
-    return tuple(made)
-
-
-def in_order(specs: Sequence[RoleSpec], where: str, code: int) -> list[RoleSpec]:
-    """Each after those that it waits for; otherwise as written."""
-    left, placed = list(specs), list[RoleSpec]()
-    while left:
-        free = next((spec for spec in left if {*spec.after} <= {one.name for one in placed}), None)
-        if free is None:
-            circle = ", ".join(f"{spec.name} waits for {' and '.join(spec.after)}" for spec in left)
-            raise Refusal(f"{where}: no role can start first: {circle}", code)
-        placed.append(free)
-        left.remove(free)
-    return placed
-
-
-def program(command: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(flags of `stoker run`, script and its arguments). `python X` is X, started as `stoker run` starts a script."""
+def split_command(command: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return flags of `stoker run`, and the script with its arguments. `python X` runs X as `stoker run X` does."""
     words = list(command)
     if re.fullmatch(r"python(3(\.\d+)?)?", os.path.basename(words[0])) and len(words) > 1:
         flags = [] if os.path.basename(words[0]) == words[0] else ["--python", words[0]]
@@ -360,11 +372,11 @@ def program(command: Sequence[str]) -> tuple[list[str], list[str]]:
     return ([] if words[0].endswith(".py") else ["--no-python"]), words
 
 
-def trains(command: Sequence[str]) -> bool:
-    """`stoker train STAGE ...`: the role is that run, and no process that starts one."""
+def is_stoker_train(command: Sequence[str]) -> bool:
+    """Return whether a role is a `stoker train STAGE ...`: that is its run, not a process inside one."""
     return os.path.basename(command[0]) == "stoker" and command[1:2] == ("train",) and len(command) > 2
 
 
-def variable(name: str) -> str:
-    """Where the other roles find its addresses."""
+def address_variable(name: str) -> str:
+    """Return the variable in which other roles find a role's addresses."""
     return f"STOKER_ROLE_{name.upper().replace('-', '_')}"

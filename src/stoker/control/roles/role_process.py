@@ -1,4 +1,4 @@
-"""One role of a job: its `stoker run`, started and ended here, its output shown with the role's name, how it ended."""
+"""One role of a job as a process: its `stoker run` is started and stopped here, and its output shown with the role's name."""
 
 from __future__ import annotations
 
@@ -18,62 +18,63 @@ from stoker.contract.terminal import without_wrapping
 from stoker.contract.text import escape
 from stoker.control.launch.children import stoker_command
 from stoker.control.launch.console import Console, LineCutter
-from stoker.control.launch.short_lines import OwnLines, RoleLines
+from stoker.control.launch.short_lines import LauncherLines, RoleLines
 from stoker.control.record import run_index, run_record
-from stoker.control.roles.gpu_sharing import GpuSharing
-from stoker.control.roles.placement import GpuSlot, RankSlot, numbered
-from stoker.control.roles.ready_check import ReadyWatch
-from stoker.control.roles.role import RoleSpec, program, trains
-from stoker.control.roles.service_address import Served
+from stoker.control.roles.placement import GpuSlot, Placement, RankSlot, number_on_hosts
+from stoker.control.roles.ready_check import ReadyWatch, ServedCounts
+from stoker.control.roles.role import RoleSpec, is_stoker_train, split_command
 
 WAITING, STARTING, UP, ENDED = "waiting", "starting", "up", "ended"
-_LONGEST_LINE = 1 << 16  # bytes of one that are kept until its end comes
 SERVICE_MARK = "READY"
-_LINES = 20  # of its last ones that are kept
+LAST_LINES = 20
+_MAX_LINE = 1 << 16  # bytes of an unfinished line that are kept until its end comes
 
 
 @frozen
-class RoleEnvironment:
-    """What the plan gives a role."""
+class RoleSettings:
+    """What the job gives a role."""
 
     port: int  # of its first replica on each host; 0: none
     max_restarts: int  # within its own run
-    options: tuple[str, ...]  # of the job, that every role's run gets, too
-    reached: Mapping[str, str]  # host -> where the others reach it
-    env: tuple[str, ...] = ()  # NAME=VALUE and NAME, of all roles
+    options: tuple[str, ...]  # flags that every role's run gets
+    addresses: Mapping[str, str]  # host -> its address for other roles
+    env: tuple[str, ...] = ()  # NAME=VALUE and NAME, the same for all roles
     hosts_file: str = ""  # empty: this machine
 
 
-class RoleRun:
+class RoleProcess:
+    """The `stoker run` of a role, which the job may start several times."""
+
     def __init__(
-        self, spec: RoleSpec, given: RoleEnvironment, seating: GpuSharing, root: str, console: Console
+        self, spec: RoleSpec, settings: RoleSettings, placement: Placement, roles_dir: str, console: Console
     ) -> None:
-        """`root`: the folder of the job's roles."""
-        self.spec, self.given = spec, given
-        self._seating = seating
+        self.spec = spec
+        self.settings = settings
         self.state = WAITING
         self.child: subprocess.Popen[bytes] | None = None
         self.starts = 0
-        self.began = 0.0
-        self.start_at = 0.0  # not sooner
-        self.ended = 0.0
-        self.stopping = 0  # a signal that we sent
-        self.why = ""  # why we ended it, where nobody asked for that
-        self.follows = ""  # another that has moved: it is ended, and started again with that one's new addresses
+        self.started_at = 0.0
+        self.start_at = 0.0  # not earlier
+        self.ended_at = 0.0
+        self.stop_signal = 0  # that we sent
+        self.stop_reason = ""  # why we ended it, if the user did not ask for that
+        self.follows = ""  # a role that has moved: this one is restarted with that role's new addresses
         self.stranded = ""  # why it can't leave a lost host
         self.verdict: Verdict | None = None
-        self.was_ready = False  # this start of it
-        self.quick = 0  # failures in a row of starts that got nowhere
-        self.failures: list[tuple[float, Verdict]] = []  # newest last
-        self.watching: ReadyWatch | None = None
-        self.served: tuple[Served | None, ...] = ()  # as it was last recorded
-        self.service_reason = ""  # why this role turned out to be a service; stays when it is started again
-        self._searched = 0  # bytes of its events when they were last searched for that
-        self._root, self._console = root, console
-        self._former: tuple[int, int] | None = None  # the verdict of the start before
-        self._lines: deque[str] = deque(maxlen=_LINES)
-        self._cutters: dict[int, tuple[int, LineCutter]] = {}
-        self._begun: dict[int, bytes] = {}  # by pipe: a line without its end yet
+        self.was_ready = False  # in this start
+        self.quick_failures = 0  # in a row
+        self.failures: list[tuple[float, Verdict]] = []  # time and verdict, newest last
+        self.ready_watch: ReadyWatch | None = None
+        self.served: tuple[ServedCounts | None, ...] = ()  # as it was last recorded
+        self.service_reason = ""  # why it turned out to be a service; kept when it is started again
+        self._searched_bytes = 0  # size of its events when they were last searched for that
+        self._placement = placement
+        self._roles_dir = roles_dir
+        self._console = console
+        self._former_verdict: tuple[int, int] | None = None  # file identity of the previous start's verdict
+        self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._cutters: dict[int, tuple[int, LineCutter]] = {}  # by pipe: stream and cutter
+        self._unfinished: dict[int, bytes] = {}  # by pipe: a line without its end yet
 
     @property
     def name(self) -> str:
@@ -81,37 +82,8 @@ class RoleRun:
 
     @property
     def is_service(self) -> bool:
-        """Return whether the job is complete without this role's end."""
+        """Whether the job is complete without this role's end."""
         return self.spec.is_service or bool(self.service_reason)
-
-    def find_service_reason(self) -> str:
-        """Return why this role is a service although its description doesn't say so; empty if nothing shows it.
-
-        Its own record has the evidence: a rank that listens on STOKER_PORT, or `stoker.mark("READY")`. An explicit
-        `required` is never overridden.
-        """
-        if self.spec.required is not None or self.child is None or (run := self.find_record()) is None:
-            return ""
-        size = run_record.size_of(os.path.join(run.dir, layout.EVENTS))
-        if size == self._searched:
-            return ""
-        self._searched = size
-        for event in run_record.read_events(run.dir):
-            if event["time"] < self.began:
-                continue
-            if event["event"] == "listening":
-                return f"it listens on its port, {event.get('port')}"
-            if event["event"] == "mark" and event.get("name") == SERVICE_MARK:
-                return f"it called stoker.mark({SERVICE_MARK!r})"
-        return ""
-
-    @property
-    def seats(self) -> tuple[RankSlot, ...]:
-        return self._seating.seats[self.name]
-
-    @property
-    def cards(self) -> tuple[GpuSlot, ...]:
-        return tuple(card for seat in self.seats for card in seat.cards)
 
     @property
     def is_ready(self) -> bool:
@@ -120,133 +92,169 @@ class RoleRun:
         return self.state == UP
 
     @property
+    def slots(self) -> tuple[RankSlot, ...]:
+        return self._placement.slots[self.name]
+
+    @property
+    def gpus(self) -> tuple[GpuSlot, ...]:
+        return tuple(gpu for slot in self.slots for gpu in slot.gpus)
+
+    @property
     def addresses(self) -> tuple[tuple[str, int], ...]:
-        if not self.given.port:
+        """Host and port of each replica."""
+        settings = self.settings
+        if not settings.port:
             return ()
-        given = self.given
-        return tuple((given.reached[seat.host], given.port + number) for seat, number in numbered(self.seats))
+        return tuple((settings.addresses[slot.host], settings.port + n) for slot, n in number_on_hosts(self.slots))
 
     @property
     def last_lines(self) -> tuple[str, ...]:
-        return tuple(self._lines)
+        return tuple(self._last_lines)
 
-    def words(self) -> list[str]:
-        """Of its `stoker run`, or `stoker train`."""
-        spec, given = self.spec, self.given
-        found = ["--runs-dir", self._root, "--name", spec.name, "--role", spec.name, "--prefix", "always"]
-        found += ["--max-restarts", str(given.max_restarts), *given.options]
-        if given.hosts_file:
-            found += ["--hosts", given.hosts_file]
-            hosts = len({seat.host for seat in self.seats})  # fewer than at first, where it has moved
-            found += ["--min-hosts", str(min(spec.min_hosts, hosts))] if spec.min_hosts else []
+    def find_record(self) -> run_record.RunRecord | None:
+        """Return the newest run of this role: the time of its first start is in its directory's name."""
+        runs = [run for run in run_index.list_runs(self._roles_dir).runs if run.name == self.name]
+        return runs[-1] if runs else None
+
+    def find_service_reason(self) -> str:
+        """Return why this role is a service although its description doesn't say so; empty if nothing shows it.
+
+        Its record shows it: a rank listens on STOKER_PORT, or called `stoker.mark("READY")`. An explicit `required` is
+        never overridden.
+        """
+        if self.spec.required is not None or self.child is None or (run := self.find_record()) is None:
+            return ""
+        size = run_record.size_of(os.path.join(run.dir, layout.EVENTS))
+        if size == self._searched_bytes:
+            return ""
+        self._searched_bytes = size
+        for event in run_record.read_events(run.dir):
+            if event["time"] < self.started_at:
+                continue
+            if event["event"] == "listening":
+                return f"it listens on its port, {event.get('port')}"
+            if event["event"] == "mark" and event.get("name") == SERVICE_MARK:
+                return f"it called stoker.mark({SERVICE_MARK!r})"
+        return ""
+
+    # ---- starting ----
+
+    def arguments(self) -> list[str]:
+        """Return the arguments of its `stoker run` or `stoker train`."""
+        spec, settings, slots = self.spec, self.settings, self.slots
+        flags = ["--runs-dir", self._roles_dir, "--name", spec.name, "--role", spec.name, "--prefix", "always"]
+        flags += ["--max-restarts", str(settings.max_restarts), *settings.options]
+        if settings.hosts_file:
+            flags += ["--hosts", settings.hosts_file]
+            host_count = len({slot.host for slot in slots})  # fewer than at first if it has moved
+            flags += ["--min-hosts", str(min(spec.min_hosts, host_count))] if spec.min_hosts else []
         else:
-            found += ["--nproc-per-node", str(spec.count)]
-            found += ["--gpus", ",".join(card.uuid for card in self.cards)] if self.cards else []
+            flags += ["--nproc-per-node", str(spec.count)]
+            flags += ["--gpus", ",".join(gpu.uuid for gpu in self.gpus)] if self.gpus else []
         if self.starts:
-            found.append("--again")  # a service that ended with exit code 0 is started again
-        each = len(self.seats[0].cards)
-        if each > 1:
-            found += ["--gpus-per-rank", str(each)]
-        if given.port:
-            found += ["--port-base", str(given.port)]
-        if trains(spec.command):
-            return [*spec.command[1:], *found]
-        flags, command = program(spec.command)
-        return ["run", *found, *flags, "--", *command]
+            flags.append("--again")  # a service that ended with exit code 0 is complete, and started again all the same
+        if len(slots[0].gpus) > 1:
+            flags += ["--gpus-per-rank", str(len(slots[0].gpus))]
+        if settings.port:
+            flags += ["--port-base", str(settings.port)]
+        if is_stoker_train(spec.command):
+            return [*spec.command[1:], *flags]
+        program_flags, program = split_command(spec.command)
+        return ["run", *flags, *program_flags, "--", *program]
 
-    def start(self, environment: Mapping[str, str], handles: Sequence[int]) -> None:
-        variables = [*self.given.env, *(f"{name}={value}" for name, value in self.spec.env.items())]
-        own = {**environment, env_vars.JOB_PID: str(os.getpid()), env_vars.ROLE_ENV: json.dumps(variables)}
-        if not self.cards:
-            own["CUDA_VISIBLE_DEVICES"] = ""
-        self.began, self.state, self.verdict, self.why, self.stopping = time.time(), STARTING, None, "", 0
-        self.was_ready, self.follows = False, ""
-        self._lines.clear()
+    def start(self, environment: Mapping[str, str], pass_fds: Sequence[int]) -> None:
+        """Start the role's run. Raises OSError if that fails."""
+        variables = [*self.settings.env, *(f"{name}={value}" for name, value in self.spec.env.items())]
+        env = {**environment, env_vars.JOB_PID: str(os.getpid()), env_vars.ROLE_ENV: json.dumps(variables)}
+        if not self.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ""
+        self.started_at, self.state, self.verdict = time.time(), STARTING, None
+        self.stop_signal, self.stop_reason, self.follows, self.was_ready = 0, "", "", False
+        self._last_lines.clear()
         run = self.find_record()
-        self._former = _written(run.dir) if run is not None else None
+        self._former_verdict = _verdict_identity(run.dir) if run is not None else None
         self.child = subprocess.Popen(
-            stoker_command(self.words()),
-            env=own,
+            stoker_command(self.arguments()),
+            env=env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             process_group=0,  # Ctrl-C reaches the job alone, which passes it on
-            pass_fds=tuple(handles),
+            pass_fds=tuple(pass_fds),
         )
         self.starts += 1
         assert self.child.stdout is not None and self.child.stderr is not None
-        self._cutters, self._begun = {}, {}
+        self._cutters, self._unfinished = {}, {}
         for stream, pipe in (1, self.child.stdout), (2, self.child.stderr):
             os.set_blocking(pipe.fileno(), False)
-            self._cutters[pipe.fileno()] = stream, self._cutter(stream)
+            self._cutters[pipe.fileno()] = stream, self._make_cutter(stream)
         if self.spec.ready is None:
             self.state = UP
             return
-        here = not self.given.hosts_file
-        self.watching = ReadyWatch(self.spec.ready, self.addresses, self.began, self.spec.count, here)
+        here = not self.settings.hosts_file
+        self.ready_watch = ReadyWatch(self.spec.ready, self.addresses, self.started_at, self.spec.count, here)
 
-    def _cutter(self, stream: int) -> LineCutter:
-        """A terminal gets its lines as it would get those of that run alone."""
-        prefix, console = self._prefix, self._console
-        if not console.terminal(stream):
-            return LineCutter(prefix)
-        own = OwnLines(console.in_colour(stream), lambda: console.columns(stream) - len(prefix))
-        hosts = list(dict.fromkeys(seat.host for seat in self.seats))
-        return LineCutter(prefix, RoleLines(prefix, own, trains(self.spec.command), hosts))
-
-    def draw(self) -> bool:
-        """A bar of what its rank 0 is at, below the lines, as far as that is known here."""
-        run = self.find_record() if self.child is not None else None
-        state = read_progress(run.dir) if run is not None else None
-        if state is None:
-            return False
-        prefix = self._prefix.decode()
-        bar = without_wrapping(f"{prefix}{state.bar(self._console.columns(2) - len(prefix) - 1)}")
-        self._console.put(2, f"{bar}\x1b[K\r".encode())
-        return True
-
-    @property
-    def _prefix(self) -> bytes:
-        return f"[{self.name}] ".encode()
+    # ---- output ----
 
     @property
     def pipes(self) -> list[int]:
         return list(self._cutters)
 
+    @property
+    def _prefix(self) -> bytes:
+        return f"[{self.name}] ".encode()
+
+    def _make_cutter(self, stream: int) -> LineCutter:
+        """Return what makes console lines of its output. On a terminal they look as if the run had it to itself."""
+        prefix, console = self._prefix, self._console
+        if not console.terminal(stream):
+            return LineCutter(prefix)
+        launcher_lines = LauncherLines(console.in_colour(stream), lambda: console.columns(stream) - len(prefix))
+        hosts = list(dict.fromkeys(slot.host for slot in self.slots))
+        return LineCutter(prefix, RoleLines(prefix, launcher_lines, is_stoker_train(self.spec.command), hosts))
+
     def read(self, pipe: int) -> bool:
-        """What it printed, to the console. False: that stream is over."""
+        """Show what it has printed. Returns False when that stream has ended."""
         stream, cutter = self._cutters[pipe]
         try:
             data = os.read(pipe, 1 << 16)
         except BlockingIOError:
             return True
         self._console.put(stream, cutter.feed(data) if data else cutter.flush())
-        *whole, rest = (self._begun.get(pipe, b"") + data).split(b"\n")  # a line may come in pieces
-        self._begun[pipe] = rest[-_LONGEST_LINE:]
-        for line in whole if data else [rest]:
-            self._lines.append(escape(line.decode("utf-8", "replace"), 300))
-        if self.watching is not None:
-            for line in (*whole, rest):
-                self.watching.printed(line)
+        *lines, rest = (self._unfinished.get(pipe, b"") + data).split(b"\n")
+        self._unfinished[pipe] = rest[-_MAX_LINE:]
+        for line in lines if data else [rest]:
+            self._last_lines.append(escape(line.decode("utf-8", "replace"), 300))
+        if self.ready_watch is not None:
+            for line in (*lines, rest):
+                self.ready_watch.read_line(line)
         if not data:
             del self._cutters[pipe]
         return bool(data)
 
-    def find_record(self) -> run_record.RunRecord | None:
-        """The newest of its name. Its folder has the time of its first start in its name."""
-        runs = [run for run in run_index.list_runs(self._root).runs if run.name == self.name]
-        return runs[-1] if runs else None
+    def draw_progress(self) -> bool:
+        """Draw a progress bar of its rank 0 below the lines. Returns False if there is no progress to show."""
+        run = self.find_record() if self.child is not None else None
+        progress = read_progress(run.dir) if run is not None else None
+        if progress is None:
+            return False
+        prefix = self._prefix.decode()
+        bar = without_wrapping(f"{prefix}{progress.bar(self._console.columns(2) - len(prefix) - 1)}")
+        self._console.put(2, f"{bar}\x1b[K\r".encode())
+        return True
+
+    # ---- signals and the end ----
 
     def send(self, signum: int) -> None:
-        """It is our child and not waited for yet: the number is nobody else's."""
+        """Signal its launcher, which is our child and not waited for yet, so that the pid is its own."""
         if self.child is not None and self.child.returncode is None:
-            self.stopping = self.stopping or signum
+            self.stop_signal = self.stop_signal or signum
             self.child.send_signal(signum)
 
-    def hurry(self) -> None:
+    def kill_ranks(self) -> None:
         self.send(env_vars.STOP_NOW_SIGNAL)
 
-    def pause(self) -> None:
+    def suspend(self) -> None:
         """Ctrl-Z: its run stops its ranks, then itself."""
         if self.child is not None:
             self.child.send_signal(signal.SIGTSTP)
@@ -256,36 +264,37 @@ class RoleRun:
             self.child.send_signal(signal.SIGCONT)
 
     def collect(self) -> bool:
-        """Has it ended? Then how is known."""
+        """Return whether its run has ended and all its output is read; then its verdict is known."""
         if self.child is None or self._cutters or self.child.poll() is None:
             return False
         code = self.child.returncode
-        code = code if code >= 0 else 128 - code
-        if self.watching is not None:
-            self.watching.close()
-            self.watching = None
+        if self.ready_watch is not None:
+            self.ready_watch.close()
+            self.ready_watch = None
         for pipe in (self.child.stdout, self.child.stderr):
             if pipe is not None:
                 pipe.close()
         self.child = None
-        self.state, self.ended = ENDED, time.time()
-        self.verdict = self._verdict(code)
+        self.state, self.ended_at = ENDED, time.time()
+        self.verdict = self._read_verdict(code if code >= 0 else 128 - code)
         return True
 
-    def _verdict(self, code: int) -> Verdict:
+    def _read_verdict(self, code: int) -> Verdict:
+        """Return the verdict of its run, or one made of its exit code and last message if it wrote none."""
         run = self.find_record()
-        if run is not None and run.verdict is not None and _written(run.dir) != self._former:
+        if run is not None and run.verdict is not None and _verdict_identity(run.dir) != self._former_verdict:
             return run.verdict
-        said = next((line for line in reversed(self._lines) if line.startswith("stoker: ")), "")
-        summary = said.removeprefix("stoker: ") or f"its launcher ended with {code}"
-        status = "completed" if code == 0 else "refused"
-        return Verdict(status, "completed" if code == 0 else "launch.refused", summary, code)
+        message = next((line for line in reversed(self._last_lines) if line.startswith("stoker: ")), "")
+        summary = message.removeprefix("stoker: ") or f"its launcher ended with exit code {code}"
+        if code == 0:
+            return Verdict("completed", "completed", summary, code)
+        return Verdict("refused", "launch.refused", summary, code)
 
 
-def _written(run_dir: str) -> tuple[int, int] | None:
-    """Which verdict that is."""
+def _verdict_identity(run_dir: str) -> tuple[int, int] | None:
+    """Return inode and mtime of a run's verdict, to tell it from that of an earlier start."""
     try:
-        about = os.stat(os.path.join(run_dir, layout.VERDICT))
+        status = os.stat(os.path.join(run_dir, layout.VERDICT))
     except OSError:
         return None
-    return about.st_ino, about.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
