@@ -22,7 +22,7 @@ from stoker.contract.evidence import Stall
 from stoker.contract.process import find_process
 from stoker.control.agent.inspector import inspect
 from stoker.control.agent.spawn import RankProcess
-from stoker.control.verdict.hangs import trouble
+from stoker.control.verdict.hangs import make_stall_report
 from stoker.control.watch import rank_inspection
 from stoker.control.watch.culprit import find_culprit
 
@@ -59,10 +59,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def look(*ranks: RankProcess, accused: int = 0) -> tuple[Stall, dict[str, Any]]:
     """Inspect them as an agent does, and return the stall and its report."""
     answer = json.loads(json.dumps(inspect({}, list(ranks))))
-    seen = {int(number): rank_inspection.read(int(number), data) for number, data in answer.items()}
+    seen = {int(number): rank_inspection.parse_inspection(int(number), data) for number, data in answer.items()}
     stall = find_culprit(seen, len(ranks), {}, {}, {accused: 4.0}, dict.fromkeys(seen, 20))
     assert stall is not None
-    return stall, trouble(stall, f"CPU{accused}", "the time is over")
+    return stall, make_stall_report(stall, f"CPU{accused}", "the time is over")
 
 
 def look_when(is_seen: Callable[[Stall], bool], *ranks: RankProcess, accused: int = 0) -> tuple[Stall, dict[str, Any]]:
@@ -407,12 +407,12 @@ def test_a_data_set_that_waits_in_the_rank_itself_gets_no_advice_about_loader_wo
         ["<module>", "/home/user/train.py", 20],
     ]
     thread = {"main": True, "frames": frames}
-    seen = rank_inspection.read(
+    seen = rank_inspection.parse_inspection(
         0, {"state": "S", "syscall": "futex", "samples": [[thread], [thread]], "stacks_by": "py-spy"}
     )
     stall = find_culprit({0: seen}, 1, {}, {}, {0: 4.0}, {0: 20})
     assert stall is not None
-    report = trouble(stall, "CPU0", "the time is over")
+    report = make_stall_report(stall, "CPU0", "the time is over")
     assert report["cause"] == "hang.lock" and "train.py:8" in report["summary"]
     text = " ".join([report["summary"], *report["fix"]]).replace("all ranks and their workers", "")
     assert "DataLoader" not in text and "worker" not in text and "fork" not in text

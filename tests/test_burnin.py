@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from conftest import Stoker, at_length, wait_for
-from stoker.control.doctor.burnin_analysis import Link, Replica, Speed, judge, links_from, replica_from, sheet
+from stoker.control.doctor.burnin_analysis import Link, Replica, Speed, find_data_sheet, judge, links_from, replica_from
 
 ROUND = 4
 
@@ -112,7 +112,7 @@ def test_links(links: list[Link], stopped: bool, says: list[tuple[str, str]]) ->
     ],
 )  # fmt: skip
 def test_data_sheets(card: str | None, figures: tuple[float, float] | None) -> None:
-    assert sheet(card) == figures
+    assert find_data_sheet(card) == figures
 
 
 def test_records_become_replicas_and_links() -> None:

@@ -13,7 +13,7 @@ import pytest
 from conftest import Stoker
 from stoker.control.rank import call_log
 from stoker.control.watch.call_paths import first_difference
-from stoker.control.watch.rank_inspection import RankInspection, read
+from stoker.control.watch.rank_inspection import RankInspection, parse_inspection
 
 
 class Tensor:
@@ -82,7 +82,7 @@ def test_a_call_that_raises_has_not_returned(log: tuple[mmap, call_log.Writer, A
     memory, _, torch = log
     with pytest.raises(ValueError, match="empty"):
         torch.all_reduce(Tensor(0))
-    (call,) = read(0, {"calls": call_log.read_calls(memory, 0)}).calls
+    (call,) = parse_inspection(0, {"calls": call_log.read_calls(memory, 0)}).calls
     assert not call.returned
 
 
@@ -152,7 +152,7 @@ def snapshot(rank: int, *calls: tuple[str, int, bool], dtype: str = "float32", s
         }
         for number, (name, elements, returned) in enumerate(calls, 10)
     ]
-    return read(rank, {"state": state, "calls": entries})
+    return parse_inspection(rank, {"state": state, "calls": entries})
 
 
 STEP = ("all_reduce", 8, True)

@@ -23,8 +23,8 @@ from stoker.contract.frozen import replace
 from stoker.contract.units import format_bytes
 from stoker.control.verdict import cause_docs
 from stoker.control.verdict.catalogue import CATALOGUE
-from stoker.control.verdict.echo import unquoted
-from stoker.control.verdict.hangs import trouble
+from stoker.control.verdict.echo import unquote_traceback
+from stoker.control.verdict.hangs import make_stall_report
 from stoker.control.verdict.judge import judge
 from stoker.control.verdict.rules.gpu_memory import parse_out_of_memory
 
@@ -98,10 +98,12 @@ def test_a_worker_that_dies_while_it_hands_a_batch_over(kind: str, message: str)
 def test_the_line_inside_another_process() -> None:
     library = '  File "/venv/lib/python3.11/site-packages/torch/x.py", line 9, in call\n    f()\n'
     inner = f'Traceback (most recent call last):\n  File "/me/data.py", line 3, in load\n    raise\n{library}ValueError: boom\nof two lines'
-    worker = unquoted(err("ValueError", f"Caught ValueError in DataLoader worker process 1.\nOriginal {inner}"))
+    worker = unquote_traceback(
+        err("ValueError", f"Caught ValueError in DataLoader worker process 1.\nOriginal {inner}")
+    )
     assert (worker.file, worker.line, worker.function, worker.type) == ("/me/data.py", 3, "load", "ValueError")
     assert worker.message.startswith("boom (in DataLoader worker process 1)\n")
-    spawned = unquoted(
+    spawned = unquote_traceback(
         err(
             "ProcessRaisedException",
             f"\n\n-- Process 1 terminated with the following error:\n{inner}",
@@ -114,7 +116,7 @@ def test_the_line_inside_another_process() -> None:
         "boom (in process 1 that it started)",
     )
     plain = err("ValueError", "no traceback in it")
-    assert unquoted(plain) == plain
+    assert unquote_traceback(plain) == plain
 
 
 FATAL = """Fatal Python error: Segmentation fault
@@ -210,7 +212,7 @@ def test_a_rank_that_raised_and_hangs_at_its_exit_is_judged_by_its_exception() -
             2,
             (end(None, -15, ours=True), stuck),
             stopped_at=50.0,
-            trouble=(trouble(SLEEPS, "CPU1", "the time is over"),),
+            trouble=(make_stall_report(SLEEPS, "CPU1", "the time is over"),),
         )
     )
     assert (found.cause, found.rank) == ("rank.exception", 1)
@@ -231,7 +233,7 @@ def test_an_early_exit_names_the_line_that_called_sys_exit(stopped: bool) -> Non
     stall = Stall("left", 1, (1,), (0,), "train.py:36", "", "gloo:all_reduce", step=30, silent_s=4.3)
     left = end(None, 0, rank=1, time=5.0, script_end=ScriptEnd("exit", "0", "reader.py", 25, "rows"))
     if stopped:
-        reported = (trouble(stall, "GPU1", "it can't continue by itself"),)
+        reported = (make_stall_report(stall, "GPU1", "it can't continue by itself"),)
         evidence = Evidence(2, (end(None, -15, ours=True, time=12.0), left), stopped_at=11.0, trouble=reported)
     else:
         lost = err("RuntimeError", "[gloo/transport/tcp/pair.cc:534] Connection closed by peer", at=5.0)
@@ -753,11 +755,13 @@ def test_ranks_that_went_different_ways_are_looked_for_at_the_places_of_both() -
         ((0,), "gloo:all_reduce of shape [1]", "skip.py:14"),
     )
     parted = Stall("diverged", 1, (1,), (0,), "skip.py:11", backend="gloo", parties=parties)
-    assert trouble(parted, "CPU1", "they wait for each other")["fix"][0].startswith(
+    assert make_stall_report(parted, "CPU1", "they wait for each other")["fix"][0].startswith(
         "look at skip.py:11, and at skip.py:14: a branch that depends on the rank"
     )
     alike = replace(parted, parties=tuple((*party[:2], "skip.py:11") for party in parties))
-    assert trouble(alike, "CPU1", "they wait for each other")["fix"][0].startswith("look at skip.py:11: a branch")
+    assert make_stall_report(alike, "CPU1", "they wait for each other")["fix"][0].startswith(
+        "look at skip.py:11: a branch"
+    )
     left = verdict(end(code=0), end(err("RuntimeError", "Connection closed by peer"), rank=1, time=6.0))
     assert left.cause == "rank.early-exit" and "under an `if rank`" in left.fix[1]
 

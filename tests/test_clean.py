@@ -312,7 +312,7 @@ def test_a_reused_pid_is_not_hit(start: Start, monkeypatch: pytest.MonkeyPatch) 
     assert me is not None
     another = replace(me, start=me.start - 1)  # what was listed; its pid is somebody else's by now
     assert not send_signal(another, signal.SIGKILL)
-    assert cleanup.stop_ladder([another], 0.1).survivors == () and alive(one)
+    assert cleanup.stop_processes([another], 0.1).survivors == () and alive(one)
     with monkeypatch.context() as patch:
         patch.setattr("stoker.contract.process.process_owner", lambda pid: 12345)
         assert not send_signal(me, signal.SIGKILL)
@@ -336,7 +336,7 @@ def test_the_ladder_asks_parents_first(start: Start, tmp_path: Path) -> None:
     assert rank.stdout is not None
     child = int(rank.stdout.readline())
     both = [one for one in (find_process(child), find_process(rank.pid)) if one]
-    assert cleanup.stop_ladder(both, 5.0).killed == ()
+    assert cleanup.stop_processes(both, 5.0).killed == ()
     assert (tmp_path / "saved").read_text() == "0" and not leftovers.is_running(both[0])
 
 

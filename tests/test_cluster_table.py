@@ -28,7 +28,7 @@ from stoker.control.cluster.check_facts import AllReduceFacts, ClusterFacts, Hos
 from stoker.control.cluster.cluster_check import doctor_findings
 from stoker.control.cluster.hosts import Host, Hosts
 from stoker.control.doctor.check import exit_code
-from stoker.control.machine.examination import Examination, Torch, examination_from_json
+from stoker.control.machine.examination import Examination, TorchBuild, examination_from_json
 
 NAMES = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
 GBIT = 118e6
@@ -48,7 +48,7 @@ def host(number: int, **more: Any) -> HostFacts:
         "skew": 0.01,
         "skew_error": 0.005,
         "python": "3.11.7",
-        "torch": Torch("2.13.0+cu126", "12.6", ("sm_86",), "2.27.3", 2.0),
+        "torch": TorchBuild("2.13.0+cu126", "12.6", ("sm_86",), "2.27.3", 2.0),
         "files": {"script train.py": "a" * 64},
     }
     return HostFacts(name, **{**given, **more})
@@ -102,8 +102,8 @@ CASES = [
     (facts(host(0, mtu=9000)), "between.mtu-differs", "the interfaces have different MTUs: 10.0.0.1 9000, 10.0.0.2 1500, 10.0.0.3 1500"),
     (facts(host(2, skew=300.0)), "between.clock", "10.0.0.3: its clock is 5.0 minutes ahead of the other hosts'"),
     (facts(host(1, skew=-3.0)), "between.clock", "10.0.0.2: its clock is 3.0 s behind the other hosts'"),
-    (facts(host(2, torch=Torch("2.12.0", None))), "between.torch", "10.0.0.3 has torch 2.12.0; 10.0.0.1 and 10.0.0.2 have 2.13.0+cu126, CUDA 12.6, NCCL 2.27.3"),
-    (facts(host(1, torch=Torch(error="No module named 'torch'"))), "between.torch-missing", "10.0.0.2: import torch fails: No module named 'torch'"),
+    (facts(host(2, torch=TorchBuild("2.12.0", None))), "between.torch", "10.0.0.3 has torch 2.12.0; 10.0.0.1 and 10.0.0.2 have 2.13.0+cu126, CUDA 12.6, NCCL 2.27.3"),
+    (facts(host(1, torch=TorchBuild(error="No module named 'torch'"))), "between.torch-missing", "10.0.0.2: import torch fails: No module named 'torch'"),
     (facts(host(0, python="3.12.1")), "between.python", "10.0.0.1 has Python 3.12; 10.0.0.2 and 10.0.0.3 have 3.11"),
     (replace(facts(), program=("host 10.0.0.2: train.py differs from host 10.0.0.1's; copy it with --sync",)), "between.program",
      "10.0.0.2: train.py differs from host 10.0.0.1's"),
@@ -167,7 +167,7 @@ def test_the_doctor_s_findings_of_several_hosts_are_said_once_with_all_names() -
 
 
 def test_the_table_has_hosts_as_columns_and_marks_what_differs() -> None:
-    found = facts(host(2, torch=Torch("2.12.0", None), skew=300.0), host(1, files={"script train.py": ""}))
+    found = facts(host(2, torch=TorchBuild("2.12.0", None), skew=300.0), host(1, files={"script train.py": ""}))
     lines = check_table.lines(found)
     assert lines[0].split() == list(NAMES)
     rows = {line[: line.index("  ")].strip(): line for line in lines[1:]}

@@ -122,7 +122,7 @@ def test_one_damaged_record_is_skipped_and_reported(tmp_path: Path, kind: str) -
         assert (
             run.attempts == [] and list(run_record.read_events(run.dir)) == [] and run_record.last_time(run.dir) is None
         )
-        assert list(log_tail.rank_logs(run)) == [] and log_tail.labels(run) == {}
+        assert list(log_tail.rank_logs(run)) == [] and log_tail.rank_labels(run) == {}
     if word:
         with pytest.raises(errors.Refusal, match="damaged"):
             run_index.find_run(str(folder), str(tmp_path))

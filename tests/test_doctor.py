@@ -31,7 +31,7 @@ def load(name: str) -> Examination:
 
 def report(name: str) -> str:
     found = load(name)
-    findings = check.run_checks(check.choose([], []), found)
+    findings = check.run_checks(check.choose_checks([], []), found)
     lines = [
         f"{one.level} {one.id}"
         + (f" [GPU {one.gpu}]" if one.gpu is not None else "")
@@ -48,7 +48,7 @@ def test_a_recorded_machine_gives_exactly_its_findings(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(HEALTHY & set(NAMES)))
 def test_a_healthy_machine_gives_none(name: str) -> None:
-    assert check.run_checks(check.choose([], []), load(name)) == []
+    assert check.run_checks(check.choose_checks([], []), load(name)) == []
 
 
 def test_there_are_machines_enough_and_every_check_has_spoken() -> None:
@@ -56,7 +56,7 @@ def test_there_are_machines_enough_and_every_check_has_spoken() -> None:
     said = {
         finding.id
         for name in NAMES
-        for finding in check.run_checks(check.choose([], []), load(name))
+        for finding in check.run_checks(check.choose_checks([], []), load(name))
         if finding.level != "unknown"
     }
     silent = set(check.load_checks()) - said
@@ -72,7 +72,7 @@ def test_the_three_without_a_machine() -> None:
     old = replace(sick, host=replace(sick.host, clock=1.0))
     env = replace(sick, environment={"PYTHONHOME": "/x"})
     for found, id in ((swapping, "host.swap"), (old, "host.clock"), (env, "env.python")):
-        assert id in {finding.id for finding in check.run_checks(check.choose([id], []), found)}
+        assert id in {finding.id for finding in check.run_checks(check.choose_checks([id], []), found)}
 
 
 def test_what_is_said_elsewhere_or_harms_nobody() -> None:
@@ -84,7 +84,7 @@ def test_what_is_said_elsewhere_or_harms_nobody() -> None:
             next(
                 (
                     finding.level
-                    for finding in check.run_checks(check.choose([], []), one)
+                    for finding in check.run_checks(check.choose_checks([], []), one)
                     if finding.id == "host.address-space"
                 ),
                 None,
@@ -96,23 +96,23 @@ def test_what_is_said_elsewhere_or_harms_nobody() -> None:
         machine=replace(found.machine, gpus=(), gpu_error="no answer in 3 s"),
         environment={"CUDA_VISIBLE_DEVICES": "0,1"},
     )
-    findings = check.run_checks(check.choose([], []), hung)
+    findings = check.run_checks(check.choose_checks([], []), hung)
     assert "gpu.count" not in {finding.id for finding in findings} and "driver does not answer" in advice(
         hung, findings
     )
 
 
 def test_asking_for_too_much() -> None:
-    findings = check.run_checks(check.choose(["gpu.count"], []), load("box8-healthy"), 9)
+    findings = check.run_checks(check.choose_checks(["gpu.count"], []), load("box8-healthy"), 9)
     assert [finding.level for finding in findings] == ["fail"] and "9 ranks" in findings[0].text
 
 
 def test_only_and_skip_and_the_near_id() -> None:
-    assert {one.id for one in check.choose(["env."], ["env.slow"])} == {
+    assert {one.id for one in check.choose_checks(["env."], ["env.slow"])} == {
         id for id in check.load_checks() if id.startswith("env.")
     } - {"env.slow"}
     with pytest.raises(Refusal, match=r"no check 'gpu.ecccc' \(did you mean gpu.ecc\?\)"):
-        check.choose(["gpu.ecccc"], [])
+        check.choose_checks(["gpu.ecccc"], [])
 
 
 def test_the_docs_page_is_current() -> None:

@@ -846,7 +846,7 @@ def test_an_unwritable_folder(stoker: Stoker) -> None:
     base.chmod(0o777)
     for command in (("run", str(stoker.cwd / "ok.py")), ("runs",)):  # somebody else may have put it there
         refused = ask(*command, home=nowhere)
-        assert refused.returncode == 73 and f"{base} can't be used (all users can write there)" in refused.stderr
+        assert refused.returncode == 73 and f"{base} can't be used" in refused.stderr
     assert ask("run", "--runs-dir", "runs", str(stoker.cwd / "ok.py")).returncode == 73, (
         "a folder that was named is used or refused"
     )

@@ -13,7 +13,7 @@ import pytest
 
 from conftest import Stoker, wait_for
 from stoker.control.record import serving_log
-from stoker.control.record.serving_log import ServerLog, ServerRates, ServerSample, rates, read_samples
+from stoker.control.record.serving_log import ServerLog, ServerRates, ServerSample, compute_rates, read_samples
 from stoker.control.show.curves import Curve, MetricsTail, average_curve, read_newest_line
 from stoker.control.show.job_view import compute_server_curves, open_run_tail
 from stoker.control.show.run_tail import server_load
@@ -57,11 +57,11 @@ def test_a_long_file_of_counters_is_thinned_and_keeps_its_totals(
 
 def test_rates_are_differences_over_the_last_half_minute() -> None:
     samples = [sample(float(when), 2 * when, 100 * when) for when in range(0, 61, 2)]
-    assert rates(samples, 61.0) == ServerRates(2.0, 100.0)
+    assert compute_rates(samples, 61.0) == ServerRates(2.0, 100.0)
     idle = [*samples, *(sample(float(when), 120, 6000) for when in range(62, 102, 2))]
-    assert rates(idle, 101.0) == ServerRates(0.0, 0.0)
-    assert rates(samples, 80.0) == ServerRates(), "a server that writes no more is gone, or hangs"
-    assert rates(samples[:1], 1.0) == ServerRates()
+    assert compute_rates(idle, 101.0) == ServerRates(0.0, 0.0)
+    assert compute_rates(samples, 80.0) == ServerRates(), "a server that writes no more is gone, or hangs"
+    assert compute_rates(samples[:1], 1.0) == ServerRates()
     load = server_load("server", [samples, [sample(60.0, 7, 9, 4)]], 61.0, True)
     assert (load.requests, load.tokens, load.weights_version) == (127, 6009, 0)
     assert (load.requests_per_s, load.tokens_per_s, load.running) == (2.0, 100.0, 2)

@@ -19,7 +19,7 @@ from stoker.contract.options import build_options
 from stoker.control.launch import import_check, ladder
 from stoker.control.launch.ladder import (
     LadderPlan,
-    LadderResult,
+    RungResult,
     command_words,
     rung_words,
     rungs,
@@ -162,11 +162,11 @@ def test_a_rung_is_a_short_run_of_its_own_on_the_same_cards() -> None:
 
 
 def test_what_scales() -> None:
-    one = LadderResult(1, 0, steps_per_s=10.0, rss=10**9, rss_all=10**9, host_used=3 * 10**9, host_total=16 * 10**9)
+    one = RungResult(1, 0, steps_per_s=10.0, rss=10**9, rss_all=10**9, host_used=3 * 10**9, host_total=16 * 10**9)
     good = scaling(
         (
             one,
-            LadderResult(
+            RungResult(
                 4, 0, steps_per_s=9.0, rss=10**9, rss_all=35 * 10**8, host_used=55 * 10**8, host_total=16 * 10**9
             ),
         ),
@@ -179,14 +179,14 @@ def test_what_scales() -> None:
         2 * 10**9,
     )
     assert good.efficiency == pytest.approx(0.9)
-    foretold = scaling((one, LadderResult(4, 137)), 15)
+    foretold = scaling((one, RungResult(4, 137)), 15)
     assert (foretold.efficiency, foretold.memory, foretold.memory_needed) == (None, "does not scale", 15 * 10**9)
     assert (
         ladder.memory_line(foretold, 15)
         == "memory does not scale: 15 ranks will need 14.0 GiB of 14.9 GiB host memory, and 1.9 GiB of it is in use by others"
     )
-    assert scaling((one, LadderResult(2, 0, steps_per_s=7.9)), 2).throughput == "does not scale"
-    assert scaling((LadderResult(1, 0),), 4) == ladder.Scaling()
+    assert scaling((one, RungResult(2, 0, steps_per_s=7.9)), 2).throughput == "does not scale"
+    assert scaling((RungResult(1, 0),), 4) == ladder.Scaling()
 
 
 # ---- climbing ----

@@ -16,7 +16,7 @@ import pytest
 
 from conftest import Stoker, Terminal, forget_verdict, tagged, wait_for
 from stoker.contract.errors import Refusal
-from stoker.contract.safe_io import refuse_other_extension
+from stoker.contract.safe_io import refuse_other_kind
 from stoker.control.record import run_index, run_record
 from stoker.control.record.metrics_log import MetricsWriter, read_metrics
 from stoker.control.record.run_writer import RunWriter
@@ -452,6 +452,6 @@ def test_a_file_that_somebody_named_replaces_its_own_kind_only(stoker: Stoker, t
         assert thesis.read_text() == "a year of work"
     for name, data in (("page", b"<!DOCTYPE html><p>"), ("empty", b"")):
         (tmp_path / name).write_bytes(data)
-        refuse_other_extension(str(tmp_path / name), b"<!doctype html", "an HTML page")
+        refuse_other_kind(str(tmp_path / name), b"<!doctype html", "an HTML page")
     with pytest.raises(Refusal, match="page already exists and is not a PNG picture"):
-        refuse_other_extension(str(tmp_path / "page"), b"\x89PNG", "a PNG picture")
+        refuse_other_kind(str(tmp_path / "page"), b"\x89PNG", "a PNG picture")

@@ -10,7 +10,7 @@ import pytest
 
 from stoker.cli import rollouts as command
 from stoker.contract.errors import EX_NOINPUT, Refusal
-from stoker.control.record.rollouts_log import ENDS, OF_A_STEP, Rollout, RolloutsWriter, read_rollouts, summary
+from stoker.control.record.rollouts_log import ENDS, OF_A_STEP, Rollout, RolloutsWriter, read_rollouts, summarize
 
 
 def rollout(step: int, row: int = 0, answer: str = "x", reward: float = 0.5, prompt: object = "?") -> Rollout:
@@ -108,4 +108,4 @@ def test_no_file_no_answers_and_no_regular_file_are_one_line(tmp_path: Path) -> 
     os.mkfifo(tmp_path / "rollouts.jsonl")
     with pytest.raises(Refusal, match="is a named pipe") as problem:
         list(read_rollouts(str(tmp_path)))
-    assert problem.value.code == EX_NOINPUT and summary([]).changes == ()
+    assert problem.value.code == EX_NOINPUT and summarize([]).changes == ()

@@ -24,7 +24,7 @@ from stoker.control.machine.model import OFFLINE, GpuGauges, HostGauges
 from stoker.control.record import history, run_record
 from stoker.control.record.history import HistoryPoint, HistoryTail, HistoryWriter, Members
 from stoker.control.show import curves
-from stoker.control.show.charts import Series, display_width, draw_chart, fit_width, mean, short, sparkline
+from stoker.control.show.charts import Series, display_width, draw_chart, fit_width, format_short, mean, sparkline
 from stoker.control.show.collector import SnapshotCollector
 from stoker.control.show.comparison import differing_settings, measure_difference
 from stoker.control.show.curves import Curve, MetricsTail, read_newest_line
@@ -537,7 +537,7 @@ def test_charts_and_sparklines_are_as_wide_as_asked() -> None:
     )
     assert sparkline([1.0, 2.0, None, 3.0]) == "▁▅·█" and len(sparkline([float(x) for x in range(1000)], 40)) == 40
     assert sparkline([2.0, 2.0]) == "▅▅" and sparkline([]) == "" and sparkline([math.nan]) == "·"
-    assert [short(value) for value in (None, "nan", 0, 3.14159, 1234567, 0.00001, 1e300)] == [
+    assert [format_short(value) for value in (None, "nan", 0, 3.14159, 1234567, 0.00001, 1e300)] == [
         "n/a",
         "nan",
         "0",

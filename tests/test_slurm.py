@@ -674,14 +674,14 @@ def test_a_step_of_many_tasks_is_not_a_run_each() -> None:
 )
 def test_slurms_act_is_the_cause_and_a_runs_own_cause_stays(state: str, own: str, cause: str, status: str) -> None:
     verdict = Verdict("completed" if own == "completed" else "failed", own, "as the run saw it", 143, rank=1)
-    told = words.refined(verdict, SlurmJob("12", state, limit="01:00:00", nodes="node[1-2]"))
+    told = words.refine_verdict(verdict, SlurmJob("12", state, limit="01:00:00", nodes="node[1-2]"))
     assert (told.cause, told.status, told.exit_code) == (cause, status, 143)
     assert any(f"Slurm: job 12 is {state}" in line for line in told.evidence)
     assert (told.rank is None) == (cause != own)
 
 
 def test_a_job_back_in_the_queue_says_so() -> None:
-    told = words.refined(
+    told = words.refine_verdict(
         Verdict("stopped", "launch.stopped", "stopped by SIGTERM", 143),
         SlurmJob("12", "PENDING", "BeginTime", restarts=1),
     )

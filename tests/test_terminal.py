@@ -22,7 +22,7 @@ WORK = """
 import sys, time
 from stoker.contract import progress, terminal
 progress.AFTER_S, progress.SAY_S = 0.0, 0.2
-with terminal.own_lines(), progress.Progress("hashing", 50e6, unit="B", say=terminal.print_status) as bar:
+with terminal.masked_output(), progress.Progress("hashing", 50e6, unit="B", say=terminal.print_status) as bar:
     for block in range(50 if sys.argv[1] == "whole" else 100_000):
         bar.tick(1e6)
         if block == 20:

@@ -14,14 +14,14 @@ from stoker.contract.flight_recorder import summarize_trace
 from stoker.contract.frozen import replace
 from stoker.contract.units import format_ranks
 from stoker.control.agent.stack_dump import conditions_around
-from stoker.control.verdict.hangs import cause_of, summary, trouble
+from stoker.control.verdict.hangs import cause_of, make_stall_report, summary
 from stoker.control.verdict.rules import numbers
 from stoker.control.watch.culprit import find_culprit, reason
 from stoker.control.watch.loss_monitor import LossMonitor
-from stoker.control.watch.rank_inspection import RankInspection, Thread, read
+from stoker.control.watch.rank_inspection import RankInspection, Thread, parse_inspection
 from stoker.control.watch.rank_progress import RankProgress
 from stoker.control.watch.straggler import StragglerDetector, who_is_late, why
-from stoker.control.watch.watcher import Busy, Inspect, Relieve, Stop, Suspect, Watcher
+from stoker.control.watch.watcher import Busy, Inspect, Recovered, Stop, Suspect, Watcher
 
 SCRIPT, TORCH = "/home/me/train.py", "/venv/lib/python3.11/site-packages/torch"
 BACKWARD = [
@@ -63,7 +63,7 @@ def group(
 
 def rank(number: int, *groups: dict[str, Any], frames: Any = (), **more: Any) -> RankInspection:
     thread = {"main": True, "active": more.pop("active", False), "gil": more.pop("gil", False), "frames": list(frames)}
-    return read(
+    return parse_inspection(
         number,
         {
             "state": "S",
@@ -413,7 +413,9 @@ def test_a_cycle_of_requests_names_where_they_are_waited_for_and_where_they_were
     def one(number: int) -> RankInspection:
         call = {"number": 1, "count": 1, "name": "irecv", "group": "0", "entered_ns": 5, "left_ns": 6, "elements": 4,
                 "dtype": "float32", "peer": 1 - number, "frames": [["refresh", "/x/train.py", 31]]}  # fmt: skip
-        return read(number, {"state": "S", "samples": [[{"main": True, "frames": at(32, "refresh")}]], "calls": [call]})
+        return parse_inspection(
+            number, {"state": "S", "samples": [[{"main": True, "frames": at(32, "refresh")}]], "calls": [call]}
+        )
 
     stall = found(one(0), one(1))
     assert (stall.kind, stall.rank) == ("diverged", None)
@@ -468,7 +470,7 @@ def test_ranks_that_connect_or_compute_are_not_said_to_wait_in_a_collective() ->
 
 def test_nothing_at_all_is_no_accusation() -> None:
     assert find_culprit({}, 2, {}, {}, {}, {}) is None
-    assert read(0, {}) == RankInspection(0)
+    assert parse_inspection(0, {}) == RankInspection(0)
 
 
 def test_a_recorder_that_marks_nothing_done() -> None:
@@ -829,7 +831,7 @@ def test_what_goes_on_is_relieved() -> None:
     drive(watch, now, 30, WAITING, SLEEPING)
     for one in (0, 1):
         watch.beats(one, 401, 1, 30.0, now + 31)
-    assert [type(action) for action in watch.look(now + 31)] == [Relieve]
+    assert [type(action) for action in watch.look(now + 31)] == [Recovered]
     assert watch.stall is None
 
 
@@ -1290,5 +1292,5 @@ SHARDED_SAVE = ("rank 0: all_gather (distributed_c10d.py:9) < get_model_state_di
     ids=["messages", "collectives", "dtypes", "shapes", "a plain call", "a sharded save"],
 )
 def test_advice_applies_to_the_calls_in_question(stall: Stall, present: str, absent: str) -> None:
-    text = " ".join(trouble(stall, "CPU0", "proof")["fix"])
+    text = " ".join(make_stall_report(stall, "CPU0", "proof")["fix"])
     assert present in text and absent not in text, text

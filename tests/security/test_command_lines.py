@@ -14,7 +14,7 @@ import pytest
 
 from stoker.contract.evidence import ExitContext, RankError
 from stoker.control.doctor.checks import net
-from stoker.control.machine.examination import Net
+from stoker.control.machine.examination import NetworkState
 from test_catalogue import FOREIGN, end, verdict
 
 pytest.importorskip("torch")
@@ -120,7 +120,7 @@ def test_only_a_modules_name_is_installed(name: str) -> None:
 
 @pytest.mark.parametrize("trap", TRAPS)
 def test_a_recorded_machines_name_is_one_word_of_a_command(trap: str, tmp_path: Path) -> None:
-    (found,) = net.hostname(Net(trap, (), ("eth0",), None, None, "no such name"))
+    (found,) = net.hostname(NetworkState(trap, (), ("eth0",), None, None, "no such name"))
     assert typed(found.fix.partition(" >> ")[0], tmp_path) == [f"127.0.1.1 {trap}"]
 
 

@@ -295,12 +295,12 @@ def test_prints_are_cleaned_and_progress_bars_still_draw(monkeypatch: pytest.Mon
     out, err = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
-    with terminal.own_lines():
+    with terminal.masked_output():
         print("theirs:", EVIL)
         sys.stdout.writelines(["\x1b[1m", "x\n"])
         terminal.draw_bar(f"50 % {EVIL}")
         terminal.clear_bar()
-        with terminal.own_lines():  # a command that calls another
+        with terminal.masked_output():  # a command that calls another
             print("\x07")
         assert sys.stdout.getvalue() == out.getvalue()
     assert sys.stdout is out and sys.stderr is err

@@ -126,7 +126,7 @@ _LOOK = """
 import sys
 from stoker.contract import checkpoints, safe_io
 from stoker.control.doctor import stale_files
-from stoker.control.record import ownership, run_index
+from stoker.control.record import private_folders, run_index
 from stoker.speedrun.state import check_own
 from stoker.contract.errors import Refusal
 from stoker.training.checkpoint import folders, reading
@@ -146,7 +146,7 @@ lines = []
 assert reading.find(root, lines.append) is None
 assert "can't be read: Permission denied" in lines[0] and "step-00000001 is not a complete" in lines[1], lines
 assert checkpoints._is_trusted(theirs, root, None) is False
-assert ownership.own_folder(root, "step-00000002") == theirs + "-0"
+assert private_folders.own_folder(root, "step-00000002") == theirs + "-0"
 assert finding._models(root, "") == []
 try:
     check_own(theirs)

@@ -216,7 +216,7 @@ def test_a_refusal_shows_no_secret(stoker: Stoker) -> None:
 
 
 def test_every_print_of_a_command_is_masked(capsys: pytest.CaptureFixture[str]) -> None:
-    with terminal.own_lines():
+    with terminal.masked_output():
         print(json.dumps({"client_secret": "hunter2xyz"}))
         terminal.print_text("login with password=hunter2xyz")
         terminal.print_status("login with password=hunter2xyz", terminal.ERROR)
@@ -227,7 +227,7 @@ def test_every_print_of_a_command_is_masked(capsys: pytest.CaptureFixture[str]) 
 
 def test_an_address_with_its_token_is_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
     """Who starts `stoker web` needs it."""
-    with terminal.own_lines():
+    with terminal.masked_output():
         terminal.print_secret(f"http://127.0.0.1:8000/?token={LETTERS}")
     assert capsys.readouterr().out == f"http://127.0.0.1:8000/?token={LETTERS}\n"
 

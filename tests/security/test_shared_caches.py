@@ -22,7 +22,7 @@ from stoker.contract.disk_space import DiskSpace
 from stoker.contract.errors import Refusal
 from stoker.contract.evidence import RankError, RankExit
 from stoker.control.doctor.stale_caches import cache_roots, find_caches
-from stoker.control.record import ownership
+from stoker.control.record import private_folders
 from stoker.control.record.metrics_log import MetricsWriter
 from stoker.control.verdict.echo import is_consequence
 from stoker.speedrun import state
@@ -268,7 +268,7 @@ def test_a_cache_whose_owner_can_exchange_it_is_not_written_into(
         os.chown(cache, uid, uid)
         assert ours.own_cache(str(cache), quiet) == str(tmp_path / "home" / "stoker" / "data")
         with pytest.raises(Refusal, match="replace your folders"):
-            ownership.own_folder(str(cache), "torchrun-x")
+            private_folders.own_folder(str(cache), "torchrun-x")
         assert os.listdir(cache) == []
         cache.rmdir()
 

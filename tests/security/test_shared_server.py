@@ -27,7 +27,7 @@ from stoker.control.agent.probes import host
 from stoker.control.doctor import stale_files
 from stoker.control.machine.gpu_lock import GpuLocks, held_gpus
 from stoker.control.plan.run_dir import RunDir, discard_run_dir
-from stoker.control.record import ownership, run_index
+from stoker.control.record import private_folders, run_index
 from stoker.control.scheduler import slurm_job
 
 ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="two real users need root to become them")
@@ -392,13 +392,13 @@ def test_code_is_not_loaded_from_a_cache_that_others_can_write(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lines: list[str] = []
-    own = ownership.private_cache("compile", lines.append)
+    own = private_folders.private_cache("compile", lines.append)
     assert own == str(tmp_path / "stoker" / "compile") and lines == []
     if how == "theirs":
         give(tmp_path / place)
     else:
         (tmp_path / place).chmod(0o777)
-    fresh = ownership.private_cache("compile", lines.append)
+    fresh = private_folders.private_cache("compile", lines.append)
     assert not fresh.startswith(str(tmp_path)) and own in lines[0]
     os.rmdir(fresh)
 
@@ -407,13 +407,13 @@ def test_code_is_not_loaded_from_a_cache_that_others_can_write(
 def test_in_a_folder_of_another_user_ones_own_name_is_taken(tmp_path: Path) -> None:
     """Of a shared, sticky folder; what is not sticky, others could exchange."""
     tmp_path.chmod(0o1777)
-    assert ownership.own_folder(str(tmp_path), "slurm") == str(tmp_path / "slurm")
+    assert private_folders.own_folder(str(tmp_path), "slurm") == str(tmp_path / "slurm")
     (tmp_path / "slurm").mkdir()
     give(tmp_path / "slurm")
-    assert ownership.own_folder(str(tmp_path), "slurm") == str(tmp_path / "slurm-0")
+    assert private_folders.own_folder(str(tmp_path), "slurm") == str(tmp_path / "slurm-0")
     (tmp_path / "slurm-0").symlink_to(tmp_path)
     with pytest.raises(Refusal, match="choose another folder"):
-        ownership.own_folder(str(tmp_path), "slurm")
+        private_folders.own_folder(str(tmp_path), "slurm")
 
 
 @ROOT_ONLY

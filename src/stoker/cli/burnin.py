@@ -20,7 +20,7 @@ from stoker.contract.options import OptionParser
 from stoker.contract.safe_io import read_json_lines
 from stoker.contract.units import parse_duration, plural
 from stoker.control.doctor import burnin_analysis as analysis
-from stoker.control.plan.options import RunOptions, ranks_asked
+from stoker.control.plan.options import RunOptions, requested_ranks
 from stoker.control.plan.request import Request
 from stoker.control.record import run_index, run_record
 
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     code = launch(request, link, None)
     # The run that this process launched. Not runs/latest: another run may have been started since.
     me = os.getpid(), os.uname().nodename
-    runs = run_index.all_runs(layout.runs_root(args.runs_dir, os.environ))
+    runs = run_index.own_runs(layout.runs_root(args.runs_dir, os.environ))
     own_runs = [run for run in runs if (run.launcher[0], run.launcher[2]) == me]
     report = BurninReport(own_runs[-1] if own_runs else None, code)
     print(json.dumps(report.to_json(), indent=1) if args.json else "\n".join(report.lines()))
@@ -92,7 +92,7 @@ def make_request(args: argparse.Namespace) -> Request:
     for flag, value in (("--minutes", minutes), ("--steps", args.steps), ("--flip", args.flip)):
         recipe_args += [flag, str(value)] if value is not None else []
     # auto: one per GPU, or per core. The environment may say how many, as for `stoker run`.
-    ranks = args.nproc_per_node or (None if ranks_asked(None, os.environ) else "auto")
+    ranks = args.nproc_per_node or (None if requested_ranks(None, os.environ) else "auto")
     show = args.show or ("0" if sys.stderr.isatty() and not args.json else "none")
     options: dict[str, Any] = {name: getattr(args, name) for name in ("share_gpus", "gpus", "wait", "runs_dir")}
     options |= {"isolate": True, "quiet": True, "show": show, "nproc_per_node": ranks}
@@ -145,7 +145,7 @@ class BurninReport:
 
     def _replica_json(self, replica: analysis.Replica) -> dict[str, Any]:
         opinion = self._opinion(replica)
-        sheet = analysis.sheet(replica.card)
+        sheet = analysis.find_data_sheet(replica.card)
         return {
             **pick_fields(replica, "rank", "label", "card", "rounds", "step_s", "start", "end"),
             "uuid": replica.device,
@@ -170,7 +170,7 @@ class BurninReport:
             head = f"links ({measured[0].backend}, bus GB/s): " if not start else "  "
             links = measured[start : start + _LINKS_PER_LINE]
             yield head + " · ".join(
-                f"{analysis.between(link, by_rank)} {_format_number(link.bus_gbs)}" for link in links
+                f"{analysis.link_name(link, by_rank)} {_format_number(link.bus_gbs)}" for link in links
             )
         if self.left_out:
             yield f"not tested: {', '.join(self.left_out)} (in use, unusable or not asked for)"
@@ -194,7 +194,11 @@ class BurninReport:
         )
 
     def _row(self, replica: analysis.Replica) -> tuple[str, ...]:
-        opinion, speed, sheet = self._opinion(replica), analysis.hot(replica), analysis.sheet(replica.card)
+        opinion, speed, sheet = (
+            self._opinion(replica),
+            analysis.hot_speed(replica),
+            analysis.find_data_sheet(replica.card),
+        )
         figures = [(speed.tflops, sheet and sheet[0]), (speed.gbs, sheet and sheet[1])] if speed else []
         speeds = [
             _format_number(measured) + (f" ({100 * measured / peak:.0f} %)" if peak else "")

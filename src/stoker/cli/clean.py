@@ -15,8 +15,8 @@ from stoker.contract.terminal import print_json, print_text
 from stoker.contract.text import escape
 from stoker.contract.units import format_bytes, format_duration, parse_bytes, parse_duration, plural
 from stoker.control.doctor import cleanup, leftovers, stale_caches, stale_files
-from stoker.control.doctor.cleanup import Stopped
-from stoker.control.doctor.leftovers import Leftover, OnGpu
+from stoker.control.doctor.cleanup import StopResult
+from stoker.control.doctor.leftovers import GpuProcess, Leftover
 from stoker.control.doctor.stale_caches import Cache
 from stoker.control.doctor.stale_files import Debris, Lock
 from stoker.control.machine.model import Machine
@@ -83,8 +83,8 @@ def _clean_leftovers(args: argparse.Namespace) -> int:
         _print_others(others)
         if machine.gpu_error:
             _print_line(f"GPUs could not be checked: {machine.gpu_error}")
-    stopped: Stopped | None = None
-    freed: list[cleanup.Back] = []
+    stopped: StopResult | None = None
+    freed: list[cleanup.FreedMemory] = []
     not_removed: list[tuple[Debris, str]] = []
     if args.yes and dead:
 
@@ -168,10 +168,10 @@ def _observe_gpus() -> tuple[Machine, dict[int, int]]:
 
 def _stop(
     processes: list[Leftover], grace: float, before: Machine, find_more: Callable[[], list[Leftover]] = list
-) -> tuple[Stopped, list[cleanup.Back]]:
+) -> tuple[StopResult, list[cleanup.FreedMemory]]:
     """Stop processes and those that `find_more` returns; return the outcome, and the GPU memory that was freed."""
     targets = [leftover.process for leftover in processes]
-    stopped = cleanup.stop_ladder(targets, grace, lambda: [leftover.process for leftover in find_more()])
+    stopped = cleanup.stop_processes(targets, grace, lambda: [leftover.process for leftover in find_more()])
     if _recorded_machine():
         return stopped, []
     gone = {leftover.process.pid for leftover in processes if leftover.gpu_memory is not None}
@@ -261,7 +261,7 @@ def _print_locks(locks: list[Lock], strange: list[str]) -> None:
         print_text(f"GPU locks: and {len(strange) - _MAX_LINES} more files that are not locks; --json lists them all")
 
 
-def _print_others(others: list[OnGpu]) -> None:
+def _print_others(others: list[GpuProcess]) -> None:
     if others:
         print("on the GPUs, not touched:")
     for process in others:
@@ -272,7 +272,7 @@ def _print_others(others: list[OnGpu]) -> None:
         _print_line(f"      {process.advice}")
 
 
-def _print_stopped(stopped: Stopped | None, freed: Iterable[cleanup.Back]) -> None:
+def _print_stopped(stopped: StopResult | None, freed: Iterable[cleanup.FreedMemory]) -> None:
     if stopped is None:
         return
     seconds = format_duration(stopped.seconds)

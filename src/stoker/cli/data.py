@@ -188,11 +188,11 @@ def _print_prepared(prepared: Prepared, seconds: float) -> None:
 def _is_for_gpus(layers: Layers) -> bool:
     """Return whether `stoker train` would train on GPUs here, or the config asks for cuda, on whichever machine that is."""
     from stoker.cli.machines import has_usable_gpus, observe_machine
-    from stoker.control.plan.options import RunOptions, from_torchrun_environment, ranks_asked
+    from stoker.control.plan.options import RunOptions, from_torchrun_environment, requested_ranks
 
     device = layers.told("parallel.device")
     if device is not None and device[0] == "cuda":
         return True
     section = options_from_mapping(RunOptions, layers.run, f"config file {layers.path}: run")
     options = build_options(RunOptions, section, from_torchrun_environment(os.environ))
-    return has_usable_gpus(observe_machine(), ranks_asked(options.nproc_per_node, os.environ))
+    return has_usable_gpus(observe_machine(), requested_ranks(options.nproc_per_node, os.environ))

@@ -15,7 +15,7 @@ from stoker.contract.evidence import Finding
 from stoker.contract.frozen import as_json
 from stoker.contract.masking import mask_json
 from stoker.contract.options import OptionParser
-from stoker.contract.safe_io import AtomicFile, read_json, refuse_other_extension
+from stoker.contract.safe_io import AtomicFile, read_json, refuse_other_kind
 from stoker.contract.terminal import ERROR, SUCCESS, WARNING, print_coloured, print_json, print_text
 from stoker.contract.text import dump_json, escape
 from stoker.contract.units import format_used, parse_duration, plural
@@ -56,14 +56,14 @@ def build_parser() -> OptionParser:
 
 def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
-    checks = check.choose(args.only, args.skip)
+    checks = check.choose_checks(args.only, args.skip)
     runs_dir = layout.runs_root(args.runs_dir, os.environ)
     if args.no_probe:
         checks = [one for one in checks if "probes" not in one.needs]
     if args.record:
-        refuse_other_extension(args.record, b"{", "a recorded machine")
+        refuse_other_kind(args.record, b"{", "a recorded machine")
     if args.bundle:
-        refuse_other_extension(args.bundle, b"\x1f\x8b", "a bundle (tar.gz)")
+        refuse_other_kind(args.bundle, b"\x1f\x8b", "a bundle (tar.gz)")
     is_complete = bool(args.record or args.bundle)
     parts = PARTS if is_complete else frozenset(part for one in checks for part in one.needs if part in PARTS)
 

@@ -64,7 +64,7 @@ def _attach(run: run_record.RunRecord, lines: int) -> int:
                     for attempt, rank, path in log_tail.rank_logs(part)
                     if path not in tails and attempt >= starts[role].first_attempt
                 ]
-                labels = log_tail.labels(part) if logs else {}
+                labels = log_tail.rank_labels(part) if logs else {}
                 is_recipe = str(part.data.get("script")).startswith(RECIPES)
                 for attempt, rank, path in logs:
                     offset = _offset_of_last_lines(path, lines) if first_pass else 0
@@ -86,7 +86,7 @@ def _attach(run: run_record.RunRecord, lines: int) -> int:
             _draw_progress([run, *run_index.list_roles(run).values()])
             time.sleep(0.1)
     except KeyboardInterrupt:
-        terminal.start_line()
+        terminal.clear_line()
         print_text(f"left run {run.id}; it keeps running. `stoker stop {shlex.quote(run.id)}` stops it", sys.stderr)
         return 0
     terminal.clear_bar()

@@ -92,7 +92,7 @@ def before_run(request: Request, rungs: Collection[str], steps: int = ladder.STE
     return climb.exit_code
 
 
-def format_report(climb: ladder.LadderStepRun) -> list[str]:
+def format_report(climb: ladder.LadderReport) -> list[str]:
     lines: list[str] = []
     passed = [rung for rung in climb.climbed if rung.exit_code == 0]
     if passed:
@@ -126,7 +126,7 @@ def format_report(climb: ladder.LadderStepRun) -> list[str]:
     return lines
 
 
-def _format_rung(number: int, rung: ladder.LadderResult, scaling: ladder.Scaling) -> str:
+def _format_rung(number: int, rung: ladder.RungResult, scaling: ladder.Scaling) -> str:
     first_step = format_duration(rung.first_step_s) if rung.first_step_s is not None else "n/a"
     efficiency = f"{scaling.efficiency:.0%}" if scaling.efficiency is not None else "n/a"
     if rung.ranks == 1 and rung.steps_per_s:
@@ -140,7 +140,7 @@ def _align(*cells: object) -> str:
     return " ".join(f"{cell!s:>{width}}" for cell, width in zip(cells, (4, 5, 11, 9, 9, 9, 16), strict=True))
 
 
-def _format_rate(rung: ladder.LadderResult) -> str:
+def _format_rate(rung: ladder.RungResult) -> str:
     return f"{rung.steps_per_s:.3g}" if rung.steps_per_s else "n/a"
 
 

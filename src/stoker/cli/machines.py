@@ -137,14 +137,14 @@ def observe_hosts(hosts: Hosts, left_out: Callable[[str], None] | None = None) -
 
     Raises Refusal for such a host if there is no `left_out`.
     """
-    from stoker.control.cluster.hosts_writer import MEET_S
+    from stoker.control.cluster.hosts_writer import CONNECT_TIMEOUT_S
     from stoker.control.cluster.probes import open_probe_batch
     from stoker.control.machine.examination import examination_from_json
 
     machines = dict[str, Machine]()
     with open_probe_batch(hosts) as batch:
         questions = {name: {"runs_dir": "", "port": 0, "parts": []} for name in hosts.names}
-        answers = batch.answers(batch.ask("examine", questions, MEET_S), MEET_S)
+        answers = batch.answers(batch.ask("examine", questions, CONNECT_TIMEOUT_S), CONNECT_TIMEOUT_S)
     for name, answer in answers.items():
         if "error" in answer:
             why = answer["error"]

@@ -113,10 +113,10 @@ def main(argv: list[str] | None = None) -> int:
         )
         print(f"stoker: {line}", file=sys.stderr)
         return 69
-    from stoker.contract.terminal import own_lines
+    from stoker.contract.terminal import masked_output
 
     code = 0
-    with own_lines():
+    with masked_output():
         try:
             code = _run_command(sys.argv[1:] if argv is None else argv)
             if sys.stdout is not None:
@@ -236,9 +236,9 @@ def entry() -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and stream.encoding.lower().replace("-", "") != "utf8":
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # prints ? for ✓ instead of a traceback
-    from stoker.contract.terminal import clear_bar, own_lines
+    from stoker.contract.terminal import clear_bar, masked_output
 
-    own_lines().__enter__()  # until the process ends: a traceback may quote text with control codes, too
+    masked_output().__enter__()  # until the process ends: a traceback may quote text with control codes, too
     try:
         sys.exit(main())
     except KeyboardInterrupt:

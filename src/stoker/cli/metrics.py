@@ -106,7 +106,7 @@ def main(argv: list[str]) -> int:
         signal.signal(signum, lambda number, _frame: signals.append(number))
     collector.start(args.interval)
     if not args.run:
-        print_status(f"metrics at {http_server.url(listening, '/metrics')}")
+        print_status(f"metrics at {http_server.server_url(listening, '/metrics')}")
         if not http_server.is_loopback(listening):
             print_status(
                 "anyone who can reach this port can read the names of runs, users and hosts, and their metrics"

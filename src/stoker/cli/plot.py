@@ -12,7 +12,7 @@ from typing import Any
 from stoker.contract import layout
 from stoker.contract.errors import EX_NOINPUT, EX_USAGE, Refusal, parsing
 from stoker.contract.frozen import as_json
-from stoker.contract.options import OptionParser, completes_run_names, suggest
+from stoker.contract.options import OptionParser, complete_run_names, suggest
 from stoker.contract.terminal import print_coloured, print_json, print_status, print_text, uses_colour
 from stoker.contract.text import escape, is_digits
 from stoker.contract.units import format_bytes, format_duration
@@ -23,9 +23,9 @@ from stoker.control.show.charts import (
     Series,
     draw_chart,
     fit_width,
+    format_short,
     mean,
     metric_text,
-    short,
     sparkline,
 )
 from stoker.control.show.comparison import (
@@ -59,7 +59,7 @@ def build_parser() -> OptionParser:
     parser = OptionParser(
         "stoker plot", "Plots a metric of one or more runs in the terminal, or as a PNG file.", _PLOT_EXAMPLES
     )
-    completes_run_names(
+    complete_run_names(
         parser.add_argument("runs", nargs="*", metavar="RUN", help="ids, names or paths of runs (default: the newest)")
     )
     metric = "any name in metrics.jsonl (default: loss; for GRPO reward, with KL, entropy and the like)"
@@ -160,7 +160,7 @@ def _print_sparklines(panels: Sequence[tuple[str, Sequence[Series]]]) -> None:
                 continue
             spark = sparkline(values, 40, ascii_only=ascii_only)
             name = f"  {line.name}" if len(lines) > 1 else ""
-            print(f"{title:<{width}} {spark} {short(values[0])} to {short(values[-1])}{name}")
+            print(f"{title:<{width}} {spark} {format_short(values[0])} to {format_short(values[-1])}{name}")
 
 
 def _require_curve(tail: RunTail, metric: str) -> Curve:
@@ -209,8 +209,10 @@ def _print_chart(metric: str, lines: Sequence[Series], args: argparse.Namespace)
             continue
         values = [value for _, value in line.points]
         mark = LETTERS[number % len(LETTERS)] if len(lines) > 1 and not coloured else "──"
-        best = f"highest {short(max(values))}" if metric == REWARD else f"lowest {short(min(values))}"
-        figures = f"last {short(values[-1])}, {best}, mean of the last tenth {short(_last_tenth_mean(values))}"
+        best = f"highest {format_short(max(values))}" if metric == REWARD else f"lowest {format_short(min(values))}"
+        figures = (
+            f"last {format_short(values[-1])}, {best}, mean of the last tenth {format_short(_last_tenth_mean(values))}"
+        )
         step = int(line.points[-1][0])
         print_coloured([(mark, COLOURS[number % len(COLOURS)]), (f" {line.name}: {figures}; step {step}", "")])
 
@@ -225,8 +227,8 @@ def build_compare_parser() -> OptionParser:
         "Compares two runs: settings that differ, results side by side, and whether the difference is more than noise.",
         _COMPARE_EPILOG,
     )
-    completes_run_names(parser.add_argument("first", metavar="A", help="id, name or path of a run"))
-    completes_run_names(
+    complete_run_names(parser.add_argument("first", metavar="A", help="id, name or path of a run"))
+    complete_run_names(
         parser.add_argument("second", metavar="B", help="id, name or path of the run to compare it with")
     )
     parser.option("--metric", "NAME", "metric to compare (default: reward if both runs have one, else loss)")
@@ -316,11 +318,11 @@ def _read_results(tail: RunTail) -> dict[str, tuple[Any, str]]:
         "steps": (run.step, "n/a" if run.step is None else str(run.step)),
         "time": (run.seconds, format_duration(run.seconds) if run.seconds is not None else "n/a"),
         **{f"last {RL_METRICS[name]}": (value, metric_text(name, value)) for name, value in last.items()},
-        "reward, mean of the last tenth": (reward, short(reward)),
-        "last loss": (run.loss, short(run.loss)),
-        "loss, mean of the last tenth": (loss, short(loss)),
-        "lowest val_loss": (lowest_val_loss, short(lowest_val_loss)),
-        "tokens/s": (tokens_per_s, short(tokens_per_s)),
+        "reward, mean of the last tenth": (reward, format_short(reward)),
+        "last loss": (run.loss, format_short(run.loss)),
+        "loss, mean of the last tenth": (loss, format_short(loss)),
+        "lowest val_loss": (lowest_val_loss, format_short(lowest_val_loss)),
+        "tokens/s": (tokens_per_s, format_short(tokens_per_s)),
         "MFU": (mfu, "n/a" if mfu is None else f"{mfu:.1%}"),
         "peak GPU memory": (peak_bytes, "n/a" if peak_bytes is None else format_bytes(peak_bytes)),
         "restarts": (run.restarted, str(run.restarted)),
@@ -346,7 +348,7 @@ def _judge_difference(difference: Difference | None, metric: str, names: list[st
     if difference is None:
         return f"{metric}: too few values at equal steps to judge the difference", "yellow"
     steps = f"steps {difference.first_step} to {difference.last_step}"
-    means = f"{metric} over {steps}: {short(difference.first)} and {short(difference.second)}"
+    means = f"{metric} over {steps}: {format_short(difference.first)} and {format_short(difference.second)}"
     if difference.low is None or difference.high is None:
         parts = f"only {difference.parts} of {PARTS} parts have values of both runs"
         return f"{means}; too few values to judge the difference ({parts})", "yellow"

@@ -21,7 +21,7 @@ from stoker.control.record.rollouts_log import (
     RolloutsSummary,
     mean,
     read_rollouts,
-    summary,
+    summarize,
     to_json,
     typical,
 )
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     folder = _find_rollouts(args.run, layout.runs_root(args.runs_dir, os.environ))
     with parsing(folder):
-        rollouts = summary(
+        rollouts = summarize(
             rollout for rollout in read_rollouts(folder) if args.step is None or rollout.step == args.step
         )
         if not rollouts.answers:

@@ -17,7 +17,7 @@ from stoker.contract.terminal import print_coloured, print_json, print_status, p
 from stoker.contract.text import escape, is_digits
 from stoker.contract.units import format_duration, plural
 from stoker.control.record.run_index import list_speedruns
-from stoker.control.show.charts import display_width, fit_width, metric_text, short
+from stoker.control.show.charts import display_width, fit_width, format_short, metric_text
 from stoker.control.show.collector import SnapshotCollector
 from stoker.control.show.snapshot import REWARD, RL_METRICS, RunView, finite
 
@@ -164,7 +164,7 @@ def _metric_cell(run: RunView, name: str) -> str:
 
 def _server_total(run: RunView, rate: str) -> str:
     rates = [value for server in run.servers if (value := getattr(server, rate)) is not None]
-    return short(sum(rates)) if rates else ""
+    return format_short(sum(rates)) if rates else ""
 
 
 def _cells(run: RunView) -> dict[str, str]:
@@ -177,10 +177,10 @@ def _cells(run: RunView) -> dict[str, str]:
         "DATE": time.strftime("%m-%d %H:%M", time.localtime(run.started)) if run.started else "",
         "STATE": escape(run.state, 10),
         "STEP": f"{run.step}{total}" if run.step is not None else "",
-        "REWARD": short(reward) if reward is not None else "",
+        "REWARD": format_short(reward) if reward is not None else "",
         **{title: _metric_cell(run, name) for name, title in _RL_COLUMNS.items()},
-        "LOSS": short(run.loss) if run.loss is not None and reward is None else "",
-        "TOK/S": short(run.tokens_per_s) if run.tokens_per_s is not None else "",
+        "LOSS": format_short(run.loss) if run.loss is not None and reward is None else "",
+        "TOK/S": format_short(run.tokens_per_s) if run.tokens_per_s is not None else "",
         **{title: _server_total(run, rate) for title, rate in _SERVER_COLUMNS.items()},
         "RANKS": str(run.world),
         "TRIES": str(run.attempts),

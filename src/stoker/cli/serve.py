@@ -152,7 +152,7 @@ def _serve(args: argparse.Namespace, folder: str, listening: socket.socket, key:
         counters.start()
 
     def print_address() -> None:
-        print(f"{http_server.url(listening, '/v1')}  model {served.name}", flush=True)
+        print(f"{http_server.server_url(listening, '/v1')}  model {served.name}", flush=True)
         if token:
             print_secret(f"token for POST /v1/weights: {token}")
         if not is_local:

@@ -66,7 +66,7 @@ def stop_run(run_dir: str) -> str:
         if run is None:
             return "this run is gone"
         signal_launcher(run, signal.SIGTERM)
-    except (Refusal, run_record.Damaged) as problem:
+    except (Refusal, run_record.DamagedRecord) as problem:
         return problem.line if isinstance(problem, Refusal) else escape(str(problem))
     return f"stopping run {escape(run.id)}: its ranks get SIGTERM, and time to save"
 

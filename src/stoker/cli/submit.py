@@ -92,7 +92,7 @@ def _check_run(words: list[str]) -> tuple[str, bool]:
     Refuses now what would be refused when the job starts, hours later.
     """
     from stoker.cli.run import is_job, parse, split
-    from stoker.control.plan.request import program
+    from stoker.control.plan.request import rank_command
     from stoker.control.plan.run_plan import default_name
 
     options = split(words)[0]
@@ -103,7 +103,7 @@ def _check_run(words: list[str]) -> tuple[str, bool]:
         job, plan = roles.parse(words)
         return default_name(job), any(spec.min_hosts for spec in plan.specs)
     request = parse(words)
-    program(request)
+    rank_command(request)
     return default_name(request), bool(request.options.min_hosts)
 
 

@@ -28,7 +28,7 @@ from stoker.contract.terminal import print_text
 from stoker.contract.text import is_digits
 from stoker.contract.units import plural
 from stoker.control.machine.model import Machine
-from stoker.control.plan.options import RunOptions, from_torchrun_environment, ranks_asked
+from stoker.control.plan.options import RunOptions, from_torchrun_environment, requested_ranks
 from stoker.control.plan.request import Request
 from stoker.training.config.check import check, check_data, check_drill, check_needs
 from stoker.training.config.derived import derivable
@@ -202,7 +202,7 @@ def _train(stage: str, layers: Layers, flag_options: dict[str, Any]) -> int:
     learns = STAGES[stage].learning is not None
     run_layers = _run_layers(layers.run, layers.path, flag_options)
     machine = observe_machine()
-    gpus = has_usable_gpus(machine, ranks_asked(build_options(RunOptions, *run_layers).nproc_per_node, os.environ))
+    gpus = has_usable_gpus(machine, requested_ranks(build_options(RunOptions, *run_layers).nproc_per_node, os.environ))
     resolved = settle(layers, gpus, STAGES[stage].defaults)
     file_options = dict(resolved.run_options)
     if any("gpus" in layer for layer in run_layers[1:]):  # --gpus wins over the GPU that the file's device_id names
@@ -351,7 +351,7 @@ def _run_layers(section: Any, path: str, flag_options: dict[str, Any]) -> list[d
 
 def _max_ranks(config: Config, options: RunOptions, machine: Machine, gpus: bool) -> int | None:
     """Return how many ranks the run has at most; None if that depends on other hosts or only `stoker run` knows."""
-    asked = ranks_asked(options.nproc_per_node, os.environ).strip().lower()
+    asked = requested_ranks(options.nproc_per_node, os.environ).strip().lower()
     several = options.hosts is not None or options.nnodes != "1" or schedulers.find_scheduler(os.environ) is not None
     if several or (asked and not is_digits(asked)):
         return None

@@ -16,7 +16,7 @@ from stoker.contract.errors import EX_USAGE, Refusal
 from stoker.contract.frozen import replace
 from stoker.contract.terminal import print_text
 from stoker.control.launch.children import stoker_command
-from stoker.control.plan.options import ranks_asked
+from stoker.control.plan.options import requested_ranks
 from stoker.control.roles import allocation, role
 from stoker.control.roles.allocation import AllocationPart
 from stoker.control.roles.role import ALWAYS, AUTO, ReadyRule, RoleSpec
@@ -50,7 +50,7 @@ def start_job(stage: str, key_flags: Sequence[Flag], layers: Layers, options: di
     serving, training = split_allocation(text)
     if layers.told("grpo.server") is not None:
         raise Refusal("--allocation starts the servers: leave grpo.server out", EX_USAGE)
-    gpus = has_usable_gpus(observe_machine(), ranks_asked(None, os.environ))
+    gpus = has_usable_gpus(observe_machine(), requested_ranks(None, os.environ))
     config = settle(layers, gpus, STAGES[stage].defaults).config
     # The trainer's own runs folder is that of the job, so names of runs are looked up here.
     runs_root = layout.runs_root(options.get("runs_dir"), os.environ)

@@ -74,10 +74,10 @@ def main(argv: list[str]) -> int:
 
 def _save(root: str, name: str | None, path: str) -> int:
     from stoker.cli.why import explain_run
-    from stoker.contract.safe_io import refuse_other_extension, write_atomic
+    from stoker.contract.safe_io import refuse_other_kind, write_atomic
     from stoker.control.show.web.pages import render_saved_page
 
-    refuse_other_extension(path, b"<!doctype html", "an HTML page")
+    refuse_other_kind(path, b"<!doctype html", "an HTML page")
     run = run_index.find_run(name, root)
     if name is None:
         print_status(f"the newest run: {escape(run.id)}")
@@ -125,7 +125,7 @@ def _serve(args: argparse.Namespace, root: str) -> int:
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, lambda number, _frame: signals.append(number))
     hub.start()
-    _print_address(listening, guard.token, http_server.url(listening, "/"), http_server.is_loopback(listening))
+    _print_address(listening, guard.token, http_server.server_url(listening, "/"), http_server.is_loopback(listening))
     printed: set[str] = set()
 
     def print_error(problem: Exception) -> None:

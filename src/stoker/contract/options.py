@@ -52,7 +52,7 @@ class OptionParser(argparse.ArgumentParser):
 
     def run_argument(self, kinds: str = "id, name or path of a run, or latest", default: str = "the newest") -> None:
         """Add an optional argument that names a run."""
-        completes_run_names(self.add_argument("run", nargs="?", metavar="RUN", help=f"{kinds} (default: {default})"))
+        complete_run_names(self.add_argument("run", nargs="?", metavar="RUN", help=f"{kinds} (default: {default})"))
 
     def runs_dir(self) -> None:
         self.option("--runs-dir", "DIR", "folder of the run directories (default: $STOKER_RUNS, else ./runs)")
@@ -89,7 +89,7 @@ def check_port(port: int) -> None:
         raise Refusal(f"--port {port}: a port is a number from 0 to 65535", EX_USAGE)
 
 
-def completes_run_names(argument: argparse.Action) -> None:
+def complete_run_names(argument: argparse.Action) -> None:
     """Complete this argument with the names of runs, by functions of `stoker completion`'s script."""
     argument.complete = {"bash": "_stoker_runs", "zsh": "_stoker_runs", "tcsh": "f:*"}  # type: ignore[attr-defined]
 

@@ -200,7 +200,7 @@ class AtomicFile:
             pass
 
 
-def refuse_other_extension(path: str, begins: bytes, kind: str) -> None:
+def refuse_other_kind(path: str, begins: bytes, kind: str) -> None:
     """Refuse to replace an existing file unless it begins like the new one: a mistyped name must not cost another file.
 
     Links, pipes and empty files may be replaced.

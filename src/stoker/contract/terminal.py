@@ -37,7 +37,7 @@ class MaskedStream:
             self.write(line)
 
 
-class own_lines:
+class masked_output:
     """Makes sys.stdout and sys.stderr mask secrets and escape control codes within a `with` block."""
 
     def __enter__(self) -> None:
@@ -140,12 +140,12 @@ def draw_bar(line: str) -> None:
 
     A launcher recognizes a rank's bar by two \\r at its end: a single one could be half of \\r\\n.
     """
-    line = without_wrapping(line)
+    line = cut_at_width(line)
     _write_codes(f" {line}\x1b[K\r\r" if _is_behind_launcher() else f"\r\x1b[K{line}")
     _bar["drawn"] = True
 
 
-def without_wrapping(line: str) -> str:
+def cut_at_width(line: str) -> str:
     """Return a line with the codes that make a terminal cut it if it is too long. ASCII if stderr needs that."""
     line = escape(line)
     if (getattr(sys.stderr, "encoding", None) or "utf-8").lower().replace("-", "") != "utf8":
@@ -160,7 +160,7 @@ def clear_bar() -> None:
         _write_codes("\r" if _is_behind_launcher() else "\r\x1b[K")
 
 
-def start_line() -> None:
+def clear_line() -> None:
     """Clear the line, on which the terminal itself has written ^C, and forget the bar."""
     _bar["drawn"] = False
     if _is_terminal(sys.stderr):

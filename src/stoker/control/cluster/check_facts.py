@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stoker.contract.frozen import as_json, frozen
-from stoker.control.machine.examination import Examination, Torch
+from stoker.control.machine.examination import Examination, TorchBuild
 
 SCHEMA = 1
 
@@ -33,7 +33,7 @@ class HostFacts:
     skew: float | None = None  # seconds that its clock is ahead of this machine's
     skew_error: float | None = None
     python: str | None = None  # version of the ranks' Python
-    torch: Torch | None = None
+    torch: TorchBuild | None = None
     examination: Examination | None = None
     files: dict[str, str] | None = None  # what must be the same everywhere -> its digest; "" if it is missing there
 

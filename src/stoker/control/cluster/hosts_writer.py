@@ -16,7 +16,7 @@ from stoker.control.cluster.hosts import Hosts, is_address, parse_hosts
 from stoker.control.cluster.probes import open_probe_batch
 from stoker.control.cluster.ssh import CONNECT_S
 
-MEET_S = CONNECT_S + 12.0  # the login, then the probe of its GPUs and Pythons
+CONNECT_TIMEOUT_S = CONNECT_S + 12.0  # the login, then the probe of its GPUs and Pythons
 ROUTE_S = 10.0
 _PYTHONS = ("~/venv/bin/python", "~/.venv/bin/python", "python3", "python")
 
@@ -86,7 +86,10 @@ def _ask(hosts: Hosts) -> list[HostEntry]:
     with open_probe_batch(hosts) as batch:
         setup_probe = batch.ask("setup", {name: {"pythons": pythons[name]} for name in by_name}, 60.0)
         address_probe = batch.ask("route", {name: {"to": []} for name in by_name}, ROUTE_S)
-        setups, reached = batch.answers(setup_probe, MEET_S + 60.0), batch.answers(address_probe, MEET_S)
+        setups, reached = (
+            batch.answers(setup_probe, CONNECT_TIMEOUT_S + 60.0),
+            batch.answers(address_probe, CONNECT_TIMEOUT_S),
+        )
         _refuse_failed({name: {**reached[name], **setups[name]} for name in by_name})
         addresses = {name: name if is_address(name) else reached[name].get("reached_at") for name in by_name}
         peers = {

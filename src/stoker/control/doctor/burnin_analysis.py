@@ -129,7 +129,7 @@ def judge(replicas: list[Replica], links: list[Link], stopped: bool = False) -> 
     return Judgement(tuple(sorted(opinions, key=lambda opinion: opinion.rank)), tuple(findings))
 
 
-def sheet(card: str | None) -> tuple[float, float] | None:
+def find_data_sheet(card: str | None) -> tuple[float, float] | None:
     """Return dense bf16 TFLOP/s and memory GB/s of the GPU's data sheet, or None for an unknown, MIG or laptop GPU."""
     if not card or any(part in card for part in ("MIG", "Laptop", "Max-Q")):
         return None
@@ -219,7 +219,7 @@ def _mismatch(
     return Finding("burnin.mismatch", "fail", text, fix)
 
 
-def hot(replica: Replica) -> Speed | None:
+def hot_speed(replica: Replica) -> Speed | None:
     """Return the speed after the load, which is what a long run gets."""
     return replica.end or replica.start
 
@@ -227,13 +227,13 @@ def hot(replica: Replica) -> Speed | None:
 def _find_slow_gpus(replicas: list[Replica]) -> Iterator[Finding]:
     """Find slow GPUs. Skips GPUs shared by several ranks, and CPU ranks, whose speed depends on the scheduler."""
     users = Counter(replica.device for replica in replicas)
-    measured = [replica for replica in replicas if replica.device and users[replica.device] == 1 and hot(replica)]
+    measured = [replica for replica in replicas if replica.device and users[replica.device] == 1 and hot_speed(replica)]
     for replica in measured:
         twins = [other for other in measured if other.twin == replica.twin and other is not replica]
-        data_sheet = sheet(replica.card)
+        data_sheet = find_data_sheet(replica.card)
         for unit, field, low in (("TFLOP/s", "tflops", LOW_TFLOPS), ("GB/s", "gbs", LOW_GBS)):
-            speed = getattr(hot(replica), field)
-            twins_speed = median([getattr(hot(other), field) for other in twins]) if twins else None
+            speed = getattr(hot_speed(replica), field)
+            twins_speed = median([getattr(hot_speed(other), field) for other in twins]) if twins else None
             nominal = getattr(Speed(*data_sheet), field) if data_sheet else None
             cold = getattr(replica.start, field, 0.0)
             if twins_speed and speed < SLOW * twins_speed:
@@ -256,10 +256,10 @@ def _judge_links(replicas: list[Replica], links: list[Link], stopped: bool) -> I
     for link in links:
         if link.wrong:
             counts = ", ".join(f"{_label(by_rank, int(rank))} {count}" for rank, count in link.wrong.items())
-            text = f"all-reduce over {between(link, by_rank)} gives wrong sums (elements: {counts}; {link.backend})"
+            text = f"all-reduce over {link_name(link, by_rank)} gives wrong sums (elements: {counts}; {link.backend})"
             yield Finding("burnin.link", "fail", text, _link_fix(link))
         elif link.bus_gbs is None and not stopped:
-            text = f"all-reduce over {between(link, by_rank)} did not finish ({link.backend})"
+            text = f"all-reduce over {link_name(link, by_rank)} did not finish ({link.backend})"
             yield Finding("burnin.link", "fail", text, _link_fix(link))
     # Compare the bandwidth of pairs with the same kinds of replicas at both ends.
     groups: dict[tuple[str, ...], list[tuple[Link, float]]] = defaultdict(list)
@@ -271,12 +271,12 @@ def _judge_links(replicas: list[Replica], links: list[Link], stopped: bool) -> I
         for link, speed in group:
             others = [other_speed for other, other_speed in group if other is not link]
             if len(others) >= 2 and speed < LOW_LINK * median(others):
-                text = f"the link {between(link, by_rank)} is slow: {speed:.1f} GB/s"
+                text = f"the link {link_name(link, by_rank)} is slow: {speed:.1f} GB/s"
                 text += f", the other pairs reach {median(others):.1f}"
                 yield Finding("burnin.link", "warn", text, _link_fix(link))
 
 
-def between(link: Link, by_rank: Mapping[int, Replica]) -> str:
+def link_name(link: Link, by_rank: Mapping[int, Replica]) -> str:
     """Return the two ends of a link, or how many ranks it joins."""
     if len(link.ranks) == 2:
         return "–".join(_label(by_rank, rank) for rank in link.ranks)

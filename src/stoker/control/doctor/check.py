@@ -13,11 +13,11 @@ from stoker.contract.evidence import Finding
 from stoker.contract.frozen import frozen, replace
 from stoker.contract.options import suggest
 from stoker.contract.text import escape
-from stoker.control.machine.examination import KNOWN, Examination, Health
+from stoker.control.machine.examination import KNOWN_VARIABLES, Examination, GpuHealth
 from stoker.control.machine.model import Gpu
 
 Body = Callable[..., Iterator[Finding]]
-GpusWithHealth = list[tuple[Gpu, Health]]
+GpusWithHealth = list[tuple[Gpu, GpuHealth]]
 
 
 @frozen
@@ -76,7 +76,7 @@ def load_checks() -> dict[str, Check]:
     return {check.id: check for check in ordered}
 
 
-def choose(only: list[str], skip: list[str]) -> list[Check]:
+def choose_checks(only: list[str], skip: list[str]) -> list[Check]:
     """Return the checks whose ids begin with a prefix in `only` (all if it is empty) and with none in `skip`."""
     checks = load_checks()
     for prefix in (*only, *skip):
@@ -122,13 +122,13 @@ def count_fast_findings(runs_dir: str) -> tuple[str, dict[tuple[str, str], int]]
 
     A child asks the driver. If the driver hangs, that costs 3 s and all checks are unknown.
     """
-    from stoker.control.machine.examine import look_aside
+    from stoker.control.machine.examine import observe_in_child
     from stoker.control.machine.host_limits import quick_host
     from stoker.control.machine.observe import read_recorded
 
     recorded = os.environ.get(MACHINE)
     try:
-        machine = read_recorded(recorded) if recorded else look_aside(_QUICK_LOOK_S)
+        machine = read_recorded(recorded) if recorded else observe_in_child(_QUICK_LOOK_S)
     except Refusal as problem:
         machine = problem.line
     fast = [check for check in load_checks().values() if check.fast]
@@ -136,7 +136,7 @@ def count_fast_findings(runs_dir: str) -> tuple[str, dict[tuple[str, str], int]]
     if isinstance(machine, str):
         counts.update((check.id, "unknown") for check in fast)
         return os.uname().nodename, dict(counts)
-    environment = {name: os.environ[name] for name in KNOWN if name in os.environ}
+    environment = {name: os.environ[name] for name in KNOWN_VARIABLES if name in os.environ}
     examination = Examination(machine, host=quick_host(runs_dir), environment=environment)
     counts.update((finding.id, finding.level) for finding in run_checks(fast, examination))
     return machine.hostname, dict(counts)

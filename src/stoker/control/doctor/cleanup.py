@@ -32,13 +32,13 @@ Item = TypeVar("Item")
 
 
 @frozen
-class Stopped:
+class StopResult:
     seconds: float
     killed: tuple[int, ...]  # pids that SIGTERM did not end
     survivors: tuple[Process, ...]  # as they are now: state D waits in the kernel, where no signal arrives
 
 
-def stop_ladder(targets: list[Process], grace: float, find_more: Callable[[], list[Process]] = list) -> Stopped:
+def stop_processes(targets: list[Process], grace: float, find_more: Callable[[], list[Process]] = list) -> StopResult:
     """Send SIGCONT and SIGTERM, wait for the grace period, then send SIGKILL.
 
     Parents get SIGTERM first, because they save; their children get it when they are gone or their grace is over. When
@@ -58,12 +58,12 @@ def stop_ladder(targets: list[Process], grace: float, find_more: Callable[[], li
         if not running:
             running = [target for target in find_more() if target.pid not in protected and is_running(target)]
             if not running:
-                return Stopped(now - started_at, tuple(sorted(killed)), ())
+                return StopResult(now - started_at, tuple(sorted(killed)), ())
             targets, kill_at = running, min(kill_at, now)
         grace_over = now - started_at >= grace
         if now - started_at > grace + GROUP_S + KILL_S:
             survivors = tuple(find_process(target.pid) or target for target in running)
-            return Stopped(now - started_at, tuple(sorted(killed)), survivors)
+            return StopResult(now - started_at, tuple(sorted(killed)), survivors)
         pids = {target.pid for target in running}
         due = [target for target in running if target.pid not in terminated]
         if not grace_over:
@@ -81,7 +81,7 @@ def stop_ladder(targets: list[Process], grace: float, find_more: Callable[[], li
 
 
 @frozen
-class Back:
+class FreedMemory:
     """The memory that a GPU has got back."""
 
     gpu: str
@@ -92,11 +92,11 @@ class Back:
 
 def wait_for_memory(
     before: Machine, pids: set[int], look: Callable[[], Machine | str], limit: float = BACK_S
-) -> list[Back]:
+) -> list[FreedMemory]:
     """Wait until NVML neither lists these stopped processes nor counts the memory that they held."""
     started_at = time.monotonic()
     waiting = {gpu.uuid: gpu for gpu in before.gpus if any(holder.pid in pids for holder in gpu.holders or ())}
-    results: list[Back] = []
+    results: list[FreedMemory] = []
     while waiting:
         machine = look()
         seconds = time.monotonic() - started_at
@@ -109,7 +109,7 @@ def wait_for_memory(
             # Nine tenths: other processes may have taken some of it meanwhile.
             is_complete = not is_held and freed >= 0.9 * expected
             if is_complete or seconds > limit:
-                results.append(Back(old.label, max(0, freed), seconds, is_complete))
+                results.append(FreedMemory(old.label, max(0, freed), seconds, is_complete))
                 del waiting[uuid]
         if waiting:
             time.sleep(_POLL_S)

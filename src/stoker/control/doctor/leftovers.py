@@ -12,7 +12,7 @@ from stoker.contract import errors
 from stoker.contract.frozen import frozen
 from stoker.contract.process import Process, find_process, process_owner
 from stoker.control.machine import procfs, run_origin
-from stoker.control.machine.examine import look_aside
+from stoker.control.machine.examine import observe_in_child
 from stoker.control.machine.model import Holder, Machine
 from stoker.control.machine.observe import read_recorded
 from stoker.control.record import run_record
@@ -37,7 +37,7 @@ class Leftover:
 
 
 @frozen
-class OnGpu:
+class GpuProcess:
     """A process that holds a GPU. One outside this container has neither user nor age nor command."""
 
     gpu: str
@@ -52,7 +52,7 @@ class OnGpu:
 
 def look_at_gpus(recorded: str | None, limit: float = NVML_S) -> Machine | str:
     """Return the machine, or why it is unknown. A child asks NVML: a call to a faulty driver may never return."""
-    return read_recorded(recorded) if recorded else look_aside(limit)
+    return read_recorded(recorded) if recorded else observe_in_child(limit)
 
 
 def gpu_memory(machine: Machine) -> dict[int, int]:
@@ -131,7 +131,7 @@ def find_run_state(run_id: str, run_dir: str) -> RunState:
         return RunState(None, f"its run directory can't be read: {problem.strerror}")
     try:
         run = run_record.read_run(run_dir)
-    except run_record.Damaged as problem:
+    except run_record.DamagedRecord as problem:
         return RunState(None, f"its record can't be read: {problem}")
     pid, start, host = run.launcher if run else (0, 0, "")
     if run is None or pid <= 0 or start <= 0:
@@ -275,9 +275,9 @@ def find_named(pids: list[int], held: Mapping[int, int]) -> list[Leftover]:
 # ---- others on the GPUs ----
 
 
-def find_others(machine: Machine, ours: set[int], recorded: bool) -> list[OnGpu]:
+def find_others(machine: Machine, ours: set[int], recorded: bool) -> list[GpuProcess]:
     """Return all other processes on the GPUs. `ours` are the leftovers; a `recorded` machine has no /proc."""
-    others: list[OnGpu] = []
+    others: list[GpuProcess] = []
     seen = {os.getpid(), *ours}
     for gpu in machine.gpus:
         for holder in gpu.holders or ():
@@ -297,9 +297,9 @@ def find_others(machine: Machine, ours: set[int], recorded: bool) -> list[OnGpu]
     return others
 
 
-def _describe_holder(gpu: str, holder: Holder, age: float | None) -> OnGpu:
+def _describe_holder(gpu: str, holder: Holder, age: float | None) -> GpuProcess:
     advice = _advice(holder)
-    return OnGpu(gpu, holder.pid, holder.user, age, holder.memory, holder.command, holder.run, advice)
+    return GpuProcess(gpu, holder.pid, holder.user, age, holder.memory, holder.command, holder.run, advice)
 
 
 def _advice(holder: Holder) -> str:

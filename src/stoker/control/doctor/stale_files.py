@@ -72,7 +72,7 @@ def find_locks() -> tuple[list[Lock], list[str]]:
 
 
 def _read_lock(folder: LockFolder, name: str) -> Lock | None:
-    handle = gpu_lock.open_to_look(folder, name)
+    handle = gpu_lock.open_for_reading(folder, name)
     if handle is None:
         return None
     try:

@@ -17,7 +17,7 @@ from stoker.control.cluster.agent_pool import AgentClient, AgentPool, UnusableHo
 from stoker.control.launch.signals import Interrupted, SignalQueue
 from stoker.control.machine.model import Machine, machine_from_json
 from stoker.control.machine.observe import packages_dir
-from stoker.control.plan.request import taken
+from stoker.control.plan.request import port_in_use_refusal
 from stoker.control.plan.run_dir import RunDir
 
 TYPE_CHECKING = False
@@ -146,7 +146,7 @@ class Agents:
             raise Refusal(f"the agent did not reserve a port: {why}", EX_OSERR, cause="launch.port")
         answer = {"holder": "another program", **first.answers["port"]}
         if not answer["port"]:
-            raise taken(answer)
+            raise port_in_use_refusal(answer)
         if answer.get("wanted"):
             holder = escape(answer["holder"])
             self._log(f"stoker: MASTER_PORT={answer['wanted']} is in use by {holder}; using port {answer['port']}")

@@ -10,7 +10,7 @@ from stoker.contract.evidence import Evidence, ExitContext, LastCall, RankError,
 from stoker.contract.frozen import fields_of, pick_fields
 from stoker.contract.typed_values import read_frozen
 from stoker.control.plan.run_plan import RunPlan
-from stoker.control.verdict.echo import is_consequence, is_failure, is_mismatch, unquoted
+from stoker.control.verdict.echo import is_consequence, is_failure, is_size_mismatch, unquote_traceback
 
 TYPE_CHECKING = False  # the watcher is loaded when the ranks are starting
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Attempt:
         if not self.first_failure:
             self.first_failure = now
         only_echoes = (
-            bool(failed) and not self.trouble and all(is_consequence(end) or is_mismatch(end) for end in failed)
+            bool(failed) and not self.trouble and all(is_consequence(end) or is_size_mismatch(end) for end in failed)
         )
         if not only_echoes or any(end.code == 0 for end in self.ends.values()):
             return True
@@ -159,7 +159,7 @@ class Attempt:
             return None
         if self.stop_signal:
             return self.watch.stall
-        return self.watch.last_word(any(is_mismatch(end) for end in self.ends.values()))
+        return self.watch.last_word(any(is_size_mismatch(end) for end in self.ends.values()))
 
 
 # ---- parts of the agents' reports ----
@@ -168,7 +168,7 @@ class Attempt:
 def read_error(data: Any) -> RankError | None:
     """Return the exception that a rank reported, or None if there is none or it can't be read."""
     try:
-        return unquoted(_read_known_fields(RankError, data))
+        return unquote_traceback(_read_known_fields(RankError, data))
     except ValueError:
         return None
 
@@ -177,7 +177,7 @@ def read_last_call(calls: list[Any]) -> LastCall | None:
     """Return the call that had not returned, from an agent's list of calls (control/rank/call_log.py)."""
     from stoker.control.watch import rank_inspection
 
-    *earlier, newest = rank_inspection.read(0, {"calls": calls}).calls or (None,)
+    *earlier, newest = rank_inspection.parse_inspection(0, {"calls": calls}).calls or (None,)
     if newest is None or newest.returned or not newest.frames:
         return None
     conditions = [condition.text for frame in newest.frames for condition in reversed(frame.conditions)]

@@ -45,7 +45,7 @@ class Exporter:
         except OSError as problem:
             self._log(f"stoker: --metrics-port: no metrics: {problem}")
             return
-        self._log(f"stoker: metrics at {http_server.url(self._socket, '/metrics')}")
+        self._log(f"stoker: metrics at {http_server.server_url(self._socket, '/metrics')}")
         self._socket.close()
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ os._exit(0)
 
 
 @frozen
-class Import:
+class ScriptImport:
     """A module that the script imports at its top level."""
 
     name: str
@@ -64,7 +64,7 @@ class Import:
 
 
 @frozen
-class Imported:
+class ImportResult:
     """A module that was imported."""
 
     name: str
@@ -77,16 +77,16 @@ class Imported:
 # ---- which imports ----
 
 
-def imports_of(source: bytes | str) -> tuple[Import, ...]:
+def imports_of(source: bytes | str) -> tuple[ScriptImport, ...]:
     """Return what a script imports whenever it starts, without the standard library.
 
     Imports inside a `try` or `with` may fail. An `if` is not read, except for that of __name__.
     """
-    imports: dict[str, Import] = {}
+    imports: dict[str, ScriptImport] = {}
     for name, line, statement, optional in _find_imports(ast.parse(source).body, ""):
-        known = imports.get(name, Import(name, line, (), optional))
+        known = imports.get(name, ScriptImport(name, line, (), optional))
         statements = tuple(dict.fromkeys((*known.statements, statement)))
-        imports[name] = Import(name, known.line, statements, known.optional and optional)
+        imports[name] = ScriptImport(name, known.line, statements, known.optional and optional)
     return tuple(imports.values())
 
 
@@ -114,7 +114,7 @@ def _changes_path(node: ast.stmt) -> bool:
     return any(ast.unparse(attribute) in ("sys.path", "site.addsitedir") for attribute in attributes)
 
 
-def find_imports(request: Request, log: Callable[[str], None]) -> tuple[tuple[Import, ...], str, str]:
+def find_imports(request: Request, log: Callable[[str], None]) -> tuple[tuple[ScriptImport, ...], str, str]:
     """Return the imports, the file that has them, and the first entry of its sys.path."""
     script, path, folder = request.script, request.script, os.path.dirname(os.path.realpath(request.script))
     if request.options.no_python:
@@ -141,7 +141,7 @@ def find_imports(request: Request, log: Callable[[str], None]) -> tuple[tuple[Im
 def try_imports(
     request: Request,
     python_flags: list[str],
-    imported: list[Imported],
+    imported: list[ImportResult],
     log: Callable[[str], None],
     stopped: Callable[[], object],
 ) -> Verdict | None:
@@ -185,12 +185,12 @@ def try_imports(
 def _read_answers(
     child: subprocess.Popen[bytes],
     answers: int,
-    imports: dict[str, Import],
+    imports: dict[str, ScriptImport],
     path: str,
-    imported: list[Imported],
+    imported: list[ImportResult],
     log: Callable[[str], None],
     stopped: Callable[[], object],
-) -> tuple[Import | None, bool, Verdict | None]:
+) -> tuple[ScriptImport | None, bool, Verdict | None]:
     """Read until the child's end, a failure or the deadline: (the current import, whether it is too slow, a verdict)."""
     rest, rss, current = b"", 0, None
     deadline = time.monotonic() + IMPORT_S
@@ -207,7 +207,9 @@ def _read_answers(
                 problem = f"{answer['type']}: {answer['message']}" if "type" in answer else ""
                 if problem and not entry.optional:
                     return entry, False, _import_failed(entry, path, answer, problem)
-                imported.append(Imported(entry.name, answer["seconds"], answer["rss"] - rss, answer["rss"], problem))
+                imported.append(
+                    ImportResult(entry.name, answer["seconds"], answer["rss"] - rss, answer["rss"], problem)
+                )
                 log(import_line(imported[-1], entry))
             rss = answer["rss"]
         if has_ended and not data:
@@ -217,7 +219,7 @@ def _read_answers(
     return current, False, None
 
 
-def import_line(imported: Imported, entry: Import) -> str:
+def import_line(imported: ImportResult, entry: ScriptImport) -> str:
     if imported.problem:
         problem = imported.problem.partition("\n")[0][:120]
         return f"  {imported.name:<32} missing, which may be intended: {entry.optional} ({problem})"
@@ -245,7 +247,7 @@ def start_child(
 # ---- verdicts ----
 
 
-def _import_failed(entry: Import, path: str, answer: dict[str, Any], problem: str) -> Verdict:
+def _import_failed(entry: ScriptImport, path: str, answer: dict[str, Any], problem: str) -> Verdict:
     from stoker.control.verdict.rules.environment import install_advice
 
     advice = "is it the right Python environment? the ranks use the one that runs Stoker, or --python"
@@ -254,7 +256,7 @@ def _import_failed(entry: Import, path: str, answer: dict[str, Any], problem: st
     return _failed(summary, 1, mask_lines(answer["traceback"])[-6:], fixes)
 
 
-def _child_died(entry: Import | None, path: str, code: int, is_late: bool, tail: list[str]) -> Verdict:
+def _child_died(entry: ScriptImport | None, path: str, code: int, is_late: bool, tail: list[str]) -> Verdict:
     if entry is not None:
         subject = f"import {entry.name} at {path}:{entry.line}"
         fixes: tuple[str, ...] = (f'python -X faulthandler -c "{entry.statements[0]}"   # shows it alone',)

@@ -22,10 +22,10 @@ from stoker.contract.evidence import Verdict
 from stoker.contract.frozen import frozen, options_of
 from stoker.contract.units import format_bytes, plural
 from stoker.control.launch.children import split_secret_options, stoker_command
-from stoker.control.launch.import_check import Import, Imported, find_imports, start_child, try_imports
+from stoker.control.launch.import_check import ImportResult, ScriptImport, find_imports, start_child, try_imports
 from stoker.control.launch.signals import STOPS, handled
 from stoker.control.plan.options import TORCHRUN_VARIABLES, RunOptions
-from stoker.control.plan.request import Request, program, python_flags
+from stoker.control.plan.request import Request, python_flags, rank_command
 from stoker.control.plan.run_plan import default_name
 from stoker.control.record import run_index, run_record
 from stoker.control.verdict.launch_failures import lost
@@ -42,7 +42,7 @@ _NOT_PASSED = {"config", "detach", "dry_run", "gpu", "gpus", "json", "ladder", "
 
 
 @frozen
-class LadderResult:
+class RungResult:
     """What a rung with ranks showed, from its record. None: the script did not tell."""
 
     ranks: int
@@ -72,14 +72,14 @@ class Scaling:
 
 
 @frozen
-class LadderStepRun:
+class LadderReport:
     """The result of the whole ladder. `verdict` is that of the rung that failed."""
 
     world_size: int
     rungs: tuple[int, ...]
     steps: int
-    imports: tuple[Imported, ...]
-    climbed: tuple[LadderResult, ...]
+    imports: tuple[ImportResult, ...]
+    climbed: tuple[RungResult, ...]
     verdict: Verdict | None
     exit_code: int
 
@@ -142,10 +142,10 @@ def rung_words(request: Request, plan: LadderPlan, ranks: int, steps: int, stamp
 # ---- measurements ----
 
 
-def measure(ranks: int, exit_code: int, run: run_record.RunRecord | None) -> LadderResult:
+def measure(ranks: int, exit_code: int, run: run_record.RunRecord | None) -> RungResult:
     """Return what the record of a rung shows."""
     if run is None:
-        return LadderResult(ranks, exit_code)
+        return RungResult(ranks, exit_code)
     attempt_time, host_used, host_total = 0.0, None, None
     first_steps: dict[int, float] = {}
     ends: dict[int, tuple[float, int]] = {}
@@ -169,7 +169,7 @@ def measure(ranks: int, exit_code: int, run: run_record.RunRecord | None) -> Lad
         if rank in first_steps and steps > 1 and end > first_steps[rank]:
             rates.append((steps - 1) / (end - first_steps[rank]))
     has_all_rss = len(rss) == ranks  # a sum without some ranks means nothing
-    return LadderResult(
+    return RungResult(
         ranks,
         exit_code,
         run.id,
@@ -185,7 +185,7 @@ def measure(ranks: int, exit_code: int, run: run_record.RunRecord | None) -> Lad
     )
 
 
-def scaling(climbed: Sequence[LadderResult], world_size: int) -> Scaling:
+def scaling(climbed: Sequence[RungResult], world_size: int) -> Scaling:
     """Return the throughput of the highest rung relative to one rank, and the host memory that all ranks will need."""
     passed = [rung for rung in climbed if rung.exit_code == 0]
     efficiency, throughput = None, ""
@@ -233,13 +233,13 @@ class Ladder:
         self._python_flags = python_flags(sys.orig_argv)[0]
         self._child: subprocess.Popen[bytes] | None = None  # of the current rung
         self._stop_signal = 0
-        self._imports: list[Imported] = []
-        self._climbed: list[LadderResult] = []
+        self._imports: list[ImportResult] = []
+        self._climbed: list[RungResult] = []
         self._plan = LadderPlan(0, (), False)
 
-    def climb(self, wanted: Collection[str]) -> LadderStepRun:
+    def climb(self, wanted: Collection[str]) -> LadderReport:
         """Try the wanted parts up to the first that fails. Raises Refusal for a program that can't start at all."""
-        program(self._request)
+        rank_command(self._request)
         with handled((*STOPS, signal.SIGTSTP), self._on_signal):
             rank_counts: tuple[int, ...] = ()
             verdict = None if {SINGLE, ALL}.isdisjoint(wanted) else self._read_plan()
@@ -253,7 +253,7 @@ class Ladder:
                 if verdict is None:
                     verdict = self._stopped() or self._try_rung(ranks, f"rung {number} of {len(rank_counts)}")
         verdict = verdict or self._stopped()
-        return LadderStepRun(
+        return LadderReport(
             self._plan.world_size,
             rank_counts,
             self._steps,
@@ -263,9 +263,9 @@ class Ladder:
             verdict.exit_code if verdict else 0,
         )
 
-    def foresee(self) -> tuple[tuple[Import, ...], tuple[int, ...]]:
+    def foresee(self) -> tuple[tuple[ScriptImport, ...], tuple[int, ...]]:
         """Return the imports and the rungs, for --dry-run."""
-        program(self._request)
+        rank_command(self._request)
         verdict = self._read_plan()
         if verdict is not None:
             raise Refusal(verdict.summary, verdict.exit_code, cause=verdict.cause)
@@ -295,7 +295,7 @@ class Ladder:
         self._log(f"{title}: {plural(ranks, 'rank')}, {plural(self._steps, 'step')} or the script's end")
         words = rung_words(request, plan, ranks, self._steps, time.strftime("%Y%m%d-%H%M%S"))
         code, _, message, pid = self._run_stoker(words, logs_output=True, hides_gpus=plan.hides_gpus)
-        runs = run_index.all_runs(layout.runs_root(request.options.runs_dir, os.environ))
+        runs = run_index.own_runs(layout.runs_root(request.options.runs_dir, os.environ))
         rung_runs = [run for run in runs if run.launcher[0] == pid and run.name.endswith(f"-ladder-{ranks}")]
         run = rung_runs[-1] if rung_runs else None
         self._climbed.append(measure(ranks, code, run))

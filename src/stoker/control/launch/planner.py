@@ -14,7 +14,7 @@ from stoker.control.launch.agents import Agents
 from stoker.control.launch.rank_output import wants_split
 from stoker.control.machine.model import Machine
 from stoker.control.machine.run_origin import current_run, gpu_lender
-from stoker.control.plan.gpu_choice import GpusNotFree, marked
+from stoker.control.plan.gpu_choice import GpusNotFree, with_gpu_errors
 from stoker.control.plan.request import Request
 from stoker.control.plan.run_plan import RunPlan, make_plan
 
@@ -81,7 +81,7 @@ class Planner:
 
             machines[""] = mark_bad_gpus(machines[""])
         if self.excluded_gpus:
-            return {host: marked(machine, self.excluded_gpus) for host, machine in machines.items()}
+            return {host: with_gpu_errors(machine, self.excluded_gpus) for host, machine in machines.items()}
         return machines
 
     def _lent_to_us(self, client: AgentClient) -> list[str]:

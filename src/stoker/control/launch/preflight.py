@@ -12,10 +12,10 @@ from stoker.contract.safe_io import read_json
 from stoker.contract.text import is_digits
 from stoker.contract.units import format_bytes, plural
 from stoker.control.doctor import check
-from stoker.control.machine.examination import KNOWN, Examination, Probe, examination_from_json
+from stoker.control.machine.examination import KNOWN_VARIABLES, Examination, GpuProbe, examination_from_json
 from stoker.control.machine.host_limits import quick_host
 from stoker.control.machine.model import Gpu, Machine
-from stoker.control.plan.gpu_choice import marked
+from stoker.control.plan.gpu_choice import with_gpu_errors
 from stoker.control.plan.options import RunOptions
 from stoker.control.plan.run_plan import RunPlan
 
@@ -29,7 +29,7 @@ def check_machine(options: RunOptions, plan: RunPlan, machine: Machine) -> list[
     uuids = {gpu.uuid for rank in plan.places for gpu in rank.cards}
     used = replace(machine, gpus=tuple(gpu for gpu in machine.gpus if gpu.uuid in uuids))
     runs_dir = layout.runs_root(options.runs_dir, os.environ, write=True)
-    environment = {name: os.environ[name] for name in KNOWN if name in os.environ}
+    environment = {name: os.environ[name] for name in KNOWN_VARIABLES if name in os.environ}
     examination = Examination(used, host=quick_host(runs_dir), environment=environment)
     checks = [entry for entry in check.load_checks().values() if entry.fast and entry.id not in _DONE_BY_PLAN]
     warnings = []
@@ -70,7 +70,7 @@ def mark_bad_gpus(machine: Machine) -> Machine:
     """Test all GPUs, and return the machine with those that fail marked as not answering."""
     probes = _probe([gpu for gpu in machine.gpus if not gpu.error])
     failures = {uuid: _describe_failure(probe) for uuid, probe in probes.items()}
-    return marked(machine, {uuid: failure for uuid, failure in failures.items() if failure})
+    return with_gpu_errors(machine, {uuid: failure for uuid, failure in failures.items() if failure})
 
 
 def diagnose_gpu(machine: Machine, gpu: Gpu) -> list[str]:
@@ -93,7 +93,7 @@ def diagnose_gpu(machine: Machine, gpu: Gpu) -> list[str]:
     return [*lines, f"{gpu.label} {outcome}"]
 
 
-def _probe(gpus: list[Gpu]) -> Mapping[str, Probe]:
+def _probe(gpus: list[Gpu]) -> Mapping[str, GpuProbe]:
     """Return the outcome of a test of each GPU, by uuid. A recorded machine has recorded ones."""
     path = os.environ.get(env_vars.MACHINE)
     if path:
@@ -101,10 +101,10 @@ def _probe(gpus: list[Gpu]) -> Mapping[str, Probe]:
         recorded = examination_from_json(data).probes if "machine" in data else {}
         if recorded:
             return recorded
-    from stoker.control.machine.examine import probe_cards
+    from stoker.control.machine.examine import probe_gpus
 
-    return probe_cards(gpus)
+    return probe_gpus(gpus)
 
 
-def _describe_failure(probe: Probe) -> str:
+def _describe_failure(probe: GpuProbe) -> str:
     return f"{probe.outcome}: {probe.detail}" if probe.outcome in _BAD_OUTCOMES else ""

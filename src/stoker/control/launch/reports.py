@@ -184,7 +184,7 @@ class ReportHandler:
             attempt.notes.append(f"{summary}, and stayed so (--on-nan warn)")
             self._log(f"stoker: {summary}, and stays so; the job keeps running (--on-nan warn)", color=WARNING)
         else:
-            trouble = numbers.trouble(bad, label, world_size)
+            trouble = numbers.make_loss_report(bad, label, world_size)
             # The lines of the rank that had it first may arrive last: the earliest step replaces a later one.
             for number, entry in enumerate(attempt.trouble):
                 if entry["cause"] == trouble["cause"] and 0 < bad.step < entry["step"] and not bad.counted:

@@ -28,8 +28,8 @@ from stoker.control.launch.session import OnEnd, Session
 from stoker.control.launch.signals import Interrupted
 from stoker.control.machine.model import Gpu
 from stoker.control.plan import run_json
-from stoker.control.plan.rank_spec import HostTarget, common_environment, start_order
-from stoker.control.plan.request import Request, by_hand, check_numbers, program, wanted_port
+from stoker.control.plan.rank_spec import HostTarget, common_environment, start_message
+from stoker.control.plan.request import Request, check_ranges, is_started_by_hand, rank_command, wanted_port
 from stoker.control.plan.run_dir import RunDir, discard_run_dir, open_run_dir
 from stoker.control.plan.run_plan import RunPlan
 from stoker.control.record.run_writer import RunWriter
@@ -95,8 +95,8 @@ class Run:
 
     def execute(self) -> Verdict | None:
         """Return the verdict, or None for a dry run. Raises Refusal or Interrupted while nothing has been started."""
-        argv = program(self.request)
-        check_numbers(self.request)
+        argv = rank_command(self.request)
+        check_ranges(self.request)
         run_dir = open_run_dir(self.request, os.environ)
         try:
             if self.options.dry_run:
@@ -187,7 +187,7 @@ class Run:
 
     def _reserve(self, plan: RunPlan) -> tuple[RunPlan, Endpoint]:
         """Reserve the store's port for the next attempt. Machines started by hand get their rank numbers here."""
-        if by_hand(self.options):
+        if is_started_by_hand(self.options):
             from stoker.control.plan.targets import join_nodes
 
             plan, (address, port), interface = join_nodes(self.agents, self.request, plan, self.log)
@@ -264,7 +264,7 @@ class Run:
                 target = self.host_setup.target(host)
             else:
                 target = HostTarget(workdir=self._cwd, interface=endpoint.interface)
-            client.say(start_order(plan, self.options, number, target, os.environ, by_role, env))
+            client.say(start_message(plan, self.options, number, target, os.environ, by_role, env))
 
     def _supervise(self, attempt: Attempt) -> None:
         # Imported while the ranks start: no launch waits for it.

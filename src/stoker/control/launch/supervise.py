@@ -24,7 +24,7 @@ from stoker.control.launch.signals import SignalQueue
 from stoker.control.plan.options import RunOptions
 from stoker.control.record.run_writer import RunWriter
 from stoker.control.verdict import hangs, launch_failures
-from stoker.control.watch.watcher import Busy, Inspect, Relieve, Suspect
+from stoker.control.watch.watcher import Busy, Inspect, Recovered, Suspect
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # a run on one machine does not load it
@@ -255,14 +255,14 @@ class WatchReporter:
                 self._report_suspicion(action.stall, action.stops_in)
             elif isinstance(action, Busy):
                 self._report_busy(action.stall, action.stops_in)
-            elif isinstance(action, Relieve):
+            elif isinstance(action, Recovered):
                 subject = f"rank {action.rank}" if action.rank is not None else "the job"
                 self._log(f"stoker: {subject} makes progress again, after {format_duration(action.silent_s)}")
                 self._record.event("relief", rank=action.rank, silent_s=round(action.silent_s, 1))
             else:
                 rank = action.stall.rank
                 printed = self._output.tail(rank) if rank is not None else ""
-                attempt.trouble.append(hangs.trouble(action.stall, attempt.label(rank), action.why, printed))
+                attempt.trouble.append(hangs.make_stall_report(action.stall, attempt.label(rank), action.why, printed))
 
     def _report_suspicion(self, stall: Stall, stops_in: float | None) -> None:
         attempt, record = self._attempt, self._record

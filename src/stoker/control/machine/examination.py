@@ -11,7 +11,7 @@ from stoker.control.machine.model import Machine, machine_from_json
 SCHEMA = 1
 
 # The environment variables that an examination keeps: those known to matter.
-KNOWN = (
+KNOWN_VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "LD_PRELOAD",
     "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NCCL_ALGO", "NCCL_BLOCKING_WAIT", "NCCL_BUFFSIZE", "NCCL_DEBUG",
     "NCCL_IB_DISABLE", "NCCL_IB_TIMEOUT", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS", "NCCL_NTHREADS", "NCCL_P2P_DISABLE", "NCCL_PROTO",
@@ -22,7 +22,7 @@ KNOWN = (
 
 
 @frozen
-class Health:
+class GpuHealth:
     """The health of one GPU. A field that the GPU doesn't have is None."""
 
     temperature: int | None = None
@@ -47,7 +47,7 @@ class Health:
 
 
 @frozen
-class Torch:
+class TorchBuild:
     """The torch of the Python that runs the ranks."""
 
     version: str | None = None
@@ -59,7 +59,7 @@ class Torch:
 
 
 @frozen
-class Host:
+class HostState:
     """Disk, limits and processes of the host."""
 
     shm_total: int | None = None
@@ -76,7 +76,7 @@ class Host:
 
 
 @frozen
-class Net:
+class NetworkState:
     """Names, interfaces and the port of rank 0's store."""
 
     hostname: str | None = None
@@ -90,7 +90,7 @@ class Net:
 
 
 @frozen
-class Probe:
+class GpuProbe:
     """The result of using a GPU in a child process: make a context, allocate memory, compute and check a product."""
 
     outcome: str  # ok, busy, full, dead, hung, wrong, absent
@@ -102,11 +102,11 @@ class Probe:
 @frozen
 class Examination:
     machine: Machine
-    health: dict[str, Health] | None = None  # by uuid
-    probes: dict[str, Probe] | None = None  # by uuid
-    torch: Torch | None = None
-    host: Host | None = None
-    net: Net | None = None
+    health: dict[str, GpuHealth] | None = None  # by uuid
+    probes: dict[str, GpuProbe] | None = None  # by uuid
+    torch: TorchBuild | None = None
+    host: HostState | None = None
+    net: NetworkState | None = None
     environment: dict[str, str] | None = None  # of the variables in KNOWN
     missing: dict[str, str] | None = None  # part -> why it could not be examined
     schema: int = SCHEMA

@@ -19,7 +19,16 @@ from stoker.contract import host_memory
 from stoker.contract.frozen import replace
 from stoker.contract.process import NOT_FROM_HERE
 from stoker.control.machine import examine_child, host_limits
-from stoker.control.machine.examination import KNOWN, Examination, Health, Host, Net, Probe, Torch, read_examination
+from stoker.control.machine.examination import (
+    KNOWN_VARIABLES,
+    Examination,
+    GpuHealth,
+    GpuProbe,
+    HostState,
+    NetworkState,
+    TorchBuild,
+    read_examination,
+)
 from stoker.control.machine.model import Gpu, Machine, machine_from_json
 from stoker.control.machine.observe import packages_dir
 
@@ -138,22 +147,22 @@ def examine(runs_dir: str, port: int, parts: frozenset[str] = PARTS, python: str
     if "machine" in missing:
         health, probes = None, None  # nothing is known about the GPUs, not even that there are none
     if health is not None and "health" in parts:
-        health = {uuid: read_examination(Health, gpu_health) for uuid, gpu_health in health.items()}
+        health = {uuid: read_examination(GpuHealth, gpu_health) for uuid, gpu_health in health.items()}
     else:
         health = None
     return Examination(
         machine,
         health,
         probes,
-        read_examination(Torch, torch),
-        read_examination(Host, results.get("host", (None, ""))[0]),
-        read_examination(Net, results.get("net", (None, ""))[0]),
-        {name: os.environ[name] for name in KNOWN if name in os.environ},
+        read_examination(TorchBuild, torch),
+        read_examination(HostState, results.get("host", (None, ""))[0]),
+        read_examination(NetworkState, results.get("net", (None, ""))[0]),
+        {name: os.environ[name] for name in KNOWN_VARIABLES if name in os.environ},
         missing,
     )
 
 
-def look_aside(limit: float) -> Machine | str:
+def observe_in_child(limit: float) -> Machine | str:
     """Observe the machine in a child. Return the machine, or why there is no answer."""
     machine, why = _wait([_start("machine", limit_s=limit)])["machine"]
     if machine is None:
@@ -161,7 +170,7 @@ def look_aside(limit: float) -> Machine | str:
     return machine_from_json(machine)
 
 
-def probe_cards(gpus: list[Gpu]) -> dict[str, Probe]:
+def probe_gpus(gpus: list[Gpu]) -> dict[str, GpuProbe]:
     """Run only the context probe, on these GPUs at the same time."""
     results = _wait(_start_probes(gpus))
     return {gpu.uuid: _read_probe(results.get(gpu.uuid)) for gpu in gpus}
@@ -176,17 +185,17 @@ def _start_probes(gpus: list[Gpu]) -> list[Child]:
     ]
 
 
-def _read_probe(result: tuple[Any, str] | None) -> Probe:
+def _read_probe(result: tuple[Any, str] | None) -> GpuProbe:
     if result is None:
-        return Probe("full", "not tried, because less than 1 GB is free")
+        return GpuProbe("full", "not tried, because less than 1 GB is free")
     answer, why = result
     if answer is not None:
-        probe: Probe = read_examination(Probe, answer)
+        probe: GpuProbe = read_examination(GpuProbe, answer)
         return probe
-    return Probe("hung", why) if why.startswith("no answer") else Probe("dead", f"the probe {why}")
+    return GpuProbe("hung", why) if why.startswith("no answer") else GpuProbe("dead", f"the probe {why}")
 
 
-def _add_memory_left(probes: dict[str, Probe], before: Machine) -> dict[str, Probe]:
+def _add_memory_left(probes: dict[str, GpuProbe], before: Machine) -> dict[str, GpuProbe]:
     """Add the memory that the GPUs still hold after the probes. A context dies with its process, in 0.15 s on an H200."""
     deadline = time.monotonic() + 1.0
     while True:

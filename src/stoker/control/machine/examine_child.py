@@ -105,7 +105,7 @@ def _examine_net(port: str) -> Any:
     is_slow = any(lookup.thread.is_alive() for lookup in lookups)
     number = int(port)
     return as_json(
-        examination.Net(
+        examination.NetworkState(
             hostname=hostname,
             addresses=tuple(forward.answer),
             interfaces=interfaces,

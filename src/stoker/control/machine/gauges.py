@@ -12,7 +12,7 @@ from stoker.contract.process import kernel_lines, read_kernel_file
 from stoker.contract.text import parse_json
 from stoker.contract.typed_values import read_frozen
 from stoker.control.machine import host_limits, kernel_log
-from stoker.control.machine.examination import Health
+from stoker.control.machine.examination import GpuHealth
 from stoker.control.machine.model import Gpu, GpuGauges, HostGauges
 from stoker.control.machine.observe import Observer, read_recorded
 
@@ -201,7 +201,7 @@ def _recorded_gauges(path: str, host: HostGauges) -> tuple[HostGauges, tuple[Gpu
     return host, tuple(_recorded_gpu(gpu, health.get(gpu.uuid), machine.hostname) for gpu in machine.gpus)
 
 
-def _recorded_gpu(gpu: Gpu, health: Health | None, hostname: str) -> GpuGauges:
+def _recorded_gpu(gpu: Gpu, health: GpuHealth | None, hostname: str) -> GpuGauges:
     same = ("index", "uuid", "name", "mig", "mig_parent", "pci", "memory_used", "memory_total", "error")
     gauges = GpuGauges(
         host=hostname,
@@ -216,17 +216,17 @@ def _recorded_gpu(gpu: Gpu, health: Health | None, hostname: str) -> GpuGauges:
     return replace(gauges, xids=tuple((0.0, number) for number in health.xids), **values)
 
 
-def _recorded_health(path: str) -> dict[str, Health]:
+def _recorded_health(path: str) -> dict[str, GpuHealth]:
     try:
         with open(path, encoding="utf-8") as file:
             data = parse_json(file.read())
     except (OSError, ValueError):
         return {}
     by_uuid = data.get("health") if isinstance(data, dict) else None
-    health: dict[str, Health] = {}
+    health: dict[str, GpuHealth] = {}
     for uuid, recorded in by_uuid.items() if isinstance(by_uuid, dict) else ():
         try:
-            health[uuid] = read_frozen(Health, recorded)
+            health[uuid] = read_frozen(GpuHealth, recorded)
         except ValueError:
             continue  # of an older Stoker
     return health

@@ -81,7 +81,7 @@ def held_gpus(uuids: list[str]) -> dict[str, str]:
             for folder in folders:
                 handle = None
                 with contextlib.suppress(UnusableLockFolder):
-                    handle = open_to_look(folder, lock_name(uuid))
+                    handle = open_for_reading(folder, lock_name(uuid))
                 if handle is None:
                     continue
                 if not try_lock(handle, fcntl.LOCK_SH):
@@ -274,7 +274,7 @@ def _open_to_lock(folder: LockFolder, name: str) -> int:
     return handle
 
 
-def open_to_look(folder: LockFolder, name: str) -> int | None:
+def open_for_reading(folder: LockFolder, name: str) -> int | None:
     """Open a lock file for reading. Return None if there is none."""
     try:
         return _check_lock_file(open_regular(name, dir_fd=folder.handle, follow=False), folder, name)

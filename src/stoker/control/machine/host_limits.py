@@ -108,7 +108,7 @@ def cpus_near(pci: str) -> list[int]:
     return [cpu for low, _, high in ranges for cpu in range(int(low), int(high or low) + 1)]
 
 
-def quick_host(runs_dir: str) -> examination.Host:
+def quick_host(runs_dir: str) -> examination.HostState:
     """Return the disk space and the limits, which are quick to read. Other processes are left to the examination."""
     disk = runs_dir
     while disk and not os.path.isdir(disk):
@@ -117,7 +117,7 @@ def quick_host(runs_dir: str) -> examination.Host:
     shm_free, shm_total = shared_memory()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return examination.Host(
+    return examination.HostState(
         shm_total=shm_total,
         shm_free=shm_free,
         disk_free=status.f_bavail * status.f_frsize,

@@ -9,7 +9,7 @@ from typing import Any
 
 from stoker.contract.process import find_process, process_owner
 from stoker.control.machine import kernel_log, procfs
-from stoker.control.machine.examination import Health
+from stoker.control.machine.examination import GpuHealth
 from stoker.control.machine.model import Gpu, GpuGauges, Holder
 
 _MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_process"}
@@ -301,7 +301,7 @@ class Nvml:
         processes = self._running_processes(handle) if handle is not None else None
         return {int(process.pid) for process in processes or ()}
 
-    def health(self, kernel_xids: dict[str, list[int]]) -> dict[str, Health]:
+    def health(self, kernel_xids: dict[str, list[int]]) -> dict[str, GpuHealth]:
         """Return the health of each GPU. `kernel_xids` has the Xids of the kernel's log by PCI address.
 
         Many calls: this takes seconds with a broken driver, so a launch never waits for it.
@@ -332,7 +332,7 @@ class Nvml:
         self._call(nvml.nvmlEventSetFree, events)
         return xids
 
-    def _read_health(self, gpu: Gpu, gpus: list[Gpu], kernel_xids: dict[str, list[int]]) -> Health:
+    def _read_health(self, gpu: Gpu, gpus: list[Gpu], kernel_xids: dict[str, list[int]]) -> GpuHealth:
         nvml, call, handle = self._nvml, self._call, self._handles[gpu.uuid]
         power, limit = call(nvml.nvmlDeviceGetPowerUsage, handle), call(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
         rows = call(nvml.nvmlDeviceGetRemappedRows, handle)  # corrected, uncorrected, pending, failed
@@ -342,7 +342,7 @@ class Nvml:
         nvlinks = [call(nvml.nvmlDeviceGetNvLinkState, handle, number) for number in range(18)]
         pci = gpu.pci or ""
         keys = [key for key in kernel_xids if key and (key == gpu.uuid or kernel_log.is_same_gpu(pci, key))]
-        return Health(
+        return GpuHealth(
             temperature=call(nvml.nvmlDeviceGetTemperature, handle, 0),
             temperature_slowdown=call(nvml.nvmlDeviceGetTemperatureThreshold, handle, 1),
             power=None if power is None else power / 1000,

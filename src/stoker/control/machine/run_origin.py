@@ -41,7 +41,7 @@ def own_origin(environ: Mapping[str, str]) -> RunOrigin:
     return RunOrigin(pid, agent.start if agent else 0, schedulers.job_id(environ), parents, cgroup(pid))
 
 
-def read(text: str | None) -> RunOrigin | None:
+def parse_origin(text: str | None) -> RunOrigin | None:
     try:
         agent, start, job, parents, group = (text or "").split(":", 4)
         return RunOrigin(int(agent), int(start), job, tuple(int(pid) for pid in parents.split(",") if pid), group)
@@ -75,7 +75,7 @@ def current_run(environ: Mapping[str, str]) -> str:
 
     A scheduler's job that only inherited the run's environment is not in it.
     """
-    run, origin = environ.get(env_vars.RUN_ID, ""), read(environ.get(env_vars.RUN_ORIGIN))
+    run, origin = environ.get(env_vars.RUN_ID, ""), parse_origin(environ.get(env_vars.RUN_ORIGIN))
     if not run or origin is None:
         return ""
     is_below = any((parent.pid, parent.start) == (origin.agent, origin.start) for parent in ancestors(os.getpid()))
@@ -96,7 +96,7 @@ def is_kept(pid: int) -> bool:
 def why_another_started_it(process: Process, table: Mapping[int, Process]) -> str:
     """Return why a process with a run's environment, whose agent is gone, is not the run's own; empty if it is."""
     environ = environment(process.pid)
-    origin = read(environ.get(env_vars.RUN_ORIGIN))
+    origin = parse_origin(environ.get(env_vars.RUN_ORIGIN))
     if origin is None:
         return "its environment does not say where it was started"
     if process.start < origin.start:

@@ -97,7 +97,7 @@ def choose_gpus(
     return GpuChoice(tuple(chosen), ranks, line)
 
 
-def marked(machine: Machine, bad: Mapping[str, str]) -> Machine:
+def with_gpu_errors(machine: Machine, bad: Mapping[str, str]) -> Machine:
     """Return the machine with an error set on each bad GPU (UUID -> error), as if it did not answer."""
     gpus = tuple(replace(gpu, error=bad[gpu.uuid]) if gpu.uuid in bad else gpu for gpu in machine.gpus)
     return replace(machine, gpus=gpus)

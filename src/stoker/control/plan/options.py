@@ -157,7 +157,7 @@ class RunOptions:
 
     _run = section("record")
     name: str | None = option(
-        "name of the run: given again, it continues the unfinished run of that name; a run's id continues that run",
+        "name of the run; given again, it continues an unfinished run of that name (or of that id)",
         default=None,
     )
     again: bool = option(
@@ -280,7 +280,7 @@ TORCHRUN_VARIABLES = frozenset((*_PET_VARIABLES.values(), *_OTHER_VARIABLES.valu
 RANK_VARIABLES = ("NPROC_PER_NODE", "NUM_GPUS")
 
 
-def ranks_asked(flag: str | None, environment: Mapping[str, str]) -> str:
+def requested_ranks(flag: str | None, environment: Mapping[str, str]) -> str:
     """Return the number of ranks that --nproc-per-node or else a variable gives; empty if neither does."""
     return flag or next((environment[name] for name in RANK_VARIABLES if environment.get(name)), "")
 

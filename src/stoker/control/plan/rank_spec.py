@@ -126,7 +126,7 @@ def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def start_order(
+def start_message(
     plan: RunPlan,
     options: RunOptions,
     attempt: int,

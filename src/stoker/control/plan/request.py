@@ -50,7 +50,7 @@ def how_to_run(options: RunOptions) -> RunOptions:
     return options
 
 
-def by_hand(options: RunOptions) -> bool:
+def is_started_by_hand(options: RunOptions) -> bool:
     """Return whether the run is also started by hand on other machines (torchrun's --nnodes)."""
     low, _, high = options.nnodes.partition(":")
     return options.hosts is None and (
@@ -61,7 +61,7 @@ def by_hand(options: RunOptions) -> bool:
 def notices(request: Request) -> list[str]:
     """Return a line for each flag that has no effect, is taken as another value, or stands where it is not Stoker's."""
     options = request.options
-    is_range, is_multi_machine = ":" in options.nnodes, by_hand(options)
+    is_range, is_multi_machine = ":" in options.nnodes, is_started_by_hand(options)
     no_effect = dict(_NO_EFFECT) if is_multi_machine else {**_NO_EFFECT, **_NO_EFFECT_ALONE}
     if is_multi_machine and is_range:
         del no_effect["rdzv_conf"]
@@ -128,7 +128,7 @@ def python_flags(argv: list[str]) -> tuple[list[str], str]:
     return flags, dropped
 
 
-def program(request: Request) -> list[str]:
+def rank_command(request: Request) -> list[str]:
     """Return the command of a rank. Raises Refusal if the program is missing or does not parse."""
     options, script = request.options, request.script
     other_python = options.python or os.environ.get("PYTHON_EXEC")  # torchrun's variable
@@ -239,7 +239,7 @@ def wanted_port(request: Request) -> tuple[int, bool]:
     return (int(variable), False) if is_digits(variable) and 1024 <= int(variable) <= 65535 else (0, False)
 
 
-def check_numbers(request: Request) -> None:
+def check_ranges(request: Request) -> None:
     """Raises Refusal for a number or port that is out of range."""
     options = request.options
     if options.max_restarts < 0:
@@ -256,7 +256,7 @@ def check_numbers(request: Request) -> None:
         raise Refusal(line, EX_USAGE, cause="launch.port")
 
 
-def taken(answer: dict[str, Any]) -> Refusal:
+def port_in_use_refusal(answer: dict[str, Any]) -> Refusal:
     """Return the refusal for an agent's answer that the port is in use."""
     line = f"port {answer['wanted']} is in use by {answer['holder']}; leave --master-port out for a free one"
     return Refusal(line, EX_UNAVAILABLE, cause="launch.port-in-use")

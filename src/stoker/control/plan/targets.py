@@ -15,8 +15,8 @@ from stoker.contract.text import is_digits
 from stoker.contract.units import plural
 from stoker.control.cluster.hosts import Hosts, read_hosts_file
 from stoker.control.launch.agents import Agents
-from stoker.control.plan.options import ranks_asked
-from stoker.control.plan.request import Request, by_hand, parse_endpoint
+from stoker.control.plan.options import requested_ranks
+from stoker.control.plan.request import Request, is_started_by_hand, parse_endpoint
 from stoker.control.plan.run_plan import RunPlan
 
 DEFAULT_PORT = 29500  # torchrun's
@@ -57,7 +57,7 @@ def meeting_point(request: Request, environment: Mapping[str, str]) -> MeetingPo
         if count > 1 or "node_rank" in request.given:
             raise _refusal("--hosts names the machines: leave --nnodes and --node-rank out")
         return None
-    if not by_hand(options):
+    if not is_started_by_hand(options):
         if options.node_rank != 0:
             raise _refusal(f"--node-rank {options.node_rank} with one machine: its number is 0")
         return None
@@ -215,7 +215,7 @@ def _use_allocation(
     if allocation is None:
         return request, None
     hosts = allocation.hosts
-    if ranks_asked(options.nproc_per_node, environment):  # wins over the job's number of tasks
+    if requested_ranks(options.nproc_per_node, environment):  # wins over the job's number of tasks
         hosts = tuple(replace(host, slots=None) for host in hosts)
     if len(hosts) == 1 and hosts[0].here:  # a pipe to the local agent will do
         slots = hosts[0].slots

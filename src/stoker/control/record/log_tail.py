@@ -70,7 +70,7 @@ def newest_start(run: RunRecord) -> RunStart:
     return RunStart(len(starts), attempt, offset)
 
 
-def labels(run: RunRecord) -> dict[tuple[int, int], str]:
+def rank_labels(run: RunRecord) -> dict[tuple[int, int], str]:
     """Return the label of each started rank by (attempt, rank): a rank may move to another host in the next attempt."""
     by_rank: dict[tuple[int, int], str] = {}
     for event in run.events():

@@ -170,7 +170,7 @@ class RolloutsSummary:
     changes: tuple[PromptChange, ...]  # largest gain first; empty if no prompt was used in two steps
 
 
-def summary(rollouts: Iterable[Rollout]) -> RolloutsSummary:
+def summarize(rollouts: Iterable[Rollout]) -> RolloutsSummary:
     by_prompt: dict[int, dict[int, list[Rollout]]] = {}
     by_step: dict[int, list[Rollout]] = {}
     count = 0

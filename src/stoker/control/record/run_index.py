@@ -13,7 +13,14 @@ from stoker.contract.process import process_owner
 from stoker.contract.safe_io import open_below, read_text
 from stoker.contract.spelling import suggest
 from stoker.contract.text import escape, is_digits
-from stoker.control.record.run_record import Damaged, RunRecord, has_open_for_writing, load_run, read_json, read_run
+from stoker.control.record.run_record import (
+    DamagedRecord,
+    RunRecord,
+    has_open_for_writing,
+    load_run,
+    read_json,
+    read_run,
+)
 
 CHAIN, STAGES, LOCK = "chain.json", "stages", ".lock"  # in the folder of a speedrun
 
@@ -66,7 +73,7 @@ def list_runs(root: str, everybody: bool = False, read_run: Callable[[str], RunR
                 others += 1
                 continue
             run = read_run(run_dir)
-        except Damaged as problem:
+        except DamagedRecord as problem:
             damaged.append((name, str(problem)))
         except OSError as problem:
             damaged.append((name, f"can't be read: {problem.strerror}"))
@@ -87,7 +94,7 @@ def _is_unreadable(run_dir: str) -> bool:
     return False
 
 
-def all_runs(root: str) -> list[RunRecord]:
+def own_runs(root: str) -> list[RunRecord]:
     """Return this user's runs, oldest first."""
     return list(list_runs(root).runs)
 
@@ -130,7 +137,7 @@ def find_run(
             continue
         try:
             run = read_run(os.path.realpath(path))
-        except Damaged as problem:
+        except DamagedRecord as problem:
             if is_path:
                 line = f"the record of run {escape(which)} is damaged: {problem}"
                 raise errors.Refusal(line, errors.EX_DATAERR) from problem
@@ -258,7 +265,7 @@ def _latest_parts(path: str) -> list[tuple[str, str, list[str]]]:
 
 def _newest_own_run(root: str) -> RunRecord | None:
     try:
-        runs = all_runs(root)
+        runs = own_runs(root)
     except errors.Refusal:  # we have no runs in a folder that we can't list
         return None
     return runs[-1] if runs else None

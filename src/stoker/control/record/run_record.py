@@ -19,7 +19,7 @@ from stoker.contract.process import find_process, kernel_lines, process_owner
 from stoker.contract.text import escape
 
 
-class Damaged(Exception):
+class DamagedRecord(Exception):
     """Raised for a record that can't be read; the message is one printable line."""
 
 
@@ -79,17 +79,17 @@ def load_run(run_dir: str) -> RunRecord | None:
     """Return the run's record, or None if there is none or it is damaged."""
     try:
         return read_run(run_dir)
-    except Damaged:
+    except DamagedRecord:
         return None
 
 
 def read_run(run_dir: str) -> RunRecord | None:
     """Return the run's record, or None if there is none. Raises Damaged."""
     try:
-        with parsing("it", Damaged):
+        with parsing("it", DamagedRecord):
             return _read_record(run_dir)
     except errors.Refusal as problem:
-        raise Damaged(problem.line) from problem
+        raise DamagedRecord(problem.line) from problem
 
 
 def _read_record(run_dir: str) -> RunRecord | None:
@@ -99,7 +99,7 @@ def _read_record(run_dir: str) -> RunRecord | None:
     except FileNotFoundError:
         return None
     except OSError as problem:
-        raise Damaged(f"can't be read: {problem.strerror}") from problem
+        raise DamagedRecord(f"can't be read: {problem.strerror}") from problem
     _check_types(data)
     try:
         os.close(_open_file(run_dir, layout.EVENTS))
@@ -108,7 +108,7 @@ def _read_record(run_dir: str) -> RunRecord | None:
     verdict: Verdict | None
     try:
         verdict = Verdict.from_json(_read_json_file(run_dir, layout.VERDICT))
-    except (FileNotFoundError, TypeError, Damaged):
+    except (FileNotFoundError, TypeError, DamagedRecord):
         verdict = _verdict_from_events(run_dir)  # there is none yet, it is of another version, or damaged
     mine = safe_io.is_own_uid(uid, os.path.dirname(run_dir))
     return RunRecord(run_dir, os.path.basename(run_dir), data, verdict, uid, mine)
@@ -142,7 +142,7 @@ def _read_json_file(run_dir: str, name: str) -> Any:
     try:
         return text.parse_json(data)
     except ValueError as problem:
-        raise Damaged(f"{name} is not JSON: {escape(str(problem), 80)}") from problem
+        raise DamagedRecord(f"{name} is not JSON: {escape(str(problem), 80)}") from problem
 
 
 def _open_file(run_dir: str, name: str) -> int:
@@ -153,27 +153,27 @@ def _open_file(run_dir: str, name: str) -> int:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from None
     except OSError as problem:
         why = "is a symbolic link" if problem.errno == errno.ELOOP else escape(problem.strerror or str(problem))
-        raise Damaged(f"{name} {why}") from problem
+        raise DamagedRecord(f"{name} {why}") from problem
 
 
 def _check_types(data: Any) -> None:
     """Raise Damaged if a value of run.json that Stoker reads is present and has the wrong type."""
     if not isinstance(data, dict):
-        raise Damaged(f"{layout.RUN} is not a JSON object")
+        raise DamagedRecord(f"{layout.RUN} is not a JSON object")
     for name in ("launcher", "plan", "environment", "hosts", "versions", "request"):
         if not isinstance(data.get(name), (dict, type(None))):
-            raise Damaged(f"{layout.RUN}: {name} is not an object")
+            raise DamagedRecord(f"{layout.RUN}: {name} is not an object")
     launcher, plan = data.get("launcher") or {}, data.get("plan") or {}
     for values, name in ((data, "name"), (data, "config_hash"), (launcher, "host")):
         if not isinstance(values.get(name), (str, type(None))):
-            raise Damaged(f"{layout.RUN}: {name} is not a text")
+            raise DamagedRecord(f"{layout.RUN}: {name} is not a text")
     of_launcher = ((launcher, "pid", 1 << 22), (launcher, "start", 1 << 62))
     for values, name, maximum in ((data, "started", 1e11), (plan, "world_size", 1e7), *of_launcher):
         value = values.get(name)
         is_integer = isinstance(value, int) and not isinstance(value, bool)
         is_number = is_integer or (name == "started" and isinstance(value, float))
         if value is not None and not (is_number and 0 <= value <= maximum):
-            raise Damaged(f"{layout.RUN}: {name} is not a number from 0 to {maximum:g}")
+            raise DamagedRecord(f"{layout.RUN}: {name} is not a number from 0 to {maximum:g}")
 
 
 def size_of(path: str) -> int:

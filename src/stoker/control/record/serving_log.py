@@ -91,7 +91,7 @@ def recent_samples(run_dir: str) -> dict[int, tuple[ServerSample, ...]]:
     return read_samples(run_dir, _TAIL_BYTES)
 
 
-def rates(samples: Sequence[ServerSample], now: float) -> ServerRates:
+def compute_rates(samples: Sequence[ServerSample], now: float) -> ServerRates:
     """Return the rates over the last half minute; None where they are unknown."""
     newest = samples[-1]
     oldest = next(sample for sample in samples if sample.time >= newest.time - RATE_S)

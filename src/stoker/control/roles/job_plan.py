@@ -54,7 +54,7 @@ def check_programs(specs: Sequence[RoleSpec], options: RunOptions, here: bool) -
                 _check_training(spec)
             continue
         try:
-            request.program(_role_request(spec, options))
+            request.rank_command(_role_request(spec, options))
         except Refusal as refusal:
             line, *more = refusal.line.removeprefix("--no-python: ").split("\n")
             raise Refusal(f"role {spec.name}: {line}", refusal.code, cause=refusal.cause, more=more) from refusal

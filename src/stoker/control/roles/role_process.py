@@ -14,7 +14,7 @@ from stoker.contract import env_vars, layout
 from stoker.contract.evidence import Verdict
 from stoker.contract.frozen import frozen
 from stoker.contract.progress import read_progress
-from stoker.contract.terminal import without_wrapping
+from stoker.contract.terminal import cut_at_width
 from stoker.contract.text import escape
 from stoker.control.launch.children import stoker_command
 from stoker.control.launch.console import Console, LineCutter
@@ -239,7 +239,7 @@ class RoleProcess:
         if progress is None:
             return False
         prefix = self._prefix.decode()
-        bar = without_wrapping(f"{prefix}{progress.bar(self._console.columns(2) - len(prefix) - 1)}")
+        bar = cut_at_width(f"{prefix}{progress.bar(self._console.columns(2) - len(prefix) - 1)}")
         self._console.put(2, f"{bar}\x1b[K\r".encode())
         return True
 

@@ -21,7 +21,7 @@ from stoker.contract.text import is_digits
 from stoker.control.launch.console import LineCutter
 from stoker.control.record import run_index, run_record
 from stoker.control.record.log_tail import LogTail
-from stoker.control.record.ownership import own_folder
+from stoker.control.record.private_folders import own_folder
 from stoker.control.verdict import launch_failures, slurm_ends
 
 OUTPUT_INTERVAL_S = 0.25  # between two looks at the run's output
@@ -156,7 +156,7 @@ def run_of(root: str, task: str) -> run_record.RunRecord | None:
     """Return the newest run of this job. Runs from before it don't count: a reinstalled cluster reuses job numbers."""
     submitted = read_job_note(root, task).get("submitted")
     since = submitted - 60.0 if isinstance(submitted, (int, float)) else 0.0
-    runs = [run for run in run_index.all_runs(root) if job_of(run) == task and run.started >= since]
+    runs = [run for run in run_index.own_runs(root) if job_of(run) == task and run.started >= since]
     return runs[-1] if runs else None
 
 
@@ -181,8 +181,8 @@ def explained(root: str, run: run_record.RunRecord, verdict: Verdict | None) -> 
     if job is None:
         return verdict
     if verdict is None:
-        return slurm_ends.refined(launch_failures.lost(run.id), job) if job.over else None
-    return slurm_ends.refined(verdict, job)
+        return slurm_ends.refine_verdict(launch_failures.lost(run.id), job) if job.over else None
+    return slurm_ends.refine_verdict(verdict, job)
 
 
 def verdict_of(root: str, task: str) -> Verdict:
@@ -196,7 +196,7 @@ def verdict_of(root: str, task: str) -> Verdict:
         raise Refusal(f"Slurm does not know job {task}, and no run in {root} was started in it", EX_NOINPUT)
     log = job_file(root, f"{task}.out")
     output = (f"what it printed is in {log}", *_last_lines(log)) if log and os.path.exists(log) else ()
-    return slurm_ends.without_run(job, output)
+    return slurm_ends.verdict_without_run(job, output)
 
 
 def _last_lines(path: str) -> list[str]:

@@ -18,7 +18,7 @@ from stoker.contract.masking import MASK, mask_argv
 from stoker.contract.safe_io import write_json
 from stoker.contract.text import is_digits
 from stoker.contract.units import parse_duration
-from stoker.control.record.ownership import own_folder
+from stoker.control.record.private_folders import own_folder
 from stoker.control.record.run_writer import cannot_write
 
 _SBATCH_S = 60.0

@@ -12,7 +12,7 @@ from typing import Any
 from stoker.contract import env_vars
 from stoker.contract.errors import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
 from stoker.contract.frozen import frozen
-from stoker.contract.safe_io import AtomicFile, refuse_other_extension
+from stoker.contract.safe_io import AtomicFile, refuse_other_kind
 from stoker.contract.text import escape
 from stoker.control.show.curves import MetricsTail, average_curve, smooth_points
 from stoker.control.show.snapshot import REWARD, RL_METRICS, SHARES, Metric, finite, headline_metric
@@ -132,14 +132,14 @@ def _y_labels(low: float, high: float, height: int, log: bool) -> list[str]:
     for row in range(height):
         value = high - (high - low) * row / max(height - 1, 1)
         has_label = row in (0, height - 1) or (row % 4 == 0 and row < height - 2)
-        labels.append(short(10 ** min(value, 308.0) if log else value) if has_label else "")
+        labels.append(format_short(10 ** min(value, 308.0) if log else value) if has_label else "")
     return labels
 
 
 def _x_labels(left: float, right: float, width: int) -> str:
-    first, last = short(left), short(right)
+    first, last = format_short(left), format_short(right)
     center = left + (right - left) / 2
-    middle = short(math.floor(center) if right - left >= 10 else center)  # steps are integers
+    middle = format_short(math.floor(center) if right - left >= 10 else center)  # steps are integers
     if len(first) + len(middle) + len(last) + 4 > width:
         return (first + last.rjust(max(width - len(first), 0)))[:width]
     column = (width - len(middle)) // 2
@@ -166,7 +166,7 @@ def _dots(
     return dots
 
 
-def short(value: Metric) -> str:
+def format_short(value: Metric) -> str:
     """Format a number in few characters: 3.214, 0.0021, 1.2e-05, 34.5K, 12M. A string such as "nan" stays as it is."""
     if value is None:
         return "n/a"
@@ -191,7 +191,7 @@ def short(value: Metric) -> str:
 def metric_text(name: str, value: Metric) -> str:
     """Format the value of the metric `name`: shares in percent, others as `short` does."""
     number = finite(value)
-    return f"{number:.0%}" if name in SHARES and number is not None else short(value)
+    return f"{number:.0%}" if name in SHARES and number is not None else format_short(value)
 
 
 def display_width(text: str) -> int:
@@ -239,7 +239,7 @@ def write_png(path: str, panels: Sequence[Panel], *, log: bool = False) -> None:
     except ImportError as problem:
         reason = f"no picture: matplotlib can't be imported ({problem}); pip install matplotlib, or omit --png"
         raise Refusal(escape(reason), EX_UNAVAILABLE) from problem
-    refuse_other_extension(path, b"\x89PNG", "a PNG picture")
+    refuse_other_kind(path, b"\x89PNG", "a PNG picture")
     with matplotlib.rc_context(_PNG_SETTINGS):
         height = 4.5 if len(panels) == 1 else 1.2 + 1.7 * len(panels)
         figure = matplotlib.figure.Figure(figsize=(8, height), layout="constrained")
@@ -289,7 +289,7 @@ def show_loss(run_dir: str, log: Callable[[str], None]) -> None:
         return
     bad_count = len(curve.not_finite())
     bad = f" ({bad_count} not finite)" if bad_count else ""
-    summary = f"{headline} {sparkline(values)} {short(values[0])} to {short(values[-1])}{bad}"
+    summary = f"{headline} {sparkline(values)} {format_short(values[0])} to {format_short(values[-1])}{bad}"
     try:
         if os.environ.get(env_vars.PLOTS) != "0" and importlib.util.find_spec("matplotlib") is not None:
             names = [name for name in RL_METRICS if name in metrics.curves] if headline == REWARD else [headline]

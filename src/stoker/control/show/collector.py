@@ -93,7 +93,7 @@ class SnapshotCollector:
                 return run_index.list_runs(self.root, self._everybody, self._read_record), ""
             record = run_record.read_run(os.path.realpath(only))
             return run_index.RunListing((record,) if record is not None else (), (), 0), ""
-        except run_record.Damaged as problem:
+        except run_record.DamagedRecord as problem:
             name = os.path.basename(str(only))
             return run_index.RunListing((), ((name, str(problem)),), 0), ""
         except Refusal as problem:

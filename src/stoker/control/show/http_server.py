@@ -78,7 +78,7 @@ def is_loopback(listening: socket.socket) -> bool:
     return ipaddress.ip_address(listening.getsockname()[0]).is_loopback
 
 
-def url(listening: socket.socket, path: str) -> str:
+def server_url(listening: socket.socket, path: str) -> str:
     host, port = listening.getsockname()[:2]
     if ipaddress.ip_address(host).is_unspecified:  # it listens on all addresses of this machine, so its name works
         host = os.uname().nodename

@@ -91,7 +91,7 @@ def _read_view(run_dir: str) -> RunView | None:
         return None
     try:
         record = run_record.read_run(run_dir)
-    except (run_record.Damaged, Refusal, OSError):
+    except (run_record.DamagedRecord, Refusal, OSError):
         return None
     return open_run_tail(record).view(time.time(), watched=True) if record is not None else None
 

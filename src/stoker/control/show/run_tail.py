@@ -14,7 +14,7 @@ from stoker.contract.safe_io import open_below
 from stoker.contract.text import escape
 from stoker.control.record import run_record
 from stoker.control.record.history import HistoryColumns, HistoryPoint, HistoryTail, newest_columns
-from stoker.control.record.serving_log import ServerSample, rates, recent_samples
+from stoker.control.record.serving_log import ServerSample, compute_rates, recent_samples
 from stoker.control.show.curves import Curve, MetricsTail, average_curve, mean_of_newest, read_newest_line
 from stoker.control.show.metrics_columns import parse_lines
 from stoker.control.show.snapshot import (
@@ -486,7 +486,7 @@ def planned_ranks(record: run_record.RunRecord) -> list[dict[str, Any]]:
 def server_load(role: str, replicas: Sequence[Sequence[ServerSample]], now: float, is_running: bool) -> ServerLoad:
     """Sum the newest samples of each replica; no replica's samples may be empty."""
     newest = [samples[-1] for samples in replicas]
-    replica_rates = [rates(samples, now) for samples in replicas] if is_running else []
+    replica_rates = [compute_rates(samples, now) for samples in replicas] if is_running else []
     known_rates = [rate for rate in replica_rates if rate.requests is not None and rate.tokens is not None]
     return ServerLoad(
         role,

@@ -67,7 +67,7 @@ def is_collective_consequence(end: RankExit) -> bool:
     )
 
 
-def is_mismatch(end: RankExit) -> bool:
+def is_size_mismatch(end: RankExit) -> bool:
     """Return whether gloo ended the rank because it received another size than its own from another rank."""
     text = end.tail if end.code == -6 else ""
     if end.error is not None:
@@ -92,7 +92,7 @@ _LAST = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?\Z", re.M |
 _WRAPPERS = ("ProcessRaisedException",)  # their own type says nothing: the quoted one does
 
 
-def unquoted(error: RankError) -> RankError:
+def unquote_traceback(error: RankError) -> RankError:
     """Return the error with the location and message of the traceback that it quotes from another process.
 
     An error that is only a wrapper also takes the type from there. Without a quoted traceback it is returned unchanged.

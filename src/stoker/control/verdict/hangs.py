@@ -251,7 +251,7 @@ def _choose_advice(stall: Stall) -> tuple[str, ...]:
     return advice
 
 
-def trouble(stall: Stall, label: str, why: str, printed: str = "") -> dict[str, Any]:
+def make_stall_report(stall: Stall, label: str, why: str, printed: str = "") -> dict[str, Any]:
     """Return the report of a stall for which Stoker stops the job.
 
     `why` it is stopped now. `printed` is the blamed rank's last output, which may hold the end of a thread or worker.

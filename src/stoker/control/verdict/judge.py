@@ -14,7 +14,13 @@ from stoker.contract.frozen import replace
 from stoker.contract.units import format_duration, format_ranks, plural, rank_name
 from stoker.control.verdict import hangs, launch_failures
 from stoker.control.verdict.catalogue import Case, exit_rules, verdict_of
-from stoker.control.verdict.echo import failure_time, is_collective_consequence, is_consequence, is_failure, is_mismatch
+from stoker.control.verdict.echo import (
+    failure_time,
+    is_collective_consequence,
+    is_consequence,
+    is_failure,
+    is_size_mismatch,
+)
 from stoker.control.verdict.exit_text import exit_code
 from stoker.control.verdict.rules import numbers
 
@@ -38,7 +44,9 @@ def judge(evidence: Evidence) -> Verdict:
     only_consequences = guilty is not None and not evidence.stop_signal and _all_failures_are_consequences(evidence)
     if stall is not None and explained and only_consequences and not refuted:
         accused = next((end for end in evidence.ends if end.rank == stall.rank), None)
-        report = hangs.trouble(stall, accused.label if accused else "", "the ranks that were waiting for it gave up")
+        report = hangs.make_stall_report(
+            stall, accused.label if accused else "", "the ranks that were waiting for it gave up"
+        )
         if accused is not None and is_failure(accused, evidence.stopped_at):
             report["exit_code"] = exit_code(accused)
         return launch_failures.trouble(replace(evidence, trouble=(report,)))
@@ -87,7 +95,7 @@ def _problem_before_stop(evidence: Evidence) -> tuple[str, tuple[str, ...], tupl
     stall = evidence.stall
     if stall is not None:
         label = next((end.label for end in evidence.ends if end.rank == stall.rank), "")
-        report = hangs.trouble(stall, label, "")
+        report = hangs.make_stall_report(stall, label, "")
         return report["summary"], stall.evidence, tuple(report["fix"])
     if evidence.notes:
         return evidence.notes[0], (), ()
@@ -100,7 +108,7 @@ def _problem_before_stop(evidence: Evidence) -> tuple[str, tuple[str, ...], tupl
 
 def _all_failures_are_consequences(evidence: Evidence) -> bool:
     failures = [end for end in evidence.ends if is_failure(end, evidence.stopped_at)]
-    return bool(failures) and all(is_collective_consequence(end) or is_mismatch(end) for end in failures)
+    return bool(failures) and all(is_collective_consequence(end) or is_size_mismatch(end) for end in failures)
 
 
 def _was_not_stuck(stall: Stall, evidence: Evidence) -> bool:
@@ -132,7 +140,7 @@ def _report_extra_call(evidence: Evidence) -> dict[str, Any] | None:
         return None
     ranks, others = tuple(end.rank for end in failed), tuple(end.rank for end in done)
     stall = Stall("rank-only", ranks[0], ranks, others, call.where, call.condition, call.name, step=failed[0].steps)
-    report = hangs.trouble(stall, failed[0].label, f"the scripts of {format_ranks(others)} had returned")
+    report = hangs.make_stall_report(stall, failed[0].label, f"the scripts of {format_ranks(others)} had returned")
     return {**report, "exit_code": exit_code(failed[0])}
 
 

@@ -88,7 +88,7 @@ def word(job: SlurmJob) -> str:
     return line + (f", on {job.nodes}" if job.nodes else "")
 
 
-def refined(verdict: Verdict, job: SlurmJob) -> Verdict:
+def refine_verdict(verdict: Verdict, job: SlurmJob) -> Verdict:
     """Return Slurm's verdict if Slurm ended the run, else the run's verdict with Slurm's state as evidence."""
     cause_id = cause_of(job)
     if not cause_id or verdict.status == "completed" or verdict.cause not in _CONSEQUENCES:
@@ -108,7 +108,7 @@ def refined(verdict: Verdict, job: SlurmJob) -> Verdict:
     )
 
 
-def without_run(job: SlurmJob, evidence: tuple[str, ...] = ()) -> Verdict:
+def verdict_without_run(job: SlurmJob, evidence: tuple[str, ...] = ()) -> Verdict:
     """Return the verdict of a job in which no run started."""
     cause = CATALOGUE[cause_of(job) or "slurm.no-run"]
     return Verdict(

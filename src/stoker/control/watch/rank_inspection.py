@@ -267,7 +267,7 @@ def main_thread(threads: tuple[Thread, ...]) -> Thread | None:
     return next((thread for thread in threads if thread.main), threads[0] if threads else None)
 
 
-def read(rank: int, data: dict[str, Any]) -> RankInspection:
+def parse_inspection(rank: int, data: dict[str, Any]) -> RankInspection:
     """Parse an agent's JSON, and give each operation the lines of the script that started it, from the call log."""
     gpu = data["gpu"] if isinstance(data.get("gpu"), dict) else {}
     gpu_fields = {"gpu_use": gpu.get("use"), "throttle": gpu.get("throttle"), "lanes": gpu.get("lanes")}

@@ -58,7 +58,7 @@ class Busy:
 
 
 @frozen
-class Relieve:
+class Recovered:
     """The suspected rank makes progress again."""
 
     rank: int | None
@@ -84,7 +84,7 @@ class RankStatus:
     collective_age: float | None  # seconds since it entered the collective it was last seen in, if no beat came since
 
 
-Action = Inspect | Suspect | Busy | Relieve | Stop
+Action = Inspect | Suspect | Busy | Recovered | Stop
 
 
 class Watcher:
@@ -185,7 +185,7 @@ class Watcher:
         """
         samples = [[{"main": True, "frames": frames}]]
         data = {"state": "Z", "groups": collectives, "samples": samples, "calls": calls}
-        inspection = rank_inspection.read(rank, data)
+        inspection = rank_inspection.parse_inspection(rank, data)
         orders = {op.order: op.usual for group in inspection.groups for op in group.ops}
         last_usual = max((order for order, usual in orders.items() if usual), default=0)
         unusual = (order for order, usual in orders.items() if usual is False and order > last_usual)
@@ -212,7 +212,7 @@ class Watcher:
             self.stragglers.add_timings(host, answer)
         for rank, data in answer.items():
             if is_digits(rank) and isinstance(data, dict) and "timings" not in data:
-                inspection = self._answers[int(rank)] = rank_inspection.read(int(rank), data)
+                inspection = self._answers[int(rank)] = rank_inspection.parse_inspection(int(rank), data)
                 if inspection.newest and any(group.pending for group in inspection.groups):
                     age = max(0.0, time.time() - inspection.newest / 1e9)
                     self._in_collective_since[int(rank)] = now - age
@@ -283,7 +283,7 @@ class Watcher:
         silent_s = now - self._silent_from if self._silent_from else 0.0
         self._forget_stall()
         is_progress = stall.rank not in self._ended and not self._waits_for_server(now)
-        return [Relieve(stall.rank, silent_s)] if reported and is_progress else []
+        return [Recovered(stall.rank, silent_s)] if reported and is_progress else []
 
     def _forget_stall(self) -> None:
         self.stall, self._reported, self._looks, self._silent_from, self._wait = None, (), 0, 0.0, CONFIRM_S

@@ -15,7 +15,7 @@ from stoker.contract.errors import EX_CANTCREAT, Refusal
 from stoker.contract.progress import BYTES, Progress
 from stoker.contract.safe_io import open_lock_file, open_regular, read_json, why_shared, write_atomic, write_json
 from stoker.contract.units import format_bytes
-from stoker.control.record import ownership
+from stoker.control.record import private_folders
 
 TAG = layout.CACHE_TAG
 OTHER_CACHE = "--data.cache names another place"
@@ -44,11 +44,11 @@ def own_cache(cache: str, say: Callable[[str], None]) -> str:
     if not problem:
         return cache if _is_cache(cache) else _inside(cache, say)
     if why_shared(cache, sticky=True):  # who owns the folder can exchange everything in it
-        own = ownership.private_cache("data", say)
+        own = private_folders.private_cache("data", say)
     else:
-        own = ownership.own_folder(cache, f"user-{os.geteuid()}")
+        own = private_folders.own_folder(cache, f"user-{os.geteuid()}")
         os.makedirs(own, 0o700, exist_ok=True)
-        if ownership.own_folder(cache, f"user-{os.geteuid()}") != own:  # somebody was quicker
+        if private_folders.own_folder(cache, f"user-{os.geteuid()}") != own:  # somebody was quicker
             return own_cache(cache, say)
     say(f"data.cache {cache}: {problem}; yours is {own}")
     return own
@@ -77,7 +77,7 @@ def _made(cache: str, say: Callable[[str], None]) -> str:
     except OSError as problem:
         if problem.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        own = ownership.private_cache("data", say)
+        own = private_folders.private_cache("data", say)
         say(f"data.cache {cache} can't be made ({problem.strerror}); yours is {own}")
         return own
     return own_cache(cache, say)

@@ -102,7 +102,7 @@ def _is_hub_id(where: str, root: str) -> bool:
         return False
     if os.path.realpath(os.path.dirname(run)) == os.path.realpath(root):
         return False
-    is_run = run != where and any(run in (one.id, one.name) for one in run_index.all_runs(root))
+    is_run = run != where and any(run in (one.id, one.name) for one in run_index.own_runs(root))
     return not is_run and run_index.find_role(where, root) is None
 
 
@@ -118,7 +118,7 @@ def _run_by_name(which: str, root: str, say: Say, checkpoints: bool) -> str:
     except Refusal as refusal:
         hint = "; a model may also be a folder with weights or a hub id (owner/name)"
         raise Refusal(refusal.line + hint, refusal.code) from refusal
-    namesakes = [one for one in run_index.all_runs(root) if one.name == _without_hf(which)]
+    namesakes = [one for one in run_index.own_runs(root) if one.name == _without_hf(which)]
     with_model = [one for one in namesakes if _has_model(one.dir, checkpoints)]
     if run.id not in [one.id for one in namesakes] or len(namesakes) == 1 or not with_model:
         return run.dir
@@ -244,7 +244,7 @@ def _newest(root: str, stage: str | None, say: Say, checkpoints: bool, besides: 
         run = os.path.dirname(path)
         return stage is None or stage in (_stage_of(run), _name_of(run))
 
-    runs = [run for run in run_index.all_runs(root) if not besides or besides not in (run.name, run.id)]
+    runs = [run for run in run_index.own_runs(root) if not besides or besides not in (run.name, run.id)]
     run_of = {os.path.realpath(run.dir): run for run in runs}
     when: dict[str, float] = {}  # of each model: when its run was started, or where that is unknown, when it was made
     for path in _models(root, "", scores=checkpoints or stage in NO_ANSWERS):

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from stoker.contract.errors import EX_CONFIG, EX_UNAVAILABLE, Refusal
-from stoker.control.record.ownership import private_cache
+from stoker.control.record.private_folders import private_cache
 from stoker.training.model import linear
 from stoker.training.model.config import ModelConfig, unfusable
 from stoker.training.model.decoder import Decoder

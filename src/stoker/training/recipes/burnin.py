@@ -29,7 +29,7 @@ from torch import Tensor
 
 import stoker
 from stoker.contract.safe_io import APPEND
-from stoker.control.record import ownership
+from stoker.control.record import private_folders
 
 SCHEMA = 1
 SEED = 20020
@@ -267,7 +267,7 @@ def main() -> None:
         torch.set_num_threads(1)  # a CPU rank is one core, and its sums have one order
     torch.use_deterministic_algorithms(True, warn_only=True)
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010  mypy does not know it; it writes over every fresh tensor: time for nothing here
-    where = ownership.own_folder(os.environ.get("STOKER_RUN_DIR", "."), "burnin")
+    where = private_folders.own_folder(os.environ.get("STOKER_RUN_DIR", "."), "burnin")
     os.makedirs(where, exist_ok=True)
     handle = os.open(os.path.join(where, f"rank-{RANK}.jsonl"), APPEND | os.O_TRUNC, 0o644)
     with os.fdopen(handle, "w", buffering=1, encoding="utf-8") as file:

@@ -18,7 +18,7 @@ from stoker.contract.errors import EX_NOINPUT, EX_USAGE, Refusal, parsing
 from stoker.contract.masking import mask_text
 from stoker.contract.safe_io import read_json, write_atomic
 from stoker.contract.text import escape_lines
-from stoker.control.record import ownership
+from stoker.control.record import private_folders
 from stoker.control.record.metrics_log import read_metrics
 from stoker.training.config.derived import derivable
 from stoker.training.config.keys import as_yaml
@@ -52,7 +52,7 @@ def where_runs_go(c: Config) -> str:
     if given:
         return given
     digest = hashlib.sha256(json.dumps(flags(c)).encode()).hexdigest()[:10]
-    return ownership.own_folder("runs", f"torchrun-{digest}")
+    return private_folders.own_folder("runs", f"torchrun-{digest}")
 
 
 def settings(argv: list[str], name: str) -> Config:

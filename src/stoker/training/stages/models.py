@@ -25,7 +25,7 @@ def with_models(
     def is_run(value: str) -> bool:
         if os.path.isdir(value) or run_index.is_latest(value):
             return run_index.is_latest(value)
-        return any(value in (run.id, run.name) for run in run_index.all_runs(root))
+        return any(value in (run.id, run.name) for run in run_index.own_runs(root))
 
     for key in MODEL_KEYS:
         value = values[key]

@@ -9,7 +9,7 @@ from stoker.contract.evidence import Finding
 from stoker.contract.text import escape
 from stoker.contract.units import format_bytes, format_duration, plural
 from stoker.control.doctor.check import GpusWithHealth, check, fail, unknown, warn
-from stoker.control.machine.examination import Probe
+from stoker.control.machine.examination import GpuProbe
 from stoker.control.machine.model import Holder, Machine
 
 DEAD = (
@@ -113,7 +113,7 @@ def held(machine: Machine) -> Iterator[Finding]:
 
 
 @check("gpu.context")
-def context(probes: dict[str, Probe], machine: Machine) -> Iterator[Finding]:
+def context(probes: dict[str, GpuProbe], machine: Machine) -> Iterator[Finding]:
     """Fails if a short-lived child can't create a CUDA context, allocate memory and compute a correct product."""
     for gpu in machine.gpus:
         probe = probes.get(gpu.uuid)

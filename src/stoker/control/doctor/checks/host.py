@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from stoker.contract.evidence import Finding
 from stoker.contract.units import format_bytes, plural
 from stoker.control.doctor.check import check, fail, warn
-from stoker.control.machine.examination import Host
+from stoker.control.machine.examination import HostState
 from stoker.control.machine.model import Machine
 
 RANK_RAM = 2 * 10**9  # torch with a CUDA context, before any model
@@ -40,7 +40,7 @@ def cgroup(machine: Machine) -> Iterator[Finding]:
 
 
 @check("host.shm", fast=True)
-def shm(host: Host, machine: Machine, ranks: int) -> Iterator[Finding]:
+def shm(host: HostState, machine: Machine, ranks: int) -> Iterator[Finding]:
     """Warns if /dev/shm is too small: data-loader workers and NCCL pass data there. A full one causes a bus error or
     "unable to open shared memory".
     """
@@ -53,7 +53,7 @@ def shm(host: Host, machine: Machine, ranks: int) -> Iterator[Finding]:
 
 
 @check("host.disk", fast=True)
-def disk(host: Host) -> Iterator[Finding]:
+def disk(host: HostState) -> Iterator[Finding]:
     """Checks the free space for logs and checkpoints on the disk of the runs."""
     if host.disk_free is not None and host.disk_free < DISK:
         level = fail if host.disk_free < 10**8 else warn
@@ -62,7 +62,7 @@ def disk(host: Host) -> Iterator[Finding]:
 
 
 @check("host.files", fast=True)
-def files(host: Host) -> Iterator[Finding]:
+def files(host: HostState) -> Iterator[Finding]:
     """Warns about a low open-file limit: data loaders with many workers then fail with "too many open files"."""
     if host.files_soft is not None and host.files_soft < 1024:
         yield warn(f"a process may open {host.files_soft} files", f"ulimit -n {min(65536, host.files_hard or 65536)}")
@@ -78,7 +78,7 @@ def cores(machine: Machine, ranks: int) -> Iterator[Finding]:
 
 
 @check("host.stuck")
-def stuck(host: Host) -> Iterator[Finding]:
+def stuck(host: HostState) -> Iterator[Finding]:
     """Warns about processes in state D, which can't be killed and keep what they hold."""
     if host.stuck:
         text = f"stuck in the kernel (state D): {', '.join(host.stuck[:5])}"
@@ -86,14 +86,14 @@ def stuck(host: Host) -> Iterator[Finding]:
 
 
 @check("host.zombies")
-def zombies(host: Host) -> Iterator[Finding]:
+def zombies(host: HostState) -> Iterator[Finding]:
     """Warns about many zombies: a process does not collect its children (a container without an init)."""
     if host.zombies > 100:
         yield warn(f"{host.zombies} zombie processes", "docker run --init, or restart the container")
 
 
 @check("host.address-space", fast=True)
-def address_space(host: Host, machine: Machine) -> Iterator[Finding]:
+def address_space(host: HostState, machine: Machine) -> Iterator[Finding]:
     """Warns if RLIMIT_AS is below 256 GB, and fails with GPUs below 128 GB: it limits address space, not memory. A bare
     CUDA context reserves tens of gigabytes of it and gets std::bad_alloc.
     """
@@ -104,7 +104,7 @@ def address_space(host: Host, machine: Machine) -> Iterator[Finding]:
 
 
 @check("host.swap")
-def swap(host: Host, machine: Machine) -> Iterator[Finding]:
+def swap(host: HostState, machine: Machine) -> Iterator[Finding]:
     """Warns if the machine swaps: it then trains at the speed of its disk."""
     if host.swap_used is not None and host.swap_used > 4 * 10**9 and machine.memory_available < 4 * 10**9:
         free = format_bytes(machine.memory_available)
@@ -113,7 +113,7 @@ def swap(host: Host, machine: Machine) -> Iterator[Finding]:
 
 
 @check("host.clock")
-def clock(host: Host) -> Iterator[Finding]:
+def clock(host: HostState) -> Iterator[Finding]:
     """Warns if the clock shows a time before this software existed: certificates and checkpoints go wrong."""
     if host.clock is not None and host.clock < 1_760_000_000:
         yield warn("the clock is set to a time in the past", "timedatectl set-ntp true")

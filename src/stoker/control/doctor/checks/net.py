@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from stoker.contract.evidence import Finding
 from stoker.control.doctor.check import check, warn
-from stoker.control.machine.examination import Net
+from stoker.control.machine.examination import NetworkState
 
 
 @check("net.hostname")
-def hostname(net: Net) -> Iterator[Finding]:
+def hostname(net: NetworkState) -> Iterator[Finding]:
     """Warns if the host's own name does not resolve. torchrun and gloo look it up; Stoker passes addresses instead."""
     if (net.error or not net.addresses) and not net.slow_lookups:
         text = f"the host's name {net.hostname} does not resolve: {net.error or 'no address'}"
@@ -19,7 +19,7 @@ def hostname(net: Net) -> Iterator[Finding]:
 
 
 @check("net.lookups")
-def lookups(net: Net) -> Iterator[Finding]:
+def lookups(net: NetworkState) -> Iterator[Finding]:
     """Warns if a lookup of the host's own name or address takes over 1.5 s. torch does both for each connection."""
     if not net.slow_lookups:
         return
@@ -34,7 +34,7 @@ def lookups(net: Net) -> Iterator[Finding]:
 
 
 @check("net.port")
-def port(net: Net) -> Iterator[Finding]:
+def port(net: NetworkState) -> Iterator[Finding]:
     """Warns if the requested port is in use, and by whom."""
     if net.port and net.port_holder:
         yield warn(
@@ -43,7 +43,7 @@ def port(net: Net) -> Iterator[Finding]:
 
 
 @check("net.interfaces")
-def interfaces(net: Net, environment: dict[str, str]) -> Iterator[Finding]:
+def interfaces(net: NetworkState, environment: dict[str, str]) -> Iterator[Finding]:
     """Warns if NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names an interface that is not up."""
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = environment.get(name, "").lstrip("^=")

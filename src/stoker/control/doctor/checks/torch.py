@@ -8,7 +8,7 @@ from stoker.contract.evidence import Finding
 from stoker.contract.text import is_digits
 from stoker.contract.units import plural
 from stoker.control.doctor.check import GpusWithHealth, check, fail, warn
-from stoker.control.machine.examination import Torch
+from stoker.control.machine.examination import TorchBuild
 from stoker.control.machine.model import Machine
 
 # The oldest driver branch for each CUDA major version. Minor versions are compatible with each other.
@@ -17,7 +17,7 @@ SLOW_IMPORT_S = 20.0
 
 
 @check("torch.installed")
-def installed(torch: Torch) -> Iterator[Finding]:
+def installed(torch: TorchBuild) -> Iterator[Finding]:
     """Fails if torch can't be imported by the Python that will run the ranks."""
     if torch.error:
         text = f"`import torch` fails: {torch.error}"
@@ -25,7 +25,7 @@ def installed(torch: Torch) -> Iterator[Finding]:
 
 
 @check("torch.cuda-build")
-def cuda_build(torch: Torch, machine: Machine) -> Iterator[Finding]:
+def cuda_build(torch: TorchBuild, machine: Machine) -> Iterator[Finding]:
     """Fails if the build has no CUDA, or if the driver is too old for it."""
     if torch.error or not machine.gpus:
         return
@@ -41,7 +41,7 @@ def cuda_build(torch: Torch, machine: Machine) -> Iterator[Finding]:
 
 
 @check("torch.arch")
-def arch(torch: Torch, gpus: GpusWithHealth) -> Iterator[Finding]:
+def arch(torch: TorchBuild, gpus: GpusWithHealth) -> Iterator[Finding]:
     """Fails if the build has no code for a GPU: sm_120 (50-series) needs a build with CUDA 12.8 or newer."""
     for gpu, health in gpus if torch.archs else ():
         if health.capability is None:
@@ -72,14 +72,14 @@ def _covered(major: int, minor: int, archs: tuple[str, ...]) -> bool:
 
 
 @check("torch.import-time")
-def import_time(torch: Torch) -> Iterator[Finding]:
+def import_time(torch: TorchBuild) -> Iterator[Finding]:
     """Warns if `import torch` takes longer than 20 s: on a cold or remote disk every rank and every restart waits."""
     if torch.seconds is not None and torch.seconds > SLOW_IMPORT_S:
         yield warn(f"`import torch` takes {torch.seconds:.0f} s", "move the environment to a local disk")
 
 
 @check("torch.nccl")
-def nccl(torch: Torch, machine: Machine) -> Iterator[Finding]:
+def nccl(torch: TorchBuild, machine: Machine) -> Iterator[Finding]:
     """Fails if there are several GPUs and the build has no NCCL."""
     if not torch.error and torch.cuda and len(machine.gpus) > 1 and torch.nccl is None:
         text = f"torch {torch.version} has no NCCL and the machine has {plural(len(machine.gpus), 'GPU')}"

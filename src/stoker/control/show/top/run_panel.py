@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from stoker.contract.units import format_duration, plural
-from stoker.control.show.charts import Series, draw_chart, metric_text, short
+from stoker.control.show.charts import Series, draw_chart, format_short, metric_text
 from stoker.control.show.snapshot import (
     DAMAGED,
     LOST,
@@ -145,7 +145,7 @@ def _number_lines(run: RunView, width: int) -> Iterator[Line]:
         loss_style = BAD
     other_values: list[Piece | None] = [
         (f"loss {format_metric(run.loss)}", loss_style) if run.loss is not None else None,
-        (f"{short(run.tokens_per_s)} tokens/s", PLAIN) if run.tokens_per_s is not None else None,
+        (f"{format_short(run.tokens_per_s)} tokens/s", PLAIN) if run.tokens_per_s is not None else None,
         (f"ETA {format_clock(run.eta_s)}", GOOD) if run.eta_s is not None else None,
         (f"MFU {format_percent(finite(run.mfu))}", PLAIN) if run.mfu is not None else None,
     ]
@@ -170,7 +170,7 @@ def _server_pieces(server: ServerLoad) -> list[Piece | None]:
     counts = ((server.running, "running"), (server.waiting, "waiting"))
     return [
         (f"{name}{f' ×{server.replicas}' if server.replicas > 1 else ''}", BOLD),
-        *((f"{short(value)} {unit}", PLAIN) for value, unit in speeds if value is not None),
+        *((f"{format_short(value)} {unit}", PLAIN) for value, unit in speeds if value is not None),
         *((f"{value} {label}", PLAIN) for value, label in counts if value is not None),
         (f"weights {server.weights_version}", PLAIN) if server.weights_version is not None else None,
         (f"{plural(server.requests, 'request')} and {plural(server.tokens, 'token')} so far", DIM),
@@ -228,7 +228,7 @@ def runs_panel(index: SnapshotIndex, options: PanelOptions, chosen_id: str) -> P
         Column("STEP", 13, lambda run, width: (format_steps(run), PLAIN), 2, True),
         *(_rl_column(name) for name in rl_names),
         Column("LOSS", 9, _loss, 3, True),
-        Column("TOKENS/S", 8, lambda run, width: (short(run.tokens_per_s), PLAIN), 4, True),
+        Column("TOKENS/S", 8, lambda run, width: (format_short(run.tokens_per_s), PLAIN), 4, True),
         Column("TIME", 12, _run_time, 5, True),
         Column("USER", 10, lambda run, width: (escape_cell(run.user), PLAIN if run.mine else DIM), 7),
         Column("DATE", 12, lambda run, width: (format_local_time(run.started, "%d %b %H:%M") or NONE, DIM), 6),

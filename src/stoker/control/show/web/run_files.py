@@ -79,7 +79,7 @@ class RunFolders:
         path = self.path(name)
         try:
             record = run_record.read_run(path)
-        except (run_record.Damaged, OSError) as problem:
+        except (run_record.DamagedRecord, OSError) as problem:
             raise PageNotFound(escape(f"the record of this run is damaged: {problem}", 300)) from None
         if record is None:
             raise PageNotFound("there is no run in this folder")

@@ -111,7 +111,7 @@ def summary(bad: BadNumber, label: str, world_size: int, lasting: bool = False) 
     return f"{rank_name(bad.rank, label)}: {text}"
 
 
-def trouble(bad: BadNumber, label: str, world_size: int) -> dict[str, Any]:
+def make_loss_report(bad: BadNumber, label: str, world_size: int) -> dict[str, Any]:
     """Return the report of a bad number for which Stoker stops the job."""
     cause_id = f"nan.{bad.kind}"
     source = f"printed by rank {bad.rank}: {bad.line}"
