@@ -284,7 +284,7 @@ class WatchReporter:
         if not attempt.first_failure:
             consequence = "the job keeps running"
             if stops_in is not None:
-                consequence += f"; it is stopped in {format_duration(stops_in)} unless a step ends (--busy-timeout)"
+                consequence += f"; --busy-timeout stops it in {format_duration(stops_in)} unless a step ends"
             self._log(f"stoker: {summary} ({consequence})")
 
     def _consequence(self, stall: Stall, stops_in: float | None) -> str:
@@ -295,7 +295,7 @@ class WatchReporter:
         consequence = f"`kill -CONT {pid}` continues it; the job keeps running" if pid else "the job keeps running"
         if stops_in is not None:
             limit = f"--hang-timeout {format_duration(self._options.hang_timeout)}"
-            consequence += f"; it is stopped in {format_duration(stops_in)} unless it makes progress ({limit})"
+            consequence += f"; {limit} stops it in {format_duration(stops_in)} unless it makes progress"
         return consequence
 
     def _report_stragglers(self) -> None:
