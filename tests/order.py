@@ -22,7 +22,7 @@ SLOWEST = (
     "test_rewards", "test_export_diff", "test_unlucky_moments", "test_reruns", "test_gguf", "test_host_kept", "test_notify",
     "test_calling", "test_style", "test_world", "test_doctor", "test_tokenizer", "test_packing",
     "test_optim", "test_ssh", "test_evaluate", "test_foreign_text",
-    "test_sharedweights", "test_terminal", "test_rendezvous",
+    "test_shared_weights", "test_terminal", "test_rendezvous",
     "test_torch", "test_gate", "test_goodput_simulator", "test_model", "test_docs", "test_restarts",
 )  # fmt: skip
 

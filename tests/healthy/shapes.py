@@ -1,4 +1,4 @@
-"""The table of healthy shapes, for tests/test_healthy.py and benchmarks/healthy.py. Adding one is adding a row, and a script where none fits."""
+"""The table of healthy shapes, for tests/e2e/test_healthy.py and benchmarks/healthy.py. Adding one is adding a row, and a script where none fits."""
 
 from __future__ import annotations
 

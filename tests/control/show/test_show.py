@@ -37,7 +37,7 @@ from stoker.control.verdict import judge  # noqa: F401 (fills the catalogue)
 from stoker.control.verdict.catalogue import CATALOGUE
 from stoker.control.watch.straggler import waiting_shares
 
-MACHINES = Path(__file__).parent / "machines"
+MACHINES = Path(__file__).parents[2] / "machines"
 BEATS = """
 import os, sys, time, stoker
 for step in range(int(sys.argv[1])):

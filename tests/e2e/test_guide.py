@@ -13,7 +13,7 @@ import pytest
 
 from conftest import Stoker, gpu_json, machine_json
 
-PAGE = (Path(__file__).parents[1] / "docs" / "grpo.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "grpo.md").read_text()
 FILES = dict(re.findall(r"```(?:python|yaml)\n(?:# (\S+)\n)(.*?)```", PAGE, re.S))
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.S) for line in block.splitlines()]
 JOBS = [name for name in FILES if name.endswith(".yaml")]

@@ -436,7 +436,7 @@ def test_preflight_warns_and_refuses(stoker: Stoker, box: Callable[..., dict[str
 
 
 def test_exclude_bad_leaves_a_dead_gpu_out(stoker: Stoker) -> None:
-    dead = {"STOKER_MACHINE": str(Path(__file__).parent / "machines" / "dead-gpu-0.json")}
+    dead = {"STOKER_MACHINE": str(Path(__file__).parents[1] / "machines" / "dead-gpu-0.json")}
     script = stoker.script("ok.py", OK)
     done = stoker("run", "--exclude-bad", "--share-gpus", script, env=dead)
     assert done.code == 0 and sorted(done.out.splitlines()) == ["GPU1:ran", "GPU2:ran", "GPU3:ran"]

@@ -13,7 +13,7 @@ from conftest import at_length
 from netcluster import why_not
 
 pytest.importorskip("torch")
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import host_failures
 
 SEED = 7

@@ -20,7 +20,7 @@ from stoker.control.doctor import check, check_docs
 from stoker.control.machine import examine
 from stoker.control.machine.examination import Examination, examination_from_json
 
-MACHINES = Path(__file__).parent / "machines"
+MACHINES = Path(__file__).parents[2] / "machines"
 NAMES = sorted(path.stem for path in MACHINES.glob("*.json"))
 HEALTHY = {"laptop", "box8-healthy", "half-unsupported", "h200"}
 
@@ -116,7 +116,7 @@ def test_only_and_skip_and_the_near_id() -> None:
 
 
 def test_the_docs_page_is_current() -> None:
-    page = Path(__file__).parent.parent / "docs" / "doctor.md"
+    page = Path(__file__).parents[3] / "docs" / "doctor.md"
     assert page.read_text() == check_docs.page(), "run: python -m stoker.control.doctor.check_docs > docs/doctor.md"
 
 

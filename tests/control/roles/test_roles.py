@@ -23,7 +23,7 @@ from stoker.control.roles.placement import GpuSlot, move_role, place_roles
 from stoker.control.roles.ready_check import ReadyWatch, ServedCounts, parse_served_counts
 from stoker.control.roles.role import ReadyRule, RoleSpec
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 import roles
 
 SERVER = """

@@ -19,7 +19,7 @@ import pytest
 from conftest import Stoker, at_length, at_length_but, machine_json
 from stoker.cli.main import MODULES, load_command
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GUIDES = ("quickstart", "launching", "diagnosis", "training", "smallcard", "a40s", "pods", "lan", "startup", "nan")
 PAGES = ("README.md", *(f"docs/{name}.md" for name in GUIDES))
 
@@ -110,11 +110,11 @@ ROWS = [
     Row("stoker attach exp1", before="stoker run --name exp1 train.py"),
     Row("stoker stop exp1", before="stoker run --detach --name exp1 train.py --seconds 60", says="stopped"),
     Row("stoker runs"),
-    Row("stoker top", "stoker top --once", "it needs a terminal: tests/test_top.py has one", says="no run yet"),
+    Row("stoker top", "stoker top --once", "it needs a terminal: tests/control/show/test_top.py has one", says="no run yet"),
     Row(
         "stoker web",
         "stoker web --save exp1 exp1.html",
-        "it serves until it is stopped: tests/test_web.py has it",
+        "it serves until it is stopped: tests/control/show/test_web.py has it",
         before=LOSSES,
         says="wrote exp1.html",
     ),
@@ -212,21 +212,21 @@ ROWS = [
     Row(
         "stoker cluster init gpu1 gpu2 gpu3",
         "stoker cluster init --help",
-        "there are no such hosts (tests/test_hosts.py runs it on a test cluster)",
+        "there are no such hosts (tests/control/cluster/test_hosts.py runs it on a test cluster)",
     ),
     Row(
         "stoker cluster check --hosts cluster.yaml",
-        why=f"{PARSED}tests/test_cluster_check.py runs it on a test cluster",
+        why=f"{PARSED}tests/control/cluster/test_cluster_check.py runs it on a test cluster",
     ),
     Row(
         "stoker run --hosts cluster.yaml --sync --min-hosts 2 train.py",
-        why=f"{PARSED}tests/test_multihost.py runs it on a test cluster",
+        why=f"{PARSED}tests/e2e/test_multihost.py runs it on a test cluster",
     ),
     Row(
         "stoker train sft --hosts cluster.yaml --preset production --model.load path/to/llama --data chats.jsonl --qlora --balance auto",
-        why=f"{PARSED}there are no such hosts (tests/test_multihost.py has a test cluster)",
+        why=f"{PARSED}there are no such hosts (tests/e2e/test_multihost.py has a test cluster)",
     ),
-    Row("stoker top --hosts cluster.yaml", why=f"{PARSED}there are no such hosts (tests/test_top.py has some)"),
+    Row("stoker top --hosts cluster.yaml", why=f"{PARSED}there are no such hosts (tests/control/show/test_top.py has some)"),
     Row(
         "stoker fit path/to/llama --gpus 8GB",
         "stoker fit sft/hf --gpus 8GB",
@@ -275,7 +275,7 @@ ROWS = [
     Row("stoker doctor --bundle ticket.tar.gz", codes=FINDINGS),
     Row("stoker clean", codes=FINDINGS),
     Row("stoker clean --pid 4711", why=f"{PARSED}pid 4711 may be anybody's"),
-    Row("stoker ladder train.py", "stoker ladder --dry-run train.py", "the rungs: tests/test_ladder.py climbs them"),
+    Row("stoker ladder train.py", "stoker ladder --dry-run train.py", "the rungs: tests/cli/test_ladder.py climbs them"),
     Row("stoker burnin --minutes 10", why=f"{PARSED}tests/test_burnin.py runs it for some steps"),
     Row("stoker run --exclude-bad train.py"),
 ]

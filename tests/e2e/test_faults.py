@@ -18,7 +18,7 @@ from faults.cases import CASES, Case
 from stoker.control.verdict import cause_docs
 from stoker.control.verdict.catalogue import CATALOGUE
 
-FAULTS = Path(__file__).parent / "faults"
+FAULTS = Path(__file__).parents[1] / "faults"
 SHARED = ("__init__.py", "around.py", "cases.py", "mistakes.py", "moment.py", "training.py")
 CHOSEN = [case for case in CASES if case.ci]
 

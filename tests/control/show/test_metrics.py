@@ -38,7 +38,7 @@ from stoker.control.show.metrics.metrics_exporter import MetricsCollector
 from stoker.control.show.metrics.metrics_page import CONTENT_TYPE, ENDED_S, CollectionStatus, DoctorFindings, render
 from stoker.control.show.snapshot import OFFLINE, RankView, RunView, ServerLoad, SlowRank, Snapshot, Suspicion
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
 NOW = 1_800_000_000.0
 UNITS = ("none", "short", "percentunit", "bytes", "Bps", "s", "celsius", "watt", "hertz")  # Grafana's ids

@@ -15,7 +15,7 @@ from stoker.cli.main import COMMANDS, load_command
 from stoker.contract.options import OptionParser
 from stoker.contract.terminal import wrap_text
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LONGEST = 80  # of the fixed part of a message
 _ENTRY = ["-c", "import sys; from stoker.cli.main import main; sys.exit(main(sys.argv[1:]))"]
 

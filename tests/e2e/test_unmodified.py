@@ -17,7 +17,7 @@ import pytest
 
 from conftest import Done, Stoker, at_length, at_length_but
 
-SCRIPTS = Path(__file__).parent / "scripts" / "unmodified"
+SCRIPTS = Path(__file__).parents[1] / "scripts" / "unmodified"
 
 # What a launcher gives a rank: torchrun's variables and our three. Names without a value by hand below would show up as a difference.
 GIVEN = (

@@ -27,7 +27,7 @@ from stoker.control.plan.options import TORCHRUN_VARIABLES
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="no torch, so no torchrun to compare with"
 )
-PAGE = Path(__file__).parent.parent / "docs" / "torchrun.md"
+PAGE = Path(__file__).parents[2] / "docs" / "torchrun.md"
 
 
 class Difference(NamedTuple):
@@ -82,7 +82,7 @@ def test_the_page_lists_what_the_tests_accept() -> None:
     assert shown == rows
     for one in DIFFERENCES:
         file, name = one.test.split("::")
-        assert re.search(rf"^def {name}\w*\(", (Path(__file__).parent / file).read_text(), re.M), one.test
+        assert re.search(rf"^def {name}\w*\(", (Path(__file__).parents[1] / file).read_text(), re.M), one.test
 
 
 # ---- both launchers ----

@@ -15,7 +15,7 @@ from conftest import ID_LENGTH, at_length, pytest_make_parametrize_id
 from faults.cases import CASES
 from healthy.shapes import SHAPES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("everything", [False, True], ids=["default", "all"])
@@ -23,7 +23,7 @@ def test_all_runs_every_fault_and_every_healthy_shape(everything: bool) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("STOKER_", "PYTEST_"))}
     planned = subprocess.run(
         [
-            sys.executable, "-m", "pytest", "--setup-plan", "-q", "-rs", "-p", "no:cacheprovider", "tests/test_faults.py", "tests/test_healthy.py",
+            sys.executable, "-m", "pytest", "--setup-plan", "-q", "-rs", "-p", "no:cacheprovider", "tests/e2e/test_faults.py", "tests/e2e/test_healthy.py",
             "-k", "test_the_verdict_names_the_cause or test_it_is_left_alone",
         ],
         cwd=ROOT,

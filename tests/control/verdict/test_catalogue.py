@@ -28,7 +28,7 @@ from stoker.control.verdict.hangs import make_stall_report
 from stoker.control.verdict.judge import judge
 from stoker.control.verdict.rules.gpu_memory import parse_out_of_memory
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 GIB = 2**30
 
 
