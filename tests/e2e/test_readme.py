@@ -110,7 +110,12 @@ ROWS = [
     Row("stoker attach exp1", before="stoker run --name exp1 train.py"),
     Row("stoker stop exp1", before="stoker run --detach --name exp1 train.py --seconds 60", says="stopped"),
     Row("stoker runs"),
-    Row("stoker top", "stoker top --once", "it needs a terminal: tests/control/show/test_top.py has one", says="no run yet"),
+    Row(
+        "stoker top",
+        "stoker top --once",
+        "it needs a terminal: tests/control/show/test_top.py has one",
+        says="no run yet",
+    ),
     Row(
         "stoker web",
         "stoker web --save exp1 exp1.html",
@@ -226,7 +231,10 @@ ROWS = [
         "stoker train sft --hosts cluster.yaml --preset production --model.load path/to/llama --data chats.jsonl --qlora --balance auto",
         why=f"{PARSED}there are no such hosts (tests/e2e/test_multihost.py has a test cluster)",
     ),
-    Row("stoker top --hosts cluster.yaml", why=f"{PARSED}there are no such hosts (tests/control/show/test_top.py has some)"),
+    Row(
+        "stoker top --hosts cluster.yaml",
+        why=f"{PARSED}there are no such hosts (tests/control/show/test_top.py has some)",
+    ),
     Row(
         "stoker fit path/to/llama --gpus 8GB",
         "stoker fit sft/hf --gpus 8GB",
@@ -275,7 +283,9 @@ ROWS = [
     Row("stoker doctor --bundle ticket.tar.gz", codes=FINDINGS),
     Row("stoker clean", codes=FINDINGS),
     Row("stoker clean --pid 4711", why=f"{PARSED}pid 4711 may be anybody's"),
-    Row("stoker ladder train.py", "stoker ladder --dry-run train.py", "the rungs: tests/cli/test_ladder.py climbs them"),
+    Row(
+        "stoker ladder train.py", "stoker ladder --dry-run train.py", "the rungs: tests/cli/test_ladder.py climbs them"
+    ),
     Row("stoker burnin --minutes 10", why=f"{PARSED}tests/test_burnin.py runs it for some steps"),
     Row("stoker run --exclude-bad train.py"),
 ]
