@@ -135,7 +135,7 @@ def test_the_last_resort_is_a_line_that_says_where(
     monkeypatch.setattr("stoker.cli.runs.main", fail)
     assert main(["runs"]) == code
     err = capsys.readouterr().err
-    assert words in err and "in _main (" in err and err.count("\n") == 1
+    assert words in err and "in _run_command (" in err and err.count("\n") == 1
     monkeypatch.setattr("stoker.cli.runs.main", lambda argv: {}["a bug"])
     with pytest.raises(KeyError):
         main(["runs"])

@@ -222,7 +222,7 @@ def test_a_run_that_its_user_stops_keeps_what_was_suspected(stoker: Stoker) -> N
     )
     launcher.send_signal(signal.SIGINT)
     out, _ = launcher.communicate(timeout=60)
-    assert launcher.returncode == 130 and b"the job keeps running" in out and b"(--hang-timeout" in out
+    assert launcher.returncode == 130 and b"the job keeps running" in out and b"--hang-timeout" in out
     told = stoker("why").out
     assert (
         "stopped by SIGINT" in told
