@@ -19,11 +19,11 @@ from stoker.control.record.rollouts_log import (
     PromptChange,
     Rollout,
     RolloutsSummary,
+    find_typical_rollout,
     mean,
     read_rollouts,
     summarize,
     to_json,
-    typical,
 )
 
 _DESCRIPTION = (
@@ -107,8 +107,8 @@ def _summary_json(rollouts: RolloutsSummary, limit: int) -> dict[str, Any]:
             {
                 "row": change.row,
                 "gain": change.gain,
-                "before": to_json(typical(change.before)),
-                "after": to_json(typical(change.after)),
+                "before": to_json(find_typical_rollout(change.before)),
+                "after": to_json(find_typical_rollout(change.after)),
             }
             for change in largest_changes(rollouts.changes, limit)
         ],
@@ -138,7 +138,7 @@ def _print_summary(rollouts: RolloutsSummary, limit: int) -> None:
     for change in largest_changes(rollouts.changes, limit):
         print_text(f"  {change.gain:+.3f}  prompt: {_one_line(change.before[0].prompt)}")
         for group in (change.before, change.after):
-            rollout = typical(group)
+            rollout = find_typical_rollout(group)
             print_text(f"    step {rollout.step}, mean reward {mean(group):.3f}: {_one_line(rollout.answer)}")
 
 

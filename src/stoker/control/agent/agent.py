@@ -29,7 +29,14 @@ from stoker.control.agent.relay import CHUNK, FLOOD_BYTES, Relay
 from stoker.control.agent.spawn import SOCKET_NAME, InitGate, RankProcess, spawn_rank
 from stoker.control.agent.stack_dump import MAX_CALLS, add_source_to_calls
 from stoker.control.agent.sweep import FinalSweep, StopSequence, Sweeper, read_exit, reap, take_over
-from stoker.control.agent.vitals import BEATS_S, VITALS_S, Vitals, enforce_memory_limit, gauges_message, measure_memory
+from stoker.control.agent.vitals import (
+    BEATS_S,
+    VITALS_S,
+    Vitals,
+    enforce_memory_limit,
+    make_gauges_message,
+    measure_memory,
+)
 from stoker.control.machine import host_limits, run_origin
 from stoker.control.machine.gpu_lock import GpuLocks, held_gpus
 from stoker.control.machine.host_limits import cpus_near
@@ -51,8 +58,8 @@ class Agent:
     `stdin_fd` is for rank 0, or -1.
     """
 
-    def __init__(self, heart: int, life: int, guardian: int, stdin_fd: int) -> None:
-        self._heart, self._life, self._stdin_fd = heart, life, stdin_fd
+    def __init__(self, heartbeat_fd: int, guardian_fd: int, guardian: int, stdin_fd: int) -> None:
+        self._heartbeat_fd, self._guardian_fd, self._stdin_fd = heartbeat_fd, guardian_fd, stdin_fd
         if stdin_fd >= 0:
             os.set_inheritable(stdin_fd, False)  # for rank 0's own stdin only
         self._guardian = guardian
@@ -91,8 +98,8 @@ class Agent:
         self._origin = run_origin.own_origin(os.environ).text()
         self._files_limit = host_limits.raise_files_limit()  # for two pipes per rank; ranks get the old limit back
         wake_read, wake_write = os.pipe()
-        for handle in (wake_read, wake_write, 0, 1):
-            os.set_blocking(handle, False)
+        for fd in (wake_read, wake_write, 0, 1):
+            os.set_blocking(fd, False)
         self._wake = wake_write
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -102,9 +109,14 @@ class Agent:
             self._shim_socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             self._shim_socket.bind(os.path.join(self._dir, SOCKET_NAME))
             self._shim_socket.setblocking(False)
-            sources = {0: "orders", wake_read: "wake", self._life: "life", self._shim_socket.fileno(): "shim"}
-            for handle, source in sources.items():
-                self._selector.register(handle, selectors.EVENT_READ, source)
+            sources = {
+                0: "orders",
+                wake_read: "wake",
+                self._guardian_fd: "guardian",
+                self._shim_socket.fileno(): "shim",
+            }
+            for fd, source in sources.items():
+                self._selector.register(fd, selectors.EVENT_READ, source)
             self._relay.outbox += protocol.SENTINEL
             try:
                 self._loop(wake_read)
@@ -129,7 +141,7 @@ class Agent:
                     self._collect_exits()
                 elif source == "shim":
                     self._read_shim_messages()
-                elif source == "life":
+                elif source == "guardian":
                     return  # the guardian is gone: nobody would sweep after us
                 elif source == "out":
                     self._relay.flush()
@@ -154,12 +166,12 @@ class Agent:
         self._relay.wake(now)
         if now - self._last_ping >= protocol.PING_S:
             self._last_ping = now
-            os.write(self._heart, b"\n")
+            os.write(self._heartbeat_fd, b"\n")
             self._relay.send({"is": "ping"})
         if now - self._last_heard > protocol.SILENCE_S and not self._is_suspended:
             return False
         if not self._is_suspended:
-            self._vitals.check(self._ranks, now, self._on_first_step)
+            self._vitals.report(self._ranks, now, self._on_first_step)
             self._read_gauges(now)
         self._start_admitted(now)
         enforce_memory_limit(self._ram_limit, self._ranks, self._relay.send)
@@ -244,7 +256,7 @@ class Agent:
             raise protocol.ProtocolError(f"unknown order {action!r}")
 
     def _open(self, order: protocol.Message) -> None:
-        os.write(self._heart, os.fsencode(f"{self._dir}\n"))  # the guardian removes our folder if we are killed
+        os.write(self._heartbeat_fd, os.fsencode(f"{self._dir}\n"))  # the guardian removes our folder if we are killed
         self._run_id = self._locks.run_id = order["run"]
         self._run_dir = order["dir"]
         self._hup_ignored = bool(order.get("hup_ignored"))
@@ -308,7 +320,7 @@ class Agent:
 
         def read() -> None:
             try:
-                self._send_from_thread(gauges_message(*gauges.read(gpus), resident))
+                self._send_from_thread(make_gauges_message(*gauges.read(gpus), resident))
             except Exception as problem:  # reported once: gauges are not worth a rank
                 text = f"this host's gauges can't be read: {type(problem).__name__}: {problem}"
                 self._send_from_thread({"is": "note", "rank": min(self._ranks), "text": text[:500]})
@@ -318,7 +330,7 @@ class Agent:
         _thread.start_new_thread(read, ())
 
     def _signal_all(self, signum: int) -> None:
-        for process in self._sweeper.leftovers():
+        for process in self._sweeper.find_leftovers():
             send_signal(process, signum)
 
     # ---- starting ranks ----
@@ -346,7 +358,7 @@ class Agent:
         gate = self._gate
         if gate is None or self._stop_sequence is not None:
             return
-        for rank in gate.overdue(now):
+        for rank in gate.find_overdue(now):
             self._release_slot(rank, "deadline")
         for rank in gate.admit(now):
             if gate.is_limiting:
@@ -406,7 +418,7 @@ class Agent:
     def _on_shim_message(self, rank: RankProcess, kind: str, text: str) -> None:
         if kind == "error":
             rank.exception_at = time.monotonic()
-            rank.error = self._masked(_read_json(rank.files["error"], text))
+            rank.error = self._mask_report(_read_json(rank.files["error"], text))
             self._relay.send({"is": "error", "rank": rank.rank, "error": rank.error})
             self._vitals.note_gpu_holders(rank, self._nvml, self._run_id)
         elif kind == "shim":
@@ -461,8 +473,8 @@ class Agent:
                 continue
             del self._living[rank.pid]
             rank.exit_code, has_core = ended
-            for handle in list(rank.streams):
-                self._relay.read_all(handle)
+            for fd in list(rank.streams):
+                self._relay.read_all(fd)
             self._vitals.read_beats(self._ranks, self._on_first_step)
             self._release_slot(rank.rank, "exit")
             oom_kills, before = host_limits.oom_kills(), self._oom_kills_before
@@ -474,19 +486,19 @@ class Agent:
                     "code": rank.exit_code,
                     "time": time.time(),
                     "ours": rank.is_signalled,
-                    "error": rank.error or self._masked(_read_json(rank.files["error"])),
-                    "elastic": self._masked(_read_json(rank.files["elastic"])),
-                    "stack": self._masked(_read_text(rank.files["stack"])),
+                    "error": rank.error or self._mask_report(_read_json(rank.files["error"])),
+                    "elastic": self._mask_report(_read_json(rank.files["elastic"])),
+                    "stack": self._mask_report(_read_text(rank.files["stack"])),
                     "steps": rank.steps,
                     "core": has_core,
                     "oom_killed": oom_kills is not None and before is not None and oom_kills > before,
                     "script_end": rank.script_end,
                     "calls": add_source_to_calls(rank.read_calls(MAX_CALLS)),
-                    "around": self._vitals.exit_context(rank, self._nvml, self._run_id) if has_failed else {},
+                    "around": self._vitals.read_exit_context(rank, self._nvml, self._run_id) if has_failed else {},
                 }
             )
 
-    def _masked(self, report: Any) -> Any:
+    def _mask_report(self, report: Any) -> Any:
         """Return a rank's report without secrets. No other process knows the secrets in this host's variables."""
         if not report:
             return report

@@ -136,8 +136,8 @@ class FileReceiver:
     def begin(self, path: str, mode: int) -> None:
         self._make_way(path)
         self._path, self._mode = path, mode
-        handle, self._part = tempfile.mkstemp(prefix=".stoker-part-", dir=os.path.dirname(self.current))
-        self._file = os.fdopen(handle, "wb")
+        fd, self._part = tempfile.mkstemp(prefix=".stoker-part-", dir=os.path.dirname(self.current))
+        self._file = os.fdopen(fd, "wb")
         self._digest = hashlib.sha256()
 
     def data(self, data: bytes) -> None:

@@ -30,23 +30,23 @@ def main(stdin_fd: int = -1) -> int:
     prctl.set_name(b"stoker-guard")
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)  # orders come over the protocol; closing it ends the agent
-    heart_read, heart_write = os.pipe()
-    life_read, life_write = os.pipe()
+    heartbeat_read, heartbeat_write = os.pipe()
+    guardian_read, guardian_write = os.pipe()
     guardian = os.getpid()
     child = os.fork()
     if child == 0:
-        os.close(heart_read)
-        os.close(life_write)
+        os.close(heartbeat_read)
+        os.close(guardian_write)
         try:
-            code = Agent(heart_write, life_read, guardian, stdin_fd).serve()
+            code = Agent(heartbeat_write, guardian_read, guardian, stdin_fd).serve()
         except BaseException:
             import traceback
 
             traceback.print_exc()
             code = 70
         os._exit(code)
-    os.close(heart_write)
-    os.close(life_read)
+    os.close(heartbeat_write)
+    os.close(guardian_read)
     # Only the agent may hold the protocol's ends: otherwise its death would close nothing.
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
@@ -55,8 +55,8 @@ def main(stdin_fd: int = -1) -> int:
     if stdin_fd >= 0:
         os.close(stdin_fd)
     sweeper = Sweeper(os.getpid(), {os.getpid()})
-    status, agent_dir = _wait(child, heart_read)
-    survivors = sweeper.kill() if status or sweeper.leftovers() else []
+    status, agent_dir = _wait(child, heartbeat_read)
+    survivors = sweeper.kill() if status or sweeper.find_leftovers() else []
     if agent_dir:
         shutil.rmtree(agent_dir, ignore_errors=True)  # an agent that was killed could not remove it
     for process in survivors:
@@ -65,14 +65,14 @@ def main(stdin_fd: int = -1) -> int:
     return os.waitstatus_to_exitcode(status) & 0xFF
 
 
-def _wait(child: int, heart: int) -> tuple[int, str]:
+def _wait(child: int, heartbeat_fd: int) -> tuple[int, str]:
     """Return the agent's wait status and its folder. A stalled agent is killed: its ranks must not run unwatched."""
     last = time.monotonic()
     partial, agent_dir = b"", ""
     while True:
-        ready, _, _ = select.select([heart], [], [], 1.0)
+        ready, _, _ = select.select([heartbeat_fd], [], [], 1.0)
         if ready:
-            data = os.read(heart, 4096)
+            data = os.read(heartbeat_fd, 4096)
             if not data:  # end of file: the agent is gone
                 return _reap_agent(child), agent_dir
             last = time.monotonic()

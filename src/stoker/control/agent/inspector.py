@@ -28,10 +28,10 @@ from stoker.control.agent.stack_dump import (
     MAX_CALLS,
     PY_SPY_S,
     StackDumper,
+    add_source,
     add_source_to_calls,
-    collective_times,
+    read_collective_times,
     read_flight_recorder,
-    with_source,
 )
 from stoker.control.agent.sweep import Sweeper
 from stoker.control.machine import blocking, procfs
@@ -79,9 +79,9 @@ class Inspector:
         self._add(InspectorChild(header, _NO_ANSWER, limit_s, lambda: _run_probe(order["what"], arguments)))
 
     def _add(self, child: InspectorChild) -> None:
-        self._children[child.handle] = child
+        self._children[child.fd] = child
         self._sweeper.spare.add(child.pid)  # it ends by itself, and the ranks didn't leave it behind
-        self._selector.register(child.handle, selectors.EVENT_READ, "inspector")
+        self._selector.register(child.fd, selectors.EVENT_READ, "inspector")
 
     def obey(self, order: protocol.Message) -> None:
         """Pass an order on to a running probe, or end the probe."""
@@ -91,14 +91,14 @@ class Inspector:
             elif child.header["ask"] == order["ask"]:
                 child.kill()
 
-    def read(self, handle: int) -> None:
+    def read(self, fd: int) -> None:
         """Send on what a child has answered."""
-        child = self._children[handle]
+        child = self._children[fd]
         for message, payload in child.read():
             if "more" not in message:
-                self._selector.unregister(handle)
+                self._selector.unregister(fd)
                 self._sweeper.spare.discard(child.pid)
-                del self._children[handle]
+                del self._children[fd]
             self._relay.send(message, payload)
 
 
@@ -118,16 +118,16 @@ class InspectorChild:
         self.header = header
         self._payload = json.dumps(no_answer).encode()
         self._partial = b""
-        self.handle, write = os.pipe()
+        self.fd, write = os.pipe()
         stdin, self._stdin = os.pipe()
-        os.set_blocking(self.handle, False)
+        os.set_blocking(self.fd, False)
         os.set_blocking(self._stdin, False)
         agent = os.getpid()
         try:
             self.pid = os.fork()
         except OSError:
-            for handle in (self.handle, write, stdin, self._stdin):
-                os.close(handle)
+            for fd in (self.fd, write, stdin, self._stdin):
+                os.close(fd)
             raise
         if self.pid == 0:
             self._run(work, stdin, write, agent, limit_s)
@@ -158,9 +158,9 @@ class InspectorChild:
         os._exit(0)
 
     def read(self) -> Iterator[tuple[protocol.Message, bytes]]:
-        """Yield the messages to send. The one without "more" is the last, and `handle` is closed by then."""
+        """Yield the messages to send. The one without "more" is the last, and `fd` is closed by then."""
         try:
-            data = os.read(self.handle, 1 << 18)
+            data = os.read(self.fd, 1 << 18)
         except BlockingIOError:
             return
         *lines, self._partial = (self._partial + data).split(b"\n")
@@ -170,7 +170,7 @@ class InspectorChild:
             else:
                 self._payload = line[1:]
         if not data:
-            os.close(self.handle)
+            os.close(self.fd)
             os.close(self._stdin)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self.pid, 0)  # its pipe is closed, so it is about to end
@@ -217,7 +217,7 @@ MAX_WORKERS = 16
 def inspect(order: dict[str, Any], ranks: list[RankProcess]) -> dict[str, Any]:
     """Return what was seen of each rank, by its number. `order` may have "samples", "gap" and "timings"."""
     if order.get("timings"):
-        return {str(rank.rank): {"timings": collective_times(rank.files["server"])} for rank in ranks}
+        return {str(rank.rank): {"timings": read_collective_times(rank.files["server"])} for rank in ranks}
     samples, gap = int(order.get("samples", SAMPLES)), float(order.get("gap", GAP_S))
     dumper = StackDumper()
     open_files = blocking.OpenFiles()
@@ -269,10 +269,10 @@ class _RankSampler:
             self._groups, self._no_groups = read_flight_recorder(self.rank.files["server"])
 
     def sample(self) -> None:
-        threads = self._dumper.stacks(self.rank.pid, self.rank.files["asked"])
+        threads = self._dumper.dump_stacks(self.rank.pid, self.rank.files["asked"])
         for thread in threads:
             if thread["main"]:
-                thread["frames"] = [with_source(frame) for frame in thread["frames"]]
+                thread["frames"] = [add_source(frame) for frame in thread["frames"]]
         self._samples.append(threads)
 
     def finish(self) -> dict[str, Any]:
@@ -327,7 +327,7 @@ class _RankSampler:
             "faults": procfs.page_faults(pid),
             **blocking.read_wait(pid, self._open_files, self._rank_of),
             "command": (procfs.command_line(pid) or "")[:120],
-            "threads": self._dumper.stacks(pid, self.rank.files["asked"]) if _is_python(pid) else [],
+            "threads": self._dumper.dump_stacks(pid, self.rank.files["asked"]) if _is_python(pid) else [],
         }
 
 

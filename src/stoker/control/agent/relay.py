@@ -52,61 +52,61 @@ class Relay:
         must_pause = len(self.outbox) > MAX_BACKLOG
         if must_pause != self._is_paused:
             self._is_paused = must_pause
-            for handle in self.streams:
-                if handle not in self._resting:
-                    self._listen(handle, not must_pause)
+            for fd in self.streams:
+                if fd not in self._resting:
+                    self._listen(fd, not must_pause)
 
     def add(self, rank: RankProcess) -> None:
         """Begin to read a rank's output."""
-        for handle in rank.streams:
-            self.streams[handle] = rank
+        for fd in rank.streams:
+            self.streams[fd] = rank
             if not self._is_paused:
-                self._listen(handle, True)
+                self._listen(fd, True)
 
-    def read(self, handle: int) -> int:
+    def read(self, fd: int) -> int:
         """Read one chunk of a stream. Return its bytes; 0 when there is nothing more for now."""
-        rank = self.streams.get(handle)
+        rank = self.streams.get(fd)
         if rank is None:  # closed by an event of the same batch: the rank's end was collected first
             return 0
         try:
-            data = os.read(handle, CHUNK)
+            data = os.read(fd, CHUNK)
         except BlockingIOError:
             return 0
         if not data:
-            self.close(handle)
+            self.close(fd)
             return 0
-        self.send({"is": "out", "rank": rank.rank, "fd": rank.streams[handle]}, data)
+        self.send({"is": "out", "rank": rank.rank, "fd": rank.streams[fd]}, data)
         return len(data)
 
-    def read_all(self, handle: int) -> None:
+    def read_all(self, fd: int) -> None:
         """Read all that a stream holds now."""
-        while handle in self.streams and self.read(handle):
+        while fd in self.streams and self.read(fd):
             continue
 
-    def close(self, handle: int) -> None:
-        del self.streams[handle]
-        if self._resting.pop(handle, None) is None and not self._is_paused:
-            self._listen(handle, False)
-        os.close(handle)
+    def close(self, fd: int) -> None:
+        del self.streams[fd]
+        if self._resting.pop(fd, None) is None and not self._is_paused:
+            self._listen(fd, False)
+        os.close(fd)
 
-    def _listen(self, handle: int, wanted: bool) -> None:
+    def _listen(self, fd: int, wanted: bool) -> None:
         if wanted:
-            self._selector.register(handle, selectors.EVENT_READ, "stream")
+            self._selector.register(fd, selectors.EVENT_READ, "stream")
         else:
-            self._selector.unregister(handle)
+            self._selector.unregister(fd)
 
-    def rest(self, handle: int) -> None:
+    def rest(self, fd: int) -> None:
         """Don't read a stream until the next tenth of a second: a rank that prints 50 lines a second wakes us 10 times."""
-        if handle in self.streams and handle not in self._resting and not self._is_paused:
-            self._listen(handle, False)
-            self._resting[handle] = (time.monotonic() // REST_S + 1) * REST_S  # all streams wake together
+        if fd in self.streams and fd not in self._resting and not self._is_paused:
+            self._listen(fd, False)
+            self._resting[fd] = (time.monotonic() // REST_S + 1) * REST_S  # all streams wake together
 
     def wake(self, now: float) -> None:
         """Read the streams again whose rest is over."""
-        for handle in [handle for handle, until in self._resting.items() if now >= until]:
-            del self._resting[handle]
+        for fd in [fd for fd, until in self._resting.items() if now >= until]:
+            del self._resting[fd]
             if not self._is_paused:
-                self._listen(handle, True)
+                self._listen(fd, True)
 
     @property
     def next_wake(self) -> float | None:

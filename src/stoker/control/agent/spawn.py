@@ -76,20 +76,20 @@ def spawn_rank(spec: dict[str, Any], agent_dir: str, stdin: int) -> RankProcess:
         env.pop(name, None)
     env[env_vars.RUN_ORIGIN] = spec["origin"]
     env["TORCHELASTIC_ERROR_FILE"] = layout.scratch_files(base)["elastic"]
-    handles: list[int] = []  # to close if one of the next calls fails
+    fds: list[int] = []  # to close if one of the next calls fails
     try:
         memory = os.memfd_create(f"stoker-beats-{spec['rank']}", os.MFD_CLOEXEC)
-        handles.append(memory)
+        fds.append(memory)
         # Allocated now: a page that is missing later would be a SIGBUS in the rank.
         os.posix_fallocate(memory, 0, _SHARED_BYTES)
         out_read, out_write = _open_pipe()
-        handles += (out_read, out_write)
+        fds += (out_read, out_write)
         err_read, err_write = -1, out_write
         if spec["split"]:
             err_read, err_write = _open_pipe()
-            handles += (err_read, err_write)
+            fds += (err_read, err_write)
         error_read, error_write = os.pipe()  # exec closes it; before that the child writes what went wrong
-        handles += (error_read, error_write)
+        fds += (error_read, error_write)
         if spec["shim"]:
             if "PYTHONPATH" in env:
                 env[env_vars.SHIM_PYTHONPATH] = env["PYTHONPATH"]
@@ -104,8 +104,8 @@ def spawn_rank(spec: dict[str, Any], agent_dir: str, stdin: int) -> RankProcess:
         started = time.time()
         pid = os.fork()
     except OSError:
-        for handle in handles:
-            os.close(handle)
+        for fd in fds:
+            os.close(fd)
         raise
     if pid == 0:
         _exec_rank(spec, env, agent, (stdin, out_write, err_write), memory, error_write)
@@ -124,8 +124,8 @@ def spawn_rank(spec: dict[str, Any], agent_dir: str, stdin: int) -> RankProcess:
         streams[err_read] = 2
     if error:
         os.waitpid(pid, 0)
-        for handle in streams:
-            os.close(handle)
+        for fd in streams:
+            os.close(fd)
         raise OSError(error.decode("utf-8", "replace"))
     process = find_process(pid) or Process(pid, agent, pid, pid, "Z", 0, "?")
     rank = RankProcess(spec, process, streams, base, started)
@@ -143,8 +143,8 @@ def _exec_rank(
         os.setsid()
         prctl.die_with_parent(agent)
         prctl.allow_tracing_by(agent)
-        for number, handle in enumerate(standard):
-            os.dup2(handle, number)
+        for number, fd in enumerate(standard):
+            os.dup2(fd, number)
         if spec["shim"]:
             os.set_inheritable(memory, True)
         for signum in _RESET_SIGNALS:
@@ -213,7 +213,7 @@ class InitGate:
     def release(self, rank: int) -> bool:
         return self.holding.pop(rank, None) is not None
 
-    def overdue(self, now: float) -> list[int]:
+    def find_overdue(self, now: float) -> list[int]:
         """Return the ranks that have held their slot for too long."""
         return [rank for rank, deadline in self.holding.items() if now >= deadline]
 

@@ -48,7 +48,7 @@ class StackDumper:
         self.deadline = time.monotonic() + INSPECTION_S
         self.problems: dict[int, str] = {}  # pid -> why its stack could not be read
 
-    def stacks(self, pid: int, dump_file: str) -> list[dict[str, Any]]:
+    def dump_stacks(self, pid: int, dump_file: str) -> list[dict[str, Any]]:
         """Return the threads of a process; none, and an entry in `problems`, where that fails or the time is over."""
         if time.monotonic() > self.deadline:
             self.problems.setdefault(pid, f"the inspection took longer than {INSPECTION_S:g} s")
@@ -174,20 +174,20 @@ def _size(path: str) -> int:
 # ---- the source around a line: loops, conditions on the rank, locks ----
 
 
-def with_source(frame: list[Any]) -> list[Any]:
+def add_source(frame: list[Any]) -> list[Any]:
     """Return [function, file, line, first lines of the loops around it, conditions on the rank around it].
 
     Both are outermost first. The loops tell whether a rank has left its loop or does something else in it.
     """
     file, line = frame[1], frame[2]
     loops = [first for first, last in _find_loops(file) if first < line <= last]
-    return [*frame[:3], loops, conditions_around(file, line)]
+    return [*frame[:3], loops, find_conditions_around(file, line)]
 
 
 def add_source_to_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add the source around their lines to the last of these calls (control/rank/call_log.py). Return all of them."""
     for call in calls[-CALLS_WITH_SOURCE:]:
-        call["frames"] = [with_source(frame) for frame in call["frames"]]
+        call["frames"] = [add_source(frame) for frame in call["frames"]]
     return calls
 
 
@@ -214,7 +214,7 @@ def _find_loops(file: str) -> list[tuple[int, int]]:
     return sorted((loop.lineno, loop.end_lineno or loop.lineno) for loop in loops)
 
 
-def conditions_around(file: str, line: int) -> list[list[Any]]:
+def find_conditions_around(file: str, line: int) -> list[list[Any]]:
     """Return [line, text] of the script's conditions on the rank that a line depends on, outermost first."""
     return [[at, text] for first, last, at, text in _find_conditions(file) if first <= line <= last]
 
@@ -356,7 +356,7 @@ def read_flight_recorder(socket_path: str) -> tuple[list[dict[str, Any]], str]:
     return (flight_recorder.summarize_trace(trace), "") if trace is not None else ([], problem)
 
 
-def collective_times(socket_path: str) -> list[list[Any]]:
+def read_collective_times(socket_path: str) -> list[list[Any]]:
     """Return [group, number, when the rank entered it, backend] of its newest collectives. They show who is late."""
     trace, _ = _read_trace(socket_path)
     by_group: dict[str, list[list[Any]]] = {}

@@ -30,7 +30,7 @@ class Sweeper:
         # Process groups of the ranks. Each leader is alive or our unreaped zombie, so nobody else can have its number.
         self.groups: set[int] = set()
 
-    def leftovers(self) -> list[Process]:
+    def find_leftovers(self) -> list[Process]:
         """Return the living descendants, without those that their user wants to keep (STOKER_KEEP)."""
         table = procfs.all_processes()
         pids = procfs.descendants(self.root, table)
@@ -52,7 +52,7 @@ class Sweeper:
         deadline = time.monotonic() + seconds
         empty_looks = 0
         while True:
-            living = self.leftovers()
+            living = self.find_leftovers()
             empty_looks = 0 if living else empty_looks + 1
             if empty_looks == 2:
                 return []
@@ -171,7 +171,7 @@ class StopSequence:
         self._signalled: set[int] = set()
         self._groups_signalled_at = 0.0
 
-    def living(self) -> list[RankProcess]:
+    def list_living(self) -> list[RankProcess]:
         return [rank for rank in self._ranks.values() if rank.exit_code is None]
 
     def hurry(self) -> None:
@@ -182,7 +182,7 @@ class StopSequence:
     def step(self) -> None:
         """Send the signals that are due, without waiting. Call it until no rank lives."""
         now = time.monotonic()
-        for rank in self.living():
+        for rank in self.list_living():
             if rank.rank in self._without_grace:
                 self._send(rank, signal.SIGKILL)
             elif rank.pid not in self._signalled and not (
@@ -191,15 +191,15 @@ class StopSequence:
                 self._signalled.add(rank.pid)
                 send_signal(rank.process, signal.SIGCONT)
                 self._send(rank, self._signum)
-        if now - self._started_at < self._grace or not self.living():
+        if now - self._started_at < self._grace or not self.list_living():
             return
         if not self._groups_signalled_at:
             self._groups_signalled_at = now
-            self._sweeper.signal_all(signal.SIGTERM, self._sweeper.leftovers())
+            self._sweeper.signal_all(signal.SIGTERM, self._sweeper.find_leftovers())
         if now - self._groups_signalled_at >= GROUP_S:
-            for rank in self.living():
+            for rank in self.list_living():
                 rank.is_signalled = True
-            self._sweeper.signal_all(signal.SIGKILL, self._sweeper.leftovers())
+            self._sweeper.signal_all(signal.SIGKILL, self._sweeper.find_leftovers())
 
     @staticmethod
     def _send(rank: RankProcess, signum: int) -> None:
@@ -242,7 +242,7 @@ class FinalSweep:
         """
         now = time.monotonic()
         reap(sweeper.groups)
-        living = sweeper.leftovers()
+        living = sweeper.find_leftovers()
         if living and not self._terminated_at:
             names = [f"pid {process.pid} ({process.name})" for process in living]
             if now - self._started_at < self._grace:
@@ -260,10 +260,10 @@ class FinalSweep:
         collect()
         sweeper.groups.clear()
         reap()
-        for handle in list(relay.streams):
-            relay.read_all(handle)
-            if handle in relay.streams:
-                relay.close(handle)
+        for fd in list(relay.streams):
+            relay.read_all(fd)
+            if fd in relay.streams:
+                relay.close(fd)
         gpus_held = _wait_for_gpus(ranks, nvml)
         stuck = [pick_fields(process, "pid", "name", "state") for process in survivors]
         relay.send({"is": "finished", "stopped": self._stopped, "gpus_held": gpus_held, "stuck": stuck})

@@ -39,7 +39,7 @@ class Vitals:
         self._beats_at = self._vitals_at = 0.0
         self._gpu_holders: dict[int, tuple[dict[str, Any], ...]] = {}  # by a rank's pid
 
-    def check(self, ranks: dict[int, RankProcess], now: float, on_first_step: OnFirstStep) -> None:
+    def report(self, ranks: dict[int, RankProcess], now: float, on_first_step: OnFirstStep) -> None:
         """Report new beats, and the process states of quiet ranks."""
         if now - self._beats_at < BEATS_S:
             return
@@ -66,7 +66,7 @@ class Vitals:
                 rank.state = state
                 was_stopped_or_continued = state != before and "T" in (state.upper(), before.upper())
                 if is_due or was_stopped_or_continued:
-                    quiet_ranks[str(rank.rank)] = [state, *_work_done(rank.pid)]
+                    quiet_ranks[str(rank.rank)] = [state, *_measure_work(rank.pid)]
         if quiet_ranks:
             self._send({"is": "vitals", "ranks": quiet_ranks})
 
@@ -90,8 +90,8 @@ class Vitals:
             steps = [beat for beat in beats if beat.optimizer == lead]
             rank.steps = max(1, rank.steps, *(beat.step for beat in steps))
             rank.last_beat_at = time.monotonic()
-            last_ns, gap = steps[-1].time_ns, _longest_gap(rank.last_beat_ns, steps)
-            new_beats[str(rank.rank)] = [rank.steps, last_ns, len(steps), gap, _newest_losses(steps)]
+            last_ns, gap = steps[-1].time_ns, _find_longest_gap(rank.last_beat_ns, steps)
+            new_beats[str(rank.rank)] = [rank.steps, last_ns, len(steps), gap, _find_newest_losses(steps)]
             rank.last_beat_ns = last_ns
             if is_first:
                 on_first_step(rank, beats[0].time_ns / 1e9)
@@ -106,7 +106,7 @@ class Vitals:
                 for holder in nvml.holders(rank.gpu) or ()
             )
 
-    def exit_context(self, rank: RankProcess, nvml: Nvml | None, run_id: str) -> dict[str, Any]:
+    def read_exit_context(self, rank: RankProcess, nvml: Nvml | None, run_id: str) -> dict[str, Any]:
         """Return what was going on around a rank that failed (contract/evidence.py:ExitContext), as JSON."""
         total, available, _ = host_memory.read_memory()
         shm_free, shm_total = host_limits.shared_memory()
@@ -118,14 +118,14 @@ class Vitals:
                 tuple(rank.rss),
                 available,
                 total,
-                _kernel_messages_about(rank),
+                _find_kernel_messages(rank),
                 self._gpu_holders.get(rank.pid, ()),
                 gpu_memory and gpu_memory[1],
                 shm_free,
                 shm_total,
                 tuple(host_limits.full_disks()),
                 rank.loader_workers,
-                _address_space_limit(rank.pid),
+                _read_address_space_limit(rank.pid),
             )
         )
         return context
@@ -136,7 +136,7 @@ def _is_loader_worker(pid: int) -> bool:
     return read_kernel_file(f"/proc/{pid}/comm").strip() == "pt_data_worker"
 
 
-def _address_space_limit(pid: int) -> int | None:
+def _read_address_space_limit(pid: int) -> int | None:
     """Return RLIMIT_AS of a process in bytes, or None if it has none. A zombie still has its limits."""
     try:
         limit = resource.prlimit(pid, resource.RLIMIT_AS)[0]
@@ -153,7 +153,7 @@ _HOST_FIELDS = (
 _GPU_FIELDS = ("utilization", "memory_used", "memory_total", "temperature", "power", "throttle")
 
 
-def gauges_message(host: HostGauges, gpus: tuple[GpuGauges, ...], resident: dict[str, int]) -> dict[str, Any]:
+def make_gauges_message(host: HostGauges, gpus: tuple[GpuGauges, ...], resident: dict[str, int]) -> dict[str, Any]:
     """Return the "gauges" message. `resident` has the memory of each rank in bytes."""
     host_values = {name: _rounded(getattr(host, name)) for name in _HOST_FIELDS}
     host_values["load"] = host.load[0] if host.load else None
@@ -165,19 +165,19 @@ def _rounded(value: Any) -> Any:
     return round(value, 3) if isinstance(value, float) else value
 
 
-def _longest_gap(last_ns: int, beats: list[Beat]) -> float:
+def _find_longest_gap(last_ns: int, beats: list[Beat]) -> float:
     """Return the seconds of the longest gap between these beats and the last one before them."""
     times = [last_ns or beats[0].time_ns, *(beat.time_ns for beat in beats)]
     return round(max(after - before for before, after in itertools.pairwise(times)) / 1e9, 4)
 
 
-def _newest_losses(beats: list[Beat]) -> list[list[Any]]:
+def _find_newest_losses(beats: list[Beat]) -> list[list[Any]]:
     """Return [step, loss] of the newest beats that have a loss; the loss as text, because JSON has no NaN."""
     with_loss = [beat for beat in beats if beat.loss is not None]
     return [[beat.step, repr(beat.loss)] for beat in with_loss[-MAX_LOSSES:]]
 
 
-def _work_done(pid: int) -> tuple[float, int]:
+def _measure_work(pid: int) -> tuple[float, int]:
     """Return the CPU seconds and the bytes read and written so far by a process and its descendants."""
     seconds, moved = 0.0, 0
     for each in (pid, *procfs.read_descendants(pid)):
@@ -186,7 +186,7 @@ def _work_done(pid: int) -> tuple[float, int]:
     return round(seconds, 2), moved
 
 
-def _kernel_messages_about(rank: RankProcess) -> tuple[str, ...]:
+def _find_kernel_messages(rank: RankProcess) -> tuple[str, ...]:
     """Return the newest lines of the kernel's log about a rank's process, its GPU, or memory."""
     phrases = (f"process {rank.pid} ", f"[{rank.pid}]", "Out of memory", "oom-kill", "Memory cgroup out of memory")
 
@@ -224,7 +224,7 @@ def enforce_memory_limit(limit: int, ranks: dict[int, RankProcess], send: Send) 
         if sum(procfs.resident_bytes(pid) or 0 for pid in pids) <= limit:
             continue
         # The sum counts pages that forked workers share with the rank more than once. PSS is exact, but slow to read.
-        total = sum(_proportional_bytes(pid) for pid in pids)
+        total = sum(_read_proportional_bytes(pid) for pid in pids)
         if total > limit:
             rank.over_limit = total
             rank.is_signalled = True
@@ -233,7 +233,7 @@ def enforce_memory_limit(limit: int, ranks: dict[int, RankProcess], send: Send) 
             send({"is": "ram", "rank": rank.rank, "bytes": total, "limit": limit, "loader_workers": workers})
 
 
-def _proportional_bytes(pid: int) -> int:
+def _read_proportional_bytes(pid: int) -> int:
     """Return the PSS of a process; its resident memory if the kernel doesn't know the PSS."""
     lines = kernel_lines(f"/proc/{pid}/smaps_rollup")
     pss = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), None)

@@ -61,7 +61,7 @@ _TENSOR_AT = {"all_gather": 1}  # index of the rank's own tensor if it is not th
 _KINDS = {"send": "out", "isend": "out", "recv": "in", "irecv": "in", "new_group": "new_group"}
 
 
-class Writer:
+class CallLogWriter:
     """Wraps the functions of torch.distributed and records each call, in about 1.5 µs."""
 
     def __init__(self, memory: mmap, offset: int, clock: Callable[[], int]) -> None:
@@ -82,12 +82,12 @@ class Writer:
         for name, group_at, peer_at in _CALLS:
             function = getattr(module, name, None)
             if function is not None:
-                setattr(module, name, self._wrapped(function, name, group_at, peer_at, module.__dict__))
+                setattr(module, name, self._wrap_function(function, name, group_at, peer_at, module.__dict__))
         batch = getattr(module, "batch_isend_irecv", None)
         if batch is not None:
-            module.__dict__["batch_isend_irecv"] = self._wrapped_batch(batch, module.__dict__)
+            module.__dict__["batch_isend_irecv"] = self._wrap_batch(batch, module.__dict__)
 
-    def _wrapped(
+    def _wrap_function(
         self, function: Any, name: str, group_at: int | None, peer_at: int | None, c10d_globals: dict[str, Any]
     ) -> Any:
         import functools
@@ -123,7 +123,7 @@ class Writer:
 
         return call
 
-    def _wrapped_batch(self, function: Any, c10d_globals: dict[str, Any]) -> Any:
+    def _wrap_batch(self, function: Any, c10d_globals: dict[str, Any]) -> Any:
         """Wrap batch_isend_irecv, which makes one record per message."""
         import functools
         from sys import _getframe
@@ -187,7 +187,7 @@ class Writer:
         lines = [f"{name}\t{group}\t{'' if dtype is None else str(dtype).removeprefix('torch.')}"]
         for code_id, instruction in zip(sites[::2], sites[1::2], strict=True):
             code = self._codes[code_id][1]
-            lines.append(f"{code.co_filename}\t{_line_number(code, instruction)}\t{code.co_name}")
+            lines.append(f"{code.co_filename}\t{_find_line(code, instruction)}\t{code.co_name}")
         text = "\n".join(lines).encode("utf-8", "replace") + b"\0"
         at = self._text_used
         if at + len(text) > _TEXT_SIZE:
@@ -199,7 +199,7 @@ class Writer:
         return at + 1
 
 
-def _line_number(code: CodeType, instruction: int) -> int:
+def _find_line(code: CodeType, instruction: int) -> int:
     for first, last, line in code.co_lines():
         if first <= instruction < last:
             return line or 0

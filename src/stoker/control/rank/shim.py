@@ -88,7 +88,7 @@ def _open_beats(descriptor: int) -> None:
     try:
         memory = mmap(descriptor, beat.PAGE_SIZE + call_log.SIZE)
         _writer = beat.BeatWriter(memory, _pid)
-        _call_log = call_log.Writer(memory, beat.PAGE_SIZE, time.time_ns)
+        _call_log = call_log.CallLogWriter(memory, beat.PAGE_SIZE, time.time_ns)
     finally:
         os.close(descriptor)
 
@@ -191,7 +191,7 @@ def _on_script_end() -> None:
     send("ended", f"{'exit' if _exit_call else 'return'}\t{status}\t{file}\t{line}\t{function}")
 
 
-def _files_in_use(trace: Any) -> list[str]:
+def _find_files_in_use(trace: Any) -> list[str]:
     """Return up to four files that the variables of the failed frames name or hold open.
 
     Error messages of readers ("invalid load key") rarely name their file.
@@ -217,7 +217,7 @@ def _files_in_use(trace: Any) -> list[str]:
     return files[:4]
 
 
-def _module_file(value: BaseException) -> str:
+def _find_module_file(value: BaseException) -> str:
     """Return the file of the module that an import or attribute error is about: it may shadow another of that name."""
     path = getattr(value, "path", None)  # set by "cannot import name", whose module may be gone from sys.modules
     if path:
@@ -292,7 +292,7 @@ def _write_short_report(kind: type[BaseException], value: BaseException, trace: 
         "traceback": "".join(f'  File "{file}", line {line}, in {name}\n' for file, line, name in frames)[-8000:],
         "time_ns": time_ns,
         "import_name": (value.name or "") if isinstance(value, ImportError) else "",
-        "module_file": _module_file(value) if isinstance(value, (ImportError, AttributeError)) else "",
+        "module_file": _find_module_file(value) if isinstance(value, (ImportError, AttributeError)) else "",
     }
     send("error", json.dumps(report))
 
@@ -318,7 +318,7 @@ def _write_report(kind: type[BaseException], value: BaseException, trace: Any, l
     if isinstance(value, SyntaxError):
         file, line = value.filename or file, value.lineno or line
     elif kind.__name__ == "BdbQuit":
-        line = _breakpoint_line(file, line)
+        line = _find_breakpoint_line(file, line)
     try:
         message = str(value)
     except Exception as problem:  # the exception's own __str__ raises
@@ -336,9 +336,9 @@ def _write_report(kind: type[BaseException], value: BaseException, trace: Any, l
         "traceback": trace_text[-100000:],
         "time_ns": time_ns,
         "import_name": (value.name or "") if isinstance(value, ImportError) else "",
-        "module_file": _module_file(value) if isinstance(value, (ImportError, AttributeError)) else "",
-        "files": _files_in_use(trace),
-        "collectives": _collectives(value),
+        "module_file": _find_module_file(value) if isinstance(value, (ImportError, AttributeError)) else "",
+        "files": _find_files_in_use(trace),
+        "collectives": _summarize_collectives(value),
     }
     try:
         with open(_files["error"] + ".tmp", "w", encoding="utf-8", errors="backslashreplace") as out:
@@ -353,7 +353,7 @@ def _write_report(kind: type[BaseException], value: BaseException, trace: Any, l
     send("error")
 
 
-def _breakpoint_line(file: str, line: int) -> int:
+def _find_breakpoint_line(file: str, line: int) -> int:
     """Return the line of the call that started the debugger, which stops at a later line."""
     import linecache
 
@@ -365,7 +365,7 @@ def _breakpoint_line(file: str, line: int) -> int:
     return next(lines, line)
 
 
-def _collectives(value: BaseException) -> list[Any]:
+def _summarize_collectives(value: BaseException) -> list[Any]:
     """Return the state of this rank's process groups for an error that they may have caused."""
     if _world is None or not isinstance(value, RuntimeError):
         return []
@@ -487,7 +487,7 @@ def _on_distributed_loaded(module: Any) -> None:
         send("note", "this torch has no worker server: a hang is explained from stacks alone")
         return
     try:
-        _kept_open.append(_without_greeting(lambda: server(_files["server"])))
+        _kept_open.append(_start_quietly(lambda: server(_files["server"])))
         # Never free it: the destructor in a forked child that ends would shut down the listener that it shares with us.
         import ctypes
 
@@ -496,7 +496,7 @@ def _on_distributed_loaded(module: Any) -> None:
         send("note", f"torch's worker server does not start ({problem}): a hang is explained from stacks alone")
 
 
-def _without_greeting(start: Callable[[], Any]) -> Any:
+def _start_quietly(start: Callable[[], Any]) -> Any:
     """Start torch's server without the line that it prints to stderr; other output of that time is passed on."""
     read, write = os.pipe()
     real = os.dup(2)

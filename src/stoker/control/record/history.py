@@ -114,7 +114,7 @@ class _TierFile:
     def __init__(self, run_dir: int, name: str, max_lines: int, on_loss: Callable[[str, int, OSError], None]) -> None:
         self._run_dir, self._name, self._max_lines, self._on_loss = run_dir, name, max_lines, on_loss
         self._path = f"{FOLDER}/{name}.jsonl"
-        self._handle = -1
+        self._fd = -1
         self._lines = self._bytes = 0
         self._members: Members | None = None
 
@@ -123,13 +123,13 @@ class _TierFile:
         try:
             if self._lines >= self._max_lines or self._bytes >= MAX_BYTES:
                 self._rotate()
-            if self._handle < 0:
+            if self._fd < 0:
                 self._open()
             if point.members != self._members:
                 data = _json_line({"time": point.time, "members": as_json(point.members)})
             columns = {part: as_json(getattr(point, part)) for part in PARTS}
             data += _json_line({"time": point.time, "attempt": point.attempt, **columns})
-            os.write(self._handle, data)
+            os.write(self._fd, data)
         except OSError as problem:
             self._on_loss(self._path, len(data), problem)
             return
@@ -144,15 +144,15 @@ class _TierFile:
         except FileExistsError:
             pass
         flags = (APPEND & ~os.O_WRONLY) | os.O_RDWR
-        self._handle = os.open(self._path, flags, 0o644, dir_fd=self._run_dir)
-        self._bytes = os.fstat(self._handle).st_size
+        self._fd = os.open(self._path, flags, 0o644, dir_fd=self._run_dir)
+        self._bytes = os.fstat(self._fd).st_size
         self._lines = offset = 0
         last = b"\n"
-        while block := os.pread(self._handle, 1 << 20, offset):
+        while block := os.pread(self._fd, 1 << 20, offset):
             self._lines += block.count(b"\n")
             offset, last = offset + len(block), block[-1:]
         if last != b"\n":
-            os.write(self._handle, b"\n")
+            os.write(self._fd, b"\n")
 
     def _rotate(self) -> None:
         self.close()
@@ -162,9 +162,9 @@ class _TierFile:
         self._members = None
 
     def close(self) -> None:
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
             self._members = None
 
 
@@ -210,7 +210,7 @@ class HistoryTail:
         self._inode, self._offset = 0, 0
         self._members: Members | None = None
 
-    def new(self) -> list[HistoryPoint]:
+    def read_new(self) -> list[HistoryPoint]:
         """Return the points since the last call, oldest first; the first call also returns those of the previous file."""
         points: list[HistoryPoint] = []
         current, previous = f"{self._tier}.jsonl", f"{self._tier}.1.jsonl"
@@ -286,7 +286,7 @@ def _parse_point(values: dict[str, Any], members: Members) -> HistoryPoint | Non
     return HistoryPoint(fields["time"], fields["attempt"], members, *(fields[part] for part in PARTS))
 
 
-def newest_columns(run_dir: str, part: str = "ranks") -> HistoryColumns:
+def read_newest_columns(run_dir: str, part: str = "ranks") -> HistoryColumns:
     """Return the columns of the newest complete line, without its members; reads 64 KB, however long the file is."""
     try:
         with os.fdopen(open_below(run_dir, f"{FOLDER}/seconds.jsonl"), "rb") as file:
@@ -304,7 +304,7 @@ def newest_columns(run_dir: str, part: str = "ranks") -> HistoryColumns:
 
 def read_history(run_dir: str, tier: str = "seconds") -> list[HistoryPoint]:
     """Return all points of one tier, oldest first."""
-    return HistoryTail(run_dir, tier).new()
+    return HistoryTail(run_dir, tier).read_new()
 
 
 def read_full_history(run_dir: str) -> list[HistoryPoint]:

@@ -27,7 +27,7 @@ class LogTail:
         self.path = path
         self._offset = skip
 
-    def new(self, limit: int = 1 << 20) -> bytes:
+    def read_new(self, limit: int = 1 << 20) -> bytes:
         """Return at most `limit` new bytes. Raises Refusal if the file can't be read."""
         try:
             with os.fdopen(open_regular(self.path, follow=False), "rb") as file:
@@ -41,7 +41,7 @@ class LogTail:
         return data
 
 
-def rank_logs(run: RunRecord) -> Iterator[tuple[int, int, str]]:
+def list_rank_logs(run: RunRecord) -> Iterator[tuple[int, int, str]]:
     """Yield (attempt, rank, path) of each log that exists, in this order."""
     for attempt in run.attempts:
         folder = layout.attempt_dir(run.dir, attempt)
@@ -62,7 +62,7 @@ class RunStart:
     console_at: int = 0  # where its lines begin in the launcher's log, in bytes
 
 
-def newest_start(run: RunRecord) -> RunStart:
+def find_newest_start(run: RunRecord) -> RunStart:
     starts = [event for event in run.events() if event["event"] == "run"]
     attempt, offset = (starts[-1].get("attempt"), starts[-1].get("console_at")) if starts else (None, None)
     if not isinstance(attempt, int) or not isinstance(offset, int) or attempt < 0 or offset < 0:
@@ -70,7 +70,7 @@ def newest_start(run: RunRecord) -> RunStart:
     return RunStart(len(starts), attempt, offset)
 
 
-def rank_labels(run: RunRecord) -> dict[tuple[int, int], str]:
+def read_rank_labels(run: RunRecord) -> dict[tuple[int, int], str]:
     """Return the label of each started rank by (attempt, rank): a rank may move to another host in the next attempt."""
     by_rank: dict[tuple[int, int], str] = {}
     for event in run.events():

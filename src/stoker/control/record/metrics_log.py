@@ -21,7 +21,7 @@ class MetricsWriter:
         self._path = os.path.join(run_dir, layout.METRICS)
         if os.path.exists(self._path):
             self._remove_steps(resumed_at)
-        self._handle = os.open(self._path, APPEND, 0o644)
+        self._fd = os.open(self._path, APPEND, 0o644)
 
     def _remove_steps(self, first: int) -> None:
         with AtomicFile(self._path, durable=False) as file:
@@ -37,10 +37,10 @@ class MetricsWriter:
             for name, value in values.items()
         }
         line = json.dumps({"schema": layout.SCHEMA, "time": round(time.time(), 4), **finite})
-        os.write(self._handle, line.encode() + b"\n")
+        os.write(self._fd, line.encode() + b"\n")
 
     def close(self) -> None:
-        os.close(self._handle)
+        os.close(self._fd)
 
 
 def read_metrics(run_dir: str) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ from stoker.contract import checkpoints, layout
 from stoker.contract.env_vars import CHECKPOINT, RECIPES
 from stoker.contract.frozen import frozen
 from stoker.contract.masking import MASK, mask_argv
-from stoker.control.record.run_index import is_only_one, list_roles
+from stoker.control.record.run_index import is_name_unique, list_roles
 from stoker.control.record.run_record import RunRecord
 
 # What a printed command does; it follows the command as a comment.
@@ -65,7 +65,7 @@ def copy_command(run: RunRecord, name: str) -> str:
     return shlex.join([*options, source, f"{os.path.relpath(run.dir)}/"])
 
 
-def files_elsewhere(run: RunRecord, completed: bool) -> tuple[tuple[str, str], ...]:
+def list_remote_files(run: RunRecord, completed: bool) -> tuple[tuple[str, str], ...]:
     """Return (a line, the command that copies the model here) for files that are not in the run's own directory.
 
     The command is empty if the files are on this machine, or if there is no model yet.
@@ -96,10 +96,10 @@ def resume_command(run: RunRecord) -> str:
     typed = [str(arg) for arg in command[1:]] if isinstance(command, list) else []
     if any(layout.LATEST in arg.split("/") for arg in typed):  # `latest` may be another run by now
         typed = []
-    return command_for(typed, run.id, request["name"] if isinstance(request.get("name"), str) else None)
+    return command_with_name(typed, run.id, request["name"] if isinstance(request.get("name"), str) else None)
 
 
-def command_for(typed: Sequence[str], run: str, name: str | None) -> str:
+def command_with_name(typed: Sequence[str], run: str, name: str | None) -> str:
     """Return the typed command with `run` (an id or name) as --name; `name` is the --name that it has now.
 
     If it can't be repeated, because a secret in it was masked, the answer is a description.
@@ -126,8 +126,8 @@ def is_resume_step(step: str) -> bool:
     return step.endswith((f"# {TO_CONTINUE}", f"# {TO_START_AGAIN}"))
 
 
-def with_run_id(step: str, run: RunRecord, root: str) -> str:
+def replace_name_by_id(step: str, run: RunRecord, root: str) -> str:
     """Return a fix step of a verdict with the run's id for its name if another run has taken the name since."""
-    if not is_resume_step(step) or is_only_one(root, run.name):
+    if not is_resume_step(step) or is_name_unique(root, run.name):
         return step
     return step.replace(f"--name {shlex.quote(run.name)} ", f"--name {shlex.quote(run.id)} ", 1)

@@ -18,7 +18,7 @@ from stoker.contract.frozen import as_json, frozen
 from stoker.contract.safe_io import APPEND, read_json_lines, write_atomic
 
 ENDS = 5  # steps at each end that are never dropped
-OF_A_STEP = 16  # one step gets at most this fraction of the limit, so that the steps at both ends always fit
+STEPS_PER_LIMIT = 16  # one step gets at most this fraction of the limit, so that the steps at both ends always fit
 # Longer prompts and completions are cut, so that a viewer finds complete lines in the last MAX_LINE bytes.
 MAX_TEXT = 1 << 17  # characters of a prompt or a completion
 MAX_LINE = 4 << 20  # bytes of a line
@@ -54,7 +54,7 @@ class RolloutsWriter:
         if os.path.exists(self._path):
             lines = [line for step, line in self._lines() if step < resumed_at]
             write_atomic(self._path, "".join(lines), durable=False)
-        self._handle = os.open(self._path, APPEND, 0o600)
+        self._fd = os.open(self._path, APPEND, 0o600)
 
     def write(self, rollouts: Iterable[Rollout]) -> None:
         """Write one step's rollouts, as many as fit its part of the limit."""
@@ -62,17 +62,17 @@ class RolloutsWriter:
         for rollout in rollouts:
             line = _format_line(rollout)
             size += len(line)
-            if size > self._limit // OF_A_STEP:
+            if size > self._limit // STEPS_PER_LIMIT:
                 break
             lines.append(line)
         data = memoryview(b"".join(lines))
         while data:
-            data = data[os.write(self._handle, data) :]
-        if os.fstat(self._handle).st_size > self._limit:
+            data = data[os.write(self._fd, data) :]
+        if os.fstat(self._fd).st_size > self._limit:
             self._drop_steps()
 
     def close(self) -> None:
-        os.close(self._handle)
+        os.close(self._fd)
 
     def _lines(self) -> Iterator[tuple[int, str]]:
         """Yield (step, line) of the complete lines."""
@@ -93,8 +93,8 @@ class RolloutsWriter:
             between = [step for step in between if step % interval == 0]
         text = "".join(line for step in (*first, *between, *last) for line in lines_by_step[step])
         write_atomic(self._path, text, durable=False)
-        os.close(self._handle)
-        self._handle = os.open(self._path, APPEND, 0o600)
+        os.close(self._fd)
+        self._fd = os.open(self._path, APPEND, 0o600)
 
 
 def _format_line(rollout: Rollout) -> bytes:
@@ -196,7 +196,7 @@ def mean(rollouts: Iterable[Rollout]) -> float:
     return sum(rewards) / len(rewards) if rewards else 0.0
 
 
-def typical(rollouts: tuple[Rollout, ...]) -> Rollout:
+def find_typical_rollout(rollouts: tuple[Rollout, ...]) -> Rollout:
     """Return the rollout whose reward is nearest to the mean."""
     middle = mean(rollouts)
     return min(rollouts, key=lambda rollout: abs(rollout.reward - middle))

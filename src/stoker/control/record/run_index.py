@@ -109,7 +109,7 @@ def find_file(run_dir: str, name: str) -> str | None:
     return None
 
 
-def is_only_one(root: str, name: str) -> bool:
+def is_name_unique(root: str, name: str) -> bool:
     """Return whether at most one of this user's runs has a name; False if the folder can't be read."""
     try:
         return sum(run.name == name for run in list_runs(root).runs) <= 1
@@ -300,7 +300,7 @@ def _no_such_run(which: str, root: str, listing: RunListing) -> errors.Refusal:
             line = f"run {name} in {escape(root)} belongs to {user}: to read it give its path, {escape(path)}"
             return errors.Refusal(line, errors.EX_NOPERM)
     for folder in (which, path):
-        if (speedrun := speedrun_at(folder.rstrip(os.sep))) is not None:
+        if (speedrun := read_speedrun(folder.rstrip(os.sep))) is not None:
             line = f"{name} is a speedrun: name a run of its stages, with --runs-dir {escape(speedrun.runs_dir)}"
             return errors.Refusal(line, errors.EX_NOINPUT)
     names = [*(run.name for run in listing.runs), *(run.id for run in listing.runs)]
@@ -338,11 +338,11 @@ def list_speedruns(root: str) -> list[Speedrun]:
         names = sorted(os.listdir(root))
     except OSError:
         return []
-    speedruns = (speedrun_at(os.path.join(root, name)) for name in names)
+    speedruns = (read_speedrun(os.path.join(root, name)) for name in names)
     return [speedrun for speedrun in speedruns if speedrun is not None]
 
 
-def speedrun_at(path: str) -> Speedrun | None:
+def read_speedrun(path: str) -> Speedrun | None:
     """Return the speedrun in a folder, or None if it is not one of this user's."""
     try:
         folder, stages_folder = os.lstat(path), os.lstat(os.path.join(path, STAGES))

@@ -190,11 +190,11 @@ def read_events(run_dir: str, tail: int = 0) -> Iterator[dict[str, Any]]:
     With `tail`, only those in that many bytes at the end of the file.
     """
     try:
-        handle = safe_io.open_below(run_dir, layout.EVENTS)
+        fd = safe_io.open_below(run_dir, layout.EVENTS)
     except OSError:
         return  # there are none yet
-    with os.fdopen(handle, "rb") as file:
-        if tail and os.fstat(handle).st_size > tail:
+    with os.fdopen(fd, "rb") as file:
+        if tail and os.fstat(fd).st_size > tail:
             file.seek(-tail, os.SEEK_END)
             file.readline()
         for line in file:
@@ -203,7 +203,7 @@ def read_events(run_dir: str, tail: int = 0) -> Iterator[dict[str, Any]]:
                 yield event
 
 
-def last_time(run_dir: str) -> float | None:
+def read_last_event_time(run_dir: str) -> float | None:
     """Return the time of the newest event, or None."""
     try:
         with os.fdopen(safe_io.open_below(run_dir, layout.EVENTS), "rb") as file:
@@ -243,18 +243,18 @@ def has_open_for_writing(pid: int, path: str) -> bool | None:
     folder, name = os.path.split(path)
     folder = os.path.realpath(folder)
     try:
-        handles = os.listdir(f"/proc/{pid}/fd")
+        fds = os.listdir(f"/proc/{pid}/fd")
     except PermissionError:
         return None
     except OSError:
         return False
-    for handle in handles:
-        link = f"/proc/{pid}/fd/{handle}"
+    for fd in fds:
+        link = f"/proc/{pid}/fd/{fd}"
         try:
             target = os.readlink(link).removesuffix(" (deleted)")
             if os.path.basename(target) != name:
                 continue
-            info = kernel_lines(f"/proc/{pid}/fdinfo/{handle}")
+            info = kernel_lines(f"/proc/{pid}/fdinfo/{fd}")
             flags = next((int(line.split()[1], 8) for line in info if line.startswith("flags:")), 0)
             if flags & os.O_ACCMODE == os.O_RDONLY:
                 continue

@@ -59,7 +59,7 @@ class RunWriter:
         except OSError as problem:
             raise cannot_write(os.path.dirname(run_dir), problem) from problem
 
-    def begin(self, run: dict[str, Any], first_attempt: int) -> str:
+    def record_start(self, run: dict[str, Any], first_attempt: int) -> str:
         """Write run.json and the first event, and link `latest` to the run.
 
         Returns a line to print if the link could not be set, else "". Raises Refusal if the disk is full.
@@ -96,7 +96,7 @@ class RunWriter:
         """Append an event to events.jsonl."""
         self._append(self._events, self._event_line(kind, fields), layout.EVENTS)
 
-    def say(self, line: str) -> None:
+    def write_console_line(self, line: str) -> None:
         """Append one of the launcher's lines to its log."""
         self._append(self._console, mask_text(line).encode("utf-8", "backslashreplace") + b"\n", layout.CONSOLE)
 
@@ -107,7 +107,7 @@ class RunWriter:
         except OSError:
             return False
 
-    def require_place(self) -> None:
+    def require_unmoved(self) -> None:
         """Raise Refusal if the run directory was replaced: ranks would resume from what lies in the other one."""
         if not self._is_in_place():
             moved = f"the run directory {escape(self.dir)} was moved or replaced during the run"
@@ -115,9 +115,9 @@ class RunWriter:
             line = f"{moved}: no ranks are started there; {fix}"
             raise errors.Refusal(line, errors.EX_CANTCREAT, cause="launch.runs-dir")
 
-    def attempt(self, number: int) -> None:
+    def create_attempt_dir(self, number: int) -> None:
         """Create the folder of an attempt."""
-        self.require_place()
+        self.require_unmoved()
         try:
             os.makedirs(layout.attempt_dir(self.dir, number), exist_ok=True)
             self._remove_progress()
@@ -129,24 +129,24 @@ class RunWriter:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(layout.PROGRESS, dir_fd=self._folder)
 
-    def output(self, path: str, data: bytes) -> None:
+    def append_output(self, path: str, data: bytes) -> None:
         """Append a rank's output, unchanged, to its log."""
-        handle = self._logs.get(path)
-        if handle is None:
+        fd = self._logs.get(path)
+        if fd is None:
             try:
-                handle = os.open(path, APPEND, 0o644)
+                fd = os.open(path, APPEND, 0o644)
             except OSError as problem:
                 self._count_lost(path, len(data), problem)
                 return
-            self._logs[path] = handle
-        self._append(handle, data, path)
+            self._logs[path] = fd
+        self._append(fd, data, path)
 
     def close_logs(self) -> None:
-        for handle in self._logs.values():
-            os.close(handle)
+        for fd in self._logs.values():
+            os.close(fd)
         self._logs.clear()
 
-    def moment(self, point: HistoryPoint) -> None:
+    def write_history_point(self, point: HistoryPoint) -> None:
         """Append a point to the run's history."""
         if self._history is None:
             from stoker.control.record.history import HistoryWriter  # the launch does not need it
@@ -160,13 +160,13 @@ class RunWriter:
             self._history.close()
             self._history = None
 
-    def _append(self, handle: int, data: bytes, name: str) -> None:
+    def _append(self, fd: int, data: bytes, name: str) -> None:
         view = memoryview(data)
         while view:
             try:
-                view = view[os.write(handle, view) :]
+                view = view[os.write(fd, view) :]
             except OSError as problem:
-                if handle == self._events and problem.errno in FULL and self._free_events_reserve():
+                if fd == self._events and problem.errno in FULL and self._free_events_reserve():
                     continue
                 self._count_lost(name, len(view), problem)
                 return
@@ -182,7 +182,7 @@ class RunWriter:
         os.ftruncate(self._reserve, VERDICT_RESERVE)
         return True
 
-    def lost(self) -> dict[str, LostOutput]:
+    def pop_lost_output(self) -> dict[str, LostOutput]:
         """Return what could not be written since the last call, by file."""
         lost, self._lost = self._lost, {}
         return lost
@@ -194,15 +194,15 @@ class RunWriter:
             return
         try:
             if isinstance(data, str):
-                handle = os.open(path, (APPEND & ~os.O_APPEND) | os.O_TRUNC, 0o644)
-                with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+                fd = os.open(path, (APPEND & ~os.O_APPEND) | os.O_TRUNC, 0o644)
+                with os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
                     file.write(mask_text(data))
             else:
                 write_json(path, mask_json(data), durable)
         except OSError as problem:
             self._count_lost(path, 1, problem)
 
-    def verdict(self, verdict: Verdict) -> None:
+    def write_verdict(self, verdict: Verdict) -> None:
         """Write the verdict into the space that was reserved at the start: the disk may be full by now."""
         path = os.path.join(self.dir, layout.VERDICT)
         text = json.dumps(mask_json(verdict.to_json()), indent=1, ensure_ascii=False)
@@ -225,29 +225,29 @@ class RunWriter:
 def _open_own_dir(run_dir: str) -> int:
     """Return a descriptor of a run directory. Raises Refusal if it is a link or another user's."""
     try:
-        handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as problem:
         if problem.errno not in (errno.ELOOP, errno.ENOTDIR):  # a link, a file
             raise
     else:
-        if safe_io.is_own_uid(os.fstat(handle).st_uid, os.path.dirname(run_dir)):
-            return handle
-        os.close(handle)
+        if safe_io.is_own_uid(os.fstat(fd).st_uid, os.path.dirname(run_dir)):
+            return fd
+        os.close(fd)
     line = f"the run directory {escape(run_dir)} is not a folder of yours; choose another with --name"
     raise errors.Refusal(line, errors.EX_NOPERM)
 
 
 def _reserve_space(path: str) -> int:
     """Return a file with disk blocks for the verdict and the last events; without blocks if the file system can't."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
-        os.posix_fallocate(handle, 0, VERDICT_RESERVE + EVENTS_RESERVE)
+        os.posix_fallocate(fd, 0, VERDICT_RESERVE + EVENTS_RESERVE)
     except OSError as problem:
         if problem.errno in FULL:
-            os.close(handle)
+            os.close(fd)
             os.unlink(path)
             raise
-    return handle
+    return fd
 
 
 def make_private(root: str) -> None:

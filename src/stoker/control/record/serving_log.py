@@ -62,11 +62,11 @@ class ServerLog:
     def write(self, sample: ServerSample) -> None:
         totals = {name: self._initial[name] + getattr(sample, name) for name in TOTALS}
         line = json.dumps({"schema": layout.SCHEMA, **as_json(sample), **totals})
-        handle = os.open(self._path, APPEND, PRIVATE)
+        fd = os.open(self._path, APPEND, PRIVATE)
         try:
-            self._size += os.write(handle, line.encode() + b"\n")
+            self._size += os.write(fd, line.encode() + b"\n")
         finally:
-            os.close(handle)
+            os.close(fd)
         if self._size > MAX_BYTES:
             with open(self._path, "rb") as file:
                 lines = file.read().splitlines(keepends=True)
@@ -86,7 +86,7 @@ def read_samples(run_dir: str, max_bytes: int = 2 * MAX_BYTES) -> dict[int, tupl
     return {rank: samples for rank, samples in by_rank.items() if samples}
 
 
-def recent_samples(run_dir: str) -> dict[int, tuple[ServerSample, ...]]:
+def read_recent_samples(run_dir: str) -> dict[int, tuple[ServerSample, ...]]:
     """Return the samples that `rates` needs."""
     return read_samples(run_dir, _TAIL_BYTES)
 
