@@ -787,7 +787,7 @@ def test_a_name_of_several_runs_means_the_newest_and_says_so(finished: Stoker) -
     newer = finished("run", "--name", "exp", "train.py", "4").run_dir
     assert newer != first
     metrics_file(newer, [3.0, 2.0])
-    line = f"stoker: exp is the name of 2 runs; the newest is taken: {newer.name}\n"
+    line = f"stoker: 2 runs have the name exp; using the newest, {newer.name}\n"
     for command in (["why", "exp"], ["plot", "exp"], ["top", "exp", "--once"], ["compare", "exp", first.name]):
         done = finished(*command)
         assert done.code == 0 and done.err == line, (command, done.err)

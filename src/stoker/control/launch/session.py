@@ -29,7 +29,7 @@ from stoker.control.plan.request import Request
 from stoker.control.plan.run_dir import AlreadyComplete, EndedByStopRule, RunDir
 from stoker.control.plan.run_plan import RunPlan
 from stoker.control.record import run_record
-from stoker.control.record.resume_command import describe_resume, list_remote_files, resume_command
+from stoker.control.record.resume_command import describe_resume, list_files_elsewhere, resume_command
 from stoker.control.record.run_writer import RunWriter
 
 TYPE_CHECKING = False
@@ -212,7 +212,7 @@ class Session:
         run = run_record.load_run(run_dir.dir)
         resume_purpose = describe_resume(run) if resume else ""
         resume_fix = [f"{resume}   # {resume_purpose}"] if resume else []
-        elsewhere = list_remote_files(run, verdict.status == "completed") if run is not None else ()
+        elsewhere = list_files_elsewhere(run, verdict.status == "completed") if run is not None else ()
         notes = [text for text, copy_command in elsewhere if not copy_command]
         copy_fixes = [f"{copy_command}   # {text}" for text, copy_command in elsewhere if copy_command]
         # A cause in the program is fixed before the run is resumed.

@@ -15,7 +15,7 @@ from stoker.contract.safe_io import APPEND, AtomicFile, read_json_lines
 
 
 class MetricsWriter:
-    """Appends whole lines. Lines of step `resumed_at` and later are removed first: the resumed run makes those steps again."""
+    """Appends whole lines. Lines of step `resumed_at` and later are removed first: the resumed run repeats those steps."""
 
     def __init__(self, run_dir: str, resumed_at: int = 0) -> None:
         self._path = os.path.join(run_dir, layout.METRICS)
@@ -44,7 +44,7 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: str) -> Iterator[dict[str, Any]]:
-    """Yield the complete lines, oldest first; none if there is no file. Raises Refusal if it can't be read."""
+    """Yield the complete lines, oldest first, if there is a file. Raises Refusal if it can't be read."""
     path = os.path.join(run_dir, layout.METRICS)
     try:
         yield from (values for _, values in read_json_lines(path))

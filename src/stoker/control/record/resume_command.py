@@ -1,4 +1,7 @@
-"""What a run can resume from, and the command that continues it: the one that started it, with the run's id or name."""
+"""Finds what a run can resume from, and builds the command that continues it.
+
+The command is the one that started the run, with the run's id or name as --name.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ TO_CONTINUE, TO_START_AGAIN = "to continue", "to start it again"
 
 @frozen
 class SavedState:
-    role: str  # of a job; empty for a plain run
+    role: str  # of a multi-role job, or "" for a plain run
     path: str  # of the newest complete checkpoint; with `host`, of the folder of all checkpoints
     host: str = ""  # set if the files are on another host
 
 
 def saved_state(run: RunRecord) -> tuple[SavedState, ...]:
-    """Return what a run resumes from: its newest checkpoint; for a job that of each role that is not complete."""
+    """Return the newest checkpoint of a run, or of each role of a job that is not complete."""
     unfinished = {
         name: role for name, role in list_roles(run).items() if not role.verdict or role.verdict.status != "completed"
     }
@@ -45,7 +48,7 @@ def _newest_state(role: str, run: RunRecord) -> SavedState | None:
 
 
 def host_of_files(run: RunRecord) -> str:
-    """Return rank 0's host if that host has a run directory of its own; empty if the files are here."""
+    """Return rank 0's host if that host has its own run directory, or "" if the files are here."""
     ranks, apart = (run.data.get("plan") or {}).get("ranks"), run.data.get("apart")
     rank0 = ranks[0] if isinstance(ranks, list) and ranks else None
     host = rank0.get("host") if isinstance(rank0, dict) else None
@@ -55,7 +58,7 @@ def host_of_files(run: RunRecord) -> str:
 def copy_command(run: RunRecord, name: str) -> str:
     """Return the command that copies a file or folder of the run here from the host that has its files.
 
-    Empty if the record has no such command, or is another user's: people paste the commands that we print.
+    Returns "" if the record has no such command, or is another user's: people paste the commands that we print.
     """
     argv = run.data["apart"][host_of_files(run)]
     if not run.mine or not isinstance(argv, list) or not argv:
@@ -65,10 +68,10 @@ def copy_command(run: RunRecord, name: str) -> str:
     return shlex.join([*options, source, f"{os.path.relpath(run.dir)}/"])
 
 
-def list_remote_files(run: RunRecord, completed: bool) -> tuple[tuple[str, str], ...]:
-    """Return (a line, the command that copies the model here) for files that are not in the run's own directory.
+def list_files_elsewhere(run: RunRecord, completed: bool) -> tuple[tuple[str, str], ...]:
+    """Return (line, command that copies the model here) for files that are on another host or in the directory of a role.
 
-    The command is empty if the files are on this machine, or if there is no model yet.
+    The command is "" if the files are on this machine, or if there is no model yet.
     """
     lines = []
     for role, record in {"": run, **list_roles(run)}.items():
@@ -86,7 +89,7 @@ def list_remote_files(run: RunRecord, completed: bool) -> tuple[tuple[str, str],
 
 
 def describe_resume(run: RunRecord | None) -> str:
-    """Return what `resume_command` does."""
+    """Return what the command of `resume_command` does, in words."""
     return TO_CONTINUE if run is not None and saved_state(run) else TO_START_AGAIN
 
 
@@ -100,9 +103,9 @@ def resume_command(run: RunRecord) -> str:
 
 
 def command_with_name(typed: Sequence[str], run: str, name: str | None) -> str:
-    """Return the typed command with `run` (an id or name) as --name; `name` is the --name that it has now.
+    """Return the typed command with `run` (an id or name) as --name. `name` is the --name that it has now, or None.
 
-    If it can't be repeated, because a secret in it was masked, the answer is a description.
+    Returns a description instead if a secret in the command was masked, so that it can't be repeated.
     """
     subcommands = 1 if typed[:1] == ["run"] else 2  # stoker run [options]; stoker train STAGE [options]
     head, rest = list(typed[:subcommands]), list(typed[subcommands:])
@@ -127,7 +130,7 @@ def is_resume_step(step: str) -> bool:
 
 
 def replace_name_by_id(step: str, run: RunRecord, root: str) -> str:
-    """Return a fix step of a verdict with the run's id for its name if another run has taken the name since."""
+    """Replace the run's name by its id in a fix step of a verdict if another run has taken the name since."""
     if not is_resume_step(step) or is_name_unique(root, run.name):
         return step
     return step.replace(f"--name {shlex.quote(run.name)} ", f"--name {shlex.quote(run.id)} ", 1)

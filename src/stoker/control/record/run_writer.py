@@ -1,4 +1,4 @@
-"""Writes a run directory. Every file survives a crash at any byte: JSON is replaced, JSON lines are appended whole.
+"""Writes a run directory. Every file survives a crash at any byte: JSON files are replaced, lines are appended whole.
 
 Secrets are masked (contract/masking.py) in all text except what ranks print: their logs are not changed.
 """
@@ -30,14 +30,14 @@ EVENTS_RESERVE = 1 << 16
 
 @frozen
 class LostOutput:
-    """What could not be written to one file."""
+    """Counts the bytes of one file that could not be written, and says why."""
 
     bytes: int
     why: str
 
 
 class RunWriter:
-    """The launcher's writer, the only one of a run directory. What can't be written is counted, and the run continues."""
+    """The only writer of a run directory, owned by the launcher. If a write fails, it counts the lost bytes and goes on."""
 
     def __init__(self, run_dir: str, host: str, reopened: bool) -> None:
         self.dir = run_dir
@@ -46,10 +46,10 @@ class RunWriter:
         self._lost: dict[str, LostOutput] = {}
         self._history: HistoryWriter | None = None
         try:
-            # Open until the end: another folder with the same name is not this run's.
+            # Stays open until the end, to notice when another folder takes this one's name.
             self._folder = _open_own_dir(run_dir)
             if reopened:
-                # The previous verdict is not this start's: keep it under another name.
+                # Keep the previous start's verdict under another name: it would be taken for this start's.
                 verdict = os.path.join(run_dir, layout.VERDICT)
                 if os.path.exists(verdict):
                     os.replace(verdict, os.path.join(run_dir, f"verdict-before-{int(time.time())}.json"))
@@ -83,8 +83,8 @@ class RunWriter:
                 os.unlink(temporary)
                 raise
         except OSError as problem:  # another user's link, or a file system without links
-            newest = "commands without a RUN still take your newest run"
-            return f"{escape(link)} stays as it is: {problem.strerror}; {newest}"
+            effect = "commands without a RUN still use your newest run"
+            return f"{escape(link)} could not be updated: {problem.strerror}; {effect}"
         return ""
 
     def _event_line(self, kind: str, fields: dict[str, Any]) -> bytes:
@@ -108,11 +108,11 @@ class RunWriter:
             return False
 
     def require_unmoved(self) -> None:
-        """Raise Refusal if the run directory was replaced: ranks would resume from what lies in the other one."""
+        """Raise Refusal if the run directory was replaced, because ranks would resume from the files of another one."""
         if not self._is_in_place():
             moved = f"the run directory {escape(self.dir)} was moved or replaced during the run"
-            fix = "start the run again with --runs-dir and a folder that is yours alone"
-            line = f"{moved}: no ranks are started there; {fix}"
+            fix = "start it again with --runs-dir and a folder that only you can write to"
+            line = f"{moved}, so its ranks are not started; {fix}"
             raise errors.Refusal(line, errors.EX_CANTCREAT, cause="launch.runs-dir")
 
     def create_attempt_dir(self, number: int) -> None:
@@ -176,7 +176,7 @@ class RunWriter:
         self._lost[name] = LostOutput(before + count, problem.strerror or str(problem))
 
     def _free_events_reserve(self) -> bool:
-        """Free the reserved space for the last events, and keep the verdict's; False if that was done before."""
+        """Free the space that is reserved for the last events. Return False if it was freed before."""
         if os.fstat(self._reserve).st_size <= VERDICT_RESERVE:
             return False
         os.ftruncate(self._reserve, VERDICT_RESERVE)
@@ -233,12 +233,15 @@ def _open_own_dir(run_dir: str) -> int:
         if safe_io.is_own_uid(os.fstat(fd).st_uid, os.path.dirname(run_dir)):
             return fd
         os.close(fd)
-    line = f"the run directory {escape(run_dir)} is not a folder of yours; choose another with --name"
+    line = f"the run directory {escape(run_dir)} is a link, a file or another user's folder; choose another name with --name"
     raise errors.Refusal(line, errors.EX_NOPERM)
 
 
 def _reserve_space(path: str) -> int:
-    """Return a file with disk blocks for the verdict and the last events; without blocks if the file system can't."""
+    """Open a file and reserve disk blocks in it for the verdict and the last events. Return its descriptor.
+
+    If the file system can't reserve blocks, the file is empty. Raises OSError if the disk or the quota is full.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         os.posix_fallocate(fd, 0, VERDICT_RESERVE + EVENTS_RESERVE)
