@@ -120,7 +120,7 @@ def test_a_call_is_recorded_when_there_is_no_space_for_new_lines(log: tuple[mmap
 
 def test_a_forked_worker_writes_nothing(log: tuple[mmap, call_log.CallLogWriter, Any]) -> None:
     memory, writer, torch = log
-    writer.active = False
+    writer.is_active = False
     torch.barrier()
     assert call_log.read_calls(memory, 0) == []
 

@@ -1,6 +1,6 @@
-"""The agent of one host: a select loop that starts the host's ranks, sends their output home, watches and stops them.
+"""Runs one host's ranks: a select loop that starts them, forwards their output, watches and stops them.
 
-The coordinator decides everything about the run. Only when the coordinator is gone does the agent act alone.
+The coordinator decides everything about the run. The agent acts alone only when the coordinator is gone.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from stoker.control.machine.gauges import Gauges
 
-_MAX_REPORT = 140_000  # characters of a report that are sent: torch's own may quote rows of data
+_MAX_REPORT = 140_000  # maximum characters of a report that is sent: torch's reports may quote rows of data
 
 
 class Agent:
     """Obeys the coordinator's orders on standard input and reports on standard output.
 
-    `heart` is a pipe to the guardian, written every second; `life` is one that closes when the guardian ends.
-    `stdin_fd` is for rank 0, or -1.
+    The agent writes to `heartbeat_fd` every second, for the guardian. `guardian_fd` closes when the guardian ends.
+    `stdin_fd` is the standard input of rank 0, or -1.
     """
 
     def __init__(self, heartbeat_fd: int, guardian_fd: int, guardian: int, stdin_fd: int) -> None:
         self._heartbeat_fd, self._guardian_fd, self._stdin_fd = heartbeat_fd, guardian_fd, stdin_fd
         if stdin_fd >= 0:
-            os.set_inheritable(stdin_fd, False)  # for rank 0's own stdin only
+            os.set_inheritable(stdin_fd, False)  # only rank 0 gets it, as its stdin
         self._guardian = guardian
         self._sweeper = Sweeper(os.getpid(), {os.getpid(), guardian})
         self._run_id = ""  # set by the order "open"
@@ -142,7 +142,7 @@ class Agent:
                 elif source == "shim":
                     self._read_shim_messages()
                 elif source == "guardian":
-                    return  # the guardian is gone: nobody would sweep after us
+                    return  # the guardian has ended: nobody would sweep if the agent died
                 elif source == "out":
                     self._relay.flush()
                 elif source == "inspector":
@@ -182,7 +182,7 @@ class Agent:
             self._sweeper, self._relay, self._ranks, self._nvml, self._collect_exits
         ):
             self._final_sweep = self._gate = None
-            self._living.clear()  # a rank that is left can't be killed, and we don't wait for it
+            self._living.clear()  # a rank that still lives can't be killed: don't wait for it
             if self._port is not None:
                 self._port.close()
                 self._port = None
@@ -201,7 +201,7 @@ class Agent:
             return False
         now = time.monotonic()
         if now - self._last_heard > protocol.SILENCE_S and not self._is_suspended:
-            # We were stopped for longer than the coordinator waits: the run these orders are for goes on without us.
+            # The agent was stopped for longer than the coordinator waits: the run has gone on without this host.
             return False
         self._last_heard = now
         for order, _ in self._decoder.feed(data):
@@ -212,7 +212,7 @@ class Agent:
             except OSError as problem:
                 line = f"the agent could not {order['do']}: {problem}"
                 self._relay.send({"is": "refused", "line": line, "code": EX_OSERR})
-        self._last_heard = time.monotonic()  # the time we took to obey doesn't count as the coordinator's silence
+        self._last_heard = time.monotonic()  # time spent on the orders is not silence of the coordinator
         return True
 
     def _obey(self, order: protocol.Message) -> None:
@@ -276,7 +276,7 @@ class Agent:
     def _observe(self, details: protocol.Message, recorded: str | None = None) -> None:
         """Report the machine and its GPU locks, with `details`.
 
-        In a thread: a driver may take long to load, and the loop must go on sending pings.
+        This runs in a thread: a driver may take long to load, and the loop must send pings meanwhile.
         """
 
         def observe() -> None:
@@ -289,7 +289,7 @@ class Agent:
             except Refusal as refusal:
                 report = {"is": "refused", "line": refusal.line, "code": refusal.code}
             except Exception as problem:
-                line = f"the agent could not look at its machine: {problem}"
+                line = f"the agent could not examine its host: {problem}"
                 report = {"is": "refused", "line": line, "code": EX_OSERR}
             self._send_from_thread(report)
 
@@ -300,15 +300,15 @@ class Agent:
         os.write(self._wake, b"\0")
 
     def _read_gauges(self, now: float) -> None:
-        """Report what this host and the ranks' GPUs are doing, every VITALS_S after the ranks have run for that long.
+        """Report the gauges of this host and the ranks' GPUs every VITALS_S, the first time VITALS_S after the start.
 
-        In a thread: a driver may take long to answer, and then there are no gauges. No launch waits for them.
+        This runs in a thread: a driver may take long to answer, and the loop must not wait for it.
         """
         if self._is_reading_gauges or not self._living or now - self._gauges_read_at < VITALS_S:
             return
         self._gauges_read_at = now
         if self._gauges is None:
-            # Imported here and not in the thread: a fork meanwhile would inherit the lock on the import.
+            # Import it here and not in the thread: a rank forked meanwhile would inherit the import lock.
             from stoker.control.machine.gauges import Gauges
 
             observer = self._observer
@@ -321,7 +321,7 @@ class Agent:
         def read() -> None:
             try:
                 self._send_from_thread(make_gauges_message(*gauges.read(gpus), resident))
-            except Exception as problem:  # reported once: gauges are not worth a rank
+            except Exception as problem:  # report it once, and go on without gauges
                 text = f"this host's gauges can't be read: {type(problem).__name__}: {problem}"
                 self._send_from_thread({"is": "note", "rank": min(self._ranks), "text": text[:500]})
                 return
@@ -418,7 +418,7 @@ class Agent:
     def _on_shim_message(self, rank: RankProcess, kind: str, text: str) -> None:
         if kind == "error":
             rank.exception_at = time.monotonic()
-            rank.error = self._mask_report(_read_json(rank.files["error"], text))
+            rank.error = self._mask_report(_parse_report(rank.files["error"], text))
             self._relay.send({"is": "error", "rank": rank.rank, "error": rank.error})
             self._vitals.note_gpu_holders(rank, self._nvml, self._run_id)
         elif kind == "shim":
@@ -432,7 +432,7 @@ class Agent:
         elif kind == "groups":
             self._relay.send({"is": "groups", "rank": rank.rank, "groups": text})
         elif kind == "phase":
-            # First report the steps before it: three steps after it mean that the rank trains again.
+            # First report the steps before the phase: three steps after it mean that the rank trains again.
             self._vitals.read_beats(self._ranks, self._on_first_step)
             self._relay.send({"is": "phase", "rank": rank.rank, "name": text})
         elif kind == "mark":
@@ -448,7 +448,7 @@ class Agent:
         if mark not in rank.marks:
             rank.marks.add(mark)
             memory = measure_memory(rank.pid, rank.gpu, self._nvml)
-            if not memory["rss"]:  # the rank has ended since: its memory is unknown, not 0.0 GB
+            if not memory["rss"]:  # the rank has ended, so its memory is unknown, not 0.0 GB
                 return
             self._relay.send({"is": "mem", "rank": rank.rank, "at": mark, "note": note, **memory})
 
@@ -456,14 +456,14 @@ class Agent:
     def _nvml(self) -> Nvml | None:
         return self._observer.nvml if self._observer else None
 
-    def _on_first_step(self, rank: RankProcess, when: float) -> None:
-        self._relay.send({"is": "first-step", "rank": rank.rank, "time": when})
+    def _on_first_step(self, rank: RankProcess, first_beat_at: float) -> None:
+        self._relay.send({"is": "first-step", "rank": rank.rank, "time": first_beat_at})
         self._report_memory(rank, "POST-MODEL", "first step")
 
     def _collect_exits(self) -> None:
         """Report the ranks that ended, and reap orphans.
 
-        Until it is swept, an ended rank stays our zombie, so that its group's number can't be reused.
+        An ended rank stays our zombie until the sweep, so that the number of its process group can't be reused.
         """
         reap(self._sweeper.groups)
         self._read_shim_messages()  # what a rank wrote before it ended
@@ -486,8 +486,8 @@ class Agent:
                     "code": rank.exit_code,
                     "time": time.time(),
                     "ours": rank.is_signalled,
-                    "error": rank.error or self._mask_report(_read_json(rank.files["error"])),
-                    "elastic": self._mask_report(_read_json(rank.files["elastic"])),
+                    "error": rank.error or self._mask_report(_parse_report(rank.files["error"])),
+                    "elastic": self._mask_report(_parse_report(rank.files["elastic"])),
                     "stack": self._mask_report(_read_text(rank.files["stack"])),
                     "steps": rank.steps,
                     "core": has_core,
@@ -499,10 +499,10 @@ class Agent:
             )
 
     def _mask_report(self, report: Any) -> Any:
-        """Return a rank's report without secrets. No other process knows the secrets in this host's variables."""
+        """Return a rank's report without secrets. Only the agent knows the secrets in this host's environment variables."""
         if not report:
             return report
-        if not self._knows_secrets:  # not learned at the start, for which the ranks would wait
+        if not self._knows_secrets:  # learned only now, because at the start the ranks would wait for it
             self._knows_secrets = True
             spec = next(iter(self._specs.values()))  # all ranks have the same secrets
             learn_secrets(spec["env"], spec["argv"])
@@ -515,13 +515,13 @@ class Agent:
             signum, grace, without_grace = order["signal"], order["grace"], set(order.get("at_once", ()))
             self._stop_sequence = StopSequence(self._ranks, self._sweeper, signum, grace, without_grace)
         elif order["grace"] == 0:
-            self._stop_sequence.hurry()
-        self._relay.send({"is": "stopping"})  # after every "up": no more ranks will be started
+            self._stop_sequence.skip_grace()
+        self._relay.send({"is": "stopping"})  # sent after every "up": no more ranks will be started
         self._stop_sequence.step()
 
 
-def _read_json(path: str, text: str = "") -> Any:
-    """Return the report in `text`, or in a file; None if it is cut off or no JSON: the rank may have died writing it."""
+def _parse_report(path: str, text: str = "") -> Any:
+    """Return the report in `text`, or else in a file, or None if it is incomplete: the rank may have died writing it."""
     try:
         return parse_json(text) if text else read_json(path)
     except (OSError, ValueError):

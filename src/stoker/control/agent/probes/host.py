@@ -105,18 +105,18 @@ def clock() -> Any:
 
 def names(of: list[str], interfaces: list[str]) -> Any:
     """Return the addresses that the host names `of` have from here, and the speed of each interface."""
-    return {"resolves": {name: resolve(name) for name in of}, "links": {name: link(name) for name in interfaces}}
+    return {"resolves": {name: resolve(name) for name in of}, "links": {name: read_link(name) for name in interfaces}}
 
 
 def resolve(name: str) -> list[str]:
-    """Return the addresses of a host name; none if it does not resolve."""
+    """Return the addresses of a host name, or [] if it does not resolve."""
     try:
         return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except (OSError, UnicodeError):  # UnicodeError: too long, or with an empty label
         return []
 
 
-def link(interface: str) -> dict[str, Any]:
+def read_link(interface: str) -> dict[str, Any]:
     """Return an interface's speed in Mbit/s as its driver states it, and whether it is a physical one.
 
     Wireless interfaces, tunnels and interfaces that are down state no speed; a virtual one's speed means nothing.
@@ -136,13 +136,15 @@ def ready(workdir: str, program: str, run_dir: str, token: str) -> Any:
     folder = os.path.expanduser(workdir)
     if not os.path.isdir(folder):
         problems.append(
-            f"no folder {workdir} for the ranks; copy this folder there with --sync, or set workdir: in the hosts file"
+            f"the ranks' folder {workdir} does not exist; copy this folder there with --sync, or set workdir: in the hosts file"
         )
     elif not os.access(folder, os.R_OK | os.X_OK):
-        problems.append(f"no permission to enter the folder {workdir}")
+        problems.append(
+            f"the ranks' folder {workdir} can't be entered: permission denied; change its mode or its owner"
+        )
     on_path = shutil.which(os.path.expanduser(program), path=os.environ.get("PATH", os.defpath))
     if on_path is None and not os.access(os.path.join(folder, program), os.X_OK):
-        problems.append(f"no program {program}; set python: in the hosts file, or --python")
+        problems.append(f"the program {program} does not exist; set python: in the hosts file, or --python")
     shared = os.path.exists(os.path.join(run_dir, token))
     unwritable = ""
     try:
