@@ -240,7 +240,7 @@ class Agent:
         elif action == "probe":
             self._inspector.start_probe(order)
         elif action in ("tell", "unprobe"):
-            self._inspector.obey(order)
+            self._inspector.forward_order(order)
         elif action == "finish":
             self._final_sweep = FinalSweep(order["grace"])
         elif action == "suspend":
@@ -409,8 +409,8 @@ class Agent:
         with contextlib.suppress(BlockingIOError):
             while True:
                 data = self._shim_socket.recv(1 << 16)
-                pid, _, rest = data.decode("utf-8", "replace").partition("\t")
-                kind, _, text = rest.partition("\t")
+                pid, _, message = data.decode("utf-8", "replace").partition("\t")
+                kind, _, text = message.partition("\t")
                 rank = self._living.get(int(pid)) if is_digits(pid) else None
                 if rank is not None:
                     self._on_shim_message(rank, kind, text)

@@ -73,7 +73,7 @@ class FileReceiver:
             self._offered[path] = (kind, value)
             if kind == "link":
                 continue  # links are made at the end, when all files are there
-            if self._has(path, size, value):
+            if self._has_file(path, size, value):
                 self._set_executable(path, mode)
             else:
                 needed.append(path)
@@ -96,7 +96,7 @@ class FileReceiver:
         """Return the first folder of the path that is a link, or "". Nothing behind a link is ours to change."""
         return next((folder for folder in _parent_folders(path) if os.path.islink(self._full_path(folder))), "")
 
-    def _has(self, path: str, size: int, sha256: str) -> bool:
+    def _has_file(self, path: str, size: int, sha256: str) -> bool:
         if self._link_above(path) in self._ours:
             return False  # a link of an earlier copy, which this copy replaces by a folder
         try:
@@ -112,7 +112,7 @@ class FileReceiver:
         if (os.stat(full_path).st_mode ^ mode) & 0o111 and not self._link_above(path):
             os.chmod(full_path, mode)
 
-    def _make_way(self, path: str) -> None:
+    def _clear_path(self, path: str) -> None:
         """Make the folder of a file. Raises CopyError if something is in the way that is not from an earlier copy."""
         for folder in _parent_folders(path):
             full_path = self._full_path(folder)
@@ -133,18 +133,20 @@ class FileReceiver:
         """Return the path of the file that is being written."""
         return self._full_path(self._path)
 
-    def begin(self, path: str, mode: int) -> None:
-        self._make_way(path)
+    def start_file(self, path: str, mode: int) -> None:
+        """Open a temporary file for a file of the copy."""
+        self._clear_path(path)
         self._path, self._mode = path, mode
         fd, self._part = tempfile.mkstemp(prefix=".stoker-part-", dir=os.path.dirname(self.current))
         self._file = os.fdopen(fd, "wb")
         self._digest = hashlib.sha256()
 
-    def data(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
         self._digest.update(data)
         self._file.write(data)
 
-    def end(self, sha256: str) -> None:
+    def finish_file(self, sha256: str) -> None:
+        """Verify the temporary file and rename it. Raises CopyError if its hash differs."""
         os.fchmod(self._file.fileno(), self._mode)
         self._file.close()
         if self._digest.hexdigest() != sha256:
@@ -166,7 +168,7 @@ class FileReceiver:
             full_path = self._full_path(path)
             if kind != "link" or (os.path.islink(full_path) and os.readlink(full_path) == target):
                 continue
-            self._make_way(path)
+            self._clear_path(path)
             if os.path.lexists(full_path):
                 os.unlink(full_path)
             os.symlink(target, full_path)
@@ -266,11 +268,11 @@ def serve(source: int, sink: int) -> int:
                 needed = receiver.offer(order["root"], order["manifest"], entries, order["origin"])
                 send(protocol.encode_message({"is": "need"}, json.dumps(needed).encode()))
             elif do == "begin":
-                receiver.begin(order["path"], order["mode"])
+                receiver.start_file(order["path"], order["mode"])
             elif do == "data":
-                receiver.data(payload)
+                receiver.write(payload)
             elif do == "end":
-                receiver.end(order["sha256"])
+                receiver.finish_file(order["sha256"])
             elif do == "finish":
                 send(protocol.encode_message({"is": "finished", **receiver.finish()}))
                 return 0
@@ -294,9 +296,8 @@ def serve(source: int, sink: int) -> int:
 def _read_orders(source: int, receiver: FileReceiver) -> Iterator[tuple[protocol.Message, bytes]]:
     """Yield orders with their payloads until the sender closes its end or is silent for too long."""
     decoder = protocol.Decoder()
-    while select.select([source], [], [], receiver.silence_s)[
-        0
-    ]:  # a cut cable does not close the connection, so silence means that the sender is gone
+    # A cut cable does not close the connection, so silence means that the sender is gone.
+    while select.select([source], [], [], receiver.silence_s)[0]:
         received = os.read(source, 1 << 20)
         if not received:
             return

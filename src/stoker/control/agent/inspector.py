@@ -83,8 +83,8 @@ class Inspector:
         self._sweeper.spare.add(child.pid)  # a child of the agent, not one that the ranks left behind
         self._selector.register(child.fd, selectors.EVENT_READ, "inspector")
 
-    def obey(self, order: protocol.Message) -> None:
-        """Pass an order on to a running probe, or end the probe."""
+    def forward_order(self, order: protocol.Message) -> None:
+        """Forward an order to a running probe, or kill the probe."""
         for child in self._children.values():
             if child.header["ask"] == order["ask"] and order["do"] == "tell":
                 child.send(order["word"])

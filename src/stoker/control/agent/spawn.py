@@ -188,9 +188,8 @@ class InitGate:
         self.ranks = ranks
         self.slots = slots  # 0: measure how much memory the first rank takes
         self._slot_s = slot_s  # seconds after which a rank loses its slot
-        self._total_s = (
-            total_s  # seconds after which all ranks start: the first ones wait in torch's store, which has a timeout
-        )
+        # Seconds after which all ranks start, because the first ones wait in torch's store, which has a timeout.
+        self._total_s = total_s
         self._started = started
         self.waiting = list(ranks)
         self.holding: dict[int, float] = {}  # rank -> deadline

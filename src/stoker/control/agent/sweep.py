@@ -106,14 +106,19 @@ def take_over(former: Sequence[Sequence[int]], run_id: str, run_dir: str, host: 
     """
     table = procfs.all_processes()
     # Compare start times, too: after a reboot the pid may be another process's.
-    old = [process for pid, start in former for process in table if (process.pid, process.start) == (pid, start)]
-    below = {pid for process in old for pid in procfs.descendants(process.pid, table)}
-    children = [process for process in table if process.pid in below and process not in old]
-    _kill_and_wait([*old, *(process for process in children if not run_origin.is_kept(process.pid))])
+    former_processes = [
+        process for pid, start in former for process in table if (process.pid, process.start) == (pid, start)
+    ]
+    descendants = {pid for process in former_processes for pid in procfs.descendants(process.pid, table)}
+    children = [process for process in table if process.pid in descendants and process not in former_processes]
+    _kill_and_wait([*former_processes, *(process for process in children if not run_origin.is_kept(process.pid))])
     deadline = time.monotonic() + KILL_S
     while (orphans := _find_orphans(run_id, run_dir, host)) and time.monotonic() < deadline:
         _kill_and_wait(orphans)
-    return [f"{process.name} {'was stopped' if process.state == 'T' else 'was still running'}" for process in old]
+    return [
+        f"{process.name} {'was stopped' if process.state == 'T' else 'was still running'}"
+        for process in former_processes
+    ]
 
 
 def _find_orphans(run_id: str, run_dir: str, host: str) -> list[Process]:

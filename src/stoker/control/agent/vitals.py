@@ -28,9 +28,7 @@ VITALS_S = 2.0
 MAX_LOSSES = 32  # of a rank in one message
 
 Send = Callable[[dict[str, Any]], None]
-OnFirstStep = Callable[
-    [RankProcess, float], None
-]  # its second argument is the time of the first beat, in seconds since the epoch
+OnFirstStep = Callable[[RankProcess, float], None]  # called with the rank and the time of its first beat
 
 
 class Vitals:
@@ -157,13 +155,13 @@ _GPU_FIELDS = ("utilization", "memory_used", "memory_total", "temperature", "pow
 
 def make_gauges_message(host: HostGauges, gpus: tuple[GpuGauges, ...], resident: dict[str, int]) -> dict[str, Any]:
     """Return the "gauges" message. `resident` has the resident memory of each rank in bytes."""
-    host_values = {name: _rounded(getattr(host, name)) for name in _HOST_FIELDS}
+    host_values = {name: _round(getattr(host, name)) for name in _HOST_FIELDS}
     host_values["load"] = host.load[0] if host.load else None
-    gpu_values = {gpu.uuid: {name: _rounded(getattr(gpu, name)) for name in _GPU_FIELDS} for gpu in gpus if gpu.uuid}
+    gpu_values = {gpu.uuid: {name: _round(getattr(gpu, name)) for name in _GPU_FIELDS} for gpu in gpus if gpu.uuid}
     return {"is": "gauges", "host": host_values, "gpus": gpu_values, "ranks": resident}
 
 
-def _rounded(value: Any) -> Any:
+def _round(value: Any) -> Any:
     return round(value, 3) if isinstance(value, float) else value
 
 

@@ -49,7 +49,7 @@ def main(folder: str) -> None:
     try:
         data = pickle.dumps(result)
     except Exception as problem:
-        line = f"the result of {function.__qualname__} can't be pickled for the caller: {problem}"
+        line = f"the result of {function.__qualname__} can't be sent back to the caller: {problem}"
         raise TypeError(line) from problem
     write_atomic(path, data, durable=False)
 

@@ -1,4 +1,4 @@
-"""Runs in a rank before the user's script, and installs error reports, stacks on fatal signals, line-buffered output, beats.
+"""Runs in a rank before the user's script. Installs error reports, stacks on fatal signals, line-buffered output, beats.
 
 It shares the process with the script, so it stays small, imports nothing heavy and never raises into the script.
 """
@@ -156,9 +156,8 @@ class _GroupTable(dict):  # type: ignore[type-arg]
 
     def __setitem__(self, group: Any, ranks: Any) -> None:
         super().__setitem__(group, ranks)
-        name = (
-            _world.pg_names.get(group) if is_rank_process() else None
-        )  # torch has no name for a group without this rank
+        # torch has no name for a group that this rank is not in.
+        name = _world.pg_names.get(group) if is_rank_process() else None
         if name is not None:
             has_all_ranks = len(ranks) == int(os.environ.get("WORLD_SIZE", "0") or 0)
             send("groups", f"{name}={'*' if has_all_ranks else ','.join(str(rank) for rank in ranks)}")
@@ -524,7 +523,7 @@ def _start_quietly(start: Callable[[], Any]) -> Any:
 
 
 def _on_distributed_loaded_gated(module: Any) -> None:
-    """Also hook init_process_group, because a rank whose start-up is gated returns its slot when it joins the group."""
+    """Hook init_process_group as well, because a rank whose start-up is gated returns its slot when it joins the group."""
     import functools
 
     _on_distributed_loaded(module)

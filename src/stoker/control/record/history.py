@@ -25,10 +25,8 @@ FOLDER = layout.HISTORY
 EVERY_S = 2.0
 # File name -> (seconds between lines, lines of a full file).
 TIERS: dict[str, tuple[float, int]] = {"seconds": (EVERY_S, 1800), "minutes": (60.0, 1440), "hours": (1200.0, 1008)}
-_SOURCE_INTERVALS = {
-    "minutes": EVERY_S,
-    "hours": TIERS["minutes"][0],
-}  # seconds between the points that a tier averages
+# Seconds between the points that a tier averages.
+_SOURCE_INTERVALS = {"minutes": EVERY_S, "hours": TIERS["minutes"][0]}
 MAX_BYTES = 64 << 20  # of one file; a line of 512 ranks on 64 hosts takes 30 KB
 # Columns that have no mean: points are merged into the newest value (_NEWEST) or all values (_UNION).
 _NEWEST = frozenset(("step", "memory", "memory_total", "loss", "collective_age", "beat_age", "heard"))

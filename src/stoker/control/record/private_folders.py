@@ -18,7 +18,8 @@ def own_folder(root: str, name: str) -> str:
     """
     problem = why_shared(root, sticky=True) if os.path.lexists(root) else ""
     if problem:
-        raise Refusal(f"{root}: {problem}, and could replace your folders there; choose another folder", EX_NOPERM)
+        line = f"the folder {root} can't be used: {problem}, so others could replace your folders there; choose another"
+        raise Refusal(line, EX_NOPERM)
     path = os.path.join(root, name)
     with_uid = f"{path}-{os.geteuid()}"
     for candidate in (path, with_uid):

@@ -63,9 +63,9 @@ def copy_command(run: RunRecord, name: str) -> str:
     argv = run.data["apart"][host_of_files(run)]
     if not run.mine or not isinstance(argv, list) or not argv:
         return ""
-    *options, target = map(str, argv)
+    *copy_argv, target = map(str, argv)
     source = f"{target}{os.path.join(os.path.abspath(run.dir), name)}"
-    return shlex.join([*options, source, f"{os.path.relpath(run.dir)}/"])
+    return shlex.join([*copy_argv, source, f"{os.path.relpath(run.dir)}/"])
 
 
 def list_files_elsewhere(run: RunRecord, completed: bool) -> tuple[tuple[str, str], ...]:
@@ -107,21 +107,21 @@ def command_with_name(typed: Sequence[str], run: str, name: str | None) -> str:
 
     Returns a description instead if a secret in the command was masked, so that it can't be repeated.
     """
-    subcommands = 1 if typed[:1] == ["run"] else 2  # stoker run [options]; stoker train STAGE [options]
-    head, rest = list(typed[:subcommands]), list(typed[subcommands:])
-    has_secrets = any(MASK in arg for arg in rest) or mask_argv(rest) != rest
-    if head[:1] not in (["run"], ["train"]) or has_secrets:
+    word_count = 1 if typed[:1] == ["run"] else 2  # stoker run [options]; stoker train STAGE [options]
+    subcommand, options = list(typed[:word_count]), list(typed[word_count:])
+    has_secrets = any(MASK in arg for arg in options) or mask_argv(options) != options
+    if subcommand[:1] not in (["run"], ["train"]) or has_secrets:
         return "the same command again" if name == run else f"the same command with --name {shlex.quote(run)}"
     if name == run:
-        return shlex.join(["stoker", *head, *rest])
-    pairs = list(itertools.pairwise(rest))
+        return shlex.join(["stoker", *subcommand, *options])
+    pairs = list(itertools.pairwise(options))
     if name is not None and ("--name", name) in pairs:
-        rest[pairs.index(("--name", name)) + 1] = run
-    elif name is not None and f"--name={name}" in rest:
-        rest[rest.index(f"--name={name}")] = f"--name={run}"
+        options[pairs.index(("--name", name)) + 1] = run
+    elif name is not None and f"--name={name}" in options:
+        options[options.index(f"--name={name}")] = f"--name={run}"
     else:
-        head += ["--name", run]
-    return shlex.join(["stoker", *head, *rest])
+        subcommand += ["--name", run]
+    return shlex.join(["stoker", *subcommand, *options])
 
 
 def is_resume_step(step: str) -> bool:

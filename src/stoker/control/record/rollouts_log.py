@@ -51,7 +51,7 @@ class RolloutsWriter:
     def __init__(self, run_dir: str, resumed_at: int, limit: int) -> None:
         self._path, self._limit = os.path.join(run_dir, layout.ROLLOUTS), limit
         if os.path.exists(self._path):
-            lines = [line for step, line in self._lines() if step < resumed_at]
+            lines = [line for step, line in self._read_lines() if step < resumed_at]
             write_atomic(self._path, "".join(lines), durable=False)
         self._fd = os.open(self._path, APPEND, 0o600)
 
@@ -73,7 +73,7 @@ class RolloutsWriter:
     def close(self) -> None:
         os.close(self._fd)
 
-    def _lines(self) -> Iterator[tuple[int, str]]:
+    def _read_lines(self) -> Iterator[tuple[int, str]]:
         """Yield (step, line) of the complete lines."""
         for line, values in read_json_lines(self._path):
             if line.endswith("\n") and isinstance(values.get("step"), int):
@@ -81,7 +81,7 @@ class RolloutsWriter:
 
     def _drop_steps(self) -> None:
         lines_by_step: dict[int, list[str]] = {}
-        for step, line in self._lines():
+        for step, line in self._read_lines():
             lines_by_step.setdefault(step, []).append(line)
         steps = sorted(lines_by_step)
         size = {step: sum(map(len, lines)) for step, lines in lines_by_step.items()}
@@ -157,7 +157,7 @@ class PromptChange:
 
     @property
     def gain(self) -> float:
-        return mean(self.after) - mean(self.before)
+        return mean_reward(self.after) - mean_reward(self.before)
 
 
 @frozen
@@ -190,7 +190,7 @@ def summarize(rollouts: Iterable[Rollout]) -> RolloutsSummary:
     return RolloutsSummary(count, tuple(steps), first, last, tuple(changes))
 
 
-def mean(rollouts: Iterable[Rollout]) -> float:
+def mean_reward(rollouts: Iterable[Rollout]) -> float:
     """Return the mean reward, or 0 without rollouts."""
     rewards = [rollout.reward for rollout in rollouts]
     return sum(rewards) / len(rewards) if rewards else 0.0
@@ -198,5 +198,5 @@ def mean(rollouts: Iterable[Rollout]) -> float:
 
 def find_typical_rollout(rollouts: tuple[Rollout, ...]) -> Rollout:
     """Return the rollout whose reward is nearest to the mean."""
-    middle = mean(rollouts)
+    middle = mean_reward(rollouts)
     return min(rollouts, key=lambda rollout: abs(rollout.reward - middle))

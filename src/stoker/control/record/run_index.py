@@ -208,7 +208,7 @@ def _newest_run(root: str, say: Callable[[str], None]) -> RunRecord:
     if not listing.runs:
         others = f" of yours ({listing.others} of other users: `stoker runs --all`)" if listing.others else ""
         hints = [
-            f"{escape(speedrun.dir)} is a speedrun: --runs-dir {escape(speedrun.runs_dir)}"
+            f"{escape(speedrun.dir)} is a speedrun; name its runs with --runs-dir {escape(speedrun.runs_dir)}"
             for speedrun in list_speedruns(root)[:3]
         ]
         hint = "; ".join(hints) or "choose another folder with --runs-dir"
@@ -217,16 +217,16 @@ def _newest_run(root: str, say: Callable[[str], None]) -> RunRecord:
 
 
 def split_latest(path: str) -> tuple[str, str] | None:
-    """Split a path through a runs folder's `latest`, such as runs/latest/hf, into (runs folder, rest). Else return None.
+    """Split a path through a runs folder's `latest`, such as runs/latest/hf, into (runs folder, the path after it). Else return None.
 
     The folder must have runs of ours, and `latest` must be a link, missing, or another user's: our own folder of that name
     is an ordinary folder.
     """
-    for latest, root, rest in _latest_parts(path):
+    for latest, root, suffix in _latest_parts(path):
         if os.path.isdir(latest) and not os.path.islink(latest) and not _explain_other_owner(latest, root):
             continue
         if (root != "." or os.path.islink(latest)) and _newest_own_run(root) is not None:
-            return root, "/".join(rest)
+            return root, "/".join(suffix)
     return None
 
 
@@ -241,16 +241,16 @@ def through_latest(path: str, say: Callable[[str], None] = terminal.print_status
     If `latest` is another user's (in a shared folder anybody may make it, as a link or a folder), our newest run there is
     used. Without runs of ours there, the path is returned unchanged.
     """
-    for latest, root, rest in _latest_parts(path):
+    for latest, root, suffix in _latest_parts(path):
         owner = _explain_other_owner(latest, root)
         if not owner:
             if os.path.islink(latest):
-                return os.path.join(os.path.dirname(latest), os.readlink(latest), *rest)
+                return os.path.join(os.path.dirname(latest), os.readlink(latest), *suffix)
             continue
         run = _newest_own_run(root)
         if run is not None:
             say(f"{escape(latest)} {owner}; using your newest run there, {escape(run.dir)}")
-            return os.path.join(run.dir, *rest)
+            return os.path.join(run.dir, *suffix)
     return path
 
 

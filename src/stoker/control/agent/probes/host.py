@@ -23,20 +23,20 @@ from stoker.control.machine.observe import Observer, read_recorded
 # Runs in another Python. torch is not imported, which takes seconds; reading its version file takes 0.1 s.
 _PRINT_TORCH_VERSION = """
 import importlib.util, json, os, sys
-found = {"python": sys.version.split()[0]}
+build = {"python": sys.version.split()[0]}
 spec = importlib.util.find_spec("torch")
 if spec is None:
-    found["error"] = "No module named 'torch'"
+    build["error"] = "No module named 'torch'"
 else:
     try:
         version = {}
         with open(os.path.join(os.path.dirname(spec.origin or "."), "version.py")) as file: exec(file.read(), version)
-        found.update(version=version.get("__version__"), cuda=version.get("cuda"))
+        build.update(version=version.get("__version__"), cuda=version.get("cuda"))
     except OSError:
         from importlib import metadata
-        try: found["version"] = metadata.version("torch")
-        except metadata.PackageNotFoundError: found["version"] = "of unknown version"
-print(json.dumps(found, default=str))
+        try: build["version"] = metadata.version("torch")
+        except metadata.PackageNotFoundError: build["version"] = "of unknown version"
+print(json.dumps(build, default=str))
 """
 
 
@@ -144,7 +144,9 @@ def ready(workdir: str, program: str, run_dir: str, token: str) -> Any:
         )
     on_path = shutil.which(os.path.expanduser(program), path=os.environ.get("PATH", os.defpath))
     if on_path is None and not os.access(os.path.join(folder, program), os.X_OK):
-        problems.append(f"the program {program} does not exist; set python: in the hosts file, or --python")
+        problems.append(
+            f"the program {program} is missing or not executable; set python: in the hosts file, or --python"
+        )
     shared = os.path.exists(os.path.join(run_dir, token))
     unwritable = ""
     try:

@@ -2,7 +2,7 @@
 
 For `net`, every host listens on two ports and connects to those of the others. A connection that does not begin with the
 check's random token is closed. The listeners are bound to the address that the others use, and close when the
-coordinator says so or goes away, or when the probe's time is over.
+coordinator ends the probe or its connection, or when the probe's time is over.
 """
 
 from __future__ import annotations
