@@ -129,7 +129,7 @@ class Agent:
 
     def _loop(self, wake_read: int) -> None:
         while not ((self._is_closing and not self._relay.outbox) or self._relay.is_broken):
-            for key, _ in self._selector.select(self._select_timeout()):
+            for key, _ in self._selector.select(self._compute_timeout()):
                 source = key.data
                 if source == "orders":
                     if not self._read_orders():
@@ -152,7 +152,7 @@ class Agent:
             if not self._tick():
                 return
 
-    def _select_timeout(self) -> float:
+    def _compute_timeout(self) -> float:
         next_wake = self._relay.next_wake
         if next_wake is not None:
             return max(0.0, next_wake - time.monotonic())

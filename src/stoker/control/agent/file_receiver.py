@@ -92,12 +92,12 @@ class FileReceiver:
     def _full_path(self, path: str) -> str:
         return os.path.join(self._root, path)
 
-    def _link_above(self, path: str) -> str:
+    def _find_link_above(self, path: str) -> str:
         """Return the first folder of the path that is a link, or "". Nothing behind a link is ours to change."""
-        return next((folder for folder in _parent_folders(path) if os.path.islink(self._full_path(folder))), "")
+        return next((folder for folder in _list_parent_folders(path) if os.path.islink(self._full_path(folder))), "")
 
     def _has_file(self, path: str, size: int, sha256: str) -> bool:
-        if self._link_above(path) in self._ours:
+        if self._find_link_above(path) in self._ours:
             return False  # a link of an earlier copy, which this copy replaces by a folder
         try:
             status = os.lstat(self._full_path(path))
@@ -109,12 +109,12 @@ class FileReceiver:
     def _set_executable(self, path: str, mode: int) -> None:
         """Set the mode of a file if its executable bits differ. The other bits are the host's choice."""
         full_path = self._full_path(path)
-        if (os.stat(full_path).st_mode ^ mode) & 0o111 and not self._link_above(path):
+        if (os.stat(full_path).st_mode ^ mode) & 0o111 and not self._find_link_above(path):
             os.chmod(full_path, mode)
 
     def _clear_path(self, path: str) -> None:
         """Make the folder of a file. Raises CopyError if something is in the way that is not from an earlier copy."""
-        for folder in _parent_folders(path):
+        for folder in _list_parent_folders(path):
             full_path = self._full_path(folder)
             if os.path.islink(full_path) or os.path.isfile(full_path):
                 if folder not in self._ours:
@@ -192,7 +192,7 @@ class FileReceiver:
     def _remove_unchanged(self, path: str, digest: str) -> bool:
         """Remove a file if it is unchanged since the copy, and folders that are empty then. Return whether it was removed."""
         full_path = self._full_path(path)
-        if self._link_above(path):
+        if self._find_link_above(path):
             return False
         try:
             is_link = os.path.islink(full_path)
@@ -202,7 +202,7 @@ class FileReceiver:
         if not unchanged:  # it was edited here since
             return False
         os.unlink(full_path)
-        for folder in reversed(_parent_folders(path)):
+        for folder in reversed(_list_parent_folders(path)):
             try:
                 os.rmdir(self._full_path(folder))
             except OSError:  # it is not empty
@@ -216,7 +216,7 @@ class FileReceiver:
             file.write(json.dumps(content).encode())
 
 
-def _parent_folders(path: str) -> list[str]:
+def _list_parent_folders(path: str) -> list[str]:
     """Return the folders of a relative path, the outermost first."""
     parts = path.split("/")[:-1]
     return ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]

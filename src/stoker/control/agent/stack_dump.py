@@ -284,7 +284,7 @@ def _find_locks(frames: list[list[Any]], variables: list[dict[str, int] | None])
                 key = ""
                 if addresses is not None and root in addresses:
                     key = f"{addresses[root]:x}{text[len(root) :]}"
-                elif addresses is not None and root in _module_variables(file):
+                elif addresses is not None and root in _find_module_variables(file):
                     key = f"{file}:{text}"
                 locks.append([text, key, use == "holds", function, file, line])
         is_innermost = is_innermost and file.endswith("/threading.py")
@@ -292,7 +292,7 @@ def _find_locks(frames: list[list[Any]], variables: list[dict[str, int] | None])
 
 
 @functools.cache
-def _module_variables(file: str) -> frozenset[str]:
+def _find_module_variables(file: str) -> frozenset[str]:
     """Return the variables that the source assigns at its top level."""
     import ast
 

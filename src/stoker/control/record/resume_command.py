@@ -33,11 +33,11 @@ def saved_state(run: RunRecord) -> tuple[SavedState, ...]:
     unfinished = {
         name: role for name, role in list_roles(run).items() if not role.verdict or role.verdict.status != "completed"
     }
-    states = [_newest_state(name, role) for name, role in {"": run, **unfinished}.items()]
+    states = [_find_newest_state(name, role) for name, role in {"": run, **unfinished}.items()]
     return tuple(state for state in states if state is not None)
 
 
-def _newest_state(role: str, run: RunRecord) -> SavedState | None:
+def _find_newest_state(role: str, run: RunRecord) -> SavedState | None:
     checkpoint = checkpoints.find_newest_checkpoint(run.dir)
     if checkpoint is not None:
         return SavedState(role, checkpoint.path)

@@ -100,7 +100,10 @@ def own_runs(root: str) -> list[RunRecord]:
 
 
 def find_file(run_dir: str, name: str) -> str | None:
-    """Return a file's path relative to the run directory: the run's file, or that of a job's first role that has it, or None."""
+    """Return the path of a run's file relative to the run directory, or None.
+
+    A multi-role job has the file of its first role that has one.
+    """
     if os.path.exists(os.path.join(run_dir, name)):
         return name
     for role in list_runs(os.path.join(run_dir, layout.ROLES)).runs:
@@ -126,10 +129,10 @@ def find_run(
     Raises Refusal if there is no such run.
     """
     if which is None or which == layout.LATEST:
-        return _newest_run(root, say)
+        return _find_newest_run(root, say)
     latest = split_latest(which)
     if latest is not None and not latest[1]:
-        return _newest_run(latest[0], say)
+        return _find_newest_run(latest[0], say)
     is_path = os.sep in which
     for path in (which, os.path.join(root, which)):
         path = through_latest(path, say)
@@ -191,7 +194,7 @@ def role_of(run: RunRecord, name: str) -> RunRecord:
     return roles[name]
 
 
-def _newest_run(root: str, say: Callable[[str], None]) -> RunRecord:
+def _find_newest_run(root: str, say: Callable[[str], None]) -> RunRecord:
     """Return the run that `latest` links to if link and run are ours, else the one that was started last."""
     link = os.path.join(root, layout.LATEST)
     try:
@@ -217,15 +220,15 @@ def _newest_run(root: str, say: Callable[[str], None]) -> RunRecord:
 
 
 def split_latest(path: str) -> tuple[str, str] | None:
-    """Split a path through a runs folder's `latest`, such as runs/latest/hf, into (runs folder, the path after it). Else return None.
+    """Split a path through a runs folder's `latest`, such as runs/latest/hf, into ("runs", "hf"). Return None for other paths.
 
     The folder must have runs of ours, and `latest` must be a link, missing, or another user's: our own folder of that name
     is an ordinary folder.
     """
-    for latest, root, suffix in _latest_parts(path):
+    for latest, root, suffix in _split_at_latest(path):
         if os.path.isdir(latest) and not os.path.islink(latest) and not _explain_other_owner(latest, root):
             continue
-        if (root != "." or os.path.islink(latest)) and _newest_own_run(root) is not None:
+        if (root != "." or os.path.islink(latest)) and _find_newest_own_run(root) is not None:
             return root, "/".join(suffix)
     return None
 
@@ -241,20 +244,20 @@ def through_latest(path: str, say: Callable[[str], None] = terminal.print_status
     If `latest` is another user's (in a shared folder anybody may make it, as a link or a folder), our newest run there is
     used. Without runs of ours there, the path is returned unchanged.
     """
-    for latest, root, suffix in _latest_parts(path):
-        owner = _explain_other_owner(latest, root)
-        if not owner:
+    for latest, root, suffix in _split_at_latest(path):
+        problem = _explain_other_owner(latest, root)
+        if not problem:
             if os.path.islink(latest):
                 return os.path.join(os.path.dirname(latest), os.readlink(latest), *suffix)
             continue
-        run = _newest_own_run(root)
+        run = _find_newest_own_run(root)
         if run is not None:
-            say(f"{escape(latest)} {owner}; using your newest run there, {escape(run.dir)}")
+            say(f"{escape(latest)} {problem}; using your newest run there, {escape(run.dir)}")
             return os.path.join(run.dir, *suffix)
     return path
 
 
-def _latest_parts(path: str) -> list[tuple[str, str, list[str]]]:
+def _split_at_latest(path: str) -> list[tuple[str, str, list[str]]]:
     """Return (path that ends with `latest`, its folder, the parts after it) for each part of a path that is `latest`."""
     parts = path.split("/")
     return [
@@ -268,7 +271,7 @@ def _latest_parts(path: str) -> list[tuple[str, str, list[str]]]:
     ]
 
 
-def _newest_own_run(root: str) -> RunRecord | None:
+def _find_newest_own_run(root: str) -> RunRecord | None:
     try:
         runs = own_runs(root)
     except errors.Refusal:  # we have no runs in a folder that we can't list

@@ -109,12 +109,12 @@ def _read_record(run_dir: str) -> RunRecord | None:
     try:
         verdict = Verdict.from_json(_read_json_file(run_dir, layout.VERDICT))
     except (FileNotFoundError, TypeError, DamagedRecord):
-        verdict = _verdict_from_events(run_dir)  # there is none yet, it is of another version, or damaged
+        verdict = _read_verdict_from_events(run_dir)  # there is none yet, it is of another version, or damaged
     mine = safe_io.is_own_uid(uid, os.path.dirname(run_dir))
     return RunRecord(run_dir, os.path.basename(run_dir), data, verdict, uid, mine)
 
 
-def _verdict_from_events(run_dir: str) -> Verdict | None:
+def _read_verdict_from_events(run_dir: str) -> Verdict | None:
     """Return the verdict in the last event, for a run whose verdict.json could not be written.
 
     Returns None if there is none, or if a newer start or attempt follows it.

@@ -107,7 +107,7 @@ def _hash_files(sources: Mapping[str, str]) -> dict[str, str]:
 
 
 def _hash_paths(paths: Iterable[str]) -> dict[str, str]:
-    """Return path -> hash of a file or of a folder's names and contents, or "" if it is missing. Hashes of big files are cached."""
+    """Return path -> hash of a file, or of a folder's names and contents, or "" if it is missing. Cache big files' hashes."""
     cache = FileHashes()
     hashes = {}
     for path in paths:
