@@ -85,7 +85,7 @@ class Recording:
         snapshot = self._now()
         ranks = snapshot.runs[-1].ranks
         self.record = RunWriter(str(self.dir), os.uname().nodename, False)
-        self.record.begin(
+        self.record.record_start(
             {
                 "name": "measured",
                 "started": self._begun,
@@ -137,7 +137,7 @@ class Recording:
 
     def _write(self) -> None:
         while not self._ending.wait(2.0):
-            self.record.moment(moment_of(self._now()))
+            self.record.write_history_point(moment_of(self._now()))
 
     def close(self) -> None:
         self._ending.set()

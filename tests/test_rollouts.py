@@ -10,7 +10,7 @@ import pytest
 
 from stoker.cli import rollouts as command
 from stoker.contract.errors import EX_NOINPUT, Refusal
-from stoker.control.record.rollouts_log import ENDS, OF_A_STEP, Rollout, RolloutsWriter, read_rollouts, summarize
+from stoker.control.record.rollouts_log import ENDS, STEPS_PER_LIMIT, Rollout, RolloutsWriter, read_rollouts, summarize
 
 
 def rollout(step: int, row: int = 0, answer: str = "x", reward: float = 0.5, prompt: object = "?") -> Rollout:
@@ -46,7 +46,7 @@ def test_the_file_is_bounded_and_keeps_both_ends(tmp_path: Path) -> None:
     file.write(rollout(300, row, "z" * 200) for row in range(1000))
     file.close()
     last = [one for one in read_rollouts(str(tmp_path)) if one.step == 300]
-    assert 3 < len(last) < 1000 and sum(len(one.answer) for one in last) < limit // OF_A_STEP
+    assert 3 < len(last) < 1000 and sum(len(one.answer) for one in last) < limit // STEPS_PER_LIMIT
 
 
 def test_best_worst_and_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,7 +64,7 @@ def launch(
     options: dict[str, Any],
 ) -> dict[int, Any]:
     """Implement stoker.launch; see there."""
-    if function_call.importing_main:
+    if function_call.is_importing_main:
         line = "stoker.launch runs while its ranks import this script"
         raise RuntimeError(f"{line}: put the call below  if __name__ == '__main__':")
     words, secrets = split_secret_options(_flags(nproc, options))

@@ -16,7 +16,7 @@ def test_slots_are_passed_on_in_order() -> None:
     assert gate.admit(0.0) == [0, 1] and gate.admit(1.0) == [] and gate.is_limiting
     assert gate.release(1) and not gate.release(1)
     assert gate.admit(2.0) == [2]
-    assert gate.overdue(9.0) == [] and gate.overdue(10.0) == [0]
+    assert gate.find_overdue(9.0) == [] and gate.find_overdue(10.0) == [0]
 
 
 def test_the_first_rank_tells_how_many_fit() -> None:

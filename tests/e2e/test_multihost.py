@@ -312,13 +312,13 @@ def test_what_a_host_lacks_is_named_before_any_rank_starts(stoker: Stoker, netcl
     done = stoker("run", "--hosts", str(netcluster.file(per_host=[{}, {}, {"workdir": missing}])), "s.py")
     assert (
         done.code == 69
-        and f"host {netcluster.hosts[2].name}: no folder {missing}" in done.err
+        and f"host {netcluster.hosts[2].name}: the ranks' folder {missing} does not exist" in done.err
         and not (stoker.cwd / "runs").exists()
     )
     missing = str(stoker.cwd / "nowhere")
     done = stoker("run", "--hosts", str(netcluster.file(workdir=missing)), "s.py")
     names = ", ".join(host.name for host in netcluster.hosts)
-    assert f"hosts {names}: no folder {missing} for the ranks; copy this folder there with --sync" in done.err
+    assert f"hosts {names}: the ranks' folder {missing} does not exist; copy this folder there with --sync" in done.err
     assert done.err.count(missing) == 1, done.err
     done = stoker("run", "--hosts", str(netcluster.file(slots=(1, 1))), "s.py")
     assert done.code == 69 and f"host {netcluster.hosts[1].name}: s.py differs" in done.err and "ran" not in done.out

@@ -52,15 +52,15 @@ def test_the_record_is_not_written_through_links(public: Path) -> None:
         while not swapped.exists():
             time.sleep(0.01)
         try:
-            record.attempt(0)
+            record.create_attempt_dir(0)
         except Refusal as refusal:
             assert "moved or replaced" in refusal.line
         else:
             raise AssertionError("ranks would be started in the attacker's folder")
-        record.output(layout.rank_log(str(run_dir), 0, 0), b"a line\n")
+        record.append_output(layout.rank_log(str(run_dir), 0, 0), b"a line\n")
         record.save(layout.rank_stack(str(run_dir), 0, 0), "a stack")
         assert precious.read_text() == "precious"
-        assert len(record.lost()) == 2
+        assert len(record.pop_lost_output()) == 2
 
     do_as(ATTACKER, share_a_folder)
     victim = start_as(VICTIM, run_there)

@@ -121,7 +121,7 @@ def test_each_user_sees_and_continues_their_own_runs(users: tuple[User, User]) -
     assert ann("run", "--name", "exp", "fail.py").code == 3
     done = bob("run", "--name", "exp", "fail.py")
     assert done.code == 3 and "going on with" not in done.err, done.err  # a name of Ann's is no name of Bob's
-    assert done.err.count("stays as it is") == 1
+    assert done.err.count("could not be updated") == 1
     assert [run["user"] for run in ann.runs()] == [f"uid {ANN}"] and [run["user"] for run in bob.runs()] == [
         f"uid {BOB}"
     ]

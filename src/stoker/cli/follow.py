@@ -43,7 +43,7 @@ def attach_main(argv: list[str]) -> int:
 
 def _attach(run: run_record.RunRecord, lines: int) -> int:
     on_terminal = sys.stdout.isatty()
-    start = log_tail.newest_start(run)
+    start = log_tail.find_newest_start(run)
     if start.number > 1:
         command = f"stoker logs {shlex.quote(run.id)} --attempt {start.first_attempt - 1}"
         hint = f"; `{command}` shows the one before" if start.first_attempt else ""
@@ -58,13 +58,13 @@ def _attach(run: run_record.RunRecord, lines: int) -> int:
             over = run_record.is_over(run)  # before reading, so that no output is missed
             for role, part in {"": run, **run_index.list_roles(run)}.items():
                 if role not in starts:
-                    starts[role] = log_tail.newest_start(part)
+                    starts[role] = log_tail.find_newest_start(part)
                 logs = [
                     (attempt, rank, path)
-                    for attempt, rank, path in log_tail.rank_logs(part)
+                    for attempt, rank, path in log_tail.list_rank_logs(part)
                     if path not in tails and attempt >= starts[role].first_attempt
                 ]
-                labels = log_tail.rank_labels(part) if logs else {}
+                labels = log_tail.read_rank_labels(part) if logs else {}
                 is_recipe = str(part.data.get("script")).startswith(RECIPES)
                 for attempt, rank, path in logs:
                     offset = _offset_of_last_lines(path, lines) if first_pass else 0
@@ -74,7 +74,7 @@ def _attach(run: run_record.RunRecord, lines: int) -> int:
                     tails[path] = (log_tail.LogTail(path, offset), LineCutter(prefix, shorten))
             first_pass = False
             for tail, cutter in tails.values():
-                while data := tail.new():
+                while data := tail.read_new():
                     if not run.mine:
                         data = log_tail.strip_control_codes(data)
                     if shown := cutter.feed(data):
@@ -155,7 +155,7 @@ def _print_log(run: run_record.RunRecord, args: argparse.Namespace) -> int:
     attempt = attempts[-1] if args.attempt is None else args.attempt
     if attempt not in attempts:
         raise Refusal(f"run {run.id} has no attempt {attempt}; there are {attempts[0]} to {attempts[-1]}", EX_NOINPUT)
-    logged = [rank for number, rank, _ in log_tail.rank_logs(run) if number == attempt]
+    logged = [rank for number, rank, _ in log_tail.list_rank_logs(run) if number == attempt]
     planned = run.ranks if attempt == attempts[-1] else 0  # the record holds the plan of the newest attempt only
     world_size = max([planned, *(rank + 1 for rank in logged)])
     rank = args.rank or 0
@@ -169,7 +169,7 @@ def _print_log(run: run_record.RunRecord, args: argparse.Namespace) -> int:
     tail, silent = log_tail.LogTail(layout.rank_log(run.dir, attempt, rank)), True
     while True:
         over = run_record.is_over(run)  # before reading, so that no output is missed
-        while data := tail.new():
+        while data := tail.read_new():
             silent = False
             sys.stdout.buffer.write(data if run.mine or not sys.stdout.isatty() else log_tail.strip_control_codes(data))
         sys.stdout.buffer.flush()

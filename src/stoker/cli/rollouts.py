@@ -19,11 +19,11 @@ from stoker.control.record.rollouts_log import (
     PromptChange,
     Rollout,
     RolloutsSummary,
-    mean,
+    find_typical_rollout,
+    mean_reward,
     read_rollouts,
     summarize,
     to_json,
-    typical,
 )
 
 _DESCRIPTION = (
@@ -99,16 +99,16 @@ def _summary_json(rollouts: RolloutsSummary, limit: int) -> dict[str, Any]:
         "schema": 1,
         "answers": rollouts.answers,
         "steps": [rollouts.steps[0], rollouts.steps[-1], len(rollouts.steps)],
-        "reward_first": mean(rollouts.first),
-        "reward_last": mean(rollouts.last),
+        "reward_first": mean_reward(rollouts.first),
+        "reward_last": mean_reward(rollouts.last),
         "best": [to_json(rollout) for rollout in best(rollouts.last, limit)],
         "worst": [to_json(rollout) for rollout in best(rollouts.last, limit, worst=True)],
         "changed": [
             {
                 "row": change.row,
                 "gain": change.gain,
-                "before": to_json(typical(change.before)),
-                "after": to_json(typical(change.after)),
+                "before": to_json(find_typical_rollout(change.before)),
+                "after": to_json(find_typical_rollout(change.after)),
             }
             for change in largest_changes(rollouts.changes, limit)
         ],
@@ -119,9 +119,9 @@ def _print_summary(rollouts: RolloutsSummary, limit: int) -> None:
     steps = rollouts.steps
     print(f"{plural(rollouts.answers, 'completion')} of {plural(len(steps), 'step')}, {steps[0]} to {steps[-1]}")
     if len(steps) <= ENDS:
-        print(f"mean reward {mean(rollouts.last):.3f}")
+        print(f"mean reward {mean_reward(rollouts.last):.3f}")
     else:
-        first, last = mean(rollouts.first), mean(rollouts.last)
+        first, last = mean_reward(rollouts.first), mean_reward(rollouts.last)
         print(f"mean reward {first:.3f} in the first {ENDS} steps, {last:.3f} in the last {ENDS}")
     if any(rollout.correct is not None for rollout in rollouts.last):
         print_text("correct or wrong: as `stoker train evaluate` grades the answer, independent of the reward")
@@ -138,8 +138,8 @@ def _print_summary(rollouts: RolloutsSummary, limit: int) -> None:
     for change in largest_changes(rollouts.changes, limit):
         print_text(f"  {change.gain:+.3f}  prompt: {_one_line(change.before[0].prompt)}")
         for group in (change.before, change.after):
-            rollout = typical(group)
-            print_text(f"    step {rollout.step}, mean reward {mean(group):.3f}: {_one_line(rollout.answer)}")
+            rollout = find_typical_rollout(group)
+            print_text(f"    step {rollout.step}, mean reward {mean_reward(group):.3f}: {_one_line(rollout.answer)}")
 
 
 def _describe(rollout: Rollout) -> str:

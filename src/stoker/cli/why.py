@@ -85,7 +85,7 @@ def explain_run(run: run_record.RunRecord) -> Verdict | None:
         verdict = runs(scheduler).explained(os.path.dirname(run.dir), run, verdict)
     if verdict is not None and run.mine:
         root = os.path.dirname(run.dir)
-        verdict = replace(verdict, fix=tuple(resume_command.with_run_id(fix, run, root) for fix in verdict.fix))
+        verdict = replace(verdict, fix=tuple(resume_command.replace_name_by_id(fix, run, root) for fix in verdict.fix))
     return verdict
 
 

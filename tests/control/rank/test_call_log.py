@@ -29,10 +29,10 @@ class Tensor:
 
 
 @pytest.fixture
-def log() -> tuple[mmap, call_log.Writer, Any]:
+def log() -> tuple[mmap, call_log.CallLogWriter, Any]:
     """The memory, its writer, and a module with wrapped functions."""
     memory, ticks = mmap(-1, call_log.SIZE), itertools.count(10)
-    writer = call_log.Writer(memory, 0, lambda: next(ticks))
+    writer = call_log.CallLogWriter(memory, 0, lambda: next(ticks))
     code = """
 def all_reduce(tensor, op=None, group=None, async_op=False):
     if tensor.numel() == 0:
@@ -50,7 +50,7 @@ def barrier(group=None): ...
     return memory, writer, module
 
 
-def test_a_call_is_recorded_with_its_lines(log: tuple[mmap, call_log.Writer, Any]) -> None:
+def test_a_call_is_recorded_with_its_lines(log: tuple[mmap, call_log.CallLogWriter, Any]) -> None:
     memory, _, torch = log
 
     def helper() -> None:
@@ -65,20 +65,22 @@ def test_a_call_is_recorded_with_its_lines(log: tuple[mmap, call_log.Writer, Any
     assert call["left_ns"] > call["entered_ns"]
 
 
-def test_of_all_gather_the_tensor_that_the_rank_gives_is_recorded(log: tuple[mmap, call_log.Writer, Any]) -> None:
+def test_of_all_gather_the_tensor_that_the_rank_gives_is_recorded(
+    log: tuple[mmap, call_log.CallLogWriter, Any],
+) -> None:
     memory, _, torch = log
     torch.all_gather([Tensor(1), Tensor(1)], Tensor(5))
     torch.all_gather([], tensor=Tensor(7))
     assert [call["elements"] for call in call_log.read_calls(memory, 0)] == [5, 7]
 
 
-def test_calls_within_calls_are_not_recorded(log: tuple[mmap, call_log.Writer, Any]) -> None:
+def test_calls_within_calls_are_not_recorded(log: tuple[mmap, call_log.CallLogWriter, Any]) -> None:
     memory, _, torch = log
     torch.all_gather_object([Tensor(1)], None)
     assert [call["name"] for call in call_log.read_calls(memory, 0)] == ["all_gather_object"]
 
 
-def test_a_call_that_raises_has_not_returned(log: tuple[mmap, call_log.Writer, Any]) -> None:
+def test_a_call_that_raises_has_not_returned(log: tuple[mmap, call_log.CallLogWriter, Any]) -> None:
     memory, _, torch = log
     with pytest.raises(ValueError, match="empty"):
         torch.all_reduce(Tensor(0))
@@ -86,7 +88,7 @@ def test_a_call_that_raises_has_not_returned(log: tuple[mmap, call_log.Writer, A
     assert not call.returned
 
 
-def test_messages_are_counted_apart_from_collectives(log: tuple[mmap, call_log.Writer, Any]) -> None:
+def test_messages_are_counted_apart_from_collectives(log: tuple[mmap, call_log.CallLogWriter, Any]) -> None:
     memory, _, torch = log
     torch.barrier()
     torch.send(Tensor(3), 1)
@@ -99,7 +101,7 @@ def test_messages_are_counted_apart_from_collectives(log: tuple[mmap, call_log.W
     ]
 
 
-def test_the_newest_calls_are_kept(log: tuple[mmap, call_log.Writer, Any]) -> None:
+def test_the_newest_calls_are_kept(log: tuple[mmap, call_log.CallLogWriter, Any]) -> None:
     memory, _, torch = log
     for _ in range(3 * call_log.SLOTS + 5):
         torch.barrier()
@@ -107,7 +109,7 @@ def test_the_newest_calls_are_kept(log: tuple[mmap, call_log.Writer, Any]) -> No
     assert [call["number"] for call in calls] == list(range(2 * call_log.SLOTS + 6, 3 * call_log.SLOTS + 6))
 
 
-def test_a_call_is_recorded_when_there_is_no_space_for_new_lines(log: tuple[mmap, call_log.Writer, Any]) -> None:
+def test_a_call_is_recorded_when_there_is_no_space_for_new_lines(log: tuple[mmap, call_log.CallLogWriter, Any]) -> None:
     memory, _, torch = log
     for number in range(3000):  # as many lines as a generated program may have
         exec(compile(f"call()  # {number}", f"/generated/{number}.py", "exec"), {"call": torch.barrier})
@@ -116,14 +118,14 @@ def test_a_call_is_recorded_when_there_is_no_space_for_new_lines(log: tuple[mmap
     assert calls[-1]["frames"] == []
 
 
-def test_a_forked_worker_writes_nothing(log: tuple[mmap, call_log.Writer, Any]) -> None:
+def test_a_forked_worker_writes_nothing(log: tuple[mmap, call_log.CallLogWriter, Any]) -> None:
     memory, writer, torch = log
-    writer.active = False
+    writer.is_active = False
     torch.barrier()
     assert call_log.read_calls(memory, 0) == []
 
 
-def test_memory_that_the_script_overwrote_is_no_log(log: tuple[mmap, call_log.Writer, Any]) -> None:
+def test_memory_that_the_script_overwrote_is_no_log(log: tuple[mmap, call_log.CallLogWriter, Any]) -> None:
     memory, _, torch = log
     torch.barrier()
     memory[: len(memory)] = os.urandom(len(memory))

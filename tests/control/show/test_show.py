@@ -150,9 +150,9 @@ def test_history_is_bounded_and_thinned_out(tmp_path: Path, monkeypatch: pytest.
     for at in range(0, 1000, 2):
         writer.write(moment(float(at)))
         if at % 62 == 0:
-            followed += tail.new()
+            followed += tail.read_new()
     writer.close()
-    followed += tail.new()
+    followed += tail.read_new()
     assert [one.time for one in followed] == [float(at) for at in range(0, 1000, 2)]  # turned over ten times meanwhile
     kept = history.read_history(str(tmp_path))
     assert 50 <= len(kept) <= 100 and kept[-1].time == 998.0
@@ -181,7 +181,7 @@ def test_history_goes_on_after_a_crash_and_a_change_of_members(tmp_path: Path) -
         file.write(b'{"schema":9,"time":8.0}\n' + b"[" * 50_000 + b"\n")
     read = history.read_history(str(tmp_path))
     assert [(one.time, one.attempt, len(one.members.ranks)) for one in read] == [(2.0, 0, 2), (6.0, 1, 3)]
-    assert history.newest_columns(str(tmp_path))["step"] == (1,)
+    assert history.read_newest_columns(str(tmp_path))["step"] == (1,)
 
 
 def test_a_history_that_cannot_be_written_is_counted(tmp_path: Path) -> None:
@@ -787,7 +787,7 @@ def test_a_name_of_several_runs_means_the_newest_and_says_so(finished: Stoker) -
     newer = finished("run", "--name", "exp", "train.py", "4").run_dir
     assert newer != first
     metrics_file(newer, [3.0, 2.0])
-    line = f"stoker: exp is the name of 2 runs; the newest is taken: {newer.name}\n"
+    line = f"stoker: 2 runs have the name exp; using the newest, {newer.name}\n"
     for command in (["why", "exp"], ["plot", "exp"], ["top", "exp", "--once"], ["compare", "exp", first.name]):
         done = finished(*command)
         assert done.code == 0 and done.err == line, (command, done.err)

@@ -13,7 +13,7 @@ from stoker.contract.evidence import BadNumber, Stall
 from stoker.contract.flight_recorder import summarize_trace
 from stoker.contract.frozen import replace
 from stoker.contract.units import format_ranks
-from stoker.control.agent.stack_dump import conditions_around
+from stoker.control.agent.stack_dump import find_conditions_around
 from stoker.control.verdict.hangs import cause_of, make_stall_report, summary
 from stoker.control.verdict.rules import numbers
 from stoker.control.watch.culprit import find_culprit, reason
@@ -1195,12 +1195,14 @@ def save_all(self, model):
 def test_conditions_on_the_rank_are_read_from_the_source(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(SAVES)
-    around = {line: conditions_around(str(path), line) for line in range(1, 16)}
+    around = {line: find_conditions_around(str(path), line) for line in range(1, 16)}
     assert around[6] == [[5, "if rank == 0"]] and around[8] == [[5, "else of if rank == 0"]]
     assert around[13] == around[15] == [[11, "if not self.is_main_process: return"]]
     assert not any(around[line] for line in (1, 4, 5, 9, 11)), "the condition itself is no line that depends on it"
     assert around[12] == [[11, "if not self.is_main_process"]]
-    assert conditions_around("/usr/lib/python3.11/selectors.py", 415) == conditions_around("absent.py", 1) == []
+    assert (
+        find_conditions_around("/usr/lib/python3.11/selectors.py", 415) == find_conditions_around("absent.py", 1) == []
+    )
 
 
 GATHER = ["all_gather", f"{TORCH}/distributed/distributed_c10d.py", 3900]

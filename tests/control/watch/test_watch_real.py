@@ -158,7 +158,7 @@ sys.stdout = sys.stderr = io.StringIO()
 @at_length
 def test_overwritten_beats(stoker: Stoker) -> None:
     """The page is the script's memory too. Without it a rank is not accused of standing still, and nothing crashes."""
-    each = 'if n == 5: memory = sys.modules["stoker.control.rank.shim"]._writer._memory; memory[:] = os.urandom(len(memory))'
+    each = 'if n == 5: memory = sys.modules["stoker.control.rank.shim"]._beat_writer._memory; memory[:] = os.urandom(len(memory))'
     done = stoker.torch("run", "--nproc-per-node", "2", script(stoker, stuck="pass", each=each, steps=60))
     assert (done.verdict["status"], done.code) == ("completed", 0)
     assert "its beats are unreadable" in done.out + done.err

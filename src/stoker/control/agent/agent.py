@@ -1,6 +1,6 @@
-"""The agent of one host: a select loop that starts the host's ranks, sends their output home, watches and stops them.
+"""Runs one host's ranks: a select loop that starts them, forwards their output, watches and stops them.
 
-The coordinator decides everything about the run. Only when the coordinator is gone does the agent act alone.
+The coordinator decides everything about the run. The agent acts alone only when the coordinator is gone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,14 @@ from stoker.control.agent.relay import CHUNK, FLOOD_BYTES, Relay
 from stoker.control.agent.spawn import SOCKET_NAME, InitGate, RankProcess, spawn_rank
 from stoker.control.agent.stack_dump import MAX_CALLS, add_source_to_calls
 from stoker.control.agent.sweep import FinalSweep, StopSequence, Sweeper, read_exit, reap, take_over
-from stoker.control.agent.vitals import BEATS_S, VITALS_S, Vitals, enforce_memory_limit, gauges_message, measure_memory
+from stoker.control.agent.vitals import (
+    BEATS_S,
+    VITALS_S,
+    Vitals,
+    enforce_memory_limit,
+    make_gauges_message,
+    measure_memory,
+)
 from stoker.control.machine import host_limits, run_origin
 from stoker.control.machine.gpu_lock import GpuLocks, held_gpus
 from stoker.control.machine.host_limits import cpus_near
@@ -41,20 +48,20 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from stoker.control.machine.gauges import Gauges
 
-_MAX_REPORT = 140_000  # characters of a report that are sent: torch's own may quote rows of data
+_MAX_REPORT = 140_000  # maximum characters of a report that is sent: torch's reports may quote rows of data
 
 
 class Agent:
     """Obeys the coordinator's orders on standard input and reports on standard output.
 
-    `heart` is a pipe to the guardian, written every second; `life` is one that closes when the guardian ends.
-    `stdin_fd` is for rank 0, or -1.
+    The agent writes to `heartbeat_fd` every second, for the guardian. `guardian_fd` closes when the guardian ends.
+    `stdin_fd` is the standard input of rank 0, or -1.
     """
 
-    def __init__(self, heart: int, life: int, guardian: int, stdin_fd: int) -> None:
-        self._heart, self._life, self._stdin_fd = heart, life, stdin_fd
+    def __init__(self, heartbeat_fd: int, guardian_fd: int, guardian: int, stdin_fd: int) -> None:
+        self._heartbeat_fd, self._guardian_fd, self._stdin_fd = heartbeat_fd, guardian_fd, stdin_fd
         if stdin_fd >= 0:
-            os.set_inheritable(stdin_fd, False)  # for rank 0's own stdin only
+            os.set_inheritable(stdin_fd, False)  # only rank 0 gets it, as its stdin
         self._guardian = guardian
         self._sweeper = Sweeper(os.getpid(), {os.getpid(), guardian})
         self._run_id = ""  # set by the order "open"
@@ -91,8 +98,8 @@ class Agent:
         self._origin = run_origin.own_origin(os.environ).text()
         self._files_limit = host_limits.raise_files_limit()  # for two pipes per rank; ranks get the old limit back
         wake_read, wake_write = os.pipe()
-        for handle in (wake_read, wake_write, 0, 1):
-            os.set_blocking(handle, False)
+        for fd in (wake_read, wake_write, 0, 1):
+            os.set_blocking(fd, False)
         self._wake = wake_write
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -102,9 +109,14 @@ class Agent:
             self._shim_socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             self._shim_socket.bind(os.path.join(self._dir, SOCKET_NAME))
             self._shim_socket.setblocking(False)
-            sources = {0: "orders", wake_read: "wake", self._life: "life", self._shim_socket.fileno(): "shim"}
-            for handle, source in sources.items():
-                self._selector.register(handle, selectors.EVENT_READ, source)
+            sources = {
+                0: "orders",
+                wake_read: "wake",
+                self._guardian_fd: "guardian",
+                self._shim_socket.fileno(): "shim",
+            }
+            for fd, source in sources.items():
+                self._selector.register(fd, selectors.EVENT_READ, source)
             self._relay.outbox += protocol.SENTINEL
             try:
                 self._loop(wake_read)
@@ -117,7 +129,7 @@ class Agent:
 
     def _loop(self, wake_read: int) -> None:
         while not ((self._is_closing and not self._relay.outbox) or self._relay.is_broken):
-            for key, _ in self._selector.select(self._select_timeout()):
+            for key, _ in self._selector.select(self._compute_timeout()):
                 source = key.data
                 if source == "orders":
                     if not self._read_orders():
@@ -129,8 +141,8 @@ class Agent:
                     self._collect_exits()
                 elif source == "shim":
                     self._read_shim_messages()
-                elif source == "life":
-                    return  # the guardian is gone: nobody would sweep after us
+                elif source == "guardian":
+                    return  # the guardian has ended: nobody would sweep if the agent died
                 elif source == "out":
                     self._relay.flush()
                 elif source == "inspector":
@@ -140,7 +152,7 @@ class Agent:
             if not self._tick():
                 return
 
-    def _select_timeout(self) -> float:
+    def _compute_timeout(self) -> float:
         next_wake = self._relay.next_wake
         if next_wake is not None:
             return max(0.0, next_wake - time.monotonic())
@@ -154,12 +166,12 @@ class Agent:
         self._relay.wake(now)
         if now - self._last_ping >= protocol.PING_S:
             self._last_ping = now
-            os.write(self._heart, b"\n")
+            os.write(self._heartbeat_fd, b"\n")
             self._relay.send({"is": "ping"})
         if now - self._last_heard > protocol.SILENCE_S and not self._is_suspended:
             return False
         if not self._is_suspended:
-            self._vitals.check(self._ranks, now, self._on_first_step)
+            self._vitals.report(self._ranks, now, self._on_first_step)
             self._read_gauges(now)
         self._start_admitted(now)
         enforce_memory_limit(self._ram_limit, self._ranks, self._relay.send)
@@ -170,7 +182,7 @@ class Agent:
             self._sweeper, self._relay, self._ranks, self._nvml, self._collect_exits
         ):
             self._final_sweep = self._gate = None
-            self._living.clear()  # a rank that is left can't be killed, and we don't wait for it
+            self._living.clear()  # a rank that still lives can't be killed: don't wait for it
             if self._port is not None:
                 self._port.close()
                 self._port = None
@@ -189,7 +201,7 @@ class Agent:
             return False
         now = time.monotonic()
         if now - self._last_heard > protocol.SILENCE_S and not self._is_suspended:
-            # We were stopped for longer than the coordinator waits: the run these orders are for goes on without us.
+            # The agent was stopped for longer than the coordinator waits: the run has gone on without this host.
             return False
         self._last_heard = now
         for order, _ in self._decoder.feed(data):
@@ -200,7 +212,7 @@ class Agent:
             except OSError as problem:
                 line = f"the agent could not {order['do']}: {problem}"
                 self._relay.send({"is": "refused", "line": line, "code": EX_OSERR})
-        self._last_heard = time.monotonic()  # the time we took to obey doesn't count as the coordinator's silence
+        self._last_heard = time.monotonic()  # time spent on the orders is not silence of the coordinator
         return True
 
     def _obey(self, order: protocol.Message) -> None:
@@ -228,7 +240,7 @@ class Agent:
         elif action == "probe":
             self._inspector.start_probe(order)
         elif action in ("tell", "unprobe"):
-            self._inspector.obey(order)
+            self._inspector.forward_order(order)
         elif action == "finish":
             self._final_sweep = FinalSweep(order["grace"])
         elif action == "suspend":
@@ -244,7 +256,7 @@ class Agent:
             raise protocol.ProtocolError(f"unknown order {action!r}")
 
     def _open(self, order: protocol.Message) -> None:
-        os.write(self._heart, os.fsencode(f"{self._dir}\n"))  # the guardian removes our folder if we are killed
+        os.write(self._heartbeat_fd, os.fsencode(f"{self._dir}\n"))  # the guardian removes our folder if we are killed
         self._run_id = self._locks.run_id = order["run"]
         self._run_dir = order["dir"]
         self._hup_ignored = bool(order.get("hup_ignored"))
@@ -264,7 +276,7 @@ class Agent:
     def _observe(self, details: protocol.Message, recorded: str | None = None) -> None:
         """Report the machine and its GPU locks, with `details`.
 
-        In a thread: a driver may take long to load, and the loop must go on sending pings.
+        This runs in a thread: a driver may take long to load, and the loop must send pings meanwhile.
         """
 
         def observe() -> None:
@@ -277,7 +289,7 @@ class Agent:
             except Refusal as refusal:
                 report = {"is": "refused", "line": refusal.line, "code": refusal.code}
             except Exception as problem:
-                line = f"the agent could not look at its machine: {problem}"
+                line = f"the agent could not examine its host: {problem}"
                 report = {"is": "refused", "line": line, "code": EX_OSERR}
             self._send_from_thread(report)
 
@@ -288,15 +300,15 @@ class Agent:
         os.write(self._wake, b"\0")
 
     def _read_gauges(self, now: float) -> None:
-        """Report what this host and the ranks' GPUs are doing, every VITALS_S after the ranks have run for that long.
+        """Report the gauges of this host and the ranks' GPUs every VITALS_S, the first time VITALS_S after the start.
 
-        In a thread: a driver may take long to answer, and then there are no gauges. No launch waits for them.
+        This runs in a thread: a driver may take long to answer, and the loop must not wait for it.
         """
         if self._is_reading_gauges or not self._living or now - self._gauges_read_at < VITALS_S:
             return
         self._gauges_read_at = now
         if self._gauges is None:
-            # Imported here and not in the thread: a fork meanwhile would inherit the lock on the import.
+            # Import it here and not in the thread: a rank forked meanwhile would inherit the import lock.
             from stoker.control.machine.gauges import Gauges
 
             observer = self._observer
@@ -308,8 +320,8 @@ class Agent:
 
         def read() -> None:
             try:
-                self._send_from_thread(gauges_message(*gauges.read(gpus), resident))
-            except Exception as problem:  # reported once: gauges are not worth a rank
+                self._send_from_thread(make_gauges_message(*gauges.read(gpus), resident))
+            except Exception as problem:  # report it once, and go on without gauges
                 text = f"this host's gauges can't be read: {type(problem).__name__}: {problem}"
                 self._send_from_thread({"is": "note", "rank": min(self._ranks), "text": text[:500]})
                 return
@@ -318,7 +330,7 @@ class Agent:
         _thread.start_new_thread(read, ())
 
     def _signal_all(self, signum: int) -> None:
-        for process in self._sweeper.leftovers():
+        for process in self._sweeper.find_leftovers():
             send_signal(process, signum)
 
     # ---- starting ranks ----
@@ -346,7 +358,7 @@ class Agent:
         gate = self._gate
         if gate is None or self._stop_sequence is not None:
             return
-        for rank in gate.overdue(now):
+        for rank in gate.find_overdue(now):
             self._release_slot(rank, "deadline")
         for rank in gate.admit(now):
             if gate.is_limiting:
@@ -397,8 +409,8 @@ class Agent:
         with contextlib.suppress(BlockingIOError):
             while True:
                 data = self._shim_socket.recv(1 << 16)
-                pid, _, rest = data.decode("utf-8", "replace").partition("\t")
-                kind, _, text = rest.partition("\t")
+                pid, _, message = data.decode("utf-8", "replace").partition("\t")
+                kind, _, text = message.partition("\t")
                 rank = self._living.get(int(pid)) if is_digits(pid) else None
                 if rank is not None:
                     self._on_shim_message(rank, kind, text)
@@ -406,7 +418,7 @@ class Agent:
     def _on_shim_message(self, rank: RankProcess, kind: str, text: str) -> None:
         if kind == "error":
             rank.exception_at = time.monotonic()
-            rank.error = self._masked(_read_json(rank.files["error"], text))
+            rank.error = self._mask_report(_parse_report(rank.files["error"], text))
             self._relay.send({"is": "error", "rank": rank.rank, "error": rank.error})
             self._vitals.note_gpu_holders(rank, self._nvml, self._run_id)
         elif kind == "shim":
@@ -420,7 +432,7 @@ class Agent:
         elif kind == "groups":
             self._relay.send({"is": "groups", "rank": rank.rank, "groups": text})
         elif kind == "phase":
-            # First report the steps before it: three steps after it mean that the rank trains again.
+            # First report the steps before the phase: three steps after it mean that the rank trains again.
             self._vitals.read_beats(self._ranks, self._on_first_step)
             self._relay.send({"is": "phase", "rank": rank.rank, "name": text})
         elif kind == "mark":
@@ -436,7 +448,7 @@ class Agent:
         if mark not in rank.marks:
             rank.marks.add(mark)
             memory = measure_memory(rank.pid, rank.gpu, self._nvml)
-            if not memory["rss"]:  # the rank has ended since: its memory is unknown, not 0.0 GB
+            if not memory["rss"]:  # the rank has ended, so its memory is unknown, not 0.0 GB
                 return
             self._relay.send({"is": "mem", "rank": rank.rank, "at": mark, "note": note, **memory})
 
@@ -444,14 +456,14 @@ class Agent:
     def _nvml(self) -> Nvml | None:
         return self._observer.nvml if self._observer else None
 
-    def _on_first_step(self, rank: RankProcess, when: float) -> None:
-        self._relay.send({"is": "first-step", "rank": rank.rank, "time": when})
+    def _on_first_step(self, rank: RankProcess, first_beat_at: float) -> None:
+        self._relay.send({"is": "first-step", "rank": rank.rank, "time": first_beat_at})
         self._report_memory(rank, "POST-MODEL", "first step")
 
     def _collect_exits(self) -> None:
         """Report the ranks that ended, and reap orphans.
 
-        Until it is swept, an ended rank stays our zombie, so that its group's number can't be reused.
+        An ended rank stays our zombie until the sweep, so that the number of its process group can't be reused.
         """
         reap(self._sweeper.groups)
         self._read_shim_messages()  # what a rank wrote before it ended
@@ -461,8 +473,8 @@ class Agent:
                 continue
             del self._living[rank.pid]
             rank.exit_code, has_core = ended
-            for handle in list(rank.streams):
-                self._relay.read_all(handle)
+            for fd in list(rank.streams):
+                self._relay.read_all(fd)
             self._vitals.read_beats(self._ranks, self._on_first_step)
             self._release_slot(rank.rank, "exit")
             oom_kills, before = host_limits.oom_kills(), self._oom_kills_before
@@ -474,23 +486,23 @@ class Agent:
                     "code": rank.exit_code,
                     "time": time.time(),
                     "ours": rank.is_signalled,
-                    "error": rank.error or self._masked(_read_json(rank.files["error"])),
-                    "elastic": self._masked(_read_json(rank.files["elastic"])),
-                    "stack": self._masked(_read_text(rank.files["stack"])),
+                    "error": rank.error or self._mask_report(_parse_report(rank.files["error"])),
+                    "elastic": self._mask_report(_parse_report(rank.files["elastic"])),
+                    "stack": self._mask_report(_read_text(rank.files["stack"])),
                     "steps": rank.steps,
                     "core": has_core,
                     "oom_killed": oom_kills is not None and before is not None and oom_kills > before,
                     "script_end": rank.script_end,
                     "calls": add_source_to_calls(rank.read_calls(MAX_CALLS)),
-                    "around": self._vitals.exit_context(rank, self._nvml, self._run_id) if has_failed else {},
+                    "around": self._vitals.read_exit_context(rank, self._nvml, self._run_id) if has_failed else {},
                 }
             )
 
-    def _masked(self, report: Any) -> Any:
-        """Return a rank's report without secrets. No other process knows the secrets in this host's variables."""
+    def _mask_report(self, report: Any) -> Any:
+        """Return a rank's report without secrets. Only the agent knows the secrets in this host's environment variables."""
         if not report:
             return report
-        if not self._knows_secrets:  # not learned at the start, for which the ranks would wait
+        if not self._knows_secrets:  # learned only now, because at the start the ranks would wait for it
             self._knows_secrets = True
             spec = next(iter(self._specs.values()))  # all ranks have the same secrets
             learn_secrets(spec["env"], spec["argv"])
@@ -503,13 +515,13 @@ class Agent:
             signum, grace, without_grace = order["signal"], order["grace"], set(order.get("at_once", ()))
             self._stop_sequence = StopSequence(self._ranks, self._sweeper, signum, grace, without_grace)
         elif order["grace"] == 0:
-            self._stop_sequence.hurry()
-        self._relay.send({"is": "stopping"})  # after every "up": no more ranks will be started
+            self._stop_sequence.skip_grace()
+        self._relay.send({"is": "stopping"})  # sent after every "up": no more ranks will be started
         self._stop_sequence.step()
 
 
-def _read_json(path: str, text: str = "") -> Any:
-    """Return the report in `text`, or in a file; None if it is cut off or no JSON: the rank may have died writing it."""
+def _parse_report(path: str, text: str = "") -> Any:
+    """Return the report in `text`, or else in a file, or None if it is incomplete: the rank may have died writing it."""
     try:
         return parse_json(text) if text else read_json(path)
     except (OSError, ValueError):

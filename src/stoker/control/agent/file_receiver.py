@@ -1,4 +1,4 @@
-"""The receiving side of --sync and --stage: requests the files it lacks, and removes what an earlier copy brought and is gone.
+"""Receives the files of --sync and --stage: requests those it lacks, and removes files that the sender no longer has.
 
 Orders are protocol messages on stdin, answers on stdout:
   {"do": "offer", "root", "manifest", "origin", "silence"} + a JSON list of [path, kind, mode, size, sha256 or link's target] → {"is": "need"} + a JSON list
@@ -28,7 +28,7 @@ from stoker.contract.units import format_bytes
 from stoker.control.machine.file_hash import FileHashes, sha256_of
 
 _ENTRIES = "list[tuple[str, str, int, int, str]]"
-_RESERVE = 16 << 20  # bytes that stay free: a full disk stops other programs too
+_RESERVE = 16 << 20  # bytes that stay free, because a full disk stops other programs, too
 
 Entry = tuple[str, str, int, int, str]  # path, kind, mode, size, sha256 or link's target
 
@@ -45,22 +45,22 @@ class FileReceiver:
         self._hashes = FileHashes()
         self._root = self._manifest = self._origin = ""
         self._offered: dict[str, tuple[str, str]] = {}  # path -> (kind, sha256 or target)
-        self._ours: dict[str, str] = {}  # path -> hash, of what this copy and earlier ones from this origin wrote
-        self._others: dict[str, dict[str, str]] = {}  # other origin -> what its copies wrote
+        self._ours: dict[str, str] = {}  # path -> hash of the files that this origin's copies wrote
+        self._others: dict[str, dict[str, str]] = {}  # other origin -> the files that its copies wrote
         self._written = 0
-        self._path = self._part = ""  # of the file that is being written, and its temporary file
+        self._path = self._part = ""  # the file that is being written, and its temporary file
 
     def offer(self, root: str, manifest: str, entries: list[Entry], origin: str = "") -> list[str]:
         """Return the paths of the files that are missing here or differ.
 
         `manifest` says where the list of copied files is kept: "inside" the folder, or "" for our cache (a script that
-        lists its data must not find a file of ours in it). Files that came from another origin stay. Without an origin
+        lists its data must not find a file of ours in it). Files from another origin are kept. Without an origin
         the newest copy decides which files there are.
         """
         self._root, self._origin = os.path.abspath(os.path.expanduser(root)), origin
         os.makedirs(self._root, exist_ok=True)
         if not os.access(self._root, os.W_OK | os.X_OK):
-            raise CopyError(f"no permission to write in the folder {self._root}")
+            raise CopyError(f"the folder {self._root} can't be written: permission denied")
         name = hashlib.sha256(os.fsencode(self._root)).hexdigest()[:32]
         self._manifest = os.path.join(layout.cache_home(os.environ), "staged", f"{name}.json")
         if manifest == "inside":
@@ -73,7 +73,7 @@ class FileReceiver:
             self._offered[path] = (kind, value)
             if kind == "link":
                 continue  # links are made at the end, when all files are there
-            if self._has(path, size, value):
+            if self._has_file(path, size, value):
                 self._set_executable(path, mode)
             else:
                 needed.append(path)
@@ -92,13 +92,13 @@ class FileReceiver:
     def _full_path(self, path: str) -> str:
         return os.path.join(self._root, path)
 
-    def _link_above(self, path: str) -> str:
+    def _find_link_above(self, path: str) -> str:
         """Return the first folder of the path that is a link, or "". Nothing behind a link is ours to change."""
-        return next((folder for folder in _parent_folders(path) if os.path.islink(self._full_path(folder))), "")
+        return next((folder for folder in _list_parent_folders(path) if os.path.islink(self._full_path(folder))), "")
 
-    def _has(self, path: str, size: int, sha256: str) -> bool:
-        if self._link_above(path) in self._ours:
-            return False  # an earlier copy brought that link, and this copy brings a folder in its place
+    def _has_file(self, path: str, size: int, sha256: str) -> bool:
+        if self._find_link_above(path) in self._ours:
+            return False  # a link of an earlier copy, which this copy replaces by a folder
         try:
             status = os.lstat(self._full_path(path))
         except (FileNotFoundError, NotADirectoryError):
@@ -107,14 +107,14 @@ class FileReceiver:
         return same_size and self._hashes.of(self._full_path(path)) == sha256
 
     def _set_executable(self, path: str, mode: int) -> None:
-        """Change the mode only if the file must become a program or stop being one: the other bits are the host's choice."""
+        """Set the mode of a file if its executable bits differ. The other bits are the host's choice."""
         full_path = self._full_path(path)
-        if (os.stat(full_path).st_mode ^ mode) & 0o111 and not self._link_above(path):
+        if (os.stat(full_path).st_mode ^ mode) & 0o111 and not self._find_link_above(path):
             os.chmod(full_path, mode)
 
-    def _make_way(self, path: str) -> None:
-        """Make the folder of a file. Raises CopyError if something is in the way that no earlier copy brought."""
-        for folder in _parent_folders(path):
+    def _clear_path(self, path: str) -> None:
+        """Make the folder of a file. Raises CopyError if something is in the way that is not from an earlier copy."""
+        for folder in _list_parent_folders(path):
             full_path = self._full_path(folder)
             if os.path.islink(full_path) or os.path.isfile(full_path):
                 if folder not in self._ours:
@@ -133,18 +133,20 @@ class FileReceiver:
         """Return the path of the file that is being written."""
         return self._full_path(self._path)
 
-    def begin(self, path: str, mode: int) -> None:
-        self._make_way(path)
+    def start_file(self, path: str, mode: int) -> None:
+        """Open a temporary file for a file of the copy."""
+        self._clear_path(path)
         self._path, self._mode = path, mode
-        handle, self._part = tempfile.mkstemp(prefix=".stoker-part-", dir=os.path.dirname(self.current))
-        self._file = os.fdopen(handle, "wb")
+        fd, self._part = tempfile.mkstemp(prefix=".stoker-part-", dir=os.path.dirname(self.current))
+        self._file = os.fdopen(fd, "wb")
         self._digest = hashlib.sha256()
 
-    def data(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
         self._digest.update(data)
         self._file.write(data)
 
-    def end(self, sha256: str) -> None:
+    def finish_file(self, sha256: str) -> None:
+        """Verify the temporary file and rename it. Raises CopyError if its hash differs."""
         os.fchmod(self._file.fileno(), self._mode)
         self._file.close()
         if self._digest.hexdigest() != sha256:
@@ -161,12 +163,12 @@ class FileReceiver:
                 os.unlink(self._part)
 
     def finish(self) -> dict[str, Any]:
-        """Make the links, remove what this origin no longer has, save the manifest, and return the counts."""
+        """Make the links, remove files that this origin no longer has, save the manifest, and return the counts."""
         for path, (kind, target) in self._offered.items():
             full_path = self._full_path(path)
             if kind != "link" or (os.path.islink(full_path) and os.readlink(full_path) == target):
                 continue
-            self._make_way(path)
+            self._clear_path(path)
             if os.path.lexists(full_path):
                 os.unlink(full_path)
             os.symlink(target, full_path)
@@ -188,9 +190,9 @@ class FileReceiver:
         return {"written": self._written, "removed": removed, "others": others}
 
     def _remove_unchanged(self, path: str, digest: str) -> bool:
-        """Remove a file that is still as the copy left it, and folders that are empty then. Return whether it was removed."""
+        """Remove a file if it is unchanged since the copy, and folders that are empty then. Return whether it was removed."""
         full_path = self._full_path(path)
-        if self._link_above(path):
+        if self._find_link_above(path):
             return False
         try:
             is_link = os.path.islink(full_path)
@@ -200,7 +202,7 @@ class FileReceiver:
         if not unchanged:  # it was edited here since
             return False
         os.unlink(full_path)
-        for folder in reversed(_parent_folders(path)):
+        for folder in reversed(_list_parent_folders(path)):
             try:
                 os.rmdir(self._full_path(folder))
             except OSError:  # it is not empty
@@ -214,17 +216,17 @@ class FileReceiver:
             file.write(json.dumps(content).encode())
 
 
-def _parent_folders(path: str) -> list[str]:
+def _list_parent_folders(path: str) -> list[str]:
     """Return the folders of a relative path, the outermost first."""
     parts = path.split("/")[:-1]
     return ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 def _read_manifest(path: str) -> dict[str, dict[str, str]]:
-    """Return origin -> path -> hash of what earlier copies brought. Raises CopyError if the file can't be used."""
+    """Return origin -> path -> hash of the files of earlier copies. Raises CopyError if the manifest can't be used."""
     try:
         if not is_trusted(os.lstat(path).st_uid, os.path.dirname(path)):
-            raise CopyError(f"{path} belongs to another user: remove it, or copy to another folder")
+            raise CopyError(f"{path} belongs to another user; remove it, or copy to another folder")
         manifest = read_json(path)
         origins = manifest["origins"] if manifest["schema"] == 2 else {"": manifest["files"]}
         brought: dict[str, dict[str, str]] = typed_values.read_value("dict[str, dict[str, str]]", origins)
@@ -234,7 +236,7 @@ def _read_manifest(path: str) -> dict[str, dict[str, str]]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise CopyError(f"{path} can't be read ({problem}): remove it") from problem
+        raise CopyError(f"{path} can't be read ({problem}); remove it") from problem
     return brought
 
 
@@ -250,7 +252,7 @@ def serve(source: int, sink: int) -> int:
                 message = message[os.write(sink, message) :]
 
     def ping() -> None:
-        with contextlib.suppress(OSError):  # nobody reads our answers: the loop below finds out
+        with contextlib.suppress(OSError):  # the sender is gone, which the loop below notices
             while not closing.wait(protocol.PING_S):
                 send(protocol.encode_message({"is": "ping"}))
 
@@ -266,11 +268,11 @@ def serve(source: int, sink: int) -> int:
                 needed = receiver.offer(order["root"], order["manifest"], entries, order["origin"])
                 send(protocol.encode_message({"is": "need"}, json.dumps(needed).encode()))
             elif do == "begin":
-                receiver.begin(order["path"], order["mode"])
+                receiver.start_file(order["path"], order["mode"])
             elif do == "data":
-                receiver.data(payload)
+                receiver.write(payload)
             elif do == "end":
-                receiver.end(order["sha256"])
+                receiver.finish_file(order["sha256"])
             elif do == "finish":
                 send(protocol.encode_message({"is": "finished", **receiver.finish()}))
                 return 0
@@ -294,7 +296,8 @@ def serve(source: int, sink: int) -> int:
 def _read_orders(source: int, receiver: FileReceiver) -> Iterator[tuple[protocol.Message, bytes]]:
     """Yield orders with their payloads until the sender closes its end or is silent for too long."""
     decoder = protocol.Decoder()
-    while select.select([source], [], [], receiver.silence_s)[0]:  # a cut cable closes nothing: silence means lost
+    # A cut cable does not close the connection, so silence means that the sender is gone.
+    while select.select([source], [], [], receiver.silence_s)[0]:
         received = os.read(source, 1 << 20)
         if not received:
             return

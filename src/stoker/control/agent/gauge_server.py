@@ -1,7 +1,7 @@
-"""Sends this host's and its GPUs' gauges to a viewer every few seconds, for as long as the viewer is there.
+"""Sends this host's and its GPUs' gauges to a viewer every few seconds, as long as the viewer is connected.
 
 Started by the agent's bootstrap (control/cluster/agent_zip.py) with the seconds between two readings. It ends when its
-standard input closes, or when the viewer, which writes a byte for every reading, has been silent for SILENCE_S.
+standard input closes, or when the viewer, which writes a byte after every reading, has been silent for SILENCE_S.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Work that may block, done in forked children while the agent goes on: inspections of ranks, and probes of this host.
+"""Inspects ranks and probes this host in forked children, because such work may block, and the agent must not.
 
-A probe is a function in a file of PROBES; its arguments come with the order, and what it returns is its answer. A probe
-that is a generator answers as often as it yields; these messages are marked "more". Further orders reach it as JSON lines
-on its standard input.
+A probe is a function in a file of PROBES. Its arguments come with the order, and its return value is its answer. A probe
+that is a generator answers as often as it yields, in messages that are marked "more". It reads further orders as JSON
+lines from its standard input.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from stoker.control.agent.stack_dump import (
     MAX_CALLS,
     PY_SPY_S,
     StackDumper,
+    add_source,
     add_source_to_calls,
-    collective_times,
+    read_collective_times,
     read_flight_recorder,
-    with_source,
 )
 from stoker.control.agent.sweep import Sweeper
 from stoker.control.machine import blocking, procfs
@@ -45,7 +45,7 @@ PROBES = {
     "torch": "torch_bench",
 }
 
-LIMIT_S = 60.0  # for an order that names no limit
+LIMIT_S = 60.0  # for an order without a limit
 _MORE, _LAST = b"+", b"="
 _NO_ANSWER = {"error": "the probe ended without an answer: it took too long or was stopped"}
 
@@ -79,26 +79,26 @@ class Inspector:
         self._add(InspectorChild(header, _NO_ANSWER, limit_s, lambda: _run_probe(order["what"], arguments)))
 
     def _add(self, child: InspectorChild) -> None:
-        self._children[child.handle] = child
-        self._sweeper.spare.add(child.pid)  # it ends by itself, and the ranks didn't leave it behind
-        self._selector.register(child.handle, selectors.EVENT_READ, "inspector")
+        self._children[child.fd] = child
+        self._sweeper.spare.add(child.pid)  # a child of the agent, not one that the ranks left behind
+        self._selector.register(child.fd, selectors.EVENT_READ, "inspector")
 
-    def obey(self, order: protocol.Message) -> None:
-        """Pass an order on to a running probe, or end the probe."""
+    def forward_order(self, order: protocol.Message) -> None:
+        """Forward an order to a running probe, or kill the probe."""
         for child in self._children.values():
             if child.header["ask"] == order["ask"] and order["do"] == "tell":
                 child.send(order["word"])
             elif child.header["ask"] == order["ask"]:
                 child.kill()
 
-    def read(self, handle: int) -> None:
-        """Send on what a child has answered."""
-        child = self._children[handle]
+    def read(self, fd: int) -> None:
+        """Forward a child's answers to the coordinator."""
+        child = self._children[fd]
         for message, payload in child.read():
             if "more" not in message:
-                self._selector.unregister(handle)
+                self._selector.unregister(fd)
                 self._sweeper.spare.discard(child.pid)
-                del self._children[handle]
+                del self._children[fd]
             self._relay.send(message, payload)
 
 
@@ -118,16 +118,16 @@ class InspectorChild:
         self.header = header
         self._payload = json.dumps(no_answer).encode()
         self._partial = b""
-        self.handle, write = os.pipe()
+        self.fd, write = os.pipe()
         stdin, self._stdin = os.pipe()
-        os.set_blocking(self.handle, False)
+        os.set_blocking(self.fd, False)
         os.set_blocking(self._stdin, False)
         agent = os.getpid()
         try:
             self.pid = os.fork()
         except OSError:
-            for handle in (self.handle, write, stdin, self._stdin):
-                os.close(handle)
+            for fd in (self.fd, write, stdin, self._stdin):
+                os.close(fd)
             raise
         if self.pid == 0:
             self._run(work, stdin, write, agent, limit_s)
@@ -158,9 +158,9 @@ class InspectorChild:
         os._exit(0)
 
     def read(self) -> Iterator[tuple[protocol.Message, bytes]]:
-        """Yield the messages to send. The one without "more" is the last, and `handle` is closed by then."""
+        """Yield the messages to send. The one without "more" is the last, and `fd` is closed by then."""
         try:
-            data = os.read(self.handle, 1 << 18)
+            data = os.read(self.fd, 1 << 18)
         except BlockingIOError:
             return
         *lines, self._partial = (self._partial + data).split(b"\n")
@@ -170,7 +170,7 @@ class InspectorChild:
             else:
                 self._payload = line[1:]
         if not data:
-            os.close(self.handle)
+            os.close(self.fd)
             os.close(self._stdin)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self.pid, 0)  # its pipe is closed, so it is about to end
@@ -181,7 +181,7 @@ class InspectorChild:
             os.write(self._stdin, json.dumps(message).encode() + b"\n")
 
     def kill(self) -> None:
-        """Kill the child, whose answer is not wanted any more. Its pipe closes, and `read` reports its end as usual."""
+        """Kill the child, whose answer is no longer needed. Its pipe closes, and `read` reports its end as usual."""
         if self._process is not None:
             send_signal(self._process, signal.SIGKILL)
 
@@ -207,17 +207,17 @@ def _run_probe(name: str, arguments: dict[str, Any]) -> Iterator[tuple[bytes, An
     yield _LAST, answer
 
 
-# ---- inspection of ranks that may be stuck or slow: states, stacks, workers, collectives, GPUs. It only observes ----
+# ---- inspection of ranks that may be stuck or slow: reads states, stacks, workers, collectives and GPUs, changes nothing ----
 
 SAMPLES = 4  # stacks of a rank, over about half a second
-GAP_S = 0.14  # mean time between two samples; it varies, so that it can't keep in step with a loop
+GAP_S = 0.14  # mean seconds between two samples, varied at random so that they don't keep in step with a loop
 MAX_WORKERS = 16
 
 
 def inspect(order: dict[str, Any], ranks: list[RankProcess]) -> dict[str, Any]:
-    """Return what was seen of each rank, by its number. `order` may have "samples", "gap" and "timings"."""
+    """Inspect ranks, and return the findings by rank. `order` may have "samples", "gap" and "timings"."""
     if order.get("timings"):
-        return {str(rank.rank): {"timings": collective_times(rank.files["server"])} for rank in ranks}
+        return {str(rank.rank): {"timings": read_collective_times(rank.files["server"])} for rank in ranks}
     samples, gap = int(order.get("samples", SAMPLES)), float(order.get("gap", GAP_S))
     dumper = StackDumper()
     open_files = blocking.OpenFiles()
@@ -269,10 +269,10 @@ class _RankSampler:
             self._groups, self._no_groups = read_flight_recorder(self.rank.files["server"])
 
     def sample(self) -> None:
-        threads = self._dumper.stacks(self.rank.pid, self.rank.files["asked"])
+        threads = self._dumper.dump_stacks(self.rank.pid, self.rank.files["asked"])
         for thread in threads:
             if thread["main"]:
-                thread["frames"] = [with_source(frame) for frame in thread["frames"]]
+                thread["frames"] = [add_source(frame) for frame in thread["frames"]]
         self._samples.append(threads)
 
     def finish(self) -> dict[str, Any]:
@@ -280,7 +280,7 @@ class _RankSampler:
         process = find_process(pid)
         state = process.state if process else "Z"
         if state == "D" and self._state_before != "D":
-            state = "S"  # a short wait for a disk: D counts only if it was seen twice
+            state = "S"  # a short wait for a disk: D counts only in both readings
         seconds = max(time.monotonic() - self._started_at, 0.01)
         counters = _read_counters(pid)
         rates = {
@@ -288,7 +288,7 @@ class _RankSampler:
             for key, before in self._counters_before.items()
             if key != "swap"
         }
-        dumped_bytes = 0  # what faulthandler wrote for us doesn't count as the rank's
+        dumped_bytes = 0  # bytes that faulthandler wrote for us are not the rank's
         with contextlib.suppress(OSError):
             dumped_bytes = os.path.getsize(self.rank.files["asked"])
         return {
@@ -327,7 +327,7 @@ class _RankSampler:
             "faults": procfs.page_faults(pid),
             **blocking.read_wait(pid, self._open_files, self._rank_of),
             "command": (procfs.command_line(pid) or "")[:120],
-            "threads": self._dumper.stacks(pid, self.rank.files["asked"]) if _is_python(pid) else [],
+            "threads": self._dumper.dump_stacks(pid, self.rank.files["asked"]) if _is_python(pid) else [],
         }
 
 
@@ -363,9 +363,9 @@ print(json.dumps(nvml.work(sys.argv[2:])))
 
 
 def _read_gpus(uuids: list[str]) -> dict[str, dict[str, Any]]:
-    """Return what these GPUs are doing, by UUID.
+    """Return the work of these GPUs by UUID, or {} if it can't be read.
 
-    In a fresh process: NVML does not survive a fork, and a driver that hangs must not hold up the rest of the answer.
+    It reads them in a new process: NVML does not survive a fork, and a driver that hangs must not delay the other findings.
     """
     if not uuids:
         return {}

@@ -10,9 +10,8 @@ from stoker.contract import protocol
 from stoker.control.agent.spawn import RankProcess
 
 CHUNK = 1 << 18
-MAX_BACKLOG = (
-    8 << 20
-)  # bytes not sent yet: above it no rank's output is read, so that a rank that floods us has to wait
+# Bytes that may wait to be sent. Above this, no output of ranks is read, so that a rank that floods us blocks.
+MAX_BACKLOG = 8 << 20
 REST_S = 0.1
 FLOOD_BYTES = 1 << 16  # a chunk this large is a flood, which is read without a rest
 
@@ -25,7 +24,7 @@ class Relay:
         self.outbox = bytearray()
         self.is_broken = False  # the coordinator has closed its end
         self.streams: dict[int, RankProcess] = {}
-        self._resting: dict[int, float] = {}  # streams that were just read, and when to read them again
+        self._resting: dict[int, float] = {}  # stream that was just read -> when to read it again
         self._is_paused = False
 
     def send(self, message: protocol.Message, payload: bytes = b"") -> None:
@@ -33,7 +32,7 @@ class Relay:
         self.outbox += protocol.encode_message(message, payload)
 
     def flush(self) -> None:
-        """Write what the coordinator's pipe takes, and pause the ranks' output while too much is waiting."""
+        """Write as much as the coordinator's pipe takes. While more than MAX_BACKLOG waits, don't read the ranks' output."""
         while self.outbox:
             try:
                 sent = os.write(1, memoryview(self.outbox)[:CHUNK])
@@ -52,61 +51,61 @@ class Relay:
         must_pause = len(self.outbox) > MAX_BACKLOG
         if must_pause != self._is_paused:
             self._is_paused = must_pause
-            for handle in self.streams:
-                if handle not in self._resting:
-                    self._listen(handle, not must_pause)
+            for fd in self.streams:
+                if fd not in self._resting:
+                    self._set_listening(fd, not must_pause)
 
     def add(self, rank: RankProcess) -> None:
         """Begin to read a rank's output."""
-        for handle in rank.streams:
-            self.streams[handle] = rank
+        for fd in rank.streams:
+            self.streams[fd] = rank
             if not self._is_paused:
-                self._listen(handle, True)
+                self._set_listening(fd, True)
 
-    def read(self, handle: int) -> int:
-        """Read one chunk of a stream. Return its bytes; 0 when there is nothing more for now."""
-        rank = self.streams.get(handle)
-        if rank is None:  # closed by an event of the same batch: the rank's end was collected first
+    def read(self, fd: int) -> int:
+        """Read one chunk of a stream. Return its size in bytes, or 0 if there is nothing to read now."""
+        rank = self.streams.get(fd)
+        if rank is None:  # an event of the same batch has closed it, when the rank's end was collected
             return 0
         try:
-            data = os.read(handle, CHUNK)
+            data = os.read(fd, CHUNK)
         except BlockingIOError:
             return 0
         if not data:
-            self.close(handle)
+            self.close(fd)
             return 0
-        self.send({"is": "out", "rank": rank.rank, "fd": rank.streams[handle]}, data)
+        self.send({"is": "out", "rank": rank.rank, "fd": rank.streams[fd]}, data)
         return len(data)
 
-    def read_all(self, handle: int) -> None:
+    def read_all(self, fd: int) -> None:
         """Read all that a stream holds now."""
-        while handle in self.streams and self.read(handle):
+        while fd in self.streams and self.read(fd):
             continue
 
-    def close(self, handle: int) -> None:
-        del self.streams[handle]
-        if self._resting.pop(handle, None) is None and not self._is_paused:
-            self._listen(handle, False)
-        os.close(handle)
+    def close(self, fd: int) -> None:
+        del self.streams[fd]
+        if self._resting.pop(fd, None) is None and not self._is_paused:
+            self._set_listening(fd, False)
+        os.close(fd)
 
-    def _listen(self, handle: int, wanted: bool) -> None:
-        if wanted:
-            self._selector.register(handle, selectors.EVENT_READ, "stream")
+    def _set_listening(self, fd: int, is_listening: bool) -> None:
+        if is_listening:
+            self._selector.register(fd, selectors.EVENT_READ, "stream")
         else:
-            self._selector.unregister(handle)
+            self._selector.unregister(fd)
 
-    def rest(self, handle: int) -> None:
-        """Don't read a stream until the next tenth of a second: a rank that prints 50 lines a second wakes us 10 times."""
-        if handle in self.streams and handle not in self._resting and not self._is_paused:
-            self._listen(handle, False)
-            self._resting[handle] = (time.monotonic() // REST_S + 1) * REST_S  # all streams wake together
+    def rest(self, fd: int) -> None:
+        """Don't read a stream until the next tenth of a second. A rank that prints 50 lines a second then wakes us 10 times."""
+        if fd in self.streams and fd not in self._resting and not self._is_paused:
+            self._set_listening(fd, False)
+            self._resting[fd] = (time.monotonic() // REST_S + 1) * REST_S  # all streams wake together
 
     def wake(self, now: float) -> None:
-        """Read the streams again whose rest is over."""
-        for handle in [handle for handle, until in self._resting.items() if now >= until]:
-            del self._resting[handle]
+        """Listen again to the streams whose rest is over."""
+        for fd in [fd for fd, until in self._resting.items() if now >= until]:
+            del self._resting[fd]
             if not self._is_paused:
-                self._listen(handle, True)
+                self._set_listening(fd, True)
 
     @property
     def next_wake(self) -> float | None:

@@ -1,4 +1,4 @@
-"""Starts one rank: in its own session, tied to the agent's life, its output in pipes, the shim on its path.
+"""Starts one rank in its own session. It ends with the agent, writes its output to pipes, and loads the shim.
 
 InitGate decides how many ranks may start at the same time.
 """
@@ -27,7 +27,7 @@ _RESET_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM,
 
 
 class RankProcess:
-    """A started rank, as its agent knows it."""
+    """Holds the state of a started rank in its agent."""
 
     def __init__(
         self, spec: dict[str, Any], process: Process, streams: dict[int, int], base: str, started: float
@@ -53,43 +53,43 @@ class RankProcess:
         self.last_beat_ns = 0
         self.state = "R"
         self.rss: deque[tuple[float, int]] = deque(maxlen=120)
-        self.over_limit = 0  # bytes it had when it passed its memory limit
+        self.over_limit = 0  # bytes it had when it exceeded its memory limit
         port = spec["env"].get(env_vars.PORT, "")
-        self.port = int(port) if port.isdecimal() else 0  # STOKER_PORT; 0: it has none
-        self.loader_workers = 0  # the most workers of torch's DataLoader that were seen at the same time
-        self.is_listening = False  # on that port; once set, it stays set
+        self.port = int(port) if port.isdecimal() else 0  # STOKER_PORT, or 0
+        self.loader_workers = 0  # maximum number of torch's DataLoader workers at the same time
+        self.is_listening = False  # whether it has ever listened on that port
 
     def read_calls(self, newest: int) -> list[dict[str, Any]]:
-        """Return its newest calls of torch.distributed (control/rank/call_log.py). This works after its end, too."""
+        """Return its newest calls of torch.distributed (control/rank/call_log.py), also after it has ended."""
         return call_log.read_calls(self.shared_memory, beat.PAGE_SIZE, newest) if self.shared_memory is not None else []
 
 
 def spawn_rank(spec: dict[str, Any], agent_dir: str, stdin: int) -> RankProcess:
-    """Start a rank. `spec` is an entry of the start message. Raises OSError.
+    """Start a rank. `spec` is an entry of the start message. Raises OSError if the rank can't be started.
 
     Call it in the agent's main thread: the kernel signals the child when the thread that forked it ends.
     """
     base = os.path.join(agent_dir, f"{spec['attempt']}-{spec['rank']}")
     env = {**os.environ, **spec["env"]}
-    # STOKER_KEEP is for what a rank starts, never for the rank itself.
+    # STOKER_KEEP protects processes that a rank starts, never the rank itself.
     for name in (*spec.get("unset", ()), env_vars.RDZV_SECRET, env_vars.RDZV_SECRET_FILE, env_vars.KEEP):
         env.pop(name, None)
     env[env_vars.RUN_ORIGIN] = spec["origin"]
     env["TORCHELASTIC_ERROR_FILE"] = layout.scratch_files(base)["elastic"]
-    handles: list[int] = []  # to close if one of the next calls fails
+    fds: list[int] = []  # to close if one of the next calls fails
     try:
         memory = os.memfd_create(f"stoker-beats-{spec['rank']}", os.MFD_CLOEXEC)
-        handles.append(memory)
-        # Allocated now: a page that is missing later would be a SIGBUS in the rank.
+        fds.append(memory)
+        # Allocate the pages now: a page that can't be allocated later would kill the rank with SIGBUS.
         os.posix_fallocate(memory, 0, _SHARED_BYTES)
         out_read, out_write = _open_pipe()
-        handles += (out_read, out_write)
+        fds += (out_read, out_write)
         err_read, err_write = -1, out_write
         if spec["split"]:
             err_read, err_write = _open_pipe()
-            handles += (err_read, err_write)
-        error_read, error_write = os.pipe()  # exec closes it; before that the child writes what went wrong
-        handles += (error_read, error_write)
+            fds += (err_read, err_write)
+        error_read, error_write = os.pipe()  # closed by exec; if exec fails, the child writes the reason
+        fds += (error_read, error_write)
         if spec["shim"]:
             if "PYTHONPATH" in env:
                 env[env_vars.SHIM_PYTHONPATH] = env["PYTHONPATH"]
@@ -104,8 +104,8 @@ def spawn_rank(spec: dict[str, Any], agent_dir: str, stdin: int) -> RankProcess:
         started = time.time()
         pid = os.fork()
     except OSError:
-        for handle in handles:
-            os.close(handle)
+        for fd in fds:
+            os.close(fd)
         raise
     if pid == 0:
         _exec_rank(spec, env, agent, (stdin, out_write, err_write), memory, error_write)
@@ -124,8 +124,8 @@ def spawn_rank(spec: dict[str, Any], agent_dir: str, stdin: int) -> RankProcess:
         streams[err_read] = 2
     if error:
         os.waitpid(pid, 0)
-        for handle in streams:
-            os.close(handle)
+        for fd in streams:
+            os.close(fd)
         raise OSError(error.decode("utf-8", "replace"))
     process = find_process(pid) or Process(pid, agent, pid, pid, "Z", 0, "?")
     rank = RankProcess(spec, process, streams, base, started)
@@ -143,8 +143,8 @@ def _exec_rank(
         os.setsid()
         prctl.die_with_parent(agent)
         prctl.allow_tracing_by(agent)
-        for number, handle in enumerate(standard):
-            os.dup2(handle, number)
+        for number, fd in enumerate(standard):
+            os.dup2(fd, number)
         if spec["shim"]:
             os.set_inheritable(memory, True)
         for signum in _RESET_SIGNALS:
@@ -177,7 +177,7 @@ def _open_pipe() -> tuple[int, int]:
 
 
 class InitGate:
-    """Decides how many ranks may import and load their model at the same time. It does nothing by itself.
+    """Decides how many ranks may import and load their model at the same time. The agent starts them.
 
     A rank that may not start yet is not spawned at all: a waiting rank costs nothing, and programs without the shim are
     gated too. The slots are the agent's and not a flock, which forked workers would inherit and hold after a rank was
@@ -187,15 +187,16 @@ class InitGate:
     def __init__(self, ranks: tuple[int, ...], slots: int, slot_s: float, total_s: float, started: float) -> None:
         self.ranks = ranks
         self.slots = slots  # 0: measure how much memory the first rank takes
-        self._slot_s = slot_s  # a rank loses its slot after this long
-        self._total_s = total_s  # then all ranks start: the first ones wait in the store, which has a timeout too
+        self._slot_s = slot_s  # seconds after which a rank loses its slot
+        # Seconds after which all ranks start, because the first ones wait in torch's store, which has a timeout.
+        self._total_s = total_s
         self._started = started
         self.waiting = list(ranks)
         self.holding: dict[int, float] = {}  # rank -> deadline
 
     @property
     def is_limiting(self) -> bool:
-        """Return whether some rank has to wait. If not, nothing is reported."""
+        """Return whether some rank has to wait. If not, the gate's decisions are not reported."""
         return self.slots == 0 or self.slots < len(self.ranks)
 
     def admit(self, now: float) -> list[int]:
@@ -211,13 +212,14 @@ class InitGate:
         return admitted
 
     def release(self, rank: int) -> bool:
+        """Take back a rank's slot. Return whether it had one."""
         return self.holding.pop(rank, None) is not None
 
-    def overdue(self, now: float) -> list[int]:
+    def find_overdue(self, now: float) -> list[int]:
         """Return the ranks that have held their slot for too long."""
         return [rank for rank, deadline in self.holding.items() if now >= deadline]
 
     def measure(self, peak: int, available: int) -> None:
-        """Set the number of slots from the peak memory of the first rank, which is through, and the memory available."""
+        """Set the number of slots from the peak memory of the first rank, which has started up, and the available memory."""
         if self.slots == 0:
             self.slots = max(1, min(len(self.ranks), available // max(peak, 1)))

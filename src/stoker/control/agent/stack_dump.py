@@ -48,8 +48,8 @@ class StackDumper:
         self.deadline = time.monotonic() + INSPECTION_S
         self.problems: dict[int, str] = {}  # pid -> why its stack could not be read
 
-    def stacks(self, pid: int, dump_file: str) -> list[dict[str, Any]]:
-        """Return the threads of a process; none, and an entry in `problems`, where that fails or the time is over."""
+    def dump_stacks(self, pid: int, dump_file: str) -> list[dict[str, Any]]:
+        """Return the threads of a process. If that fails or the time is over, return [] and note why in `problems`."""
         if time.monotonic() > self.deadline:
             self.problems.setdefault(pid, f"the inspection took longer than {INSPECTION_S:g} s")
             return []
@@ -60,11 +60,11 @@ class StackDumper:
                 return threads
         threads, problem = _dump_by_faulthandler(pid, dump_file)
         if not threads:
-            self.problems[pid] = f"{problem}; {py_spy_problem or 'py-spy saw no Python in it'}"
+            self.problems[pid] = f"{problem}; {py_spy_problem or 'py-spy found no Python in it'}"
         return threads
 
     def _dump_by_py_spy(self, pid: int) -> tuple[list[dict[str, Any]], str]:
-        """Return the threads, and why there are none."""
+        """Return the threads and "", or [] and why there are none."""
         import subprocess
 
         try:
@@ -72,7 +72,7 @@ class StackDumper:
             if done.returncode != 0:
                 done = self._run_py_spy(pid)
         except (subprocess.TimeoutExpired, OSError) as problem:
-            why = "no answer" if isinstance(problem, subprocess.TimeoutExpired) else problem
+            why = f"it took longer than {PY_SPY_S:g} s" if isinstance(problem, subprocess.TimeoutExpired) else problem
             self._py_spy, self.method = None, f"faulthandler (py-spy: {why})"
             return [], f"py-spy: {why}"
         if done.returncode != 0:
@@ -127,23 +127,23 @@ def _digest_locals(py_spy_frames: Any) -> str:
 
 
 def _dump_by_faulthandler(pid: int, path: str) -> tuple[list[dict[str, Any]], str]:
-    """Signal a process, whose faulthandler then writes its stacks to `path`. Return the threads, and why there are none."""
+    """Signal a process, whose faulthandler then writes its stacks to `path`. Return the threads and "", or [] and why."""
     process = find_process(pid)
     if process is None or process.state == "Z":
         return [], "its process has ended"
     if process.state in "Tt":
-        return [], "its process is stopped and can't answer a signal"
-    # A script that closed the file may have another one under its number, which must not be written to.
+        return [], "its process is stopped and can't handle a signal"
+    # If the script closed the file, its descriptor may belong to another file, which must not be written to.
     if not procfs.catches(pid, env_vars.STACK_SIGNAL) or path not in procfs.open_files(pid):
         return [], f"it has no handler for signal {env_vars.STACK_SIGNAL}"
-    size_before = last_size = _size(path)
+    size_before = last_size = _file_size(path)
     if not send_signal(process, env_vars.STACK_SIGNAL):
         return [], "it may not be signalled (another user's process)"
     deadline = time.monotonic() + FAULTHANDLER_S
     while time.monotonic() < deadline:
         time.sleep(0.02)
-        size = _size(path)
-        if size > size_before and size == last_size:  # it has grown, and grows no more
+        size = _file_size(path)
+        if size > size_before and size == last_size:  # faulthandler has written, and has finished
             break
         last_size = size
     try:
@@ -156,7 +156,7 @@ def _dump_by_faulthandler(pid: int, path: str) -> tuple[list[dict[str, Any]], st
     if not threads:
         if process.state == "D":
             return [], "it is in uninterruptible sleep"
-        return [], f"it did not answer a signal within {FAULTHANDLER_S:g} s"
+        return [], f"it did not respond to a signal within {FAULTHANDLER_S:g} s"
     for thread in threads:
         thread["locks"] = _find_locks(thread["frames"], [None] * len(thread["frames"]))
     if len(threads) > MAX_THREADS:
@@ -164,7 +164,7 @@ def _dump_by_faulthandler(pid: int, path: str) -> tuple[list[dict[str, Any]], st
     return threads, ""
 
 
-def _size(path: str) -> int:
+def _file_size(path: str) -> int:
     try:
         return os.path.getsize(path)
     except OSError:
@@ -174,26 +174,26 @@ def _size(path: str) -> int:
 # ---- the source around a line: loops, conditions on the rank, locks ----
 
 
-def with_source(frame: list[Any]) -> list[Any]:
-    """Return [function, file, line, first lines of the loops around it, conditions on the rank around it].
+def add_source(frame: list[Any]) -> list[Any]:
+    """Return [function, file, line, first lines of the loops around the line, conditions on the rank around it].
 
-    Both are outermost first. The loops tell whether a rank has left its loop or does something else in it.
+    Both lists are outermost first. The loops tell whether a rank has left its loop or does something else in it.
     """
     file, line = frame[1], frame[2]
     loops = [first for first, last in _find_loops(file) if first < line <= last]
-    return [*frame[:3], loops, conditions_around(file, line)]
+    return [*frame[:3], loops, find_conditions_around(file, line)]
 
 
 def add_source_to_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add the source around their lines to the last of these calls (control/rank/call_log.py). Return all of them."""
+    """Add the source around their lines to the last CALLS_WITH_SOURCE of these calls. Return all of them."""
     for call in calls[-CALLS_WITH_SOURCE:]:
-        call["frames"] = [with_source(frame) for frame in call["frames"]]
+        call["frames"] = [add_source(frame) for frame in call["frames"]]
     return calls
 
 
 @functools.cache
 def _parse_source(file: str) -> list[Any]:
-    """Return all nodes of a script's syntax tree; none of library code or of an unreadable file."""
+    """Return all nodes of a script's syntax tree, or [] for library code or an unreadable file."""
     import ast
 
     if "/lib/python" in file or not file.endswith(".py"):
@@ -214,7 +214,7 @@ def _find_loops(file: str) -> list[tuple[int, int]]:
     return sorted((loop.lineno, loop.end_lineno or loop.lineno) for loop in loops)
 
 
-def conditions_around(file: str, line: int) -> list[list[Any]]:
+def find_conditions_around(file: str, line: int) -> list[list[Any]]:
     """Return [line, text] of the script's conditions on the rank that a line depends on, outermost first."""
     return [[at, text] for first, last, at, text in _find_conditions(file) if first <= line <= last]
 
@@ -284,7 +284,7 @@ def _find_locks(frames: list[list[Any]], variables: list[dict[str, int] | None])
                 key = ""
                 if addresses is not None and root in addresses:
                     key = f"{addresses[root]:x}{text[len(root) :]}"
-                elif addresses is not None and root in _module_variables(file):
+                elif addresses is not None and root in _find_module_variables(file):
                     key = f"{file}:{text}"
                 locks.append([text, key, use == "holds", function, file, line])
         is_innermost = is_innermost and file.endswith("/threading.py")
@@ -292,7 +292,7 @@ def _find_locks(frames: list[list[Any]], variables: list[dict[str, int] | None])
 
 
 @functools.cache
-def _module_variables(file: str) -> frozenset[str]:
+def _find_module_variables(file: str) -> frozenset[str]:
     """Return the variables that the source assigns at its top level."""
     import ast
 
@@ -306,8 +306,8 @@ def _module_variables(file: str) -> frozenset[str]:
 def _find_lock_uses(file: str) -> list[tuple[int, int, str, str, str]]:
     """Return (first line, last line, expression, its first name, what a thread at these lines does with the lock).
 
-    A lock is what `with` is given without a call, what `.acquire()` is called on, and what a `finally` releases. A
-    thread "waits" for it or "holds" it; in `.wait()` it "gives up" the lock of the condition.
+    A lock is the subject of a `with` without a call, of `.acquire()`, or of `.release()` in a `finally`. A thread "waits"
+    for it or "holds" it. In `.wait()` it "gives up" the lock of the condition.
     """
     import ast
 
@@ -339,25 +339,25 @@ def _find_lock_uses(file: str) -> list[tuple[int, int, str, str, str]]:
 
 
 def _called_method(node: Any) -> str:
-    """Return the name of the method that an expression calls; empty if it calls none."""
+    """Return the name of the method that an expression calls, or ""."""
     import ast
 
     return node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
 
 
-# ---- torch's flight recorder, read from a rank's worker server, which answers in its own thread also while the GIL is held ----
+# ---- torch's flight recorder. A rank's worker server sends it from its own thread, also while the GIL is held ----
 
 SERVER_S = 1.0
 
 
 def read_flight_recorder(socket_path: str) -> tuple[list[dict[str, Any]], str]:
-    """Return the digest of a rank's collectives, and why there is none."""
+    """Return the summary of a rank's collectives and "", or [] and why there is none."""
     trace, problem = _read_trace(socket_path)
     return (flight_recorder.summarize_trace(trace), "") if trace is not None else ([], problem)
 
 
-def collective_times(socket_path: str) -> list[list[Any]]:
-    """Return [group, number, when the rank entered it, backend] of its newest collectives. They show who is late."""
+def read_collective_times(socket_path: str) -> list[list[Any]]:
+    """Return [group, number, time of entry in ns, backend] of a rank's newest collectives, which show which rank is late."""
     trace, _ = _read_trace(socket_path)
     by_group: dict[str, list[list[Any]]] = {}
     for entry in (trace or {}).get("entries") or []:
@@ -374,7 +374,7 @@ def collective_times(socket_path: str) -> list[list[Any]]:
 
 def _read_trace(socket_path: str) -> tuple[dict[str, Any] | None, str]:
     if not os.path.exists(socket_path):
-        return None, "no worker server in this rank"
+        return None, "this rank has no worker server"
     answers = [_request_trace(socket_path, handler) for handler in flight_recorder.HANDLERS]
     traces = [trace for trace, _ in answers if trace is not None]
     return (flight_recorder.merge_traces(traces), "") if traces else (None, answers[0][1])
@@ -393,7 +393,7 @@ def _request_trace(socket_path: str, handler: str) -> tuple[dict[str, Any] | Non
         while data := connection.recv(1 << 18):
             parts.append(data)
     except OSError as problem:
-        return None, f"the worker server does not answer: {problem}"
+        return None, f"the worker server is not responding: {problem}"
     finally:
         connection.close()
     head, _, body = b"".join(parts).partition(b"\r\n\r\n")

@@ -1,8 +1,8 @@
 """Ends a run's processes on one host: the descendants of its agent and its guardian, and nothing else.
 
-Both are subreapers: whatever a rank starts stays below them, in any session and with any environment. Sessions don't
-tell whose a process is, since the number of a session may be reused. Environments don't either, since schedulers and
-`at` hand them to jobs that are not the run's.
+Both are subreapers: every process that a rank starts stays their descendant, in any session and with any environment.
+Sessions don't identify the processes of a run, because session numbers are reused. Nor do environments, because
+schedulers and `at` pass them on to jobs that are not the run's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Sweeper:
         # Process groups of the ranks. Each leader is alive or our unreaped zombie, so nobody else can have its number.
         self.groups: set[int] = set()
 
-    def leftovers(self) -> list[Process]:
+    def find_leftovers(self) -> list[Process]:
         """Return the living descendants, without those that their user wants to keep (STOKER_KEEP)."""
         table = procfs.all_processes()
         pids = procfs.descendants(self.root, table)
@@ -48,15 +48,15 @@ class Sweeper:
             send_signal(process, signum)
 
     def kill(self, seconds: float = 3.0) -> list[Process]:
-        """Send SIGKILL until two looks in a row find nothing, for at most `seconds`. Return what survived (D state)."""
+        """Send SIGKILL until two searches in a row find no process, for at most `seconds`. Return the survivors (D state)."""
         deadline = time.monotonic() + seconds
-        empty_looks = 0
+        empty_searches = 0
         while True:
-            living = self.leftovers()
-            empty_looks = 0 if living else empty_looks + 1
-            if empty_looks == 2:
+            living = self.find_leftovers()
+            empty_searches = 0 if living else empty_searches + 1
+            if empty_searches == 2:
                 return []
-            # Also by group: the kernel then reaches children that were forked since the look.
+            # Also signal the groups: this reaches children that were forked since the search.
             for group in self.groups:
                 signal_group(group, signal.SIGKILL)
             self.signal_all(signal.SIGKILL, living)
@@ -67,7 +67,7 @@ class Sweeper:
 
 
 def reap(keep: set[int] | frozenset[int] = frozenset()) -> dict[int, int]:
-    """Collect the children that ended: pid -> wait status. A child in `keep` stays a zombie, and hides those behind it."""
+    """Collect the children that ended: pid -> wait status. It stops at a child in `keep`, which stays a zombie."""
     statuses: dict[int, int] = {}
     while True:
         try:
@@ -80,9 +80,9 @@ def reap(keep: set[int] | frozenset[int] = frozenset()) -> dict[int, int]:
 
 
 def read_exit(pid: int) -> tuple[int, bool] | None:
-    """Return an ended child's exit code (negative for a signal) and whether it dumped core; None if it is alive.
+    """Return an ended child's exit code (negative for a signal) and whether it dumped core, or None if it is alive.
 
-    The child is left a zombie.
+    The child stays a zombie.
     """
     ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if ended is None:
@@ -92,32 +92,37 @@ def read_exit(pid: int) -> tuple[int, bool] | None:
     return -ended.si_status, ended.si_code == os.CLD_DUMPED
 
 
-# ---- a host that was lost and is back: two agents of a run must never have ranks side by side ----
+# ---- a lost host that has returned: ranks of two agents of a run must never run at the same time ----
 
 KILL_S = 5.0
 
 
 def take_over(former: Sequence[Sequence[int]], run_id: str, run_dir: str, host: str) -> list[str]:
-    """Kill what an earlier agent of this run left on this host. Return which of `former` were found, in words.
+    """Kill the processes that an earlier agent of this run left on this host. Describe each process of `former` that was found.
 
     `former` holds the pid and start time of its guardian and its agent; they die with their descendants. If the guardian
     was killed, the run's orphans are found by their environment: `host` is this host's name in the run, because another
     host of the same run may be this very machine.
     """
     table = procfs.all_processes()
-    # Also by start time: after a reboot the pid is another process's.
-    old = [process for pid, start in former for process in table if (process.pid, process.start) == (pid, start)]
-    below = {pid for process in old for pid in procfs.descendants(process.pid, table)}
-    children = [process for process in table if process.pid in below and process not in old]
-    _kill_and_wait([*old, *(process for process in children if not run_origin.is_kept(process.pid))])
+    # Compare start times, too: after a reboot the pid may be another process's.
+    former_processes = [
+        process for pid, start in former for process in table if (process.pid, process.start) == (pid, start)
+    ]
+    descendants = {pid for process in former_processes for pid in procfs.descendants(process.pid, table)}
+    children = [process for process in table if process.pid in descendants and process not in former_processes]
+    _kill_and_wait([*former_processes, *(process for process in children if not run_origin.is_kept(process.pid))])
     deadline = time.monotonic() + KILL_S
     while (orphans := _find_orphans(run_id, run_dir, host)) and time.monotonic() < deadline:
         _kill_and_wait(orphans)
-    return [f"{process.name} {'was stopped' if process.state == 'T' else 'still ran'}" for process in old]
+    return [
+        f"{process.name} {'was stopped' if process.state == 'T' else 'was still running'}"
+        for process in former_processes
+    ]
 
 
 def _find_orphans(run_id: str, run_dir: str, host: str) -> list[Process]:
-    """Return the processes that the run started on this host and that no agent looks after."""
+    """Return the processes that the run started on this host and that are no agent's descendants."""
     table = {process.pid: process for process in procfs.all_processes()}
 
     def is_orphan(process: Process) -> bool:
@@ -153,7 +158,7 @@ GROUP_S = 1.0
 
 
 class StopSequence:
-    """Stops the ranks of an attempt. First each rank alone, later the groups.
+    """Stops the ranks of an attempt: first each rank alone, later the process groups.
 
     A SIGTERM to a whole group would kill the data-loader workers first and turn a clean save into an error. A rank that
     has just reported an exception is about to exit; it gets EXCEPTION_GRACE_S, so that its own exit code survives.
@@ -171,10 +176,10 @@ class StopSequence:
         self._signalled: set[int] = set()
         self._groups_signalled_at = 0.0
 
-    def living(self) -> list[RankProcess]:
+    def list_living(self) -> list[RankProcess]:
         return [rank for rank in self._ranks.values() if rank.exit_code is None]
 
-    def hurry(self) -> None:
+    def skip_grace(self) -> None:
         """End the grace now, and send SIGKILL at the next step."""
         self._grace = 0.0
         self._groups_signalled_at = self._groups_signalled_at or time.monotonic() - GROUP_S
@@ -182,7 +187,7 @@ class StopSequence:
     def step(self) -> None:
         """Send the signals that are due, without waiting. Call it until no rank lives."""
         now = time.monotonic()
-        for rank in self.living():
+        for rank in self.list_living():
             if rank.rank in self._without_grace:
                 self._send(rank, signal.SIGKILL)
             elif rank.pid not in self._signalled and not (
@@ -191,35 +196,34 @@ class StopSequence:
                 self._signalled.add(rank.pid)
                 send_signal(rank.process, signal.SIGCONT)
                 self._send(rank, self._signum)
-        if now - self._started_at < self._grace or not self.living():
+        if now - self._started_at < self._grace or not self.list_living():
             return
         if not self._groups_signalled_at:
             self._groups_signalled_at = now
-            self._sweeper.signal_all(signal.SIGTERM, self._sweeper.leftovers())
+            self._sweeper.signal_all(signal.SIGTERM, self._sweeper.find_leftovers())
         if now - self._groups_signalled_at >= GROUP_S:
-            for rank in self.living():
+            for rank in self.list_living():
                 rank.is_signalled = True
-            self._sweeper.signal_all(signal.SIGKILL, self._sweeper.leftovers())
+            self._sweeper.signal_all(signal.SIGKILL, self._sweeper.find_leftovers())
 
     @staticmethod
     def _send(rank: RankProcess, signum: int) -> None:
         rank.is_signalled = True
         is_caught = signum == signal.SIGKILL or procfs.catches(rank.pid, signum)
         if not is_caught and procfs.catches(rank.pid, signal.SIGTERM):
-            signum = (
-                signal.SIGTERM
-            )  # scripts save on SIGTERM: a closed terminal (SIGHUP) must not cost more than a stop
+            # Scripts save a checkpoint on SIGTERM: a closed terminal (SIGHUP) must not cost more than a stop.
+            signum = signal.SIGTERM
         send_signal(rank.process, signum)
 
 
-# ---- after the ranks: what they left behind gets its own grace and is killed; then the GPUs' memory must be free ----
+# ---- after the ranks: the processes they left behind get their own grace and are killed; then the GPUs must be free ----
 
 TERM_S = 1.0
 GPUS_S = 2.0
 
 
 class FinalSweep:
-    """Ends what the ranks of an attempt left behind, and reports it."""
+    """Ends the processes that the ranks of an attempt left behind, and reports them."""
 
     def __init__(self, grace: float) -> None:
         self._grace = grace
@@ -242,7 +246,7 @@ class FinalSweep:
         """
         now = time.monotonic()
         reap(sweeper.groups)
-        living = sweeper.leftovers()
+        living = sweeper.find_leftovers()
         if living and not self._terminated_at:
             names = [f"pid {process.pid} ({process.name})" for process in living]
             if now - self._started_at < self._grace:
@@ -260,10 +264,10 @@ class FinalSweep:
         collect()
         sweeper.groups.clear()
         reap()
-        for handle in list(relay.streams):
-            relay.read_all(handle)
-            if handle in relay.streams:
-                relay.close(handle)
+        for fd in list(relay.streams):
+            relay.read_all(fd)
+            if fd in relay.streams:
+                relay.close(fd)
         gpus_held = _wait_for_gpus(ranks, nvml)
         stuck = [pick_fields(process, "pid", "name", "state") for process in survivors]
         relay.send({"is": "finished", "stopped": self._stopped, "gpus_held": gpus_held, "stuck": stuck})
@@ -271,7 +275,7 @@ class FinalSweep:
 
 
 def _wait_for_gpus(ranks: Mapping[int, RankProcess], nvml: Nvml | None) -> list[str]:
-    """Wait until NVML shows no rank on its GPU, for at most 2 s. Return the GPUs still held. An H200 takes 0.15 s."""
+    """Wait until NVML shows no rank on its GPU, for at most GPUS_S; an H200 takes 0.15 s. Return the GPUs still held."""
     if nvml is None:
         return []
     pids = {rank.pid for rank in ranks.values()}

@@ -1,4 +1,4 @@
-"""Signs of life of this host's ranks: beats, process states, memory, and what is around a rank when it fails.
+"""Reads and reports the vitals of this host's ranks: beats, process states, memory, and the circumstances of a failure.
 
 A rank that beats costs one read of shared memory twice a second. Only a rank without beats is looked up in /proc.
 """
@@ -25,10 +25,10 @@ from stoker.control.machine.nvml import Nvml
 BEATS_S = 0.5
 QUIET_S = 1.0  # a rank without a beat for this long is looked up in /proc
 VITALS_S = 2.0
-MAX_LOSSES = 32  # that one message has of a rank
+MAX_LOSSES = 32  # of a rank in one message
 
 Send = Callable[[dict[str, Any]], None]
-OnFirstStep = Callable[[RankProcess, float], None]  # gets the time of its first beat, in seconds since the epoch
+OnFirstStep = Callable[[RankProcess, float], None]  # called with the rank and the time of its first beat
 
 
 class Vitals:
@@ -39,34 +39,34 @@ class Vitals:
         self._beats_at = self._vitals_at = 0.0
         self._gpu_holders: dict[int, tuple[dict[str, Any], ...]] = {}  # by a rank's pid
 
-    def check(self, ranks: dict[int, RankProcess], now: float, on_first_step: OnFirstStep) -> None:
+    def report(self, ranks: dict[int, RankProcess], now: float, on_first_step: OnFirstStep) -> None:
         """Report new beats, and the process states of quiet ranks."""
         if now - self._beats_at < BEATS_S:
             return
         self._beats_at = now
         self.read_beats(ranks, on_first_step)
-        is_due = now - self._vitals_at >= VITALS_S
-        if is_due:
+        are_vitals_due = now - self._vitals_at >= VITALS_S
+        if are_vitals_due:
             self._vitals_at = now
         quiet_ranks: dict[str, list[Any]] = {}
         for rank in ranks.values():
             if rank.exit_code is not None:
                 continue
-            if is_due:
-                below = procfs.read_descendants(rank.pid)
-                resident = sum(procfs.resident_bytes(pid) or 0 for pid in (rank.pid, *below))
-                rank.loader_workers = max(rank.loader_workers, sum(map(_is_loader_worker, below)))
+            if are_vitals_due:
+                descendants = procfs.read_descendants(rank.pid)
+                resident = sum(procfs.resident_bytes(pid) or 0 for pid in (rank.pid, *descendants))
+                rank.loader_workers = max(rank.loader_workers, sum(map(_is_loader_worker, descendants)))
                 rank.rss.append((round(time.time(), 1), resident))
-                if rank.port and not rank.is_listening and ports.is_listening(rank.port, (rank.pid, *below)):
-                    rank.is_listening = True  # it listens on the port it was given: it is a service
+                if rank.port and not rank.is_listening and ports.is_listening(rank.port, (rank.pid, *descendants)):
+                    rank.is_listening = True  # it listens on its STOKER_PORT, so it is a service
                     self._send({"is": "listening", "rank": rank.rank, "port": rank.port})
             if now - rank.last_beat_at > QUIET_S:
                 process = find_process(rank.pid)
                 state, before = process.state if process else "Z", rank.state
                 rank.state = state
                 was_stopped_or_continued = state != before and "T" in (state.upper(), before.upper())
-                if is_due or was_stopped_or_continued:
-                    quiet_ranks[str(rank.rank)] = [state, *_work_done(rank.pid)]
+                if are_vitals_due or was_stopped_or_continued:
+                    quiet_ranks[str(rank.rank)] = [state, *_read_work_done(rank.pid)]
         if quiet_ranks:
             self._send({"is": "vitals", "ranks": quiet_ranks})
 
@@ -86,12 +86,12 @@ class Vitals:
                 continue
             is_first = rank.steps == 0
             # The steps of one optimizer count. stoker.beat() in the script is optimizer 0, and counts if it is used.
-            lead = min(beat.optimizer for beat in beats)
-            steps = [beat for beat in beats if beat.optimizer == lead]
+            first_optimizer = min(beat.optimizer for beat in beats)
+            steps = [beat for beat in beats if beat.optimizer == first_optimizer]
             rank.steps = max(1, rank.steps, *(beat.step for beat in steps))
             rank.last_beat_at = time.monotonic()
-            last_ns, gap = steps[-1].time_ns, _longest_gap(rank.last_beat_ns, steps)
-            new_beats[str(rank.rank)] = [rank.steps, last_ns, len(steps), gap, _newest_losses(steps)]
+            last_ns, gap = steps[-1].time_ns, _find_longest_gap(rank.last_beat_ns, steps)
+            new_beats[str(rank.rank)] = [rank.steps, last_ns, len(steps), gap, _find_newest_losses(steps)]
             rank.last_beat_ns = last_ns
             if is_first:
                 on_first_step(rank, beats[0].time_ns / 1e9)
@@ -99,15 +99,15 @@ class Vitals:
             self._send({"is": "beats", "ranks": new_beats})
 
     def note_gpu_holders(self, rank: RankProcess, nvml: Nvml | None, run_id: str) -> None:
-        """Note who is on a rank's GPU while it fails: once it is gone, so is its entry, and perhaps the others'."""
+        """Note the processes on a rank's GPU while it fails: once it has ended, NVML no longer lists it, nor perhaps others."""
         if nvml is not None and rank.gpu:
             self._gpu_holders[rank.pid] = tuple(
                 {**as_json(holder), "ours": holder.pid == rank.pid or holder.run == run_id}
                 for holder in nvml.holders(rank.gpu) or ()
             )
 
-    def exit_context(self, rank: RankProcess, nvml: Nvml | None, run_id: str) -> dict[str, Any]:
-        """Return what was going on around a rank that failed (contract/evidence.py:ExitContext), as JSON."""
+    def read_exit_context(self, rank: RankProcess, nvml: Nvml | None, run_id: str) -> dict[str, Any]:
+        """Return the circumstances of a rank's failure (contract/evidence.py:ExitContext), as JSON."""
         total, available, _ = host_memory.read_memory()
         shm_free, shm_total = host_limits.shared_memory()
         if rank.pid not in self._gpu_holders:
@@ -118,14 +118,14 @@ class Vitals:
                 tuple(rank.rss),
                 available,
                 total,
-                _kernel_messages_about(rank),
+                _find_kernel_messages(rank),
                 self._gpu_holders.get(rank.pid, ()),
                 gpu_memory and gpu_memory[1],
                 shm_free,
                 shm_total,
                 tuple(host_limits.full_disks()),
                 rank.loader_workers,
-                _address_space_limit(rank.pid),
+                _read_address_space_limit(rank.pid),
             )
         )
         return context
@@ -136,7 +136,7 @@ def _is_loader_worker(pid: int) -> bool:
     return read_kernel_file(f"/proc/{pid}/comm").strip() == "pt_data_worker"
 
 
-def _address_space_limit(pid: int) -> int | None:
+def _read_address_space_limit(pid: int) -> int | None:
     """Return RLIMIT_AS of a process in bytes, or None if it has none. A zombie still has its limits."""
     try:
         limit = resource.prlimit(pid, resource.RLIMIT_AS)[0]
@@ -145,7 +145,7 @@ def _address_space_limit(pid: int) -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-# The fields of HostGauges and GpuGauges that a run's history keeps.
+# These fields of HostGauges and GpuGauges are kept in a run's history.
 _HOST_FIELDS = (
     "cores", "cpu", "memory_total", "memory_available", "swap_used", "disk_free", "disk_total", "disk_read", "disk_written", "received", "sent", "link",
     "pressure_cpu", "pressure_io", "pressure_memory",
@@ -153,31 +153,31 @@ _HOST_FIELDS = (
 _GPU_FIELDS = ("utilization", "memory_used", "memory_total", "temperature", "power", "throttle")
 
 
-def gauges_message(host: HostGauges, gpus: tuple[GpuGauges, ...], resident: dict[str, int]) -> dict[str, Any]:
-    """Return the "gauges" message. `resident` has the memory of each rank in bytes."""
-    host_values = {name: _rounded(getattr(host, name)) for name in _HOST_FIELDS}
+def make_gauges_message(host: HostGauges, gpus: tuple[GpuGauges, ...], resident: dict[str, int]) -> dict[str, Any]:
+    """Return the "gauges" message. `resident` has the resident memory of each rank in bytes."""
+    host_values = {name: _round(getattr(host, name)) for name in _HOST_FIELDS}
     host_values["load"] = host.load[0] if host.load else None
-    gpu_values = {gpu.uuid: {name: _rounded(getattr(gpu, name)) for name in _GPU_FIELDS} for gpu in gpus if gpu.uuid}
+    gpu_values = {gpu.uuid: {name: _round(getattr(gpu, name)) for name in _GPU_FIELDS} for gpu in gpus if gpu.uuid}
     return {"is": "gauges", "host": host_values, "gpus": gpu_values, "ranks": resident}
 
 
-def _rounded(value: Any) -> Any:
+def _round(value: Any) -> Any:
     return round(value, 3) if isinstance(value, float) else value
 
 
-def _longest_gap(last_ns: int, beats: list[Beat]) -> float:
-    """Return the seconds of the longest gap between these beats and the last one before them."""
+def _find_longest_gap(last_ns: int, beats: list[Beat]) -> float:
+    """Return the longest gap in seconds between these beats, counted from the last beat before them."""
     times = [last_ns or beats[0].time_ns, *(beat.time_ns for beat in beats)]
     return round(max(after - before for before, after in itertools.pairwise(times)) / 1e9, 4)
 
 
-def _newest_losses(beats: list[Beat]) -> list[list[Any]]:
+def _find_newest_losses(beats: list[Beat]) -> list[list[Any]]:
     """Return [step, loss] of the newest beats that have a loss; the loss as text, because JSON has no NaN."""
     with_loss = [beat for beat in beats if beat.loss is not None]
     return [[beat.step, repr(beat.loss)] for beat in with_loss[-MAX_LOSSES:]]
 
 
-def _work_done(pid: int) -> tuple[float, int]:
+def _read_work_done(pid: int) -> tuple[float, int]:
     """Return the CPU seconds and the bytes read and written so far by a process and its descendants."""
     seconds, moved = 0.0, 0
     for each in (pid, *procfs.read_descendants(pid)):
@@ -186,7 +186,7 @@ def _work_done(pid: int) -> tuple[float, int]:
     return round(seconds, 2), moved
 
 
-def _kernel_messages_about(rank: RankProcess) -> tuple[str, ...]:
+def _find_kernel_messages(rank: RankProcess) -> tuple[str, ...]:
     """Return the newest lines of the kernel's log about a rank's process, its GPU, or memory."""
     phrases = (f"process {rank.pid} ", f"[{rank.pid}]", "Out of memory", "oom-kill", "Memory cgroup out of memory")
 
@@ -213,7 +213,7 @@ def measure_memory(pid: int, gpu: str | None, nvml: Nvml | None) -> dict[str, An
 
 
 def enforce_memory_limit(limit: int, ranks: dict[int, RankProcess], send: Send) -> None:
-    """Stop and report each rank whose processes have more than `limit` bytes of resident memory; 0 is no limit.
+    """Stop and report each rank whose processes have more than `limit` bytes of resident memory. A limit of 0 is none.
 
     RLIMIT_AS can't be used: it limits address space, of which a CUDA context alone takes tens of gigabytes.
     """
@@ -224,17 +224,17 @@ def enforce_memory_limit(limit: int, ranks: dict[int, RankProcess], send: Send) 
         if sum(procfs.resident_bytes(pid) or 0 for pid in pids) <= limit:
             continue
         # The sum counts pages that forked workers share with the rank more than once. PSS is exact, but slow to read.
-        total = sum(_proportional_bytes(pid) for pid in pids)
+        total = sum(_read_proportional_bytes(pid) for pid in pids)
         if total > limit:
             rank.over_limit = total
             rank.is_signalled = True
-            send_signal(rank.process, signal.SIGSTOP)  # it must not grow until the coordinator has decided
+            send_signal(rank.process, signal.SIGSTOP)  # it must not grow before the coordinator has decided
             workers = max(rank.loader_workers, sum(map(_is_loader_worker, pids)))
             send({"is": "ram", "rank": rank.rank, "bytes": total, "limit": limit, "loader_workers": workers})
 
 
-def _proportional_bytes(pid: int) -> int:
-    """Return the PSS of a process; its resident memory if the kernel doesn't know the PSS."""
+def _read_proportional_bytes(pid: int) -> int:
+    """Return the PSS of a process, or its resident memory if the kernel does not report the PSS."""
     lines = kernel_lines(f"/proc/{pid}/smaps_rollup")
     pss = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), None)
     return procfs.resident_bytes(pid) or 0 if pss is None else pss

@@ -191,7 +191,7 @@ class RankOutput:
     def _append(self, record: RunWriter, rank: int, text: bytes) -> None:
         if text:
             self._tails[rank] = (self._tails.get(rank, b"") + text[-_TAIL:])[-_TAIL:]
-            record.output(layout.rank_log(record.dir, self._attempt, rank), text)
+            record.append_output(layout.rank_log(record.dir, self._attempt, rank), text)
 
     def _write_to_console(self, rank: int, stream: int, data: bytes) -> None:
         target = 2 if stream == 2 else 1

@@ -76,7 +76,7 @@ class ReportHandler:
         fields = pick_fields(attempt.plan.place(rank), "rank", "role", "label")
         record.event("rank-up", **fields, pid=message["pid"], attempt=attempt.number, on=host or None)
         # A rank that prints nothing has an empty log. It comes after the event, which has the log's label.
-        record.output(layout.rank_log(record.dir, attempt.number, rank), b"")
+        record.append_output(layout.rank_log(record.dir, attempt.number, rank), b"")
         if len(attempt.up) == attempt.expected:  # now there is time to look up versions and the git revision
             description = run_json.enrich(record.dir, self._request, attempt.plan)
             record.save(os.path.join(record.dir, layout.RUN), description, durable=False)
@@ -275,7 +275,7 @@ class ReportHandler:
         if self._output.shows(rank) and not self._options.quiet:
             self._log(line)
         else:
-            self._record.say(line)
+            self._record.write_console_line(line)
 
 
 def error_frames(error: RankError) -> list[Any]:

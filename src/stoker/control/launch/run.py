@@ -200,7 +200,7 @@ class Run:
         self.record = RunWriter(run_dir.dir, os.uname().nodename, run_dir.reopened)
         unshared = self.host_setup.unshared if self.host_setup is not None else None
         machines, start_time = self.agents.machines, self.session.start_time
-        notice = self.record.begin(
+        notice = self.record.record_start(
             run_json.describe(self.request, plan, run_dir, machines, start_time, unshared), run_dir.first_attempt
         )
         self.session.record = self.record
@@ -245,7 +245,7 @@ class Run:
     def _start(self, attempt: Attempt, endpoint: Endpoint, run_dir: RunDir, restart_env: dict[str, str]) -> None:
         """Send every host the ranks it starts, without waiting for answers."""
         plan, number = attempt.plan, attempt.number
-        self.record.attempt(number)
+        self.record.create_attempt_dir(number)
         self.output.begin(number)
         # Not before: what the agents still report of the previous attempt belongs to that one.
         self.agents.on_report = ReportHandler(attempt, self.request, self.record, self.output, self.log).handle

@@ -29,7 +29,7 @@ from stoker.control.plan.request import Request
 from stoker.control.plan.run_dir import AlreadyComplete, EndedByStopRule, RunDir
 from stoker.control.plan.run_plan import RunPlan
 from stoker.control.record import run_record
-from stoker.control.record.resume_command import describe_resume, files_elsewhere, resume_command
+from stoker.control.record.resume_command import describe_resume, list_files_elsewhere, resume_command
 from stoker.control.record.run_writer import RunWriter
 
 TYPE_CHECKING = False
@@ -156,7 +156,7 @@ class Session:
         line = escape(line)
         self.console.say(2, line, color or (SUCCESS if line.startswith("✓") else ""))
         if self.record is not None:
-            self.record.say(line)
+            self.record.write_console_line(line)
 
     def record_event(self, kind: str, **fields: object) -> None:
         """Write an event to events.jsonl, if the record is open."""
@@ -212,14 +212,14 @@ class Session:
         run = run_record.load_run(run_dir.dir)
         resume_purpose = describe_resume(run) if resume else ""
         resume_fix = [f"{resume}   # {resume_purpose}"] if resume else []
-        elsewhere = files_elsewhere(run, verdict.status == "completed") if run is not None else ()
+        elsewhere = list_files_elsewhere(run, verdict.status == "completed") if run is not None else ()
         notes = [text for text, copy_command in elsewhere if not copy_command]
         copy_fixes = [f"{copy_command}   # {text}" for text, copy_command in elsewhere if copy_command]
         # A cause in the program is fixed before the run is resumed.
         fixes = [*resume_fix, *verdict.fix] if from_outside else [*verdict.fix, *resume_fix]
         write_failures = self._write_failures()
         evidence = (*verdict.evidence, *notes, *write_failures)
-        self.record.verdict(replace(verdict, evidence=evidence, fix=(*fixes, *copy_fixes)))
+        self.record.write_verdict(replace(verdict, evidence=evidence, fix=(*fixes, *copy_fixes)))
         if not in_job:
             self._print_end(verdict, run_dir)
             for text, copy_command in elsewhere:
@@ -261,7 +261,7 @@ class Session:
         assert self.record is not None
         return [
             f"{lost.bytes} bytes of {os.path.basename(path)} could not be written: {lost.why}"
-            for path, lost in self.record.lost().items()
+            for path, lost in self.record.pop_lost_output().items()
         ]
 
 

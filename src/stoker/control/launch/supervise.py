@@ -353,7 +353,7 @@ class HistoryRecorder:
         try:
             from stoker.control.launch.history_points import history_point
 
-            self._record.moment(history_point(self._attempt, self._written_at))
+            self._record.write_history_point(history_point(self._attempt, self._written_at))
         except Exception as problem:
             self._failed = True
             import traceback

@@ -119,7 +119,7 @@ class TorchrunLogs:
     def write(self, record: RunWriter, rank: int, stream: int, data: bytes) -> None:
         path = self._paths(rank).get(stream)
         if path is not None:
-            record.output(path, data)
+            record.append_output(path, data)
 
     def write_error(self, record: RunWriter, rank: int, report: dict[str, Any]) -> None:
         record.save(os.path.join(self._rank_dirs[rank], "error.json"), report)

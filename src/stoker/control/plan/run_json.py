@@ -18,8 +18,8 @@ from stoker.control.plan.request import Request
 from stoker.control.plan.run_changes import content_digests
 from stoker.control.plan.run_dir import RunDir, config_hash
 from stoker.control.plan.run_plan import RunPlan
-from stoker.control.record.resume_command import command_for
-from stoker.control.record.run_index import is_only_one
+from stoker.control.record.resume_command import command_with_name
+from stoker.control.record.run_index import is_name_unique
 from stoker.control.record.run_record import read_json
 
 _RECORDED_PACKAGES = ("torch", "transformers", "numpy", "lightning", "accelerate")
@@ -108,9 +108,9 @@ def continue_command(request: Request, run_dir: RunDir, verdict: Verdict) -> str
     is this one. After a stop rule it takes the id, since the name alone would only repeat the verdict.
     """
     name = request.options.name
-    is_unique = not verdict.is_stop_rule and is_only_one(os.path.dirname(run_dir.dir), run_dir.name)
+    is_unique = not verdict.is_stop_rule and is_name_unique(os.path.dirname(run_dir.dir), run_dir.name)
     by_name = name if name and (name == run_dir.id or is_unique) else None
-    return command_for(list(request.typed) or sys.argv[1:], by_name or run_dir.id, name)
+    return command_with_name(list(request.typed) or sys.argv[1:], by_name or run_dir.id, name)
 
 
 def _package_versions() -> dict[str, str]:

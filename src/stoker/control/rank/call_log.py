@@ -32,7 +32,7 @@ SIZE = _TEXT_AT + _TEXT_SIZE
 _NO_PEER = -1
 
 # The recorded functions: (name, index of the `group` argument or None, index of the peer argument or None).
-_CALLS: tuple[tuple[str, int | None, int | None], ...] = (
+_RECORDED_CALLS: tuple[tuple[str, int | None, int | None], ...] = (
     ("all_gather", 2, None),
     ("all_gather_into_tensor", 2, None),
     ("all_gather_object", 2, None),
@@ -57,11 +57,11 @@ _CALLS: tuple[tuple[str, int | None, int | None], ...] = (
     ("send", 2, 1),
 )
 _TENSOR_AT = {"all_gather": 1}  # index of the rank's own tensor if it is not the first argument
-# Counted apart from collectives, since only some members of a group make them; messages are also counted by peer.
+# Only some members of a group make these calls, so they are counted apart from collectives, and messages also by peer.
 _KINDS = {"send": "out", "isend": "out", "recv": "in", "irecv": "in", "new_group": "new_group"}
 
 
-class Writer:
+class CallLogWriter:
     """Wraps the functions of torch.distributed and records each call, in about 1.5 µs."""
 
     def __init__(self, memory: mmap, offset: int, clock: Callable[[], int]) -> None:
@@ -70,24 +70,24 @@ class Writer:
         self._clock = clock
         self._number = 0
         self._text_used = 0
-        self._texts: dict[Any, int] = {}  # call site -> position of its text, from 1; 0: there was no space for it
+        self._texts: dict[Any, int] = {}  # call site -> position of its text, from 1, or 0 if there was no space
         # id -> (whether it is the script's code, the code). By id, since code objects of different files may be equal.
         self._codes: dict[int, tuple[bool, CodeType]] = {}
         self._counts: dict[tuple[str, str, int], int] = {}
-        self.active = True  # False in a forked worker, which shares the memory and must not write to it
+        self.is_active = True  # False in a forked worker, which shares the memory and must not write to it
         _HEAD.pack_into(memory, offset, VERSION, 0)
 
     def wrap(self, module: ModuleType) -> None:
         """Replace the functions of torch.distributed.distributed_c10d, before other modules import them from there."""
-        for name, group_at, peer_at in _CALLS:
+        for name, group_at, peer_at in _RECORDED_CALLS:
             function = getattr(module, name, None)
             if function is not None:
-                setattr(module, name, self._wrapped(function, name, group_at, peer_at, module.__dict__))
+                setattr(module, name, self._wrap_function(function, name, group_at, peer_at, module.__dict__))
         batch = getattr(module, "batch_isend_irecv", None)
         if batch is not None:
-            module.__dict__["batch_isend_irecv"] = self._wrapped_batch(batch, module.__dict__)
+            module.__dict__["batch_isend_irecv"] = self._wrap_batch(batch, module.__dict__)
 
-    def _wrapped(
+    def _wrap_function(
         self, function: Any, name: str, group_at: int | None, peer_at: int | None, c10d_globals: dict[str, Any]
     ) -> Any:
         import functools
@@ -99,7 +99,7 @@ class Writer:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             frame = _getframe(1)
-            if frame.f_globals is c10d_globals or not self.active:  # within another call, which is recorded
+            if frame.f_globals is c10d_globals or not self.is_active:  # a call within another one, which is recorded
                 return function(*args, **kwargs)
             group = None
             if group_at is not None:
@@ -123,7 +123,7 @@ class Writer:
 
         return call
 
-    def _wrapped_batch(self, function: Any, c10d_globals: dict[str, Any]) -> Any:
+    def _wrap_batch(self, function: Any, c10d_globals: dict[str, Any]) -> Any:
         """Wrap batch_isend_irecv, which makes one record per message."""
         import functools
         from sys import _getframe
@@ -134,7 +134,7 @@ class Writer:
         def batch(p2p_op_list: Any) -> Any:
             numbers = []
             try:
-                for message in p2p_op_list if self.active else ():
+                for message in p2p_op_list if self.is_active else ():
                     group = "0" if message.group is None else names.get(message.group, "")
                     numbers.append(begin(message.op.__name__, _getframe(1), group, message.tensor, message.peer))
             except Exception:  # torch reports what is wrong with the list
@@ -183,11 +183,11 @@ class Writer:
         _LEFT.pack_into(self._memory, at, self._clock() if returned else 1)
 
     def _store_text(self, name: str, group: str, dtype: Any, sites: list[Any]) -> int:
-        """Store what names a call site; return its position, from 1, or 0 if there is no space."""
+        """Store the text that describes a call site. Return its position, from 1, or 0 if there is no space."""
         lines = [f"{name}\t{group}\t{'' if dtype is None else str(dtype).removeprefix('torch.')}"]
         for code_id, instruction in zip(sites[::2], sites[1::2], strict=True):
             code = self._codes[code_id][1]
-            lines.append(f"{code.co_filename}\t{_line_number(code, instruction)}\t{code.co_name}")
+            lines.append(f"{code.co_filename}\t{_find_line(code, instruction)}\t{code.co_name}")
         text = "\n".join(lines).encode("utf-8", "replace") + b"\0"
         at = self._text_used
         if at + len(text) > _TEXT_SIZE:
@@ -199,7 +199,7 @@ class Writer:
         return at + 1
 
 
-def _line_number(code: CodeType, instruction: int) -> int:
+def _find_line(code: CodeType, instruction: int) -> int:
     for first, last, line in code.co_lines():
         if first <= instruction < last:
             return line or 0
@@ -207,7 +207,7 @@ def _line_number(code: CodeType, instruction: int) -> int:
 
 
 def read_calls(memory: mmap, offset: int, newest: int = SLOTS) -> list[dict[str, Any]]:
-    """Return the newest calls that the log still holds, oldest first; unreadable ones are left out.
+    """Return the newest calls that the log still holds, oldest first, without unreadable ones.
 
     Keys: number (among all calls of the rank, from 1), count (among the collectives of the group, or the messages to or from
     the peer), name, group (torch's name), entered_ns, left_ns (0: it has not returned; 1: it raised), elements (-1: its

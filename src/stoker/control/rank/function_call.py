@@ -17,31 +17,31 @@ from typing import Any
 from stoker.contract.safe_io import write_atomic
 
 CALL, MAIN = "call.pickle", "main.json"
-importing_main = False  # while the caller's script is imported again, a stoker.launch in it must not start another run
+is_importing_main = False  # True while `main` imports the caller's script: a stoker.launch in it must not start a run
 
 
 class NoValue:
-    """Stands for the value of a closure's variable that is not set yet."""
+    """Stands for the value of a closure variable that is not set yet."""
 
 
 def result_file(folder: str, restarts: int, rank: int) -> str:
-    """Return the path of a rank's result after a number of restarts."""
+    """Return the path of a rank's result in the attempt after this number of restarts."""
     return os.path.join(folder, f"result-{restarts}-{rank}.pickle")
 
 
 def main(folder: str) -> None:
     """Call the function that is pickled in a folder, and write its result there."""
-    global importing_main
+    global is_importing_main
     from multiprocessing import spawn
 
     with open(os.path.join(folder, MAIN), encoding="utf-8") as file:
         caller = json.load(file)
     # Set the caller's sys.path, and import its script, if it has one, as __mp_main__, as a spawned process does.
-    importing_main = True
+    is_importing_main = True
     try:
         spawn.prepare(caller)
     finally:
-        importing_main = False
+        is_importing_main = False
     with open(os.path.join(folder, CALL), "rb") as pickled:
         function, args = pickle.load(pickled)
     result = function(*args)

@@ -1,4 +1,4 @@
-"""Runs in a rank before the user's script: error report, stacks on a fatal signal, line-buffered output, beats.
+"""Runs in a rank before the user's script. Installs error reports, stacks on fatal signals, line-buffered output, beats.
 
 It shares the process with the script, so it stays small, imports nothing heavy and never raises into the script.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _pid = 0
 _socket_path = ""
 _files: dict[str, str] = {}
-_writer: Any = None
+_beat_writer: Any = None
 _call_log: Any = None
 _exit_call: tuple[str, str, int, str] | None = None  # status, file, line and function of the last sys.exit()
 _kept_open: list[Any] = []  # open for the life of the process: faulthandler's files, torch's worker server
@@ -37,12 +37,12 @@ def is_rank_process() -> bool:
 
 
 def install() -> None:
-    """Install everything in a rank. The agent passes what it needs in environment variables, which are removed."""
+    """Install all hooks in a rank. Its parameters come from the agent in environment variables, which are removed."""
     global _pid, _socket_path, _files, _previous_hook
     _pid = os.getpid()
     _socket_path = os.environ.pop(env_vars.SHIM_SOCKET)
     _files = layout.scratch_files(os.environ.pop(env_vars.SHIM_FILES))
-    gated = os.environ.pop(env_vars.SHIM_GATED, "") == "1"
+    is_gated = os.environ.pop(env_vars.SHIM_GATED, "") == "1"
     _open_beats(int(os.environ.pop(env_vars.SHIM_BEATS)))
     _enable_stack_dumps()
     _allow_tracing(os.environ.pop(env_vars.SHIM_TRACER, ""))
@@ -58,7 +58,7 @@ def install() -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)
-    sys.meta_path.insert(0, _ImportHook(gated))
+    sys.meta_path.insert(0, _ImportHook(is_gated))
     os.register_at_fork(after_in_child=_after_fork)
     send("shim")
 
@@ -71,15 +71,15 @@ class _NoBeats:
 
 
 def _after_fork() -> None:
-    global _writer
-    _writer = _NoBeats()
+    global _beat_writer
+    _beat_writer = _NoBeats()
     if _call_log is not None:
-        _call_log.active = False
+        _call_log.is_active = False
 
 
 def _open_beats(descriptor: int) -> None:
     """Map the memory that is shared with the agent: the beats, followed by the log of torch.distributed's calls."""
-    global _writer, _call_log
+    global _beat_writer, _call_log
     from mmap import mmap
 
     from stoker.contract import beat
@@ -87,8 +87,8 @@ def _open_beats(descriptor: int) -> None:
 
     try:
         memory = mmap(descriptor, beat.PAGE_SIZE + call_log.SIZE)
-        _writer = beat.BeatWriter(memory, _pid)
-        _call_log = call_log.Writer(memory, beat.PAGE_SIZE, time.time_ns)
+        _beat_writer = beat.BeatWriter(memory, _pid)
+        _call_log = call_log.CallLogWriter(memory, beat.PAGE_SIZE, time.time_ns)
     finally:
         os.close(descriptor)
 
@@ -97,13 +97,13 @@ def _enable_stack_dumps() -> None:
     """Write the Python stacks to the agent's files on a fatal signal, and when the agent asks with STACK_SIGNAL."""
     import faulthandler
 
-    def opened(name: str) -> Any:
+    def open_dump_file(name: str) -> Any:
         _kept_open.append(open(_files[name], "wb", buffering=0))  # noqa: SIM115  open for the life of the process
         return _kept_open[-1]
 
-    faulthandler.register(env_vars.STACK_SIGNAL, file=opened("asked"), all_threads=True, chain=False)
+    faulthandler.register(env_vars.STACK_SIGNAL, file=open_dump_file("asked"), all_threads=True, chain=False)
     if not faulthandler.is_enabled():  # with python -X faulthandler the user wants it on stderr
-        faulthandler.enable(file=opened("stack"))
+        faulthandler.enable(file=open_dump_file("stack"))
 
 
 def _allow_tracing(tracer: str) -> None:
@@ -137,10 +137,10 @@ def send(kind: str, text: str = "") -> None:
 
 
 def script_beat(step: int | None, loss: float | None) -> None:
-    """Record a step that the script reports (stoker.beat); without a number the steps are counted."""
+    """Record a step that the script reports (stoker.beat). Without a number, the calls are counted."""
     global _script_steps
     _script_steps = _script_steps + 1 if step is None else int(step)
-    _writer.beat(time.time_ns(), _script_steps, 0, None if loss is None else float(loss))
+    _beat_writer.beat(time.time_ns(), _script_steps, 0, None if loss is None else float(loss))
 
 
 def _on_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -148,15 +148,16 @@ def _on_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
     if counter is None:
         counter = _optimizers[id(optimizer)] = [len(_optimizers) + 1, 0]
     counter[1] = step = counter[1] + 1
-    _writer.beat(time.time_ns(), step, counter[0])
+    _beat_writer.beat(time.time_ns(), step, counter[0])
 
 
 class _GroupTable(dict):  # type: ignore[type-arg]
-    """torch's table of groups; it reports each new one to the agent, since the flight recorder lacks gloo's ranks."""
+    """Replaces torch's table of groups, and reports each new group to the agent: the flight recorder lacks gloo's ranks."""
 
     def __setitem__(self, group: Any, ranks: Any) -> None:
         super().__setitem__(group, ranks)
-        name = _world.pg_names.get(group) if is_rank_process() else None  # a group that this rank is not in has no name
+        # torch has no name for a group that this rank is not in.
+        name = _world.pg_names.get(group) if is_rank_process() else None
         if name is not None:
             has_all_ranks = len(ranks) == int(os.environ.get("WORLD_SIZE", "0") or 0)
             send("groups", f"{name}={'*' if has_all_ranks else ','.join(str(rank) for rank in ranks)}")
@@ -191,7 +192,7 @@ def _on_script_end() -> None:
     send("ended", f"{'exit' if _exit_call else 'return'}\t{status}\t{file}\t{line}\t{function}")
 
 
-def _files_in_use(trace: Any) -> list[str]:
+def _find_files_in_use(trace: Any) -> list[str]:
     """Return up to four files that the variables of the failed frames name or hold open.
 
     Error messages of readers ("invalid load key") rarely name their file.
@@ -217,8 +218,8 @@ def _files_in_use(trace: Any) -> list[str]:
     return files[:4]
 
 
-def _module_file(value: BaseException) -> str:
-    """Return the file of the module that an import or attribute error is about: it may shadow another of that name."""
+def _find_module_file(value: BaseException) -> str:
+    """Return the file of the module that an import or attribute error is about, or "". It may shadow another module."""
     path = getattr(value, "path", None)  # set by "cannot import name", whose module may be gone from sys.modules
     if path:
         return str(path)
@@ -292,7 +293,7 @@ def _write_short_report(kind: type[BaseException], value: BaseException, trace: 
         "traceback": "".join(f'  File "{file}", line {line}, in {name}\n' for file, line, name in frames)[-8000:],
         "time_ns": time_ns,
         "import_name": (value.name or "") if isinstance(value, ImportError) else "",
-        "module_file": _module_file(value) if isinstance(value, (ImportError, AttributeError)) else "",
+        "module_file": _find_module_file(value) if isinstance(value, (ImportError, AttributeError)) else "",
     }
     send("error", json.dumps(report))
 
@@ -318,7 +319,7 @@ def _write_report(kind: type[BaseException], value: BaseException, trace: Any, l
     if isinstance(value, SyntaxError):
         file, line = value.filename or file, value.lineno or line
     elif kind.__name__ == "BdbQuit":
-        line = _breakpoint_line(file, line)
+        line = _find_breakpoint_line(file, line)
     try:
         message = str(value)
     except Exception as problem:  # the exception's own __str__ raises
@@ -336,9 +337,9 @@ def _write_report(kind: type[BaseException], value: BaseException, trace: Any, l
         "traceback": trace_text[-100000:],
         "time_ns": time_ns,
         "import_name": (value.name or "") if isinstance(value, ImportError) else "",
-        "module_file": _module_file(value) if isinstance(value, (ImportError, AttributeError)) else "",
-        "files": _files_in_use(trace),
-        "collectives": _collectives(value),
+        "module_file": _find_module_file(value) if isinstance(value, (ImportError, AttributeError)) else "",
+        "files": _find_files_in_use(trace),
+        "collectives": _summarize_collectives(value),
     }
     try:
         with open(_files["error"] + ".tmp", "w", encoding="utf-8", errors="backslashreplace") as out:
@@ -353,7 +354,7 @@ def _write_report(kind: type[BaseException], value: BaseException, trace: Any, l
     send("error")
 
 
-def _breakpoint_line(file: str, line: int) -> int:
+def _find_breakpoint_line(file: str, line: int) -> int:
     """Return the line of the call that started the debugger, which stops at a later line."""
     import linecache
 
@@ -365,7 +366,7 @@ def _breakpoint_line(file: str, line: int) -> int:
     return next(lines, line)
 
 
-def _collectives(value: BaseException) -> list[Any]:
+def _summarize_collectives(value: BaseException) -> list[Any]:
     """Return the state of this rank's process groups for an error that they may have caused."""
     if _world is None or not isinstance(value, RuntimeError):
         return []
@@ -378,20 +379,22 @@ def _collectives(value: BaseException) -> list[Any]:
         dumps = [json.loads(getattr(c10d, name)()) for name in flight_recorder.DUMPS if hasattr(c10d, name)]
         return flight_recorder.summarize_trace(flight_recorder.merge_traces(dumps))
     except Exception as problem:  # another version of torch, or one that is damaged by now
-        return [{"name": "", "about": f"no flight recorder: {type(problem).__name__}: {problem}", "ops": []}]
+        return [
+            {"name": "", "about": f"the flight recorder can't be read: {type(problem).__name__}: {problem}", "ops": []}
+        ]
 
 
 class _ImportHook:
-    """An import finder that lets the other finders find torch's modules, and acts when they have been loaded."""
+    """Acts when torch's modules have been loaded. It is an import finder that lets the other finders find them."""
 
-    def __init__(self, gated: bool) -> None:
+    def __init__(self, is_gated: bool) -> None:
         self.actions: dict[str, Callable[[Any], None]] = {
             "torch": _on_torch_loaded,
             "torch.optim.optimizer": _on_optimizers_loaded,
             "torch._dynamo": _do_nothing,  # loaded without garbage collection; DDP and every optimizer import it
         }
         self.actions["torch.distributed.distributed_c10d"] = (
-            _on_distributed_loaded_gated if gated else _on_distributed_loaded
+            _on_distributed_loaded_gated if is_gated else _on_distributed_loaded
         )
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
@@ -443,7 +446,7 @@ def _load_without_gc(load: Callable[[], None]) -> None:
 
 
 def _do_nothing(_module: Any) -> None:
-    """Do nothing after a module that is only hooked to be loaded without garbage collection."""
+    """Do nothing after the load of a module that is only hooked to be loaded without garbage collection."""
 
 
 def _on_torch_loaded(_module: Any) -> None:
@@ -459,7 +462,7 @@ def _on_torch_loaded(_module: Any) -> None:
 def _on_optimizers_loaded(module: Any) -> None:
     register = getattr(module, "register_optimizer_step_post_hook", None)
     if register is None:
-        send("note", "this torch has no global optimizer hook: no step beats from an unmodified script")
+        send("note", "this torch has no global optimizer hook, so an unmodified script sends no beats")
         return
     register(_on_step)
 
@@ -467,7 +470,7 @@ def _on_optimizers_loaded(module: Any) -> None:
 def _on_distributed_loaded(module: Any) -> None:
     """Record the groups and calls of torch.distributed, and start torch's worker server.
 
-    The server answers from the flight recorder, in a thread of its own and without the GIL.
+    The server answers requests for the flight recorder in its own thread, without the GIL.
     """
     global _world
     if os.environ.get("WORLD_SIZE", "1") in ("", "0", "1"):
@@ -477,27 +480,27 @@ def _on_distributed_loaded(module: Any) -> None:
         module._pg_group_ranks = _GroupTable(module._pg_group_ranks)
     else:
         missing = "this torch does not show the ranks of its process groups"
-        send("note", f"{missing}: a hang within one is explained from stacks")
+        send("note", f"{missing}, so a hang within one is explained from stacks alone")
     try:
         _call_log.wrap(module)
     except Exception as problem:
         send("note", f"the calls of torch.distributed are not recorded ({type(problem).__name__}: {problem})")
     server = getattr(sys.modules.get("torch._C._distributed_c10d"), "_WorkerServer", None)
     if server is None:
-        send("note", "this torch has no worker server: a hang is explained from stacks alone")
+        send("note", "this torch has no worker server, so a hang is explained from stacks alone")
         return
     try:
-        _kept_open.append(_without_greeting(lambda: server(_files["server"])))
+        _kept_open.append(_start_quietly(lambda: server(_files["server"])))
         # Never free it: the destructor in a forked child that ends would shut down the listener that it shares with us.
         import ctypes
 
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept_open[-1]))
     except Exception as problem:
-        send("note", f"torch's worker server does not start ({problem}): a hang is explained from stacks alone")
+        send("note", f"torch's worker server does not start ({problem}), so a hang is explained from stacks alone")
 
 
-def _without_greeting(start: Callable[[], Any]) -> Any:
-    """Start torch's server without the line that it prints to stderr; other output of that time is passed on."""
+def _start_quietly(start: Callable[[], Any]) -> Any:
+    """Start torch's server without the line that it prints to stderr. Other output to stderr is passed on."""
     read, write = os.pipe()
     real = os.dup(2)
     os.dup2(write, 2)
@@ -520,7 +523,7 @@ def _without_greeting(start: Callable[[], Any]) -> Any:
 
 
 def _on_distributed_loaded_gated(module: Any) -> None:
-    """Hook init_process_group too, if start-up is gated: a rank that joins the process group returns its slot."""
+    """Hook init_process_group as well, because a rank whose start-up is gated returns its slot when it joins the group."""
     import functools
 
     _on_distributed_loaded(module)

@@ -1,9 +1,11 @@
-"""A run's history: what its ranks, GPUs and hosts did over time, in the folder history/ of the run directory.
+"""Writes and reads a run's history: what its ranks, GPUs and hosts did over time, in the folder history/ of the run directory.
 
-There are three files of JSON lines: one line every 2 s for the last hour, every minute for the last day, every 20 minutes
-for the last two weeks. A full file replaces its predecessor (seconds.jsonl becomes seconds.1.jsonl) and a new one starts,
-so each tier keeps at most two files. A "members" line says who takes part; every other line is one point in time with a
-column for each gauge, in the order of the members line before it. Each file starts with a members line.
+There are three tiers of JSON lines: seconds.jsonl has a line every 2 s, minutes.jsonl every minute, hours.jsonl every
+20 minutes. A file is full after an hour, a day or two weeks. It is then renamed (seconds.jsonl to seconds.1.jsonl, in place
+of an older one), and a new file is started, so a tier has at most two files.
+
+A "members" line lists the ranks, GPUs and hosts, and each file starts with one. Every other line is one point in time: it
+has a column for each gauge, with the values in the order of the members line before it.
 """
 
 from __future__ import annotations
@@ -23,12 +25,10 @@ FOLDER = layout.HISTORY
 EVERY_S = 2.0
 # File name -> (seconds between lines, lines of a full file).
 TIERS: dict[str, tuple[float, int]] = {"seconds": (EVERY_S, 1800), "minutes": (60.0, 1440), "hours": (1200.0, 1008)}
-_SOURCE_INTERVALS = {
-    "minutes": EVERY_S,
-    "hours": TIERS["minutes"][0],
-}  # seconds between the points that a tier averages
+# Seconds between the points that a tier averages.
+_SOURCE_INTERVALS = {"minutes": EVERY_S, "hours": TIERS["minutes"][0]}
 MAX_BYTES = 64 << 20  # of one file; a line of 512 ranks on 64 hosts takes 30 KB
-# Columns that are not averaged: of these the newest value counts, of `throttle` all reasons.
+# Columns that have no mean: points are merged into the newest value (_NEWEST) or all values (_UNION).
 _NEWEST = frozenset(("step", "memory", "memory_total", "loss", "collective_age", "beat_age", "heard"))
 _UNION = frozenset(("throttle",))
 PARTS = ("ranks", "gpus", "hosts")
@@ -53,13 +53,13 @@ class HistoryPoint:
     hosts: HistoryColumns
 
     def of_rank(self, rank: int) -> dict[str, Any]:
-        """Return a rank's values by column; empty if it does not take part. Ranks are numbered without gaps."""
+        """Return a rank's values by column, or {} if it is not a member. Ranks are numbered without gaps."""
         ranks = self.members.ranks
         index = rank - ranks[0] if ranks else -1
         return row_at(self.ranks, index) if 0 <= index < len(ranks) and ranks[index] == rank else {}
 
     def of_gpu(self, host: str, uuid: str) -> dict[str, Any]:
-        """Return a GPU's values by column. It searches the members; to read all GPUs, call `row_at` with each index."""
+        """Return a GPU's values by column, or {} if it is not a member. To read all GPUs, call `row_at` with each index."""
         gpus = self.members.gpus
         return row_at(self.gpus, gpus.index((host, uuid))) if (host, uuid) in gpus else {}
 
@@ -84,13 +84,13 @@ class HistoryWriter:
         self._collect(point, "minutes", "hours")
 
     def _collect(self, point: HistoryPoint, tier: str, *coarser: str) -> None:
-        """Add a point to the tier's pending ones; once they fill its interval, write them as one."""
+        """Add a point to the tier's pending points, and write them as one point once they fill its interval."""
         pending = self._pending[tier]
         if pending and (pending[0].members != point.members or pending[0].attempt != point.attempt):
             self._flush(tier, *coarser)
         pending = self._pending[tier]
         pending.append(point)
-        # Another point would exceed the interval. The difference is negative if the clock was set back.
+        # Write them if another point would exceed the interval, or if the clock was set back (a negative difference).
         if not 0 <= point.time - pending[0].time < TIERS[tier][0] - 1.5 * _SOURCE_INTERVALS[tier]:
             self._flush(tier, *coarser)
 
@@ -111,10 +111,12 @@ class HistoryWriter:
 
 
 class _TierFile:
+    """Appends to the current file of a tier, and starts a new one when it is full."""
+
     def __init__(self, run_dir: int, name: str, max_lines: int, on_loss: Callable[[str, int, OSError], None]) -> None:
         self._run_dir, self._name, self._max_lines, self._on_loss = run_dir, name, max_lines, on_loss
         self._path = f"{FOLDER}/{name}.jsonl"
-        self._handle = -1
+        self._fd = -1
         self._lines = self._bytes = 0
         self._members: Members | None = None
 
@@ -123,13 +125,13 @@ class _TierFile:
         try:
             if self._lines >= self._max_lines or self._bytes >= MAX_BYTES:
                 self._rotate()
-            if self._handle < 0:
+            if self._fd < 0:
                 self._open()
             if point.members != self._members:
                 data = _json_line({"time": point.time, "members": as_json(point.members)})
             columns = {part: as_json(getattr(point, part)) for part in PARTS}
             data += _json_line({"time": point.time, "attempt": point.attempt, **columns})
-            os.write(self._handle, data)
+            os.write(self._fd, data)
         except OSError as problem:
             self._on_loss(self._path, len(data), problem)
             return
@@ -144,15 +146,15 @@ class _TierFile:
         except FileExistsError:
             pass
         flags = (APPEND & ~os.O_WRONLY) | os.O_RDWR
-        self._handle = os.open(self._path, flags, 0o644, dir_fd=self._run_dir)
-        self._bytes = os.fstat(self._handle).st_size
+        self._fd = os.open(self._path, flags, 0o644, dir_fd=self._run_dir)
+        self._bytes = os.fstat(self._fd).st_size
         self._lines = offset = 0
         last = b"\n"
-        while block := os.pread(self._handle, 1 << 20, offset):
+        while block := os.pread(self._fd, 1 << 20, offset):
             self._lines += block.count(b"\n")
             offset, last = offset + len(block), block[-1:]
         if last != b"\n":
-            os.write(self._handle, b"\n")
+            os.write(self._fd, b"\n")
 
     def _rotate(self) -> None:
         self.close()
@@ -162,9 +164,9 @@ class _TierFile:
         self._members = None
 
     def close(self) -> None:
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
             self._members = None
 
 
@@ -173,7 +175,7 @@ def _json_line(values: dict[str, Any]) -> bytes:
 
 
 def merge_points(points: list[HistoryPoint]) -> HistoryPoint:
-    """Return one point for several of the same members: means, the newest of counters, all throttle reasons."""
+    """Merge points of the same members into one, with means, the newest values of _NEWEST and all throttle reasons."""
     newest = points[-1]
     parts: dict[str, HistoryColumns] = {}
     for part in PARTS:
@@ -188,7 +190,7 @@ def merge_points(points: list[HistoryPoint]) -> HistoryPoint:
 
 
 def _merge_values(name: str, values: list[Any]) -> Any:
-    """Merge one member's values of a column, oldest first; None stands for an unknown one."""
+    """Merge one member's values of a column, given oldest first. None is an unknown value."""
     present = [value for value in values if value is not None]
     if not present:
         return None
@@ -210,7 +212,7 @@ class HistoryTail:
         self._inode, self._offset = 0, 0
         self._members: Members | None = None
 
-    def new(self) -> list[HistoryPoint]:
+    def read_new(self) -> list[HistoryPoint]:
         """Return the points since the last call, oldest first; the first call also returns those of the previous file."""
         points: list[HistoryPoint] = []
         current, previous = f"{self._tier}.jsonl", f"{self._tier}.1.jsonl"
@@ -286,8 +288,8 @@ def _parse_point(values: dict[str, Any], members: Members) -> HistoryPoint | Non
     return HistoryPoint(fields["time"], fields["attempt"], members, *(fields[part] for part in PARTS))
 
 
-def newest_columns(run_dir: str, part: str = "ranks") -> HistoryColumns:
-    """Return the columns of the newest complete line, without its members; reads 64 KB, however long the file is."""
+def read_newest_columns(run_dir: str, part: str = "ranks") -> HistoryColumns:
+    """Return a part's columns in the newest complete line, or {}. It reads only the last 64 KB of the file."""
     try:
         with os.fdopen(open_below(run_dir, f"{FOLDER}/seconds.jsonl"), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
@@ -304,7 +306,7 @@ def newest_columns(run_dir: str, part: str = "ranks") -> HistoryColumns:
 
 def read_history(run_dir: str, tier: str = "seconds") -> list[HistoryPoint]:
     """Return all points of one tier, oldest first."""
-    return HistoryTail(run_dir, tier).new()
+    return HistoryTail(run_dir, tier).read_new()
 
 
 def read_full_history(run_dir: str) -> list[HistoryPoint]:

@@ -15,7 +15,7 @@ from stoker.control.record.run_record import RunRecord
 
 
 def strip_control_codes(data: bytes) -> bytes:
-    """Return a rank's output with control codes escaped: another user's output could make the terminal do anything."""
+    """Return a rank's output with control codes escaped, because another user's output could contain any."""
     text = data.decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n")
     return escape_lines(text).encode()
 
@@ -27,7 +27,7 @@ class LogTail:
         self.path = path
         self._offset = skip
 
-    def new(self, limit: int = 1 << 20) -> bytes:
+    def read_new(self, limit: int = 1 << 20) -> bytes:
         """Return at most `limit` new bytes. Raises Refusal if the file can't be read."""
         try:
             with os.fdopen(open_regular(self.path, follow=False), "rb") as file:
@@ -41,7 +41,7 @@ class LogTail:
         return data
 
 
-def rank_logs(run: RunRecord) -> Iterator[tuple[int, int, str]]:
+def list_rank_logs(run: RunRecord) -> Iterator[tuple[int, int, str]]:
     """Yield (attempt, rank, path) of each log that exists, in this order."""
     for attempt in run.attempts:
         folder = layout.attempt_dir(run.dir, attempt)
@@ -55,14 +55,15 @@ def rank_logs(run: RunRecord) -> Iterator[tuple[int, int, str]]:
 
 @frozen
 class RunStart:
-    """One start of a run: there are several if it was started again under its name."""
+    """Describes one start of a run, which has several starts if it was started again under its name."""
 
     number: int = 1
     first_attempt: int = 0
-    console_at: int = 0  # where its lines begin in the launcher's log, in bytes
+    console_at: int = 0  # offset of its first line in the launcher's log, in bytes
 
 
-def newest_start(run: RunRecord) -> RunStart:
+def find_newest_start(run: RunRecord) -> RunStart:
+    """Return the newest start, or the first one if the record has no details of starts."""
     starts = [event for event in run.events() if event["event"] == "run"]
     attempt, offset = (starts[-1].get("attempt"), starts[-1].get("console_at")) if starts else (None, None)
     if not isinstance(attempt, int) or not isinstance(offset, int) or attempt < 0 or offset < 0:
@@ -70,8 +71,8 @@ def newest_start(run: RunRecord) -> RunStart:
     return RunStart(len(starts), attempt, offset)
 
 
-def rank_labels(run: RunRecord) -> dict[tuple[int, int], str]:
-    """Return the label of each started rank by (attempt, rank): a rank may move to another host in the next attempt."""
+def read_rank_labels(run: RunRecord) -> dict[tuple[int, int], str]:
+    """Return the labels of the started ranks by (attempt, rank). A rank may move to another host in the next attempt."""
     by_rank: dict[tuple[int, int], str] = {}
     for event in run.events():
         attempt, rank = event.get("attempt"), event.get("rank")

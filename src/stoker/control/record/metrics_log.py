@@ -15,13 +15,13 @@ from stoker.contract.safe_io import APPEND, AtomicFile, read_json_lines
 
 
 class MetricsWriter:
-    """Appends whole lines. Lines of step `resumed_at` and later are removed first: the resumed run makes those steps again."""
+    """Appends whole lines. Lines of step `resumed_at` and later are removed first: the resumed run repeats those steps."""
 
     def __init__(self, run_dir: str, resumed_at: int = 0) -> None:
         self._path = os.path.join(run_dir, layout.METRICS)
         if os.path.exists(self._path):
             self._remove_steps(resumed_at)
-        self._handle = os.open(self._path, APPEND, 0o644)
+        self._fd = os.open(self._path, APPEND, 0o644)
 
     def _remove_steps(self, first: int) -> None:
         with AtomicFile(self._path, durable=False) as file:
@@ -37,14 +37,14 @@ class MetricsWriter:
             for name, value in values.items()
         }
         line = json.dumps({"schema": layout.SCHEMA, "time": round(time.time(), 4), **finite})
-        os.write(self._handle, line.encode() + b"\n")
+        os.write(self._fd, line.encode() + b"\n")
 
     def close(self) -> None:
-        os.close(self._handle)
+        os.close(self._fd)
 
 
 def read_metrics(run_dir: str) -> Iterator[dict[str, Any]]:
-    """Yield the complete lines, oldest first; none if there is no file. Raises Refusal if it can't be read."""
+    """Yield the complete lines, oldest first, if there is a file. Raises Refusal if it can't be read."""
     path = os.path.join(run_dir, layout.METRICS)
     try:
         yield from (values for _, values in read_json_lines(path))

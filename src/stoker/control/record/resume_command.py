@@ -1,4 +1,7 @@
-"""What a run can resume from, and the command that continues it: the one that started it, with the run's id or name."""
+"""Finds what a run can resume from, and builds the command that continues it.
+
+The command is the one that started the run, with the run's id or name as --name.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from stoker.contract import checkpoints, layout
 from stoker.contract.env_vars import CHECKPOINT, RECIPES
 from stoker.contract.frozen import frozen
 from stoker.contract.masking import MASK, mask_argv
-from stoker.control.record.run_index import is_only_one, list_roles
+from stoker.control.record.run_index import is_name_unique, list_roles
 from stoker.control.record.run_record import RunRecord
 
 # What a printed command does; it follows the command as a comment.
@@ -20,21 +23,21 @@ TO_CONTINUE, TO_START_AGAIN = "to continue", "to start it again"
 
 @frozen
 class SavedState:
-    role: str  # of a job; empty for a plain run
+    role: str  # of a multi-role job, or "" for a plain run
     path: str  # of the newest complete checkpoint; with `host`, of the folder of all checkpoints
     host: str = ""  # set if the files are on another host
 
 
 def saved_state(run: RunRecord) -> tuple[SavedState, ...]:
-    """Return what a run resumes from: its newest checkpoint; for a job that of each role that is not complete."""
+    """Return the newest checkpoint of a run, or of each role of a job that is not complete."""
     unfinished = {
         name: role for name, role in list_roles(run).items() if not role.verdict or role.verdict.status != "completed"
     }
-    states = [_newest_state(name, role) for name, role in {"": run, **unfinished}.items()]
+    states = [_find_newest_state(name, role) for name, role in {"": run, **unfinished}.items()]
     return tuple(state for state in states if state is not None)
 
 
-def _newest_state(role: str, run: RunRecord) -> SavedState | None:
+def _find_newest_state(role: str, run: RunRecord) -> SavedState | None:
     checkpoint = checkpoints.find_newest_checkpoint(run.dir)
     if checkpoint is not None:
         return SavedState(role, checkpoint.path)
@@ -45,7 +48,7 @@ def _newest_state(role: str, run: RunRecord) -> SavedState | None:
 
 
 def host_of_files(run: RunRecord) -> str:
-    """Return rank 0's host if that host has a run directory of its own; empty if the files are here."""
+    """Return rank 0's host if that host has its own run directory, or "" if the files are here."""
     ranks, apart = (run.data.get("plan") or {}).get("ranks"), run.data.get("apart")
     rank0 = ranks[0] if isinstance(ranks, list) and ranks else None
     host = rank0.get("host") if isinstance(rank0, dict) else None
@@ -55,20 +58,20 @@ def host_of_files(run: RunRecord) -> str:
 def copy_command(run: RunRecord, name: str) -> str:
     """Return the command that copies a file or folder of the run here from the host that has its files.
 
-    Empty if the record has no such command, or is another user's: people paste the commands that we print.
+    Returns "" if the record has no such command, or is another user's: people paste the commands that we print.
     """
     argv = run.data["apart"][host_of_files(run)]
     if not run.mine or not isinstance(argv, list) or not argv:
         return ""
-    *options, target = map(str, argv)
+    *copy_argv, target = map(str, argv)
     source = f"{target}{os.path.join(os.path.abspath(run.dir), name)}"
-    return shlex.join([*options, source, f"{os.path.relpath(run.dir)}/"])
+    return shlex.join([*copy_argv, source, f"{os.path.relpath(run.dir)}/"])
 
 
-def files_elsewhere(run: RunRecord, completed: bool) -> tuple[tuple[str, str], ...]:
-    """Return (a line, the command that copies the model here) for files that are not in the run's own directory.
+def list_files_elsewhere(run: RunRecord, completed: bool) -> tuple[tuple[str, str], ...]:
+    """Return (line, command that copies the model here) for files that are on another host or in the directory of a role.
 
-    The command is empty if the files are on this machine, or if there is no model yet.
+    The command is "" if the files are on this machine, or if there is no model yet.
     """
     lines = []
     for role, record in {"": run, **list_roles(run)}.items():
@@ -86,7 +89,7 @@ def files_elsewhere(run: RunRecord, completed: bool) -> tuple[tuple[str, str], .
 
 
 def describe_resume(run: RunRecord | None) -> str:
-    """Return what `resume_command` does."""
+    """Return what the command of `resume_command` does, in words."""
     return TO_CONTINUE if run is not None and saved_state(run) else TO_START_AGAIN
 
 
@@ -96,29 +99,29 @@ def resume_command(run: RunRecord) -> str:
     typed = [str(arg) for arg in command[1:]] if isinstance(command, list) else []
     if any(layout.LATEST in arg.split("/") for arg in typed):  # `latest` may be another run by now
         typed = []
-    return command_for(typed, run.id, request["name"] if isinstance(request.get("name"), str) else None)
+    return command_with_name(typed, run.id, request["name"] if isinstance(request.get("name"), str) else None)
 
 
-def command_for(typed: Sequence[str], run: str, name: str | None) -> str:
-    """Return the typed command with `run` (an id or name) as --name; `name` is the --name that it has now.
+def command_with_name(typed: Sequence[str], run: str, name: str | None) -> str:
+    """Return the typed command with `run` (an id or name) as --name. `name` is the --name that it has now, or None.
 
-    If it can't be repeated, because a secret in it was masked, the answer is a description.
+    Returns a description instead if a secret in the command was masked, so that it can't be repeated.
     """
-    subcommands = 1 if typed[:1] == ["run"] else 2  # stoker run [options]; stoker train STAGE [options]
-    head, rest = list(typed[:subcommands]), list(typed[subcommands:])
-    has_secrets = any(MASK in arg for arg in rest) or mask_argv(rest) != rest
-    if head[:1] not in (["run"], ["train"]) or has_secrets:
+    word_count = 1 if typed[:1] == ["run"] else 2  # stoker run [options]; stoker train STAGE [options]
+    subcommand, options = list(typed[:word_count]), list(typed[word_count:])
+    has_secrets = any(MASK in arg for arg in options) or mask_argv(options) != options
+    if subcommand[:1] not in (["run"], ["train"]) or has_secrets:
         return "the same command again" if name == run else f"the same command with --name {shlex.quote(run)}"
     if name == run:
-        return shlex.join(["stoker", *head, *rest])
-    pairs = list(itertools.pairwise(rest))
+        return shlex.join(["stoker", *subcommand, *options])
+    pairs = list(itertools.pairwise(options))
     if name is not None and ("--name", name) in pairs:
-        rest[pairs.index(("--name", name)) + 1] = run
-    elif name is not None and f"--name={name}" in rest:
-        rest[rest.index(f"--name={name}")] = f"--name={run}"
+        options[pairs.index(("--name", name)) + 1] = run
+    elif name is not None and f"--name={name}" in options:
+        options[options.index(f"--name={name}")] = f"--name={run}"
     else:
-        head += ["--name", run]
-    return shlex.join(["stoker", *head, *rest])
+        subcommand += ["--name", run]
+    return shlex.join(["stoker", *subcommand, *options])
 
 
 def is_resume_step(step: str) -> bool:
@@ -126,8 +129,8 @@ def is_resume_step(step: str) -> bool:
     return step.endswith((f"# {TO_CONTINUE}", f"# {TO_START_AGAIN}"))
 
 
-def with_run_id(step: str, run: RunRecord, root: str) -> str:
-    """Return a fix step of a verdict with the run's id for its name if another run has taken the name since."""
-    if not is_resume_step(step) or is_only_one(root, run.name):
+def replace_name_by_id(step: str, run: RunRecord, root: str) -> str:
+    """Replace the run's name by its id in a fix step of a verdict if another run has taken the name since."""
+    if not is_resume_step(step) or is_name_unique(root, run.name):
         return step
     return step.replace(f"--name {shlex.quote(run.name)} ", f"--name {shlex.quote(run.id)} ", 1)

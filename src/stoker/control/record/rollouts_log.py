@@ -1,6 +1,6 @@
-"""rollouts.jsonl: GRPO's prompts, completions and rewards. Rank 0 writes the rollouts that it made, one per line.
+"""Writes and reads rollouts.jsonl: GRPO's prompts, completions and rewards. Rank 0 writes its own rollouts, one per line.
 
-The file is bounded. When it passes its limit, every second step between the first five and the last five is dropped, then
+The file is bounded. When it exceeds its limit, every second step between the first five and the last five is dropped, then
 three of four, and so on, so that the file always covers the whole run.
 """
 
@@ -18,7 +18,7 @@ from stoker.contract.frozen import as_json, frozen
 from stoker.contract.safe_io import APPEND, read_json_lines, write_atomic
 
 ENDS = 5  # steps at each end that are never dropped
-OF_A_STEP = 16  # one step gets at most this fraction of the limit, so that the steps at both ends always fit
+STEPS_PER_LIMIT = 16  # a step gets at most 1/16 of the limit, so that the 2 * ENDS steps at both ends always fit
 # Longer prompts and completions are cut, so that a viewer finds complete lines in the last MAX_LINE bytes.
 MAX_TEXT = 1 << 17  # characters of a prompt or a completion
 MAX_LINE = 4 << 20  # bytes of a line
@@ -34,9 +34,8 @@ class Rollout:
     answer: str  # the completion
     reward: float
     parts: dict[str, float]  # rewards before their weights
-    correct: (
-        bool | None
-    )  # as `stoker train evaluate` grades it; None: no reference answer, or an old file without grades
+    # As `stoker train evaluate` grades it. None if there is no reference answer, or the file is old and has no grades.
+    correct: bool | None
     tokens: int
     cut: bool  # truncated at the token limit
 
@@ -47,34 +46,34 @@ def to_json(rollout: Rollout) -> dict[str, Any]:
 
 
 class RolloutsWriter:
-    """Appends rollouts up to `limit` bytes. Lines of step `resumed_at` and later are removed first: they are made again."""
+    """Appends rollouts up to `limit` bytes. Lines of step `resumed_at` and later are removed first: they are written again."""
 
     def __init__(self, run_dir: str, resumed_at: int, limit: int) -> None:
         self._path, self._limit = os.path.join(run_dir, layout.ROLLOUTS), limit
         if os.path.exists(self._path):
-            lines = [line for step, line in self._lines() if step < resumed_at]
+            lines = [line for step, line in self._read_lines() if step < resumed_at]
             write_atomic(self._path, "".join(lines), durable=False)
-        self._handle = os.open(self._path, APPEND, 0o600)
+        self._fd = os.open(self._path, APPEND, 0o600)
 
     def write(self, rollouts: Iterable[Rollout]) -> None:
-        """Write one step's rollouts, as many as fit its part of the limit."""
+        """Write one step's rollouts, as many as fit into its share of the limit."""
         lines, size = [], 0
         for rollout in rollouts:
             line = _format_line(rollout)
             size += len(line)
-            if size > self._limit // OF_A_STEP:
+            if size > self._limit // STEPS_PER_LIMIT:
                 break
             lines.append(line)
         data = memoryview(b"".join(lines))
         while data:
-            data = data[os.write(self._handle, data) :]
-        if os.fstat(self._handle).st_size > self._limit:
+            data = data[os.write(self._fd, data) :]
+        if os.fstat(self._fd).st_size > self._limit:
             self._drop_steps()
 
     def close(self) -> None:
-        os.close(self._handle)
+        os.close(self._fd)
 
-    def _lines(self) -> Iterator[tuple[int, str]]:
+    def _read_lines(self) -> Iterator[tuple[int, str]]:
         """Yield (step, line) of the complete lines."""
         for line, values in read_json_lines(self._path):
             if line.endswith("\n") and isinstance(values.get("step"), int):
@@ -82,7 +81,7 @@ class RolloutsWriter:
 
     def _drop_steps(self) -> None:
         lines_by_step: dict[int, list[str]] = {}
-        for step, line in self._lines():
+        for step, line in self._read_lines():
             lines_by_step.setdefault(step, []).append(line)
         steps = sorted(lines_by_step)
         size = {step: sum(map(len, lines)) for step, lines in lines_by_step.items()}
@@ -93,8 +92,8 @@ class RolloutsWriter:
             between = [step for step in between if step % interval == 0]
         text = "".join(line for step in (*first, *between, *last) for line in lines_by_step[step])
         write_atomic(self._path, text, durable=False)
-        os.close(self._handle)
-        self._handle = os.open(self._path, APPEND, 0o600)
+        os.close(self._fd)
+        self._fd = os.open(self._path, APPEND, 0o600)
 
 
 def _format_line(rollout: Rollout) -> bytes:
@@ -109,10 +108,10 @@ def _format_line(rollout: Rollout) -> bytes:
 
 
 def read_rollouts(run_dir: str) -> Iterator[Rollout]:
-    """Yield the rollouts in file order; incomplete lines are left out. Raises Refusal if there is no file."""
+    """Yield the rollouts in file order, without incomplete lines. Raises Refusal if there is no file."""
     path = os.path.join(run_dir, layout.ROLLOUTS)
     if not os.path.exists(path):
-        line = f"no {layout.ROLLOUTS} in {run_dir}: stage grpo writes it, unless grpo.rollouts_mb is 0"
+        line = f"{run_dir} has no {layout.ROLLOUTS}; only stage grpo writes it, unless grpo.rollouts_mb is 0"
         raise Refusal(line, EX_NOINPUT)
     try:
         for _, values in read_json_lines(path):
@@ -137,7 +136,7 @@ def parse_rollout(values: dict[str, Any]) -> Rollout | None:
     if "correct" in values:
         correct = values["correct"] if isinstance(values["correct"], bool) else None
     else:
-        # Older files only have the reward's stricter rule: where it is met, the answer is correct; else it is unknown.
+        # Older files only tell whether the reward's stricter rule was met. If it was not, the answer may still be correct.
         correct = True if values.get("right") is True else None
     step, weights, row, tokens = numbers
     prompt, cut = values.get("prompt"), bool(values.get("cut"))
@@ -158,7 +157,7 @@ class PromptChange:
 
     @property
     def gain(self) -> float:
-        return mean(self.after) - mean(self.before)
+        return mean_reward(self.after) - mean_reward(self.before)
 
 
 @frozen
@@ -167,10 +166,11 @@ class RolloutsSummary:
     steps: tuple[int, ...]
     first: tuple[Rollout, ...]  # of the first ENDS steps
     last: tuple[Rollout, ...]  # of the last ENDS steps
-    changes: tuple[PromptChange, ...]  # largest gain first; empty if no prompt was used in two steps
+    changes: tuple[PromptChange, ...]  # of prompts that were used in two steps, largest gain first
 
 
 def summarize(rollouts: Iterable[Rollout]) -> RolloutsSummary:
+    """Summarize a run's rollouts by step and by prompt."""
     by_prompt: dict[int, dict[int, list[Rollout]]] = {}
     by_step: dict[int, list[Rollout]] = {}
     count = 0
@@ -190,13 +190,13 @@ def summarize(rollouts: Iterable[Rollout]) -> RolloutsSummary:
     return RolloutsSummary(count, tuple(steps), first, last, tuple(changes))
 
 
-def mean(rollouts: Iterable[Rollout]) -> float:
-    """Return the mean reward; 0 without rollouts."""
+def mean_reward(rollouts: Iterable[Rollout]) -> float:
+    """Return the mean reward, or 0 without rollouts."""
     rewards = [rollout.reward for rollout in rollouts]
     return sum(rewards) / len(rewards) if rewards else 0.0
 
 
-def typical(rollouts: tuple[Rollout, ...]) -> Rollout:
+def find_typical_rollout(rollouts: tuple[Rollout, ...]) -> Rollout:
     """Return the rollout whose reward is nearest to the mean."""
-    middle = mean(rollouts)
+    middle = mean_reward(rollouts)
     return min(rollouts, key=lambda rollout: abs(rollout.reward - middle))

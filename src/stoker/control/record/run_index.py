@@ -1,4 +1,4 @@
-"""The runs of a folder: listing them, and finding one by its path, id, name or the beginning of either."""
+"""Lists the runs of a folder, and finds one by its path, id, name or a prefix of its id or name."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ CHAIN, STAGES, LOCK = "chain.json", "stages", ".lock"  # in the folder of a spee
 class RunListing:
     runs: tuple[RunRecord, ...]  # oldest first
     damaged: tuple[tuple[str, str], ...]  # (name of the folder, what is wrong)
-    others: int  # folders of other users that were left out: not asked for, or not readable
+    others: int  # number of folders of other users that were left out or can't be read
 
     @property
     def skipped(self) -> str:
-        """A line about the damaged records; empty if there are none."""
+        """A line about the damaged records, or ""."""
         if not self.damaged:
             return ""
         examples = "; ".join(f"{escape(name, 80)}: {why}" for name, why in self.damaged[:3])
@@ -55,7 +55,7 @@ def list_runs(root: str, everybody: bool = False, read_run: Callable[[str], RunR
     except FileNotFoundError:
         entries = []
     except OSError as problem:
-        line = f"the runs folder {escape(root)} can't be read: {problem.strerror}; name another with --runs-dir"
+        line = f"the runs folder {escape(root)} can't be read: {problem.strerror}; choose another with --runs-dir"
         raise errors.Refusal(line, errors.EX_NOINPUT) from problem
     for name in entries:
         run_dir = os.path.join(root, name)
@@ -64,7 +64,7 @@ def list_runs(root: str, everybody: bool = False, read_run: Callable[[str], RunR
         except FileNotFoundError:
             continue  # removed meanwhile
         except OSError:
-            others += 1  # another user's FUSE mount is closed even to root
+            others += 1  # another user's FUSE mount, which even root can't read
             continue
         if not stat.S_ISDIR(status.st_mode):
             continue
@@ -100,7 +100,10 @@ def own_runs(root: str) -> list[RunRecord]:
 
 
 def find_file(run_dir: str, name: str) -> str | None:
-    """Return the path of a run's file below its directory, for a job that of the first role that has one; None without."""
+    """Return the path of a run's file relative to the run directory, or None.
+
+    A multi-role job has the file of its first role that has one.
+    """
     if os.path.exists(os.path.join(run_dir, name)):
         return name
     for role in list_runs(os.path.join(run_dir, layout.ROLES)).runs:
@@ -109,8 +112,8 @@ def find_file(run_dir: str, name: str) -> str | None:
     return None
 
 
-def is_only_one(root: str, name: str) -> bool:
-    """Return whether at most one of this user's runs has a name; False if the folder can't be read."""
+def is_name_unique(root: str, name: str) -> bool:
+    """Return whether at most one of this user's runs has this name, or False if the folder can't be read."""
     try:
         return sum(run.name == name for run in list_runs(root).runs) <= 1
     except errors.Refusal:
@@ -120,15 +123,16 @@ def is_only_one(root: str, name: str) -> bool:
 def find_run(
     which: str | None, root: str, exact: bool = False, say: Callable[[str], None] = terminal.print_status
 ) -> RunRecord:
-    """Return the run with a path, id or name (the newest), or whose id or name alone begins so; for None the newest run.
+    """Return the run with this path, id, name (the newest of that name) or unique prefix of an id or name.
 
-    Other users' runs are found by path only. With `exact`, a beginning is not enough. Raises Refusal if there is none.
+    For None, return the newest run. Other users' runs are found by path only. With `exact`, a prefix is not enough.
+    Raises Refusal if there is no such run.
     """
     if which is None or which == layout.LATEST:
-        return _newest_run(root, say)
+        return _find_newest_run(root, say)
     latest = split_latest(which)
     if latest is not None and not latest[1]:
-        return _newest_run(latest[0], say)
+        return _find_newest_run(latest[0], say)
     is_path = os.sep in which
     for path in (which, os.path.join(root, which)):
         path = through_latest(path, say)
@@ -151,14 +155,14 @@ def find_run(
         say(listing.skipped)
     same_name = [run for run in listing.runs if run.name == which]
     if len(same_name) > 1:
-        say(f"{escape(which, 100)} is the name of {len(same_name)} runs; the newest is taken: {same_name[-1].id}")
+        say(f"{len(same_name)} runs have the name {escape(which, 100)}; using the newest, {same_name[-1].id}")
     if same_name:
         return same_name[-1]
-    begins = [run for run in listing.runs if run.id.startswith(which) or run.name.startswith(which)]
-    is_other_users = os.path.isdir(os.path.join(root, which))  # then it is not the beginning of ours
-    if len(begins) == 1 and not exact and not is_other_users:
-        return begins[0]
-    raise _no_such_run(which, root, listing)
+    prefix_matches = [run for run in listing.runs if run.id.startswith(which) or run.name.startswith(which)]
+    is_other_users = os.path.isdir(os.path.join(root, which))  # then `which` names that run, and is not a prefix
+    if len(prefix_matches) == 1 and not exact and not is_other_users:
+        return prefix_matches[0]
+    raise _explain_missing_run(which, root, listing)
 
 
 def find_role(
@@ -173,7 +177,7 @@ def find_role(
 
 
 def list_roles(run: RunRecord) -> dict[str, RunRecord]:
-    """Return the runs of a job's started roles by name; empty for a plain run."""
+    """Return the runs of a job's started roles by name, or {} for a plain run."""
     root = os.path.join(run.dir, layout.ROLES)
     if not os.path.isdir(root):
         return {}
@@ -185,12 +189,12 @@ def role_of(run: RunRecord, name: str) -> RunRecord:
     """Return the run of a job's role. Raises Refusal if there is none."""
     roles = list_roles(run)
     if name not in roles:
-        hint = f"; it has {', '.join(roles)}" if roles else ", but is a plain run"
+        hint = f"; it has {', '.join(roles)}" if roles else "; it is not a multi-role job"
         raise errors.Refusal(f"run {run.id} has no role {escape(name, 60)!r}{hint}", errors.EX_NOINPUT)
     return roles[name]
 
 
-def _newest_run(root: str, say: Callable[[str], None]) -> RunRecord:
+def _find_newest_run(root: str, say: Callable[[str], None]) -> RunRecord:
     """Return the run that `latest` links to if link and run are ours, else the one that was started last."""
     link = os.path.join(root, layout.LATEST)
     try:
@@ -207,25 +211,25 @@ def _newest_run(root: str, say: Callable[[str], None]) -> RunRecord:
     if not listing.runs:
         others = f" of yours ({listing.others} of other users: `stoker runs --all`)" if listing.others else ""
         hints = [
-            f"{escape(speedrun.dir)} is a speedrun: --runs-dir {escape(speedrun.runs_dir)}"
+            f"{escape(speedrun.dir)} is a speedrun; name its runs with --runs-dir {escape(speedrun.runs_dir)}"
             for speedrun in list_speedruns(root)[:3]
         ]
-        hint = "; ".join(hints) or "name another folder with --runs-dir"
-        raise errors.Refusal(f"no runs{others} in {escape(os.path.abspath(root))}; {hint}", errors.EX_NOINPUT)
+        hint = "; ".join(hints) or "choose another folder with --runs-dir"
+        raise errors.Refusal(f"there are no runs{others} in {escape(os.path.abspath(root))}; {hint}", errors.EX_NOINPUT)
     return listing.runs[-1]
 
 
 def split_latest(path: str) -> tuple[str, str] | None:
-    """Return (runs folder, rest) of a path through a runs folder's `latest`, such as runs/latest/hf; None for other paths.
+    """Split a path through a runs folder's `latest`, such as runs/latest/hf, into ("runs", "hf"). Return None for other paths.
 
-    The folder must have runs of ours, and `latest` must be a link, missing, or another user's: a folder of that name that is
-    ours is an ordinary folder.
+    The folder must have runs of ours, and `latest` must be a link, missing, or another user's: our own folder of that name
+    is an ordinary folder.
     """
-    for latest, root, rest in _latest_parts(path):
-        if os.path.isdir(latest) and not os.path.islink(latest) and not _other_owner(latest, root):
+    for latest, root, suffix in _split_at_latest(path):
+        if os.path.isdir(latest) and not os.path.islink(latest) and not _explain_other_owner(latest, root):
             continue
-        if (root != "." or os.path.islink(latest)) and _newest_own_run(root) is not None:
-            return root, "/".join(rest)
+        if (root != "." or os.path.islink(latest)) and _find_newest_own_run(root) is not None:
+            return root, "/".join(suffix)
     return None
 
 
@@ -235,35 +239,39 @@ def is_latest(which: str) -> bool:
 
 
 def through_latest(path: str, say: Callable[[str], None] = terminal.print_status) -> str:
-    """Return the path with the run that `latest` means in place of `latest`, which may link to another run later.
+    """Replace `latest` in a path by the run that it links to now, because it may link to another run later.
 
-    Where `latest` is another user's (in a shared folder anybody may make it, as a link or a folder), our newest run there is
-    used; without runs of ours there, the path stays unchanged.
+    If `latest` is another user's (in a shared folder anybody may make it, as a link or a folder), our newest run there is
+    used. Without runs of ours there, the path is returned unchanged.
     """
-    for latest, root, rest in _latest_parts(path):
-        owner = _other_owner(latest, root)
-        if not owner:
+    for latest, root, suffix in _split_at_latest(path):
+        problem = _explain_other_owner(latest, root)
+        if not problem:
             if os.path.islink(latest):
-                return os.path.join(os.path.dirname(latest), os.readlink(latest), *rest)
+                return os.path.join(os.path.dirname(latest), os.readlink(latest), *suffix)
             continue
-        run = _newest_own_run(root)
+        run = _find_newest_own_run(root)
         if run is not None:
-            say(f"{escape(latest)} {owner}: your newest run there is used, {escape(run.dir)}")
-            return os.path.join(run.dir, *rest)
+            say(f"{escape(latest)} {problem}; using your newest run there, {escape(run.dir)}")
+            return os.path.join(run.dir, *suffix)
     return path
 
 
-def _latest_parts(path: str) -> list[tuple[str, str, list[str]]]:
-    """Return (path up to it, the folder it is in, the parts after it) for each part of a path that is `latest`."""
+def _split_at_latest(path: str) -> list[tuple[str, str, list[str]]]:
+    """Return (path that ends with `latest`, its folder, the parts after it) for each part of a path that is `latest`."""
     parts = path.split("/")
     return [
-        ("/".join(parts[: at + 1]), "/".join(parts[:at]) or ("/" if at else "."), [p for p in parts[at + 1 :] if p])
+        (
+            "/".join(parts[: at + 1]),
+            "/".join(parts[:at]) or ("/" if at else "."),
+            [after for after in parts[at + 1 :] if after],
+        )
         for at, part in enumerate(parts)
         if part == layout.LATEST
     ]
 
 
-def _newest_own_run(root: str) -> RunRecord | None:
+def _find_newest_own_run(root: str) -> RunRecord | None:
     try:
         runs = own_runs(root)
     except errors.Refusal:  # we have no runs in a folder that we can't list
@@ -271,8 +279,8 @@ def _newest_own_run(root: str) -> RunRecord | None:
     return runs[-1] if runs else None
 
 
-def _other_owner(latest: str, root: str) -> str:
-    """Return which other user owns `latest` or what it links to; empty if there is none, or all of it is ours."""
+def _explain_other_owner(latest: str, root: str) -> str:
+    """Return why `latest` can't be followed: it is another user's, links to such a folder, or is broken. Else return ""."""
     try:
         status = os.lstat(latest)
     except OSError:
@@ -287,7 +295,7 @@ def _other_owner(latest: str, root: str) -> str:
     return "" if safe_io.is_own_uid(target_uid, root) else f"leads to a folder of {safe_io.user_name(target_uid)}"
 
 
-def _no_such_run(which: str, root: str, listing: RunListing) -> errors.Refusal:
+def _explain_missing_run(which: str, root: str, listing: RunListing) -> errors.Refusal:
     name = escape(which, 100)
     path = os.path.join(root, which)
     damage = dict(listing.damaged).get(which)
@@ -297,28 +305,30 @@ def _no_such_run(which: str, root: str, listing: RunListing) -> errors.Refusal:
         uid = os.lstat(path).st_uid
         if not safe_io.is_own_uid(uid, root):
             user = safe_io.user_name(uid)
-            line = f"run {name} in {escape(root)} belongs to {user}: to read it give its path, {escape(path)}"
+            line = f"run {name} in {escape(root)} belongs to {user}; to read it, name it by its path: {escape(path)}"
             return errors.Refusal(line, errors.EX_NOPERM)
     for folder in (which, path):
-        if (speedrun := speedrun_at(folder.rstrip(os.sep))) is not None:
-            line = f"{name} is a speedrun: name a run of its stages, with --runs-dir {escape(speedrun.runs_dir)}"
+        if (speedrun := read_speedrun(folder.rstrip(os.sep))) is not None:
+            line = f"{name} is a speedrun; name a run of its stages, with --runs-dir {escape(speedrun.runs_dir)}"
             return errors.Refusal(line, errors.EX_NOINPUT)
     names = [*(run.name for run in listing.runs), *(run.id for run in listing.runs)]
     hint = suggest(os.path.basename(which.rstrip(os.sep)), names)
     if not hint and listing.runs:
         hint = f"; `stoker runs` lists the {len(listing.runs)} there"
-    return errors.Refusal(f"no run {name!r} in {escape(os.path.abspath(root))}{escape(hint)}", errors.EX_NOINPUT)
+    return errors.Refusal(
+        f"there is no run {name!r} in {escape(os.path.abspath(root))}{escape(hint)}", errors.EX_NOINPUT
+    )
 
 
 @frozen
 class Speedrun:
-    """A speedrun in a folder of runs: a folder with the runs of its stages, and chain.json beside them."""
+    """The state of a speedrun, which is a folder with the runs of its stages (stages/) and their states (chain.json)."""
 
     dir: str
     state: str  # completed, running, failed or unfinished
-    stages: int
-    done: int
-    stage: str  # the one that is running, failed or next; empty if all are done
+    stages: int  # number of all stages
+    done: int  # number of finished stages
+    stage: str  # name of the stage that is running, has failed or is next, or "" if all are done
 
     @property
     def runs_dir(self) -> str:
@@ -327,7 +337,7 @@ class Speedrun:
     @property
     def line(self) -> str:
         at = f" at stage {self.stage}" if self.stage else ""
-        count = f"{self.done} of {self.stages} stages done" if self.stages else "no stage has begun"
+        count = f"{self.done} of {self.stages} stages done" if self.stages else "no stage has started"
         command = f"`stoker runs --runs-dir {escape(shlex.quote(self.runs_dir))}` lists the runs of its stages"
         return f"{escape(self.dir)} is a speedrun, {self.state}{at}: {count}; {command}"
 
@@ -338,12 +348,12 @@ def list_speedruns(root: str) -> list[Speedrun]:
         names = sorted(os.listdir(root))
     except OSError:
         return []
-    speedruns = (speedrun_at(os.path.join(root, name)) for name in names)
+    speedruns = (read_speedrun(os.path.join(root, name)) for name in names)
     return [speedrun for speedrun in speedruns if speedrun is not None]
 
 
-def speedrun_at(path: str) -> Speedrun | None:
-    """Return the speedrun in a folder, or None if it is not one of this user's."""
+def read_speedrun(path: str) -> Speedrun | None:
+    """Return the speedrun in a folder, or None if the folder is not a speedrun of this user."""
     try:
         folder, stages_folder = os.lstat(path), os.lstat(os.path.join(path, STAGES))
     except OSError:
@@ -365,7 +375,7 @@ def speedrun_at(path: str) -> Speedrun | None:
         pid = read_text(lock).strip()
     except (OSError, ValueError):
         pid = ""
-    # It is running if the process in its lock file is ours and has that file open.
+    # It is running if the process that its lock file names is ours and has that file open.
     if is_digits(pid) and process_owner(int(pid)) == os.getuid() and has_open_for_writing(int(pid), lock):
         state, stage = "running", next((name for name, status in unfinished if status == "running"), stage)
     return Speedrun(path, state, len(stages), len(stages) - len(unfinished), stage)

@@ -84,7 +84,7 @@ def load_run(run_dir: str) -> RunRecord | None:
 
 
 def read_run(run_dir: str) -> RunRecord | None:
-    """Return the run's record, or None if there is none. Raises Damaged."""
+    """Return the run's record, or None if there is none. Raises DamagedRecord."""
     try:
         with parsing("it", DamagedRecord):
             return _read_record(run_dir)
@@ -109,15 +109,15 @@ def _read_record(run_dir: str) -> RunRecord | None:
     try:
         verdict = Verdict.from_json(_read_json_file(run_dir, layout.VERDICT))
     except (FileNotFoundError, TypeError, DamagedRecord):
-        verdict = _verdict_from_events(run_dir)  # there is none yet, it is of another version, or damaged
+        verdict = _read_verdict_from_events(run_dir)  # there is none yet, it is of another version, or damaged
     mine = safe_io.is_own_uid(uid, os.path.dirname(run_dir))
     return RunRecord(run_dir, os.path.basename(run_dir), data, verdict, uid, mine)
 
 
-def _verdict_from_events(run_dir: str) -> Verdict | None:
+def _read_verdict_from_events(run_dir: str) -> Verdict | None:
     """Return the verdict in the last event, for a run whose verdict.json could not be written.
 
-    None if a newer start or attempt follows it.
+    Returns None if there is none, or if a newer start or attempt follows it.
     """
     newest: dict[str, Any] | None = None
     for event in read_events(run_dir, tail=1 << 16):
@@ -136,7 +136,7 @@ def _verdict_from_events(run_dir: str) -> Verdict | None:
 
 
 def _read_json_file(run_dir: str, name: str) -> Any:
-    """Return the value of a JSON file of the record. Raises FileNotFoundError or Damaged."""
+    """Return the value of a JSON file of the record. Raises FileNotFoundError or DamagedRecord."""
     with os.fdopen(_open_file(run_dir, name), "rb", buffering=0) as file:
         data = file.read()
     try:
@@ -146,7 +146,7 @@ def _read_json_file(run_dir: str, name: str) -> Any:
 
 
 def _open_file(run_dir: str, name: str) -> int:
-    """Open a file of the record. Raises FileNotFoundError, or Damaged if it is a link, a named pipe or the like."""
+    """Open a file of the record. Raises FileNotFoundError, or DamagedRecord if it is a link, a named pipe or the like."""
     try:
         return safe_io.open_below(run_dir, name)
     except (FileNotFoundError, NotADirectoryError):
@@ -157,7 +157,7 @@ def _open_file(run_dir: str, name: str) -> int:
 
 
 def _check_types(data: Any) -> None:
-    """Raise Damaged if a value of run.json that Stoker reads is present and has the wrong type."""
+    """Raise DamagedRecord if a value of run.json that Stoker reads is present and has the wrong type."""
     if not isinstance(data, dict):
         raise DamagedRecord(f"{layout.RUN} is not a JSON object")
     for name in ("launcher", "plan", "environment", "hosts", "versions", "request"):
@@ -166,9 +166,9 @@ def _check_types(data: Any) -> None:
     launcher, plan = data.get("launcher") or {}, data.get("plan") or {}
     for values, name in ((data, "name"), (data, "config_hash"), (launcher, "host")):
         if not isinstance(values.get(name), (str, type(None))):
-            raise DamagedRecord(f"{layout.RUN}: {name} is not a text")
-    of_launcher = ((launcher, "pid", 1 << 22), (launcher, "start", 1 << 62))
-    for values, name, maximum in ((data, "started", 1e11), (plan, "world_size", 1e7), *of_launcher):
+            raise DamagedRecord(f"{layout.RUN}: {name} is not a string")
+    launcher_numbers = ((launcher, "pid", 1 << 22), (launcher, "start", 1 << 62))
+    for values, name, maximum in ((data, "started", 1e11), (plan, "world_size", 1e7), *launcher_numbers):
         value = values.get(name)
         is_integer = isinstance(value, int) and not isinstance(value, bool)
         is_number = is_integer or (name == "started" and isinstance(value, float))
@@ -177,7 +177,7 @@ def _check_types(data: Any) -> None:
 
 
 def size_of(path: str) -> int:
-    """Return the size of a file in bytes, 0 if it is missing."""
+    """Return the size of a file in bytes, or 0 if it is missing."""
     try:
         return os.lstat(path).st_size
     except OSError:
@@ -185,16 +185,16 @@ def size_of(path: str) -> int:
 
 
 def read_events(run_dir: str, tail: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the run's events, each with "event" and "time"; an incomplete line is left out.
+    """Yield the run's events, each with "event" and "time". Incomplete lines are left out.
 
-    With `tail`, only those in that many bytes at the end of the file.
+    With `tail`, read only that many bytes at the end of the file.
     """
     try:
-        handle = safe_io.open_below(run_dir, layout.EVENTS)
+        fd = safe_io.open_below(run_dir, layout.EVENTS)
     except OSError:
         return  # there are none yet
-    with os.fdopen(handle, "rb") as file:
-        if tail and os.fstat(handle).st_size > tail:
+    with os.fdopen(fd, "rb") as file:
+        if tail and os.fstat(fd).st_size > tail:
             file.seek(-tail, os.SEEK_END)
             file.readline()
         for line in file:
@@ -203,7 +203,7 @@ def read_events(run_dir: str, tail: int = 0) -> Iterator[dict[str, Any]]:
                 yield event
 
 
-def last_time(run_dir: str) -> float | None:
+def read_last_event_time(run_dir: str) -> float | None:
     """Return the time of the newest event, or None."""
     try:
         with os.fdopen(safe_io.open_below(run_dir, layout.EVENTS), "rb") as file:
@@ -223,12 +223,12 @@ def _parse_event(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         return None
-    when = event.setdefault("time", 0.0)
-    return event if isinstance(when, (int, float)) and not isinstance(when, bool) and 0 <= when <= 1e11 else None
+    time = event.setdefault("time", 0.0)
+    return event if isinstance(time, (int, float)) and not isinstance(time, bool) and 0 <= time <= 1e11 else None
 
 
 def is_alive(run: RunRecord) -> bool | None:
-    """Return whether the run's launcher is alive and still writes its record; None if that can't be told from here."""
+    """Return whether the run's launcher is alive and still writes its record, or None if only another host or user can tell."""
     pid, start, host = run.launcher
     if not run.mine or (host and host != os.uname().nodename):
         return None
@@ -239,22 +239,22 @@ def is_alive(run: RunRecord) -> bool | None:
 
 
 def has_open_for_writing(pid: int, path: str) -> bool | None:
-    """Return whether a process has a file open for writing, which no record can fake; None without permission to look."""
+    """Return whether a process has a file open for writing, or None without permission. A record can't fake this."""
     folder, name = os.path.split(path)
     folder = os.path.realpath(folder)
     try:
-        handles = os.listdir(f"/proc/{pid}/fd")
+        fds = os.listdir(f"/proc/{pid}/fd")
     except PermissionError:
         return None
     except OSError:
         return False
-    for handle in handles:
-        link = f"/proc/{pid}/fd/{handle}"
+    for fd in fds:
+        link = f"/proc/{pid}/fd/{fd}"
         try:
             target = os.readlink(link).removesuffix(" (deleted)")
             if os.path.basename(target) != name:
                 continue
-            info = kernel_lines(f"/proc/{pid}/fdinfo/{handle}")
+            info = kernel_lines(f"/proc/{pid}/fdinfo/{fd}")
             flags = next((int(line.split()[1], 8) for line in info if line.startswith("flags:")), 0)
             if flags & os.O_ACCMODE == os.O_RDONLY:
                 continue

@@ -1,4 +1,4 @@
-"""Writes a run directory. Every file survives a crash at any byte: JSON is replaced, JSON lines are appended whole.
+"""Writes a run directory. Every file survives a crash at any byte: JSON files are replaced, lines are appended whole.
 
 Secrets are masked (contract/masking.py) in all text except what ranks print: their logs are not changed.
 """
@@ -30,14 +30,14 @@ EVENTS_RESERVE = 1 << 16
 
 @frozen
 class LostOutput:
-    """What could not be written to one file."""
+    """Counts the bytes of one file that could not be written, and says why."""
 
     bytes: int
     why: str
 
 
 class RunWriter:
-    """The launcher's writer, the only one of a run directory. What can't be written is counted, and the run continues."""
+    """The only writer of a run directory, owned by the launcher. If a write fails, it counts the lost bytes and goes on."""
 
     def __init__(self, run_dir: str, host: str, reopened: bool) -> None:
         self.dir = run_dir
@@ -46,10 +46,10 @@ class RunWriter:
         self._lost: dict[str, LostOutput] = {}
         self._history: HistoryWriter | None = None
         try:
-            # Open until the end: another folder with the same name is not this run's.
+            # Stays open until the end, to notice when another folder takes this one's name.
             self._folder = _open_own_dir(run_dir)
             if reopened:
-                # The previous verdict is not this start's: keep it under another name.
+                # Keep the previous start's verdict under another name: it would be taken for this start's.
                 verdict = os.path.join(run_dir, layout.VERDICT)
                 if os.path.exists(verdict):
                     os.replace(verdict, os.path.join(run_dir, f"verdict-before-{int(time.time())}.json"))
@@ -59,7 +59,7 @@ class RunWriter:
         except OSError as problem:
             raise cannot_write(os.path.dirname(run_dir), problem) from problem
 
-    def begin(self, run: dict[str, Any], first_attempt: int) -> str:
+    def record_start(self, run: dict[str, Any], first_attempt: int) -> str:
         """Write run.json and the first event, and link `latest` to the run.
 
         Returns a line to print if the link could not be set, else "". Raises Refusal if the disk is full.
@@ -83,8 +83,8 @@ class RunWriter:
                 os.unlink(temporary)
                 raise
         except OSError as problem:  # another user's link, or a file system without links
-            newest = "commands without a RUN still take your newest run"
-            return f"{escape(link)} stays as it is: {problem.strerror}; {newest}"
+            effect = "commands without a RUN still use your newest run"
+            return f"{escape(link)} could not be updated: {problem.strerror}; {effect}"
         return ""
 
     def _event_line(self, kind: str, fields: dict[str, Any]) -> bytes:
@@ -96,7 +96,7 @@ class RunWriter:
         """Append an event to events.jsonl."""
         self._append(self._events, self._event_line(kind, fields), layout.EVENTS)
 
-    def say(self, line: str) -> None:
+    def write_console_line(self, line: str) -> None:
         """Append one of the launcher's lines to its log."""
         self._append(self._console, mask_text(line).encode("utf-8", "backslashreplace") + b"\n", layout.CONSOLE)
 
@@ -107,17 +107,17 @@ class RunWriter:
         except OSError:
             return False
 
-    def require_place(self) -> None:
-        """Raise Refusal if the run directory was replaced: ranks would resume from what lies in the other one."""
+    def require_unmoved(self) -> None:
+        """Raise Refusal if the run directory was replaced, because ranks would resume from the files of another one."""
         if not self._is_in_place():
             moved = f"the run directory {escape(self.dir)} was moved or replaced during the run"
-            fix = "start the run again with --runs-dir and a folder that is yours alone"
-            line = f"{moved}: no ranks are started there; {fix}"
+            fix = "start it again with --runs-dir and a folder that only you can write to"
+            line = f"{moved}, so its ranks are not started; {fix}"
             raise errors.Refusal(line, errors.EX_CANTCREAT, cause="launch.runs-dir")
 
-    def attempt(self, number: int) -> None:
+    def create_attempt_dir(self, number: int) -> None:
         """Create the folder of an attempt."""
-        self.require_place()
+        self.require_unmoved()
         try:
             os.makedirs(layout.attempt_dir(self.dir, number), exist_ok=True)
             self._remove_progress()
@@ -129,24 +129,24 @@ class RunWriter:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(layout.PROGRESS, dir_fd=self._folder)
 
-    def output(self, path: str, data: bytes) -> None:
+    def append_output(self, path: str, data: bytes) -> None:
         """Append a rank's output, unchanged, to its log."""
-        handle = self._logs.get(path)
-        if handle is None:
+        fd = self._logs.get(path)
+        if fd is None:
             try:
-                handle = os.open(path, APPEND, 0o644)
+                fd = os.open(path, APPEND, 0o644)
             except OSError as problem:
                 self._count_lost(path, len(data), problem)
                 return
-            self._logs[path] = handle
-        self._append(handle, data, path)
+            self._logs[path] = fd
+        self._append(fd, data, path)
 
     def close_logs(self) -> None:
-        for handle in self._logs.values():
-            os.close(handle)
+        for fd in self._logs.values():
+            os.close(fd)
         self._logs.clear()
 
-    def moment(self, point: HistoryPoint) -> None:
+    def write_history_point(self, point: HistoryPoint) -> None:
         """Append a point to the run's history."""
         if self._history is None:
             from stoker.control.record.history import HistoryWriter  # the launch does not need it
@@ -160,13 +160,13 @@ class RunWriter:
             self._history.close()
             self._history = None
 
-    def _append(self, handle: int, data: bytes, name: str) -> None:
+    def _append(self, fd: int, data: bytes, name: str) -> None:
         view = memoryview(data)
         while view:
             try:
-                view = view[os.write(handle, view) :]
+                view = view[os.write(fd, view) :]
             except OSError as problem:
-                if handle == self._events and problem.errno in FULL and self._free_events_reserve():
+                if fd == self._events and problem.errno in FULL and self._free_events_reserve():
                     continue
                 self._count_lost(name, len(view), problem)
                 return
@@ -176,13 +176,13 @@ class RunWriter:
         self._lost[name] = LostOutput(before + count, problem.strerror or str(problem))
 
     def _free_events_reserve(self) -> bool:
-        """Free the reserved space for the last events, and keep the verdict's; False if that was done before."""
+        """Free the space that is reserved for the last events. Return False if it was freed before."""
         if os.fstat(self._reserve).st_size <= VERDICT_RESERVE:
             return False
         os.ftruncate(self._reserve, VERDICT_RESERVE)
         return True
 
-    def lost(self) -> dict[str, LostOutput]:
+    def pop_lost_output(self) -> dict[str, LostOutput]:
         """Return what could not be written since the last call, by file."""
         lost, self._lost = self._lost, {}
         return lost
@@ -194,15 +194,15 @@ class RunWriter:
             return
         try:
             if isinstance(data, str):
-                handle = os.open(path, (APPEND & ~os.O_APPEND) | os.O_TRUNC, 0o644)
-                with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+                fd = os.open(path, (APPEND & ~os.O_APPEND) | os.O_TRUNC, 0o644)
+                with os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
                     file.write(mask_text(data))
             else:
                 write_json(path, mask_json(data), durable)
         except OSError as problem:
             self._count_lost(path, 1, problem)
 
-    def verdict(self, verdict: Verdict) -> None:
+    def write_verdict(self, verdict: Verdict) -> None:
         """Write the verdict into the space that was reserved at the start: the disk may be full by now."""
         path = os.path.join(self.dir, layout.VERDICT)
         text = json.dumps(mask_json(verdict.to_json()), indent=1, ensure_ascii=False)
@@ -225,29 +225,32 @@ class RunWriter:
 def _open_own_dir(run_dir: str) -> int:
     """Return a descriptor of a run directory. Raises Refusal if it is a link or another user's."""
     try:
-        handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as problem:
         if problem.errno not in (errno.ELOOP, errno.ENOTDIR):  # a link, a file
             raise
     else:
-        if safe_io.is_own_uid(os.fstat(handle).st_uid, os.path.dirname(run_dir)):
-            return handle
-        os.close(handle)
-    line = f"the run directory {escape(run_dir)} is not a folder of yours; choose another with --name"
+        if safe_io.is_own_uid(os.fstat(fd).st_uid, os.path.dirname(run_dir)):
+            return fd
+        os.close(fd)
+    line = f"the run directory {escape(run_dir)} is a link, a file or another user's folder; choose another name with --name"
     raise errors.Refusal(line, errors.EX_NOPERM)
 
 
 def _reserve_space(path: str) -> int:
-    """Return a file with disk blocks for the verdict and the last events; without blocks if the file system can't."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    """Open a file and reserve disk blocks in it for the verdict and the last events. Return its descriptor.
+
+    If the file system can't reserve blocks, the file is empty. Raises OSError if the disk or the quota is full.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
-        os.posix_fallocate(handle, 0, VERDICT_RESERVE + EVENTS_RESERVE)
+        os.posix_fallocate(fd, 0, VERDICT_RESERVE + EVENTS_RESERVE)
     except OSError as problem:
         if problem.errno in FULL:
-            os.close(handle)
+            os.close(fd)
             os.unlink(path)
             raise
-    return handle
+    return fd
 
 
 def make_private(root: str) -> None:

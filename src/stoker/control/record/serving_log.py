@@ -1,7 +1,7 @@
-"""serving/rank-N.jsonl: a server's totals, one line every two seconds.
+"""Writes and reads serving/rank-N.jsonl: a server's totals, one line every two seconds.
 
-`stoker serve` writes the file into its run directory, and viewers read it without an API key. Rates are differences of
-totals.
+`stoker serve` writes the file into its run directory, and viewers read it without an API key. They compute rates from
+differences of totals.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class ServerLog:
     def write(self, sample: ServerSample) -> None:
         totals = {name: self._initial[name] + getattr(sample, name) for name in TOTALS}
         line = json.dumps({"schema": layout.SCHEMA, **as_json(sample), **totals})
-        handle = os.open(self._path, APPEND, PRIVATE)
+        fd = os.open(self._path, APPEND, PRIVATE)
         try:
-            self._size += os.write(handle, line.encode() + b"\n")
+            self._size += os.write(fd, line.encode() + b"\n")
         finally:
-            os.close(handle)
+            os.close(fd)
         if self._size > MAX_BYTES:
             with open(self._path, "rb") as file:
                 lines = file.read().splitlines(keepends=True)
@@ -86,13 +86,13 @@ def read_samples(run_dir: str, max_bytes: int = 2 * MAX_BYTES) -> dict[int, tupl
     return {rank: samples for rank, samples in by_rank.items() if samples}
 
 
-def recent_samples(run_dir: str) -> dict[int, tuple[ServerSample, ...]]:
-    """Return the samples that `rates` needs."""
+def read_recent_samples(run_dir: str) -> dict[int, tuple[ServerSample, ...]]:
+    """Return the samples that `compute_rates` needs."""
     return read_samples(run_dir, _TAIL_BYTES)
 
 
 def compute_rates(samples: Sequence[ServerSample], now: float) -> ServerRates:
-    """Return the rates over the last half minute; None where they are unknown."""
+    """Return the rates over the last RATE_S seconds. A rate is None if it is unknown."""
     newest = samples[-1]
     oldest = next(sample for sample in samples if sample.time >= newest.time - RATE_S)
     seconds = newest.time - oldest.time
@@ -107,7 +107,7 @@ def _file_name(rank: int) -> str:
 
 
 def _read_file(run_dir: str, rank: int, max_bytes: int) -> tuple[ServerSample, ...]:
-    """Return the samples of a file; incomplete lines and lines of another kind are left out."""
+    """Return the samples of a file, without incomplete lines and lines of another kind."""
     try:
         with os.fdopen(open_below(run_dir, f"{layout.SERVING}/{_file_name(rank)}"), "rb") as file:
             skipped = max(0, os.fstat(file.fileno()).st_size - max_bytes)

@@ -86,7 +86,7 @@ class Job:
             environment = self._lock_gpus(slots, run_dir)
             record = RunWriter(run_dir.dir, os.uname().nodename, run_dir.reopened)
             description = run_json.describe(self.request, run_plan, run_dir, {}, self.session.start_time)
-            notice = record.begin(description, run_dir.first_attempt)
+            notice = record.record_start(description, run_dir.first_attempt)
             self.session.record = record
         except BaseException:
             discard_run_dir(run_dir)

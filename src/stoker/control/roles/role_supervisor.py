@@ -142,7 +142,7 @@ class RoleSupervisor:
     def _is_run_dir_replaced(self) -> bool:
         """Return whether another directory is in the place of the job's: then nothing there is started or believed."""
         try:
-            self._record.require_place()
+            self._record.require_unmoved()
         except Refusal as refusal:
             self._outcome = self._outcome or replace(launch_failures.refused(refusal), status="failed")
             return True

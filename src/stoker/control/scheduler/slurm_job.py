@@ -100,7 +100,7 @@ class JobFollower:
 
     def _print_output(self) -> None:
         for tail, cutter in self._logs.values():
-            while data := tail.new():
+            while data := tail.read_new():
                 self._put(cutter.feed(data))
 
     def _settle(self) -> None:

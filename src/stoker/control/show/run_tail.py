@@ -13,8 +13,8 @@ from stoker.contract.frozen import replace
 from stoker.contract.safe_io import open_below
 from stoker.contract.text import escape
 from stoker.control.record import run_record
-from stoker.control.record.history import HistoryColumns, HistoryPoint, HistoryTail, newest_columns
-from stoker.control.record.serving_log import ServerSample, compute_rates, recent_samples
+from stoker.control.record.history import HistoryColumns, HistoryPoint, HistoryTail, read_newest_columns
+from stoker.control.record.serving_log import ServerSample, compute_rates, read_recent_samples
 from stoker.control.show.curves import Curve, MetricsTail, average_curve, mean_of_newest, read_newest_line
 from stoker.control.show.metrics_columns import parse_lines
 from stoker.control.show.snapshot import (
@@ -184,7 +184,7 @@ class RunTail:
             self.events.read_new()
             self._newest_line = read_newest_line(self.record.dir) if self.metrics is None else {}
             is_step_known = watched or (self._newest_line and (self.events.exits or not self._is_recipe))
-            self._columns = {} if is_step_known else newest_columns(self.record.dir)
+            self._columns = {} if is_step_known else read_newest_columns(self.record.dir)
         self._row = self._make_row(now, state)
         if not watched:
             return self._row
@@ -212,7 +212,7 @@ class RunTail:
             self._history = HistoryTail(self.record.dir)
         if self.metrics.read_new():
             self._headline_points = None
-        for point in self._history.new():
+        for point in self._history.read_new():
             self.add_point(point)
 
     def add_point(self, point: HistoryPoint) -> None:
@@ -297,7 +297,7 @@ class RunTail:
         planned_hosts = (rank.get("host") or launcher_host for rank in planned_ranks(record))
         hosts = tuple(dict.fromkeys(host for host in planned_hosts if isinstance(host, str)))
         last_event = events.start[1] if events.start is not None else None
-        self.server_samples = recent_samples(record.dir)
+        self.server_samples = read_recent_samples(record.dir)
         servers = (
             (server_load("", list(self.server_samples.values()), now, state == RUNNING),) if self.server_samples else ()
         )

@@ -13,7 +13,7 @@ from stoker.control.machine.file_hash import FileHashes, sha256_of
 
 _SKIPPED_FOLDERS = ("runs", "cache", "__pycache__", "node_modules", "site-packages")
 _MAX_DEPTH = 4  # folders below the script's own
-_MAX_FILES = 2000  # files, and folders walked: a script in a home folder is no reason to read all of it
+_MAX_FILES = 2000  # also of folders: a script may be in a home folder, which must not be read whole
 
 
 def files(
@@ -27,35 +27,35 @@ def files(
     folder = os.path.abspath(os.path.expanduser(workdir))
     script_path = os.path.join(folder, os.path.expanduser(script))
     if module:
-        sources = _module_files(script, folder, os.path.expanduser(python))
+        sources = _find_module_files(script, folder, os.path.expanduser(python))
     else:
-        sources = _script_files(script_path) if os.path.exists(script_path) else {}
+        sources = _find_script_files(script_path) if os.path.exists(script_path) else {}
     hashes = _hash_files(sources) if script else {}
     main = "__main__.py" if os.path.isdir(script_path) else os.path.basename(script_path)
     full_paths = {path: os.path.join(folder, os.path.expanduser(path)) for path in paths or []}
     path_hashes = _hash_paths(full_paths.values())
     return {
         "script": None if module else hashes.get(main),
-        "package": _combine(hashes) if hashes else None,
+        "package": _combine_hashes(hashes) if hashes else None,
         "names": hashes,
         "paths": {path: path_hashes[full_path] for path, full_path in full_paths.items()},
     }
 
 
-def _script_files(script: str) -> dict[str, str]:
+def _find_script_files(script: str) -> dict[str, str]:
     """Return name -> path of a script and of the Python files in and below its folder, which it can import."""
     if os.path.isdir(script):  # a folder with __main__.py
-        return dict(_python_files(script))
+        return dict(_walk_python_files(script))
     folder = os.path.dirname(os.path.abspath(script))
-    return {**dict(_python_files(folder)), os.path.basename(script): script}
+    return {**dict(_walk_python_files(folder)), os.path.basename(script): script}
 
 
-def _module_files(module: str, workdir: str, python: str) -> dict[str, str]:
+def _find_module_files(module: str, workdir: str, python: str) -> dict[str, str]:
     """Return name -> path of the files of a module's package, searched in `workdir` (as `python -m` does), then in `python`."""
     package = module.split(".", 1)[0]
-    for path in (os.path.join(workdir, package), _installed_path(package, python)):
+    for path in (os.path.join(workdir, package), _find_installed_path(package, python)):
         if path and os.path.isdir(path):
-            return {f"{package}/{name}": file for name, file in _python_files(path)}
+            return {f"{package}/{name}": file for name, file in _walk_python_files(path)}
         if path and os.path.isfile(path):
             return {os.path.basename(path): path}
         if path and os.path.isfile(path + ".py"):
@@ -63,7 +63,7 @@ def _module_files(module: str, workdir: str, python: str) -> dict[str, str]:
     return {}
 
 
-def _installed_path(package: str, python: str) -> str:
+def _find_installed_path(package: str, python: str) -> str:
     if not python or not package.isidentifier():
         return ""
     code = (
@@ -75,7 +75,7 @@ def _installed_path(package: str, python: str) -> str:
     return done.stdout.splitlines()[-1].strip() if done.returncode == 0 and done.stdout else ""
 
 
-def _python_files(top: str) -> Iterator[tuple[str, str]]:
+def _walk_python_files(top: str) -> Iterator[tuple[str, str]]:
     """Yield (name relative to `top`, path) of the Python files in and below a folder."""
     count = 0
     for walked, (folder, subfolders, names) in enumerate(os.walk(top)):
@@ -107,7 +107,7 @@ def _hash_files(sources: Mapping[str, str]) -> dict[str, str]:
 
 
 def _hash_paths(paths: Iterable[str]) -> dict[str, str]:
-    """Return path -> hash of a file, or of a folder's names and contents; "" if there is neither. Big files are cached."""
+    """Return path -> hash of a file, or of a folder's names and contents, or "" if it is missing. Cache big files' hashes."""
     cache = FileHashes()
     hashes = {}
     for path in paths:
@@ -117,7 +117,7 @@ def _hash_paths(paths: Iterable[str]) -> dict[str, str]:
         elif os.path.isdir(expanded):
             walk = os.walk(expanded, followlinks=True)
             inside = (os.path.join(folder, name) for folder, _, names in walk for name in names)
-            hashes[path] = _combine(
+            hashes[path] = _combine_hashes(
                 {os.path.relpath(file, expanded): cache.of(file) for file in inside if os.path.isfile(file)}
             )
         else:
@@ -126,7 +126,7 @@ def _hash_paths(paths: Iterable[str]) -> dict[str, str]:
     return hashes
 
 
-def _combine(hashes: Mapping[str, str]) -> str:
+def _combine_hashes(hashes: Mapping[str, str]) -> str:
     """Return one hash of many names and their hashes."""
     text = "".join(f"{name}\0{digest}\n" for name, digest in sorted(hashes.items()))
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()

@@ -23,20 +23,20 @@ from stoker.control.machine.observe import Observer, read_recorded
 # Runs in another Python. torch is not imported, which takes seconds; reading its version file takes 0.1 s.
 _PRINT_TORCH_VERSION = """
 import importlib.util, json, os, sys
-found = {"python": sys.version.split()[0]}
+build = {"python": sys.version.split()[0]}
 spec = importlib.util.find_spec("torch")
 if spec is None:
-    found["error"] = "No module named 'torch'"
+    build["error"] = "No module named 'torch'"
 else:
     try:
         version = {}
         with open(os.path.join(os.path.dirname(spec.origin or "."), "version.py")) as file: exec(file.read(), version)
-        found.update(version=version.get("__version__"), cuda=version.get("cuda"))
+        build.update(version=version.get("__version__"), cuda=version.get("cuda"))
     except OSError:
         from importlib import metadata
-        try: found["version"] = metadata.version("torch")
-        except metadata.PackageNotFoundError: found["version"] = "of unknown version"
-print(json.dumps(found, default=str))
+        try: build["version"] = metadata.version("torch")
+        except metadata.PackageNotFoundError: build["version"] = "of unknown version"
+print(json.dumps(build, default=str))
 """
 
 
@@ -105,18 +105,18 @@ def clock() -> Any:
 
 def names(of: list[str], interfaces: list[str]) -> Any:
     """Return the addresses that the host names `of` have from here, and the speed of each interface."""
-    return {"resolves": {name: resolve(name) for name in of}, "links": {name: link(name) for name in interfaces}}
+    return {"resolves": {name: resolve(name) for name in of}, "links": {name: read_link(name) for name in interfaces}}
 
 
 def resolve(name: str) -> list[str]:
-    """Return the addresses of a host name; none if it does not resolve."""
+    """Return the addresses of a host name, or [] if it does not resolve."""
     try:
         return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except (OSError, UnicodeError):  # UnicodeError: too long, or with an empty label
         return []
 
 
-def link(interface: str) -> dict[str, Any]:
+def read_link(interface: str) -> dict[str, Any]:
     """Return an interface's speed in Mbit/s as its driver states it, and whether it is a physical one.
 
     Wireless interfaces, tunnels and interfaces that are down state no speed; a virtual one's speed means nothing.
@@ -136,13 +136,17 @@ def ready(workdir: str, program: str, run_dir: str, token: str) -> Any:
     folder = os.path.expanduser(workdir)
     if not os.path.isdir(folder):
         problems.append(
-            f"no folder {workdir} for the ranks; copy this folder there with --sync, or set workdir: in the hosts file"
+            f"the ranks' folder {workdir} does not exist; copy this folder there with --sync, or set workdir: in the hosts file"
         )
     elif not os.access(folder, os.R_OK | os.X_OK):
-        problems.append(f"no permission to enter the folder {workdir}")
+        problems.append(
+            f"the ranks' folder {workdir} can't be entered: permission denied; change its mode or its owner"
+        )
     on_path = shutil.which(os.path.expanduser(program), path=os.environ.get("PATH", os.defpath))
     if on_path is None and not os.access(os.path.join(folder, program), os.X_OK):
-        problems.append(f"no program {program}; set python: in the hosts file, or --python")
+        problems.append(
+            f"the program {program} is missing or not executable; set python: in the hosts file, or --python"
+        )
     shared = os.path.exists(os.path.join(run_dir, token))
     unwritable = ""
     try:

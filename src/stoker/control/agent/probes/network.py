@@ -2,7 +2,7 @@
 
 For `net`, every host listens on two ports and connects to those of the others. A connection that does not begin with the
 check's random token is closed. The listeners are bound to the address that the others use, and close when the
-coordinator says so or goes away, or when the probe's time is over.
+coordinator ends the probe or its connection, or when the probe's time is over.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import Any
 
 from stoker.contract.process import kernel_lines
 
-# ---- the route to a peer: the kernel is asked, no packet is sent ----
+# ---- the route to a peer, which the kernel tells without sending a packet ----
 
 _SIOCGIFCONF, _SIOCGIFMTU = 0x8912, 0x8921
 _IFREQ_BYTES = 40  # of a struct ifreq on 64-bit Linux
 
 
 def route(to: list[str]) -> Any:
-    """Return the interface, own address and MTU on the way to each address or name in `to`, or an error for it."""
-    own_addresses = addresses()
+    """Return the interface, own address and MTU of the route to each address or name in `to`, or an error for it."""
+    own_addresses = read_addresses()
     ssh_server = [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""][2]
     return {
-        "routes": {target: _route_to(target, own_addresses) for target in to},
+        "routes": {target: _find_route(target, own_addresses) for target in to},
         "addresses": own_addresses,
         "hostname": socket.gethostname(),
         # The address that ssh connected to. An sshd that a ProxyCommand started writes UNKNOWN.
@@ -40,7 +40,7 @@ def route(to: list[str]) -> Any:
     }
 
 
-def _route_to(target: str, own_addresses: dict[str, list[str]]) -> dict[str, Any]:
+def _find_route(target: str, own_addresses: dict[str, list[str]]) -> dict[str, Any]:
     try:
         family, _, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -52,13 +52,13 @@ def _route_to(target: str, own_addresses: dict[str, list[str]]) -> dict[str, Any
     return {
         "interface": interface,
         "source": source,
-        "mtu": _mtu(interface) if interface else None,
+        "mtu": _read_mtu(interface) if interface else None,
         "address": str(address[0]),
     }
 
 
-def addresses() -> dict[str, list[str]]:
-    """Return the addresses of each interface. By ioctl: the /sys that is mounted may be another network namespace's."""
+def read_addresses() -> dict[str, list[str]]:
+    """Return the addresses of each interface. It uses ioctl, because /sys may show another network namespace."""
     entries = array.array("B", bytes(_IFREQ_BYTES * 256))
     pointer, length = entries.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -74,7 +74,7 @@ def addresses() -> dict[str, list[str]]:
     return by_interface
 
 
-def _mtu(interface: str) -> int | None:
+def _read_mtu(interface: str) -> int | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
             answer = fcntl.ioctl(any_socket, _SIOCGIFMTU, struct.pack("16si12x", interface.encode()[:15], 0))
@@ -83,7 +83,7 @@ def _mtu(interface: str) -> int | None:
     return int(struct.unpack("16si12x", answer)[1])
 
 
-# ---- what the network lets through ----
+# ---- ports, packet sizes and bandwidth between hosts ----
 
 STORE_PORTS = range(29500, 29600)  # where torch's store usually listens, and for which firewalls are opened
 CONNECT_S = 1.5
@@ -110,9 +110,9 @@ def net(address: str, token: str, store_port: int = 0) -> Iterator[Any]:
         yield {"ports": [listener.getsockname()[1] for listener in listeners]}
         for order in _read_orders():
             if order["do"] == "meet":
-                yield _meet(order["peers"], key)
+                yield _measure_peers(order["peers"], key)
             elif order["do"] == "stream":
-                yield _stream(order["address"], order["port"], key)
+                yield _measure_bandwidth(order["address"], order["port"], key)
             else:
                 return
     finally:
@@ -152,19 +152,19 @@ def _listen(address: str, ports: Sequence[int]) -> socket.socket:
 
 
 def _accept_peers(listener: socket.socket, key: bytes) -> None:
-    """Answer every connection in a thread of its own, until the listener is closed."""
+    """Serve every connection in its own thread, until the listener is closed."""
     while True:
         try:
             peer, _ = listener.accept()
-        except ConnectionAbortedError:  # the peer left before it was accepted
+        except ConnectionAbortedError:  # the peer closed the connection before it was accepted
             continue
         except OSError:  # closed: the check is over
             return
-        threading.Thread(target=_answer_peer, args=(peer, key), daemon=True).start()
+        threading.Thread(target=_serve_peer, args=(peer, key), daemon=True).start()
 
 
-def _answer_peer(peer: socket.socket, key: bytes) -> None:
-    """Answer one connection. After the token, a message is its length and that many bytes, and is answered with a byte.
+def _serve_peer(peer: socket.socket, key: bytes) -> None:
+    """Serve one connection. It begins with the token. A message is its length and that many bytes, and is answered with a byte.
 
     Length 0 begins a stream, which is answered with its size.
     """
@@ -206,20 +206,20 @@ def _drain(peer: socket.socket) -> int:
     return total
 
 
-def _meet(peers: Any, key: bytes) -> dict[str, Any]:
-    """Measure the way to all peers at the same time.
+def _measure_peers(peers: Any, key: bytes) -> dict[str, Any]:
+    """Measure the network paths to all peers at the same time.
 
-    Return name -> {"ports": {port: "" or what is wrong}, "rtt", "segment", "big", "passes"}.
+    Return name -> {"ports": {port: why it can't be reached, or ""}, "rtt", "segment", "big", "passes"}.
     """
     answers: dict[str, Any] = {name: {"ports": {}} for name in peers}
 
     def reach(name: str, port: int) -> None:
-        answers[name]["ports"][str(port)] = _reach(peers[name]["address"], port, key)
+        answers[name]["ports"][str(port)] = _explain_unreachable(peers[name]["address"], port, key)
 
     def measure(name: str) -> None:
         open_ports = [int(port) for port, problem in answers[name]["ports"].items() if not problem]
         if open_ports:
-            answers[name].update(_measure(peers[name]["address"], open_ports[0], key))
+            answers[name].update(_measure_path(peers[name]["address"], open_ports[0], key))
 
     _run_in_threads(
         [(reach, (name, port)) for name, peer in peers.items() for port in peer["ports"]], 2 * CONNECT_S + 1.0
@@ -255,7 +255,7 @@ def _connect(address: str, port: int, key: bytes, segment: int = 0) -> socket.so
     return connection
 
 
-def _reach(address: str, port: int, key: bytes) -> str:
+def _explain_unreachable(address: str, port: int, key: bytes) -> str:
     """Return why a port of a peer can't be reached, or ""."""
     try:
         with _connect(address, port, key) as connection:
@@ -278,7 +278,7 @@ def _send_message(connection: socket.socket, count: int, limit_s: float) -> floa
     return time.perf_counter() - began
 
 
-def _measure(address: str, port: int, key: bytes) -> dict[str, Any]:
+def _measure_path(address: str, port: int, key: bytes) -> dict[str, Any]:
     """Return the round-trip time, the TCP segment size, and whether full-size packets arrive ("big")."""
     try:
         with _connect(address, port, key) as connection:
@@ -287,14 +287,14 @@ def _measure(address: str, port: int, key: bytes) -> dict[str, Any]:
             try:
                 _send_message(connection, BIG_BYTES, BIG_S)
             except TimeoutError:
-                largest = _largest_packet(address, port, key)
+                largest = _find_largest_packet(address, port, key)
                 return {"rtt": rtt, "segment": segment, "big": False, "passes": largest}
             return {"rtt": rtt, "segment": segment, "big": True}
     except OSError as problem:
         return {"error": str(problem)}
 
 
-def _largest_packet(address: str, port: int, key: bytes) -> int:
+def _find_largest_packet(address: str, port: int, key: bytes) -> int:
     """Try the sizes of SEGMENTS at the same time. Return the largest packet that arrives, or 0."""
     sizes: list[int] = []
 
@@ -304,13 +304,13 @@ def _largest_packet(address: str, port: int, key: bytes) -> int:
                 _send_message(connection, BIG_BYTES, BIG_S)
                 sizes.append(segment + HEADER_BYTES)
         except OSError:
-            return  # packets of this size don't arrive, which is an answer
+            return  # packets of this size don't arrive
 
     _run_in_threads([(attempt, (segment,)) for segment in SEGMENTS], CONNECT_S + BIG_S + 0.5)
     return max(sizes, default=0)
 
 
-def _stream(address: str, port: int, key: bytes) -> dict[str, Any]:
+def _measure_bandwidth(address: str, port: int, key: bytes) -> dict[str, Any]:
     """Return the bandwidth of one TCP connection in bytes per second, as the receiver counts the bytes."""
     block = bytes(_CHUNK)
     try:

@@ -56,7 +56,7 @@ class RankTimeline:
     def _read_new(self) -> None:
         if self._tail is None:
             self._tail = HistoryTail(self._record.dir)
-            newest = self._tail.new()
+            newest = self._tail.read_new()
             first_time = newest[0].time if newest else math.inf
             for tier in ("hours", "minutes"):  # coarser points from before the newest hour
                 older = [point for point in read_history(self._record.dir, tier) if point.time < first_time]
@@ -64,7 +64,7 @@ class RankTimeline:
                     self._columns = [column for column in self._columns if column[0] < older[0].time]
                     self._add(older)
         else:
-            newest = self._tail.new()
+            newest = self._tail.read_new()
         self._add(newest)
 
     def _add(self, points: Iterable[HistoryPoint]) -> None:

@@ -128,7 +128,7 @@ def _log_path(attempt: int | None, rank: int | None) -> str:
 def read_log(folders: RunFolders, run: str, attempt: int | None, rank: int | None, begin: int | None) -> dict[str, Any]:
     """Return part of a log: from byte `begin` on, or its end if that is None. Rank None means Stoker's own lines."""
     record = folders.record(run)
-    logs = [(log_attempt, log_rank) for log_attempt, log_rank, _ in log_tail.rank_logs(record)]
+    logs = [(log_attempt, log_rank) for log_attempt, log_rank, _ in log_tail.list_rank_logs(record)]
     attempts = sorted({log_attempt for log_attempt, _ in logs})
     attempt = attempt if attempt is not None else max(attempts, default=0)
     answer: dict[str, Any] = {
