@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from conftest import Stoker, at_length, wait_for
-from stoker.control.doctor.burnin_analysis import Link, Replica, Speed, find_data_sheet, judge, links_from, replica_from
+from stoker.control.doctor.burnin_analysis import (
+    Link,
+    Replica,
+    Speed,
+    find_data_sheet,
+    judge,
+    parse_links,
+    parse_replica,
+)
 
 ROUND = 4
 
@@ -117,8 +125,8 @@ def test_data_sheets(card: str | None, figures: tuple[float, float] | None) -> N
 
 def test_records_become_replicas_and_links() -> None:
     head = {"is": "replica", "rank": 1, "card": None, "uuid": None, "units": 1, "torch": "2.13", "round": 40}
-    assert replica_from([], "CPU1") is None
-    found = replica_from(
+    assert parse_replica([], "CPU1") is None
+    found = parse_replica(
         [
             head,
             {"is": "speed", "when": "start", "tflops": 0.1, "gbs": 9},
@@ -134,8 +142,8 @@ def test_records_become_replicas_and_links() -> None:
         and found.step_s == 0.5
     )
     begun = {"is": "begun", "ranks": [0, 1], "backend": "nccl"}
-    assert links_from([begun]) == [Link((0, 1), "nccl")]
-    assert links_from([begun, {**begun, "is": "link", "bus_gbs": 5.0, "wrong": {}}]) == [Link((0, 1), "nccl", 5.0)]
+    assert parse_links([begun]) == [Link((0, 1), "nccl")]
+    assert parse_links([begun, {**begun, "is": "link", "bus_gbs": 5.0, "wrong": {}}]) == [Link((0, 1), "nccl", 5.0)]
 
 
 # ---- real runs ----

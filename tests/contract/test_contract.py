@@ -190,17 +190,17 @@ def test_verdict_survives_json_and_a_newer_writer() -> None:
 
 
 def test_a_module_is_found_because_it_lies_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stoker.contract.discovery import modules_in
+    from stoker.contract.discovery import import_modules
 
     folder = tmp_path / "found_parts"
     folder.mkdir()
     (folder / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ImportError, match="holds no modules"):
-        modules_in("found_parts")
+        import_modules("found_parts")
     for name in ("second", "first"):
         (folder / f"{name}.py").write_text(f"NAME = {name!r}")
-    assert [module.NAME for module in modules_in("found_parts")] == ["first", "second"]
+    assert [module.NAME for module in import_modules("found_parts")] == ["first", "second"]
 
 
 def test_a_command_tells_what_is_wrong_with_a_value_in_the_readers_words() -> None:

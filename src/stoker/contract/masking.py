@@ -341,7 +341,7 @@ def _spans_by_shape(text: str) -> Iterable[Span]:
                     yield match.span(1)
         if "@" in text:
             for match in _pattern(_USERINFO).finditer(text):
-                yield from _userinfo(match[1], match.start(1))
+                yield from _spans_of_userinfo(match[1], match.start(1))
     lowered = text.lower()
     if "authorization" in lowered or "cookie" in lowered:
         for match in _pattern(_HEADER).finditer(text):
@@ -352,7 +352,7 @@ def _spans_by_shape(text: str) -> Iterable[Span]:
             yield match.span(1)
 
 
-def _userinfo(userinfo: str, begin: int) -> Iterable[Span]:
+def _spans_of_userinfo(userinfo: str, begin: int) -> Iterable[Span]:
     """Yield the password of user:PASSWORD@host, and the token of TOKEN@host: user names are shorter."""
     user, colon, password = userinfo.partition(":")
     if len(user) >= 16:

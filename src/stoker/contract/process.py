@@ -49,7 +49,7 @@ def read_kernel_file(path: str) -> str:
         return ""
 
 
-def kernel_lines(path: str) -> list[str]:
+def read_kernel_lines(path: str) -> list[str]:
     """Return its non-empty lines. Doesn't use splitlines: a process may have a carriage return in its name."""
     return [line for line in read_kernel_file(path).split("\n") if line]
 
@@ -62,7 +62,7 @@ def process_owner(pid: int) -> int | None:
 
 def read_status(pid: int, key: str) -> str | None:
     """Return the first word behind this key in /proc/PID/status, or None."""
-    lines = kernel_lines(f"/proc/{pid}/status")
+    lines = read_kernel_lines(f"/proc/{pid}/status")
     return next((line.split()[1] for line in lines if line.startswith(key)), None)
 
 

@@ -62,7 +62,7 @@ def open_below(root: str, path: str) -> int:
 _HUB_ENTRIES = ("models--", "datasets--", "spaces--")
 
 
-def hub_blobs(folder: str) -> Iterator[str]:
+def find_hub_blobs(folder: str) -> Iterator[str]:
     """Yield the `blobs` folders to which links in a folder of the hub's cache may lead."""
     parts = folder.split(os.sep)
     for position, (name, inner) in enumerate(itertools.pairwise(parts)):
@@ -77,7 +77,7 @@ def open_inside(path: str | os.PathLike[str]) -> int:
     of the user, which would be copied for others to read.
     """
     folder, real = os.path.realpath(os.path.dirname(path)), os.path.realpath(path)
-    if os.path.dirname(real) not in (folder, *hub_blobs(folder)):
+    if os.path.dirname(real) not in (folder, *find_hub_blobs(folder)):
         why = (
             f"is a link that leads out of its folder, to {escape(real, 200)}: copy that file there if it belongs there"
         )

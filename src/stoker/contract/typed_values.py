@@ -73,7 +73,7 @@ def read_frozen(cls: type[T], value: Any) -> T:
         raise ValueError(str(problem)) from None
 
 
-def known_fields(cls: type[Any], value: Mapping[str, Any]) -> dict[str, Any]:
+def read_known_fields(cls: type[Any], value: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a frozen class that the value has with the right type, and leave out the others."""
     fields = {}
     for name, kind in cls.__dict__["__annotations__"].items():  # noqa: RUF063  as in frozen.py

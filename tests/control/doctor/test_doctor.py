@@ -278,7 +278,7 @@ def test_gatherers_that_crash_are_told_apart_from_those_that_hang() -> None:
     quick = examine.Child("a", [sys.executable, "-c", "import sys; sys.exit('broken')"], os.environ, 5.0)
     slow = examine.Child("b", [sys.executable, "-c", "import time; time.sleep(60)"], os.environ, 0.5)
     fine = examine.Child("c", [sys.executable, "-c", "print('{\"x\": 1}')"], os.environ, 5.0)
-    results = examine._wait([quick, slow, fine])
+    results = examine._wait_for_children([quick, slow, fine])
     assert results["a"][0] is None and "broken" in results["a"][1]
     assert results["b"] == (None, "no answer within 0 s") and results["c"] == ({"x": 1}, "")
 

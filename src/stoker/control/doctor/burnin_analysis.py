@@ -20,7 +20,7 @@ LOW_GBS = 0.6
 LOW_LINK = 0.5  # of the other pairs' bandwidth: healthy PCIe pairs across two sockets are a third slower than others
 
 # NVIDIA's data sheets: dense bf16 TFLOP/s (fp32 sums), memory GB/s. The first key that a GPU's name contains counts.
-CARDS: dict[str, tuple[float, float]] = {
+DATA_SHEETS: dict[str, tuple[float, float]] = {
     "GH200": (989, 4000), "H200 NVL": (835, 4800), "H200": (989, 4800), "H100 PCIe": (756, 2000), "H100 NVL": (835, 3900), "H100": (989, 3350),
     "A100-SXM4-40GB": (312, 1555), "A100-PCIE-40GB": (312, 1555), "A100 80GB PCIe": (312, 1935), "A100": (312, 2039),
     "RTX A6000": (155, 768), "A40": (150, 696), "A10G": (70, 600), "A10": (125, 600), "L40S": (362, 864), "L40": (181, 864), "L4": (121, 300),
@@ -77,7 +77,7 @@ class Judgement:
     findings: tuple[Finding, ...]
 
 
-def replica_from(records: Iterable[Mapping[str, Any]], label: str) -> Replica | None:
+def parse_replica(records: Iterable[Mapping[str, Any]], label: str) -> Replica | None:
     """Return the replica that these records of one rank describe, or None if they lack the first one."""
     head: Mapping[str, Any] | None = None
     speeds: dict[str, Speed] = {}
@@ -107,7 +107,7 @@ def replica_from(records: Iterable[Mapping[str, Any]], label: str) -> Replica | 
     )
 
 
-def links_from(records: Iterable[Mapping[str, Any]]) -> list[Link]:
+def parse_links(records: Iterable[Mapping[str, Any]]) -> list[Link]:
     """Return the links that these records describe; a later record of the same ranks replaces an earlier one."""
     links: dict[tuple[int, ...], Link] = {}
     for record in records:
@@ -134,7 +134,7 @@ def find_data_sheet(card: str | None) -> tuple[float, float] | None:
     if not card or any(part in card for part in ("MIG", "Laptop", "Max-Q")):
         return None
     words = card.replace("-", " ").split()
-    for name, figures in CARDS.items():
+    for name, figures in DATA_SHEETS.items():
         if (name in words) if name.isalnum() else (name in card):
             return figures
     return None
@@ -161,7 +161,7 @@ def _compare_twins(twins: list[Replica]) -> tuple[list[Opinion], list[Finding]]:
         undecided = [step for step, _, _ in replica.steps if expected[step % replica.round] is None]
         if bad:
             opinions.append(Opinion(replica.rank, False, others, bad[0][0]))
-            findings.append(_mismatch(replica, bad, expected, others))
+            findings.append(_make_mismatch(replica, bad, expected, others))
         elif undecided:
             opinions.append(Opinion(replica.rank, False, others, undecided[0], decided=False))
             contested.append((undecided[0], replica))
@@ -196,7 +196,7 @@ def _expected_bits(by_rank: Mapping[int, list[Bits]]) -> Bits | None:
     return None
 
 
-def _mismatch(
+def _make_mismatch(
     replica: Replica, bad: list[tuple[int, Bits]], expected: Mapping[int, Bits | None], others: int
 ) -> Finding:
     first, (loss, checksum) = bad[0]
@@ -257,10 +257,10 @@ def _judge_links(replicas: list[Replica], links: list[Link], stopped: bool) -> I
         if link.wrong:
             counts = ", ".join(f"{_label(by_rank, int(rank))} {count}" for rank, count in link.wrong.items())
             text = f"all-reduce over {link_name(link, by_rank)} gives wrong sums (elements: {counts}; {link.backend})"
-            yield Finding("burnin.link", "fail", text, _link_fix(link))
+            yield Finding("burnin.link", "fail", text, _choose_link_fix(link))
         elif link.bus_gbs is None and not stopped:
             text = f"all-reduce over {link_name(link, by_rank)} did not finish ({link.backend})"
-            yield Finding("burnin.link", "fail", text, _link_fix(link))
+            yield Finding("burnin.link", "fail", text, _choose_link_fix(link))
     # Compare the bandwidth of pairs with the same kinds of replicas at both ends.
     groups: dict[tuple[str, ...], list[tuple[Link, float]]] = defaultdict(list)
     for link in links:
@@ -273,7 +273,7 @@ def _judge_links(replicas: list[Replica], links: list[Link], stopped: bool) -> I
             if len(others) >= 2 and speed < LOW_LINK * median(others):
                 text = f"the link {link_name(link, by_rank)} is slow: {speed:.1f} GB/s"
                 text += f", the other pairs reach {median(others):.1f}"
-                yield Finding("burnin.link", "warn", text, _link_fix(link))
+                yield Finding("burnin.link", "warn", text, _choose_link_fix(link))
 
 
 def link_name(link: Link, by_rank: Mapping[int, Replica]) -> str:
@@ -287,7 +287,7 @@ def _label(by_rank: Mapping[int, Replica], rank: int) -> str:
     return by_rank[rank].label if rank in by_rank else f"rank {rank}"
 
 
-def _link_fix(link: Link) -> str:
+def _choose_link_fix(link: Link) -> str:
     if link.backend != "nccl":
         return "gloo uses the network interface: check ip link, and the machine's memory"
     trial = "NCCL_P2P_DISABLE=1 for one run shows whether the link or the GPU is faulty"

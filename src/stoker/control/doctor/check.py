@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from stoker.contract.discovery import modules_in
+from stoker.contract.discovery import import_modules
 from stoker.contract.env_vars import MACHINE
 from stoker.contract.errors import EX_USAGE, Refusal
 from stoker.contract.evidence import Finding
@@ -71,7 +71,7 @@ def unknown(text: str) -> Finding:
 
 def load_checks() -> dict[str, Check]:
     """Import all checks and return them by id, in the order of their files."""
-    files = {module.__name__: number for number, module in enumerate(modules_in("stoker.control.doctor.checks"))}
+    files = {module.__name__: number for number, module in enumerate(import_modules("stoker.control.doctor.checks"))}
     ordered = sorted(CHECKS.values(), key=lambda check: files.get(check.body.__module__, len(files)))
     return {check.id: check for check in ordered}
 
@@ -123,7 +123,7 @@ def count_fast_findings(runs_dir: str) -> tuple[str, dict[tuple[str, str], int]]
     A child asks the driver. If the driver hangs, that costs 3 s and all checks are unknown.
     """
     from stoker.control.machine.examine import observe_in_child
-    from stoker.control.machine.host_limits import quick_host
+    from stoker.control.machine.host_limits import read_host_limits
     from stoker.control.machine.observe import read_recorded
 
     recorded = os.environ.get(MACHINE)
@@ -137,6 +137,6 @@ def count_fast_findings(runs_dir: str) -> tuple[str, dict[tuple[str, str], int]]
         counts.update((check.id, "unknown") for check in fast)
         return os.uname().nodename, dict(counts)
     environment = {name: os.environ[name] for name in KNOWN_VARIABLES if name in os.environ}
-    examination = Examination(machine, host=quick_host(runs_dir), environment=environment)
+    examination = Examination(machine, host=read_host_limits(runs_dir), environment=environment)
     counts.update((finding.id, finding.level) for finding in run_checks(fast, examination))
     return machine.hostname, dict(counts)

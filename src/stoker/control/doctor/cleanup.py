@@ -18,14 +18,14 @@ from stoker.contract import shared_weights
 from stoker.contract.frozen import frozen
 from stoker.contract.process import Process, find_process, send_signal
 from stoker.control.doctor.leftovers import is_running, protected_pids
-from stoker.control.doctor.stale_caches import Cache, own_folder
-from stoker.control.doctor.stale_files import WEIGHTS, Debris, alone_with, folder_in_use, paths_in_use
+from stoker.control.doctor.stale_caches import Cache, is_own_folder
+from stoker.control.doctor.stale_files import WEIGHTS, Debris, find_paths_in_use, hold_exclusively, is_folder_in_use
 from stoker.control.machine import procfs
 from stoker.control.machine.model import Machine
 
 GROUP_S = 1.0  # between a child's SIGTERM and SIGKILL, once its parent's grace is over
 KILL_S = 10.0  # a killed process that held 100 GB of pinned memory takes seconds to end
-BACK_S = 5.0
+FREED_S = 5.0
 _POLL_S = 0.02
 
 Item = TypeVar("Item")
@@ -44,7 +44,7 @@ def stop_processes(targets: list[Process], grace: float, find_more: Callable[[],
     Parents get SIGTERM first, because they save; their children get it when they are gone or their grace is over. When
     all targets are gone, `find_more` returns what they have started since.
     """
-    protected = protected_pids(procfs.all_processes())
+    protected = protected_pids(procfs.list_processes())
     targets = [target for target in targets if target.pid not in protected]
     started_at = time.monotonic()
     terminated: set[int] = set()
@@ -91,7 +91,7 @@ class FreedMemory:
 
 
 def wait_for_memory(
-    before: Machine, pids: set[int], look: Callable[[], Machine | str], limit: float = BACK_S
+    before: Machine, pids: set[int], look: Callable[[], Machine | str], limit: float = FREED_S
 ) -> list[FreedMemory]:
     """Wait until NVML neither lists these stopped processes nor counts the memory that they held."""
     started_at = time.monotonic()
@@ -119,17 +119,17 @@ def wait_for_memory(
 def remove_debris(debris: list[Debris]) -> list[tuple[Debris, str]]:
     """Check again that nothing is in use, then remove it. Returns what stays, and why."""
     folders = {os.path.dirname(item.path) for item in debris}
-    used = paths_in_use(tuple(folder + "/" for folder in folders)) if debris else set()
+    used = find_paths_in_use(tuple(folder + "/" for folder in folders)) if debris else set()
 
     def remove(item: Debris) -> bool:
         if item.kind == "shared memory":
-            return item.path not in used and unlink_alone(item.path, os.lstat(item.path))
+            return item.path not in used and unlink_unused(item.path, os.lstat(item.path))
         if item.kind == WEIGHTS:
             if not shared_weights.is_dead(item.path):
                 return False
             shutil.rmtree(item.path)
             return True
-        if folder_in_use(item.path, used):
+        if is_folder_in_use(item.path, used):
             return False
         for name in os.listdir(item.path):
             os.unlink(os.path.join(item.path, name))
@@ -153,19 +153,19 @@ def _remove_all(items: list[Item], remove: Callable[[Item], bool]) -> list[tuple
     return kept
 
 
-def unlink_alone(path: str, expected: os.stat_result) -> bool:
+def unlink_unused(path: str, expected: os.stat_result) -> bool:
     """Remove a file that no process uses. A process that opens it at this moment waits until it is gone."""
-    with alone_with(path, expected) as is_alone:
+    with hold_exclusively(path, expected) as is_alone:
         if is_alone:
             os.unlink(path)
     return is_alone
 
 
-def prune(caches: list[Cache]) -> list[tuple[Cache, str]]:
+def remove_caches(caches: list[Cache]) -> list[tuple[Cache, str]]:
     """Remove caches. Returns what stays, and why."""
 
     def remove(cache: Cache) -> bool:
-        shutil.rmtree(cache.path) if own_folder(cache.path) else os.unlink(cache.path)
+        shutil.rmtree(cache.path) if is_own_folder(cache.path) else os.unlink(cache.path)
         return True
 
     return _remove_all(caches, remove)

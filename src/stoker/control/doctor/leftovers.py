@@ -50,12 +50,12 @@ class GpuProcess:
     advice: str
 
 
-def look_at_gpus(recorded: str | None, limit: float = NVML_S) -> Machine | str:
+def observe_gpus(recorded: str | None, limit: float = NVML_S) -> Machine | str:
     """Return the machine, or why it is unknown. A child asks NVML: a call to a faulty driver may never return."""
     return read_recorded(recorded) if recorded else observe_in_child(limit)
 
 
-def gpu_memory(machine: Machine) -> dict[int, int]:
+def sum_gpu_memory(machine: Machine) -> dict[int, int]:
     """Return the GPU memory in bytes of each pid. Leaves out pids that are unknown in this container: the host's."""
     held: dict[int, int] = {}
     for gpu in machine.gpus:
@@ -65,7 +65,7 @@ def gpu_memory(machine: Machine) -> dict[int, int]:
     return held
 
 
-def describe(process: Process, held: Mapping[int, int], run: str | None, why: str) -> Leftover:
+def describe_process(process: Process, held: Mapping[int, int], run: str | None, why: str) -> Leftover:
     """Return a leftover. `held` is the GPU memory of each pid."""
     uid = process_owner(process.pid)
     return Leftover(
@@ -74,7 +74,7 @@ def describe(process: Process, held: Mapping[int, int], run: str | None, why: st
         _age(process),
         procfs.resident_bytes(process.pid),
         held.get(process.pid),
-        procfs.command_line(process.pid) or process.name,
+        procfs.read_command_line(process.pid) or process.name,
         run,
         why,
     )
@@ -104,7 +104,7 @@ def protected_pids(processes: Iterable[Process]) -> set[int]:
     return {1, os.getpid(), os.getppid(), os.getsid(0), *ancestors}
 
 
-def _agent_above(pid: int, by_pid: Mapping[int, Process]) -> int:
+def _find_agent_above(pid: int, by_pid: Mapping[int, Process]) -> int:
     """Return the pid of an agent or guardian that looks after this process, or 0. One that is stopped doesn't count."""
     for process in run_origin.ancestors(pid, by_pid):
         if process.name in AGENTS and process.state not in "TtZ":
@@ -151,7 +151,7 @@ def find_leftovers(held: Mapping[int, int], root: str | None = None) -> tuple[li
 
     `held` is the GPU memory of each pid. With `root`, only runs in this folder count.
     """
-    processes = procfs.all_processes()
+    processes = procfs.list_processes()
     by_pid = {process.pid: process for process in processes}
     uid = os.getuid()
     own = [
@@ -159,7 +159,7 @@ def find_leftovers(held: Mapping[int, int], root: str | None = None) -> tuple[li
         for process in processes
         if process_owner(process.pid) == uid and is_running(process) and not run_origin.is_kept(process.pid)
     ]
-    tags = {process.pid: tag for process in own if (tag := procfs.run_tag(process.pid)) is not None and tag[1]}
+    tags = {process.pid: tag for process in own if (tag := procfs.read_run_tag(process.pid)) is not None and tag[1]}
     states = {tag: find_run_state(*tag) for tag in set(tags.values())}
     real_root = os.path.realpath(root) if root is not None else None
     protected = protected_pids(processes)
@@ -181,18 +181,18 @@ def find_leftovers(held: Mapping[int, int], root: str | None = None) -> tuple[li
         objection = "" if state.over else state.why
         objection = objection or _why_left_alone(process, by_pid, protected, busy, tag)
         if objection:
-            alone.append(describe(process, held, tag[0], objection))
+            alone.append(describe_process(process, held, tag[0], objection))
         else:
-            leftovers[process.pid] = describe(process, held, tag[0], state.why)
+            leftovers[process.pid] = describe_process(process, held, tag[0], state.why)
     # Children without a tag count, too: setproctitle overwrites the environment, and workers that hold memory use it.
     for parent in list(leftovers):
         below = procfs.descendants(parent, processes)
         for process in own:
-            if process.pid not in below or process.pid in leftovers or procfs.run_tag(process.pid) is not None:
+            if process.pid not in below or process.pid in leftovers or procfs.read_run_tag(process.pid) is not None:
                 continue
             if not _why_left_alone(process, by_pid, protected, busy, None):
                 run = leftovers[parent].run
-                leftovers[process.pid] = describe(process, held, run, f"started by pid {parent}")
+                leftovers[process.pid] = describe_process(process, held, run, f"started by pid {parent}")
     return list(leftovers.values()), alone
 
 
@@ -206,13 +206,13 @@ def _why_left_alone(
     """Return why a process of a dead run is not stopped, or ""."""
     if process.pid in protected:
         return "this command runs inside it"
-    if tag is not None and process.group == os.getpgid(0) and procfs.run_tag(os.getpid()) == tag:
+    if tag is not None and process.group == os.getpgid(0) and procfs.read_run_tag(os.getpid()) == tag:
         return "this command runs beside it"  # `stoker clean | less` in a shell that a rank has opened
     if process.pid in busy:
         return f"run {busy[process.pid]} is running in it"
     if not _is_in_our_container(process.pid):
         return "it runs in another container, where its run may be alive"
-    agent = _agent_above(process.pid, by_pid)
+    agent = _find_agent_above(process.pid, by_pid)
     if agent:
         return f"its agent (pid {agent}) is alive and looks after it"
     return run_origin.why_another_started_it(process, by_pid) if tag is not None else ""
@@ -231,7 +231,7 @@ def _is_in_our_container(pid: int) -> bool:
 
 def find_named(pids: list[int], held: Mapping[int, int]) -> list[Leftover]:
     """Return the processes that the user wants to stop. Raises Refusal for the first that must not be stopped."""
-    processes = procfs.all_processes()
+    processes = procfs.list_processes()
     by_pid = {process.pid: process for process in processes}
     protected = protected_pids(processes)
     named: list[Leftover] = []
@@ -253,29 +253,29 @@ def find_named(pids: list[int], held: Mapping[int, int]) -> list[Leftover]:
         if pid == 2 or process.parent == 2:
             raise errors.Refusal(f"--pid {pid}: {process.name} is a kernel thread", errors.EX_USAGE)
         descendants = procfs.descendants(pid, processes)
-        tags = (procfs.run_tag(member) for member in (pid, *descendants))
+        tags = (procfs.read_run_tag(member) for member in (pid, *descendants))
         run = next((tag[0] for tag in tags if tag is not None and find_run_state(*tag).launcher), "")
         if run:
             line = f"--pid {pid}: run {run} is running in it; stop it with `stoker stop {shlex.quote(run)}`"
             raise errors.Refusal(line, errors.EX_UNAVAILABLE)
-        agent = _agent_above(pid, by_pid)
+        agent = _find_agent_above(pid, by_pid)
         if agent:
             line = f"--pid {pid}: its agent (pid {agent}) is alive and looks after it"
             raise errors.Refusal(f"{line}; stop its run where it was started", errors.EX_UNAVAILABLE)
         children = [child for child in sorted(descendants) if child not in pids]
-        tag = procfs.run_tag(pid)
+        tag = procfs.read_run_tag(pid)
         note = ""
         if children:
             flags = " ".join(f"--pid {child}" for child in children[:16])
             note = f"{len(children)} below it, not stopped with it: {flags}"
-        named.append(describe(process, held, tag[0] if tag else None, note))
+        named.append(describe_process(process, held, tag[0] if tag else None, note))
     return named
 
 
 # ---- others on the GPUs ----
 
 
-def find_others(machine: Machine, ours: set[int], recorded: bool) -> list[GpuProcess]:
+def find_other_processes(machine: Machine, ours: set[int], recorded: bool) -> list[GpuProcess]:
     """Return all other processes on the GPUs. `ours` are the leftovers; a `recorded` machine has no /proc."""
     others: list[GpuProcess] = []
     seen = {os.getpid(), *ours}
@@ -286,23 +286,23 @@ def find_others(machine: Machine, ours: set[int], recorded: bool) -> list[GpuPro
                 process = find_process(holder.pid) if holder.command is not None and not recorded else None
                 others.append(_describe_holder(gpu.label, holder, _age(process) if process else None))
     if not recorded:
-        for pid, devices in _device_openers().items():
+        for pid, devices in _find_device_openers().items():
             process = find_process(pid)
             if pid not in seen and process is not None:
-                uid, tag = process_owner(pid), procfs.run_tag(pid)
+                uid, tag = process_owner(pid), procfs.read_run_tag(pid)
                 user = procfs.user_name(uid) if uid is not None else None
-                command = procfs.command_line(pid) or process.name
+                command = procfs.read_command_line(pid) or process.name
                 holder = Holder(pid, None, command, user, tag[0] if tag else None)
                 others.append(_describe_holder(", ".join(devices), holder, _age(process)))
     return others
 
 
 def _describe_holder(gpu: str, holder: Holder, age: float | None) -> GpuProcess:
-    advice = _advice(holder)
+    advice = _choose_advice(holder)
     return GpuProcess(gpu, holder.pid, holder.user, age, holder.memory, holder.command, holder.run, advice)
 
 
-def _advice(holder: Holder) -> str:
+def _choose_advice(holder: Holder) -> str:
     if holder.command is None:
         return "held from outside this container: only its owner can end it there"
     program = next(iter(holder.command.split()), "")  # a command may be empty or consist of spaces
@@ -315,11 +315,11 @@ def _advice(holder: Holder) -> str:
     return f"yours, not started by Stoker: `stoker clean --pid {holder.pid}` stops it"
 
 
-def _device_openers() -> dict[int, list[str]]:
+def _find_device_openers() -> dict[int, list[str]]:
     """Return the processes that have a GPU's device file open. In a container only their pids are certainly ours."""
     openers: dict[int, list[str]] = {}
-    for pid in procfs.pids_here():
-        devices = {path[5:] for path in procfs.open_files(pid) if re.fullmatch(r"/dev/nvidia\d+", path)}
+    for pid in procfs.list_pids():
+        devices = {path[5:] for path in procfs.list_open_files(pid) if re.fullmatch(r"/dev/nvidia\d+", path)}
         if devices:
             openers[pid] = sorted(devices)
     return openers

@@ -13,7 +13,7 @@ from stoker.contract.frozen import frozen
 from stoker.contract.layout import cache_home
 from stoker.contract.safe_io import read_text
 from stoker.control.doctor.leftovers import AGENTS
-from stoker.control.doctor.stale_files import paths_in_use, walk
+from stoker.control.doctor.stale_files import find_paths_in_use, walk
 from stoker.control.machine import procfs
 
 
@@ -38,7 +38,7 @@ def _is_tagged(folder: str) -> bool:
         return False
 
 
-def cache_roots(environment: Mapping[str, str], cwd: str) -> list[tuple[str, str, str]]:
+def list_cache_roots(environment: Mapping[str, str], cwd: str) -> list[tuple[str, str, str]]:
     """Return (kind, folder, pattern of the entries in it) for each place that can hold caches."""
     home = os.path.expanduser("~")
     user = re.sub(r'[\\/:*?"<>|]', "_", procfs.user_name(os.getuid()))  # as torch spells it
@@ -58,9 +58,9 @@ def cache_roots(environment: Mapping[str, str], cwd: str) -> list[tuple[str, str
 def find_caches(roots: list[tuple[str, str, str]]) -> list[Cache]:
     """Return the caches in these folders. Skips links and others' folders: other users can create both in /tmp."""
     caches: list[Cache] = []
-    own = [(kind, os.path.realpath(folder), pattern) for kind, folder, pattern in roots if own_folder(folder)]
-    used = paths_in_use(tuple(folder + "/" for _, folder, _ in own)) if own else set()
-    has_agents = any(process.name in AGENTS for process in procfs.all_processes())
+    own = [(kind, os.path.realpath(folder), pattern) for kind, folder, pattern in roots if is_own_folder(folder)]
+    used = find_paths_in_use(tuple(folder + "/" for _, folder, _ in own)) if own else set()
+    has_agents = any(process.name in AGENTS for process in procfs.list_processes())
     for kind, folder, pattern in own:
         try:
             device = os.lstat(folder).st_dev
@@ -74,7 +74,7 @@ def find_caches(roots: list[tuple[str, str, str]]) -> list[Cache]:
     return caches
 
 
-def own_folder(path: str) -> bool:
+def is_own_folder(path: str) -> bool:
     """Return whether this is a real folder of this user, not a link."""
     try:
         status = os.lstat(path)

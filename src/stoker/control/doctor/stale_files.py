@@ -19,7 +19,7 @@ from stoker.contract.process import find_process
 from stoker.contract.text import escape
 from stoker.control.machine import gpu_lock
 from stoker.control.machine.gpu_lock import LockFolder, UnusableLockFolder
-from stoker.control.machine.procfs import open_files, pids_here
+from stoker.control.machine.procfs import list_open_files, list_pids
 
 FRESH_S = 60.0  # a process may be about to open a younger file
 WEIGHTS = "weights in shared memory"
@@ -77,7 +77,7 @@ def _read_lock(folder: LockFolder, name: str) -> Lock | None:
         return None
     try:
         is_held = not gpu_lock.try_lock(handle, fcntl.LOCK_SH)
-        who = gpu_lock.describe_holder(handle) if is_held else gpu_lock.last_holder(handle)
+        who = gpu_lock.describe_holder(handle) if is_held else gpu_lock.read_last_holder(handle)
         return Lock(escape(name, 200), is_held, who)
     finally:
         os.close(handle)
@@ -86,11 +86,11 @@ def _read_lock(folder: LockFolder, name: str) -> Lock | None:
 def find_debris(tmp: str = "/tmp", shm: str = "/dev/shm") -> list[Debris]:
     """Return the agents' folders, shared memory and published weights of dead processes of this user."""
     tmp, shm = os.path.realpath(tmp), os.path.realpath(shm)  # as /proc spells them
-    used = paths_in_use((tmp + "/stoker-", shm + "/"))
+    used = find_paths_in_use((tmp + "/stoker-", shm + "/"))
     return [*_find_agent_folders(tmp, used), *_find_shared_memory(shm, used), *_find_weights(shm)]
 
 
-def _own_entries(folder: str, pattern: re.Pattern[str]) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
+def _list_own_entries(folder: str, pattern: re.Pattern[str]) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
     """Yield the entries of this user with such a name that are old enough, and their status. Follows no links."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
@@ -107,9 +107,9 @@ def _own_entries(folder: str, pattern: re.Pattern[str]) -> Iterator[tuple[os.Dir
 
 
 def _find_agent_folders(tmp: str, used: set[str]) -> Iterator[Debris]:
-    for entry, status in _own_entries(tmp, _AGENT_FOLDER):
+    for entry, status in _list_own_entries(tmp, _AGENT_FOLDER):
         try:
-            if stat.S_ISDIR(status.st_mode) and not folder_in_use(entry.path, used):
+            if stat.S_ISDIR(status.st_mode) and not is_folder_in_use(entry.path, used):
                 size = sum(status.st_blocks * 512 for _, status in walk(entry.path))
                 yield Debris("agent's folder", entry.path, size, time.time() - status.st_mtime)
         except FileNotFoundError:
@@ -117,12 +117,12 @@ def _find_agent_folders(tmp: str, used: set[str]) -> Iterator[Debris]:
 
 
 def _find_shared_memory(shm: str, used: set[str]) -> Iterator[Debris]:
-    for entry, status in _own_entries(shm, _SHM):
+    for entry, status in _list_own_entries(shm, _SHM):
         match = _SHM.fullmatch(entry.name)
         creator = match and (match[1] or match[2])
         if not stat.S_ISREG(status.st_mode) or entry.path in used or (creator and find_process(int(creator))):
             continue
-        with alone_with(entry.path, status) as is_alone:
+        with hold_exclusively(entry.path, status) as is_alone:
             pass
         if is_alone:
             yield Debris("shared memory", entry.path, status.st_blocks * 512, time.time() - status.st_mtime)
@@ -137,7 +137,7 @@ def _find_weights(shm: str) -> Iterator[Debris]:
             yield Debris(WEIGHTS, path, size, time.time() - statuses[0].st_mtime)
 
 
-def folder_in_use(path: str, used: set[str]) -> bool:
+def is_folder_in_use(path: str, used: set[str]) -> bool:
     """Return whether an agent uses this folder, or whether it holds files that no agent creates."""
     names = os.listdir(path)
     if not all(_AGENT_FILE.fullmatch(name) for name in names):
@@ -156,14 +156,14 @@ def folder_in_use(path: str, used: set[str]) -> bool:
     return True
 
 
-def paths_in_use(prefixes: tuple[str, ...]) -> set[str]:
+def find_paths_in_use(prefixes: tuple[str, ...]) -> set[str]:
     """Return the paths with these prefixes that a process has open, mapped, or as its program or working folder.
 
     Only covers the processes that we may examine.
     """
     used: set[str] = set()
-    for pid in pids_here():
-        paths = open_files(pid)
+    for pid in list_pids():
+        paths = list_open_files(pid)
         for link in ("cwd", "exe"):
             try:
                 paths.append(os.readlink(f"/proc/{pid}/{link}"))
@@ -181,7 +181,7 @@ def paths_in_use(prefixes: tuple[str, ...]) -> set[str]:
 
 
 @contextmanager
-def alone_with(path: str, expected: os.stat_result) -> Iterator[bool]:
+def hold_exclusively(path: str, expected: os.stat_result) -> Iterator[bool]:
     """Yield whether this is the expected file and no process in any container has it open or mapped.
 
     Takes a write lease, which the kernel gives only then. A process that opens the file waits until the block ends.

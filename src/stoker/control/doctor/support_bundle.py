@@ -40,7 +40,7 @@ def write_bundle(path: str, examination: Examination, findings: list[Finding], r
         "environment.json": json.dumps(allowed_environment(os.environ)),
     }
     for name, argv in COMMANDS.items():
-        output = _run(argv)
+        output = _run_command(argv)
         if len(output) > _MAX_OUTPUT:  # without the cut line: the masker does not recognize half a token
             output = output[-_MAX_OUTPUT:].partition("\n")[2]
         files[name] = output
@@ -48,7 +48,7 @@ def write_bundle(path: str, examination: Examination, findings: list[Finding], r
     for name in (layout.RUN, layout.VERDICT, layout.EVENTS, layout.CONSOLE):
         try:
             handle = open_below(run_index.find_run(None, runs_dir).dir, name)
-            files[f"latest-run/{name}"] = _end_of_file(handle)
+            files[f"latest-run/{name}"] = _read_end_of_file(handle)
         except (OSError, Refusal):
             continue  # no run yet, or none of ours
     try:
@@ -62,7 +62,7 @@ def write_bundle(path: str, examination: Examination, findings: list[Finding], r
         raise Refusal(f"the bundle {path} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
 
 
-def _end_of_file(handle: int) -> str:
+def _read_end_of_file(handle: int) -> str:
     with os.fdopen(handle, "rb") as file:
         skipped = file.seek(max(0, os.fstat(handle).st_size - _MAX_FILE))
         text = file.read(_MAX_FILE).decode("utf-8", "replace")
@@ -72,11 +72,11 @@ def _end_of_file(handle: int) -> str:
 def _list_processes() -> str:
     """Return a line per process. `ps` would not do: it joins the arguments of a command line."""
     lines = ["pid parent user state start memory command"]
-    for process in procfs.all_processes():
+    for process in procfs.list_processes():
         uid, resident = process_owner(process.pid), procfs.resident_bytes(process.pid)
         started = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(procfs.started_at(process.start)))
         user = procfs.user_name(uid) if uid is not None else "?"
-        command = escape(procfs.command_line(process.pid) or f"[{process.name}]")
+        command = escape(procfs.read_command_line(process.pid) or f"[{process.name}]")
         lines.append(f"{process.pid} {process.parent} {user} {process.state} {started} {resident or 0} {command}")
     return "\n".join(lines) + "\n"
 
@@ -97,7 +97,7 @@ def _mask_json_text(text: str, indent: int | None) -> str:
         return mask_text(text)
 
 
-def _run(argv: list[str]) -> str:
+def _run_command(argv: list[str]) -> str:
     """Return a command's output, or why there is none."""
     try:
         done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=LIMIT_S, check=False)

@@ -30,7 +30,7 @@ from stoker.control.machine.examination import (
     read_examination,
 )
 from stoker.control.machine.model import Gpu, Machine, machine_from_json
-from stoker.control.machine.observe import packages_dir
+from stoker.control.machine.observe import find_packages_dir
 
 LIMIT_S = 3.0
 NET_S = 6.0  # it has limits of its own (examine_child.SLOW_S, SERVER_S), but a busy machine starts it late
@@ -78,14 +78,14 @@ class Child:
             return None, "gave no readable answer"
 
 
-def _start(
+def _start_child(
     part: str, *arguments: str, env: Mapping[str, str] | None = None, limit_s: float = LIMIT_S, name: str = ""
 ) -> Child:
-    argv = [sys.executable, "-I", "-S", "-c", examine_child.BOOT, ROOT, packages_dir() or ROOT, part, *arguments]
+    argv = [sys.executable, "-I", "-S", "-c", examine_child.BOOT, ROOT, find_packages_dir() or ROOT, part, *arguments]
     return Child(name or part, argv, env or os.environ, limit_s)
 
 
-def _wait(children: list[Child]) -> dict[str, tuple[Any, str]]:
+def _wait_for_children(children: list[Child]) -> dict[str, tuple[Any, str]]:
     """Wait for all children, each up to its own limit. Return their results by name."""
     results: dict[str, tuple[Any, str]] = {}
     with selectors.DefaultSelector() as selector:
@@ -119,20 +119,20 @@ def examine(runs_dir: str, port: int, parts: frozenset[str] = PARTS, python: str
     if "torch" in parts:
         argv = [python or sys.executable, "-c", NOT_FROM_HERE + examine_child.TORCH]
         torch_children.append(Child("torch", argv, {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, TORCH_S))
-    children = [_start("machine")]
+    children = [_start_child("machine")]
     if "host" in parts:
-        children.append(_start("host", runs_dir))
+        children.append(_start_child("host", runs_dir))
     if "net" in parts:
-        children.append(_start("net", str(port), limit_s=NET_S))
-    results = _wait(children)
+        children.append(_start_child("net", str(port), limit_s=NET_S))
+    results = _wait_for_children(children)
     missing = {name: why for name, (answer, why) in results.items() if answer is None}
     machine_answer, machine_problem = results["machine"]
     machine = (
-        machine_from_json(machine_answer) if machine_answer is not None else _machine_without_gpus(machine_problem)
+        machine_from_json(machine_answer) if machine_answer is not None else _read_machine_without_gpus(machine_problem)
     )
     gpus = [gpu for gpu in machine.gpus if not gpu.error]
-    children = [_start("health")] if gpus and "health" in parts else []
-    gpu_results = _wait(children + (_start_probes(gpus) if "probes" in parts else []))
+    children = [_start_child("health")] if gpus and "health" in parts else []
+    gpu_results = _wait_for_children(children + (_start_probes(gpus) if "probes" in parts else []))
     health, why = gpu_results.pop("health", ({}, ""))
     if health is None:
         missing["health"] = why
@@ -141,7 +141,7 @@ def examine(runs_dir: str, port: int, parts: frozenset[str] = PARTS, python: str
         probes = {gpu.uuid: _read_probe(gpu_results.get(gpu.uuid)) for gpu in gpus}
         if probes:
             probes = _add_memory_left(probes, machine)
-    torch, torch_problem = _wait(torch_children)["torch"] if torch_children else (None, NOT_ASKED)
+    torch, torch_problem = _wait_for_children(torch_children)["torch"] if torch_children else (None, NOT_ASKED)
     if torch is None:
         missing["torch"] = torch_problem
     if "machine" in missing:
@@ -164,7 +164,7 @@ def examine(runs_dir: str, port: int, parts: frozenset[str] = PARTS, python: str
 
 def observe_in_child(limit: float) -> Machine | str:
     """Observe the machine in a child. Return the machine, or why there is no answer."""
-    machine, why = _wait([_start("machine", limit_s=limit)])["machine"]
+    machine, why = _wait_for_children([_start_child("machine", limit_s=limit)])["machine"]
     if machine is None:
         return f"NVML has not answered within {limit:.0f} s" if why.startswith("no answer") else why
     return machine_from_json(machine)
@@ -172,14 +172,14 @@ def observe_in_child(limit: float) -> Machine | str:
 
 def probe_gpus(gpus: list[Gpu]) -> dict[str, GpuProbe]:
     """Run only the context probe, on these GPUs at the same time."""
-    results = _wait(_start_probes(gpus))
+    results = _wait_for_children(_start_probes(gpus))
     return {gpu.uuid: _read_probe(results.get(gpu.uuid)) for gpu in gpus}
 
 
 def _start_probes(gpus: list[Gpu]) -> list[Child]:
     """Start a probe for each GPU that has room for it."""
     return [
-        _start("probe", env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu.uuid}, limit_s=PROBE_S, name=gpu.uuid)
+        _start_child("probe", env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu.uuid}, limit_s=PROBE_S, name=gpu.uuid)
         for gpu in gpus
         if gpu.memory_free is None or gpu.memory_free > 10**9
     ]
@@ -199,7 +199,7 @@ def _add_memory_left(probes: dict[str, GpuProbe], before: Machine) -> dict[str, 
     """Add the memory that the GPUs still hold after the probes. A context dies with its process, in 0.15 s on an H200."""
     deadline = time.monotonic() + 1.0
     while True:
-        answer, _ = _wait([_start("machine")])["machine"]
+        answer, _ = _wait_for_children([_start_child("machine")])["machine"]
         if answer is None:
             return probes
         used = {gpu.uuid: gpu.memory_used for gpu in machine_from_json(answer).gpus}
@@ -209,9 +209,9 @@ def _add_memory_left(probes: dict[str, GpuProbe], before: Machine) -> dict[str, 
         time.sleep(0.05)
 
 
-def _machine_without_gpus(why: str) -> Machine:
+def _read_machine_without_gpus(why: str) -> Machine:
     """Return what is known about the machine although NVML gave no answer."""
     total, available, limit = host_memory.read_memory()
     return Machine(
-        os.uname().nodename, host_limits.cores(), total, available, gpu_error=f"NVML: {why}", cgroup_limit=limit
+        os.uname().nodename, host_limits.count_cores(), total, available, gpu_error=f"NVML: {why}", cgroup_limit=limit
     )

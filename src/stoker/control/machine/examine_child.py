@@ -22,7 +22,7 @@ from stoker.contract import kernel_messages
 from stoker.contract.frozen import as_json, replace
 from stoker.contract.process import find_process, read_kernel_file
 from stoker.control.machine import examination, kernel_log, ports, procfs
-from stoker.control.machine.host_limits import quick_host
+from stoker.control.machine.host_limits import read_host_limits
 from stoker.control.machine.observe import Observer
 
 BOOT = (
@@ -65,13 +65,13 @@ def _examine_machine() -> Any:
 
 def _examine_health() -> Any:
     nvml = Observer().nvml
-    return {} if nvml is None else {uuid: as_json(health) for uuid, health in nvml.health(_kernel_xids()).items()}
+    return {} if nvml is None else {uuid: as_json(health) for uuid, health in nvml.health(_read_kernel_xids()).items()}
 
 
-def _kernel_xids() -> dict[str, list[int]]:
+def _read_kernel_xids() -> dict[str, list[int]]:
     """Return PCI address -> Xid numbers in the kernel's log, where we may read it."""
     numbers: dict[str, list[int]] = {}
-    for line in kernel_log.lines():
+    for line in kernel_log.read_messages():
         xid = kernel_messages.parse_xid(line)
         if xid is not None:
             numbers.setdefault(xid[0], []).append(xid[1])
@@ -79,7 +79,7 @@ def _kernel_xids() -> dict[str, list[int]]:
 
 
 def _examine_host(runs_dir: str) -> Any:
-    blocked = [process for process in procfs.all_processes() if process.state == "D"]
+    blocked = [process for process in procfs.list_processes() if process.state == "D"]
     if blocked:
         time.sleep(0.5)  # a process in state D may just be reading a disk; it is stuck if it is in D again
     stuck = tuple(
@@ -87,14 +87,14 @@ def _examine_host(runs_dir: str) -> Any:
         for process in blocked
         if (now := find_process(process.pid)) and now.state == "D" and now.start == process.start
     )
-    zombies = sum(1 for process in procfs.all_processes() if process.state == "Z")
-    return as_json(replace(quick_host(runs_dir), stuck=stuck, zombies=zombies))
+    zombies = sum(1 for process in procfs.list_processes() if process.state == "Z")
+    return as_json(replace(read_host_limits(runs_dir), stuck=stuck, zombies=zombies))
 
 
 def _examine_net(port: str) -> Any:
     hostname = socket.gethostname()
     interfaces = tuple(sorted(name for name in os.listdir("/sys/class/net") if name != "lo" and _is_up(name)))
-    own_address = next((address for address in map(_interface_address, interfaces) if address), None)
+    own_address = next((address for address in map(_read_interface_address, interfaces) if address), None)
     forward = _Lookup(lambda: sorted({str(entry[4][0]) for entry in socket.getaddrinfo(hostname, None)}))
     lookups = [forward]
     if own_address is not None:
@@ -110,10 +110,10 @@ def _examine_net(port: str) -> Any:
             addresses=tuple(forward.answer),
             interfaces=interfaces,
             port=number or None,
-            port_holder=ports.listener(number) if number else None,
+            port_holder=ports.find_listener(number) if number else None,
             error=forward.error,
             slow_lookups=is_slow,
-            silent_servers=_silent_name_servers() if is_slow else (),
+            silent_servers=_find_silent_name_servers() if is_slow else (),
         )
     )
 
@@ -150,7 +150,7 @@ class _Lookup:
             self.error = str(problem)
 
 
-def _interface_address(interface: str) -> str | None:
+def _read_interface_address(interface: str) -> str | None:
     """Return the first IPv4 address of an interface, or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
@@ -160,17 +160,19 @@ def _interface_address(interface: str) -> str | None:
     return socket.inet_ntoa(answer[20:24])
 
 
-def _silent_name_servers() -> tuple[str, ...]:
+def _find_silent_name_servers() -> tuple[str, ...]:
     """Ask all name servers at the same time. Return those that give no answer of any kind within SERVER_S."""
     lines = (line.split() for line in read_kernel_file("/etc/resolv.conf").splitlines())
     servers = [words[1] for words in lines if len(words) > 1 and words[0] == "nameserver"]
-    questions = [(server, _Lookup(functools.partial(_ask, server))) for server in servers[:3]]  # the C library uses 3
+    questions = [
+        (server, _Lookup(functools.partial(_query_name_server, server))) for server in servers[:3]
+    ]  # the C library uses 3
     for _, question in questions:
         question.thread.join(SERVER_S + 0.3)
     return tuple(server for server, question in questions if not question.answer)
 
 
-def _ask(server: str) -> bytes:
+def _query_name_server(server: str) -> bytes:
     with socket.socket(socket.AF_INET6 if ":" in server else socket.AF_INET, socket.SOCK_DGRAM) as connection:
         connection.settimeout(SERVER_S)
         connection.connect((server.partition("%")[0], 53))

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 from stoker.contract import env_vars
 from stoker.contract.frozen import frozen
-from stoker.contract.process import find_process, kernel_lines, process_owner
+from stoker.contract.process import find_process, process_owner, read_kernel_lines
 from stoker.contract.safe_io import open_regular
 from stoker.contract.text import escape, parse_json
 from stoker.control.machine.procfs import user_name
@@ -73,7 +73,7 @@ class GpuLocks:
         self._held.clear()
 
 
-def held_gpus(uuids: list[str]) -> dict[str, str]:
+def find_held_gpus(uuids: list[str]) -> dict[str, str]:
     """Return UUID -> holder of those GPUs that are locked. Unusable folders and files are skipped; `take` reports them."""
     holders: dict[str, str] = {}
     with contextlib.closing(_LockFolders(make=False)) as folders:
@@ -129,7 +129,7 @@ def _open_folder(path: str, make: bool, is_shared: bool) -> LockFolder | None:
     except FileNotFoundError:
         return None
     except OSError as problem:
-        raise _cannot_open(path, problem) from problem
+        raise _make_open_error(path, problem) from problem
     try:
         notice = _check_shared(path, handle) if is_shared else _check_own(path, handle)
         return LockFolder(path, handle, is_shared, notice)
@@ -269,7 +269,7 @@ def _open_to_lock(folder: LockFolder, name: str) -> int:
         except FileExistsError:  # another launch was faster
             return _check_lock_file(os.open(name, flags, dir_fd=folder.handle), folder, name)
     except OSError as problem:
-        raise _cannot_open(name, problem, folder) from problem
+        raise _make_open_error(name, problem, folder) from problem
     os.fchmod(handle, 0o666)  # the next user's run must be able to lock it
     return handle
 
@@ -281,7 +281,7 @@ def open_for_reading(folder: LockFolder, name: str) -> int | None:
     except FileNotFoundError:
         return None
     except OSError as problem:
-        raise _cannot_open(name, problem, folder) from problem
+        raise _make_open_error(name, problem, folder) from problem
 
 
 def _check_lock_file(handle: int, folder: LockFolder, name: str) -> int:
@@ -299,7 +299,7 @@ def _check_lock_file(handle: int, folder: LockFolder, name: str) -> int:
     )
 
 
-def _cannot_open(name: str, problem: OSError, folder: LockFolder | None = None) -> UnusableLockFolder:
+def _make_open_error(name: str, problem: OSError, folder: LockFolder | None = None) -> UnusableLockFolder:
     """Return the error for a lock file that can't be opened, or for the folder `name`. It names the owner."""
     path = escape(f"{folder.path}/{name[:80]}" if folder else name)
     try:
@@ -334,7 +334,7 @@ def describe_holder(handle: int) -> str:
     """Return who has locked this file. Anybody can write the file, so its text counts only if the kernel agrees."""
     run, pid = _read_holder(handle)
     status = os.fstat(handle)
-    holder_pid = _locked_by(status)
+    holder_pid = _find_lock_owner(status)
     if not holder_pid:
         if run:
             return f"run {run} (agent pid {pid}, not visible from here)"
@@ -349,7 +349,7 @@ def describe_holder(handle: int) -> str:
     return f"pid {holder_pid}{name}, which is not a Stoker run; use --share-gpus to start without GPU locks"
 
 
-def last_holder(handle: int) -> str:
+def read_last_holder(handle: int) -> str:
     """Return the last holder of a lock that is free now, as its file says."""
     run, pid = _read_holder(handle)
     return f"run {run} (agent pid {pid})" if run else "unknown"
@@ -366,10 +366,10 @@ def _read_holder(handle: int) -> tuple[str, int]:
     return escape(run, 200), pid
 
 
-def _locked_by(status: os.stat_result) -> int:
+def _find_lock_owner(status: os.stat_result) -> int:
     """Return the pid that holds this file's flock; 0 if the kernel shows none, as in a container."""
     file_id = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    rows = [line.split() for line in kernel_lines("/proc/locks")]
+    rows = [line.split() for line in read_kernel_lines("/proc/locks")]
     same_inode = [row for row in rows if row[1:2] == ["FLOCK"] and row[5].endswith(f":{status.st_ino}")]
     # On an overlay, the device of stat differs from that of the lock.
     exact = [row for row in same_inode if row[5] == file_id] or same_inode

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 
-def lines(since: float = 0.0) -> Iterator[str]:
+def read_messages(since: float = 0.0) -> Iterator[str]:
     """Yield the messages since a wall-clock time, oldest first; none where the log can't be read."""
     try:
         handle = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)

@@ -163,7 +163,7 @@ class Nvml:
 
     def _read_holders(self, handle: Any) -> tuple[Holder, ...] | None:
         processes = self._running_processes(handle)
-        return None if processes is None else tuple(_holder(process) for process in processes)
+        return None if processes is None else tuple(_describe_holder(process) for process in processes)
 
     def memory(self, uuid: str) -> tuple[int, int] | None:
         """Return the (used, total) bytes of a GPU."""
@@ -383,7 +383,7 @@ def _text(value: Any) -> str | None:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _holder(entry: Any) -> Holder:
+def _describe_holder(entry: Any) -> Holder:
     pid = int(entry.pid)
     memory = None if entry.usedGpuMemory is None else int(entry.usedGpuMemory)
     process = find_process(pid)
@@ -391,11 +391,11 @@ def _holder(entry: Any) -> Holder:
     if process is None or not _has_device_open(pid):
         return Holder(pid, memory)
     uid = process_owner(pid)
-    tag = procfs.run_tag(pid)
+    tag = procfs.read_run_tag(pid)
     return Holder(
         pid,
         memory,
-        procfs.command_line(pid) or process.name,
+        procfs.read_command_line(pid) or process.name,
         procfs.user_name(uid) if uid is not None else None,
         tag[0] if tag else None,
         round(max(0.0, time.time() - procfs.started_at(process.start)), 1),

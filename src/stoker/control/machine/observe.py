@@ -43,15 +43,15 @@ class Observer:
                 error = f"NVML stopped answering: {problem}"
         return Machine(
             hostname=system.nodename,
-            cores=host_limits.cores(),
+            cores=host_limits.count_cores(),
             memory_total=total,
             memory_available=available,
             gpus=gpus,
             driver=driver,
             gpu_error=error,
             cgroup_limit=limit,
-            max_processes=host_limits.max_processes(),
-            max_files=host_limits.max_files(),
+            max_processes=host_limits.read_max_processes(),
+            max_files=host_limits.read_max_files(),
             python=sys.version.split()[0],
             platform=f"{system.sysname} {system.release} {system.machine}",
         )
@@ -71,7 +71,7 @@ def read_recorded(path: str) -> Machine:
         raise errors.Refusal(line, errors.EX_DATAERR) from problem
 
 
-def packages_dir() -> str | None:
+def find_packages_dir() -> str | None:
     """Return the folder of nvidia-ml-py, for agents and children that run without site-packages."""
     for entry in sys.path:
         if entry and os.path.exists(os.path.join(entry, "pynvml.py")):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from stoker.contract.errors import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.slurm_job import ASK_S, run_slurm
 from stoker.contract.text import is_digits
-from stoker.control.machine.run_origin import current_run
+from stoker.control.machine.run_origin import find_current_run
 
 if TYPE_CHECKING:
     from stoker.control.cluster.hosts import Host, Hosts
@@ -35,7 +35,7 @@ def _refusal(line: str, code: int = EX_UNAVAILABLE) -> Refusal:
 def allocation(environ: Mapping[str, str]) -> Hosts | None:
     """Return the nodes of our job, in Slurm's order. None for an ordinary local run: no job, or a single task of one."""
     job = environ.get("SLURM_JOB_ID")
-    if not job or current_run(environ):
+    if not job or find_current_run(environ):
         return None  # a `stoker run` inside a rank uses what the rank has, not the whole job
     if not _is_whole_job(environ):
         return None
