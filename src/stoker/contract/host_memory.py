@@ -91,11 +91,11 @@ def read_usable_memory() -> int:
 
 def read_used_memory() -> int:
     """Return the bytes that this process uses, as RLIMIT_DATA counts them."""
-    handle = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return int(os.read(handle, 200).split()[5]) * _PAGE
+        return int(os.read(fd, 200).split()[5]) * _PAGE
     finally:
-        os.close(handle)
+        os.close(fd)
 
 
 def limit_memory(size: int) -> None:

@@ -95,7 +95,7 @@ def signal_group(leader: int, signum: int) -> bool:
 def _signal(pid: int, signum: int, is_meant: Callable[[], bool]) -> bool:
     """Send a signal by pidfd. Returns False if the process is gone or is not the one that is meant."""
     try:
-        handle = os.pidfd_open(pid)
+        fd = os.pidfd_open(pid)
     except OSError as problem:
         if problem.errno == errno.ENOSYS:
             line = "this kernel has no pidfd (Linux 5.3 and later have it)"
@@ -104,11 +104,11 @@ def _signal(pid: int, signum: int, is_meant: Callable[[], bool]) -> bool:
     try:
         if not is_meant():
             return False
-        signal.pidfd_send_signal(handle, signum)
+        signal.pidfd_send_signal(fd, signum)
     except (ProcessLookupError, PermissionError):
         return False
     finally:
-        os.close(handle)
+        os.close(fd)
     return True
 
 

@@ -33,13 +33,13 @@ _own_uids: dict[str, int] = {}  # folder -> the uid of files that we create ther
 def open_regular(path: str | os.PathLike[str], dir_fd: int | None = None, follow: bool = True) -> int:
     """Open a regular file for reading. Raises OSError for others: a FIFO would block, and a device has no end."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
-    handle = os.open(path, flags, dir_fd=dir_fd)
-    mode = os.fstat(handle).st_mode
+    fd = os.open(path, flags, dir_fd=dir_fd)
+    mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
-        os.close(handle)
+        os.close(fd)
         code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
         raise OSError(code, f"is {file_kind(mode)}, not a regular file", os.fspath(path))
-    return handle
+    return fd
 
 
 def open_below(root: str, path: str) -> int:
@@ -87,12 +87,12 @@ def open_inside(path: str | os.PathLike[str]) -> int:
 
 def open_lock_file(path: str) -> int:
     """Open or create a lock file that only its owner can open: any process that can open it could lock it."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    mode = os.fstat(handle).st_mode
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
-        os.close(handle)
+        os.close(fd)
         raise OSError(errno.EINVAL, f"is {file_kind(mode)}, not a lock file", path)
-    return handle
+    return fd
 
 
 def file_kind(mode: int) -> str:
@@ -171,8 +171,8 @@ class AtomicFile:
         self._path = path
         self._durable = durable
         self._temporary = temporary_name(path)
-        handle = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
-        self._file: IO[bytes] = os.fdopen(handle, "wb")
+        fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        self._file: IO[bytes] = os.fdopen(fd, "wb")
 
     def __enter__(self) -> IO[bytes]:
         return self._file
@@ -234,11 +234,11 @@ def write_json(path: str, value: Any, durable: bool = True) -> None:
 
 def sync_folder(path: str) -> None:
     """Flush a folder to the disk, and with it the renames in it."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(handle)
+        os.fsync(fd)
     finally:
-        os.close(handle)
+        os.close(fd)
 
 
 # ---- owners: can another user of this machine change a file or folder? ----

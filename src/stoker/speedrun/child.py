@@ -66,7 +66,7 @@ class Reserved:
 
     @property
     def handles(self) -> tuple[int, ...]:
-        return self._locks.handles
+        return self._locks.fds
 
     def close(self) -> None:
         self._locks.release()

@@ -34,7 +34,7 @@ def test_a_run_gets_all_of_its_gpus_or_none(locks: Path) -> None:
 def test_a_lock_ends_with_the_process_that_holds_it_or_its_heir(locks: Path) -> None:
     mine = GpuLocks("r")
     assert mine.take(["GPU-1"]) == {}
-    with subprocess.Popen(["sleep", "600"], pass_fds=mine.handles) as heir:
+    with subprocess.Popen(["sleep", "600"], pass_fds=mine.fds) as heir:
         mine.release()
         assert list(find_held_gpus(["GPU-1"])) == ["GPU-1"]
         heir.kill()
@@ -69,7 +69,7 @@ def test_a_file_with_a_second_name_is_not_written_to(locks: Path, tmp_path: Path
 @pytest.mark.parametrize("uuid", ["", ".", "..", "../../etc/x", "MIG-GPU-1/2/3", "a\0b", "x" * 5000, "\x1b[2J", "é"])
 def test_any_name_of_a_gpu_stays_in_the_folder(locks: Path, uuid: str) -> None:
     mine: Any = GpuLocks("r")
-    assert mine.take([uuid]) == {} and len(find_held_gpus([uuid])) == len(mine.handles)
+    assert mine.take([uuid]) == {} and len(find_held_gpus([uuid])) == len(mine.fds)
     assert all(path.parent == locks for path in locks.rglob("*")) and len(list(locks.iterdir())) <= 1
 
 

@@ -58,7 +58,7 @@ def find_locks() -> tuple[list[Lock], list[str]]:
         try:
             if folder.notice:
                 unusable.append(folder.notice)
-            for name in sorted(os.listdir(folder.handle)):
+            for name in sorted(os.listdir(folder.fd)):
                 try:
                     lock = _read_lock(folder, name)
                 except UnusableLockFolder as problem:
@@ -67,20 +67,20 @@ def find_locks() -> tuple[list[Lock], list[str]]:
                 if lock is not None:
                     locks.append(lock)
         finally:
-            os.close(folder.handle)
+            os.close(folder.fd)
     return locks, unusable
 
 
 def _read_lock(folder: LockFolder, name: str) -> Lock | None:
-    handle = gpu_lock.open_for_reading(folder, name)
-    if handle is None:
+    fd = gpu_lock.open_for_reading(folder, name)
+    if fd is None:
         return None
     try:
-        is_held = not gpu_lock.try_lock(handle, fcntl.LOCK_SH)
-        who = gpu_lock.describe_holder(handle) if is_held else gpu_lock.read_last_holder(handle)
+        is_held = not gpu_lock.try_lock(fd, fcntl.LOCK_SH)
+        who = gpu_lock.describe_holder(fd) if is_held else gpu_lock.read_last_holder(fd)
         return Lock(escape(name, 200), is_held, who)
     finally:
-        os.close(handle)
+        os.close(fd)
 
 
 def find_debris(tmp: str = "/tmp", shm: str = "/dev/shm") -> list[Debris]:
@@ -188,23 +188,23 @@ def hold_exclusively(path: str, expected: os.stat_result) -> Iterator[bool]:
     On a file system without leases, what /proc showed has to suffice.
     """
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         yield False
         return
     try:
-        status = os.fstat(handle)
+        status = os.fstat(fd)
         identity = (status.st_dev, status.st_ino, status.st_uid)
-        yield identity == (expected.st_dev, expected.st_ino, os.getuid()) and _take_lease(handle)
+        yield identity == (expected.st_dev, expected.st_ino, os.getuid()) and _take_lease(fd)
     finally:
-        os.close(handle)
+        os.close(fd)
 
 
-def _take_lease(handle: int) -> bool:
+def _take_lease(fd: int) -> bool:
     try:
         # The kernel recalls a lease with SIGIO, which would kill us; SIGURG is ignored.
-        fcntl.fcntl(handle, fcntl.F_SETSIG, signal.SIGURG)
-        fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError as problem:
         return problem.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
     return True

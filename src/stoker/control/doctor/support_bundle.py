@@ -47,8 +47,8 @@ def write_bundle(path: str, examination: Examination, findings: list[Finding], r
     files["processes.txt"] = _list_processes()
     for name in (layout.RUN, layout.VERDICT, layout.EVENTS, layout.CONSOLE):
         try:
-            handle = open_below(run_index.find_run(None, runs_dir).dir, name)
-            files[f"latest-run/{name}"] = _read_end_of_file(handle)
+            fd = open_below(run_index.find_run(None, runs_dir).dir, name)
+            files[f"latest-run/{name}"] = _read_end_of_file(fd)
         except (OSError, Refusal):
             continue  # no run yet, or none of ours
     try:
@@ -62,9 +62,9 @@ def write_bundle(path: str, examination: Examination, findings: list[Finding], r
         raise Refusal(f"the bundle {path} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
 
 
-def _read_end_of_file(handle: int) -> str:
-    with os.fdopen(handle, "rb") as file:
-        skipped = file.seek(max(0, os.fstat(handle).st_size - _MAX_FILE))
+def _read_end_of_file(fd: int) -> str:
+    with os.fdopen(fd, "rb") as file:
+        skipped = file.seek(max(0, os.fstat(fd).st_size - _MAX_FILE))
         text = file.read(_MAX_FILE).decode("utf-8", "replace")
     return f"(its last {_MAX_FILE >> 20} MB)\n{text.partition(chr(10))[2]}" if skipped else text
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 def read_messages(since: float = 0.0) -> Iterator[str]:
     """Yield the messages since a wall-clock time, oldest first; none where the log can't be read."""
     try:
-        handle = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+        fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return
     # The log counts from boot and stops while the machine sleeps, so after a sleep its times are too early.
@@ -18,7 +18,7 @@ def read_messages(since: float = 0.0) -> Iterator[str]:
     try:
         while True:
             try:
-                record = os.read(handle, 8192).decode("utf-8", "replace")
+                record = os.read(fd, 8192).decode("utf-8", "replace")
             except BrokenPipeError:
                 continue  # our place in the ring was overwritten; the next read is the oldest message that is left
             except OSError:
@@ -29,7 +29,7 @@ def read_messages(since: float = 0.0) -> Iterator[str]:
                 continue
             yield text.partition("\n")[0]
     finally:
-        os.close(handle)
+        os.close(fd)
 
 
 def is_same_gpu(pci: str, logged_pci: str) -> bool:
