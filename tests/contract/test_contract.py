@@ -98,16 +98,16 @@ def test_protocol_refuses_another_version_and_endless_greetings(noise: bytes) ->
 def test_beats_come_through_and_old_ones_are_dropped_not_mixed_up() -> None:
     memory = mmap.mmap(-1, beat.PAGE_SIZE)
     writer, reader = beat.BeatWriter(memory, 7), beat.BeatReader(memory)
-    assert reader.new() == []
+    assert reader.read_new() == []
     for step in range(5):
         writer.beat(1000 + step, step, 1)
     writer.beat(2000, 9, 0, 2.5)
-    got = reader.new()
+    got = reader.read_new()
     assert [beat.step for beat in got] == [0, 1, 2, 3, 4, 9]
     assert got[-1].loss == 2.5 and got[0].loss is None
     for step in range(1000):
         writer.beat(step, step)
-    late = reader.new()
+    late = reader.read_new()
     assert [beat.step for beat in late] == list(range(1000 - beat.SLOTS + 1, 1000))
 
 

@@ -83,7 +83,7 @@ class Progress:
         self._file = ""
         run_dir = os.environ.get(env_vars.RUN_DIR, "")
         # Only rank 0 writes the state, if the run directory is on this host.
-        if "RANK" in os.environ and run_dir and terminal.is_first() and os.path.isdir(run_dir):
+        if "RANK" in os.environ and run_dir and terminal.may_draw() and os.path.isdir(run_dir):
             self._file = os.path.join(run_dir, layout.PROGRESS)
 
     def __enter__(self) -> Progress:

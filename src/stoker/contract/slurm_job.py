@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from stoker.contract.frozen import frozen
 
-ASK_S = 20.0
+COMMAND_S = 20.0
 
 # `stoker submit` keeps job scripts, output and a record of each job in this folder of the runs folder.
 FOLDER = "slurm"
@@ -41,7 +41,7 @@ class SlurmJob:
     noticed: bool = False  # Slurm announced its end to the script, and the run was stopped to let it save
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return self.state in _ENDED
 
     @property
@@ -52,5 +52,5 @@ class SlurmJob:
 
 def run_slurm(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        argv, capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False, stdin=subprocess.DEVNULL
+        argv, capture_output=True, text=True, errors="replace", timeout=COMMAND_S, check=False, stdin=subprocess.DEVNULL
     )

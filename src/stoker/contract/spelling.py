@@ -12,7 +12,7 @@ MIN_NAME = 3  # characters: a name of two could mean too many things
 def suggest(name: str, choices: Iterable[str]) -> str:
     """Return a suggestion for a name, or "". A match of a choice's beginning counts as a match: people abbreviate."""
     names = list(choices)
-    best = _nearest(name, names, lambda choice: choice) or _only_one_with_these_words(name, names)
+    best = _find_nearest(name, names, lambda choice: choice) or _find_only_match_by_words(name, names)
     return f" (did you mean {best}?)" if best else ""
 
 
@@ -21,7 +21,7 @@ def suggest_file(path: str, choices: Iterable[str]) -> str:
     import os
 
     folder, name = os.path.split(path)
-    best = _nearest(_stem(name), list(choices), _stem, abbreviated=False)
+    best = _find_nearest(_stem(name), list(choices), _stem, abbreviated=False)
     return f" (did you mean {os.path.join(folder, best)}?)" if best else ""
 
 
@@ -29,7 +29,7 @@ def _stem(name: str) -> str:
     return name.rpartition(".")[0] or name
 
 
-def _nearest(name: str, choices: list[str], key: Callable[[str], str], abbreviated: bool = True) -> str:
+def _find_nearest(name: str, choices: list[str], key: Callable[[str], str], abbreviated: bool = True) -> str:
     """Return the choice whose key is nearest to the name, or "" if all are further than a quarter of its length."""
     core = len(name.strip("-_."))
     if core < MIN_NAME or len(name) > MAX_NAME:
@@ -50,7 +50,7 @@ def _nearest(name: str, choices: list[str], key: Callable[[str], str], abbreviat
     return best[3] if best[0] <= max_distance else ""
 
 
-def _only_one_with_these_words(name: str, choices: list[str]) -> str:
+def _find_only_match_by_words(name: str, choices: list[str]) -> str:
     """Return the only choice that has all words of the name: `--steps` may mean --max-steps."""
     words = set(re.split(r"[-_.\s]+", name.strip("-_.")))
     matches = [choice for choice in choices if words <= set(re.split(r"[-_.\s]+", choice))]

@@ -715,7 +715,7 @@ time.sleep(600)
 
 def test_memory_of_a_real_gpu_comes_back(stoker: Stoker, start: Start) -> None:
     try:
-        gpu = Nvml().gpus()[0]
+        gpu = Nvml().read_gpus()[0]
     except (NoDriver, DriverError, IndexError) as problem:
         pytest.skip(f"no GPU here: {str(problem) or 'no NVIDIA driver'}")
     stoker.env.pop("STOKER_MACHINE")

@@ -357,8 +357,8 @@ import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from stoker.control.machine.nvml import Nvml
 nvml = Nvml()
-nvml.gpus()
-print(json.dumps(nvml.work(sys.argv[2:])))
+nvml.read_gpus()
+print(json.dumps(nvml.read_work(sys.argv[2:])))
 """
 
 

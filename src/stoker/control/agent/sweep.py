@@ -278,7 +278,7 @@ def _wait_for_gpus(ranks: Mapping[int, RankProcess], nvml: Nvml | None) -> list[
     gpus = {rank.gpu for rank in ranks.values() if rank.gpu}
     deadline = time.monotonic() + GPUS_S
     while True:
-        held = [gpu for gpu in gpus if nvml.pids(gpu) & pids]
+        held = [gpu for gpu in gpus if nvml.read_pids(gpu) & pids]
         if not held or time.monotonic() > deadline:
             return held
         time.sleep(0.02)

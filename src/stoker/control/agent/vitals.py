@@ -74,10 +74,10 @@ class Vitals:
         """Read and report the beats since the last call."""
         new_beats: dict[str, list[Any]] = {}
         for rank in ranks.values():
-            if rank.reader is None or rank.reader.written == rank.reader.seen:
+            if rank.reader is None or rank.reader.written == rank.reader.read_count:
                 continue
-            beats = rank.reader.new()
-            if rank.reader.torn:
+            beats = rank.reader.read_new()
+            if rank.reader.is_overwritten:
                 rank.reader = None
                 self._send({"is": "beatless", "rank": rank.rank})
                 text = "its beats are unreadable because something overwrote them; it is watched without them"
@@ -103,7 +103,7 @@ class Vitals:
         if nvml is not None and rank.gpu:
             self._gpu_holders[rank.pid] = tuple(
                 {**as_json(holder), "ours": holder.pid == rank.pid or holder.run == run_id}
-                for holder in nvml.holders(rank.gpu) or ()
+                for holder in nvml.read_holders(rank.gpu) or ()
             )
 
     def exit_context(self, rank: RankProcess, nvml: Nvml | None, run_id: str) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Vitals:
         shm_free, shm_total = host_limits.read_shm_space()
         if rank.pid not in self._gpu_holders:
             self.note_gpu_holders(rank, nvml, run_id)
-        gpu_memory = nvml.memory(rank.gpu) if nvml is not None and rank.gpu else None
+        gpu_memory = nvml.read_memory(rank.gpu) if nvml is not None and rank.gpu else None
         context: dict[str, Any] = as_json(
             ExitContext(
                 tuple(rank.rss),
@@ -203,7 +203,7 @@ def _kernel_messages_about(rank: RankProcess) -> tuple[str, ...]:
 def measure_memory(pid: int, gpu: str | None, nvml: Nvml | None) -> dict[str, Any]:
     """Return the memory of a process, its host and its GPU, as fields of the "mem" message."""
     total, available, _ = host_memory.read_memory()
-    gpu_memory = nvml.memory(gpu) if nvml is not None and gpu else None
+    gpu_memory = nvml.read_memory(gpu) if nvml is not None and gpu else None
     return {
         "rss": procfs.resident_bytes(pid),
         "host_used": total - available,

@@ -115,7 +115,7 @@ class Examination:
         return dict(as_json(self))
 
 
-def read_examination(kind: type[Any], data: Any) -> Any:
+def read_part(kind: type[Any], data: Any) -> Any:
     """Return one of the types above from its JSON, or None for None. Raises ValueError for an unknown field or a wrong type."""
     return None if data is None else read_frozen(kind, data)
 

@@ -27,7 +27,7 @@ from stoker.control.machine.examination import (
     HostState,
     NetworkState,
     TorchBuild,
-    read_examination,
+    read_part,
 )
 from stoker.control.machine.model import Gpu, Machine, machine_from_json
 from stoker.control.machine.observe import find_packages_dir
@@ -147,16 +147,16 @@ def examine(runs_dir: str, port: int, parts: frozenset[str] = PARTS, python: str
     if "machine" in missing:
         health, probes = None, None  # nothing is known about the GPUs, not even that there are none
     if health is not None and "health" in parts:
-        health = {uuid: read_examination(GpuHealth, gpu_health) for uuid, gpu_health in health.items()}
+        health = {uuid: read_part(GpuHealth, gpu_health) for uuid, gpu_health in health.items()}
     else:
         health = None
     return Examination(
         machine,
         health,
         probes,
-        read_examination(TorchBuild, torch),
-        read_examination(HostState, results.get("host", (None, ""))[0]),
-        read_examination(NetworkState, results.get("net", (None, ""))[0]),
+        read_part(TorchBuild, torch),
+        read_part(HostState, results.get("host", (None, ""))[0]),
+        read_part(NetworkState, results.get("net", (None, ""))[0]),
         {name: os.environ[name] for name in KNOWN_VARIABLES if name in os.environ},
         missing,
     )
@@ -190,7 +190,7 @@ def _read_probe(result: tuple[Any, str] | None) -> GpuProbe:
         return GpuProbe("full", "not tried, because less than 1 GB is free")
     answer, why = result
     if answer is not None:
-        probe: GpuProbe = read_examination(GpuProbe, answer)
+        probe: GpuProbe = read_part(GpuProbe, answer)
         return probe
     return GpuProbe("hung", why) if why.startswith("no answer") else GpuProbe("dead", f"the probe {why}")
 

@@ -65,7 +65,11 @@ def _examine_machine() -> Any:
 
 def _examine_health() -> Any:
     nvml = Observer().nvml
-    return {} if nvml is None else {uuid: as_json(health) for uuid, health in nvml.health(_read_kernel_xids()).items()}
+    return (
+        {}
+        if nvml is None
+        else {uuid: as_json(health) for uuid, health in nvml.read_health(_read_kernel_xids()).items()}
+    )
 
 
 def _read_kernel_xids() -> dict[str, list[int]]:

@@ -93,11 +93,11 @@ class Gauges:
             if nvml is None:
                 return replace(host, gpu_error=self._observer.gpu_error), ()
             if only is not None:
-                return host, nvml.gauges(only, processes=False)
-            gpus = nvml.gauges()
+                return host, nvml.read_gauges(only, processes=False)
+            gpus = nvml.read_gauges()
             self._read_xids(gpus)
             gpus = tuple(replace(gpu, host=host.name, xids=tuple(self._xids.get(gpu.uuid, ()))) for gpu in gpus)
-            return replace(host, driver=nvml.driver()), gpus
+            return replace(host, driver=nvml.read_driver()), gpus
         except Exception as problem:  # NVML makes its error classes at run time
             return replace(host, gpu_error=f"NVML stopped answering: {problem}"), ()
 
@@ -110,7 +110,7 @@ class Gauges:
                 for gpu in gpus:
                     if kernel_log.is_same_gpu(gpu.pci or "", pci):
                         self._add_xid(gpu.uuid, 0.0, number)
-        for uuid, number in self._observer.nvml.new_xids():
+        for uuid, number in self._observer.nvml.read_new_xids():
             self._add_xid(uuid, time.time(), number)
 
     def _add_xid(self, uuid: str, when: float, number: int) -> None:

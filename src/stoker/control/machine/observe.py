@@ -38,7 +38,7 @@ class Observer:
         driver, error = None, self.gpu_error
         if self.nvml is not None:
             try:
-                gpus, driver = self.nvml.gpus(), self.nvml.driver()
+                gpus, driver = self.nvml.read_gpus(), self.nvml.read_driver()
             except Exception as problem:  # NVML makes its error classes at run time
                 error = f"NVML stopped answering: {problem}"
         return Machine(
