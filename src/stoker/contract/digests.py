@@ -13,7 +13,7 @@ _WEIGHTS = (".safetensors", ".gguf", ".bin")
 
 
 def digest_file(path: str) -> str:
-    """Return the SHA-256 of a file. Of weights above 4 MiB it hashes the size, first MiB and 64 blocks of 64 KiB."""
+    """Return the SHA-256 of a file. For weights above 4 MiB it hashes the size, first MiB and 64 blocks of 64 KiB."""
     digest = hashlib.sha256()
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size

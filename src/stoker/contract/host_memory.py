@@ -11,7 +11,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def read_meminfo_values(*keys: str) -> list[int | None]:
-    """Return these lines of /proc/meminfo in bytes, None for those that are missing."""
+    """Return the bytes under these keys of /proc/meminfo, with None for a missing key."""
     lines = (line.partition(":") for line in read_kernel_lines("/proc/meminfo"))
     sizes = {key: int(value.split()[0]) * 1024 for key, _, value in lines}
     return [sizes.get(key) for key in keys]
@@ -41,7 +41,7 @@ def find_cgroup_dirs(
         if not os.path.isdir(base) or (is_v2 and not os.path.exists(f"{root}/cgroup.controllers")):
             continue
         parts = [part for part in path.split("/") if part]
-        if ".." in parts:  # outside this container's view
+        if ".." in parts:  # the path leads out of what this container can see
             parts = []
         dirs = [os.path.join(base, *parts[:depth]) for depth in range(len(parts), -1, -1)]
         return [path for path in dirs if os.path.isdir(path)], is_v2
@@ -54,7 +54,7 @@ def read_number(path: str) -> int | None:
 
 
 def read_cgroup_memory() -> tuple[int | None, int | None]:
-    """Return (limit, used) bytes of the memory cgroup, without droppable page cache, or Nones without a limit."""
+    """Return (limit, used) bytes of the memory cgroup, without droppable page cache, or (None, None) if there is no limit."""
     dirs, is_v2 = find_cgroup_dirs("memory")
     limit_file, used_file, cache_key = (
         ("memory.max", "memory.current", "inactive_file")

@@ -10,7 +10,7 @@ import sys
 from stoker.contract.process import read_kernel_lines
 
 LISTEN = "0A"
-_NO_INODE = "0"  # of a connection that is not accepted yet, or closed
+_NO_INODE = "0"  # the inode of a connection that is not accepted yet, or is closed
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 
 
@@ -50,7 +50,7 @@ def find_listening_users(host: str, port: int) -> set[int]:
 
 
 def find_answering_users(connected: socket.socket) -> set[int]:
-    """Return the uids that have, or will have, the other end of this connection. Empty if it is on another machine.
+    """Return the uids that have, or will have, the other end of this connection; an empty set for another machine.
 
     Reads the listening sockets first: a process that stops listening has taken the connection by then. Raises OSError
     if the other end is closed: the kernel lists it as root's then, and it may have sent an answer before.
@@ -59,7 +59,7 @@ def find_answering_users(connected: socket.socket) -> set[int]:
     if remote != local and not ipaddress.ip_address(remote.partition("%")[0]).is_loopback:
         return set()
     pairs = zip(_kernel_spellings(remote), _kernel_spellings(local), strict=True)
-    ends = {(f"{theirs}:{remote_port:04X}", f"{ours}:{local_port:04X}") for theirs, ours in pairs}
+    ends = {(f"{remote_hex}:{remote_port:04X}", f"{local_hex}:{local_port:04X}") for remote_hex, local_hex in pairs}
     for _ in range(3):  # /proc may miss a row while other sockets open and close
         uids = find_listening_users(remote, remote_port)
         rows = [row for row in _read_socket_rows() if (row[1], row[2]) in ends]

@@ -109,7 +109,7 @@ def _find_spans_of_argv(words: list[str]) -> list[list[Span]]:
 
 
 def _find_assigned_secret(word: str) -> int:
-    """Return where the secret begins in NAME=VALUE, --name=VALUE and --env=NAME=VALUE; 0: there is none."""
+    """Return where the secret begins in NAME=VALUE, --name=VALUE or --env=NAME=VALUE, or 0 if there is none."""
     name, equals, value = word.partition("=")
     if not equals or not _pattern(rf"-{{0,2}}[\w.-]{{1,{_MAX_NAME}}}").fullmatch(name):
         return 0
@@ -170,7 +170,7 @@ _ABOUT_A_SECRET = _words(
     " index kind length limit method mode name names parallelism path paths policy ref required size source timeout ttl"
     " type uri url"
 )
-# Every name of a secret contains one of these. Other words need no closer look.
+# Every name of a secret contains one of these. Other names are not examined further.
 _SEEDS = _words("key token secret pass pwd cred auth cookie jwt mnemonic dsn webhook pat pw connection")
 _MAX_NAME = 100  # characters: longer words are base64 data and would fill the cache
 
@@ -222,7 +222,8 @@ _NO_SECRETS = _words("true false yes no on off none null 0 1 *** ... … passwor
 
 # ---- words of a text: names of secrets, and tokens ----
 
-# Behind a name: NAME=VALUE, name: value, "name": VALUE; behind a flag also --name VALUE, and '--name', 'VALUE' of a list.
+# These separate a name from its value: NAME=VALUE, name: value, "name": VALUE; _BLANK only follows a flag, as in
+# --name VALUE and '--name', 'VALUE' of a list.
 _EQUALS = r"""(?:\\*["'])?\]?[^\S\n]{0,20}(?:=>|[=:])(?![=:/])[^\S\n]{0,20}"""
 _BLANK = r"""(?:\\*["'])?,? {1,4}(?!-)"""
 # A value ends at its closing quote, else at a blank or a comma.
@@ -232,7 +233,7 @@ _AMBIGUOUS = _words(
     "token auth pass pat pw sig signature secrets passwords credentials x-amz-signature x-goog-signature"
 )
 _MACHINE_MADE = r"(?=[^\d]*\d)(?=[^A-Za-z]*[A-Za-z])[\w+=%-]{16,}"
-# What follows a name in source code and in sentences: api_key=self.api_key, token: str, password: required.
+# These follow a name in source code and in sentences: api_key=self.api_key, token: str, password: required.
 _CODE = r"[A-Za-z_]\w*(?:\.[a-z_]+)*[(\[].*|(?:self|cls|os|args|config|cfg|settings)\..*|[a-z_]+(?:\.[a-z_]+)+[)\]}.]*"
 _SENTENCE = _words(
     "a an any are as bool by can expected for from has in int invalid is it list may missing must needs not of optional"
@@ -241,7 +242,7 @@ _SENTENCE = _words(
 
 
 def _find_spans_by_words(text: str) -> Iterable[Span]:
-    """Yield secrets behind names, and tokens. Looks at each different word once: a traceback repeats most of them."""
+    """Yield secrets behind names, and tokens. Examines each distinct word once, because a traceback repeats most words."""
     words = text
     if "\\" in text or "%" in text:  # a word begins behind an escaped line end, and in a URL behind %3D
         words = _pattern(r"\\[nrt]|%[0-9A-Fa-f]{2}").sub(lambda escape: " " * len(escape[0]), text)
@@ -402,7 +403,7 @@ def _is_distinctive(value: str) -> bool:
 
 
 def _make_encoded_forms(value: str) -> set[str]:
-    """Return the value as it is, quoted by JSON and by Python, and encoded for a URL."""
+    """Return the value unchanged, quoted by JSON and by Python, and encoded for a URL."""
     import json
 
     in_url = "".join(

@@ -67,14 +67,14 @@ class OptionParser(argparse.ArgumentParser):
         raise Refusal(f"{message}; `{self.prog} --help` lists the options", EX_USAGE)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, and suggest a flag for one that argparse doesn't know."""
+        """Parse the arguments. Raises Refusal with a suggestion for an unknown flag."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.refuse_unknown(unknown)
         return parsed
 
     def refuse_unknown(self, arguments: list[str]) -> NoReturn:
-        """Refuse unknown arguments."""
+        """Raise Refusal for unknown arguments."""
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         first = next((argument for argument in arguments if argument.startswith("-")), "")
         if not first:
@@ -86,16 +86,16 @@ class OptionParser(argparse.ArgumentParser):
 def check_port(port: int) -> None:
     """Refuse an impossible value of --port. 0 stands for any free port."""
     if not 0 <= port <= 65535:
-        raise Refusal(f"--port {port}: a port is a number from 0 to 65535", EX_USAGE)
+        raise Refusal(f"--port must be from 0 to 65535, got {port}", EX_USAGE)
 
 
 def offer_run_names(argument: argparse.Action) -> None:
-    """Complete this argument with the names of runs, by functions of `stoker completion`'s script."""
+    """Make shell completion offer the names of runs here, with functions that `stoker completion` defines."""
     argument.complete = {"bash": "_stoker_runs", "zsh": "_stoker_runs", "tcsh": "f:*"}  # type: ignore[attr-defined]
 
 
 def _make_argument_type(type: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a reader whose ValueErrors argparse prints; it hides their text unless the type is int or float."""
+    """Wrap a parser so that argparse prints the text of its ValueErrors, which it hides otherwise."""
     if type in (str, int, float):
         return type
 
@@ -145,7 +145,7 @@ def add_flags(
 
 
 def _make_flag_type(spec: Option, kind: str) -> Callable[[str], Any]:
-    """Return a reader of one value of a flag. argparse itself checks the choices."""
+    """Return a parser for one value of a flag. argparse itself checks the choices."""
     return _make_argument_type(lambda text: _check_limit(spec, _parse_number_or_text(spec, kind, text), text))
 
 
@@ -157,7 +157,7 @@ def read_setting(spec: Option, kind: str, value: Any) -> Any:
     if spec.many:
         items = value if isinstance(value, (list, tuple)) else [value]
         if any(isinstance(item, (dict, list, tuple, bool)) or item is None for item in items):
-            raise ValueError(f"{value!r} is not a list of texts")
+            raise ValueError(f"{value!r} must be a text or a list of texts")
         return tuple(str(item) for item in items)
     if isinstance(value, (dict, list, tuple)):
         raise ValueError(f"{value!r} is not a single value")

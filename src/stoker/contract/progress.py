@@ -69,7 +69,7 @@ class ProgressState:
 
 
 class Progress:
-    """The progress of one operation: a context manager."""
+    """A context manager that shows the progress of one operation."""
 
     def __init__(
         self, what: str, total: float, *, unit: str = "", done: float = 0, say: Callable[[str], None] | None = None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # For growing logs. A named pipe without a reader is an error (ENXIO): no signal ends a launcher that waits in open().
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
-# For files made from private ones, whatever the mode of their folder.
+# The mode of files that hold private content, whatever the mode of their folder.
 PRIVATE = 0o600
 
 _CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv", "/var/run/secrets/kubernetes.io")
@@ -78,9 +78,7 @@ def open_inside(path: str | os.PathLike[str]) -> int:
     """
     folder, real = os.path.realpath(os.path.dirname(path)), os.path.realpath(path)
     if os.path.dirname(real) not in (folder, *find_hub_blobs(folder)):
-        why = (
-            f"is a link that leads out of its folder, to {escape(real, 200)}: copy that file there if it belongs there"
-        )
+        why = f"is a link that leads out of its folder, to {escape(real, 200)}; copy that file into the folder if it belongs there"
         raise OSError(errno.ELOOP, why, os.fspath(path))
     return open_regular(real, follow=False)
 
@@ -215,7 +213,7 @@ def refuse_other_kind(path: str, begins: bytes, kind: str) -> None:
     except OSError as problem:
         raise Refusal(f"{escape(path)} already exists and can't be read: {problem.strerror}", EX_CANTCREAT) from problem
     if not is_same_kind:
-        line = f"{escape(path)} already exists and is not {kind}: give another name, or remove it first"
+        line = f"{escape(path)} already exists and is not {kind}; choose another name, or remove it first"
         raise Refusal(line, EX_CANTCREAT)
 
 
@@ -250,7 +248,7 @@ def is_own_uid(uid: int, folder: str) -> bool:
 
 
 def is_own(path: str) -> bool:
-    """Return whether the file, or a link itself, is ours. False if it can't be examined."""
+    """Return whether the file, or a link itself, is ours. A file that can't be examined isn't."""
     try:
         return is_own_uid(os.lstat(path).st_uid, os.path.dirname(path))
     except OSError:
@@ -272,7 +270,7 @@ def is_trusted(uid: int, folder: str) -> bool:
 
 
 def why_shared(path: str, sticky: bool = False) -> str:
-    """Return why another user can change `path`: they own it or may write there. Empty if they can't.
+    """Return why another user can change `path`: they own it or may write there; "" if they can't.
 
     With `sticky`, a folder is accepted in which others may create files and remove only their own. Raises OSError if it
     is missing.

@@ -24,7 +24,7 @@ SHM = "/dev/shm"
 PREFIX, LOCK = "stoker-weights-", ".owner"
 FRESH_S = 60.0  # the process that created a younger folder may not have locked it yet
 
-_own_folders: set[str] = set()  # of this process: opening and closing their lock files would free the locks
+_own_folders: set[str] = set()  # created by this process; opening and closing their lock files would free the locks
 
 
 class SharedFolder:
@@ -72,7 +72,7 @@ def why_too_large(size: int) -> str:
 
 
 def is_shared_folder(path: str, shm: str = "") -> bool:
-    """Return whether a path is in such a folder of our user that nobody else can write to. Follows no links to it."""
+    """Return whether a path is in such a folder of our user that nobody else can write to. Doesn't follow links."""
     shm = shm or SHM
     name, _, inner = path.removeprefix(f"{shm}/").partition("/")
     if not path.startswith(f"{shm}/{PREFIX}") or not inner or ".." in inner.split("/"):

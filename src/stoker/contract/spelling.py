@@ -31,10 +31,10 @@ def _stem(name: str) -> str:
 
 def _find_nearest(name: str, choices: list[str], key: Callable[[str], str], abbreviated: bool = True) -> str:
     """Return the choice whose key is nearest to the name, or "" if all are further than a quarter of its length."""
-    core = len(name.strip("-_."))
-    if core < MIN_NAME or len(name) > MAX_NAME:
+    core_length = len(name.strip("-_."))
+    if core_length < MIN_NAME or len(name) > MAX_NAME:
         return ""
-    max_distance = max(core // 4, 1)
+    max_distance = max(core_length // 4, 1)
     matches: list[tuple[int, bool, int, str]] = []  # (distance, is only a part of it, position, choice)
     for position, choice in enumerate(choices):
         text = key(choice)
@@ -63,14 +63,14 @@ def _numbers(text: str) -> list[str]:
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Return how many characters to add, drop, replace, or swap with their neighbour."""
+    """Return the number of characters to add, drop, replace, or swap with their neighbour."""
     previous: list[int] = []
     row = list(range(len(b) + 1))
-    for i, left in enumerate(a, 1):
+    for i, a_character in enumerate(a, 1):
         previous, before_previous, row = row, previous, [i]
-        for j, right in enumerate(b, 1):
-            cost = min(previous[j] + 1, row[j - 1] + 1, previous[j - 1] + (left != right))
-            if i > 1 and j > 1 and left == b[j - 2] and a[i - 2] == right:
+        for j, b_character in enumerate(b, 1):
+            cost = min(previous[j] + 1, row[j - 1] + 1, previous[j - 1] + (a_character != b_character))
+            if i > 1 and j > 1 and a_character == b[j - 2] and a[i - 2] == b_character:
                 cost = min(cost, before_previous[j - 2] + 1)
             row.append(cost)
     return row[-1]

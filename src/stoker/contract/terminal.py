@@ -97,7 +97,7 @@ def print_completion(text: str) -> None:
 
 
 def terminal_width(stream: Any) -> int:
-    """Return the columns of the terminal behind a stream, or 0 if it is none or does not know."""
+    """Return the columns of the terminal behind a stream, or 0 if it is not a terminal or its width is unknown."""
     try:
         return os.get_terminal_size(stream.fileno()).columns if _is_terminal(stream) else 0
     except (OSError, ValueError):
@@ -112,7 +112,7 @@ _bar = {"drawn": False}
 
 
 def may_draw() -> bool:
-    """Return whether this process may draw: of the ranks of a job only rank 0 does."""
+    """Return whether this process may draw a bar. Of the ranks of a job, only rank 0 may."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -214,10 +214,10 @@ def print_coloured(pieces: Iterable[tuple[str, str]]) -> None:
 
 
 def _find_end_of_piece(piece: str, wrapped: str) -> int:
-    """Return where the piece ends with which the wrapped text begins: wrapping only changes white space."""
-    left, end = sum(not character.isspace() for character in piece), 0
-    while end < len(wrapped) and (left or (wrapped[end].isspace() and piece[-1:].isspace())):
-        left -= not wrapped[end].isspace()
+    """Return where `piece` ends in the wrapped text that begins with it. Wrapping only changes white space."""
+    remaining, end = sum(not character.isspace() for character in piece), 0
+    while end < len(wrapped) and (remaining or (wrapped[end].isspace() and piece[-1:].isspace())):
+        remaining -= not wrapped[end].isspace()
         end += 1
     return end
 
@@ -241,7 +241,7 @@ _FINAL_COMMAND = rf"\b(?:to continue|to start it again|to copy (?:the model|them
 
 
 def wrap_text(text: str, columns: int, hanging: int = 2) -> str:
-    """Wrap a text at a width; 0 columns change nothing. Continued lines are indented by `hanging` more columns."""
+    """Wrap a text at a width, unless `columns` is 0. Continued lines are indented by `hanging` more columns."""
     if columns < MIN_COLUMNS:
         return text
     lines: list[str] = []

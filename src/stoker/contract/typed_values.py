@@ -47,7 +47,7 @@ def read_fields(fields: Mapping[str, Any], value: Any, module: str = __name__) -
         if name not in value:
             if optional:
                 continue
-            raise ValueError(f"no {name!r}")
+            raise ValueError(f"the field {name!r} is missing")
         try:
             read: Any = read_value if isinstance(kind, str) else read_fields
             values[name] = read(kind, value[name], module)
@@ -86,7 +86,7 @@ def read_known_fields(cls: type[Any], value: Mapping[str, Any]) -> dict[str, Any
 def read_recorded(cls: type[T], value: Any, schema: int) -> T:
     """Return a recorded machine or examination. Raises ValueError for another schema, unknown fields or wrong types."""
     if not isinstance(value, dict) or value.get("schema") != schema:
-        raise ValueError(f"not a recorded machine of schema {schema}")
+        raise ValueError(f"not a recorded machine: expected an object of schema {schema}")
     try:
         return read_frozen(cls, value)
     except ValueError as problem:

@@ -1,6 +1,6 @@
-"""Judges a burn-in: which replicas computed different results, which GPUs and links are slow or wrong. Pure.
+"""Judges a burn-in: which replicas computed different results, which GPUs and links are slow or wrong.
 
-A replica is only compared with its twins: another GPU model or torch version may round differently.
+A replica is only compared with its twins, because another GPU model or torch version may round differently.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from stoker.contract.evidence import Finding
 from stoker.contract.frozen import frozen
 from stoker.contract.units import plural, rank_name
 
-SLOW = 0.85  # of the twins' speed, or of the GPU's own first measurement
-LOW_TFLOPS = 0.4  # of the data sheet: a healthy L4 reaches half of it at its 72 W, an H200 four fifths
-LOW_GBS = 0.6
-LOW_LINK = 0.5  # of the other pairs' bandwidth: healthy PCIe pairs across two sockets are a third slower than others
+# Fractions below which a speed is reported.
+SLOW = 0.85  # of the twins' speed, or of the GPU's first measurement
+LOW_TFLOPS = 0.4  # of the data sheet; a healthy L4 reaches half of it at its 72 W, an H200 four fifths
+LOW_GBS = 0.6  # of the data sheet
+LOW_LINK = 0.5  # of the other pairs' bandwidth; healthy PCIe pairs across two sockets are a third slower than others
 
 # NVIDIA's data sheets: dense bf16 TFLOP/s (fp32 sums), memory GB/s. The first key that a GPU's name contains counts.
 DATA_SHEETS: dict[str, tuple[float, float]] = {
@@ -41,7 +42,7 @@ class Replica:
     card: str | None  # None on a CPU
     device: str | None  # the GPU's UUID
     twin: str  # replicas with the same value must agree to the last bit
-    round: int  # steps after which the training starts again from the seed
+    round: int  # number of steps after which the training restarts from the seed
     steps: tuple[tuple[int, str, str], ...]  # step, bits of the loss, checksum of the parameters
     start: Speed | None = None
     end: Speed | None = None
@@ -56,19 +57,22 @@ class Replica:
 class Link:
     ranks: tuple[int, ...]
     backend: str
-    bus_gbs: float | None = None  # None: it started and never finished
-    wrong: Mapping[str, int] = {}
+    bus_gbs: float | None = None  # None if the all-reduce started and never finished
+    wrong: Mapping[str, int] = {}  # rank -> number of wrong elements
 
 
 @frozen
 class Opinion:
-    """The outcome of comparing one replica. `agrees` is None if there was nothing to compare it with."""
+    """The outcome of comparing one replica with its twins and with its other rounds.
+
+    `agrees` is None if there was nothing to compare it with.
+    """
 
     rank: int
     agrees: bool | None
     twins: int
     first: int | None = None  # the first step that differs
-    decided: bool = True  # False: it differs from a twin, and it is unknown which of them is wrong
+    decided: bool = True  # False if it differs from a twin and it is unknown which of them is wrong
 
 
 @frozen
@@ -173,8 +177,8 @@ def _compare_twins(twins: list[Replica]) -> tuple[list[Opinion], list[Finding]]:
         names = " and ".join(_name(replica) for _, replica in contested)
         text = f"{names} disagree from step {first}; {len(contested)} replicas can't show which of them is wrong"
         fix = (
-            "run it again with a longer --minutes: the GPU that contradicts itself is faulty; or with a third replica:"
-            " the majority is right"
+            "run it again with a longer --minutes to see which GPU contradicts itself, or with a third replica to get a"
+            " majority"
         )
         findings.append(Finding("burnin.mismatch", "fail", text, fix))
     return opinions, findings
@@ -203,19 +207,17 @@ def _make_mismatch(
     right = expected[first % replica.round]
     assert right is not None
     pairs = (("loss", loss, right[0]), ("parameters", checksum, right[1]))
-    what = " and ".join(name for name, actual, correct in pairs if actual != correct)
-    whom = f"those of its {others} twin{'s' if others > 1 else ''}" if others else "those of its other rounds"
-    often = f"in {len(bad)} of {len(replica.steps)} steps"
+    differing = " and ".join(name for name, actual, correct in pairs if actual != correct)
+    reference = f"those of its {others} twin{'s' if others > 1 else ''}" if others else "those of its other rounds"
+    frequency = f"in {len(bad)} of {len(replica.steps)} steps"
     if replica.rounds > 1:
-        often = f"in {len({step // replica.round for step, _ in bad})} of {replica.rounds} rounds"
-    text = (
-        f"{_name(replica)} computes different results: from step {first} its bits of {what} differ from {whom}, {often}"
-    )
+        frequency = f"in {len({step // replica.round for step, _ in bad})} of {replica.rounds} rounds"
+    text = f"{_name(replica)} computes different results: from step {first} its bits of {differing} differ from {reference}, {frequency}"
     if replica.card is None:
-        fix = "test the machine's memory (memtest86+); machine-check errors: journalctl -k | grep -i mce"
+        fix = "test the machine's memory (memtest86+); `journalctl -k | grep -i mce` shows machine-check errors"
     else:
         errors = "`stoker doctor --only gpu.` shows ECC and Xid errors; if it happens again, replace the GPU"
-        fix = f"leave it out (stoker run --gpus with the others); {errors}"
+        fix = f"leave it out (stoker run --gpus with the others). {errors}"
     return Finding("burnin.mismatch", "fail", text, fix)
 
 
@@ -272,7 +274,7 @@ def _judge_links(replicas: list[Replica], links: list[Link], stopped: bool) -> I
             others = [other_speed for other, other_speed in group if other is not link]
             if len(others) >= 2 and speed < LOW_LINK * median(others):
                 text = f"the link {link_name(link, by_rank)} is slow: {speed:.1f} GB/s"
-                text += f", the other pairs reach {median(others):.1f}"
+                text += f"; the other pairs reach {median(others):.1f}"
                 yield Finding("burnin.link", "warn", text, _choose_link_fix(link))
 
 
@@ -289,9 +291,9 @@ def _label(by_rank: Mapping[int, Replica], rank: int) -> str:
 
 def _choose_link_fix(link: Link) -> str:
     if link.backend != "nccl":
-        return "gloo uses the network interface: check ip link, and the machine's memory"
+        return "check the network interface that gloo uses (ip link), and the machine's memory"
     trial = "NCCL_P2P_DISABLE=1 for one run shows whether the link or the GPU is faulty"
-    return f"nvidia-smi topo -m; nvidia-smi nvlink -e; PCIe errors: dmesg | grep -i aer. {trial}"
+    return f"nvidia-smi topo -m; nvidia-smi nvlink -e; dmesg | grep -i aer (PCIe errors). {trial}"
 
 
 def _name(replica: Replica) -> str:

@@ -27,7 +27,7 @@ class Cache:
     kept: str = ""  # why it must not be removed
 
 
-_KEY = r"[0-9a-f]{32}(\..*)?"  # names of prepared data: nothing else in such a folder is ours
+_KEY = r"[0-9a-f]{32}(\..*)?"  # names of prepared data; other entries of such a folder are not ours
 
 
 def _is_tagged(folder: str) -> bool:
@@ -39,9 +39,9 @@ def _is_tagged(folder: str) -> bool:
 
 
 def list_cache_roots(environment: Mapping[str, str], cwd: str) -> list[tuple[str, str, str]]:
-    """Return (kind, folder, pattern of the entries in it) for each place that can hold caches."""
+    """Return (kind, folder, pattern of its entries) for each folder that can hold caches."""
     home = os.path.expanduser("~")
-    user = re.sub(r'[\\/:*?"<>|]', "_", procfs.user_name(os.getuid()))  # as torch spells it
+    user = re.sub(r'[\\/:*?"<>|]', "_", procfs.user_name(os.getuid()))  # as torch writes it
     data = [os.path.join(cwd, "cache")]
     if environment.get("STOKER_CACHE"):
         data.append(os.path.abspath(environment["STOKER_CACHE"]))
@@ -99,7 +99,7 @@ def _examine_cache(kind: str, root: str, path: str, device: int, used: set[str],
     elif any(name == path or name.startswith(path + "/") for name in used):
         kept = "in use"
     elif kind == "agent" and has_agents:
-        kept = "an agent is running, perhaps from here"
+        kept = "an agent is running and may use it"
     return Cache(kind, root, path, size, max(0.0, time.time() - last_used), kept)
 
 

@@ -44,11 +44,11 @@ class Debris:
     kind: str  # shared memory | agent's folder | WEIGHTS
     path: str
     size: int
-    age: float
+    age: float  # seconds
 
 
 def find_locks() -> tuple[list[Lock], list[str]]:
-    """Return the GPUs' lock files, and a line about everything else in the lock folders."""
+    """Return the GPUs' lock files, and a line about each other entry of the lock folders and each unusable folder."""
     locks: list[Lock] = []
     unusable: list[str] = []
     for folder in gpu_lock.open_folders(make=False):
@@ -91,7 +91,7 @@ def find_debris(tmp: str = "/tmp", shm: str = "/dev/shm") -> list[Debris]:
 
 
 def _list_own_entries(folder: str, pattern: re.Pattern[str]) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-    """Yield the entries of this user with such a name that are old enough, and their status. Follows no links."""
+    """Yield this user's entries with matching names that are older than FRESH_S, with their status. Follows no links."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
@@ -129,7 +129,7 @@ def _find_shared_memory(shm: str, used: set[str]) -> Iterator[Debris]:
 
 
 def _find_weights(shm: str) -> Iterator[Debris]:
-    """Yield weights that a dead trainer published: their lock has ended with it."""
+    """Yield weights that a dead trainer published. The kernel has freed its lock on them."""
     for path in shared_weights.find_dead_folders(shm):
         statuses = [status for _, status in walk(path)]
         if statuses:
@@ -146,7 +146,7 @@ def is_folder_in_use(path: str, used: set[str]) -> bool:
         return True
     if "s" not in names:
         return False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:  # connects and sends nothing
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:  # a datagram socket sends nothing when it connects
         try:
             probe.connect(os.path.join(path, "s"))
         except ConnectionRefusedError:
@@ -184,8 +184,8 @@ def find_paths_in_use(prefixes: tuple[str, ...]) -> set[str]:
 def hold_exclusively(path: str, expected: os.stat_result) -> Iterator[bool]:
     """Yield whether this is the expected file and no process in any container has it open or mapped.
 
-    Takes a write lease, which the kernel gives only then. A process that opens the file waits until the block ends.
-    On a file system without leases, what /proc showed has to suffice.
+    Takes a write lease, which the kernel grants only then. A process that opens the file waits until the block ends.
+    A file system without leases counts as free of users; callers have checked /proc before.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

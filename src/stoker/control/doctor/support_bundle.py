@@ -1,4 +1,4 @@
-"""Writes a tar.gz for a support ticket: examination, findings, nvidia-smi, kernel log, last run; no secrets."""
+"""Writes a tar.gz for a support ticket: examination, findings, nvidia-smi, kernel log and last run, without secrets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMMANDS = {
     "limits.txt": ["sh", "-c", "ulimit -a; df -h; free -m; uname -a"],
 }
 LIMIT_S = 5.0
-# The bundle stays small: the last characters of a command's output, and the last bytes of a file of the run.
+# To keep the bundle small, it holds the last 1 Mi characters of a command's output and the last 4 MiB of a run's file.
 _MAX_OUTPUT, _MAX_FILE = 1 << 20, 4 << 20
 
 
@@ -41,7 +41,7 @@ def write_bundle(path: str, examination: Examination, findings: list[Finding], r
     }
     for name, argv in COMMANDS.items():
         output = _run_command(argv)
-        if len(output) > _MAX_OUTPUT:  # without the cut line: the masker does not recognize half a token
+        if len(output) > _MAX_OUTPUT:  # drop the cut line, because the masker doesn't recognize half a token
             output = output[-_MAX_OUTPUT:].partition("\n")[2]
         files[name] = output
     files["processes.txt"] = _list_processes()
@@ -50,7 +50,7 @@ def write_bundle(path: str, examination: Examination, findings: list[Finding], r
             fd = open_below(run_index.find_run(None, runs_dir).dir, name)
             files[f"latest-run/{name}"] = _read_end_of_file(fd)
         except (OSError, Refusal):
-            continue  # no run yet, or none of ours
+            continue  # there is no run of ours, or it has no such file
     try:
         with AtomicFile(path, mode=0o600) as out, tarfile.open(mode="w:gz", fileobj=out) as archive:
             for name, text in files.items():
@@ -70,7 +70,7 @@ def _read_end_of_file(fd: int) -> str:
 
 
 def _list_processes() -> str:
-    """Return a line per process. `ps` would not do: it joins the arguments of a command line."""
+    """Return a line per process. Doesn't use `ps`, which joins the arguments of a command line."""
     lines = ["pid parent user state start memory command"]
     for process in procfs.list_processes():
         uid, resident = process_owner(process.pid), procfs.resident_bytes(process.pid)
@@ -98,7 +98,7 @@ def _mask_json_text(text: str, indent: int | None) -> str:
 
 
 def _run_command(argv: list[str]) -> str:
-    """Return a command's output, or why there is none."""
+    """Return a command's output, or why it could not be run."""
     try:
         done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=LIMIT_S, check=False)
     except FileNotFoundError:
@@ -106,5 +106,5 @@ def _run_command(argv: list[str]) -> str:
     except OSError as problem:  # an unreadable folder in PATH, or a file that is not a program
         return f"{argv[0]} can't be started: {problem.strerror}\n"
     except subprocess.TimeoutExpired:
-        return f"{argv[0]} did not answer within {LIMIT_S:.0f} s\n"
+        return f"{argv[0]} did not finish within {LIMIT_S:.0f} s\n"
     return done.stdout + done.stderr
