@@ -97,7 +97,7 @@ def test_who_is_slow(speeds: list[tuple[float, float]], more: dict[str, Any], sa
     ("links", "stopped", "says"),
     [
         pytest.param([Link((0, 1, 2), "nccl", 400.0), Link((0, 1), "nccl", 390.0), Link((0, 2), "nccl", 260.0), Link((1, 2), "nccl", 395.0)], False, [], id="fine"),
-        pytest.param([Link((0, 1), "nccl", 390.0), Link((0, 2), "nccl", 20.0), Link((1, 2), "nccl", 395.0)], False, [("warn", "the link GPU0–GPU2 is slow: 20.0 GB/s, the other pairs reach 392.5")], id="one slow"),
+        pytest.param([Link((0, 1), "nccl", 390.0), Link((0, 2), "nccl", 20.0), Link((1, 2), "nccl", 395.0)], False, [("warn", "the link GPU0–GPU2 is slow: 20.0 GB/s; the other pairs reach 392.5")], id="one slow"),
         pytest.param([Link((0, 1), "gloo", 0.5), Link((0, 2), "gloo", 0.1), Link((1, 2), "gloo", 0.5)], False, [], id="gloo: no speed judged"),
         pytest.param([Link((0, 1, 2), "nccl", 400.0, {"2": 7})], False, [("fail", "all-reduce over all 3 ranks gives wrong sums (elements: GPU2 7; nccl)")], id="wrong sum"),
         pytest.param([Link((1, 2), "nccl")], False, [("fail", "all-reduce over GPU1–GPU2 did not finish (nccl)")], id="hung"),

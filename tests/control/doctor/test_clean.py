@@ -551,7 +551,7 @@ def test_who_else_is_on_the_gpus(stoker: Stoker, box: Callable[..., dict[str, st
     assert done.code == 0 and set(advice) == {31, 32, 1, 34} and all(gpu == "GPU0" for gpu, _, _ in advice.values())
     assert "outside this container" in advice[31][2] and advice[31][1] == 5 * 10**9
     assert "ask alice" in advice[32][2] and advice[32][1] is None
-    assert "`stoker clean --pid 1`" in advice[1][2] and "leave it" in advice[34][2]
+    assert "`stoker clean --pid 1`" in advice[1][2] and "a service of this machine" in advice[34][2]
     assert "ask alice" in stoker("clean", "--runs-dir", "runs", env=box([gpu_json(0, holders=holders)])).out
 
 
