@@ -349,7 +349,7 @@ def strangers(run_dir: Path, here: run_origin.RunOrigin, start: Start) -> dict[s
             "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); time.sleep(600)",
         ]
     )
-    elsewhere = replace(here, agent=broker.pid, above=(1,))
+    elsewhere = replace(here, agent=broker.pid, ancestors=(1,))
     return {
         "it belongs to Slurm job 77": start(["sleep", "600"], {**tag(run_dir, here), "SLURM_JOB_ID": "77"}),
         "outside its run's Slurm job 5": start(["sleep", "600"], tag(run_dir, replace(here, job="5"))),

@@ -558,7 +558,7 @@ def test_who_else_is_on_the_gpus(stoker: Stoker, box: Callable[..., dict[str, st
 def test_a_driver_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine_child, "BOOT", "import time; time.sleep(60)")
     began = time.monotonic()
-    assert leftovers.observe_gpus(None, 0.3) == "NVML has not answered within 0 s" and time.monotonic() - began < 50
+    assert leftovers.observe_gpus(None, 0.3) == "NVML did not respond within 0 s" and time.monotonic() - began < 50
     monkeypatch.setattr(examine_child, "BOOT", "1 // 0")
     assert "ZeroDivisionError" in str(leftovers.observe_gpus(None))
 

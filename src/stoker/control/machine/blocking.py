@@ -1,6 +1,6 @@
 """Reads from /proc what a process is blocked on: its system call, the file of that call, and the processes at its other end.
 
-An agent calls this when a rank is suspected, never in a healthy run. What may not be read is reported as missing.
+An agent calls this when a rank is suspected, never in a healthy run. Values that may not be read are reported as missing.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from stoker.control.machine import procfs
 
 MAX_COMMAND = 120  # characters of a command line
 MAX_PATH = 300  # characters
-MAX_FILES = 8  # descriptors of one poll() that are described
-MAX_OTHERS = 8  # processes at the other end: forked workers inherit each other's pipes
-SCAN_S = 1.0  # for the open files of all processes: one of them may have a million
+MAX_FILES = 8  # descriptors that are described of one poll()
+MAX_OTHERS = 8  # processes at the other end that are described; forked workers inherit each other's pipes
+SCAN_S = 1.0  # limit for reading the open files of all processes, one of which may have a million
 _POLLIN, _POLLOUT = 1, 4
 _CLOSE_WAIT, _LISTEN, _SYN_SENT = "08", "0A", "02"
 
@@ -53,7 +53,7 @@ class OpenFiles:
         self.hidden = 0  # processes whose files may not be read, or not within SCAN_S
 
     def holders(self, target: str) -> list[tuple[int, int]]:
-        """Return the (pid, descriptor) of all that have a file open.
+        """Return the (pid, descriptor) pairs that have a file open.
 
         `target` is its name in /proc/PID/fd: a path, pipe:[7] or socket:[7].
         """
@@ -100,7 +100,7 @@ def read_wait(pid: int, files: OpenFiles, rank_of: RankOf) -> dict[str, Any]:
 
 
 def find_awaited_child(pid: int) -> int:
-    """Return the child whose end the main thread waits for; 0 if it waits for none, or for any of them."""
+    """Return the pid of the child that the main thread waits for, or 0 if it waits for no child or for any child."""
     call, arguments, _ = _read_syscall(pid)
     if call not in ("wait4", "waitid") or len(arguments) < 2:
         return 0
@@ -111,7 +111,7 @@ def find_awaited_child(pid: int) -> int:
 def _read_syscall(pid: int) -> tuple[str, list[int], str]:
     """Return the name and the arguments of the system call that the main thread is in, and why they can't be read.
 
-    The name is "running" if it is in none, and empty if the kernel does not show it.
+    The name is "running" if it is in no call, and "" if the kernel does not show it.
     """
     try:
         with open(f"/proc/{pid}/syscall", encoding="ascii") as file:
@@ -157,7 +157,7 @@ def _read_memory(pid: int, address: int, size: int) -> bytes:
 
 
 def _read_string(pid: int, address: int) -> bytes:
-    """Return the bytes up to a zero. It reads in pieces: the string may end just before memory that can't be read."""
+    """Return the bytes up to a zero. Reads in pieces, because the string may end just before unreadable memory."""
     data = b""
     while len(data) < 4096 and b"\0" not in data:
         piece = _read_memory(pid, address + len(data), 64 - (address + len(data)) % 64)
@@ -185,7 +185,7 @@ def _describe_opened_fifo(pid: int, call: str, arguments: list[int]) -> dict[str
 def _describe_file(
     pid: int, fd: int, call: str, writes: bool, files: OpenFiles, rank_of: RankOf
 ) -> dict[str, Any] | None:
-    """Describe an open file and the processes at its other end; None if it is an event descriptor, or closed."""
+    """Describe an open file and the processes at its other end. Returns None for an event descriptor or a closed one."""
     target = _read_open_file(pid, fd)
     if not target:
         return None
@@ -231,12 +231,12 @@ def _read_link(path: str) -> str:
 
 
 def _read_open_file(pid: int, fd: int) -> str:
-    """Return what a descriptor of a process is open on; empty if it is closed."""
+    """Return the target of a process's descriptor, or "" if it is closed."""
     return _read_link(f"/proc/{pid}/fd/{fd}")
 
 
 def _is_fifo(pid: int, fd: int) -> bool:
-    """Read the type of an open file. Not while the process is in state D: its file system may not answer us either."""
+    """Return whether an open file is a FIFO. In state D, don't ask: its file system might block us, too."""
     process = find_process(pid)
     if process is None or process.state == "D":
         return False
@@ -293,7 +293,7 @@ def _holds_lock(pid: int, fd: int, inodes: set[str]) -> bool:
 
 
 def _read_socket(pid: int, target: str, files: OpenFiles) -> tuple[str, dict[str, str], list[int]]:
-    """Return a socket's name, its state as a field "state" if it has a special one, and the processes at its other end."""
+    """Return a socket's name, a dict with its "state" if that is special, and the processes at its other end."""
     inode = target[len("socket:[") : -1]
     rows = list(_list_tcp_connections(pid))
     own = next((row for row in rows if row[3] == inode), None)
@@ -307,7 +307,7 @@ def _read_socket(pid: int, target: str, files: OpenFiles) -> tuple[str, dict[str
         return name, {"state": "connecting"}, []
     details = {"state": "closed"} if state == _CLOSE_WAIT else {}
     peer = next((row for row in rows if row[0] == remote and row[1] == local), None)
-    if peer is not None and peer[3] == "0":  # still in the queue of the process that listens
+    if peer is not None and peer[3] == "0":  # the connection is in the queue of the listening process
         peer = next((row for row in rows if row[2] == _LISTEN and row[0][1] == remote[1]), None)
         details = {"state": "not accepted"}
     holders = files.holders(f"socket:[{peer[3]}]") if peer is not None else []
@@ -339,6 +339,6 @@ def _format_address(address: tuple[str, int]) -> str:
 
 
 def _find_unix_path(pid: int, inode: str) -> str:
-    """Return the path of a Unix socket; most clients have none."""
+    """Return the path of a Unix socket, or "" for most clients, which have no path."""
     rows = [line.split(None, 7) for line in read_kernel_lines(f"/proc/{pid}/net/unix")]
     return next((escape(row[7], MAX_PATH) for row in rows if len(row) > 7 and row[6] == inode), "")

@@ -1,7 +1,7 @@
 """Examines a host thoroughly: each part of the examination runs in a child process with a time limit.
 
-A child that does not answer is killed. If it can't be killed (a driver call in D state), it is left behind; nothing waits
-for it.
+A child that exceeds its limit is killed. If it can't be killed (a driver call in state D), it is left behind and nothing
+waits for it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from stoker.control.machine.model import Gpu, Machine, machine_from_json
 from stoker.control.machine.observe import find_packages_dir
 
 LIMIT_S = 3.0
-NET_S = 6.0  # it has limits of its own (examine_child.SLOW_S, SERVER_S), but a busy machine starts it late
+NET_S = 6.0  # the child limits itself to 2.5 s (examine_child.SLOW_S, SERVER_S), but a busy machine starts it late
 PROBE_S = 10.0  # a context alone takes seconds on a host with 8 GPUs and no persistence daemon
-TORCH_S = 120.0  # from a cold disk on a rented pod
+TORCH_S = 120.0  # importing torch from a cold disk of a rented pod is slow
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 PARTS = frozenset(("health", "probes", "torch", "host", "net"))
@@ -61,10 +61,10 @@ class Child:
         self.stdout, self._stderr = self._process.stdout, self._process.stderr
 
     def kill(self) -> None:
-        self._process.kill()  # in D state it stays until the driver returns; we don't wait for that
+        self._process.kill()  # in state D it stays until the driver call returns; don't wait for that
 
-    def result(self) -> tuple[Any, str]:
-        """Return what the child found, or None and why it found nothing."""
+    def read_result(self) -> tuple[Any, str]:
+        """Return the child's JSON value and "", or None and why there is none."""
         try:
             code = self._process.wait(0.5)
         except subprocess.TimeoutExpired:
@@ -106,14 +106,14 @@ def _wait_for_children(children: list[Child]) -> dict[str, tuple[Any, str]]:
                     child.output += data
                 else:
                     selector.unregister(child.stdout)
-                    results[child.name] = child.result()
+                    results[child.name] = child.read_result()
     return results
 
 
 def examine(runs_dir: str, port: int, parts: frozenset[str] = PARTS, python: str | None = None) -> Examination:
-    """Examine these parts of the host, in two rounds: first what needs no GPU, then what does.
+    """Examine these parts of the host, in two rounds: first the parts that need no GPU, then the others.
 
-    The import of torch runs beside both. `python` is the ranks' interpreter.
+    The import of torch runs at the same time. `python` is the ranks' interpreter.
     """
     torch_children = []
     if "torch" in parts:
@@ -163,10 +163,10 @@ def examine(runs_dir: str, port: int, parts: frozenset[str] = PARTS, python: str
 
 
 def observe_in_child(limit: float) -> Machine | str:
-    """Observe the machine in a child. Return the machine, or why there is no answer."""
+    """Observe the machine in a child. Return the machine, or why it is unknown."""
     machine, why = _wait_for_children([_start_child("machine", limit_s=limit)])["machine"]
     if machine is None:
-        return f"NVML has not answered within {limit:.0f} s" if why.startswith("no answer") else why
+        return f"NVML did not respond within {limit:.0f} s" if why.startswith("no answer") else why
     return machine_from_json(machine)
 
 
@@ -177,7 +177,7 @@ def probe_gpus(gpus: list[Gpu]) -> dict[str, GpuProbe]:
 
 
 def _start_probes(gpus: list[Gpu]) -> list[Child]:
-    """Start a probe for each GPU that has room for it."""
+    """Start a probe for each GPU that has 1 GB of free memory, or whose free memory is unknown."""
     return [
         _start_child("probe", env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu.uuid}, limit_s=PROBE_S, name=gpu.uuid)
         for gpu in gpus
@@ -196,21 +196,21 @@ def _read_probe(result: tuple[Any, str] | None) -> GpuProbe:
 
 
 def _add_memory_left(probes: dict[str, GpuProbe], before: Machine) -> dict[str, GpuProbe]:
-    """Add the memory that the GPUs still hold after the probes. A context dies with its process, in 0.15 s on an H200."""
+    """Add the memory that is still in use after the probes. An H200 frees a context 0.15 s after its process ended."""
     deadline = time.monotonic() + 1.0
     while True:
         answer, _ = _wait_for_children([_start_child("machine")])["machine"]
         if answer is None:
             return probes
         used = {gpu.uuid: gpu.memory_used for gpu in machine_from_json(answer).gpus}
-        left = {gpu.uuid: max(0, (used.get(gpu.uuid) or 0) - (gpu.memory_used or 0)) for gpu in before.gpus}
-        if time.monotonic() > deadline or all(count < 10**8 for count in left.values()):
-            return {uuid: replace(probe, left=left.get(uuid)) for uuid, probe in probes.items()}
+        still_used = {gpu.uuid: max(0, (used.get(gpu.uuid) or 0) - (gpu.memory_used or 0)) for gpu in before.gpus}
+        if time.monotonic() > deadline or all(count < 10**8 for count in still_used.values()):
+            return {uuid: replace(probe, left=still_used.get(uuid)) for uuid, probe in probes.items()}
         time.sleep(0.05)
 
 
 def _read_machine_without_gpus(why: str) -> Machine:
-    """Return what is known about the machine although NVML gave no answer."""
+    """Return the machine without its GPUs, because NVML did not respond."""
     total, available, limit = host_memory.read_memory()
     return Machine(
         os.uname().nodename, host_limits.count_cores(), total, available, gpu_error=f"NVML: {why}", cgroup_limit=limit

@@ -1,4 +1,4 @@
-"""The parts of an examination. Each runs in a child of its own, because a driver that never answers must hold up nothing else.
+"""The parts of an examination. Each runs in a separate child, so that a driver call that never returns blocks nothing else.
 
 python -I -S -c BOOT <folder of stoker> <folder of nvidia-ml-py> PART [argument]        prints one JSON object
 """
@@ -128,12 +128,12 @@ def _is_up(interface: str) -> bool:
 
 # ---- name lookups: torch looks up the host's own name and address for each new connection ----
 #
-# A name server that does not answer makes each lookup take 5 to 30 s, but makes none fail.
+# With a name server that is not responding, each lookup takes 5 to 30 s, but none fails.
 
 SLOW_S = 1.5  # a lookup that takes longer delays connections; a distant server answers in 0.3 s
-SERVER_S = 0.7
+SERVER_S = 0.7  # limit for the reply of a name server
 _SIOCGIFADDR = 0x8915
-# Asks for the root's name servers, which each server can answer, or passes on.
+# A DNS query for the root's name servers, which every server can answer or forward.
 _QUESTION = struct.pack("!6H", 0x5354, 0x0100, 1, 0, 0, 0) + b"\0" + struct.pack("!2H", 2, 1)
 
 
@@ -165,7 +165,7 @@ def _read_interface_address(interface: str) -> str | None:
 
 
 def _find_silent_name_servers() -> tuple[str, ...]:
-    """Ask all name servers at the same time. Return those that give no answer of any kind within SERVER_S."""
+    """Query all name servers at the same time. Return those that send no reply within SERVER_S."""
     lines = (line.split() for line in read_kernel_file("/etc/resolv.conf").splitlines())
     servers = [words[1] for words in lines if len(words) > 1 and words[0] == "nameserver"]
     questions = [
@@ -236,8 +236,8 @@ class _Cuda:
 
 
 def _probe_gpu() -> dict[str, Any]:
-    """Use the GPU. Return the fields of examination.Probe."""
-    began = time.monotonic()
+    """Use the GPU. Return the fields of examination.GpuProbe."""
+    started_at = time.monotonic()
     try:
         cuda = _Cuda()
     except OSError as problem:
@@ -247,13 +247,13 @@ def _probe_gpu() -> dict[str, Any]:
         outcome, detail = ("wrong", f"{wrong} of {N * N} results are wrong") if wrong else ("ok", "")
     except CudaError as problem:
         outcome, detail = _OUTCOMES.get(problem.code, "dead"), str(problem)
-    return {"outcome": outcome, "detail": detail, "seconds": round(time.monotonic() - began, 3)}
+    return {"outcome": outcome, "detail": detail, "seconds": round(time.monotonic() - started_at, 3)}
 
 
 def _count_wrong_results(cuda: _Cuda) -> int:
-    """Make a context, allocate memory, and multiply two matrices of integers, whose product floats hold exactly.
+    """Return how many elements of a matrix product the GPU computes wrong.
 
-    Return how many results are wrong.
+    Makes a context, allocates memory, and multiplies two matrices of integers, whose product is exact in float32.
     """
     device, context, module, kernel = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     cuda("cuInit", 0)
@@ -277,8 +277,8 @@ def _count_wrong_results(cuda: _Cuda) -> int:
     grid, threads = (N, 1, 1), (N, 1, 1)
     cuda("cuLaunchKernel", kernel, *grid, *threads, 0, None, arguments, None)
     cuda("cuCtxSynchronize")
-    result = array()
-    cuda("cuMemcpyDtoH_v2", result, blocks[2], size)
+    product = array()
+    cuda("cuMemcpyDtoH_v2", product, blocks[2], size)
     rows, columns = [a[i * N : (i + 1) * N] for i in range(N)], [b[j::N] for j in range(N)]
     expected = [sum(x * y for x, y in zip(row, column, strict=True)) for row in rows for column in columns]
-    return sum(1 for got, want in zip(result, expected, strict=True) if got != want)
+    return sum(1 for actual, correct in zip(product, expected, strict=True) if actual != correct)

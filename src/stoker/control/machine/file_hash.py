@@ -1,4 +1,4 @@
-"""sha256 of files. The hashes of big ones are cached: weights of 20 GB are read once, not at every start."""
+"""Computes SHA-256 hashes of files and caches those of big ones: weights of 20 GB are read once, not at every start."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from stoker.contract.safe_io import open_regular, read_json, write_atomic
 from stoker.contract.typed_values import read_value
 
 _CHUNK = 1 << 20
-_MIN_CACHED = 4 << 20  # bytes; a smaller file is read faster than looked up
-_RECENT_NS = 2_000_000_000  # a file changed this recently may change again without a change of its time
+_MIN_CACHED = 4 << 20  # bytes; reading a smaller file is faster than a look-up
+_RECENT_NS = 2_000_000_000  # a file that has just changed may change again without a new time stamp
 
 
 OnRead = Callable[[int], None]  # gets the number of bytes that were read
 
 
 def sha256_of(path: str) -> str:
-    """Return the hash of a regular file. Raises OSError, also for a named pipe, whose writer would be waited for."""
+    """Return the hash of a regular file. Raises OSError for any other file; a named pipe would block."""
     fd = open_regular(path)
     try:
         return _sha256(fd)

@@ -1,4 +1,4 @@
-"""Reads what a host and its GPUs are doing right now, again and again: cheap, and without a CUDA context."""
+"""Reads the gauges of a host and its GPUs repeatedly, at little cost and without a CUDA context."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from stoker.control.machine.model import Gpu, GpuGauges, HostGauges
 from stoker.control.machine.observe import Observer, read_recorded
 
 _SECTOR_BYTES = 512  # the unit of /proc/diskstats, whatever the disk's own sector size is
-# Not disks, or made of disks, whose bytes would be counted twice.
+# These are not disks, or they consist of disks and their bytes would be counted twice.
 _NOT_DISKS = ("loop", "ram", "zram", "dm-", "md", "sr", "fd")
 _NOT_LINKS = ("lo", "docker", "veth", "br-", "virbr", "tun", "tap", "dummy")
-_MAX_XIDS = 16  # that are kept of a GPU
+_MAX_XIDS = 16  # per GPU; older ones are dropped
 
 
 class HostMeter:
@@ -28,21 +28,21 @@ class HostMeter:
 
     def __init__(self, disk: str = ".") -> None:
         self._disk = disk
-        self._before: tuple[float, dict[str, int]] | None = None
+        self._last_reading: tuple[float, dict[str, int]] | None = None
 
     def read(self) -> HostGauges:
         now, counters = time.monotonic(), _read_counters()
         total, available, _ = host_memory.read_memory()
         disk_free, disk_total = _read_disk_space(self._disk)
         rates: dict[str, float] = {}
-        if self._before is not None:
-            then, before = self._before
-            seconds = max(now - then, 1e-3)
+        if self._last_reading is not None:
+            last_time, last_counters = self._last_reading
+            seconds = max(now - last_time, 1e-3)
             for name, value in counters.items():
-                # A counter goes back when a device was taken out, or a container moved.
-                if name in before and value >= before[name]:
-                    rates[name] = (value - before[name]) / seconds
-        self._before = now, counters
+                # A counter goes back when a device is removed or a container moves.
+                if name in last_counters and value >= last_counters[name]:
+                    rates[name] = (value - last_counters[name]) / seconds
+        self._last_reading = now, counters
         cpu_busy, cpu_total = rates.get("cpu_busy"), rates.get("cpu_all")
         return HostGauges(
             name=os.uname().nodename,
@@ -78,7 +78,7 @@ class Gauges:
         self._has_read_kernel_log = False
 
     def read(self, only: Collection[str] | None = None) -> tuple[HostGauges, tuple[GpuGauges, ...]]:
-        """Return the gauges of the host and of its GPUs. A driver that does not answer is reported with the host.
+        """Return the gauges of the host and of its GPUs. An error of the driver is reported with the host.
 
         `only` reads just these GPUs, without their processes and Xids.
         """
@@ -99,10 +99,10 @@ class Gauges:
             gpus = tuple(replace(gpu, host=host.name, xids=tuple(self._xids.get(gpu.uuid, ()))) for gpu in gpus)
             return replace(host, driver=nvml.read_driver()), gpus
         except Exception as problem:  # NVML makes its error classes at run time
-            return replace(host, gpu_error=f"NVML stopped answering: {problem}"), ()
+            return replace(host, gpu_error=f"NVML stopped responding: {problem}"), ()
 
     def _read_xids(self, gpus: tuple[GpuGauges, ...]) -> None:
-        """Add the new Xids. Those of the kernel's log happened before the first reading, and get time 0."""
+        """Add the new Xids. Those of the kernel's log get time 0, because they happened before the first reading."""
         assert self._observer is not None and self._observer.nvml is not None
         if not self._has_read_kernel_log:
             self._has_read_kernel_log = True
@@ -163,7 +163,7 @@ def _read_disk_space(path: str) -> tuple[int | None, int | None]:
 
 
 def _read_link_speed() -> float | None:
-    """Return the bytes per second of the fastest interface."""
+    """Return the bytes per second of the fastest interface, or None if unknown."""
     try:
         names = [name for name in os.listdir("/sys/class/net") if not name.startswith(_NOT_LINKS)]
     except OSError:
@@ -173,7 +173,7 @@ def _read_link_speed() -> float | None:
 
 
 def _read_pressure(resource: str) -> float | None:
-    """Return the share of the last 10 s in which some process was waiting for a resource."""
+    """Return the share of the last 10 s in which some process waited for a resource, or None if unknown."""
     for line in read_kernel_lines(f"/proc/pressure/{resource}"):
         kind, _, averages = line.partition(" ")
         percent = averages.partition("avg10=")[2].partition(" ")[0]
@@ -202,12 +202,12 @@ def _read_recorded_gauges(path: str, host: HostGauges) -> tuple[HostGauges, tupl
 
 
 def _make_recorded_gpu(gpu: Gpu, health: GpuHealth | None, hostname: str) -> GpuGauges:
-    same = ("index", "uuid", "name", "mig", "mig_parent", "pci", "memory_used", "memory_total", "error")
+    shared_fields = ("index", "uuid", "name", "mig", "mig_parent", "pci", "memory_used", "memory_total", "error")
     gauges = GpuGauges(
         host=hostname,
         processes=gpu.holders,
         utilization=None if gpu.utilization is None else gpu.utilization / 100,
-        **{name: getattr(gpu, name) for name in same},
+        **{name: getattr(gpu, name) for name in shared_fields},
     )
     if health is None:
         return gauges
@@ -228,5 +228,5 @@ def _read_recorded_health(path: str) -> dict[str, GpuHealth]:
         try:
             health[uuid] = read_frozen(GpuHealth, recorded)
         except ValueError:
-            continue  # of an older Stoker
+            continue  # an older Stoker recorded it
     return health

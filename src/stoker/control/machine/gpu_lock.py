@@ -37,11 +37,11 @@ class GpuLocks:
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
-        self.notices: list[str] = []  # what the last `take` could not lock as it should be locked
+        self.notices: list[str] = []  # why the last `take` could not lock a GPU for all users
         self._held: dict[str, int] = {}
 
     def take(self, uuids: list[str]) -> dict[str, str]:
-        """Lock all of these GPUs or none. Return UUID -> holder of those that are locked already; empty means success."""
+        """Lock all of these GPUs or none. Return UUID -> holder of those that were locked already, {} on success."""
         taken: dict[str, int] = {}
         refused: dict[str, str] = {}
         with contextlib.closing(_LockFolders(make=True)) as folders:
@@ -64,7 +64,7 @@ class GpuLocks:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """The open lock files. A child that inherits them keeps the locks until it ends."""
+        """Return the descriptors of the lock files. A child that inherits them keeps the locks until it ends."""
         return tuple(self._held.values())
 
     def release(self) -> None:
@@ -99,14 +99,14 @@ class LockFolder:
 
     path: str
     fd: int
-    is_shared: bool  # among all users
-    notice: str = ""  # why it does not work for all users
+    is_shared: bool  # whether it is the folder of all users
+    notice: str = ""  # why some users can't use it
 
 
 def open_folders(make: bool) -> Iterator[LockFolder | UnusableLockFolder]:
     """Yield the shared folder and then this user's own ones, or why one of them can't be used.
 
-    With `make`, missing ones are created; without, they are left out. The caller closes the fds.
+    With `make`, missing folders are created, else they are left out. The caller closes the fds.
     """
     shared = os.environ.get(env_vars.GPU_LOCKS) or _DEFAULT_DIR
     # Another user may also have taken the first of the own names, which is in /tmp.
@@ -166,10 +166,10 @@ def _check_shared(path: str, fd: int) -> str:
         )
     if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
         raise UnusableLockFolder(
-            f"{path} is not sticky ({mode}): others can remove its files; `chmod 1777 {path}` repairs it"
+            f"{path} is not sticky ({mode}): others can remove its files; repair it with `chmod 1777 {path}`"
         )
     if not os.access(".", os.W_OK | os.X_OK, dir_fd=fd, effective_ids=True):
-        raise UnusableLockFolder(f"{path} can't be written ({mode}); `chmod 1777 {path}` repairs it")
+        raise UnusableLockFolder(f"{path} can't be written ({mode}); repair it with `chmod 1777 {path}`")
     if is_open_to_all:
         return ""
     return f"{path} is not open to all users ({mode}): only those who can write there respect its locks"
@@ -285,9 +285,9 @@ def open_for_reading(folder: LockFolder, name: str) -> int | None:
 
 
 def _check_lock_file(fd: int, folder: LockFolder, name: str) -> int:
-    """Return the fd if it is a regular file with one name. If it had another one, we would overwrite that file.
+    """Return the descriptor if it is a regular file with one name; else close it and raise UnusableLockFolder.
 
-    Closes it and raises UnusableLockFolder otherwise.
+    A second name could be that of another file of the user, which we would overwrite.
     """
     status = os.fstat(fd)
     if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
@@ -314,10 +314,10 @@ def _make_open_error(name: str, problem: OSError, folder: LockFolder | None = No
     )
 
 
-def try_lock(fd: int, how: int) -> bool:
-    """Try to lock an open file (LOCK_EX or LOCK_SH) without waiting."""
+def try_lock(fd: int, operation: int) -> bool:
+    """Lock an open file (LOCK_EX or LOCK_SH) without waiting. Returns whether that worked."""
     try:
-        fcntl.flock(fd, how | fcntl.LOCK_NB)
+        fcntl.flock(fd, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -331,7 +331,7 @@ def _write_holder(fd: int, run_id: str) -> None:
 
 
 def describe_holder(fd: int) -> str:
-    """Return who has locked this file. Anybody can write the file, so its text counts only if the kernel agrees."""
+    """Return who has locked this file. Any user can write the file, so its text counts only if the kernel agrees."""
     run, pid = _read_holder(fd)
     status = os.fstat(fd)
     holder_pid = _find_lock_owner(status)
@@ -350,7 +350,7 @@ def describe_holder(fd: int) -> str:
 
 
 def read_last_holder(fd: int) -> str:
-    """Return the last holder of a lock that is free now, as its file says."""
+    """Return the last holder of a free lock, according to its file."""
     run, pid = _read_holder(fd)
     return f"run {run} (agent pid {pid})" if run else "unknown"
 
@@ -367,7 +367,7 @@ def _read_holder(fd: int) -> tuple[str, int]:
 
 
 def _find_lock_owner(status: os.stat_result) -> int:
-    """Return the pid that holds this file's flock; 0 if the kernel shows none, as in a container."""
+    """Return the pid that holds this file's flock, or 0 if the kernel shows none, as in a container."""
     file_id = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     rows = [line.split() for line in read_kernel_lines("/proc/locks")]
     same_inode = [row for row in rows if row[1:2] == ["FLOCK"] and row[5].endswith(f":{status.st_ino}")]

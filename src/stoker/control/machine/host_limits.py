@@ -1,4 +1,4 @@
-"""The host's cores, limits, disks and shared memory; the cgroup's limits where they are tighter."""
+"""Reads the host's cores, limits, disks and shared memory, or the cgroup's limits where they are tighter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stoker.contract.host_memory import find_cgroup_dirs, read_meminfo_values, r
 from stoker.contract.process import read_kernel_file, read_kernel_lines
 from stoker.control.machine import examination
 
-# statvfs on any other file system may wait for a server that does not answer.
+# statvfs on any other file system may wait for a server that is not responding.
 _LOCAL_FILE_SYSTEMS = ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs")
 _FULL_BYTES = 1 << 20  # with less than this free, or without free inodes, a file system is full
 
@@ -44,7 +44,7 @@ def find_full_disks() -> list[tuple[str, int, int]]:
         try:
             status = os.statvfs(path)
         except OSError:
-            continue  # not ours to see, or unmounted since
+            continue  # we may not examine it, or it has been unmounted since
         free = status.f_bavail * status.f_frsize
         has_inodes = status.f_favail > 0 or not status.f_files
         is_writable = not status.f_flag & os.ST_RDONLY
@@ -101,7 +101,7 @@ def read_max_files() -> int | None:
 
 
 def find_nearby_cpus(pci: str) -> list[int]:
-    """Return the CPUs near a PCI device; none if unknown. NVML's PCI address has 8 digits of domain, sysfs 4."""
+    """Return the CPUs near a PCI device, or [] if unknown. NVML's PCI address has 8 digits of domain, sysfs's has 4."""
     domain, _, rest = pci.lower().partition(":")
     text = read_kernel_file(f"/sys/bus/pci/devices/{domain[-4:]}:{rest}/local_cpulist").strip()
     ranges = (part.partition("-") for part in text.split(",") if part)
@@ -109,7 +109,7 @@ def find_nearby_cpus(pci: str) -> list[int]:
 
 
 def read_host_limits(runs_dir: str) -> examination.HostState:
-    """Return the disk space and the limits, which are quick to read. Other processes are left to the examination."""
+    """Return the host's disk space and limits, which are quick to read. Fields about other processes keep their defaults."""
     disk = runs_dir
     while disk and not os.path.isdir(disk):
         disk = os.path.dirname(disk)

@@ -1,4 +1,4 @@
-"""The kernel's log, where we may read it (as root, or with dmesg_restrict off)."""
+"""Reads the kernel's log, where that is allowed (as root, or with dmesg_restrict off)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 def read_messages(since: float = 0.0) -> Iterator[str]:
-    """Yield the messages since a wall-clock time, oldest first; none where the log can't be read."""
+    """Yield the messages since a wall-clock time, oldest first. Yields nothing if the log can't be read."""
     try:
         fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -20,9 +20,9 @@ def read_messages(since: float = 0.0) -> Iterator[str]:
             try:
                 record = os.read(fd, 8192).decode("utf-8", "replace")
             except BrokenPipeError:
-                continue  # our place in the ring was overwritten; the next read is the oldest message that is left
+                continue  # our position was overwritten; the next read returns the oldest message
             except OSError:
-                return  # EAGAIN: the end of the log
+                return  # EAGAIN at the end of the log
             head, _, text = record.partition(";")
             fields = head.split(",")
             if len(fields) > 2 and fields[2].isdigit() and booted + int(fields[2]) / 1e6 < since:

@@ -1,4 +1,4 @@
-"""Reads GPUs through NVML, without a CUDA context and without an entry in nvidia-smi. What a GPU doesn't have is None."""
+"""Reads GPUs through NVML, without a CUDA context and without an entry in nvidia-smi. A value that a GPU doesn't have is None."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _PEER = {
 # NVML sets the power-cap reason for moments on GPUs that draw half of their limit. A cap that slows a GPU holds it at its
 # limit, and lasts.
 NEAR_LIMIT = 0.95  # of the enforced power limit
-LASTING_S = 0.25  # that the reason must last; NVML's power is itself a mean over up to a second
-EVENTS_S = 0.2
-_MAX_EVENTS = 100  # per call: a broken GPU may report without end
+LASTING_S = 0.25  # how long the reason must last; NVML's power is itself a mean over up to a second
+EVENTS_S = 0.2  # how long to wait for new Xid events
+_MAX_EVENTS = 100  # per call; a broken GPU may report without end
 
 
 class NoDriver(Exception):
@@ -55,7 +55,7 @@ def _load_pynvml() -> Any:
     except OSError as problem:
         if "No such file" in str(problem):
             if os.path.exists("/dev/nvidiactl"):
-                line = "/dev/nvidiactl is there but libnvidia-ml.so.1 is not: the driver's library is missing"
+                line = "the driver's library libnvidia-ml.so.1 is missing, although /dev/nvidiactl exists"
                 raise DriverError(line) from problem
             raise NoDriver from problem
         raise DriverError(f"libnvidia-ml.so.1 does not load: {problem}") from problem
@@ -79,7 +79,7 @@ class Nvml:
     def __init__(self) -> None:
         self._nvml = _load_pynvml()
         self._handles: dict[str, Any] = {}
-        self._constants: dict[str, dict[str, Any]] = {}  # gauges that don't change, and cost a call each
+        self._constants: dict[str, dict[str, Any]] = {}  # gauges that don't change; each would cost a call
         self._reserved: dict[str, int] = {}  # bytes that the driver keeps for itself
         self._capped_since: dict[str, float] = {}  # when the GPU was first seen at its power cap
         self._events: Any = None  # the set of Xid events
@@ -153,7 +153,7 @@ class Nvml:
         )
 
     def _read_reserved_bytes(self, handle: Any) -> int:
-        """Return the memory that the driver keeps for itself; 0 if it does not tell.
+        """Return the memory that the driver keeps for itself, or 0 if unknown.
 
         It is in the result of `read_memory`, but not in what nvidia-smi and DCGM show as used.
         """
@@ -177,7 +177,7 @@ class Nvml:
         return self._read_holders(handle) if handle is not None else None
 
     def read_work(self, uuids: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Return what each GPU is doing now: utilisation in percent, why its clock is held down, its PCIe lanes."""
+        """Return for each GPU its utilization in percent, the reasons for a lowered clock, and its PCIe lanes."""
         handles = {uuid: self._handles[uuid] for uuid in uuids if uuid in self._handles}
         for uuid in handles:
             self._read_throttle_reasons(uuid)
@@ -198,7 +198,7 @@ class Nvml:
         return work
 
     def _read_throttle_reasons(self, uuid: str) -> tuple[str, ...] | None:
-        """Return what slows the GPU's clock, in words; None if NVML does not know.
+        """Return the reasons for a lowered clock, in words, or None if NVML does not know.
 
         A power cap counts if the GPU draws about its enforced limit, now and at a reading at least LASTING_S earlier, and
         no reading in between saw it uncapped.
@@ -222,7 +222,7 @@ class Nvml:
         return power is not None and bool(limit) and power >= NEAR_LIMIT * limit
 
     def read_gauges(self, only: Collection[str] | None = None, processes: bool = True) -> tuple[GpuGauges, ...]:
-        """Return what the GPUs are doing now: those of `only`, or all. A GPU that does not answer has an error.
+        """Return the gauges of the GPUs in `only`, or of all. A GPU that can't be read has an error.
 
         Without `processes`, their holders are not read.
         """
@@ -304,7 +304,7 @@ class Nvml:
     def read_health(self, kernel_xids: dict[str, list[int]]) -> dict[str, GpuHealth]:
         """Return the health of each GPU. `kernel_xids` has the Xids of the kernel's log by PCI address.
 
-        Many calls: this takes seconds with a broken driver, so a launch never waits for it.
+        This makes many calls, which take seconds with a broken driver, so a launch never waits for it.
         """
         gpus = [gpu for gpu in self.read_gpus() if gpu.mig is None and not gpu.error]
         for uuid, numbers in self._wait_for_xids(gpus, EVENTS_S).items():
@@ -366,7 +366,7 @@ class Nvml:
         )
 
     def _read_recovery(self, handle: Any) -> str | None:
-        """Return what the driver wants done about the GPU, in words."""
+        """Return the recovery action that the driver requests for the GPU, in words."""
         field = getattr(self._nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
         values = self._call(self._nvml.nvmlDeviceGetFieldValues, handle, [field]) if field is not None else None
         if not values or values[0].nvmlReturn != 0:

@@ -13,7 +13,7 @@ from stoker.control.machine.nvml import DriverError, NoDriver, Nvml
 
 
 class Observer:
-    """Observes the machine again and again. NVML stays open in between."""
+    """Observes the machine repeatedly. NVML stays open in between."""
 
     def __init__(self, recorded: str | None = None) -> None:
         self.recorded = recorded  # path of a recorded machine
@@ -40,7 +40,7 @@ class Observer:
             try:
                 gpus, driver = self.nvml.read_gpus(), self.nvml.read_driver()
             except Exception as problem:  # NVML makes its error classes at run time
-                error = f"NVML stopped answering: {problem}"
+                error = f"NVML stopped responding: {problem}"
         return Machine(
             hostname=system.nodename,
             cores=host_limits.count_cores(),
@@ -65,7 +65,9 @@ def read_recorded(path: str) -> Machine:
             data = parse_json(file.read())
         return machine_from_json(data["machine"] if isinstance(data, dict) and "machine" in data else data)
     except FileNotFoundError as problem:
-        raise errors.Refusal(f"{env_vars.MACHINE}={path}: no such file", errors.EX_NOINPUT) from problem
+        raise errors.Refusal(
+            f"the recorded machine {env_vars.MACHINE}={path} does not exist", errors.EX_NOINPUT
+        ) from problem
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
         line = f"{env_vars.MACHINE}={path} is not a recorded machine: {problem}"
         raise errors.Refusal(line, errors.EX_DATAERR) from problem

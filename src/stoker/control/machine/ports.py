@@ -1,4 +1,4 @@
-"""TCP ports: whether one is free, which process listens on it, and reserving one for rank 0's store."""
+"""Finds the process that listens on a TCP port, and reserves a port for rank 0's store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_listening(port: int, pids: Iterable[int]) -> bool:
 
 
 def find_listener(port: int) -> str | None:
-    """Return the process that listens on a port, in words; None if there is none."""
+    """Return the process that listens on a port, in words, or None."""
     sockets = _find_listening_sockets(port)
     if not sockets:
         return None
@@ -36,9 +36,9 @@ def find_listener(port: int) -> str | None:
 
 
 def reserve_port(address: str, port: int, soft: bool) -> tuple[socket.socket | None, dict[str, Any]]:
-    """Reserve a port for rank 0's store. Return a socket to keep open, and the answer to the coordinator.
+    """Reserve a port for rank 0's store. Return a socket to keep open, and the reply to the launcher.
 
-    `port` 0 asks for any free one. With `soft`, a port that is taken is replaced by a free one, and its holder is named.
+    `port` 0 means any free port. With `soft`, a port in use is replaced by a free one, and the reply names its holder.
 
     The port is bound and not listened on: the store can bind it too, while other launches, and programs that take any
     free port, don't get it. A program that sets SO_REUSEADDR and asks for this very port does get it, and then the
@@ -77,5 +77,5 @@ def _check_not_reserved(family: socket.AddressFamily, port: int) -> None:
             probe.bind(("", port))
         except OSError:
             if find_listener(port) is None and read_socket_table(port, _TIME_WAIT):
-                return  # only connections of an earlier run in TIME_WAIT, which don't stop the store (SO_REUSEADDR)
+                return  # connections of an earlier run in TIME_WAIT don't stop the store, which sets SO_REUSEADDR
             raise

@@ -20,7 +20,7 @@ def list_pids() -> list[int]:
 
 
 def list_open_files(pid: int) -> list[str]:
-    """Return what a process has open, as /proc/PID/fd names it; what may be read of it, if it ends or is another user's."""
+    """Return the targets of a process's descriptors, as far as we can read them before it ends."""
     targets = []
     try:
         for fd in os.listdir(f"/proc/{pid}/fd"):
@@ -68,10 +68,10 @@ def read_command_line(pid: int) -> str | None:
         return None
     is_cut = len(raw) > _MAX_COMMAND
     if is_cut:
-        # Not within a word, because half a secret would not be recognized.
+        # Cut between words, because half a secret would not be recognized.
         raw = raw[: max(raw.rfind(b"\0", 0, _MAX_COMMAND), raw.rfind(b" ", 0, _MAX_COMMAND), 0)]
     argv = raw.decode("utf-8", "replace").split("\0")
-    # setproctitle writes one line.
+    # A process that uses setproctitle has one line instead of arguments.
     line = " ".join(mask_argv(argv if len(argv) > 2 else " ".join(argv).split(" "))).strip()
     return f"{line} …".lstrip() if is_cut else line or None
 
@@ -157,7 +157,7 @@ def page_faults(pid: int, thread: int | None = None) -> int:
 
 
 def _stat_fields(pid: int, thread: int | None) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name; none once the process is gone."""
+    """Return the fields of /proc/PID/stat after the name, or [] once the process has ended."""
     path = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
     return read_kernel_file(path).rpartition(")")[2].split()
 

@@ -1,8 +1,8 @@
 """Tells whether a run started a process: its agent writes where it runs into the environment, which children inherit.
 
-The environment alone proves nothing. Schedulers, at, systemd-run and cron hand it to jobs of their own, which must outlive
-the run. What a run started itself is below its agent, or was: then its parent is one of those above the agent, and it is
-in the agent's control group.
+The environment alone proves nothing: schedulers, at, systemd-run and cron pass it on to their jobs, which must outlive the
+run. A process of the run is a descendant of its agent. If it is an orphan, its parent is an ancestor of the agent, and it
+is in the agent's control group.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _OWN_NAMES = ("stoker-agent", "stoker-guard")
 
 @frozen
 class RunOrigin:
-    """Where a run's processes were started."""
+    """Identifies the agent that started a run's processes, and its surroundings."""
 
     agent: int
-    start: int  # of the agent, in clock ticks since boot
-    job: str  # of a scheduler; empty for none
-    above: tuple[int, ...]  # the agent's ancestors. An orphan gets one of them as its parent: pid 1 or a subreaper
+    start: int  # the agent's, in clock ticks since boot
+    job: str  # the scheduler's job, or ""
+    ancestors: tuple[int, ...]  # the agent's. An orphan gets one of them as its parent: pid 1 or a subreaper
     cgroup: str
 
     def text(self) -> str:
-        return f"{self.agent}:{self.start}:{self.job}:{','.join(map(str, self.above))}:{self.cgroup}"
+        return f"{self.agent}:{self.start}:{self.job}:{','.join(map(str, self.ancestors))}:{self.cgroup}"
 
 
 def find_own_origin(environ: Mapping[str, str]) -> RunOrigin:
@@ -71,7 +71,7 @@ def read_cgroup(pid: int) -> str:
 
 
 def find_current_run(environ: Mapping[str, str]) -> str:
-    """Return the run in whose rank this process was started; empty for none.
+    """Return the run in whose rank this process was started, or "".
 
     A scheduler's job that only inherited the run's environment is not in it.
     """
@@ -83,7 +83,7 @@ def find_current_run(environ: Mapping[str, str]) -> str:
 
 
 def find_gpu_lender(environ: Mapping[str, str]) -> int:
-    """Return the pid of the process above this one that holds GPU locks for the runs it starts; 0 for none."""
+    """Return the pid of the process above this one that holds GPU locks for the runs it starts, or 0."""
     pid = environ.get(env_vars.GPU_LENDER, "")
     return int(pid) if is_digits(pid) and any(parent.pid == int(pid) for parent in ancestors(os.getpid())) else 0
 
@@ -94,7 +94,7 @@ def is_kept(pid: int) -> bool:
 
 
 def why_another_started_it(process: Process, table: Mapping[int, Process]) -> str:
-    """Return why a process with a run's environment, whose agent is gone, is not the run's own; empty if it is."""
+    """Return why a process with a run's environment, whose agent is gone, is not the run's own, or "" if it is."""
     environ = read_environment(process.pid)
     origin = parse_origin(environ.get(env_vars.RUN_ORIGIN))
     if origin is None:
@@ -110,9 +110,9 @@ def why_another_started_it(process: Process, table: Mapping[int, Process]) -> st
     if group != origin.cgroup:
         return f"another service started it: its control group is {group.rpartition(':')[2] or 'unknown'}"
     run, parents = environ.get(env_vars.RUN_ID), ancestors(process.pid, table)
-    of_the_run = [parent for parent in parents if read_environment(parent.pid).get(env_vars.RUN_ID) == run]
-    top = of_the_run[-1] if of_the_run else process
+    run_ancestors = [parent for parent in parents if read_environment(parent.pid).get(env_vars.RUN_ID) == run]
+    top = run_ancestors[-1] if run_ancestors else process
     starter = table.get(top.parent)
-    if starter is None or starter.pid in (1, origin.agent, *origin.above) or starter.name in _OWN_NAMES:
+    if starter is None or starter.pid in (1, origin.agent, *origin.ancestors) or starter.name in _OWN_NAMES:
         return ""
     return f"another process started it: pid {starter.pid} ({starter.name})"
