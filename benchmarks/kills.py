@@ -162,8 +162,8 @@ class Job:
 def running_below(folder: Path) -> list[int]:
     """All that carry the tag of a run in this folder: ranks, agent, guardian."""
     found = []
-    for one in procfs.all_processes():
-        tag = procfs.run_tag(one.pid)
+    for one in procfs.list_processes():
+        tag = procfs.read_run_tag(one.pid)
         if tag is not None and tag[1].startswith(str(folder)) and one.state != "Z":
             found.append(one.pid)
     return found

@@ -317,10 +317,10 @@ def stoker(tmp_path: Path) -> Iterator[Stoker]:
 def tagged(root: Path) -> list[str]:
     """Processes that carry the tag of a run below this folder."""
     found = []
-    for one in procfs.all_processes():
-        tag = procfs.run_tag(one.pid)
+    for one in procfs.list_processes():
+        tag = procfs.read_run_tag(one.pid)
         if tag and tag[1].startswith(str(root)) and one.state != "Z":
-            found.append(f"{one.pid} {procfs.command_line(one.pid)}")
+            found.append(f"{one.pid} {procfs.read_command_line(one.pid)}")
     return found
 
 

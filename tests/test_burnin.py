@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from conftest import Stoker, at_length, wait_for
-from stoker.control.doctor.burnin_analysis import Link, Replica, Speed, find_data_sheet, judge, links_from, replica_from
+from stoker.control.doctor.burnin_analysis import (
+    Link,
+    Replica,
+    Speed,
+    find_data_sheet,
+    judge,
+    parse_links,
+    parse_replica,
+)
 
 ROUND = 4
 
@@ -89,7 +97,7 @@ def test_who_is_slow(speeds: list[tuple[float, float]], more: dict[str, Any], sa
     ("links", "stopped", "says"),
     [
         pytest.param([Link((0, 1, 2), "nccl", 400.0), Link((0, 1), "nccl", 390.0), Link((0, 2), "nccl", 260.0), Link((1, 2), "nccl", 395.0)], False, [], id="fine"),
-        pytest.param([Link((0, 1), "nccl", 390.0), Link((0, 2), "nccl", 20.0), Link((1, 2), "nccl", 395.0)], False, [("warn", "the link GPU0–GPU2 is slow: 20.0 GB/s, the other pairs reach 392.5")], id="one slow"),
+        pytest.param([Link((0, 1), "nccl", 390.0), Link((0, 2), "nccl", 20.0), Link((1, 2), "nccl", 395.0)], False, [("warn", "the link GPU0–GPU2 is slow: 20.0 GB/s; the other pairs reach 392.5")], id="one slow"),
         pytest.param([Link((0, 1), "gloo", 0.5), Link((0, 2), "gloo", 0.1), Link((1, 2), "gloo", 0.5)], False, [], id="gloo: no speed judged"),
         pytest.param([Link((0, 1, 2), "nccl", 400.0, {"2": 7})], False, [("fail", "all-reduce over all 3 ranks gives wrong sums (elements: GPU2 7; nccl)")], id="wrong sum"),
         pytest.param([Link((1, 2), "nccl")], False, [("fail", "all-reduce over GPU1–GPU2 did not finish (nccl)")], id="hung"),
@@ -117,8 +125,8 @@ def test_data_sheets(card: str | None, figures: tuple[float, float] | None) -> N
 
 def test_records_become_replicas_and_links() -> None:
     head = {"is": "replica", "rank": 1, "card": None, "uuid": None, "units": 1, "torch": "2.13", "round": 40}
-    assert replica_from([], "CPU1") is None
-    found = replica_from(
+    assert parse_replica([], "CPU1") is None
+    found = parse_replica(
         [
             head,
             {"is": "speed", "when": "start", "tflops": 0.1, "gbs": 9},
@@ -134,8 +142,8 @@ def test_records_become_replicas_and_links() -> None:
         and found.step_s == 0.5
     )
     begun = {"is": "begun", "ranks": [0, 1], "backend": "nccl"}
-    assert links_from([begun]) == [Link((0, 1), "nccl")]
-    assert links_from([begun, {**begun, "is": "link", "bus_gbs": 5.0, "wrong": {}}]) == [Link((0, 1), "nccl", 5.0)]
+    assert parse_links([begun]) == [Link((0, 1), "nccl")]
+    assert parse_links([begun, {**begun, "is": "link", "bus_gbs": 5.0, "wrong": {}}]) == [Link((0, 1), "nccl", 5.0)]
 
 
 # ---- real runs ----

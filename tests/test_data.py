@@ -23,7 +23,7 @@ import numpy as np
 
 from conftest import EVERYTHING, Stoker, at_length, wait_for
 from stoker.contract.errors import Refusal
-from stoker.control.doctor.stale_caches import cache_roots
+from stoker.control.doctor.stale_caches import list_cache_roots
 from stoker.training.config.amount import lines_in
 from stoker.training.data import shards, show, units
 from stoker.training.data.build import best_fit
@@ -623,5 +623,5 @@ def test_a_folder_of_other_things_is_not_marked_as_a_cache(tmp_path: Path) -> No
         prepare(data, TokenizerConfig(path="bytes"), lambda line: None)
     assert sorted(os.listdir(home)) == ["stoker-cache", "thesis.tex"]
     assert (home / "stoker-cache/CACHEDIR.TAG").exists() and (cache / "CACHEDIR.TAG").exists()
-    roots = [root for kind, root, _ in cache_roots({"STOKER_CACHE": str(home)}, str(tmp_path)) if kind == "data"]
+    roots = [root for kind, root, _ in list_cache_roots({"STOKER_CACHE": str(home)}, str(tmp_path)) if kind == "data"]
     assert roots == [str(cache / "datasets"), str(home / "stoker-cache/datasets")]

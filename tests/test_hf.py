@@ -31,7 +31,7 @@ from torch import Tensor
 from conftest import at_length
 from stoker.contract.errors import Refusal
 from stoker.contract.frozen import replace
-from stoker.contract.host_memory import limit_memory, used_memory
+from stoker.contract.host_memory import limit_memory, read_used_memory
 from stoker.training.model import hf, hf_config, hf_stream, hf_write
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
@@ -657,7 +657,7 @@ def test_weights_are_converted_some_rows_at_a_time(tmp_path: Path) -> None:
     path.write_bytes(whole.view(torch.uint8).numpy().data)
     out = torch.empty(rows, columns)
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    limit_memory(used_memory() + size // 2)
+    limit_memory(read_used_memory() + size // 2)
     try:
         Stream(torch.device("cpu")).fill(Stored(str(path), "BF16", (rows, columns), 0, size), out)
     finally:

@@ -15,7 +15,7 @@ from stoker.control.machine.nvml import DriverError, NoDriver, Nvml
 
 try:
     NVML: Nvml | None = Nvml()
-    WHY = "" if NVML.gpus() else "NVML shows no GPU"  # type: ignore[union-attr]
+    WHY = "" if NVML.read_gpus() else "NVML shows no GPU"  # type: ignore[union-attr]
 except (NoDriver, DriverError) as problem:
     NVML, WHY = None, f"no GPU here: {str(problem) or 'no NVIDIA driver'}"
 
@@ -51,12 +51,12 @@ def _mine(stoker: Stoker) -> set[int]:
 
 def _gpu() -> Any:
     assert NVML is not None
-    return NVML.gpus()[0]
+    return NVML.read_gpus()[0]
 
 
 def _pids() -> set[int]:
     assert NVML is not None
-    return NVML.pids(_gpu().uuid)
+    return NVML.read_pids(_gpu().uuid)
 
 
 def _holder(stoker: Stoker, gigabytes: float, seconds: float) -> subprocess.Popen[bytes]:
@@ -100,7 +100,7 @@ def test_a_rank_on_the_card(real: Stoker) -> None:
     done = real("run", script)
     gpu = _gpu()
     assert done.code == 0, done.err
-    assert f"sum 1.0 {gpu.index}\n" == done.out and f"✓ Found {len(NVML.gpus())} GPU(s)" in done.err  # type: ignore[union-attr]
+    assert f"sum 1.0 {gpu.index}\n" == done.out and f"✓ Found {len(NVML.read_gpus())} GPU(s)" in done.err  # type: ignore[union-attr]
     assert (
         "[Rank 0] MEM:POST-MODEL RAM " in done.err
         and " GPU " in done.err.partition("MEM:POST-MODEL")[2].partition("\n")[0]
@@ -109,7 +109,7 @@ def test_a_rank_on_the_card(real: Stoker) -> None:
 
 def test_more_ranks_than_cards_are_refused(real: Stoker) -> None:
     assert NVML is not None
-    count = len(NVML.gpus())
+    count = len(NVML.read_gpus())
     done = real("run", "--nproc-per-node", str(count + 1), real.script("ok.py", "print('ran')"))
     assert done.code == 69 and f"{count + 1} ranks asked for and" in done.err and not (real.cwd / "runs").exists()
     done = real("run", "--gpus", "99", "ok.py")

@@ -98,16 +98,16 @@ def test_protocol_refuses_another_version_and_endless_greetings(noise: bytes) ->
 def test_beats_come_through_and_old_ones_are_dropped_not_mixed_up() -> None:
     memory = mmap.mmap(-1, beat.PAGE_SIZE)
     writer, reader = beat.BeatWriter(memory, 7), beat.BeatReader(memory)
-    assert reader.new() == []
+    assert reader.read_new() == []
     for step in range(5):
         writer.beat(1000 + step, step, 1)
     writer.beat(2000, 9, 0, 2.5)
-    got = reader.new()
+    got = reader.read_new()
     assert [beat.step for beat in got] == [0, 1, 2, 3, 4, 9]
     assert got[-1].loss == 2.5 and got[0].loss is None
     for step in range(1000):
         writer.beat(step, step)
-    late = reader.new()
+    late = reader.read_new()
     assert [beat.step for beat in late] == list(range(1000 - beat.SLOTS + 1, 1000))
 
 
@@ -190,17 +190,17 @@ def test_verdict_survives_json_and_a_newer_writer() -> None:
 
 
 def test_a_module_is_found_because_it_lies_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stoker.contract.discovery import modules_in
+    from stoker.contract.discovery import import_modules
 
     folder = tmp_path / "found_parts"
     folder.mkdir()
     (folder / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ImportError, match="holds no modules"):
-        modules_in("found_parts")
+        import_modules("found_parts")
     for name in ("second", "first"):
         (folder / f"{name}.py").write_text(f"NAME = {name!r}")
-    assert [module.NAME for module in modules_in("found_parts")] == ["first", "second"]
+    assert [module.NAME for module in import_modules("found_parts")] == ["first", "second"]
 
 
 def test_a_command_tells_what_is_wrong_with_a_value_in_the_readers_words() -> None:

@@ -31,11 +31,11 @@ def verdict_with(kernel: str, code: int) -> str:
 @pytest.mark.parametrize("started_as", ["a", SICK[:15], SPENT[:15]])
 def test_the_name_of_a_crashed_program_accuses_no_gpu(started_as: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forged = [CRASH.format(started_as, name) for name in (SICK, f"a): 79 process 4242 {SICK}", f"{SPENT} {SICK}")]
-    monkeypatch.setattr(kernel_log, "lines", lambda since=0.0: iter(forged))
-    assert examine_child._kernel_xids() == {}
+    monkeypatch.setattr(kernel_log, "read_messages", lambda since=0.0: iter(forged))
+    assert examine_child._read_kernel_xids() == {}
     assert {verdict_with(line, -6) for line in forged} == {verdict_with("", -6)}
-    monkeypatch.setattr(kernel_log, "lines", lambda since=0.0: iter([REAL_XID]))
-    assert examine_child._kernel_xids() == {"0000:3b:00": [79]}
+    monkeypatch.setattr(kernel_log, "read_messages", lambda since=0.0: iter([REAL_XID]))
+    assert examine_child._read_kernel_xids() == {"0000:3b:00": [79]}
     assert verdict_with(REAL_XID, -6) == "gpu.lost"
 
 

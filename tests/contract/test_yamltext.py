@@ -13,7 +13,7 @@ from stoker.contract.yaml_text import YamlError, parse_yaml
         ("a: 1\nb: {c: 2,\n    c: 3}\n", "c appears twice (first in line 2)", 3),
         ("a: 1\na: 2\n", "a appears twice (first in line 1)", 2),
         ("- [1\n- 2\n", "", 3),
-        ("a: &x [*x]\n", "an alias that contains itself", 1),
+        ("a: &x [*x]\n", "an alias contains itself", 1),
         ("[" * 2000, "nested too deeply", 0),
         ("? {a: 1}\n: 2\n", "", 1),
         ("a: 2026-13-45\n", "month", 0),

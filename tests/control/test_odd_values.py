@@ -17,7 +17,7 @@ from stoker.contract.text import truncate_json
 from stoker.control.cluster.check_facts import ClusterFacts, HostFacts
 from stoker.control.cluster.cluster_check import doctor_findings
 from stoker.control.cluster.hosts import read_hosts_file as read_hosts
-from stoker.control.doctor.leftovers import find_others
+from stoker.control.doctor.leftovers import find_other_processes
 from stoker.control.launch.attempt import read_error, read_exit_context
 from stoker.control.machine import procfs
 from stoker.control.machine.examination import examination_from_json
@@ -135,7 +135,7 @@ def test_a_host_that_says_it_has_no_core_is_planned_for() -> None:
 def test_a_process_without_a_name_on_a_gpu_ends_no_clean(name: str) -> None:
     """Any user may call theirs so (PR_SET_NAME), and empty its command line."""
     card = Gpu(0, "GPU-0", holders=(Holder(7, 1, name, "bob"),))
-    (found,) = find_others(Machine("x", 1, 1, 1, gpus=(card,)), set(), recorded=True)
+    (found,) = find_other_processes(Machine("x", 1, 1, 1, gpus=(card,)), set(), recorded=True)
     assert "ask bob to end it" in found.advice
 
 
@@ -171,7 +171,7 @@ def test_no_word_is_cut_in_two() -> None:
 def test_a_word_is_not_cut_within(words: list[str], shown: str) -> None:
     with subprocess.Popen([*words, "600"], executable="/bin/sleep") as child:
         try:
-            assert wait_for(lambda: procfs.command_line(child.pid), 10.0) == shown  # empty for a moment after exec
+            assert wait_for(lambda: procfs.read_command_line(child.pid), 10.0) == shown  # empty for a moment after exec
         finally:
             child.kill()
 

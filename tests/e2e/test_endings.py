@@ -248,7 +248,7 @@ def test_a_killed_agent_is_a_failure_of_its_own(stoker: Stoker) -> None:
 
     run = stoker.start(*own_script(stoker, "saves", "earlier"))
     assert wait_for(lambda: is_ready(stoker), 30)
-    table = procfs.all_processes()
+    table = procfs.list_processes()
     agents = [one for one in table if one.name == "stoker-agent" and one.pid in procfs.descendants(run.pid, table)]
     assert len(agents) == 1
     os.kill(agents[0].pid, signal.SIGKILL)

@@ -88,7 +88,7 @@ def test_a_neighbours_port_on_another_address_stops_no_role(address: str) -> Non
         watching = ReadyWatch(rule, [("127.0.0.1", port)], 0.0, 1)
         assert watching.ready.wait(10)
         with Neighbour(address, port):
-            assert listeners.listening_users("127.0.0.1", port) == {os.getuid()}
+            assert listeners.find_listening_users("127.0.0.1", port) == {os.getuid()}
             for _ in range(MAX_FAILED_CHECKS + 2):
                 own.accept()[0].close()  # one look each
         watching.close()
@@ -98,8 +98,8 @@ def test_a_neighbours_port_on_another_address_stops_no_role(address: str) -> Non
 @pytest.mark.parametrize(("address", "dual"), [("127.0.0.1", False), ("0.0.0.0", False), ("::", True)])
 def test_a_neighbour_who_would_be_asked_in_the_roles_place_is_found(address: str, dual: bool) -> None:
     with Neighbour(address, dual=dual) as neighbour:
-        assert listeners.listening_users("127.0.0.1", neighbour.port) == {ATTACKER}
-        assert listeners.listening_users("localhost", neighbour.port) == {ATTACKER}
+        assert listeners.find_listening_users("127.0.0.1", neighbour.port) == {ATTACKER}
+        assert listeners.find_listening_users("localhost", neighbour.port) == {ATTACKER}
         watching = ReadyWatch(ReadyRule("port", ""), [("127.0.0.1", neighbour.port)], 0.0, 1)
         wrong = wait_for(lambda: watching.problem or None, 10)
         watching.close()
@@ -112,13 +112,13 @@ def test_an_answer_that_its_sender_no_longer_holds_is_nobodys() -> None:
     with socket.create_connection(("127.0.0.1", neighbour.port)) as connected:
         assert wait(neighbour.pid) == 0
         with pytest.raises(ConnectionResetError, match="closed the connection"):
-            listeners.answering_users(connected)
+            listeners.find_answering_users(connected)
 
 
 def test_ones_own_server_is_known_before_and_after_it_accepts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         with socket.create_connection(server.getsockname()) as connected:
-            assert listeners.answering_users(connected) == {os.getuid()}
+            assert listeners.find_answering_users(connected) == {os.getuid()}
             with server.accept()[0]:
-                assert listeners.answering_users(connected) == {os.getuid()}
-            assert listeners.answering_users(connected) == {os.getuid()}  # it listens on
+                assert listeners.find_answering_users(connected) == {os.getuid()}
+            assert listeners.find_answering_users(connected) == {os.getuid()}  # it listens on

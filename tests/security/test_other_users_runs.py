@@ -138,7 +138,7 @@ listing = run_index.list_runs(root)
 assert listing.others == 1 and not listing.damaged, listing
 assert not safe_io.is_own(theirs) and safe_io.is_own(root)
 stale_files.FRESH_S = -1.0
-assert [entry.name for entry, _ in stale_files._own_entries(root, stale_files.re.compile("step-.*"))] == ["step-00000001"]
+assert [entry.name for entry, _ in stale_files._list_own_entries(root, stale_files.re.compile("step-.*"))] == ["step-00000001"]
 assert list(folders.steps_in(root)) == [2, 1] and not folders.is_trusted(theirs)
 folders.repair(root)
 hf_write.sweep(root, "step-00000002")

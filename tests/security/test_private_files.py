@@ -113,7 +113,7 @@ def test_a_folder_of_the_path_that_may_not_be_entered_costs_no_bundle(tmp_path: 
     for name in ("nvidia-smi", "dmesg"):
         (tmp_path / name).write_text("")
         (tmp_path / name).chmod(0o644)
-    code = "from stoker.control.doctor.support_bundle import _run; print(_run(['nvidia-smi', '-q']))"
+    code = "from stoker.control.doctor.support_bundle import _run_command; print(_run_command(['nvidia-smi', '-q']))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PATH": str(tmp_path)},

@@ -373,7 +373,7 @@ def test_another_users_listener_at_the_endpoint_is_not_joined(
     port: int, machines: list[Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its ranks would be our peers."""
-    monkeypatch.setattr(rendezvous, "answering_users", lambda connection: {12345})
+    monkeypatch.setattr(rendezvous, "find_answering_users", lambda connection: {12345})
     with socket.create_server(("127.0.0.1", port)):
         machines.append(Machine(port))
         refusal = machines[-1].end()

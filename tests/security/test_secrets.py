@@ -237,9 +237,9 @@ def test_commands_of_other_processes_are_shown_without_secrets() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", *words])
     try:
         deadline = time.monotonic() + 30
-        while "--api-key" not in (procfs.command_line(child.pid) or "") and time.monotonic() < deadline:
+        while "--api-key" not in (procfs.read_command_line(child.pid) or "") and time.monotonic() < deadline:
             time.sleep(0.01)
-        shown = procfs.command_line(child.pid) or ""
+        shown = procfs.read_command_line(child.pid) or ""
         assert shown.endswith(f"--api-key {MASK} DB_PASSWORD={MASK} --max-tokens 5")
     finally:
         child.kill()

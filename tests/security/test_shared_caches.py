@@ -21,7 +21,7 @@ from small_model import write_model
 from stoker.contract.disk_space import DiskSpace
 from stoker.contract.errors import Refusal
 from stoker.contract.evidence import RankError, RankExit
-from stoker.control.doctor.stale_caches import cache_roots, find_caches
+from stoker.control.doctor.stale_caches import find_caches, list_cache_roots
 from stoker.control.record import private_folders
 from stoker.control.record.metrics_log import MetricsWriter
 from stoker.control.verdict.echo import is_consequence
@@ -323,7 +323,7 @@ def test_cleaning_caches_leaves_what_is_not_stokers(tmp_path: Path) -> None:
     prepared.mkdir()
 
     def found() -> list[str]:
-        return [one.path for one in find_caches(cache_roots({}, str(checkout))) if one.kind == "data"]
+        return [one.path for one in find_caches(list_cache_roots({}, str(checkout))) if one.kind == "data"]
 
     assert found() == []
     ours.tag(str(tmp_path))

@@ -25,7 +25,7 @@ from stoker.contract.errors import Refusal
 from stoker.contract.process import find_process, send_signal
 from stoker.control.agent.probes import host
 from stoker.control.doctor import stale_files
-from stoker.control.machine.gpu_lock import GpuLocks, held_gpus
+from stoker.control.machine.gpu_lock import GpuLocks, find_held_gpus
 from stoker.control.plan.run_dir import RunDir, discard_run_dir
 from stoker.control.record import private_folders, run_index
 from stoker.control.scheduler import slurm_job
@@ -637,7 +637,7 @@ def test_ones_own_runs_still_exclude_each_other(locks: Path, precious: Path, pla
         first, second = GpuLocks("first"), GpuLocks("second")
         assert first.take([UUID]) == {} and len(first.notices) == 1, first.notices
         assert UUID in second.take([UUID])  # another open file: as another process would have
-        assert list(held_gpus([UUID])) == [UUID]
+        assert list(find_held_gpus([UUID])) == [UUID]
         assert stat.S_IMODE(os.stat(f"{locks}-{uid}").st_mode) == 0o700
 
     do_as(uid, body)
@@ -657,7 +657,7 @@ def test_where_every_lock_folder_is_taken_the_run_starts_without_a_lock_and_says
         mine = GpuLocks("r")
         assert mine.take([UUID]) == {}
         assert any("another run may pick it too" in line for line in mine.notices), mine.notices
-        assert held_gpus([UUID]) == {}
+        assert find_held_gpus([UUID]) == {}
 
     do_as(VICTIM, body)
 
@@ -674,7 +674,7 @@ def test_two_users_exclude_each_other(locks: Path, public: Path) -> None:
     try:
         assert wait_for(lambda: True if (public / "ready").exists() else None, SOON)
         expected = f"run theirs (agent pid {holder}, user {VICTIM})"
-        assert held_gpus([UUID]) == {UUID: expected}
+        assert find_held_gpus([UUID]) == {UUID: expected}
 
         def other() -> None:
             assert GpuLocks("mine").take([UUID]) == {UUID: expected}
@@ -740,7 +740,7 @@ def test_whatever_a_lock_file_says_its_holder_is_named_by_the_kernel(
     pid = start_as(ATTACKER, squat)
     try:
         assert wait_for(lambda: True if (public / "squats").exists() else None, SOON)
-        for holders in (held_gpus([UUID]), GpuLocks("r").take([UUID])):
+        for holders in (find_held_gpus([UUID]), GpuLocks("r").take([UUID])):
             assert list(holders) == [UUID]
             assert holders[UUID].startswith(f"pid {pid} (") and f"user {ATTACKER}" in holders[UUID]
             assert "--share-gpus" in holders[UUID]  # the way out

@@ -245,7 +245,7 @@ def test_a_job_that_a_rank_submits_outlives_the_run(stoker: Stoker, scheduler: S
     )
     log = stoker.cwd / "runs" / "latest" / "attempt-0" / "rank-0.log"
     assert wait_for(lambda: True if log.exists() and b"helper" in log.read_bytes() else None, 30)
-    table = procfs.all_processes()
+    table = procfs.list_processes()
     keepers = [
         one.pid for one in table if one.pid in procfs.descendants(run.pid, table) and one.name.startswith("stoker-")
     ]
@@ -270,7 +270,7 @@ def test_a_job_that_a_rank_submits_outlives_the_run(stoker: Stoker, scheduler: S
         lambda: True if find_process(helper_pid) is None or find_process(helper_pid).state == "Z" else None, 10
     )  # type: ignore[union-attr]
     assert scheduler.job_lives
-    assert procfs.run_tag(scheduler.job) is not None, (
+    assert procfs.read_run_tag(scheduler.job) is not None, (
         "the job has the run's environment: the test would prove nothing without"
     )
 
@@ -316,7 +316,7 @@ def test_what_is_marked_to_be_kept_is_kept(stoker: Stoker, ending: str) -> None:
     )
     text = done.log(0).decode()
     kept, swept = (int(re.search(rf"{word} (\d+)", text)[1]) for word in ("kept", "swept"))  # type: ignore[index]
-    below = procfs.descendants(kept, procfs.all_processes())
+    below = procfs.descendants(kept, procfs.list_processes())
     try:
         assert done.code == int(ending) and text.rstrip().endswith("None")
         assert find_process(kept) is not None and len(below) == 1 and find_process(swept) is None
@@ -335,7 +335,7 @@ def tag(run_dir: Path, where: run_origin.RunOrigin) -> dict[str, str]:
 @pytest.fixture
 def here() -> run_origin.RunOrigin:
     """As if this process were the agent."""
-    return run_origin.own_origin({})
+    return run_origin.find_own_origin({})
 
 
 def strangers(run_dir: Path, here: run_origin.RunOrigin, start: Start) -> dict[str, subprocess.Popen[bytes]]:
@@ -349,7 +349,7 @@ def strangers(run_dir: Path, here: run_origin.RunOrigin, start: Start) -> dict[s
             "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); time.sleep(600)",
         ]
     )
-    elsewhere = replace(here, agent=broker.pid, above=(1,))
+    elsewhere = replace(here, agent=broker.pid, ancestors=(1,))
     return {
         "it belongs to Slurm job 77": start(["sleep", "600"], {**tag(run_dir, here), "SLURM_JOB_ID": "77"}),
         "outside its run's Slurm job 5": start(["sleep", "600"], tag(run_dir, replace(here, job="5"))),
@@ -407,7 +407,7 @@ def test_another_control_group_is_another_service(tmp_path: Path, start: Start, 
     me = find_process(one.pid)
     assert me is not None
     try:
-        table = {entry.pid: entry for entry in procfs.all_processes()}
+        table = {entry.pid: entry for entry in procfs.list_processes()}
         assert run_origin.why_another_started_it(me, table) == ""
         (group / "cgroup.procs").write_text(str(one.pid))
         assert f"/stoker-test-{os.getpid()}" in run_origin.why_another_started_it(me, table)
@@ -423,24 +423,24 @@ def test_a_process_within_execve_shows_its_environment() -> None:
     for _ in range(100):
         child = subprocess.Popen(["sleep", "600"], env={"MINE": "1", "PATH": os.environ["PATH"]})
         try:
-            assert procfs.environment(child.pid) == {"MINE": "1", "PATH": os.environ["PATH"]}
+            assert procfs.read_environment(child.pid) == {"MINE": "1", "PATH": os.environ["PATH"]}
         finally:
             child.kill()
             child.wait()
     bare = subprocess.Popen(["/bin/sleep", "600"], env={})
     try:
-        assert procfs.environment(bare.pid) == {}
+        assert procfs.read_environment(bare.pid) == {}
     finally:
         bare.kill()
         bare.wait()
-    assert procfs.environment(bare.pid) == {}
+    assert procfs.read_environment(bare.pid) == {}
 
 
 # ---- being in a rank ----
 
 
 def test_a_run_in_a_rank_knows_it_and_a_job_with_its_environment_does_not(stoker: Stoker, scheduler: Scheduler) -> None:
-    asks = "import os\nfrom stoker.control.machine.run_origin import current_run\nprint('in', current_run(os.environ) == os.environ['STOKER_RUN_ID'], flush=True)\n"
+    asks = "import os\nfrom stoker.control.machine.run_origin import find_current_run\nprint('in', find_current_run(os.environ) == os.environ['STOKER_RUN_ID'], flush=True)\n"
     done = stoker(
         "run",
         stoker.script(
@@ -454,7 +454,7 @@ def test_a_run_in_a_rank_knows_it_and_a_job_with_its_environment_does_not(stoker
     assert done.log(0).count(b"in True\n") == 2
     with open(f"/proc/{scheduler.job}/environ", encoding="utf-8") as file:
         handed = dict(item.partition("=")[::2] for item in file.read().split("\0") if item)
-    assert handed[env_vars.RUN_ID] == done.run_dir.name and run_origin.current_run(handed) == ""
+    assert handed[env_vars.RUN_ID] == done.run_dir.name and run_origin.find_current_run(handed) == ""
 
 
 def test_submit_hands_on_nothing_that_makes_a_rank(tmp_path: Path) -> None:

@@ -114,9 +114,9 @@ class BurninReport:
         self.replicas = []
         for rank in ranks:
             name = rank["label"] if ranks_per_gpu[rank["label"]] == 1 else f"{rank['label']}#{rank['rank']}"
-            replica = analysis.replica_from(_read_records(os.path.join(folder, f"rank-{rank['rank']}.jsonl")), name)
+            replica = analysis.parse_replica(_read_records(os.path.join(folder, f"rank-{rank['rank']}.jsonl")), name)
             self.replicas += [replica] if replica is not None else []
-        self.links = analysis.links_from(_read_records(os.path.join(folder, "links.jsonl"))) if run else []
+        self.links = analysis.parse_links(_read_records(os.path.join(folder, "links.jsonl"))) if run else []
         self.judgement = analysis.judge(self.replicas, self.links, stopped=self.status == "stopped")
         used = {rank["gpu"] for rank in ranks}
         gpus = [gpu for machine in run.data["hosts"].values() for gpu in machine["gpus"]] if run else []

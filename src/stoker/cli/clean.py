@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
 def _clean_leftovers(args: argparse.Namespace) -> int:
     machine, gpu_memory = _observe_gpus()
     dead, uncertain = leftovers.find_leftovers(gpu_memory, args.runs_dir)
-    others = leftovers.find_others(
+    others = leftovers.find_other_processes(
         machine, {leftover.process.pid for leftover in dead}, _recorded_machine() is not None
     )
     locks, strange = stale_files.find_locks()
@@ -160,10 +160,10 @@ def _recorded_machine() -> str | None:
 
 def _observe_gpus() -> tuple[Machine, dict[int, int]]:
     """Return the machine, and the GPU memory of each process by pid (none for a recorded machine: its pids mean nothing here)."""
-    machine = leftovers.look_at_gpus(_recorded_machine())
+    machine = leftovers.observe_gpus(_recorded_machine())
     if isinstance(machine, str):
         return Machine(os.uname().nodename, 0, 0, 0, gpu_error=machine), {}
-    return machine, {} if _recorded_machine() else leftovers.gpu_memory(machine)
+    return machine, {} if _recorded_machine() else leftovers.sum_gpu_memory(machine)
 
 
 def _stop(
@@ -176,13 +176,13 @@ def _stop(
         return stopped, []
     gone = {leftover.process.pid for leftover in processes if leftover.gpu_memory is not None}
     gone -= {process.pid for process in stopped.survivors}
-    return stopped, cleanup.wait_for_memory(before, gone, lambda: leftovers.look_at_gpus(None))
+    return stopped, cleanup.wait_for_memory(before, gone, lambda: leftovers.observe_gpus(None))
 
 
 def _clean_caches(args: argparse.Namespace) -> int:
-    caches = stale_caches.find_caches(stale_caches.cache_roots(os.environ, os.getcwd()))
+    caches = stale_caches.find_caches(stale_caches.list_cache_roots(os.environ, os.getcwd()))
     to_prune = stale_caches.choose_to_prune(caches, args.older_than, args.max_size)
-    not_pruned = cleanup.prune(to_prune) if args.yes else []
+    not_pruned = cleanup.remove_caches(to_prune) if args.yes else []
     if args.json:
         _print_json(
             dry_run=not args.yes,

@@ -147,7 +147,7 @@ def prepare_main(argv: list[str]) -> int:
     parser = build_prepare_parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        parser.unknown(unknown)
+        parser.refuse_unknown(unknown)
     layers = gather(getattr(args, "keys", ()), os.environ)
     resolved = settle(layers, _is_for_gpus(layers))
     check(resolved.config, resolved.given)

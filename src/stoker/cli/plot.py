@@ -12,7 +12,7 @@ from typing import Any
 from stoker.contract import layout
 from stoker.contract.errors import EX_NOINPUT, EX_USAGE, Refusal, parsing
 from stoker.contract.frozen import as_json
-from stoker.contract.options import OptionParser, complete_run_names, suggest
+from stoker.contract.options import OptionParser, offer_run_names, suggest
 from stoker.contract.terminal import print_coloured, print_json, print_status, print_text, uses_colour
 from stoker.contract.text import escape, is_digits
 from stoker.contract.units import format_bytes, format_duration
@@ -59,7 +59,7 @@ def build_parser() -> OptionParser:
     parser = OptionParser(
         "stoker plot", "Plots a metric of one or more runs in the terminal, or as a PNG file.", _PLOT_EXAMPLES
     )
-    complete_run_names(
+    offer_run_names(
         parser.add_argument("runs", nargs="*", metavar="RUN", help="ids, names or paths of runs (default: the newest)")
     )
     metric = "any name in metrics.jsonl (default: loss; for GRPO reward, with KL, entropy and the like)"
@@ -227,10 +227,8 @@ def build_compare_parser() -> OptionParser:
         "Compares two runs: settings that differ, results side by side, and whether the difference is more than noise.",
         _COMPARE_EPILOG,
     )
-    complete_run_names(parser.add_argument("first", metavar="A", help="id, name or path of a run"))
-    complete_run_names(
-        parser.add_argument("second", metavar="B", help="id, name or path of the run to compare it with")
-    )
+    offer_run_names(parser.add_argument("first", metavar="A", help="id, name or path of a run"))
+    offer_run_names(parser.add_argument("second", metavar="B", help="id, name or path of the run to compare it with"))
     parser.option("--metric", "NAME", "metric to compare (default: reward if both runs have one, else loss)")
     parser.runs_dir()
     parser.switch("--json", "print the comparison as JSON")

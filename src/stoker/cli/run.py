@@ -82,11 +82,11 @@ def split(argv: list[str], parser: OptionParser | None = None) -> tuple[dict[str
     at = _script_index(parser, words)
     parsed, unknown = parser.parse_known_args(words[:at])
     if unknown:
-        parser.unknown(unknown)
+        parser.refuse_unknown(unknown)
     options = vars(parsed)
     script, script_args = options.pop("script"), options.pop("args")
     if script is not None or script_args:  # argparse takes a flag with a space in it for the script
-        parser.unknown([script, *script_args])
+        parser.refuse_unknown([script, *script_args])
     args = words[at + 1 :]
     if args[:1] == ["--"] and len(words) == len(
         argv

@@ -52,7 +52,7 @@ def main(argv: list[str], tools: Tools | None = None) -> int:
     parser = build_parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        parser.unknown(unknown)
+        parser.refuse_unknown(unknown)
     options = build_options(SpeedrunOptions, vars(args))
     if options.json and not options.plan:
         raise errors.Refusal("--json needs --plan", errors.EX_USAGE)

@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     if unknown:
         if not unknown[0].startswith("-"):
             raise Refusal(f"put -- before the run: stoker submit [options] -- {' '.join(unknown)}", EX_USAGE)
-        parser.unknown(unknown)
+        parser.refuse_unknown(unknown)
     options = build_options(SubmitOptions, vars(args))
     root = os.path.abspath(layout.runs_root(options.runs_dir, os.environ, write=True))
     if root == layout.private_runs_root(os.environ):

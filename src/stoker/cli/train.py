@@ -165,7 +165,7 @@ def main(argv: list[str]) -> int:
     parser = build_parser(stage)
     args, unknown = parser.parse_known_args(words)
     if unknown:
-        parser.unknown(unknown)
+        parser.refuse_unknown(unknown)
     options = vars(args)
     from stoker.cli.run import role_environment
 

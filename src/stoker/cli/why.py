@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     root = layout.runs_root(args.runs_dir, os.environ)
     name, colon, job = (args.run or "").partition(":")
-    if colon and (scheduler := schedulers.scheduler_named(name)) is not None:
+    if colon and (scheduler := schedulers.find_scheduler_by_name(name)) is not None:
         jobs = runs(scheduler)
         job_run = jobs.run_of(root, job)
         if job_run is None:

@@ -16,7 +16,8 @@ _BEAT = struct.Struct("<Qqd?I")  # time_ns, step, loss, has_loss, optimizer
 RING_AT = 16
 SLOTS = 256
 PAGE_SIZE = RING_AT + SLOTS * _BEAT.size
-MAX_NEW_BEATS = 100_000_000  # no script makes more between two reads: a larger count was not written by us
+# No script makes more steps between two reads, so a larger count was not written by us.
+MAX_NEW_BEATS = 100_000_000
 _COUNT = struct.Struct("<Q")
 _COUNT_AT = 8
 
@@ -46,28 +47,28 @@ class BeatWriter:
 
 
 class BeatReader:
-    """Reads a rank's beats. `seen` counts the beats read so far; `torn` is set once the page holds something else."""
+    """Reads a rank's beats. Sets `is_overwritten` once the page holds something else."""
 
     def __init__(self, memory: mmap) -> None:
         self._memory = memory
-        self.seen = 0
-        self.torn = False
+        self.read_count = 0
+        self.is_overwritten = False
 
     @property
     def written(self) -> int:
         return int(_COUNT.unpack_from(self._memory, _COUNT_AT)[0])
 
-    def new(self) -> list[Beat]:
+    def read_new(self) -> list[Beat]:
         """Return the beats since the last call, at most the newest SLOTS - 1 of them."""
         version, _, written = _HEADER.unpack_from(self._memory, 0)
-        if written < self.seen or written - self.seen > MAX_NEW_BEATS or version != VERSION:
-            self.torn = True  # the page is the script's memory too, and the script wrote over it
-        if self.torn:
+        if written < self.read_count or written - self.read_count > MAX_NEW_BEATS or version != VERSION:
+            self.is_overwritten = True  # the page is the script's memory too, and the script wrote over it
+        if self.is_overwritten:
             return []
         beats = []
-        for number in range(max(self.seen, written - SLOTS + 1, 0), written):
+        for number in range(max(self.read_count, written - SLOTS + 1, 0), written):
             offset = RING_AT + (number % SLOTS) * _BEAT.size
             time_ns, step, loss, has_loss, optimizer = _BEAT.unpack_from(self._memory, offset)
             beats.append(Beat(time_ns, step, loss if has_loss else None, optimizer))
-        self.seen = written
+        self.read_count = written
         return beats

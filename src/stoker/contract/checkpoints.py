@@ -23,8 +23,8 @@ def find_newest_checkpoint(run_dir: str, warn: Callable[[str], None] | None = No
     """Return the newest complete checkpoint of a run, or None.
 
     A folder is complete if it holds manifest.json, which is written last, and every file that the manifest names has
-    its size. A file is complete once it has its own name (write to NAME.tmp, then rename). Checkpoints that belong to
-    another user than root are left out. `warn` gets a line about those, and one about newer folders that are
+    its size. A file is complete once it has its own name (write to NAME.tmp, then rename). Checkpoints of
+    other users are left out, except root's. `warn` gets a line about those, and one about newer folders that are
     incomplete: a script that writes no manifest would start from scratch each time without a hint why.
     """
     checkpoints_dir = os.path.join(run_dir, layout.CHECKPOINTS)
@@ -53,7 +53,7 @@ def find_newest_checkpoint(run_dir: str, warn: Callable[[str], None] | None = No
     if incomplete and warn is not None:
         path, missing = incomplete[0]
         others = f" ({len(incomplete) - 1} more like it)" if len(incomplete) > 1 else ""
-        instead = f"using {escape(os.path.basename(newest.path))}" if newest else "there is no other"
+        instead = f"using {escape(os.path.basename(newest.path))}" if newest else "there is no other checkpoint"
         warn(
             f"{escape(path)} is not a complete checkpoint: {missing}{others}; {instead}"
             " (`stoker docs python` explains what makes one complete)"
@@ -62,7 +62,7 @@ def find_newest_checkpoint(run_dir: str, warn: Callable[[str], None] | None = No
 
 
 def find_newest_step(run_dir: str) -> int | None:
-    """Return the step of the newest folder with a manifest that `stoker train` has saved. Reads names only."""
+    """Return the step of the newest folder with a manifest that `stoker train` has saved, or None. Reads names only."""
     checkpoints_dir = os.path.join(run_dir, layout.CHECKPOINTS)
     try:
         steps = [int(match[1]) for name in os.listdir(checkpoints_dir) if (match := _STEP_DIR.fullmatch(name))]
@@ -80,10 +80,12 @@ def _is_trusted(path: str, parent: str, warn: Callable[[str], None] | None) -> b
         uids = (os.lstat(path).st_uid, os.stat(path).st_uid)
     except OSError:
         return False  # removed meanwhile, a dangling link, or another user's mount
-    strangers = [uid for uid in uids if not safe_io.is_trusted(uid, parent)]
-    if strangers and warn is not None:
-        warn(f"{escape(path)} belongs to {safe_io.user_name(strangers[0])}: it is not used as a checkpoint of this run")
-    return not strangers
+    other_uids = [uid for uid in uids if not safe_io.is_trusted(uid, parent)]
+    if other_uids and warn is not None:
+        warn(
+            f"{escape(path)} belongs to {safe_io.user_name(other_uids[0])}, so it is not used as a checkpoint of this run"
+        )
+    return not other_uids
 
 
 def _step_in_name(name: str) -> int:

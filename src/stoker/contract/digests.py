@@ -12,8 +12,8 @@ _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 _WEIGHTS = (".safetensors", ".gguf", ".bin")
 
 
-def file_digest(path: str) -> str:
-    """Return the SHA-256 of a file. Of weights above 4 MiB it hashes the size, first MiB and 64 blocks of 64 KiB."""
+def digest_file(path: str) -> str:
+    """Return the SHA-256 of a file. For weights above 4 MiB it hashes the size, first MiB and 64 blocks of 64 KiB."""
     digest = hashlib.sha256()
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -29,15 +29,15 @@ def file_digest(path: str) -> str:
     return digest.hexdigest()
 
 
-def path_digest(path: str) -> str:
+def digest_path(path: str) -> str:
     """Return the digest of a file, or of a folder's files except hidden ones, Markdown and subfolders."""
     if not os.path.isdir(path):
-        return file_digest(path)
+        return digest_file(path)
     names = [name for name in sorted(os.listdir(path)) if not name.startswith(".") and not name.endswith(".md")]
     files = [(name, os.path.join(path, name)) for name in names]
-    return combined_digest((name, file_digest(file)) for name, file in files if os.path.isfile(file))
+    return combine_digests((name, digest_file(file)) for name, file in files if os.path.isfile(file))
 
 
-def combined_digest(digests: Iterable[tuple[str, str]]) -> str:
+def combine_digests(digests: Iterable[tuple[str, str]]) -> str:
     """Return one digest for several files, given the name and digest of each."""
     return hashlib.sha256("\n".join(f"{name} {digest}" for name, digest in digests).encode()).hexdigest()

@@ -10,7 +10,7 @@ from importlib import import_module
 from types import ModuleType
 
 
-def modules_in(package: str) -> list[ModuleType]:
+def import_modules(package: str) -> list[ModuleType]:
     """Import all modules of a package and return them in the order of their names."""
     package_dir = import_module(package).__path__[0]
     names = sorted(name[:-3] for name in os.listdir(package_dir) if name.endswith(".py") and name != "__init__.py")

@@ -9,12 +9,13 @@ import os
 from stoker.contract.errors import EX_CANTCREAT, Refusal
 from stoker.contract.units import format_bytes
 
-RESERVED_FRACTION, MAX_RESERVED_BYTES = 0.02, 2 << 30  # of a disk stay free: the smaller of the two
-_BYTES_BETWEEN_CHECKS = 64 << 20  # smaller files are written without a look at the disk
+# The smaller of the two stays free: 2 % of a disk, or 2 GiB on disks above 100 GiB.
+RESERVED_FRACTION, MAX_RESERVED_BYTES = 0.02, 2 << 30
+_BYTES_BETWEEN_CHECKS = 64 << 20  # so that statvfs is not called for every small file
 
 
 class DiskSpace:
-    """Watches the disk of a folder. `hint` tells the user how to choose another folder."""
+    """Checks the free space on the disk of a folder. `hint` tells the user how to choose another folder."""
 
     def __init__(self, folder: str, hint: str) -> None:
         self._folder, self._hint, self._unchecked = folder, hint, 0
@@ -30,6 +31,6 @@ class DiskSpace:
         reserved = min(int(RESERVED_FRACTION * total), MAX_RESERVED_BYTES)
         if total and free < reserved:  # some network mounts report a size of 0
             line = (
-                f"{self._folder}: its disk has {format_bytes(free)} left, and {format_bytes(reserved)} must stay free"
+                f"the disk of {self._folder} has {format_bytes(free)} free, and {format_bytes(reserved)} must stay free"
             )
             raise Refusal(f"{line}; {self._hint}", EX_CANTCREAT)

@@ -20,7 +20,7 @@ PASSED_OPTIONS = "STOKER_HANDED"  # options of a `stoker run` that may hold secr
 JOB_PID = "STOKER_PARENT"  # pid of the job of which this `stoker run` is a role; the run ends when the job is killed
 RDZV_SECRET = "STOKER_RDZV_SECRET"  # machines started by hand prove to know it at their rendezvous; ranks never get it
 RDZV_SECRET_FILE = "STOKER_RDZV_SECRET_FILE"
-PY_SPY = "STOKER_PY_SPY"  # the py-spy program; empty: none, stacks come from faulthandler
+PY_SPY = "STOKER_PY_SPY"  # the py-spy program; if it is empty, stacks come from faulthandler
 GPU_RANK = "GPU_RANK"
 RECIPES = "stoker.training.recipes."  # prefix of the modules that `stoker train` runs
 # Prefix of phases (`stoker.phase`) in which a rank waits for a server, and other ranks may wait for the rank.

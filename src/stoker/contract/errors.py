@@ -20,14 +20,14 @@ EX_TEMPFAIL = 75  # --wait ran out: try again later
 EX_NOPERM = 77
 EX_CONFIG = 78  # a config file with unknown or impossible values
 
-_MAX_LINE = 16_000  # characters: fits 512 hosts that do not answer, each with its reason
+_MAX_LINE = 16_000  # characters; fits 512 hosts that are not responding, each with its reason
 
 
 class Refusal(Exception):
-    """An error that the user can fix: one line, more lines below it if `more` has some, and the exit code.
+    """An error that the user can fix: a line, further lines in `more`, and the exit code.
 
-    The line quotes file names, keys and other foreign text, so control codes and line ends in it are escaped. A line
-    above 16,000 characters loses its middle.
+    The line quotes file names, keys and other foreign text, so control codes and line ends in it are escaped. The
+    middle of a line above 16,000 characters is cut out.
     """
 
     def __init__(

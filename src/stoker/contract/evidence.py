@@ -1,4 +1,4 @@
-"""What packages pass to each other and write to disk: how a rank ended, why it stalled, findings and the verdict."""
+"""Records that packages pass to each other or write to disk: how a rank ended or stalled, findings and the verdict."""
 
 from __future__ import annotations
 
@@ -58,14 +58,13 @@ class LastCall:
 
 @frozen
 class ExitContext:
-    """What an agent sees on its host when a rank ends badly. None stands for what it could not see."""
+    """The state of a host when a rank ends badly, as its agent sees it. A field is None if it could not be read."""
 
     rss: tuple[tuple[float, int], ...] = ()  # (time, resident bytes) of the rank and its children, newest last
     host_available: int | None = None  # bytes
     host_total: int | None = None
-    kernel: tuple[
-        str, ...
-    ] = ()  # the kernel's log since the rank's start: lines with its pid, out-of-memory kills, Xids
+    # Lines of the kernel's log since the rank's start: those with its pid, out-of-memory kills and Xids.
+    kernel: tuple[str, ...] = ()
     holders: tuple[dict[str, Any], ...] = ()  # processes on its GPU: pid, memory, command, user, run, ours
     gpu_total: int | None = None
     shm_free: int | None = None
@@ -92,7 +91,7 @@ class RankExit:
     stack: str = ""  # what faulthandler wrote on a fatal signal
     oom_killed: bool = False
     core: bool = False
-    last_call: LastCall | None = None  # None: it was in no call, or the line is unknown
+    last_call: LastCall | None = None  # None if it was in no call, or if the line is unknown
     script_end: ScriptEnd | None = None  # None after an exception, a signal or os._exit()
     around: ExitContext = ExitContext()
 
@@ -108,9 +107,8 @@ class Evidence:
     stopped_at: float = 0.0  # when Stoker began to stop the ranks, for any reason
     steps_reached: int = 0  # --stop-after-steps was reached, so Stoker ended the ranks
     stall: Stall | None = None  # the stall that was known when the attempt ended
-    trouble: tuple[
-        dict[str, Any], ...
-    ] = ()  # reasons for which Stoker stopped the job: verdict/catalogue.py:make_report
+    # The reasons for which Stoker stopped the job (verdict/catalogue.py:make_report).
+    trouble: tuple[dict[str, Any], ...] = ()
     regrouping: str = ""  # a host that came back: the ranks were ended after a checkpoint to let it join
     notes: tuple[str, ...] = ()  # observations that ended nothing: a straggler, a loss of NaN
     checkpoint: SavedCheckpoint | None = None  # the newest complete one in the run directory
@@ -152,9 +150,9 @@ class BadNumber:
     value: str
     source: str  # beat | line
     line: str = ""
-    firm: bool = False  # it stays so: more than one bad batch
-    stops: bool = True  # the job ends if it stays so; otherwise it is only reported
-    counted: bool = False  # the line names no step: `step` is the count at its arrival
+    firm: bool = False  # the value has stayed bad for more than one batch
+    stops: bool = True  # the job is stopped if the value stays bad; otherwise it is only reported
+    counted: bool = False  # the line names no step, so `step` is the number of steps counted at its arrival
     shared: bool = False  # only this rank prints a loss and averaging spreads NaN, so any rank may be its source
 
 
@@ -190,7 +188,7 @@ class Verdict:
 
     @property
     def stalled(self) -> bool:
-        """Return whether ranks stopped making progress. `detected_s` says how long that took to notice."""
+        """Return whether ranks stopped making progress. `detected_s` is the time until Stoker noticed."""
         return self.cause.startswith("hang.") or self.cause.endswith((".diverged", ".unequal-batches"))
 
     @property

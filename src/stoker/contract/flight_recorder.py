@@ -63,7 +63,7 @@ def summarize_trace(trace: Any) -> list[dict[str, Any]]:
 
 
 def is_usual_next(past: list[Any], operation: Any) -> bool | None:
-    """Return whether `operation` followed when the end of `past` occurred before. None: it has not repeated yet."""
+    """Return whether `operation` followed when the end of `past` occurred before, or None if it has not repeated yet."""
     longest, distance = 0, 0
     followers: set[Any] = set()
     # past[end] followed past[:end]: compare the end of past[:end] with the end of past.
@@ -98,7 +98,7 @@ def count_elements(sizes: Any) -> list[int]:
 
 
 def operation_signature(op: str, sizes: Any) -> tuple[str, tuple[int, ...]]:
-    """Return what must be the same on all ranks of a group that enter one operation together."""
+    """Return an operation's name and sizes, which must be equal on all ranks that enter it together."""
     return operation_kind(op), tuple(count_elements(sizes)) if sizes_must_agree(op) else ()
 
 

@@ -139,7 +139,7 @@ def options_of(cls: Any) -> dict[str, Option]:
 
 
 def as_json(value: Any) -> Any:
-    """Return a value of frozen objects, tuples and mappings as json.dumps takes it."""
+    """Return frozen objects, tuples and mappings as the lists and dicts that json.dumps accepts."""
     if hasattr(type(value), "__fields__"):
         return {name: as_json(getattr(value, name)) for name in type(value).__fields__}
     if isinstance(value, (list, tuple)):

@@ -55,19 +55,19 @@ def all_stacks(run_dir: str, attempt: int) -> str:
     return os.path.join(attempt_dir(run_dir, attempt), "stacks.txt")
 
 
-def runs_root(given: str | None, environment: dict[str, str] | os._Environ[str], write: bool = False) -> str:
-    """Return the folder of the runs: the given one, else $STOKER_RUNS, else ./runs, else a private one of this user.
+def runs_root(runs_dir: str | None, environment: dict[str, str] | os._Environ[str], write: bool = False) -> str:
+    """Return the folder of run directories: `runs_dir`, else $STOKER_RUNS, else ./runs, else this user's private one.
 
     The private one is used if ./runs can't be written. `write` says that a new run goes there; without it, a read-only
     ./runs is returned if the user has no private folder. Raises Refusal if others can replace what is in it.
     """
-    chosen = given or environment.get("STOKER_RUNS")
+    chosen = runs_dir or environment.get("STOKER_RUNS")
     if chosen or _is_writable("runs"):
         root = chosen or "runs"
         why = why_unsafe_root(root) if write else ""
         if why:
             line = f"the runs folder {os.path.abspath(root)} can't be used: {why}, so others can replace your runs"
-            raise Refusal(f"{line}; choose a folder of your own with --runs-dir", EX_CANTCREAT, cause="launch.runs-dir")
+            raise Refusal(f"{line}; choose another folder with --runs-dir", EX_CANTCREAT, cause="launch.runs-dir")
         return root
     private = private_runs_root(environment)
     base = os.path.dirname(os.path.dirname(private))

@@ -19,36 +19,36 @@ if TYPE_CHECKING:
 class Range:
     low: float
     high: float = math.inf
-    above: bool = False  # exclude `low` itself
-    below: bool = False  # exclude `high` itself
+    exclude_low: bool = False
+    exclude_high: bool = False
 
     def __call__(self, help: str, default: float, **settings: Any) -> Any:
         """Return an option that takes a number in this range."""
         return option(help, default=default, limit=self, **settings)
 
     def __contains__(self, value: object) -> bool:
-        assert isinstance(value, (int, float)), f"a limit of {value!r}, which is not a number"
+        assert isinstance(value, (int, float)), f"can't compare {value!r} with a range: it is not a number"
         try:
             number = float(value)
         except OverflowError:  # an int of 309 digits or more
             return False
         return (
-            (self.low < value if self.above else self.low <= value)
-            and (value < self.high if self.below else value <= self.high)
+            (self.low < value if self.exclude_low else self.low <= value)
+            and (value < self.high if self.exclude_high else value <= self.high)
             and math.isfinite(number)
         )
 
     def __str__(self) -> str:
         if self.high == math.inf:
-            return f"above {self.low:g}" if self.above else f"at least {self.low:g}"
-        return f"from {self.low:g} to {'below ' if self.below else ''}{self.high:g}"
+            return f"above {self.low:g}" if self.exclude_low else f"at least {self.low:g}"
+        return f"from {self.low:g} to {'below ' if self.exclude_high else ''}{self.high:g}"
 
 
-MAX_COUNT = 10**9  # of anything that a run counts; a million times as many tokens and samples
+MAX_COUNT = 10**9  # the limit of anything that a run counts; tokens and samples may be a million times as many
 COUNT, FROM_ONE, FROM_TWO = Range(0, MAX_COUNT), Range(1, MAX_COUNT), Range(2, MAX_COUNT)
 LARGE, SEED = Range(0, MAX_COUNT * 10**6), Range(0, 2**63 - 1)
-NOT_NEGATIVE, POSITIVE = Range(0), Range(0, above=True)
-FRACTION, FRACTION_BELOW_ONE = Range(0, 1), Range(0, 1, below=True)
+NOT_NEGATIVE, POSITIVE = Range(0), Range(0, exclude_low=True)
+FRACTION, FRACTION_BELOW_ONE = Range(0, 1), Range(0, 1, exclude_high=True)
 
 
 def choice(*choices: str) -> Callable[[str], Any]:

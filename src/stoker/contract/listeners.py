@@ -7,24 +7,24 @@ import ipaddress
 import socket
 import sys
 
-from stoker.contract.process import kernel_lines
+from stoker.contract.process import read_kernel_lines
 
 LISTEN = "0A"
-_NO_INODE = "0"  # of a connection that is not accepted yet, or closed
+_NO_INODE = "0"  # the inode of a connection that is not accepted yet, or is closed
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 
 
 def read_socket_table(port: int, state: str) -> list[list[str]]:
     """Return the kernel's rows of the sockets on this local port that are in this state."""
-    rows = _socket_rows()
+    rows = _read_socket_rows()
     return [row for row in rows if row[3] == state and int(row[1].rsplit(":", 1)[1], 16) == port]
 
 
-def _socket_rows() -> list[list[str]]:
-    return [line.split() for table in _TABLES for line in kernel_lines(table)[1:]]
+def _read_socket_rows() -> list[list[str]]:
+    return [line.split() for table in _TABLES for line in read_kernel_lines(table)[1:]]
 
 
-def listening_users(host: str, port: int) -> set[int]:
+def find_listening_users(host: str, port: int) -> set[int]:
     """Return the uids whose sockets would get a connection to this address of this machine.
 
     The kernel prefers a socket that listens on that very address to one that listens on all. Others may have the port
@@ -49,8 +49,8 @@ def listening_users(host: str, port: int) -> set[int]:
     return listening
 
 
-def answering_users(connected: socket.socket) -> set[int]:
-    """Return the uids that have, or will have, the other end of this connection. Empty if it is on another machine.
+def find_answering_users(connected: socket.socket) -> set[int]:
+    """Return the uids that have, or will have, the other end of this connection; an empty set for another machine.
 
     Reads the listening sockets first: a process that stops listening has taken the connection by then. Raises OSError
     if the other end is closed: the kernel lists it as root's then, and it may have sent an answer before.
@@ -59,10 +59,10 @@ def answering_users(connected: socket.socket) -> set[int]:
     if remote != local and not ipaddress.ip_address(remote.partition("%")[0]).is_loopback:
         return set()
     pairs = zip(_kernel_spellings(remote), _kernel_spellings(local), strict=True)
-    ends = {(f"{theirs}:{remote_port:04X}", f"{ours}:{local_port:04X}") for theirs, ours in pairs}
+    ends = {(f"{remote_hex}:{remote_port:04X}", f"{local_hex}:{local_port:04X}") for remote_hex, local_hex in pairs}
     for _ in range(3):  # /proc may miss a row while other sockets open and close
-        uids = listening_users(remote, remote_port)
-        rows = [row for row in _socket_rows() if (row[1], row[2]) in ends]
+        uids = find_listening_users(remote, remote_port)
+        rows = [row for row in _read_socket_rows() if (row[1], row[2]) in ends]
         uids |= {int(row[7]) for row in rows if row[9] != _NO_INODE}
         if rows or uids:
             break

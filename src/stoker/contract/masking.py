@@ -22,7 +22,7 @@ Span = tuple[int, int]
 def mask_text(text: str) -> str:
     """Return a text without its secrets."""
     text = _mask_known(text)
-    return _mask_spans(text, _spans(text))
+    return _mask_spans(text, _find_spans(text))
 
 
 def mask_lines(text: str) -> list[str]:
@@ -38,7 +38,7 @@ def mask_value(name: str, value: str) -> str:
 def mask_argv(argv: Iterable[str]) -> list[str]:
     """Return the words of a command line without secrets: NAME=VALUE, and the word behind --api-key."""
     words = [_mask_known(word) for word in argv]
-    return [_mask_spans(word, spans) for word, spans in zip(words, _spans_of_argv(words), strict=True)]
+    return [_mask_spans(word, spans) for word, spans in zip(words, _find_spans_of_argv(words), strict=True)]
 
 
 def mask_json(value: Any) -> Any:
@@ -93,36 +93,36 @@ def _mask_entry(key: Any, value: Any) -> Any:
     return mask_json(value)
 
 
-def _spans_of_argv(words: list[str]) -> list[list[Span]]:
+def _find_spans_of_argv(words: list[str]) -> list[list[Span]]:
     """Return for each word the parts that are secrets."""
     spans: list[list[Span]] = []
     flag = ""
     for word in words:
         if flag and not word.startswith("-") and _is_secret_value(flag, word):
             spans.append([(0, len(word))])
-        elif begin := _secret_assignment(word):
+        elif begin := _find_assigned_secret(word):
             spans.append([(begin, len(word))])
         else:
-            spans.append(_spans(word))
+            spans.append(_find_spans(word))
         flag = word.lstrip("-") if word.startswith("--") and "=" not in word and is_secret_name(word) else ""
     return spans
 
 
-def _secret_assignment(word: str) -> int:
-    """Return where the secret begins in NAME=VALUE, --name=VALUE and --env=NAME=VALUE; 0: there is none."""
+def _find_assigned_secret(word: str) -> int:
+    """Return where the secret begins in NAME=VALUE, --name=VALUE or --env=NAME=VALUE, or 0 if there is none."""
     name, equals, value = word.partition("=")
     if not equals or not _pattern(rf"-{{0,2}}[\w.-]{{1,{_MAX_NAME}}}").fullmatch(name):
         return 0
     if is_secret_name(name.lstrip("-")) and _is_secret_value(name, value):
         return len(name) + 1
-    inner = _secret_assignment(value)
+    inner = _find_assigned_secret(value)
     return inner and len(name) + 1 + inner
 
 
-def _spans(text: str) -> list[Span]:
+def _find_spans(text: str) -> list[Span]:
     """Return where a text holds secrets, by names and by shapes, in order and without overlaps."""
     merged: list[Span] = []
-    for begin, end in sorted([*_spans_by_words(text), *_spans_by_shape(text)]):
+    for begin, end in sorted([*_find_spans_by_words(text), *_find_spans_by_shape(text)]):
         if merged and begin <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(end, merged[-1][1])
         elif begin < end:
@@ -170,7 +170,7 @@ _ABOUT_A_SECRET = _words(
     " index kind length limit method mode name names parallelism path paths policy ref required size source timeout ttl"
     " type uri url"
 )
-# Every name of a secret contains one of these. Other words need no closer look.
+# Every name of a secret contains one of these. Other names are not examined further.
 _SEEDS = _words("key token secret pass pwd cred auth cookie jwt mnemonic dsn webhook pat pw connection")
 _MAX_NAME = 100  # characters: longer words are base64 data and would fill the cache
 
@@ -222,7 +222,8 @@ _NO_SECRETS = _words("true false yes no on off none null 0 1 *** ... … passwor
 
 # ---- words of a text: names of secrets, and tokens ----
 
-# Behind a name: NAME=VALUE, name: value, "name": VALUE; behind a flag also --name VALUE, and '--name', 'VALUE' of a list.
+# These separate a name from its value: NAME=VALUE, name: value, "name": VALUE; _BLANK only follows a flag, as in
+# --name VALUE and '--name', 'VALUE' of a list.
 _EQUALS = r"""(?:\\*["'])?\]?[^\S\n]{0,20}(?:=>|[=:])(?![=:/])[^\S\n]{0,20}"""
 _BLANK = r"""(?:\\*["'])?,? {1,4}(?!-)"""
 # A value ends at its closing quote, else at a blank or a comma.
@@ -232,7 +233,7 @@ _AMBIGUOUS = _words(
     "token auth pass pat pw sig signature secrets passwords credentials x-amz-signature x-goog-signature"
 )
 _MACHINE_MADE = r"(?=[^\d]*\d)(?=[^A-Za-z]*[A-Za-z])[\w+=%-]{16,}"
-# What follows a name in source code and in sentences: api_key=self.api_key, token: str, password: required.
+# These follow a name in source code and in sentences: api_key=self.api_key, token: str, password: required.
 _CODE = r"[A-Za-z_]\w*(?:\.[a-z_]+)*[(\[].*|(?:self|cls|os|args|config|cfg|settings)\..*|[a-z_]+(?:\.[a-z_]+)+[)\]}.]*"
 _SENTENCE = _words(
     "a an any are as bool by can expected for from has in int invalid is it list may missing must needs not of optional"
@@ -240,8 +241,8 @@ _SENTENCE = _words(
 )
 
 
-def _spans_by_words(text: str) -> Iterable[Span]:
-    """Yield secrets behind names, and tokens. Looks at each different word once: a traceback repeats most of them."""
+def _find_spans_by_words(text: str) -> Iterable[Span]:
+    """Yield secrets behind names, and tokens. Examines each distinct word once, because a traceback repeats most words."""
     words = text
     if "\\" in text or "%" in text:  # a word begins behind an escaped line end, and in a URL behind %3D
         words = _pattern(r"\\[nrt]|%[0-9A-Fa-f]{2}").sub(lambda escape: " " * len(escape[0]), text)
@@ -254,7 +255,7 @@ def _spans_by_words(text: str) -> Iterable[Span]:
                 if length:
                     yield at, at + length
                 elif _is_whole_word(words, at, end):
-                    yield from _value_of(word, text, at, end)
+                    yield from _find_value_span(word, text, at, end)
                 at = words.find(word, end)
 
 
@@ -263,7 +264,7 @@ def _is_whole_word(text: str, begin: int, end: int) -> bool:
     return not (before.isalnum() or before in ("_", ".") or after.isalnum() or after in ("_", ".", "-"))
 
 
-def _value_of(name: str, text: str, begin: int, end: int) -> Iterable[Span]:
+def _find_value_span(name: str, text: str, begin: int, end: int) -> Iterable[Span]:
     """Yield the span of the value behind a secret's name, if it is a secret."""
     is_flag = text[max(0, begin - 2) : begin] == "--"
     separator = _pattern(_EQUALS).match(text, end) or (is_flag and _pattern(_BLANK).match(text, end))
@@ -330,7 +331,7 @@ _PRIVATE_KEY = (
 )
 
 
-def _spans_by_shape(text: str) -> Iterable[Span]:
+def _find_spans_by_shape(text: str) -> Iterable[Span]:
     if "PRIVATE KEY" in text:
         for match in _pattern(_PRIVATE_KEY).finditer(text):
             yield match.span()
@@ -341,7 +342,7 @@ def _spans_by_shape(text: str) -> Iterable[Span]:
                     yield match.span(1)
         if "@" in text:
             for match in _pattern(_USERINFO).finditer(text):
-                yield from _userinfo(match[1], match.start(1))
+                yield from _find_spans_of_userinfo(match[1], match.start(1))
     lowered = text.lower()
     if "authorization" in lowered or "cookie" in lowered:
         for match in _pattern(_HEADER).finditer(text):
@@ -352,7 +353,7 @@ def _spans_by_shape(text: str) -> Iterable[Span]:
             yield match.span(1)
 
 
-def _userinfo(userinfo: str, begin: int) -> Iterable[Span]:
+def _find_spans_of_userinfo(userinfo: str, begin: int) -> Iterable[Span]:
     """Yield the password of user:PASSWORD@host, and the token of TOKEN@host: user names are shorter."""
     user, colon, password = userinfo.partition(":")
     if len(user) >= 16:
@@ -372,15 +373,15 @@ def learn_secrets(variables: Mapping[str, str], argv: Iterable[str] = ()) -> Non
     secrets: set[str] = set()
     for name, value in variables.items():
         is_whole = is_secret_name(name) and _is_secret_value(name, value)
-        secrets.update([value] if is_whole else (value[begin:end] for begin, end in _spans(value)))
+        secrets.update([value] if is_whole else (value[begin:end] for begin, end in _find_spans(value)))
     words = list(argv)
-    for word, spans in zip(words, _spans_of_argv(words), strict=True):
+    for word, spans in zip(words, _find_spans_of_argv(words), strict=True):
         secrets.update(word[begin:end] for begin, end in spans)
-    forms = {form for secret in secrets if _is_distinctive(secret) for form in _forms(secret)}
-    _secrets = sorted(forms.union(_known_secrets()), key=lambda form: (-len(form), form))
+    forms = {form for secret in secrets if _is_distinctive(secret) for form in _make_encoded_forms(secret)}
+    _secrets = sorted(forms.union(_load_known_secrets()), key=lambda form: (-len(form), form))
 
 
-def _known_secrets() -> list[str]:
+def _load_known_secrets() -> list[str]:
     """Return the known secrets: at first those that this process was started with."""
     global _secrets
     if _secrets is None:
@@ -390,7 +391,7 @@ def _known_secrets() -> list[str]:
 
 
 def _mask_known(text: str) -> str:
-    for secret in _known_secrets():
+    for secret in _load_known_secrets():
         if secret in text:
             text = text.replace(secret, MASK)
     return text
@@ -401,8 +402,8 @@ def _is_distinctive(value: str) -> bool:
     return len(value) >= (12 if value.isdigit() else 8) and len(set(value)) >= 4
 
 
-def _forms(value: str) -> set[str]:
-    """Return the value as it is, quoted by JSON and by Python, and encoded for a URL."""
+def _make_encoded_forms(value: str) -> set[str]:
+    """Return the value unchanged, quoted by JSON and by Python, and encoded for a URL."""
     import json
 
     in_url = "".join(

@@ -38,7 +38,7 @@ class OptionParser(argparse.ArgumentParser):
 
     def option(self, flags: str, metavar: str, help: str, type: Callable[[str], Any] = str, **settings: Any) -> None:
         """Add a flag with a value. `flags` holds its spellings, separated by spaces."""
-        self.add_argument(*flags.split(), metavar=metavar, help=help, type=_argument_type(type), **settings)
+        self.add_argument(*flags.split(), metavar=metavar, help=help, type=_make_argument_type(type), **settings)
 
     def switch(self, flag: str, help: str) -> None:
         """Add a flag without a value."""
@@ -52,7 +52,7 @@ class OptionParser(argparse.ArgumentParser):
 
     def run_argument(self, kinds: str = "id, name or path of a run, or latest", default: str = "the newest") -> None:
         """Add an optional argument that names a run."""
-        complete_run_names(self.add_argument("run", nargs="?", metavar="RUN", help=f"{kinds} (default: {default})"))
+        offer_run_names(self.add_argument("run", nargs="?", metavar="RUN", help=f"{kinds} (default: {default})"))
 
     def runs_dir(self) -> None:
         self.option("--runs-dir", "DIR", "folder of the run directories (default: $STOKER_RUNS, else ./runs)")
@@ -67,14 +67,14 @@ class OptionParser(argparse.ArgumentParser):
         raise Refusal(f"{message}; `{self.prog} --help` lists the options", EX_USAGE)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, and suggest a flag for one that argparse doesn't know."""
+        """Parse the arguments. Raises Refusal with a suggestion for an unknown flag."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self.unknown(unknown)
+            self.refuse_unknown(unknown)
         return parsed
 
-    def unknown(self, arguments: list[str]) -> NoReturn:
-        """Refuse unknown arguments."""
+    def refuse_unknown(self, arguments: list[str]) -> NoReturn:
+        """Raise Refusal for unknown arguments."""
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         first = next((argument for argument in arguments if argument.startswith("-")), "")
         if not first:
@@ -86,16 +86,16 @@ class OptionParser(argparse.ArgumentParser):
 def check_port(port: int) -> None:
     """Refuse an impossible value of --port. 0 stands for any free port."""
     if not 0 <= port <= 65535:
-        raise Refusal(f"--port {port}: a port is a number from 0 to 65535", EX_USAGE)
+        raise Refusal(f"--port must be from 0 to 65535, got {port}", EX_USAGE)
 
 
-def complete_run_names(argument: argparse.Action) -> None:
-    """Complete this argument with the names of runs, by functions of `stoker completion`'s script."""
+def offer_run_names(argument: argparse.Action) -> None:
+    """Make shell completion offer the names of runs here, with functions that `stoker completion` defines."""
     argument.complete = {"bash": "_stoker_runs", "zsh": "_stoker_runs", "tcsh": "f:*"}  # type: ignore[attr-defined]
 
 
-def _argument_type(type: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a reader whose ValueErrors argparse prints; it hides their text unless the type is int or float."""
+def _make_argument_type(type: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Wrap a parser so that argparse prints the text of its ValueErrors, which it hides otherwise."""
     if type in (str, int, float):
         return type
 
@@ -137,16 +137,16 @@ def add_flags(
             groups[spec.group].add_argument(*spellings, action="store_true", **arguments)
             continue
         arguments |= {
-            "type": _flag_type(spec, kind),
+            "type": _make_flag_type(spec, kind),
             "metavar": spec.metavar or name.split("_")[-1].upper(),
             "choices": spec.choices,
         }
         groups[spec.group].add_argument(*spellings, action="append" if spec.many else "store", **arguments)
 
 
-def _flag_type(spec: Option, kind: str) -> Callable[[str], Any]:
-    """Return a reader of one value of a flag. argparse itself checks the choices."""
-    return _argument_type(lambda text: _checked(spec, _number_or_text(spec, kind, text), text))
+def _make_flag_type(spec: Option, kind: str) -> Callable[[str], Any]:
+    """Return a parser for one value of a flag. argparse itself checks the choices."""
+    return _make_argument_type(lambda text: _check_limit(spec, _parse_number_or_text(spec, kind, text), text))
 
 
 def read_setting(spec: Option, kind: str, value: Any) -> Any:
@@ -157,7 +157,7 @@ def read_setting(spec: Option, kind: str, value: Any) -> Any:
     if spec.many:
         items = value if isinstance(value, (list, tuple)) else [value]
         if any(isinstance(item, (dict, list, tuple, bool)) or item is None for item in items):
-            raise ValueError(f"{value!r} is not a list of texts")
+            raise ValueError(f"{value!r} must be a text or a list of texts")
         return tuple(str(item) for item in items)
     if isinstance(value, (dict, list, tuple)):
         raise ValueError(f"{value!r} is not a single value")
@@ -169,13 +169,13 @@ def read_setting(spec: Option, kind: str, value: Any) -> Any:
         text = ("off", "on")[value] if is_on_off else text.lower()
         if kind == "str" and not is_on_off:
             raise ValueError(f"{text} is not text; put it in quotes")
-    parsed = _number_or_text(spec, kind, text)
+    parsed = _parse_number_or_text(spec, kind, text)
     if spec.choices and parsed not in spec.choices:
         raise ValueError(f"{text!r} is not one of {', '.join(spec.choices)}")
     return parsed
 
 
-def _number_or_text(spec: Option, kind: str, text: str) -> Any:
+def _parse_number_or_text(spec: Option, kind: str, text: str) -> Any:
     try:
         if spec.parse:
             return spec.parse(text)
@@ -219,7 +219,7 @@ def parse_int(text: str) -> int:
         return int(value)
 
 
-def _checked(spec: Option, value: Any, text: str) -> Any:
+def _check_limit(spec: Option, value: Any, text: str) -> Any:
     """Return the value. Raises ValueError if it violates the option's limit."""
     if violation := explain_limit(spec, value, text):
         raise ValueError(violation)
@@ -262,6 +262,6 @@ def options_from_mapping(settings: type[Any], data: Mapping[Any, Any], source: s
 
 def _convert(spec: Option, kind: str, value: Any, source: str) -> Any:
     try:
-        return _checked(spec, read_setting(spec, kind, value), str(value))
+        return _check_limit(spec, read_setting(spec, kind, value), str(value))
     except ValueError as problem:
         raise Refusal(f"{source}: {problem}", EX_CONFIG) from problem

@@ -1,4 +1,4 @@
-"""Identifies processes and signals them, always by pidfd.
+"""Identifies processes and signals them by pidfd.
 
 A process that is not our child is identified by its start time and user. The pid of a child that nobody has waited for
 can't be reused.
@@ -49,8 +49,8 @@ def read_kernel_file(path: str) -> str:
         return ""
 
 
-def kernel_lines(path: str) -> list[str]:
-    """Return its non-empty lines. Doesn't use splitlines: a process may have a carriage return in its name."""
+def read_kernel_lines(path: str) -> list[str]:
+    """Return the non-empty lines of such a file. Doesn't use splitlines: a process may have a carriage return in its name."""
     return [line for line in read_kernel_file(path).split("\n") if line]
 
 
@@ -62,7 +62,7 @@ def process_owner(pid: int) -> int | None:
 
 def read_status(pid: int, key: str) -> str | None:
     """Return the first word behind this key in /proc/PID/status, or None."""
-    lines = kernel_lines(f"/proc/{pid}/status")
+    lines = read_kernel_lines(f"/proc/{pid}/status")
     return next((line.split()[1] for line in lines if line.startswith(key)), None)
 
 
@@ -84,7 +84,7 @@ def signal_child(pid: int, signum: int) -> bool:
 
 
 def signal_group(leader: int, signum: int) -> bool:
-    """Signal the process group of such a child, with killpg: pidfds reach groups only since Linux 6.9."""
+    """Signal the process group that a child of ours leads. Uses killpg: pidfds reach groups only since Linux 6.9."""
     try:
         os.killpg(leader, signum)
     except (ProcessLookupError, PermissionError):
@@ -92,23 +92,23 @@ def signal_group(leader: int, signum: int) -> bool:
     return True
 
 
-def _signal(pid: int, signum: int, is_meant: Callable[[], bool]) -> bool:
-    """Send a signal by pidfd. Returns False if the process is gone or is not the one that is meant."""
+def _signal(pid: int, signum: int, is_expected: Callable[[], bool]) -> bool:
+    """Send a signal by pidfd. Returns False if the process has ended or is not the expected one."""
     try:
-        handle = os.pidfd_open(pid)
+        fd = os.pidfd_open(pid)
     except OSError as problem:
         if problem.errno == errno.ENOSYS:
-            line = "this kernel has no pidfd (Linux 5.3 and later have it)"
-            raise Refusal(f"{line}: nothing is stopped, since a reused pid could be hit", EX_OSERR) from problem
+            line = "this kernel has no pidfd, so a signal could hit a process with a reused pid; use Linux 5.3 or newer"
+            raise Refusal(line, EX_OSERR) from problem
         return False
     try:
-        if not is_meant():
+        if not is_expected():
             return False
-        signal.pidfd_send_signal(handle, signum)
+        signal.pidfd_send_signal(fd, signum)
     except (ProcessLookupError, PermissionError):
         return False
     finally:
-        os.close(handle)
+        os.close(fd)
     return True
 
 

@@ -69,7 +69,7 @@ class ProgressState:
 
 
 class Progress:
-    """The progress of one operation: a context manager."""
+    """A context manager that shows the progress of one operation."""
 
     def __init__(
         self, what: str, total: float, *, unit: str = "", done: float = 0, say: Callable[[str], None] | None = None
@@ -83,7 +83,7 @@ class Progress:
         self._file = ""
         run_dir = os.environ.get(env_vars.RUN_DIR, "")
         # Only rank 0 writes the state, if the run directory is on this host.
-        if "RANK" in os.environ and run_dir and terminal.is_first() and os.path.isdir(run_dir):
+        if "RANK" in os.environ and run_dir and terminal.may_draw() and os.path.isdir(run_dir):
             self._file = os.path.join(run_dir, layout.PROGRESS)
 
     def __enter__(self) -> Progress:

@@ -22,7 +22,7 @@ SENTINEL = b"STOKER-AGENT %d\n" % VERSION
 _SENTINEL_PREFIX = b"STOKER-AGENT "
 PING_S = 1.0
 SILENCE_S = 8.0
-GREETING_LIMIT = 1 << 16  # a login that starts a menu or an editor prints forever, and no agent follows
+GREETING_LIMIT = 1 << 16  # bytes; a login that starts a menu or an editor prints forever, and no agent follows
 
 Message = dict[str, Any]
 
@@ -49,7 +49,7 @@ class Decoder:
 
     @property
     def greeted(self) -> bool:
-        """Return whether the agent itself has answered, not only the login before it."""
+        """Return whether the agent itself has answered. A login before it doesn't count."""
         return not self._await_sentinel
 
     def feed(self, data: bytes) -> Iterator[tuple[Message, bytes]]:
@@ -59,7 +59,7 @@ class Decoder:
             return
         while True:
             if self._header is None:
-                line = self._line()
+                line = self._take_line()
                 if line is None:
                     return
                 header = _read_header(line)
@@ -75,7 +75,7 @@ class Decoder:
             header, self._header = self._header, None
             yield header, payload
 
-    def _line(self) -> bytes | None:
+    def _take_line(self) -> bytes | None:
         end = self._buffer.find(b"\n", self._searched)
         if end < 0:
             self._searched = len(self._buffer)
@@ -91,13 +91,13 @@ class Decoder:
         end = self._buffer.find(b"\n", start) if start >= 0 else -1
         if end < 0:
             if len(self._buffer) > GREETING_LIMIT:
-                raise ProtocolError(f"no agent answered, only: {bytes(self._buffer[:200])!r}")
+                raise ProtocolError(f"no agent answered; the login printed {bytes(self._buffer[:200])!r}")
             self.greeting = bytes(self._buffer[-2000:])
             return False
         sentinel = bytes(self._buffer[start : end + 1])
         if sentinel != SENTINEL:
             versions = f"the agent sent {sentinel[:80]!r}, and this Stoker expects {SENTINEL!r}"
-            raise ProtocolError(f"{versions}: use one version on all hosts")
+            raise ProtocolError(f"{versions}; use one version of Stoker on all hosts")
         del self._buffer[: end + 1]
         self._await_sentinel = False
         return True
@@ -107,12 +107,12 @@ def _read_header(line: bytes) -> Message:
     try:
         header = parse_json(line)
     except ValueError as problem:
-        raise ProtocolError(f"not a message: {line[:80]!r}") from problem
+        raise ProtocolError(f"it sent a line that is not a message: {line[:80]!r}") from problem
     if not isinstance(header, dict):
-        raise ProtocolError(f"not a message: {line[:80]!r}")
+        raise ProtocolError(f"it sent a line that is not a message: {line[:80]!r}")
     size = header.get("size", 0)
     if type(size) is not int or size < 0:
-        raise ProtocolError(f"a payload of {ascii(size)[:40]} bytes")
+        raise ProtocolError(f"it sent a message with the impossible payload size {ascii(size)[:40]}")
     return header
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # For growing logs. A named pipe without a reader is an error (ENXIO): no signal ends a launcher that waits in open().
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
-# For files made from private ones, whatever the mode of their folder.
+# The mode of files that hold private content, whatever the mode of their folder.
 PRIVATE = 0o600
 
 _CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv", "/var/run/secrets/kubernetes.io")
@@ -33,13 +33,13 @@ _own_uids: dict[str, int] = {}  # folder -> the uid of files that we create ther
 def open_regular(path: str | os.PathLike[str], dir_fd: int | None = None, follow: bool = True) -> int:
     """Open a regular file for reading. Raises OSError for others: a FIFO would block, and a device has no end."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
-    handle = os.open(path, flags, dir_fd=dir_fd)
-    mode = os.fstat(handle).st_mode
+    fd = os.open(path, flags, dir_fd=dir_fd)
+    mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
-        os.close(handle)
+        os.close(fd)
         code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
         raise OSError(code, f"is {file_kind(mode)}, not a regular file", os.fspath(path))
-    return handle
+    return fd
 
 
 def open_below(root: str, path: str) -> int:
@@ -62,7 +62,7 @@ def open_below(root: str, path: str) -> int:
 _HUB_ENTRIES = ("models--", "datasets--", "spaces--")
 
 
-def hub_blobs(folder: str) -> Iterator[str]:
+def find_hub_blobs(folder: str) -> Iterator[str]:
     """Yield the `blobs` folders to which links in a folder of the hub's cache may lead."""
     parts = folder.split(os.sep)
     for position, (name, inner) in enumerate(itertools.pairwise(parts)):
@@ -77,22 +77,20 @@ def open_inside(path: str | os.PathLike[str]) -> int:
     of the user, which would be copied for others to read.
     """
     folder, real = os.path.realpath(os.path.dirname(path)), os.path.realpath(path)
-    if os.path.dirname(real) not in (folder, *hub_blobs(folder)):
-        why = (
-            f"is a link that leads out of its folder, to {escape(real, 200)}: copy that file there if it belongs there"
-        )
+    if os.path.dirname(real) not in (folder, *find_hub_blobs(folder)):
+        why = f"is a link that leads out of its folder, to {escape(real, 200)}; copy that file into the folder if it belongs there"
         raise OSError(errno.ELOOP, why, os.fspath(path))
     return open_regular(real, follow=False)
 
 
 def open_lock_file(path: str) -> int:
     """Open or create a lock file that only its owner can open: any process that can open it could lock it."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    mode = os.fstat(handle).st_mode
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
-        os.close(handle)
+        os.close(fd)
         raise OSError(errno.EINVAL, f"is {file_kind(mode)}, not a lock file", path)
-    return handle
+    return fd
 
 
 def file_kind(mode: int) -> str:
@@ -171,8 +169,8 @@ class AtomicFile:
         self._path = path
         self._durable = durable
         self._temporary = temporary_name(path)
-        handle = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
-        self._file: IO[bytes] = os.fdopen(handle, "wb")
+        fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        self._file: IO[bytes] = os.fdopen(fd, "wb")
 
     def __enter__(self) -> IO[bytes]:
         return self._file
@@ -215,7 +213,7 @@ def refuse_other_kind(path: str, begins: bytes, kind: str) -> None:
     except OSError as problem:
         raise Refusal(f"{escape(path)} already exists and can't be read: {problem.strerror}", EX_CANTCREAT) from problem
     if not is_same_kind:
-        line = f"{escape(path)} already exists and is not {kind}: give another name, or remove it first"
+        line = f"{escape(path)} already exists and is not {kind}; choose another name, or remove it first"
         raise Refusal(line, EX_CANTCREAT)
 
 
@@ -234,11 +232,11 @@ def write_json(path: str, value: Any, durable: bool = True) -> None:
 
 def sync_folder(path: str) -> None:
     """Flush a folder to the disk, and with it the renames in it."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(handle)
+        os.fsync(fd)
     finally:
-        os.close(handle)
+        os.close(fd)
 
 
 # ---- owners: can another user of this machine change a file or folder? ----
@@ -250,7 +248,7 @@ def is_own_uid(uid: int, folder: str) -> bool:
 
 
 def is_own(path: str) -> bool:
-    """Return whether the file, or a link itself, is ours. False if it can't be examined."""
+    """Return whether the file, or a link itself, is ours. A file that can't be examined isn't."""
     try:
         return is_own_uid(os.lstat(path).st_uid, os.path.dirname(path))
     except OSError:
@@ -272,7 +270,7 @@ def is_trusted(uid: int, folder: str) -> bool:
 
 
 def why_shared(path: str, sticky: bool = False) -> str:
-    """Return why another user can change `path`: they own it or may write there. Empty if they can't.
+    """Return why another user can change `path`: they own it or may write there; "" if they can't.
 
     With `sticky`, a folder is accepted in which others may create files and remove only their own. Raises OSError if it
     is missing.

@@ -29,7 +29,7 @@ def find_scheduler(environ: Mapping[str, str]) -> Scheduler | None:
     return next((scheduler for scheduler in SCHEDULERS if environ.get(scheduler.job_variable)), None)
 
 
-def scheduler_named(name: str) -> Scheduler | None:
+def find_scheduler_by_name(name: str) -> Scheduler | None:
     return next((scheduler for scheduler in SCHEDULERS if scheduler.name == name), None)
 
 
@@ -45,4 +45,4 @@ def job_id(environ: Mapping[str, str]) -> str:
 def describe_job(job: str) -> str:
     """Return a job id for a message: Slurm job 12."""
     name, _, number = job.rpartition("/")
-    return f"{(scheduler_named(name) or SCHEDULERS[0]).title} job {number}"
+    return f"{(find_scheduler_by_name(name) or SCHEDULERS[0]).title} job {number}"

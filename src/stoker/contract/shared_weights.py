@@ -24,7 +24,7 @@ SHM = "/dev/shm"
 PREFIX, LOCK = "stoker-weights-", ".owner"
 FRESH_S = 60.0  # the process that created a younger folder may not have locked it yet
 
-_own_folders: set[str] = set()  # of this process: opening and closing their lock files would free the locks
+_own_folders: set[str] = set()  # created by this process; opening and closing their lock files would free the locks
 
 
 class SharedFolder:
@@ -35,15 +35,15 @@ class SharedFolder:
         self.path = tempfile.mkdtemp(prefix=PREFIX, dir=SHM)
         _own_folders.add(self.path)
         temporary, final = (os.path.join(self.path, name) for name in (f"{LOCK}.tmp", LOCK))
-        self._handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         # A POSIX lock ends with the process that took it: forked workers don't inherit it.
-        fcntl.lockf(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.rename(temporary, final)  # so that nobody ever sees it unlocked while this process lives
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         _own_folders.discard(self.path)
-        os.close(self._handle)
+        os.close(self._fd)
 
 
 def shm_identity() -> str:
@@ -72,7 +72,7 @@ def why_too_large(size: int) -> str:
 
 
 def is_shared_folder(path: str, shm: str = "") -> bool:
-    """Return whether a path is in such a folder of our user that nobody else can write to. Follows no links to it."""
+    """Return whether a path is in such a folder of our user that nobody else can write to. Doesn't follow links."""
     shm = shm or SHM
     name, _, inner = path.removeprefix(f"{shm}/").partition("/")
     if not path.startswith(f"{shm}/{PREFIX}") or not inner or ".." in inner.split("/"):
@@ -104,7 +104,7 @@ def find_dead_folders(shm: str = "") -> Iterator[str]:
 def is_dead(path: str) -> bool:
     """Return whether the process that created this folder has ended."""
     try:
-        handle = os.open(os.path.join(path, LOCK), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(os.path.join(path, LOCK), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:  # killed before it had the lock, or while it removed the folder
         try:
             return time.time() - os.lstat(path).st_mtime > FRESH_S
@@ -113,13 +113,13 @@ def is_dead(path: str) -> bool:
     except OSError:
         return False
     try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
     else:
         return True
     finally:
-        os.close(handle)
+        os.close(fd)
 
 
 def remove_dead_folders() -> None:

@@ -1,4 +1,4 @@
-"""A Slurm job as Slurm describes it, and how to run one of Slurm's programs."""
+"""Describes a Slurm job, and runs Slurm's programs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from stoker.contract.frozen import frozen
 
-ASK_S = 20.0
+COMMAND_S = 20.0
 
 # `stoker submit` keeps job scripts, output and a record of each job in this folder of the runs folder.
 FOLDER = "slurm"
@@ -31,17 +31,17 @@ _ENDED = (
 class SlurmJob:
     id: str  # 12, or 12_3 for a task of an array
     state: str  # PENDING, RUNNING, COMPLETING, CANCELLED, TIMEOUT ...
-    reason: str = ""  # why it waits or ended
-    exit_code: int = 0  # of the job script
+    reason: str = ""  # why the job waits or ended
+    exit_code: int = 0  # the job script's
     signal: int = 0  # the signal that ended it
     restarts: int = 0
     nodes: str = ""
     limit: str = ""  # its time limit
-    by: str = ""  # who cancelled it, if accounting knows
+    by: str = ""  # the user who cancelled it, if accounting knows
     noticed: bool = False  # Slurm announced its end to the script, and the run was stopped to let it save
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return self.state in _ENDED
 
     @property
@@ -52,5 +52,5 @@ class SlurmJob:
 
 def run_slurm(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        argv, capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False, stdin=subprocess.DEVNULL
+        argv, capture_output=True, text=True, errors="replace", timeout=COMMAND_S, check=False, stdin=subprocess.DEVNULL
     )

@@ -12,7 +12,7 @@ MIN_NAME = 3  # characters: a name of two could mean too many things
 def suggest(name: str, choices: Iterable[str]) -> str:
     """Return a suggestion for a name, or "". A match of a choice's beginning counts as a match: people abbreviate."""
     names = list(choices)
-    best = _nearest(name, names, lambda choice: choice) or _only_one_with_these_words(name, names)
+    best = _find_nearest(name, names, lambda choice: choice) or _find_only_match_by_words(name, names)
     return f" (did you mean {best}?)" if best else ""
 
 
@@ -21,7 +21,7 @@ def suggest_file(path: str, choices: Iterable[str]) -> str:
     import os
 
     folder, name = os.path.split(path)
-    best = _nearest(_stem(name), list(choices), _stem, abbreviated=False)
+    best = _find_nearest(_stem(name), list(choices), _stem, abbreviated=False)
     return f" (did you mean {os.path.join(folder, best)}?)" if best else ""
 
 
@@ -29,12 +29,12 @@ def _stem(name: str) -> str:
     return name.rpartition(".")[0] or name
 
 
-def _nearest(name: str, choices: list[str], key: Callable[[str], str], abbreviated: bool = True) -> str:
+def _find_nearest(name: str, choices: list[str], key: Callable[[str], str], abbreviated: bool = True) -> str:
     """Return the choice whose key is nearest to the name, or "" if all are further than a quarter of its length."""
-    core = len(name.strip("-_."))
-    if core < MIN_NAME or len(name) > MAX_NAME:
+    core_length = len(name.strip("-_."))
+    if core_length < MIN_NAME or len(name) > MAX_NAME:
         return ""
-    max_distance = max(core // 4, 1)
+    max_distance = max(core_length // 4, 1)
     matches: list[tuple[int, bool, int, str]] = []  # (distance, is only a part of it, position, choice)
     for position, choice in enumerate(choices):
         text = key(choice)
@@ -50,7 +50,7 @@ def _nearest(name: str, choices: list[str], key: Callable[[str], str], abbreviat
     return best[3] if best[0] <= max_distance else ""
 
 
-def _only_one_with_these_words(name: str, choices: list[str]) -> str:
+def _find_only_match_by_words(name: str, choices: list[str]) -> str:
     """Return the only choice that has all words of the name: `--steps` may mean --max-steps."""
     words = set(re.split(r"[-_.\s]+", name.strip("-_.")))
     matches = [choice for choice in choices if words <= set(re.split(r"[-_.\s]+", choice))]
@@ -63,14 +63,14 @@ def _numbers(text: str) -> list[str]:
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Return how many characters to add, drop, replace, or swap with their neighbour."""
+    """Return the number of characters to add, drop, replace, or swap with their neighbour."""
     previous: list[int] = []
     row = list(range(len(b) + 1))
-    for i, left in enumerate(a, 1):
+    for i, a_character in enumerate(a, 1):
         previous, before_previous, row = row, previous, [i]
-        for j, right in enumerate(b, 1):
-            cost = min(previous[j] + 1, row[j - 1] + 1, previous[j - 1] + (left != right))
-            if i > 1 and j > 1 and left == b[j - 2] and a[i - 2] == right:
+        for j, b_character in enumerate(b, 1):
+            cost = min(previous[j] + 1, row[j - 1] + 1, previous[j - 1] + (a_character != b_character))
+            if i > 1 and j > 1 and a_character == b[j - 2] and a[i - 2] == b_character:
                 cost = min(cost, before_previous[j - 2] + 1)
             row.append(cost)
     return row[-1]

@@ -25,7 +25,7 @@ BITS = {dtype: bits for bits, dtypes in _DTYPES_BY_BITS.items() for dtype in dty
 
 @frozen
 class Tensor:
-    """Where a tensor is. `begin` and `end` count bytes from the start of the file."""
+    """The location of a tensor. `begin` and `end` count bytes from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ def read_header(path: str) -> Header:
 
 
 def pack_header(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
-    """Return the first bytes of a file with these tensors (dtype, shape) in a row: the length and the padded JSON."""
+    """Return the first bytes of a file with these tensors (dtype, shape), one after another: the length and the padded JSON."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -76,7 +76,7 @@ def _read_tensor(name: str, entry: Any, data_start: int, file_size: int) -> Tens
     if not isinstance(dtype, str) or dtype not in BITS:
         raise ValueError(f"{name} has the unknown dtype {str(dtype)[:40]!r}")
     if not _is_list_of_counts(shape) or not _is_list_of_counts(offsets) or len(offsets) != 2:
-        raise ValueError(f"{name} has the shape {str(shape)[:80]} and the data_offsets {str(offsets)[:80]}")
+        raise ValueError(f"{name} has an impossible shape {str(shape)[:80]} or data_offsets {str(offsets)[:80]}")
     begin, end = offsets
     if begin > end or math.prod(shape) * BITS[dtype] != 8 * (end - begin):
         raise ValueError(f"{name}: {dtype} of shape {shape} does not fill the bytes {begin} to {end}")

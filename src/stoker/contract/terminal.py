@@ -42,17 +42,17 @@ class masked_output:
 
     def __enter__(self) -> None:
         self._originals = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = _masked(sys.stdout), _masked(sys.stderr)
+        sys.stdout, sys.stderr = _mask_stream(sys.stdout), _mask_stream(sys.stderr)
 
     def __exit__(self, *problem: object) -> None:
         sys.stdout, sys.stderr = self._originals
 
 
-def _masked(stream: Any) -> Any:
+def _mask_stream(stream: Any) -> Any:
     return stream if stream is None or isinstance(stream, MaskedStream) else MaskedStream(stream)
 
 
-def _unmasked(stream: Any) -> Any:
+def _find_original_stream(stream: Any) -> Any:
     return getattr(stream, "stream", stream)
 
 
@@ -76,14 +76,14 @@ def print_text(text: str, stream: Any = None) -> None:
 
 def print_secret(text: str) -> None:
     """Print a line on stdout without masking, for a secret that the user needs, such as an address with its token."""
-    stream = _unmasked(sys.stdout)
+    stream = _find_original_stream(sys.stdout)
     stream.write(f"{escape(text)}\n")
     stream.flush()
 
 
 def print_json(value: Any) -> None:
     """Print a value as JSON on stdout. Masks the value, not the text, which might not be JSON afterwards."""
-    stream = _unmasked(sys.stdout)
+    stream = _find_original_stream(sys.stdout)
     stream.write(f"{dump_json(mask_json(value))}\n")
 
 
@@ -97,7 +97,7 @@ def print_completion(text: str) -> None:
 
 
 def terminal_width(stream: Any) -> int:
-    """Return the columns of the terminal behind a stream, or 0 if it is none or does not know."""
+    """Return the columns of the terminal behind a stream, or 0 if it is not a terminal or its width is unknown."""
     try:
         return os.get_terminal_size(stream.fileno()).columns if _is_terminal(stream) else 0
     except (OSError, ValueError):
@@ -111,14 +111,14 @@ _COLUMNS, _PREFIX = 80, 12  # columns of a launcher's terminal, and of a rank's 
 _bar = {"drawn": False}
 
 
-def is_first() -> bool:
-    """Return whether this process may draw: of the ranks of a job only rank 0 does."""
+def may_draw() -> bool:
+    """Return whether this process may draw a bar. Of the ranks of a job, only rank 0 may."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def shows_bars() -> bool:
     """Return whether stderr is a terminal, or a launcher's terminal is behind it, and this process may draw."""
-    return is_first() and (_is_terminal(sys.stderr) or _is_behind_launcher())
+    return may_draw() and (_is_terminal(sys.stderr) or _is_behind_launcher())
 
 
 def bar_width() -> int:
@@ -173,7 +173,7 @@ def _is_terminal(stream: Any) -> bool:
 
 def print_highlighted(pieces: Iterable[tuple[str, bool]]) -> None:
     """Print a text on stdout with its marked pieces in green, or in ⟦ ⟧ without a terminal."""
-    stream = _unmasked(sys.stdout)
+    stream = _find_original_stream(sys.stdout)
     before, after = ("\x1b[32m", "\x1b[0m") if stream.isatty() else ("⟦", "⟧")
     for text, marked in pieces:
         escaped = escape_lines(text)
@@ -203,28 +203,28 @@ def colour_text(text: str, colour: str) -> str:
 
 def print_coloured(pieces: Iterable[tuple[str, str]]) -> None:
     """Print one line on stdout: pieces of text, each with the name of its colour or ""."""
-    stream = _unmasked(sys.stdout)
+    stream = _find_original_stream(sys.stdout)
     has_colours, cleaned = uses_colour(), [(escape(mask_text(text)), colour) for text, colour in pieces]
     wrapped = wrap_text("".join(text for text, _ in cleaned), terminal_width(stream))
     for text, colour in cleaned:
-        end = _end_of_piece(text, wrapped)
+        end = _find_end_of_piece(text, wrapped)
         stream.write(colour_text(wrapped[:end], colour if has_colours else ""))
         wrapped = wrapped[end:]
     stream.write(f"{wrapped}\n")
 
 
-def _end_of_piece(piece: str, wrapped: str) -> int:
-    """Return where the piece ends with which the wrapped text begins: wrapping only changes white space."""
-    left, end = sum(not character.isspace() for character in piece), 0
-    while end < len(wrapped) and (left or (wrapped[end].isspace() and piece[-1:].isspace())):
-        left -= not wrapped[end].isspace()
+def _find_end_of_piece(piece: str, wrapped: str) -> int:
+    """Return where `piece` ends in the wrapped text that begins with it. Wrapping only changes white space."""
+    remaining, end = sum(not character.isspace() for character in piece), 0
+    while end < len(wrapped) and (remaining or (wrapped[end].isspace() and piece[-1:].isspace())):
+        remaining -= not wrapped[end].isspace()
         end += 1
     return end
 
 
 def _write_codes(text: str) -> None:
     """Write to stderr without escaping."""
-    stream = _unmasked(sys.stderr)
+    stream = _find_original_stream(sys.stderr)
     stream.write(text)
     stream.flush()
 
@@ -241,7 +241,7 @@ _FINAL_COMMAND = rf"\b(?:to continue|to start it again|to copy (?:the model|them
 
 
 def wrap_text(text: str, columns: int, hanging: int = 2) -> str:
-    """Wrap a text at a width; 0 columns change nothing. Continued lines are indented by `hanging` more columns."""
+    """Wrap a text at a width, unless `columns` is 0. Continued lines are indented by `hanging` more columns."""
     if columns < MIN_COLUMNS:
         return text
     lines: list[str] = []

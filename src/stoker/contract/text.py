@@ -91,29 +91,29 @@ def dump_json(value: Any) -> str:
 
 def truncate_json(value: Any, max_chars: int) -> Any:
     """Return a JSON value cut to about this many characters, counting 64 more for each value and key."""
-    left = max_chars
+    remaining = max_chars
 
     def truncate(value: Any) -> Any:
-        nonlocal left
-        left -= 64
+        nonlocal remaining
+        remaining -= 64
         if isinstance(value, str):
-            text = value[: max(left, 0)]
+            text = value[: max(remaining, 0)]
             if len(text) < len(value):  # cut at a space: the masker does not recognize half a secret
                 text = text[: max(text.rfind(" "), text.rfind("\n"), 0)] or text
-            left -= len(text)
+            remaining -= len(text)
             return text
         if isinstance(value, dict):
             fitting: dict[str, Any] = {}
             for key, item in value.items():
-                left -= 64 + len(key)
-                if left <= 0:
+                remaining -= 64 + len(key)
+                if remaining <= 0:
                     break
                 fitting[key[:max_chars]] = truncate(item)
             return fitting
         if isinstance(value, (list, tuple)):
             items = []
             for item in value:
-                if left <= 0:
+                if remaining <= 0:
                     break
                 items.append(truncate(item))
             return items

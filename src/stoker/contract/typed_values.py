@@ -47,7 +47,7 @@ def read_fields(fields: Mapping[str, Any], value: Any, module: str = __name__) -
         if name not in value:
             if optional:
                 continue
-            raise ValueError(f"no {name!r}")
+            raise ValueError(f"the field {name!r} is missing")
         try:
             read: Any = read_value if isinstance(kind, str) else read_fields
             values[name] = read(kind, value[name], module)
@@ -73,7 +73,7 @@ def read_frozen(cls: type[T], value: Any) -> T:
         raise ValueError(str(problem)) from None
 
 
-def known_fields(cls: type[Any], value: Mapping[str, Any]) -> dict[str, Any]:
+def read_known_fields(cls: type[Any], value: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a frozen class that the value has with the right type, and leave out the others."""
     fields = {}
     for name, kind in cls.__dict__["__annotations__"].items():  # noqa: RUF063  as in frozen.py
@@ -86,7 +86,7 @@ def known_fields(cls: type[Any], value: Mapping[str, Any]) -> dict[str, Any]:
 def read_recorded(cls: type[T], value: Any, schema: int) -> T:
     """Return a recorded machine or examination. Raises ValueError for another schema, unknown fields or wrong types."""
     if not isinstance(value, dict) or value.get("schema") != schema:
-        raise ValueError(f"not a recorded machine of schema {schema}")
+        raise ValueError(f"not a recorded machine: expected an object of schema {schema}")
     try:
         return read_frozen(cls, value)
     except ValueError as problem:
@@ -110,10 +110,10 @@ def _make_reader(kind: str, module: str) -> Reader:
     kind = kind.strip()
     alternatives = _split(kind, "|")
     if len(alternatives) > 1:
-        return _union_reader(kind, [_make_reader(part, module) for part in alternatives])
+        return _make_union_reader(kind, [_make_reader(part, module) for part in alternatives])
     container, bracket, inner = kind.partition("[")
     if bracket:
-        return _container_reader(kind, container, _split(inner[:-1], ","), module)
+        return _make_container_reader(kind, container, _split(inner[:-1], ","), module)
     if kind in _PLAIN:
         return _PLAIN[kind]
     cls = getattr(sys.modules.get(module), kind, None)
@@ -132,7 +132,7 @@ def _split(text: str, separator: str) -> list[str]:
     return [*parts, text[start:].strip()]
 
 
-def _union_reader(kind: str, readers: list[Reader]) -> Reader:
+def _make_union_reader(kind: str, readers: list[Reader]) -> Reader:
     def read(value: Any) -> Any:
         for reader in readers:
             try:
@@ -144,7 +144,7 @@ def _union_reader(kind: str, readers: list[Reader]) -> Reader:
     return read
 
 
-def _container_reader(kind: str, container: str, inner: list[str], module: str) -> Reader:
+def _make_container_reader(kind: str, container: str, inner: list[str], module: str) -> Reader:
     if container in ("dict", "Mapping"):
         assert inner[0] == "str", kind
         read_item = _make_reader(inner[1], module)
@@ -172,7 +172,7 @@ def _container_reader(kind: str, container: str, inner: list[str], module: str) 
     return read_sequence
 
 
-def _plain_reader(expected: str, fits: Callable[[Any], bool]) -> Reader:
+def _make_plain_reader(expected: str, fits: Callable[[Any], bool]) -> Reader:
     def read(value: Any) -> Any:
         if not fits(value):
             raise _mismatch(expected, value)
@@ -182,16 +182,16 @@ def _plain_reader(expected: str, fits: Callable[[Any], bool]) -> Reader:
 
 
 # These comparisons also refuse NaN, which is neither below nor above any bound.
-_read_real = _plain_reader(
+_read_real = _make_plain_reader(
     "a finite number", lambda value: type(value) in (int, float) and -_LARGEST <= value <= _LARGEST
 )
 _PLAIN: dict[str, Reader] = {
-    "int": _plain_reader("a whole number", lambda value: type(value) is int and -_BIG <= value < _BIG),
-    "Count": _plain_reader("a whole number of at least 0", lambda value: type(value) is int and 0 <= value < _BIG),
-    "float": _plain_reader("a number", lambda value: type(value) in (int, float) and -_BIG <= value < _BIG),
+    "int": _make_plain_reader("a whole number", lambda value: type(value) is int and -_BIG <= value < _BIG),
+    "Count": _make_plain_reader("a whole number of at least 0", lambda value: type(value) is int and 0 <= value < _BIG),
+    "float": _make_plain_reader("a number", lambda value: type(value) in (int, float) and -_BIG <= value < _BIG),
     "Real": lambda value: float(_read_real(value)),
-    "str": _plain_reader("text", lambda value: isinstance(value, str)),
-    "bool": _plain_reader("true or false", lambda value: isinstance(value, bool)),
-    "None": _plain_reader("null", lambda value: value is None),
+    "str": _make_plain_reader("text", lambda value: isinstance(value, str)),
+    "bool": _make_plain_reader("true or false", lambda value: isinstance(value, bool)),
+    "None": _make_plain_reader("null", lambda value: value is None),
     "Any": lambda value: value,
 }

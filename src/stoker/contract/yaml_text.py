@@ -50,7 +50,7 @@ def _refuse_odd_nodes(node: Any, parents: set[int], checked: set[int]) -> None:
     import yaml
 
     if id(node) in parents:
-        raise YamlError("an alias that contains itself", node.start_mark.line + 1, node.start_mark.column + 1)
+        raise YamlError("an alias contains itself", node.start_mark.line + 1, node.start_mark.column + 1)
     if id(node) in checked or not isinstance(node, yaml.CollectionNode):
         return
     checked.add(id(node))

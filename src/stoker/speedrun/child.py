@@ -17,9 +17,9 @@ from typing import Any
 from stoker.contract import env_vars
 from stoker.contract.errors import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
 from stoker.contract.safe_io import APPEND
-from stoker.control.machine.gpu_lock import GpuLocks, held_gpus
+from stoker.control.machine.gpu_lock import GpuLocks, find_held_gpus
 from stoker.control.machine.model import Machine
-from stoker.control.machine.run_origin import current_run
+from stoker.control.machine.run_origin import find_current_run
 from stoker.control.plan.gpu_choice import GpusNotFree, choose_gpus
 from stoker.control.plan.options import RunOptions
 
@@ -41,9 +41,9 @@ class Reserved:
         """`ranks`: of each stage, as --nproc-per-node has it."""
         self.environment: dict[str, str] = {}
         self._locks = GpuLocks(name)
-        if current_run(environment):
+        if find_current_run(environment):
             return  # that run holds them
-        holders = held_gpus([gpu.uuid for gpu in machine.gpus])
+        holders = find_held_gpus([gpu.uuid for gpu in machine.gpus])
         try:
             chosen = choose_gpus(RunOptions(nproc_per_node=ranks), environment, machine, holders).gpus
         except GpusNotFree as busy:  # its last part names a flag of `stoker run`
@@ -66,7 +66,7 @@ class Reserved:
 
     @property
     def handles(self) -> tuple[int, ...]:
-        return self._locks.handles
+        return self._locks.fds
 
     def close(self) -> None:
         self._locks.release()

@@ -214,7 +214,7 @@ def test_a_host_whose_agent_is_broken_before_the_start_is_refused(
 
 def test_an_agent_of_another_version_is_refused_in_one_line(fake: Callable[..., Done]) -> None:
     done = fake("none", b"", FAKE_VERSION="99")
-    assert done.code == 69 and "use one version on all hosts" in done.err and "\n" not in done.err.strip(), done.err
+    assert done.code == 69 and "use one version of Stoker on all hosts" in done.err and "\n" not in done.err.strip(), done.err
 
 
 def test_what_a_host_refuses_reaches_the_terminal_without_control_codes(fake: Callable[..., Done]) -> None:

@@ -158,7 +158,7 @@ def test_the_doctor_s_findings_of_several_hosts_are_said_once_with_all_names() -
     found = facts(host(0, examination=slow), host(1, examination=examination()), host(2, examination=slow))
     hosts = Hosts(tuple(Host(name, name) for name in NAMES))
     texts = [finding.text for finding in doctor_findings(found, hosts) if finding.id == "env.slow"]
-    assert texts == ["10.0.0.1 and 10.0.0.3: CUDA_LAUNCH_BLOCKING=1 waits for every kernel: for debugging only"]
+    assert texts == ["10.0.0.1 and 10.0.0.3: CUDA_LAUNCH_BLOCKING=1 waits for every kernel; use it only for debugging"]
     codes = {
         level: exit_code([replace(check_rules.run_rules(CASES[0][0])[0], level=level)])
         for level in ("warn", "fail", "unknown")

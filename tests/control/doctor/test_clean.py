@@ -69,7 +69,7 @@ def tag_of(name: str, folder: Path) -> dict[str, str]:
     return {
         "STOKER_RUN_ID": name,
         "STOKER_RUN_DIR": str(folder),
-        "STOKER_RUN_ORIGIN": run_origin.own_origin(os.environ).text(),
+        "STOKER_RUN_ORIGIN": run_origin.find_own_origin(os.environ).text(),
     }
 
 
@@ -131,7 +131,7 @@ def test_ignored_sigterm_and_children_without_a_tag(stoker: Stoker, start: Start
     assert stubborn.stdout is not None and family.stdout is not None and stubborn.stdout.readline()
     child = int(family.stdout.readline())
     assert wait_for(
-        lambda: True if (procfs.command_line(child) or "").startswith("sleep") else None, 5
+        lambda: True if (procfs.read_command_line(child) or "").startswith("sleep") else None, 5
     )  # env has become sleep
     code, said = look(stoker, "--yes", "--grace", "0.5")
     why = {entry["pid"]: entry["why"] for entry in said["leftovers"]}
@@ -159,8 +159,8 @@ def test_what_a_real_run_leaves_when_all_its_keepers_die(stoker: Stoker) -> None
         run.pid,
         *(
             one.pid
-            for one in procfs.all_processes()
-            if one.pid in procfs.descendants(run.pid, procfs.all_processes()) and one.name.startswith("stoker-")
+            for one in procfs.list_processes()
+            if one.pid in procfs.descendants(run.pid, procfs.list_processes()) and one.name.startswith("stoker-")
         ),
     ]
     assert len(keepers) == 3
@@ -208,7 +208,7 @@ def test_whom_an_agent_looks_after_is_left_alone(stoker: Stoker, start: Start) -
     )
     assert agent.stdout is not None
     rank = int(agent.stdout.readline())
-    assert wait_for(lambda: True if procfs.run_tag(rank) else None, 5)
+    assert wait_for(lambda: True if procfs.read_run_tag(rank) else None, 5)
     code, said = look(stoker, "--yes")
     assert code == 3 and said["leftovers"] == [] and f"its agent (pid {agent.pid})" in said["left_alone"][0]["why"]
     refused = stoker("clean", "--pid", str(rank), "--yes")
@@ -281,7 +281,7 @@ def test_200_strangers_and_a_living_run_survive(stoker: Stoker, start: Start) ->
     run = begin_run(stoker)
     try:
         ranks = ranks_of(stoker)
-        tag = procfs.run_tag(ranks[0])
+        tag = procfs.read_run_tag(ranks[0])
         assert tag is not None
         living = {"STOKER_RUN_ID": tag[0], "STOKER_RUN_DIR": tag[1]}
         dead = dead_run(stoker.cwd)
@@ -294,7 +294,7 @@ def test_200_strangers_and_a_living_run_survive(stoker: Stoker, start: Start) ->
             and inner.wait(100) == -signal.SIGTERM
         )
         assert all(alive(one) for one in strangers) and len(strangers) == 200
-        assert run.poll() is None and all(procfs.run_tag(pid) == tag for pid in ranks)
+        assert run.poll() is None and all(procfs.read_run_tag(pid) == tag for pid in ranks)
         refused = stoker("clean", "--yes", "--pid", str(ranks[1]))
         assert refused.code == 69 and f"`stoker stop {tag[0]}`" in refused.err and refused.err.count("\n") == 1
         assert stoker("clean", "--yes", "--pid", str(run.pid)).code == 69
@@ -442,8 +442,8 @@ def test_a_lease_sees_what_proc_does_not(tmp_path: Path) -> None:
     path.write_bytes(b"x")
     try:
         with path.open("rb"):
-            assert not cleanup.unlink_alone(str(path), os.lstat(path)) and path.exists()
-        assert cleanup.unlink_alone(str(path), os.lstat(path)) and not path.exists()
+            assert not cleanup.unlink_unused(str(path), os.lstat(path)) and path.exists()
+        assert cleanup.unlink_unused(str(path), os.lstat(path)) and not path.exists()
     finally:
         path.unlink(missing_ok=True)
 
@@ -551,16 +551,16 @@ def test_who_else_is_on_the_gpus(stoker: Stoker, box: Callable[..., dict[str, st
     assert done.code == 0 and set(advice) == {31, 32, 1, 34} and all(gpu == "GPU0" for gpu, _, _ in advice.values())
     assert "outside this container" in advice[31][2] and advice[31][1] == 5 * 10**9
     assert "ask alice" in advice[32][2] and advice[32][1] is None
-    assert "`stoker clean --pid 1`" in advice[1][2] and "leave it" in advice[34][2]
+    assert "`stoker clean --pid 1`" in advice[1][2] and "a service of this machine" in advice[34][2]
     assert "ask alice" in stoker("clean", "--runs-dir", "runs", env=box([gpu_json(0, holders=holders)])).out
 
 
 def test_a_driver_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine_child, "BOOT", "import time; time.sleep(60)")
     began = time.monotonic()
-    assert leftovers.look_at_gpus(None, 0.3) == "NVML has not answered within 0 s" and time.monotonic() - began < 50
+    assert leftovers.observe_gpus(None, 0.3) == "NVML did not respond within 0 s" and time.monotonic() - began < 50
     monkeypatch.setattr(examine_child, "BOOT", "1 // 0")
-    assert "ZeroDivisionError" in str(leftovers.look_at_gpus(None))
+    assert "ZeroDivisionError" in str(leftovers.observe_gpus(None))
 
 
 def test_waiting_for_the_memory() -> None:
@@ -680,12 +680,14 @@ def test_pruning_follows_no_link(tmp_path: Path) -> None:
     found = stale_caches.find_caches([("compile", str(root), ".*")])
     (root / "b").mkdir()
     assert (
-        cleanup.prune(found) == [] and [path.name for path in root.iterdir()] == ["b"] and (treasure / "gold").exists()
+        cleanup.remove_caches(found) == []
+        and [path.name for path in root.iterdir()] == ["b"]
+        and (treasure / "gold").exists()
     )
     (root / "b").rmdir()
     (root / "b").symlink_to(treasure)  # swapped after it was listed
     assert (
-        cleanup.prune([stale_caches.Cache("compile", str(root), str(root / "b"), 1, 1.0)]) == []
+        cleanup.remove_caches([stale_caches.Cache("compile", str(root), str(root / "b"), 1, 1.0)]) == []
         and (treasure / "gold").exists()
     )
 
@@ -713,7 +715,7 @@ time.sleep(600)
 
 def test_memory_of_a_real_gpu_comes_back(stoker: Stoker, start: Start) -> None:
     try:
-        gpu = Nvml().gpus()[0]
+        gpu = Nvml().read_gpus()[0]
     except (NoDriver, DriverError, IndexError) as problem:
         pytest.skip(f"no GPU here: {str(problem) or 'no NVIDIA driver'}")
     stoker.env.pop("STOKER_MACHINE")

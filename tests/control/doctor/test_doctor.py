@@ -211,7 +211,7 @@ def test_a_driver_that_never_answers(stoker: Stoker) -> None:
         check=False,
     )
     assert done.returncode == 3, done.stdout
-    assert "? gpu.driver: the NVIDIA driver could not be asked: no answer within 3 s" in done.stdout
+    assert "? gpu.driver: the NVIDIA driver could not be queried: no answer within 3 s" in done.stdout
     assert wait_for(lambda: True if not _children_of(str(stoker.cwd)) else None, 5), "a gatherer was left behind"
 
 
@@ -256,7 +256,7 @@ def test_a_name_server_that_does_not_answer_is_named(stoker: Stoker, tmp_path: P
     done = subprocess.run([*command, *words], capture_output=True, text=True, check=False, env=stoker.env)
     findings = json.loads(done.stdout)["findings"]
     assert [(one["id"], one["level"]) for one in findings] == [("net.lookups", "warn")], done.stdout
-    assert "the name server 127.0.0.9 does not answer" in findings[0]["text"] and "/etc/hosts" in findings[0]["fix"]
+    assert "the name server 127.0.0.9 does not respond" in findings[0]["text"] and "/etc/hosts" in findings[0]["fix"]
 
 
 def test_watch_prints_what_changes(stoker: Stoker) -> None:
@@ -278,7 +278,7 @@ def test_gatherers_that_crash_are_told_apart_from_those_that_hang() -> None:
     quick = examine.Child("a", [sys.executable, "-c", "import sys; sys.exit('broken')"], os.environ, 5.0)
     slow = examine.Child("b", [sys.executable, "-c", "import time; time.sleep(60)"], os.environ, 0.5)
     fine = examine.Child("c", [sys.executable, "-c", "print('{\"x\": 1}')"], os.environ, 5.0)
-    results = examine._wait([quick, slow, fine])
+    results = examine._wait_for_children([quick, slow, fine])
     assert results["a"][0] is None and "broken" in results["a"][1]
     assert results["b"] == (None, "no answer within 0 s") and results["c"] == ({"x": 1}, "")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stoker.control.machine.gpu_lock import GpuLocks, held_gpus
+from stoker.control.machine.gpu_lock import GpuLocks, find_held_gpus
 
 
 @pytest.fixture
@@ -26,19 +26,19 @@ def test_a_run_gets_all_of_its_gpus_or_none(locks: Path) -> None:
     assert first.take(["GPU-1", "GPU-2"]) == {} and first.take(["GPU-1"]) == {}
     refused = second.take(["GPU-0", "GPU-2"])
     assert refused == {"GPU-2": f"run first (agent pid {os.getpid()})"}
-    assert list(held_gpus(["GPU-0", "GPU-1", "GPU-2"])) == ["GPU-1", "GPU-2"]
+    assert list(find_held_gpus(["GPU-0", "GPU-1", "GPU-2"])) == ["GPU-1", "GPU-2"]
     first.release()
-    assert held_gpus(["GPU-1", "GPU-2"]) == {} and second.take(["GPU-0", "GPU-2"]) == {}
+    assert find_held_gpus(["GPU-1", "GPU-2"]) == {} and second.take(["GPU-0", "GPU-2"]) == {}
 
 
 def test_a_lock_ends_with_the_process_that_holds_it_or_its_heir(locks: Path) -> None:
     mine = GpuLocks("r")
     assert mine.take(["GPU-1"]) == {}
-    with subprocess.Popen(["sleep", "600"], pass_fds=mine.handles) as heir:
+    with subprocess.Popen(["sleep", "600"], pass_fds=mine.fds) as heir:
         mine.release()
-        assert list(held_gpus(["GPU-1"])) == ["GPU-1"]
+        assert list(find_held_gpus(["GPU-1"])) == ["GPU-1"]
         heir.kill()
-    assert held_gpus(["GPU-1"]) == {}
+    assert find_held_gpus(["GPU-1"]) == {}
 
 
 def test_the_folder_is_made_for_all_users_and_nothing_else_is_changed(locks: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_file_with_a_second_name_is_not_written_to(locks: Path, tmp_path: Path
 @pytest.mark.parametrize("uuid", ["", ".", "..", "../../etc/x", "MIG-GPU-1/2/3", "a\0b", "x" * 5000, "\x1b[2J", "é"])
 def test_any_name_of_a_gpu_stays_in_the_folder(locks: Path, uuid: str) -> None:
     mine: Any = GpuLocks("r")
-    assert mine.take([uuid]) == {} and len(held_gpus([uuid])) == len(mine.handles)
+    assert mine.take([uuid]) == {} and len(find_held_gpus([uuid])) == len(mine.fds)
     assert all(path.parent == locks for path in locks.rglob("*")) and len(list(locks.iterdir())) <= 1
 
 

@@ -45,13 +45,13 @@ def test_the_tightest_of_the_cgroups_around_a_process_counts(tmp_path: Path, mon
         (folder / "memory.stat").write_text("inactive_file 1000000000\n")
     (root / "job_7" / "cpu.max").write_text("150000 100000")
     (task / "cpu.max").write_text("max 100000")
-    dirs = host_memory.cgroup_dirs
+    dirs = host_memory.find_cgroup_dirs
     for module in (host_limits, host_memory):
-        monkeypatch.setattr(module, "cgroup_dirs", lambda controller: dirs(controller, str(root), str(told)))
-    assert host_memory.cgroup_memory() == (8_000_000_000, 2_000_000_000)
-    assert host_limits._quotas(*host_memory.cgroup_dirs("cpu")) == [2] and host_limits.cores() <= 2
+        monkeypatch.setattr(module, "find_cgroup_dirs", lambda controller: dirs(controller, str(root), str(told)))
+    assert host_memory.read_cgroup_memory() == (8_000_000_000, 2_000_000_000)
+    assert host_limits._read_quotas(*host_memory.find_cgroup_dirs("cpu")) == [2] and host_limits.count_cores() <= 2
     told.write_text("0::/../elsewhere\n")
-    assert host_memory.cgroup_dirs("memory")[0] == [str(root)], "a container sees its own root"
+    assert host_memory.find_cgroup_dirs("memory")[0] == [str(root)], "a container sees its own root"
 
 
 def test_every_file_of_a_rank_is_an_agents() -> None:

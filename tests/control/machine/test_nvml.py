@@ -103,9 +103,9 @@ shown = []
 for power, reasons in json.loads(sys.argv[1]):
     open("power", "w").write(str(power * 1000))
     open("reasons", "w").write(str(reasons))
-    shown.append(list(nvml.gauges()[0].throttle))
+    shown.append(list(nvml.read_gauges()[0].throttle))
     time.sleep(0.3)
-print(json.dumps([shown, nvml.work(["GPU-fake-0"])["GPU-fake-0"]["throttle"]]))
+print(json.dumps([shown, nvml.read_work(["GPU-fake-0"])["GPU-fake-0"]["throttle"]]))
 """
 CAP, HOT = 0x4, 0x20
 

@@ -38,11 +38,11 @@ from stoker.control.agent.vitals import (
     measure_memory,
 )
 from stoker.control.machine import host_limits, run_origin
-from stoker.control.machine.gpu_lock import GpuLocks, held_gpus
-from stoker.control.machine.host_limits import cpus_near
+from stoker.control.machine.gpu_lock import GpuLocks, find_held_gpus
+from stoker.control.machine.host_limits import find_nearby_cpus
 from stoker.control.machine.nvml import Nvml
 from stoker.control.machine.observe import Observer
-from stoker.control.machine.ports import reserve
+from stoker.control.machine.ports import reserve_port
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -89,13 +89,13 @@ class Agent:
         self._is_closing = False
         self._knows_secrets = False
         self._thread_messages: list[protocol.Message] = []  # from threads, for the loop to send
-        self._oom_kills_before = host_limits.oom_kills()
+        self._oom_kills_before = host_limits.count_oom_kills()
 
     def serve(self) -> int:
         """Run until the coordinator closes the connection, falls silent, or the guardian ends."""
         prctl.become_subreaper()
         prctl.set_name(b"stoker-agent")
-        self._origin = run_origin.own_origin(os.environ).text()
+        self._origin = run_origin.find_own_origin(os.environ).text()
         self._files_limit = host_limits.raise_files_limit()  # for two pipes per rank; ranks get the old limit back
         wake_read, wake_write = os.pipe()
         for fd in (wake_read, wake_write, 0, 1):
@@ -229,7 +229,7 @@ class Agent:
         elif action == "reserve":
             if self._port is not None:
                 self._port.close()
-            self._port, answer = reserve(order["addr"], order["port"], order.get("soft", False))
+            self._port, answer = reserve_port(order["addr"], order["port"], order.get("soft", False))
             self._relay.send({"is": "port", **answer})
         elif action == "start":
             self._start(order)
@@ -284,7 +284,7 @@ class Agent:
                 if self._observer is None:
                     self._observer = Observer(recorded)
                 machine = self._observer.observe()
-                locked = held_gpus([gpu.uuid for gpu in machine.gpus])
+                locked = find_held_gpus([gpu.uuid for gpu in machine.gpus])
                 report: protocol.Message = {"is": "host", "machine": machine.to_json(), "held": locked, **details}
             except Refusal as refusal:
                 report = {"is": "refused", "line": refusal.line, "code": refusal.code}
@@ -344,7 +344,7 @@ class Agent:
         gate = order["gate"]
         self._gate = InitGate(tuple(self._specs), gate["slots"], gate["slot_s"], gate["total_s"], now)
         self._ram_limit = order["ram_limit"]
-        self._oom_kills_before = host_limits.oom_kills()
+        self._oom_kills_before = host_limits.count_oom_kills()
         self._start_admitted(now)
         if self._gate.is_limiting:
             holders = self._gate.holding
@@ -386,7 +386,7 @@ class Agent:
             "gated": is_gated,
         }
         if spec.get("numa") and spec.get("pci"):
-            spec["cpus"] = cpus_near(spec["pci"])
+            spec["cpus"] = find_nearby_cpus(spec["pci"])
         null = os.open(os.devnull, os.O_RDONLY)
         stdin = self._stdin_fd if spec["rank"] == 0 and self._stdin_fd >= 0 else null
         try:
@@ -477,7 +477,7 @@ class Agent:
                 self._relay.read_all(fd)
             self._vitals.read_beats(self._ranks, self._on_first_step)
             self._release_slot(rank.rank, "exit")
-            oom_kills, before = host_limits.oom_kills(), self._oom_kills_before
+            oom_kills, before = host_limits.count_oom_kills(), self._oom_kills_before
             has_failed = rank.exit_code != 0 and not rank.is_signalled
             self._relay.send(
                 {

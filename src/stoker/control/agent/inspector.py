@@ -259,7 +259,7 @@ class _RankSampler:
         process = find_process(pid)
         self._state_before = process.state if process else "Z"
         self._children_before = procfs.read_descendants(pid)
-        awaited = blocking.awaited_child(pid)
+        awaited = blocking.find_awaited_child(pid)
         # The child that the rank waits for comes first, and so is never cut off.
         self._workers = sorted(self._children_before, key=lambda child: child != awaited)[:MAX_WORKERS]
         self._worker_cpu_before = {child: procfs.cpu_seconds(child) or 0.0 for child in self._workers}
@@ -326,7 +326,7 @@ class _RankSampler:
             "moved": procfs.bytes_moved(pid) or 0,
             "faults": procfs.page_faults(pid),
             **blocking.read_wait(pid, self._open_files, self._rank_of),
-            "command": (procfs.command_line(pid) or "")[:120],
+            "command": (procfs.read_command_line(pid) or "")[:120],
             "threads": self._dumper.dump_stacks(pid, self.rank.files["asked"]) if _is_python(pid) else [],
         }
 
@@ -357,8 +357,8 @@ import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from stoker.control.machine.nvml import Nvml
 nvml = Nvml()
-nvml.gpus()
-print(json.dumps(nvml.work(sys.argv[2:])))
+nvml.read_gpus()
+print(json.dumps(nvml.read_work(sys.argv[2:])))
 """
 
 

@@ -134,7 +134,7 @@ def _dump_by_faulthandler(pid: int, path: str) -> tuple[list[dict[str, Any]], st
     if process.state in "Tt":
         return [], "its process is stopped and can't handle a signal"
     # If the script closed the file, its descriptor may belong to another file, which must not be written to.
-    if not procfs.catches(pid, env_vars.STACK_SIGNAL) or path not in procfs.open_files(pid):
+    if not procfs.catches_signal(pid, env_vars.STACK_SIGNAL) or path not in procfs.list_open_files(pid):
         return [], f"it has no handler for signal {env_vars.STACK_SIGNAL}"
     size_before = last_size = _file_size(path)
     if not send_signal(process, env_vars.STACK_SIGNAL):

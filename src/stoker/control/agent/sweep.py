@@ -32,7 +32,7 @@ class Sweeper:
 
     def find_leftovers(self) -> list[Process]:
         """Return the living descendants, without those that their user wants to keep (STOKER_KEEP)."""
-        table = procfs.all_processes()
+        table = procfs.list_processes()
         pids = procfs.descendants(self.root, table)
         for pid in [pid for pid in pids - self.groups - self.spare if run_origin.is_kept(pid)]:
             pids -= {pid, *procfs.descendants(pid, table)}
@@ -104,7 +104,7 @@ def take_over(former: Sequence[Sequence[int]], run_id: str, run_dir: str, host: 
     was killed, the run's orphans are found by their environment: `host` is this host's name in the run, because another
     host of the same run may be this very machine.
     """
-    table = procfs.all_processes()
+    table = procfs.list_processes()
     # Compare start times, too: after a reboot the pid may be another process's.
     former_processes = [
         process for pid, start in former for process in table if (process.pid, process.start) == (pid, start)
@@ -123,14 +123,14 @@ def take_over(former: Sequence[Sequence[int]], run_id: str, run_dir: str, host: 
 
 def _find_orphans(run_id: str, run_dir: str, host: str) -> list[Process]:
     """Return the processes that the run started on this host and that are no agent's descendants."""
-    table = {process.pid: process for process in procfs.all_processes()}
+    table = {process.pid: process for process in procfs.list_processes()}
 
     def is_orphan(process: Process) -> bool:
-        if process.state == "Z" or procfs.run_tag(process.pid) != (run_id, run_dir):
+        if process.state == "Z" or procfs.read_run_tag(process.pid) != (run_id, run_dir):
             return False
         if process_owner(process.pid) != os.getuid():
             return False
-        if procfs.environment(process.pid).get(env_vars.HOST, "") != host:
+        if procfs.read_environment(process.pid).get(env_vars.HOST, "") != host:
             return False
         return not run_origin.is_kept(process.pid) and not run_origin.why_another_started_it(process, table)
 
@@ -209,8 +209,8 @@ class StopSequence:
     @staticmethod
     def _send(rank: RankProcess, signum: int) -> None:
         rank.is_signalled = True
-        is_caught = signum == signal.SIGKILL or procfs.catches(rank.pid, signum)
-        if not is_caught and procfs.catches(rank.pid, signal.SIGTERM):
+        is_caught = signum == signal.SIGKILL or procfs.catches_signal(rank.pid, signum)
+        if not is_caught and procfs.catches_signal(rank.pid, signal.SIGTERM):
             # Scripts save a checkpoint on SIGTERM: a closed terminal (SIGHUP) must not cost more than a stop.
             signum = signal.SIGTERM
         send_signal(rank.process, signum)
@@ -282,7 +282,7 @@ def _wait_for_gpus(ranks: Mapping[int, RankProcess], nvml: Nvml | None) -> list[
     gpus = {rank.gpu for rank in ranks.values() if rank.gpu}
     deadline = time.monotonic() + GPUS_S
     while True:
-        held = [gpu for gpu in gpus if nvml.pids(gpu) & pids]
+        held = [gpu for gpu in gpus if nvml.read_pids(gpu) & pids]
         if not held or time.monotonic() > deadline:
             return held
         time.sleep(0.02)

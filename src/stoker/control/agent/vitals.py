@@ -16,7 +16,7 @@ from stoker.contract import host_memory, kernel_messages
 from stoker.contract.beat import Beat
 from stoker.contract.evidence import ExitContext
 from stoker.contract.frozen import as_json
-from stoker.contract.process import find_process, kernel_lines, read_kernel_file, send_signal
+from stoker.contract.process import find_process, read_kernel_file, read_kernel_lines, send_signal
 from stoker.control.agent.spawn import RankProcess
 from stoker.control.machine import host_limits, kernel_log, ports, procfs
 from stoker.control.machine.model import GpuGauges, HostGauges
@@ -74,10 +74,10 @@ class Vitals:
         """Read and report the beats since the last call."""
         new_beats: dict[str, list[Any]] = {}
         for rank in ranks.values():
-            if rank.reader is None or rank.reader.written == rank.reader.seen:
+            if rank.reader is None or rank.reader.written == rank.reader.read_count:
                 continue
-            beats = rank.reader.new()
-            if rank.reader.torn:
+            beats = rank.reader.read_new()
+            if rank.reader.is_overwritten:
                 rank.reader = None
                 self._send({"is": "beatless", "rank": rank.rank})
                 text = "its beats are unreadable because something overwrote them; it is watched without them"
@@ -103,16 +103,16 @@ class Vitals:
         if nvml is not None and rank.gpu:
             self._gpu_holders[rank.pid] = tuple(
                 {**as_json(holder), "ours": holder.pid == rank.pid or holder.run == run_id}
-                for holder in nvml.holders(rank.gpu) or ()
+                for holder in nvml.read_holders(rank.gpu) or ()
             )
 
     def read_exit_context(self, rank: RankProcess, nvml: Nvml | None, run_id: str) -> dict[str, Any]:
         """Return the circumstances of a rank's failure (contract/evidence.py:ExitContext), as JSON."""
         total, available, _ = host_memory.read_memory()
-        shm_free, shm_total = host_limits.shared_memory()
+        shm_free, shm_total = host_limits.read_shm_space()
         if rank.pid not in self._gpu_holders:
             self.note_gpu_holders(rank, nvml, run_id)
-        gpu_memory = nvml.memory(rank.gpu) if nvml is not None and rank.gpu else None
+        gpu_memory = nvml.read_memory(rank.gpu) if nvml is not None and rank.gpu else None
         context: dict[str, Any] = as_json(
             ExitContext(
                 tuple(rank.rss),
@@ -123,7 +123,7 @@ class Vitals:
                 gpu_memory and gpu_memory[1],
                 shm_free,
                 shm_total,
-                tuple(host_limits.full_disks()),
+                tuple(host_limits.find_full_disks()),
                 rank.loader_workers,
                 _read_address_space_limit(rank.pid),
             )
@@ -194,7 +194,7 @@ def _find_kernel_messages(rank: RankProcess) -> tuple[str, ...]:
         xid = kernel_messages.parse_xid(line)
         return kernel_log.is_same_gpu(rank.pci, xid[0]) if xid else any(phrase in line for phrase in phrases)
 
-    return tuple(line[:300] for line in kernel_log.lines(rank.started) if is_about_rank(line))[-12:]
+    return tuple(line[:300] for line in kernel_log.read_messages(rank.started) if is_about_rank(line))[-12:]
 
 
 # ---- memory: the numbers of the MEM lines, and the limit on resident memory ----
@@ -203,7 +203,7 @@ def _find_kernel_messages(rank: RankProcess) -> tuple[str, ...]:
 def measure_memory(pid: int, gpu: str | None, nvml: Nvml | None) -> dict[str, Any]:
     """Return the memory of a process, its host and its GPU, as fields of the "mem" message."""
     total, available, _ = host_memory.read_memory()
-    gpu_memory = nvml.memory(gpu) if nvml is not None and gpu else None
+    gpu_memory = nvml.read_memory(gpu) if nvml is not None and gpu else None
     return {
         "rss": procfs.resident_bytes(pid),
         "host_used": total - available,
@@ -235,6 +235,6 @@ def enforce_memory_limit(limit: int, ranks: dict[int, RankProcess], send: Send) 
 
 def _read_proportional_bytes(pid: int) -> int:
     """Return the PSS of a process, or its resident memory if the kernel does not report the PSS."""
-    lines = kernel_lines(f"/proc/{pid}/smaps_rollup")
+    lines = read_kernel_lines(f"/proc/{pid}/smaps_rollup")
     pss = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), None)
     return procfs.resident_bytes(pid) or 0 if pss is None else pss

@@ -16,7 +16,7 @@ from stoker.control.cluster.check_facts import ClusterFacts, HostFacts, MtuHole
 from stoker.control.cluster.hosts import Host, Hosts, is_address
 from stoker.control.cluster.probes import TORCH, PendingProbe, ProbeBatch, check_answer, measure_clock_skew
 from stoker.control.doctor import check as doctor
-from stoker.control.machine.examination import TorchBuild, examination_from_json, read_examination
+from stoker.control.machine.examination import TorchBuild, examination_from_json, read_part
 from stoker.control.machine.examine import PARTS
 
 MEET_S = ssh.CONNECT_S + 2.0
@@ -165,9 +165,7 @@ def address_of(host: Host, answer: Mapping[str, Any]) -> str | None:
 
 def _with_torch(host: HostFacts, answer: Mapping[str, Any]) -> HostFacts:
     answer = check_answer(TORCH, answer, "torch")
-    torch: TorchBuild = read_examination(
-        TorchBuild, {name: value for name, value in answer.items() if name != "python"}
-    )
+    torch: TorchBuild = read_part(TorchBuild, {name: value for name, value in answer.items() if name != "python"})
     examination = host.examination
     if examination is not None:
         missing = {part: why for part, why in (examination.missing or {}).items() if part != "torch"}

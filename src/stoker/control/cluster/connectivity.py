@@ -11,7 +11,7 @@ from stoker.control.cluster import check_rules
 from stoker.control.cluster.check_facts import ClusterFacts, HostFacts, PairFacts
 from stoker.control.cluster.hosts import Hosts
 from stoker.control.cluster.probes import PAIR, PORTS, RATE, PendingProbe, ProbeBatch, check_answer, measure_clock_skew
-from stoker.control.machine.examination import TorchBuild, read_examination
+from stoker.control.machine.examination import TorchBuild, read_part
 
 NET_S = 14.0
 STREAM_S = 14.0
@@ -126,7 +126,7 @@ def quick_check(batch: ProbeBatch, hosts: Hosts, addresses: Mapping[str, str], s
             facts[name],
             hostname=answer["hostname"],
             resolves={hostname: tuple(resolved) for hostname, resolved in answer["resolves"].items()},
-            torch=read_examination(TorchBuild, {key: value for key, value in torch.items() if key != "python"}),
+            torch=read_part(TorchBuild, {key: value for key, value in torch.items() if key != "python"}),
             python=torch.get("python"),
         )
     for name, (error, skew) in measure_clock_skew(batch, names, 2).items():

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from stoker.contract import layout
 from stoker.contract.errors import EX_NOINPUT, Refusal
 from stoker.contract.frozen import frozen
-from stoker.contract.safe_io import hub_blobs
+from stoker.contract.safe_io import find_hub_blobs
 from stoker.contract.text import escape
 
 GIT_S = 120.0  # a large checkout on a slow network disk
@@ -62,7 +62,7 @@ def list_staged(path: str) -> FileList:
 def _walk_following_links(root: str) -> Iterator[str]:
     """Yield the files of a staged folder. Raises Refusal for a link that leads out of it, or to a folder it is in."""
     real_root = os.path.realpath(root)
-    allowed = (real_root, *hub_blobs(real_root))
+    allowed = (real_root, *find_hub_blobs(real_root))
     ancestors = {root: frozenset([real_root])}  # folder -> the real paths of it and of the folders it is in
 
     def unreadable(problem: OSError) -> None:

@@ -1,1 +1,1 @@
-"""Checks: one function each, with a stable id; an examination in, findings out. `clean` is the only file that acts."""
+"""`stoker doctor` and `stoker clean`: checks that turn an examination into findings. Only cleanup.py changes anything."""

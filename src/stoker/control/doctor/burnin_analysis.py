@@ -1,6 +1,6 @@
-"""Judges a burn-in: which replicas computed different results, which GPUs and links are slow or wrong. Pure.
+"""Judges a burn-in: which replicas computed different results, which GPUs and links are slow or wrong.
 
-A replica is only compared with its twins: another GPU model or torch version may round differently.
+A replica is only compared with its twins, because another GPU model or torch version may round differently.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from stoker.contract.evidence import Finding
 from stoker.contract.frozen import frozen
 from stoker.contract.units import plural, rank_name
 
-SLOW = 0.85  # of the twins' speed, or of the GPU's own first measurement
-LOW_TFLOPS = 0.4  # of the data sheet: a healthy L4 reaches half of it at its 72 W, an H200 four fifths
-LOW_GBS = 0.6
-LOW_LINK = 0.5  # of the other pairs' bandwidth: healthy PCIe pairs across two sockets are a third slower than others
+# Fractions below which a speed is reported.
+SLOW = 0.85  # of the twins' speed, or of the GPU's first measurement
+LOW_TFLOPS = 0.4  # of the data sheet; a healthy L4 reaches half of it at its 72 W, an H200 four fifths
+LOW_GBS = 0.6  # of the data sheet
+LOW_LINK = 0.5  # of the other pairs' bandwidth; healthy PCIe pairs across two sockets are a third slower than others
 
 # NVIDIA's data sheets: dense bf16 TFLOP/s (fp32 sums), memory GB/s. The first key that a GPU's name contains counts.
-CARDS: dict[str, tuple[float, float]] = {
+DATA_SHEETS: dict[str, tuple[float, float]] = {
     "GH200": (989, 4000), "H200 NVL": (835, 4800), "H200": (989, 4800), "H100 PCIe": (756, 2000), "H100 NVL": (835, 3900), "H100": (989, 3350),
     "A100-SXM4-40GB": (312, 1555), "A100-PCIE-40GB": (312, 1555), "A100 80GB PCIe": (312, 1935), "A100": (312, 2039),
     "RTX A6000": (155, 768), "A40": (150, 696), "A10G": (70, 600), "A10": (125, 600), "L40S": (362, 864), "L40": (181, 864), "L4": (121, 300),
@@ -41,7 +42,7 @@ class Replica:
     card: str | None  # None on a CPU
     device: str | None  # the GPU's UUID
     twin: str  # replicas with the same value must agree to the last bit
-    round: int  # steps after which the training starts again from the seed
+    round: int  # number of steps after which the training restarts from the seed
     steps: tuple[tuple[int, str, str], ...]  # step, bits of the loss, checksum of the parameters
     start: Speed | None = None
     end: Speed | None = None
@@ -56,19 +57,22 @@ class Replica:
 class Link:
     ranks: tuple[int, ...]
     backend: str
-    bus_gbs: float | None = None  # None: it started and never finished
-    wrong: Mapping[str, int] = {}
+    bus_gbs: float | None = None  # None if the all-reduce started and never finished
+    wrong: Mapping[str, int] = {}  # rank -> number of wrong elements
 
 
 @frozen
 class Opinion:
-    """The outcome of comparing one replica. `agrees` is None if there was nothing to compare it with."""
+    """The outcome of comparing one replica with its twins and with its other rounds.
+
+    `agrees` is None if there was nothing to compare it with.
+    """
 
     rank: int
     agrees: bool | None
     twins: int
     first: int | None = None  # the first step that differs
-    decided: bool = True  # False: it differs from a twin, and it is unknown which of them is wrong
+    decided: bool = True  # False if it differs from a twin and it is unknown which of them is wrong
 
 
 @frozen
@@ -77,7 +81,7 @@ class Judgement:
     findings: tuple[Finding, ...]
 
 
-def replica_from(records: Iterable[Mapping[str, Any]], label: str) -> Replica | None:
+def parse_replica(records: Iterable[Mapping[str, Any]], label: str) -> Replica | None:
     """Return the replica that these records of one rank describe, or None if they lack the first one."""
     head: Mapping[str, Any] | None = None
     speeds: dict[str, Speed] = {}
@@ -107,7 +111,7 @@ def replica_from(records: Iterable[Mapping[str, Any]], label: str) -> Replica | 
     )
 
 
-def links_from(records: Iterable[Mapping[str, Any]]) -> list[Link]:
+def parse_links(records: Iterable[Mapping[str, Any]]) -> list[Link]:
     """Return the links that these records describe; a later record of the same ranks replaces an earlier one."""
     links: dict[tuple[int, ...], Link] = {}
     for record in records:
@@ -134,7 +138,7 @@ def find_data_sheet(card: str | None) -> tuple[float, float] | None:
     if not card or any(part in card for part in ("MIG", "Laptop", "Max-Q")):
         return None
     words = card.replace("-", " ").split()
-    for name, figures in CARDS.items():
+    for name, figures in DATA_SHEETS.items():
         if (name in words) if name.isalnum() else (name in card):
             return figures
     return None
@@ -161,7 +165,7 @@ def _compare_twins(twins: list[Replica]) -> tuple[list[Opinion], list[Finding]]:
         undecided = [step for step, _, _ in replica.steps if expected[step % replica.round] is None]
         if bad:
             opinions.append(Opinion(replica.rank, False, others, bad[0][0]))
-            findings.append(_mismatch(replica, bad, expected, others))
+            findings.append(_make_mismatch(replica, bad, expected, others))
         elif undecided:
             opinions.append(Opinion(replica.rank, False, others, undecided[0], decided=False))
             contested.append((undecided[0], replica))
@@ -173,8 +177,8 @@ def _compare_twins(twins: list[Replica]) -> tuple[list[Opinion], list[Finding]]:
         names = " and ".join(_name(replica) for _, replica in contested)
         text = f"{names} disagree from step {first}; {len(contested)} replicas can't show which of them is wrong"
         fix = (
-            "run it again with a longer --minutes: the GPU that contradicts itself is faulty; or with a third replica:"
-            " the majority is right"
+            "run it again with a longer --minutes to see which GPU contradicts itself, or with a third replica to get a"
+            " majority"
         )
         findings.append(Finding("burnin.mismatch", "fail", text, fix))
     return opinions, findings
@@ -196,26 +200,24 @@ def _expected_bits(by_rank: Mapping[int, list[Bits]]) -> Bits | None:
     return None
 
 
-def _mismatch(
+def _make_mismatch(
     replica: Replica, bad: list[tuple[int, Bits]], expected: Mapping[int, Bits | None], others: int
 ) -> Finding:
     first, (loss, checksum) = bad[0]
     right = expected[first % replica.round]
     assert right is not None
     pairs = (("loss", loss, right[0]), ("parameters", checksum, right[1]))
-    what = " and ".join(name for name, actual, correct in pairs if actual != correct)
-    whom = f"those of its {others} twin{'s' if others > 1 else ''}" if others else "those of its other rounds"
-    often = f"in {len(bad)} of {len(replica.steps)} steps"
+    differing = " and ".join(name for name, actual, correct in pairs if actual != correct)
+    reference = f"those of its {others} twin{'s' if others > 1 else ''}" if others else "those of its other rounds"
+    frequency = f"in {len(bad)} of {len(replica.steps)} steps"
     if replica.rounds > 1:
-        often = f"in {len({step // replica.round for step, _ in bad})} of {replica.rounds} rounds"
-    text = (
-        f"{_name(replica)} computes different results: from step {first} its bits of {what} differ from {whom}, {often}"
-    )
+        frequency = f"in {len({step // replica.round for step, _ in bad})} of {replica.rounds} rounds"
+    text = f"{_name(replica)} computes different results: from step {first} its bits of {differing} differ from {reference}, {frequency}"
     if replica.card is None:
-        fix = "test the machine's memory (memtest86+); machine-check errors: journalctl -k | grep -i mce"
+        fix = "test the machine's memory (memtest86+); `journalctl -k | grep -i mce` shows machine-check errors"
     else:
         errors = "`stoker doctor --only gpu.` shows ECC and Xid errors; if it happens again, replace the GPU"
-        fix = f"leave it out (stoker run --gpus with the others); {errors}"
+        fix = f"leave it out (stoker run --gpus with the others). {errors}"
     return Finding("burnin.mismatch", "fail", text, fix)
 
 
@@ -257,10 +259,10 @@ def _judge_links(replicas: list[Replica], links: list[Link], stopped: bool) -> I
         if link.wrong:
             counts = ", ".join(f"{_label(by_rank, int(rank))} {count}" for rank, count in link.wrong.items())
             text = f"all-reduce over {link_name(link, by_rank)} gives wrong sums (elements: {counts}; {link.backend})"
-            yield Finding("burnin.link", "fail", text, _link_fix(link))
+            yield Finding("burnin.link", "fail", text, _choose_link_fix(link))
         elif link.bus_gbs is None and not stopped:
             text = f"all-reduce over {link_name(link, by_rank)} did not finish ({link.backend})"
-            yield Finding("burnin.link", "fail", text, _link_fix(link))
+            yield Finding("burnin.link", "fail", text, _choose_link_fix(link))
     # Compare the bandwidth of pairs with the same kinds of replicas at both ends.
     groups: dict[tuple[str, ...], list[tuple[Link, float]]] = defaultdict(list)
     for link in links:
@@ -272,8 +274,8 @@ def _judge_links(replicas: list[Replica], links: list[Link], stopped: bool) -> I
             others = [other_speed for other, other_speed in group if other is not link]
             if len(others) >= 2 and speed < LOW_LINK * median(others):
                 text = f"the link {link_name(link, by_rank)} is slow: {speed:.1f} GB/s"
-                text += f", the other pairs reach {median(others):.1f}"
-                yield Finding("burnin.link", "warn", text, _link_fix(link))
+                text += f"; the other pairs reach {median(others):.1f}"
+                yield Finding("burnin.link", "warn", text, _choose_link_fix(link))
 
 
 def link_name(link: Link, by_rank: Mapping[int, Replica]) -> str:
@@ -287,11 +289,11 @@ def _label(by_rank: Mapping[int, Replica], rank: int) -> str:
     return by_rank[rank].label if rank in by_rank else f"rank {rank}"
 
 
-def _link_fix(link: Link) -> str:
+def _choose_link_fix(link: Link) -> str:
     if link.backend != "nccl":
-        return "gloo uses the network interface: check ip link, and the machine's memory"
+        return "check the network interface that gloo uses (ip link), and the machine's memory"
     trial = "NCCL_P2P_DISABLE=1 for one run shows whether the link or the GPU is faulty"
-    return f"nvidia-smi topo -m; nvidia-smi nvlink -e; PCIe errors: dmesg | grep -i aer. {trial}"
+    return f"nvidia-smi topo -m; nvidia-smi nvlink -e; dmesg | grep -i aer (PCIe errors). {trial}"
 
 
 def _name(replica: Replica) -> str:

@@ -1,4 +1,4 @@
-"""The registry of checks. To add one, write a function with `@check` in a file of checks/, old or new."""
+"""The registry of checks. To add a check, write a function with `@check` in any file of checks/."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from stoker.contract.discovery import modules_in
+from stoker.contract.discovery import import_modules
 from stoker.contract.env_vars import MACHINE
 from stoker.contract.errors import EX_USAGE, Refusal
 from stoker.contract.evidence import Finding
@@ -24,15 +24,15 @@ GpusWithHealth = list[tuple[Gpu, GpuHealth]]
 class Check:
     id: str
     needs: tuple[str, ...]  # parts of the examination: health, probes, torch, host, net, environment
-    fast: bool  # needs only a quick look at the machine, so it also runs before every `stoker run`
+    fast: bool  # takes milliseconds, so it also runs before every `stoker run`
     body: Body
     text: str  # its documentation
 
 
 CHECKS: dict[str, Check] = {}
-# Raised for odd values of another host or of a recorded machine: that check is skipped and the others count.
+# Checks raise these for odd values of another host or a recorded machine. Such a check is reported as unknown.
 _ODD_VALUE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-_QUICK_LOOK_S = 3.0  # after which the driver counts as silent
+_OBSERVE_S = 3.0  # a driver that takes longer counts as not responding
 LEVELS = ("fail", "warn", "unknown")
 
 
@@ -71,7 +71,7 @@ def unknown(text: str) -> Finding:
 
 def load_checks() -> dict[str, Check]:
     """Import all checks and return them by id, in the order of their files."""
-    files = {module.__name__: number for number, module in enumerate(modules_in("stoker.control.doctor.checks"))}
+    files = {module.__name__: number for number, module in enumerate(import_modules("stoker.control.doctor.checks"))}
     ordered = sorted(CHECKS.values(), key=lambda check: files.get(check.body.__module__, len(files)))
     return {check.id: check for check in ordered}
 
@@ -81,7 +81,10 @@ def choose_checks(only: list[str], skip: list[str]) -> list[Check]:
     checks = load_checks()
     for prefix in (*only, *skip):
         if not any(id.startswith(prefix) for id in checks):
-            raise Refusal(f"no check {prefix!r}{suggest(prefix, checks)}; `stoker docs doctor` lists them", EX_USAGE)
+            raise Refusal(
+                f"there is no check {prefix!r}{suggest(prefix, checks)}; `stoker docs doctor` lists all checks",
+                EX_USAGE,
+            )
     return [
         check
         for check in checks.values()
@@ -90,7 +93,7 @@ def choose_checks(only: list[str], skip: list[str]) -> list[Check]:
 
 
 def run_checks(checks: list[Check], examination: Examination, ranks: int = 0) -> list[Finding]:
-    """Return what is wrong and what could not be checked. A healthy machine has no findings."""
+    """Run the checks. Return what is wrong and what could not be checked; a healthy machine has no findings."""
     findings: list[Finding] = []
     missing = examination.missing or {}
     health = examination.health or {}
@@ -99,7 +102,7 @@ def run_checks(checks: list[Check], examination: Examination, ranks: int = 0) ->
     for check in checks:
         absent = [part for part in check.needs if parts[part] is None]
         if absent:
-            reasons = [f"{part}: {missing.get(part) or missing.get('machine') or 'not asked'}" for part in absent]
+            reasons = [f"{part}: {missing.get(part) or missing.get('machine') or 'not examined'}" for part in absent]
             findings.append(Finding(check.id, "unknown", f"could not be checked ({'; '.join(reasons)})"))
             continue
         arguments = {name: parts[name] for name in _parameters(check.body)}
@@ -118,17 +121,17 @@ def exit_code(findings: list[Finding]) -> int:
 
 
 def count_fast_findings(runs_dir: str) -> tuple[str, dict[tuple[str, str], int]]:
-    """Run the fast checks and return (host, number of findings by check and level, also 0).
+    """Run the fast checks and return (host, number of findings by check and level, including zeros).
 
-    A child asks the driver. If the driver hangs, that costs 3 s and all checks are unknown.
+    A child process queries the driver. If the driver hangs, this takes 3 s and all checks are unknown.
     """
     from stoker.control.machine.examine import observe_in_child
-    from stoker.control.machine.host_limits import quick_host
+    from stoker.control.machine.host_limits import read_host_limits
     from stoker.control.machine.observe import read_recorded
 
     recorded = os.environ.get(MACHINE)
     try:
-        machine = read_recorded(recorded) if recorded else observe_in_child(_QUICK_LOOK_S)
+        machine = read_recorded(recorded) if recorded else observe_in_child(_OBSERVE_S)
     except Refusal as problem:
         machine = problem.line
     fast = [check for check in load_checks().values() if check.fast]
@@ -137,6 +140,6 @@ def count_fast_findings(runs_dir: str) -> tuple[str, dict[tuple[str, str], int]]
         counts.update((check.id, "unknown") for check in fast)
         return os.uname().nodename, dict(counts)
     environment = {name: os.environ[name] for name in KNOWN_VARIABLES if name in os.environ}
-    examination = Examination(machine, host=quick_host(runs_dir), environment=environment)
+    examination = Examination(machine, host=read_host_limits(runs_dir), environment=environment)
     counts.update((finding.id, finding.level) for finding in run_checks(fast, examination))
     return machine.hostname, dict(counts)

@@ -13,7 +13,7 @@ from stoker.contract.frozen import frozen
 from stoker.contract.layout import cache_home
 from stoker.contract.safe_io import read_text
 from stoker.control.doctor.leftovers import AGENTS
-from stoker.control.doctor.stale_files import paths_in_use, walk
+from stoker.control.doctor.stale_files import find_paths_in_use, walk
 from stoker.control.machine import procfs
 
 
@@ -27,7 +27,7 @@ class Cache:
     kept: str = ""  # why it must not be removed
 
 
-_KEY = r"[0-9a-f]{32}(\..*)?"  # names of prepared data: nothing else in such a folder is ours
+_KEY = r"[0-9a-f]{32}(\..*)?"  # names of prepared data; other entries of such a folder are not ours
 
 
 def _is_tagged(folder: str) -> bool:
@@ -38,10 +38,10 @@ def _is_tagged(folder: str) -> bool:
         return False
 
 
-def cache_roots(environment: Mapping[str, str], cwd: str) -> list[tuple[str, str, str]]:
-    """Return (kind, folder, pattern of the entries in it) for each place that can hold caches."""
+def list_cache_roots(environment: Mapping[str, str], cwd: str) -> list[tuple[str, str, str]]:
+    """Return (kind, folder, pattern of its entries) for each folder that can hold caches."""
     home = os.path.expanduser("~")
-    user = re.sub(r'[\\/:*?"<>|]', "_", procfs.user_name(os.getuid()))  # as torch spells it
+    user = re.sub(r'[\\/:*?"<>|]', "_", procfs.user_name(os.getuid()))  # as torch writes it
     data = [os.path.join(cwd, "cache")]
     if environment.get("STOKER_CACHE"):
         data.append(os.path.abspath(environment["STOKER_CACHE"]))
@@ -58,9 +58,9 @@ def cache_roots(environment: Mapping[str, str], cwd: str) -> list[tuple[str, str
 def find_caches(roots: list[tuple[str, str, str]]) -> list[Cache]:
     """Return the caches in these folders. Skips links and others' folders: other users can create both in /tmp."""
     caches: list[Cache] = []
-    own = [(kind, os.path.realpath(folder), pattern) for kind, folder, pattern in roots if own_folder(folder)]
-    used = paths_in_use(tuple(folder + "/" for _, folder, _ in own)) if own else set()
-    has_agents = any(process.name in AGENTS for process in procfs.all_processes())
+    own = [(kind, os.path.realpath(folder), pattern) for kind, folder, pattern in roots if is_own_folder(folder)]
+    used = find_paths_in_use(tuple(folder + "/" for _, folder, _ in own)) if own else set()
+    has_agents = any(process.name in AGENTS for process in procfs.list_processes())
     for kind, folder, pattern in own:
         try:
             device = os.lstat(folder).st_dev
@@ -74,7 +74,7 @@ def find_caches(roots: list[tuple[str, str, str]]) -> list[Cache]:
     return caches
 
 
-def own_folder(path: str) -> bool:
+def is_own_folder(path: str) -> bool:
     """Return whether this is a real folder of this user, not a link."""
     try:
         status = os.lstat(path)
@@ -99,7 +99,7 @@ def _examine_cache(kind: str, root: str, path: str, device: int, used: set[str],
     elif any(name == path or name.startswith(path + "/") for name in used):
         kept = "in use"
     elif kind == "agent" and has_agents:
-        kept = "an agent is running, perhaps from here"
+        kept = "an agent is running and may use it"
     return Cache(kind, root, path, size, max(0.0, time.time() - last_used), kept)
 
 

@@ -19,7 +19,7 @@ from stoker.contract.process import find_process
 from stoker.contract.text import escape
 from stoker.control.machine import gpu_lock
 from stoker.control.machine.gpu_lock import LockFolder, UnusableLockFolder
-from stoker.control.machine.procfs import open_files, pids_here
+from stoker.control.machine.procfs import list_open_files, list_pids
 
 FRESH_S = 60.0  # a process may be about to open a younger file
 WEIGHTS = "weights in shared memory"
@@ -44,11 +44,11 @@ class Debris:
     kind: str  # shared memory | agent's folder | WEIGHTS
     path: str
     size: int
-    age: float
+    age: float  # seconds
 
 
 def find_locks() -> tuple[list[Lock], list[str]]:
-    """Return the GPUs' lock files, and a line about everything else in the lock folders."""
+    """Return the GPUs' lock files, and a line about each other entry of the lock folders and each unusable folder."""
     locks: list[Lock] = []
     unusable: list[str] = []
     for folder in gpu_lock.open_folders(make=False):
@@ -58,7 +58,7 @@ def find_locks() -> tuple[list[Lock], list[str]]:
         try:
             if folder.notice:
                 unusable.append(folder.notice)
-            for name in sorted(os.listdir(folder.handle)):
+            for name in sorted(os.listdir(folder.fd)):
                 try:
                     lock = _read_lock(folder, name)
                 except UnusableLockFolder as problem:
@@ -67,31 +67,31 @@ def find_locks() -> tuple[list[Lock], list[str]]:
                 if lock is not None:
                     locks.append(lock)
         finally:
-            os.close(folder.handle)
+            os.close(folder.fd)
     return locks, unusable
 
 
 def _read_lock(folder: LockFolder, name: str) -> Lock | None:
-    handle = gpu_lock.open_for_reading(folder, name)
-    if handle is None:
+    fd = gpu_lock.open_for_reading(folder, name)
+    if fd is None:
         return None
     try:
-        is_held = not gpu_lock.try_lock(handle, fcntl.LOCK_SH)
-        who = gpu_lock.describe_holder(handle) if is_held else gpu_lock.last_holder(handle)
+        is_held = not gpu_lock.try_lock(fd, fcntl.LOCK_SH)
+        who = gpu_lock.describe_holder(fd) if is_held else gpu_lock.read_last_holder(fd)
         return Lock(escape(name, 200), is_held, who)
     finally:
-        os.close(handle)
+        os.close(fd)
 
 
 def find_debris(tmp: str = "/tmp", shm: str = "/dev/shm") -> list[Debris]:
     """Return the agents' folders, shared memory and published weights of dead processes of this user."""
     tmp, shm = os.path.realpath(tmp), os.path.realpath(shm)  # as /proc spells them
-    used = paths_in_use((tmp + "/stoker-", shm + "/"))
+    used = find_paths_in_use((tmp + "/stoker-", shm + "/"))
     return [*_find_agent_folders(tmp, used), *_find_shared_memory(shm, used), *_find_weights(shm)]
 
 
-def _own_entries(folder: str, pattern: re.Pattern[str]) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-    """Yield the entries of this user with such a name that are old enough, and their status. Follows no links."""
+def _list_own_entries(folder: str, pattern: re.Pattern[str]) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
+    """Yield this user's entries with matching names that are older than FRESH_S, with their status. Follows no links."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
@@ -107,9 +107,9 @@ def _own_entries(folder: str, pattern: re.Pattern[str]) -> Iterator[tuple[os.Dir
 
 
 def _find_agent_folders(tmp: str, used: set[str]) -> Iterator[Debris]:
-    for entry, status in _own_entries(tmp, _AGENT_FOLDER):
+    for entry, status in _list_own_entries(tmp, _AGENT_FOLDER):
         try:
-            if stat.S_ISDIR(status.st_mode) and not folder_in_use(entry.path, used):
+            if stat.S_ISDIR(status.st_mode) and not is_folder_in_use(entry.path, used):
                 size = sum(status.st_blocks * 512 for _, status in walk(entry.path))
                 yield Debris("agent's folder", entry.path, size, time.time() - status.st_mtime)
         except FileNotFoundError:
@@ -117,19 +117,19 @@ def _find_agent_folders(tmp: str, used: set[str]) -> Iterator[Debris]:
 
 
 def _find_shared_memory(shm: str, used: set[str]) -> Iterator[Debris]:
-    for entry, status in _own_entries(shm, _SHM):
+    for entry, status in _list_own_entries(shm, _SHM):
         match = _SHM.fullmatch(entry.name)
         creator = match and (match[1] or match[2])
         if not stat.S_ISREG(status.st_mode) or entry.path in used or (creator and find_process(int(creator))):
             continue
-        with alone_with(entry.path, status) as is_alone:
+        with hold_exclusively(entry.path, status) as is_alone:
             pass
         if is_alone:
             yield Debris("shared memory", entry.path, status.st_blocks * 512, time.time() - status.st_mtime)
 
 
 def _find_weights(shm: str) -> Iterator[Debris]:
-    """Yield weights that a dead trainer published: their lock has ended with it."""
+    """Yield weights that a dead trainer published. The kernel has freed its lock on them."""
     for path in shared_weights.find_dead_folders(shm):
         statuses = [status for _, status in walk(path)]
         if statuses:
@@ -137,7 +137,7 @@ def _find_weights(shm: str) -> Iterator[Debris]:
             yield Debris(WEIGHTS, path, size, time.time() - statuses[0].st_mtime)
 
 
-def folder_in_use(path: str, used: set[str]) -> bool:
+def is_folder_in_use(path: str, used: set[str]) -> bool:
     """Return whether an agent uses this folder, or whether it holds files that no agent creates."""
     names = os.listdir(path)
     if not all(_AGENT_FILE.fullmatch(name) for name in names):
@@ -146,7 +146,7 @@ def folder_in_use(path: str, used: set[str]) -> bool:
         return True
     if "s" not in names:
         return False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:  # connects and sends nothing
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:  # a datagram socket sends nothing when it connects
         try:
             probe.connect(os.path.join(path, "s"))
         except ConnectionRefusedError:
@@ -156,14 +156,14 @@ def folder_in_use(path: str, used: set[str]) -> bool:
     return True
 
 
-def paths_in_use(prefixes: tuple[str, ...]) -> set[str]:
+def find_paths_in_use(prefixes: tuple[str, ...]) -> set[str]:
     """Return the paths with these prefixes that a process has open, mapped, or as its program or working folder.
 
     Only covers the processes that we may examine.
     """
     used: set[str] = set()
-    for pid in pids_here():
-        paths = open_files(pid)
+    for pid in list_pids():
+        paths = list_open_files(pid)
         for link in ("cwd", "exe"):
             try:
                 paths.append(os.readlink(f"/proc/{pid}/{link}"))
@@ -181,30 +181,30 @@ def paths_in_use(prefixes: tuple[str, ...]) -> set[str]:
 
 
 @contextmanager
-def alone_with(path: str, expected: os.stat_result) -> Iterator[bool]:
+def hold_exclusively(path: str, expected: os.stat_result) -> Iterator[bool]:
     """Yield whether this is the expected file and no process in any container has it open or mapped.
 
-    Takes a write lease, which the kernel gives only then. A process that opens the file waits until the block ends.
-    On a file system without leases, what /proc showed has to suffice.
+    Takes a write lease, which the kernel grants only then. A process that opens the file waits until the block ends.
+    A file system without leases counts as free of users; callers have checked /proc before.
     """
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         yield False
         return
     try:
-        status = os.fstat(handle)
+        status = os.fstat(fd)
         identity = (status.st_dev, status.st_ino, status.st_uid)
-        yield identity == (expected.st_dev, expected.st_ino, os.getuid()) and _take_lease(handle)
+        yield identity == (expected.st_dev, expected.st_ino, os.getuid()) and _take_lease(fd)
     finally:
-        os.close(handle)
+        os.close(fd)
 
 
-def _take_lease(handle: int) -> bool:
+def _take_lease(fd: int) -> bool:
     try:
         # The kernel recalls a lease with SIGIO, which would kill us; SIGURG is ignored.
-        fcntl.fcntl(handle, fcntl.F_SETSIG, signal.SIGURG)
-        fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError as problem:
         return problem.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
     return True

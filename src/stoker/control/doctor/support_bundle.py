@@ -1,4 +1,4 @@
-"""Writes a tar.gz for a support ticket: examination, findings, nvidia-smi, kernel log, last run; no secrets."""
+"""Writes a tar.gz for a support ticket: examination, findings, nvidia-smi, kernel log and last run, without secrets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMMANDS = {
     "limits.txt": ["sh", "-c", "ulimit -a; df -h; free -m; uname -a"],
 }
 LIMIT_S = 5.0
-# The bundle stays small: the last characters of a command's output, and the last bytes of a file of the run.
+# To keep the bundle small, it holds the last 1 Mi characters of a command's output and the last 4 MiB of a run's file.
 _MAX_OUTPUT, _MAX_FILE = 1 << 20, 4 << 20
 
 
@@ -40,17 +40,17 @@ def write_bundle(path: str, examination: Examination, findings: list[Finding], r
         "environment.json": json.dumps(allowed_environment(os.environ)),
     }
     for name, argv in COMMANDS.items():
-        output = _run(argv)
-        if len(output) > _MAX_OUTPUT:  # without the cut line: the masker does not recognize half a token
+        output = _run_command(argv)
+        if len(output) > _MAX_OUTPUT:  # drop the cut line, because the masker doesn't recognize half a token
             output = output[-_MAX_OUTPUT:].partition("\n")[2]
         files[name] = output
     files["processes.txt"] = _list_processes()
     for name in (layout.RUN, layout.VERDICT, layout.EVENTS, layout.CONSOLE):
         try:
-            handle = open_below(run_index.find_run(None, runs_dir).dir, name)
-            files[f"latest-run/{name}"] = _end_of_file(handle)
+            fd = open_below(run_index.find_run(None, runs_dir).dir, name)
+            files[f"latest-run/{name}"] = _read_end_of_file(fd)
         except (OSError, Refusal):
-            continue  # no run yet, or none of ours
+            continue  # there is no run of ours, or it has no such file
     try:
         with AtomicFile(path, mode=0o600) as out, tarfile.open(mode="w:gz", fileobj=out) as archive:
             for name, text in files.items():
@@ -62,21 +62,21 @@ def write_bundle(path: str, examination: Examination, findings: list[Finding], r
         raise Refusal(f"the bundle {path} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
 
 
-def _end_of_file(handle: int) -> str:
-    with os.fdopen(handle, "rb") as file:
-        skipped = file.seek(max(0, os.fstat(handle).st_size - _MAX_FILE))
+def _read_end_of_file(fd: int) -> str:
+    with os.fdopen(fd, "rb") as file:
+        skipped = file.seek(max(0, os.fstat(fd).st_size - _MAX_FILE))
         text = file.read(_MAX_FILE).decode("utf-8", "replace")
     return f"(its last {_MAX_FILE >> 20} MB)\n{text.partition(chr(10))[2]}" if skipped else text
 
 
 def _list_processes() -> str:
-    """Return a line per process. `ps` would not do: it joins the arguments of a command line."""
+    """Return a line per process. Doesn't use `ps`, which joins the arguments of a command line."""
     lines = ["pid parent user state start memory command"]
-    for process in procfs.all_processes():
+    for process in procfs.list_processes():
         uid, resident = process_owner(process.pid), procfs.resident_bytes(process.pid)
         started = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(procfs.started_at(process.start)))
         user = procfs.user_name(uid) if uid is not None else "?"
-        command = escape(procfs.command_line(process.pid) or f"[{process.name}]")
+        command = escape(procfs.read_command_line(process.pid) or f"[{process.name}]")
         lines.append(f"{process.pid} {process.parent} {user} {process.state} {started} {resident or 0} {command}")
     return "\n".join(lines) + "\n"
 
@@ -97,8 +97,8 @@ def _mask_json_text(text: str, indent: int | None) -> str:
         return mask_text(text)
 
 
-def _run(argv: list[str]) -> str:
-    """Return a command's output, or why there is none."""
+def _run_command(argv: list[str]) -> str:
+    """Return a command's output, or why it could not be run."""
     try:
         done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=LIMIT_S, check=False)
     except FileNotFoundError:
@@ -106,5 +106,5 @@ def _run(argv: list[str]) -> str:
     except OSError as problem:  # an unreadable folder in PATH, or a file that is not a program
         return f"{argv[0]} can't be started: {problem.strerror}\n"
     except subprocess.TimeoutExpired:
-        return f"{argv[0]} did not answer within {LIMIT_S:.0f} s\n"
+        return f"{argv[0]} did not finish within {LIMIT_S:.0f} s\n"
     return done.stdout + done.stderr

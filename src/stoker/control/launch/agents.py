@@ -16,7 +16,7 @@ from stoker.control.cluster import transport
 from stoker.control.cluster.agent_pool import AgentClient, AgentPool, UnusableHosts
 from stoker.control.launch.signals import Interrupted, SignalQueue
 from stoker.control.machine.model import Machine, machine_from_json
-from stoker.control.machine.observe import packages_dir
+from stoker.control.machine.observe import find_packages_dir
 from stoker.control.plan.request import port_in_use_refusal
 from stoker.control.plan.run_dir import RunDir
 
@@ -101,7 +101,7 @@ class Agents:
             "dir": self._run_dir.dir,
             "hup_ignored": signal.getsignal(signal.SIGHUP) is signal.SIG_IGN,
             "recorded": os.environ.get(env_vars.MACHINE),
-            "packages": packages_dir(),
+            "packages": find_packages_dir(),
             "host": host,
             "former": former or [],
         }

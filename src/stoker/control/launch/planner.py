@@ -13,7 +13,7 @@ from stoker.control.cluster.agent_pool import AgentClient
 from stoker.control.launch.agents import Agents
 from stoker.control.launch.rank_output import wants_split
 from stoker.control.machine.model import Machine
-from stoker.control.machine.run_origin import current_run, gpu_lender
+from stoker.control.machine.run_origin import find_current_run, find_gpu_lender
 from stoker.control.plan.gpu_choice import GpusNotFree, with_gpu_errors
 from stoker.control.plan.request import Request
 from stoker.control.plan.run_plan import RunPlan, make_plan
@@ -86,8 +86,8 @@ class Planner:
 
     def _lent_to_us(self, client: AgentClient) -> list[str]:
         """Return the GPUs locked by this run, by the run it is a rank of or by its job: they are not locked again."""
-        runs = tuple(f"run {run} (agent pid " for run in (self._agents.run_id, current_run(os.environ)) if run)
-        lender = gpu_lender(os.environ)
+        runs = tuple(f"run {run} (agent pid " for run in (self._agents.run_id, find_current_run(os.environ)) if run)
+        lender = find_gpu_lender(os.environ)
         held = client.answers["host"]["held"]
         return [
             uuid

@@ -13,7 +13,7 @@ from stoker.contract.text import is_digits
 from stoker.contract.units import format_bytes, plural
 from stoker.control.doctor import check
 from stoker.control.machine.examination import KNOWN_VARIABLES, Examination, GpuProbe, examination_from_json
-from stoker.control.machine.host_limits import quick_host
+from stoker.control.machine.host_limits import read_host_limits
 from stoker.control.machine.model import Gpu, Machine
 from stoker.control.plan.gpu_choice import with_gpu_errors
 from stoker.control.plan.options import RunOptions
@@ -30,7 +30,7 @@ def check_machine(options: RunOptions, plan: RunPlan, machine: Machine) -> list[
     used = replace(machine, gpus=tuple(gpu for gpu in machine.gpus if gpu.uuid in uuids))
     runs_dir = layout.runs_root(options.runs_dir, os.environ, write=True)
     environment = {name: os.environ[name] for name in KNOWN_VARIABLES if name in os.environ}
-    examination = Examination(used, host=quick_host(runs_dir), environment=environment)
+    examination = Examination(used, host=read_host_limits(runs_dir), environment=environment)
     checks = [entry for entry in check.load_checks().values() if entry.fast and entry.id not in _DONE_BY_PLAN]
     warnings = []
     for finding in check.run_checks(checks, examination, plan.world_size):

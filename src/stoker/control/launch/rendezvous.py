@@ -26,7 +26,7 @@ from typing import Any
 from stoker.contract import typed_values
 from stoker.contract.env_vars import RDZV_SECRET, RDZV_SECRET_FILE
 from stoker.contract.errors import EX_CONFIG, EX_TEMPFAIL, EX_UNAVAILABLE, Refusal
-from stoker.contract.listeners import answering_users
+from stoker.contract.listeners import find_answering_users
 from stoker.contract.safe_io import is_trusted, read_text, user_name
 from stoker.contract.text import escape, parse_json
 from stoker.contract.units import format_duration, plural
@@ -245,7 +245,7 @@ class _Host:
 
 def _refuse_others(connection: socket.socket, meeting: MeetingPoint) -> None:
     """Raise Refusal if another user of this machine listens at the endpoint: their ranks would be our peers."""
-    others = sorted(uid for uid in answering_users(connection) if not is_trusted(uid, os.curdir))
+    others = sorted(uid for uid in find_answering_users(connection) if not is_trusted(uid, os.curdir))
     if others:
         holder = f"port {meeting.port} is in use by {user_name(others[0])}, whom this launch does not join"
         raise _refusal(meeting, f"{holder}: choose another port")

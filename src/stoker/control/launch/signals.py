@@ -108,7 +108,7 @@ def signal_launcher(run: RunRecord, signum: int) -> None:
     if launcher is not None and is_alive(run) is None:
         unknown = f"pid {pid} ({escape(launcher.name)}) does not show whether it is the launcher"
         raise Refusal(f"run {run_id}: {unknown}, so it is not signalled", EX_UNAVAILABLE)
-    if signum == DETACH_SIGNAL and launcher is not None and is_alive(run) and not procfs.catches(pid, signum):
+    if signum == DETACH_SIGNAL and launcher is not None and is_alive(run) and not procfs.catches_signal(pid, signum):
         advice = "in its terminal: Ctrl-Z, then `bg` and `disown -h`"
         raise Refusal(f"run {run_id} was started by a Stoker that can't detach; {advice}", EX_UNAVAILABLE)
     if launcher is None or not send_signal(launcher, signum, lambda: is_alive(run) is True):

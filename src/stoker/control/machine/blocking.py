@@ -1,6 +1,6 @@
 """Reads from /proc what a process is blocked on: its system call, the file of that call, and the processes at its other end.
 
-An agent calls this when a rank is suspected, never in a healthy run. What may not be read is reported as missing.
+An agent calls this when a rank is suspected, never in a healthy run. Values that may not be read are reported as missing.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from stoker.contract.process import find_process, kernel_lines, read_kernel_file
+from stoker.contract.process import find_process, read_kernel_file, read_kernel_lines
 from stoker.contract.text import escape, is_digits
 from stoker.control.machine import procfs
 
 MAX_COMMAND = 120  # characters of a command line
 MAX_PATH = 300  # characters
-MAX_FILES = 8  # descriptors of one poll() that are described
-MAX_OTHERS = 8  # processes at the other end: forked workers inherit each other's pipes
-SCAN_S = 1.0  # for the open files of all processes: one of them may have a million
+MAX_FILES = 8  # descriptors that are described of one poll()
+MAX_OTHERS = 8  # processes at the other end that are described; forked workers inherit each other's pipes
+SCAN_S = 1.0  # limit for reading the open files of all processes, one of which may have a million
 _POLLIN, _POLLOUT = 1, 4
 _CLOSE_WAIT, _LISTEN, _SYN_SENT = "08", "0A", "02"
 
@@ -53,14 +53,14 @@ class OpenFiles:
         self.hidden = 0  # processes whose files may not be read, or not within SCAN_S
 
     def holders(self, target: str) -> list[tuple[int, int]]:
-        """Return the (pid, descriptor) of all that have a file open.
+        """Return the (pid, descriptor) pairs that have a file open.
 
         `target` is its name in /proc/PID/fd: a path, pipe:[7] or socket:[7].
         """
         if not self._is_read:
             self._is_read = True
             deadline = time.monotonic() + SCAN_S
-            for pid in procfs.pids_here():
+            for pid in procfs.list_pids():
                 self._read(pid, deadline)
         return self._holders.get(target, [])
 
@@ -70,7 +70,7 @@ class OpenFiles:
                 if time.monotonic() > deadline:
                     self.hidden += 1
                     return
-                target = _open_file(pid, int(fd))
+                target = _read_open_file(pid, int(fd))
                 if target:
                     self._holders.setdefault(target, []).append((pid, int(fd)))
         except PermissionError:
@@ -88,19 +88,19 @@ def read_wait(pid: int, files: OpenFiles, rank_of: RankOf) -> dict[str, Any]:
         if "partner" in wchan or "fifo" in wchan:
             blocked.append(_describe_opened_fifo(pid, call, arguments))
     else:
-        for fd, writes in _awaited_descriptors(pid, call, arguments)[:MAX_FILES]:
+        for fd, writes in _find_awaited_descriptors(pid, call, arguments)[:MAX_FILES]:
             blocked.append(_describe_file(pid, fd, call, writes, files, rank_of))
     return {
         "wchan": wchan,
         "syscall": call,
         "wait_unseen": problem,
-        "awaited_pid": awaited_child(pid),
+        "awaited_pid": find_awaited_child(pid),
         "blocked": [description for description in blocked if description is not None],
     }
 
 
-def awaited_child(pid: int) -> int:
-    """Return the child whose end the main thread waits for; 0 if it waits for none, or for any of them."""
+def find_awaited_child(pid: int) -> int:
+    """Return the pid of the child that the main thread waits for, or 0 if it waits for no child or for any child."""
     call, arguments, _ = _read_syscall(pid)
     if call not in ("wait4", "waitid") or len(arguments) < 2:
         return 0
@@ -111,7 +111,7 @@ def awaited_child(pid: int) -> int:
 def _read_syscall(pid: int) -> tuple[str, list[int], str]:
     """Return the name and the arguments of the system call that the main thread is in, and why they can't be read.
 
-    The name is "running" if it is in none, and empty if the kernel does not show it.
+    The name is "running" if it is in no call, and "" if the kernel does not show it.
     """
     try:
         with open(f"/proc/{pid}/syscall", encoding="ascii") as file:
@@ -124,7 +124,7 @@ def _read_syscall(pid: int) -> tuple[str, list[int], str]:
     return call, [int(argument, 16) for argument in arguments[:6]], ""
 
 
-def _awaited_descriptors(pid: int, call: str, arguments: list[int]) -> list[tuple[int, bool]]:
+def _find_awaited_descriptors(pid: int, call: str, arguments: list[int]) -> list[tuple[int, bool]]:
     """Return the (descriptor, whether it waits to write) of the files that a system call waits for."""
     if not arguments:
         return []
@@ -142,7 +142,7 @@ def _awaited_descriptors(pid: int, call: str, arguments: list[int]) -> list[tupl
             descriptors += [(fd, bool(writes)) for fd in range(8 * len(bits)) if bits[fd // 8] >> fd % 8 & 1]
         return descriptors
     if call in ("epoll_wait", "epoll_pwait"):
-        lines = [line.split() for line in kernel_lines(f"/proc/{pid}/fdinfo/{arguments[0]}")]
+        lines = [line.split() for line in read_kernel_lines(f"/proc/{pid}/fdinfo/{arguments[0]}")]
         return [(int(fields[1]), False) for fields in lines if fields[:1] == ["tfd:"]]
     return []
 
@@ -157,7 +157,7 @@ def _read_memory(pid: int, address: int, size: int) -> bytes:
 
 
 def _read_string(pid: int, address: int) -> bytes:
-    """Return the bytes up to a zero. It reads in pieces: the string may end just before memory that can't be read."""
+    """Return the bytes up to a zero. Reads in pieces, because the string may end just before unreadable memory."""
     data = b""
     while len(data) < 4096 and b"\0" not in data:
         piece = _read_memory(pid, address + len(data), 64 - (address + len(data)) % 64)
@@ -177,7 +177,7 @@ def _describe_opened_fifo(pid: int, call: str, arguments: list[int]) -> dict[str
     if not path:
         return None
     is_relative_to_cwd = folder == 0xFFFFFF9C or folder < 0 or folder > 1 << 31  # AT_FDCWD
-    base = _read_link(f"/proc/{pid}/cwd") if is_relative_to_cwd else _open_file(pid, folder)
+    base = _read_link(f"/proc/{pid}/cwd") if is_relative_to_cwd else _read_open_file(pid, folder)
     name = escape(os.path.normpath(os.path.join(base, path)), MAX_PATH)
     return {"call": "open", "kind": "fifo", "name": name, "writes": flags & os.O_ACCMODE == os.O_WRONLY}
 
@@ -185,22 +185,22 @@ def _describe_opened_fifo(pid: int, call: str, arguments: list[int]) -> dict[str
 def _describe_file(
     pid: int, fd: int, call: str, writes: bool, files: OpenFiles, rank_of: RankOf
 ) -> dict[str, Any] | None:
-    """Describe an open file and the processes at its other end; None if it is an event descriptor, or closed."""
-    target = _open_file(pid, fd)
+    """Describe an open file and the processes at its other end. Returns None for an event descriptor or a closed one."""
+    target = _read_open_file(pid, fd)
     if not target:
         return None
     name = escape(target, MAX_PATH)
     holders: list[int] = []
     details: dict[str, str] = {}
     if call in _LOCKS:
-        kind, holders = "lock", _lock_holders(pid, fd, target, files)
+        kind, holders = "lock", _find_lock_holders(pid, fd, target, files)
     elif target.startswith("socket:["):
         kind = "socket"
         name, details, holders = _read_socket(pid, target, files)
     elif target.startswith("pipe:["):
-        kind, name, holders = "pipe", "", _other_end(pid, fd, target, writes, files)
+        kind, name, holders = "pipe", "", _find_other_end(pid, fd, target, writes, files)
     elif target.startswith("/") and _is_fifo(pid, fd):
-        kind, holders = "fifo", _other_end(pid, fd, target, writes, files)
+        kind, holders = "fifo", _find_other_end(pid, fd, target, writes, files)
     elif target.startswith("/"):
         kind = "file"
     else:
@@ -219,7 +219,7 @@ def _describe_file(
 
 def _describe_process(pid: int, rank_of: RankOf) -> dict[str, Any]:
     rank, is_rank = rank_of.get(pid, (None, False))
-    command = (procfs.command_line(pid) or "")[:MAX_COMMAND]
+    command = (procfs.read_command_line(pid) or "")[:MAX_COMMAND]
     return {"pid": pid, "command": command, "rank": rank, "is_rank": is_rank}
 
 
@@ -230,13 +230,13 @@ def _read_link(path: str) -> str:
         return ""
 
 
-def _open_file(pid: int, fd: int) -> str:
-    """Return what a descriptor of a process is open on; empty if it is closed."""
+def _read_open_file(pid: int, fd: int) -> str:
+    """Return the target of a process's descriptor, or "" if it is closed."""
     return _read_link(f"/proc/{pid}/fd/{fd}")
 
 
 def _is_fifo(pid: int, fd: int) -> bool:
-    """Read the type of an open file. Not while the process is in state D: its file system may not answer us either."""
+    """Return whether an open file is a FIFO. In state D, don't ask: its file system might block us, too."""
     process = find_process(pid)
     if process is None or process.state == "D":
         return False
@@ -246,15 +246,15 @@ def _is_fifo(pid: int, fd: int) -> bool:
         return False
 
 
-def _other_end(pid: int, fd: int, target: str, writes: bool, files: OpenFiles) -> list[int]:
+def _find_other_end(pid: int, fd: int, target: str, writes: bool, files: OpenFiles) -> list[int]:
     """Return the processes that could end the wait: they have the pipe open for reading if we write, else for writing."""
     modes = (os.O_RDONLY, os.O_RDWR) if writes else (os.O_WRONLY, os.O_RDWR)
-    ends = [end for end in files.holders(target) if end != (pid, fd) and _access_mode(*end) in modes]
+    ends = [end for end in files.holders(target) if end != (pid, fd) and _read_access_mode(*end) in modes]
     return list(dict.fromkeys(holder for holder, _ in ends))
 
 
-def _access_mode(pid: int, fd: int) -> int:
-    lines = kernel_lines(f"/proc/{pid}/fdinfo/{fd}")
+def _read_access_mode(pid: int, fd: int) -> int:
+    lines = read_kernel_lines(f"/proc/{pid}/fdinfo/{fd}")
     flags = next((line.split()[1] for line in lines if line.startswith("flags:")), "")
     return int(flags, 8) & os.O_ACCMODE if flags else -1
 
@@ -262,13 +262,13 @@ def _access_mode(pid: int, fd: int) -> int:
 # ---- file locks ----
 
 
-def _lock_holders(pid: int, fd: int, path: str, files: OpenFiles) -> list[int]:
+def _find_lock_holders(pid: int, fd: int, path: str, files: OpenFiles) -> list[int]:
     """Return the processes that hold the lock that a process waits for.
 
     The kernel names the process that took the lock. After that process's end, a lock of flock() is held by the children
     that inherited the file.
     """
-    rows = [line.split() for line in kernel_lines("/proc/locks")]
+    rows = [line.split() for line in read_kernel_lines("/proc/locks")]
     # A lock is "1: FLOCK ADVISORY WRITE 14822 fe:00:2146356 0 EOF", a process that waits for it "1: -> FLOCK ...".
     numbers = {row[0] for row in rows if row[1:2] == ["->"] and len(row) > 6 and row[5] == str(pid)}
     held = [row for row in rows if row[0] in numbers and row[1:2] != ["->"] and len(row) > 5]
@@ -285,7 +285,7 @@ def _lock_holders(pid: int, fd: int, path: str, files: OpenFiles) -> list[int]:
 
 
 def _holds_lock(pid: int, fd: int, inodes: set[str]) -> bool:
-    rows = [line.split() for line in kernel_lines(f"/proc/{pid}/fdinfo/{fd}") if line.startswith("lock:")]
+    rows = [line.split() for line in read_kernel_lines(f"/proc/{pid}/fdinfo/{fd}") if line.startswith("lock:")]
     return any(len(row) > 6 and (not inodes or row[6] in inodes) for row in rows)
 
 
@@ -293,12 +293,12 @@ def _holds_lock(pid: int, fd: int, inodes: set[str]) -> bool:
 
 
 def _read_socket(pid: int, target: str, files: OpenFiles) -> tuple[str, dict[str, str], list[int]]:
-    """Return a socket's name, its state as a field "state" if it has a special one, and the processes at its other end."""
+    """Return a socket's name, a dict with its "state" if that is special, and the processes at its other end."""
     inode = target[len("socket:[") : -1]
-    rows = list(_tcp_connections(pid))
+    rows = list(_list_tcp_connections(pid))
     own = next((row for row in rows if row[3] == inode), None)
     if own is None:
-        return _unix_path(pid, inode), {}, []
+        return _find_unix_path(pid, inode), {}, []
     local, remote, state, _ = own
     if state == _LISTEN:
         return _format_address(local), {"state": "listening"}, []
@@ -307,17 +307,17 @@ def _read_socket(pid: int, target: str, files: OpenFiles) -> tuple[str, dict[str
         return name, {"state": "connecting"}, []
     details = {"state": "closed"} if state == _CLOSE_WAIT else {}
     peer = next((row for row in rows if row[0] == remote and row[1] == local), None)
-    if peer is not None and peer[3] == "0":  # still in the queue of the process that listens
+    if peer is not None and peer[3] == "0":  # the connection is in the queue of the listening process
         peer = next((row for row in rows if row[2] == _LISTEN and row[0][1] == remote[1]), None)
         details = {"state": "not accepted"}
     holders = files.holders(f"socket:[{peer[3]}]") if peer is not None else []
     return name, details, list(dict.fromkeys(holder for holder, _ in holders))
 
 
-def _tcp_connections(pid: int) -> Iterator[tuple[tuple[str, int], tuple[str, int], str, str]]:
+def _list_tcp_connections(pid: int) -> Iterator[tuple[tuple[str, int], tuple[str, int], str, str]]:
     """Yield the (local address, remote address, state, inode) of the TCP sockets in the network of a process."""
     for family in ("tcp", "tcp6"):
-        for line in kernel_lines(f"/proc/{pid}/net/{family}")[1:]:
+        for line in read_kernel_lines(f"/proc/{pid}/net/{family}")[1:]:
             fields = line.split()
             if len(fields) > 9:
                 yield _parse_address(fields[1]), _parse_address(fields[2]), fields[3], fields[9]
@@ -338,7 +338,7 @@ def _format_address(address: tuple[str, int]) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _unix_path(pid: int, inode: str) -> str:
-    """Return the path of a Unix socket; most clients have none."""
-    rows = [line.split(None, 7) for line in kernel_lines(f"/proc/{pid}/net/unix")]
+def _find_unix_path(pid: int, inode: str) -> str:
+    """Return the path of a Unix socket, or "" for most clients, which have no path."""
+    rows = [line.split(None, 7) for line in read_kernel_lines(f"/proc/{pid}/net/unix")]
     return next((escape(row[7], MAX_PATH) for row in rows if len(row) > 7 and row[6] == inode), "")

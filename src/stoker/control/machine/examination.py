@@ -1,4 +1,4 @@
-"""What a thorough examination of a host finds, as types. A field is None where it could not be read."""
+"""Types for the results of a thorough examination of a host. A field is None if it could not be read."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class GpuHealth:
     rows_pending: bool | None = None
     rows_failed: bool | None = None
     recovery: str | None = None  # none, reset, reboot, drain, drain and reset
-    nvlinks: tuple[bool, ...] | None = None  # up or down, per link
+    nvlinks: tuple[bool, ...] | None = None  # whether each link is up
     display: bool | None = None
     capability: str | None = None  # 9.0
     xids: tuple[int, ...] = ()
-    peers: dict[str, str] | None = None  # uuid -> ok, or why this GPU can't read the other one's memory
+    peers: dict[str, str] | None = None  # UUID -> "ok", or why this GPU can't read the other one's memory
 
 
 @frozen
@@ -54,7 +54,7 @@ class TorchBuild:
     cuda: str | None = None  # version that torch was built for
     archs: tuple[str, ...] = ()
     nccl: str | None = None
-    seconds: float | None = None  # that `import torch` took
+    seconds: float | None = None  # the time of `import torch`
     error: str | None = None
 
 
@@ -64,7 +64,7 @@ class HostState:
 
     shm_total: int | None = None
     shm_free: int | None = None
-    disk_free: int | None = None  # of the disk that runs are written to
+    disk_free: int | None = None  # bytes on the disk that runs are written to
     disk_path: str | None = None
     files_soft: int | None = None
     files_hard: int | None = None
@@ -80,13 +80,13 @@ class NetworkState:
     """Names, interfaces and the port of rank 0's store."""
 
     hostname: str | None = None
-    addresses: tuple[str, ...] = ()  # that the host's own name resolves to
-    interfaces: tuple[str, ...] = ()  # that are up, without loopback
+    addresses: tuple[str, ...] = ()  # the addresses that the host's own name resolves to
+    interfaces: tuple[str, ...] = ()  # the interfaces that are up, without loopback
     port: int | None = None
     port_holder: str | None = None
     error: str | None = None
     slow_lookups: bool = False  # looking up the host's own name or address took more than examine_child.SLOW_S
-    silent_servers: tuple[str, ...] = ()  # name servers that don't answer
+    silent_servers: tuple[str, ...] = ()  # name servers that are not responding
 
 
 @frozen
@@ -107,7 +107,7 @@ class Examination:
     torch: TorchBuild | None = None
     host: HostState | None = None
     net: NetworkState | None = None
-    environment: dict[str, str] | None = None  # of the variables in KNOWN
+    environment: dict[str, str] | None = None  # values of KNOWN_VARIABLES
     missing: dict[str, str] | None = None  # part -> why it could not be examined
     schema: int = SCHEMA
 
@@ -115,12 +115,12 @@ class Examination:
         return dict(as_json(self))
 
 
-def read_examination(kind: type[Any], data: Any) -> Any:
+def read_part(kind: type[Any], data: Any) -> Any:
     """Return one of the types above from its JSON, or None for None. Raises ValueError for an unknown field or a wrong type."""
     return None if data is None else read_frozen(kind, data)
 
 
 def examination_from_json(data: Any) -> Examination:
-    """Return the examination that `to_json` wrote. Raises ValueError if it is none."""
+    """Return the examination that `to_json` wrote. Raises ValueError for any other value."""
     machine = machine_from_json(data.get("machine") if isinstance(data, dict) else None)
     return replace(read_recorded(Examination, data, SCHEMA), machine=machine)

@@ -1,7 +1,7 @@
 """Examines a host thoroughly: each part of the examination runs in a child process with a time limit.
 
-A child that does not answer is killed. If it can't be killed (a driver call in D state), it is left behind; nothing waits
-for it.
+A child that exceeds its limit is killed. If it can't be killed (a driver call in state D), it is left behind and nothing
+waits for it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from stoker.control.machine.examination import (
     HostState,
     NetworkState,
     TorchBuild,
-    read_examination,
+    read_part,
 )
 from stoker.control.machine.model import Gpu, Machine, machine_from_json
-from stoker.control.machine.observe import packages_dir
+from stoker.control.machine.observe import find_packages_dir
 
 LIMIT_S = 3.0
-NET_S = 6.0  # it has limits of its own (examine_child.SLOW_S, SERVER_S), but a busy machine starts it late
+NET_S = 6.0  # the child limits itself to 2.5 s (examine_child.SLOW_S, SERVER_S), but a busy machine starts it late
 PROBE_S = 10.0  # a context alone takes seconds on a host with 8 GPUs and no persistence daemon
-TORCH_S = 120.0  # from a cold disk on a rented pod
+TORCH_S = 120.0  # importing torch from a cold disk of a rented pod is slow
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 PARTS = frozenset(("health", "probes", "torch", "host", "net"))
@@ -61,10 +61,10 @@ class Child:
         self.stdout, self._stderr = self._process.stdout, self._process.stderr
 
     def kill(self) -> None:
-        self._process.kill()  # in D state it stays until the driver returns; we don't wait for that
+        self._process.kill()  # in state D it stays until the driver call returns; don't wait for that
 
-    def result(self) -> tuple[Any, str]:
-        """Return what the child found, or None and why it found nothing."""
+    def read_result(self) -> tuple[Any, str]:
+        """Return the child's JSON value and "", or None and why there is none."""
         try:
             code = self._process.wait(0.5)
         except subprocess.TimeoutExpired:
@@ -78,14 +78,14 @@ class Child:
             return None, "gave no readable answer"
 
 
-def _start(
+def _start_child(
     part: str, *arguments: str, env: Mapping[str, str] | None = None, limit_s: float = LIMIT_S, name: str = ""
 ) -> Child:
-    argv = [sys.executable, "-I", "-S", "-c", examine_child.BOOT, ROOT, packages_dir() or ROOT, part, *arguments]
+    argv = [sys.executable, "-I", "-S", "-c", examine_child.BOOT, ROOT, find_packages_dir() or ROOT, part, *arguments]
     return Child(name or part, argv, env or os.environ, limit_s)
 
 
-def _wait(children: list[Child]) -> dict[str, tuple[Any, str]]:
+def _wait_for_children(children: list[Child]) -> dict[str, tuple[Any, str]]:
     """Wait for all children, each up to its own limit. Return their results by name."""
     results: dict[str, tuple[Any, str]] = {}
     with selectors.DefaultSelector() as selector:
@@ -106,33 +106,33 @@ def _wait(children: list[Child]) -> dict[str, tuple[Any, str]]:
                     child.output += data
                 else:
                     selector.unregister(child.stdout)
-                    results[child.name] = child.result()
+                    results[child.name] = child.read_result()
     return results
 
 
 def examine(runs_dir: str, port: int, parts: frozenset[str] = PARTS, python: str | None = None) -> Examination:
-    """Examine these parts of the host, in two rounds: first what needs no GPU, then what does.
+    """Examine these parts of the host, in two rounds: first the parts that need no GPU, then the others.
 
-    The import of torch runs beside both. `python` is the ranks' interpreter.
+    The import of torch runs at the same time. `python` is the ranks' interpreter.
     """
     torch_children = []
     if "torch" in parts:
         argv = [python or sys.executable, "-c", NOT_FROM_HERE + examine_child.TORCH]
         torch_children.append(Child("torch", argv, {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, TORCH_S))
-    children = [_start("machine")]
+    children = [_start_child("machine")]
     if "host" in parts:
-        children.append(_start("host", runs_dir))
+        children.append(_start_child("host", runs_dir))
     if "net" in parts:
-        children.append(_start("net", str(port), limit_s=NET_S))
-    results = _wait(children)
+        children.append(_start_child("net", str(port), limit_s=NET_S))
+    results = _wait_for_children(children)
     missing = {name: why for name, (answer, why) in results.items() if answer is None}
     machine_answer, machine_problem = results["machine"]
     machine = (
-        machine_from_json(machine_answer) if machine_answer is not None else _machine_without_gpus(machine_problem)
+        machine_from_json(machine_answer) if machine_answer is not None else _read_machine_without_gpus(machine_problem)
     )
     gpus = [gpu for gpu in machine.gpus if not gpu.error]
-    children = [_start("health")] if gpus and "health" in parts else []
-    gpu_results = _wait(children + (_start_probes(gpus) if "probes" in parts else []))
+    children = [_start_child("health")] if gpus and "health" in parts else []
+    gpu_results = _wait_for_children(children + (_start_probes(gpus) if "probes" in parts else []))
     health, why = gpu_results.pop("health", ({}, ""))
     if health is None:
         missing["health"] = why
@@ -141,45 +141,45 @@ def examine(runs_dir: str, port: int, parts: frozenset[str] = PARTS, python: str
         probes = {gpu.uuid: _read_probe(gpu_results.get(gpu.uuid)) for gpu in gpus}
         if probes:
             probes = _add_memory_left(probes, machine)
-    torch, torch_problem = _wait(torch_children)["torch"] if torch_children else (None, NOT_ASKED)
+    torch, torch_problem = _wait_for_children(torch_children)["torch"] if torch_children else (None, NOT_ASKED)
     if torch is None:
         missing["torch"] = torch_problem
     if "machine" in missing:
         health, probes = None, None  # nothing is known about the GPUs, not even that there are none
     if health is not None and "health" in parts:
-        health = {uuid: read_examination(GpuHealth, gpu_health) for uuid, gpu_health in health.items()}
+        health = {uuid: read_part(GpuHealth, gpu_health) for uuid, gpu_health in health.items()}
     else:
         health = None
     return Examination(
         machine,
         health,
         probes,
-        read_examination(TorchBuild, torch),
-        read_examination(HostState, results.get("host", (None, ""))[0]),
-        read_examination(NetworkState, results.get("net", (None, ""))[0]),
+        read_part(TorchBuild, torch),
+        read_part(HostState, results.get("host", (None, ""))[0]),
+        read_part(NetworkState, results.get("net", (None, ""))[0]),
         {name: os.environ[name] for name in KNOWN_VARIABLES if name in os.environ},
         missing,
     )
 
 
 def observe_in_child(limit: float) -> Machine | str:
-    """Observe the machine in a child. Return the machine, or why there is no answer."""
-    machine, why = _wait([_start("machine", limit_s=limit)])["machine"]
+    """Observe the machine in a child. Return the machine, or why it is unknown."""
+    machine, why = _wait_for_children([_start_child("machine", limit_s=limit)])["machine"]
     if machine is None:
-        return f"NVML has not answered within {limit:.0f} s" if why.startswith("no answer") else why
+        return f"NVML did not respond within {limit:.0f} s" if why.startswith("no answer") else why
     return machine_from_json(machine)
 
 
 def probe_gpus(gpus: list[Gpu]) -> dict[str, GpuProbe]:
     """Run only the context probe, on these GPUs at the same time."""
-    results = _wait(_start_probes(gpus))
+    results = _wait_for_children(_start_probes(gpus))
     return {gpu.uuid: _read_probe(results.get(gpu.uuid)) for gpu in gpus}
 
 
 def _start_probes(gpus: list[Gpu]) -> list[Child]:
-    """Start a probe for each GPU that has room for it."""
+    """Start a probe for each GPU that has 1 GB of free memory, or whose free memory is unknown."""
     return [
-        _start("probe", env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu.uuid}, limit_s=PROBE_S, name=gpu.uuid)
+        _start_child("probe", env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu.uuid}, limit_s=PROBE_S, name=gpu.uuid)
         for gpu in gpus
         if gpu.memory_free is None or gpu.memory_free > 10**9
     ]
@@ -190,28 +190,28 @@ def _read_probe(result: tuple[Any, str] | None) -> GpuProbe:
         return GpuProbe("full", "not tried, because less than 1 GB is free")
     answer, why = result
     if answer is not None:
-        probe: GpuProbe = read_examination(GpuProbe, answer)
+        probe: GpuProbe = read_part(GpuProbe, answer)
         return probe
     return GpuProbe("hung", why) if why.startswith("no answer") else GpuProbe("dead", f"the probe {why}")
 
 
 def _add_memory_left(probes: dict[str, GpuProbe], before: Machine) -> dict[str, GpuProbe]:
-    """Add the memory that the GPUs still hold after the probes. A context dies with its process, in 0.15 s on an H200."""
+    """Add the memory that is still in use after the probes. An H200 frees a context 0.15 s after its process ended."""
     deadline = time.monotonic() + 1.0
     while True:
-        answer, _ = _wait([_start("machine")])["machine"]
+        answer, _ = _wait_for_children([_start_child("machine")])["machine"]
         if answer is None:
             return probes
         used = {gpu.uuid: gpu.memory_used for gpu in machine_from_json(answer).gpus}
-        left = {gpu.uuid: max(0, (used.get(gpu.uuid) or 0) - (gpu.memory_used or 0)) for gpu in before.gpus}
-        if time.monotonic() > deadline or all(count < 10**8 for count in left.values()):
-            return {uuid: replace(probe, left=left.get(uuid)) for uuid, probe in probes.items()}
+        still_used = {gpu.uuid: max(0, (used.get(gpu.uuid) or 0) - (gpu.memory_used or 0)) for gpu in before.gpus}
+        if time.monotonic() > deadline or all(count < 10**8 for count in still_used.values()):
+            return {uuid: replace(probe, left=still_used.get(uuid)) for uuid, probe in probes.items()}
         time.sleep(0.05)
 
 
-def _machine_without_gpus(why: str) -> Machine:
-    """Return what is known about the machine although NVML gave no answer."""
+def _read_machine_without_gpus(why: str) -> Machine:
+    """Return the machine without its GPUs, because NVML did not respond."""
     total, available, limit = host_memory.read_memory()
     return Machine(
-        os.uname().nodename, host_limits.cores(), total, available, gpu_error=f"NVML: {why}", cgroup_limit=limit
+        os.uname().nodename, host_limits.count_cores(), total, available, gpu_error=f"NVML: {why}", cgroup_limit=limit
     )

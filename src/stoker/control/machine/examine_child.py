@@ -1,4 +1,4 @@
-"""The parts of an examination. Each runs in a child of its own, because a driver that never answers must hold up nothing else.
+"""The parts of an examination. Each runs in a separate child, so that a driver call that never returns blocks nothing else.
 
 python -I -S -c BOOT <folder of stoker> <folder of nvidia-ml-py> PART [argument]        prints one JSON object
 """
@@ -22,7 +22,7 @@ from stoker.contract import kernel_messages
 from stoker.contract.frozen import as_json, replace
 from stoker.contract.process import find_process, read_kernel_file
 from stoker.control.machine import examination, kernel_log, ports, procfs
-from stoker.control.machine.host_limits import quick_host
+from stoker.control.machine.host_limits import read_host_limits
 from stoker.control.machine.observe import Observer
 
 BOOT = (
@@ -65,13 +65,17 @@ def _examine_machine() -> Any:
 
 def _examine_health() -> Any:
     nvml = Observer().nvml
-    return {} if nvml is None else {uuid: as_json(health) for uuid, health in nvml.health(_kernel_xids()).items()}
+    return (
+        {}
+        if nvml is None
+        else {uuid: as_json(health) for uuid, health in nvml.read_health(_read_kernel_xids()).items()}
+    )
 
 
-def _kernel_xids() -> dict[str, list[int]]:
+def _read_kernel_xids() -> dict[str, list[int]]:
     """Return PCI address -> Xid numbers in the kernel's log, where we may read it."""
     numbers: dict[str, list[int]] = {}
-    for line in kernel_log.lines():
+    for line in kernel_log.read_messages():
         xid = kernel_messages.parse_xid(line)
         if xid is not None:
             numbers.setdefault(xid[0], []).append(xid[1])
@@ -79,7 +83,7 @@ def _kernel_xids() -> dict[str, list[int]]:
 
 
 def _examine_host(runs_dir: str) -> Any:
-    blocked = [process for process in procfs.all_processes() if process.state == "D"]
+    blocked = [process for process in procfs.list_processes() if process.state == "D"]
     if blocked:
         time.sleep(0.5)  # a process in state D may just be reading a disk; it is stuck if it is in D again
     stuck = tuple(
@@ -87,14 +91,14 @@ def _examine_host(runs_dir: str) -> Any:
         for process in blocked
         if (now := find_process(process.pid)) and now.state == "D" and now.start == process.start
     )
-    zombies = sum(1 for process in procfs.all_processes() if process.state == "Z")
-    return as_json(replace(quick_host(runs_dir), stuck=stuck, zombies=zombies))
+    zombies = sum(1 for process in procfs.list_processes() if process.state == "Z")
+    return as_json(replace(read_host_limits(runs_dir), stuck=stuck, zombies=zombies))
 
 
 def _examine_net(port: str) -> Any:
     hostname = socket.gethostname()
     interfaces = tuple(sorted(name for name in os.listdir("/sys/class/net") if name != "lo" and _is_up(name)))
-    own_address = next((address for address in map(_interface_address, interfaces) if address), None)
+    own_address = next((address for address in map(_read_interface_address, interfaces) if address), None)
     forward = _Lookup(lambda: sorted({str(entry[4][0]) for entry in socket.getaddrinfo(hostname, None)}))
     lookups = [forward]
     if own_address is not None:
@@ -110,10 +114,10 @@ def _examine_net(port: str) -> Any:
             addresses=tuple(forward.answer),
             interfaces=interfaces,
             port=number or None,
-            port_holder=ports.listener(number) if number else None,
+            port_holder=ports.find_listener(number) if number else None,
             error=forward.error,
             slow_lookups=is_slow,
-            silent_servers=_silent_name_servers() if is_slow else (),
+            silent_servers=_find_silent_name_servers() if is_slow else (),
         )
     )
 
@@ -124,12 +128,12 @@ def _is_up(interface: str) -> bool:
 
 # ---- name lookups: torch looks up the host's own name and address for each new connection ----
 #
-# A name server that does not answer makes each lookup take 5 to 30 s, but makes none fail.
+# With a name server that is not responding, each lookup takes 5 to 30 s, but none fails.
 
 SLOW_S = 1.5  # a lookup that takes longer delays connections; a distant server answers in 0.3 s
-SERVER_S = 0.7
+SERVER_S = 0.7  # limit for the reply of a name server
 _SIOCGIFADDR = 0x8915
-# Asks for the root's name servers, which each server can answer, or passes on.
+# A DNS query for the root's name servers, which every server can answer or forward.
 _QUESTION = struct.pack("!6H", 0x5354, 0x0100, 1, 0, 0, 0) + b"\0" + struct.pack("!2H", 2, 1)
 
 
@@ -150,7 +154,7 @@ class _Lookup:
             self.error = str(problem)
 
 
-def _interface_address(interface: str) -> str | None:
+def _read_interface_address(interface: str) -> str | None:
     """Return the first IPv4 address of an interface, or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
@@ -160,17 +164,19 @@ def _interface_address(interface: str) -> str | None:
     return socket.inet_ntoa(answer[20:24])
 
 
-def _silent_name_servers() -> tuple[str, ...]:
-    """Ask all name servers at the same time. Return those that give no answer of any kind within SERVER_S."""
+def _find_silent_name_servers() -> tuple[str, ...]:
+    """Query all name servers at the same time. Return those that send no reply within SERVER_S."""
     lines = (line.split() for line in read_kernel_file("/etc/resolv.conf").splitlines())
     servers = [words[1] for words in lines if len(words) > 1 and words[0] == "nameserver"]
-    questions = [(server, _Lookup(functools.partial(_ask, server))) for server in servers[:3]]  # the C library uses 3
+    questions = [
+        (server, _Lookup(functools.partial(_query_name_server, server))) for server in servers[:3]
+    ]  # the C library uses 3
     for _, question in questions:
         question.thread.join(SERVER_S + 0.3)
     return tuple(server for server, question in questions if not question.answer)
 
 
-def _ask(server: str) -> bytes:
+def _query_name_server(server: str) -> bytes:
     with socket.socket(socket.AF_INET6 if ":" in server else socket.AF_INET, socket.SOCK_DGRAM) as connection:
         connection.settimeout(SERVER_S)
         connection.connect((server.partition("%")[0], 53))
@@ -230,8 +236,8 @@ class _Cuda:
 
 
 def _probe_gpu() -> dict[str, Any]:
-    """Use the GPU. Return the fields of examination.Probe."""
-    began = time.monotonic()
+    """Use the GPU. Return the fields of examination.GpuProbe."""
+    started_at = time.monotonic()
     try:
         cuda = _Cuda()
     except OSError as problem:
@@ -241,13 +247,13 @@ def _probe_gpu() -> dict[str, Any]:
         outcome, detail = ("wrong", f"{wrong} of {N * N} results are wrong") if wrong else ("ok", "")
     except CudaError as problem:
         outcome, detail = _OUTCOMES.get(problem.code, "dead"), str(problem)
-    return {"outcome": outcome, "detail": detail, "seconds": round(time.monotonic() - began, 3)}
+    return {"outcome": outcome, "detail": detail, "seconds": round(time.monotonic() - started_at, 3)}
 
 
 def _count_wrong_results(cuda: _Cuda) -> int:
-    """Make a context, allocate memory, and multiply two matrices of integers, whose product floats hold exactly.
+    """Return how many elements of a matrix product the GPU computes wrong.
 
-    Return how many results are wrong.
+    Makes a context, allocates memory, and multiplies two matrices of integers, whose product is exact in float32.
     """
     device, context, module, kernel = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     cuda("cuInit", 0)
@@ -271,8 +277,8 @@ def _count_wrong_results(cuda: _Cuda) -> int:
     grid, threads = (N, 1, 1), (N, 1, 1)
     cuda("cuLaunchKernel", kernel, *grid, *threads, 0, None, arguments, None)
     cuda("cuCtxSynchronize")
-    result = array()
-    cuda("cuMemcpyDtoH_v2", result, blocks[2], size)
+    product = array()
+    cuda("cuMemcpyDtoH_v2", product, blocks[2], size)
     rows, columns = [a[i * N : (i + 1) * N] for i in range(N)], [b[j::N] for j in range(N)]
     expected = [sum(x * y for x, y in zip(row, column, strict=True)) for row in rows for column in columns]
-    return sum(1 for got, want in zip(result, expected, strict=True) if got != want)
+    return sum(1 for actual, correct in zip(product, expected, strict=True) if actual != correct)

@@ -1,4 +1,4 @@
-"""sha256 of files. The hashes of big ones are cached: weights of 20 GB are read once, not at every start."""
+"""Computes SHA-256 hashes of files and caches those of big ones: weights of 20 GB are read once, not at every start."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from stoker.contract.safe_io import open_regular, read_json, write_atomic
 from stoker.contract.typed_values import read_value
 
 _CHUNK = 1 << 20
-_MIN_CACHED = 4 << 20  # bytes; a smaller file is read faster than looked up
-_RECENT_NS = 2_000_000_000  # a file changed this recently may change again without a change of its time
+_MIN_CACHED = 4 << 20  # bytes; reading a smaller file is faster than a look-up
+_RECENT_NS = 2_000_000_000  # a file that has just changed may change again without a new time stamp
 
 
 OnRead = Callable[[int], None]  # gets the number of bytes that were read
 
 
 def sha256_of(path: str) -> str:
-    """Return the hash of a regular file. Raises OSError, also for a named pipe, whose writer would be waited for."""
-    handle = open_regular(path)
+    """Return the hash of a regular file. Raises OSError for any other file; a named pipe would block."""
+    fd = open_regular(path)
     try:
-        return _sha256(handle)
+        return _sha256(fd)
     finally:
-        os.close(handle)
+        os.close(fd)
 
 
-def _sha256(handle: int, on_read: OnRead | None = None) -> str:
+def _sha256(fd: int, on_read: OnRead | None = None) -> str:
     digest = hashlib.sha256()
-    while data := os.read(handle, _CHUNK):
+    while data := os.read(fd, _CHUNK):
         digest.update(data)
         if on_read is not None:
             on_read(len(data))
@@ -52,25 +52,25 @@ class FileHashes:
 
     def of(self, path: str, on_read: OnRead | None = None) -> str:
         """Return the hash of a regular file: the cached one if the file has not changed since. Raises OSError."""
-        handle = open_regular(path)
+        fd = open_regular(path)
         try:
-            status = os.fstat(handle)
+            status = os.fstat(fd)
             if status.st_size < _MIN_CACHED:
-                return _sha256(handle, on_read)
+                return _sha256(fd, on_read)
             key, identity = os.path.realpath(path), _identity(status)
             cached = self._cache.get(key)
             if cached is not None and cached[:3] == identity:
                 if on_read is not None:
                     on_read(status.st_size)
                 return cached[3]
-            digest = _sha256(handle, on_read)
+            digest = _sha256(fd, on_read)
             is_recent = time.time_ns() - status.st_mtime_ns <= _RECENT_NS
-            if _identity(os.fstat(handle)) == identity and not is_recent:
+            if _identity(os.fstat(fd)) == identity and not is_recent:
                 self._cache[key] = (*identity, digest)
                 self._is_changed = True
             return digest
         finally:
-            os.close(handle)
+            os.close(fd)
 
     def save(self) -> None:
         """Write the cache. If that fails (a full or read-only home), the next run reads the files again."""

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 from stoker.contract import env_vars
 from stoker.contract.frozen import frozen
-from stoker.contract.process import find_process, kernel_lines, process_owner
+from stoker.contract.process import find_process, process_owner, read_kernel_lines
 from stoker.contract.safe_io import open_regular
 from stoker.contract.text import escape, parse_json
 from stoker.control.machine.procfs import user_name
@@ -37,56 +37,56 @@ class GpuLocks:
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
-        self.notices: list[str] = []  # what the last `take` could not lock as it should be locked
+        self.notices: list[str] = []  # why the last `take` could not lock a GPU for all users
         self._held: dict[str, int] = {}
 
     def take(self, uuids: list[str]) -> dict[str, str]:
-        """Lock all of these GPUs or none. Return UUID -> holder of those that are locked already; empty means success."""
+        """Lock all of these GPUs or none. Return UUID -> holder of those that were locked already, {} on success."""
         taken: dict[str, int] = {}
         refused: dict[str, str] = {}
         with contextlib.closing(_LockFolders(make=True)) as folders:
             self.notices = folders.notices
             for uuid in uuids:
-                handle = None if uuid in self._held else _open_first(folders, uuid)
-                if handle is None:
+                fd = None if uuid in self._held else _open_first(folders, uuid)
+                if fd is None:
                     continue
-                taken[uuid] = handle
-                if try_lock(handle, fcntl.LOCK_EX):
-                    _write_holder(handle, self.run_id)
+                taken[uuid] = fd
+                if try_lock(fd, fcntl.LOCK_EX):
+                    _write_holder(fd, self.run_id)
                 else:
-                    refused[uuid] = describe_holder(handle)
+                    refused[uuid] = describe_holder(fd)
         if refused:
-            for handle in taken.values():
-                os.close(handle)
+            for fd in taken.values():
+                os.close(fd)
         else:
             self._held.update(taken)
         return refused
 
     @property
-    def handles(self) -> tuple[int, ...]:
-        """The open lock files. A child that inherits them keeps the locks until it ends."""
+    def fds(self) -> tuple[int, ...]:
+        """Return the descriptors of the lock files. A child that inherits them keeps the locks until it ends."""
         return tuple(self._held.values())
 
     def release(self) -> None:
-        for handle in self._held.values():
-            os.close(handle)
+        for fd in self._held.values():
+            os.close(fd)
         self._held.clear()
 
 
-def held_gpus(uuids: list[str]) -> dict[str, str]:
+def find_held_gpus(uuids: list[str]) -> dict[str, str]:
     """Return UUID -> holder of those GPUs that are locked. Unusable folders and files are skipped; `take` reports them."""
     holders: dict[str, str] = {}
     with contextlib.closing(_LockFolders(make=False)) as folders:
         for uuid in uuids:
             for folder in folders:
-                handle = None
+                fd = None
                 with contextlib.suppress(UnusableLockFolder):
-                    handle = open_for_reading(folder, lock_name(uuid))
-                if handle is None:
+                    fd = open_for_reading(folder, lock_name(uuid))
+                if fd is None:
                     continue
-                if not try_lock(handle, fcntl.LOCK_SH):
-                    holders.setdefault(uuid, describe_holder(handle))
-                os.close(handle)
+                if not try_lock(fd, fcntl.LOCK_SH):
+                    holders.setdefault(uuid, describe_holder(fd))
+                os.close(fd)
     return holders
 
 
@@ -98,15 +98,15 @@ class LockFolder:
     """An open lock folder."""
 
     path: str
-    handle: int
-    is_shared: bool  # among all users
-    notice: str = ""  # why it does not work for all users
+    fd: int
+    is_shared: bool  # whether it is the folder of all users
+    notice: str = ""  # why some users can't use it
 
 
 def open_folders(make: bool) -> Iterator[LockFolder | UnusableLockFolder]:
     """Yield the shared folder and then this user's own ones, or why one of them can't be used.
 
-    With `make`, missing ones are created; without, they are left out. The caller closes the handles.
+    With `make`, missing folders are created, else they are left out. The caller closes the fds.
     """
     shared = os.environ.get(env_vars.GPU_LOCKS) or _DEFAULT_DIR
     # Another user may also have taken the first of the own names, which is in /tmp.
@@ -125,16 +125,16 @@ def _open_folder(path: str, make: bool, is_shared: bool) -> LockFolder | None:
     if make:
         _make_folder(path, 0o1777 if is_shared else 0o700)
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     except OSError as problem:
-        raise _cannot_open(path, problem) from problem
+        raise _make_open_error(path, problem) from problem
     try:
-        notice = _check_shared(path, handle) if is_shared else _check_own(path, handle)
-        return LockFolder(path, handle, is_shared, notice)
+        notice = _check_shared(path, fd) if is_shared else _check_own(path, fd)
+        return LockFolder(path, fd, is_shared, notice)
     except UnusableLockFolder:
-        os.close(handle)
+        os.close(fd)
         raise
 
 
@@ -151,12 +151,12 @@ def _make_folder(path: str, mode: int) -> None:
         os.umask(umask)
 
 
-def _check_shared(path: str, handle: int) -> str:
+def _check_shared(path: str, fd: int) -> str:
     """Return a notice if the folder does not work for all users.
 
     Raises UnusableLockFolder if others could remove our lock files, or we can't write there.
     """
-    status = os.fstat(handle)
+    status = os.fstat(fd)
     mode = f"mode {stat.S_IMODE(status.st_mode):o}"
     is_open_to_all = status.st_mode & 0o1777 == 0o1777
     if not is_open_to_all and status.st_uid not in (0, os.getuid()):
@@ -166,17 +166,17 @@ def _check_shared(path: str, handle: int) -> str:
         )
     if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
         raise UnusableLockFolder(
-            f"{path} is not sticky ({mode}): others can remove its files; `chmod 1777 {path}` repairs it"
+            f"{path} is not sticky ({mode}): others can remove its files; repair it with `chmod 1777 {path}`"
         )
-    if not os.access(".", os.W_OK | os.X_OK, dir_fd=handle, effective_ids=True):
-        raise UnusableLockFolder(f"{path} can't be written ({mode}); `chmod 1777 {path}` repairs it")
+    if not os.access(".", os.W_OK | os.X_OK, dir_fd=fd, effective_ids=True):
+        raise UnusableLockFolder(f"{path} can't be written ({mode}); repair it with `chmod 1777 {path}`")
     if is_open_to_all:
         return ""
     return f"{path} is not open to all users ({mode}): only those who can write there respect its locks"
 
 
-def _check_own(path: str, handle: int) -> str:
-    status = os.fstat(handle)
+def _check_own(path: str, fd: int) -> str:
+    status = os.fstat(fd)
     if status.st_uid != os.getuid():
         raise UnusableLockFolder(f"{path} belongs to user {user_name(status.st_uid)}")
     if status.st_mode & 0o022:
@@ -222,7 +222,7 @@ class _LockFolders:
 
     def close(self) -> None:
         for folder in self._open:
-            os.close(folder.handle)
+            os.close(folder.fd)
 
 
 # ---- lock files ----
@@ -241,13 +241,13 @@ def _open_first(folders: _LockFolders, uuid: str) -> int | None:
     problem = ""
     for folder in folders:
         try:
-            handle = _open_to_lock(folder, lock_name(uuid))
+            fd = _open_to_lock(folder, lock_name(uuid))
         except UnusableLockFolder as unusable:
             problem = problem or str(unusable)
             continue
         if problem:
             folders.note(f"{problem}; using {folder.path}: {_OWN_ONLY}")
-        return handle
+        return fd
     folders.note(f"GPU {uuid} has no lock: {problem or 'no folder can be used'}; another run may pick it too")
     return None
 
@@ -261,49 +261,49 @@ def _open_to_lock(folder: LockFolder, name: str) -> int:
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
         try:
-            return _check_lock_file(os.open(name, flags, dir_fd=folder.handle), folder, name)
+            return _check_lock_file(os.open(name, flags, dir_fd=folder.fd), folder, name)
         except FileNotFoundError:
             pass
         try:
-            handle = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder.handle)
+            fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder.fd)
         except FileExistsError:  # another launch was faster
-            return _check_lock_file(os.open(name, flags, dir_fd=folder.handle), folder, name)
+            return _check_lock_file(os.open(name, flags, dir_fd=folder.fd), folder, name)
     except OSError as problem:
-        raise _cannot_open(name, problem, folder) from problem
-    os.fchmod(handle, 0o666)  # the next user's run must be able to lock it
-    return handle
+        raise _make_open_error(name, problem, folder) from problem
+    os.fchmod(fd, 0o666)  # the next user's run must be able to lock it
+    return fd
 
 
 def open_for_reading(folder: LockFolder, name: str) -> int | None:
     """Open a lock file for reading. Return None if there is none."""
     try:
-        return _check_lock_file(open_regular(name, dir_fd=folder.handle, follow=False), folder, name)
+        return _check_lock_file(open_regular(name, dir_fd=folder.fd, follow=False), folder, name)
     except FileNotFoundError:
         return None
     except OSError as problem:
-        raise _cannot_open(name, problem, folder) from problem
+        raise _make_open_error(name, problem, folder) from problem
 
 
-def _check_lock_file(handle: int, folder: LockFolder, name: str) -> int:
-    """Return the handle if it is a regular file with one name. If it had another one, we would overwrite that file.
+def _check_lock_file(fd: int, folder: LockFolder, name: str) -> int:
+    """Return the descriptor if it is a regular file with one name; else close it and raise UnusableLockFolder.
 
-    Closes it and raises UnusableLockFolder otherwise.
+    A second name could be that of another file of the user, which we would overwrite.
     """
-    status = os.fstat(handle)
+    status = os.fstat(fd)
     if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
-        return handle
-    os.close(handle)
+        return fd
+    os.close(fd)
     kind = "has several names" if stat.S_ISREG(status.st_mode) else "is not a regular file"
     raise UnusableLockFolder(
         f"{folder.path}/{escape(name, 80)} of user {user_name(status.st_uid)} {kind}: not a lock file"
     )
 
 
-def _cannot_open(name: str, problem: OSError, folder: LockFolder | None = None) -> UnusableLockFolder:
+def _make_open_error(name: str, problem: OSError, folder: LockFolder | None = None) -> UnusableLockFolder:
     """Return the error for a lock file that can't be opened, or for the folder `name`. It names the owner."""
     path = escape(f"{folder.path}/{name[:80]}" if folder else name)
     try:
-        status = os.stat(name, dir_fd=folder.handle if folder else None, follow_symlinks=False)
+        status = os.stat(name, dir_fd=folder.fd if folder else None, follow_symlinks=False)
     except OSError:
         return UnusableLockFolder(f"{path} can't be opened: {problem.strerror}")
     owner = f"of user {user_name(status.st_uid)}"
@@ -314,27 +314,27 @@ def _cannot_open(name: str, problem: OSError, folder: LockFolder | None = None) 
     )
 
 
-def try_lock(handle: int, how: int) -> bool:
-    """Try to lock an open file (LOCK_EX or LOCK_SH) without waiting."""
+def try_lock(fd: int, operation: int) -> bool:
+    """Lock an open file (LOCK_EX or LOCK_SH) without waiting. Returns whether that worked."""
     try:
-        fcntl.flock(handle, how | fcntl.LOCK_NB)
+        fcntl.flock(fd, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
 
 
-def _write_holder(handle: int, run_id: str) -> None:
+def _write_holder(fd: int, run_id: str) -> None:
     """Write who holds the lock, for messages. The lock is ours even if this fails, as it does on a full /tmp."""
     with contextlib.suppress(OSError):
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps({"run": run_id, "pid": os.getpid()}).encode(), 0)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps({"run": run_id, "pid": os.getpid()}).encode(), 0)
 
 
-def describe_holder(handle: int) -> str:
-    """Return who has locked this file. Anybody can write the file, so its text counts only if the kernel agrees."""
-    run, pid = _read_holder(handle)
-    status = os.fstat(handle)
-    holder_pid = _locked_by(status)
+def describe_holder(fd: int) -> str:
+    """Return who has locked this file. Any user can write the file, so its text counts only if the kernel agrees."""
+    run, pid = _read_holder(fd)
+    status = os.fstat(fd)
+    holder_pid = _find_lock_owner(status)
     if not holder_pid:
         if run:
             return f"run {run} (agent pid {pid}, not visible from here)"
@@ -349,15 +349,15 @@ def describe_holder(handle: int) -> str:
     return f"pid {holder_pid}{name}, which is not a Stoker run; use --share-gpus to start without GPU locks"
 
 
-def last_holder(handle: int) -> str:
-    """Return the last holder of a lock that is free now, as its file says."""
-    run, pid = _read_holder(handle)
+def read_last_holder(fd: int) -> str:
+    """Return the last holder of a free lock, according to its file."""
+    run, pid = _read_holder(fd)
     return f"run {run} (agent pid {pid})" if run else "unknown"
 
 
-def _read_holder(handle: int) -> tuple[str, int]:
+def _read_holder(fd: int) -> tuple[str, int]:
     try:
-        holder = parse_json(os.pread(handle, 4096, 0))
+        holder = parse_json(os.pread(fd, 4096, 0))
         run, pid = holder["run"], holder["pid"]
     except (OSError, ValueError, KeyError, TypeError):
         return "", 0
@@ -366,10 +366,10 @@ def _read_holder(handle: int) -> tuple[str, int]:
     return escape(run, 200), pid
 
 
-def _locked_by(status: os.stat_result) -> int:
-    """Return the pid that holds this file's flock; 0 if the kernel shows none, as in a container."""
+def _find_lock_owner(status: os.stat_result) -> int:
+    """Return the pid that holds this file's flock, or 0 if the kernel shows none, as in a container."""
     file_id = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    rows = [line.split() for line in kernel_lines("/proc/locks")]
+    rows = [line.split() for line in read_kernel_lines("/proc/locks")]
     same_inode = [row for row in rows if row[1:2] == ["FLOCK"] and row[5].endswith(f":{status.st_ino}")]
     # On an overlay, the device of stat differs from that of the lock.
     exact = [row for row in same_inode if row[5] == file_id] or same_inode

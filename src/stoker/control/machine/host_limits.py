@@ -1,4 +1,4 @@
-"""The host's cores, limits, disks and shared memory; the cgroup's limits where they are tighter."""
+"""Reads the host's cores, limits, disks and shared memory, or the cgroup's limits where they are tighter."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import re
 import resource
 import time
 
-from stoker.contract.host_memory import cgroup_dirs, meminfo_lines, read_number
-from stoker.contract.process import kernel_lines, read_kernel_file
+from stoker.contract.host_memory import find_cgroup_dirs, read_meminfo_values, read_number
+from stoker.contract.process import read_kernel_file, read_kernel_lines
 from stoker.control.machine import examination
 
-# statvfs on any other file system may wait for a server that does not answer.
+# statvfs on any other file system may wait for a server that is not responding.
 _LOCAL_FILE_SYSTEMS = ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs")
 _FULL_BYTES = 1 << 20  # with less than this free, or without free inodes, a file system is full
 
 
-def oom_kills() -> int | None:
+def count_oom_kills() -> int | None:
     """Return how many processes of this cgroup the kernel's OOM killer has killed."""
-    folders, is_v2 = cgroup_dirs("memory")
+    folders, is_v2 = find_cgroup_dirs("memory")
     if not folders:
         return None
-    lines = kernel_lines(f"{folders[0]}/{'memory.events' if is_v2 else 'memory.oom_control'}")
+    lines = read_kernel_lines(f"{folders[0]}/{'memory.events' if is_v2 else 'memory.oom_control'}")
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
-def shared_memory() -> tuple[int | None, int | None]:
+def read_shm_space() -> tuple[int | None, int | None]:
     """Return the (free, total) bytes of /dev/shm."""
     try:
         status = os.statvfs("/dev/shm")
@@ -34,17 +34,17 @@ def shared_memory() -> tuple[int | None, int | None]:
     return status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
 
 
-def full_disks() -> list[tuple[str, int, int]]:
+def find_full_disks() -> list[tuple[str, int, int]]:
     """Return (mount point, free bytes, total bytes) of each local file system that is full and can be written to."""
     full = []
-    for line in kernel_lines("/proc/mounts"):
+    for line in read_kernel_lines("/proc/mounts"):
         path, kind = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split()[1]), line.split()[2]
         if kind not in _LOCAL_FILE_SYSTEMS:
             continue
         try:
             status = os.statvfs(path)
         except OSError:
-            continue  # not ours to see, or unmounted since
+            continue  # we may not examine it, or it has been unmounted since
         free = status.f_bavail * status.f_frsize
         has_inodes = status.f_favail > 0 or not status.f_files
         is_writable = not status.f_flag & os.ST_RDONLY
@@ -53,17 +53,17 @@ def full_disks() -> list[tuple[str, int, int]]:
     return full
 
 
-def swap_used() -> int | None:
-    total, free = meminfo_lines("SwapTotal", "SwapFree")
+def read_swap_used() -> int | None:
+    total, free = read_meminfo_values("SwapTotal", "SwapFree")
     return None if total is None or free is None else total - free
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Return how many cores this process may use: by its affinity and by the cgroup's quota (a pod may have 8 of 128)."""
-    return min([len(os.sched_getaffinity(0)), *_quotas(*cgroup_dirs("cpu"))])
+    return min([len(os.sched_getaffinity(0)), *_read_quotas(*find_cgroup_dirs("cpu"))])
 
 
-def _quotas(folders: list[str], is_v2: bool) -> list[int]:
+def _read_quotas(folders: list[str], is_v2: bool) -> list[int]:
     """Return the CPU quota of each cgroup that has one, in cores, rounded up."""
     quotas = []
     for folder in folders:
@@ -77,7 +77,7 @@ def _quotas(folders: list[str], is_v2: bool) -> list[int]:
     return quotas
 
 
-def max_processes() -> int | None:
+def read_max_processes() -> int | None:
     """Return the tightest of the kernel's, the user's and the cgroup's limits on processes."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     limits = [
@@ -95,26 +95,26 @@ def raise_files_limit() -> int:
     return soft
 
 
-def max_files() -> int | None:
+def read_max_files() -> int | None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if hard < 0 else hard
 
 
-def cpus_near(pci: str) -> list[int]:
-    """Return the CPUs near a PCI device; none if unknown. NVML's PCI address has 8 digits of domain, sysfs 4."""
+def find_nearby_cpus(pci: str) -> list[int]:
+    """Return the CPUs near a PCI device, or [] if unknown. NVML's PCI address has 8 digits of domain, sysfs's has 4."""
     domain, _, rest = pci.lower().partition(":")
     text = read_kernel_file(f"/sys/bus/pci/devices/{domain[-4:]}:{rest}/local_cpulist").strip()
     ranges = (part.partition("-") for part in text.split(",") if part)
     return [cpu for low, _, high in ranges for cpu in range(int(low), int(high or low) + 1)]
 
 
-def quick_host(runs_dir: str) -> examination.HostState:
-    """Return the disk space and the limits, which are quick to read. Other processes are left to the examination."""
+def read_host_limits(runs_dir: str) -> examination.HostState:
+    """Return the host's disk space and limits, which are quick to read. Fields about other processes keep their defaults."""
     disk = runs_dir
     while disk and not os.path.isdir(disk):
         disk = os.path.dirname(disk)
     status = os.statvfs(disk or ".")
-    shm_free, shm_total = shared_memory()
+    shm_free, shm_total = read_shm_space()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     return examination.HostState(
@@ -125,6 +125,6 @@ def quick_host(runs_dir: str) -> examination.HostState:
         files_soft=None if soft < 0 else soft,
         files_hard=None if hard < 0 else hard,
         address_space=None if address_space < 0 else address_space,
-        swap_used=swap_used(),
+        swap_used=read_swap_used(),
         clock=time.time(),
     )

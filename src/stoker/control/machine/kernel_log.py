@@ -1,4 +1,4 @@
-"""The kernel's log, where we may read it (as root, or with dmesg_restrict off)."""
+"""Reads the kernel's log, where that is allowed (as root, or with dmesg_restrict off)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator
 
 
-def lines(since: float = 0.0) -> Iterator[str]:
-    """Yield the messages since a wall-clock time, oldest first; none where the log can't be read."""
+def read_messages(since: float = 0.0) -> Iterator[str]:
+    """Yield the messages since a wall-clock time, oldest first. Yields nothing if the log can't be read."""
     try:
-        handle = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+        fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return
     # The log counts from boot and stops while the machine sleeps, so after a sleep its times are too early.
@@ -18,18 +18,18 @@ def lines(since: float = 0.0) -> Iterator[str]:
     try:
         while True:
             try:
-                record = os.read(handle, 8192).decode("utf-8", "replace")
+                record = os.read(fd, 8192).decode("utf-8", "replace")
             except BrokenPipeError:
-                continue  # our place in the ring was overwritten; the next read is the oldest message that is left
+                continue  # our position was overwritten; the next read returns the oldest message
             except OSError:
-                return  # EAGAIN: the end of the log
+                return  # EAGAIN at the end of the log
             head, _, text = record.partition(";")
             fields = head.split(",")
             if len(fields) > 2 and fields[2].isdigit() and booted + int(fields[2]) / 1e6 < since:
                 continue
             yield text.partition("\n")[0]
     finally:
-        os.close(handle)
+        os.close(fd)
 
 
 def is_same_gpu(pci: str, logged_pci: str) -> bool:

@@ -61,7 +61,7 @@ class Machine:
     memory_available: int
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
-    gpu_error: str | None = None  # why the driver that is there can't be used
+    gpu_error: str | None = None  # why the installed driver can't be used
     cgroup_limit: int | None = None  # bytes
     max_processes: int | None = None
     max_files: int | None = None
@@ -74,11 +74,11 @@ class Machine:
 
 
 def machine_from_json(data: Any) -> Machine:
-    """Return the machine that `to_json` wrote. Raises ValueError if it is none."""
+    """Return the machine that `to_json` wrote. Raises ValueError for any other value."""
     return read_recorded(Machine, data, SCHEMA)
 
 
-# ---- gauges: what changes from second to second; machine/gauges.py reads them ----
+# ---- gauges, which change from second to second; machine/gauges.py reads them ----
 #
 # Units are bytes, seconds, watts, degrees Celsius, hertz, and shares from 0 to 1. Rates are per second, over the time since
 # the last reading.
@@ -88,7 +88,7 @@ OK, OFFLINE = "OK", "OFFLINE"
 
 @frozen
 class GpuGauges:
-    """What a GPU is doing now."""
+    """The gauges of one GPU."""
 
     index: int  # as nvidia-smi shows it
     uuid: str
@@ -107,7 +107,7 @@ class GpuGauges:
     clock: Real | None = None  # of the streaming multiprocessors
     clock_max: Real | None = None
     memory_clock: Real | None = None
-    throttle: tuple[str, ...] | None = None  # what lowers the clock now, in words; () for nothing
+    throttle: tuple[str, ...] | None = None  # the reasons for a lowered clock, in words
     pcie_width: int | None = None
     pcie_width_max: int | None = None
     ecc_corrected: int | None = None  # since the driver was loaded
@@ -126,16 +126,15 @@ class GpuGauges:
 
 @frozen
 class HostGauges:
-    """What a host is doing now."""
+    """The gauges of a host."""
 
     name: str
-    time: float = 0.0  # of this reading, by the host's own clock
+    time: float = 0.0  # when it was read, by the host's clock
     state: str = OK  # or OFFLINE, with a reason
     reason: str = ""
     cores: int | None = None
-    load: tuple[float, ...] | None = (
-        None  # average number of processes that run or are ready to, over 1, 5 and 15 minutes
-    )
+    # Average number of processes that run or are ready to run, over 1, 5 and 15 minutes.
+    load: tuple[float, ...] | None = None
     cpu: Real | None = None  # share of the time of all cores
     memory_total: int | None = None  # the cgroup's limit if that is less than the host's memory
     memory_available: int | None = None
@@ -153,5 +152,5 @@ class HostGauges:
     pressure_io: Real | None = None
     pressure_memory: Real | None = None
     driver: str | None = None
-    gpu_error: str | None = None  # why the driver that is there can't be used
+    gpu_error: str | None = None  # why the installed driver can't be used
     recent: Mapping[str, tuple[Real | None, ...]] = {}

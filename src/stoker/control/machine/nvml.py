@@ -1,4 +1,4 @@
-"""Reads GPUs through NVML, without a CUDA context and without an entry in nvidia-smi. What a GPU doesn't have is None."""
+"""Reads GPUs through NVML, without a CUDA context and without an entry in nvidia-smi. A value that a GPU doesn't have is None."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _PEER = {
 # NVML sets the power-cap reason for moments on GPUs that draw half of their limit. A cap that slows a GPU holds it at its
 # limit, and lasts.
 NEAR_LIMIT = 0.95  # of the enforced power limit
-LASTING_S = 0.25  # that the reason must last; NVML's power is itself a mean over up to a second
-EVENTS_S = 0.2
-_MAX_EVENTS = 100  # per call: a broken GPU may report without end
+LASTING_S = 0.25  # how long the reason must last; NVML's power is itself a mean over up to a second
+EVENTS_S = 0.2  # how long to wait for new Xid events
+_MAX_EVENTS = 100  # per call; a broken GPU may report without end
 
 
 class NoDriver(Exception):
@@ -55,7 +55,7 @@ def _load_pynvml() -> Any:
     except OSError as problem:
         if "No such file" in str(problem):
             if os.path.exists("/dev/nvidiactl"):
-                line = "/dev/nvidiactl is there but libnvidia-ml.so.1 is not: the driver's library is missing"
+                line = "the driver's library libnvidia-ml.so.1 is missing, although /dev/nvidiactl exists"
                 raise DriverError(line) from problem
             raise NoDriver from problem
         raise DriverError(f"libnvidia-ml.so.1 does not load: {problem}") from problem
@@ -79,7 +79,7 @@ class Nvml:
     def __init__(self) -> None:
         self._nvml = _load_pynvml()
         self._handles: dict[str, Any] = {}
-        self._constants: dict[str, dict[str, Any]] = {}  # gauges that don't change, and cost a call each
+        self._constants: dict[str, dict[str, Any]] = {}  # gauges that don't change; each would cost a call
         self._reserved: dict[str, int] = {}  # bytes that the driver keeps for itself
         self._capped_since: dict[str, float] = {}  # when the GPU was first seen at its power cap
         self._events: Any = None  # the set of Xid events
@@ -95,7 +95,7 @@ class Nvml:
         except self._unsupported:
             return None
 
-    def _running_processes(self, handle: Any) -> Any:
+    def _read_running_processes(self, handle: Any) -> Any:
         """Return the compute processes of a GPU. An older driver knows only version 2 of the call."""
         for name in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetComputeRunningProcesses_v2"):
             processes = self._call(getattr(self._nvml, name), handle) if hasattr(self._nvml, name) else None
@@ -103,10 +103,10 @@ class Nvml:
                 return processes
         return None
 
-    def driver(self) -> str | None:
+    def read_driver(self) -> str | None:
         return _text(self._call(self._nvml.nvmlSystemGetDriverVersion))
 
-    def gpus(self) -> tuple[Gpu, ...]:
+    def read_gpus(self) -> tuple[Gpu, ...]:
         """Return all GPUs, with the MIG instances of a GPU in its place."""
         gpus: list[Gpu] = []
         for index in range(self._nvml.nvmlDeviceGetCount()):
@@ -118,11 +118,11 @@ class Nvml:
                 continue
             gpu = self._read_gpu(handle, index, uuid)
             mig_mode = self._call(self._nvml.nvmlDeviceGetMigMode, handle)
-            instances = self._mig_instances(handle, gpu) if mig_mode and mig_mode[0] == 1 else []
+            instances = self._read_mig_instances(handle, gpu) if mig_mode and mig_mode[0] == 1 else []
             gpus.extend(instances or [gpu])
         return tuple(gpus)
 
-    def _mig_instances(self, handle: Any, parent: Gpu) -> list[Gpu]:
+    def _read_mig_instances(self, handle: Any, parent: Gpu) -> list[Gpu]:
         instances: list[Gpu] = []
         for number in range(self._call(self._nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
             instance = self._call(self._nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
@@ -152,41 +152,41 @@ class Nvml:
             holders=self._read_holders(handle),
         )
 
-    def _reserved_bytes(self, handle: Any) -> int:
-        """Return the memory that the driver keeps for itself; 0 if it does not tell.
+    def _read_reserved_bytes(self, handle: Any) -> int:
+        """Return the memory that the driver keeps for itself, or 0 if unknown.
 
-        It is in the result of `memory`, but not in what nvidia-smi and DCGM show as used.
+        It is in the result of `read_memory`, but not in what nvidia-smi and DCGM show as used.
         """
         version = getattr(self._nvml, "nvmlMemory_v2", None)
         memory = self._call(self._nvml.nvmlDeviceGetMemoryInfo, handle, version) if version is not None else None
         return int(memory.reserved) if memory else 0
 
     def _read_holders(self, handle: Any) -> tuple[Holder, ...] | None:
-        processes = self._running_processes(handle)
-        return None if processes is None else tuple(_holder(process) for process in processes)
+        processes = self._read_running_processes(handle)
+        return None if processes is None else tuple(_describe_holder(process) for process in processes)
 
-    def memory(self, uuid: str) -> tuple[int, int] | None:
+    def read_memory(self, uuid: str) -> tuple[int, int] | None:
         """Return the (used, total) bytes of a GPU."""
         handle = self._handles.get(uuid)
         memory = self._call(self._nvml.nvmlDeviceGetMemoryInfo, handle) if handle is not None else None
         return (int(memory.used), int(memory.total)) if memory else None
 
-    def holders(self, uuid: str) -> tuple[Holder, ...] | None:
+    def read_holders(self, uuid: str) -> tuple[Holder, ...] | None:
         """Return the processes with a context on a GPU."""
         handle = self._handles.get(uuid)
         return self._read_holders(handle) if handle is not None else None
 
-    def work(self, uuids: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Return what each GPU is doing now: utilisation in percent, why its clock is held down, its PCIe lanes."""
+    def read_work(self, uuids: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """Return for each GPU its utilization in percent, the reasons for a lowered clock, and its PCIe lanes."""
         handles = {uuid: self._handles[uuid] for uuid in uuids if uuid in self._handles}
         for uuid in handles:
-            self._throttle_reasons(uuid)
+            self._read_throttle_reasons(uuid)
         if self._capped_since:  # a second reading shows whether the cap lasts
             time.sleep(LASTING_S)
         work = {}
         for uuid, handle in handles.items():
             utilization = self._call(self._nvml.nvmlDeviceGetUtilizationRates, handle)
-            reasons = self._throttle_reasons(uuid)
+            reasons = self._read_throttle_reasons(uuid)
             work[uuid] = {
                 "use": int(utilization.gpu) if utilization else None,
                 "throttle": None if reasons is None else list(reasons),
@@ -197,8 +197,8 @@ class Nvml:
             }
         return work
 
-    def _throttle_reasons(self, uuid: str) -> tuple[str, ...] | None:
-        """Return what slows the GPU's clock, in words; None if NVML does not know.
+    def _read_throttle_reasons(self, uuid: str) -> tuple[str, ...] | None:
+        """Return the reasons for a lowered clock, in words, or None if NVML does not know.
 
         A power cap counts if the GPU draws about its enforced limit, now and at a reading at least LASTING_S earlier, and
         no reading in between saw it uncapped.
@@ -221,13 +221,13 @@ class Nvml:
         limit = self._call(self._nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
         return power is not None and bool(limit) and power >= NEAR_LIMIT * limit
 
-    def gauges(self, only: Collection[str] | None = None, processes: bool = True) -> tuple[GpuGauges, ...]:
-        """Return what the GPUs are doing now: those of `only`, or all. A GPU that does not answer has an error.
+    def read_gauges(self, only: Collection[str] | None = None, processes: bool = True) -> tuple[GpuGauges, ...]:
+        """Return the gauges of the GPUs in `only`, or of all. A GPU that can't be read has an error.
 
         Without `processes`, their holders are not read.
         """
         if only is None:
-            gpus = self.gpus()
+            gpus = self.read_gpus()
         else:
             indices = {uuid: self._constants.get(uuid, {}).get("index", -1) for uuid in only if uuid in self._handles}
             gpus = tuple(Gpu(index=index, uuid=uuid) for uuid, index in indices.items())
@@ -248,8 +248,8 @@ class Nvml:
                 "temperature_slowdown": call(nvml.nvmlDeviceGetTemperatureThreshold, handle, 1),
                 "pcie_width_max": call(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
             }
-            self._reserved[gpu.uuid] = self._reserved_bytes(handle)
-        utilization, memory = call(nvml.nvmlDeviceGetUtilizationRates, handle), self.memory(gpu.uuid)
+            self._reserved[gpu.uuid] = self._read_reserved_bytes(handle)
+        utilization, memory = call(nvml.nvmlDeviceGetUtilizationRates, handle), self.read_memory(gpu.uuid)
         power = call(nvml.nvmlDeviceGetPowerUsage, handle)
         clock, memory_clock = (call(nvml.nvmlDeviceGetClockInfo, handle, kind) for kind in (1, 2))
         energy = call(nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
@@ -265,7 +265,7 @@ class Nvml:
             power=None if power is None else power / 1000,
             clock=None if clock is None else clock * 1e6,
             memory_clock=None if memory_clock is None else memory_clock * 1e6,
-            throttle=self._throttle_reasons(gpu.uuid),
+            throttle=self._read_throttle_reasons(gpu.uuid),
             pcie_width=call(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
             ecc_corrected=call(nvml.nvmlDeviceGetTotalEccErrors, handle, 0, 0),
             ecc_uncorrected=call(nvml.nvmlDeviceGetTotalEccErrors, handle, 1, 0),
@@ -274,7 +274,7 @@ class Nvml:
             **self._constants[gpu.uuid],
         )
 
-    def new_xids(self) -> list[tuple[str, int]]:
+    def read_new_xids(self) -> list[tuple[str, int]]:
         """Return the (UUID, number) of the Xids since the last call. The first call starts to record them."""
         nvml = self._nvml
         if self._events is None:
@@ -295,18 +295,18 @@ class Nvml:
                 xids.append((gpu_uuid, int(event.eventData)))
         return xids
 
-    def pids(self, uuid: str) -> set[int]:
+    def read_pids(self, uuid: str) -> set[int]:
         """Return the pids of the processes with a context on a GPU."""
         handle = self._handles.get(uuid)
-        processes = self._running_processes(handle) if handle is not None else None
+        processes = self._read_running_processes(handle) if handle is not None else None
         return {int(process.pid) for process in processes or ()}
 
-    def health(self, kernel_xids: dict[str, list[int]]) -> dict[str, GpuHealth]:
+    def read_health(self, kernel_xids: dict[str, list[int]]) -> dict[str, GpuHealth]:
         """Return the health of each GPU. `kernel_xids` has the Xids of the kernel's log by PCI address.
 
-        Many calls: this takes seconds with a broken driver, so a launch never waits for it.
+        This makes many calls, which take seconds with a broken driver, so a launch never waits for it.
         """
-        gpus = [gpu for gpu in self.gpus() if gpu.mig is None and not gpu.error]
+        gpus = [gpu for gpu in self.read_gpus() if gpu.mig is None and not gpu.error]
         for uuid, numbers in self._wait_for_xids(gpus, EVENTS_S).items():
             kernel_xids.setdefault(uuid, []).extend(numbers)
         return {gpu.uuid: self._read_health(gpu, gpus, kernel_xids) for gpu in gpus}
@@ -347,7 +347,7 @@ class Nvml:
             temperature_slowdown=call(nvml.nvmlDeviceGetTemperatureThreshold, handle, 1),
             power=None if power is None else power / 1000,
             power_limit=None if limit is None else limit / 1000,
-            throttle=self._throttle_reasons(gpu.uuid),
+            throttle=self._read_throttle_reasons(gpu.uuid),
             pcie_generation=call(nvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
             pcie_generation_max=call(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
             pcie_width=call(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
@@ -356,16 +356,17 @@ class Nvml:
             pages_pending=None if pending is None else bool(pending),
             rows_pending=None if rows is None else bool(rows[2]),
             rows_failed=None if rows is None else bool(rows[3]),
-            recovery=self._recovery(handle),
+            recovery=self._read_recovery(handle),
             nvlinks=tuple(bool(state) for state in nvlinks if state is not None) or None,
             display=None if display is None else bool(display),
             capability=None if capability is None else f"{capability[0]}.{capability[1]}",
             xids=tuple(xid for key in keys for xid in kernel_xids[key]),
-            peers={other.uuid: self._peer_access(handle, other) for other in gpus if other.uuid != gpu.uuid} or None,
+            peers={other.uuid: self._read_peer_access(handle, other) for other in gpus if other.uuid != gpu.uuid}
+            or None,
         )
 
-    def _recovery(self, handle: Any) -> str | None:
-        """Return what the driver wants done about the GPU, in words."""
+    def _read_recovery(self, handle: Any) -> str | None:
+        """Return the recovery action that the driver requests for the GPU, in words."""
         field = getattr(self._nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
         values = self._call(self._nvml.nvmlDeviceGetFieldValues, handle, [field]) if field is not None else None
         if not values or values[0].nvmlReturn != 0:
@@ -373,7 +374,7 @@ class Nvml:
         action = int(values[0].value.uiVal)
         return _RECOVERY.get(action, f"action {action}")
 
-    def _peer_access(self, handle: Any, other: Gpu) -> str:
+    def _read_peer_access(self, handle: Any, other: Gpu) -> str:
         """Return "ok", or why a GPU can't read another one's memory."""
         status = self._call(self._nvml.nvmlDeviceGetP2PStatus, handle, self._handles[other.uuid], 0)
         return "unknown" if status is None else _PEER.get(int(status), f"status {status}")
@@ -383,7 +384,7 @@ def _text(value: Any) -> str | None:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _holder(entry: Any) -> Holder:
+def _describe_holder(entry: Any) -> Holder:
     pid = int(entry.pid)
     memory = None if entry.usedGpuMemory is None else int(entry.usedGpuMemory)
     process = find_process(pid)
@@ -391,11 +392,11 @@ def _holder(entry: Any) -> Holder:
     if process is None or not _has_device_open(pid):
         return Holder(pid, memory)
     uid = process_owner(pid)
-    tag = procfs.run_tag(pid)
+    tag = procfs.read_run_tag(pid)
     return Holder(
         pid,
         memory,
-        procfs.command_line(pid) or process.name,
+        procfs.read_command_line(pid) or process.name,
         procfs.user_name(uid) if uid is not None else None,
         tag[0] if tag else None,
         round(max(0.0, time.time() - procfs.started_at(process.start)), 1),

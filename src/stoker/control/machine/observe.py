@@ -13,7 +13,7 @@ from stoker.control.machine.nvml import DriverError, NoDriver, Nvml
 
 
 class Observer:
-    """Observes the machine again and again. NVML stays open in between."""
+    """Observes the machine repeatedly. NVML stays open in between."""
 
     def __init__(self, recorded: str | None = None) -> None:
         self.recorded = recorded  # path of a recorded machine
@@ -38,20 +38,20 @@ class Observer:
         driver, error = None, self.gpu_error
         if self.nvml is not None:
             try:
-                gpus, driver = self.nvml.gpus(), self.nvml.driver()
+                gpus, driver = self.nvml.read_gpus(), self.nvml.read_driver()
             except Exception as problem:  # NVML makes its error classes at run time
-                error = f"NVML stopped answering: {problem}"
+                error = f"NVML stopped responding: {problem}"
         return Machine(
             hostname=system.nodename,
-            cores=host_limits.cores(),
+            cores=host_limits.count_cores(),
             memory_total=total,
             memory_available=available,
             gpus=gpus,
             driver=driver,
             gpu_error=error,
             cgroup_limit=limit,
-            max_processes=host_limits.max_processes(),
-            max_files=host_limits.max_files(),
+            max_processes=host_limits.read_max_processes(),
+            max_files=host_limits.read_max_files(),
             python=sys.version.split()[0],
             platform=f"{system.sysname} {system.release} {system.machine}",
         )
@@ -65,13 +65,15 @@ def read_recorded(path: str) -> Machine:
             data = parse_json(file.read())
         return machine_from_json(data["machine"] if isinstance(data, dict) and "machine" in data else data)
     except FileNotFoundError as problem:
-        raise errors.Refusal(f"{env_vars.MACHINE}={path}: no such file", errors.EX_NOINPUT) from problem
+        raise errors.Refusal(
+            f"the recorded machine {env_vars.MACHINE}={path} does not exist", errors.EX_NOINPUT
+        ) from problem
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
         line = f"{env_vars.MACHINE}={path} is not a recorded machine: {problem}"
         raise errors.Refusal(line, errors.EX_DATAERR) from problem
 
 
-def packages_dir() -> str | None:
+def find_packages_dir() -> str | None:
     """Return the folder of nvidia-ml-py, for agents and children that run without site-packages."""
     for entry in sys.path:
         if entry and os.path.exists(os.path.join(entry, "pynvml.py")):

@@ -1,4 +1,4 @@
-"""TCP ports: whether one is free, which process listens on it, and reserving one for rank 0's store."""
+"""Finds the process that listens on a TCP port, and reserves a port for rank 0's store."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from stoker.control.machine import procfs
 _TIME_WAIT = "06"
 
 
-def _listening_sockets(port: int) -> set[str]:
+def _find_listening_sockets(port: int) -> set[str]:
     """Return the sockets that listen on a port, as /proc/PID/fd names them."""
     return {f"socket:[{row[9]}]" for row in read_socket_table(port, LISTEN)}
 
 
 def is_listening(port: int, pids: Iterable[int]) -> bool:
     """Return whether one of these processes listens on this TCP port, on any address."""
-    sockets = _listening_sockets(port)
-    return bool(sockets) and any(not sockets.isdisjoint(procfs.open_files(pid)) for pid in pids)
+    sockets = _find_listening_sockets(port)
+    return bool(sockets) and any(not sockets.isdisjoint(procfs.list_open_files(pid)) for pid in pids)
 
 
-def listener(port: int) -> str | None:
-    """Return the process that listens on a port, in words; None if there is none."""
-    sockets = _listening_sockets(port)
+def find_listener(port: int) -> str | None:
+    """Return the process that listens on a port, in words, or None."""
+    sockets = _find_listening_sockets(port)
     if not sockets:
         return None
-    for pid in procfs.pids_here():
-        if not sockets.isdisjoint(procfs.open_files(pid)):
-            return f"pid {pid} ({' '.join((procfs.command_line(pid) or '?').split())[:200]})"
+    for pid in procfs.list_pids():
+        if not sockets.isdisjoint(procfs.list_open_files(pid)):
+            return f"pid {pid} ({' '.join((procfs.read_command_line(pid) or '?').split())[:200]})"
     return "a process that is not visible from here"
 
 
-def reserve(address: str, port: int, soft: bool) -> tuple[socket.socket | None, dict[str, Any]]:
-    """Reserve a port for rank 0's store. Return a socket to keep open, and the answer to the coordinator.
+def reserve_port(address: str, port: int, soft: bool) -> tuple[socket.socket | None, dict[str, Any]]:
+    """Reserve a port for rank 0's store. Return a socket to keep open, and the reply to the launcher.
 
-    `port` 0 asks for any free one. With `soft`, a port that is taken is replaced by a free one, and its holder is named.
+    `port` 0 means any free port. With `soft`, a port in use is replaced by a free one, and the reply names its holder.
 
     The port is bound and not listened on: the store can bind it too, while other launches, and programs that take any
     free port, don't get it. A program that sets SO_REUSEADDR and asks for this very port does get it, and then the
@@ -50,7 +50,7 @@ def reserve(address: str, port: int, soft: bool) -> tuple[socket.socket | None, 
     except OSError as problem:
         if problem.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise
-        holder = listener(port) or "another launch that has reserved it"
+        holder = find_listener(port) or "another launch that has reserved it"
         if not soft:
             return None, {"port": 0, "wanted": port, "holder": holder}
         reserved, answer = _bind(family, 0)
@@ -76,6 +76,6 @@ def _check_not_reserved(family: socket.AddressFamily, port: int) -> None:
         try:
             probe.bind(("", port))
         except OSError:
-            if listener(port) is None and read_socket_table(port, _TIME_WAIT):
-                return  # only connections of an earlier run in TIME_WAIT, which don't stop the store (SO_REUSEADDR)
+            if find_listener(port) is None and read_socket_table(port, _TIME_WAIT):
+                return  # connections of an earlier run in TIME_WAIT don't stop the store, which sets SO_REUSEADDR
             raise

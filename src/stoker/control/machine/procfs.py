@@ -7,7 +7,7 @@ import time
 
 from stoker.contract import env_vars
 from stoker.contract.masking import mask_argv
-from stoker.contract.process import Process, find_process, kernel_lines, read_kernel_file, read_status
+from stoker.contract.process import Process, find_process, read_kernel_file, read_kernel_lines, read_status
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MAX_COMMAND = 4096  # bytes of a command line that are read
@@ -15,12 +15,12 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _EXEC_S = 0.2  # how long to wait for a process that is within execve, which usually takes microseconds
 
 
-def pids_here() -> list[int]:
+def list_pids() -> list[int]:
     return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
 
 
-def open_files(pid: int) -> list[str]:
-    """Return what a process has open, as /proc/PID/fd names it; what may be read of it, if it ends or is another user's."""
+def list_open_files(pid: int) -> list[str]:
+    """Return the targets of a process's descriptors, as far as we can read them before it ends."""
     targets = []
     try:
         for fd in os.listdir(f"/proc/{pid}/fd"):
@@ -30,8 +30,8 @@ def open_files(pid: int) -> list[str]:
     return targets
 
 
-def all_processes() -> list[Process]:
-    return [process for process in map(find_process, pids_here()) if process is not None]
+def list_processes() -> list[Process]:
+    return [process for process in map(find_process, list_pids()) if process is not None]
 
 
 def descendants(root: int, table: list[Process]) -> set[int]:
@@ -55,12 +55,12 @@ def read_descendants(pid: int) -> list[int]:
     return children + [grandchild for child in children for grandchild in read_descendants(child)]
 
 
-def catches(pid: int, signum: int) -> bool:
+def catches_signal(pid: int, signum: int) -> bool:
     """Return whether the process has a handler for this signal. Without one, most signals kill it."""
     return bool(int(read_status(pid, "SigCgt:") or "0", 16) >> (signum - 1) & 1)
 
 
-def command_line(pid: int) -> str | None:
+def read_command_line(pid: int) -> str | None:
     """Return the command line of a process, without secrets. A long one is cut after a word and ends in "…"."""
     try:
         raw = _read_bytes(f"/proc/{pid}/cmdline")
@@ -68,10 +68,10 @@ def command_line(pid: int) -> str | None:
         return None
     is_cut = len(raw) > _MAX_COMMAND
     if is_cut:
-        # Not within a word, because half a secret would not be recognized.
+        # Cut between words, because half a secret would not be recognized.
         raw = raw[: max(raw.rfind(b"\0", 0, _MAX_COMMAND), raw.rfind(b" ", 0, _MAX_COMMAND), 0)]
     argv = raw.decode("utf-8", "replace").split("\0")
-    # setproctitle writes one line.
+    # A process that uses setproctitle has one line instead of arguments.
     line = " ".join(mask_argv(argv if len(argv) > 2 else " ".join(argv).split(" "))).strip()
     return f"{line} …".lstrip() if is_cut else line or None
 
@@ -81,7 +81,7 @@ def _read_bytes(path: str) -> bytes:
         return file.read()
 
 
-def environment(pid: int) -> dict[str, str]:
+def read_environment(pid: int) -> dict[str, str]:
     """Return the environment that a process was started with.
 
     It is empty if we may not read it, or if the process has overwritten it (setproctitle).
@@ -110,9 +110,9 @@ def _is_within_exec(pid: int) -> bool:
     return memory > 0 and end_of_environment == 0
 
 
-def run_tag(pid: int) -> tuple[str, str] | None:
+def read_run_tag(pid: int) -> tuple[str, str] | None:
     """Return the id and the directory of the run in whose environment a process was started, or None."""
-    variables = environment(pid)
+    variables = read_environment(pid)
     run = variables.get(env_vars.RUN_ID)
     return (run, variables.get(env_vars.RUN_DIR, "")) if run else None
 
@@ -147,7 +147,7 @@ def main_thread_seconds(pid: int) -> tuple[float, float]:
 
 def bytes_moved(pid: int, thread: int | None = None) -> int | None:
     """Return the bytes a process, or one thread of it, has read and written by system calls, pipes and sockets included."""
-    lines = kernel_lines(f"/proc/{pid}/io" if thread is None else f"/proc/{pid}/task/{thread}/io")
+    lines = read_kernel_lines(f"/proc/{pid}/io" if thread is None else f"/proc/{pid}/task/{thread}/io")
     return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar"))) if lines else None
 
 
@@ -157,7 +157,7 @@ def page_faults(pid: int, thread: int | None = None) -> int:
 
 
 def _stat_fields(pid: int, thread: int | None) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name; none once the process is gone."""
+    """Return the fields of /proc/PID/stat after the name, or [] once the process has ended."""
     path = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
     return read_kernel_file(path).rpartition(")")[2].split()
 
@@ -173,5 +173,5 @@ def user_name(uid: int) -> str:
 
 def started_at(start_ticks: int) -> float:
     """Return the wall-clock time of a start that is given in ticks since boot."""
-    lines = kernel_lines("/proc/stat")
+    lines = read_kernel_lines("/proc/stat")
     return next((int(line.split()[1]) for line in lines if line.startswith("btime")), 0) + start_ticks / _TICKS

@@ -96,7 +96,7 @@ def changed_files(record: Mapping[str, Any], request: Request) -> tuple[str, ...
 
 def _program_digests(request: Request) -> dict[str, str]:
     """Return the digests of a program, of the modules beside it that it imports, and of the config files it is given."""
-    from stoker.contract.digests import combined_digest, file_digest  # OpenSSL takes 4 ms to load
+    from stoker.contract.digests import combine_digests, digest_file  # OpenSSL takes 4 ms to load
 
     options, script = request.options, request.script
     file, import_root = script, ""  # local modules are looked for in `import_root`, unless it is empty
@@ -110,15 +110,15 @@ def _program_digests(request: Request) -> dict[str, str]:
         import_root = os.path.dirname(os.path.realpath(file))
     digests: dict[str, str] = {}
     if os.path.isfile(file):
-        digests[script] = file_digest(file)
+        digests[script] = digest_file(file)
         modules = sorted(_local_imports(file, import_root)) if import_root else []
         if modules:
-            module_digests = ((os.path.relpath(path, import_root), file_digest(path)) for path in modules)
-            digests[f"a module that {script} imports"] = combined_digest(module_digests)
+            module_digests = ((os.path.relpath(path, import_root), digest_file(path)) for path in modules)
+            digests[f"a module that {script} imports"] = combine_digests(module_digests)
     for arg in request.args:
         path = arg.partition("=")[2] if arg.startswith("-") else arg  # FILE or --flag=FILE
         if path.endswith(_CONFIG_SUFFIXES) and os.path.isfile(path) and os.path.getsize(path) <= _MAX_CONFIG_BYTES:
-            digests.setdefault(path, file_digest(path))
+            digests.setdefault(path, digest_file(path))
     return digests
 
 

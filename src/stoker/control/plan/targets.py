@@ -197,7 +197,7 @@ def _with_scheduler_transports(hosts: Hosts, environment: Mapping[str, str]) -> 
     """Return hosts, which are nodes of a scheduler's job, with the scheduler's way to reach them."""
     from stoker.control.scheduler import engine
 
-    scheduler = schedulers.scheduler_named(hosts.scheduler)
+    scheduler = schedulers.find_scheduler_by_name(hosts.scheduler)
     assert scheduler is not None
     allocation = engine(scheduler).allocation(environment)
     missing = [host.name for host in hosts.hosts if allocation is None or host.name not in allocation.transports]

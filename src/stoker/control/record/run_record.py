@@ -15,7 +15,7 @@ from stoker.contract import errors, layout, safe_io, text
 from stoker.contract.errors import parsing
 from stoker.contract.evidence import Verdict
 from stoker.contract.frozen import frozen, replace
-from stoker.contract.process import find_process, kernel_lines, process_owner
+from stoker.contract.process import find_process, process_owner, read_kernel_lines
 from stoker.contract.text import escape
 
 
@@ -254,7 +254,7 @@ def has_open_for_writing(pid: int, path: str) -> bool | None:
             target = os.readlink(link).removesuffix(" (deleted)")
             if os.path.basename(target) != name:
                 continue
-            info = kernel_lines(f"/proc/{pid}/fdinfo/{fd}")
+            info = read_kernel_lines(f"/proc/{pid}/fdinfo/{fd}")
             flags = next((int(line.split()[1], 8) for line in info if line.startswith("flags:")), 0)
             if flags & os.O_ACCMODE == os.O_RDONLY:
                 continue

@@ -15,7 +15,7 @@ from stoker.contract import layout
 from stoker.contract.frozen import as_json, fields_of, frozen
 from stoker.contract.safe_io import APPEND, PRIVATE, open_below, write_atomic
 from stoker.contract.text import parse_json
-from stoker.contract.typed_values import Real, known_fields
+from stoker.contract.typed_values import Real, read_known_fields
 
 EVERY_S = 2.0  # between lines
 RATE_S = 30.0  # rates are means over this time
@@ -121,7 +121,7 @@ def _read_file(run_dir: str, rank: int, max_bytes: int) -> tuple[ServerSample, .
             values = parse_json(line)
         except ValueError:
             continue
-        fields = known_fields(ServerSample, values) if isinstance(values, dict) else {}
+        fields = read_known_fields(ServerSample, values) if isinstance(values, dict) else {}
         if len(fields) == len(fields_of(ServerSample)) and (not samples or fields["time"] > samples[-1].time):
             samples.append(ServerSample(**fields))
     return tuple(samples)

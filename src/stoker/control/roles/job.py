@@ -131,7 +131,7 @@ class Job:
             self.log,
             self.options.max_restarts,
             environment,
-            self._locks.handles,
+            self._locks.fds,
             draws_bars=console.terminal(2),
         )
         return supervisor.run()

@@ -155,7 +155,7 @@ class ReadyWatch:
         """Refuse a port on which another user of this machine listens: that user could answer in the role's place."""
         if not self._here:
             return ""
-        users = listeners.listening_users(host, port)
+        users = listeners.find_listening_users(host, port)
         others = sorted(uid for uid in users if not safe_io.is_trusted(uid, os.curdir))
         return f"port {port} is in use by {safe_io.user_name(others[0])}" if others else ""
 

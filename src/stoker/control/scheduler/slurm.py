@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from stoker.contract.errors import EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.slurm_job import ASK_S, run_slurm
+from stoker.contract.slurm_job import COMMAND_S, run_slurm
 from stoker.contract.text import is_digits
-from stoker.control.machine.run_origin import current_run
+from stoker.control.machine.run_origin import find_current_run
 
 if TYPE_CHECKING:
     from stoker.control.cluster.hosts import Host, Hosts
@@ -35,7 +35,7 @@ def _refusal(line: str, code: int = EX_UNAVAILABLE) -> Refusal:
 def allocation(environ: Mapping[str, str]) -> Hosts | None:
     """Return the nodes of our job, in Slurm's order. None for an ordinary local run: no job, or a single task of one."""
     job = environ.get("SLURM_JOB_ID")
-    if not job or current_run(environ):
+    if not job or find_current_run(environ):
         return None  # a `stoker run` inside a rank uses what the rank has, not the whole job
     if not _is_whole_job(environ):
         return None
@@ -114,7 +114,7 @@ def ask_slurm(*argv: str) -> str:
         line = f"this is a Slurm job, and there is no {argv[0]} on the PATH"
         raise _refusal(f"{line}: load Slurm's module, or name the nodes with --hosts") from problem
     except subprocess.TimeoutExpired as problem:
-        line = f"Slurm does not answer {argv[0]} within {ASK_S:.0f} s"
+        line = f"Slurm does not answer {argv[0]} within {COMMAND_S:.0f} s"
         raise Refusal(line, EX_UNAVAILABLE, cause="slurm.unreachable") from problem
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]

@@ -72,7 +72,7 @@ class JobFollower:
         return self._summarize()
 
     def _is_over(self, task: str) -> bool:
-        return task in self._jobs and self._jobs[task].over
+        return task in self._jobs and self._jobs[task].is_over
 
     def _query(self) -> bool:
         """Ask Slurm for the state of all tasks and print changes. Return whether it answered."""
@@ -91,7 +91,7 @@ class JobFollower:
                 state += f" ({job.reason})"
             elif job.state == "RUNNING" and job.nodes:
                 state += f" on {job.nodes}"
-            if job.restarts and not job.over:
+            if job.restarts and not job.is_over:
                 state += f", restart {job.restarts}"
             if state != self._said.get(name):
                 self._said[name] = state
@@ -181,7 +181,7 @@ def explained(root: str, run: run_record.RunRecord, verdict: Verdict | None) -> 
     if job is None:
         return verdict
     if verdict is None:
-        return slurm_ends.refine_verdict(launch_failures.lost(run.id), job) if job.over else None
+        return slurm_ends.refine_verdict(launch_failures.lost(run.id), job) if job.is_over else None
     return slurm_ends.refine_verdict(verdict, job)
 
 

@@ -16,7 +16,7 @@ from stoker.contract.env_vars import MACHINE
 from stoker.contract.errors import Refusal, parsing
 from stoker.contract.frozen import fields_of, replace
 from stoker.contract.text import escape
-from stoker.contract.typed_values import known_fields
+from stoker.contract.typed_values import read_known_fields
 from stoker.control.machine.gauges import Gauges
 from stoker.control.machine.model import OFFLINE, GpuGauges, HostGauges
 from stoker.control.record import run_index, run_record
@@ -182,7 +182,7 @@ def recorded_hosts(tail: RunTail, now: float) -> Iterator[HostReading]:
         if "load" in row:
             row["load"] = (row["load"],)
         silent_s = now - (heard if heard is not None else point.time)
-        host = HostGauges(**{**known_fields(HostGauges, row), "name": name, "time": point.time})
+        host = HostGauges(**{**read_known_fields(HostGauges, row), "name": name, "time": point.time})
         if silent_s > OFFLINE_S:
             host = replace(host, state=OFFLINE, reason=f"it has not reported for {silent_s:.0f} s")
         yield host, tuple(_recorded_gpus(name, gpus_by_host.get(name, ()), point, machines.get(name)))
@@ -203,7 +203,7 @@ def _recorded_gpus(
         if isinstance(row.get("throttle"), list):
             row["throttle"] = tuple(row["throttle"])
         gauges = {key: value for key, value in row.items() if key in fields_of(GpuGauges)}
-        fields = known_fields(GpuGauges, {**fixed, **gauges})
+        fields = read_known_fields(GpuGauges, {**fixed, **gauges})
         yield GpuGauges(**{"index": column, **fields, "uuid": uuid, "host": host})
 
 

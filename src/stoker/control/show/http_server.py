@@ -64,7 +64,7 @@ def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
         listening.listen(MAX_CLIENTS)
     except OSError as problem:
         listening.close()
-        holder = ports.listener(port) if port else None
+        holder = ports.find_listener(port) if port else None
         if holder:
             line = f"port {port} is in use by {holder}; choose another {flag}, or 0 for a free one"
             raise Refusal(line, EX_UNAVAILABLE, cause="launch.port-in-use") from problem

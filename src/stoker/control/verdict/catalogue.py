@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from stoker.contract.discovery import modules_in
+from stoker.contract.discovery import import_modules
 from stoker.contract.errors import EX_SOFTWARE
 from stoker.contract.evidence import Evidence, RankExit, Verdict
 from stoker.contract.frozen import frozen
@@ -190,7 +190,7 @@ def exit_rules() -> list[Cause]:
 
     Specific reasons come before a mere exception or signal.
     """
-    families = sorted(modules_in("stoker.control.verdict.rules"), key=lambda module: getattr(module, "ORDER", 70))
+    families = sorted(import_modules("stoker.control.verdict.rules"), key=lambda module: getattr(module, "ORDER", 70))
     return [
         cause
         for family in families

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stoker.contract import schedulers
-from stoker.contract.discovery import modules_in
+from stoker.contract.discovery import import_modules
 from stoker.control.verdict import hangs  # noqa: F401  its causes come first
 from stoker.control.verdict.catalogue import CATALOGUE, Cause, exit_rules
 
@@ -27,7 +27,7 @@ _FAMILIES = {
 
 def page() -> str:
     exit_rules()
-    modules_in(__package__)  # registers the causes that are not read off a rank's exit
+    import_modules(__package__)  # registers the causes that are not read off a rank's exit
     families: dict[str, list[Cause]] = {}
     for cause in CATALOGUE.values():
         families.setdefault(cause.id.partition(".")[0], []).append(cause)

@@ -82,7 +82,7 @@ _STATES = {
 def word(job: SlurmJob) -> str:
     """Return Slurm's state of the job in one line."""
     line = f"Slurm: job {job.id} is {job.state}" + (f" ({job.reason})" if job.reason else "")
-    if job.over:
+    if job.is_over:
         line += f", exit code {job.exit_code}" + (f", signal {job.signal}" if job.signal else "")
     line += f", restarted {job.restarts} times" if job.restarts else ""
     return line + (f", on {job.nodes}" if job.nodes else "")
@@ -126,7 +126,7 @@ def cause_of(job: SlurmJob) -> str:
     """Return the cause if Slurm ended or requeued the job, else ""."""
     if job.restarts and job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD"):
         return _REQUEUED
-    return _STATES.get(job.state) or (_NOTICE if job.noticed and job.over and job.state != "COMPLETED" else "")
+    return _STATES.get(job.state) or (_NOTICE if job.noticed and job.is_over and job.state != "COMPLETED" else "")
 
 
 def _summary(cause: Cause, job: SlurmJob) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stoker.contract.frozen import frozen, replace
-from stoker.contract.typed_values import known_fields
+from stoker.contract.typed_values import read_known_fields
 from stoker.contract.units import plural
 
 _MAX_SHAPES_LENGTH = 400  # characters: an operation may have hundreds of tensors
@@ -271,7 +271,7 @@ def parse_inspection(rank: int, data: dict[str, Any]) -> RankInspection:
     """Parse an agent's JSON, and give each operation the lines of the script that started it, from the call log."""
     gpu = data["gpu"] if isinstance(data.get("gpu"), dict) else {}
     gpu_fields = {"gpu_use": gpu.get("use"), "throttle": gpu.get("throttle"), "lanes": gpu.get("lanes")}
-    inspection = RankInspection(**{**known_fields(RankInspection, {**data, **gpu_fields}), "rank": rank})
+    inspection = RankInspection(**{**read_known_fields(RankInspection, {**data, **gpu_fields}), "rank": rank})
     groups = tuple(
         replace(group, ops=tuple(replace(op, frames=_caller(op, group, inspection.calls)) for op in group.ops))
         for group in inspection.groups

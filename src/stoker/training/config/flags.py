@@ -166,6 +166,6 @@ def parse(argv: Sequence[str], prog: str = "pretrain") -> tuple[Flag, ...]:
     add_key_flags(made)
     found, extra = made.parse_known_args(list(argv))
     if extra:
-        made.unknown(extra)
+        made.refuse_unknown(extra)
     told: tuple[Flag, ...] = getattr(found, "keys", ())
     return told

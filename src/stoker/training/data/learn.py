@@ -22,7 +22,7 @@ from typing import Any
 import stoker
 from stoker.contract import host_memory
 from stoker.contract.errors import EX_CONFIG, EX_DATAERR, EX_OSERR, EX_SOFTWARE, Refusal
-from stoker.contract.host_memory import limit_memory, used_memory
+from stoker.contract.host_memory import limit_memory, read_used_memory
 from stoker.contract.progress import BYTES, Progress
 from stoker.contract.units import format_bytes
 from stoker.contract.units import format_duration as time_span
@@ -146,7 +146,7 @@ def main(argv: list[str]) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: who asked decides
     folder, vocab_size, room = argv
-    limit_memory(used_memory() + int(room))
+    limit_memory(read_used_memory() + int(room))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         train(_sent(), int(vocab_size), folder)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from stoker.contract.disk_space import DiskSpace
 from stoker.contract.errors import EX_OSERR, Refusal
 from stoker.contract.frozen import as_json, frozen
-from stoker.contract.host_memory import limit_memory, used_memory
+from stoker.contract.host_memory import limit_memory, read_used_memory
 from stoker.contract.units import plural
 from stoker.training.data.ours import OTHER_CACHE
 from stoker.training.data.read import NAMED, Remark, Remarks, conversations, remark, texts
@@ -184,7 +184,7 @@ def main() -> None:
     unreachable = told.pop("unreachable")
     work = Work(**told, unreachable=None if unreachable is None else tuple(unreachable))
     tokenizer = prepared_tokenizer(work)
-    limit_memory(used_memory() + MAX_MEMORY)
+    limit_memory(read_used_memory() + MAX_MEMORY)
     for line in sys.stdin:
         job = json.loads(line)
         spans = [span_from(one) for one in job["spans"]]

@@ -54,7 +54,7 @@ def refuse_beyond_memory(folder: str, numbers: int, width: float) -> None:
     line = f"model {folder}: its {numbers:,} parameters take {format_bytes(needed)} of memory or more"
     if needed > total:
         raise Refusal(f"{line}, and this machine has {format_bytes(total)}", EX_UNAVAILABLE)
-    if needed > (free := host_memory.usable_memory()):
+    if needed > (free := host_memory.read_usable_memory()):
         raise Refusal(f"{line}, and {format_bytes(free)} is free here", EX_UNAVAILABLE)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from stoker.contract import env_vars, host_memory
 from stoker.contract.errors import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.frozen import frozen
-from stoker.contract.host_memory import limit_memory, used_memory
+from stoker.contract.host_memory import limit_memory, read_used_memory
 from stoker.training.parallel.config import EVERYTHING, IN_HOST, NOTHING, ParallelConfig
 
 
@@ -60,7 +60,7 @@ def _bound_memory(ranks: int) -> None:
     """Each of a host's ranks may take its part of what is free now. A stranger's model or config of some MB may ask for any
     amount; then this rank is refused memory, and nobody else's process is killed for it.
     """
-    limit_memory(used_memory() + host_memory.usable_memory() // ranks)
+    limit_memory(read_used_memory() + host_memory.read_usable_memory() // ranks)
 
 
 T = TypeVar("T")

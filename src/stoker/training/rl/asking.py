@@ -105,9 +105,9 @@ class Asking:
                 own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback:
                     # Before anything is sent: who takes no connections would be waited for.
-                    _refuse_others(listeners.listening_users(str(where[0]), port), port)
+                    _refuse_others(listeners.find_listening_users(str(where[0]), port), port)
                 own.connect(where)
-                _refuse_others(listeners.answering_users(own), port)
+                _refuse_others(listeners.find_answering_users(own), port)
                 own.settimeout(seconds)
             except (OSError, NoAnswer) as refused:
                 self._open.discard(own)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from stoker.contract.digests import file_digest, path_digest
+from stoker.contract.digests import digest_file, digest_path
 from stoker.training.config.keys import KEYS, values_of
 from stoker.training.config.resolve import MODEL_KEYS
 from stoker.training.config.schema import Config
@@ -18,9 +18,9 @@ from stoker.training.stages.stage import Stage
 def input_digests(stage: Stage, config: Config, prepared: str | None) -> tuple[tuple[str, str], ...]:
     """Return (what it is, digest) of every file and folder that the stage reads. `prepared`: the prepared data's digest."""
     digests = [("the prepared data", prepared)] if prepared is not None else []
-    digests += [(f"{key} {path}", path_digest(path)) for key, path in _paths(stage, config) if os.path.exists(path)]
+    digests += [(f"{key} {path}", digest_path(path)) for key, path in _paths(stage, config) if os.path.exists(path)]
     if stage.is_script:
-        digests.append((stage.recipe, file_digest(stage.recipe)))
+        digests.append((stage.recipe, digest_file(stage.recipe)))
     return tuple(digests)
 
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from stoker.contract.process import kernel_lines
+from stoker.contract.process import read_kernel_lines
 
 # ---- the route to a peer, which the kernel tells without sending a packet ----
 
@@ -68,7 +68,7 @@ def read_addresses() -> dict[str, list[str]]:
     for at in range(0, len(raw), _IFREQ_BYTES):
         name = raw[at : at + 16].split(b"\0")[0].decode("utf-8", "replace").partition(":")[0]
         by_interface.setdefault(name, []).append(socket.inet_ntoa(raw[at + 20 : at + 24]))
-    for line in kernel_lines("/proc/net/if_inet6"):
+    for line in read_kernel_lines("/proc/net/if_inet6"):
         digits, _, _, _, _, name = line.split()
         by_interface.setdefault(name, []).append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
     return by_interface

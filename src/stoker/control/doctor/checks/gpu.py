@@ -13,8 +13,8 @@ from stoker.control.machine.examination import GpuProbe
 from stoker.control.machine.model import Holder, Machine
 
 DEAD = (
-    "leave it out (stoker run --exclude-bad, or --gpus with the others); restart the pod and not only the container; "
-    "then ask the provider, with `stoker doctor --bundle`"
+    "leave it out (stoker run --exclude-bad, or --gpus with the others), and restart the pod, not only the container; "
+    "if that doesn't help, send the provider the file of `stoker doctor --bundle`"
 )
 # NVIDIA's Xid catalogue: meaning and recommended action.
 XIDS = {
@@ -24,7 +24,7 @@ XIDS = {
     74: ("NVLink error", "check the links; reset, then replace if it comes back"),
     79: ("GPU has fallen off the bus", "reboot the machine; then check the GPU's seat, power and riser"),
     95: ("uncontained ECC error", "reset the GPU before anything else uses it"),
-    119: ("GSP firmware does not answer", "reset the GPU or reboot; a newer driver may help"),
+    119: ("GSP firmware is not responding", "reset the GPU or reboot; a newer driver may help"),
     120: ("GSP firmware error", "reset the GPU or reboot; a newer driver may help"),
 }
 XID_WARN = {94: ("contained ECC error", "the job that had it must be restarted; watch for more")}
@@ -32,21 +32,21 @@ XID_WARN = {94: ("contained ECC error", "the job that had it must be restarted; 
 
 @check("gpu.driver", fast=True)
 def driver(machine: Machine, missing: dict[str, str]) -> Iterator[Finding]:
-    """Fails if the driver does not answer, or does not answer about a GPU."""
+    """Fails if the driver can't be used, or can't read a GPU."""
     if "machine" in missing:
-        yield unknown(f"the NVIDIA driver could not be asked: {missing['machine']}")
+        yield unknown(f"the NVIDIA driver could not be queried: {missing['machine']}")
     elif machine.gpu_error:
-        text = f"the NVIDIA driver does not answer: {machine.gpu_error}"
-        yield fail(text, "run nvidia-smi; if it says the same, reboot or reinstall the driver")
+        text = f"the NVIDIA driver can't be used: {machine.gpu_error}"
+        yield fail(text, "run nvidia-smi; if it reports the same, reboot or reinstall the driver")
     for gpu in machine.gpus:
         if gpu.error:
-            yield fail(f"GPU {gpu.index} does not answer: {gpu.error}", DEAD, gpu=gpu.index)
+            yield fail(f"GPU {gpu.index} is not responding: {gpu.error}", DEAD, gpu=gpu.index)
 
 
 @check("gpu.count", fast=True)
 def count(environment: dict[str, str], machine: Machine, ranks: int) -> Iterator[Finding]:
     """Fails if CUDA_VISIBLE_DEVICES names a GPU that does not exist, or if there are fewer GPUs than ranks."""
-    if not machine.gpus:  # no GPU, or a driver that does not answer, which gpu.driver reports
+    if not machine.gpus:  # the machine has no GPU, or its driver can't be used, which gpu.driver reports
         return
     existing = {str(gpu.index) for gpu in machine.gpus} | {gpu.uuid for gpu in machine.gpus}
     visible = environment.get("CUDA_VISIBLE_DEVICES")
@@ -66,8 +66,8 @@ def count(environment: dict[str, str], machine: Machine, ranks: int) -> Iterator
 
 @check("gpu.compute-mode", fast=True)
 def compute_mode(machine: Machine) -> Iterator[Finding]:
-    """Warns about exclusive compute mode, in which a second process gets CUDA error 46, "busy or unavailable". Fails in
-    prohibited mode.
+    """Warns if a GPU is in exclusive compute mode, where a second process gets CUDA error 46, "busy or unavailable".
+    Fails if it is in prohibited mode.
     """
     for gpu in machine.gpus:
         if gpu.compute_mode == "prohibited":
@@ -78,7 +78,7 @@ def compute_mode(machine: Machine) -> Iterator[Finding]:
             )
         elif gpu.compute_mode not in (None, "default"):
             yield warn(
-                f"GPU {gpu.index} is in {gpu.compute_mode} mode: one process only",
+                f"GPU {gpu.index} is in {gpu.compute_mode} mode: only one process can use it",
                 f"nvidia-smi -i {gpu.index} -c DEFAULT   # needs root",
                 gpu=gpu.index,
             )
@@ -94,7 +94,7 @@ def _describe_holder(holder: Holder) -> str:
 
 @check("gpu.held", fast=True)
 def held(machine: Machine) -> Iterator[Finding]:
-    """Warns if other processes, also outside this container, hold memory of the GPU. Fails below 1 GB of free memory."""
+    """Warns if other processes, also outside this container, hold memory of the GPU. Fails if less than 1 GB is free."""
     for gpu in machine.gpus:
         if gpu.memory_used is None or gpu.memory_total is None:
             continue
@@ -105,7 +105,7 @@ def held(machine: Machine) -> Iterator[Finding]:
         if names and share > 0.02:
             fix = "ask the owner, or use --gpus any:N for the freest GPUs"
             if any(holder.run for holder in gpu.holders or ()):
-                fix = "`stoker clean` shows our processes"
+                fix = "run `stoker clean` to see the processes of Stoker's runs"
             level = fail if gpu.memory_total - gpu.memory_used < 10**9 else warn
             amounts = f"{format_bytes(gpu.memory_used)} of {format_bytes(gpu.memory_total)}"
             text = f"GPU {gpu.index}: {amounts} in use by {'; '.join(names)}"
@@ -119,8 +119,8 @@ def context(probes: dict[str, GpuProbe], machine: Machine) -> Iterator[Finding]:
         probe = probes.get(gpu.uuid)
         if probe is None or probe.outcome == "ok":
             if probe is not None and (probe.left or 0) > 2 * 10**8:
-                text = f"GPU {gpu.index}: {format_bytes(probe.left or 0)} more in use after the probe was gone"
-                yield warn(text, "another process started in the meantime, or the driver is slow", gpu=gpu.index)
+                text = f"GPU {gpu.index}: {format_bytes(probe.left or 0)} more in use after the probe had ended"
+                yield warn(text, "check whether another process has started; else the driver is slow", gpu=gpu.index)
             continue
         if probe.outcome == "busy":
             why = "its mode is default, so it is faulty or held by the driver"
@@ -144,7 +144,7 @@ def context(probes: dict[str, GpuProbe], machine: Machine) -> Iterator[Finding]:
 
 @check("gpu.ecc")
 def ecc(gpus: GpusWithHealth) -> Iterator[Finding]:
-    """Reports uncorrected memory errors, and rows or pages that wait to be retired."""
+    """Fails if a GPU has uncorrected memory errors or a faulty row. Warns if rows or pages wait to be retired."""
     for gpu, health in gpus:
         if health.rows_failed:
             yield fail(f"GPU {gpu.index}: a faulty memory row could not be remapped", "replace the GPU", gpu=gpu.index)
@@ -158,17 +158,17 @@ def ecc(gpus: GpusWithHealth) -> Iterator[Finding]:
 
 @check("gpu.recovery")
 def recovery(gpus: GpusWithHealth) -> Iterator[Finding]:
-    """Fails if the driver itself asks for a reset or a reboot."""
+    """Fails if the driver requests a reset or a reboot."""
     for gpu, health in gpus:
         if health.recovery not in (None, "none"):
-            text = f"GPU {gpu.index}: the driver asks for: {health.recovery}"
+            text = f"GPU {gpu.index}: the driver requests this action: {health.recovery}"
             yield fail(text, "reset it (nvidia-smi --gpu-reset, needs root) or restart the pod", gpu=gpu.index)
 
 
 @check("gpu.xid")
 def xid(gpus: GpusWithHealth) -> Iterator[Finding]:
-    """Reports Xid errors of the driver in the kernel's log with NVIDIA's advice, except those that an application
-    causes (13, 31, 43 ...).
+    """Fails or warns if the kernel's log has an Xid error of the driver, with NVIDIA's advice. Ignores Xids that an
+    application causes (13, 31, 43 ...).
     """
     for gpu, health in gpus:
         for number, count in sorted(Counter(health.xids).items()):
@@ -182,7 +182,7 @@ def xid(gpus: GpusWithHealth) -> Iterator[Finding]:
 
 @check("gpu.throttle")
 def throttle(gpus: GpusWithHealth) -> Iterator[Finding]:
-    """Warns if heat or power holds the clock down."""
+    """Warns if heat or the power brake lowers the clock, or if the GPU is within 2 °C of its slowdown temperature."""
     for gpu, health in gpus:
         reasons = [reason for reason in health.throttle or () if reason != "power cap"]
         if reasons:
@@ -205,11 +205,11 @@ def pcie(gpus: GpusWithHealth) -> Iterator[Finding]:
     """
     for gpu, health in gpus:
         if health.pcie_width and health.pcie_width_max and health.pcie_width < health.pcie_width_max:
-            text = f"GPU {gpu.index}: PCIe x{health.pcie_width}, it can do x{health.pcie_width_max}"
+            text = f"GPU {gpu.index} runs with PCIe x{health.pcie_width} and supports x{health.pcie_width_max}"
             yield warn(text, "reseat the GPU; check the riser and the slot's lanes", gpu=gpu.index)
         generation, best = health.pcie_generation, health.pcie_generation_max
         if generation and best and generation < best and (gpu.utilization or 0) > 50:
-            text = f"GPU {gpu.index}: PCIe generation {generation} under load, it can do {best}"
+            text = f"GPU {gpu.index} runs with PCIe generation {generation} under load and supports {best}"
             yield warn(text, "check the BIOS's PCIe setting", gpu=gpu.index)
 
 
@@ -221,7 +221,7 @@ def nvlink(gpus: GpusWithHealth) -> Iterator[Finding]:
         if any(links) and not all(links):
             down = [str(n) for n, up in enumerate(links) if not up]
             text = f"GPU {gpu.index}: NVLink {', '.join(down)} of {len(links)} is down"
-            yield warn(text, "nvidia-smi nvlink -s; reset the fabric or the bridge", gpu=gpu.index)
+            yield warn(text, "run nvidia-smi nvlink -s, then reset the fabric or the bridge", gpu=gpu.index)
 
 
 @check("gpu.p2p")
@@ -235,20 +235,21 @@ def p2p(gpus: GpusWithHealth, machine: Machine) -> Iterator[Finding]:
     }
     if blocked:
         pairs = ", ".join("-".join(str(n) for n in sorted(pair)) for pair in sorted(blocked, key=sorted))
-        fix = "expected with consumer GPUs; there is nothing to set"
+        fix = "ignore this on consumer GPUs, which don't support it"
         if any("registry" in str(why) for why in blocked.values()):
             fix = "a driver setting forbids it: look for NVreg_RegistryDwords in /etc/modprobe.d"
         through = f"({next(iter(blocked.values()))}): all-reduce goes through host memory"
-        yield warn(f"no peer-to-peer between GPUs {pairs} {through}", fix)
+        yield warn(f"GPUs {pairs} can't use peer-to-peer {through}", fix)
 
 
 @check("gpu.mig", fast=True)
 def mig(machine: Machine) -> Iterator[Finding]:
-    """Warns about MIG slices: NCCL can't join slices of one GPU, and a process sees only one slice."""
+    """Warns if a GPU is divided into MIG slices: NCCL can't join slices of one GPU, and a process sees only one slice."""
     sliced = sorted({gpu.index for gpu in machine.gpus if gpu.mig is not None})
     if sliced:
-        text = f"GPU {', '.join(map(str, sliced))} is divided into MIG slices: NCCL does not join slices of one GPU"
-        yield warn(text, "one rank per slice, or nvidia-smi -mig 0")
+        verb = "is" if len(sliced) == 1 else "are"
+        text = f"GPU {', '.join(map(str, sliced))} {verb} divided into MIG slices: NCCL can't join slices of one GPU"
+        yield warn(text, "start one rank per slice, or turn MIG off with nvidia-smi -mig 0")
 
 
 @check("gpu.display")

@@ -27,7 +27,7 @@ def memory(machine: Machine, ranks: int) -> Iterator[Finding]:
     if available < need:
         text = f"{format_bytes(available)} of memory is free"
         text += f"; starting {plural(ranks, 'rank')} together takes about {format_bytes(need)}"
-        yield warn(text, "--init-slots 1 starts them one after the other")
+        yield warn(text, "use --init-slots 1 to start them one after the other")
 
 
 @check("host.cgroup", fast=True)
@@ -35,8 +35,8 @@ def cgroup(machine: Machine) -> Iterator[Finding]:
     """Warns if the container may use less than 4 GB of memory, however much the machine shows."""
     limit = machine.cgroup_limit
     if limit is not None and limit < 4 * 10**9:
-        text = f"this container may use {format_bytes(limit)} of memory"
-        yield warn(text, "ask for a larger container; --ram-limit gives a verdict before the kernel kills")
+        text = f"this container may use only {format_bytes(limit)} of memory"
+        yield warn(text, "use a larger container, or --ram-limit to get a verdict before the kernel kills a rank")
 
 
 @check("host.shm", fast=True)
@@ -54,18 +54,20 @@ def shm(host: HostState, machine: Machine, ranks: int) -> Iterator[Finding]:
 
 @check("host.disk", fast=True)
 def disk(host: HostState) -> Iterator[Finding]:
-    """Checks the free space for logs and checkpoints on the disk of the runs."""
+    """Warns if the disk of the runs has less than 5 GB free for logs and checkpoints. Fails below 100 MB."""
     if host.disk_free is not None and host.disk_free < DISK:
         level = fail if host.disk_free < 10**8 else warn
-        text = f"{format_bytes(host.disk_free)} free on the disk of {host.disk_path}"
-        yield level(text, "--runs-dir on another disk; stoker clean --cache")
+        text = f"the disk of {host.disk_path} has {format_bytes(host.disk_free)} free"
+        yield level(text, "choose another disk with --runs-dir, or free space with `stoker clean --cache`")
 
 
 @check("host.files", fast=True)
 def files(host: HostState) -> Iterator[Finding]:
-    """Warns about a low open-file limit: data loaders with many workers then fail with "too many open files"."""
+    """Warns if a process may open fewer than 1024 files: data loaders with many workers fail with "too many open files"."""
     if host.files_soft is not None and host.files_soft < 1024:
-        yield warn(f"a process may open {host.files_soft} files", f"ulimit -n {min(65536, host.files_hard or 65536)}")
+        yield warn(
+            f"a process may open only {host.files_soft} files", f"ulimit -n {min(65536, host.files_hard or 65536)}"
+        )
 
 
 @check("host.cores", fast=True)
@@ -73,39 +75,39 @@ def cores(machine: Machine, ranks: int) -> Iterator[Finding]:
     """Warns if there are fewer cores than ranks, which then wait for each other."""
     ranks = _ranks(machine, ranks)
     if machine.cores < ranks:
-        text = f"{plural(ranks, 'rank')} on {plural(machine.cores, 'core')}"
+        text = f"{plural(ranks, 'rank')} would share {plural(machine.cores, 'core')}"
         yield warn(text, f"stoker run --nproc-per-node {machine.cores} ...")
 
 
 @check("host.stuck")
 def stuck(host: HostState) -> Iterator[Finding]:
-    """Warns about processes in state D, which can't be killed and keep what they hold."""
+    """Warns if processes are in state D, where they can't be killed and keep what they hold."""
     if host.stuck:
-        text = f"stuck in the kernel (state D): {', '.join(host.stuck[:5])}"
-        yield warn(text, "wait for the disk or driver they wait for; only a reboot ends them otherwise")
+        text = f"some processes are stuck in the kernel (state D): {', '.join(host.stuck[:5])}"
+        yield warn(text, "wait until the disk or driver responds; otherwise only a reboot ends them")
 
 
 @check("host.zombies")
 def zombies(host: HostState) -> Iterator[Finding]:
-    """Warns about many zombies: a process does not collect its children (a container without an init)."""
+    """Warns if there are over 100 zombies: some process does not collect its children (a container without an init)."""
     if host.zombies > 100:
-        yield warn(f"{host.zombies} zombie processes", "docker run --init, or restart the container")
+        yield warn(f"there are {host.zombies} zombie processes", "docker run --init, or restart the container")
 
 
 @check("host.address-space", fast=True)
 def address_space(host: HostState, machine: Machine) -> Iterator[Finding]:
-    """Warns if RLIMIT_AS is below 256 GB, and fails with GPUs below 128 GB: it limits address space, not memory. A bare
+    """Warns if RLIMIT_AS is below 256 GB. Fails if it is below 128 GB and there are GPUs: it limits address space, not memory. A bare
     CUDA context reserves tens of gigabytes of it and gets std::bad_alloc.
     """
     if host.address_space is not None and host.address_space < 256 * 10**9:
         level = fail if machine.gpus and host.address_space < 128 * 10**9 else warn
-        text = f"RLIMIT_AS is {format_bytes(host.address_space)}: it causes std::bad_alloc and saves no memory"
+        text = f"RLIMIT_AS is {format_bytes(host.address_space)}, which causes std::bad_alloc and saves no memory"
         yield level(text, "ulimit -v unlimited; use --ram-limit instead")
 
 
 @check("host.swap")
 def swap(host: HostState, machine: Machine) -> Iterator[Finding]:
-    """Warns if the machine swaps: it then trains at the speed of its disk."""
+    """Warns if more than 4 GB are swapped out and less than 4 GB is free: training slows to the speed of the disk."""
     if host.swap_used is not None and host.swap_used > 4 * 10**9 and machine.memory_available < 4 * 10**9:
         free = format_bytes(machine.memory_available)
         text = f"{format_bytes(host.swap_used)} are swapped out and {free} of memory is free"

@@ -25,20 +25,20 @@ def lookups(net: NetworkState) -> Iterator[Finding]:
         return
     count, servers = len(net.silent_servers), ", ".join(net.silent_servers)
     verb = "does" if count == 1 else "do"
-    because = f": the name server{'s' * (count > 1)} {servers} {verb} not answer" if count else ""
+    because = f": the name server{'s' * (count > 1)} {servers} {verb} not respond" if count else ""
     yield warn(
         f"looking up a name or an address takes longer than 1.5 s{because}; torch waits that long for each connection",
-        "add the name and the address of each host to /etc/hosts, on every host, or name a server that answers in"
-        " /etc/resolv.conf   # needs root",
+        "add the name and the address of each host to /etc/hosts, on every host, or put a name server that responds"
+        " into /etc/resolv.conf   # needs root",
     )
 
 
 @check("net.port")
 def port(net: NetworkState) -> Iterator[Finding]:
-    """Warns if the requested port is in use, and by whom."""
+    """Warns if the requested port is in use, and names the process."""
     if net.port and net.port_holder:
         yield warn(
-            f"port {net.port} is held by {net.port_holder}", "omit --master-port: Stoker then chooses a free port"
+            f"port {net.port} is held by {net.port_holder}", "omit --master-port to let Stoker choose a free port"
         )
 
 
@@ -51,5 +51,5 @@ def interfaces(net: NetworkState, environment: dict[str, str]) -> Iterator[Findi
         is_exclusion = environment.get(name, "").startswith("^")
         is_up = any(interface.startswith(tuple(prefixes)) for interface in (*net.interfaces, "lo"))
         if prefixes and not is_exclusion and not is_up:
-            text = f"{name}={value}: no such interface is up; these are up: {', '.join(net.interfaces) or 'none'}"
+            text = f"{name}={value} names no interface that is up; interfaces that are up: {', '.join(net.interfaces) or 'none'}"
             yield warn(text, f"unset {name}")

@@ -21,40 +21,42 @@ def installed(torch: TorchBuild) -> Iterator[Finding]:
     """Fails if torch can't be imported by the Python that will run the ranks."""
     if torch.error:
         text = f"`import torch` fails: {torch.error}"
-        yield fail(text, "is this the right environment? pip install 'torch>=2.9' adds it")
+        yield fail(text, "activate the right environment, or install it with pip install 'torch>=2.9'")
 
 
 @check("torch.cuda-build")
 def cuda_build(torch: TorchBuild, machine: Machine) -> Iterator[Finding]:
-    """Fails if the build has no CUDA, or if the driver is too old for it."""
+    """Fails if torch is built without CUDA although there are GPUs, or if the driver is too old for its CUDA."""
     if torch.error or not machine.gpus:
         return
     if torch.cuda is None:
         text = f"torch {torch.version} is built without CUDA and the machine has {plural(len(machine.gpus), 'GPU')}"
         yield fail(text, "install a CUDA build of torch")
         return
-    need = _DRIVER_FOR_CUDA.get(int(torch.cuda.split(".")[0]))
-    have = machine.driver
-    if need and have and is_digits(have.split(".")[0]) and int(have.split(".")[0]) < need:
-        text = f"torch is built for CUDA {torch.cuda}, which needs driver {need} or newer; this one is {have}"
+    required = _DRIVER_FOR_CUDA.get(int(torch.cuda.split(".")[0]))
+    driver = machine.driver
+    if required and driver and is_digits(driver.split(".")[0]) and int(driver.split(".")[0]) < required:
+        text = (
+            f"torch is built for CUDA {torch.cuda}, which needs driver {required} or newer; this machine has {driver}"
+        )
         yield fail(text, "install a newer driver, or a torch built for an older CUDA")
 
 
 @check("torch.arch")
 def arch(torch: TorchBuild, gpus: GpusWithHealth) -> Iterator[Finding]:
-    """Fails if the build has no code for a GPU: sm_120 (50-series) needs a build with CUDA 12.8 or newer."""
+    """Fails if torch has no code for a GPU: sm_120 (50-series) needs a build with CUDA 12.8 or newer."""
     for gpu, health in gpus if torch.archs else ():
         if health.capability is None:
             continue
         major, _, minor = health.capability.partition(".")
-        if not _covered(int(major), int(minor), torch.archs):
-            has = f"torch {torch.version} has code for {', '.join(torch.archs)}"
-            text = f"GPU {gpu.index} ({gpu.name}) is sm_{major}{minor}; {has}"
+        if not _has_code_for(int(major), int(minor), torch.archs):
+            available = f"torch {torch.version} has code for {', '.join(torch.archs)}"
+            text = f"GPU {gpu.index} ({gpu.name}) is sm_{major}{minor}; {available}"
             yield fail(text, "install a torch built for this GPU", gpu.index)
 
 
-def _covered(major: int, minor: int, archs: tuple[str, ...]) -> bool:
-    """Return whether a build runs on a GPU.
+def _has_code_for(major: int, minor: int, archs: tuple[str, ...]) -> bool:
+    """Return whether a torch build with these archs runs on a GPU of this compute capability.
 
     Binary code needs the same major version and at most its minor version; PTX runs on anything newer.
     """
@@ -80,7 +82,7 @@ def import_time(torch: TorchBuild) -> Iterator[Finding]:
 
 @check("torch.nccl")
 def nccl(torch: TorchBuild, machine: Machine) -> Iterator[Finding]:
-    """Fails if there are several GPUs and the build has no NCCL."""
+    """Fails if there are several GPUs and torch has no NCCL."""
     if not torch.error and torch.cuda and len(machine.gpus) > 1 and torch.nccl is None:
         text = f"torch {torch.version} has no NCCL and the machine has {plural(len(machine.gpus), 'GPU')}"
         yield fail(text, "install the official build")
