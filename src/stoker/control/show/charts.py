@@ -20,7 +20,7 @@ from stoker.control.show.snapshot import REWARD, RL_METRICS, SHARES, Metric, fin
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-~=+*#"
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bits of a braille cell: four rows of two
-COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
+COLORS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _GAP = "·"
 MAX_DRAWN = 1e300  # larger values are drawn at the edge: their differences would overflow
@@ -118,7 +118,7 @@ def draw_chart(
             else:
                 before = ord(cells[row][column][0]) if cells[row][column][0] != " " else 0x2800
                 character = chr(before | _DOTS[y % 4][x % 2])
-            cells[row][column] = character, COLOURS[index % len(COLOURS)]
+            cells[row][column] = character, COLORS[index % len(COLORS)]
     vertical, corner, horizontal = ("|", "+", "-") if ascii_only else ("│", "└", "─")
     chart = [[(f"{label:>{margin - 1}} {vertical}", ""), *row] for label, row in zip(labels, cells, strict=True)]
     chart.append([(" " * margin + corner + horizontal * inner, "")])
@@ -287,7 +287,7 @@ def show_loss(run_dir: str, log: Callable[[str], None]) -> None:
     values = [number for _, value in points if (number := finite(value)) is not None]
     if curve is None or len(values) < 2:
         return
-    bad_count = len(curve.not_finite())
+    bad_count = len(curve.find_non_finite_steps())
     bad = f" ({bad_count} not finite)" if bad_count else ""
     summary = f"{headline} {sparkline(values)} {format_short(values[0])} to {format_short(values[-1])}{bad}"
     try:

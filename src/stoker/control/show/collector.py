@@ -62,8 +62,8 @@ class SnapshotCollector:
         self._read_record.forget_others({record.dir for record in listing.runs})
         for deleted in self._tails.keys() - {record.id for record in listing.runs}:
             del self._tails[deleted]
-        runs = [self._view(record, now, watched) for record in listing.runs]
-        runs += [_damaged_run(self.root, name, reason) for name, reason in listing.damaged]
+        runs = [self._make_view(record, now, watched) for record in listing.runs]
+        runs += [_make_damaged_view(self.root, name, reason) for name, reason in listing.damaged]
         hosts, gpus = self._read_machines(runs, elsewhere, now)
         runs = [replace(run, slow=find_slow_ranks(run, self._tails.get(run.id), hosts, gpus)) for run in runs]
         interval = now - self._previous_time if self._previous_time is not None else None
@@ -83,7 +83,7 @@ class SnapshotCollector:
         """Return (runs, number of other users' folders skipped, a line about unreadable folders), without machines."""
         now = time.time()
         listing = run_index.list_runs(self.root, self._everybody, self._read_record)
-        runs = [self._view(record, now, None) for record in listing.runs]
+        runs = [self._make_view(record, now, None) for record in listing.runs]
         return tuple(runs), listing.others, listing.skipped
 
     def _list_runs(self, only: str | None) -> tuple[run_index.RunListing, str]:
@@ -99,7 +99,7 @@ class SnapshotCollector:
         except Refusal as problem:
             return run_index.RunListing((), (), 0), problem.line
 
-    def _view(self, record: run_record.RunRecord, now: float, watched: Collection[str] | None) -> RunView:
+    def _make_view(self, record: run_record.RunRecord, now: float, watched: Collection[str] | None) -> RunView:
         """Return the run's row, with ranks and curve if it is running or watched; without them if `watched` is None."""
         tail = self._tails.get(record.id)
         if tail is None or tail.record.dir != record.dir:
@@ -112,7 +112,7 @@ class SnapshotCollector:
             with parsing("it"):
                 return tail.view(now, is_watched)
         except Refusal as problem:  # one damaged record must not hide the other runs
-            return _damaged_run(self.root, record.id, problem.line)
+            return _make_damaged_view(self.root, record.id, problem.line)
 
     # ---- hosts and GPUs ----
 
@@ -136,15 +136,15 @@ class SnapshotCollector:
                 continue
             if self._previous_time is None:
                 self._load_recorded_series(tail)
-            for host, gpus in recorded_hosts(tail, now):
+            for host, gpus in read_recorded_hosts(tail, now):
                 known_host, known_gpus = readings.get(host.name, (host, ()))
                 # This viewer may not see all GPUs of a host, for example in a container without them.
                 uuids = {gpu.uuid for gpu in known_gpus}
                 readings[host.name] = known_host, (*known_gpus, *(gpu for gpu in gpus if gpu.uuid not in uuids))
         return (
-            tuple(self._with_recent(host, (host.name,), HOST_SERIES) for host, _ in readings.values()),
+            tuple(self._add_recent_values(host, (host.name,), HOST_SERIES) for host, _ in readings.values()),
             tuple(
-                self._with_recent(gpu, (gpu.host, gpu.uuid), GPU_SERIES)
+                self._add_recent_values(gpu, (gpu.host, gpu.uuid), GPU_SERIES)
                 for _, gpus in readings.values()
                 for gpu in gpus
             ),
@@ -156,18 +156,18 @@ class SnapshotCollector:
             for index, key in enumerate(point.members.gpus):
                 for name in GPU_SERIES:
                     value = point.gpus[name][index] if name in point.gpus else None
-                    self._recent((*key, name)).append(parse_finite(value))
+                    self._series_of((*key, name)).append(parse_finite(value))
 
-    def _recent(self, key: tuple[str, ...]) -> deque[float | None]:
+    def _series_of(self, key: tuple[str, ...]) -> deque[float | None]:
         return self._series.setdefault(key, deque(maxlen=RECENT))
 
-    def _with_recent(self, gauges: Any, key: tuple[str, ...], names: tuple[str, ...]) -> Any:
+    def _add_recent_values(self, gauges: Any, key: tuple[str, ...], names: tuple[str, ...]) -> Any:
         for name in names:
-            self._recent((*key, name)).append(parse_finite(getattr(gauges, name)))
-        return replace(gauges, recent={name: tuple(self._recent((*key, name))) for name in names})
+            self._series_of((*key, name)).append(parse_finite(getattr(gauges, name)))
+        return replace(gauges, recent={name: tuple(self._series_of((*key, name))) for name in names})
 
 
-def recorded_hosts(tail: RunTail, now: float) -> Iterator[HostReading]:
+def read_recorded_hosts(tail: RunTail, now: float) -> Iterator[HostReading]:
     """Yield the hosts of a run as its coordinator last heard from them; OFFLINE if that is long ago."""
     point = tail.newest_point
     if point is None:
@@ -178,17 +178,17 @@ def recorded_hosts(tail: RunTail, now: float) -> Iterator[HostReading]:
         gpus_by_host.setdefault(host_name, []).append((index, uuid))
     for index, name in enumerate(point.members.hosts):
         row = {key: value for key, value in row_at(point.hosts, index).items() if value is not None}
-        heard = parse_finite(row.pop("heard", None))
+        reported_at = parse_finite(row.pop("heard", None))
         if "load" in row:
             row["load"] = (row["load"],)
-        silent_s = now - (heard if heard is not None else point.time)
+        silent_s = now - (reported_at if reported_at is not None else point.time)
         host = HostGauges(**{**known_fields(HostGauges, row), "name": name, "time": point.time})
         if silent_s > OFFLINE_S:
             host = replace(host, state=OFFLINE, reason=f"it has not reported for {silent_s:.0f} s")
-        yield host, tuple(_recorded_gpus(name, gpus_by_host.get(name, ()), point, machines.get(name)))
+        yield host, tuple(_read_recorded_gpus(name, gpus_by_host.get(name, ()), point, machines.get(name)))
 
 
-def _recorded_gpus(
+def _read_recorded_gpus(
     host: str, columns: Iterable[tuple[int, str]], point: HistoryPoint, machine: Any
 ) -> Iterator[GpuGauges]:
     """Yield a host's GPUs with the gauges of `point` and the fixed properties that run.json has in `machine`."""
@@ -207,7 +207,7 @@ def _recorded_gpus(
         yield GpuGauges(**{"index": column, **fields, "uuid": uuid, "host": host})
 
 
-def _damaged_run(root: str, name: str, reason: str) -> RunView:
+def _make_damaged_view(root: str, name: str, reason: str) -> RunView:
     path = os.path.join(root, name)
     try:
         status = os.lstat(path)

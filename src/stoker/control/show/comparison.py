@@ -15,14 +15,14 @@ from stoker.control.show.charts import mean
 from stoker.control.show.curves import Curve
 
 _CONFIG = "config.yaml"  # every config key of a run that trains
-PART = 0.2  # share of the steps both runs have made, at the end, that is compared
-PARTS = 10  # equal parts it is cut into
-_MIN_PARTS = 5  # parts that must hold points of both runs
+COMPARED_SHARE = 0.2  # share of the steps both runs have made, at the end, that is compared
+PART_COUNT = 10  # equal parts it is cut into
+_MIN_PART_COUNT = 5  # parts that must hold points of both runs
 # Student's t, two-sided 95 %, by degrees of freedom.
-_T = {4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-_MAX_VALUE = 1e150  # larger values are left out: their squares would overflow
+_T_95 = {4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+_MAX_COMPARED_VALUE = 1e150  # larger values are left out: their squares would overflow
 _RECIPES = "stoker.training.recipes."  # package of the stages' programs
-_DIGEST = 12  # characters of a digest that are shown
+_DIGEST_CHARACTERS = 12  # characters of a digest that are shown
 _NOT_SETTINGS = ("checkpoint.folder", "run.name", "name")  # they say where a run is, not how it was set up
 
 
@@ -40,7 +40,7 @@ class Difference:
     parts: int = 0  # parts that hold points of both runs
 
     @property
-    def beyond(self) -> bool:
+    def is_beyond_noise(self) -> bool:
         """True if the difference is more than noise: 0 lies outside the interval."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
@@ -53,7 +53,11 @@ def measure_difference(first: Curve, second: Curve) -> Difference | None:
     differences, because the same data in the same order moves both runs alike.
     """
     points = [
-        [(step, value) for step, value in zip(curve.steps, curve.values, strict=True) if abs(value) <= _MAX_VALUE]
+        [
+            (step, value)
+            for step, value in zip(curve.steps, curve.values, strict=True)
+            if abs(value) <= _MAX_COMPARED_VALUE
+        ]
         for curve in (first, second)
     ]
     if not points[0] or not points[1]:
@@ -62,30 +66,30 @@ def measure_difference(first: Curve, second: Curve) -> Difference | None:
     begin = max(points[0][0][0], points[1][0][0])
     if last < begin:
         return None
-    since = last - (last - begin) * PART
+    since = last - (last - begin) * COMPARED_SHARE
     compared = [[(step, value) for step, value in run if since <= step <= last] for run in points]
     first_mean, second_mean = (mean([value for _, value in run]) for run in compared)
     if first_mean is None or second_mean is None:
         return None
     differences = []
-    for part in range(PARTS):
-        low, high = (since + (last - since) * edge / PARTS for edge in (part, part + 1))
-        is_last = part == PARTS - 1
+    for part in range(PART_COUNT):
+        low, high = (since + (last - since) * edge / PART_COUNT for edge in (part, part + 1))
+        is_last = part == PART_COUNT - 1
         part_means = [
             mean([value for step, value in run if low <= step < high or (is_last and step == last)]) for run in compared
         ]
         if part_means[0] is not None and part_means[1] is not None:
             differences.append(part_means[1] - part_means[0])
     first_step, count = math.ceil(since), len(differences)
-    if count < _MIN_PARTS:
+    if count < _MIN_PART_COUNT:
         return Difference(first_step, last, first_mean, second_mean, second_mean - first_mean, parts=count)
     center = math.fsum(differences) / count
     deviation = math.sqrt(math.fsum((difference - center) ** 2 for difference in differences) / (count - 1))
-    margin = _T[count - 1] * deviation / math.sqrt(count)
+    margin = _T_95[count - 1] * deviation / math.sqrt(count)
     return Difference(first_step, last, first_mean, second_mean, center, center - margin, center + margin, count)
 
 
-def at_equal_step(curves: Sequence[Curve]) -> tuple[int, list[float]] | None:
+def find_last_common_step(curves: Sequence[Curve]) -> tuple[int, list[float]] | None:
     """Return the last step at which all curves have a finite value, and these values; None if there is no such step."""
     by_step = [
         {step: value for step, value in zip(curve.steps, curve.values, strict=True) if math.isfinite(value)}
@@ -105,7 +109,7 @@ def settings_of(run: run_record.RunRecord) -> dict[str, str]:
         settings["command"] = " ".join(map(str, [data.get("script"), *_as_list(data.get("args"))]))
         request = data.get("request") or {}
         settings |= {f"run.{name}": _as_text(value) for name, value in request.items() if name != "name"}
-    settings |= _digests(data, settings)
+    settings |= _read_digests(data, settings)
     plan, versions = data.get("plan") or {}, data.get("versions") or {}
     settings["ranks"] = _as_text(plan.get("world_size"))
     settings |= {f"version.{name}": _as_text(value) for name, value in versions.items()}
@@ -121,7 +125,7 @@ def settings_of(run: run_record.RunRecord) -> dict[str, str]:
     return {name: escape(value, 200) for name, value in settings.items()}
 
 
-def _digests(data: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, str]:
+def _read_digests(data: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, str]:
     """Return the digests of the files that the run read, named after their setting: a file may change under one name."""
     digests: dict[str, list[str]] = {}
     for pair in _as_list(data.get("contents")):
@@ -133,7 +137,7 @@ def _digests(data: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, 
             name = "script"
         elif name not in settings:
             name = label.replace(f" that {data.get('script')} imports", "")
-        digests.setdefault(f"digest of {name}", []).append(str(pair[1])[:_DIGEST])
+        digests.setdefault(f"digest of {name}", []).append(str(pair[1])[:_DIGEST_CHARACTERS])
     return {name: ", ".join(values) for name, values in digests.items()}
 
 
@@ -169,7 +173,7 @@ def _as_text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def differing_settings(settings: Sequence[Mapping[str, str]]) -> list[tuple[str, tuple[str, ...]]]:
+def find_differing_settings(settings: Sequence[Mapping[str, str]]) -> list[tuple[str, tuple[str, ...]]]:
     """Return (name, value in each run) of the settings that are not the same in all runs."""
     names = dict.fromkeys(name for run in settings for name in run)
     rows = [(name, tuple(run.get(name, "n/a") for run in settings)) for name in names]

@@ -78,7 +78,7 @@ class Curve:
         for step, value in zip(steps, parse_numbers(text), strict=True):
             self.add(step, value)
 
-    def not_finite(self) -> list[int]:
+    def find_non_finite_steps(self) -> list[int]:
         """Return the steps whose values are NaN or infinite."""
         if math.isfinite(sum(self.values)):
             return []
@@ -240,7 +240,7 @@ class MetricsTail:
         lines = [line for line in block if _is_step(line.get("step"))]
         if not lines:
             return
-        columns = _columns(lines)
+        columns = _split_columns(lines)
         steps = columns.pop("step")
         times = columns.pop("time", [None] * len(steps))
         self.step = steps[-1]
@@ -302,7 +302,7 @@ class MetricsTail:
         return sorted(gaps)[len(gaps) // 2] if gaps else None
 
 
-def _columns(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
+def _split_columns(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """Return the values of each key, one per line, None where a line lacks the key."""
     names = list(lines[0])
     if {*map(len, lines)} == {len(names)} and len(names) > 1:  # usually every line has the same keys

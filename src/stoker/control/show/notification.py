@@ -120,7 +120,7 @@ def post(kind: str, url: str, text: str, state: str) -> None:
         basic = base64.b64encode(urllib.parse.unquote(user).encode()).decode()
         headers["Authorization"] = f"Basic {basic}"
         address = address._replace(netloc=host)
-    body, body_headers = _body(kind, text, state)
+    body, body_headers = _encode_body(kind, text, state)
     request = urllib.request.Request(address.geturl(), body, {**headers, **body_headers}, method="POST")
     service = f"{kind} at {host}"
     try:
@@ -136,7 +136,7 @@ def post(kind: str, url: str, text: str, state: str) -> None:
         raise NotificationError(f"{service}: {type(problem).__name__}: {problem}") from None
 
 
-def _body(kind: str, text: str, state: str) -> tuple[bytes, dict[str, str]]:
+def _encode_body(kind: str, text: str, state: str) -> tuple[bytes, dict[str, str]]:
     if kind == "slack":
         escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
         return json.dumps({"text": escaped}).encode(), {"Content-Type": "application/json"}

@@ -37,7 +37,9 @@ from stoker.control.show.snapshot import (
 RECENT = 60  # values of a sparkline
 _BLOCK = 16 << 20
 _MAX_SUMMARY = 400  # characters
-_MAX_SERVED = 32  # counts kept per server role: the rate needs only the newest, and a run of weeks writes a million
+_MAX_SERVER_COUNTS = (
+    32  # counts kept per server role: the rate needs only the newest, and a run of weeks writes a million
+)
 _HISTORY_LAG_S = 1.0  # beats are collected twice a second, so a history point has steps up to this much older
 
 
@@ -53,7 +55,7 @@ class EventTail:
         self.start: tuple[float, float] | None = (
             None  # times of the first and last event since the run was last started
         )
-        self.earlier_s = 0.0  # run time of the starts before that
+        self.earlier_run_s = 0.0  # run time of the starts before that
         self.restarts: dict[str, int] = {}  # by cause
         self.attempt: int | None = None
         # Of the newest attempt, by rank:
@@ -65,7 +67,7 @@ class EventTail:
         self.suspicions: dict[str, Suspicion] = {}  # by kind
         # Role of a job -> (time, counts of each replica), newest last, for servers whose metrics page the job reads.
         # `stoker serve` counts in its own run directory instead.
-        self.served: dict[str, deque[tuple[float, list[Any]]]] = {}
+        self.server_counts: dict[str, deque[tuple[float, list[Any]]]] = {}
 
     def read_new(self) -> None:
         try:
@@ -94,10 +96,10 @@ class EventTail:
         first, last = self.start or (time, 0.0)
         if kind == "run" or self.start is None:
             if self.start is not None:
-                self.earlier_s += max(0.0, last - first)
-            began = parse_finite(event.get("began"))
+                self.earlier_run_s += max(0.0, last - first)
+            launcher_start = parse_finite(event.get("began"))
             # The launcher's own start time, so that the run time agrees with the run's last console line.
-            first = began if began is not None and last <= began <= time else time
+            first = launcher_start if launcher_start is not None and last <= launcher_start <= time else time
         self.start = first, time
         rank = as_int64(event.get("rank"))
         rank = rank if rank is not None and rank >= 0 else None
@@ -111,8 +113,8 @@ class EventTail:
         elif kind in ("relief", "busy"):
             self.suspicions.pop("suspicion", None)
         elif kind == "role-served" and isinstance(event.get("replicas"), list) and isinstance(event.get("role"), str):
-            served = self.served.setdefault(event["role"], deque(maxlen=_MAX_SERVED))
-            served.append((float(time), event["replicas"]))
+            server_counts = self.server_counts.setdefault(event["role"], deque(maxlen=_MAX_SERVER_COUNTS))
+            server_counts.append((float(time), event["replicas"]))
         elif kind in ("suspicion", "straggler", "numbers") and isinstance(event.get("summary"), str):
             self._add_suspicion(kind, float(time), rank, event)
         elif kind == "straggler-over":
@@ -173,7 +175,7 @@ class RunTail:
 
     def view(self, now: float, watched: bool) -> RunView:
         """Return the run's row for a list; with its ranks and curve if it is watched."""
-        stamps = tuple(_stamp(self.record.dir, name) for name in (layout.EVENTS, layout.METRICS))
+        stamps = tuple(_file_stamp(self.record.dir, name) for name in (layout.EVENTS, layout.METRICS))
         state = run_record.run_status(self.record)
         if watched:
             self._read_metrics_and_history()
@@ -188,7 +190,7 @@ class RunTail:
         self._row = self._make_row(now, state)
         if not watched:
             return self._row
-        ranks = tuple(self._rank_views(now, state))
+        ranks = tuple(self._make_rank_views(now, state))
         if self._headline_points is None:
             self._headline_points = tuple(self.mean_curve(self._row.headline).points())
         return replace(self._row, ranks=ranks, roles=group_by_role(ranks), curve=self._headline_points)
@@ -201,7 +203,7 @@ class RunTail:
         self.add_point(point)
         self._newest_line = metrics
         row = self._make_row(point.time, RUNNING)
-        ranks = tuple(self._rank_views(point.time, RUNNING))
+        ranks = tuple(self._make_rank_views(point.time, RUNNING))
         points = curve.points(last=metrics.get("step", -1)) if curve.steps else self._loss_of_history.points()
         return replace(row, verdict=None, ranks=ranks, roles=group_by_role(ranks), curve=tuple(points))
 
@@ -247,8 +249,8 @@ class RunTail:
         row = self._row
         if row is None:
             return 0
-        signs = (bool(row.step) or row.loss is not None, bool(row.metrics), self._is_recipe, REWARD in row.metrics)
-        return max((score for score, sign in enumerate(signs, 1) if sign), default=0)
+        evidence = (bool(row.step) or row.loss is not None, bool(row.metrics), self._is_recipe, REWARD in row.metrics)
+        return max((score for score, is_present in enumerate(evidence, 1) if is_present), default=0)
 
     @property
     def interval(self) -> int:
@@ -287,7 +289,9 @@ class RunTail:
         logged_steps = last_step + 1 if last_step is not None else None  # steps count from 0, a line follows its step
         steps = logged_steps
         if logged_steps is None or self._is_recipe:
-            steps = max((count for count in (logged_steps, self._steps_of_ranks()) if count is not None), default=None)
+            steps = max(
+                (count for count in (logged_steps, self._count_steps_of_ranks()) if count is not None), default=None
+            )
         total = values.get("total_steps")
         total_steps = int(total) if isinstance(total, (int, float)) and 0 < total < 1 << 62 else None
         losses = (parse_metric(value) for value in self._rank_column("loss"))
@@ -299,7 +303,9 @@ class RunTail:
         last_event = events.start[1] if events.start is not None else None
         self.server_samples = recent_samples(record.dir)
         servers = (
-            (server_load("", list(self.server_samples.values()), now, state == RUNNING),) if self.server_samples else ()
+            (compute_server_load("", list(self.server_samples.values()), now, state == RUNNING),)
+            if self.server_samples
+            else ()
         )
         return RunView(
             id=record.id,
@@ -310,7 +316,7 @@ class RunTail:
             state=state,
             started=record.started,
             updated=max((time for time in (last_event, metrics_time) if time is not None), default=None),
-            seconds=self._run_time(now, state),
+            seconds=self._compute_run_time(now, state),
             world=record.ranks,
             attempts=(events.attempt or 0) + 1 if events.attempt is not None else 0,
             attempt=events.attempt,
@@ -322,8 +328,8 @@ class RunTail:
             mfu=values.get("mfu"),
             grad_norm=values.get("grad_norm"),
             lr=values.get("lr"),
-            eta_s=self._eta(state, steps, total_steps, values),
-            phase=self._phase(),
+            eta_s=self._estimate_eta(state, steps, total_steps, values),
+            phase=self._find_phase(),
             metrics=values,
             suspicion=events.suspicion if state in (RUNNING, UNKNOWN) else None,
             verdict=record.verdict,
@@ -358,7 +364,7 @@ class RunTail:
         """Whether it is a `stoker train` stage: its ranks report every step, its metrics have every tenth or so."""
         return str(self.record.data.get("script") or "").startswith(RECIPES)
 
-    def _steps_of_ranks(self) -> int | None:
+    def _count_steps_of_ranks(self) -> int | None:
         """Return the fewest steps of the ranks that run by their beats, else of those that ended, else of the checkpoint."""
         exits = self.events.exits
         members = self.newest_point.members.ranks if self.newest_point is not None else ()
@@ -374,7 +380,7 @@ class RunTail:
         columns = self.newest_point.ranks if self.newest_point is not None else self._columns
         return columns.get(name, ())
 
-    def _phase(self) -> str:
+    def _find_phase(self) -> str:
         """Return the phase of the lowest rank that is in one."""
         ranks = self.newest_point.members.ranks if self.newest_point is not None else sorted(self.events.phases)
         return next((phase for phase in map(self._phase_of_rank, ranks) if phase), "")
@@ -386,15 +392,17 @@ class RunTail:
             return name
         return escape(str(self.newest_point.of_rank(rank).get("phase") or ""), 80)
 
-    def _run_time(self, now: float, state: str) -> float | None:
+    def _compute_run_time(self, now: float, state: str) -> float | None:
         """Return the seconds of all starts of the run together, without the pauses between them."""
         start = self.events.start
         if start is None:
             return max(0.0, now - self.record.started) if state == RUNNING and self.record.started else None
         first, last = start
-        return self.events.earlier_s + max(0.0, (now if state == RUNNING else last) - first)
+        return self.events.earlier_run_s + max(0.0, (now if state == RUNNING else last) - first)
 
-    def _eta(self, state: str, steps: int | None, total: int | None, values: dict[str, Metric]) -> float | None:
+    def _estimate_eta(
+        self, state: str, steps: int | None, total: int | None, values: dict[str, Metric]
+    ) -> float | None:
         if state != RUNNING or steps is None or total is None:
             return None
         per_step = finite(values.get("seconds_per_step"))
@@ -404,7 +412,7 @@ class RunTail:
 
     # ---- ranks ----
 
-    def _rank_views(self, now: float, state: str) -> list[RankView]:
+    def _make_rank_views(self, now: float, state: str) -> list[RankView]:
         ranks: list[RankView] = []
         for planned in planned_ranks(self.record):
             if as_int64(planned.get("rank")) is None:
@@ -415,10 +423,10 @@ class RunTail:
             role_rank = planned["role_rank"] if type(planned.get("role_rank")) is int else planned["rank"]
             gpu = planned["gpu"] if isinstance(planned.get("gpu"), str) else None
             view = RankView(planned["rank"], role, role_rank, label, host or self.record.launcher[2], gpu)
-            ranks.append(self._with_state(view, now, state))
+            ranks.append(self._fill_in_state(view, now, state))
         return ranks
 
-    def _with_state(self, view: RankView, now: float, state: str) -> RankView:
+    def _fill_in_state(self, view: RankView, now: float, state: str) -> RankView:
         """Fill in what the events and the newest history point tell about a planned rank."""
         events, point, rank = self.events, self.newest_point, view.rank
         row = point.of_rank(rank) if point is not None else {}
@@ -430,7 +438,7 @@ class RunTail:
             "pid": events.pids.get(rank),
             "state": self._state_of_rank(rank, row, state),
             "exit_code": exit_code,
-            "step": max(reported or 0, steps_at_exit, self._logged_steps(rank)) or reported,
+            "step": max(reported or 0, steps_at_exit, self._count_logged_steps(rank)) or reported,
             "step_s": parse_finite(row.get("step_s")),
             "waiting": parse_finite(row.get("waiting")),
             "phase": self._phase_of_rank(rank),
@@ -441,7 +449,7 @@ class RunTail:
         }
         return replace(view, **changes)
 
-    def _logged_steps(self, rank: int) -> int:
+    def _count_logged_steps(self, rank: int) -> int:
         """Return the steps that metrics.jsonl proves the rank to have made.
 
         A recipe's rank 0 writes a line when its step is done, and the other ranks take part in each step. The history
@@ -483,7 +491,9 @@ def planned_ranks(record: run_record.RunRecord) -> list[dict[str, Any]]:
     return [rank for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
 
 
-def server_load(role: str, replicas: Sequence[Sequence[ServerSample]], now: float, is_running: bool) -> ServerLoad:
+def compute_server_load(
+    role: str, replicas: Sequence[Sequence[ServerSample]], now: float, is_running: bool
+) -> ServerLoad:
     """Sum the newest samples of each replica; no replica's samples may be empty."""
     newest = [samples[-1] for samples in replicas]
     replica_rates = [compute_rates(samples, now) for samples in replicas] if is_running else []
@@ -509,7 +519,7 @@ def group_by_role(ranks: tuple[RankView, ...]) -> tuple[RoleView, ...]:
     return tuple(RoleView(name, len(members), tuple(members)) for name, members in by_name.items())
 
 
-def _stamp(run_dir: str, name: str) -> tuple[int, int, int] | None:
+def _file_stamp(run_dir: str, name: str) -> tuple[int, int, int] | None:
     """Return values that change whenever the file does; None if there is no file."""
     try:
         status = os.stat(os.path.join(run_dir, name), follow_symlinks=False)
@@ -527,8 +537,8 @@ class RecordCache:
     def __call__(self, run_dir: str) -> run_record.RunRecord | None:
         names = (layout.RUN, layout.VERDICT, layout.EVENTS)  # without verdict.json the events may hold the verdict
         stamps = (
-            *(_stamp(run_dir, name) for name in names),
-            _stamp(os.path.dirname(run_dir), os.path.basename(run_dir)),
+            *(_file_stamp(run_dir, name) for name in names),
+            _file_stamp(os.path.dirname(run_dir), os.path.basename(run_dir)),
         )
         cached = self._records.get(run_dir)
         if cached is not None and cached[0] == stamps:

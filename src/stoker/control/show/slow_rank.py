@@ -14,10 +14,10 @@ from stoker.control.machine.model import GpuGauges, HostGauges
 from stoker.control.show.run_tail import RunTail
 from stoker.control.show.snapshot import RUNNING, UNKNOWN, RankView, RunView, SlowRank, parse_finite
 
-WAITING = 0.2  # share of a step that the others must wait before a rank counts as slow
-BUSY_CPU = 0.95
-PRESSURE = 0.4  # share of the time in which some process waits for the CPU, the disk or memory
-FULL_LINK = 0.8
+MIN_WAITING = 0.2  # share of a step that the others must wait before a rank counts as slow
+MIN_CPU = 0.95
+MIN_PRESSURE = 0.4  # share of the time in which some process waits for the CPU, the disk or memory
+MIN_LINK_LOAD = 0.8
 
 
 def find_slow_ranks(
@@ -39,17 +39,17 @@ def find_late_rank(ranks: Sequence[RankView]) -> RankView | None:
     running = [rank for rank in ranks if rank.state == "running"]
     if len(running) < len(ranks):
         return None
-    index = late_index([rank.waiting for rank in running])
+    index = find_late_index([rank.waiting for rank in running])
     return running[index] if index is not None else None
 
 
-def late_index(waiting_shares: Sequence[float | None]) -> int | None:
+def find_late_index(waiting_shares: Sequence[float | None]) -> int | None:
     """Return the index of the rank that all others wait for, given the share of its time that each rank waits."""
     known_shares = [share for share in waiting_shares if share is not None]
     if len(known_shares) < 2 or len(known_shares) < len(waiting_shares):
         return None
     lowest, second = sorted(known_shares)[:2]
-    return waiting_shares.index(lowest) if second >= WAITING and second >= 2 * lowest else None
+    return waiting_shares.index(lowest) if second >= MIN_WAITING and second >= 2 * lowest else None
 
 
 def _explain(
@@ -120,26 +120,26 @@ def explain_host(host: HostGauges | None, others: Sequence[HostGauges | None]) -
         return "", ""
     known_others = [other for other in others if other is not None]
 
-    def only_here(name: str, limit: float) -> float | None:
+    def find_excess(name: str, limit: float) -> float | None:
         """Return the gauge if it is above the limit here and on no other host."""
         value = getattr(host, name)
         other_values = [getattr(other, name) for other in known_others if getattr(other, name) is not None]
         return value if value is not None and value >= limit and all(other < limit for other in other_values) else None
 
-    waiting = only_here("pressure_memory", PRESSURE)
+    waiting = find_excess("pressure_memory", MIN_PRESSURE)
     if waiting is not None:
         reason = f"its host {host.name} is short of memory: processes wait for it {waiting:.0%} of the time"
         return "slow.memory", reason
-    waiting = only_here("pressure_io", PRESSURE)
+    waiting = find_excess("pressure_io", MIN_PRESSURE)
     if waiting is not None:
         rate = format_bytes((host.disk_read or 0.0) + (host.disk_written or 0.0))
         return "slow.disk", f"its host {host.name} waits for its disk {waiting:.0%} of the time ({rate}/s)"
-    busy = only_here("cpu", BUSY_CPU)
+    busy = find_excess("cpu", MIN_CPU)
     if busy is not None:
         return "slow.cpu", f"its host {host.name} has its CPUs busy ({busy:.0%} of {host.cores} cores)"
     if host.link:
         load = _link_load(host)
-        if load >= FULL_LINK and all(_link_load(other) < FULL_LINK for other in known_others if other.link):
+        if load >= MIN_LINK_LOAD and all(_link_load(other) < MIN_LINK_LOAD for other in known_others if other.link):
             return "slow.network", f"its host {host.name} has its network full ({format_bytes(load * host.link)}/s)"
     return "", ""
 

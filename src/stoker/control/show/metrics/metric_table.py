@@ -52,7 +52,7 @@ class MetricSpec:
         return next((unit for end, unit in units.items() if name.lower().endswith(end)), "")
 
 
-def _specs(labels: tuple[str, ...], *texts: tuple[str, str]) -> list[MetricSpec]:
+def _make_specs(labels: tuple[str, ...], *texts: tuple[str, str]) -> list[MetricSpec]:
     return [
         MetricSpec(name, labels, text, COUNTER if name.lower().endswith("_total") else GAUGE) for name, text in texts
     ]
@@ -60,7 +60,7 @@ def _specs(labels: tuple[str, ...], *texts: tuple[str, str]) -> list[MetricSpec]
 
 GROUPS: dict[str, list[MetricSpec]] = {
     "The exporter": [
-        *_specs(
+        *_make_specs(
             (),
             ("stoker_last_collect_success", "1: the last collection succeeded; 0: it failed and older values are served"),
             ("stoker_last_collect_timestamp_seconds", "When the served values were collected"),
@@ -71,7 +71,7 @@ GROUPS: dict[str, list[MetricSpec]] = {
         MetricSpec("stoker_runs", ("state",), "Runs in the runs folder, by state"),
     ],
     "Training": [
-        *_specs(
+        *_make_specs(
             RUN,
             ("stoker_training_loss", "Newest training loss; may be NaN or infinite"),
             ("stoker_training_step", "Steps made"),
@@ -87,7 +87,7 @@ GROUPS: dict[str, list[MetricSpec]] = {
         MetricSpec("stoker_training_metric", ("run", "metric"), "Newest value of every other metric that the run writes"),
     ],
     "Servers": [
-        *_specs(
+        *_make_specs(
             SERVER,
             ("stoker_server_requests_total", "Finished completions of all replicas; rate() gives completions per second"),
             ("stoker_server_generated_tokens_total", "Tokens generated"),
@@ -102,7 +102,7 @@ GROUPS: dict[str, list[MetricSpec]] = {
     "Runs and their launcher": [
         MetricSpec("stoker_run_info", ("run", "name", "user"), "A run that is running, or ended in the last 15 minutes"),
         MetricSpec("stoker_run_state", ("run", "state"), "1 for the state the run is in, 0 for the others"),
-        *_specs(
+        *_make_specs(
             RUN,
             ("stoker_run_started_timestamp_seconds", "When the run was started"),
             ("stoker_run_updated_timestamp_seconds", "Time of its newest event or metrics line"),
@@ -118,7 +118,7 @@ GROUPS: dict[str, list[MetricSpec]] = {
     "Ranks": [
         MetricSpec("stoker_rank_info", (*RANK, "role", "host", "gpu", "uuid"), "Where a rank runs"),
         MetricSpec("stoker_rank_phase_info", (*RANK, "phase"), "What the rank is doing: stoker.phase, else train"),
-        *_specs(
+        *_make_specs(
             RANK,
             ("stoker_rank_up", "1: its process is running; 0: waiting, stopped, ended or gone"),
             ("stoker_rank_step", "Steps made"),
@@ -136,7 +136,7 @@ GROUPS: dict[str, list[MetricSpec]] = {
     ],
     "Hosts": [
         MetricSpec("stoker_host_info", ("host", "driver"), "NVIDIA driver version of the host"),
-        *_specs(
+        *_make_specs(
             HOST,
             ("stoker_host_up", "1: the host answers; 0: OFFLINE"),
             ("stoker_host_gpus", "GPUs that respond"),
@@ -160,7 +160,7 @@ GROUPS: dict[str, list[MetricSpec]] = {
     ],
     "GPUs": [
         MetricSpec("stoker_gpu_info", (*GPU, "name", "pci_bus_id"), "A GPU"),
-        *_specs(
+        *_make_specs(
             GPU,
             ("stoker_gpu_up", "1: NVML can read the GPU; 0: it can't"),
             ("stoker_gpu_utilization_ratio", "Share of the time in which a kernel was running"),

@@ -16,7 +16,7 @@ from stoker.control.show.http_server import HttpRequest, HttpResponse, error_res
 from stoker.control.show.metrics.metrics_page import CollectionStatus, DoctorFindings, render
 from stoker.control.show.snapshot import Snapshot
 
-EXAMINE_S = 300.0  # between two runs of the doctor's checks
+CHECKS_INTERVAL_S = 300.0  # between two runs of the doctor's checks
 
 
 class MetricsCollector:
@@ -24,12 +24,12 @@ class MetricsCollector:
 
     def __init__(
         self,
-        look: Callable[[], Snapshot],
+        take_snapshot: Callable[[], Snapshot],
         examine: Callable[[], DoctorFindings],
         dcgm: str,
         log: Callable[[str], None],
     ) -> None:
-        self._look, self._examine, self._dcgm, self._log = look, examine, dcgm, log
+        self._take_snapshot, self._run_checks, self._dcgm, self._log = take_snapshot, examine, dcgm, log
         self.page: bytes | None = None
         self._snapshot = Snapshot(time=0.0)
         self._status = CollectionStatus(False, 0.0, 0.0)
@@ -38,7 +38,7 @@ class MetricsCollector:
         self._stopped = threading.Event()
 
     def start(self, interval: float) -> None:
-        for work, pause in ((self.collect, interval), (self.examine, EXAMINE_S)):
+        for work, pause in ((self.collect, interval), (self.examine, CHECKS_INTERVAL_S)):
             threading.Thread(target=self._repeat, args=(work, pause), daemon=True).start()
 
     def stop(self) -> None:
@@ -55,7 +55,7 @@ class MetricsCollector:
         """Take a snapshot and render the page; if that fails, render the previous snapshot again."""
         began = time.monotonic()
         try:
-            snapshot = self._look()
+            snapshot = self._take_snapshot()
             status = CollectionStatus(True, snapshot.time, time.monotonic() - began)
             self.page = render(snapshot, status, self._findings, self._dcgm)
             self._snapshot, self._status, self._reported = snapshot, status, ""
@@ -66,15 +66,15 @@ class MetricsCollector:
 
     def examine(self) -> None:
         try:
-            self._findings = self._examine()
+            self._findings = self._run_checks()
         except (Refusal, OSError) as problem:
             self._report("the doctor's checks failed", problem)
 
-    def _report(self, what: str, problem: Exception) -> None:
+    def _report(self, failure: str, problem: Exception) -> None:
         reason = problem.line if isinstance(problem, Refusal) else f"{type(problem).__name__}: {problem}"
         if reason != self._reported:
             self._reported = reason
-            self._log(f"stoker metrics: {what}: {reason}")
+            self._log(f"stoker metrics: {failure}: {reason}")
 
 
 class MetricsServer(http_server.HttpServer):

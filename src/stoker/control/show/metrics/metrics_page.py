@@ -77,37 +77,40 @@ class _Page:
         for name, spec in metric_table.ALL.items():
             series = self._series[name]
             if series:
-                lines.append(_heads()[name])
-                written = {name + _labels(spec.labels, labels): _number(value) for labels, value in series.items()}
+                lines.append(_make_heads()[name])
+                written = {
+                    name + _format_labels(spec.labels, labels): _format_number(value)
+                    for labels, value in series.items()
+                }
                 lines += [f"{labeled_name} {value}\n" for labeled_name, value in written.items()]
         return "".join(lines).encode()
 
 
 @functools.cache
-def _heads() -> dict[str, str]:
+def _make_heads() -> dict[str, str]:
     return {
-        name: f"# HELP {name} {_escaped(spec.text)}\n# TYPE {name} {spec.kind}\n"
+        name: f"# HELP {name} {_escape_value(spec.text)}\n# TYPE {name} {spec.kind}\n"
         for name, spec in metric_table.ALL.items()
     }
 
 
 @functools.lru_cache(1 << 16)
-def _labels(keys: tuple[str, ...], values: tuple[str, ...]) -> str:
+def _format_labels(keys: tuple[str, ...], values: tuple[str, ...]) -> str:
     """Format labels; cached, because most are the same on the next page.
 
     Names of runs, metrics and phases are foreign text, so control characters are escaped.
     """
     texts = [escape(text, _MAX_LABEL) for text in values]
-    pairs = [f'{key}="{_escaped(text, quoted=True)}"' for key, text in zip(keys, texts, strict=True)]
+    pairs = [f'{key}="{_escape_value(text, quoted=True)}"' for key, text in zip(keys, texts, strict=True)]
     return f"{{{','.join(pairs)}}}" if pairs else ""
 
 
-def _escaped(text: str, quoted: bool = False) -> str:
+def _escape_value(text: str, quoted: bool = False) -> str:
     text = text.replace("\\", "\\\\").replace("\n", "\\n")
     return text.replace('"', '\\"') if quoted else text
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     if value - value == 0:  # finite
         return repr(value)
     return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}[repr(value)]
@@ -214,11 +217,11 @@ def _add_server(page: _Page, run: RunView, server: ServerLoad) -> None:
 
 
 def _add_rank(page: _Page, run: RunView, rank: RankView) -> None:
-    key = (run.id, str(rank.rank))
-    page.put("stoker_rank_info", 1, *key, rank.role, rank.host, rank.label, rank.gpu or "")
+    labels = (run.id, str(rank.rank))
+    page.put("stoker_rank_info", 1, *labels, rank.role, rank.host, rank.label, rank.gpu or "")
     if rank.state == "running":
-        page.put("stoker_rank_phase_info", 1, *key, rank.phase or "train")
-    page.put("stoker_rank_up", rank.state == "running", *key)
+        page.put("stoker_rank_phase_info", 1, *labels, rank.phase or "train")
+    page.put("stoker_rank_up", rank.state == "running", *labels)
     for name, value in {
         "step": rank.step,
         "step_seconds": rank.step_s,
@@ -227,7 +230,7 @@ def _add_rank(page: _Page, run: RunView, rank: RankView) -> None:
         "beat_age_seconds": rank.beat_age,
         "memory_bytes": rank.memory,
     }.items():
-        page.put(f"stoker_rank_{name}", value, *key)
+        page.put(f"stoker_rank_{name}", value, *labels)
     loss = rank.loss
     if loss is None and rank.rank == 0:
         loss = run.loss
@@ -263,11 +266,11 @@ def _add_host(page: _Page, host: HostGauges, gpu_count: int) -> None:
 
 
 def _add_gpu(page: _Page, gpu: GpuGauges) -> None:
-    key = (gpu.host, gpu.label[3:], gpu.uuid)
-    page.put("stoker_gpu_up", not gpu.error, *key)
+    labels = (gpu.host, gpu.label[3:], gpu.uuid)
+    page.put("stoker_gpu_up", not gpu.error, *labels)
     if gpu.error:
         return
-    page.put("stoker_gpu_info", 1, *key, gpu.name or "", gpu.pci or "")
+    page.put("stoker_gpu_info", 1, *labels, gpu.name or "", gpu.pci or "")
     for name, value in {
         "utilization_ratio": gpu.utilization,
         "memory_used_bytes": gpu.memory_used,
@@ -285,17 +288,17 @@ def _add_gpu(page: _Page, gpu: GpuGauges) -> None:
         "processes": None if gpu.processes is None else len(gpu.processes),
         "last_xid": last_xid(gpu),
     }.items():
-        page.put(f"stoker_gpu_{name}", value, *key)
+        page.put(f"stoker_gpu_{name}", value, *labels)
     if gpu.throttle is not None:
         for reason in dict.fromkeys((*THROTTLE_REASONS, *gpu.throttle)):
-            page.put("stoker_gpu_throttled", reason in gpu.throttle, *key, reason)
-    page.put("stoker_gpu_ecc_errors_total", gpu.ecc_corrected, *key, "corrected")
-    page.put("stoker_gpu_ecc_errors_total", gpu.ecc_uncorrected, *key, "uncorrected")
+            page.put("stoker_gpu_throttled", reason in gpu.throttle, *labels, reason)
+    page.put("stoker_gpu_ecc_errors_total", gpu.ecc_corrected, *labels, "corrected")
+    page.put("stoker_gpu_ecc_errors_total", gpu.ecc_uncorrected, *labels, "uncorrected")
     for when, number in gpu.xids:  # newest last
-        page.put("stoker_gpu_xid_timestamp_seconds", when, *key, str(number))
+        page.put("stoker_gpu_xid_timestamp_seconds", when, *labels, str(number))
     node_labels = (gpu.host, gpu.label[3:])
-    page.put("gpu_memory_used_mb", _times(gpu.memory_used, 1 / _MIB), *node_labels)
-    page.put("gpu_utilization_percent", _times(gpu.utilization, 100), *node_labels)
+    page.put("gpu_memory_used_mb", _scale(gpu.memory_used, 1 / _MIB), *node_labels)
+    page.put("gpu_utilization_percent", _scale(gpu.utilization, 100), *node_labels)
 
 
 def last_xid(gpu: GpuGauges) -> int:
@@ -305,20 +308,20 @@ def last_xid(gpu: GpuGauges) -> int:
 def _add_dcgm(page: _Page, gpu: GpuGauges, driver: str, dialect: str) -> None:
     if gpu.error:
         return
-    key = (gpu.label[3:], gpu.uuid, gpu.pci or "", f"nvidia{gpu.index}", gpu.name or "", gpu.host, driver)
+    labels = (gpu.label[3:], gpu.uuid, gpu.pci or "", f"nvidia{gpu.index}", gpu.name or "", gpu.host, driver)
     free = None
     if gpu.memory_total is not None and gpu.memory_used is not None:
         free = gpu.memory_total - gpu.memory_used
     classic: dict[str, Any] = {
-        "GPU_UTIL": _times(gpu.utilization, 100),
-        "FB_USED": _times(gpu.memory_used, 1 / _MIB),
-        "FB_FREE": _times(free, 1 / _MIB),
+        "GPU_UTIL": _scale(gpu.utilization, 100),
+        "FB_USED": _scale(gpu.memory_used, 1 / _MIB),
+        "FB_FREE": _scale(free, 1 / _MIB),
         "GPU_TEMP": gpu.temperature,
         "POWER_USAGE": gpu.power,
-        "SM_CLOCK": _times(gpu.clock, 1e-6),
-        "MEM_CLOCK": _times(gpu.memory_clock, 1e-6),
+        "SM_CLOCK": _scale(gpu.clock, 1e-6),
+        "MEM_CLOCK": _scale(gpu.memory_clock, 1e-6),
         "XID_ERRORS": last_xid(gpu),
-        "TOTAL_ENERGY_CONSUMPTION": _times(gpu.energy, 1000),
+        "TOTAL_ENERGY_CONSUMPTION": _scale(gpu.energy, 1000),
     }
     new: dict[str, Any] = {
         "GPU_UTIL_RATIO": gpu.utilization,
@@ -333,9 +336,9 @@ def _add_dcgm(page: _Page, gpu: GpuGauges, driver: str, dialect: str) -> None:
         "GPU_ENERGY_JOULES_TOTAL": gpu.energy,
     }
     for name, value in (classic if dialect == CLASSIC else new).items():
-        page.put(f"DCGM_FI_DEV_{name}", value, *key)
+        page.put(f"DCGM_FI_DEV_{name}", value, *labels)
 
 
-def _times(value: float | None, factor: float) -> float | None:
+def _scale(value: float | None, factor: float) -> float | None:
     """Scale a value without rounding errors: 0.34 becomes 34, not 34.00000000000001."""
     return None if value is None else round(value * factor, 6)

@@ -34,10 +34,10 @@ from stoker.control.show.top.view import (
     Effect,
     View,
     append_to_filter,
-    chosen_run,
     drop_deleted_run,
+    find_chosen_run,
+    handle_key,
     move_cursor,
-    press,
     select_row,
 )  # fmt: skip
 
@@ -105,7 +105,7 @@ class Source(Protocol):
         """A text for the header."""
         ...
 
-    def look(self, watched: tuple[str, ...]) -> Snapshot: ...
+    def take_snapshot(self, watched: tuple[str, ...]) -> Snapshot: ...
 
     def seek(self, command: str) -> str:
         """Handle a key of a replay (back, forth, faster, slower, pause) and return a note for the user."""
@@ -155,9 +155,9 @@ class TopApp(App[None]):
         """Runs in a thread until the screen is closed."""
         while not self._ending.is_set():
             began = time.monotonic()
-            run = chosen_run(self.snapshot, self.view)
+            run = find_chosen_run(self.snapshot, self.view)
             try:
-                snapshot = self._source.look((run.id,) if run is not None else ())
+                snapshot = self._source.take_snapshot((run.id,) if run is not None else ())
             except Refusal as refusal:
                 snapshot = replace(self.snapshot, problems=(refusal.line,))
             except Exception as problem:  # shown in the footer: a damaged folder must not end the screen
@@ -195,13 +195,13 @@ class TopApp(App[None]):
         event.prevent_default()
         event.stop()
         character = event.character or "" if event.is_printable else ""
-        area = self.frame.places.get(self.view.focus) if self.frame is not None else None
+        area = self.frame.areas.get(self.view.focus) if self.frame is not None else None
         page = max(1, area.height - 2) if area is not None else 10
-        before = chosen_run(self.snapshot, self.view)
-        self.view, effect = press(self.view, event.key, character, self.snapshot, page)
+        before = find_chosen_run(self.snapshot, self.view)
+        self.view, effect = handle_key(self.view, event.key, character, self.snapshot, page)
         if effect is not None:
             self._apply(effect)
-        if chosen_run(self.snapshot, self.view) != before:
+        if find_chosen_run(self.snapshot, self.view) != before:
             self._wake.set()
         self.draw()
 
@@ -211,7 +211,7 @@ class TopApp(App[None]):
             self.draw()
 
     def on_click(self, event: events.Click) -> None:
-        target = self.frame.at(event.screen_x, event.screen_y) if self.frame is not None else None
+        target = self.frame.find_row_at(event.screen_x, event.screen_y) if self.frame is not None else None
         if target is None or self.view.mode != BROWSE:
             return
         panel, key = target
@@ -227,18 +227,18 @@ class TopApp(App[None]):
         self._scroll(event, -_WHEEL_ROWS)
 
     def _scroll(self, event: events.MouseEvent, rows: int) -> None:
-        target = self.frame.at(event.screen_x, event.screen_y) if self.frame is not None else None
+        target = self.frame.find_row_at(event.screen_x, event.screen_y) if self.frame is not None else None
         if target is not None and target[0] != RUN and self.view.mode == BROWSE:
             self.view = move_cursor(replace(self.view, focus=target[0]), target[0], rows, self.snapshot)
             self.draw()
 
     def _apply(self, effect: Effect) -> None:
-        if effect.what == QUIT:
+        if effect.name == QUIT:
             self.exit()
-        elif effect.what == STOP:
+        elif effect.name == STOP:
             run = self.snapshot.run(effect.run)
             note = self._stop(run.dir) if run is not None else "this run no longer exists"
             self.view = replace(self.view, note=note)
-        elif effect.what in (BACK, FORTH, FASTER, SLOWER, PAUSE):
-            self.view = replace(self.view, note=self._source.seek(effect.what))
+        elif effect.name in (BACK, FORTH, FASTER, SLOWER, PAUSE):
+            self.view = replace(self.view, note=self._source.seek(effect.name))
             self._wake.set()

@@ -12,7 +12,7 @@ from stoker.contract.text import escape
 from stoker.contract.units import format_duration
 from stoker.control.record import run_record
 from stoker.control.record.history import EVERY_S, HistoryColumns, HistoryPoint, read_full_history
-from stoker.control.show.collector import GPU_SERIES, HOST_SERIES, recorded_hosts
+from stoker.control.show.collector import GPU_SERIES, HOST_SERIES, read_recorded_hosts
 from stoker.control.show.curves import Curve, MetricsTail
 from stoker.control.show.run_tail import RECENT, RunTail
 from stoker.control.show.slow_rank import find_slow_ranks
@@ -55,7 +55,7 @@ class Replay:
             tail.points.pop()  # view_at adds it again
         curves = self._metrics.curves
         run = tail.view_at(point, self._metrics_at(point.time), curves.get(headline_metric(curves), Curve()))
-        readings = list(recorded_hosts(tail, point.time))
+        readings = list(read_recorded_hosts(tail, point.time))
         hosts, gpus = tuple(host for host, _ in readings), tuple(gpu for _, gpus in readings for gpu in gpus)
         run = replace(run, slow=find_slow_ranks(run, tail, hosts, gpus))
         return Snapshot(point.time, hosts, gpus, (run,), root="", interval=EVERY_S)
@@ -87,18 +87,18 @@ class Player:
             raise Refusal(line, EX_NOINPUT)
         self._times = [point.time for point in self._points]
         self._position = self._times[0]  # a time of the run
-        self._last_look: float | None = None
+        self._taken_at: float | None = None
         self._speed = _INITIAL_SPEED
         self._paused = False
 
-    def look(self, watched: tuple[str, ...]) -> Snapshot:
+    def take_snapshot(self, watched: tuple[str, ...]) -> Snapshot:
         now = time.monotonic()
-        if self._last_look is not None and not self._paused:
-            self._move_to(self._position + (now - self._last_look) * self._speed)
-        self._last_look = now
+        if self._taken_at is not None and not self._paused:
+            self._move_to(self._position + (now - self._taken_at) * self._speed)
+        self._taken_at = now
         return self._snapshot(max(0, bisect_right(self._times, self._position) - 1))
 
-    def look_once(self, watched: tuple[str, ...] = ()) -> Snapshot:
+    def take_single_snapshot(self, watched: tuple[str, ...] = ()) -> Snapshot:
         return self._snapshot(len(self._points) - 1)
 
     def seek(self, command: str) -> str:
@@ -127,10 +127,12 @@ class Player:
         """Return the snapshot at a point with sparklines; the last one also shows how the run ended."""
         snapshot = self._replay.snapshot(index)
         past = self._points[max(0, index - RECENT + 1) : index + 1]
-        host_columns, gpu_columns = _columns(past, "hosts"), _columns(past, "gpus")
-        hosts = tuple(replace(host, recent=_recent(host_columns, host.name, HOST_SERIES)) for host in snapshot.hosts)
+        host_columns, gpu_columns = _index_columns(past, "hosts"), _index_columns(past, "gpus")
+        hosts = tuple(
+            replace(host, recent=_collect_recent(host_columns, host.name, HOST_SERIES)) for host in snapshot.hosts
+        )
         gpus = tuple(
-            replace(gpu, recent=_recent(gpu_columns, (gpu.host, gpu.uuid), GPU_SERIES)) for gpu in snapshot.gpus
+            replace(gpu, recent=_collect_recent(gpu_columns, (gpu.host, gpu.uuid), GPU_SERIES)) for gpu in snapshot.gpus
         )
         runs = snapshot.runs
         if index == len(self._points) - 1:
@@ -140,7 +142,7 @@ class Player:
         return replace(snapshot, hosts=hosts, gpus=gpus, runs=runs)
 
 
-def _columns(past: list[HistoryPoint], part: str) -> list[tuple[dict[Any, int], HistoryColumns]]:
+def _index_columns(past: list[HistoryPoint], part: str) -> list[tuple[dict[Any, int], HistoryColumns]]:
     """Return for each point the index of each member in the columns, and the columns. `part` is "gpus" or "hosts"."""
     indices: dict[int, dict[Any, int]] = {}  # points share their members, so that 500 GPUs are indexed once
     for point in past:
@@ -149,7 +151,7 @@ def _columns(past: list[HistoryPoint], part: str) -> list[tuple[dict[Any, int], 
     return [(indices[id(point.members)], getattr(point, part)) for point in past]
 
 
-def _recent(
+def _collect_recent(
     past: list[tuple[dict[Any, int], HistoryColumns]], key: Any, names: tuple[str, ...]
 ) -> dict[str, tuple[float | None, ...]]:
     """Return a member's newest values, None for points that it was not part of."""

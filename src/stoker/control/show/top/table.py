@@ -194,12 +194,12 @@ class Column:
     draw: Callable[[Any, int], Piece]
     order: int = 0
     right: bool = False
-    least: int = 8
+    min_width: int = 8
 
 
 def choose_columns(columns: Sequence[Column], width: int) -> tuple[tuple[Column, int], ...]:
     """Return the columns that fit, with their widths; always the first one."""
-    widths = [column.width or column.least for column in columns]
+    widths = [column.width or column.min_width for column in columns]
     chosen = list(range(len(columns)))
     while len(chosen) > 1 and sum(widths[index] + 1 for index in chosen) - 1 > width:
         chosen.remove(max(reversed(chosen[1:]), key=lambda index: columns[index].order))

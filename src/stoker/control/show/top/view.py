@@ -36,7 +36,7 @@ ORDERS: Mapping[str, Mapping[str, Order]] = {
 class Effect:
     """Something a key asks for that is outside the screen."""
 
-    what: str
+    name: str
     run: str = ""  # id of the run to stop
 
 
@@ -52,7 +52,7 @@ class View:
     cursors: Mapping[str, str] = {}  # panel -> key of a row
     tops: Mapping[str, int] = {}  # panel -> first visible row
     run: str = ""  # id of the chosen run; empty: the newest running one
-    asked: str = ""  # id of the run that a confirmation is about
+    run_to_stop: str = ""  # id of the run that a confirmation is about
     note: str = ""  # a message, shown until the next key
     paused: bool = False
     replay: bool = False
@@ -62,7 +62,7 @@ class View:
         return PanelOptions(letter, reverse, self.typed if self.mode == FILTER else self.filter)
 
 
-def chosen_run(snapshot: Snapshot, view: View) -> RunView | None:
+def find_chosen_run(snapshot: Snapshot, view: View) -> RunView | None:
     """Return the run to show: the chosen one, else the newest running one, else the newest."""
     chosen = snapshot.run(view.run) if view.run else None
     if chosen is not None:
@@ -79,23 +79,23 @@ def drop_deleted_run(view: View, snapshot: Snapshot) -> View:
     """If the chosen run was deleted, show another one and say so."""
     if not view.run or snapshot.problems or not snapshot.root or snapshot.run(view.run) is not None:
         return view
-    other = chosen_run(snapshot, view)
+    other = find_chosen_run(snapshot, view)
     replacement = f"; showing {escape_cell(other.name or other.id)}" if other is not None else ""
     return replace(view, run="", note=f"run {escape_cell(view.run)} no longer exists{replacement}")
 
 
 def build_panels(snapshot: Snapshot, view: View) -> dict[str, Panel]:
     """Build the tables, which are all panels but that of the run."""
-    index, run = SnapshotIndex(snapshot), chosen_run(snapshot, view)
+    index, run = SnapshotIndex(snapshot), find_chosen_run(snapshot, view)
     return {
-        GPUS: gpu_panel.gpus_panel(index, view.options(GPUS)),
-        RANKS: rank_panel.ranks_panel(run, view.options(RANKS)),
-        PROCESSES: rank_panel.processes_panel(index, view.options(PROCESSES)),
-        RUNS: run_panel.runs_panel(index, view.options(RUNS), run.id if run is not None else ""),
+        GPUS: gpu_panel.make_gpus_panel(index, view.options(GPUS)),
+        RANKS: rank_panel.make_ranks_panel(run, view.options(RANKS)),
+        PROCESSES: rank_panel.make_processes_panel(index, view.options(PROCESSES)),
+        RUNS: run_panel.make_runs_panel(index, view.options(RUNS), run.id if run is not None else ""),
     }
 
 
-def press(view: View, key: str, character: str, snapshot: Snapshot, page: int) -> tuple[View, Effect | None]:
+def handle_key(view: View, key: str, character: str, snapshot: Snapshot, page: int) -> tuple[View, Effect | None]:
     """Handle a key.
 
     `key` is Textual's name for it, `character` what it prints, if any, `page` the number of rows of the focused panel.
@@ -104,11 +104,11 @@ def press(view: View, key: str, character: str, snapshot: Snapshot, page: int) -
     if view.mode == FILTER:
         return _edit_filter(view, key, character), None
     if view.mode == SORT:
-        return _sort(view, character), None
+        return _set_order(view, character), None
     if view.mode == CONFIRM:
         is_confirmed = character in ("y", "Y")
-        effect = Effect(STOP, view.asked) if is_confirmed else None
-        return replace(view, mode=BROWSE, asked="", note="" if is_confirmed else "not stopped"), effect
+        effect = Effect(STOP, view.run_to_stop) if is_confirmed else None
+        return replace(view, mode=BROWSE, run_to_stop="", note="" if is_confirmed else "not stopped"), effect
     if view.mode == HELP:
         return (view, Effect(QUIT)) if character in ("q", "Q") else (replace(view, mode=BROWSE), None)
     if key in ("q", "Q", "ctrl+c", "ctrl+q"):
@@ -120,10 +120,10 @@ def press(view: View, key: str, character: str, snapshot: Snapshot, page: int) -
         return view, Effect(BACK if key == "left" else FORTH)
     if view.replay and character in ("+", "-"):
         return view, Effect(FASTER if character == "+" else SLOWER)
-    return _browse(view, key, character, snapshot, page), None
+    return _handle_browse_key(view, key, character, snapshot, page), None
 
 
-def _browse(view: View, key: str, character: str, snapshot: Snapshot, page: int) -> View:
+def _handle_browse_key(view: View, key: str, character: str, snapshot: Snapshot, page: int) -> View:
     if character in ("h", "H", "?") or key == "f1":
         return replace(view, mode=HELP)
     if character == "/":
@@ -162,7 +162,7 @@ def append_to_filter(view: View, text: str) -> View:
     return replace(view, typed=view.typed + "".join(letter for letter in text if letter.isprintable()))
 
 
-def _sort(view: View, character: str) -> View:
+def _set_order(view: View, character: str) -> View:
     """Sort by a letter; the same letter again reverses the order, `n` removes it."""
     letter, reverse = view.sorts.get(view.focus, ("", False))
     new_letter = "" if character == "n" else character
@@ -174,7 +174,7 @@ def _sort(view: View, character: str) -> View:
 
 
 def _ask_to_stop(view: View, snapshot: Snapshot) -> View:
-    run = chosen_run(snapshot, view)
+    run = find_chosen_run(snapshot, view)
     if run is None:
         return replace(view, note="there is no run to stop")
     if view.replay:
@@ -183,7 +183,7 @@ def _ask_to_stop(view: View, snapshot: Snapshot) -> View:
         return replace(view, note=f"run {run.id} belongs to {run.user}, and only that user can stop it")
     if run.state not in (RUNNING, UNKNOWN):
         return replace(view, note=f"run {run.id} is not running: {run.state}")
-    return replace(view, mode=CONFIRM, asked=run.id)
+    return replace(view, mode=CONFIRM, run_to_stop=run.id)
 
 
 def move_cursor(view: View, panel: str, by: int, snapshot: Snapshot) -> View:
@@ -193,7 +193,7 @@ def move_cursor(view: View, panel: str, by: int, snapshot: Snapshot) -> View:
     rows = build_panels(snapshot, view)[panel].rows
     if not rows:
         return view
-    row = cursor_row(view, panel, [row.key for row in rows])
+    row = find_cursor_row(view, panel, [row.key for row in rows])
     # The first move down only shows the cursor, on the first row.
     new_row = row + by if panel in view.cursors else max(0, row + min(by, 0))
     return select_row(view, panel, rows[max(0, min(len(rows) - 1, new_row))].key)
@@ -204,7 +204,7 @@ def select_row(view: View, panel: str, key: str) -> View:
     return replace(view, run=key) if panel == RUNS else view
 
 
-def cursor_row(view: View, panel: str, keys: list[str]) -> int:
+def find_cursor_row(view: View, panel: str, keys: list[str]) -> int:
     """Return the index of the row that the cursor is on; 0 if that row is gone."""
     key = view.cursors.get(panel)
     return keys.index(key) if key in keys else 0

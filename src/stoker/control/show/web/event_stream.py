@@ -12,7 +12,13 @@ from stoker.contract.errors import Refusal
 from stoker.contract.text import escape
 from stoker.control.show.http_server import ResponseStream
 from stoker.control.show.snapshot import Snapshot
-from stoker.control.show.web.page_data import State, diff_states, rank_rows, recent_utilization, shared_state
+from stoker.control.show.web.page_data import (
+    State,
+    collect_recent_utilization,
+    diff_states,
+    make_rank_rows,
+    make_shared_state,
+)
 
 MAX_VIEWERS = 32
 _MIN_INTERVAL_S = 0.25
@@ -30,8 +36,8 @@ class _Viewer:
 class EventHub:
     """Sends snapshots to viewers. `look` takes a snapshot with some runs watched; it may block."""
 
-    def __init__(self, look: Callable[[tuple[str, ...]], Snapshot], interval: float) -> None:
-        self._look, self._interval = look, interval
+    def __init__(self, take_snapshot: Callable[[tuple[str, ...]], Snapshot], interval: float) -> None:
+        self._take_snapshot, self._interval = take_snapshot, interval
         self._viewers: set[_Viewer] = set()
         self._lock = threading.Lock()
         self._stopped = False
@@ -91,7 +97,7 @@ class EventHub:
             return
         self._is_viewer_expected = False
         try:
-            self._early_snapshot = time.monotonic(), self._look(())
+            self._early_snapshot = time.monotonic(), self._take_snapshot(())
         except Exception:
             self._early_snapshot = None  # the viewer's own snapshot fails as well and shows why
 
@@ -102,18 +108,18 @@ class EventHub:
         if early is not None and not watched and time.monotonic() - early[0] < self._interval:
             snapshot = early[1]
         else:
-            snapshot = self._look(watched)
-        shared = shared_state(snapshot)
+            snapshot = self._take_snapshot(watched)
+        shared = make_shared_state(snapshot)
         for viewer in viewers:
-            state = {**shared, "ranks": rank_rows(snapshot.run(viewer.run) if viewer.run else None)}
-            changed, gone = diff_states(viewer.state, state)
+            state = {**shared, "ranks": make_rank_rows(snapshot.run(viewer.run) if viewer.run else None)}
+            changed, removed_keys = diff_states(viewer.state, state)
             message: dict[str, Any] = {"time": snapshot.time, "problems": list(snapshot.problems), "set": changed}
-            if gone:
-                message["gone"] = gone
+            if removed_keys:
+                message["gone"] = removed_keys
             if viewer.is_new:
                 message |= {
                     "whole": True,
-                    "recent": recent_utilization(snapshot),
+                    "recent": collect_recent_utilization(snapshot),
                     "root": snapshot.root,
                     "others": snapshot.others,
                     "interval": self._interval,

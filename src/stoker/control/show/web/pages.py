@@ -22,7 +22,7 @@ from stoker.control.show.snapshot import Snapshot
 from stoker.control.show.web import page_data, run_files
 from stoker.control.show.web.access import SANDBOX, AccessGuard, security_headers
 from stoker.control.show.web.event_stream import EventHub
-from stoker.control.show.web.page_data import rank_rows, shared_state
+from stoker.control.show.web.page_data import make_rank_rows, make_shared_state
 from stoker.control.show.web.run_files import Explain, PageNotFound, RunFolders
 
 # ---- the page's files ----
@@ -72,32 +72,32 @@ def bundle_modules(files: Mapping[str, str]) -> str:
 # ---- the live page ----
 
 Query = Mapping[str, str]
-Question = Callable[[RunFolders, str, Query], Any]  # (folders, the query's run, the query) -> JSON
+ApiHandler = Callable[[RunFolders, str, Query], Any]  # (folders, the query's run, the query) -> JSON
 
 
 def _read_log(folders: RunFolders, run: str, query: Query) -> Any:
-    attempt = _count(query, "attempt")
-    rank = None if query.get("rank") == "stoker" else _count(query, "rank") or 0
+    attempt = _parse_count(query, "attempt")
+    rank = None if query.get("rank") == "stoker" else _parse_count(query, "rank") or 0
     if query.get("find"):
         return run_files.search_log(folders, run, attempt, rank, query["find"][:200])
-    return run_files.read_log(folders, run, attempt, rank, _count(query, "from"))
+    return run_files.read_log(folders, run, attempt, rank, _parse_count(query, "from"))
 
 
-def _lines(query: Query, name: str) -> list[str]:
+def _parse_lines(query: Query, name: str) -> list[str]:
     """Split a list at line ends: a run's name may contain a comma, a metric's a slash."""
     return [line for line in query.get(name, "").split("\n") if line]
 
 
-def _count(query: Query, name: str) -> int | None:
+def _parse_count(query: Query, name: str) -> int | None:
     text = query.get(name, "")
     return int(text) if is_digits(text) else None
 
 
-def _within(query: Query) -> tuple[float, float]:
-    return _number(query, "first", -math.inf), _number(query, "last", math.inf)
+def _parse_range(query: Query) -> tuple[float, float]:
+    return _parse_number(query, "first", -math.inf), _parse_number(query, "last", math.inf)
 
 
-def _number(query: Query, name: str, default: float) -> float:
+def _parse_number(query: Query, name: str, default: float) -> float:
     try:
         value = float(query.get(name, ""))
     except ValueError:
@@ -105,30 +105,30 @@ def _number(query: Query, name: str, default: float) -> float:
     return value if math.isfinite(value) else default
 
 
-_QUESTIONS: dict[str, Question] = {
+_API_HANDLERS: dict[str, ApiHandler] = {
     "/api/curves": lambda folders, run, query: page_data.read_curves(
         folders,
         run,
-        _lines(query, "names"),
-        since=_count(query, "since") or 0,
-        within=_within(query),
-        max_points=_count(query, "most") or page_data.POINTS,
-        smooth=min(_count(query, "smooth") or 1, 100_000),
+        _parse_lines(query, "names"),
+        since=_parse_count(query, "since") or 0,
+        step_range=_parse_range(query),
+        max_points=_parse_count(query, "most") or page_data.POINTS,
+        smooth=min(_parse_count(query, "smooth") or 1, 100_000),
     ),
-    "/api/sparks": lambda folders, run, query: page_data.read_sparklines(folders, _lines(query, "runs")),
+    "/api/sparks": lambda folders, run, query: page_data.read_sparklines(folders, _parse_lines(query, "runs")),
     "/api/ranks": lambda folders, run, query: page_data.read_timeline(
-        folders, run, _number(query, "since", 0.0), _within(query)
+        folders, run, _parse_number(query, "since", 0.0), _parse_range(query)
     ),
     "/api/compare": lambda folders, run, query: page_data.compare_runs(
-        folders, _lines(query, "runs"), query.get("metric", "")
+        folders, _parse_lines(query, "runs"), query.get("metric", "")
     ),
     "/api/settings": lambda folders, run, query: page_data.read_settings(folders, run),
     "/api/log": _read_log,
     "/api/files": lambda folders, run, query: run_files.list_files(folders, run),
     "/api/rows": lambda folders, run, query: run_files.read_rows(
-        folders, run, query.get("path", ""), _count(query, "from") or 0
+        folders, run, query.get("path", ""), _parse_count(query, "from") or 0
     ),
-    "/api/rollouts": lambda folders, run, query: run_files.read_rollouts(folders, run, _count(query, "before")),
+    "/api/rollouts": lambda folders, run, query: run_files.read_rollouts(folders, run, _parse_count(query, "before")),
     "/api/reports": lambda folders, run, query: run_files.list_reports(folders),
 }
 
@@ -140,8 +140,8 @@ class Pages:
         self, guard: AccessGuard, hub: EventHub, folders: RunFolders, stop: Callable[[str], str], explain: Explain
     ) -> None:
         self._guard, self._hub, self._folders, self._stop = guard, hub, folders, stop
-        self._questions: dict[str, Question] = {
-            **_QUESTIONS,
+        self._api_handlers: dict[str, ApiHandler] = {
+            **_API_HANDLERS,
             "/api/ending": lambda folders, run, query: run_files.read_ending(folders, run, explain),
         }
         # One script instead of ten: a browser that asks for them one after the other shows the page 0.2 s later.
@@ -170,10 +170,10 @@ class Pages:
             stream = self._hub.open(query.get("run", ""), security_headers())
             return stream if stream is not None else error_response(503, *security_headers())
         if path == "/file":
-            return _or_not_found(lambda: self._read_file(query))
-        question = self._questions.get(path)
-        if question is not None:
-            return _or_not_found(lambda: json_response(question(self._folders, query.get("run", ""), query)))
+            return _answer_or_404(lambda: self._read_file(query))
+        handler = self._api_handlers.get(path)
+        if handler is not None:
+            return _answer_or_404(lambda: json_response(handler(self._folders, query.get("run", ""), query)))
         name = path[1:] or "index.html"
         if name in self._assets:
             body, content_type = self._assets[name]
@@ -196,7 +196,7 @@ class Pages:
             run = None
         if not isinstance(run, str):
             return error_response(400, *security_headers())
-        return _or_not_found(lambda: self._stop_run(run))
+        return _answer_or_404(lambda: self._stop_run(run))
 
     def _stop_run(self, run: str) -> HttpResponse:
         record = self._folders.record(run)
@@ -208,7 +208,7 @@ class Pages:
         return json_response({"told": self._stop(record.dir)})
 
 
-def _or_not_found(work: Work) -> Work:
+def _answer_or_404(work: Work) -> Work:
     """Return work that answers 404 instead of raising PageNotFound."""
 
     def answer() -> HttpResponse:
@@ -270,8 +270,8 @@ def _collect_answers(folders: RunFolders, run: str, explain: Explain) -> dict[st
     """Return the run's state and the answers to all questions that the page may ask."""
     tail, _ = folders.open(run)
     view = tail.view(time.time(), watched=True)
-    state = {**shared_state(Snapshot(time.time(), runs=(view,))), "ranks": rank_rows(view)}
-    names = page_data.metric_names(tail)[:_MAX_CURVES]
+    state = {**make_shared_state(Snapshot(time.time(), runs=(view,))), "ranks": make_rank_rows(view)}
+    names = page_data.list_metric_names(tail)[:_MAX_CURVES]
     curves = page_data.read_curves(folders, run, names, max_points=_CURVE_POINTS)["curves"]
     files = run_files.list_files(folders, run)
     answers: dict[str, Any] = {

@@ -15,7 +15,7 @@ from typing import Any
 from stoker.contract.text import escape
 from stoker.control.record import run_record
 from stoker.control.record.history import HistoryPoint, HistoryTail, read_history
-from stoker.control.show.slow_rank import late_index
+from stoker.control.show.slow_rank import find_late_index
 from stoker.control.show.snapshot import parse_finite
 
 _MAX_COLUMNS = 360  # of an answer
@@ -70,10 +70,10 @@ class RankTimeline:
     def _add(self, points: Iterable[HistoryPoint]) -> None:
         for point in points:
             if point.ranks:
-                late = late_index([parse_finite(share) for share in point.ranks.get("waiting", ())])
+                late = find_late_index([parse_finite(share) for share in point.ranks.get("waiting", ())])
                 ranks = point.members.ranks
                 late_rank = ranks[late] if late is not None else None
-                self._columns.append((point.time, ranks, "".join(rank_letters(point)), late_rank))
+                self._columns.append((point.time, ranks, "".join(choose_letters(point)), late_rank))
         cells = 0
         for index in range(len(self._columns) - 1, -1, -1):
             cells += len(self._columns[index][1])
@@ -81,10 +81,10 @@ class RankTimeline:
                 del self._columns[: index + 1]
                 return
 
-    def to_json(self, since: float, within: tuple[float, float] = (-math.inf, math.inf)) -> dict[str, Any]:
+    def to_json(self, since: float, time_range: tuple[float, float] = (-math.inf, math.inf)) -> dict[str, Any]:
         """Return the timeline newer than `since` and within (from, to); a shorter time has finer columns."""
         self._read_new()
-        first, last = within
+        first, last = time_range
         points = [column for column in self._columns if column[0] > since and first <= column[0] <= last]
         ranks = sorted({rank for _, members, _, _ in points for rank in members})
         groups = [[point] for point in points]
@@ -108,24 +108,24 @@ class RankTimeline:
             "ranks": [self._first_rank + rank for rank in ranks],
             "cells": ["".join(cells[rank]) for rank in ranks],
             "late": late_ranks,
-            "marks": self._marks(since),
+            "marks": self._collect_marks(since),
         }
 
-    def _marks(self, since: float) -> list[dict[str, Any]]:
+    def _collect_marks(self, since: float) -> list[dict[str, Any]]:
         """Return the newest events to mark in the timeline."""
         events = [(event, self._first_rank) for event in self._record.events()]
         if self._job is not None:
             events += [(event, 0) for event in self._job.events()]
             events.sort(key=lambda pair: float(pair[0]["time"]))
         marks = [
-            _mark(event, first_rank)
+            _make_mark(event, first_rank)
             for event, first_rank in events
             if event["event"] in _SHOWN_EVENTS and event["time"] > since
         ]
         return marks[-_MAX_MARKS:]
 
 
-def _mark(event: Mapping[str, Any], first_rank: int) -> dict[str, Any]:
+def _make_mark(event: Mapping[str, Any], first_rank: int) -> dict[str, Any]:
     """`first_rank` is the job's number for the rank 0 of the run that wrote the event."""
     text = event.get("summary") or event.get("cause") or ""
     if event["event"] == "attempt":
@@ -140,7 +140,7 @@ def _mark(event: Mapping[str, Any], first_rank: int) -> dict[str, Any]:
     }
 
 
-def rank_letters(point: HistoryPoint) -> Iterator[str]:
+def choose_letters(point: HistoryPoint) -> Iterator[str]:
     """Yield the letter of each rank."""
     columns = [point.ranks.get(name, ()) for name in ("waiting", "collective_age", "beat_age", "phase", "step")]
     for index in range(len(point.members.ranks)):

@@ -217,11 +217,11 @@ def read_ending(folders: RunFolders, run: str, explain: Explain) -> dict[str, An
     return {
         "verdict": escape_json(verdict.to_json() if verdict is not None else None),
         "told": reports[-100:],
-        "stacks": list(_stacks(record)),
+        "stacks": list(_read_stacks(record)),
     }
 
 
-def _stacks(record: run_record.RunRecord) -> Iterator[dict[str, Any]]:
+def _read_stacks(record: run_record.RunRecord) -> Iterator[dict[str, Any]]:
     """Yield files of the newest attempt: all ranks' stacks at the last suspicion, then each rank's own stack and error."""
     for attempt in record.attempts[-1:]:
         folder = f"attempt-{attempt}"
@@ -389,11 +389,11 @@ def _rollout_to_json(line: bytes) -> dict[str, Any] | None:
         return None
     numbers = {name: getattr(rollout, name) for name in ("step", "row", "reward", "correct", "tokens", "cut")}
     parts = {escape(name, 60): value for name, value in list(rollout.parts.items())[:_ROLLOUT_PARTS]}
-    texts = {"prompt": _cut_text(_prompt_text(rollout.prompt)), "completion": _cut_text(rollout.answer)}
+    texts = {"prompt": _cut_text(_format_prompt(rollout.prompt)), "completion": _cut_text(rollout.answer)}
     return {**numbers, "parts": parts if len(rollout.parts) > 1 else {}, **texts}
 
 
-def _prompt_text(prompt: Any) -> str:
+def _format_prompt(prompt: Any) -> str:
     """Return a prompt as text; several messages are shown with their roles."""
     messages = [message for message in prompt if isinstance(message, dict)] if isinstance(prompt, list) else []
     if not messages:
