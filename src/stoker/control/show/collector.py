@@ -1,6 +1,6 @@
-"""Collects snapshots from run directories, this machine's gauges, and what running jobs record about other hosts.
+"""Collects snapshots from run directories, this machine's gauges, and the hosts' gauges that running jobs record.
 
-A `SnapshotCollector` lives as long as its viewer and remembers what it has read: the second snapshot costs only what changed.
+A `SnapshotCollector` lives as long as its viewer and caches what it has read, so later snapshots read only what changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stoker.control.show.run_tail import RECENT, RecordCache, RunTail
 from stoker.control.show.slow_rank import find_slow_ranks
 from stoker.control.show.snapshot import DAMAGED, RUNNING, UNKNOWN, RunView, Snapshot, parse_finite
 
-OFFLINE_S = 10.0  # a host that has reported nothing for this long is OFFLINE
+OFFLINE_S = 10.0  # a host that has not reported for this long is OFFLINE
 GPU_SERIES = ("utilization", "memory_used", "temperature", "power")
 HOST_SERIES = ("cpu", "memory_available", "received", "sent")
 
@@ -36,8 +36,8 @@ HostReading = tuple[HostGauges, tuple[GpuGauges, ...]]
 class SnapshotCollector:
     """Collects snapshots of the runs in the folder `root`.
 
-    `everybody` includes other users' runs, `machine` this machine's gauges. With `whole_curves` False the curves of watched
-    runs hold only their newest points.
+    With `everybody` it includes other users' runs, with `machine` this machine's gauges. With `whole_curves` False the
+    curves of watched runs have only their newest points.
     """
 
     def __init__(self, root: str, everybody: bool = False, machine: bool = True, whole_curves: bool = True) -> None:
@@ -52,10 +52,10 @@ class SnapshotCollector:
     def snapshot(
         self, watched: Collection[str] = (), elsewhere: Iterable[HostReading] = (), only: str | None = None
     ) -> Snapshot:
-        """Take a snapshot with a row for every run.
+        """Take a snapshot of all runs, or of the single run whose path is `only`.
 
-        Running runs and those in `watched` (ids) have ranks, a curve and slow ranks as well. `elsewhere` are readings of
-        other hosts. `only` is the path of the single run to include.
+        Running runs and those in `watched` (ids) also have their ranks, a curve and their slow ranks. `elsewhere` are
+        readings of other hosts.
         """
         now = time.time()
         listing, problem = self._list_runs(only)
@@ -80,14 +80,14 @@ class SnapshotCollector:
         )
 
     def runs(self) -> tuple[tuple[RunView, ...], int, str]:
-        """Return (runs, number of other users' folders skipped, a line about unreadable folders), without machines."""
+        """Return (runs, number of skipped folders of other users, a line about unreadable folders); don't read any gauges."""
         now = time.time()
         listing = run_index.list_runs(self.root, self._everybody, self._read_record)
         runs = [self._make_view(record, now, None) for record in listing.runs]
         return tuple(runs), listing.others, listing.skipped
 
     def _list_runs(self, only: str | None) -> tuple[run_index.RunListing, str]:
-        """Return the runs and the reason if the runs folder can't be read."""
+        """Return the runs, and the reason why the runs folder can't be read, or ""."""
         try:
             if only is None:
                 return run_index.list_runs(self.root, self._everybody, self._read_record), ""
@@ -100,7 +100,7 @@ class SnapshotCollector:
             return run_index.RunListing((), (), 0), problem.line
 
     def _make_view(self, record: run_record.RunRecord, now: float, watched: Collection[str] | None) -> RunView:
-        """Return the run's row, with ranks and curve if it is running or watched; without them if `watched` is None."""
+        """Return the run's view. Fill in ranks and curve if it is running or in `watched`, but not if `watched` is None."""
         tail = self._tails.get(record.id)
         if tail is None or tail.record.dir != record.dir:
             tail = self._tails[record.id] = open_run_tail(record, self._whole_curves)
@@ -119,7 +119,7 @@ class SnapshotCollector:
     def _read_machines(
         self, runs: Iterable[RunView], elsewhere: Iterable[HostReading], now: float
     ) -> tuple[tuple[HostGauges, ...], tuple[GpuGauges, ...]]:
-        """Read this machine's gauges, then add `elsewhere` and what running jobs recorded about their hosts."""
+        """Read this machine's gauges, then add `elsewhere` and the gauges that running jobs recorded."""
         readings: dict[str, HostReading] = {}
         if self._gauges is not None:
             try:
@@ -138,7 +138,7 @@ class SnapshotCollector:
                 self._load_recorded_series(tail)
             for host, gpus in read_recorded_hosts(tail, now):
                 known_host, known_gpus = readings.get(host.name, (host, ()))
-                # This viewer may not see all GPUs of a host, for example in a container without them.
+                # Add the GPUs that this viewer can't see, for example because its container has none.
                 uuids = {gpu.uuid for gpu in known_gpus}
                 readings[host.name] = known_host, (*known_gpus, *(gpu for gpu in gpus if gpu.uuid not in uuids))
         return (
@@ -151,7 +151,7 @@ class SnapshotCollector:
         )
 
     def _load_recorded_series(self, tail: RunTail) -> None:
-        """Add the GPU values that the job recorded before this viewer started."""
+        """Add the GPU values that the job recorded before this viewer started, so that sparklines are not empty."""
         for point in tail.points:
             for index, key in enumerate(point.members.gpus):
                 for name in GPU_SERIES:
@@ -168,7 +168,7 @@ class SnapshotCollector:
 
 
 def read_recorded_hosts(tail: RunTail, now: float) -> Iterator[HostReading]:
-    """Yield the hosts of a run as its coordinator last heard from them; OFFLINE if that is long ago."""
+    """Yield the hosts of a run with the gauges that its launcher last received; a host is OFFLINE after OFFLINE_S."""
     point = tail.newest_point
     if point is None:
         return
@@ -191,7 +191,7 @@ def read_recorded_hosts(tail: RunTail, now: float) -> Iterator[HostReading]:
 def _read_recorded_gpus(
     host: str, columns: Iterable[tuple[int, str]], point: HistoryPoint, machine: Any
 ) -> Iterator[GpuGauges]:
-    """Yield a host's GPUs with the gauges of `point` and the fixed properties that run.json has in `machine`."""
+    """Yield a host's GPUs with the gauges of `point` and the fixed properties of `machine`, an entry of run.json."""
     listed = machine.get("gpus") if isinstance(machine, dict) else None
     described = {gpu.get("uuid"): gpu for gpu in listed if isinstance(gpu, dict)} if isinstance(listed, list) else {}
     for column, uuid in columns:

@@ -1,4 +1,4 @@
-"""Compares two runs: settings that differ, results at equal steps, and whether their difference is more than noise."""
+"""Compares runs: which settings differ, what they reached at the same step, and whether a difference is more than noise."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from stoker.control.show.charts import mean
 from stoker.control.show.curves import Curve
 
 _CONFIG = "config.yaml"  # every config key of a run that trains
-COMPARED_SHARE = 0.2  # share of the steps both runs have made, at the end, that is compared
-PART_COUNT = 10  # equal parts it is cut into
-_MIN_PART_COUNT = 5  # parts that must hold points of both runs
-# Student's t, two-sided 95 %, by degrees of freedom.
+COMPARED_SHARE = 0.2  # only the last fifth of the steps that both runs have made is compared
+PART_COUNT = 10  # these steps are cut into ten parts of equal length
+_MIN_PART_COUNT = 5  # noise is judged only if at least five parts hold points of both runs
+# Quantiles of Student's t for a two-sided 95 % interval, by degrees of freedom (parts - 1).
 _T_95 = {4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-_MAX_COMPARED_VALUE = 1e150  # larger values are left out: their squares would overflow
-_RECIPES = "stoker.training.recipes."  # package of the stages' programs
-_DIGEST_CHARACTERS = 12  # characters of a digest that are shown
-_NOT_SETTINGS = ("checkpoint.folder", "run.name", "name")  # they say where a run is, not how it was set up
+_MAX_COMPARED_VALUE = 1e150  # larger values are omitted because their squares would overflow
+_RECIPES = "stoker.training.recipes."  # run.json has a stage as this package and its name
+_DIGEST_CHARACTERS = 12  # shown of a digest
+_NOT_SETTINGS = ("checkpoint.folder", "run.name", "name")  # keys that name or locate a run do not affect training
 
 
 @frozen
 class Difference:
-    """The difference second - first over the last steps that both runs have made."""
+    """The mean of the second run minus that of the first, over the last steps that both have made."""
 
     first_step: int
     last_step: int
@@ -37,7 +37,7 @@ class Difference:
     difference: float
     low: float | None = None  # 95 % interval; None if there are too few points to judge
     high: float | None = None
-    parts: int = 0  # parts that hold points of both runs
+    parts: int = 0  # number of parts that hold points of both runs
 
     @property
     def is_beyond_noise(self) -> bool:
@@ -46,11 +46,11 @@ class Difference:
 
 
 def measure_difference(first: Curve, second: Curve) -> Difference | None:
-    """Return the difference of two runs in a metric, or None if they have no steps in common.
+    """Return the difference of two runs in a metric, or None if their ranges of steps don't overlap.
 
-    The last fifth of the steps that both have made is cut into ten parts of equal length. Each gives the difference of the
-    two means; ten differences give a t interval. Means of parts, because neighboring losses are not independent;
-    differences, because the same data in the same order moves both runs alike.
+    The last fifth of the steps that both have made is cut into ten parts, and the ten differences between the runs' means
+    give a t interval. Means of parts are compared because neighboring losses are not independent, and part by part because
+    the same data in the same order moves both runs alike.
     """
     points = [
         [
@@ -90,7 +90,7 @@ def measure_difference(first: Curve, second: Curve) -> Difference | None:
 
 
 def find_last_common_step(curves: Sequence[Curve]) -> tuple[int, list[float]] | None:
-    """Return the last step at which all curves have a finite value, and these values; None if there is no such step."""
+    """Return the last step at which all curves have a finite value, with these values, or None."""
     by_step = [
         {step: value for step, value in zip(curve.steps, curve.values, strict=True) if math.isfinite(value)}
         for curve in curves
@@ -100,7 +100,7 @@ def find_last_common_step(curves: Sequence[Curve]) -> tuple[int, list[float]] | 
 
 
 def settings_of(run: run_record.RunRecord) -> dict[str, str]:
-    """Return a run's settings as text by dotted name: config keys or the command, digests of its files, its machine."""
+    """Return a run's settings as text, by dotted name: its config or command, digests of its files, versions, and GPUs."""
     settings = {name: value for name, value in _read_config(run.dir).items() if name not in _NOT_SETTINGS}
     data = run.data
     if settings:
@@ -126,7 +126,7 @@ def settings_of(run: run_record.RunRecord) -> dict[str, str]:
 
 
 def _read_digests(data: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the digests of the files that the run read, named after their setting: a file may change under one name."""
+    """Return the digests of the files that the run read, by setting, because a file may change while its name does not."""
     digests: dict[str, list[str]] = {}
     for pair in _as_list(data.get("contents")):
         if not isinstance(pair, list) or len(pair) != 2:
@@ -146,7 +146,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _read_config(run_dir: str) -> dict[str, str]:
-    """Return the run's config by dotted name; empty if it has none that can be read."""
+    """Return the run's config by dotted name, or {} if it has no readable config."""
     from stoker.contract.yaml_text import YamlError, parse_yaml
 
     try:
@@ -174,7 +174,7 @@ def _as_text(value: Any) -> str:
 
 
 def find_differing_settings(settings: Sequence[Mapping[str, str]]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return (name, value in each run) of the settings that are not the same in all runs."""
+    """Return the settings that are not the same in all runs, as (name, value in each run)."""
     names = dict.fromkeys(name for run in settings for name in run)
     rows = [(name, tuple(run.get(name, "n/a") for run in settings)) for name in names]
     return [(name, values) for name, values in rows if len(set(values)) > 1]

@@ -1,4 +1,4 @@
-"""Shows a job of several roles as one run: the ranks of all its roles, the metrics and curves of the role that trains."""
+"""Shows a multi-role job as one run: the ranks of all its roles, the metrics and curves of the role that trains."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from stoker.control.show.curves import Curve
 from stoker.control.show.run_tail import RunTail, group_by_role, planned_ranks
 from stoker.control.show.snapshot import RUNNING, SERVER_METRICS, UNKNOWN, RankView, RunView, ServerLoad, as_int64
 
-_RATE_S = 60.0  # rates of servers whose metrics page the job reads are means over this time
-_READ_ROLES_S = 1.0  # between two looks for roles that have been started
-# Fields that a job takes from its trainer's run.
+_RATE_S = 60.0  # if the job reads a server's metrics page, its rates are means over this time
+_READ_ROLES_S = 1.0  # the run directories of newly started roles are listed at most this often
+# A job shows these fields of its trainer's run.
 _TRAINER_FIELDS = (
     "step",
     "total_steps",
@@ -35,13 +35,13 @@ _TRAINER_FIELDS = (
 
 
 def open_run_tail(record: run_record.RunRecord, whole_curves: bool = True) -> RunTail:
-    """Return a JobTail for a job of several roles, else a RunTail."""
+    """Return a JobTail for a multi-role job, else a RunTail."""
     tail_type = JobTail if len(_first_ranks(record)) > 1 else RunTail
     return tail_type(record, whole_curves)
 
 
 def _first_ranks(record: run_record.RunRecord) -> dict[str, int]:
-    """Return the number of each role's first rank in the job."""
+    """Return each role's first rank, by its number in the job."""
     first_ranks: dict[str, int] = {}
     for rank in planned_ranks(record):
         if isinstance(rank.get("role"), str) and type(rank.get("rank")) is int:
@@ -73,13 +73,13 @@ class JobTail(RunTail):
         for role_view in role_views.values():
             for cause, count in role_view.restarts.items():
                 restarts[cause] = restarts.get(cause, 0) + count
-        starts_of_job = 1 + job.restarted if role_views else 0  # a job restarts all its roles together
+        job_attempts = 1 + job.restarted if role_views else 0  # a job restarts all its roles together
         suspicion = next(
             (role_view.suspicion for role_view in role_views.values() if role_view.suspicion is not None), None
         )
         job = replace(
             job,
-            attempts=max([starts_of_job, *(role_view.attempts for role_view in role_views.values())]),
+            attempts=max([job_attempts, *(role_view.attempts for role_view in role_views.values())]),
             restarts=restarts,
             suspicion=suspicion if job.state in (RUNNING, UNKNOWN) else None,
             servers=tuple(self._find_server_loads(role_views, now, job.state == RUNNING)),
@@ -99,7 +99,7 @@ class JobTail(RunTail):
     def _find_server_loads(
         self, role_views: Mapping[str, RunView], now: float, is_running: bool
     ) -> Iterator[ServerLoad]:
-        """Yield each server role's load: from the counters of its own run, else from the page that the job reads."""
+        """Yield the load of each server role, from its run directory or from the metrics page that the job reads."""
         for name in dict.fromkeys((*_first_ranks(self.record), *role_views)):
             role_view = role_views.get(name)
             if role_view is not None and role_view.servers:
@@ -108,7 +108,7 @@ class JobTail(RunTail):
                 yield _compute_load_from_counts(name, self.events.server_counts[name], now, is_running)
 
     def _fill_in_rank(self, planned: RankView, role_views: dict[str, RunView]) -> RankView:
-        """Return the rank with the state that its role's own run knows."""
+        """Return a planned rank with the state that its role's run has recorded."""
         role_view = role_views.get(planned.role)
         ranks = role_view.ranks if role_view is not None else ()
         rank = next((rank for rank in ranks if rank.rank == planned.role_rank), None)
@@ -116,7 +116,7 @@ class JobTail(RunTail):
             return planned
         rank = replace(rank, rank=planned.rank, role=planned.role, role_rank=planned.role_rank)
         counts_text = self._format_counts(planned.role, planned.role_rank)
-        # A server makes no steps: the requests it has answered are its progress.
+        # A server makes no steps, so show the number of requests it has answered as its phase.
         return replace(rank, phase=rank.phase or counts_text, step=rank.step or None) if counts_text else rank
 
     def _format_counts(self, role: str, replica: int) -> str:
@@ -132,7 +132,7 @@ class JobTail(RunTail):
 
     @property
     def training(self) -> RunTail:
-        """The role that trains, whose metrics are shown as the job's; the job itself if there is none yet."""
+        """The run of the role that trains, whose metrics are shown as the job's, or the job's run until a role has trained."""
         trainer = max(self._roles.values(), key=lambda tail: tail.training_score, default=None)
         return trainer if trainer is not None and trainer.training_score else self
 
@@ -155,7 +155,7 @@ class JobTail(RunTail):
         return [*super().curve_names(), *(name for name, curve in self._update_server_curves().items() if curve.steps)]
 
     def _update_server_curves(self) -> dict[str, Curve]:
-        """Return the curves of SERVER_METRICS, computed again only when steps or samples were added."""
+        """Return the curves of SERVER_METRICS; compute them only when steps or samples were added."""
         metrics = self.training.metrics
         if metrics is None or not metrics.clock.steps:
             return {}
@@ -170,7 +170,7 @@ class JobTail(RunTail):
 
 
 def compute_server_curves(clock: Curve, replicas: Sequence[Sequence[ServerSample]], interval: int) -> dict[str, Curve]:
-    """Return the curves of SERVER_METRICS: at each step the rate over the last `interval` steps.
+    """Return the curves of SERVER_METRICS, whose value at a step is the rate over the last `interval` steps.
 
     `clock` has the time at which each step was logged. A step gets a value once all replicas have a sample after it.
     """
@@ -202,7 +202,7 @@ def _interpolate(time: float, times: Sequence[float], totals: Sequence[int]) -> 
 def _compute_load_from_counts(
     role: str, counts_history: Sequence[tuple[float, list[Any]]], now: float, is_running: bool
 ) -> ServerLoad:
-    """Compute a load from counts that are recorded only when they change."""
+    """Compute the load of a role from its counts, which are recorded only when they change."""
     sums: list[tuple[float, int, int]] = []
     for time, replicas in counts_history:
         counts = [_parse_counts(replica) or (0, 0) for replica in replicas]
@@ -221,7 +221,7 @@ def _compute_load_from_counts(
 
 
 def _parse_counts(counts: Any) -> tuple[int, int] | None:
-    """Return (requests, tokens) of a replica in the record; None if they are not valid."""
+    """Return the recorded (requests, tokens) of a replica, or None if they are not valid."""
     numbers = [as_int64(counts.get(key)) for key in ("requests", "tokens")] if isinstance(counts, dict) else []
     if not numbers or any(number is None or not 0 <= number < 10**18 for number in numbers):
         return None
