@@ -236,7 +236,7 @@ class MetricsTail:
         return self._offset > before
 
     def _add_lines(self, block: list[dict[str, Any]]) -> None:
-        """Add parsed lines. Works on columns, because a run of weeks has millions of values and a dict access each is slow."""
+        """Add parsed lines. Works on columns: 100,000 lines of ten metrics are a million values, at 0.1 µs each."""
         newest_time = next((line["time"] for line in reversed(block) if _is_time(line.get("time"))), None)
         self.time = self.time if newest_time is None else float(newest_time)
         lines = [line for line in block if _is_step(line.get("step"))]

@@ -40,9 +40,7 @@ from stoker.control.show.snapshot import (
 RECENT = 60  # values of a sparkline
 _BLOCK = 16 << 20  # bytes of events.jsonl read at once
 _MAX_SUMMARY = 400  # characters
-_MAX_SERVER_COUNTS = (
-    32  # counts kept per server role: the rate needs only the newest, and a run of weeks writes a million
-)
+_MAX_SERVER_COUNTS = 32  # per server role: a rate needs only the newest, and a run of weeks writes a million
 _HISTORY_LAG_S = 1.0  # beats are collected twice a second, so the steps of a history point may be this much older
 
 

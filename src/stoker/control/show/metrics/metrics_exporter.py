@@ -1,6 +1,6 @@
-"""`stoker metrics`: a background loop that renders a page every few seconds, and the server that scrapes get it from.
+"""Collects and serves the page of `stoker metrics`: a background loop renders it every few seconds, a server returns it.
 
-NVML is read in the loop and never in a scrape: if a driver hangs, the last page is served and its timestamp grows old.
+A scrape never reads NVML: if a driver hangs, the server returns the last page, whose timestamp shows its age.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from stoker.control.show.http_server import HttpRequest, HttpResponse, error_res
 from stoker.control.show.metrics.metrics_page import CollectionStatus, DoctorFindings, render
 from stoker.control.show.snapshot import Snapshot
 
-CHECKS_INTERVAL_S = 300.0  # between two runs of the doctor's checks
+CHECKS_INTERVAL_S = 300.0  # the doctor's checks run this often
 
 
 class MetricsCollector:
-    """Renders the page. `look` takes a snapshot, `examine` runs the doctor's checks, `log` reports each problem once."""
+    """Renders the page from `take_snapshot` and from the doctor's checks that `examine` runs; `log` gets each problem once."""
 
     def __init__(
         self,
@@ -59,12 +59,13 @@ class MetricsCollector:
             status = CollectionStatus(True, snapshot.time, time.monotonic() - began)
             self.page = render(snapshot, status, self._findings, self._dcgm)
             self._snapshot, self._status, self._reported = snapshot, status, ""
-        except Exception as problem:  # the next collection may succeed
-            self._report("no snapshot", problem)
+        except Exception as problem:  # a failed collection must not end the loop: the next may succeed
+            self._report("taking a snapshot failed", problem)
             self._status = CollectionStatus(False, self._status.time, time.monotonic() - began)
             self.page = render(self._snapshot, self._status, self._findings, self._dcgm)
 
     def examine(self) -> None:
+        """Run the doctor's checks; their findings are on the next page."""
         try:
             self._findings = self._run_checks()
         except (Refusal, OSError) as problem:
@@ -78,9 +79,9 @@ class MetricsCollector:
 
 
 class MetricsServer(http_server.HttpServer):
-    """Answers GET for /metrics and / and nothing else. `page` returns the newest page; None before the first.
+    """Answers GET for /metrics and /. `page` returns the newest page, or None before the first.
 
-    Every answer is a fixed text or the page: nothing of a request is repeated in it.
+    Every response is a fixed text or the page, so nothing of a request is repeated in it.
     """
 
     def __init__(self, listening: socket.socket, page: Callable[[], bytes | None], content_type: str) -> None:

@@ -1,7 +1,7 @@
-"""Renders a snapshot as Prometheus metrics in the text format 0.0.4. Pure.
+"""Renders a snapshot as Prometheus metrics in the text format 0.0.4. Reads no files and no clock.
 
-prometheus-client would do the same, but takes 8 ms for a page of 8 GPUs and 8 ranks (730 series) instead of 1.4 ms, and an
-exporter may use 10 ms of a core per second. The tests parse the pages with prometheus-client and promtool.
+prometheus-client takes 8 ms for a page of 8 GPUs and 8 ranks (730 series) and this module 1.4 ms; the exporter's budget is
+10 ms of a core per second. The tests parse the pages with prometheus-client and promtool.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from stoker.control.show.snapshot import (
     sort_metrics,
 )
 
-CLASSIC, NEW, OFF = "classic", "4.9", "off"  # DCGM's dialects
+CLASSIC, NEW, OFF = "classic", "4.9", "off"  # values of --dcgm: whose metric names are exported
 STATES = (RUNNING, "completed", "failed", "stopped", "refused", LOST, UNKNOWN, DAMAGED)
-ENDED_S = 900.0  # how long an ended run is exported, so that its verdict is scraped
+ENDED_S = 900.0  # a run is exported for this long after its end, so that its verdict is scraped
 _MAX_LABEL = 200  # characters
-# Series of stoker_training_metric per run: Prometheus keeps each of them for weeks.
-MAX_METRICS = 100
+MAX_METRICS = 100  # series of stoker_training_metric per run; Prometheus stores each of them for weeks
 _MIB = 1 << 20
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# Metrics that have their own series.
 _TRAINING = ("loss", "tokens", "tokens_per_s", "seconds_per_step", "mfu", "grad_norm", "lr", "total_steps")
 
 
 @frozen
 class DoctorFindings:
-    """What the doctor's fast checks found, and when. `counts` maps (check, level) to the number of findings."""
+    """Findings of the doctor's fast checks on a host. `counts` maps (check, level) to their number."""
 
     host: str
     time: float
@@ -55,7 +55,7 @@ class DoctorFindings:
 
 @frozen
 class CollectionStatus:
-    """How the newest collection went; `time` is that of the served snapshot, which may be older."""
+    """Result of the newest collection. `time` is the time of the served snapshot, which is older if the collection failed."""
 
     success: bool
     time: float
@@ -63,7 +63,7 @@ class CollectionStatus:
 
 
 class _Page:
-    """Series by name. Prometheus rejects a page with duplicate series, so the later value of a series wins."""
+    """Collects series by name. The last value of a series wins, because Prometheus rejects a page with duplicates."""
 
     def __init__(self) -> None:
         self._series: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in metric_table.ALL}
@@ -96,9 +96,9 @@ def _make_heads() -> dict[str, str]:
 
 @functools.lru_cache(1 << 16)
 def _format_labels(keys: tuple[str, ...], values: tuple[str, ...]) -> str:
-    """Format labels; cached, because most are the same on the next page.
+    """Format labels as {key="value",...}. Cached because most are the same on the next page.
 
-    Names of runs, metrics and phases are foreign text, so control characters are escaped.
+    Control characters are escaped because users choose the names of runs, metrics and phases.
     """
     texts = [escape(text, _MAX_LABEL) for text in values]
     pairs = [f'{key}="{_escape_value(text, quoted=True)}"' for key, text in zip(keys, texts, strict=True)]
@@ -154,7 +154,7 @@ def render(
 
 
 def is_exported(run: RunView, now: float) -> bool:
-    """Return whether a run is running or ended less than ENDED_S ago."""
+    """Return True if a run is running or ended less than ENDED_S ago."""
     if run.state in (RUNNING, UNKNOWN):
         return True
     return run.state != DAMAGED and now - (run.updated or run.started) <= ENDED_S
@@ -240,7 +240,7 @@ def _add_rank(page: _Page, run: RunView, rank: RankView) -> None:
 def _add_host(page: _Page, host: HostGauges, gpu_count: int) -> None:
     page.put("stoker_host_up", host.state == OK, host.name)
     if host.state != OK:
-        return  # its last known values are out of date
+        return  # its other values are out of date
     page.put("stoker_host_info", 1, host.name, host.driver or "")
     page.put("stoker_host_gpu_driver_failed", host.gpu_error is not None, host.name)
     for name, value in {

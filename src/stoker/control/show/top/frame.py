@@ -1,4 +1,4 @@
-"""A whole screen: where each panel goes, and all lines. Pure."""
+"""Lays out the panels and draws the lines of a whole screen. Depends only on its arguments."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ from stoker.control.show.top.view import (
 # ---- layout ----
 
 WIDE, TALL = 140, 30  # screens of at least this size have two columns
-_MIN_HEIGHTS = {GPUS: 4, RUN: 2, RANKS: 3, PROCESSES: 2, RUNS: 2}  # lines, including the head
-_EXTRA_CURVE = 8  # lines that a curve gets if no other panel needs them
+_MIN_HEIGHTS = {GPUS: 4, RUN: 2, RANKS: 3, PROCESSES: 2, RUNS: 2}  # lines with the head line
+_EXTRA_CURVE = 8  # a curve gets up to this many lines that no other panel needs
 
 
 @frozen
@@ -68,7 +68,7 @@ class Area:
 def arrange_panels(
     panels: Mapping[str, Panel], run: RunView | None, focus: str, width: int, height: int
 ) -> dict[str, Area]:
-    """Arrange the panels in one column, on a wide screen in two. The first and the last line stay free."""
+    """Arrange the panels in one column, or in two on a wide screen. The first line is the header, the last one the footer."""
     inner_height = height - 2
     if width < WIDE or height < TALL:
         return _divide_height(PANELS, panels, run, focus, Area(0, 1, width, inner_height))
@@ -83,7 +83,11 @@ def arrange_panels(
 def _divide_height(
     names: tuple[str, ...], panels: Mapping[str, Panel], run: RunView | None, focus: str, area: Area
 ) -> dict[str, Area]:
-    """Divide the lines of an area: first the minimum of each panel, then what the focused one and the others want."""
+    """Divide the lines of an area among panels.
+
+    Each panel gets its minimum. The remaining lines go first to the focused panel, then to the others. If the minimums don't
+    fit, the last panels are omitted, but never the focused one.
+    """
     wanted_heights = {
         name: 1 + (count_run_lines(run, area.width) if name == RUN else len(panels[name].rows) or 1) for name in names
     }
@@ -114,7 +118,7 @@ def _divide_height(
 
 # ---- the frame ----
 
-_STALE_S = 10.0
+_STALE_S = 10.0  # the header shows the age of older data
 
 KEYS = (
     ("q", "quit"),
@@ -132,15 +136,15 @@ REPLAY_KEYS = (("← →", "back, forward"), ("+ -", "faster, slower"), ("Space"
 
 @frozen
 class Frame:
-    """All lines of the screen and what is where."""
+    """The lines of a screen, with the positions of panels and rows for the mouse."""
 
     lines: tuple[Line, ...]
     areas: Mapping[str, Area]
-    rows: Mapping[str, tuple[str, ...]]  # panel -> keys of its visible rows, from the line below its head
+    rows: Mapping[str, tuple[str, ...]]  # panel -> keys of its visible rows, which begin below its head line
     view: View  # with panels scrolled so that their cursors are visible
 
     def find_row_at(self, x: int, y: int) -> tuple[str, str] | None:
-        """Return (panel, key of the row) at a position; the key is empty on the panel's head."""
+        """Return (panel, key of the row) at a position, or None. The key is "" on the panel's head line."""
         for name, area in self.areas.items():
             if area.x <= x < area.x + area.width and area.y <= y < area.y + area.height:
                 row = y - area.y - 1
@@ -150,7 +154,7 @@ class Frame:
 
 
 def make_frame(snapshot: Snapshot, view: View, width: int, height: int, age: float = 0.0, status: str = "") -> Frame:
-    """Draw the screen. `age` is the snapshot's age in seconds, `status` a text of its source for the header."""
+    """Draw the screen. `age` is the snapshot's age in seconds, `status` a text for the header."""
     width, height = max(width, 1), max(height, 1)
     run, panels = find_chosen_run(snapshot, view), build_panels(snapshot, view)
     areas = arrange_panels(panels, run, view.focus, width, height)
@@ -196,7 +200,7 @@ def _draw_panel(
 
 
 def _add_visible_range(head: str, count: int, top: int, rows: int, width: int) -> str:
-    """Add the range of visible rows at the right, unless all are visible."""
+    """Add the range of visible rows at the right of a head line, unless all rows are visible."""
     if count <= rows or rows < 1:
         return head
     visible = f" {top + 1}-{min(top + rows, count)}/{count} "
@@ -262,7 +266,7 @@ def _draw_help(view: View, width: int, height: int) -> list[Line]:
 
 
 def draw_text(snapshot: Snapshot, width: int, view: View | None = None) -> str:
-    """Return everything as plain text with all rows, for `stoker top --once`."""
+    """Return all panels with all rows as plain text, for `stoker top --once`."""
     view = view or View()
     run, panels = find_chosen_run(snapshot, view), build_panels(snapshot, view)
     lines = [plain_text(_draw_header(snapshot, view, width, 0.0, ""))]

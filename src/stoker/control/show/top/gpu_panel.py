@@ -1,4 +1,4 @@
-"""The panel of hosts and their GPUs."""
+"""Draws the panel of hosts and their GPUs."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from stoker.control.show.top.table import (
     join_pieces,
 )
 
-_HOT_C, _WARM_C = 85, 75  # for a GPU that does not report its own limit
-_NEAR_C = 5  # degrees below its limit at which a GPU counts as hot
+_HOT_C, _WARM_C = 85, 75  # used for a GPU that does not report at which temperature it slows down
+_NEAR_C = 5  # a GPU counts as hot from this many degrees below that temperature
 
 GPU_ORDERS = {
     "u": Order("utilization", lambda gpu: gpu.utilization),
@@ -82,7 +82,7 @@ def draw_host(host: HostGauges, width: int) -> Line:
 
 
 def _format_rates(name: str, down: float | None, up: float | None) -> str:
-    """Format two rates; they are unknown until the second reading."""
+    """Format two rates, or return "" while they are unknown: rates need two readings."""
     return "" if down is None or up is None else f"{name} ↓{_format_amount(down)}/s ↑{_format_amount(up)}/s"
 
 
@@ -98,7 +98,7 @@ def _format_amount(value: float) -> str:
 
 
 def make_gpus_panel(index: SnapshotIndex, options: PanelOptions) -> Panel:
-    """List each host followed by its GPUs; if sorted, all hosts come first and the GPUs' labels include the host."""
+    """List each host followed by its GPUs. In a sorted panel all hosts come first and the GPUs' labels include the host."""
     hosts, is_sorted = index.snapshot.hosts, bool(options.sort)
     gpu_rows, hidden = filter_and_sort(_make_gpu_rows(index), options, GPU_ORDERS)
     by_host: dict[str, list[Row]] = {}
@@ -180,7 +180,7 @@ def _draw_throttle(gpu: GpuGauges, width: int) -> Piece:
 
 
 def _draw_run_name(index: SnapshotIndex, gpu: GpuGauges) -> Piece:
-    """Return the rank and run on the GPU, else the user of a process on it, and the number of others."""
+    """Return the first rank and run on the GPU, else the user of its first process, with the number of others."""
     owners = index.owners(gpu)
     if owners:
         run, rank = owners[0]

@@ -1,4 +1,4 @@
-"""The panels of ranks and of processes on GPUs."""
+"""Draws the panels of ranks and of processes on GPUs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PROCESS_ORDERS = {
     "u": Order("user", lambda pair: pair[1].user, down=False),
     "h": Order("host", lambda pair: (pair[0].host, pair[0].index), down=False),
 }
-_LATE_S = 30.0  # without a sign of progress
+_LATE_S = 30.0  # the age of the last sign of progress is highlighted from here on
 
 
 # ---- ranks ----
@@ -59,7 +59,7 @@ def make_ranks_panel(run: RunView | None, options: PanelOptions) -> Panel:
         options,
         RANK_ORDERS,
     )
-    empty = "no ranks are known for this run" if run is not None else "no run"
+    empty = "no ranks are known for this run" if run is not None else "no run is selected"
     if run is not None and run.verdict is not None and run.state != RUNNING:
         empty = "the run has ended and has no ranks"
     return Panel(RANKS, _make_rank_columns(causes, ranks), rows, empty, hidden)
@@ -162,7 +162,7 @@ def _draw_age(process: Holder) -> Piece:
 
 
 def _draw_command(process: Holder) -> Piece:
-    """Return the command. In a container the driver reports pids of the host, about which nothing else is known."""
+    """Return the command. It is unknown in a container, where the driver reports pids of the host."""
     if process.command is None:
         return "not visible: outside this container, or already ended", DIM
     return escape_cell(process.command), PLAIN

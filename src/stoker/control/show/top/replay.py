@@ -1,4 +1,4 @@
-"""`stoker top --replay RUN`: shows the points of a run's history one after the other, at any speed."""
+"""Plays the history of a recorded run for `stoker top --replay RUN`, at any speed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from stoker.control.show.slow_rank import find_slow_ranks
 from stoker.control.show.snapshot import RUNNING, UNKNOWN, Snapshot, headline_metric, parse_finite, parse_metric
 from stoker.control.show.top.view import BACK, FASTER, FORTH, PAUSE, SLOWER
 
-_INITIAL_SPEED = 10.0  # seconds of the run per second
+_INITIAL_SPEED = 10.0  # seconds of the run per second of the replay
 _MAX_SPEED, _MIN_SPEED = 4096.0, 0.25
-_SEEK_S, _SEEK_SHARE = 30.0, 0.02  # a seek skips this time, or this share of the run if that is more
+_SEEK_S, _SEEK_SHARE = 30.0, 0.02  # a seek skips the longer of 30 s and 2 % of the run
 
 
 class Replay:
-    """Rebuilds the snapshot of any history point. `points` is empty for a run that was over within seconds."""
+    """Rebuilds the snapshot of any history point. `points` is empty for a run that ended within seconds."""
 
     def __init__(self, record: run_record.RunRecord) -> None:
         self._record = record
@@ -40,7 +40,7 @@ class Replay:
         self._next_point = self._next_event = 0
 
     def snapshot(self, index: int) -> Snapshot:
-        """Return the snapshot at point `index`. Going forward is fast; going back starts from the beginning."""
+        """Return the snapshot at point `index`. Going back is slow: it applies all points and events again from the start."""
         if index < self._next_point - 1:
             self._rewind()
         tail = self._tail
@@ -61,7 +61,7 @@ class Replay:
         return Snapshot(point.time, hosts, gpus, (run,), root="", interval=EVERY_S)
 
     def _metrics_at(self, time: float) -> dict[str, Any]:
-        """Return the newest metrics at that time."""
+        """Return the newest metrics at a time of the run, or {} before the first."""
         clock = self._metrics.clock
         index = bisect_right(clock.values, time) - 1
         if index < 0:
@@ -76,17 +76,17 @@ class Replay:
 
 
 class Player:
-    """Plays a Replay as a source of snapshots for the screen."""
+    """Provides the snapshots of a Replay to the screen at the chosen speed."""
 
     def __init__(self, record: run_record.RunRecord, interval: float) -> None:
         self.interval = interval
         self._record, self._replay = record, Replay(record)
         self._points = self._replay.points
         if not self._points:
-            line = f"run {escape(record.id)} has no history: a point is recorded every {EVERY_S:g} s, so shorter runs have none"
+            line = f"can't replay run {escape(record.id)}, which has no history: runs shorter than {EVERY_S:g} s record none"
             raise Refusal(line, EX_NOINPUT)
         self._times = [point.time for point in self._points]
-        self._position = self._times[0]  # a time of the run
+        self._position = self._times[0]  # the time of the run that is shown
         self._taken_at: float | None = None
         self._speed = _INITIAL_SPEED
         self._paused = False
@@ -124,7 +124,7 @@ class Player:
         self._position = max(self._times[0], min(self._times[-1], position))
 
     def _snapshot(self, index: int) -> Snapshot:
-        """Return the snapshot at a point with sparklines; the last one also shows how the run ended."""
+        """Return the snapshot at a point, with sparklines. The last one also shows the verdict."""
         snapshot = self._replay.snapshot(index)
         past = self._points[max(0, index - RECENT + 1) : index + 1]
         host_columns, gpu_columns = _index_columns(past, "hosts"), _index_columns(past, "gpus")
@@ -143,8 +143,8 @@ class Player:
 
 
 def _index_columns(past: list[HistoryPoint], part: str) -> list[tuple[dict[Any, int], HistoryColumns]]:
-    """Return for each point the index of each member in the columns, and the columns. `part` is "gpus" or "hosts"."""
-    indices: dict[int, dict[Any, int]] = {}  # points share their members, so that 500 GPUs are indexed once
+    """Return for each point the index of each member in the columns, with the columns. `part` is "gpus" or "hosts"."""
+    indices: dict[int, dict[Any, int]] = {}  # by members: points share them, so 500 GPUs are indexed once
     for point in past:
         if id(point.members) not in indices:
             indices[id(point.members)] = {key: index for index, key in enumerate(getattr(point.members, part))}
@@ -154,7 +154,7 @@ def _index_columns(past: list[HistoryPoint], part: str) -> list[tuple[dict[Any, 
 def _collect_recent(
     past: list[tuple[dict[Any, int], HistoryColumns]], key: Any, names: tuple[str, ...]
 ) -> dict[str, tuple[float | None, ...]]:
-    """Return a member's newest values, None for points that it was not part of."""
+    """Return the newest values of a GPU or host, with None for points without it."""
     recent: dict[str, list[float | None]] = {name: [] for name in names}
     for indices, columns in past:
         index = indices.get(key, -1)

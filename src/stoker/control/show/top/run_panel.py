@@ -1,4 +1,4 @@
-"""The panel of the run that is shown (numbers, problems, curve of its reward or loss) and the panel that lists all runs."""
+"""Draws the panel of one run (numbers, problems, curve of its reward or loss) and the panel that lists all runs."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ from stoker.control.show.top.table import (
 # ---- the curve ----
 
 _AXIS_LINES = 2
-_MAX_VALUE = 1e300  # so that the difference of two values stays finite
-_CURVE_LINES = 8  # wanted, with the axis
+_MAX_VALUE = 1e300  # larger values are drawn here, so that the difference of two values stays finite
+_CURVE_LINES = 8  # height that a curve asks for, with its axis
 _MIN_CURVE_LINES = 4
 
 
 def draw_curve(points: Sequence[tuple[int, Metric]], width: int, height: int) -> list[Line]:
-    """Draw the curve in at most `height` lines. A step whose value is not finite is a × at the bottom."""
+    """Draw the curve in at most `height` lines. Mark each step whose value is not finite with a × at the bottom."""
     finite_points = [
         (step, max(-_MAX_VALUE, min(_MAX_VALUE, number)))
         for step, value in points
@@ -79,7 +79,7 @@ def draw_curve(points: Sequence[tuple[int, Metric]], width: int, height: int) ->
 
 
 def _merge_cells(row: list[tuple[str, str]]) -> list[Piece]:
-    """Join neighboring cells of one style into pieces; spaces take the style before them."""
+    """Join neighboring cells of the same style into pieces. Spaces get the style of the cell before them."""
     pieces: list[Piece] = []
     for character, color in row:
         style = {"": DIM, "red": BAD}.get(color, ACCENT)
@@ -112,12 +112,12 @@ def draw_run(run: RunView | None, width: int, height: int) -> list[Line]:
 
 
 def count_run_lines(run: RunView | None, width: int) -> int:
-    """Return the number of lines that show all of the run."""
+    """Return the number of lines that the run needs, with its curve."""
     return count_run_text_lines(run, width) + (_CURVE_LINES if run is not None and run.curve else 0)
 
 
 def count_run_text_lines(run: RunView | None, width: int) -> int:
-    """Return the number of lines without the curve."""
+    """Return the number of lines that the run needs, without its curve."""
     return 1 if run is None else len([*_draw_numbers(run, width), *_draw_problems(run, width)])
 
 
@@ -153,7 +153,7 @@ def _draw_numbers(run: RunView, width: int) -> Iterator[Line]:
         if value is not None:
             text = escape_cell(value) if isinstance(value, str) else f"{value:.3g}"
             other_values.append((f"{name} {text}", DIM))
-    # The reward and its companions take as many lines as they need; the other values fill up the last one.
+    # The reinforcement-learning metrics take as many lines as they need; the other values fill up the last one.
     *full_lines, last_line = pack_lines([step, *rl_values], width) or [[]]
     for line in full_lines:
         yield fit(join_pieces(line), width)
@@ -214,7 +214,7 @@ _BAD_STATES = ("failed", LOST, DAMAGED, "hang")
 
 
 def make_runs_panel(index: SnapshotIndex, options: PanelOptions, chosen_id: str) -> Panel:
-    """List the runs, newest first, by name; by id if several runs have the same name."""
+    """List the runs, newest first. Runs with the same name are shown by id."""
     runs = index.snapshot.runs
     name_counts = Counter(run.name for run in runs)
 

@@ -1,4 +1,4 @@
-"""Sources of snapshots for `stoker top`: live ones, and a simulated cluster for `--demo`. (replay.py plays recorded runs.)"""
+"""Provides snapshots for `stoker top`: live ones, and those of a simulated cluster for `--demo`. replay.py plays recorded runs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from stoker.control.show.snapshot import (
 
 # ---- live ----
 
-_HOSTS_TIMEOUT_S = 10.0  # how long a single snapshot waits for other hosts
-_GAP_S = 0.3  # between two readings of the gauges: rates need two
+_HOSTS_TIMEOUT_S = 10.0  # a single snapshot waits at most this long for other hosts
+_GAP_S = 0.3  # time between the two readings of the gauges that rates need
 
 
 class RemoteHosts(Protocol):
-    """Readings of other hosts (control/cluster/host_monitor.py)."""
+    """Reads the gauges of other hosts; control/cluster/host_monitor.py implements it."""
 
     def readings(self) -> list[HostReading]: ...
 
@@ -39,7 +39,7 @@ class RemoteHosts(Protocol):
 
 
 class LiveSource:
-    """The runs of a folder with this machine's gauges, or with those of other hosts instead."""
+    """Takes snapshots of the runs in a folder with this machine's gauges, or with those of other hosts if `remote` is given."""
 
     status = ""
 
@@ -52,9 +52,9 @@ class LiveSource:
         return self._collector.snapshot(watched, self._remote.readings() if self._remote is not None else ())
 
     def take_single_snapshot(self, watched: tuple[str, ...] = ()) -> Snapshot:
-        """Take a snapshot that has rates, and for every host its gauges or the reason why there are none.
+        """Take a snapshot that includes rates. Each host has its gauges or the reason why they are missing.
 
-        Runs in `watched` (ids) have ranks and curves also after they ended.
+        Runs in `watched` (ids) have ranks and curves even after they have ended.
         """
         if self._remote is not None:
             self._remote.wait(_HOSTS_TIMEOUT_S)
@@ -76,10 +76,10 @@ class LiveSource:
 _DEMO_ID = "demo-20260101-120000"
 _TOTAL_STEPS = 20_000
 _STEP_S = 1.6
-_WAIT_S = 0.9  # what the throttled GPU costs the others per step
-_RECENT = 120
-_CYCLE_S = 240.0  # the slow GPU heats up and cools down in this time
-_DEMO_BEFORE_S = 250.0  # how long the demo has been running at its start, so that the GPU was cool for a while
+_WAIT_S = 0.9  # the other ranks wait this long per step while the hot GPU is throttled
+_RECENT = 120  # values of a sparkline
+_CYCLE_S = 240.0  # the hot GPU heats up and cools down in this time
+_DEMO_BEFORE_S = 250.0  # the demo starts at this time of the simulation, so that the sparklines show a cool GPU, too
 _GB = 10**9
 
 
@@ -106,7 +106,7 @@ class DemoSource:
 def demo_snapshot(now: float, began: float, hosts: int = 2, gpus: int = 4) -> Snapshot:
     """Simulate a cluster in which one GPU gets too hot, so that its rank is slow and the others wait for it.
 
-    Depends on its arguments only. The hot GPU is the third one of the last host; `gpus` are those of each host.
+    Depends only on its arguments; `gpus` is the number of GPUs of each host. The hot GPU is the third one of the last host.
     """
     elapsed = max(0.0, now - began)
     hot = (hosts - 1) * gpus + min(2, gpus - 1)
@@ -128,7 +128,7 @@ def _wave(seed: float, time: float, period: float = 30.0) -> float:
 
 
 def _is_throttled(elapsed: float) -> bool:
-    """Whether the hot GPU's clock is held down, which it is two thirds of the time."""
+    """Return True while the hot GPU's clock is held down, which is two thirds of the time."""
     return (elapsed + _CYCLE_S / 6) % _CYCLE_S < _CYCLE_S * 2 / 3
 
 

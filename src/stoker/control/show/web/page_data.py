@@ -1,6 +1,6 @@
-"""The page's data as JSON: the live state sent to viewers, and answers about curves, ranks over time and comparisons.
+"""Builds the page's data as JSON: the live state of runs, hosts and GPUs, curves, comparisons, and ranks over time.
 
-Texts and files of runs are in run_files.py.
+run_files.py reads the texts and files of runs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from stoker.control.show.snapshot import (
 )
 from stoker.control.show.web.run_files import PageNotFound, RunFolders
 
-# ---- live state: parts (runs, hosts, gpus, ranks) of rows by key ----
+# ---- live state: for each part (runs, hosts, gpus, ranks) its rows by key ----
 
 Row = dict[str, Any]
 State = dict[str, dict[str, Row]]
@@ -62,16 +62,16 @@ _RANK_FIELDS = (
     "role", "label", "host", "gpu", "pid", "state", "exit_code", "step", "step_s", "waiting", "phase", "collective_age",
     "beat_age", "memory",
 )  # fmt: skip
-# Fields whose integers are sent exactly.
+# The integers of these fields are not rounded.
 _EXACT_FIELDS = frozenset((
     "requests", "tokens", "prompt_tokens", "weights_version", "step", "total_steps", "world", "attempts", "pid", "exit_code",
     "cores", "started", "updated",
 ))  # fmt: skip
-_MAX_PROCESSES = 8  # of a GPU
+_MAX_PROCESSES = 8  # shown of a GPU
 
 
 def make_shared_state(snapshot: Snapshot) -> State:
-    """Return the parts that every viewer gets; only the ranks depend on the run that a viewer watches."""
+    """Return the parts that are the same for every viewer. The fourth, ranks, depends on the run that a viewer watches."""
     return {
         "runs": {run.id: _make_run_row(run) for run in snapshot.runs},
         "hosts": {host.name: _make_row(host, _HOST_FIELDS) for host in snapshot.hosts},
@@ -84,7 +84,7 @@ def make_rank_rows(run: RunView | None) -> dict[str, Row]:
 
 
 def collect_recent_utilization(snapshot: Snapshot) -> dict[str, list[float | None]]:
-    """Return each GPU's utilization from before a viewer connected; later values it keeps itself."""
+    """Return each GPU's utilization from before a viewer connected; the page collects later values."""
     return {
         _gpu_key(gpu): [None if value is None else round(value, 2) for value in gpu.recent.get("utilization", ())]
         for gpu in snapshot.gpus
@@ -92,9 +92,9 @@ def collect_recent_utilization(snapshot: Snapshot) -> dict[str, list[float | Non
 
 
 def diff_states(before: Mapping[str, Mapping[str, Row]], now: State) -> tuple[State, dict[str, list[str]]]:
-    """Return (new rows and the changed fields of others, keys that are gone)."""
+    """Return (new rows and the changed fields of other rows, keys of removed rows)."""
     changed: State = {}
-    gone: dict[str, list[str]] = {}
+    removed: dict[str, list[str]] = {}
     for part, rows in now.items():
         old_rows = before.get(part, {})
         changed_rows = {}
@@ -108,8 +108,8 @@ def diff_states(before: Mapping[str, Mapping[str, Row]], now: State) -> tuple[St
             changed[part] = changed_rows
         missing = [key for key in old_rows if key not in rows]
         if missing:
-            gone[part] = missing
-    return changed, gone
+            removed[part] = missing
+    return changed, removed
 
 
 def _make_run_row(run: RunView) -> Row:
@@ -142,7 +142,7 @@ def _make_row(view: RunView | HostGauges | GpuGauges | RankView, names: tuple[st
 
 
 def _round(value: Any, name: str) -> Any:
-    """Round numbers to four digits, so that changes too small to be seen are not sent."""
+    """Round numbers to four digits, so that changes that are too small to see are not sent."""
     if isinstance(value, tuple):
         return [_round(item, name) for item in value]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -162,7 +162,7 @@ def _round(value: Any, name: str) -> Any:
 
 POINTS = 600
 _MIN_POINTS, _MAX_POINTS = 30, 4000
-StepRange = tuple[float, float]  # from, to
+StepRange = tuple[float, float]  # first, last
 ALL_STEPS: StepRange = (-math.inf, math.inf)
 
 
@@ -176,12 +176,15 @@ def read_curves(
     max_points: int,
     smooth: int = 1,
 ) -> dict[str, Any]:
-    """Return curves of a run: points from index `since` on (a curve only grows at its end), of the steps `within`."""
+    """Return curves of a run, thinned to about `max_points`: the points in `step_range` from index `since` on.
+
+    A page that has the first points asks only for newer ones, because a curve only grows at its end.
+    """
     tail, _ = folders.open(run)
     curves = {}
     for name in names:
         curve = tail.curve(name)
-        # A window of one logging interval applies only to AVERAGED metrics: the others have no noise, or are means already.
+        # Smoothing over one logging interval applies only to AVERAGED metrics: the others have no noise or are means.
         window = smooth if name in AVERAGED or smooth != tail.interval else 1
         steps, values = _select_points(curve, since, step_range, window)
         indices = thin_out(values, max(_MIN_POINTS, min(max_points, _MAX_POINTS)))
@@ -208,7 +211,7 @@ def _select_points(
     first, last = step_range
     if step_range != ALL_STEPS:
         inside = [index for index, step in enumerate(steps) if first <= step <= last]
-        # One more point on each side, so that the line reaches the edges.
+        # Add one point on each side, so that the line reaches the edges of the chart.
         begin, end = (max(inside[0] - 1, 0), inside[-1] + 2) if inside else (0, 0)
         steps, values = steps[begin:end], values[begin:end]
     return steps, values
@@ -226,12 +229,15 @@ def list_metric_names(tail: RunTail) -> list[str]:
 # ---- sparklines of the list ----
 
 _SPARK_POINTS = 32
-_MAX_AVERAGED = 16  # lines averaged for one value
+_MAX_AVERAGED = 16  # a value is a mean over at most this many lines
 _MAX_LINE = 4096  # bytes of a line of metrics.jsonl
 
 
 def read_sparklines(folders: RunFolders, runs: Sequence[str]) -> dict[str, list[float | None]]:
-    """Return a few values of each run's reward or loss, read at places across the file, so its length doesn't matter."""
+    """Return about 32 values of each run's reward or loss.
+
+    Reads lines at 32 evenly spaced offsets of metrics.jsonl, so the time does not depend on its length.
+    """
     sparklines = {}
     for run in runs:
         try:
@@ -265,7 +271,7 @@ def _read_sparkline(run_dir: str) -> list[float | None]:
 
 
 def _next_headline_value(file: IO[bytes]) -> float | None:
-    """Return the next reward or loss in the file; if the metrics have every step, the mean over a few of them."""
+    """Return the next reward or loss in the file, or None. If the file has every step, return the mean over a few lines."""
     for _ in range(3):
         line = _parse_object(file.readline(_MAX_LINE))
         if (value := _headline_value(line)) is None:
@@ -295,9 +301,9 @@ _MAX_COMPARED = 12  # runs
 
 
 def compare_runs(folders: RunFolders, runs: Sequence[str], name: str) -> dict[str, Any]:
-    """Return settings that differ, values at equal steps, and for two runs whether the difference is more than noise.
+    """Return the differing settings and the values at the last common step; for two runs, judge whether they differ by more than noise.
 
-    `name` is the metric that is judged; empty means reward if all the runs have one, else loss.
+    `name` is the metric to judge. If it is empty, judge the reward if all runs have one, else the loss.
     """
     tails = [folders.open(run)[0] for run in runs[:_MAX_COMPARED]]
     settings = [settings_of(tail.training.record) for tail in tails]
@@ -322,12 +328,14 @@ def read_settings(folders: RunFolders, run: str) -> dict[str, Any]:
     return {"settings": [list(pair) for pair in settings_of(folders.open(run)[0].training.record).items()]}
 
 
-def read_timeline(folders: RunFolders, run: str, since: float, step_range: StepRange = ALL_STEPS) -> dict[str, Any]:
-    """Return the ranks over time, newer than `since` and within these times."""
+def read_timeline(
+    folders: RunFolders, run: str, since: float, time_range: tuple[float, float] = (-math.inf, math.inf)
+) -> dict[str, Any]:
+    """Return the ranks over time, newer than `since` and between the two times of `time_range`."""
     tail, timeline = folders.open(run)
     labels = {
         str(rank["rank"]): str(rank.get("label") or "")[:80]
         for rank in planned_ranks(tail.record)
         if type(rank.get("rank")) is int
     }
-    return {**timeline.to_json(since, step_range), "labels": labels}
+    return {**timeline.to_json(since, time_range), "labels": labels}
