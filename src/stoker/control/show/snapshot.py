@@ -218,7 +218,7 @@ class Snapshot:
 
     @property
     def processes(self) -> tuple[tuple[GpuGauges, Holder], ...]:
-        """All (GPU, process on it), in the order of the GPUs."""
+        """The pairs (GPU, process on it), in the order of the GPUs."""
         return tuple((gpu, process) for gpu in self.gpus for process in gpu.processes or ())
 
 
