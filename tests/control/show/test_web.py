@@ -416,7 +416,7 @@ def test_other_users_runs_only_with_all(stoker: Stoker) -> None:
         assert page.get(f"/file?run={run.name}&path=leak.txt")[0] == 404
         own, body = f"http://127.0.0.1:{page.port}", json.dumps({"run": run.name}).encode()
         status, _, answer = page.get("/api/stop", method="POST", body=body, Origin=own, Content_Type="application/json")
-        assert status == 409 and b"not yours" in answer
+        assert status == 409 and b"belongs to another user" in answer
 
 
 def first_event(page: Page, run: str = "") -> Any:
