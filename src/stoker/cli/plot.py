@@ -18,7 +18,7 @@ from stoker.contract.text import escape, is_digits
 from stoker.contract.units import format_bytes, format_duration
 from stoker.control.record import run_index, run_record
 from stoker.control.show.charts import (
-    COLOURS,
+    COLORS,
     LETTERS,
     Series,
     draw_chart,
@@ -29,11 +29,11 @@ from stoker.control.show.charts import (
     sparkline,
 )
 from stoker.control.show.comparison import (
-    PART,
-    PARTS,
+    COMPARED_SHARE,
+    PART_COUNT,
     Difference,
-    at_equal_step,
-    differing_settings,
+    find_differing_settings,
+    find_last_common_step,
     measure_difference,
     settings_of,
 )
@@ -46,8 +46,8 @@ _PLOT_EXAMPLES = """  stoker plot                                     the newest
   stoker plot exp1 exp2 --metric val_loss --log
   stoker plot exp1 --smooth 20 --png loss.png"""
 _COMPARE_EPILOG = (
-    f"How noise is judged: the last {PART:.0%} of the steps that both runs have made is cut into {PARTS} parts. Each part gives"
-    f" the difference of the two means, and the {PARTS} differences give a 95 % t interval. A difference is more than noise if"
+    f"How noise is judged: the last {COMPARED_SHARE:.0%} of the steps that both runs have made is cut into {PART_COUNT} parts. Each part gives"
+    f" the difference of the two means, and the {PART_COUNT} differences give a 95 % t interval. A difference is more than noise if"
     " the interval does not contain 0.\n\nThis is the noise of batches within the two runs. Another seed changes a run, too: only"
     " runs with several seeds show by how much."
 )
@@ -187,7 +187,7 @@ def _title(run: run_record.RunRecord) -> str:
 
 
 def _describe_non_finite(curve: Curve) -> str:
-    steps = curve.not_finite()
+    steps = curve.find_non_finite_steps()
     if not steps:
         return ""
     listed = ", ".join(map(str, steps[:5])) + (" …" if len(steps) > 5 else "")
@@ -214,7 +214,7 @@ def _print_chart(metric: str, lines: Sequence[Series], args: argparse.Namespace)
             f"last {format_short(values[-1])}, {best}, mean of the last tenth {format_short(_last_tenth_mean(values))}"
         )
         step = int(line.points[-1][0])
-        print_coloured([(mark, COLOURS[number % len(COLOURS)]), (f" {line.name}: {figures}; step {step}", "")])
+        print_coloured([(mark, COLORS[number % len(COLORS)]), (f" {line.name}: {figures}; step {step}", "")])
 
 
 def _last_tenth_mean(values: Sequence[float]) -> float | None:
@@ -243,7 +243,7 @@ def compare_main(argv: list[str]) -> int:
         line = f"{args.first} and {args.second} are the same run, {runs[0].id}; `stoker runs` lists the others"
         raise Refusal(escape(line), EX_USAGE)
     tails = [_read_tail(run) for run in runs]
-    settings = differing_settings([settings_of(tail.training.record) for tail in tails])
+    settings = find_differing_settings([settings_of(tail.training.record) for tail in tails])
     results = [_read_results(tail) for tail in tails]
     metric = args.metric or _headline_metric(tails)
     difference = measure_difference(tails[0].curve(metric), tails[1].curve(metric))
@@ -259,7 +259,9 @@ def compare_main(argv: list[str]) -> int:
                 },
                 "settings": {name: list(values) for name, values in settings},
                 "results": [{name: value for name, (value, _) in result.items()} for result in results],
-                "noise": as_json(difference) | {"beyond": difference.beyond} if difference is not None else None,
+                "noise": as_json(difference) | {"beyond": difference.is_beyond_noise}
+                if difference is not None
+                else None,
             }
         )
         return 0
@@ -291,7 +293,7 @@ def _values_at_equal_steps(tails: Sequence[RunTail], metric: str) -> dict[str, t
     """
     values = {}
     for name in dict.fromkeys((metric, *RL_METRICS, LOSS, "val_loss")):
-        at_step = at_equal_step([tail.mean_curve(name) for tail in tails])
+        at_step = find_last_common_step([tail.mean_curve(name) for tail in tails])
         if at_step is not None:
             values[name] = at_step
     return values
@@ -348,10 +350,10 @@ def _judge_difference(difference: Difference | None, metric: str, names: list[st
     steps = f"steps {difference.first_step} to {difference.last_step}"
     means = f"{metric} over {steps}: {format_short(difference.first)} and {format_short(difference.second)}"
     if difference.low is None or difference.high is None:
-        parts = f"only {difference.parts} of {PARTS} parts have values of both runs"
+        parts = f"only {difference.parts} of {PART_COUNT} parts have values of both runs"
         return f"{means}; too few values to judge the difference ({parts})", "yellow"
     interval = f"difference {difference.difference:+.4g}, 95 % interval {difference.low:+.4g} to {difference.high:+.4g}"
-    if not difference.beyond:
+    if not difference.is_beyond_noise:
         return f"{means}; {interval}: within the noise", ""
     is_better = difference.difference > 0 if metric == REWARD else difference.difference < 0
     better, direction = escape(names[1] if is_better else names[0], 60), "higher" if metric == REWARD else "lower"

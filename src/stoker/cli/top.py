@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     try:
         if not once:
             return _run_app(source, view)
-        snapshot = source.look_once((view.run,) if view.run else ())
+        snapshot = source.take_single_snapshot((view.run,) if view.run else ())
     finally:
         source.close()
     if args.json:

@@ -16,7 +16,7 @@ from stoker.control.record import serving_log
 from stoker.control.record.serving_log import ServerLog, ServerRates, ServerSample, compute_rates, read_samples
 from stoker.control.show.curves import Curve, MetricsTail, average_curve, read_newest_line
 from stoker.control.show.job_view import compute_server_curves, open_run_tail
-from stoker.control.show.run_tail import server_load
+from stoker.control.show.run_tail import compute_server_load
 from stoker.control.show.snapshot import RUNNING
 
 INTERVAL = 3
@@ -62,10 +62,10 @@ def test_rates_are_differences_over_the_last_half_minute() -> None:
     assert compute_rates(idle, 101.0) == ServerRates(0.0, 0.0)
     assert compute_rates(samples, 80.0) == ServerRates(), "a server that writes no more is gone, or hangs"
     assert compute_rates(samples[:1], 1.0) == ServerRates()
-    load = server_load("server", [samples, [sample(60.0, 7, 9, 4)]], 61.0, True)
+    load = compute_server_load("server", [samples, [sample(60.0, 7, 9, 4)]], 61.0, True)
     assert (load.requests, load.tokens, load.weights_version) == (127, 6009, 0)
     assert (load.requests_per_s, load.tokens_per_s, load.running) == (2.0, 100.0, 2)
-    assert server_load("server", [samples], 61.0, False).tokens_per_s is None, "the job is over"
+    assert compute_server_load("server", [samples], 61.0, False).tokens_per_s is None, "the job is over"
 
 
 def test_a_servers_curve_is_its_rate_at_the_trainers_steps() -> None:

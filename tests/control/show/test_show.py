@@ -26,7 +26,7 @@ from stoker.control.record.history import HistoryPoint, HistoryTail, HistoryWrit
 from stoker.control.show import curves
 from stoker.control.show.charts import Series, display_width, draw_chart, fit_width, format_short, mean, sparkline
 from stoker.control.show.collector import SnapshotCollector
-from stoker.control.show.comparison import differing_settings, measure_difference
+from stoker.control.show.comparison import find_differing_settings, measure_difference
 from stoker.control.show.curves import Curve, MetricsTail, read_newest_line
 from stoker.control.show.metrics_columns import ColumnBlock, LineFormat
 from stoker.control.show.run_tail import EventTail, RunTail
@@ -396,7 +396,7 @@ def test_lines_cut_into_columns_are_what_json_makes_of_them(tmp_path: Path) -> N
     pairs = [(spaced.curves[name], dense.curves[name]) for name in spaced.curves] + [(spaced.clock, dense.clock)]
     for one, other in pairs:
         assert one.steps == other.steps and repr(one.values) == repr(other.values)
-        assert one.not_finite() == other.not_finite()
+        assert one.find_non_finite_steps() == other.find_non_finite_steps()
     read = list(LineFormat().read((tmp_path / "spaced" / "metrics.jsonl").read_bytes().rpartition(b"\n")[0] + b"\n"))
     assert sum(len(part.steps) for part in read if isinstance(part, ColumnBlock)) > 5000
 
@@ -711,15 +711,20 @@ def test_a_difference_is_more_than_noise_or_not() -> None:
     better = [value - 0.05 for value in wave]
     other = [4.0 / (1 + step / 50) + 0.1 * math.sin(step * 1.3 + 1) for step in range(500)]
     found = measure_difference(curve(wave), curve(better))
-    assert found is not None and found.beyond and found.difference == pytest.approx(-0.05) and found.first_step == 400
+    assert (
+        found is not None
+        and found.is_beyond_noise
+        and found.difference == pytest.approx(-0.05)
+        and found.first_step == 400
+    )
     level = measure_difference(curve(wave), curve(other))
-    assert level is not None and level.low is not None and not level.beyond
+    assert level is not None and level.low is not None and not level.is_beyond_noise
     few = measure_difference(curve(wave[:3]), curve(other[:3]))
     assert few is not None and few.low is None
     assert (
         measure_difference(curve(wave), Curve()) is None and measure_difference(curve([math.nan]), curve(wave)) is None
     )
-    assert differing_settings([{"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}]) == [
+    assert find_differing_settings([{"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}]) == [
         ("b", ("2", "3")),
         ("c", ("n/a", "4")),
     ]

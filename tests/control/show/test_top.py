@@ -38,7 +38,7 @@ from stoker.control.show.snapshot import (
 from stoker.control.show.top.frame import Frame, draw_text, make_frame
 from stoker.control.show.top.sources import demo_snapshot
 from stoker.control.show.top.table import PANELS, RANKS, RUNS, plain_text
-from stoker.control.show.top.view import View, drop_deleted_run, press
+from stoker.control.show.top.view import View, drop_deleted_run, handle_key
 
 
 def until(look: Callable[[], Any], seconds: float) -> bool:
@@ -195,7 +195,7 @@ class Still:
         self.snapshot = snapshot
         self.watched: tuple[str, ...] = ()
 
-    def look(self, watched: tuple[str, ...]) -> Snapshot:
+    def take_snapshot(self, watched: tuple[str, ...]) -> Snapshot:
         self.watched = watched
         return self.snapshot
 
@@ -270,10 +270,10 @@ def test_a_run_is_stopped_only_after_a_question_and_only_ones_own() -> None:
 def test_mouse_and_sizes() -> None:
     async def play(app: Any, pilot: Any) -> None:
         for name in PANELS:
-            place = app.frame.places[name]
+            place = app.frame.areas[name]
             await pilot.click(offset=(place.x + 3, place.y))
             assert app.view.focus == name
-        ranks = app.frame.places[RANKS]
+        ranks = app.frame.areas[RANKS]
         await pilot.click(offset=(ranks.x + 3, ranks.y + 2))
         assert app.view.cursors[RANKS] == "1"
         for size in ((160, 50), (20, 8), (1, 1), (80, 24)):
@@ -311,7 +311,7 @@ def test_a_deleted_run_that_was_chosen_is_not_replaced_in_silence() -> None:
 
 def test_a_source_that_fails_or_hangs_is_shown_and_keys_still_work() -> None:
     class Broken(Still):
-        def look(self, watched: tuple[str, ...]) -> Snapshot:
+        def take_snapshot(self, watched: tuple[str, ...]) -> Snapshot:
             if self.snapshot.time == 1.0:
                 return self.snapshot
             raise ValueError("a folder \x1b of chaos")
@@ -332,8 +332,8 @@ def test_a_source_that_fails_or_hangs_is_shown_and_keys_still_work() -> None:
 def test_a_recording_is_held_and_sought() -> None:
     seen = []
     for key, sign in (("space", " "), ("left", ""), ("right", ""), ("plus", "+"), ("minus", "-"), ("T", "T")):
-        view, effect = press(View(replay=True), key, sign, own_demo(), 5)
-        seen.append(effect.what if effect is not None else view.note)
+        view, effect = handle_key(View(replay=True), key, sign, own_demo(), 5)
+        seen.append(effect.name if effect is not None else view.note)
         assert not view.paused
     assert seen == ["pause", "back", "forth", "faster", "slower", "a recording can't be stopped"]
 

@@ -28,8 +28,8 @@ from stoker.control.record import run_record
 from stoker.control.record.history import HistoryPoint, Members
 from stoker.control.show.http_server import HttpRequest, parse_request
 from stoker.control.show.top.sources import demo_snapshot
-from stoker.control.show.web.page_data import diff_states, rank_rows, shared_state
-from stoker.control.show.web.rank_timeline import RankTimeline, rank_letters
+from stoker.control.show.web.page_data import diff_states, make_rank_rows, make_shared_state
+from stoker.control.show.web.rank_timeline import RankTimeline, choose_letters
 
 BEATS = "import stoker, sys\nfor step in range(int(sys.argv[1])):\n    stoker.beat(step)\nprint(open('said.txt').read() if len(sys.argv) > 2 else 'done')\n"  # fmt: skip
 FOREIGN = (
@@ -128,7 +128,7 @@ def test_a_request_is_taken_whole_or_refused() -> None:
 def test_only_what_changed_travels() -> None:
     """16 hosts of 8 GPUs, 128 ranks, every two seconds."""
     before, now = (demo_snapshot(5000.0 + at, 1000.0, 16, 8) for at in (0.0, 2.0))
-    states = [{**shared_state(one), "ranks": rank_rows(one.runs[-1])} for one in (before, now)]
+    states = [{**make_shared_state(one), "ranks": make_rank_rows(one.runs[-1])} for one in (before, now)]
     changed, gone = diff_states(states[0], states[1])
     sent = len(json.dumps(changed, separators=(",", ":")))
     assert not gone and changed["ranks"]["3"].keys() <= {"step", "step_s", "waiting", "phase", "beat_age", "memory"}
@@ -152,7 +152,7 @@ def test_a_letter_for_each_moment_of_a_rank() -> None:
         "step": (1, 1, 1, 1, 1, 1, None),
     }
     moment = HistoryPoint(1.0, 0, Members(tuple(range(7))), columns, {}, {})
-    assert "".join(rank_letters(moment)) == "AFKswpJ"
+    assert "".join(choose_letters(moment)) == "AFKswpJ"
 
 
 # ---- who may ask ----
@@ -416,7 +416,7 @@ def test_other_users_runs_only_with_all(stoker: Stoker) -> None:
         assert page.get(f"/file?run={run.name}&path=leak.txt")[0] == 404
         own, body = f"http://127.0.0.1:{page.port}", json.dumps({"run": run.name}).encode()
         status, _, answer = page.get("/api/stop", method="POST", body=body, Origin=own, Content_Type="application/json")
-        assert status == 409 and b"not yours" in answer
+        assert status == 409 and b"belongs to another user" in answer
 
 
 def first_event(page: Page, run: str = "") -> Any:

@@ -1,4 +1,4 @@
-"""Curves as text and pictures: sparklines, charts in braille or letters, PNG files; numbers and cells that fit a width."""
+"""Draws curves as sparklines, as charts of braille dots or letters, and as PNG files; formats numbers and fits text to a width."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from stoker.control.show.snapshot import REWARD, RL_METRICS, SHARES, Metric, fin
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-~=+*#"
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bits of a braille cell: four rows of two
-COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
+COLORS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-_GAP = "·"
-MAX_DRAWN = 1e300  # larger values are drawn at the edge: their differences would overflow
-# Characters one column wide: Latin, arrows, lines, blocks, braille. One match instead of a lookup per character.
+_GAP = "·"  # stands for an unknown value
+MAX_DRAWN = 1e300  # larger values are drawn at the edge because their differences would overflow
+# These characters are one column wide: Latin, arrows, lines, blocks, braille. One match is faster than a lookup for each.
 _NARROW = re.compile("[ -\u02ff\u2010-\u2027\u2190-\u21ff\u2500-\u259f\u2800-\u28ff]*")
 Cell = tuple[str, str]  # a character and its color
 
@@ -46,10 +46,10 @@ def sparkline(
     ascii_only: bool = False,
     scale: tuple[float | None, float | None] = (None, None),
 ) -> str:
-    """Draw values as one line of bars, at most `width` wide; None is a gap.
+    """Draw values as one line of at most `width` bars; None is drawn as a gap.
 
-    If there are more values than columns, a bar is the mean of its part. `scale` gives the values of the lowest and the
-    highest bar; None takes the lowest or highest of the values.
+    If there are more values than columns, each bar is a mean. `scale` has the values of the lowest and the highest bar; None
+    stands for the lowest or highest value.
     """
     if not values or width < 1:
         return ""
@@ -76,7 +76,7 @@ def sparkline(
 def mean(values: Sequence[float]) -> float | None:
     try:
         return math.fsum(values) / len(values) if values else None
-    except OverflowError:  # the sum of values near 1.7e308 overflows, their mean does not
+    except OverflowError:  # the sum of values near 1.7e308 overflows, but their mean does not
         return math.fsum(value / len(values) for value in values)
 
 
@@ -89,9 +89,9 @@ def draw_chart(
     coloured: bool = False,
     ascii_only: bool = False,
 ) -> list[list[Cell]]:
-    """Return a chart with axes as rows of cells. Several lines differ by color, or without color by letter.
+    """Return a chart with axes as rows of cells. Several lines differ by color, or by letter without color.
 
-    With `log` the y axis is logarithmic and values that are not positive are left out.
+    With `log` the y axis is logarithmic and values that are not positive are omitted.
     """
     drawn = [
         [(x, math.log10(y) if log else max(-MAX_DRAWN, min(y, MAX_DRAWN))) for x, y in line.points if not log or y > 0]
@@ -118,7 +118,7 @@ def draw_chart(
             else:
                 before = ord(cells[row][column][0]) if cells[row][column][0] != " " else 0x2800
                 character = chr(before | _DOTS[y % 4][x % 2])
-            cells[row][column] = character, COLOURS[index % len(COLOURS)]
+            cells[row][column] = character, COLORS[index % len(COLORS)]
     vertical, corner, horizontal = ("|", "+", "-") if ascii_only else ("│", "└", "─")
     chart = [[(f"{label:>{margin - 1}} {vertical}", ""), *row] for label, row in zip(labels, cells, strict=True)]
     chart.append([(" " * margin + corner + horizontal * inner, "")])
@@ -127,7 +127,7 @@ def draw_chart(
 
 
 def _y_labels(low: float, high: float, height: int, log: bool) -> list[str]:
-    """Return a label for the first, the last and every fourth row, else an empty one."""
+    """Return a label for each row; only the first, the last and every fourth row have one that is not empty."""
     labels = []
     for row in range(height):
         value = high - (high - low) * row / max(height - 1, 1)
@@ -167,7 +167,7 @@ def _dots(
 
 
 def format_short(value: Metric) -> str:
-    """Format a number in few characters: 3.214, 0.0021, 1.2e-05, 34.5K, 12M. A string such as "nan" stays as it is."""
+    """Format a number in few characters: 3.214, 0.0021, 1.2e-05, 34.5K, 12M. A string such as "nan" is returned unchanged."""
     if value is None:
         return "n/a"
     if isinstance(value, str):
@@ -189,13 +189,13 @@ def format_short(value: Metric) -> str:
 
 
 def metric_text(name: str, value: Metric) -> str:
-    """Format the value of the metric `name`: shares in percent, others as `short` does."""
+    """Format the value of the metric `name`: shares in percent, others with `format_short`."""
     number = finite(value)
     return f"{number:.0%}" if name in SHARES and number is not None else format_short(value)
 
 
 def display_width(text: str) -> int:
-    """Return the terminal columns of a text: two for a Chinese character, none for a combining accent."""
+    """Return the terminal columns that a text takes: two for a Chinese character, none for a combining accent."""
     if text.isascii() or _NARROW.fullmatch(text):
         return len(text)
     wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text)
@@ -222,22 +222,34 @@ def fit_width(text: str, width: int) -> str:
 
 Panel = tuple[str, Sequence[Series]]  # label of the y axis and the lines
 
-_PNG_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe and Ito's, for color blindness
-_PNG_MAX = 1e100  # larger values are drawn here: matplotlib's margins and ticks need powers of them
-_PNG_STYLES = ("-", "--", "-.", ":")  # lines never differ by color alone
+_PNG_COLORS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#56b4e9",
+    "#e69f00",
+)  # Okabe and Ito's palette for color blindness
+_PNG_MAX = 1e100  # larger values are drawn here, because matplotlib's margins and ticks would overflow
+_PNG_STYLES = ("-", "--", "-.", ":")  # after six lines the colors repeat with another style
 _PNG_SETTINGS: Any = {
     "axes.grid": True, "grid.color": "#d4d8dc", "grid.linewidth": 0.6, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
-    "text.parse_math": False,  # a run may be called a_$b
+    "text.parse_math": False,  # the name of a run may contain $
     "font.size": 11, "savefig.dpi": 130,
 }  # fmt: skip
 
 
 def write_png(path: str, panels: Sequence[Panel], *, log: bool = False) -> None:
-    """Draw the panels below each other into a PNG file. Raises Refusal without matplotlib or if it can't be written."""
+    """Draw the panels below each other into a PNG file.
+
+    Raises Refusal if matplotlib is missing or the file can't be written.
+    """
     try:
         import matplotlib.figure
     except ImportError as problem:
-        reason = f"no picture: matplotlib can't be imported ({problem}); pip install matplotlib, or omit --png"
+        reason = (
+            f"can't draw a picture: importing matplotlib failed ({problem}); run pip install matplotlib, or omit --png"
+        )
         raise Refusal(escape(reason), EX_UNAVAILABLE) from problem
     refuse_other_kind(path, b"\x89PNG", "a PNG picture")
     with matplotlib.rc_context(_PNG_SETTINGS):
@@ -273,9 +285,9 @@ def write_png(path: str, panels: Sequence[Panel], *, log: bool = False) -> None:
 
 
 def show_loss(run_dir: str, log: Callable[[str], None]) -> None:
-    """Report a finished training: its loss (GRPO: reward) as one line, and as a PNG if matplotlib is installed.
+    """Log the loss of a finished training (its reward with GRPO) as one line, and draw it as a PNG if matplotlib is installed.
 
-    A run without a loss has no line. A picture that fails is reported and changes no exit code.
+    Logs nothing for a run without a loss. If the picture can't be drawn, logs why; the exit code does not change.
     """
     import importlib.util
 
@@ -287,7 +299,7 @@ def show_loss(run_dir: str, log: Callable[[str], None]) -> None:
     values = [number for _, value in points if (number := finite(value)) is not None]
     if curve is None or len(values) < 2:
         return
-    bad_count = len(curve.not_finite())
+    bad_count = len(curve.find_non_finite_steps())
     bad = f" ({bad_count} not finite)" if bad_count else ""
     summary = f"{headline} {sparkline(values)} {format_short(values[0])} to {format_short(values[-1])}{bad}"
     try:
@@ -303,6 +315,6 @@ def show_loss(run_dir: str, log: Callable[[str], None]) -> None:
             summary += f"; {os.path.relpath(path)}"
     except Refusal as problem:
         log(f"stoker: {problem.line}")
-    except Exception as problem:  # matplotlib is installed but does not work
+    except Exception as problem:  # a broken installation of matplotlib must not fail a finished run
         log(f"stoker: {headline}.png could not be drawn: {escape(f'{type(problem).__name__}: {problem}', 200)}")
     log(summary)

@@ -1,6 +1,6 @@
-"""Collects snapshots from run directories, this machine's gauges, and what running jobs record about other hosts.
+"""Collects snapshots from run directories, this machine's gauges, and the hosts' gauges that running jobs record.
 
-A `SnapshotCollector` lives as long as its viewer and remembers what it has read: the second snapshot costs only what changed.
+A `SnapshotCollector` lives as long as its viewer and caches what it has read, so later snapshots read only what changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stoker.control.show.run_tail import RECENT, RecordCache, RunTail
 from stoker.control.show.slow_rank import find_slow_ranks
 from stoker.control.show.snapshot import DAMAGED, RUNNING, UNKNOWN, RunView, Snapshot, parse_finite
 
-OFFLINE_S = 10.0  # a host that has reported nothing for this long is OFFLINE
+OFFLINE_S = 10.0  # a host that has not reported for this long is OFFLINE
 GPU_SERIES = ("utilization", "memory_used", "temperature", "power")
 HOST_SERIES = ("cpu", "memory_available", "received", "sent")
 
@@ -36,8 +36,8 @@ HostReading = tuple[HostGauges, tuple[GpuGauges, ...]]
 class SnapshotCollector:
     """Collects snapshots of the runs in the folder `root`.
 
-    `everybody` includes other users' runs, `machine` this machine's gauges. With `whole_curves` False the curves of watched
-    runs hold only their newest points.
+    With `everybody` it includes other users' runs, with `machine` this machine's gauges. With `whole_curves` False the
+    curves of watched runs have only their newest points.
     """
 
     def __init__(self, root: str, everybody: bool = False, machine: bool = True, whole_curves: bool = True) -> None:
@@ -52,18 +52,18 @@ class SnapshotCollector:
     def snapshot(
         self, watched: Collection[str] = (), elsewhere: Iterable[HostReading] = (), only: str | None = None
     ) -> Snapshot:
-        """Take a snapshot with a row for every run.
+        """Take a snapshot of all runs, or of the single run whose path is `only`.
 
-        Running runs and those in `watched` (ids) have ranks, a curve and slow ranks as well. `elsewhere` are readings of
-        other hosts. `only` is the path of the single run to include.
+        Running runs and those in `watched` (ids) also have their ranks, a curve and their slow ranks. `elsewhere` are
+        readings of other hosts.
         """
         now = time.time()
         listing, problem = self._list_runs(only)
         self._read_record.forget_others({record.dir for record in listing.runs})
         for deleted in self._tails.keys() - {record.id for record in listing.runs}:
             del self._tails[deleted]
-        runs = [self._view(record, now, watched) for record in listing.runs]
-        runs += [_damaged_run(self.root, name, reason) for name, reason in listing.damaged]
+        runs = [self._make_view(record, now, watched) for record in listing.runs]
+        runs += [_make_damaged_view(self.root, name, reason) for name, reason in listing.damaged]
         hosts, gpus = self._read_machines(runs, elsewhere, now)
         runs = [replace(run, slow=find_slow_ranks(run, self._tails.get(run.id), hosts, gpus)) for run in runs]
         interval = now - self._previous_time if self._previous_time is not None else None
@@ -80,14 +80,14 @@ class SnapshotCollector:
         )
 
     def runs(self) -> tuple[tuple[RunView, ...], int, str]:
-        """Return (runs, number of other users' folders skipped, a line about unreadable folders), without machines."""
+        """Return (runs, number of skipped folders of other users, a line about unreadable folders); don't read any gauges."""
         now = time.time()
         listing = run_index.list_runs(self.root, self._everybody, self._read_record)
-        runs = [self._view(record, now, None) for record in listing.runs]
+        runs = [self._make_view(record, now, None) for record in listing.runs]
         return tuple(runs), listing.others, listing.skipped
 
     def _list_runs(self, only: str | None) -> tuple[run_index.RunListing, str]:
-        """Return the runs and the reason if the runs folder can't be read."""
+        """Return the runs, and the reason why the runs folder can't be read, or ""."""
         try:
             if only is None:
                 return run_index.list_runs(self.root, self._everybody, self._read_record), ""
@@ -99,8 +99,8 @@ class SnapshotCollector:
         except Refusal as problem:
             return run_index.RunListing((), (), 0), problem.line
 
-    def _view(self, record: run_record.RunRecord, now: float, watched: Collection[str] | None) -> RunView:
-        """Return the run's row, with ranks and curve if it is running or watched; without them if `watched` is None."""
+    def _make_view(self, record: run_record.RunRecord, now: float, watched: Collection[str] | None) -> RunView:
+        """Return the run's view. Fill in ranks and curve if it is running or in `watched`, but not if `watched` is None."""
         tail = self._tails.get(record.id)
         if tail is None or tail.record.dir != record.dir:
             tail = self._tails[record.id] = open_run_tail(record, self._whole_curves)
@@ -112,14 +112,14 @@ class SnapshotCollector:
             with parsing("it"):
                 return tail.view(now, is_watched)
         except Refusal as problem:  # one damaged record must not hide the other runs
-            return _damaged_run(self.root, record.id, problem.line)
+            return _make_damaged_view(self.root, record.id, problem.line)
 
     # ---- hosts and GPUs ----
 
     def _read_machines(
         self, runs: Iterable[RunView], elsewhere: Iterable[HostReading], now: float
     ) -> tuple[tuple[HostGauges, ...], tuple[GpuGauges, ...]]:
-        """Read this machine's gauges, then add `elsewhere` and what running jobs recorded about their hosts."""
+        """Read this machine's gauges, then add `elsewhere` and the gauges that running jobs recorded."""
         readings: dict[str, HostReading] = {}
         if self._gauges is not None:
             try:
@@ -136,39 +136,39 @@ class SnapshotCollector:
                 continue
             if self._previous_time is None:
                 self._load_recorded_series(tail)
-            for host, gpus in recorded_hosts(tail, now):
+            for host, gpus in read_recorded_hosts(tail, now):
                 known_host, known_gpus = readings.get(host.name, (host, ()))
-                # This viewer may not see all GPUs of a host, for example in a container without them.
+                # Add the GPUs that this viewer can't see, for example because its container has none.
                 uuids = {gpu.uuid for gpu in known_gpus}
                 readings[host.name] = known_host, (*known_gpus, *(gpu for gpu in gpus if gpu.uuid not in uuids))
         return (
-            tuple(self._with_recent(host, (host.name,), HOST_SERIES) for host, _ in readings.values()),
+            tuple(self._add_recent_values(host, (host.name,), HOST_SERIES) for host, _ in readings.values()),
             tuple(
-                self._with_recent(gpu, (gpu.host, gpu.uuid), GPU_SERIES)
+                self._add_recent_values(gpu, (gpu.host, gpu.uuid), GPU_SERIES)
                 for _, gpus in readings.values()
                 for gpu in gpus
             ),
         )
 
     def _load_recorded_series(self, tail: RunTail) -> None:
-        """Add the GPU values that the job recorded before this viewer started."""
+        """Add the GPU values that the job recorded before this viewer started, so that sparklines are not empty."""
         for point in tail.points:
             for index, key in enumerate(point.members.gpus):
                 for name in GPU_SERIES:
                     value = point.gpus[name][index] if name in point.gpus else None
-                    self._recent((*key, name)).append(parse_finite(value))
+                    self._series_of((*key, name)).append(parse_finite(value))
 
-    def _recent(self, key: tuple[str, ...]) -> deque[float | None]:
+    def _series_of(self, key: tuple[str, ...]) -> deque[float | None]:
         return self._series.setdefault(key, deque(maxlen=RECENT))
 
-    def _with_recent(self, gauges: Any, key: tuple[str, ...], names: tuple[str, ...]) -> Any:
+    def _add_recent_values(self, gauges: Any, key: tuple[str, ...], names: tuple[str, ...]) -> Any:
         for name in names:
-            self._recent((*key, name)).append(parse_finite(getattr(gauges, name)))
-        return replace(gauges, recent={name: tuple(self._recent((*key, name))) for name in names})
+            self._series_of((*key, name)).append(parse_finite(getattr(gauges, name)))
+        return replace(gauges, recent={name: tuple(self._series_of((*key, name))) for name in names})
 
 
-def recorded_hosts(tail: RunTail, now: float) -> Iterator[HostReading]:
-    """Yield the hosts of a run as its coordinator last heard from them; OFFLINE if that is long ago."""
+def read_recorded_hosts(tail: RunTail, now: float) -> Iterator[HostReading]:
+    """Yield the hosts of a run with the gauges that its launcher last received; a host is OFFLINE after OFFLINE_S."""
     point = tail.newest_point
     if point is None:
         return
@@ -178,20 +178,20 @@ def recorded_hosts(tail: RunTail, now: float) -> Iterator[HostReading]:
         gpus_by_host.setdefault(host_name, []).append((index, uuid))
     for index, name in enumerate(point.members.hosts):
         row = {key: value for key, value in row_at(point.hosts, index).items() if value is not None}
-        heard = parse_finite(row.pop("heard", None))
+        reported_at = parse_finite(row.pop("heard", None))
         if "load" in row:
             row["load"] = (row["load"],)
-        silent_s = now - (heard if heard is not None else point.time)
+        silent_s = now - (reported_at if reported_at is not None else point.time)
         host = HostGauges(**{**read_known_fields(HostGauges, row), "name": name, "time": point.time})
         if silent_s > OFFLINE_S:
             host = replace(host, state=OFFLINE, reason=f"it has not reported for {silent_s:.0f} s")
-        yield host, tuple(_recorded_gpus(name, gpus_by_host.get(name, ()), point, machines.get(name)))
+        yield host, tuple(_read_recorded_gpus(name, gpus_by_host.get(name, ()), point, machines.get(name)))
 
 
-def _recorded_gpus(
+def _read_recorded_gpus(
     host: str, columns: Iterable[tuple[int, str]], point: HistoryPoint, machine: Any
 ) -> Iterator[GpuGauges]:
-    """Yield a host's GPUs with the gauges of `point` and the fixed properties that run.json has in `machine`."""
+    """Yield a host's GPUs with the gauges of `point` and the fixed properties of `machine`, an entry of run.json."""
     listed = machine.get("gpus") if isinstance(machine, dict) else None
     described = {gpu.get("uuid"): gpu for gpu in listed if isinstance(gpu, dict)} if isinstance(listed, list) else {}
     for column, uuid in columns:
@@ -207,7 +207,7 @@ def _recorded_gpus(
         yield GpuGauges(**{"index": column, **fields, "uuid": uuid, "host": host})
 
 
-def _damaged_run(root: str, name: str, reason: str) -> RunView:
+def _make_damaged_view(root: str, name: str, reason: str) -> RunView:
     path = os.path.join(root, name)
     try:
         status = os.lstat(path)

@@ -1,4 +1,4 @@
-"""Compares two runs: settings that differ, results at equal steps, and whether their difference is more than noise."""
+"""Compares runs: which settings differ, what they reached at the same step, and whether a difference is more than noise."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from stoker.control.show.charts import mean
 from stoker.control.show.curves import Curve
 
 _CONFIG = "config.yaml"  # every config key of a run that trains
-PART = 0.2  # share of the steps both runs have made, at the end, that is compared
-PARTS = 10  # equal parts it is cut into
-_MIN_PARTS = 5  # parts that must hold points of both runs
-# Student's t, two-sided 95 %, by degrees of freedom.
-_T = {4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-_MAX_VALUE = 1e150  # larger values are left out: their squares would overflow
-_RECIPES = "stoker.training.recipes."  # package of the stages' programs
-_DIGEST = 12  # characters of a digest that are shown
-_NOT_SETTINGS = ("checkpoint.folder", "run.name", "name")  # they say where a run is, not how it was set up
+COMPARED_SHARE = 0.2  # only the last fifth of the steps that both runs have made is compared
+PART_COUNT = 10  # these steps are cut into ten parts of equal length
+_MIN_PART_COUNT = 5  # noise is judged only if at least five parts hold points of both runs
+# Quantiles of Student's t for a two-sided 95 % interval, by degrees of freedom (parts - 1).
+_T_95 = {4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+_MAX_COMPARED_VALUE = 1e150  # larger values are omitted because their squares would overflow
+_RECIPES = "stoker.training.recipes."  # run.json has a stage as this package and its name
+_DIGEST_CHARACTERS = 12  # shown of a digest
+_NOT_SETTINGS = ("checkpoint.folder", "run.name", "name")  # keys that name or locate a run do not affect training
 
 
 @frozen
 class Difference:
-    """The difference second - first over the last steps that both runs have made."""
+    """The mean of the second run minus that of the first, over the last steps that both have made."""
 
     first_step: int
     last_step: int
@@ -37,23 +37,27 @@ class Difference:
     difference: float
     low: float | None = None  # 95 % interval; None if there are too few points to judge
     high: float | None = None
-    parts: int = 0  # parts that hold points of both runs
+    parts: int = 0  # number of parts that hold points of both runs
 
     @property
-    def beyond(self) -> bool:
+    def is_beyond_noise(self) -> bool:
         """True if the difference is more than noise: 0 lies outside the interval."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
 def measure_difference(first: Curve, second: Curve) -> Difference | None:
-    """Return the difference of two runs in a metric, or None if they have no steps in common.
+    """Return the difference of two runs in a metric, or None if their ranges of steps don't overlap.
 
-    The last fifth of the steps that both have made is cut into ten parts of equal length. Each gives the difference of the
-    two means; ten differences give a t interval. Means of parts, because neighboring losses are not independent;
-    differences, because the same data in the same order moves both runs alike.
+    The last fifth of the steps that both have made is cut into ten parts, and the ten differences between the runs' means
+    give a t interval. Means of parts are compared because neighboring losses are not independent, and part by part because
+    the same data in the same order moves both runs alike.
     """
     points = [
-        [(step, value) for step, value in zip(curve.steps, curve.values, strict=True) if abs(value) <= _MAX_VALUE]
+        [
+            (step, value)
+            for step, value in zip(curve.steps, curve.values, strict=True)
+            if abs(value) <= _MAX_COMPARED_VALUE
+        ]
         for curve in (first, second)
     ]
     if not points[0] or not points[1]:
@@ -62,31 +66,31 @@ def measure_difference(first: Curve, second: Curve) -> Difference | None:
     begin = max(points[0][0][0], points[1][0][0])
     if last < begin:
         return None
-    since = last - (last - begin) * PART
+    since = last - (last - begin) * COMPARED_SHARE
     compared = [[(step, value) for step, value in run if since <= step <= last] for run in points]
     first_mean, second_mean = (mean([value for _, value in run]) for run in compared)
     if first_mean is None or second_mean is None:
         return None
     differences = []
-    for part in range(PARTS):
-        low, high = (since + (last - since) * edge / PARTS for edge in (part, part + 1))
-        is_last = part == PARTS - 1
+    for part in range(PART_COUNT):
+        low, high = (since + (last - since) * edge / PART_COUNT for edge in (part, part + 1))
+        is_last = part == PART_COUNT - 1
         part_means = [
             mean([value for step, value in run if low <= step < high or (is_last and step == last)]) for run in compared
         ]
         if part_means[0] is not None and part_means[1] is not None:
             differences.append(part_means[1] - part_means[0])
     first_step, count = math.ceil(since), len(differences)
-    if count < _MIN_PARTS:
+    if count < _MIN_PART_COUNT:
         return Difference(first_step, last, first_mean, second_mean, second_mean - first_mean, parts=count)
     center = math.fsum(differences) / count
     deviation = math.sqrt(math.fsum((difference - center) ** 2 for difference in differences) / (count - 1))
-    margin = _T[count - 1] * deviation / math.sqrt(count)
+    margin = _T_95[count - 1] * deviation / math.sqrt(count)
     return Difference(first_step, last, first_mean, second_mean, center, center - margin, center + margin, count)
 
 
-def at_equal_step(curves: Sequence[Curve]) -> tuple[int, list[float]] | None:
-    """Return the last step at which all curves have a finite value, and these values; None if there is no such step."""
+def find_last_common_step(curves: Sequence[Curve]) -> tuple[int, list[float]] | None:
+    """Return the last step at which all curves have a finite value, with these values, or None."""
     by_step = [
         {step: value for step, value in zip(curve.steps, curve.values, strict=True) if math.isfinite(value)}
         for curve in curves
@@ -96,7 +100,7 @@ def at_equal_step(curves: Sequence[Curve]) -> tuple[int, list[float]] | None:
 
 
 def settings_of(run: run_record.RunRecord) -> dict[str, str]:
-    """Return a run's settings as text by dotted name: config keys or the command, digests of its files, its machine."""
+    """Return a run's settings as text, by dotted name: its config or command, digests of its files, versions, and GPUs."""
     settings = {name: value for name, value in _read_config(run.dir).items() if name not in _NOT_SETTINGS}
     data = run.data
     if settings:
@@ -105,7 +109,7 @@ def settings_of(run: run_record.RunRecord) -> dict[str, str]:
         settings["command"] = " ".join(map(str, [data.get("script"), *_as_list(data.get("args"))]))
         request = data.get("request") or {}
         settings |= {f"run.{name}": _as_text(value) for name, value in request.items() if name != "name"}
-    settings |= _digests(data, settings)
+    settings |= _read_digests(data, settings)
     plan, versions = data.get("plan") or {}, data.get("versions") or {}
     settings["ranks"] = _as_text(plan.get("world_size"))
     settings |= {f"version.{name}": _as_text(value) for name, value in versions.items()}
@@ -121,8 +125,8 @@ def settings_of(run: run_record.RunRecord) -> dict[str, str]:
     return {name: escape(value, 200) for name, value in settings.items()}
 
 
-def _digests(data: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the digests of the files that the run read, named after their setting: a file may change under one name."""
+def _read_digests(data: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, str]:
+    """Return the digests of the files that the run read, by setting, because a file may change while its name does not."""
     digests: dict[str, list[str]] = {}
     for pair in _as_list(data.get("contents")):
         if not isinstance(pair, list) or len(pair) != 2:
@@ -133,7 +137,7 @@ def _digests(data: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, 
             name = "script"
         elif name not in settings:
             name = label.replace(f" that {data.get('script')} imports", "")
-        digests.setdefault(f"digest of {name}", []).append(str(pair[1])[:_DIGEST])
+        digests.setdefault(f"digest of {name}", []).append(str(pair[1])[:_DIGEST_CHARACTERS])
     return {name: ", ".join(values) for name, values in digests.items()}
 
 
@@ -142,7 +146,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _read_config(run_dir: str) -> dict[str, str]:
-    """Return the run's config by dotted name; empty if it has none that can be read."""
+    """Return the run's config by dotted name, or {} if it has no readable config."""
     from stoker.contract.yaml_text import YamlError, parse_yaml
 
     try:
@@ -169,8 +173,8 @@ def _as_text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def differing_settings(settings: Sequence[Mapping[str, str]]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return (name, value in each run) of the settings that are not the same in all runs."""
+def find_differing_settings(settings: Sequence[Mapping[str, str]]) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the settings that are not the same in all runs, as (name, value in each run)."""
     names = dict.fromkeys(name for run in settings for name in run)
     rows = [(name, tuple(run.get(name, "n/a") for run in settings)) for name in names]
     return [(name, values) for name, values in rows if len(set(values)) > 1]

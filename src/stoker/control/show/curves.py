@@ -1,4 +1,4 @@
-"""The metrics of a run as curves: metrics.jsonl is read once, then only what was appended. Also thinning for drawing."""
+"""Reads metrics.jsonl into curves incrementally, and smooths and thins curves for drawing."""
 
 from __future__ import annotations
 
@@ -16,42 +16,44 @@ from stoker.contract.safe_io import open_below
 from stoker.control.show.metrics_columns import ColumnBlock, LineFormat, parse_line, parse_number, parse_numbers
 from stoker.control.show.snapshot import AVERAGED, Metric, as_float, as_int64, finite, parse_metric
 
-POINTS = 400  # of a curve in a snapshot
-_BLOCK = 4 << 20
-NEWEST_BYTES = 1 << 15  # read from the end of the file where only the newest values are needed
-# A page may be open for weeks: a reader of newest values starts over after this many bytes instead of keeping all curves.
+POINTS = 400  # a curve in a snapshot has about this many
+_BLOCK = 4 << 20  # bytes read at once
+NEWEST_BYTES = 1 << 15  # where only the newest values are needed, only this end of the file is read
+# A reader of newest values starts over after this many bytes: a page that is open for weeks must not collect all curves.
 _MAX_NEWEST = 32 << 20
-_MAX_TIMES = 64  # lines whose times are kept to compute the step time
-_MAX_SUMMED = 1e300
+_MAX_TIMES = 64  # the step time is the median over this many lines
+_MAX_SUMMED = 1e300  # values are limited to this before they are summed, so that sums stay finite
 _MAX_INTERVAL = 10_000
 LOG_EVERY = "log_every"  # key of a line: the logging interval of a run whose metrics have every step
 _NOT_DRAWN = ("schema", "time", "step", LOG_EVERY)
 
 
 class Curve:
-    """One metric: steps and values side by side. Values may be NaN or infinite."""
+    """The values of one metric by step. Values may be NaN or infinite."""
 
     def __init__(self) -> None:
         self.steps = array("q")
         self._values = array("d")
-        self._texts: list[bytes] = []  # the last values, unparsed until they are needed
+        self._texts: list[bytes] = []  # newest values, parsed when they are first read
 
     @property
     def values(self) -> array[float]:
+        """The value at each step."""
         for text in self._texts:
             self._values.extend(parse_numbers(text))
         self._texts.clear()
         return self._values
 
     def add(self, step: int, value: float) -> None:
-        if self.steps and self.steps[-1] == step:  # the line of a validation repeats the step of the training line
+        """Append a point; a validation's line repeats the step of the training line, whose value it replaces."""
+        if self.steps and self.steps[-1] == step:
             self.values[-1] = value
             return
         self.steps.append(step)
         self.values.append(value)
 
     def extend(self, steps: list[int], values: list[Any]) -> Metric:
-        """Append points and return the newest value, or None if none of the values is a number."""
+        """Append points and return the newest value, or None if no value is a number."""
         all_numbers = {*map(type, values)} <= {float, int}
         rising = all(map(operator.lt, steps, steps[1:])) and (not self.steps or not steps or self.steps[-1] < steps[0])
         if all_numbers and rising and values:
@@ -59,8 +61,8 @@ class Curve:
                 self.values.fromlist(values)
                 self.steps.fromlist(steps)
                 return parse_metric(values[-1])
-            except OverflowError:  # an integer of 400 digits; nothing was added
-                pass
+            except OverflowError:
+                pass  # one is an integer of 400 digits, so no value was added
         newest: Metric = None
         for step, value in zip(steps, values, strict=True):
             number = parse_metric(value)
@@ -70,7 +72,7 @@ class Curve:
         return newest
 
     def extend_by_text(self, steps: array[int], text: bytes, rising: bool) -> None:
-        """Append points whose values are comma-separated text. `rising`: the steps are strictly increasing."""
+        """Append points whose values are comma-separated text. `rising` is True if the steps are strictly increasing."""
         if rising and (not self.steps or self.steps[-1] < steps[0]):
             self.steps.extend(steps)
             self._texts.append(text)
@@ -78,7 +80,7 @@ class Curve:
         for step, value in zip(steps, parse_numbers(text), strict=True):
             self.add(step, value)
 
-    def not_finite(self) -> list[int]:
+    def find_non_finite_steps(self) -> list[int]:
         """Return the steps whose values are NaN or infinite."""
         if math.isfinite(sum(self.values)):
             return []
@@ -99,7 +101,7 @@ class Curve:
 def thin_out(values: Sequence[float], max_points: int) -> list[int]:
     """Return the indices of about `max_points` values to draw.
 
-    Each bucket keeps its first, lowest and highest value and one that is not finite, so spikes stay visible.
+    Each bucket keeps its first, lowest and highest value and one that is not finite, so that spikes stay visible.
     """
     count = len(values)
     if count <= max_points:
@@ -142,7 +144,7 @@ def smooth_points(curve: Curve, window: int) -> tuple[tuple[float, float], ...]:
 
 
 def average_curve(curve: Curve, window: int) -> Curve:
-    """Return the curve with each finite value replaced by its mean with the finite ones among the `window` - 1 before it."""
+    """Return the curve with each finite value replaced by the mean of the finite values among the last `window` values."""
     if window <= 1:
         return curve
     means = Curve()
@@ -156,18 +158,18 @@ def average_curve(curve: Curve, window: int) -> Curve:
 
 
 def _summable(value: float) -> float:
-    """Limit a value so that sums of many stay finite."""
+    """Limit a value so that a sum of many values stays finite."""
     return max(-_MAX_SUMMED, min(value, _MAX_SUMMED))
 
 
 def mean_of_newest(values: Iterable[Metric], newest: Metric) -> Metric:
-    """Return the mean of the finite values, or `newest` if that is not finite: a NaN must stay visible."""
+    """Return the mean of the finite values, but `newest` if that is not finite, so that a NaN stays visible."""
     numbers = [number for value in values if (number := finite(value)) is not None]
     return sum(numbers) / len(numbers) if numbers and finite(newest) is not None else newest
 
 
 class MetricsTail:
-    """Reads metrics.jsonl of one run incrementally; a file that was replaced (a resumed run) is read from its start.
+    """Reads metrics.jsonl of one run incrementally. A file that a resumed run has replaced is read from its start.
 
     With `newest_only` each call reads at most the last NEWEST_BYTES, so the curves have gaps.
     """
@@ -182,14 +184,14 @@ class MetricsTail:
         self.curves: dict[str, Curve] = {}
         self.newest: dict[str, Metric] = {}
         self.step: int | None = None
-        self.time: float | None = None  # of the newest line
-        self.clock = Curve()  # when each step was written
+        self.time: float | None = None  # time of the newest line
+        self.clock = Curve()  # time at which each step was logged
         self.interval = 1  # steps over which viewers average
         self.times: list[tuple[int, float]] = []  # (step, time) of the newest lines
         self._inode = self._offset = self._bytes_read = 0
 
     def read_new(self) -> bool:
-        """Read what was appended since the last call and return whether there was anything."""
+        """Read the lines that were appended since the last call. Return True if the curves may have changed."""
         try:
             with os.fdopen(open_below(self._dir, layout.METRICS), "rb") as file:
                 status = os.fstat(file.fileno())
@@ -213,7 +215,7 @@ class MetricsTail:
             return False
 
     def _read_to(self, file: Any, size: int) -> bool:
-        """Read complete lines from the current offset up to `size` and return whether there were any."""
+        """Read complete lines from the current offset up to `size`. Return True if there were any."""
         file.seek(self._offset)
         before = self._offset
         while self._offset < size and (data := file.read(min(_BLOCK, size - self._offset))):
@@ -234,13 +236,13 @@ class MetricsTail:
         return self._offset > before
 
     def _add_lines(self, block: list[dict[str, Any]]) -> None:
-        """Add parsed lines column by column: with 100,000 lines of ten metrics a value may cost 0.1 microseconds."""
+        """Add parsed lines. Works on columns: 100,000 lines of ten metrics are a million values, at 0.1 µs each."""
         newest_time = next((line["time"] for line in reversed(block) if _is_time(line.get("time"))), None)
         self.time = self.time if newest_time is None else float(newest_time)
         lines = [line for line in block if _is_step(line.get("step"))]
         if not lines:
             return
-        columns = _columns(lines)
+        columns = _split_columns(lines)
         steps = columns.pop("step")
         times = columns.pop("time", [None] * len(steps))
         self.step = steps[-1]
@@ -258,6 +260,7 @@ class MetricsTail:
             self._store(name, curve, curve.extend(metric_steps, values))
 
     def _add_columns(self, block: ColumnBlock) -> None:
+        """Add a block of lines whose values are still text."""
         steps, time_text = block.steps, block.texts["time"]
         rising = all(map(operator.lt, steps, steps[1:]))
         times = [*parse_numbers(b",".join(time_text.rsplit(b",", _MAX_TIMES)[-_MAX_TIMES:]))]
@@ -293,7 +296,7 @@ class MetricsTail:
 
     @property
     def step_s(self) -> float | None:
-        """Median seconds per step over the newest lines; a pause or a clock that was set back affects few of them."""
+        """The median of the seconds per step over the newest lines, which a pause or a changed clock hardly affects."""
         gaps = [
             (later - earlier) / (after - before)
             for (before, earlier), (after, later) in zip(self.times, self.times[1:], strict=False)
@@ -302,8 +305,8 @@ class MetricsTail:
         return sorted(gaps)[len(gaps) // 2] if gaps else None
 
 
-def _columns(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Return the values of each key, one per line, None where a line lacks the key."""
+def _split_columns(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return a column of values for each key, with None for lines without the key."""
     names = list(lines[0])
     if {*map(len, lines)} == {len(names)} and len(names) > 1:  # usually every line has the same keys
         try:
@@ -328,15 +331,15 @@ def _is_time(value: Any) -> bool:
 
 
 def interval_of(line: Mapping[str, Any]) -> int:
-    """Return the number of steps over which viewers average, according to a line of metrics.jsonl."""
+    """Return the number of steps over which viewers average: the logging interval in a line of metrics.jsonl, else 1."""
     every = as_int64(line.get(LOG_EVERY))
     return every if every is not None and 1 <= every <= _MAX_INTERVAL else 1
 
 
 def read_newest_line(run_dir: str) -> dict[str, Any]:
-    """Return the last complete line of metrics.jsonl that has a loss, else the last line; empty if there is none.
+    """Return the last complete line of metrics.jsonl that has a loss, else the last line, or {}.
 
-    Reads 32 KB. If the metrics have every step, AVERAGED metrics are means over the logging interval.
+    Reads only the last 32 KB. If the file has every step, AVERAGED metrics are means over the logging interval.
     """
     try:
         with os.fdopen(open_below(run_dir, layout.METRICS), "rb") as file:

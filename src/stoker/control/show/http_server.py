@@ -1,10 +1,10 @@
 """The HTTP server of `stoker metrics` and `stoker web`: one thread with a select loop, limits on everything a client sends.
 
 The standard library's http.server has no limit on the size or the time of a request and answers some malformed ones with
-their own text. Here a request has at most 8 KB of headers, 4 KB of body and 60 s without progress.
+their own text. This one allows 8 KB of headers, 4 KB of body and 60 s without progress.
 
-Answers that read files are computed by a second thread, so that a hanging disk blocks no other answer. A ResponseStream
-(server-sent events) is an answer that other threads extend until the client disconnects.
+A second thread computes responses that read files, so that a hanging disk does not block other requests. Other threads
+extend a ResponseStream (server-sent events) until the client disconnects.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from stoker.control.machine import ports
 
 MAX_HEADERS = 8192  # bytes
 MAX_BODY = 4096
-IDLE_S = 60.0  # a connection on which nothing has moved for this long is closed
+IDLE_S = 60.0  # a connection is closed after this time without a byte in either direction
 DRAIN_S = 5.0  # time to receive the rest of a refused request
-MAX_CLIENTS = 64  # at the same time; more wait in the kernel's queue
-MAX_PENDING = 4 << 20  # bytes waiting for the client of a stream: a slower one is disconnected and reconnects
+MAX_CLIENTS = 64  # further clients wait in the kernel's queue
+MAX_PENDING = 4 << 20  # bytes; a client of a stream that has more to receive is disconnected, and reconnects
 REASONS = {
     200: "OK",
     303: "See Other",
@@ -43,7 +43,7 @@ REASONS = {
     500: "Internal Server Error",
     503: "Service Unavailable",
 }
-READ = 65536  # bytes per call
+READ = 65536  # bytes read at once
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 PLAIN = "text/plain; charset=utf-8"
 
@@ -52,7 +52,7 @@ PLAIN = "text/plain; charset=utf-8"
 
 
 def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """Return a listening socket. Raises Refusal if the port can't be used, with the process that uses it."""
+    """Return a listening socket. Raises Refusal if the port can't be used, and names the process that uses it."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as problem:
@@ -79,8 +79,11 @@ def is_loopback(listening: socket.socket) -> bool:
 
 
 def server_url(listening: socket.socket, path: str) -> str:
+    """Return the URL of a path, with a host that a browser can reach."""
     host, port = listening.getsockname()[:2]
-    if ipaddress.ip_address(host).is_unspecified:  # it listens on all addresses of this machine, so its name works
+    if ipaddress.ip_address(
+        host
+    ).is_unspecified:  # the machine's name works because the socket listens on all its addresses
         host = os.uname().nodename
     return f"http://{f'[{host}]' if ':' in host else host}:{port}{path}"
 
@@ -90,6 +93,8 @@ def server_url(listening: socket.socket, path: str) -> str:
 
 @frozen
 class HttpRequest:
+    """A parsed request."""
+
     method: str
     path: str  # not decoded
     query: Mapping[str, str]
@@ -98,7 +103,7 @@ class HttpRequest:
 
     @property
     def host(self) -> str:
-        """The name in the Host header, without the port; empty if there is none."""
+        """The name in the Host header without the port, or ""."""
         host = self.headers.get("host", "").lower()
         name, colon, port = host.rpartition(":")
         return name if colon and port.isdigit() else host
@@ -106,6 +111,8 @@ class HttpRequest:
 
 @frozen
 class HttpResponse:
+    """A complete response."""
+
     status: int
     body: bytes = b""
     content_type: str = PLAIN
@@ -117,7 +124,7 @@ class HttpResponse:
 
 
 class ResponseStream:
-    """A response without an end. Any thread may push data; `on_closed` is called when the client is gone."""
+    """A response that stays open. Any thread may push data; `on_closed` is called when the client has disconnected."""
 
     def __init__(self, content_type: str, headers: tuple[tuple[str, str], ...], on_closed: Callable[[], None]) -> None:
         self.on_closed = on_closed
@@ -126,12 +133,13 @@ class ResponseStream:
         self._pending = [response_head(200, content_type, headers)]
 
     def push(self, data: bytes) -> None:
+        """Queue data for the client and wake the server, which sends it."""
         with self._lock:
             self._pending.append(data)
         self.wake_server()
 
     def take(self) -> bytes:
-        """Return all data that was pushed since the last call."""
+        """Return and remove the data that was pushed since the last call."""
         with self._lock:
             data, self._pending = b"".join(self._pending), []
         return data
@@ -158,7 +166,7 @@ def response_head(status: int, content_type: str, headers: Iterable[tuple[str, s
 
 
 def parse_request(data: bytes | bytearray) -> HttpRequest | int | None:
-    """Return the request, None if more data is needed, or the status that refuses it."""
+    """Return the request, None if more data is needed, or the HTTP status of an invalid request."""
     end = min((index for index in (data.find(b"\r\n\r\n"), data.find(b"\n\n")) if index >= 0), default=-1)
     if end < 0:
         return 431 if len(data) > MAX_HEADERS else None
@@ -195,14 +203,14 @@ def parse_request(data: bytes | bytearray) -> HttpRequest | int | None:
 
 
 class _Client:
-    """A connection: it sends one request and gets one response."""
+    """A connection, which sends one request and gets one response."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self.received = bytearray()
         self.has_request = False
-        self.is_refused = False  # before the whole request was received
-        self.response: memoryview | None = None  # what is still to be sent
+        self.is_refused = False  # True if the request is invalid; the client may still be sending it
+        self.response: memoryview | None = None  # bytes that are still to be sent
         self.stream: ResponseStream | None = None
         self.is_open = True
         self.is_writing = False
@@ -213,7 +221,10 @@ class _Client:
 
 
 class HttpServer:
-    """Serves one listening socket. `handler` must not block, but may return Work. `on_error` gets exceptions of both."""
+    """Serves one listening socket.
+
+    `handler` must not block; it returns Work for what may. `on_error` gets the exceptions that either raises.
+    """
 
     def __init__(
         self,
@@ -233,7 +244,7 @@ class HttpServer:
         self._worker: threading.Thread | None = None
 
     def serve(self, stopped: Callable[[], bool], poll_s: float = 0.5) -> None:
-        """Serve until `stopped` returns True; it is called at least every `poll_s`."""
+        """Serve until `stopped` returns True, which is called at least every `poll_s` seconds."""
         self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._wake_receiver)
         try:
             while not stopped():
@@ -257,11 +268,11 @@ class HttpServer:
                 self._work.put(None)
 
     def wake(self) -> None:
-        """Make the loop look for finished work and pushed data. Any thread may call it."""
+        """Make the loop send finished work and pushed data. Any thread may call this."""
         try:
             self._wake_sender.send(b"!")
         except OSError:
-            return  # the buffer is full, so it wakes anyway; or the server has ended
+            return  # either the buffer is full and the loop wakes anyway, or the server has ended
 
     def _on_wake(self) -> None:
         try:
@@ -281,12 +292,14 @@ class HttpServer:
         if not pushed:
             return
         unsent = bytes(client.response or b"")
-        if unsent and len(unsent) + len(pushed) > MAX_PENDING:  # data pushed to an idle client may be larger
+        if (
+            unsent and len(unsent) + len(pushed) > MAX_PENDING
+        ):  # one push may be larger if the client has received all before
             self._close(client)
             return
         deadline = client.deadline
         self._start_sending(client, unsent + pushed)
-        if unsent:  # the client has not received anything since
+        if unsent:  # new data must not extend the time of a client that receives nothing
             client.deadline = deadline
 
     def _update_accepting(self) -> None:
@@ -301,7 +314,7 @@ class HttpServer:
         try:
             connection, _ = self._listening.accept()
         except OSError:
-            return  # the client is gone; or no file descriptor is free, and the next loop tries again
+            return  # the client has disconnected, or no file descriptor is free and the next loop tries again
         connection.setblocking(False)
         client = _Client(connection)
         self._clients.add(client)
@@ -328,7 +341,7 @@ class HttpServer:
 
     def _read(self, client: _Client) -> None:
         data = client.socket.recv(READ)
-        if client.has_request:  # the rest of a refused request, or the end of a stream
+        if client.has_request:  # these bytes are the rest of a refused request, or show the end of a stream
             if not data:
                 self._close(client)
             return
@@ -349,7 +362,7 @@ class HttpServer:
     def _respond(self, client: _Client, request: HttpRequest) -> None:
         try:
             response = self._handler(request)
-        except Exception as problem:  # a bug must not end the server
+        except Exception as problem:  # a bug in the handler must not end the server
             self._on_error(problem)
             response = error_response(500)
         if isinstance(response, HttpResponse):
@@ -357,17 +370,17 @@ class HttpServer:
         elif isinstance(response, ResponseStream):
             client.stream = response
             response.wake_server = self.wake
-            client.deadline = float("inf")  # it may wait for its first data
+            client.deadline = float("inf")  # the first data may come at any time
             self._send_pushed(client)
         else:
             if self._worker is None:
                 self._worker = threading.Thread(target=self._do_work, name="reading", daemon=True)
                 self._worker.start()
-            client.extend_deadline()  # a hanging disk must not keep clients forever
+            client.extend_deadline()  # a client of a hanging disk is disconnected after IDLE_S
             self._work.put((client, response))
 
     def _do_work(self) -> None:
-        """Runs in the second thread."""
+        """Compute responses until None is queued. Runs in the second thread."""
         while (item := self._work.get()) is not None:
             client, work = item
             if not client.is_open:
@@ -399,6 +412,6 @@ class HttpServer:
         client.is_writing = False
         client.deadline = float("inf")
         self._selector.modify(client.socket, selectors.EVENT_READ, client)
-        if client.stream is None:  # closing at once would reset the connection before the client has read the refusal
+        if client.stream is None:  # closing now would reset the connection before the client has read the refusal
             client.socket.shutdown(socket.SHUT_WR)
             client.deadline = time.monotonic() + DRAIN_S

@@ -18,10 +18,10 @@ from stoker.contract.frozen import frozen
 from stoker.contract.text import parse_json
 
 _MIN_BYTES = 1 << 16  # shorter data is parsed as JSON
-_BLOCK = 1 << 20
-_MAX_NAMES = 64  # keys of a line: each is a group of the expression
-_LINES_PER_MISFIT = 50  # one line in 50 may have other keys, as those of a validation do
-# Characters of a number: a stricter pattern takes twice as long. Text that is no number becomes NaN in parse_numbers.
+_BLOCK = 1 << 20  # bytes split at once
+_MAX_NAMES = 64  # keys of a line; each is a group of the regular expression
+_LINES_PER_MISFIT = 50  # at most one line in 50 may have other keys, as the lines of a validation do
+# A stricter pattern of a number takes twice as long. parse_numbers turns text that is not a number into NaN.
 _NUMBER = rb"([-+.0-9eE]{1,40}+|null)"
 _STRICT_PATTERNS = {"step": rb"(-?[0-9]{1,18}+)", "time": rb"([0-9]{1,10}+(?:\.[0-9]{1,20}+)?)"}
 
@@ -37,7 +37,7 @@ class ColumnBlock:
 
 
 class LineFormat:
-    """Splits the lines of one file; remembers their keys between calls."""
+    """Splits the lines of one file into columns. Remembers the keys of its lines between calls."""
 
     def __init__(self) -> None:
         self._names: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class LineFormat:
             yield from parse_lines(block)
             return
         stride, begin = len(self._names) + 1, 0
-        misfits = pieces[::stride]  # text between the lines that fit, and after the last one
+        misfits = pieces[::stride]  # the text before, between and after the lines that fit
         for index, misfit in enumerate(misfits):
             if misfit or index == len(misfits) - 1:
                 if index > begin:
@@ -74,7 +74,10 @@ class LineFormat:
                 begin = index
 
     def _split(self, block: bytes) -> list[bytes] | None:
-        """Split at the lines that fit: [misfit text, values of a line ..., misfit text, ...]. None if too few fit."""
+        """Split at the lines with the known keys, or return None if too many lines have others.
+
+        Returns [text between fitting lines, values of a fitting line ..., text between fitting lines, ...].
+        """
         if not self._names:
             return None
         pieces = self._line.split(block)
@@ -83,7 +86,7 @@ class LineFormat:
         return pieces if count <= len(misfits) // _LINES_PER_MISFIT else None
 
     def _learn_names(self, block: bytes) -> None:
-        """Take the keys from a line in the middle of the block."""
+        """Learn the keys from a line in the middle of the block."""
         begin = block.rfind(b"\n", 0, len(block) // 2) + 1
         line = parse_line(block[begin : block.find(b"\n", begin)])
         self._names = ()
@@ -105,7 +108,7 @@ def parse_numbers(text: bytes) -> Iterable[float]:
 
 
 def parse_number(cell: bytes) -> float:
-    """Parse a number; NaN if it is none."""
+    """Parse a number; return NaN if it is not one."""
     try:
         return int(cell) if cell.isdigit() else float(cell)
     except ValueError:
@@ -131,7 +134,7 @@ def parse_lines(data: bytes) -> Iterator[Lines]:
 
 
 def parse_line(line: bytes) -> Any:
-    """Parse one line; None if a crash cut it off."""
+    """Parse one line, or return None if a crash cut it off."""
     try:
         return parse_json(line)
     except ValueError:

@@ -1,6 +1,6 @@
-"""Sends one line about a run to ntfy, Slack, Discord or by mail. Runs as its own process; reads a JSON object from stdin.
+"""Sends one line about a run to ntfy, Slack, Discord or by mail. Runs in a separate process that gets its job as JSON on stdin.
 
-Every failure becomes one line on stderr that names the service and its host, but never the rest of a URL: it is a secret.
+Every failure is one line on stderr that names the service and its host. It omits the rest of a URL, which is a secret.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from stoker.control.record import run_record
 from stoker.control.show.job_view import open_run_tail
 from stoker.control.show.snapshot import RunView, finite
 
-_TIMEOUT_S = 10.0  # to connect, and for each part of a response
-_SENDMAIL_S = 25
+_TIMEOUT_S = 10.0  # for connecting, and for each read
+_SENDMAIL_S = 25  # sendmail must end within this time
 _MAX_SUMMARY = 400  # characters
 _MAX_SUBJECT = 200
 _MAX_DISCORD = 2000  # characters that Discord accepts
@@ -33,10 +33,11 @@ _TAGS = {"completed": "white_check_mark", "failed": "rotating_light"}  # ntfy's;
 
 
 class NotificationError(Exception):
-    """Says in one line for the user why a message could not be sent."""
+    """A message could not be sent; the text is one line for the user."""
 
 
 def entry() -> None:
+    """Send the message that stdin describes; exit with 1 if that fails."""
     job = json.loads(sys.stdin.buffer.read())
     kind, address = job["target"]["kind"], job["target"]["to"]
     _exit_after(job["seconds"], kind)
@@ -56,7 +57,7 @@ def entry() -> None:
 def _exit_after(seconds: float, kind: str) -> None:
     """End this process after `seconds` with a line on stderr.
 
-    An exception would not do: smtplib handles one by saying goodbye to the server, which may be what it waits for.
+    Raising an exception would hang: smtplib handles it by sending QUIT to the server that is not responding.
     """
 
     def on_alarm(_number: int, _frame: object) -> None:
@@ -68,7 +69,7 @@ def _exit_after(seconds: float, kind: str) -> None:
 
 
 def format_line(verdict: Verdict, state: str, run_dir: str) -> str:
-    """Return one line with the run, its state, step, reward or loss, its cause and the command that shows more."""
+    """Return one line with the run's name, state, step, reward or loss, cause, and the command that shows more."""
     run = _read_view(run_dir)
     name = (run.name if run is not None else "") or verdict.run or "a run"
     parts = [f"{name} {'is restarting' if state == 'restarting' else state}"]
@@ -86,7 +87,7 @@ def format_line(verdict: Verdict, state: str, run_dir: str) -> str:
 
 
 def _read_view(run_dir: str) -> RunView | None:
-    """Read the run directory; without it, or if it is damaged, the line has no step and no loss."""
+    """Read the run directory. Returns None if it is missing or damaged; the message then has no step and no loss."""
     if not run_dir:
         return None
     try:
@@ -107,7 +108,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def post(kind: str, url: str, text: str, state: str) -> None:
-    """Post the line to ntfy, Slack or Discord. Raises NotificationError."""
+    """Post the line to ntfy, Slack or Discord. Raises NotificationError if that fails."""
     try:
         address = urllib.parse.urlsplit(url)
     except ValueError:  # http://[::1
@@ -120,7 +121,7 @@ def post(kind: str, url: str, text: str, state: str) -> None:
         basic = base64.b64encode(urllib.parse.unquote(user).encode()).decode()
         headers["Authorization"] = f"Basic {basic}"
         address = address._replace(netloc=host)
-    body, body_headers = _body(kind, text, state)
+    body, body_headers = _encode_body(kind, text, state)
     request = urllib.request.Request(address.geturl(), body, {**headers, **body_headers}, method="POST")
     service = f"{kind} at {host}"
     try:
@@ -136,7 +137,7 @@ def post(kind: str, url: str, text: str, state: str) -> None:
         raise NotificationError(f"{service}: {type(problem).__name__}: {problem}") from None
 
 
-def _body(kind: str, text: str, state: str) -> tuple[bytes, dict[str, str]]:
+def _encode_body(kind: str, text: str, state: str) -> tuple[bytes, dict[str, str]]:
     if kind == "slack":
         escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
         return json.dumps({"text": escaped}).encode(), {"Content-Type": "application/json"}
@@ -152,7 +153,10 @@ def _body(kind: str, text: str, state: str) -> tuple[bytes, dict[str, str]]:
 
 
 def mail(to: str, text: str, verdict: Verdict, state: str) -> None:
-    """Mail the line and what to do, by $STOKER_SMTP if it is set, else by sendmail. Raises NotificationError."""
+    """Mail the line and the verdict's fixes through $STOKER_SMTP if it is set, else through sendmail.
+
+    Raises NotificationError if that fails.
+    """
     from email.message import EmailMessage
 
     message = EmailMessage()
@@ -175,7 +179,7 @@ def _send_by_sendmail(addresses: list[str], message: bytes) -> None:
     program = shutil.which("sendmail", path=path)
     if program is None:
         raise NotificationError(
-            "mail: no sendmail program on this machine; install one (msmtp-mta, postfix), or set"
+            "mail: this machine has no sendmail program; install one (msmtp-mta, postfix), or set"
             " STOKER_SMTP=smtp://user:password@host:587"
         )
     command = [program, "-i", *addresses]
@@ -203,7 +207,7 @@ def _send_by_smtp(server: str, message: Any) -> None:
         port = -1
     if address.scheme not in ("smtp", "smtps") or not host or port == -1:
         raise NotificationError(
-            "mail: STOKER_SMTP is not smtp://user:password@host:587 or smtps://user:password@host:465"
+            "mail: STOKER_SMTP must be smtp://user:password@host:587 or smtps://user:password@host:465"
         )
     message["From"] = user if "@" in user else f"stoker@{os.uname().nodename}"
     context = ssl.create_default_context()
@@ -224,5 +228,5 @@ def _send_by_smtp(server: str, message: Any) -> None:
                     raise NotificationError(f"{service} offers no encryption: the password is not sent")
                 client.login(user, urllib.parse.unquote(address.password or ""))
             client.send_message(message)
-    except (smtplib.SMTPException, OSError, ValueError) as problem:  # ValueError: a challenge that is not base64
+    except (smtplib.SMTPException, OSError, ValueError) as problem:  # a challenge that is not base64 raises ValueError
         raise NotificationError(f"{service}: {type(problem).__name__}: {problem}") from None

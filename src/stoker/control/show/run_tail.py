@@ -1,4 +1,7 @@
-"""Follows one run directory: each call reads only what was appended. Incomplete or missing files are not an error."""
+"""Reads one run directory incrementally for the viewers: each call reads only what was appended since the last one.
+
+Incomplete or missing files are not an error.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +38,10 @@ from stoker.control.show.snapshot import (
 )
 
 RECENT = 60  # values of a sparkline
-_BLOCK = 16 << 20
+_BLOCK = 16 << 20  # bytes of events.jsonl read at once
 _MAX_SUMMARY = 400  # characters
-_MAX_SERVED = 32  # counts kept per server role: the rate needs only the newest, and a run of weeks writes a million
-_HISTORY_LAG_S = 1.0  # beats are collected twice a second, so a history point has steps up to this much older
+_MAX_SERVER_COUNTS = 32  # per server role: a rate needs only the newest, and a run of weeks writes a million
+_HISTORY_LAG_S = 1.0  # beats are collected twice a second, so the steps of a history point may be this much older
 
 
 class EventTail:
@@ -50,24 +53,24 @@ class EventTail:
 
     def _clear(self) -> None:
         self._inode = self._offset = 0
-        self.start: tuple[float, float] | None = (
-            None  # times of the first and last event since the run was last started
-        )
-        self.earlier_s = 0.0  # run time of the starts before that
+        # Times of the first and the last event since the run was last started.
+        self.event_times: tuple[float, float] | None = None
+        self.earlier_run_s = 0.0  # run time of the earlier starts
         self.restarts: dict[str, int] = {}  # by cause
         self.attempt: int | None = None
-        # Of the newest attempt, by rank:
+        # These describe the newest attempt, by rank:
         self.pids: dict[int, int] = {}
         self.exits: dict[int, tuple[int | None, int]] = {}  # (exit code, steps)
         self.stopped: set[int] = set()  # ranks that ended because the launcher signalled them
         self.phases: dict[int, tuple[float, str]] = {}  # (time it was entered, name)
-        self.slow: dict[int, dict[str, Any]] = {}  # what the watch found about a slow rank
+        self.slow: dict[int, dict[str, Any]] = {}  # the watch's finding about a slow rank
         self.suspicions: dict[str, Suspicion] = {}  # by kind
-        # Role of a job -> (time, counts of each replica), newest last, for servers whose metrics page the job reads.
-        # `stoker serve` counts in its own run directory instead.
-        self.served: dict[str, deque[tuple[float, list[Any]]]] = {}
+        # Role of a job -> (time, counts of each replica), newest last. It has the servers whose metrics page the job
+        # reads; `stoker serve` records its counts in its run directory.
+        self.server_counts: dict[str, deque[tuple[float, list[Any]]]] = {}
 
     def read_new(self) -> None:
+        """Apply the events that were written since the last call; a replaced file is read from its start."""
         try:
             with os.fdopen(open_below(self._dir, layout.EVENTS), "rb") as file:
                 status = os.fstat(file.fileno())
@@ -85,20 +88,21 @@ class EventTail:
                             self.apply(event)
                     self._offset += end
         except OSError:
-            return  # not written yet, or deleted; read_run reports a damaged record
+            return  # the file is not written yet, or was deleted; read_run reports a damaged record
 
     def apply(self, event: dict[str, Any]) -> None:
+        """Update the state with an event; events of an unknown kind only move the time of the last event."""
         kind, time = event.get("event"), event.get("time", 0.0)
         if not isinstance(kind, str) or type(time) not in (int, float) or not 0 <= time <= 1e11:
             return
-        first, last = self.start or (time, 0.0)
-        if kind == "run" or self.start is None:
-            if self.start is not None:
-                self.earlier_s += max(0.0, last - first)
-            began = parse_finite(event.get("began"))
-            # The launcher's own start time, so that the run time agrees with the run's last console line.
-            first = began if began is not None and last <= began <= time else time
-        self.start = first, time
+        first, last = self.event_times or (time, 0.0)
+        if kind == "run" or self.event_times is None:
+            if self.event_times is not None:
+                self.earlier_run_s += max(0.0, last - first)
+            launcher_start = parse_finite(event.get("began"))
+            # Count from the time that the launcher recorded, so that the run time agrees with its last console line.
+            first = launcher_start if launcher_start is not None and last <= launcher_start <= time else time
+        self.event_times = first, time
         rank = as_int64(event.get("rank"))
         rank = rank if rank is not None and rank >= 0 else None
         if kind == "attempt":
@@ -111,8 +115,8 @@ class EventTail:
         elif kind in ("relief", "busy"):
             self.suspicions.pop("suspicion", None)
         elif kind == "role-served" and isinstance(event.get("replicas"), list) and isinstance(event.get("role"), str):
-            served = self.served.setdefault(event["role"], deque(maxlen=_MAX_SERVED))
-            served.append((float(time), event["replicas"]))
+            server_counts = self.server_counts.setdefault(event["role"], deque(maxlen=_MAX_SERVER_COUNTS))
+            server_counts.append((float(time), event["replicas"]))
         elif kind in ("suspicion", "straggler", "numbers") and isinstance(event.get("summary"), str):
             self._add_suspicion(kind, float(time), rank, event)
         elif kind == "straggler-over":
@@ -134,9 +138,8 @@ class EventTail:
 
     def _add_suspicion(self, kind: str, time: float, rank: int | None, event: dict[str, Any]) -> None:
         waiting = event.get("waiting")
-        waiting_ranks = (
-            tuple(other for other in waiting if as_int64(other) is not None) if isinstance(waiting, list) else ()
-        )
+        ranks = waiting if isinstance(waiting, list) else ()
+        waiting_ranks = tuple(other for other in ranks if as_int64(other) is not None)
         cause, summary = escape(str(event.get("cause")), 80), escape(event["summary"], _MAX_SUMMARY)
         silent_s = parse_finite(event.get("silent_s"))
         self.suspicions[kind] = Suspicion(time, kind, cause, summary, rank, waiting_ranks, silent_s)
@@ -146,13 +149,16 @@ class EventTail:
 
     @property
     def suspicion(self) -> Suspicion | None:
-        """The suspicion of a hang, which ends the job; else the newest of those that only cost time."""
+        """The suspicion of a hang if there is one, because it ends the job. Otherwise the newest suspicion, or None."""
         newest = max(self.suspicions.values(), key=lambda suspicion: suspicion.time, default=None)
         return self.suspicions.get("suspicion") or newest
 
 
 class RunTail:
-    """Turns one run directory into a RunView. With `whole_curves` False only the newest metrics are read, enough for lists."""
+    """Turns one run directory into a RunView.
+
+    With `whole_curves` False it reads only the newest metrics, which are enough for lists.
+    """
 
     def __init__(self, record: run_record.RunRecord, whole_curves: bool = True) -> None:
         self.record = record
@@ -167,13 +173,11 @@ class RunTail:
         self._loss_of_history = Curve()  # for scripts without metrics.jsonl
         self._headline_points: tuple[tuple[int, Metric], ...] | None = None  # None: outdated
         self._columns: HistoryColumns = {}  # newest columns of the ranks, if the history was not read
-        self.server_samples: dict[
-            int, tuple[ServerSample, ...]
-        ] = {}  # newest samples of each replica of a server, by rank
+        self.server_samples: dict[int, tuple[ServerSample, ...]] = {}  # newest samples of each replica, by rank
 
     def view(self, now: float, watched: bool) -> RunView:
-        """Return the run's row for a list; with its ranks and curve if it is watched."""
-        stamps = tuple(_stamp(self.record.dir, name) for name in (layout.EVENTS, layout.METRICS))
+        """Return the run as a list shows it. If it is `watched`, also fill in its ranks and its curve."""
+        stamps = tuple(_file_stamp(self.record.dir, name) for name in (layout.EVENTS, layout.METRICS))
         state = run_record.run_status(self.record)
         if watched:
             self._read_metrics_and_history()
@@ -188,7 +192,7 @@ class RunTail:
         self._row = self._make_row(now, state)
         if not watched:
             return self._row
-        ranks = tuple(self._rank_views(now, state))
+        ranks = tuple(self._make_rank_views(now, state))
         if self._headline_points is None:
             self._headline_points = tuple(self.mean_curve(self._row.headline).points())
         return replace(self._row, ranks=ranks, roles=group_by_role(ranks), curve=self._headline_points)
@@ -196,12 +200,12 @@ class RunTail:
     def view_at(self, point: HistoryPoint, metrics: dict[str, Any], curve: Curve) -> RunView:
         """Return the run as it was at `point`, for a replay.
 
-        `metrics` are the newest ones at that time; the caller has applied to `events` only those up to then.
+        `metrics` are the newest ones at that time. The caller must have applied only the events up to that time.
         """
         self.add_point(point)
         self._newest_line = metrics
         row = self._make_row(point.time, RUNNING)
-        ranks = tuple(self._rank_views(point.time, RUNNING))
+        ranks = tuple(self._make_rank_views(point.time, RUNNING))
         points = curve.points(last=metrics.get("step", -1)) if curve.steps else self._loss_of_history.points()
         return replace(row, verdict=None, ranks=ranks, roles=group_by_role(ranks), curve=tuple(points))
 
@@ -216,24 +220,24 @@ class RunTail:
             self.add_point(point)
 
     def add_point(self, point: HistoryPoint) -> None:
+        """Append a history point, and its loss to the curve that scripts without metrics.jsonl have."""
         self.points.append(point)
         self._headline_points = None
-        # A script without metrics.jsonl has the loss that its ranks report or print: the lowest rank's is used.
+        # A script without metrics.jsonl may report or print its loss. Use the loss of the lowest rank that has one.
         for step, value in zip(point.ranks.get("step", ()), point.ranks.get("loss", ()), strict=False):
             loss = parse_metric(value)
             if as_int64(step) is not None and loss is not None:
-                if (
-                    self._loss_of_history.steps and step < self._loss_of_history.steps[-1]
-                ):  # a new attempt began earlier
+                steps = self._loss_of_history.steps
+                if steps and step < steps[-1]:  # a new attempt repeats steps
                     self._loss_of_history = Curve()
                 self._loss_of_history.add(step, float(loss))
                 return
 
-    # ---- what viewers ask ----
+    # ---- answers for viewers ----
 
     @property
     def training(self) -> RunTail:
-        """The run whose metrics are shown; in a job of roles that is its trainer."""
+        """The run whose metrics are shown. In a multi-role job that is the trainer's run."""
         return self
 
     @property
@@ -243,12 +247,17 @@ class RunTail:
 
     @property
     def training_score(self) -> int:
-        """How much evidence there is that this run trains, so that a job can find its trainer; 0 means none."""
+        """A score from 0 to 4 for the evidence that this run trains; a job takes the role with the highest as its trainer."""
         row = self._row
         if row is None:
             return 0
-        signs = (bool(row.step) or row.loss is not None, bool(row.metrics), self._is_recipe, REWARD in row.metrics)
-        return max((score for score, sign in enumerate(signs, 1) if sign), default=0)
+        if REWARD in row.metrics:
+            return 4
+        if self._is_recipe:
+            return 3
+        if row.metrics:
+            return 2
+        return 1 if row.step or row.loss is not None else 0
 
     @property
     def interval(self) -> int:
@@ -268,7 +277,7 @@ class RunTail:
         return names if "loss" in names or not self.curve("loss").steps else ["loss", *names]
 
     def curve(self, name: str) -> Curve:
-        """Return a curve of a watched run; it is empty if the run has no such metric."""
+        """Return a curve of a watched run, or an empty curve if the run has no such metric."""
         curve = self.metrics.curves.get(name) if self.metrics is not None else None
         if curve is not None:
             return curve
@@ -284,10 +293,13 @@ class RunTail:
         record, events = self.record, self.events
         values = self._newest_metrics()
         last_step, metrics_time = self._newest_step()
-        logged_steps = last_step + 1 if last_step is not None else None  # steps count from 0, a line follows its step
+        # Steps count from 0, and a line is written once its step is done.
+        logged_steps = last_step + 1 if last_step is not None else None
         steps = logged_steps
         if logged_steps is None or self._is_recipe:
-            steps = max((count for count in (logged_steps, self._steps_of_ranks()) if count is not None), default=None)
+            steps = max(
+                (count for count in (logged_steps, self._count_steps_of_ranks()) if count is not None), default=None
+            )
         total = values.get("total_steps")
         total_steps = int(total) if isinstance(total, (int, float)) and 0 < total < 1 << 62 else None
         losses = (parse_metric(value) for value in self._rank_column("loss"))
@@ -296,11 +308,11 @@ class RunTail:
         launcher_host = record.launcher[2]
         planned_hosts = (rank.get("host") or launcher_host for rank in planned_ranks(record))
         hosts = tuple(dict.fromkeys(host for host in planned_hosts if isinstance(host, str)))
-        last_event = events.start[1] if events.start is not None else None
+        last_event_time = events.event_times[1] if events.event_times is not None else None
         self.server_samples = read_recent_samples(record.dir)
-        servers = (
-            (server_load("", list(self.server_samples.values()), now, state == RUNNING),) if self.server_samples else ()
-        )
+        servers: tuple[ServerLoad, ...] = ()
+        if self.server_samples:
+            servers = (compute_server_load("", list(self.server_samples.values()), now, state == RUNNING),)
         return RunView(
             id=record.id,
             name=record.name,
@@ -309,8 +321,8 @@ class RunTail:
             mine=record.mine,
             state=state,
             started=record.started,
-            updated=max((time for time in (last_event, metrics_time) if time is not None), default=None),
-            seconds=self._run_time(now, state),
+            updated=max((time for time in (last_event_time, metrics_time) if time is not None), default=None),
+            seconds=self._compute_run_time(now, state),
             world=record.ranks,
             attempts=(events.attempt or 0) + 1 if events.attempt is not None else 0,
             attempt=events.attempt,
@@ -322,8 +334,8 @@ class RunTail:
             mfu=values.get("mfu"),
             grad_norm=values.get("grad_norm"),
             lr=values.get("lr"),
-            eta_s=self._eta(state, steps, total_steps, values),
-            phase=self._phase(),
+            eta_s=self._estimate_eta(state, steps, total_steps, values),
+            phase=self._find_phase(),
             metrics=values,
             suspicion=events.suspicion if state in (RUNNING, UNKNOWN) else None,
             verdict=record.verdict,
@@ -334,7 +346,7 @@ class RunTail:
         )
 
     def _newest_metrics(self) -> dict[str, Metric]:
-        """Return the newest value of each metric; AVERAGED ones are means over the logging interval."""
+        """Return the newest value of each metric. Those in AVERAGED are means over the logging interval."""
         if self.metrics is None:
             values = ((name, parse_metric(value)) for name, value in self._newest_line.items())
             return {
@@ -348,25 +360,29 @@ class RunTail:
         return means
 
     def _newest_step(self) -> tuple[int | None, float | None]:
-        """Return the step and the time of the newest line of metrics.jsonl."""
+        """Return the step and the time of the newest line of metrics.jsonl, None where unknown."""
         if self.metrics is not None:
             return self.metrics.step, self.metrics.time
         return as_int64(self._newest_line.get("step")), parse_finite(self._newest_line.get("time"))
 
     @property
     def _is_recipe(self) -> bool:
-        """Whether it is a `stoker train` stage: its ranks report every step, its metrics have every tenth or so."""
+        """True for a `stoker train` stage, whose ranks report every step while metrics.jsonl may have only every tenth."""
         return str(self.record.data.get("script") or "").startswith(RECIPES)
 
-    def _steps_of_ranks(self) -> int | None:
-        """Return the fewest steps of the ranks that run by their beats, else of those that ended, else of the checkpoint."""
+    def _count_steps_of_ranks(self) -> int | None:
+        """Return the fewest steps that any running rank has reported, or None.
+
+        If none has, return the fewest of the ranks that exited. A resumed recipe that has made no step since has those of
+        its checkpoint.
+        """
         exits = self.events.exits
         members = self.newest_point.members.ranks if self.newest_point is not None else ()
-        first_rank = members[0] if members else 0  # the ranks of a job are numbered without gaps
+        first_rank = members[0] if members else 0  # ranks are numbered without gaps
         column = enumerate(self._rank_column("step"), first_rank)
         steps = [step for rank, step in column if as_int64(step) is not None and rank not in exits]
         fewest = min(steps or [count for _, count in exits.values() if count], default=None)
-        if not fewest and self._is_recipe:  # resumed, and no step made since
+        if not fewest and self._is_recipe:
             return checkpoints.find_newest_step(self.record.dir) or fewest
         return fewest
 
@@ -374,27 +390,32 @@ class RunTail:
         columns = self.newest_point.ranks if self.newest_point is not None else self._columns
         return columns.get(name, ())
 
-    def _phase(self) -> str:
-        """Return the phase of the lowest rank that is in one."""
+    def _find_phase(self) -> str:
+        """Return the phase of the lowest rank that is in a phase, or ""."""
         ranks = self.newest_point.members.ranks if self.newest_point is not None else sorted(self.events.phases)
         return next((phase for phase in map(self._phase_of_rank, ranks) if phase), "")
 
     def _phase_of_rank(self, rank: int) -> str:
-        """Return a rank's phase: from its event if that is newer than the history, which also knows when a phase ends."""
+        """Return a rank's phase, or "".
+
+        An event has it sooner than the history, but only the history shows that a phase has ended.
+        """
         entered, name = self.events.phases.get(rank, (0.0, ""))
         if self.newest_point is None or entered > self.newest_point.time:
             return name
         return escape(str(self.newest_point.of_rank(rank).get("phase") or ""), 80)
 
-    def _run_time(self, now: float, state: str) -> float | None:
-        """Return the seconds of all starts of the run together, without the pauses between them."""
-        start = self.events.start
-        if start is None:
+    def _compute_run_time(self, now: float, state: str) -> float | None:
+        """Return the seconds that the run has been running over all its starts, without the pauses between them."""
+        times = self.events.event_times
+        if times is None:
             return max(0.0, now - self.record.started) if state == RUNNING and self.record.started else None
-        first, last = start
-        return self.events.earlier_s + max(0.0, (now if state == RUNNING else last) - first)
+        first, last = times
+        return self.events.earlier_run_s + max(0.0, (now if state == RUNNING else last) - first)
 
-    def _eta(self, state: str, steps: int | None, total: int | None, values: dict[str, Metric]) -> float | None:
+    def _estimate_eta(
+        self, state: str, steps: int | None, total: int | None, values: dict[str, Metric]
+    ) -> float | None:
         if state != RUNNING or steps is None or total is None:
             return None
         per_step = finite(values.get("seconds_per_step"))
@@ -404,7 +425,7 @@ class RunTail:
 
     # ---- ranks ----
 
-    def _rank_views(self, now: float, state: str) -> list[RankView]:
+    def _make_rank_views(self, now: float, state: str) -> list[RankView]:
         ranks: list[RankView] = []
         for planned in planned_ranks(self.record):
             if as_int64(planned.get("rank")) is None:
@@ -415,11 +436,11 @@ class RunTail:
             role_rank = planned["role_rank"] if type(planned.get("role_rank")) is int else planned["rank"]
             gpu = planned["gpu"] if isinstance(planned.get("gpu"), str) else None
             view = RankView(planned["rank"], role, role_rank, label, host or self.record.launcher[2], gpu)
-            ranks.append(self._with_state(view, now, state))
+            ranks.append(self._fill_in_state(view, now, state))
         return ranks
 
-    def _with_state(self, view: RankView, now: float, state: str) -> RankView:
-        """Fill in what the events and the newest history point tell about a planned rank."""
+    def _fill_in_state(self, view: RankView, now: float, state: str) -> RankView:
+        """Fill in the state of a planned rank from the events and the newest history point."""
         events, point, rank = self.events, self.newest_point, view.rank
         row = point.of_rank(rank) if point is not None else {}
         point_age = max(0.0, now - point.time) if point is not None and state == RUNNING else 0.0
@@ -430,7 +451,7 @@ class RunTail:
             "pid": events.pids.get(rank),
             "state": self._state_of_rank(rank, row, state),
             "exit_code": exit_code,
-            "step": max(reported or 0, steps_at_exit, self._logged_steps(rank)) or reported,
+            "step": max(reported or 0, steps_at_exit, self._count_logged_steps(rank)) or reported,
             "step_s": parse_finite(row.get("step_s")),
             "waiting": parse_finite(row.get("waiting")),
             "phase": self._phase_of_rank(rank),
@@ -441,12 +462,11 @@ class RunTail:
         }
         return replace(view, **changes)
 
-    def _logged_steps(self, rank: int) -> int:
-        """Return the steps that metrics.jsonl proves the rank to have made.
+    def _count_logged_steps(self, rank: int) -> int:
+        """Return the number of steps that a rank must have made according to metrics.jsonl, or 0.
 
-        A recipe's rank 0 writes a line when its step is done, and the other ranks take part in each step. The history
-        is up to two seconds older than that line. If it is newer, its steps count for the other ranks: one that hangs
-        is behind.
+        A recipe's rank 0 writes a line when a step is done, and every rank takes part in each step. The line counts for
+        the other ranks only while the newest history point is older: a newer point shows a hanging rank that is behind.
         """
         last_step, time = self._newest_step()
         if last_step is None or not self._is_recipe or rank not in self.events.pids:
@@ -471,20 +491,22 @@ class RunTail:
         values: list[float | None] = []
         for point in self.points:
             column, members = point.ranks.get(name, ()), point.members.ranks
-            index = rank - members[0] if members else -1  # the ranks of a job are numbered without gaps
+            index = rank - members[0] if members else -1  # ranks are numbered without gaps
             is_known = 0 <= index < len(members) and members[index] == rank and index < len(column)
             values.append(parse_finite(column[index]) if is_known else None)
         return tuple(values)
 
 
 def planned_ranks(record: run_record.RunRecord) -> list[dict[str, Any]]:
-    """Return the ranks of the plan in run.json, without entries that are not objects."""
+    """Return the ranks of the plan in run.json, skipping entries that are not objects."""
     ranks = (record.data.get("plan") or {}).get("ranks")
     return [rank for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
 
 
-def server_load(role: str, replicas: Sequence[Sequence[ServerSample]], now: float, is_running: bool) -> ServerLoad:
-    """Sum the newest samples of each replica; no replica's samples may be empty."""
+def compute_server_load(
+    role: str, replicas: Sequence[Sequence[ServerSample]], now: float, is_running: bool
+) -> ServerLoad:
+    """Sum the newest sample of each replica; every replica must have at least one sample."""
     newest = [samples[-1] for samples in replicas]
     replica_rates = [compute_rates(samples, now) for samples in replicas] if is_running else []
     known_rates = [rate for rate in replica_rates if rate.requests is not None and rate.tokens is not None]
@@ -509,8 +531,8 @@ def group_by_role(ranks: tuple[RankView, ...]) -> tuple[RoleView, ...]:
     return tuple(RoleView(name, len(members), tuple(members)) for name, members in by_name.items())
 
 
-def _stamp(run_dir: str, name: str) -> tuple[int, int, int] | None:
-    """Return values that change whenever the file does; None if there is no file."""
+def _file_stamp(run_dir: str, name: str) -> tuple[int, int, int] | None:
+    """Return a file's inode, modification time and size, which change whenever it does, or None if it does not exist."""
     try:
         status = os.stat(os.path.join(run_dir, name), follow_symlinks=False)
     except OSError:
@@ -525,10 +547,10 @@ class RecordCache:
         self._records: dict[str, tuple[tuple[Any, ...], run_record.RunRecord | None]] = {}
 
     def __call__(self, run_dir: str) -> run_record.RunRecord | None:
-        names = (layout.RUN, layout.VERDICT, layout.EVENTS)  # without verdict.json the events may hold the verdict
+        names = (layout.RUN, layout.VERDICT, layout.EVENTS)  # the events hold the verdict if verdict.json is missing
         stamps = (
-            *(_stamp(run_dir, name) for name in names),
-            _stamp(os.path.dirname(run_dir), os.path.basename(run_dir)),
+            *(_file_stamp(run_dir, name) for name in names),
+            _file_stamp(os.path.dirname(run_dir), os.path.basename(run_dir)),
         )
         cached = self._records.get(run_dir)
         if cached is not None and cached[0] == stamps:

@@ -1,7 +1,7 @@
-"""Explains slow ranks: which rank is slow, what its GPU or host has that the others' don't, and how long the others wait.
+"""Explains slow ranks: which rank is slow, what differs on its GPU or host, and how long the other ranks wait.
 
-Who is slow is the watch's finding (control/watch/straggler.py), or the rank that waits least while all others wait. The
-reason is looked up in the gauges at that moment: a GPU that has cooled down or a disk that is idle again is not blamed.
+A rank is slow if the watch has found it (control/watch/straggler.py), or if it waits least while all others wait. The
+reason comes from the current gauges, so a GPU that has cooled down or a disk that is idle again is not blamed.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from stoker.control.machine.model import GpuGauges, HostGauges
 from stoker.control.show.run_tail import RunTail
 from stoker.control.show.snapshot import RUNNING, UNKNOWN, RankView, RunView, SlowRank, parse_finite
 
-WAITING = 0.2  # share of a step that the others must wait before a rank counts as slow
-BUSY_CPU = 0.95
-PRESSURE = 0.4  # share of the time in which some process waits for the CPU, the disk or memory
-FULL_LINK = 0.8
+MIN_WAITING = 0.2  # a rank counts as slow if all others wait for at least this share of their time
+MIN_CPU = 0.95  # share of the CPU time that is in use
+MIN_PRESSURE = 0.4  # share of the time in which some process waits for the disk or for memory
+MIN_LINK_LOAD = 0.8  # share of the network link's speed
 
 
 def find_slow_ranks(
     run: RunView, tail: RunTail | None, hosts: Sequence[HostGauges], gpus: Sequence[GpuGauges]
 ) -> tuple[SlowRank, ...]:
-    """Return the slow ranks of a running run, those found by the watch first."""
+    """Return the slow ranks of a run that is running, those found by the watch first."""
     if run.state not in (RUNNING, UNKNOWN) or tail is None or len(run.ranks) < 2:
         return ()
     findings = tail.events.slow
@@ -35,27 +35,27 @@ def find_slow_ranks(
 
 
 def find_late_rank(ranks: Sequence[RankView]) -> RankView | None:
-    """Return the rank that waits least, if all others wait for a large part of their time."""
+    """Return the rank that all others wait for, or None."""
     running = [rank for rank in ranks if rank.state == "running"]
     if len(running) < len(ranks):
         return None
-    index = late_index([rank.waiting for rank in running])
+    index = find_late_index([rank.waiting for rank in running])
     return running[index] if index is not None else None
 
 
-def late_index(waiting_shares: Sequence[float | None]) -> int | None:
-    """Return the index of the rank that all others wait for, given the share of its time that each rank waits."""
+def find_late_index(waiting_shares: Sequence[float | None]) -> int | None:
+    """Return the index of the rank that all others wait for, or None. A share is the part of its time that a rank waits."""
     known_shares = [share for share in waiting_shares if share is not None]
     if len(known_shares) < 2 or len(known_shares) < len(waiting_shares):
         return None
     lowest, second = sorted(known_shares)[:2]
-    return waiting_shares.index(lowest) if second >= WAITING and second >= 2 * lowest else None
+    return waiting_shares.index(lowest) if second >= MIN_WAITING and second >= 2 * lowest else None
 
 
 def _explain(
     rank: RankView, finding: dict[str, Any], run: RunView, hosts: Sequence[HostGauges], gpus: Sequence[GpuGauges]
 ) -> SlowRank:
-    """Build a SlowRank. `finding` is the watch's event; empty if the rank was found by its waiting share."""
+    """Build a SlowRank. `finding` is the watch's event, or {} if find_late_rank found the rank."""
     others = [other for other in run.ranks if other.rank != rank.rank]
     wait_s, step_s = parse_finite(finding.get("wait_s")), parse_finite(finding.get("step_s"))
     waits = sorted(
@@ -72,10 +72,10 @@ def _explain(
         cause, because = explain_host(host_of(rank, hosts), [host_of(other, hosts) for other in on_other_hosts])
     if not because:
         cause = str(finding.get("cause") or "slow.unknown")
-        # The watch's sentence: rank 1 (GPU 1) is slow because REASON; the others wait ...
+        # The watch writes: rank 1 (GPU 1) is slow because REASON; the others wait 0.9 s of each 2.1 s step.
         sentence = str(finding.get("summary") or "")
         because = sentence.partition(" is slow because ")[2].rpartition("; the others wait")[0]
-        because = because or "no reason can be seen from outside"
+        because = because or "of an unknown cause"
     cost = f"; the others wait {wait_s:.2g} s" if wait_s is not None else ""
     cost += f" of each {step_s:.2g} s step" if cost and step_s is not None else ""
     since = float(finding.get("time") or run.updated or run.started)
@@ -84,7 +84,7 @@ def _explain(
 
 
 def gpu_of(rank: RankView, gpus: Iterable[GpuGauges]) -> GpuGauges | None:
-    """Return the rank's GPU. Recorded machines of several hosts may have the same uuid: the rank's host comes first."""
+    """Return the rank's GPU, or None. Prefer the rank's host, because recorded machines of several hosts may share a uuid."""
     matches = [gpu for gpu in gpus if gpu.uuid == rank.gpu and rank.gpu]
     return next((gpu for gpu in matches if gpu.host == rank.host), matches[0] if matches else None)
 
@@ -94,7 +94,7 @@ def host_of(rank: RankView, hosts: Iterable[HostGauges]) -> HostGauges | None:
 
 
 def explain_gpu(gpu: GpuGauges | None, peers: Sequence[GpuGauges | None]) -> str:
-    """Return what slows this GPU down but not all of its peers; empty if there is nothing."""
+    """Return the reason why this GPU is slow, or "". A reason that all its peers share does not count."""
     if gpu is None:
         return ""
     known_peers = [peer for peer in peers if peer is not None]
@@ -115,31 +115,31 @@ def explain_gpu(gpu: GpuGauges | None, peers: Sequence[GpuGauges | None]) -> str
 
 
 def explain_host(host: HostGauges | None, others: Sequence[HostGauges | None]) -> tuple[str, str]:
-    """Return (cause, reason) for a resource that is exhausted on this host and on none of the others; else empty."""
+    """Return (cause, reason) for a resource that is exhausted on this host and on no other, or ("", "")."""
     if host is None:
         return "", ""
     known_others = [other for other in others if other is not None]
 
-    def only_here(name: str, limit: float) -> float | None:
-        """Return the gauge if it is above the limit here and on no other host."""
+    def find_excess(name: str, limit: float) -> float | None:
+        """Return the gauge if it reaches the limit on this host and on no other, else None."""
         value = getattr(host, name)
         other_values = [getattr(other, name) for other in known_others if getattr(other, name) is not None]
         return value if value is not None and value >= limit and all(other < limit for other in other_values) else None
 
-    waiting = only_here("pressure_memory", PRESSURE)
+    waiting = find_excess("pressure_memory", MIN_PRESSURE)
     if waiting is not None:
         reason = f"its host {host.name} is short of memory: processes wait for it {waiting:.0%} of the time"
         return "slow.memory", reason
-    waiting = only_here("pressure_io", PRESSURE)
+    waiting = find_excess("pressure_io", MIN_PRESSURE)
     if waiting is not None:
         rate = format_bytes((host.disk_read or 0.0) + (host.disk_written or 0.0))
         return "slow.disk", f"its host {host.name} waits for its disk {waiting:.0%} of the time ({rate}/s)"
-    busy = only_here("cpu", BUSY_CPU)
+    busy = find_excess("cpu", MIN_CPU)
     if busy is not None:
         return "slow.cpu", f"its host {host.name} has its CPUs busy ({busy:.0%} of {host.cores} cores)"
     if host.link:
         load = _link_load(host)
-        if load >= FULL_LINK and all(_link_load(other) < FULL_LINK for other in known_others if other.link):
+        if load >= MIN_LINK_LOAD and all(_link_load(other) < MIN_LINK_LOAD for other in known_others if other.link):
             return "slow.network", f"its host {host.name} has its network full ({format_bytes(load * host.link)}/s)"
     return "", ""
 

@@ -1,4 +1,4 @@
-"""The types of the live snapshot: everything a viewer shows at one moment, with one JSON form.
+"""The types of a snapshot, which holds everything that a viewer shows at one moment, and its JSON form.
 
 Units are bytes, seconds, watts, degrees Celsius, hertz and shares from 0 to 1; times are seconds since 1970. An unknown
 value is None. A metric that is not finite is a string, as in metrics.jsonl ("nan", "inf", "-inf"); `finite` returns the
@@ -19,7 +19,7 @@ from stoker.control.machine.model import OFFLINE, OK, GpuGauges, Holder, HostGau
 __all__ = ["OFFLINE", "OK", "GpuGauges", "Holder", "HostGauges"]  # re-exported; the rest is defined here
 
 SCHEMA = 1
-RUNNING, UNKNOWN, LOST, DAMAGED = "running", "unknown", "lost", "damaged"  # a run that ended has its verdict's status
+RUNNING, UNKNOWN, LOST, DAMAGED = "running", "unknown", "lost", "damaged"  # a finished run has its verdict's status
 _NOT_FINITE = ("nan", "inf", "-inf")
 
 Metric = Real | str | None  # read_frozen parses annotations as text, so the fields below spell it out
@@ -43,7 +43,7 @@ SHARES = frozenset(("cut",))  # metrics shown in percent
 
 
 def headline_metric(names: Collection[str]) -> str:
-    """Return the metric that best shows the progress of a run with these metrics: reward if it has one, else loss."""
+    """Return the metric that best shows the progress of a run with these metrics: reward if there is one, else loss."""
     return REWARD if REWARD in names else LOSS
 
 
@@ -56,7 +56,7 @@ def sort_metrics(names: Iterable[str]) -> list[str]:
 
 @frozen
 class Suspicion:
-    """A problem that the watch suspects in a run and has not withdrawn."""
+    """A problem that the watch suspects in a run and has not taken back."""
 
     time: float
     kind: str  # suspicion, straggler, numbers
@@ -64,12 +64,12 @@ class Suspicion:
     summary: str
     rank: int | None = None
     waiting: tuple[int, ...] = ()  # ranks that wait for `rank`
-    silent_s: Real | None = None
+    silent_s: Real | None = None  # seconds without a sign of progress
 
 
 @frozen
 class SlowRank:
-    """A slow rank, the reason seen on its GPU or host but not on the others', and the time it costs the other ranks."""
+    """A slow rank, the reason, which its GPU or host has and the others' don't, and the time that the other ranks wait."""
 
     rank: int
     label: str  # GPU0, host/GPU0
@@ -112,13 +112,13 @@ class RoleView:
     """A role of a job and its ranks."""
 
     name: str
-    world: int
+    world: int  # number of ranks
     ranks: tuple[int, ...]
 
 
 @frozen
 class ServerLoad:
-    """The load of a server summed over its replicas: totals since its run began, rates over the last half minute."""
+    """The load of a server, summed over its replicas: totals since its run started, rates over the last half minute."""
 
     role: str  # role in a job; empty for a run without roles
     replicas: int
@@ -140,14 +140,14 @@ class RunView:
     name: str
     dir: str
     user: str
-    mine: bool
+    mine: bool  # True if it belongs to the user who views it
     state: str  # running, unknown (on another host), lost (no launcher, no verdict), damaged, or a verdict's status
     started: float
     updated: float | None = None  # time of its newest event or metrics line
     seconds: Real | None = None  # run time of all starts, without the pauses between them
-    world: int = 0  # ranks
+    world: int = 0  # number of ranks
     attempts: int = 0
-    attempt: int | None = None  # number of the newest one
+    attempt: int | None = None  # number of the newest attempt, from 0
     restarts: Mapping[str, int] = {}  # by cause
     step: int | None = None
     total_steps: int | None = None
@@ -158,7 +158,7 @@ class RunView:
     lr: Real | str | None = None
     eta_s: Real | None = None
     phase: str = ""
-    metrics: Mapping[str, Real | str | None] = {}  # newest value of every metric; means for AVERAGED
+    metrics: Mapping[str, Real | str | None] = {}  # newest value of every metric; those in AVERAGED are means
     suspicion: Suspicion | None = None
     verdict: Verdict | None = None
     problem: str = ""  # why its record is damaged or a file can't be read
@@ -172,6 +172,7 @@ class RunView:
 
     @property
     def restarted(self) -> int:
+        """The number of restarts."""
         return sum(self.restarts.values())
 
     @property
@@ -181,11 +182,12 @@ class RunView:
 
     @property
     def headline_value(self) -> Metric:
+        """The newest value of `headline`."""
         return self.metrics[REWARD] if self.headline == REWARD else self.loss
 
     @property
     def rl_metrics(self) -> dict[str, Metric]:
-        """Reward, KL and the like in display order; empty unless the run has rewards."""
+        """The reinforcement-learning metrics in display order, or {} for a run without rewards."""
         if self.headline != REWARD:
             return {}
         return {name: self.metrics[name] for name in RL_METRICS if name in self.metrics}
@@ -200,7 +202,7 @@ class Snapshot:
     gpus: tuple[GpuGauges, ...] = ()  # of all hosts, with the processes on each
     runs: tuple[RunView, ...] = ()  # oldest first
     root: str = ""  # the runs folder
-    others: int = 0  # folders of other users that were skipped
+    others: int = 0  # number of folders of other users that were skipped
     problems: tuple[str, ...] = ()  # one line each
     interval: Real | None = None  # seconds between two values of `recent`
     schema: int = SCHEMA
@@ -216,7 +218,7 @@ class Snapshot:
 
     @property
     def processes(self) -> tuple[tuple[GpuGauges, Holder], ...]:
-        """All (GPU, process on it), in the order of the GPUs."""
+        """The pairs (GPU, process on it), in the order of the GPUs."""
         return tuple((gpu, process) for gpu in self.gpus for process in gpu.processes or ())
 
 
@@ -228,7 +230,7 @@ def snapshot_from_json(data: Any) -> Snapshot:
 
 
 def parse_metric(value: Any) -> Metric:
-    """Convert a value from metrics.jsonl, a beat or a printed line to a Metric; None if it is not a number."""
+    """Convert a value from metrics.jsonl, a beat or a printed line to a Metric, or return None if it is not a number."""
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, (int, float)):
@@ -238,7 +240,7 @@ def parse_metric(value: Any) -> Metric:
 
 
 def as_float(value: float) -> float:
-    """Convert a number to float; integers too large for one, which JSON allows, become infinity."""
+    """Convert a number to float. An integer that is too large for a float, which JSON allows, becomes infinity."""
     try:
         return float(value)
     except OverflowError:
@@ -246,7 +248,7 @@ def as_float(value: float) -> float:
 
 
 def as_int64(value: Any) -> int | None:
-    """Return `value` if it is an integer of 64 bits, else None. JSON allows integers that no float can hold."""
+    """Return `value` if it is an integer of at most 64 bits, else None, because JSON allows larger integers."""
     return value if type(value) is int and -(1 << 63) <= value < 1 << 63 else None
 
 
@@ -256,5 +258,5 @@ def finite(value: Metric) -> float | None:
 
 
 def parse_finite(value: Any) -> float | None:
-    """Convert a value of any type to a finite number; None if it is not one."""
+    """Convert a value of any type to a finite number, or return None."""
     return finite(parse_metric(value))

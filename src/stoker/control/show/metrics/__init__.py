@@ -1,1 +1,1 @@
-"""Prometheus: the snapshot as metrics, and the small server that serves them."""
+"""Exports snapshots as Prometheus metrics, with the small server that serves them."""

@@ -12,7 +12,7 @@ Generated from the code by `python -m stoker.control.show.metrics.metric_docs`; 
 stoker metrics                        # http://127.0.0.1:9911/metrics: all runs of the folder, this machine, its GPUs
 stoker metrics --once                 # print them and exit
 stoker metrics --hosts cluster.yaml   # several machines from one endpoint, by ssh; an unreachable one has stoker_host_up 0
-stoker run --metrics-port 9912 train.py    # one run's, while it runs; 0: a free port, which is printed
+stoker run --metrics-port 9912 train.py    # those of one run while it runs; port 0 picks a free one and prints it
 ```
 
 A background loop takes a snapshot every 2 s (`--interval`), and a scrape returns the last one: a driver that hangs never blocks
@@ -20,7 +20,7 @@ Prometheus. `stoker_last_collect_timestamp_seconds` then grows old, and `StokerM
 every user of the machine can read it; `--host` listens on another address, without a password. It answers GET for `/metrics` and `/` only,
 and on loopback it refuses foreign Host headers. From another machine: `ssh -L 9911:127.0.0.1:9911 box`.
 
-A run is exported while it runs and for 15 minutes after its end; then its series end. `--metrics-port` starts a child that ends with the run,
+A run is exported while it runs and for 15 minutes after its end. `--metrics-port` starts a child process that ends with the run,
 so only a separate `stoker metrics` shows the verdict. Without `--metrics-port` the launcher loads none of this code.
 
 ## Prometheus, alerts, Grafana
@@ -61,6 +61,7 @@ Units are base units; `NaN` and infinity are exported as such. An unknown value 
 
 
 def page() -> str:
+    """Return docs/metrics.md."""
     parts = [_HEAD]
     for title, specs in GROUPS.items():
         parts.append(f"\n### {title}\n\n| metric | labels | unit | meaning |\n|---|---|---|---|\n")

@@ -1,7 +1,7 @@
-"""Every metric that `stoker metrics` exports: name, kind, labels, meaning. docs/metrics.md is generated from this table.
+"""Lists every metric that `stoker metrics` exports: name, kind, labels, meaning. docs/metrics.md is generated from it.
 
-Units are base units; counters end in `_total`, metadata in `_info`. No label holds a step or a pid, so that a label set
-stays the same as long as its run, host or GPU exists.
+Units are base units. Names of counters end in `_total`, names of metadata in `_info`. No label holds a step or a pid, so a
+label set stays the same as long as its run, host or GPU exists.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MetricSpec:
 
     @property
     def unit(self) -> str:
-        """The unit that the end of the name stands for."""
+        """The unit, from the suffix of the name."""
         name = self.name.removesuffix("_total")
         units = {
             "_timestamp_seconds": "seconds since 1970",
@@ -52,7 +52,7 @@ class MetricSpec:
         return next((unit for end, unit in units.items() if name.lower().endswith(end)), "")
 
 
-def _specs(labels: tuple[str, ...], *texts: tuple[str, str]) -> list[MetricSpec]:
+def _make_specs(labels: tuple[str, ...], *texts: tuple[str, str]) -> list[MetricSpec]:
     return [
         MetricSpec(name, labels, text, COUNTER if name.lower().endswith("_total") else GAUGE) for name, text in texts
     ]
@@ -60,7 +60,7 @@ def _specs(labels: tuple[str, ...], *texts: tuple[str, str]) -> list[MetricSpec]
 
 GROUPS: dict[str, list[MetricSpec]] = {
     "The exporter": [
-        *_specs(
+        *_make_specs(
             (),
             ("stoker_last_collect_success", "1: the last collection succeeded; 0: it failed and older values are served"),
             ("stoker_last_collect_timestamp_seconds", "When the served values were collected"),
@@ -71,7 +71,7 @@ GROUPS: dict[str, list[MetricSpec]] = {
         MetricSpec("stoker_runs", ("state",), "Runs in the runs folder, by state"),
     ],
     "Training": [
-        *_specs(
+        *_make_specs(
             RUN,
             ("stoker_training_loss", "Newest training loss; may be NaN or infinite"),
             ("stoker_training_step", "Steps made"),
@@ -87,12 +87,12 @@ GROUPS: dict[str, list[MetricSpec]] = {
         MetricSpec("stoker_training_metric", ("run", "metric"), "Newest value of every other metric that the run writes"),
     ],
     "Servers": [
-        *_specs(
+        *_make_specs(
             SERVER,
-            ("stoker_server_requests_total", "Finished completions of all replicas; rate() gives completions per second"),
+            ("stoker_server_requests_total", "Completions finished by all replicas; rate() gives completions per second"),
             ("stoker_server_generated_tokens_total", "Tokens generated"),
             ("stoker_server_prompt_tokens_total", "Prompt tokens, computed or cached"),
-            ("stoker_server_requests_per_second", "Finished completions per second, over the last half minute"),
+            ("stoker_server_requests_per_second", "Completions finished per second, over the last half minute"),
             ("stoker_server_tokens_per_second", "Tokens generated per second, over the last half minute"),
             ("stoker_server_running", "Requests being processed"),
             ("stoker_server_waiting", "Requests waiting for a slot"),
@@ -102,7 +102,7 @@ GROUPS: dict[str, list[MetricSpec]] = {
     "Runs and their launcher": [
         MetricSpec("stoker_run_info", ("run", "name", "user"), "A run that is running, or ended in the last 15 minutes"),
         MetricSpec("stoker_run_state", ("run", "state"), "1 for the state the run is in, 0 for the others"),
-        *_specs(
+        *_make_specs(
             RUN,
             ("stoker_run_started_timestamp_seconds", "When the run was started"),
             ("stoker_run_updated_timestamp_seconds", "Time of its newest event or metrics line"),
@@ -111,16 +111,16 @@ GROUPS: dict[str, list[MetricSpec]] = {
             ("stoker_run_exit_code", "Exit code of a run that ended"),
         ),
         MetricSpec("stoker_run_restarts_total", ("run", "cause"), "Restarts, by the cause of the failure", COUNTER),
-        MetricSpec("stoker_run_verdict_info", ("run", "status", "cause"), "How a run ended and why"),
-        MetricSpec("stoker_run_suspicion_info", ("run", "kind", "cause"), "What the watch suspects now"),
+        MetricSpec("stoker_run_verdict_info", ("run", "status", "cause"), "Status and cause of the verdict of a run that ended"),
+        MetricSpec("stoker_run_suspicion_info", ("run", "kind", "cause"), "Current suspicion of the watch"),
         MetricSpec("stoker_run_suspicion_timestamp_seconds", ("run", "kind", "cause"), "When the suspicion was reported"),
     ],
     "Ranks": [
         MetricSpec("stoker_rank_info", (*RANK, "role", "host", "gpu", "uuid"), "Where a rank runs"),
-        MetricSpec("stoker_rank_phase_info", (*RANK, "phase"), "What the rank is doing: stoker.phase, else train"),
-        *_specs(
+        MetricSpec("stoker_rank_phase_info", (*RANK, "phase"), "Phase that the rank announced with stoker.phase, else train"),
+        *_make_specs(
             RANK,
-            ("stoker_rank_up", "1: its process is running; 0: waiting, stopped, ended or gone"),
+            ("stoker_rank_up", "1: its process is running; 0: it is waiting, stopped, ended or gone"),
             ("stoker_rank_step", "Steps made"),
             ("stoker_rank_step_seconds", "Seconds per step"),
             ("stoker_rank_waiting_ratio", "Share of its time spent waiting for other ranks in collectives"),
@@ -128,7 +128,7 @@ GROUPS: dict[str, list[MetricSpec]] = {
             ("stoker_rank_beat_age_seconds", "Time since its last sign of progress"),
             ("stoker_rank_memory_bytes", "Resident memory, including child processes"),
         ),
-        MetricSpec("stoker_rank_slow_wait_seconds", (*RANK, "cause"), "A slow rank: how long the others wait for it per step"),
+        MetricSpec("stoker_rank_slow_wait_seconds", (*RANK, "cause"), "Time per step that the other ranks wait for a slow rank"),
     ],
     "Doctor": [
         MetricSpec("stoker_doctor_findings", ("host", "check", "level"), "Findings of the fast checks of `stoker doctor`"),
@@ -136,9 +136,9 @@ GROUPS: dict[str, list[MetricSpec]] = {
     ],
     "Hosts": [
         MetricSpec("stoker_host_info", ("host", "driver"), "NVIDIA driver version of the host"),
-        *_specs(
+        *_make_specs(
             HOST,
-            ("stoker_host_up", "1: the host answers; 0: OFFLINE"),
+            ("stoker_host_up", "1: the host responds; 0: it is OFFLINE"),
             ("stoker_host_gpus", "GPUs that respond"),
             ("stoker_host_gpu_driver_failed", "1: a driver is installed and does not respond"),
             ("stoker_host_cpu_cores", "CPU cores that this process may use"),
@@ -160,7 +160,7 @@ GROUPS: dict[str, list[MetricSpec]] = {
     ],
     "GPUs": [
         MetricSpec("stoker_gpu_info", (*GPU, "name", "pci_bus_id"), "A GPU"),
-        *_specs(
+        *_make_specs(
             GPU,
             ("stoker_gpu_up", "1: NVML can read the GPU; 0: it can't"),
             ("stoker_gpu_utilization_ratio", "Share of the time in which a kernel was running"),
@@ -184,7 +184,7 @@ GROUPS: dict[str, list[MetricSpec]] = {
         MetricSpec("stoker_gpu_xid_timestamp_seconds", (*GPU, "xid"),
                   "When this Xid was last seen; 0: before the exporter was started"),
     ],
-    "Names of the field note": [
+    "Short names": [
         MetricSpec("gpu_memory_used_mb", ("node", "gpu"), "stoker_gpu_memory_used_bytes, as nvidia-smi shows it"),
         MetricSpec("gpu_utilization_percent", ("node", "gpu"), "stoker_gpu_utilization_ratio × 100"),
         MetricSpec("training_loss", ("rank", "run"), "The rank's own loss where it reports one, else the run's for rank 0"),

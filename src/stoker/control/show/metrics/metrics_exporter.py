@@ -1,6 +1,6 @@
-"""`stoker metrics`: a background loop that renders a page every few seconds, and the server that scrapes get it from.
+"""Collects and serves the page of `stoker metrics`: a background loop renders it every few seconds, a server returns it.
 
-NVML is read in the loop and never in a scrape: if a driver hangs, the last page is served and its timestamp grows old.
+A scrape never reads NVML: if a driver hangs, the server returns the last page, whose timestamp shows its age.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from stoker.control.show.http_server import HttpRequest, HttpResponse, error_res
 from stoker.control.show.metrics.metrics_page import CollectionStatus, DoctorFindings, render
 from stoker.control.show.snapshot import Snapshot
 
-EXAMINE_S = 300.0  # between two runs of the doctor's checks
+CHECKS_INTERVAL_S = 300.0  # the doctor's checks run this often
 
 
 class MetricsCollector:
-    """Renders the page. `look` takes a snapshot, `examine` runs the doctor's checks, `log` reports each problem once."""
+    """Renders the page from `take_snapshot` and from the doctor's checks that `examine` runs; `log` gets each problem once."""
 
     def __init__(
         self,
-        look: Callable[[], Snapshot],
+        take_snapshot: Callable[[], Snapshot],
         examine: Callable[[], DoctorFindings],
         dcgm: str,
         log: Callable[[str], None],
     ) -> None:
-        self._look, self._examine, self._dcgm, self._log = look, examine, dcgm, log
+        self._take_snapshot, self._run_checks, self._dcgm, self._log = take_snapshot, examine, dcgm, log
         self.page: bytes | None = None
         self._snapshot = Snapshot(time=0.0)
         self._status = CollectionStatus(False, 0.0, 0.0)
@@ -38,7 +38,7 @@ class MetricsCollector:
         self._stopped = threading.Event()
 
     def start(self, interval: float) -> None:
-        for work, pause in ((self.collect, interval), (self.examine, EXAMINE_S)):
+        for work, pause in ((self.collect, interval), (self.examine, CHECKS_INTERVAL_S)):
             threading.Thread(target=self._repeat, args=(work, pause), daemon=True).start()
 
     def stop(self) -> None:
@@ -55,32 +55,33 @@ class MetricsCollector:
         """Take a snapshot and render the page; if that fails, render the previous snapshot again."""
         began = time.monotonic()
         try:
-            snapshot = self._look()
+            snapshot = self._take_snapshot()
             status = CollectionStatus(True, snapshot.time, time.monotonic() - began)
             self.page = render(snapshot, status, self._findings, self._dcgm)
             self._snapshot, self._status, self._reported = snapshot, status, ""
-        except Exception as problem:  # the next collection may succeed
-            self._report("no snapshot", problem)
+        except Exception as problem:  # a failed collection must not end the loop: the next may succeed
+            self._report("taking a snapshot failed", problem)
             self._status = CollectionStatus(False, self._status.time, time.monotonic() - began)
             self.page = render(self._snapshot, self._status, self._findings, self._dcgm)
 
     def examine(self) -> None:
+        """Run the doctor's checks; their findings are on the next page."""
         try:
-            self._findings = self._examine()
+            self._findings = self._run_checks()
         except (Refusal, OSError) as problem:
             self._report("the doctor's checks failed", problem)
 
-    def _report(self, what: str, problem: Exception) -> None:
+    def _report(self, failure: str, problem: Exception) -> None:
         reason = problem.line if isinstance(problem, Refusal) else f"{type(problem).__name__}: {problem}"
         if reason != self._reported:
             self._reported = reason
-            self._log(f"stoker metrics: {what}: {reason}")
+            self._log(f"stoker metrics: {failure}: {reason}")
 
 
 class MetricsServer(http_server.HttpServer):
-    """Answers GET for /metrics and / and nothing else. `page` returns the newest page; None before the first.
+    """Answers GET for /metrics and /. `page` returns the newest page, or None before the first.
 
-    Every answer is a fixed text or the page: nothing of a request is repeated in it.
+    Every response is a fixed text or the page, so nothing of a request is repeated in it.
     """
 
     def __init__(self, listening: socket.socket, page: Callable[[], bytes | None], content_type: str) -> None:

@@ -1,7 +1,7 @@
-"""Renders a snapshot as Prometheus metrics in the text format 0.0.4. Pure.
+"""Renders a snapshot as Prometheus metrics in the text format 0.0.4. Reads no files and no clock.
 
-prometheus-client would do the same, but takes 8 ms for a page of 8 GPUs and 8 ranks (730 series) instead of 1.4 ms, and an
-exporter may use 10 ms of a core per second. The tests parse the pages with prometheus-client and promtool.
+prometheus-client takes 8 ms for a page of 8 GPUs and 8 ranks (730 series) and this module 1.4 ms; the exporter's budget is
+10 ms of a core per second. The tests parse the pages with prometheus-client and promtool.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from stoker.control.show.snapshot import (
     sort_metrics,
 )
 
-CLASSIC, NEW, OFF = "classic", "4.9", "off"  # DCGM's dialects
+CLASSIC, NEW, OFF = "classic", "4.9", "off"  # values of --dcgm: whose metric names are exported
 STATES = (RUNNING, "completed", "failed", "stopped", "refused", LOST, UNKNOWN, DAMAGED)
-ENDED_S = 900.0  # how long an ended run is exported, so that its verdict is scraped
+ENDED_S = 900.0  # a run is exported for this long after its end, so that its verdict is scraped
 _MAX_LABEL = 200  # characters
-# Series of stoker_training_metric per run: Prometheus keeps each of them for weeks.
-MAX_METRICS = 100
+MAX_METRICS = 100  # series of stoker_training_metric per run; Prometheus stores each of them for weeks
 _MIB = 1 << 20
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# Metrics that have their own series.
 _TRAINING = ("loss", "tokens", "tokens_per_s", "seconds_per_step", "mfu", "grad_norm", "lr", "total_steps")
 
 
 @frozen
 class DoctorFindings:
-    """What the doctor's fast checks found, and when. `counts` maps (check, level) to the number of findings."""
+    """Findings of the doctor's fast checks on a host. `counts` maps (check, level) to their number."""
 
     host: str
     time: float
@@ -55,7 +55,7 @@ class DoctorFindings:
 
 @frozen
 class CollectionStatus:
-    """How the newest collection went; `time` is that of the served snapshot, which may be older."""
+    """Result of the newest collection. `time` is the time of the served snapshot, which is older if the collection failed."""
 
     success: bool
     time: float
@@ -63,7 +63,7 @@ class CollectionStatus:
 
 
 class _Page:
-    """Series by name. Prometheus rejects a page with duplicate series, so the later value of a series wins."""
+    """Collects series by name. The last value of a series wins, because Prometheus rejects a page with duplicates."""
 
     def __init__(self) -> None:
         self._series: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in metric_table.ALL}
@@ -77,37 +77,40 @@ class _Page:
         for name, spec in metric_table.ALL.items():
             series = self._series[name]
             if series:
-                lines.append(_heads()[name])
-                written = {name + _labels(spec.labels, labels): _number(value) for labels, value in series.items()}
+                lines.append(_make_heads()[name])
+                written = {
+                    name + _format_labels(spec.labels, labels): _format_number(value)
+                    for labels, value in series.items()
+                }
                 lines += [f"{labeled_name} {value}\n" for labeled_name, value in written.items()]
         return "".join(lines).encode()
 
 
 @functools.cache
-def _heads() -> dict[str, str]:
+def _make_heads() -> dict[str, str]:
     return {
-        name: f"# HELP {name} {_escaped(spec.text)}\n# TYPE {name} {spec.kind}\n"
+        name: f"# HELP {name} {_escape_value(spec.text)}\n# TYPE {name} {spec.kind}\n"
         for name, spec in metric_table.ALL.items()
     }
 
 
 @functools.lru_cache(1 << 16)
-def _labels(keys: tuple[str, ...], values: tuple[str, ...]) -> str:
-    """Format labels; cached, because most are the same on the next page.
+def _format_labels(keys: tuple[str, ...], values: tuple[str, ...]) -> str:
+    """Format labels as {key="value",...}. Cached because most are the same on the next page.
 
-    Names of runs, metrics and phases are foreign text, so control characters are escaped.
+    Control characters are escaped because users choose the names of runs, metrics and phases.
     """
     texts = [escape(text, _MAX_LABEL) for text in values]
-    pairs = [f'{key}="{_escaped(text, quoted=True)}"' for key, text in zip(keys, texts, strict=True)]
+    pairs = [f'{key}="{_escape_value(text, quoted=True)}"' for key, text in zip(keys, texts, strict=True)]
     return f"{{{','.join(pairs)}}}" if pairs else ""
 
 
-def _escaped(text: str, quoted: bool = False) -> str:
+def _escape_value(text: str, quoted: bool = False) -> str:
     text = text.replace("\\", "\\\\").replace("\n", "\\n")
     return text.replace('"', '\\"') if quoted else text
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     if value - value == 0:  # finite
         return repr(value)
     return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}[repr(value)]
@@ -151,7 +154,7 @@ def render(
 
 
 def is_exported(run: RunView, now: float) -> bool:
-    """Return whether a run is running or ended less than ENDED_S ago."""
+    """Return True if a run is running or ended less than ENDED_S ago."""
     if run.state in (RUNNING, UNKNOWN):
         return True
     return run.state != DAMAGED and now - (run.updated or run.started) <= ENDED_S
@@ -214,11 +217,11 @@ def _add_server(page: _Page, run: RunView, server: ServerLoad) -> None:
 
 
 def _add_rank(page: _Page, run: RunView, rank: RankView) -> None:
-    key = (run.id, str(rank.rank))
-    page.put("stoker_rank_info", 1, *key, rank.role, rank.host, rank.label, rank.gpu or "")
+    labels = (run.id, str(rank.rank))
+    page.put("stoker_rank_info", 1, *labels, rank.role, rank.host, rank.label, rank.gpu or "")
     if rank.state == "running":
-        page.put("stoker_rank_phase_info", 1, *key, rank.phase or "train")
-    page.put("stoker_rank_up", rank.state == "running", *key)
+        page.put("stoker_rank_phase_info", 1, *labels, rank.phase or "train")
+    page.put("stoker_rank_up", rank.state == "running", *labels)
     for name, value in {
         "step": rank.step,
         "step_seconds": rank.step_s,
@@ -227,7 +230,7 @@ def _add_rank(page: _Page, run: RunView, rank: RankView) -> None:
         "beat_age_seconds": rank.beat_age,
         "memory_bytes": rank.memory,
     }.items():
-        page.put(f"stoker_rank_{name}", value, *key)
+        page.put(f"stoker_rank_{name}", value, *labels)
     loss = rank.loss
     if loss is None and rank.rank == 0:
         loss = run.loss
@@ -237,7 +240,7 @@ def _add_rank(page: _Page, run: RunView, rank: RankView) -> None:
 def _add_host(page: _Page, host: HostGauges, gpu_count: int) -> None:
     page.put("stoker_host_up", host.state == OK, host.name)
     if host.state != OK:
-        return  # its last known values are out of date
+        return  # its other values are out of date
     page.put("stoker_host_info", 1, host.name, host.driver or "")
     page.put("stoker_host_gpu_driver_failed", host.gpu_error is not None, host.name)
     for name, value in {
@@ -263,11 +266,11 @@ def _add_host(page: _Page, host: HostGauges, gpu_count: int) -> None:
 
 
 def _add_gpu(page: _Page, gpu: GpuGauges) -> None:
-    key = (gpu.host, gpu.label[3:], gpu.uuid)
-    page.put("stoker_gpu_up", not gpu.error, *key)
+    labels = (gpu.host, gpu.label[3:], gpu.uuid)
+    page.put("stoker_gpu_up", not gpu.error, *labels)
     if gpu.error:
         return
-    page.put("stoker_gpu_info", 1, *key, gpu.name or "", gpu.pci or "")
+    page.put("stoker_gpu_info", 1, *labels, gpu.name or "", gpu.pci or "")
     for name, value in {
         "utilization_ratio": gpu.utilization,
         "memory_used_bytes": gpu.memory_used,
@@ -285,17 +288,17 @@ def _add_gpu(page: _Page, gpu: GpuGauges) -> None:
         "processes": None if gpu.processes is None else len(gpu.processes),
         "last_xid": last_xid(gpu),
     }.items():
-        page.put(f"stoker_gpu_{name}", value, *key)
+        page.put(f"stoker_gpu_{name}", value, *labels)
     if gpu.throttle is not None:
         for reason in dict.fromkeys((*THROTTLE_REASONS, *gpu.throttle)):
-            page.put("stoker_gpu_throttled", reason in gpu.throttle, *key, reason)
-    page.put("stoker_gpu_ecc_errors_total", gpu.ecc_corrected, *key, "corrected")
-    page.put("stoker_gpu_ecc_errors_total", gpu.ecc_uncorrected, *key, "uncorrected")
+            page.put("stoker_gpu_throttled", reason in gpu.throttle, *labels, reason)
+    page.put("stoker_gpu_ecc_errors_total", gpu.ecc_corrected, *labels, "corrected")
+    page.put("stoker_gpu_ecc_errors_total", gpu.ecc_uncorrected, *labels, "uncorrected")
     for when, number in gpu.xids:  # newest last
-        page.put("stoker_gpu_xid_timestamp_seconds", when, *key, str(number))
+        page.put("stoker_gpu_xid_timestamp_seconds", when, *labels, str(number))
     node_labels = (gpu.host, gpu.label[3:])
-    page.put("gpu_memory_used_mb", _times(gpu.memory_used, 1 / _MIB), *node_labels)
-    page.put("gpu_utilization_percent", _times(gpu.utilization, 100), *node_labels)
+    page.put("gpu_memory_used_mb", _scale(gpu.memory_used, 1 / _MIB), *node_labels)
+    page.put("gpu_utilization_percent", _scale(gpu.utilization, 100), *node_labels)
 
 
 def last_xid(gpu: GpuGauges) -> int:
@@ -305,20 +308,20 @@ def last_xid(gpu: GpuGauges) -> int:
 def _add_dcgm(page: _Page, gpu: GpuGauges, driver: str, dialect: str) -> None:
     if gpu.error:
         return
-    key = (gpu.label[3:], gpu.uuid, gpu.pci or "", f"nvidia{gpu.index}", gpu.name or "", gpu.host, driver)
+    labels = (gpu.label[3:], gpu.uuid, gpu.pci or "", f"nvidia{gpu.index}", gpu.name or "", gpu.host, driver)
     free = None
     if gpu.memory_total is not None and gpu.memory_used is not None:
         free = gpu.memory_total - gpu.memory_used
     classic: dict[str, Any] = {
-        "GPU_UTIL": _times(gpu.utilization, 100),
-        "FB_USED": _times(gpu.memory_used, 1 / _MIB),
-        "FB_FREE": _times(free, 1 / _MIB),
+        "GPU_UTIL": _scale(gpu.utilization, 100),
+        "FB_USED": _scale(gpu.memory_used, 1 / _MIB),
+        "FB_FREE": _scale(free, 1 / _MIB),
         "GPU_TEMP": gpu.temperature,
         "POWER_USAGE": gpu.power,
-        "SM_CLOCK": _times(gpu.clock, 1e-6),
-        "MEM_CLOCK": _times(gpu.memory_clock, 1e-6),
+        "SM_CLOCK": _scale(gpu.clock, 1e-6),
+        "MEM_CLOCK": _scale(gpu.memory_clock, 1e-6),
         "XID_ERRORS": last_xid(gpu),
-        "TOTAL_ENERGY_CONSUMPTION": _times(gpu.energy, 1000),
+        "TOTAL_ENERGY_CONSUMPTION": _scale(gpu.energy, 1000),
     }
     new: dict[str, Any] = {
         "GPU_UTIL_RATIO": gpu.utilization,
@@ -333,9 +336,9 @@ def _add_dcgm(page: _Page, gpu: GpuGauges, driver: str, dialect: str) -> None:
         "GPU_ENERGY_JOULES_TOTAL": gpu.energy,
     }
     for name, value in (classic if dialect == CLASSIC else new).items():
-        page.put(f"DCGM_FI_DEV_{name}", value, *key)
+        page.put(f"DCGM_FI_DEV_{name}", value, *labels)
 
 
-def _times(value: float | None, factor: float) -> float | None:
+def _scale(value: float | None, factor: float) -> float | None:
     """Scale a value without rounding errors: 0.34 becomes 34, not 34.00000000000001."""
     return None if value is None else round(value * factor, 6)

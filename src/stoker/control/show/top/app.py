@@ -1,4 +1,4 @@
-"""The screen in a terminal, drawn by Textual on one widget. Snapshots come from a thread, so that no frame waits for one."""
+"""Draws the screen of `stoker top` with Textual, on one widget. A thread takes the snapshots, so that no frame waits for one."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from stoker.control.show.top.view import (
     Effect,
     View,
     append_to_filter,
-    chosen_run,
     drop_deleted_run,
+    find_chosen_run,
+    handle_key,
     move_cursor,
-    press,
     select_row,
 )  # fmt: skip
 
-# The terminal's own sixteen colors: they fit its theme, light or dark.
+# Use the terminal's sixteen colors, which fit its light or dark theme.
 _STYLES = {
     "": Style.null(),
     "dim": Style(dim=True),
@@ -54,7 +54,7 @@ _STYLES = {
     "focus": Style(bold=True, reverse=True),
     "cursor": Style(reverse=True),
 }
-_WHEEL_ROWS = 3
+_WHEEL_ROWS = 3  # rows per notch of the mouse wheel
 
 
 def style_of(name: str) -> Style:
@@ -80,7 +80,7 @@ class Board(Widget, can_focus=True):
     def render_line(self, y: int) -> Strip:
         if y >= len(self.lines):
             return Strip.blank(self.size.width)
-        # Segments and not markup, so that markup in foreign text stays text.
+        # Use segments instead of markup, so that brackets in the text of a run are shown unchanged.
         return Strip([Segment(text, style_of(style)) for text, style in self.lines[y]])
 
     def show(self, lines: tuple[Line, ...]) -> None:
@@ -96,19 +96,19 @@ class Board(Widget, can_focus=True):
 
 
 class Source(Protocol):
-    """A source of snapshots. `look` is called in a thread and may block."""
+    """A source of snapshots. `take_snapshot` is called in a thread and may block."""
 
     interval: float
 
     @property
     def status(self) -> str:
-        """A text for the header."""
+        """A text for the header, or ""."""
         ...
 
-    def look(self, watched: tuple[str, ...]) -> Snapshot: ...
+    def take_snapshot(self, watched: tuple[str, ...]) -> Snapshot: ...
 
     def seek(self, command: str) -> str:
-        """Handle a key of a replay (back, forth, faster, slower, pause) and return a note for the user."""
+        """Execute a command of a replay (back, forth, faster, slower, pause) and return a note for the user."""
         ...
 
 
@@ -121,7 +121,7 @@ class SnapshotTaken(Message):
 
 
 class TopApp(App[None]):
-    """The `stoker top` screen. `stop` stops the run in a directory and returns a note for the user."""
+    """The Textual application. `stop` stops the run in a directory and returns a note for the user."""
 
     ENABLE_COMMAND_PALETTE = False
     CSS: ClassVar[str] = "Screen { background: ansi_default; }"
@@ -152,15 +152,15 @@ class TopApp(App[None]):
     # ---- snapshots ----
 
     def _take_snapshots(self) -> None:
-        """Runs in a thread until the screen is closed."""
+        """Take snapshots until the screen is closed. Runs in a thread."""
         while not self._ending.is_set():
             began = time.monotonic()
-            run = chosen_run(self.snapshot, self.view)
+            run = find_chosen_run(self.snapshot, self.view)
             try:
-                snapshot = self._source.look((run.id,) if run is not None else ())
+                snapshot = self._source.take_snapshot((run.id,) if run is not None else ())
             except Refusal as refusal:
                 snapshot = replace(self.snapshot, problems=(refusal.line,))
-            except Exception as problem:  # shown in the footer: a damaged folder must not end the screen
+            except Exception as problem:  # show it in the footer: a damaged folder must not end the program
                 snapshot = replace(self.snapshot, problems=(f"{type(problem).__name__}: {problem}",))
             if self._ending.is_set():
                 return
@@ -176,7 +176,7 @@ class TopApp(App[None]):
             self.draw()
 
     def _draw_if_late(self) -> None:
-        """Draw again if snapshots stop coming, so that the header shows the age of the data."""
+        """Draw again if the next snapshot is late, so that the header shows the age of the data."""
         if time.monotonic() - self._taken_at > self._source.interval + 1.0 and not self.view.paused:
             self.draw()
 
@@ -195,13 +195,13 @@ class TopApp(App[None]):
         event.prevent_default()
         event.stop()
         character = event.character or "" if event.is_printable else ""
-        area = self.frame.places.get(self.view.focus) if self.frame is not None else None
+        area = self.frame.areas.get(self.view.focus) if self.frame is not None else None
         page = max(1, area.height - 2) if area is not None else 10
-        before = chosen_run(self.snapshot, self.view)
-        self.view, effect = press(self.view, event.key, character, self.snapshot, page)
+        before = find_chosen_run(self.snapshot, self.view)
+        self.view, effect = handle_key(self.view, event.key, character, self.snapshot, page)
         if effect is not None:
             self._apply(effect)
-        if chosen_run(self.snapshot, self.view) != before:
+        if find_chosen_run(self.snapshot, self.view) != before:
             self._wake.set()
         self.draw()
 
@@ -211,7 +211,7 @@ class TopApp(App[None]):
             self.draw()
 
     def on_click(self, event: events.Click) -> None:
-        target = self.frame.at(event.screen_x, event.screen_y) if self.frame is not None else None
+        target = self.frame.find_row_at(event.screen_x, event.screen_y) if self.frame is not None else None
         if target is None or self.view.mode != BROWSE:
             return
         panel, key = target
@@ -227,18 +227,18 @@ class TopApp(App[None]):
         self._scroll(event, -_WHEEL_ROWS)
 
     def _scroll(self, event: events.MouseEvent, rows: int) -> None:
-        target = self.frame.at(event.screen_x, event.screen_y) if self.frame is not None else None
+        target = self.frame.find_row_at(event.screen_x, event.screen_y) if self.frame is not None else None
         if target is not None and target[0] != RUN and self.view.mode == BROWSE:
             self.view = move_cursor(replace(self.view, focus=target[0]), target[0], rows, self.snapshot)
             self.draw()
 
     def _apply(self, effect: Effect) -> None:
-        if effect.what == QUIT:
+        if effect.name == QUIT:
             self.exit()
-        elif effect.what == STOP:
+        elif effect.name == STOP:
             run = self.snapshot.run(effect.run)
             note = self._stop(run.dir) if run is not None else "this run no longer exists"
             self.view = replace(self.view, note=note)
-        elif effect.what in (BACK, FORTH, FASTER, SLOWER, PAUSE):
-            self.view = replace(self.view, note=self._source.seek(effect.what))
+        elif effect.name in (BACK, FORTH, FASTER, SLOWER, PAUSE):
+            self.view = replace(self.view, note=self._source.seek(effect.name))
             self._wake.set()

@@ -1,4 +1,4 @@
-"""A whole screen: where each panel goes, and all lines. Pure."""
+"""Lays out the panels and draws the lines of a whole screen. Depends only on its arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from stoker.contract.frozen import frozen, replace
 from stoker.contract.units import plural
 from stoker.control.show.snapshot import OFFLINE, RUNNING, RunView, Snapshot
-from stoker.control.show.top.run_panel import run_head, run_height, run_lines, run_text_height
+from stoker.control.show.top.run_panel import count_run_lines, count_run_text_lines, draw_run, format_run_head
 from stoker.control.show.top.table import (
     ACCENT,
     BAD,
@@ -36,13 +36,23 @@ from stoker.control.show.top.table import (
     pad,
     plain_text,
 )
-from stoker.control.show.top.view import CONFIRM, FILTER, HELP, ORDERS, SORT, View, build_panels, chosen_run, cursor_row
+from stoker.control.show.top.view import (
+    CONFIRM,
+    FILTER,
+    HELP,
+    ORDERS,
+    SORT,
+    View,
+    build_panels,
+    find_chosen_run,
+    find_cursor_row,
+)
 
 # ---- layout ----
 
 WIDE, TALL = 140, 30  # screens of at least this size have two columns
-_MIN_HEIGHTS = {GPUS: 4, RUN: 2, RANKS: 3, PROCESSES: 2, RUNS: 2}  # lines, including the head
-_EXTRA_CURVE = 8  # lines that a curve gets if no other panel needs them
+_MIN_HEIGHTS = {GPUS: 4, RUN: 2, RANKS: 3, PROCESSES: 2, RUNS: 2}  # lines with the head line
+_EXTRA_CURVE = 8  # a curve gets up to this many lines that no other panel needs
 
 
 @frozen
@@ -58,28 +68,32 @@ class Area:
 def arrange_panels(
     panels: Mapping[str, Panel], run: RunView | None, focus: str, width: int, height: int
 ) -> dict[str, Area]:
-    """Arrange the panels in one column, on a wide screen in two. The first and the last line stay free."""
+    """Arrange the panels in one column, or in two on a wide screen. The first line is the header, the last one the footer."""
     inner_height = height - 2
     if width < WIDE or height < TALL:
-        return _stack(PANELS, panels, run, focus, Area(0, 1, width, inner_height))
+        return _divide_height(PANELS, panels, run, focus, Area(0, 1, width, inner_height))
     left_width = min((width * 55) // 100, width - 70)
     right_area = Area(left_width + 1, 1, width - left_width - 1, inner_height)
     return {
-        **_stack((GPUS, PROCESSES), panels, run, focus, Area(0, 1, left_width, inner_height)),
-        **_stack((RUN, RANKS, RUNS), panels, run, focus, right_area),
+        **_divide_height((GPUS, PROCESSES), panels, run, focus, Area(0, 1, left_width, inner_height)),
+        **_divide_height((RUN, RANKS, RUNS), panels, run, focus, right_area),
     }
 
 
-def _stack(
+def _divide_height(
     names: tuple[str, ...], panels: Mapping[str, Panel], run: RunView | None, focus: str, area: Area
 ) -> dict[str, Area]:
-    """Divide the lines of an area: first the minimum of each panel, then what the focused one and the others want."""
+    """Divide the lines of an area among panels.
+
+    Each panel gets its minimum. The remaining lines go first to the focused panel, then to the others. If the minimums don't
+    fit, the last panels are omitted, but never the focused one.
+    """
     wanted_heights = {
-        name: 1 + (run_height(run, area.width) if name == RUN else len(panels[name].rows) or 1) for name in names
+        name: 1 + (count_run_lines(run, area.width) if name == RUN else len(panels[name].rows) or 1) for name in names
     }
     min_heights = {name: min(_MIN_HEIGHTS[name], wanted_heights[name]) for name in names}
     if RUN in names:
-        min_heights[RUN] = 1 + run_text_height(run, area.width)
+        min_heights[RUN] = 1 + count_run_text_lines(run, area.width)
     fitting = list(names)
     while len(fitting) > 1 and sum(min_heights[name] for name in fitting) > area.height:
         fitting.remove(next(name for name in reversed(fitting) if name != focus))
@@ -104,7 +118,7 @@ def _stack(
 
 # ---- the frame ----
 
-_STALE_S = 10.0
+_STALE_S = 10.0  # the header shows the age of older data
 
 KEYS = (
     ("q", "quit"),
@@ -122,16 +136,16 @@ REPLAY_KEYS = (("← →", "back, forward"), ("+ -", "faster, slower"), ("Space"
 
 @frozen
 class Frame:
-    """All lines of the screen and what is where."""
+    """The lines of a screen, with the positions of panels and rows for the mouse."""
 
     lines: tuple[Line, ...]
-    places: Mapping[str, Area]
-    rows: Mapping[str, tuple[str, ...]]  # panel -> keys of its visible rows, from the line below its head
+    areas: Mapping[str, Area]
+    rows: Mapping[str, tuple[str, ...]]  # panel -> keys of its visible rows, which begin below its head line
     view: View  # with panels scrolled so that their cursors are visible
 
-    def at(self, x: int, y: int) -> tuple[str, str] | None:
-        """Return (panel, key of the row) at a position; the key is empty on the panel's head."""
-        for name, area in self.places.items():
+    def find_row_at(self, x: int, y: int) -> tuple[str, str] | None:
+        """Return (panel, key of the row) at a position, or None. The key is "" on the panel's head line."""
+        for name, area in self.areas.items():
             if area.x <= x < area.x + area.width and area.y <= y < area.y + area.height:
                 row = y - area.y - 1
                 keys = self.rows.get(name, ())
@@ -140,12 +154,12 @@ class Frame:
 
 
 def make_frame(snapshot: Snapshot, view: View, width: int, height: int, age: float = 0.0, status: str = "") -> Frame:
-    """Draw the screen. `age` is the snapshot's age in seconds, `status` a text of its source for the header."""
+    """Draw the screen. `age` is the snapshot's age in seconds, `status` a text for the header."""
     width, height = max(width, 1), max(height, 1)
-    run, panels = chosen_run(snapshot, view), build_panels(snapshot, view)
+    run, panels = find_chosen_run(snapshot, view), build_panels(snapshot, view)
     areas = arrange_panels(panels, run, view.focus, width, height)
     canvas: list[list[Piece]] = [[] for _ in range(height)]
-    canvas[0] = list(_header(snapshot, view, width, age, status))
+    canvas[0] = list(_draw_header(snapshot, view, width, age, status))
     visible_rows: dict[str, tuple[str, ...]] = {}
     for name, area in sorted(areas.items(), key=lambda item: item[1].x):
         panel_lines, view, visible_rows[name] = _draw_panel(name, panels.get(name), run, view, area)
@@ -153,10 +167,10 @@ def make_frame(snapshot: Snapshot, view: View, width: int, height: int, age: flo
             before = canvas[area.y + row]
             before[:] = [*(fit(before, area.x) if area.x else ()), *fit(line, area.width)]
     if height > 1:
-        canvas[-1] = list(_footer(snapshot, view, width))
+        canvas[-1] = list(_draw_footer(snapshot, view, width))
     lines = [fit(line, width) for line in canvas]
     if view.mode == HELP:
-        lines[1 : height - 1] = _help_lines(view, width, height - 2)
+        lines[1 : height - 1] = _draw_help(view, width, height - 2)
     return Frame(tuple(lines), areas, visible_rows, view)
 
 
@@ -168,16 +182,16 @@ def _draw_panel(
     keys: list[str] = []
     top = 0
     if panel is None:
-        head, lines = run_head(run), run_lines(run, area.width, rows)
+        head, lines = format_run_head(run), draw_run(run, area.width, rows)
     else:
         keys = [row.key for row in panel.rows]
-        cursor = cursor_row(view, name, keys)
+        cursor = find_cursor_row(view, name, keys)
         top = max(0, min(view.tops.get(name, 0), len(keys) - rows))
         if name in view.cursors:
             top = max(min(top, cursor), cursor - rows + 1)
         if top != view.tops.get(name, 0):
             view = replace(view, tops={**view.tops, name: top})
-        head = _head_with_range(panel.head(area.width), len(keys), top, rows, area.width)
+        head = _add_visible_range(panel.head(area.width), len(keys), top, rows, area.width)
         lines = [fit(line, area.width) for line in panel.lines(top, top + rows, area.width)]
         if name in view.cursors and view.focus == name and keys and top <= cursor < top + len(lines):
             lines[cursor - top] = tuple((text, f"{CURSOR} {style}") for text, style in lines[cursor - top])
@@ -185,15 +199,15 @@ def _draw_panel(
     return [head_line, *lines, *[()] * (rows - len(lines))], view, tuple(keys[top : top + rows])
 
 
-def _head_with_range(head: str, count: int, top: int, rows: int, width: int) -> str:
-    """Add the range of visible rows at the right, unless all are visible."""
+def _add_visible_range(head: str, count: int, top: int, rows: int, width: int) -> str:
+    """Add the range of visible rows at the right of a head line, unless all rows are visible."""
     if count <= rows or rows < 1:
         return head
     visible = f" {top + 1}-{min(top + rows, count)}/{count} "
     return pad(head, width - len(visible)) + visible if len(visible) < width else head
 
 
-def _header(snapshot: Snapshot, view: View, width: int, age: float, status: str) -> Line:
+def _draw_header(snapshot: Snapshot, view: View, width: int, age: float, status: str) -> Line:
     offline = sum(host.state == OFFLINE for host in snapshot.hosts)
     running = sum(run.state == RUNNING for run in snapshot.runs)
     watts = [gpu.power for gpu in snapshot.gpus if gpu.power is not None]
@@ -213,7 +227,7 @@ def _header(snapshot: Snapshot, view: View, width: int, age: float, status: str)
     return fit(join_pieces(pieces), width)
 
 
-def _footer(snapshot: Snapshot, view: View, width: int) -> Line:
+def _draw_footer(snapshot: Snapshot, view: View, width: int) -> Line:
     keys = "q quit  h help  o sort  / filter  T stop run  Tab panel"
     if view.replay:
         keys = "replay: ← → seek  + - speed  Space pause  q quit  h help"
@@ -225,7 +239,7 @@ def _footer(snapshot: Snapshot, view: View, width: int) -> Line:
         orders = "  ".join(f"{letter} {order.title}" for letter, order in ORDERS[view.focus].items())
         pieces = [(f"sort {TITLES[view.focus]} by: ", BOLD), (f"n none  {orders}", PLAIN)]
     elif view.mode == CONFIRM:
-        question = f"stop run {escape_cell(view.asked)}? Its ranks get SIGTERM and time to save a checkpoint."
+        question = f"stop run {escape_cell(view.run_to_stop)}? Its ranks get SIGTERM and time to save a checkpoint."
         pieces = [("y/n ", BAD), (question, BOLD)]
     elif view.note:
         pieces = [(escape_cell(view.note), WARN)]
@@ -234,7 +248,7 @@ def _footer(snapshot: Snapshot, view: View, width: int) -> Line:
     return fit(pieces, width)
 
 
-def _help_lines(view: View, width: int, height: int) -> list[Line]:
+def _draw_help(view: View, width: int, height: int) -> list[Line]:
     rows = [*KEYS, *((key, f"replay: {meaning}") for key, meaning in REPLAY_KEYS if view.replay)]
     key_width = max(len(key) for key, _ in rows)
     lines: list[Line] = [
@@ -252,13 +266,13 @@ def _help_lines(view: View, width: int, height: int) -> list[Line]:
 
 
 def draw_text(snapshot: Snapshot, width: int, view: View | None = None) -> str:
-    """Return everything as plain text with all rows, for `stoker top --once`."""
+    """Return all panels with all rows as plain text, for `stoker top --once`."""
     view = view or View()
-    run, panels = chosen_run(snapshot, view), build_panels(snapshot, view)
-    lines = [plain_text(_header(snapshot, view, width, 0.0, ""))]
+    run, panels = find_chosen_run(snapshot, view), build_panels(snapshot, view)
+    lines = [plain_text(_draw_header(snapshot, view, width, 0.0, ""))]
     for name in PANELS:
         if name == RUN:
-            head, body = run_head(run), run_lines(run, width, run_height(run, width))
+            head, body = format_run_head(run), draw_run(run, width, count_run_lines(run, width))
         else:
             panel = panels[name]
             head, body = panel.head(width), panel.lines(0, max(1, len(panel.rows)), width)

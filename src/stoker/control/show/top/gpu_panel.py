@@ -1,4 +1,4 @@
-"""The panel of hosts and their GPUs."""
+"""Draws the panel of hosts and their GPUs."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from stoker.control.show.top.table import (
     join_pieces,
 )
 
-_HOT_C, _WARM_C = 85, 75  # for a GPU that does not report its own limit
-_NEAR_C = 5  # degrees below its limit at which a GPU counts as hot
+_HOT_C, _WARM_C = 85, 75  # used for a GPU that does not report at which temperature it slows down
+_NEAR_C = 5  # a GPU counts as hot from this many degrees below that temperature
 
 GPU_ORDERS = {
     "u": Order("utilization", lambda gpu: gpu.utilization),
@@ -82,7 +82,7 @@ def draw_host(host: HostGauges, width: int) -> Line:
 
 
 def _format_rates(name: str, down: float | None, up: float | None) -> str:
-    """Format two rates; they are unknown until the second reading."""
+    """Format two rates, or return "" while they are unknown: rates need two readings."""
     return "" if down is None or up is None else f"{name} ↓{_format_amount(down)}/s ↑{_format_amount(up)}/s"
 
 
@@ -97,10 +97,10 @@ def _format_amount(value: float) -> str:
 # ---- the panel ----
 
 
-def gpus_panel(index: SnapshotIndex, options: PanelOptions) -> Panel:
-    """List each host followed by its GPUs; if sorted, all hosts come first and the GPUs' labels include the host."""
+def make_gpus_panel(index: SnapshotIndex, options: PanelOptions) -> Panel:
+    """List each host followed by its GPUs. In a sorted panel all hosts come first and the GPUs' labels include the host."""
     hosts, is_sorted = index.snapshot.hosts, bool(options.sort)
-    gpu_rows, hidden = filter_and_sort(_gpu_rows(index), options, GPU_ORDERS)
+    gpu_rows, hidden = filter_and_sort(_make_gpu_rows(index), options, GPU_ORDERS)
     by_host: dict[str, list[Row]] = {}
     for row in gpu_rows:
         by_host.setdefault(row.item.host, []).append(row)
@@ -111,30 +111,30 @@ def gpus_panel(index: SnapshotIndex, options: PanelOptions) -> Panel:
             rows.append(Row(f"host {host.name}", host, host.name.lower(), draw_host))
             rows += [] if is_sorted else by_host.pop(host.name, [])
     rows += gpu_rows if is_sorted else [row for others in by_host.values() for row in others]
-    columns = _columns(index, with_host=is_sorted and len(hosts) > 1)
+    columns = _make_columns(index, with_host=is_sorted and len(hosts) > 1)
     return Panel(GPUS, columns, tuple(rows), "no GPU on this machine", hidden if not rows else 0)
 
 
-def _gpu_rows(index: SnapshotIndex) -> Iterator[Row]:
+def _make_gpu_rows(index: SnapshotIndex) -> Iterator[Row]:
     for gpu in index.snapshot.gpus:
         runs = " ".join(f"{run.name} {run.id}" for run, _ in index.owners(gpu))
         searched = " ".join(map(str, (gpu.host, gpu.label, gpu.name, *(gpu.throttle or ()), runs)))
         yield Row(f"{gpu.host}/{gpu.uuid}", gpu, escape_cell(searched).lower())
 
 
-def _columns(index: SnapshotIndex, with_host: bool) -> tuple[Column, ...]:
+def _make_columns(index: SnapshotIndex, with_host: bool) -> tuple[Column, ...]:
     label_width = max((len(gpu_label(gpu, with_host)) for gpu in index.snapshot.gpus), default=4)
     return (
         Column("GPU", max(6, min(label_width, 24) + 2), lambda gpu, width: (f"  {gpu_label(gpu, with_host)}", PLAIN)),
-        Column("UTIL", 4, _utilization, right=True, order=1),
+        Column("UTIL", 4, _draw_utilization, right=True, order=1),
         Column("", 10, lambda gpu, width: (draw_bar(gpu.utilization, width), _busy_style(gpu)), order=7),
-        Column("MEMORY", 11, _memory, right=True, order=2),
-        Column("", 8, lambda gpu, width: (draw_bar(_memory_share(gpu), width), _memory(gpu, width)[1]), order=8),
-        Column("TEMP", 5, _temperature, right=True, order=3),
-        Column("POWER", 10, _power, right=True, order=4),
-        Column("THROTTLE", 16, _throttle, order=2),
-        Column("RUN", 12, lambda gpu, width: _run(index, gpu), order=5),
-        Column("HISTORY", 0, _history, order=6),
+        Column("MEMORY", 11, _draw_memory, right=True, order=2),
+        Column("", 8, lambda gpu, width: (draw_bar(_memory_share(gpu), width), _draw_memory(gpu, width)[1]), order=8),
+        Column("TEMP", 5, _draw_temperature, right=True, order=3),
+        Column("POWER", 10, _draw_power, right=True, order=4),
+        Column("THROTTLE", 16, _draw_throttle, order=2),
+        Column("RUN", 12, lambda gpu, width: _draw_run_name(index, gpu), order=5),
+        Column("HISTORY", 0, _draw_history, order=6),
         Column("NAME", 22, lambda gpu, width: (escape_cell(gpu.name or NONE), DIM), order=9),
     )
 
@@ -143,7 +143,7 @@ def _busy_style(gpu: GpuGauges) -> str:
     return GOOD if (gpu.utilization or 0) >= 0.5 else PLAIN
 
 
-def _utilization(gpu: GpuGauges, width: int) -> Piece:
+def _draw_utilization(gpu: GpuGauges, width: int) -> Piece:
     return ("ERR", BAD) if gpu.error else (format_percent(gpu.utilization), _busy_style(gpu))
 
 
@@ -151,11 +151,11 @@ def _memory_share(gpu: GpuGauges) -> float | None:
     return gpu.memory_used / gpu.memory_total if gpu.memory_used is not None and gpu.memory_total else None
 
 
-def _memory(gpu: GpuGauges, width: int) -> Piece:
+def _draw_memory(gpu: GpuGauges, width: int) -> Piece:
     return format_gib(gpu.memory_used, gpu.memory_total), WARN if (_memory_share(gpu) or 0) > 0.95 else PLAIN
 
 
-def _temperature(gpu: GpuGauges, width: int) -> Piece:
+def _draw_temperature(gpu: GpuGauges, width: int) -> Piece:
     if gpu.temperature is None:
         return NONE, DIM
     hot = gpu.temperature_slowdown - _NEAR_C if gpu.temperature_slowdown else _HOT_C
@@ -164,14 +164,14 @@ def _temperature(gpu: GpuGauges, width: int) -> Piece:
     return f"{gpu.temperature}°C", BAD if gpu.temperature >= hot else style
 
 
-def _power(gpu: GpuGauges, width: int) -> Piece:
+def _draw_power(gpu: GpuGauges, width: int) -> Piece:
     if gpu.power is None:
         return NONE, DIM
     limit = "" if gpu.power_limit is None else f"/{gpu.power_limit:.0f}"
     return f"{gpu.power:.0f}{limit} W", PLAIN
 
 
-def _throttle(gpu: GpuGauges, width: int) -> Piece:
+def _draw_throttle(gpu: GpuGauges, width: int) -> Piece:
     if gpu.error:
         return escape_cell(gpu.error), BAD
     if gpu.throttle is None:
@@ -179,8 +179,8 @@ def _throttle(gpu: GpuGauges, width: int) -> Piece:
     return (escape_cell(", ".join(gpu.throttle)), BAD) if gpu.throttle else ("", PLAIN)
 
 
-def _run(index: SnapshotIndex, gpu: GpuGauges) -> Piece:
-    """Return the rank and run on the GPU, else the user of a process on it, and the number of others."""
+def _draw_run_name(index: SnapshotIndex, gpu: GpuGauges) -> Piece:
+    """Return the first rank and run on the GPU, else the user of its first process, with the number of others."""
     owners = index.owners(gpu)
     if owners:
         run, rank = owners[0]
@@ -193,5 +193,5 @@ def _run(index: SnapshotIndex, gpu: GpuGauges) -> Piece:
     return user + (f" +{len(processes) - 1}" if len(processes) > 1 else ""), DIM
 
 
-def _history(gpu: GpuGauges, width: int) -> Piece:
+def _draw_history(gpu: GpuGauges, width: int) -> Piece:
     return draw_history(gpu.recent.get("utilization", ()), width, top=1.0), ACCENT

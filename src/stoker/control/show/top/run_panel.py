@@ -1,4 +1,4 @@
-"""The panel of the run that is shown (numbers, problems, curve of its reward or loss) and the panel that lists all runs."""
+"""Draws the panel of one run (numbers, problems, curve of its reward or loss) and the panel that lists all runs."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ from stoker.control.show.top.table import (
 # ---- the curve ----
 
 _AXIS_LINES = 2
-_MAX_VALUE = 1e300  # so that the difference of two values stays finite
-_CURVE_LINES = 8  # wanted, with the axis
+_MAX_VALUE = 1e300  # larger values are drawn here, so that the difference of two values stays finite
+_CURVE_LINES = 8  # height that a curve asks for, with its axis
 _MIN_CURVE_LINES = 4
 
 
-def curve_lines(points: Sequence[tuple[int, Metric]], width: int, height: int) -> list[Line]:
-    """Draw the curve in at most `height` lines. A step whose value is not finite is a × at the bottom."""
+def draw_curve(points: Sequence[tuple[int, Metric]], width: int, height: int) -> list[Line]:
+    """Draw the curve in at most `height` lines. Mark each step whose value is not finite with a × at the bottom."""
     finite_points = [
         (step, max(-_MAX_VALUE, min(_MAX_VALUE, number)))
         for step, value in points
@@ -79,7 +79,7 @@ def curve_lines(points: Sequence[tuple[int, Metric]], width: int, height: int) -
 
 
 def _merge_cells(row: list[tuple[str, str]]) -> list[Piece]:
-    """Join neighboring cells of one style into pieces; spaces take the style before them."""
+    """Join neighboring cells of the same style into pieces. Spaces get the style of the cell before them."""
     pieces: list[Piece] = []
     for character, color in row:
         style = {"": DIM, "red": BAD}.get(color, ACCENT)
@@ -97,31 +97,31 @@ _MAX_SERVERS = 8
 _MAX_SENTENCE_LINES = 3
 
 
-def run_head(run: RunView | None) -> str:
+def format_run_head(run: RunView | None) -> str:
     return "RUN" if run is None else f"RUN {escape_cell(run.name or run.id)}"
 
 
-def run_lines(run: RunView | None, width: int, height: int) -> list[Line]:
+def draw_run(run: RunView | None, width: int, height: int) -> list[Line]:
     """Draw the run in at most `height` lines: numbers, then problems, then the curve."""
     if run is None:
         return [fit([("no run yet: start one with `stoker run train.py`", DIM)], width)][:height]
-    lines = [*_number_lines(run, width), *_problem_lines(run, width)][:height]
+    lines = [*_draw_numbers(run, width), *_draw_problems(run, width)][:height]
     if height - len(lines) >= _MIN_CURVE_LINES:
-        lines += curve_lines(run.curve, width, height - len(lines))
+        lines += draw_curve(run.curve, width, height - len(lines))
     return lines
 
 
-def run_height(run: RunView | None, width: int) -> int:
-    """Return the number of lines that show all of the run."""
-    return run_text_height(run, width) + (_CURVE_LINES if run is not None and run.curve else 0)
+def count_run_lines(run: RunView | None, width: int) -> int:
+    """Return the number of lines that the run needs, with its curve."""
+    return count_run_text_lines(run, width) + (_CURVE_LINES if run is not None and run.curve else 0)
 
 
-def run_text_height(run: RunView | None, width: int) -> int:
-    """Return the number of lines without the curve."""
-    return 1 if run is None else len([*_number_lines(run, width), *_problem_lines(run, width)])
+def count_run_text_lines(run: RunView | None, width: int) -> int:
+    """Return the number of lines that the run needs, without its curve."""
+    return 1 if run is None else len([*_draw_numbers(run, width), *_draw_problems(run, width)])
 
 
-def _number_lines(run: RunView, width: int) -> Iterator[Line]:
+def _draw_numbers(run: RunView, width: int) -> Iterator[Line]:
     causes = ", ".join(f"{escape_cell(cause)} ×{count}" for cause, count in run.restarts.items())
     on_hosts = f" on {plural(len(run.hosts), 'host')}" if len(run.hosts) > 1 else ""
     first_line: list[Piece | None] = [
@@ -153,18 +153,18 @@ def _number_lines(run: RunView, width: int) -> Iterator[Line]:
         if value is not None:
             text = escape_cell(value) if isinstance(value, str) else f"{value:.3g}"
             other_values.append((f"{name} {text}", DIM))
-    # The reward and its companions take as many lines as they need; the other values fill up the last one.
+    # The reinforcement-learning metrics take as many lines as they need; the other values fill up the last one.
     *full_lines, last_line = pack_lines([step, *rl_values], width) or [[]]
     for line in full_lines:
         yield fit(join_pieces(line), width)
     if last_line or any(other_values):
         yield join_fitting([*last_line, *other_values], width)
     for server in run.servers[:_MAX_SERVERS]:
-        for line in pack_lines(_server_pieces(server), width):
+        for line in pack_lines(_format_server(server), width):
             yield fit(join_pieces(line), width)
 
 
-def _server_pieces(server: ServerLoad) -> list[Piece | None]:
+def _format_server(server: ServerLoad) -> list[Piece | None]:
     name = escape_cell(server.role) or "server"
     speeds = ((server.requests_per_s, "requests/s"), (server.tokens_per_s, "tokens/s"))
     counts = ((server.running, "running"), (server.waiting, "waiting"))
@@ -183,7 +183,7 @@ def _metric_style(name: str, value: Metric) -> str:
     return BOLD if name == REWARD else PLAIN
 
 
-def _problem_lines(run: RunView, width: int) -> Iterator[Line]:
+def _draw_problems(run: RunView, width: int) -> Iterator[Line]:
     sentences: list[Piece] = []
     if run.problem:
         sentences.append((f"damaged: {run.problem}", BAD))
@@ -213,8 +213,8 @@ RUN_ORDERS = {
 _BAD_STATES = ("failed", LOST, DAMAGED, "hang")
 
 
-def runs_panel(index: SnapshotIndex, options: PanelOptions, chosen_id: str) -> Panel:
-    """List the runs, newest first, by name; by id if several runs have the same name."""
+def make_runs_panel(index: SnapshotIndex, options: PanelOptions, chosen_id: str) -> Panel:
+    """List the runs, newest first. Runs with the same name are shown by id."""
     runs = index.snapshot.runs
     name_counts = Counter(run.name for run in runs)
 
@@ -226,15 +226,17 @@ def runs_panel(index: SnapshotIndex, options: PanelOptions, chosen_id: str) -> P
         Column("RUN", 26, lambda run, width: (label(run), ACCENT if run.id == chosen_id else PLAIN)),
         Column("STATE", 10, lambda run, width: (escape_cell(run.state), state_style(run)), order=1),
         Column("STEP", 13, lambda run, width: (format_steps(run), PLAIN), 2, True),
-        *(_rl_column(name) for name in rl_names),
-        Column("LOSS", 9, _loss, 3, True),
+        *(_make_rl_column(name) for name in rl_names),
+        Column("LOSS", 9, _draw_loss, 3, True),
         Column("TOKENS/S", 8, lambda run, width: (format_short(run.tokens_per_s), PLAIN), 4, True),
-        Column("TIME", 12, _run_time, 5, True),
+        Column("TIME", 12, _draw_run_time, 5, True),
         Column("USER", 10, lambda run, width: (escape_cell(run.user), PLAIN if run.mine else DIM), 7),
         Column("DATE", 12, lambda run, width: (format_local_time(run.started, "%d %b %H:%M") or NONE, DIM), 6),
-        Column("WHAT", 0, _what, order=8, least=14),
+        Column("WHAT", 0, _draw_problem_or_cause, order=8, min_width=14),
     )
-    rows, hidden = filter_and_sort((Row(run.id, run, _searched(run)) for run in reversed(runs)), options, RUN_ORDERS)
+    rows, hidden = filter_and_sort(
+        (Row(run.id, run, _searchable_text(run)) for run in reversed(runs)), options, RUN_ORDERS
+    )
     folder = escape_cell(index.snapshot.root or "the runs folder")
     return Panel(RUNS, columns, rows, f"no runs in {folder}", hidden)
 
@@ -253,12 +255,12 @@ def state_style(run: RunView) -> str:
     return WARN if run.state == UNKNOWN else PLAIN
 
 
-def _searched(run: RunView) -> str:
+def _searchable_text(run: RunView) -> str:
     cause = run.verdict.cause if run.verdict is not None else ""
     return escape_cell(" ".join((run.id, run.name, run.state, run.user, cause or "", *run.hosts))).lower()
 
 
-def _rl_column(name: str) -> Column:
+def _make_rl_column(name: str) -> Column:
     """Return the column of a reinforcement-learning metric; it is empty for runs without the metric."""
     title = RL_METRICS[name].upper()
 
@@ -269,17 +271,17 @@ def _rl_column(name: str) -> Column:
     return Column(title, max(len(title), 7), draw, 2 if name == REWARD else 9, True)
 
 
-def _loss(run: RunView, width: int) -> Piece:
+def _draw_loss(run: RunView, width: int) -> Piece:
     if run.headline == REWARD:
         return "", PLAIN
     return format_metric(run.loss), BAD if isinstance(run.loss, str) else PLAIN
 
 
-def _run_time(run: RunView, width: int) -> Piece:
+def _draw_run_time(run: RunView, width: int) -> Piece:
     return format_duration(run.seconds) if run.seconds is not None else NONE, PLAIN
 
 
-def _what(run: RunView, width: int) -> Piece:
+def _draw_problem_or_cause(run: RunView, width: int) -> Piece:
     if run.problem:
         return escape_cell(run.problem), BAD
     if run.suspicion is not None:

@@ -1,4 +1,4 @@
-"""Sources of snapshots for `stoker top`: live ones, and a simulated cluster for `--demo`. (replay.py plays recorded runs.)"""
+"""Provides snapshots for `stoker top`: live ones, and those of a simulated cluster for `--demo`. replay.py plays recorded runs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from stoker.control.show.snapshot import (
 
 # ---- live ----
 
-_HOSTS_TIMEOUT_S = 10.0  # how long a single snapshot waits for other hosts
-_GAP_S = 0.3  # between two readings of the gauges: rates need two
+_HOSTS_TIMEOUT_S = 10.0  # a single snapshot waits at most this long for other hosts
+_GAP_S = 0.3  # time between the two readings of the gauges that rates need
 
 
 class RemoteHosts(Protocol):
-    """Readings of other hosts (control/cluster/host_monitor.py)."""
+    """Reads the gauges of other hosts; control/cluster/host_monitor.py implements it."""
 
     def readings(self) -> list[HostReading]: ...
 
@@ -39,7 +39,7 @@ class RemoteHosts(Protocol):
 
 
 class LiveSource:
-    """The runs of a folder with this machine's gauges, or with those of other hosts instead."""
+    """Takes snapshots of the runs in a folder with this machine's gauges, or with those of other hosts if `remote` is given."""
 
     status = ""
 
@@ -48,20 +48,20 @@ class LiveSource:
         self._collector = SnapshotCollector(root, everybody, machine=remote is None)
         self._remote = remote
 
-    def look(self, watched: tuple[str, ...]) -> Snapshot:
+    def take_snapshot(self, watched: tuple[str, ...]) -> Snapshot:
         return self._collector.snapshot(watched, self._remote.readings() if self._remote is not None else ())
 
-    def look_once(self, watched: tuple[str, ...] = ()) -> Snapshot:
-        """Take a snapshot that has rates, and for every host its gauges or the reason why there are none.
+    def take_single_snapshot(self, watched: tuple[str, ...] = ()) -> Snapshot:
+        """Take a snapshot that includes rates. Each host has its gauges or the reason why they are missing.
 
-        Runs in `watched` (ids) have ranks and curves also after they ended.
+        Runs in `watched` (ids) have ranks and curves even after they have ended.
         """
         if self._remote is not None:
             self._remote.wait(_HOSTS_TIMEOUT_S)
         else:
-            self.look(watched)
+            self.take_snapshot(watched)
             time.sleep(_GAP_S)
-        return self.look(watched)
+        return self.take_snapshot(watched)
 
     def seek(self, command: str) -> str:
         return ""
@@ -76,10 +76,10 @@ class LiveSource:
 _DEMO_ID = "demo-20260101-120000"
 _TOTAL_STEPS = 20_000
 _STEP_S = 1.6
-_WAIT_S = 0.9  # what the throttled GPU costs the others per step
-_RECENT = 120
-_CYCLE_S = 240.0  # the slow GPU heats up and cools down in this time
-_DEMO_BEFORE_S = 250.0  # how long the demo has been running at its start, so that the GPU was cool for a while
+_WAIT_S = 0.9  # the other ranks wait this long per step while the hot GPU is throttled
+_RECENT = 120  # values of a sparkline
+_CYCLE_S = 240.0  # the hot GPU heats up and cools down in this time
+_DEMO_BEFORE_S = 250.0  # the demo starts at this time of the simulation, so that the sparklines show a cool GPU, too
 _GB = 10**9
 
 
@@ -90,11 +90,11 @@ class DemoSource:
         self.interval = interval
         self._began, self._size = time.time() - _DEMO_BEFORE_S, (hosts, gpus)
 
-    def look(self, watched: tuple[str, ...]) -> Snapshot:
+    def take_snapshot(self, watched: tuple[str, ...]) -> Snapshot:
         return demo_snapshot(time.time(), self._began, *self._size)
 
-    def look_once(self, watched: tuple[str, ...] = ()) -> Snapshot:
-        return self.look(watched)
+    def take_single_snapshot(self, watched: tuple[str, ...] = ()) -> Snapshot:
+        return self.take_snapshot(watched)
 
     def seek(self, command: str) -> str:
         return ""
@@ -106,17 +106,17 @@ class DemoSource:
 def demo_snapshot(now: float, began: float, hosts: int = 2, gpus: int = 4) -> Snapshot:
     """Simulate a cluster in which one GPU gets too hot, so that its rank is slow and the others wait for it.
 
-    Depends on its arguments only. The hot GPU is the third one of the last host; `gpus` are those of each host.
+    Depends only on its arguments; `gpus` is the number of GPUs of each host. The hot GPU is the third one of the last host.
     """
     elapsed = max(0.0, now - began)
     hot = (hosts - 1) * gpus + min(2, gpus - 1)
     world_size = hosts * gpus
-    ranks = tuple(_rank(rank, gpus, elapsed, rank == hot) for rank in range(world_size))
+    ranks = tuple(_simulate_rank(rank, gpus, elapsed, rank == hot) for rank in range(world_size))
     return Snapshot(
         time=now,
-        hosts=tuple(_host(host, now, elapsed) for host in range(hosts)),
-        gpus=tuple(_gpu(rank, gpus, elapsed, rank == hot) for rank in range(world_size)),
-        runs=(_finished_run(began), _running_run(ranks, elapsed, began, hot)),
+        hosts=tuple(_simulate_host(host, now, elapsed) for host in range(hosts)),
+        gpus=tuple(_simulate_gpu(rank, gpus, elapsed, rank == hot) for rank in range(world_size)),
+        runs=(_make_finished_run(began), _simulate_running_run(ranks, elapsed, began, hot)),
         root="demo",
         interval=2.0,
     )
@@ -128,7 +128,7 @@ def _wave(seed: float, time: float, period: float = 30.0) -> float:
 
 
 def _is_throttled(elapsed: float) -> bool:
-    """Whether the hot GPU's clock is held down, which it is two thirds of the time."""
+    """Return True while the hot GPU's clock is held down, which is two thirds of the time."""
     return (elapsed + _CYCLE_S / 6) % _CYCLE_S < _CYCLE_S * 2 / 3
 
 
@@ -136,7 +136,7 @@ def _recent_times(elapsed: float) -> Iterator[float]:
     return (elapsed - 2.0 * back for back in range(_RECENT - 1, -1, -1))
 
 
-def _host(number: int, now: float, elapsed: float) -> HostGauges:
+def _simulate_host(number: int, now: float, elapsed: float) -> HostGauges:
     busy = 0.2 + 0.2 * _wave(number, elapsed)
     return HostGauges(
         name=f"node{number + 1}",
@@ -159,44 +159,44 @@ def _host(number: int, now: float, elapsed: float) -> HostGauges:
     )
 
 
-def _utilization(number: int, time: float, is_hot: bool) -> float:
+def _utilization_at(number: int, time: float, is_hot: bool) -> float:
     if is_hot:
         return 0.99
     return (0.62 if _is_throttled(time) else 0.93) + 0.05 * _wave(number, time, 11.0)
 
 
-def _gpu(number: int, gpus: int, elapsed: float, is_hot: bool) -> GpuGauges:
-    throttled = is_hot and _is_throttled(elapsed)
-    temperature = 88 + int(3 * _wave(number, elapsed)) if throttled else 61 + int(8 * _wave(number, elapsed, 60.0))
+def _simulate_gpu(number: int, gpus: int, elapsed: float, is_hot: bool) -> GpuGauges:
+    is_throttled = is_hot and _is_throttled(elapsed)
+    temperature = 88 + int(3 * _wave(number, elapsed)) if is_throttled else 61 + int(8 * _wave(number, elapsed, 60.0))
     pid = 40_000 + number
     return GpuGauges(
         index=number % gpus,
         uuid=f"GPU-demo-{number:04}",
         name="NVIDIA H100 80GB HBM3",
         host=f"node{number // gpus + 1}",
-        utilization=_utilization(number, elapsed, is_hot),
+        utilization=_utilization_at(number, elapsed, is_hot),
         memory_used=int((61 + 2 * _wave(number, elapsed)) * _GB),
         memory_total=80 * _GB,
         temperature=temperature,
         temperature_slowdown=90,
-        power=310.0 + 30 * _wave(number, elapsed) if throttled else 560.0 + 90 * _wave(number, elapsed),
+        power=310.0 + 30 * _wave(number, elapsed) if is_throttled else 560.0 + 90 * _wave(number, elapsed),
         power_limit=700.0,
-        clock=1.1e9 if throttled else 1.98e9,
+        clock=1.1e9 if is_throttled else 1.98e9,
         clock_max=1.98e9,
-        throttle=("thermal slowdown",) if throttled else (),
+        throttle=("thermal slowdown",) if is_throttled else (),
         processes=(Holder(pid, 60 * _GB, "python -u train.py --preset d20", "ada", _DEMO_ID, elapsed + 600.0),),
-        recent={"utilization": tuple(_utilization(number, time, is_hot) for time in _recent_times(elapsed))},
+        recent={"utilization": tuple(_utilization_at(number, time, is_hot) for time in _recent_times(elapsed))},
     )
 
 
-def _step_s(elapsed: float) -> float:
+def _step_s_at(elapsed: float) -> float:
     return _STEP_S + (_WAIT_S if _is_throttled(elapsed) else 0.0)
 
 
-def _rank(number: int, gpus: int, elapsed: float, is_hot: bool) -> RankView:
+def _simulate_rank(number: int, gpus: int, elapsed: float, is_hot: bool) -> RankView:
     waiting = 0.03 + 0.02 * _wave(number, elapsed)
     if _is_throttled(elapsed) and not is_hot:
-        waiting += _WAIT_S / _step_s(elapsed)
+        waiting += _WAIT_S / _step_s_at(elapsed)
     return RankView(
         rank=number,
         role="train",
@@ -206,26 +206,26 @@ def _rank(number: int, gpus: int, elapsed: float, is_hot: bool) -> RankView:
         gpu=f"GPU-demo-{number:04}",
         pid=40_000 + number,
         state="running",
-        step=_step(elapsed),
-        step_s=_step_s(elapsed) + 0.02 * _wave(number, elapsed),
+        step=_step_at(elapsed),
+        step_s=_step_s_at(elapsed) + 0.02 * _wave(number, elapsed),
         waiting=waiting,
         phase="step" if elapsed % 60 >= 4 else "checkpoint",
         beat_age=elapsed % _STEP_S,
         memory=int((9 + _wave(number, elapsed)) * _GB),
-        recent={"step_s": tuple(_step_s(time) + 0.02 * _wave(number, time) for time in _recent_times(elapsed))},
+        recent={"step_s": tuple(_step_s_at(time) + 0.02 * _wave(number, time) for time in _recent_times(elapsed))},
     )
 
 
-def _step(elapsed: float) -> int:
+def _step_at(elapsed: float) -> int:
     return 4_000 + int(elapsed / _STEP_S)
 
 
-def _loss(step: int) -> float:
+def _loss_at(step: int) -> float:
     return 2.1 + 8.0 / (1.0 + step / 120.0) + 0.06 * math.sin(step * 0.7) * math.exp(-step / 9000)
 
 
-def _running_run(ranks: tuple[RankView, ...], elapsed: float, began: float, hot: int) -> RunView:
-    step, step_s, now = _step(elapsed), _step_s(elapsed), began + elapsed
+def _simulate_running_run(ranks: tuple[RankView, ...], elapsed: float, began: float, hot: int) -> RunView:
+    step, step_s, now = _step_at(elapsed), _step_s_at(elapsed), began + elapsed
     slow: tuple[SlowRank, ...] = ()
     suspicion = None
     if _is_throttled(elapsed):
@@ -252,7 +252,7 @@ def _running_run(ranks: tuple[RankView, ...], elapsed: float, began: float, hot:
         restarts={"gpu.xid": 1},
         step=step,
         total_steps=_TOTAL_STEPS,
-        loss=_loss(step),
+        loss=_loss_at(step),
         tokens_per_s=8192 * len(ranks) * 16 / step_s,
         mfu=0.44 * _STEP_S / step_s,
         grad_norm=0.8 + 0.2 * _wave(3, elapsed),
@@ -265,11 +265,11 @@ def _running_run(ranks: tuple[RankView, ...], elapsed: float, began: float, hot:
         roles=(RoleView("train", len(ranks), tuple(rank.rank for rank in ranks)),),
         ranks=ranks,
         slow=slow,
-        curve=tuple((point, _loss(point)) for point in range(0, step, max(1, step // 300))),
+        curve=tuple((point, _loss_at(point)) for point in range(0, step, max(1, step // 300))),
     )
 
 
-def _finished_run(began: float) -> RunView:
+def _make_finished_run(began: float) -> RunView:
     return RunView(
         id="demo-first", name="first try", dir="demo", user="ada", mine=False, state="completed", started=began - 9000.0,
         seconds=7200.0, world=8, attempts=1, attempt=0, step=4000, total_steps=4000, loss=2.9124, tokens_per_s=210_000.0,

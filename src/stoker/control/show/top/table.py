@@ -1,4 +1,4 @@
-"""Lines, values and tables of the terminal screen. A line is pieces of text with styles, cut and padded to a width."""
+"""Formats lines, values and tables of the terminal screen. A line consists of pieces of text, each with a style."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from stoker.contract.text import escape
 from stoker.control.show.charts import display_width, fit_width, sparkline
 from stoker.control.show.snapshot import GpuGauges, Metric, RankView, RunView, Snapshot
 
-# Names of styles; app.py has their colors.
+# These are names of styles; app.py defines their colors.
 PLAIN, DIM, BOLD, GOOD, WARN, BAD, ACCENT, HEAD, FOCUS, CURSOR = (
     "", "dim", "bold", "good", "warn", "bad", "accent", "head", "focus", "cursor",
 )  # fmt: skip
 Piece = tuple[str, str]  # text, style
 Line = tuple[Piece, ...]
-NONE = "n/a"  # unknown
-_MAX_FOREIGN = 4000  # characters of foreign text that are shown
-_LONG = 24  # columns: a longer text is a sentence or a command, whose beginning is worth showing
-_MIN_BEGINNING = 12  # columns of that beginning
+NONE = "n/a"  # shown for an unknown value
+_MAX_FOREIGN = 4000  # characters shown of a text from a run or process
+_LONG = 24  # columns; if a longer text does not fit, it is cut instead of omitted
+_MIN_BEGINNING = 12  # columns that must be free for the beginning of a long text
 
 # ---- lines ----
 
@@ -64,7 +64,7 @@ def join_pieces(pieces: Iterable[Piece | None], separator: str = "  ") -> Line:
 
 
 def join_fitting(pieces: Iterable[Piece | None], width: int) -> Line:
-    """Join pieces in exactly `width` columns: short ones that don't fit are left out, a long one is cut."""
+    """Join pieces in exactly `width` columns. Short pieces that don't fit are omitted, a long one is cut."""
     fitting: list[Piece] = []
     free = width
     for piece in pieces:
@@ -78,7 +78,7 @@ def join_fitting(pieces: Iterable[Piece | None], width: int) -> Line:
 
 
 def pack_lines(pieces: Iterable[Piece | None], width: int) -> list[list[Piece]]:
-    """Distribute pieces, to be joined, over as many lines as they need."""
+    """Distribute pieces over as many lines as they need; join_pieces joins those of a line."""
     lines: list[list[Piece]] = []
     free = 0
     for piece in pieces:
@@ -94,7 +94,7 @@ def pack_lines(pieces: Iterable[Piece | None], width: int) -> list[list[Piece]]:
 
 
 def wrap_text(text: str, width: int, style: str, max_lines: int) -> list[Line]:
-    """Wrap a sentence; the last line is cut if there is more."""
+    """Wrap a sentence to at most `max_lines` lines; the last one is cut if the text is longer."""
     lines: list[str] = []
     for word in text.split():
         if lines and display_width(lines[-1]) + 1 + display_width(word) <= width:
@@ -114,7 +114,7 @@ def plain_text(line: Iterable[Piece]) -> str:
 
 
 def draw_history(values: Sequence[float | None], width: int, top: float | None = None) -> str:
-    """Draw the newest values as a sparkline that starts at 0, the newest at the right. `top` is the highest bar's value."""
+    """Draw values as a sparkline with the newest at the right. Its scale goes from 0 to `top`, or to the highest value."""
     newest = values[-width:] if width > 0 else ()
     return sparkline(newest, width, scale=(0.0, top)).replace("·", " ").rjust(width)
 
@@ -133,7 +133,7 @@ def format_percent(share: float | None) -> str:
 
 
 def format_metric(value: Metric, digits: int = 4) -> str:
-    """Format a metric; one that is not finite is a string already."""
+    """Format a metric with `digits` decimals; very small and very large values get an exponent."""
     if value is None:
         return NONE
     if isinstance(value, str):
@@ -171,7 +171,7 @@ def format_clock(seconds: float | None) -> str:
 
 
 def format_local_time(seconds: float, pattern: str) -> str:
-    """Format a time since 1970; empty for 0 and for times that a wrong clock may have written."""
+    """Format a time since 1970, or return "" for 0 and for times out of range, which a wrong clock may have written."""
     try:
         return time.strftime(pattern, time.localtime(seconds)) if seconds else ""
     except (OverflowError, OSError, ValueError):
@@ -187,19 +187,22 @@ def gpu_label(gpu: GpuGauges, with_host: bool) -> str:
 
 @frozen
 class Column:
-    """A column of a table. Width 0 takes what is left, at least `least`. Columns with a higher `order` are dropped first."""
+    """A column of a table. With width 0 it takes the remaining width, at least `min_width`.
+
+    Columns with a higher `order` are omitted first if the screen is narrow.
+    """
 
     title: str
     width: int
     draw: Callable[[Any, int], Piece]
     order: int = 0
     right: bool = False
-    least: int = 8
+    min_width: int = 8
 
 
 def choose_columns(columns: Sequence[Column], width: int) -> tuple[tuple[Column, int], ...]:
-    """Return the columns that fit, with their widths; always the first one."""
-    widths = [column.width or column.least for column in columns]
+    """Return the columns that fit, with their widths. The first column is always among them."""
+    widths = [column.width or column.min_width for column in columns]
     chosen = list(range(len(columns)))
     while len(chosen) > 1 and sum(widths[index] + 1 for index in chosen) - 1 > width:
         chosen.remove(max(reversed(chosen[1:]), key=lambda index: columns[index].order))
@@ -233,7 +236,7 @@ TITLES = {GPUS: "GPUs", RUN: "Run", RANKS: "Ranks", PROCESSES: "Processes", RUNS
 class PanelOptions:
     """How the user sorts and filters a panel."""
 
-    sort: str = ""  # a letter of the panel's orders; empty: unsorted
+    sort: str = ""  # a letter of the panel's orders, or "" for unsorted
     reverse: bool = False
     filter: str = ""
 
@@ -253,19 +256,19 @@ class Row:
 
     key: str
     item: Any
-    text: str  # what a filter searches, in lower case
-    draw: Callable[[Any, int], Line] | None = None  # draws a row that does not follow the columns
+    text: str  # the text that a filter searches, in lower case
+    draw: Callable[[Any, int], Line] | None = None  # draws a row without columns, such as a host's
 
 
 @frozen
 class Panel:
-    """A table of items of one kind, sorted and filtered; only visible rows are drawn."""
+    """A table of items of one kind, sorted and filtered. Only its visible rows are drawn."""
 
     name: str
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
-    empty: str  # shown if there are no rows
-    hidden: int = 0  # rows hidden by the filter
+    empty: str  # text to show if there are no rows
+    hidden: int = 0  # number of rows that the filter hides
 
     def head(self, width: int) -> str:
         return draw_titles(choose_columns(self.columns, width))

@@ -1,1 +1,1 @@
-"""`stoker web`: the snapshot and the run directories as a page in the browser. assets/ draws; the rest reads and guards."""
+"""Serves `stoker web`, which shows runs and machines in the browser: these modules read and guard the data, assets/ draws it."""

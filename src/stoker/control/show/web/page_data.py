@@ -1,6 +1,6 @@
-"""The page's data as JSON: the live state sent to viewers, and answers about curves, ranks over time and comparisons.
+"""Builds the page's data as JSON: the live state of runs, hosts and GPUs, curves, comparisons, and ranks over time.
 
-Texts and files of runs are in run_files.py.
+run_files.py reads the texts and files of runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from stoker.contract.frozen import as_json, pick_fields
 from stoker.contract.safe_io import open_below
 from stoker.control.record import run_index
 from stoker.control.show.charts import metric_text
-from stoker.control.show.comparison import at_equal_step, differing_settings, measure_difference, settings_of
+from stoker.control.show.comparison import (
+    find_differing_settings,
+    find_last_common_step,
+    measure_difference,
+    settings_of,
+)
 from stoker.control.show.curves import Curve, interval_of, smooth_points, thin_out
 from stoker.control.show.run_tail import RunTail, planned_ranks
 from stoker.control.show.snapshot import (
@@ -36,50 +41,50 @@ from stoker.control.show.snapshot import (
 )
 from stoker.control.show.web.run_files import PageNotFound, RunFolders
 
-# ---- live state: parts (runs, hosts, gpus, ranks) of rows by key ----
+# ---- live state: for each part (runs, hosts, gpus, ranks) its rows by key ----
 
 Row = dict[str, Any]
 State = dict[str, dict[str, Row]]
 
-_RUN = (
+_RUN_FIELDS = (
     "name", "user", "mine", "state", "started", "updated", "seconds", "world", "attempts", "step", "total_steps", "headline",
     "headline_value", "loss", "tokens_per_s", "mfu", "grad_norm", "lr", "eta_s", "phase", "problem", "command", "hosts",
 )  # fmt: skip
-_HOST = (
+_HOST_FIELDS = (
     "state", "reason", "cores", "cpu", "memory_total", "memory_available", "disk_free", "disk_total", "received", "sent",
     "gpu_error",
 )  # fmt: skip
-_GPU = (
+_GPU_FIELDS = (
     "host", "name", "utilization", "memory_used", "memory_total", "temperature", "power", "power_limit", "clock",
     "clock_max", "throttle", "error",
 )  # fmt: skip
-_RANK = (
+_RANK_FIELDS = (
     "role", "label", "host", "gpu", "pid", "state", "exit_code", "step", "step_s", "waiting", "phase", "collective_age",
     "beat_age", "memory",
 )  # fmt: skip
-# Fields whose integers are sent exactly.
-_EXACT = frozenset((
+# The integers of these fields are not rounded.
+_EXACT_FIELDS = frozenset((
     "requests", "tokens", "prompt_tokens", "weights_version", "step", "total_steps", "world", "attempts", "pid", "exit_code",
     "cores", "started", "updated",
 ))  # fmt: skip
-_MAX_PROCESSES = 8  # of a GPU
+_MAX_PROCESSES = 8  # shown of a GPU
 
 
-def shared_state(snapshot: Snapshot) -> State:
-    """Return the parts that every viewer gets; only the ranks depend on the run that a viewer watches."""
+def make_shared_state(snapshot: Snapshot) -> State:
+    """Return the parts that are the same for every viewer. The fourth, ranks, depends on the run that a viewer watches."""
     return {
-        "runs": {run.id: _run_row(run) for run in snapshot.runs},
-        "hosts": {host.name: _row(host, _HOST) for host in snapshot.hosts},
-        "gpus": {_gpu_key(gpu): _gpu_row(gpu) for gpu in snapshot.gpus},
+        "runs": {run.id: _make_run_row(run) for run in snapshot.runs},
+        "hosts": {host.name: _make_row(host, _HOST_FIELDS) for host in snapshot.hosts},
+        "gpus": {_gpu_key(gpu): _make_gpu_row(gpu) for gpu in snapshot.gpus},
     }
 
 
-def rank_rows(run: RunView | None) -> dict[str, Row]:
-    return {str(rank.rank): _row(rank, _RANK) for rank in run.ranks} if run is not None else {}
+def make_rank_rows(run: RunView | None) -> dict[str, Row]:
+    return {str(rank.rank): _make_row(rank, _RANK_FIELDS) for rank in run.ranks} if run is not None else {}
 
 
-def recent_utilization(snapshot: Snapshot) -> dict[str, list[float | None]]:
-    """Return each GPU's utilization from before a viewer connected; later values it keeps itself."""
+def collect_recent_utilization(snapshot: Snapshot) -> dict[str, list[float | None]]:
+    """Return each GPU's utilization from before a viewer connected; the page collects later values."""
     return {
         _gpu_key(gpu): [None if value is None else round(value, 2) for value in gpu.recent.get("utilization", ())]
         for gpu in snapshot.gpus
@@ -87,9 +92,9 @@ def recent_utilization(snapshot: Snapshot) -> dict[str, list[float | None]]:
 
 
 def diff_states(before: Mapping[str, Mapping[str, Row]], now: State) -> tuple[State, dict[str, list[str]]]:
-    """Return (new rows and the changed fields of others, keys that are gone)."""
+    """Return (new rows and the changed fields of other rows, keys of removed rows)."""
     changed: State = {}
-    gone: dict[str, list[str]] = {}
+    removed: dict[str, list[str]] = {}
     for part, rows in now.items():
         old_rows = before.get(part, {})
         changed_rows = {}
@@ -103,14 +108,14 @@ def diff_states(before: Mapping[str, Mapping[str, Row]], now: State) -> tuple[St
             changed[part] = changed_rows
         missing = [key for key in old_rows if key not in rows]
         if missing:
-            gone[part] = missing
-    return changed, gone
+            removed[part] = missing
+    return changed, removed
 
 
-def _run_row(run: RunView) -> Row:
+def _make_run_row(run: RunView) -> Row:
     suspicion, verdict = run.suspicion, run.verdict
     return {
-        **_row(run, _RUN),
+        **_make_row(run, _RUN_FIELDS),
         "rl": {RL_METRICS[name]: metric_text(name, value) for name, value in run.rl_metrics.items()},
         "servers": [{name: _round(value, name) for name, value in as_json(load).items()} for load in run.servers],
         "restarts": dict(run.restarts),
@@ -124,27 +129,27 @@ def _gpu_key(gpu: GpuGauges) -> str:
     return f"{gpu.host}/{gpu.label}/{gpu.uuid}"
 
 
-def _gpu_row(gpu: GpuGauges) -> Row:
+def _make_gpu_row(gpu: GpuGauges) -> Row:
     processes = [
         {"pid": process.pid, "user": process.user, "run": process.run, "command": (process.command or "")[:120]}
         for process in (gpu.processes or ())[:_MAX_PROCESSES]
     ]
-    return {**_row(gpu, _GPU), "label": gpu.label, "uuid": gpu.uuid, "processes": processes}
+    return {**_make_row(gpu, _GPU_FIELDS), "label": gpu.label, "uuid": gpu.uuid, "processes": processes}
 
 
-def _row(view: RunView | HostGauges | GpuGauges | RankView, names: tuple[str, ...]) -> Row:
+def _make_row(view: RunView | HostGauges | GpuGauges | RankView, names: tuple[str, ...]) -> Row:
     return {name: _round(getattr(view, name), name) for name in names}
 
 
 def _round(value: Any, name: str) -> Any:
-    """Round numbers to four digits, so that changes too small to be seen are not sent."""
+    """Round numbers to four digits, so that changes that are too small to see are not sent."""
     if isinstance(value, tuple):
         return [_round(item, name) for item in value]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return value
-    if isinstance(value, int) and (name in _EXACT or abs(value) < 10_000):
+    if isinstance(value, int) and (name in _EXACT_FIELDS or abs(value) < 10_000):
         return value
-    if name in _EXACT:
+    if name in _EXACT_FIELDS:
         return round(value, 1)
     if name in ("seconds", "eta_s", "beat_age", "collective_age"):
         return round(value, 1) if value < 10 else round(value)
@@ -157,8 +162,8 @@ def _round(value: Any, name: str) -> Any:
 
 POINTS = 600
 _MIN_POINTS, _MAX_POINTS = 30, 4000
-Steps = tuple[float, float]  # from, to
-ALL: Steps = (-math.inf, math.inf)
+StepRange = tuple[float, float]  # first, last
+ALL_STEPS: StepRange = (-math.inf, math.inf)
 
 
 def read_curves(
@@ -167,41 +172,46 @@ def read_curves(
     names: Sequence[str],
     *,
     since: int = 0,
-    within: Steps = ALL,
+    step_range: StepRange = ALL_STEPS,
     max_points: int,
     smooth: int = 1,
 ) -> dict[str, Any]:
-    """Return curves of a run: points from index `since` on (a curve only grows at its end), of the steps `within`."""
+    """Return curves of a run, thinned to about `max_points`: the points in `step_range` from index `since` on.
+
+    A page that has the first points asks only for newer ones, because a curve only grows at its end.
+    """
     tail, _ = folders.open(run)
     curves = {}
     for name in names:
         curve = tail.curve(name)
-        # A window of one logging interval applies only to AVERAGED metrics: the others have no noise, or are means already.
+        # Smoothing over one logging interval applies only to AVERAGED metrics: the others have no noise or are means.
         window = smooth if name in AVERAGED or smooth != tail.interval else 1
-        steps, values = _select_points(curve, since, within, window)
+        steps, values = _select_points(curve, since, step_range, window)
         indices = thin_out(values, max(_MIN_POINTS, min(max_points, _MAX_POINTS)))
         curves[name] = {
             "steps": [steps[index] for index in indices],
             "values": [_round_value(values[index]) for index in indices],
             "count": len(curve.steps),
-            "bad": len(curve.not_finite()),
+            "bad": len(curve.find_non_finite_steps()),
             "all": len(indices) == len(values),
         }
     metrics = tail.training.metrics
     problem = metrics.problem if metrics is not None else ""
-    return {"names": metric_names(tail), "curves": curves, "interval": tail.interval, "problem": problem}
+    return {"names": list_metric_names(tail), "curves": curves, "interval": tail.interval, "problem": problem}
 
 
-def _select_points(curve: Curve, since: int, within: Steps, window: int) -> tuple[Sequence[int], Sequence[float]]:
+def _select_points(
+    curve: Curve, since: int, step_range: StepRange, window: int
+) -> tuple[Sequence[int], Sequence[float]]:
     steps: Sequence[int] = curve.steps[since:] if since else curve.steps
     values: Sequence[float] = curve.values[since:] if since else curve.values
     if window > 1:
         points = smooth_points(curve, window)
         steps, values = [int(step) for step, _ in points], [value for _, value in points]
-    first, last = within
-    if within != ALL:
+    first, last = step_range
+    if step_range != ALL_STEPS:
         inside = [index for index, step in enumerate(steps) if first <= step <= last]
-        # One more point on each side, so that the line reaches the edges.
+        # Add one point on each side, so that the line reaches the edges of the chart.
         begin, end = (max(inside[0] - 1, 0), inside[-1] + 2) if inside else (0, 0)
         steps, values = steps[begin:end], values[begin:end]
     return steps, values
@@ -212,19 +222,22 @@ def _round_value(value: float) -> Any:
     return float(f"{metric:.6g}") if isinstance(metric, float) else metric
 
 
-def metric_names(tail: RunTail) -> list[str]:
+def list_metric_names(tail: RunTail) -> list[str]:
     return sort_metrics(tail.curve_names())
 
 
 # ---- sparklines of the list ----
 
 _SPARK_POINTS = 32
-_MAX_AVERAGED = 16  # lines averaged for one value
+_MAX_AVERAGED = 16  # a value is a mean over at most this many lines
 _MAX_LINE = 4096  # bytes of a line of metrics.jsonl
 
 
 def read_sparklines(folders: RunFolders, runs: Sequence[str]) -> dict[str, list[float | None]]:
-    """Return a few values of each run's reward or loss, read at places across the file, so its length doesn't matter."""
+    """Return about 32 values of each run's reward or loss.
+
+    Reads lines at 32 evenly spaced offsets of metrics.jsonl, so the time does not depend on its length.
+    """
     sparklines = {}
     for run in runs:
         try:
@@ -258,7 +271,7 @@ def _read_sparkline(run_dir: str) -> list[float | None]:
 
 
 def _next_headline_value(file: IO[bytes]) -> float | None:
-    """Return the next reward or loss in the file; if the metrics have every step, the mean over a few of them."""
+    """Return the next reward or loss in the file, or None. If the file has every step, return the mean over a few lines."""
     for _ in range(3):
         line = _parse_object(file.readline(_MAX_LINE))
         if (value := _headline_value(line)) is None:
@@ -288,26 +301,26 @@ _MAX_COMPARED = 12  # runs
 
 
 def compare_runs(folders: RunFolders, runs: Sequence[str], name: str) -> dict[str, Any]:
-    """Return settings that differ, values at equal steps, and for two runs whether the difference is more than noise.
+    """Return the differing settings and the values at the last common step; for two runs, judge whether they differ by more than noise.
 
-    `name` is the metric that is judged; empty means reward if all the runs have one, else loss.
+    `name` is the metric to judge. If it is empty, judge the reward if all runs have one, else the loss.
     """
     tails = [folders.open(run)[0] for run in runs[:_MAX_COMPARED]]
     settings = [settings_of(tail.training.record) for tail in tails]
     name = name or (REWARD if all(tail.curve(REWARD).steps for tail in tails) else LOSS)
     equal = []
     for metric in dict.fromkeys((name, *RL_METRICS, LOSS, "val_loss")):
-        point = at_equal_step([tail.mean_curve(metric) for tail in tails])
+        point = find_last_common_step([tail.mean_curve(metric) for tail in tails])
         if point is not None:
             step, values = point
             equal.append([RL_METRICS.get(metric, metric), step, [metric_text(metric, value) for value in values]])
     difference = measure_difference(tails[0].curve(name), tails[1].curve(name)) if len(tails) == 2 else None
     return {
         "runs": list(runs[:_MAX_COMPARED]),
-        "settings": [[key, list(values)] for key, values in differing_settings(settings)],
+        "settings": [[key, list(values)] for key, values in find_differing_settings(settings)],
         "metric": name,
         "equal": equal,
-        "noise": {**as_json(difference), "beyond": difference.beyond} if difference is not None else None,
+        "noise": {**as_json(difference), "beyond": difference.is_beyond_noise} if difference is not None else None,
     }
 
 
@@ -315,12 +328,14 @@ def read_settings(folders: RunFolders, run: str) -> dict[str, Any]:
     return {"settings": [list(pair) for pair in settings_of(folders.open(run)[0].training.record).items()]}
 
 
-def read_timeline(folders: RunFolders, run: str, since: float, within: Steps = ALL) -> dict[str, Any]:
-    """Return the ranks over time, newer than `since` and within these times."""
+def read_timeline(
+    folders: RunFolders, run: str, since: float, time_range: tuple[float, float] = (-math.inf, math.inf)
+) -> dict[str, Any]:
+    """Return the ranks over time, newer than `since` and between the two times of `time_range`."""
     tail, timeline = folders.open(run)
     labels = {
         str(rank["rank"]): str(rank.get("label") or "")[:80]
         for rank in planned_ranks(tail.record)
         if type(rank.get("rank")) is int
     }
-    return {**timeline.to_json(since, within), "labels": labels}
+    return {**timeline.to_json(since, time_range), "labels": labels}

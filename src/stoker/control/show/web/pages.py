@@ -1,4 +1,4 @@
-"""Answers of `stoker web`: the page's files, its event stream, its questions, one action (stop), and the saved page."""
+"""Answers the requests of `stoker web`: assets, event stream, API requests and the stop action. Also renders the saved page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stoker.control.show.snapshot import Snapshot
 from stoker.control.show.web import page_data, run_files
 from stoker.control.show.web.access import SANDBOX, AccessGuard, security_headers
 from stoker.control.show.web.event_stream import EventHub
-from stoker.control.show.web.page_data import rank_rows, shared_state
+from stoker.control.show.web.page_data import make_rank_rows, make_shared_state
 from stoker.control.show.web.run_files import Explain, PageNotFound, RunFolders
 
 # ---- the page's files ----
@@ -49,7 +49,7 @@ def read_assets() -> Assets:
 
 
 def bundle_modules(files: Mapping[str, str]) -> str:
-    """Join the JavaScript modules that main.js needs into one script; each becomes a function, so names stay separate."""
+    """Join main.js and the modules it imports into one script. Each becomes a function, so that their names don't collide."""
     functions: list[str] = []
     added: set[str] = set()
 
@@ -72,32 +72,32 @@ def bundle_modules(files: Mapping[str, str]) -> str:
 # ---- the live page ----
 
 Query = Mapping[str, str]
-Question = Callable[[RunFolders, str, Query], Any]  # (folders, the query's run, the query) -> JSON
+ApiHandler = Callable[[RunFolders, str, Query], Any]  # (folders, name of the run, query) -> JSON
 
 
 def _read_log(folders: RunFolders, run: str, query: Query) -> Any:
-    attempt = _count(query, "attempt")
-    rank = None if query.get("rank") == "stoker" else _count(query, "rank") or 0
+    attempt = _parse_count(query, "attempt")
+    rank = None if query.get("rank") == "stoker" else _parse_count(query, "rank") or 0
     if query.get("find"):
         return run_files.search_log(folders, run, attempt, rank, query["find"][:200])
-    return run_files.read_log(folders, run, attempt, rank, _count(query, "from"))
+    return run_files.read_log(folders, run, attempt, rank, _parse_count(query, "from"))
 
 
-def _lines(query: Query, name: str) -> list[str]:
-    """Split a list at line ends: a run's name may contain a comma, a metric's a slash."""
+def _parse_lines(query: Query, name: str) -> list[str]:
+    """Parse a list separated by line ends, because names of runs may contain commas and names of metrics slashes."""
     return [line for line in query.get(name, "").split("\n") if line]
 
 
-def _count(query: Query, name: str) -> int | None:
+def _parse_count(query: Query, name: str) -> int | None:
     text = query.get(name, "")
     return int(text) if is_digits(text) else None
 
 
-def _within(query: Query) -> tuple[float, float]:
-    return _number(query, "first", -math.inf), _number(query, "last", math.inf)
+def _parse_range(query: Query) -> tuple[float, float]:
+    return _parse_number(query, "first", -math.inf), _parse_number(query, "last", math.inf)
 
 
-def _number(query: Query, name: str, default: float) -> float:
+def _parse_number(query: Query, name: str, default: float) -> float:
     try:
         value = float(query.get(name, ""))
     except ValueError:
@@ -105,62 +105,62 @@ def _number(query: Query, name: str, default: float) -> float:
     return value if math.isfinite(value) else default
 
 
-_QUESTIONS: dict[str, Question] = {
+_API_HANDLERS: dict[str, ApiHandler] = {
     "/api/curves": lambda folders, run, query: page_data.read_curves(
         folders,
         run,
-        _lines(query, "names"),
-        since=_count(query, "since") or 0,
-        within=_within(query),
-        max_points=_count(query, "most") or page_data.POINTS,
-        smooth=min(_count(query, "smooth") or 1, 100_000),
+        _parse_lines(query, "names"),
+        since=_parse_count(query, "since") or 0,
+        step_range=_parse_range(query),
+        max_points=_parse_count(query, "most") or page_data.POINTS,
+        smooth=min(_parse_count(query, "smooth") or 1, 100_000),
     ),
-    "/api/sparks": lambda folders, run, query: page_data.read_sparklines(folders, _lines(query, "runs")),
+    "/api/sparks": lambda folders, run, query: page_data.read_sparklines(folders, _parse_lines(query, "runs")),
     "/api/ranks": lambda folders, run, query: page_data.read_timeline(
-        folders, run, _number(query, "since", 0.0), _within(query)
+        folders, run, _parse_number(query, "since", 0.0), _parse_range(query)
     ),
     "/api/compare": lambda folders, run, query: page_data.compare_runs(
-        folders, _lines(query, "runs"), query.get("metric", "")
+        folders, _parse_lines(query, "runs"), query.get("metric", "")
     ),
     "/api/settings": lambda folders, run, query: page_data.read_settings(folders, run),
     "/api/log": _read_log,
     "/api/files": lambda folders, run, query: run_files.list_files(folders, run),
     "/api/rows": lambda folders, run, query: run_files.read_rows(
-        folders, run, query.get("path", ""), _count(query, "from") or 0
+        folders, run, query.get("path", ""), _parse_count(query, "from") or 0
     ),
-    "/api/rollouts": lambda folders, run, query: run_files.read_rollouts(folders, run, _count(query, "before")),
+    "/api/rollouts": lambda folders, run, query: run_files.read_rollouts(folders, run, _parse_count(query, "before")),
     "/api/reports": lambda folders, run, query: run_files.list_reports(folders),
 }
 
 
 class Pages:
-    """Answers requests. `stop` ends a run like `stoker stop` and returns a note; `explain` returns a run's verdict."""
+    """Answers requests. `stop` stops the run in a directory and returns a note; `explain` returns a run's verdict."""
 
     def __init__(
         self, guard: AccessGuard, hub: EventHub, folders: RunFolders, stop: Callable[[str], str], explain: Explain
     ) -> None:
         self._guard, self._hub, self._folders, self._stop = guard, hub, folders, stop
-        self._questions: dict[str, Question] = {
-            **_QUESTIONS,
+        self._api_handlers: dict[str, ApiHandler] = {
+            **_API_HANDLERS,
             "/api/ending": lambda folders, run, query: run_files.read_ending(folders, run, explain),
         }
-        # One script instead of ten: a browser that asks for them one after the other shows the page 0.2 s later.
+        # Serve one script: a browser that loads ten modules one after the other shows the page 0.2 s later.
         assets = read_assets()
         scripts = {name: assets.pop(name)[0].decode() for name in tuple(assets) if name.endswith(".js")}
         self._assets = {**assets, "main.js": (bundle_modules(scripts).encode(), _TYPES[".js"])}
 
     def answer(self, request: HttpRequest) -> HttpResponse | ResponseStream | Work:
-        refusal = self._guard.refuse(request)
+        refusal = self._guard.check_access(request)
         if refusal is not None:
             return refusal
-        redirect = self._guard.exchange_token(request)
+        redirect = self._guard.make_token_redirect(request)
         if redirect is not None:
             self._hub.expect_viewer()
             return redirect
         return self._answer_page(replace(request, path=request.path[len(self._guard.base) - 1 :]))
 
     def _answer_page(self, request: HttpRequest) -> HttpResponse | ResponseStream | Work:
-        """Answer a request that has access; its path is relative to the page's own address."""
+        """Answer a request that has access. Its path is relative to the path of the page."""
         path, query = request.path, request.query
         if path == "/api/stop":
             return self._answer_stop(request)
@@ -170,10 +170,10 @@ class Pages:
             stream = self._hub.open(query.get("run", ""), security_headers())
             return stream if stream is not None else error_response(503, *security_headers())
         if path == "/file":
-            return _or_not_found(lambda: self._read_file(query))
-        question = self._questions.get(path)
-        if question is not None:
-            return _or_not_found(lambda: json_response(question(self._folders, query.get("run", ""), query)))
+            return _answer_or_404(lambda: self._read_file(query))
+        handler = self._api_handlers.get(path)
+        if handler is not None:
+            return _answer_or_404(lambda: json_response(handler(self._folders, query.get("run", ""), query)))
         name = path[1:] or "index.html"
         if name in self._assets:
             body, content_type = self._assets[name]
@@ -196,19 +196,21 @@ class Pages:
             run = None
         if not isinstance(run, str):
             return error_response(400, *security_headers())
-        return _or_not_found(lambda: self._stop_run(run))
+        return _answer_or_404(lambda: self._stop_run(run))
 
     def _stop_run(self, run: str) -> HttpResponse:
         record = self._folders.record(run)
         if not record.mine:
-            return json_response({"error": f"run {record.id} is not yours"}, 409)
+            return json_response(
+                {"error": f"run {record.id} belongs to another user, and only that user can stop it"}, 409
+            )
         status = run_record.run_status(record)
         if status not in ("running", "unknown"):
             return json_response({"error": f"run {record.id} is not running: {status}"}, 409)
         return json_response({"told": self._stop(record.dir)})
 
 
-def _or_not_found(work: Work) -> Work:
+def _answer_or_404(work: Work) -> Work:
     """Return work that answers 404 instead of raising PageNotFound."""
 
     def answer() -> HttpResponse:
@@ -225,7 +227,7 @@ def json_response(data: Any, status: int = 200) -> HttpResponse:
     return HttpResponse(status, body, "application/json", security_headers())
 
 
-# ---- the saved page: the page's files and all its answers in one HTML file that needs no server ----
+# ---- the saved page: one HTML file with the assets and all answers, which needs no server ----
 
 _CURVE_POINTS = 2000
 _MAX_CURVES = 60
@@ -236,12 +238,12 @@ _MAX_ROW_FILES = 10
 def render_saved_page(record: run_record.RunRecord, explain: Explain) -> bytes:
     """Return a run as one HTML file. Raises Refusal if the run can't be read."""
     root, run = os.path.split(os.path.realpath(record.dir))
-    folders = RunFolders(root, everybody=True)  # the user named this run
+    folders = RunFolders(root, everybody=True)  # the user has named this run, so it may be another user's
     try:
         data = {"run": run, "time": time.time(), **_collect_answers(folders, run, explain)}
     except PageNotFound as problem:
         raise Refusal(f"run {escape(run)}: {problem}", EX_NOINPUT) from None
-    # Without `<` no text can end the script element or start another.
+    # Escape `<`, so that no text can end the script element or start another.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     files = {name: body.decode() for name, (body, _) in read_assets().items()}
     script, style = bundle_modules(files), files["style.css"]
@@ -267,11 +269,11 @@ def _csp_digest(text: str) -> str:
 
 
 def _collect_answers(folders: RunFolders, run: str, explain: Explain) -> dict[str, Any]:
-    """Return the run's state and the answers to all questions that the page may ask."""
+    """Return the run's state and the answers to all API requests that the page may send."""
     tail, _ = folders.open(run)
     view = tail.view(time.time(), watched=True)
-    state = {**shared_state(Snapshot(time.time(), runs=(view,))), "ranks": rank_rows(view)}
-    names = page_data.metric_names(tail)[:_MAX_CURVES]
+    state = {**make_shared_state(Snapshot(time.time(), runs=(view,))), "ranks": make_rank_rows(view)}
+    names = page_data.list_metric_names(tail)[:_MAX_CURVES]
     curves = page_data.read_curves(folders, run, names, max_points=_CURVE_POINTS)["curves"]
     files = run_files.list_files(folders, run)
     answers: dict[str, Any] = {
@@ -284,7 +286,7 @@ def _collect_answers(folders: RunFolders, run: str, explain: Explain) -> dict[st
         "reports": {"reports": []},
         "sparks": {},
     }
-    with contextlib.suppress(PageNotFound):  # a run without rollouts
+    with contextlib.suppress(PageNotFound):  # only GRPO runs have rollouts
         answers["rollouts"] = run_files.read_rollouts(folders, run, None)
     for path in [file["path"] for file in files["files"] if file["kind"] == "rows"][:_MAX_ROW_FILES]:
         answers[f"rows:{path}"] = run_files.read_rows(folders, run, path, 0)
@@ -292,7 +294,7 @@ def _collect_answers(folders: RunFolders, run: str, explain: Explain) -> dict[st
 
 
 def _collect_logs(folders: RunFolders, run: str, guilty_rank: int | None) -> dict[str, Any]:
-    """Return the end of Stoker's own log and of some ranks' of the last attempt, including the rank to blame."""
+    """Return the ends of Stoker's log and of some ranks' logs of the last attempt, including the rank to blame."""
     own_log = run_files.read_log(folders, run, None, None, None)
     attempt, ranks = own_log["attempt"], own_log["ranks"]
     saved_ranks = sorted({*ranks[:_MAX_LOGS], *([guilty_rank] if guilty_rank in ranks else [])})

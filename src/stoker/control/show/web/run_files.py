@@ -1,7 +1,7 @@
-"""Texts and files of the runs that a page may ask about: logs, the verdict with its stacks, rollouts, checkpoints, reports.
+"""Reads the texts and files of runs for the page: logs, the verdict with its stacks, rollouts, checkpoints, reports.
 
-Control characters are escaped here and the page inserts texts as text nodes, so a log full of HTML and terminal codes is
-shown, not run.
+This module escapes control characters and the page inserts texts as text nodes, so HTML and terminal codes in a log are
+shown and not interpreted.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from stoker.control.show.run_tail import RunTail
 from stoker.control.show.web.rank_timeline import RankTimeline
 
 _MAX_OPEN = 8  # runs whose curves and timelines stay in memory
-LOG_BYTES = 96 << 10  # of one answer
-_MAX_SEARCHED = 64 << 20  # bytes at the end of a log: a run of weeks writes gigabytes
+LOG_BYTES = 96 << 10  # in one answer
+_MAX_SEARCHED = 64 << 20  # bytes at the end of a log that a search reads; a run of weeks writes gigabytes
 _MAX_MATCHES = 300
 _STACK_BYTES = 128 << 10
-_MAX_STACKS = 20  # files
+_MAX_STACKS = 20  # files of stacks that are shown
 _MAX_FILES = 1000  # in the list
-_MAX_DEPTH = 3
-_ROWS = 40
-_ROW_BYTES = 64 << 10
-_ROLLOUTS = 32  # completions of one answer
+_MAX_DEPTH = 3  # levels of folders that are listed
+_ROWS = 40  # lines of a JSON-lines file in one answer
+_ROW_BYTES = 64 << 10  # longer lines are cut
+_ROLLOUTS = 32  # completions in one answer
 _ROLLOUT_BYTES = 2 * rollouts_log.MAX_LINE  # read for one answer
 _ROLLOUT_TEXT = 4000  # characters of a prompt or a completion
-_ROLLOUT_PARTS = 20  # of a reward
-MAX_SERVED = 32 << 20  # bytes of a file: it is held in memory until the browser has received it
+_ROLLOUT_PARTS = 20  # parts of a reward that are shown
+MAX_SERVED = 32 << 20  # bytes; a file is held in memory until the browser has received it
 # Files of other types are served as plain text. HTML gets the sandbox policy of access.py.
 TYPES = {".html": "text/html; charset=utf-8", ".png": "image/png"}
 _TEXT = (".md", ".txt", ".json", ".jsonl", ".yaml", ".yml", ".log", ".csv", ".svg", ".py")
@@ -48,13 +48,13 @@ Explain = Callable[[run_record.RunRecord], Verdict | None]
 
 
 class PageNotFound(Exception):
-    """A question that has no answer; one line for the page."""
+    """A request can't be answered; the text is one line for the page."""
 
 
 class RunFolders:
-    """The runs that a page may ask about: by name, directly below the runs folder, without following links.
+    """Finds the runs that the page may read, by name. They lie directly in the runs folder and are not links.
 
-    `everybody` includes other users' runs as far as the system lets us read them.
+    With `everybody` it includes the runs of other users that this process may read.
     """
 
     def __init__(self, root: str, everybody: bool = False) -> None:
@@ -69,7 +69,7 @@ class RunFolders:
         try:
             status = os.lstat(path)
         except (OSError, ValueError):
-            raise PageNotFound("this run does not exist, or no longer does") from None
+            raise PageNotFound("this run does not exist or was deleted") from None
         is_ours = safe_io.is_own_uid(status.st_uid, self.root)
         if not stat.S_ISDIR(status.st_mode) or not (is_ours or self._everybody):
             raise PageNotFound("no such run")
@@ -82,18 +82,18 @@ class RunFolders:
         except (run_record.DamagedRecord, OSError) as problem:
             raise PageNotFound(escape(f"the record of this run is damaged: {problem}", 300)) from None
         if record is None:
-            raise PageNotFound("there is no run in this folder")
+            raise PageNotFound("this folder contains no run")
         return record
 
     def open(self, name: str) -> tuple[RunTail, RankTimeline]:
-        """Return a run's tail, up to date, and its timeline."""
+        """Return a run's tail, after reading what is new, and its timeline. The newest _MAX_OPEN stay in memory."""
         record = self.record(name)
         cached = self._open.pop(record.dir, None)
         tail, timeline = cached if cached is not None else (open_run_tail(record), RankTimeline(record))
         tail.record = record
         tail.view(time.time(), watched=True)
         trainer = tail.training.record
-        if timeline.dir != trainer.dir:  # a job has no history of its own: its trainer's is shown
+        if timeline.dir != trainer.dir:  # a multi-role job has no history, so show its trainer's
             timeline = RankTimeline(trainer, record if tail.training is not tail else None, tail.first_rank)
         self._open[record.dir] = tail, timeline
         while len(self._open) > _MAX_OPEN:
@@ -102,12 +102,12 @@ class RunFolders:
 
 
 def escape_output(data: bytes) -> str:
-    """Return a rank's output as lines: a progress bar's carriage return ends a line, control characters are escaped."""
+    """Return a rank's output as lines. Carriage returns of progress bars end a line; control characters are escaped."""
     return log_tail.strip_control_codes(data).decode()
 
 
 def escape_json(value: Any) -> Any:
-    """Escape all strings in a JSON value; numbers that are not finite, which browsers reject, become strings."""
+    """Escape all strings in a JSON value. Numbers that are not finite become strings, because browsers reject them."""
     if isinstance(value, str):
         return escape_lines(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -121,12 +121,12 @@ def escape_json(value: Any) -> Any:
 
 
 def _log_path(attempt: int | None, rank: int | None) -> str:
-    """Return the path of a rank's log in the run directory; rank None means Stoker's own lines."""
+    """Return the path of a rank's log in the run directory. Rank None selects the log of Stoker's lines."""
     return layout.CONSOLE if rank is None else f"attempt-{attempt}/rank-{rank}.log"
 
 
 def read_log(folders: RunFolders, run: str, attempt: int | None, rank: int | None, begin: int | None) -> dict[str, Any]:
-    """Return part of a log: from byte `begin` on, or its end if that is None. Rank None means Stoker's own lines."""
+    """Return part of a log, from byte `begin` on, or its end if `begin` is None. Rank None selects the log of Stoker's lines."""
     record = folders.record(run)
     logs = [(log_attempt, log_rank) for log_attempt, log_rank, _ in log_tail.list_rank_logs(record)]
     attempts = sorted({log_attempt for log_attempt, _ in logs})
@@ -154,7 +154,7 @@ def read_log(folders: RunFolders, run: str, attempt: int | None, rank: int | Non
 
 
 def _drop_incomplete_character(data: bytes) -> bytes:
-    """Remove a UTF-8 character or CR LF at the end whose remaining bytes have not been read yet."""
+    """Drop an incomplete UTF-8 character or CR LF at the end; the next read gets it whole."""
     for back in range(1, min(4, len(data)) + 1):
         byte = data[-back]
         if byte < 0x80:
@@ -166,7 +166,7 @@ def _drop_incomplete_character(data: bytes) -> bytes:
 
 
 def search_log(folders: RunFolders, run: str, attempt: int | None, rank: int | None, text: str) -> dict[str, Any]:
-    """Return the lines that contain `text` in any case, newest last. Searches the last 64 MB of a long log."""
+    """Return the lines that contain `text`, ignoring case, newest last. Searches only the last 64 MB of a long log."""
     record = folders.record(run)
     attempt = attempt if attempt is not None else max(record.attempts, default=0)
     try:
@@ -197,7 +197,7 @@ def search_log(folders: RunFolders, run: str, attempt: int | None, rank: int | N
 
 
 def read_ending(folders: RunFolders, run: str, explain: Explain) -> dict[str, Any]:
-    """Return the verdict, what the watch reported while the run lasted, and the stacks."""
+    """Return the verdict, the watch's reports during the run, and the stacks."""
     record = folders.record(run)
     verdict = explain(record)
     reports = []
@@ -217,12 +217,12 @@ def read_ending(folders: RunFolders, run: str, explain: Explain) -> dict[str, An
     return {
         "verdict": escape_json(verdict.to_json() if verdict is not None else None),
         "told": reports[-100:],
-        "stacks": list(_stacks(record)),
+        "stacks": list(_read_stacks(record)),
     }
 
 
-def _stacks(record: run_record.RunRecord) -> Iterator[dict[str, Any]]:
-    """Yield files of the newest attempt: all ranks' stacks at the last suspicion, then each rank's own stack and error."""
+def _read_stacks(record: run_record.RunRecord) -> Iterator[dict[str, Any]]:
+    """Yield the stack files of the newest attempt: first all ranks' stacks at the last suspicion, then the files of each rank."""
     for attempt in record.attempts[-1:]:
         folder = f"attempt-{attempt}"
         try:
@@ -260,12 +260,12 @@ def list_files(folders: RunFolders, run: str) -> dict[str, Any]:
             name = escape(entry.name, 200)
             saved.append({"name": name, "size": size, "time": status.st_mtime, "newest": is_newest})
     except OSError:
-        pass  # no checkpoints
+        pass  # the run has saved no checkpoint
     return {"files": files[:_MAX_FILES], "checkpoints": saved}
 
 
 def _walk(root: str, below: str, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the regular files below a folder; `below` is the path inside `root`, empty or with a slash at its end."""
+    """Yield the regular files below the folder `below`, a path in `root` that is empty or ends with a slash."""
     try:
         with os.scandir(os.path.join(root, below)) as scan:
             entries = list(scan)
@@ -276,7 +276,7 @@ def _walk(root: str, below: str, depth: int = 0) -> Iterator[dict[str, Any]]:
         try:
             status = entry.stat(follow_symlinks=False)
         except OSError:
-            continue  # deleted meanwhile
+            continue  # the file was deleted in the meantime
         if stat.S_ISDIR(status.st_mode) and depth < _MAX_DEPTH:
             yield from _walk(root, path + "/", depth + 1)
         elif stat.S_ISREG(status.st_mode):
@@ -285,7 +285,7 @@ def _walk(root: str, below: str, depth: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def kind_of(path: str) -> str:
-    """Return report, picture, rows (rollouts, samples, answers), record, text, checkpoint, or "" for a hidden file."""
+    """Return the kind of a file: report, picture, rows (rollouts, samples, answers), record, text, checkpoint, or "" if hidden."""
     name = os.path.basename(path)
     extension = os.path.splitext(name)[1]
     if path.startswith(f"{layout.CHECKPOINTS}/"):
@@ -302,7 +302,7 @@ def kind_of(path: str) -> str:
 
 
 def _open_file(folders: RunFolders, run: str, path: str) -> IO[bytes]:
-    """Open a file of a run through no link. Raises PageNotFound for hidden files and paths out of the run."""
+    """Open a file of a run without following links. Raises PageNotFound for hidden files and for paths outside the run."""
     run_dir = folders.path(run)
     if any(part in ("", ".", "..") or "\0" in part for part in path.split("/")) or not kind_of(path):
         raise PageNotFound("no such file")
@@ -325,7 +325,7 @@ def read_file(folders: RunFolders, run: str, path: str) -> tuple[bytes, str]:
 
 
 def read_rows(folders: RunFolders, run: str, path: str, begin: int) -> dict[str, Any]:
-    """Return lines of a JSON-lines file from byte `begin` on; a line that is not JSON is returned as text."""
+    """Return lines of a JSON-lines file from byte `begin` on. A line that is not JSON is returned as text."""
     if kind_of(path) != "rows":
         raise PageNotFound("no such file")
     lines: list[str] = []
@@ -352,9 +352,9 @@ def _json_or_text(line: str) -> Any:
 
 
 def read_rollouts(folders: RunFolders, run: str, before: int | None) -> dict[str, Any]:
-    """Return the newest completions of a GRPO run, or those before byte `before`, the newest step first.
+    """Return the newest completions of a GRPO run, or older ones that end at byte `before`, the newest step first.
 
-    Texts are cut and escaped. `begin` in the answer is where the next, older page ends; 0 means there is none.
+    Texts are cut and escaped. `begin` in the answer is the `before` of the next page, or 0 if this is the oldest.
     """
     run_dir = folders.path(run)
     path = run_index.find_file(run_dir, layout.ROLLOUTS)
@@ -389,12 +389,12 @@ def _rollout_to_json(line: bytes) -> dict[str, Any] | None:
         return None
     numbers = {name: getattr(rollout, name) for name in ("step", "row", "reward", "correct", "tokens", "cut")}
     parts = {escape(name, 60): value for name, value in list(rollout.parts.items())[:_ROLLOUT_PARTS]}
-    texts = {"prompt": _cut_text(_prompt_text(rollout.prompt)), "completion": _cut_text(rollout.answer)}
+    texts = {"prompt": _cut_text(_format_prompt(rollout.prompt)), "completion": _cut_text(rollout.answer)}
     return {**numbers, "parts": parts if len(rollout.parts) > 1 else {}, **texts}
 
 
-def _prompt_text(prompt: Any) -> str:
-    """Return a prompt as text; several messages are shown with their roles."""
+def _format_prompt(prompt: Any) -> str:
+    """Return a prompt as text. If it has several messages, each begins with its role."""
     messages = [message for message in prompt if isinstance(message, dict)] if isinstance(prompt, list) else []
     if not messages:
         return prompt if isinstance(prompt, str) else str(prompt)
@@ -404,13 +404,13 @@ def _prompt_text(prompt: Any) -> str:
 
 
 def _cut_text(text: str) -> str:
-    """Escape the beginning of a text and add its length if it was cut."""
+    """Escape a text, or its beginning with the length of the whole if it is too long."""
     beginning = str(truncate_json(text, _ROLLOUT_TEXT + 64))
     return escape_lines(beginning) + (f" … ({len(text):,} characters)" if len(beginning) < len(text) else "")
 
 
 def list_reports(folders: RunFolders) -> dict[str, Any]:
-    """Return the newest reports of speedruns, whose folders are beside those of the runs."""
+    """Return the newest reports of speedruns, whose folders are in the runs folder."""
     reports = []
     try:
         names = sorted(os.listdir(folders.root), reverse=True)

@@ -4,11 +4,11 @@ import { colour, drawable, el, tip } from "./dom.js";
 import { short } from "./format.js";
 import { Zoom } from "./zoom.js";
 
-export const LINES = 8; // colours; then dashes
+export const LINES = 8; // number of colours; further lines are dashed
 const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];
 
 export class LineChart {
-  // series: [{name, at, steps, values, faint?}]; onzoom gets [first, last] or null
+  // series: [{name, at (number of its colour), steps, values, faint?}]; onzoom gets [first, last] or null
   constructor(title, onzoom) {
     this.title = title;
     this.onzoom = onzoom;
@@ -31,17 +31,17 @@ export class LineChart {
 
   set(series) {
     this.series = series;
-    const last = series.map((one) => one.values[one.values.length - 1]);
-    this.canvas.setAttribute("aria-label", `${this.title}: ${series.map((one, at) => `${one.name} ${short(last[at])}`).join(", ")}`);
+    const last = series.map((curve) => curve.values[curve.values.length - 1]);
+    this.canvas.setAttribute("aria-label", `${this.title}: ${series.map((curve, at) => `${curve.name} ${short(last[at])}`).join(", ")}`);
     this.draw();
   }
 
   extent() {
     let low = Infinity, high = -Infinity;
-    for (const one of this.series) {
-      if (!one.steps.length) continue;
-      low = Math.min(low, one.steps[0]);
-      high = Math.max(high, one.steps[one.steps.length - 1]);
+    for (const curve of this.series) {
+      if (!curve.steps.length) continue;
+      low = Math.min(low, curve.steps[0]);
+      high = Math.max(high, curve.steps[curve.steps.length - 1]);
     }
     return low <= high ? [low, high === low ? low + 1 : high] : [0, 1];
   }
@@ -86,7 +86,7 @@ export class LineChart {
     pen.beginPath();
     pen.rect(box.left, box.top - 4, box.right - box.left, box.bottom - box.top + 8);
     pen.clip();
-    for (const one of this.series) this.line(pen, one, x, y, box);
+    for (const curve of this.series) this.line(pen, curve, x, y, box);
     pen.restore();
     const marked = this.zoom.marked;
     if (marked) {
@@ -101,28 +101,28 @@ export class LineChart {
     }
   }
 
-  line(pen, one, x, y, box) {
-    pen.strokeStyle = colour(`c${one.at % LINES}`);
+  line(pen, curve, x, y, box) {
+    pen.strokeStyle = colour(`c${curve.at % LINES}`);
     pen.fillStyle = pen.strokeStyle;
-    pen.globalAlpha = one.faint ? 0.25 : 1;
-    pen.lineWidth = one.faint ? 1 : 1.6;
+    pen.globalAlpha = curve.faint ? 0.25 : 1;
+    pen.lineWidth = curve.faint ? 1 : 1.6;
     pen.lineJoin = "round";
-    pen.setLineDash(DASHES[Math.floor(one.at / LINES) % DASHES.length]);
+    pen.setLineDash(DASHES[Math.floor(curve.at / LINES) % DASHES.length]);
     pen.beginPath();
     let drawing = false;
-    const bad = [], alone = []; // values that are not finite; single points between them
-    for (let at = 0; at < one.steps.length; at++) {
-      const value = this.height(one.values[at]);
+    const bad = [], alone = []; // steps whose values are not finite; positions of single points between gaps
+    for (let at = 0; at < curve.steps.length; at++) {
+      const value = this.height(curve.values[at]);
       if (value === null) {
-        if (typeof one.values[at] === "string") bad.push(one.steps[at]);
+        if (typeof curve.values[at] === "string") bad.push(curve.steps[at]);
         drawing = false;
         continue;
       }
-      const px = x(one.steps[at]), py = y(value);
+      const px = x(curve.steps[at]), py = y(value);
       if (drawing) pen.lineTo(px, py);
       else {
         pen.moveTo(px, py);
-        if (at + 1 >= one.steps.length || this.height(one.values[at + 1]) === null) alone.push([px, py]);
+        if (at + 1 >= curve.steps.length || this.height(curve.values[at + 1]) === null) alone.push([px, py]);
       }
       drawing = true;
     }
@@ -131,7 +131,7 @@ export class LineChart {
     pen.setLineDash([]);
     pen.globalAlpha = 1;
     pen.fillStyle = colour("bad");
-    for (const step of bad) pen.fillRect(x(step) - 1, box.bottom - 7, 2.5, 7); // not a number: a tick at the bottom
+    for (const step of bad) pen.fillRect(x(step) - 1, box.bottom - 7, 2.5, 7); // a tick at the bottom marks a value that is not finite
   }
 
   height(value) {
@@ -142,18 +142,18 @@ export class LineChart {
 
   heights(xs) {
     let low = Infinity, high = -Infinity;
-    for (const one of this.series) {
-      for (let at = 0; at < one.steps.length; at++) {
-        if (one.steps[at] < xs[0] || one.steps[at] > xs[1]) continue;
-        const value = this.height(one.values[at]);
+    for (const curve of this.series) {
+      for (let at = 0; at < curve.steps.length; at++) {
+        if (curve.steps[at] < xs[0] || curve.steps[at] > xs[1]) continue;
+        const value = this.height(curve.values[at]);
         if (value === null) continue;
         low = Math.min(low, value);
         high = Math.max(high, value);
       }
     }
     if (low > high) return null;
-    const room = high > low ? (high - low) * 0.04 : Math.abs(high) * 0.05 || 0.5;
-    return [low - room, high + room];
+    const margin = high > low ? (high - low) * 0.04 : Math.abs(high) * 0.05 || 0.5;
+    return [low - margin, high + margin];
   }
 
   stepAt(px) {
@@ -164,16 +164,16 @@ export class LineChart {
   move(event) {
     if (!this.frame) return;
     this.hover = Math.min(Math.max(this.stepAt(event.offsetX), this.frame.xs[0]), this.frame.xs[1]);
-    const found = this.series.filter((one) => !one.faint).map((one) => [one, nearest(one, this.hover)]).filter(([, at]) => at >= 0);
-    if (found.length && !this.zoom.marked) {
-      const [first, at] = found[0];
+    const points = this.series.filter((curve) => !curve.faint).map((curve) => [curve, nearest(curve, this.hover)]).filter(([, at]) => at >= 0);
+    if (points.length && !this.zoom.marked) {
+      const [first, at] = points[0];
       this.hover = first.steps[at];
       tip(event, [
         `step ${first.steps[at]}`,
-        ...found.slice(0, 12).map(([one, place]) => {
+        ...points.slice(0, 12).map(([curve, index]) => {
           const swatch = el("span", { class: "swatch" });
-          swatch.style.background = colour(`c${one.at % LINES}`);
-          return el("div", {}, swatch, `${found.length > 1 ? `${one.name}: ` : ""}${short(one.values[place])}`);
+          swatch.style.background = colour(`c${curve.at % LINES}`);
+          return el("div", {}, swatch, `${points.length > 1 ? `${curve.name}: ` : ""}${short(curve.values[index])}`);
         }),
       ]);
     } else tip(event, null);
@@ -194,42 +194,42 @@ export class LineChart {
   }
 }
 
-function nearest(one, step) {
-  let low = 0, high = one.steps.length - 1;
+function nearest(curve, step) {
+  let low = 0, high = curve.steps.length - 1;
   if (high < 0) return -1;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (one.steps[middle] < step) low = middle + 1;
+    if (curve.steps[middle] < step) low = middle + 1;
     else high = middle;
   }
-  return low > 0 && Math.abs(one.steps[low - 1] - step) < Math.abs(one.steps[low] - step) ? low - 1 : low;
+  return low > 0 && Math.abs(curve.steps[low - 1] - step) < Math.abs(curve.steps[low] - step) ? low - 1 : low;
 }
 
 // Returns [position, value] of round numbers from low to high; on a logarithmic axis positions are exponents.
 function marks(low, high, count, log) {
   if (log) {
-    const found = [], every = Math.max(1, Math.ceil((high - low) / count));
-    for (let power = Math.ceil(low); power <= high; power += every) found.push([power, 10 ** power]);
-    if (found.length >= 2) return found;
+    const ticks = [], every = Math.max(1, Math.ceil((high - low) / count));
+    for (let power = Math.ceil(low); power <= high; power += every) ticks.push([power, 10 ** power]);
+    if (ticks.length >= 2) return ticks;
     return marks(10 ** low, 10 ** high, count, false).filter(([at]) => at > 0).map(([at, value]) => [Math.log10(at), value]);
   }
-  const wide = high - low;
-  if (!(wide > 0)) return [[low, low]];
-  const rough = wide / count, size = 10 ** Math.floor(Math.log10(rough));
-  const step = size * ([1, 2, 5, 10].find((one) => one * size >= rough) || 10);
-  const found = [];
+  const range = high - low;
+  if (!(range > 0)) return [[low, low]];
+  const minStep = range / count, size = 10 ** Math.floor(Math.log10(minStep));
+  const step = size * ([1, 2, 5, 10].find((factor) => factor * size >= minStep) || 10);
+  const ticks = [];
   const first = Math.ceil(low / step);
-  // Counted, because from 2 ** 53 on adding a step may not change a number.
-  for (let more = 0; more <= count && (first + more) * step <= high; more++) {
-    const value = Number(((first + more) * step).toPrecision(12));
-    found.push([value, value]);
+  // Count the steps, because from 2 ** 53 on adding a step may not change a number.
+  for (let number = 0; number <= count && (first + number) * step <= high; number++) {
+    const value = Number(((first + number) * step).toPrecision(12));
+    ticks.push([value, value]);
   }
-  return found;
+  return ticks;
 }
 
 export function spark(canvas, values, { low = null, high = null, tone = "c0" } = {}) {
   const [pen, width, height] = drawable(canvas);
-  const known = values.filter((one) => typeof one === "number");
+  const known = values.filter((value) => typeof value === "number");
   if (!known.length || !width) return;
   const bottom = low ?? Math.min(...known), top = high ?? Math.max(...known);
   pen.strokeStyle = colour(tone);

@@ -1,4 +1,4 @@
-// Curves of one run, or of several overlaid, with controls for metrics, smoothing, axis and steps.
+// Shows the curves of one run or of several overlaid, with controls for metrics, smoothing, axis and steps.
 
 import { LINES, LineChart } from "./chart.js";
 import { colour, el, fill, setText } from "./dom.js";
@@ -9,8 +9,8 @@ const FIRST = ["loss", "val_loss", "tokens_per_s", "grad_norm", "lr"];
 const FIRST_WITH_REWARD = ["reward", "kl", "entropy", "length", "cut", "staleness", "server_requests_per_s", "server_tokens_per_s", "loss"];
 const LABELS = { kl: "KL", cut: "cut (share truncated)", staleness: "staleness (steps)", weights_version: "weights (version that generated the completions)", server_requests_per_s: "server: requests/s", server_tokens_per_s: "server: generated tokens/s" };
 const SHOWN = 9;
-const AT_ONCE = 20; // metrics per request
-const SMOOTHED = [1, 5, 10, 20, 50, 100, 200, 500]; // and the run's logging interval
+const METRICS_PER_REQUEST = 20;
+const SMOOTHED = [1, 5, 10, 20, 50, 100, 200, 500]; // the run's logging interval is added
 
 export class Curves {
   constructor(source, runs) {
@@ -173,16 +173,16 @@ export class Curves {
   }
 
   async loadRun(run, whole) {
-    const fresh = whole || this.smooth > 1 || Boolean(this.range);
+    const mustReload = whole || this.smooth > 1 || Boolean(this.range);
     const [first, last] = this.range || [];
-    const since = new Map(), asked = new Map(); // metric -> points known; how many are known -> metrics
+    const since = new Map(), asked = new Map(); // metric -> number of known points; number of known points -> metrics
     for (const [name, { data }] of this.charts) {
       const known = data.get(run);
       if (known?.loaded) {
         known.loaded = false;
         continue;
       }
-      if (known && !fresh && known.steps.length < 2 * POINTS) since.set(name, known.count);
+      if (known && !mustReload && known.steps.length < 2 * POINTS) since.set(name, known.count);
       const count = since.get(name) ?? null;
       asked.set(count, [...(asked.get(count) || []), name]);
     }
@@ -239,5 +239,5 @@ export class Curves {
 }
 
 function parts(names) {
-  return names.length ? [names.slice(0, AT_ONCE), ...parts(names.slice(AT_ONCE))] : [];
+  return names.length ? [names.slice(0, METRICS_PER_REQUEST), ...parts(names.slice(METRICS_PER_REQUEST))] : [];
 }

@@ -16,7 +16,7 @@ export function el(tag, props = {}, ...children) {
 }
 
 export function fill(node, ...children) {
-  node.replaceChildren(...children.flat(3).filter((one) => one !== null && one !== undefined && one !== false));
+  node.replaceChildren(...children.flat(3).filter((child) => child !== null && child !== undefined && child !== false));
   return node;
 }
 
@@ -51,10 +51,10 @@ export function tip(event, lines) {
   }
   fill(box, lines.map((line) => (typeof line === "string" ? el("div", { text: line }) : line)));
   box.hidden = false;
-  const room = 12, width = box.offsetWidth, height = box.offsetHeight;
-  let left = event.clientX + room, top = event.clientY + room;
-  if (left + width > window.innerWidth - 4) left = Math.max(4, event.clientX - room - width);
-  if (top + height > window.innerHeight - 4) top = Math.max(4, event.clientY - room - height);
+  const gap = 12, width = box.offsetWidth, height = box.offsetHeight;
+  let left = event.clientX + gap, top = event.clientY + gap;
+  if (left + width > window.innerWidth - 4) left = Math.max(4, event.clientX - gap - width);
+  if (top + height > window.innerHeight - 4) top = Math.max(4, event.clientY - gap - height);
   box.style.left = `${left}px`;
   box.style.top = `${top}px`;
 }

@@ -1,10 +1,10 @@
-// The list of runs with state, step, reward or loss and a sparkline; selected runs can be compared.
+// Shows the list of runs with state, step, reward or loss and a sparkline. Selected runs can be compared.
 
 import { spark } from "./chart.js";
 import { el, fill, setText } from "./dom.js";
 import { counted, short, span, when } from "./format.js";
 
-const SPARK_S = 10; // between two updates of a running run's sparkline
+const SPARK_S = 10; // the sparkline of a running run is updated this often
 const REWARDED = 1e12; // runs with rewards sort after those with losses, the highest reward first
 const ORDERS = {
   started: (run) => run.started || 0,
@@ -50,7 +50,7 @@ export class RunList {
 
   showReports(reports) {
     if (!reports.length) return;
-    const links = reports.slice(0, 8).map((one) => el("a", { href: this.source.file(one.run, "report.html"), target: "_blank", rel: "noopener noreferrer", text: one.run }));
+    const links = reports.slice(0, 8).map((report) => el("a", { href: this.source.file(report.run, "report.html"), target: "_blank", rel: "noopener noreferrer", text: report.run }));
     fill(this.reports, el("span", { class: "quiet", text: "reports: " }), links.flatMap((link) => [link, " "]));
   }
 
@@ -103,9 +103,9 @@ export class RunList {
 
   update(id, run, row) {
     const { cells } = row;
-    const about = JSON.stringify([run.name, run.world, run.mine, this.troubleOf(run)]);
-    if (row.about !== about) fill(cells.name, el("a", { href: `#run/${encodeURIComponent(id)}`, text: run.name || id }), el("small", { text: `${run.name ? `${id} · ` : ""}${run.world ? counted(run.world, "rank") : ""}${run.mine ? "" : ` · ${run.user}`}` }), this.trouble(run));
-    row.about = about; // replacing a link while it is pressed would lose the click
+    const nameKey = JSON.stringify([run.name, run.world, run.mine, this.problemOf(run)]);
+    if (row.nameKey !== nameKey) fill(cells.name, el("a", { href: `#run/${encodeURIComponent(id)}`, text: run.name || id }), el("small", { text: `${run.name ? `${id} · ` : ""}${run.world ? counted(run.world, "rank") : ""}${run.mine ? "" : ` · ${run.user}`}` }), this.makeProblem(run));
+    row.nameKey = nameKey; // replacing a link while it is pressed would lose the click
     if (cells.state.textContent !== run.state) fill(cells.state, badge(run.state));
     setText(cells.step, stepText(run));
     setText(cells.loss, short(run.headline_value));
@@ -116,12 +116,12 @@ export class RunList {
     setText(cells.started, when(run.started));
   }
 
-  troubleOf(run) {
+  problemOf(run) {
     return run.problem || (run.slow[0] && run.slow[0].summary) || (run.suspicion && run.suspicion.summary) || (run.state === "failed" && run.verdict && run.verdict.summary) || "";
   }
 
-  trouble(run) {
-    const text = this.troubleOf(run);
+  makeProblem(run) {
+    const text = this.problemOf(run);
     return text ? el("small", { class: "trouble", text }) : null;
   }
 
@@ -140,12 +140,12 @@ export class RunList {
       const known = this.sparks.get(id), run = this.source.state.runs.get(id);
       return run && (!known || (run.state === "running" && now - known.at > SPARK_S));
     }).slice(0, 40);
-    if (!due.length || this.asking) return;
-    this.asking = true;
+    if (!due.length || this.isFetching) return;
+    this.isFetching = true;
     due.forEach((id) => this.sparks.set(id, { at: now, values: this.sparks.get(id)?.values || [] }));
     try {
-      const found = await this.source.ask("sparks", { runs: due });
-      for (const [id, values] of Object.entries(found)) {
+      const sparks = await this.source.ask("sparks", { runs: due });
+      for (const [id, values] of Object.entries(sparks)) {
         this.sparks.set(id, { at: now, values });
         const row = this.rows.get(id);
         if (row) spark(row.canvas, values);
@@ -153,7 +153,7 @@ export class RunList {
     } catch (problem) {
       console.warn(problem);
     } finally {
-      this.asking = false;
+      this.isFetching = false;
     }
   }
 

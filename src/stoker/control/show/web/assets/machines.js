@@ -1,4 +1,4 @@
-// Hosts and their GPUs.
+// Shows hosts and their GPUs.
 
 import { spark } from "./chart.js";
 import { el, fill, setText } from "./dom.js";
@@ -23,13 +23,13 @@ export class Machines {
   changed(state, changed) {
     const shown = [...state.gpus].filter(([key, card]) => this.wanted(key, card));
     const names = [...state.hosts.keys()].filter((name) => shown.some(([, card]) => card.host === name) || this.wanted(null, { host: name }));
-    const key = names.join("\n") + "\t" + shown.map(([one]) => one).join("\n");
+    const key = names.join("\n") + "\t" + shown.map(([gpuKey]) => gpuKey).join("\n");
     if (key !== this.key) {
       this.key = key;
       this.build(state, names, shown);
     }
     for (const name of names) this.showHost(name, state.hosts.get(name));
-    for (const [one, card] of shown) this.showCard(one, card, state.recent.get(one) || []);
+    for (const [gpuKey, card] of shown) this.showCard(gpuKey, card, state.recent.get(gpuKey) || []);
   }
 
   build(state, names, shown) {
@@ -40,12 +40,12 @@ export class Machines {
     fill(
       this.node,
       [...names, ...strays].map((name) => {
-        const about = el("span", { class: "quiet" });
-        this.hosts.set(name, about);
+        const facts = el("span", { class: "quiet" });
+        this.hosts.set(name, facts);
         const cards = shown.filter(([, card]) => card.host === name).map(([key]) => this.makeCard(key));
-        return el("div", { class: "host" }, el("h3", {}, name, " ", about), cards.length ? el("div", { class: "gpus" }, cards) : el("p", { class: "quiet", text: "no GPUs are known on this host" }));
+        return el("div", { class: "host" }, el("h3", {}, name, " ", facts), cards.length ? el("div", { class: "gpus" }, cards) : el("p", { class: "quiet", text: "no GPUs are known on this host" }));
       }),
-      names.length || strays.length ? null : el("p", { class: "empty", text: "no host has answered yet" }),
+      names.length || strays.length ? null : el("p", { class: "empty", text: "no host has responded yet" }),
     );
   }
 
@@ -56,18 +56,18 @@ export class Machines {
   }
 
   showHost(name, host) {
-    const about = this.hosts.get(name);
-    if (!about || !host) return;
+    const facts = this.hosts.get(name);
+    if (!facts || !host) return;
     if (host.state !== "OK") {
-      setText(about, `${host.state}: ${host.reason}`);
-      about.className = "wrong";
+      setText(facts, `${host.state}: ${host.reason}`);
+      facts.className = "wrong";
       return;
     }
-    about.className = "quiet";
+    facts.className = "quiet";
     const used = host.memory_total && host.memory_available !== null ? `${bytes(host.memory_total - host.memory_available)} of ${bytes(host.memory_total)}` : "n/a";
     const net = host.received === null ? "" : ` · network ${bytes(host.received)}/s in, ${bytes(host.sent)}/s out`;
     const disk = host.disk_free === null ? "" : ` · disk ${bytes(host.disk_free)} free`;
-    setText(about, `${host.cores ?? "?"} cores, CPU ${percent(host.cpu)} · memory ${used}${disk}${net}${host.gpu_error ? ` · ${host.gpu_error}` : ""}`);
+    setText(facts, `${host.cores ?? "?"} cores, CPU ${percent(host.cpu)} · memory ${used}${disk}${net}${host.gpu_error ? ` · ${host.gpu_error}` : ""}`);
   }
 
   showCard(key, card, values) {
@@ -84,7 +84,7 @@ export class Machines {
     const clock = card.clock ? ` · ${short(card.clock / 1e6)} MHz` : "";
     setText(parts.heat, `${card.temperature ?? "n/a"} °C · ${card.power === null ? "n/a" : Math.round(card.power)}${card.power_limit ? ` / ${Math.round(card.power_limit)}` : ""} W${clock}`);
     setText(parts.held, (card.throttle || []).join(", "));
-    setText(parts.who, card.processes.map((one) => `${one.user || "?"} ${one.pid}${one.run ? ` ${one.run.split("/").pop()}` : ""}`).join(", "));
+    setText(parts.who, card.processes.map((process) => `${process.user || "?"} ${process.pid}${process.run ? ` ${process.run.split("/").pop()}` : ""}`).join(", "));
     spark(parts.canvas, values, { low: 0, high: 1, tone: "c2" });
   }
 

@@ -1,4 +1,4 @@
-// The frame of the page and the view in it, which the address after # selects: run/ID/tab, compare/A/B, gpus.
+// Draws the frame of the page and the view that the address after # selects: run/ID/tab, compare/A/B, gpus.
 
 import { Curves } from "./curves.js";
 import { confirmed, el, fill, setText, tip } from "./dom.js";
@@ -12,9 +12,9 @@ import { Difference, Ending, Files, Log, Rollouts, Settings, table } from "./tex
 const TABS = [["curves", "Curves"], ["rollouts", "Rollouts"], ["ranks", "Ranks"], ["gpus", "GPUs"], ["log", "Log"], ["why", "Why"], ["files", "Files"], ["settings", "Settings"]];
 
 const NO_NUMBERS = new Set(["nan", "inf", "-inf"]);
-const STEPS = new Set(["step", "train", "training"]); // phases that only mean that it makes steps
+const STEPS = new Set(["step", "train", "training"]); // these phases are ordinary training and are not shown
 
-// Facts about a server of the job: requests and tokens per second while it runs, and totals.
+// Returns facts about a server of the job: requests and tokens per second while it runs, and totals.
 function serverFacts(server) {
   const name = server.role || "server";
   const speeds = [[`${name} requests/s`, server.requests_per_s], [`${name} tokens/s`, server.tokens_per_s]];
@@ -118,7 +118,7 @@ class RunView {
   show() {
     const run = source.state.runs.get(this.run);
     if (!run) {
-      setText(this.about, source.state.got || !source.live ? "this run does not exist, or no longer does" : "loading");
+      setText(this.about, source.state.got || !source.live ? "this run does not exist or was deleted" : "loading");
       fill(this.facts);
       fill(this.badge);
       this.key = "";
@@ -142,7 +142,7 @@ class RunView {
   }
 
   showAlerts(run) {
-    const lines = [...run.slow.map((one) => ["warn", one.summary]), ...(run.suspicion && !run.slow.some((one) => one.rank === run.suspicion.rank && run.suspicion.cause.startsWith("slow")) ? [["warn", run.suspicion.summary]] : []), ...(run.problem ? [["bad", run.problem]] : []), ...(run.verdict && run.state !== "running" && run.state !== "completed" ? [[run.state === "stopped" ? "off" : "bad", `${run.verdict.cause}: ${run.verdict.summary}`]] : []), ...(this.told ? [["off", this.told]] : [])];
+    const lines = [...run.slow.map((slow) => ["warn", slow.summary]), ...(run.suspicion && !run.slow.some((slow) => slow.rank === run.suspicion.rank && run.suspicion.cause.startsWith("slow")) ? [["warn", run.suspicion.summary]] : []), ...(run.problem ? [["bad", run.problem]] : []), ...(run.verdict && run.state !== "running" && run.state !== "completed" ? [[run.state === "stopped" ? "off" : "bad", `${run.verdict.cause}: ${run.verdict.summary}`]] : []), ...(this.stopNote ? [["off", this.stopNote]] : [])];
     const key = JSON.stringify(lines);
     if (key === this.alerted) return;
     this.alerted = key;
@@ -153,9 +153,9 @@ class RunView {
     if (!(await confirmed(`Stop ${this.title.textContent}?`, "Its ranks get SIGTERM and time to save, as with `stoker stop`. A stopped run can be resumed from its last checkpoint.", "Stop the run"))) return;
     this.button.disabled = true;
     try {
-      this.told = await source.stop(this.run);
+      this.stopNote = await source.stop(this.run);
     } catch (problem) {
-      this.told = problem.message;
+      this.stopNote = problem.message;
     }
     this.button.disabled = false;
     this.show();
@@ -182,7 +182,7 @@ class CompareView {
 
   show() {
     const rows = this.runs.map((id) => [id, source.state.runs.get(id)]).filter(([, run]) => run);
-    fill(this.results, table(["run", "state", "step", "last reward or loss", "tokens/s", "time", "restarts"], rows.map(([id, run]) => [el("a", { href: `#run/${encodeURIComponent(id)}`, text: run.name || id }), badge(run.state), stepText(run), run.headline_value === null ? "" : `${run.headline} ${short(run.headline_value)}`, run.tokens_per_s === null ? "" : short(run.tokens_per_s), run.seconds === null ? "" : span(run.seconds), String(Object.values(run.restarts).reduce((sum, one) => sum + one, 0))])));
+    fill(this.results, table(["run", "state", "step", "last reward or loss", "tokens/s", "time", "restarts"], rows.map(([id, run]) => [el("a", { href: `#run/${encodeURIComponent(id)}`, text: run.name || id }), badge(run.state), stepText(run), run.headline_value === null ? "" : `${run.headline} ${short(run.headline_value)}`, run.tokens_per_s === null ? "" : short(run.tokens_per_s), run.seconds === null ? "" : span(run.seconds), String(Object.values(run.restarts).reduce((sum, count) => sum + count, 0))])));
   }
 
   changed(state, changed) {
@@ -197,15 +197,15 @@ class CompareView {
 
 function route() {
   tip(null, null);
-  const words = location.hash.replace(/^#\/?/, "").split("/").filter(Boolean).map(decode);
+  const parts = location.hash.replace(/^#\/?/, "").split("/").filter(Boolean).map(decode);
   const saved = source.live ? "" : source.data.run;
-  if (saved) view = new RunView(saved, words[0] === "run" ? words[2] || "curves" : "curves");
-  else if (words[0] === "run" && words[1]) view = new RunView(words[1], words[2] || "curves");
-  else if (words[0] === "compare" && words.length > 2) view = new CompareView(words.slice(1, 13));
-  else if (words[0] === "gpus") view = new Machines(source);
+  if (saved) view = new RunView(saved, parts[0] === "run" ? parts[2] || "curves" : "curves");
+  else if (parts[0] === "run" && parts[1]) view = new RunView(parts[1], parts[2] || "curves");
+  else if (parts[0] === "compare" && parts.length > 2) view = new CompareView(parts.slice(1, 13));
+  else if (parts[0] === "gpus") view = new Machines(source);
   else view = new RunList(source, go);
-  source.watch(saved || (words[0] === "run" ? words[1] : ""));
-  document.title = words[0] === "run" ? `${words[1]} · stoker` : "stoker";
+  source.watch(saved || (parts[0] === "run" ? parts[1] : ""));
+  document.title = parts[0] === "run" ? `${parts[1]} · stoker` : "stoker";
   fill(page, problems, view.node);
   page.querySelector('.tabs [aria-selected="true"]')?.scrollIntoView({ block: "nearest", inline: "center" });
   view.redraw?.();

@@ -1,4 +1,4 @@
-// Ranks now and over time: who waited, for whom, and who was stuck.
+// Shows ranks now and over time: which waited, which kept the others waiting, and which were stuck.
 
 import { colour, drawable, el, fill, setText, tip } from "./dom.js";
 import { bytes, clock, percent, span, when } from "./format.js";
@@ -182,14 +182,14 @@ export class Ranks {
     const at = Math.floor((event.offsetX - left) / wide), row = Math.floor(event.offsetY / tall);
     if (at < 0 || at >= times.length || row < 0 || row >= ranks.length) return tip(event, null);
     const letter = cells[row][at] || ".", share = shareOf(letter);
-    const what = share === null ? WORDS[letter] : `waits ${percent(share)} of its time`;
-    const whom = late[at] === null ? "" : late[at] === ranks[row] ? "the others wait for it" : `it waits for rank ${late[at]}`;
-    tip(event, [`${when(times[at])}:${clock(times[at]).slice(-2)}`, `rank ${ranks[row]} ${labels[ranks[row]] || ""}: ${what}`, ...(whom ? [whom] : [])]);
+    const state = share === null ? WORDS[letter] : `waits ${percent(share)} of its time`;
+    const lateText = late[at] === null ? "" : late[at] === ranks[row] ? "the others wait for it" : `it waits for rank ${late[at]}`;
+    tip(event, [`${when(times[at])}:${clock(times[at]).slice(-2)}`, `rank ${ranks[row]} ${labels[ranks[row]] || ""}: ${state}`, ...(lateText ? [lateText] : [])]);
   }
 
   showMarks() {
     const marks = [...this.data.marks].reverse();
-    fill(this.marks, marks.length ? marks.map((one) => el("li", { class: one.kind }, el("time", { text: clock(one.time) }), el("b", { text: one.kind }), el("span", { text: one.text || (one.rank === null ? "" : `rank ${one.rank}`) }))) : el("li", { class: "quiet", text: "none" }));
+    fill(this.marks, marks.length ? marks.map((event) => el("li", { class: event.kind }, el("time", { text: clock(event.time) }), el("b", { text: event.kind }), el("span", { text: event.text || (event.rank === null ? "" : `rank ${event.rank}`) }))) : el("li", { class: "quiet", text: "none" }));
   }
 
   showTable() {
@@ -197,7 +197,7 @@ export class Ranks {
     const over = state && state !== "running" && state !== "unknown";
     setText(this.when, over ? "at its end" : "now");
     const rows = [...this.source.state.ranks].map(([number, rank]) => {
-      const late = this.source.state.runs.get(this.run)?.slow.some((one) => String(one.rank) === number);
+      const late = this.source.state.runs.get(this.run)?.slow.some((slow) => String(slow.rank) === number);
       const sign = over ? "" : rank.collective_age !== null ? `${span(rank.collective_age)} in a collective` : rank.beat_age === null ? "" : `${span(rank.beat_age)} ago`;
       const code = rank.exit_code === null ? "" : ` (${rank.exit_code})`;
       return el("tr", { class: late || rank.state === "failed" ? "wrong" : null }, [number, rank.label || rank.host, rank.state + code, rank.step ?? "", rank.step_s === null ? "" : span(rank.step_s), rank.waiting === null ? "" : percent(rank.waiting), rank.phase, sign, rank.memory === null ? "" : bytes(rank.memory)].map((text) => el("td", { text: String(text) })));
@@ -216,17 +216,17 @@ export class Ranks {
   }
 }
 
-// A saved file has the whole timeline, from which this selects a range.
+// Selects a range of times: a saved file has the whole timeline.
 function within(data, range) {
   if (!range) return data;
-  const kept = [...data.times.keys()].filter((at) => data.times[at] >= range[0] && data.times[at] <= range[1]);
-  return { ...data, times: kept.map((at) => data.times[at]), cells: data.cells.map((row) => kept.map((at) => row[at]).join("")), late: kept.map((at) => data.late[at]) };
+  const inside = [...data.times.keys()].filter((at) => data.times[at] >= range[0] && data.times[at] <= range[1]);
+  return { ...data, times: inside.map((at) => data.times[at]), cells: data.cells.map((row) => inside.map((at) => row[at]).join("")), late: inside.map((at) => data.late[at]) };
 }
 
 function joined(known, fresh) {
-  if (!fresh.times.length) return { ...known, marks: known.marks.concat(fresh.marks.filter((one) => !known.marks.some((old) => old.time === one.time && old.kind === one.kind))) };
+  if (!fresh.times.length) return { ...known, marks: known.marks.concat(fresh.marks.filter((mark) => !known.marks.some((old) => old.time === mark.time && old.kind === mark.kind))) };
   const ranks = [...new Set([...known.ranks, ...fresh.ranks])].sort((a, b) => a - b);
   const line = (data, rank) => data.cells[data.ranks.indexOf(rank)] || ".".repeat(data.times.length);
-  const marks = known.marks.concat(fresh.marks.filter((one) => !known.marks.some((old) => old.time === one.time && old.kind === one.kind && old.text === one.text)));
+  const marks = known.marks.concat(fresh.marks.filter((mark) => !known.marks.some((old) => old.time === mark.time && old.kind === mark.kind && old.text === mark.text)));
   return { times: known.times.concat(fresh.times), ranks, cells: ranks.map((rank) => line(known, rank) + line(fresh, rank)), late: known.late.concat(fresh.late), marks, labels: { ...known.labels, ...fresh.labels } };
 }

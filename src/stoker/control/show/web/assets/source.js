@@ -1,7 +1,7 @@
 // Sources of the page's data: the live server, or a saved file that contains everything.
 
 const PARTS = ["runs", "hosts", "gpus", "ranks"];
-const KEPT = 60; // values of a sparkline
+const MAX_VALUES = 60; // of a sparkline
 
 function blank() {
   return { time: 0, root: "", others: 0, interval: 2, problems: [], connected: false, got: 0, runs: new Map(), hosts: new Map(), gpus: new Map(), ranks: new Map(), recent: new Map() };
@@ -66,7 +66,7 @@ export class LiveSource {
       for (const [key, card] of state.gpus) {
         const values = state.recent.get(key) || [];
         values.push(card.utilization);
-        state.recent.set(key, values.slice(-KEPT));
+        state.recent.set(key, values.slice(-MAX_VALUES));
       }
     }
     Object.assign(state, { time: message.time, problems: message.problems, connected: true, got: performance.now() });
@@ -78,7 +78,7 @@ export class LiveSource {
     for (const [name, value] of Object.entries(params)) {
       if (value !== null && value !== undefined && value !== "") query.set(name, Array.isArray(value) ? value.join("\n") : value);
     }
-    const answer = await again(() => fetch(`api/${path}?${query}`, { cache: "no-store" }));
+    const answer = await retry(() => fetch(`api/${path}?${query}`, { cache: "no-store" }));
     const data = await answer.json().catch(() => ({ error: `the server answered with status ${answer.status}` }));
     if (data.error) throw new Error(data.error);
     return data;
@@ -99,8 +99,8 @@ export class LiveSource {
   }
 }
 
-// Retries: browsers abort requests, even to loopback, when a network interface appears or disappears (a VPN, a container).
-async function again(attempt, waits = [300, 1000, 3000]) {
+// Retries a request: browsers abort requests, even to loopback, when a network interface appears or disappears (VPN, container).
+async function retry(attempt, waits = [300, 1000, 3000]) {
   for (const wait of waits) {
     try {
       return await attempt();
@@ -133,24 +133,24 @@ export class SavedSource {
   }
 
   curves({ names, first, last, smooth }) {
-    const found = {};
+    const curves = {};
     for (const name of names || []) {
-      const known = this.data.answers.curves.curves[name];
-      if (!known) continue;
-      let { steps, values } = known;
-      if (smooth > 1) [steps, values] = averaged(steps, values, Math.max(1, Math.round((smooth * steps.length) / Math.max(known.count, 1))));
+      const saved = this.data.answers.curves.curves[name];
+      if (!saved) continue;
+      let { steps, values } = saved;
+      if (smooth > 1) [steps, values] = averaged(steps, values, Math.max(1, Math.round((smooth * steps.length) / Math.max(saved.count, 1))));
       const inside = [...steps.keys()].filter((at) => !(steps[at] < first) && !(steps[at] > last));
-      found[name] = { steps: inside.map((at) => steps[at]), values: inside.map((at) => values[at]), count: known.count, bad: known.bad, all: known.all };
+      curves[name] = { steps: inside.map((at) => steps[at]), values: inside.map((at) => values[at]), count: saved.count, bad: saved.bad, all: saved.all };
     }
-    const { names: every, interval } = this.data.answers.curves;
-    return { names: every, curves: found, interval, problem: "" };
+    const { names: allNames, interval } = this.data.answers.curves;
+    return { names: allNames, curves, interval, problem: "" };
   }
 
   log({ rank, attempt, find }) {
     const answer = this.data.answers.logs[rank === "stoker" ? "stoker" : `${attempt ?? this.data.answers.logs.attempt}/${rank}`];
-    const about = { attempts: this.data.answers.logs.attempts, attempt: attempt ?? this.data.answers.logs.attempt, ranks: this.data.answers.logs.ranks };
-    if (!answer) return { ...about, text: "", begin: 0, end: 0, size: 0 };
-    if (!find) return { ...about, ...answer };
+    const choices = { attempts: this.data.answers.logs.attempts, attempt: attempt ?? this.data.answers.logs.attempt, ranks: this.data.answers.logs.ranks };
+    if (!answer) return { ...choices, text: "", begin: 0, end: 0, size: 0 };
+    if (!find) return { ...choices, ...answer };
     const lines = answer.text.split("\n").filter((line) => line.toLowerCase().includes(find.toLowerCase()));
     return { count: lines.length, matches: lines.slice(-300).map((text) => ({ at: null, text })), searched: answer.text.length, size: answer.size };
   }
@@ -162,11 +162,11 @@ export class SavedSource {
 
 function averaged(steps, values, window) {
   const known = [...steps.keys()].filter((at) => typeof values[at] === "number");
-  const made = [];
+  const means = [];
   let total = 0;
   known.forEach((at, number) => {
     total += values[at] - (number >= window ? values[known[number - window]] : 0);
-    made.push(total / Math.min(number + 1, window));
+    means.push(total / Math.min(number + 1, window));
   });
-  return [known.map((at) => steps[at]), made];
+  return [known.map((at) => steps[at]), means];
 }

@@ -1,9 +1,9 @@
-// Logs with search, the verdict with stacks, files, settings. Everything that a run wrote is inserted as text.
+// Shows logs with search, the verdict with stacks, files, and settings. Inserts everything that a run wrote as text.
 
 import { el, fill, setText } from "./dom.js";
 import { bytes, clock, counted, short, when } from "./format.js";
 
-const KEPT = 400_000; // characters of a log on the page
+const MAX_CHARACTERS = 400_000; // of a log on the page
 
 export class Log {
   constructor(source, run) {
@@ -48,8 +48,8 @@ export class Log {
         this.start = data.begin;
       } else if (data.text) {
         const kept = this.text.textContent;
-        this.text.textContent = (kept + data.text).slice(-KEPT);
-        if (kept.length + data.text.length > KEPT) this.start = null;
+        this.text.textContent = (kept + data.text).slice(-MAX_CHARACTERS);
+        if (kept.length + data.text.length > MAX_CHARACTERS) this.start = null;
       }
       this.end = data.end;
       this.earlier.hidden = !this.start || !this.source.live;
@@ -80,7 +80,7 @@ export class Log {
     fill(this.rankBox, ranks.map(([value, text]) => el("option", { value, text })));
     if (!ranks.some(([value]) => value === this.rank)) this.rank = ranks[0][0];
     this.rankBox.value = this.rank;
-    fill(this.attemptBox, data.attempts.map((one) => el("option", { value: String(one), text: `attempt ${one}` })));
+    fill(this.attemptBox, data.attempts.map((attempt) => el("option", { value: String(attempt), text: `attempt ${attempt}` })));
     this.attemptBox.hidden = data.attempts.length < 2;
     this.attemptBox.value = String(data.attempt);
     this.attempt = String(data.attempt);
@@ -94,7 +94,7 @@ export class Log {
       const data = await this.source.ask("log", { ...this.params(), find });
       const part = data.searched < data.size ? ` in the last ${bytes(data.searched)}` : "";
       const shown = data.count > data.matches.length ? `, the last ${data.matches.length} shown` : "";
-      fill(this.found, el("div", { class: "quiet", text: `${counted(data.count, "line")}${part}${shown}` }), data.matches.map((one) => el("button", { type: "button", class: "match", onclick: () => this.jump(one.at) }, lit(one.text, find))));
+      fill(this.found, el("div", { class: "quiet", text: `${counted(data.count, "line")}${part}${shown}` }), data.matches.map((match) => el("button", { type: "button", class: "match", onclick: () => this.jump(match.at) }, lit(match.text, find))));
     } catch (problem) {
       fill(this.found, el("div", { class: "wrong", text: problem.message }));
     }
@@ -107,12 +107,12 @@ export class Log {
     const data = await this.source.ask("log", { ...this.params(), from });
     const text = from ? data.text.slice(data.text.indexOf("\n") + 1) : data.text;
     const [line] = (await this.source.ask("log", { ...this.params(), from: at })).text.split("\n");
-    const place = text.indexOf(line);
+    const index = text.indexOf(line);
     const mark = el("mark", { text: line });
-    fill(this.text, place < 0 ? text : [text.slice(0, place), mark, text.slice(place + line.length)]);
+    fill(this.text, index < 0 ? text : [text.slice(0, index), mark, text.slice(index + line.length)]);
     this.start = from;
     this.end = data.end;
-    if (place >= 0) mark.scrollIntoView({ block: "center" });
+    if (index >= 0) mark.scrollIntoView({ block: "center" });
   }
 
   changed() {
@@ -121,10 +121,10 @@ export class Log {
 }
 
 // Marks the first match in a text.
-function lit(text, words) {
-  const at = text.toLowerCase().indexOf(words.toLowerCase());
+function lit(text, needle) {
+  const at = text.toLowerCase().indexOf(needle.toLowerCase());
   if (at < 0) return text;
-  return [text.slice(0, at), el("mark", { text: text.slice(at, at + words.length) }), text.slice(at + words.length)];
+  return [text.slice(0, at), el("mark", { text: text.slice(at, at + needle.length) }), text.slice(at + needle.length)];
 }
 
 export class Ending {
@@ -194,16 +194,16 @@ export class Rollouts {
   }
 
   changed() {
-    if (this.source.live && !this.shown) this.load(null); // only while there is nothing: what is being read must not be replaced
+    if (this.source.live && !this.shown) this.load(null); // don't replace completions that the user may be reading
   }
 }
 
 function bySteps(rollouts) {
   const steps = new Map();
-  for (const one of rollouts) {
-    const prompts = steps.get(one.step) || new Map();
-    prompts.set(one.row, [...(prompts.get(one.row) || []), one]);
-    steps.set(one.step, prompts);
+  for (const rollout of rollouts) {
+    const prompts = steps.get(rollout.step) || new Map();
+    prompts.set(rollout.row, [...(prompts.get(rollout.row) || []), rollout]);
+    steps.set(rollout.step, prompts);
   }
   return [...steps].flatMap(([step, prompts]) => [el("h3", { text: `step ${step}` }), [...prompts.values()].map(prompted)]);
 }
@@ -212,11 +212,11 @@ function prompted(completions) {
   return el("div", { class: "card rollout" }, el("pre", { class: "prompt", text: completions[0].prompt }), completions.map(completed));
 }
 
-function completed(one) {
-  const parts = Object.entries(one.parts).map(([name, value]) => el("span", { class: "quiet", text: `${name} ${short(value)}` }));
-  const grade = one.correct === null ? null : el("span", { class: `badge ${one.correct ? "good" : "bad"}`, title: "graded like `stoker train evaluate` does", text: one.correct ? "correct" : "wrong" });
-  const marks = [el("b", { text: `reward ${short(one.reward)}` }), grade, one.cut ? el("span", { class: "badge off", text: "truncated" }) : null, el("span", { class: "quiet", text: counted(one.tokens, "token") }), parts];
-  return el("div", { class: "completion" }, el("div", { class: "marks-of" }, marks), el("pre", { text: one.completion || "(empty)" }));
+function completed(rollout) {
+  const parts = Object.entries(rollout.parts).map(([name, value]) => el("span", { class: "quiet", text: `${name} ${short(value)}` }));
+  const grade = rollout.correct === null ? null : el("span", { class: `badge ${rollout.correct ? "good" : "bad"}`, title: "graded like `stoker train evaluate` does", text: rollout.correct ? "correct" : "wrong" });
+  const marks = [el("b", { text: `reward ${short(rollout.reward)}` }), grade, rollout.cut ? el("span", { class: "badge off", text: "truncated" }) : null, el("span", { class: "quiet", text: counted(rollout.tokens, "token") }), parts];
+  return el("div", { class: "completion" }, el("div", { class: "marks-of" }, marks), el("pre", { text: rollout.completion || "(empty)" }));
 }
 
 const GROUPS = [["report", "reports"], ["rows", "rollouts, samples and answers"], ["picture", "pictures"], ["text", "other text files"], ["record", "run record"]];
@@ -231,26 +231,26 @@ export class Files {
   }
 
   show({ files, checkpoints }) {
-    const saved = checkpoints.length ? table(["checkpoint", "size", "saved", ""], checkpoints.map((one) => [one.name, bytes(one.size), when(one.time), one.newest ? "newest complete" : ""]), "sizes") : el("p", { class: "quiet", text: "no checkpoints" });
+    const saved = checkpoints.length ? table(["checkpoint", "size", "saved", ""], checkpoints.map((file) => [file.name, bytes(file.size), when(file.time), file.newest ? "newest complete" : ""]), "sizes") : el("p", { class: "quiet", text: "no checkpoints" });
     const groups = GROUPS.map(([kind, title]) => {
-      const some = files.filter((one) => one.kind === kind);
-      return some.length ? [el("h3", { text: title }), table(["file", "size", "changed"], some.map((one) => [this.link(one), bytes(one.size), when(one.time)]), "sizes")] : [];
+      const members = files.filter((file) => file.kind === kind);
+      return members.length ? [el("h3", { text: title }), table(["file", "size", "changed"], members.map((file) => [this.link(file), bytes(file.size), when(file.time)]), "sizes")] : [];
     });
     fill(this.node, el("h3", { text: "checkpoints" }), saved, this.rows, groups);
   }
 
-  link(one) {
-    if (one.kind === "rows") return el("button", { type: "button", class: "plain", onclick: () => this.open(one.path, 0), text: one.path });
-    const href = this.source.file(this.run, one.path);
-    return href ? el("a", { href, target: "_blank", rel: "noopener noreferrer", text: one.path }) : one.path;
+  link(file) {
+    if (file.kind === "rows") return el("button", { type: "button", class: "plain", onclick: () => this.open(file.path, 0), text: file.path });
+    const href = this.source.file(this.run, file.path);
+    return href ? el("a", { href, target: "_blank", rel: "noopener noreferrer", text: file.path }) : file.path;
   }
 
   async open(path, from) {
     try {
       const data = await this.source.ask("rows", { run: this.run, path, from });
-      const more = data.end < data.size && this.source.live ? el("button", { type: "button", onclick: () => this.open(path, data.end), text: "next" }) : null;
+      const next = data.end < data.size && this.source.live ? el("button", { type: "button", onclick: () => this.open(path, data.end), text: "next" }) : null;
       const start = from ? el("button", { type: "button", onclick: () => this.open(path, 0), text: "from the start" }) : null;
-      fill(this.rows, el("div", { class: "bar" }, el("b", { text: path }), start, more), data.rows.map(row));
+      fill(this.rows, el("div", { class: "bar" }, el("b", { text: path }), start, next), data.rows.map(row));
       this.rows.scrollIntoView({ block: "start" });
     } catch (problem) {
       fill(this.rows, el("p", { class: "wrong", text: problem.message }));

@@ -1,6 +1,6 @@
 // Zooms a canvas by dragging or by keyboard (+ - arrows 0); a double click shows all.
 
-const LEAST = 8; // pixels; a shorter drag is ignored
+const MIN_DRAG = 8; // pixels; a shorter drag is ignored
 
 export class Zoom {
   // axis: {whole(), shown(): [low, high]; at(x): the value there, or null; zoomed(range or null); moved(event); left()}
@@ -36,7 +36,7 @@ export class Zoom {
   release(event) {
     const marked = this.marked;
     this.drag = null;
-    if (marked && marked[1] - marked[0] > LEAST) this.to(marked.map((x) => this.axis.at(x)));
+    if (marked && marked[1] - marked[0] > MIN_DRAG) this.to(marked.map((x) => this.axis.at(x)));
     else this.axis.moved(event);
   }
 
