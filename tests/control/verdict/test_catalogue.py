@@ -767,14 +767,14 @@ def test_ranks_that_went_different_ways_are_looked_for_at_the_places_of_both() -
 
 
 def test_every_cause_is_complete_and_has_a_case() -> None:
-    cause_docs.page()
+    cause_docs.make_page()
     assert all(one.description and one.seen and one.description.endswith(".") for one in CATALOGUE.values())
     read_off = {one.id for one in CATALOGUE.values() if one.explain is not None and not one.id.startswith("rank.")}
     assert read_off - {case[0] for case in CASES} - {cause for cause, _ in MISUSES} == set()
 
 
 def test_every_cause_that_stoker_can_name_is_in_the_catalogue() -> None:
-    cause_docs.page()
+    cause_docs.make_page()
     named = set()
     for path in (ROOT / "src" / "stoker").rglob("*.py"):
         named |= set(

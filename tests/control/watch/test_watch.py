@@ -14,13 +14,13 @@ from stoker.contract.flight_recorder import summarize_trace
 from stoker.contract.frozen import replace
 from stoker.contract.units import format_ranks
 from stoker.control.agent.stack_dump import conditions_around
-from stoker.control.verdict.hangs import cause_of, make_stall_report, summary
+from stoker.control.verdict.hangs import cause_of, make_stall_report, summarize_stall
 from stoker.control.verdict.rules import numbers
-from stoker.control.watch.culprit import find_culprit, reason
+from stoker.control.watch.culprit import describe_stuck_rank, find_culprit
 from stoker.control.watch.loss_monitor import LossMonitor
 from stoker.control.watch.rank_inspection import RankInspection, Thread, parse_inspection
 from stoker.control.watch.rank_progress import RankProgress
-from stoker.control.watch.straggler import StragglerDetector, who_is_late, why
+from stoker.control.watch.straggler import StragglerDetector, explain_slow_rank, find_late_rank
 from stoker.control.watch.watcher import Busy, Inspect, Recovered, Stop, Suspect, Watcher
 
 SCRIPT, TORCH = "/home/me/train.py", "/venv/lib/python3.11/site-packages/torch"
@@ -309,7 +309,7 @@ def test_of_two_ranks_the_one_that_left_the_usual_order(guilty: int) -> None:
 
     stall = found(one(0), one(1))
     assert (stall.kind, stall.rank, stall.waiting) == ("op-mismatch", guilty, (1 - guilty,))
-    text = summary(stall, "CPU0")
+    text = summarize_stall(stall, "CPU0")
     assert (
         f"it entered gloo:barrier of shape [72] at {SCRIPT}:14" in text
         and f"rank {1 - guilty} entered gloo:all_reduce of shape [72] at {SCRIPT}:40" in text
@@ -330,8 +330,8 @@ def test_of_two_ranks_that_gloo_ended_one_still_knows_its_operations() -> None:
     assert (
         stall is not None
         and (stall.kind, stall.rank) == ("diverged", 1)
-        and "all_reduce of shape [289]" in summary(stall, "CPU1")
-        and f"{SCRIPT}:14" in summary(stall, "CPU1")
+        and "all_reduce of shape [289]" in summarize_stall(stall, "CPU1")
+        and f"{SCRIPT}:14" in summarize_stall(stall, "CPU1")
     )
     for one in ops:
         one["usual"] = True
@@ -351,7 +351,7 @@ def test_a_tie_names_both_with_their_lines() -> None:
         ),
     )
     assert (stall.kind, stall.rank, stall.ranks, stall.step) == ("op-mismatch", None, (), 20)
-    text = summary(stall, "")
+    text = summarize_stall(stall, "")
     assert f"{SCRIPT}:40" in text and f"{SCRIPT}:14" in text and "which of them is wrong can't be seen" in text
 
 
@@ -450,7 +450,7 @@ def test_one_rank_alone_never_waits_in_a_collective() -> None:
     for groups in ((), (pending,)):
         stall = found(rank(0, *groups, frames=BACKWARD, **COMPUTING), world=1)
         assert (stall.kind, stall.rank, stall.waiting) == ("spin", 0, ())
-        line = summary(replace(stall, silent_s=12.0, step=20), "CPU0")
+        line = summarize_stall(replace(stall, silent_s=12.0, step=20), "CPU0")
         assert line == "rank 0 (CPU 0) has made no step for 12 s after step 20: it is computing (0.6 cores, always on this line) at /home/me/train.py:40, in main"  # fmt: skip
     stall = found(rank(0, frames=JOINING, syscall="poll"), world=1)
     assert (stall.kind, stall.rank) == ("io", 0) and "it is still connecting" in stall.detail
@@ -460,7 +460,7 @@ def test_ranks_that_connect_or_compute_are_not_said_to_wait_in_a_collective() ->
     """The first rank makes the store and the second connects to it: not the same innermost function."""
     stall = found(rank(0, frames=JOINING, syscall="poll"), rank(1, frames=JOINING[1:], syscall="poll"))
     assert (stall.kind, stall.rank) == ("together", None)
-    line = summary(replace(stall, silent_s=8.0), "")
+    line = summarize_stall(replace(stall, silent_s=8.0), "")
     assert line.startswith("no rank has made progress for 8 s: every rank is still connecting") and "train.py:3" in line
     stall = found(*(rank(number, frames=BACKWARD, **COMPUTING) for number in (0, 1)))
     assert (stall.kind, stall.rank, stall.detail) == ("spin", None, "every rank is computing in the backward pass")
@@ -555,7 +555,9 @@ def drive(
 def test_a_rank_without_python_frames_is_on_no_line() -> None:
     """Python shuts down in native code, with the GIL held."""
     shutting_down = (Thread(main=True, active=True, gil=True, frames=()),)
-    kind, frame, detail = reason(RankInspection(1, state="R", cpu=0.9, main_cpu=0.9, samples=(shutting_down,) * 3))
+    kind, frame, detail = describe_stuck_rank(
+        RankInspection(1, state="R", cpu=0.9, main_cpu=0.9, samples=(shutting_down,) * 3)
+    )
     assert (kind, frame) == ("spin", None)
     assert "always on this line" not in detail and "no Python stack seen" in detail
 
@@ -1051,14 +1053,14 @@ def times(late: dict[int, float], steps: int = 12, world: int = 3, jitter: float
 
 
 def test_the_late_one_is_named() -> None:
-    late = who_is_late(times({1: 0.9}))
+    late = find_late_rank(times({1: 0.9}))
     assert (
         late is not None
         and late.rank == 1
         and late.wait_s == pytest.approx(0.9, abs=0.01)
         and late.step_s == pytest.approx(0.95, abs=0.01)
     )
-    assert who_is_late(times({1: 0.9}), after=late.when) is None, "no news since"
+    assert find_late_rank(times({1: 0.9}), after=late.when) is None, "no news since"
 
 
 def test_a_slow_member_of_a_pair_is_named_although_its_partner_is_late_for_all_others_too() -> None:
@@ -1070,7 +1072,7 @@ def test_a_slow_member_of_a_pair_is_named_although_its_partner_is_late_for_all_o
             timings[rank].append([f"pair {pair[0]}", n, int(begun[rank] * 1e9)])
             done = max(begun[one] for one in pair) + 0.001 * rank
             timings[rank].append(["0", n, int(done * 1e9)])
-    late = who_is_late(timings)
+    late = find_late_rank(timings)
     assert late is not None and late.rank == 1 and late.wait_s == pytest.approx(0.5, abs=0.01)
 
 
@@ -1112,11 +1114,11 @@ def test_one_who_keeps_up_again_is_reported_once_and_can_be_named_again() -> Non
 
 
 def test_nobody_is_late() -> None:
-    assert who_is_late(times({})) is None
-    assert who_is_late(times({}, jitter=0.003)) is None
-    assert who_is_late(times({1: 0.9, 2: 0.9})) is None, "two equally slow ones"
-    assert who_is_late(times({1: 0.9}, steps=3)) is None, "too short to say"
-    assert who_is_late({0: [], 1: []}) is None
+    assert find_late_rank(times({})) is None
+    assert find_late_rank(times({}, jitter=0.003)) is None
+    assert find_late_rank(times({1: 0.9, 2: 0.9})) is None, "two equally slow ones"
+    assert find_late_rank(times({1: 0.9}, steps=3)) is None, "too short to say"
+    assert find_late_rank({0: [], 1: []}) is None
 
 
 @pytest.mark.parametrize(
@@ -1135,7 +1137,7 @@ def test_nobody_is_late() -> None:
     ],
 )  # fmt: skip
 def test_why_it_is_slow(late: dict[str, Any], peer: dict[str, Any], cause: str, words: str) -> None:
-    told, because, _ = why(rank(1, **{"frames": at(12), **late}), rank(0, **{"frames": BACKWARD, **peer}))
+    told, because, _ = explain_slow_rank(rank(1, **{"frames": at(12), **late}), rank(0, **{"frames": BACKWARD, **peer}))
     assert told == cause and words in because, because
 
 
@@ -1145,12 +1147,12 @@ def test_uneven_steps_are_no_straggler() -> None:
     uneven = {
         r: [["0", n, int((n + (0.5 if r == turn else 0.0)) * 1e9)] for n, turn in enumerate(turns)] for r in range(2)
     }
-    assert who_is_late(uneven) is None
+    assert find_late_rank(uneven) is None
 
 
 def test_a_wrong_clock_is_no_straggler() -> None:
     """Two seconds behind at steps of 50 ms: nobody can make the others wait longer than a step."""
-    assert who_is_late({r: [["0", n, int((n * 0.05 + 2.0 * r) * 1e9)] for n in range(20)] for r in range(2)}) is None
+    assert find_late_rank({r: [["0", n, int((n * 0.05 + 2.0 * r) * 1e9)] for n in range(20)] for r in range(2)}) is None
 
 
 def test_ranks_in_words() -> None:
@@ -1165,9 +1167,11 @@ def test_ranks_in_words() -> None:
 def test_a_step_that_was_counted_is_not_called_the_step_of_the_bad_number() -> None:
     """A line without a step arrives when some step has been counted; the value may be of a later one."""
     bad = BadNumber("loss", 0, 14, "nan", "line", "loss nan", shared=True)
-    assert numbers.summary(bad, "CPU0", 2) == "the loss is nan at step 14 (printed by rank 0, for all ranks)"
     assert (
-        numbers.summary(replace(bad, counted=True), "CPU0", 2)
+        numbers.summarize_bad_number(bad, "CPU0", 2) == "the loss is nan at step 14 (printed by rank 0, for all ranks)"
+    )
+    assert (
+        numbers.summarize_bad_number(replace(bad, counted=True), "CPU0", 2)
         == "the loss is nan, seen after step 14 (printed by rank 0, for all ranks)"
     )
 
@@ -1222,11 +1226,11 @@ def test_a_collective_inside_a_condition_on_the_rank_is_that_ranks_fault() -> No
             0,
             True,
         ) and stall.where == f"{SCRIPT}:44, in main"
-        said = summary(stall, "GPU 0")
+        said = summarize_stall(stall, "GPU 0")
         assert "rank 0 (GPU 0) entered a collective alone after step 20, inside `if rank == 0`" in said
         assert "gloo:barrier" in said and "gloo:all_gather" in said
     ended = found(entered(0, "gloo:all_gather", ALONE), world=2, ended={1: 0})
-    assert (ended.kind, ended.rank) == ("rank-only", 0) and "rank 1 did not enter it" in summary(ended, "GPU 0")
+    assert (ended.kind, ended.rank) == ("rank-only", 0) and "rank 1 did not enter it" in summarize_stall(ended, "GPU 0")
 
 
 def test_ranks_in_the_other_branch_or_on_their_way_are_judged_as_before() -> None:

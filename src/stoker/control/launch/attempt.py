@@ -125,10 +125,12 @@ class Attempt:
 
     def note_bad_numbers(self) -> None:
         """Note a last loss of NaN, which had too few before it to stop the run."""
-        from stoker.control.verdict.rules.numbers import summary
+        from stoker.control.verdict.rules.numbers import summarize_bad_number
 
         for bad in self.losses.unresolved():
-            self.notes.append(f"{summary(bad, self.label(bad.rank), self.plan.world_size)}: the last one it had")
+            self.notes.append(
+                f"{summarize_bad_number(bad, self.label(bad.rank), self.plan.world_size)}: the last one it had"
+            )
 
     def detected_s(self, verdict: Verdict) -> float | None:
         """Return how many seconds after the failure it was noticed."""

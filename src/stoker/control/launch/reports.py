@@ -84,7 +84,7 @@ class ReportHandler:
     def _on_unstarted(self, _host: str, message: protocol.Message) -> None:
         from stoker.control.verdict import launch_failures
 
-        self._attempt.trouble.append(launch_failures.not_started(message["rank"], escape(message["text"])))
+        self._attempt.trouble.append(launch_failures.report_unstarted_rank(message["rank"], escape(message["text"])))
 
     def _on_error(self, _host: str, message: protocol.Message) -> None:
         error = read_error(message["error"])
@@ -173,7 +173,7 @@ class ReportHandler:
         attempt, label, world_size = self._attempt, self._attempt.label(bad.rank), self._attempt.plan.world_size
         if not bad.step:  # a printed line without a step: use that of the last beat
             bad = replace(bad, step=attempt.steps.get(bad.rank, 0), counted=True)
-        summary = numbers.summary(bad, label, world_size)
+        summary = numbers.summarize_bad_number(bad, label, world_size)
         fields = pick_fields(bad, "rank", "step", "value", "source", "firm")
         self._record.event("numbers", cause=f"nan.{bad.kind}", summary=summary, **fields)
         stops = self._options.on_nan == "stop"
@@ -233,7 +233,7 @@ class ReportHandler:
         stall = self._attempt.watch.stall
         where = stall.where if stall is not None and rank == stall.rank else ""
         used, limit, workers = message["bytes"], message["limit"], message.get("loader_workers", 0)
-        trouble = launch_failures.over_ram_limit(rank, self._attempt.label(rank), used, limit, workers, where)
+        trouble = launch_failures.report_ram_limit(rank, self._attempt.label(rank), used, limit, workers, where)
         self._attempt.trouble.append(trouble)
 
     # ---- lines of single ranks: documented, people grep for them ----

@@ -198,7 +198,7 @@ class Supervisor:
         attempt = self._attempt
         if not attempt.stopping and not any(entry.get("host") == client.host for entry in attempt.trouble):
             is_cluster = self._membership is not None and len(self._agents.by_name) > 1
-            lost = launch_failures.host_lost if is_cluster else launch_failures.agent_lost
+            lost = launch_failures.report_lost_host if is_cluster else launch_failures.report_lost_agent
             attempt.trouble.append(lost(client.host, client.gone, client.complaint))
         attempt.stopping_hosts.add(client.host)
         ranks = [rank.rank for rank in attempt.plan.places if rank.host == client.host]
@@ -266,7 +266,7 @@ class WatchReporter:
 
     def _report_suspicion(self, stall: Stall, stops_in: float | None) -> None:
         attempt, record = self._attempt, self._record
-        summary = hangs.summary(stall, attempt.label(stall.rank))
+        summary = hangs.summarize_stall(stall, attempt.label(stall.rank))
         attempt.suspected_s = stall.silent_s
         fields = pick_fields(stall, "rank", "ranks", "waiting", "where", "step", "silent_s", "proof", "evidence")
         record.event("suspicion", attempt=attempt.number, cause=hangs.cause_of(stall), summary=summary, **fields)
@@ -278,7 +278,7 @@ class WatchReporter:
     def _report_busy(self, stall: Stall, stops_in: float | None) -> None:
         """Report that a rank works for long without ending a step. It is no suspicion."""
         attempt = self._attempt
-        summary = hangs.summary(stall, attempt.label(stall.rank))
+        summary = hangs.summarize_stall(stall, attempt.label(stall.rank))
         fields = pick_fields(stall, "rank", "ranks", "waiting", "where", "step", "silent_s", "evidence")
         self._record.event("busy", attempt=attempt.number, cause=hangs.cause_of(stall), summary=summary, **fields)
         if not attempt.first_failure:

@@ -21,7 +21,7 @@ from stoker.control.verdict.exit_text import (
     MAX_EVIDENCE_LINE,
     at_location,
     exit_code,
-    find,
+    find_in_output,
     first_line,
     line_of,
     location,
@@ -121,9 +121,9 @@ class Family:
         parts = [(key, _one_line(part)) for key, part in zip(rest[::2], rest[1::2], strict=True)]
         fields = {"unless": "", "summary": "", **dict(parts)}
         if "said" in fields:
-            explain = _matching(fields["said"], explain or self._explain_by(fields["summary"]))
+            explain = _make_matcher(fields["said"], explain or self._explain_by(fields["summary"]))
         if "perhaps" in fields and explain:
-            explain = _matching(fields["perhaps"], explain, always=True)
+            explain = _make_matcher(fields["perhaps"], explain, always=True)
         assert id not in CATALOGUE, id
         fix = (*(part for key, part in parts if key == "fix"), *self._always)
         CATALOGUE[id] = Cause(
@@ -161,11 +161,11 @@ def _one_line(text: str) -> str:
     return re.sub(r"\s*\n\s*", " ", text.strip())
 
 
-def _matching(pattern: str, function: Explanation, always: bool = False) -> Explanation:
+def _make_matcher(pattern: str, function: Explanation, always: bool = False) -> Explanation:
     """Return an explanation that calls `function` for a match, or `always` with the match or None."""
 
     def explain(case: Case) -> CauseMatch | None:
-        match = find(case, pattern.replace("| ", "|"))  # a pattern may be broken into lines after a |
+        match = find_in_output(case, pattern.replace("| ", "|"))  # a pattern may be broken into lines after a |
         return function(case, match) if match or always else None
 
     return explain
@@ -185,7 +185,7 @@ def make_report(id: str, summary: str, evidence: list[str], **fields: Any) -> di
     }
 
 
-def exit_rules() -> list[Cause]:
+def load_exit_rules() -> list[Cause]:
     """Return the causes read off a rank's exit, by their module's ORDER, then as they are written.
 
     Specific reasons come before a mere exception or signal.
@@ -201,7 +201,7 @@ def exit_rules() -> list[Cause]:
 
 def get_cause(id: str) -> Cause:
     """Return a cause of any module, importing all of rules/ first."""
-    exit_rules()
+    load_exit_rules()
     return CATALOGUE[id]
 
 
@@ -216,7 +216,7 @@ def _applies(advice: str, printed: str) -> bool:
     return quoted is None or quoted[1] in printed
 
 
-def verdict_of(cause: Cause, case: Case, match: CauseMatch) -> Verdict:
+def make_verdict(cause: Cause, case: Case, match: CauseMatch) -> Verdict:
     """Make a verdict of a match. The summary names the line that raised, unless that is not where the cause is."""
     end = case.end
     where = location(end)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stoker.contract import schedulers
 from stoker.contract.discovery import modules_in
 from stoker.control.verdict import hangs  # noqa: F401  its causes come first
-from stoker.control.verdict.catalogue import CATALOGUE, Cause, exit_rules
+from stoker.control.verdict.catalogue import CATALOGUE, Cause, load_exit_rules
 
 _HEAD = """# Verdicts
 
@@ -25,8 +25,8 @@ _FAMILIES = {
 }  # fmt: skip
 
 
-def page() -> str:
-    exit_rules()
+def make_page() -> str:
+    load_exit_rules()
     modules_in(__package__)  # registers the causes that are not read off a rank's exit
     families: dict[str, list[Cause]] = {}
     for cause in CATALOGUE.values():
@@ -34,11 +34,12 @@ def page() -> str:
     order = list(_FAMILIES)
     names = sorted(families, key=lambda name: (order.index(name) if name in _FAMILIES else len(order), name))
     return _HEAD + "".join(
-        f"\n## {_FAMILIES.get(name, name)}\n" + "".join(_section(cause) for cause in families[name]) for name in names
+        f"\n## {_FAMILIES.get(name, name)}\n" + "".join(_make_section(cause) for cause in families[name])
+        for name in names
     )
 
 
-def _section(cause: Cause) -> str:
+def _make_section(cause: Cause) -> str:
     lines = [f"\n### {cause.id}\n\n{cause.description}\n", f"- seen: {cause.seen}"]
     if cause.unless:
         lines.append(f"- another cause when: {cause.unless}")
@@ -50,4 +51,4 @@ def _section(cause: Cause) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(make_page(), end="")

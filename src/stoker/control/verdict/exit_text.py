@@ -21,7 +21,7 @@ _MAX_TEXT = 40_000  # characters that are searched of an exception: it may quote
 _LAST_LINES = 40  # printed lines that are searched: older ones may be of an error that was caught and survived
 
 
-def exit_text(case: Case) -> str:
+def extract_searched_text(case: Case) -> str:
     """Return the text to search: the exception and those it was raised from, else the last lines the rank printed.
 
     It is empty for a rank that was killed: what it printed is not why.
@@ -58,8 +58,8 @@ def _without_source(message: str) -> str:
     return "\n".join(line for line in message.splitlines() if line and not line[0].isspace())
 
 
-def find(case: Case, pattern: str) -> re.Match[str] | None:
-    return re.search(pattern, exit_text(case))
+def find_in_output(case: Case, pattern: str) -> re.Match[str] | None:
+    return re.search(pattern, extract_searched_text(case))
 
 
 def line_of(match: re.Match[str]) -> str:

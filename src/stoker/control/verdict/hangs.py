@@ -146,7 +146,7 @@ def cause_of(stall: Stall) -> str:
     return _CAUSES_BY_KIND.get(stall.kind, f"hang.{stall.kind}")
 
 
-def summary(stall: Stall, label: str) -> str:
+def summarize_stall(stall: Stall, label: str) -> str:
     """Return one line; `label` is the blamed rank's.
 
     rank 1 (CPU 1) has made no progress since step 20: it is sleeping at train.py:31; 3 ranks are waiting for it …
@@ -157,7 +157,7 @@ def summary(stall: Stall, label: str) -> str:
     if stall.rank is None:
         where = f" ({stall.where})" if stall.where else ""
         return f"no rank has made progress for {stall.silent_s:.0f} s: {stall.detail}{where}"
-    ranks = _blamed(stall, label)
+    ranks = _name_blamed_ranks(stall, label)
     if stall.kind == "spin" and not stall.waiting:
         at = f" at {stall.where}" if stall.where else ""
         return f"{ranks} has made no step for {stall.silent_s:.0f} s{after_step}: {stall.detail}{at}"
@@ -204,10 +204,10 @@ def _summarize_parties(stall: Stall, label: str, after_step: str) -> str:
         "unequal": f"left the training loop{after_step}, with fewer batches than {others}",
         "shape-mismatch": f"uses another {stall.detail or 'size'} than {others}{after_step}",
     }.get(stall.kind, f"diverged from {others}{after_step}")
-    return f"{_blamed(stall, label)} {what}: {calls}"
+    return f"{_name_blamed_ranks(stall, label)} {what}: {calls}"
 
 
-def _blamed(stall: Stall, label: str) -> str:
+def _name_blamed_ranks(stall: Stall, label: str) -> str:
     return rank_name(stall.rank, label) + (f" and {len(stall.ranks) - 1} more" if len(stall.ranks) > 1 else "")
 
 
@@ -266,7 +266,7 @@ def make_stall_report(stall: Stall, label: str, why: str, printed: str = "") -> 
         return make_report("data.shm", text, [shm_errors[0].strip()[:300], stopped, *stall.evidence], **fields)
     crashed_thread = _find_crashed_thread(printed) if stall.kind in ("lock", "place") else ""
     if crashed_thread:
-        text = f"{summary(stall, label)}; before that {crashed_thread}"
+        text = f"{summarize_stall(stall, label)}; before that {crashed_thread}"
         fix = [f"look at {stall.where}: it may be waiting for work of that thread"]
         return make_report(cause_of(stall), text, [stopped, *stall.evidence], fix=fix, **fields)
     # The blamed rank's line first, then those of the others: the call that a rank skipped is where the others are.
@@ -274,4 +274,4 @@ def make_stall_report(stall: Stall, label: str, why: str, printed: str = "") -> 
     where = ", and at ".join(lines) or "the stacks"
     fix = [line.replace("{where}", where).replace("{rank}", str(stall.rank)) for line in _choose_advice(stall)]
     evidence = [stopped if stall.silent_s else why, *stall.evidence]
-    return make_report(cause_of(stall), summary(stall, label), evidence, fix=fix, **fields)
+    return make_report(cause_of(stall), summarize_stall(stall, label), evidence, fix=fix, **fields)

@@ -13,7 +13,7 @@ from stoker.contract.evidence import Evidence, RankExit, Stall, Verdict
 from stoker.contract.frozen import replace
 from stoker.contract.units import format_duration, format_ranks, plural, rank_name
 from stoker.control.verdict import hangs, launch_failures
-from stoker.control.verdict.catalogue import Case, exit_rules, verdict_of
+from stoker.control.verdict.catalogue import Case, load_exit_rules, make_verdict
 from stoker.control.verdict.echo import (
     failure_time,
     is_collective_consequence,
@@ -27,7 +27,7 @@ from stoker.control.verdict.rules import numbers
 CONSEQUENCE_S = 5.0  # from a rank's exit to its peers' failures: on a busy machine Python takes seconds to end
 NOTICED_S = 1.0  # an agent may notice a rank's exit this long after its peers lost the connection
 LEFT_S = 10.0  # from a rank's exit to a stop of the others: longer than ranks take to end one after another
-_RULES = exit_rules()
+_RULES = load_exit_rules()
 # A rule may meet odd numbers or shapes in what a rank printed or an agent reported: then it doesn't apply.
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
@@ -40,7 +40,7 @@ def judge(evidence: Evidence) -> Verdict:
     explained = stall is not None and (stall.rank is not None or stall.parties)
     refuted = stall is not None and _was_not_stuck(stall, evidence)
     if (stall is None or refuted) and not evidence.stop_signal and (report := _report_extra_call(evidence)) is not None:
-        return launch_failures.trouble(replace(evidence, trouble=(report,)))
+        return launch_failures.make_report_verdict(replace(evidence, trouble=(report,)))
     only_consequences = guilty is not None and not evidence.stop_signal and _all_failures_are_consequences(evidence)
     if stall is not None and explained and only_consequences and not refuted:
         accused = next((end for end in evidence.ends if end.rank == stall.rank), None)
@@ -49,11 +49,11 @@ def judge(evidence: Evidence) -> Verdict:
         )
         if accused is not None and is_failure(accused, evidence.stopped_at):
             report["exit_code"] = exit_code(accused)
-        return launch_failures.trouble(replace(evidence, trouble=(report,)))
+        return launch_failures.make_report_verdict(replace(evidence, trouble=(report,)))
     if evidence.stop_signal:
         if guilty is None or failure_time(guilty) >= evidence.stopped_at:
-            return launch_failures.stopped(evidence, *_problem_before_stop(evidence))
-        return _with_later_signal(explain(guilty, evidence), evidence)
+            return launch_failures.make_stop_verdict(evidence, *_find_problem_before_stop(evidence))
+        return _add_later_signal(explain(guilty, evidence), evidence)
     all_ranks = f"all {evidence.world_size} ranks" if evidence.world_size > 1 else "the rank"
     if evidence.steps_reached and guilty is None:
         steps = plural(evidence.steps_reached, "step")
@@ -64,15 +64,15 @@ def judge(evidence: Evidence) -> Verdict:
     if all_ended and not asked_to_end:
         return Verdict("completed", "completed", f"{all_ranks} ended with exit code 0", 0)
     if guilty is None and evidence.regrouping:
-        return launch_failures.regrouped(evidence.regrouping)
+        return launch_failures.make_regroup_verdict(evidence.regrouping)
     if guilty is None:
-        return launch_failures.unknown(evidence)
+        return launch_failures.make_unknown_verdict(evidence)
     return explain(guilty, evidence)
 
 
 def _judge_stopped_by_stoker(evidence: Evidence) -> Verdict:
     """Return Stoker's own reason for stopping the job, unless the accused rank's exit says more."""
-    verdict = launch_failures.trouble(evidence)
+    verdict = launch_failures.make_report_verdict(evidence)
     reason = evidence.trouble[0]
     end = next((end for end in evidence.ends if end.rank == reason.get("rank")), None)
     raised = end is not None and end.error is not None and failure_time(end) < evidence.stopped_at
@@ -82,15 +82,15 @@ def _judge_stopped_by_stoker(evidence: Evidence) -> Verdict:
     elif end is not None and reason["cause"] == "rank.early-exit" and left:
         exit = explain(end, evidence)  # it names the line at which the rank left
         verdict = replace(exit, evidence=(*exit.evidence, *verdict.evidence), exit_code=verdict.exit_code)
-    return _with_later_signal(verdict, evidence) if evidence.stop_signal else verdict
+    return _add_later_signal(verdict, evidence) if evidence.stop_signal else verdict
 
 
-def _with_later_signal(verdict: Verdict, evidence: Evidence) -> Verdict:
+def _add_later_signal(verdict: Verdict, evidence: Evidence) -> Verdict:
     received = f"then the launcher received {signal.Signals(evidence.stop_signal).name}"
     return replace(verdict, retryable=False, evidence=(*verdict.evidence, received))
 
 
-def _problem_before_stop(evidence: Evidence) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+def _find_problem_before_stop(evidence: Evidence) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     """Return what was wrong when a person stopped the run: (one line, its evidence, what to do); empty if nothing was."""
     stall = evidence.stall
     if stall is not None:
@@ -149,7 +149,7 @@ def _find_guilty(evidence: Evidence) -> RankExit | None:
     failures = sorted((end for end in evidence.ends if is_failure(end, evidence.stopped_at)), key=failure_time)
     causes = [end for end in failures if not is_consequence(end)]
     if causes and not (evidence.steps_reached and failure_time(causes[0]) >= evidence.stopped_at):
-        return numbers.rank_named_by(causes) or causes[0]
+        return numbers.find_named_rank(causes) or causes[0]
     if not failures or evidence.steps_reached:
         return None
     # All failures come from losing a peer: a rank that left with exit code 0 before them is what they lost. But a plain
@@ -172,5 +172,5 @@ def explain(end: RankExit, evidence: Evidence) -> Verdict:
         except _MALFORMED:
             continue
         if match is not None:
-            return verdict_of(cause, case, match)
+            return make_verdict(cause, case, match)
     raise AssertionError(f"rank {end.rank} ended with {end.code} and no rule matches")

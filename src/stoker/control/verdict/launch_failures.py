@@ -117,7 +117,7 @@ unknown: The job ended for an unknown reason.
 """)
 
 
-def stopped(
+def make_stop_verdict(
     evidence: Evidence, problem: str = "", problem_evidence: tuple[str, ...] = (), fix: tuple[str, ...] = ()
 ) -> Verdict:
     """Return the verdict of a run that received a signal. `problem` is what was wrong before, with evidence and fix."""
@@ -145,11 +145,11 @@ def stopped(
         128 + evidence.stop_signal,
         evidence=(f"the launcher received {name}", *ends, *problem_evidence),
         retryable=False,
-        fix=(*fix, *outlive_terminal(evidence.stop_signal)),
+        fix=(*fix, *terminal_advice(evidence.stop_signal)),
     )
 
 
-def outlive_terminal(stop_signal: int) -> tuple[str, ...]:
+def terminal_advice(stop_signal: int) -> tuple[str, ...]:
     """Return the advice for a run that was stopped because its terminal or connection was closed."""
     if stop_signal != signal.SIGHUP:
         return ()
@@ -185,7 +185,7 @@ def _ran_out_of_time(end: RankExit, stopped_at: float) -> bool:
     )
 
 
-def trouble(evidence: Evidence) -> Verdict:
+def make_report_verdict(evidence: Evidence) -> Verdict:
     """Return the verdict of a job that Stoker stopped itself, for the first reason it had."""
     report = evidence.trouble[0]
     end = next((end for end in evidence.ends if end.rank == report.get("rank")), None)
@@ -203,14 +203,14 @@ def trouble(evidence: Evidence) -> Verdict:
     )
 
 
-def unknown(evidence: Evidence) -> Verdict:
+def make_unknown_verdict(evidence: Evidence) -> Verdict:
     ends = [f"rank {end.rank} {_describe_end(end.code)}" for end in evidence.ends]
     missing = evidence.world_size - len([end for end in evidence.ends if end.code is not None])
     line = f"the job ended for an unknown reason; {missing} of {evidence.world_size} ranks have no exit on record"
     return Verdict("failed", "unknown", line, EX_SOFTWARE, evidence=tuple(ends), fix=CATALOGUE["unknown"].fix)
 
 
-def lost(run: str, saved: str = "", host: str = "") -> Verdict:
+def make_lost_verdict(run: str, saved: str = "", host: str = "") -> Verdict:
     """Return the verdict of a run whose launcher is gone. `saved` is the newest checkpoint, or their folder on `host`."""
     checkpoint = "there is no checkpoint in the run's checkpoints/"
     if host:
@@ -229,7 +229,7 @@ def lost(run: str, saved: str = "", host: str = "") -> Verdict:
     )
 
 
-def over_ram_limit(rank: int, label: str, taken: int, limit: int, workers: int, where: str) -> dict[str, Any]:
+def report_ram_limit(rank: int, label: str, taken: int, limit: int, workers: int, where: str) -> dict[str, Any]:
     """Report a rank above --ram-limit. `workers` are its data-loader workers; `where` it seemed stuck, if it did."""
     from stoker.control.verdict.rules.memory import FEWER_WORKERS
 
@@ -241,19 +241,19 @@ def over_ram_limit(rank: int, label: str, taken: int, limit: int, workers: int, 
     return make_report("oom.ram-limit", summary, evidence, rank=rank, at_once=True, fix=fix)
 
 
-def agent_lost(host: str, why: str, complaint: str) -> dict[str, Any]:
+def report_lost_agent(host: str, why: str, complaint: str) -> dict[str, Any]:
     """Report the loss of an agent. `complaint` is what it or its connection printed."""
     where = f"host {host}" if host else "this machine"
     summary = f"the agent on {where} was lost: {why}; its ranks are stopped"
     return make_report("host.agent-lost", summary, [complaint] if complaint else [], host=host)
 
 
-def host_lost(host: str, why: str, complaint: str) -> dict[str, Any]:
+def report_lost_host(host: str, why: str, complaint: str) -> dict[str, Any]:
     summary = f"host {host} is lost: {why.removeprefix('it ended: ')}"
     return make_report("host.lost", summary, [complaint] if complaint and complaint not in why else [], host=host)
 
 
-def of_role(cause_id: str, summary: str, evidence: Sequence[str] = ()) -> Verdict:
+def make_role_verdict(cause_id: str, summary: str, evidence: Sequence[str] = ()) -> Verdict:
     """Return the verdict of a role that its job watches from outside."""
     cause = CATALOGUE[cause_id]
     return Verdict(
@@ -261,21 +261,21 @@ def of_role(cause_id: str, summary: str, evidence: Sequence[str] = ()) -> Verdic
     )
 
 
-def regrouped(host: str) -> Verdict:
+def make_regroup_verdict(host: str) -> Verdict:
     line = f"ended after a checkpoint so that host {host} can join"
     return Verdict("failed", "launch.regroup", line, EX_SOFTWARE, retryable=True)
 
 
-def not_started(rank: int, why: str) -> dict[str, Any]:
+def report_unstarted_rank(rank: int, why: str) -> dict[str, Any]:
     summary = f"rank {rank} could not be started: {why}"
     return make_report("launch.not-started", summary, [], rank=rank, exit_code=EX_OSERR)
 
 
-def refused(refusal: Refusal) -> Verdict:
+def make_refusal_verdict(refusal: Refusal) -> Verdict:
     fix = (refusal.fix,) if refusal.fix else ()
     return Verdict("refused", refusal.cause, refusal.line.splitlines()[0], refusal.code, fix=fix)
 
 
-def broken(cause: str, line: str, code: int) -> Verdict:
+def make_failure_verdict(cause: str, line: str, code: int) -> Verdict:
     """Return the verdict of a run in which Stoker itself could not continue after the start."""
     return Verdict("failed", cause, line, code)

@@ -79,7 +79,7 @@ _STATES = {
 }  # fmt: skip
 
 
-def word(job: SlurmJob) -> str:
+def format_state(job: SlurmJob) -> str:
     """Return Slurm's state of the job in one line."""
     line = f"Slurm: job {job.id} is {job.state}" + (f" ({job.reason})" if job.reason else "")
     if job.over:
@@ -92,31 +92,31 @@ def refine_verdict(verdict: Verdict, job: SlurmJob) -> Verdict:
     """Return Slurm's verdict if Slurm ended the run, else the run's verdict with Slurm's state as evidence."""
     cause_id = cause_of(job)
     if not cause_id or verdict.status == "completed" or verdict.cause not in _CONSEQUENCES:
-        return replace(verdict, evidence=(*verdict.evidence, word(job)))
+        return replace(verdict, evidence=(*verdict.evidence, format_state(job)))
     cause = CATALOGUE[cause_id]
     return replace(
         verdict,
         status="failed" if cause_id in (_NODE_FAIL, "slurm.out-of-memory") else "stopped",
         cause=cause_id,
-        summary=_summary(cause, job),
+        summary=_format_summary(cause, job),
         rank=None,
         host=None,
         gpu=None,
         retryable=cause.retryable,
         fix=cause.fix,
-        evidence=(word(job), verdict.summary, *verdict.evidence),
+        evidence=(format_state(job), verdict.summary, *verdict.evidence),
     )
 
 
-def verdict_without_run(job: SlurmJob, evidence: tuple[str, ...] = ()) -> Verdict:
+def make_verdict_without_run(job: SlurmJob, evidence: tuple[str, ...] = ()) -> Verdict:
     """Return the verdict of a job in which no run started."""
     cause = CATALOGUE[cause_of(job) or "slurm.no-run"]
     return Verdict(
         "stopped" if cause.id in (_CANCELLED, _NOTICE, _REQUEUED) else "failed",
         cause.id,
-        _summary(cause, job),
+        _format_summary(cause, job),
         job.code or (143 if cause.id == _CANCELLED else EX_SOFTWARE),
-        evidence=(word(job), *evidence),
+        evidence=(format_state(job), *evidence),
         retryable=cause.retryable,
         fix=cause.fix,
     )
@@ -129,7 +129,7 @@ def cause_of(job: SlurmJob) -> str:
     return _STATES.get(job.state) or (_NOTICE if job.noticed and job.over and job.state != "COMPLETED" else "")
 
 
-def _summary(cause: Cause, job: SlurmJob) -> str:
+def _format_summary(cause: Cause, job: SlurmJob) -> str:
     limit = job.limit if job.limit != "UNLIMITED" else ""
     return cause.summary.format(
         id=job.id,

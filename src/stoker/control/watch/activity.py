@@ -23,7 +23,7 @@ READS_OR_WRITES = "it is reading or writing files"
 _SLEEP_CALLS = ("nanosleep", "clock_nanosleep")
 
 
-def activity(before: RankInspection | None, now: RankInspection, elapsed_s: float) -> str:
+def describe_work(before: RankInspection | None, now: RankInspection, elapsed_s: float) -> str:
     """Return what the rank is doing ("it is computing"), or "" without evidence of work.
 
     `before` is its inspection `elapsed_s` seconds ago in the same stall.

@@ -82,9 +82,9 @@ def describe_unreadable(inspections: InspectionSet, accused: int | None) -> list
 
 def _explain_lock(inspection: RankInspection) -> BlockedWait | None:
     """Follow the chain from the main thread's lock to its holder, and on, until it ends or closes a circle."""
-    threads = _steady_threads(inspection)
+    threads = _find_steady_threads(inspection)
     main = next((thread for thread in threads if thread.main), None)
-    awaited = _awaited_lock(main) if main is not None else None
+    awaited = _find_awaited_lock(main) if main is not None else None
     if main is None or awaited is None:
         return _describe_threads(inspection, threads)
     held, holder = _find_holder(awaited, main, threads)
@@ -99,7 +99,7 @@ def _explain_lock(inspection: RankInspection) -> BlockedWait | None:
     current, all_certain = holder, certain
     while current not in chain:
         chain.append(current)
-        next_awaited = _awaited_lock(current)
+        next_awaited = _find_awaited_lock(current)
         if next_awaited is None:
             break
         links.append((current, next_awaited))
@@ -110,7 +110,7 @@ def _explain_lock(inspection: RankInspection) -> BlockedWait | None:
         if next_holder in chain:
             circle = links[chain.index(next_holder) :]
             waits = "; ".join(
-                f"{_thread_name(thread)} is waiting for {use.text} at {use.where}{_inside_lock(thread, use)}"
+                f"{_name_thread(thread)} is waiting for {use.text} at {use.where}{_describe_held_lock(thread, use)}"
                 for thread, use in circle
             )
             verb = "are waiting" if all_certain else "seem to be waiting"
@@ -119,10 +119,10 @@ def _explain_lock(inspection: RankInspection) -> BlockedWait | None:
         current = next_holder
     now = f", now at {stack_frames.script_frame(holder.frames)}" if holder.frames else ""
     holds = "holds" if certain else "seems to hold"
-    return BlockedWait("lock", f"{lock} {_thread_name(holder)} {holds}{now}", "held-lock")
+    return BlockedWait("lock", f"{lock} {_name_thread(holder)} {holds}{now}", "held-lock")
 
 
-def _steady_threads(inspection: RankInspection) -> list[Thread]:
+def _find_steady_threads(inspection: RankInspection) -> list[Thread]:
     """Return the threads that were at the same line in every sample: the others are not blocked."""
     if not inspection.samples:
         return []
@@ -134,7 +134,7 @@ def _position(thread: Thread) -> tuple[bool, str, tuple[tuple[str, int], ...]]:
     return thread.main, thread.name, tuple((frame.file, frame.line) for frame in thread.frames)
 
 
-def _awaited_lock(thread: Thread) -> LockUse | None:
+def _find_awaited_lock(thread: Thread) -> LockUse | None:
     return next((use for use in thread.locks if not use.held), None)
 
 
@@ -156,12 +156,12 @@ def _find_holder(awaited: LockUse, waiter: Thread, threads: Iterable[Thread]) ->
     return None, None
 
 
-def _inside_lock(thread: Thread, awaited: LockUse) -> str:
+def _describe_held_lock(thread: Thread, awaited: LockUse) -> str:
     held = next((use for use in thread.locks if use.held), None)
     return f", inside `with {held.text}`" if held is not None and held.text != awaited.text else ""
 
 
-def _thread_name(thread: Thread) -> str:
+def _name_thread(thread: Thread) -> str:
     if thread.main:
         return "its main thread"
     return f"its thread {thread.name}" if thread.name else "another of its threads"
@@ -174,7 +174,7 @@ def _describe_threads(inspection: RankInspection, threads: list[Thread]) -> Bloc
     in_threading = stack_frames.waits_for_threads(inspection)
     if frame is None or not (others or in_threading):
         return None
-    positions = [f"{_thread_name(thread)} is at {stack_frames.script_frame(thread.frames)}" for thread in others[:3]]
+    positions = [f"{_name_thread(thread)} is at {stack_frames.script_frame(thread.frames)}" for thread in others[:3]]
     more = f", and {len(others) - 3} more" if len(others) > 3 else ""
     elsewhere = f"; {', '.join(positions)}{more}" if positions else ""
     if not in_threading:
@@ -193,20 +193,20 @@ def _explain_child(inspection: RankInspection, at: str) -> BlockedWait | None:
     if child is None:
         return None
     if child.pid != inspection.awaited_pid and len(direct) > 1:
-        processes = ", ".join(f"process {worker.pid}{_command(worker.command)}" for worker in direct[:3])
+        processes = ", ".join(f"process {worker.pid}{_format_command(worker.command)}" for worker in direct[:3])
         more = ", …" if len(direct) > 3 else ""
         detail = f"it is waiting{at} for a child process to exit; {len(direct)} are alive: {processes}{more}"
         return BlockedWait("child", detail, "")
     at_exit = stack_frames.in_exit_handlers(inspection.main)
     subject = "its script has ended, and Python" if at_exit else "it"
-    detail = f"{subject} is waiting{at} for its child process {child.pid}{_command(child.command)}"
+    detail = f"{subject} is waiting{at} for its child process {child.pid}{_format_command(child.command)}"
     for _ in range(3):
         grandchildren = [worker for worker in inspection.workers if worker.parent == child.pid and worker.state != "Z"]
         next_child = workers.get(child.awaited_pid) or (grandchildren[0] if len(grandchildren) == 1 else None)
         if next_child is None or child.syscall not in ("wait4", "waitid"):
             break
         child = next_child
-        detail += f", which is waiting for process {child.pid}{_command(child.command)}"
+        detail += f", which is waiting for process {child.pid}{_format_command(child.command)}"
     detail += _describe_activity(child.pid, inspection)
     if at_exit:
         return BlockedWait("child", detail, "child-at-exit", stack_frames.script_frame(child.frames))
@@ -250,7 +250,7 @@ def _describe_wait(wait: BlockedOn, rank: int, inspections: Mapping[int, RankIns
     """
     others = _describe_others(wait, rank, inspections, waiter)
     if wait.kind == "lock":
-        holder = f"which {others} {_verb(wait, 'holds', 'hold')}" if others else "whose holder could not be seen"
+        holder = f"which {others} {_choose_verb(wait, 'holds', 'hold')}" if others else "whose holder could not be seen"
         return f"for the lock on {wait.name}, {holder}"
     if wait.kind == "socket":
         return _describe_socket(wait, others)
@@ -262,7 +262,7 @@ def _describe_wait(wait: BlockedOn, rank: int, inspections: Mapping[int, RankIns
     if wait.call == "open":
         missing = "reading" if wait.writes else "writing"
         return f"to open {pipe}: no process on this host has it open for {missing}"
-    has = _verb(wait, "has", "have")
+    has = _choose_verb(wait, "has", "have")
     if wait.writes:
         reader = f"{others} {has} it open for reading" if others else "its reader could not be seen"
         return f"to write to {pipe}: the pipe is full, and {reader}"
@@ -282,7 +282,7 @@ def _describe_socket(wait: BlockedOn, others: str) -> str:
         return f"for {wait.name}, {listener} has not accepted the connection"
     if wait.state == "closed":
         return f"for {wait.name}, which has closed the connection"
-    other_end = f", whose other end {others} {_verb(wait, 'has', 'have')} open" if others else ""
+    other_end = f", whose other end {others} {_choose_verb(wait, 'has', 'have')} open" if others else ""
     return f"{'to send data to' if wait.writes else 'for data from'} {wait.name}{other_end}"
 
 
@@ -315,15 +315,15 @@ def _describe_other(other: OtherProcess, rank: int, inspections: Mapping[int, Ra
 
 
 def _describe_process(other: OtherProcess) -> str:
-    return f"process {other.pid}{_command(other.command)}"
+    return f"process {other.pid}{_format_command(other.command)}"
 
 
-def _command(command: str) -> str:
+def _format_command(command: str) -> str:
     short = f"{command[: _MAX_COMMAND - 1]}…" if len(command) > _MAX_COMMAND else command
     return f" ({short})" if short else ""
 
 
-def _verb(wait: BlockedOn, singular: str, plural: str) -> str:
+def _choose_verb(wait: BlockedOn, singular: str, plural: str) -> str:
     return singular if len(wait.others) == 1 else plural
 
 

@@ -18,7 +18,7 @@ MESSAGES = ("irecv", "isend", "recv", "send")
 _NOT_COLLECTIVE = (*MESSAGES, "new_group")
 
 
-def first_difference(inspections: InspectionSet) -> list[Party]:
+def find_first_difference(inspections: InspectionSet) -> list[Party]:
     """Return the parties of the first call in which ranks differ and that blocked a rank; empty if there is none."""
     collectives = {
         rank: [call for call in inspection.calls if call.name not in _NOT_COLLECTIVE]
@@ -48,20 +48,20 @@ def _compare(group: str, by_rank: Mapping[int, Mapping[int, Call]], inspections:
         failed = any(inspections[rank].state == "Z" for rank in calls_now)
         by_call: dict[tuple[object, ...], list[int]] = {}
         for rank, call in calls_now.items():
-            by_call.setdefault(_signature(call, failed), []).append(rank)
+            by_call.setdefault(_call_signature(call, failed), []).append(rank)
         if len(by_call) > 1:
-            return [_party(group, calls_now, ranks, inspections) for ranks in by_call.values()]
+            return [_make_party(group, calls_now, ranks, inspections) for ranks in by_call.values()]
     return []
 
 
-def _signature(call: Call, failed: bool) -> tuple[object, ...]:
+def _call_signature(call: Call, failed: bool) -> tuple[object, ...]:
     """Return what must be equal on all members of a group. If the call `failed` on a rank, any difference counts."""
     if failed or sizes_must_agree(call.name):
         return call.name, call.elements, call.dtype
     return (call.name,)
 
 
-def _party(group: str, calls: Mapping[int, Call], ranks: list[int], inspections: InspectionSet) -> Party:
+def _make_party(group: str, calls: Mapping[int, Call], ranks: list[int], inspections: InspectionSet) -> Party:
     rank = min(ranks, key=lambda rank: calls[rank].returned)  # prefer a rank that still waits in the call
     return Party(tuple(sorted(ranks)), group, as_op(calls[rank], inspections[rank]))
 
@@ -82,14 +82,14 @@ def as_op(call: Call, inspection: RankInspection) -> Op:
 def _is_usual(call: Call, inspection: RankInspection) -> bool | None:
     """Return whether this call, from this line, followed the same calls before; None if nothing has repeated yet."""
     path = [
-        (entry.group, _signature(entry, True), entry.peer, entry.where)
+        (entry.group, _call_signature(entry, True), entry.peer, entry.where)
         for entry in inspection.calls
         if entry.number <= call.number
     ]
     return is_usual_next(path[:-1], path[-1]) if path else None
 
 
-def blocked_in(inspection: RankInspection) -> Call | None:
+def find_blocking_call(inspection: RankInspection) -> Call | None:
     """Return the call that the rank is in, or the newest isend or irecv it may be waiting for; else None."""
     newest = inspection.calls[-1] if inspection.calls else None
     if newest is None or (newest.returned and newest.name not in ("isend", "irecv")):
@@ -97,7 +97,7 @@ def blocked_in(inspection: RankInspection) -> Call | None:
     return newest
 
 
-def message_waits(inspections: InspectionSet) -> list[Wait]:
+def find_message_waits(inspections: InspectionSet) -> list[Wait]:
     """Return who waits for whose message: those that the peer has neither sent nor received.
 
     The n-th message from one rank to another pairs with the n-th one received there. gloo's flight recorder does not
@@ -105,7 +105,7 @@ def message_waits(inspections: InspectionSet) -> list[Wait]:
     """
     waits = []
     for rank, inspection in inspections.items():
-        if blocked_in(inspection) is None:
+        if find_blocking_call(inspection) is None:
             continue
         newest = list(takewhile(lambda call: call.name in MESSAGES, reversed(inspection.calls)))
         missing = [call for call in newest if call.peer in inspections and not _is_paired(rank, call, inspections)]

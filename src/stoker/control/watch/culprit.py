@@ -77,35 +77,35 @@ def _find_stall(
     states = {rank: inspection.state for rank, inspection in inspections.items()}
     stopped = [rank for rank in states if states[rank] == "T"] or [rank for rank in states if states[rank] == "t"]
     if stopped:
-        return _stuck(stopped, inspections, graph)  # no proof: whoever stopped it may continue it
+        return _make_stuck_stall(stopped, inspections, graph)  # no proof: whoever stopped it may continue it
     if world_size == 1:  # it waits for no other rank, whatever its stack and flight recorder look like
         living = [rank for rank, state in states.items() if rank in silent and state != "Z"]
-        return _stuck(living, inspections, WaitGraph((), {}, {})) if living else None
+        return _make_stuck_stall(living, inspections, WaitGraph((), {}, {})) if living else None
     mismatch = find_mismatch(inspections, graph, members, world_size)
     if mismatch is not None:
         return mismatch
     left = [rank for rank in graph.roots if ended.get(rank) == 0]
     if left:
-        return _left_early(left, tuple(sorted(graph.behind(left[0]))), ended, steps, graph, inspections)
+        return _make_left_stall(left, tuple(sorted(graph.behind(left[0]))), ended, steps, graph, inspections)
     roots = [rank for rank in graph.roots if states.get(rank, "Z") != "Z"]
     if roots:
         most_waiting = len(graph.behind(roots[0]))
         guilty = [rank for rank in roots if len(graph.behind(rank)) == most_waiting]
-        return _stuck(_idle_if_any(guilty, busy), inspections, graph)
+        return _make_stuck_stall(_prefer_idle(guilty, busy), inspections, graph)
     if graph.roots:
         return None  # they wait for a rank that has failed: its exit says more
     if graph.edges:
         return find_circular_wait(inspections, graph, members, world_size)
     if graph.pending and len(graph.pending) == len(inspections):
-        return _same_operation(inspections, graph)
-    return _by_stacks(inspections, graph, silent, ended, steps, busy)
+        return _make_together_stall(inspections, graph)
+    return _judge_by_stacks(inspections, graph, silent, ended, steps, busy)
 
 
-def _idle_if_any(ranks: list[int], busy: Collection[int]) -> list[int]:
+def _prefer_idle(ranks: list[int], busy: Collection[int]) -> list[int]:
     return [rank for rank in ranks if rank not in busy] or ranks
 
 
-def _awaited_operation(graph: WaitGraph, rank: int) -> tuple[str, str]:
+def _find_awaited_operation(graph: WaitGraph, rank: int) -> tuple[str, str]:
     """Return (the operation in which other ranks wait for this one, its backend)."""
     edge = next((edge for edge in graph.edges if edge.target == rank), None)
     if edge is None:
@@ -113,15 +113,15 @@ def _awaited_operation(graph: WaitGraph, rank: int) -> tuple[str, str]:
     return str(edge.op), edge.op.name.partition(":")[0]
 
 
-def _stuck(guilty: list[int], inspections: InspectionSet, graph: WaitGraph) -> Stall:
+def _make_stuck_stall(guilty: list[int], inspections: InspectionSet, graph: WaitGraph) -> Stall:
     """Return the stall of ranks that are stuck by themselves, described by the first of them."""
     rank = guilty[0]
     inspection = inspections[rank]
-    kind, frame, detail = reason(inspection)
+    kind, frame, detail = describe_stuck_rank(inspection)
     wait = blocked_rank.explain_blocked(inspection, inspections) if kind in ("lock", "io", "child", "place") else None
     if wait is not None:
         kind, detail, frame = wait.kind, wait.detail, wait.frame or frame
-    operation, backend = _awaited_operation(graph, rank)
+    operation, backend = _find_awaited_operation(graph, rank)
     waiting = tuple(sorted(graph.behind(rank) - set(guilty)))
     is_alone = len(inspections) == 1 and not waiting
     if kind in ("lock", "io", "place") and stack_frames.in_rendezvous(inspection.main):
@@ -129,7 +129,7 @@ def _stuck(guilty: list[int], inspections: InspectionSet, graph: WaitGraph) -> S
     elif kind == "spin" and not is_alone:
         detail += " and enters no collective"
     proof = False
-    call = call_paths.blocked_in(inspection)
+    call = call_paths.find_blocking_call(inspection)
     if call is not None and call.name in call_paths.MESSAGES and not call.returned and inspection.state not in "Tt":
         kind, proof = "diverged", call.peer in waiting
         detail = f"it is waiting in {call_paths.as_op(call, inspection).name.partition(':')[2]}"
@@ -149,7 +149,7 @@ def _stuck(guilty: list[int], inspections: InspectionSet, graph: WaitGraph) -> S
     )  # fmt: skip
 
 
-def _left_early(
+def _make_left_stall(
     left: list[int],
     waiting: tuple[int, ...],
     ended: Mapping[int, int],
@@ -163,7 +163,7 @@ def _left_early(
     ranks make that call.
     """
     rank = left[0]
-    operation, backend = _awaited_operation(graph, rank)
+    operation, backend = _find_awaited_operation(graph, rank)
     waiter = next((inspections[other] for other in waiting or sorted(inspections) if other in inspections), None)
     frame = stack_frames.script_frame(waiter.main) if waiter is not None else None
     where = str(frame) if frame is not None and stack_frames.is_script(frame) else ""
@@ -191,14 +191,14 @@ def _made_extra_call(
 ) -> bool:
     """Return whether the waiting ranks made one call too many: not one of a loop, and the others made as many steps."""
     for rank in waiting:
-        call = call_paths.blocked_in(inspections[rank]) if rank in inspections else None
+        call = call_paths.find_blocking_call(inspections[rank]) if rank in inspections else None
         if call is None or any(other.where == call.where for other in inspections[rank].calls[:-1]):
             return False
     steps_made = [steps.get(rank, 0) for rank in waiting]
     return bool(steps_made) and min(steps_made) > 0 and all(steps.get(rank, 0) >= max(steps_made) for rank in left)
 
 
-def _same_operation(inspections: InspectionSet, graph: WaitGraph) -> Stall:
+def _make_together_stall(inspections: InspectionSet, graph: WaitGraph) -> Stall:
     """Return the stall of ranks that have all entered one operation that does not end: the network or a GPU is at fault."""
     rank, (group, op) = min(graph.pending.items())
     frame = stack_frames.script_frame(inspections[rank].main)
@@ -213,7 +213,7 @@ def _same_operation(inspections: InspectionSet, graph: WaitGraph) -> Stall:
     return stall
 
 
-def _by_stacks(
+def _judge_by_stacks(
     inspections: InspectionSet,
     graph: WaitGraph,
     silent: Mapping[int, float],
@@ -231,16 +231,18 @@ def _by_stacks(
     if waiters and not others:
         left = [rank for rank, code in ended.items() if code == 0]
         if left:
-            return replace(_left_early(left, tuple(sorted(waiters)), ended, steps, graph, inspections), proof=False)
-        return _by_differing_stacks(inspections, waiters)
+            return replace(
+                _make_left_stall(left, tuple(sorted(waiters)), ended, steps, graph, inspections), proof=False
+            )
+        return _compare_stacks(inspections, waiters)
     guilty = [rank for rank in others if rank in silent] or (others if waiters else [])
     if not guilty:
         return None
-    stall = _stuck(_idle_if_any(sorted(guilty), busy), inspections, graph)
+    stall = _make_stuck_stall(_prefer_idle(sorted(guilty), busy), inspections, graph)
     return replace(stall, waiting=tuple(sorted(waiters))) if waiters else stall
 
 
-def _by_differing_stacks(inspections: InspectionSet, waiters: set[int]) -> Stall:
+def _compare_stacks(inspections: InspectionSet, waiters: set[int]) -> Stall:
     """Return the stall if all ranks are in a collective and only their stacks show which: the minority has diverged."""
     groups = stack_frames.group_by_stack(inspections.values())
     ranks, first = groups[0]
@@ -249,7 +251,7 @@ def _by_differing_stacks(inspections: InspectionSet, waiters: set[int]) -> Stall
     lines = {stack_frames.script_frame(inspection.main) for inspection in inspections.values()}
     if len(lines) == 1 and all(stack_frames.in_rendezvous(inspection.main) for inspection in inspections.values()):
         return Stall("together", None, (), waiting, where, _CONNECTING.format("every rank"))
-    if len(groups) == 1 and all(computes(inspection) for inspection in inspections.values()):
+    if len(groups) == 1 and all(is_computing(inspection) for inspection in inspections.values()):
         phase = " in the backward pass" if stack_frames.in_backward(first.main) else ""
         return Stall("spin", None, (), (), where, f"every rank is computing{phase}")
     if len(groups) == 1:
@@ -278,7 +280,7 @@ _IO_CALLS = ("read", "write", "poll", "ppoll", "select", "pselect6", "connect", 
 _IO_CHANNELS = ("pipe", "sk_wait", "wait_woken", "partner", "poll")
 
 
-def reason(inspection: RankInspection) -> tuple[str, Frame | None, str]:
+def describe_stuck_rank(inspection: RankInspection) -> tuple[str, Frame | None, str]:
     """Return why a rank makes no progress: (kind of the stall, frame to look at, detail)."""
     frame = stack_frames.script_frame(inspection.main)
     syscall, wchan = inspection.syscall, inspection.wchan
@@ -289,7 +291,7 @@ def reason(inspection: RankInspection) -> tuple[str, Frame | None, str]:
     if inspection.state == "D":
         detail = f"its process is in uninterruptible sleep ({wchan or 'D state'})"
         return "disk", frame, f"{detail}: a disk, network file system or driver does not answer"
-    worker = _stuck_worker(inspection)
+    worker = _find_stuck_worker(inspection)
     if worker is not None:
         worker_frame = stack_frames.script_frame(worker.frames)
         doing = "is computing" if worker.cpu > BUSY_CPU else "is stuck"
@@ -297,14 +299,14 @@ def reason(inspection: RankInspection) -> tuple[str, Frame | None, str]:
         at = f" at {worker_frame}" if worker_frame else ""
         detail = f"it is waiting for its data-loader worker {worker.pid}, which {doing}{at}"
         return "worker", worker_frame or frame, detail
-    thread = _script_thread(inspection) if stack_frames.at_shutdown(inspection.main) else None
+    thread = _find_script_thread(inspection) if stack_frames.at_shutdown(inspection.main) else None
     if thread is not None:
         name = f" {thread.name}" if thread.name else ""
         detail = f"its script has ended, and Python is waiting for its thread{name}, which is still running"
         return "lock", stack_frames.script_frame(thread.frames), detail
     if stack_frames.in_loader(inspection.main):
         return "worker", frame, "it is waiting for data that none of its data-loader workers is preparing"
-    same_line, active, gil = _steadiness(inspection)
+    same_line, active, gil = _measure_steadiness(inspection)
     waits = syscall in (*_SLEEP_CALLS, *_CHILD_CALLS, *_IO_CALLS) or "nanosleep" in wchan
     # The rank makes no step although its GPU is busy.
     if inspection.gpu_use is not None and inspection.gpu_use >= 90 and not waits:
@@ -313,7 +315,7 @@ def reason(inspection: RankInspection) -> tuple[str, Frame | None, str]:
             frame,
             f"it is waiting for a GPU kernel that does not finish (its GPU is at {inspection.gpu_use} %)",
         )
-    if computes(inspection):
+    if is_computing(inspection):
         how = (", holding the GIL" if gil else "") + (", always on this line" if same_line else "")
         no_stack = "" if inspection.main else ", no Python stack seen"
         return "spin", frame, f"it is computing ({inspection.cpu:.1f} cores{how}{no_stack})"
@@ -334,7 +336,7 @@ def reason(inspection: RankInspection) -> tuple[str, Frame | None, str]:
     return "place", frame, f"it is in {inside}" if inside else "it runs now and then"
 
 
-def _script_thread(inspection: RankInspection) -> Thread | None:
+def _find_script_thread(inspection: RankInspection) -> Thread | None:
     """Return a thread other than the main one that is in the script's own code."""
     threads = inspection.samples[-1] if inspection.samples else ()
     return next(
@@ -342,14 +344,14 @@ def _script_thread(inspection: RankInspection) -> Thread | None:
     )
 
 
-def computes(inspection: RankInspection) -> bool:
+def is_computing(inspection: RankInspection) -> bool:
     """Return whether the rank uses a CPU, or is ready to: on an overloaded machine a busy loop is not waiting either."""
     if inspection.main_cpu + inspection.waiting_for_core > BUSY_CPU:
         return True
     return inspection.main_cpu == 0.0 and inspection.cpu > BUSY_CPU
 
 
-def _steadiness(inspection: RankInspection) -> tuple[bool, bool, bool]:
+def _measure_steadiness(inspection: RankInspection) -> tuple[bool, bool, bool]:
     """Return whether the main thread was (on one line in all samples, ever running, holding the GIL in all samples)."""
     threads = [thread for thread in map(main_thread, inspection.samples) if thread is not None]
     lines = {thread.frames[:1] for thread in threads}
@@ -360,7 +362,7 @@ def _steadiness(inspection: RankInspection) -> tuple[bool, bool, bool]:
     )
 
 
-def _stuck_worker(inspection: RankInspection) -> Worker | None:
+def _find_stuck_worker(inspection: RankInspection) -> Worker | None:
     """Return the data-loader worker that the main thread waits for: one that is not waiting for work itself."""
     if not stack_frames.in_loader(inspection.main):
         return None

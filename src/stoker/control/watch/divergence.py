@@ -57,7 +57,7 @@ def find_divergence(inspections: InspectionSet, members: Members, world_size: in
     The recorders of all ranks are compared, then those of the members of each group: programs of different groups may
     differ by design (pipeline stages).
     """
-    parties = call_paths.first_difference(inspections)
+    parties = call_paths.find_first_difference(inspections)
     if parties:
         return decide_divergence(parties)
     recorded = {
@@ -75,13 +75,13 @@ def find_divergence(inspections: InspectionSet, members: Members, world_size: in
         ),
     ]
     for ranks in dict.fromkeys(tuple(sorted(set(ranks) & recorded.keys())) for ranks in candidates):
-        parties = _first_difference({rank: recorded[rank] for rank in ranks}, members, world_size)
+        parties = _find_first_difference({rank: recorded[rank] for rank in ranks}, members, world_size)
         if parties:
-            return decide_divergence(_with_unrecorded(parties, recorded, unrecorded))
+            return decide_divergence(_add_unrecorded(parties, recorded, unrecorded))
     return None
 
 
-def _divergence_of_ended_ranks(inspections: InspectionSet) -> Divergence | None:
+def _find_divergence_of_ended(inspections: InspectionSet) -> Divergence | None:
     """Return which ranks diverged if gloo ended some ranks because sizes differ, or None if that can't be seen.
 
     The flight recorders of the ended ranks are gone, and the others agree. The call log shows what the ended ranks did: the
@@ -132,17 +132,17 @@ def members_of(group: Group, rank: int, members: Members, world_size: int) -> tu
     return tuple(range(world_size)) if group.about == "default_pg" or group.name == "0" else (rank,)
 
 
-def _first_difference(inspections: InspectionSet, members: Members, world_size: int) -> list[Party]:
+def _find_first_difference(inspections: InspectionSet, members: Members, world_size: int) -> list[Party]:
     """Return the parties of the first operation in which the flight recorders differ; empty if there is none."""
     if len(inspections) < 2:
         return []
     names = {
-        rank: _group_names(inspection, inspections, members, world_size) for rank, inspection in inspections.items()
+        rank: _name_groups(inspection, inspections, members, world_size) for rank, inspection in inspections.items()
     }
     shared = set.intersection(*(set(own.values()) for own in names.values()))
     # Compare only groups that all these ranks are in, aligned by an operation that all recorders still hold.
     paths = {
-        rank: [step for step in _path(inspection, names[rank]) if step.key[0] in shared]
+        rank: [step for step in _collect_path(inspection, names[rank]) if step.key[0] in shared]
         for rank, inspection in inspections.items()
     }
     used = set.intersection(*({step.key[0] for step in path} for path in paths.values()))
@@ -160,17 +160,17 @@ def _first_difference(inspections: InspectionSet, members: Members, world_size: 
         if len(by_key) > 1:
             if all(step.op.done for step in steps.values()):
                 return []  # the difference blocked no rank: the programs differ by design
-            return [_party(steps, ranks) for ranks in by_key.values()]
+            return [_make_party(steps, ranks) for ranks in by_key.values()]
     return []
 
 
-def _party(steps: Mapping[int, PathStep], ranks: list[int]) -> Party:
+def _make_party(steps: Mapping[int, PathStep], ranks: list[int]) -> Party:
     """Make a party, represented by a rank that still waits in the operation and whose past says whether it is usual."""
     step = max((steps[rank] for rank in ranks), key=lambda step: (not step.op.done, step.op.usual is not None))
     return Party(tuple(sorted(ranks)), step.group, step.op)
 
 
-def _group_names(
+def _name_groups(
     inspection: RankInspection, inspections: InspectionSet, members: Members, world_size: int
 ) -> dict[str, tuple[object, ...]]:
     """Return a name for each of a rank's groups that means the same on every rank, such as "second group of four ranks"."""
@@ -186,7 +186,7 @@ def _group_names(
     return names
 
 
-def _path(inspection: RankInspection, names: Mapping[str, tuple[object, ...]]) -> list[PathStep]:
+def _collect_path(inspection: RankInspection, names: Mapping[str, tuple[object, ...]]) -> list[PathStep]:
     """Return all collectives of a rank in the order in which it made them."""
     steps = [
         PathStep((names[group.name], group.backend, *operation_signature(op.name, op.sizes)), group.name, op)
@@ -207,7 +207,7 @@ def _current_line(inspection: RankInspection) -> SourceLine | None:
     return (frame.file, frame.line) if frame is not None else None
 
 
-def _with_unrecorded(parties: list[Party], recorded: InspectionSet, unrecorded: InspectionSet) -> list[Party]:
+def _add_unrecorded(parties: list[Party], recorded: InspectionSet, unrecorded: InspectionSet) -> list[Party]:
     """Add each rank without a flight recorder to the party whose ranks are at the same line."""
     ranks_of = [list(party.ranks) for party in parties]
     lines_of = [{_current_line(recorded[rank]) for rank in party.ranks} for party in parties]
@@ -223,7 +223,7 @@ def decide_divergence(parties: list[Party], by_majority: bool = True) -> Diverge
     parties = sorted(parties, key=lambda party: (len(party.ranks), party.ranks))
     largest = parties[-1]
     if by_majority and 2 * len(largest.ranks) > sum(len(party.ranks) for party in parties):
-        minority = _ranks(parties[:-1])
+        minority = _ranks_of(parties[:-1])
         reason = f"{format_ranks(largest.ranks)} did the same, {format_ranks(minority)} did not"
         return Divergence(tuple(parties), minority, reason)
     usual = [party for party in parties if party.op is not None and party.op.usual]
@@ -234,13 +234,15 @@ def decide_divergence(parties: list[Party], by_majority: bool = True) -> Diverge
         diverged = unusual
     if diverged and len(diverged) < len(parties):
         stayed = [party for party in parties if party not in diverged]
-        reason = f"the operations before it repeat, and what {format_ranks(_ranks(diverged))} entered never came next"
-        return Divergence((*diverged, *stayed), _ranks(diverged), reason)
+        reason = (
+            f"the operations before it repeat, and what {format_ranks(_ranks_of(diverged))} entered never came next"
+        )
+        return Divergence((*diverged, *stayed), _ranks_of(diverged), reason)
     parties.sort(key=lambda party: party.ranks)
     return Divergence(tuple(parties), (), "it is a tie, and no earlier operation shows which one is usual")
 
 
-def _ranks(parties: Iterable[Party]) -> tuple[int, ...]:
+def _ranks_of(parties: Iterable[Party]) -> tuple[int, ...]:
     return tuple(sorted(rank for party in parties for rank in party.ranks))
 
 
@@ -252,8 +254,8 @@ def find_mismatch(inspections: InspectionSet, graph: WaitGraph, members: Members
     edges = [edge for edge in graph.edges if edge.reason in ("other-op", "other-shape")]
     if not edges:
         return None
-    divergence = find_divergence(inspections, members, world_size) or decide_divergence(_parties_of(edges))
-    return _stall(divergence, inspections, proof=True)
+    divergence = find_divergence(inspections, members, world_size) or decide_divergence(_collect_parties(edges))
+    return _make_stall(divergence, inspections, proof=True)
 
 
 def find_circular_wait(inspections: InspectionSet, graph: WaitGraph, members: Members, world_size: int) -> Stall:
@@ -262,26 +264,26 @@ def find_circular_wait(inspections: InspectionSet, graph: WaitGraph, members: Me
     proof = all(_is_blocked(inspections[rank]) for rank in graph.pending)
     divergence = find_divergence(inspections, members, world_size)
     if divergence is not None:
-        return _stall(divergence, inspections, proof, kind="diverged")
+        return _make_stall(divergence, inspections, proof, kind="diverged")
     messages = any(op.p2p for _, op in graph.pending.values())
     parties: dict[object, list[int]] = {}
     pending = dict(graph.pending)
     for rank, (group, op) in graph.pending.items():
-        call = call_paths.blocked_in(inspections[rank])
+        call = call_paths.find_blocking_call(inspections[rank])
         if messages and call is not None:  # the flight recorder's order of operations lacks messages
             pending[rank] = group, call_paths.as_op(call, inspections[rank])
         op = pending[rank][1]
         parties.setdefault((group, op.name, op.usual) if messages else group, []).append(rank)
     waiting = [Party(tuple(sorted(ranks)), *pending[ranks[0]]) for ranks in parties.values()]
     # Ranks play different parts in sending and receiving, so a majority means nothing there.
-    stall = _stall(decide_divergence(waiting, by_majority=not messages), inspections, proof, kind="diverged")
+    stall = _make_stall(decide_divergence(waiting, by_majority=not messages), inspections, proof, kind="diverged")
     only_messages = all(op.p2p for _, op in pending.values())
     return replace(stall, detail="messages") if only_messages and stall.rank is None else stall
 
 
 def _is_blocked(inspection: RankInspection) -> bool:
     """Return whether the main thread is inside a collective, or asleep until a message has been sent or received."""
-    call = call_paths.blocked_in(inspection)
+    call = call_paths.find_blocking_call(inspection)
     waits = call is not None and call.name in call_paths.MESSAGES and inspection.main_cpu < 0.1
     return waits or stack_frames.in_collective(inspection.main)
 
@@ -292,11 +294,11 @@ def find_divergence_of_failed(
     """Return the stall of ranks that failed in a collective; `sizes_differ` if gloo ended one for that."""
     divergence = find_divergence(inspections, members, world_size)
     if divergence is None and sizes_differ:
-        divergence = _divergence_of_ended_ranks(inspections)
-    return _stall(divergence, inspections, proof=True) if divergence is not None else None
+        divergence = _find_divergence_of_ended(inspections)
+    return _make_stall(divergence, inspections, proof=True) if divergence is not None else None
 
 
-def _parties_of(edges: list[Wait]) -> list[Party]:
+def _collect_parties(edges: list[Wait]) -> list[Party]:
     """Return the parties from what each rank waits in, where the ranks' paths can't be aligned."""
     entered: dict[tuple[object, ...], dict[int, Party]] = {}
     for edge in edges:
@@ -307,9 +309,9 @@ def _parties_of(edges: list[Wait]) -> list[Party]:
     return [Party(tuple(sorted(ranks)), first.group, first.op) for ranks, first in firsts]
 
 
-def _stall(divergence: Divergence, inspections: InspectionSet, proof: bool, kind: str = "") -> Stall:
+def _make_stall(divergence: Divergence, inspections: InspectionSet, proof: bool, kind: str = "") -> Stall:
     """Describe a divergence as a stall, with the kind that its operations and stacks show."""
-    kind = kind or _kind(divergence.parties, inspections)
+    kind = kind or _stall_kind_of(divergence.parties, inspections)
     if kind == "op-mismatch":
         divergence, fewer_batches = _check_left_loop(divergence, inspections)
         kind = "unequal" if fewer_batches else kind
@@ -317,14 +319,14 @@ def _stall(divergence: Divergence, inspections: InspectionSet, proof: bool, kind
     others = tuple(sorted({rank for party in parties for rank in party.ranks} - set(diverged)))
     rank = diverged[0] if diverged else None
     entered = tuple(
-        (party.ranks, _entered(party, parties), str(_party_frame(party, parties, inspections) or ""))
+        (party.ranks, _describe_entered(party, parties), str(_find_party_frame(party, parties, inspections) or ""))
         for party in parties
     )
     usual = next((party for party in reversed(parties) if party.op is not None), parties[-1])
     same_sizes = len({str(party.op.sizes) for party in parties if party.op is not None}) == 1
     guilty_party = next((party for party in parties if rank in party.ranks), None)
-    frame = _party_frame(guilty_party, parties, inspections) if guilty_party is not None else None
-    lines = [f"{format_ranks(party.ranks)} entered {_operation(party)}" for party in parties]
+    frame = _find_party_frame(guilty_party, parties, inspections) if guilty_party is not None else None
+    lines = [f"{format_ranks(party.ranks)} entered {_describe_operation(party)}" for party in parties]
     stall = Stall(
         kind, rank, diverged, others, where=str(frame or ""),
         detail="dtype" if kind == "shape-mismatch" and same_sizes else "",
@@ -353,7 +355,7 @@ def _check_left_loop(divergence: Divergence, inspections: InspectionSet) -> tupl
     return divergence, False
 
 
-def _kind(parties: tuple[Party, ...], inspections: InspectionSet) -> str:
+def _stall_kind_of(parties: tuple[Party, ...], inspections: InspectionSet) -> str:
     """Tell different calls from one call with different tensors: the lines decide where both are all_reduce."""
     ops = [party.op for party in parties if party.op is not None]
     if len({operation_kind(op.name) for op in ops}) > 1:
@@ -364,14 +366,14 @@ def _kind(parties: tuple[Party, ...], inspections: InspectionSet) -> str:
     return "diverged" if all(lines) and not set.intersection(*lines) else "shape-mismatch"
 
 
-def _operation(party: Party) -> str:
+def _describe_operation(party: Party) -> str:
     if party.op is None:
         return "an operation of another size"
     number = f"operation {party.op.seq}" if party.op.seq else "a call"
     return f"{number} of group {party.group}: {party.op}"
 
 
-def _entered(party: Party, parties: tuple[Party, ...]) -> str:
+def _describe_entered(party: Party, parties: tuple[Party, ...]) -> str:
     if party.op is None:
         return "an operation of another size"
     if len({other.group for other in parties if other.op is not None}) > 1:
@@ -395,7 +397,7 @@ def _call_lines(party: Party, inspections: InspectionSet) -> set[tuple[SourceLin
     return {(line,) for line in lines if line is not None}
 
 
-def _party_frame(party: Party, parties: tuple[Party, ...], inspections: InspectionSet) -> Frame | None:
+def _find_party_frame(party: Party, parties: tuple[Party, ...], inspections: InspectionSet) -> Frame | None:
     """Return the line from which a party entered its operation, or None if that is unknown.
 
     If all parties made the call from the same line of a helper function, that is the first caller's line in which they

@@ -103,19 +103,19 @@ class LossMonitor:
         self._counters[rank] = counter
         self._printing.add(rank)
         step_match = _STEP.search(line)
-        step, value = int(step_match[1]) if step_match else 0, _number(match["value"])
+        step, value = int(step_match[1]) if step_match else 0, _parse_number(match["value"])
         if which == b"train" and math.isfinite(value) and _MEAN.search(line):
             return None
         text = line.decode("utf-8", "replace").strip()[:_MAX_QUOTE]
         reward = _REWARD.search(line)
         if reward is not None:  # RL: a loss of 0 is normal there
-            return self._check_constant("reward", rank, step, _number(reward["value"]), "line", text)
+            return self._check_constant("reward", rank, step, _parse_number(reward["value"]), "line", text)
         if which not in _TRAINING:
             if math.isfinite(value):
                 return None
             return self._report_once("loss", rank, step, value, "line", text, firm=False, stops=False)
         norm_match = _NORM.search(line)
-        norm = _number(norm_match["value"]) if norm_match is not None else 0.0
+        norm = _parse_number(norm_match["value"]) if norm_match is not None else 0.0
         if math.isfinite(norm):
             self._bad_norms[rank] = 0
         elif value == 0.0:  # transformers' Trainer prints 0 for losses that are NaN (logging_nan_inf_filter)
@@ -184,5 +184,5 @@ class LossMonitor:
         return replace(bad, rank=first.rank, step=first.step, line=first.line)
 
 
-def _number(text: bytes) -> float:
+def _parse_number(text: bytes) -> float:
     return float(text.lower().replace(b"nan.0", b"nan").replace(b"inf.0", b"inf"))

@@ -273,13 +273,13 @@ def parse_inspection(rank: int, data: dict[str, Any]) -> RankInspection:
     gpu_fields = {"gpu_use": gpu.get("use"), "throttle": gpu.get("throttle"), "lanes": gpu.get("lanes")}
     inspection = RankInspection(**{**known_fields(RankInspection, {**data, **gpu_fields}), "rank": rank})
     groups = tuple(
-        replace(group, ops=tuple(replace(op, frames=_caller(op, group, inspection.calls)) for op in group.ops))
+        replace(group, ops=tuple(replace(op, frames=_find_caller(op, group, inspection.calls)) for op in group.ops))
         for group in inspection.groups
     )
     return replace(inspection, groups=groups)
 
 
-def _caller(op: Op, group: Group, calls: tuple[Call, ...]) -> tuple[Frame, ...]:
+def _find_caller(op: Op, group: Group, calls: tuple[Call, ...]) -> tuple[Frame, ...]:
     """Return the frames of the call that was in progress when the operation started."""
     for call in reversed(calls):
         same_group = not call.group or call.group == group.name or call.name == "new_group"

@@ -42,7 +42,7 @@ def _find_condition(
     if not entered or not others or any(rank not in inspections for rank in entered):
         return None
     first = inspections[entered[0]]
-    call = call_paths.blocked_in(first)
+    call = call_paths.find_blocking_call(first)
     if call is not None and call.name in call_paths.MESSAGES:  # only one rank is meant to make a send or receive
         return None
     for frame in first.main:

@@ -165,18 +165,18 @@ class StragglerDetector:
             rank = suspect.rank
             peer = next((inspection for other, inspection in inspections.items() if other != rank), None)
             if rank in inspections and not (suspect.asynchronous and (peer is None or not waits_for_others(peer))):
-                cause, because, where = why(inspections[rank], peer)
+                cause, because, where = explain_slow_rank(inspections[rank], peer)
                 self._reported[rank] = ReportedStraggler(suspect.step_s, suspect.when)
                 wait_s, step_s, step = round(suspect.wait_s, 3), round(suspect.step_s, 3), self._steps.get(rank, 0)
                 self.found.append(Straggler(cause, rank, wait_s, step_s, because, where, step))
 
     def _conclude_timings(self) -> None:
         for timings in self._timings.values():
-            self.waiting |= waiting_shares(timings)
+            self.waiting |= compute_waiting_shares(timings)
             self._check_recovery(timings)
         before = self._candidate
         since, min_waits = (before.when, MIN_NEW_WAITS) if before else (0.0, MIN_WAITS)
-        late_ranks = (who_is_late(timings, since, min_waits) for timings in self._timings.values())
+        late_ranks = (find_late_rank(timings, since, min_waits) for timings in self._timings.values())
         unreported = (late for late in late_ranks if late is not None and late.rank not in self._reported)
         latest = max(unreported, key=lambda late: late.wait_s, default=None)
         if latest is None:
@@ -194,7 +194,7 @@ class StragglerDetector:
     def _check_recovery(self, timings: Mapping[int, list[list[Any]]]) -> None:
         for rank in sorted(timings.keys() & self._reported.keys()):
             reported = self._reported[rank]
-            cost, begin, end = cost_of(rank, timings, reported.since)
+            cost, begin, end = measure_delay(rank, timings, reported.since)
             if end - begin < MIN_WAITS * reported.step_s:
                 continue  # too short to tell
             keeps_up = cost <= RECOVERED_SHARE * (end - begin)
@@ -214,9 +214,9 @@ def _is_timing(entry: Any) -> bool:
     return all(type(number) is int and 0 <= number < 1 << 63 for number in entry[1:3])
 
 
-def cost_of(rank: int, timings: Mapping[int, list[list[Any]]], since: float) -> tuple[float, float, float]:
+def measure_delay(rank: int, timings: Mapping[int, list[list[Any]]], since: float) -> tuple[float, float, float]:
     """Return (seconds that the others waited for this rank alone, time of the first and last collective after `since`)."""
-    entries_of_rank = (entries for entries in _entries(timings).values() if rank in entries)
+    entries_of_rank = (entries for entries in _shared_entries(timings).values() if rank in entries)
     waits = [
         (entries[rank], max(entered for other, entered in entries.items() if other != rank))
         for entries in entries_of_rank
@@ -228,7 +228,7 @@ def cost_of(rank: int, timings: Mapping[int, list[list[Any]]], since: float) -> 
     return cost, min(map(max, newer)), max(map(max, newer))
 
 
-def _entries(timings: Mapping[int, list[list[Any]]]) -> dict[tuple[Any, Any], dict[int, float]]:
+def _shared_entries(timings: Mapping[int, list[list[Any]]]) -> dict[tuple[Any, Any], dict[int, float]]:
     """Return collective -> member of its group -> when it entered, in seconds; only those that all members entered.
 
     The members of a group are the ranks that have entered any collective of it.
@@ -251,7 +251,7 @@ def _entry_times(timings: Mapping[int, list[list[Any]]]) -> dict[int, dict[tuple
     return {rank: {(entry[0], entry[1]): entry[2] / 1e9 for entry in entries} for rank, entries in timings.items()}
 
 
-def who_is_late(
+def find_late_rank(
     timings: Mapping[int, list[list[Any]]], after: float = 0.0, min_waits: int = MIN_WAITS
 ) -> LateRank | None:
     """Return the rank that nearly always entered last in the newest waits after `after`, or None.
@@ -264,7 +264,7 @@ def who_is_late(
     if len(timings) < 2:
         return None
     waits: list[tuple[float, int, float]] = []  # (when, the rank that came last, seconds after the one before)
-    for entries in _entries(timings).values():
+    for entries in _shared_entries(timings).values():
         (_, before), (rank, last) = sorted(entries.items(), key=lambda item: item[1])[-2:]
         if last - before > MIN_WAIT_S and last > after:
             waits.append((last, rank, last - before))
@@ -284,7 +284,7 @@ def who_is_late(
     return LateRank(rank, wait_s, step_s, waits_for_rank[-1][0], asynchronous)
 
 
-def waiting_shares(timings: Mapping[int, list[list[Any]]]) -> dict[int, float]:
+def compute_waiting_shares(timings: Mapping[int, list[list[Any]]]) -> dict[int, float]:
     """Return rank -> share of the time it was in a collective that another rank of its host had not entered yet.
 
     NCCL records the launch of a collective: there it is the share of the time that the rank was ahead.
@@ -331,7 +331,7 @@ def _has_narrow_link(inspection: RankInspection) -> bool:
     return len(lanes) == 2 and lanes[0] is not None and lanes[1] is not None and lanes[0] < lanes[1]
 
 
-def why(inspection: RankInspection, peer: RankInspection | None) -> tuple[str, str, str]:
+def explain_slow_rank(inspection: RankInspection, peer: RankInspection | None) -> tuple[str, str, str]:
     """Return why a rank is slow: (cause, reason in words, the line it spends its time on)."""
     lines: Counter[str] = Counter()
     in_loader = samples = 0

@@ -55,7 +55,7 @@ def build_wait_graph(inspections: InspectionSet, members: Members, world_size: i
     edges: list[Wait] = []
     pending: dict[int, tuple[str, Op]] = {}
     for (name, _), by_rank in groups.items():
-        ranks = _members(name, by_rank, members, world_size)
+        ranks = _find_members(name, by_rank, members, world_size)
         for rank, group in by_rank.items():
             op = group.pending
             if op is None:
@@ -63,14 +63,14 @@ def build_wait_graph(inspections: InspectionSet, members: Members, world_size: i
             if rank not in pending or op.order < pending[rank][1].order:
                 pending[rank] = name, op
             if op.p2p:
-                edges += _message_edges(rank, name, op, inspections, ranks)
+                edges += _make_message_edges(rank, name, op, inspections, ranks)
                 continue
             for other in ranks:
                 if other != rank:
-                    edge = _collective_edge(rank, other, name, op, by_rank.get(other))
+                    edge = _make_collective_edge(rank, other, name, op, by_rank.get(other))
                     if edge is not None:
                         edges.append(edge)
-    for wait in call_paths.message_waits(inspections):
+    for wait in call_paths.find_message_waits(inspections):
         edges.append(wait)
         pending.setdefault(wait.rank, (wait.group, wait.op))
     waiters: dict[int, set[int]] = {}
@@ -79,7 +79,7 @@ def build_wait_graph(inspections: InspectionSet, members: Members, world_size: i
     return WaitGraph(tuple(edges), pending, waiters)
 
 
-def _members(name: str, by_rank: Mapping[int, Group], members: Members, world_size: int) -> tuple[int, ...]:
+def _find_members(name: str, by_rank: Mapping[int, Group], members: Members, world_size: int) -> tuple[int, ...]:
     if name in members:
         return members[name]
     for group in by_rank.values():
@@ -90,7 +90,7 @@ def _members(name: str, by_rank: Mapping[int, Group], members: Members, world_si
     return tuple(by_rank)
 
 
-def _collective_edge(rank: int, target: int, name: str, op: Op, group_of_target: Group | None) -> Wait | None:
+def _make_collective_edge(rank: int, target: int, name: str, op: Op, group_of_target: Group | None) -> Wait | None:
     """Return why `rank` waits for `target` in a collective, or None if `target` has entered the same one."""
     ops = [other for other in group_of_target.ops if not other.p2p] if group_of_target else []
     same_seq = next((other for other in reversed(ops) if other.seq == op.seq), None)
@@ -105,7 +105,7 @@ def _collective_edge(rank: int, target: int, name: str, op: Op, group_of_target:
     return None
 
 
-def _message_edges(rank: int, name: str, op: Op, inspections: InspectionSet, ranks: tuple[int, ...]) -> list[Wait]:
+def _make_message_edges(rank: int, name: str, op: Op, inspections: InspectionSet, ranks: tuple[int, ...]) -> list[Wait]:
     """Return the edge from a send or receive to its peer, unless the peer is in the other half of that message.
 
     The numbers in the operation's name ("0->1") count within the group.

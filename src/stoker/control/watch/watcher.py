@@ -15,7 +15,7 @@ from stoker.contract.frozen import frozen, replace
 from stoker.contract.text import is_digits, parse_json
 from stoker.contract.units import format_duration
 from stoker.control.watch import rank_inspection, rank_progress, stack_frames
-from stoker.control.watch.activity import activity
+from stoker.control.watch.activity import describe_work
 from stoker.control.watch.culprit import find_culprit
 from stoker.control.watch.divergence import find_divergence_of_failed
 from stoker.control.watch.rank_inspection import RankInspection
@@ -353,7 +353,7 @@ class Watcher:
             if before is not None and inspection.newest > before.newest:
                 doing = "it is entering one collective after another"
             else:
-                doing = activity(before, inspection, now - inspected_at if inspected_at is not None else 0.0)
+                doing = describe_work(before, inspection, now - inspected_at if inspected_at is not None else 0.0)
             if doing:
                 progress.works(doing, now)
             elif not stack_frames.in_collective(inspection.main) and progress.shown > (

@@ -12,15 +12,15 @@ from stoker.control.verdict.catalogue import CATALOGUE, Case, CauseMatch, Family
 from stoker.control.verdict.echo import lost_loader_worker
 from stoker.control.verdict.exit_text import (
     at_location,
-    exit_text,
-    find,
+    extract_searched_text,
+    find_in_output,
     first_line,
     line_evidence,
     line_of,
     path_in,
     shm_evidence,
 )
-from stoker.control.verdict.rules.memory import memory_trend
+from stoker.control.verdict.rules.memory import describe_memory_trend
 
 ORDER = 50
 
@@ -61,9 +61,9 @@ data.shm: Shared memory is too small for what the data loader's workers send.
   fix: use less shared memory: fewer workers, prefetch_factor=1, smaller batches; or num_workers=0
   fix: torch.multiprocessing.set_sharing_strategy('file_system') if file descriptors, not bytes, run out
 """)
-def shm(case: Case, match: Match | None) -> CauseMatch | None:
+def match_shm(case: Case, match: Match | None) -> CauseMatch | None:
     context = case.end.around
-    bus_error = find(case, r"DataLoader worker \(pid \d+\) is killed by signal: Bus error[^\n]*")
+    bus_error = find_in_output(case, r"DataLoader worker \(pid \d+\) is killed by signal: Bus error[^\n]*")
     # When the agent looks, the workers are gone and their memory with them: the size says more than what is free.
     is_small = context.shm_total is not None and (
         context.shm_total < _SMALL_SHM or (context.shm_free or 0) * 10 < context.shm_total
@@ -95,13 +95,13 @@ data.worker-died, again: A worker process of the data loader died.
   fix: aborted or a segmentation fault: a library that can't be used after a fork (multiprocessing_context='spawn'), or a
       broken file
 """)
-def worker_died(case: Case, match: Match | None) -> CauseMatch | None:
+def match_worker_died(case: Case, match: Match | None) -> CauseMatch | None:
     # The signal is in the exception that this one was raised from.
-    match = match or find(case, r"DataLoader worker \(pid\(s\) ([\d, ]+)\) exited unexpectedly")
+    match = match or find_in_output(case, r"DataLoader worker \(pid\(s\) ([\d, ]+)\) exited unexpectedly")
     error = case.end.error
     if not match and error is not None and lost_loader_worker(error):
         raised = f"{error.type}{': ' + first_line(error.message) if error.message.strip() else ''}"
-        evidence = (*line_evidence(case, raised), *memory_trend(case.end.around))
+        evidence = (*line_evidence(case, raised), *describe_memory_trend(case.end.around))
         return CauseMatch(f"a data-loader worker of {case.rank_name} died while it sent a batch ({raised})", evidence)
     if not match:
         return None
@@ -115,7 +115,7 @@ def worker_died(case: Case, match: Match | None) -> CauseMatch | None:
             how = f"ended with exit code {status[2]}"
             fix = (alone,)
     summary = f"a data-loader worker (pid {match[1]}) of {case.rank_name} {how}"
-    return CauseMatch(summary, (*line_evidence(case, line_of(match)), *memory_trend(case.end.around)), fix)
+    return CauseMatch(summary, (*line_evidence(case, line_of(match)), *describe_memory_trend(case.end.around)), fix)
 
 
 @family.cause(r"""
@@ -130,15 +130,15 @@ data.no-space: The disk, or a quota, is full.
   fix: keep fewer checkpoints; stoker clean --cache shows data and compile caches and their size
   fix: {INCOMPLETE}
 """)
-def no_space(case: Case, match: Match) -> CauseMatch:
-    line, text = line_of(match), exit_text(case)
+def match_no_space(case: Case, match: Match) -> CauseMatch:
+    line, text = line_of(match), extract_searched_text(case)
     path = path_in(line) or next((path[1] for pattern in _FULL_PATHS if (path := re.search(pattern, text))), "")
     disks = case.end.around.full_disks
     if os.path.isabs(path):
         holding = [disk for disk in disks if os.path.commonpath([path, disk[0]]) == disk[0]]
         disks = tuple(sorted(holding, key=lambda disk: len(disk[0]))[-1:])
     full = [f"{mount} ({format_bytes(free)} of {format_bytes(total)} free)" for mount, free, total in disks]
-    complete = _complete_outputs(case)
+    complete = _find_complete_outputs(case)
     summary = f"{case.rank_name}: no space left{f' for {path}' if path else ''}{at_location(case)}"
     if full:
         summary += f"; full: {', '.join(full)}"
@@ -151,7 +151,7 @@ def no_space(case: Case, match: Match) -> CauseMatch:
     return CauseMatch(summary, (*line_evidence(case, line), *usable), fix)
 
 
-def _complete_outputs(case: Case) -> list[str]:
+def _find_complete_outputs(case: Case) -> list[str]:
     """Return the paths of the newest complete checkpoint and of the models that ranks report as written."""
     paths = []
     checkpoint = case.evidence.checkpoint
@@ -183,7 +183,7 @@ data.corrupt: A checkpoint or a data file is damaged, or not the kind of file it
   fix: a text that begins with `version https://git-lfs` is a pointer: git lfs pull. An HTML page is a failed download
   fix: a checkpoint: resume from the one before; write to another name, then rename, so that an incomplete file is never loaded
 """)
-def corrupt(case: Case, match: Match | None) -> CauseMatch | None:
+def match_corrupt_file(case: Case, match: Match | None) -> CauseMatch | None:
     if not match and not _is_cut_off(case):
         return None
     error = case.end.error
@@ -191,7 +191,7 @@ def corrupt(case: Case, match: Match | None) -> CauseMatch | None:
     if match:
         what = first_line(re.sub(r"\s+", " ", match[0]))
     line = line_of(match) if match else what
-    file = _damaged_file(case, line)
+    file = _find_damaged_file(case, line)
     lfs = " (a git-lfs pointer?)" if "invalid load key, 'v'" in what or "Unsupported operand 118" in what else ""
     summary = f"{case.rank_name}: {file or 'a file'} is damaged: {what}{lfs}{at_location(case)}"
     general, pointer, checkpoint = CATALOGUE["data.corrupt"].fix
@@ -203,7 +203,7 @@ def corrupt(case: Case, match: Match | None) -> CauseMatch | None:
     return CauseMatch(summary, line_evidence(case, line), fix)
 
 
-def _damaged_file(case: Case, line: str) -> str:
+def _find_damaged_file(case: Case, line: str) -> str:
     """Return the path in the message, else the file in the variables of the code that failed; empty if there is none."""
     path = re.search(r"'(/[^'\n]{1,400})'", line)
     files = case.end.error.files if case.end.error is not None else ()
@@ -251,7 +251,7 @@ data.permission: The script may not read or write a file.
   fix: another user's cache: set HF_HOME and TORCH_HOME to a folder of your own; a container's user is not the
       host's
 """)
-def permission(case: Case, match: Match) -> CauseMatch:
+def match_permission(case: Case, match: Match) -> CauseMatch:
     why = "read-only file system" if "Errno 30" in match[0] else "permission denied"
     return CauseMatch(f"{case.rank_name}: can't open {path_in(match[0])}: {why}", line_evidence(case, match[0]))
 
@@ -267,13 +267,13 @@ data.file-missing: A file that the script needs does not exist.
       is a race: put a barrier between them
   fix: a model by its hub name: logged in (HF_TOKEN), online (HF_HUB_OFFLINE unset), spelled right?
 """)
-def file_missing(case: Case, match: Match | None) -> CauseMatch | None:
+def match_missing_file(case: Case, match: Match | None) -> CauseMatch | None:
     error = case.end.error
     if not match and not (error is not None and error.type == "FileNotFoundError" and error.message.strip()):
         return None
     if error is not None and re.search(r"subprocess\.py\", line \d+, in _execute_child", error.traceback):
         return None
-    line = line_of(match) if match else first_line(exit_text(case))
+    line = line_of(match) if match else first_line(extract_searched_text(case))
     path = path_in(line)
     missing = f"{path} does not exist" if path else first_line(line)
     return CauseMatch(f"{case.rank_name}: {missing}", line_evidence(case, line))

@@ -58,7 +58,7 @@ env.version: Two packages have incompatible versions.
   fix: GLIBC: the wheel needs a newer system; use an older wheel or a newer image
   fix: LD_LIBRARY_PATH may point to the wrong library: unset it and try again
 """)
-def version(case: Case, match: Match) -> CauseMatch:
+def match_version(case: Case, match: Match) -> CauseMatch:
     summary = f"{case.rank_name}: incompatible versions: {first_line(line_of(match))}{at_location(case)}"
     return CauseMatch(summary, traceback_evidence(case.end) or (line_of(match),))
 
@@ -77,9 +77,9 @@ env.shadowed: A file in the script's folder hides a module of the same name.
   unless: no other module has this name: env.import
   fix: rename the file (and delete its __pycache__): Python looks into the script's folder first
 """)
-def shadowed(case: Case) -> CauseMatch | None:
+def match_shadowed_module(case: Case) -> CauseMatch | None:
     error = case.end.error
-    file = _imported_by_library(error.traceback) or error.module_file if error is not None else ""
+    file = _find_shadowing_file(error.traceback) or error.module_file if error is not None else ""
     if error is None or not file or is_library(file):
         return None
     name = _module_name(file)
@@ -94,7 +94,7 @@ def shadowed(case: Case) -> CauseMatch | None:
     return CauseMatch(summary, traceback_evidence(case.end), fix)
 
 
-def _imported_by_library(traceback: str) -> str:
+def _find_shadowing_file(traceback: str) -> str:
     """Return the user's file that a library imported instead of the module of that name; empty if there is none."""
     frames = [frame for frame in _FRAME.findall(traceback) if not frame[0].startswith("<frozen")]
     file: str
@@ -116,7 +116,7 @@ env.import: A module that the script imports does not exist, or lacks the import
   unless: the module was found and something else in it failed: then that is the exception
   fix: {RIGHT_PYTHON}
 """)
-def missing_module(case: Case) -> CauseMatch | None:
+def match_missing_module(case: Case) -> CauseMatch | None:
     error = case.end.error
     if error is None or error.type not in ("ImportError", "ModuleNotFoundError"):
         return None
@@ -130,7 +130,7 @@ env.syntax: The script, or a file it imports, is not valid for this Python.
   seen: a SyntaxError, IndentationError or TabError ended the rank
   fix: fix {place}
 """)
-def syntax(case: Case) -> CauseMatch | None:
+def match_syntax_error(case: Case) -> CauseMatch | None:
     error = case.end.error
     if error is None or error.type not in ("SyntaxError", "IndentationError", "TabError"):
         return None

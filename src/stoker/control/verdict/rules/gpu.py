@@ -7,7 +7,7 @@ import signal
 
 from stoker.contract import kernel_messages
 from stoker.control.verdict.catalogue import Case, CauseMatch, Family, Match
-from stoker.control.verdict.exit_text import find, line_of, noticed_evidence
+from stoker.control.verdict.exit_text import find_in_output, line_of, noticed_evidence
 
 ORDER = 30
 
@@ -29,13 +29,13 @@ _DEBUG = f"stoker run --debug-retry …   # runs it again with blocking launches
 family = Family(__name__, noticed_evidence, DEAD=_DEAD, DEBUG=_DEBUG)
 
 
-def _hardware_xids(case: Case) -> list[tuple[int, str]]:
+def _find_hardware_xids(case: Case) -> list[tuple[int, str]]:
     """Return (number, line) of hardware Xids in the kernel's log since the rank's start, if its exit is about its GPU."""
     if "GPU" not in case.end.label:
         return []
     code = case.end.code
     crashed = case.end.error is None and code is not None and code < 0 and code != -signal.SIGKILL
-    if not crashed and not find(case, r"(?i)\b(?:cuda|nccl|hip|nvml|cublas|cudnn)"):
+    if not crashed and not find_in_output(case, r"(?i)\b(?:cuda|nccl|hip|nvml|cublas|cudnn)"):
         return []
     lines = ((kernel_messages.parse_xid(line), line) for line in case.end.around.kernel)
     return [(xid[1], line) for xid, line in lines if xid is not None and xid[1] in _XIDS]
@@ -49,8 +49,8 @@ gpu.lost, again: The GPU no longer answers its driver.
   unless: the GPU answers and a kernel failed on it: gpu.launch-failure or gpu.illegal-access
   fix: {DEAD}
 """)
-def lost(case: Case, match: Match | None) -> CauseMatch | None:
-    off_bus = [line for number, line in _hardware_xids(case) if number == 79]
+def match_lost_gpu(case: Case, match: Match | None) -> CauseMatch | None:
+    off_bus = [line for number, line in _find_hardware_xids(case) if number == 79]
     if not off_bus and not match:
         return None
     noticed = noticed_evidence(case, line_of(match)) if match else ()
@@ -65,8 +65,8 @@ gpu.ecc, again: The GPU's memory returned an error that could not be corrected.
   unless: errors that were corrected: they are counted and do no harm
   fix: {DEAD}
 """)
-def ecc(case: Case, match: Match | None) -> CauseMatch | None:
-    xids = [line for number, line in _hardware_xids(case) if number in (48, 95)]
+def match_ecc(case: Case, match: Match | None) -> CauseMatch | None:
+    xids = [line for number, line in _find_hardware_xids(case) if number in (48, 95)]
     if not xids and not match:
         return None
     summary = f"{case.rank_name}: uncorrectable memory (ECC) error on its GPU"
@@ -82,8 +82,8 @@ gpu.xid, again: The driver reported a fault of the GPU itself.
       --gpu-reset -i N, as root)
   fix: {DEAD}
 """)
-def xid(case: Case) -> CauseMatch | None:
-    xids = _hardware_xids(case)
+def match_xid(case: Case) -> CauseMatch | None:
+    xids = _find_hardware_xids(case)
     if not xids:
         return None
     number = next((number for number, _ in xids if number != _CONTAINED), _CONTAINED)
@@ -101,7 +101,7 @@ gpu.busy, again: The GPU refused the process: its compute mode, its memory, or a
   fix: stoker doctor --only gpu.   # which process uses it, and whether a context can be created: if not, the GPU is faulty
   fix: {DEAD}
 """)
-def busy(case: Case, match: Match) -> CauseMatch:
+def match_busy_gpu(case: Case, match: Match) -> CauseMatch:
     holders = [holder for holder in case.end.around.holders if not holder.get("ours")]
     in_use = [
         f"pid {holder.get('pid')} ({holder.get('command') or 'outside this container'}) is on the GPU"
@@ -165,7 +165,7 @@ gpu.duplicate: Two ranks use the same GPU, and NCCL refuses that.
   fix: or stoker run --isolate: each rank sees its own GPU only, and `cuda:0` is right everywhere
   fix: several ranks on one GPU on purpose: gloo can do that, NCCL can't
 """)
-def duplicate(case: Case, match: Match) -> CauseMatch:
+def match_duplicate_gpu(case: Case, match: Match) -> CauseMatch:
     summary = f"rank {match[1]} and rank {match[2]} are on the same GPU: the script does not choose by LOCAL_RANK"
     return CauseMatch(summary, noticed_evidence(case, match[0]))
 
@@ -181,7 +181,7 @@ gpu.assert: A kernel's own check failed on the GPU: nearly always an index out o
   fix: {DEBUG}
   fix: the same batch on the CPU names the index in a Python exception
 """)
-def device_assert(case: Case, match: Match) -> CauseMatch:
+def match_device_assert(case: Case, match: Match) -> CauseMatch:
     asserted = re.search(r"Assertion `([^`]+?)` failed|Assertion `([^']+)' failed", case.output)
     condition = (asserted[1] or asserted[2]) if asserted else ""
     meaning = next((text for piece, text in _ASSERTIONS.items() if piece in condition), "")
@@ -242,7 +242,7 @@ gpu.not-initialized: cuBLAS or cuDNN could not start on the GPU.
   fix: LD_LIBRARY_PATH must not point to another cuDNN or cuBLAS than torch's own: unset it and try again
   fix: an earlier error on the GPU (an index out of range) can end up here: {DEBUG}
 """)
-def not_initialized(case: Case, match: Match) -> CauseMatch:
+def match_not_initialized(case: Case, match: Match) -> CauseMatch:
     library = "cuBLAS" if match[1] == "CUBLAS" else "cuDNN"
     summary = f"{case.rank_name}: {library} could not start on its GPU"
     return CauseMatch(summary, noticed_evidence(case, line_of(match)))

@@ -13,7 +13,14 @@ from stoker.contract.evidence import RankExit
 from stoker.contract.frozen import frozen
 from stoker.contract.units import format_bytes
 from stoker.control.verdict.catalogue import Case, CauseMatch, Family
-from stoker.control.verdict.exit_text import at_location, exit_text, find, last_seen_at, line_of, location
+from stoker.control.verdict.exit_text import (
+    at_location,
+    extract_searched_text,
+    find_in_output,
+    last_seen_at,
+    line_of,
+    location,
+)
 
 ORDER = 25
 
@@ -83,7 +90,7 @@ class StepPhase:
         return _PHASE_TEXTS[self.name]
 
 
-def phase_of(end: RankExit) -> StepPhase | None:
+def find_phase(end: RankExit) -> StepPhase | None:
     """Return the phase that the traceback shows, or None: the forward pass, or unknown."""
     frames = _FRAME.findall(end.error.traceback if end.error is not None else "")
     name = next((name for name in _PHASES if _is_in_phase(name, frames)), None)
@@ -140,7 +147,7 @@ def parse_out_of_memory(text: str) -> AllocationFailure | None:
         return None
     text = text[head.start() :]
     processes = re.findall(rf"Process (\d+) has {_SIZE} memory in use", text)
-    others = tuple((int(pid), _bytes(count, unit)) for pid, count, unit in processes)
+    others = tuple((int(pid), _to_bytes(count, unit)) for pid, count, unit in processes)
     allocated = _find_size(text, rf"Of the allocated memory {_SIZE}")
     unused = _find_size(text, rf"{_SIZE} is reserved by PyTorch but unallocated")
     own = _find_size(text, rf"this process has {_SIZE} memory in use")
@@ -152,7 +159,7 @@ def parse_out_of_memory(text: str) -> AllocationFailure | None:
             own = smallest[1]
             others = tuple(process for process in others if process != smallest)
     return AllocationFailure(
-        _bytes(head[1], head[2]),
+        _to_bytes(head[1], head[2]),
         _find_size(text, rf"total capacity of {_SIZE}"),
         _find_size(text, rf"of which {_SIZE} is free"),
         own,
@@ -165,10 +172,10 @@ def parse_out_of_memory(text: str) -> AllocationFailure | None:
 
 def _find_size(text: str, pattern: str) -> int | None:
     match = re.search(pattern, text)
-    return _bytes(match[1], match[2]) if match else None
+    return _to_bytes(match[1], match[2]) if match else None
 
 
-def _bytes(count: str, unit: str) -> int:
+def _to_bytes(count: str, unit: str) -> int:
     return int(float(count) * _UNITS[unit])
 
 
@@ -278,11 +285,11 @@ class GpuMemory:
         return ", ".join(parts)
 
 
-def _examine(case: Case) -> tuple[GpuMemory, tuple[str, ...]] | None:
+def _examine_memory(case: Case) -> tuple[GpuMemory, tuple[str, ...]] | None:
     """Return (the GPU's memory, evidence) if the rank ran out of GPU memory, else None."""
-    text = exit_text(case)
+    text = extract_searched_text(case)
     failure = parse_out_of_memory(text)
-    match = None if failure else find(case, _WITHOUT_NUMBERS)
+    match = None if failure else find_in_output(case, _WITHOUT_NUMBERS)
     if failure is None and match is None:
         return None
     memory = GpuMemory(case, failure)
@@ -301,8 +308,8 @@ oom.gpu-foreign, again: Other processes hold the GPU's memory.
       oom.gpu
   fix: {FREE_MEMORY}
 """)
-def foreign(case: Case) -> CauseMatch | None:
-    examined = _examine(case)
+def match_foreign_memory(case: Case) -> CauseMatch | None:
+    examined = _examine_memory(case)
     if examined is None or not examined[0].foreign_decides:
         return None
     memory, evidence = examined
@@ -327,8 +334,8 @@ oom.gpu-fragmentation: The GPU had enough memory, but in pieces that are too sma
   fix: shapes that vary from step to step fragment memory: pad or bucket the sequences, or pack them to one length
   fix: evaluation and saving between training steps: the same batch shape, or torch.cuda.empty_cache() once after them
 """)
-def fragmentation(case: Case) -> CauseMatch | None:
-    examined = _examine(case)
+def match_fragmentation(case: Case) -> CauseMatch | None:
+    examined = _examine_memory(case)
     if examined is None:
         return None
     memory, evidence = examined
@@ -347,8 +354,8 @@ oom.gpu: The model, the batch or the optimizer is too big for the GPU.
   unless: others hold the memory: oom.gpu-foreign; as much as needed is reserved and unused: oom.gpu-fragmentation
   fix: {SMALLER}
 """)
-def too_big(case: Case) -> CauseMatch | None:
-    examined = _examine(case)
+def match_out_of_memory(case: Case) -> CauseMatch | None:
+    examined = _examine_memory(case)
     if examined is None:
         return None
     memory, evidence = examined
@@ -356,10 +363,10 @@ def too_big(case: Case) -> CauseMatch | None:
     # The last line of this kind that `stoker train` printed: which term of its memory plan was larger than planned.
     plan = re.findall(r"ran out of GPU memory at [^\n]{0,400}", case.end.tail)[-1:]
     evidence = (*evidence, *plan)
-    phase = phase_of(case.end)
+    phase = find_phase(case.end)
     summary = f"{case.rank_name}: out of GPU memory{f' {phase.text}' if phase else ''}"
     summary += at_location(case) or (f"; last seen at {last_seen_at(case)}" if last_seen_at(case) else "")
-    advice = (phase.advice, *_smaller(case)) if phase and phase.advice else _smaller(case)
+    advice = (phase.advice, *_choose_memory_advice(case)) if phase and phase.advice else _choose_memory_advice(case)
     if failure is None:
         return CauseMatch(summary, evidence, advice)
     summary += f": {memory.describe_failure()}"
@@ -380,7 +387,7 @@ def too_big(case: Case) -> CauseMatch | None:
     return CauseMatch(summary, evidence, advice)
 
 
-def _smaller(case: Case) -> tuple[str, ...]:
+def _choose_memory_advice(case: Case) -> tuple[str, ...]:
     """Return the advice of _SMALLER that fits what the record shows of this program."""
     error = case.end.error
     text = f"{error.traceback if error else ''}\n{case.output}"

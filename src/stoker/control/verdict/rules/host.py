@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from stoker.control.verdict.catalogue import Case, CauseMatch, Family, Match
-from stoker.control.verdict.exit_text import find, line_of, traceback_evidence
+from stoker.control.verdict.exit_text import find_in_output, line_of, traceback_evidence
 
 ORDER = 60
 
@@ -22,7 +22,7 @@ host.processes: The host allows no more processes or threads.
   fix: ulimit -u, and cat /sys/fs/cgroup/pids.max: a container's limit includes threads (docker run --pids-limit=-1)
   fix: fewer threads: OMP_NUM_THREADS (Stoker sets cores ÷ ranks unless it is set), fewer data-loader workers
 """)
-def processes(case: Case, match: Match | None) -> CauseMatch | None:
+def match_process_limit(case: Case, match: Match | None) -> CauseMatch | None:
     error = case.end.error
     if (
         not match
@@ -30,7 +30,7 @@ def processes(case: Case, match: Match | None) -> CauseMatch | None:
         and "[Errno 11]" in error.message
         and re.search(r"in _execute_child|popen_fork|os\.fork\(", error.traceback)
     ):
-        match = find(case, r"\[Errno 11\][^\n]*")
+        match = find_in_output(case, r"\[Errno 11\][^\n]*")
     if not match:
         return None
     summary = f"{case.rank_name}: no more processes or threads are allowed ({line_of(match)})"

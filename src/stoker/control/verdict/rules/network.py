@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 
 from stoker.control.verdict.catalogue import Case, CauseMatch, Family, Match
-from stoker.control.verdict.exit_text import at_location, exit_text, find, first_line, line_of, location, shm_evidence
+from stoker.control.verdict.exit_text import (
+    at_location,
+    extract_searched_text,
+    find_in_output,
+    first_line,
+    line_of,
+    location,
+    shm_evidence,
+)
 
 ORDER = 40
 
@@ -36,7 +44,7 @@ net.port-in-use, again: The script asked for a port that is in use.
       own
   fix: for a server, choose another port, or end the process that uses this one (ss -ltnp shows it)
 """)
-def port_in_use(case: Case) -> CauseMatch | None:
+def match_port_in_use(case: Case) -> CauseMatch | None:
     error = case.end.error
     if error is None or not ("EADDRINUSE" in error.message or "address already in use" in error.message.lower()):
         return None
@@ -54,8 +62,8 @@ gloo.interface: gloo was told to use a network interface that this host does not
       different ones
   fix: without it gloo uses the address of the host's own name: getent hosts $(hostname) must print it
 """)
-def gloo_interface(case: Case, match: Match | None) -> CauseMatch | None:
-    if not match or not find(case, r"gloo|GLOO|Gloo"):
+def match_gloo_interface(case: Case, match: Match | None) -> CauseMatch | None:
+    if not match or not find_in_output(case, r"gloo|GLOO|Gloo"):
         return None
     summary = f"{case.rank_name}: gloo finds no address for {match[1] or 'this host'}"
     return CauseMatch(summary, _line_and_location(case, line_of(match)))
@@ -84,16 +92,16 @@ gloo.connection, again: A rank could not connect to its peers at the start.
       connection to something other than a peer: rank.exception
   fix: {REACH}
 """)
-def gloo_connection(case: Case, match: Match | None) -> CauseMatch | None:
+def match_gloo_connection(case: Case, match: Match | None) -> CauseMatch | None:
     if match:
         summary = f"{case.rank_name} can't connect to a peer (gloo)"
         return CauseMatch(summary, _line_and_location(case, line_of(match)))
-    return None if "GPU" in case.end.label else store(case)
+    return None if "GPU" in case.end.label else _match_store_failure(case)
 
 
-def store(case: Case) -> CauseMatch | None:
+def _match_store_failure(case: Case) -> CauseMatch | None:
     """Match a rank that could not reach the store, or whose peers did not."""
-    match = find(case, STORE)
+    match = find_in_output(case, STORE)
     if not match:
         return None
     if match[3]:
@@ -113,7 +121,7 @@ gloo.timeout, again: A gloo collective timed out, and nothing shows why.
       or evaluation on one rank
   fix: long work on one rank between collectives: init_process_group(timeout=timedelta(hours=2))
 """)
-def gloo_timeout(case: Case, match: Match) -> CauseMatch:
+def match_gloo_timeout(case: Case, match: Match) -> CauseMatch:
     summary = f"{case.rank_name} waited {int(match[1]) / 1000:.0f} s for a peer in a {match[2]}"
     return CauseMatch(summary, _line_and_location(case, line_of(match)))
 
@@ -121,13 +129,13 @@ def gloo_timeout(case: Case, match: Match) -> CauseMatch:
 # ---- NCCL ----
 
 
-def _last_error(case: Case) -> str:
-    match = re.search(r"Last error:\s*\n(?:\[rank\d+\]: )?([^\n]+)", exit_text(case))
+def _find_nccl_error(case: Case) -> str:
+    match = re.search(r"Last error:\s*\n(?:\[rank\d+\]: )?([^\n]+)", extract_searched_text(case))
     return match[1].strip() if match else ""
 
 
 def _nccl_evidence(case: Case, line: str) -> tuple[str, ...]:
-    last = _last_error(case)
+    last = _find_nccl_error(case)
     at = (f"at {location(case.end)}",) if case.end.error else ()
     return (line, *((f"NCCL's last error: {last}",) if last and last not in line else ()), *at)
 
@@ -166,7 +174,7 @@ nccl.shm: NCCL could not get shared memory: /dev/shm is too small, or full.
   fix: stoker clean   # shows segments that dead runs left there
   fix: NCCL_SHM_DISABLE=1 continues without it, slower
 """)
-def shm(case: Case, match: Match) -> CauseMatch:
+def match_nccl_shm(case: Case, match: Match) -> CauseMatch:
     shm_free = shm_evidence(case.end.around)
     summary = f"{case.rank_name}: NCCL got no shared memory{' (' + shm_free[0] + ')' if shm_free else ''}"
     return CauseMatch(summary, (*_nccl_evidence(case, line_of(match)), *shm_free))
@@ -184,12 +192,12 @@ nccl.connection, again: A rank could not connect to its peers at the start.
       not docker0 or a VPN
   fix: {WARN}
 """)
-def connection(case: Case, match: Match | None) -> CauseMatch | None:
+def match_nccl_connection(case: Case, match: Match | None) -> CauseMatch | None:
     if match and "reset by peer" not in match[0]:
         peer = re.search(r"to ([\d.:a-f\[\]%\w]+<\d+>)", match[0])
         summary = f"{case.rank_name} can't connect to {peer[1] if peer else 'a peer'} (NCCL)"
         return CauseMatch(summary, _nccl_evidence(case, line_of(match)))
-    return store(case) if "GPU" in case.end.label else None
+    return _match_store_failure(case) if "GPU" in case.end.label else None
 
 
 @nccl.cause("""
@@ -205,8 +213,8 @@ nccl.cuda, again: A CUDA call inside NCCL failed.
       BIOS, a virtual machine)
   fix: {WARN}
 """)
-def cuda(case: Case, match: Match) -> CauseMatch:
-    last = _last_error(case)
+def match_nccl_cuda(case: Case, match: Match) -> CauseMatch:
+    last = _find_nccl_error(case)
     summary = f"{case.rank_name}: NCCL: unhandled cuda error{': ' + first_line(last) if last else ''}"
     return CauseMatch(summary, _nccl_evidence(case, line_of(match)))
 
@@ -221,10 +229,10 @@ nccl.system, again: A system call inside NCCL failed.
   fix: limits: ulimit -l (locked memory, unlimited for InfiniBand), ulimit -n, docker's --ulimit memlock=-1
   fix: {REACH}
 """)
-def system(case: Case, match: Match | None) -> CauseMatch | None:
-    if not match or find(case, r"(?i)reset by peer|remote process exited|Too many open files"):
+def match_nccl_system(case: Case, match: Match | None) -> CauseMatch | None:
+    if not match or find_in_output(case, r"(?i)reset by peer|remote process exited|Too many open files"):
         return None
-    last = _last_error(case)
+    last = _find_nccl_error(case)
     summary = f"{case.rank_name}: NCCL: unhandled system error{': ' + first_line(last) if last else ''}"
     return CauseMatch(summary, _nccl_evidence(case, line_of(match)))
 
@@ -241,7 +249,7 @@ nccl.timeout, again: A NCCL collective timed out, and nothing shows why.
   fix: long work on one rank between collectives: init_process_group(timeout=timedelta(hours=1)); NCCL_IB_TIMEOUT is
       something else
 """)
-def timeout(case: Case, match: Match) -> CauseMatch:
+def match_nccl_timeout(case: Case, match: Match) -> CauseMatch:
     line = line_of(match)
     work, ran = re.search(r"SeqNum=(\d+), OpType=(\w+)", line), re.search(r"ran for (\d+) milliseconds", line)
     what = f"{work[2]} number {work[1]}" if work else "a collective"

@@ -62,7 +62,7 @@ nan.traced: A step's loss or gradient is NaN or infinite, and its replay shows w
   fix: --preset stable: cautious values for all of these settings
   fix: if the replay does not reproduce it: `stoker burnin` compares the GPUs bit for bit
 """)
-def traced(case: Case) -> CauseMatch | None:
+def match_traced_nan(case: Case) -> CauseMatch | None:
     error = case.end.error
     if error is None or not _is_traced(case.end):
         return None
@@ -78,7 +78,7 @@ def _is_traced(end: RankExit) -> bool:
     return end.error is not None and (end.error.type, end.error.module) == non_finite
 
 
-def rank_named_by(ends: Sequence[RankExit]) -> RankExit | None:
+def find_named_rank(ends: Sequence[RankExit]) -> RankExit | None:
     """Return the rank that a traced NaN names, or None. All ranks raise the same error, so the first is not the guilty one."""
     for end in ends:
         if not _is_traced(end) or end.error is None:
@@ -91,7 +91,7 @@ def rank_named_by(ends: Sequence[RankExit]) -> RankExit | None:
 _VERBS = {"loss": "the loss is", "exploding": "the loss has exploded to", "grad-norm": "the gradient norm is"}
 
 
-def summary(bad: BadNumber, label: str, world_size: int, lasting: bool = False) -> str:
+def summarize_bad_number(bad: BadNumber, label: str, world_size: int, lasting: bool = False) -> str:
     """Return one line; `lasting` if the number has been bad for several steps.
 
     It does not name the rank of a loss that only one rank prints (`shared`): any rank may have it.
@@ -118,5 +118,5 @@ def make_loss_report(bad: BadNumber, label: str, world_size: int) -> dict[str, A
     if bad.source == "beat":
         source = f"reported by stoker.beat: loss {bad.value}"
     rank = None if bad.shared and world_size > 1 else bad.rank
-    text = summary(bad, label, world_size, lasting=True)
+    text = summarize_bad_number(bad, label, world_size, lasting=True)
     return make_report(cause_id, text, [source, get_cause(cause_id).seen], rank=rank, step=bad.step)

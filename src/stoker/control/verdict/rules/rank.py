@@ -13,7 +13,7 @@ from stoker.contract.units import plural
 from stoker.control.verdict.catalogue import Case, CauseMatch, Family
 from stoker.control.verdict.echo import is_consequence
 from stoker.control.verdict.exit_text import first_line, last_lines, location, signal_name
-from stoker.control.verdict.rules.memory import memory_trend
+from stoker.control.verdict.rules.memory import describe_memory_trend
 
 ORDER = 99
 
@@ -33,7 +33,7 @@ rank.breakpoint: A rank reached a breakpoint() and has no terminal.
   fix: remove it from {place}, or debug with one rank: stoker run --nproc-per-node 1
   fix: only rank 0 has the terminal: `if rank == 0: breakpoint()`
 """)
-def breakpoint_(case: Case) -> CauseMatch | None:
+def match_breakpoint(case: Case) -> CauseMatch | None:
     error = case.end.error
     if error is None or error.type != "BdbQuit":
         return None
@@ -48,7 +48,7 @@ rank.exception, again: The script raised an exception and did not catch it.
   fix: look at {place}
   fix: {LOGS}
 """)
-def exception(case: Case) -> CauseMatch | None:
+def match_exception(case: Case) -> CauseMatch | None:
     error = case.end.error
     if error is None:
         return None
@@ -76,7 +76,7 @@ rank.early-exit, again: A rank exited with code 0 before the others were done.
       `if rank` or a condition on data
   fix: {LOGS}
 """)
-def left_early(case: Case) -> CauseMatch | None:
+def match_early_exit(case: Case) -> CauseMatch | None:
     end = case.end
     if end.code != 0 and not (_aborted_after_script(end) and _others_needed(case)):
         return None
@@ -128,7 +128,7 @@ rank.killed, again: A rank was killed with SIGKILL from outside.
   unless: the cgroup's oom_kill counter rose, or the kernel's log names the pid: oom.host
   fix: an administrator, a script or the OOM killer sent it; this host's log can't be read from here: see dmesg there
 """)
-def killed(case: Case) -> CauseMatch | None:
+def match_killed(case: Case) -> CauseMatch | None:
     number, _, evidence = _signal_of(case)
     if number != signal.SIGKILL:
         return None
@@ -137,7 +137,7 @@ def killed(case: Case) -> CauseMatch | None:
     hints = [f"kernel: {line}" for line in context.kernel if "emory" in line or "oom" in line][-2:]
     no_oom = "no out-of-memory kill of this rank could be seen"
     summary = f"{case.rank_name} was killed with SIGKILL from outside"
-    return CauseMatch(summary, (*evidence, no_oom, *memory_trend(context), *hints))
+    return CauseMatch(summary, (*evidence, no_oom, *describe_memory_trend(context), *hints))
 
 
 @family.cause("""
@@ -149,15 +149,15 @@ rank.crash, again: Native code crashed the rank.
       torch.distributed.destroy_process_group() at its end
   fix: {LOGS}
 """)
-def crash(case: Case) -> CauseMatch | None:
+def match_crash(case: Case) -> CauseMatch | None:
     number, name, evidence = _signal_of(case)
     if number not in CRASHES:
         return None
     if _aborted_after_script(case.end):
-        return _aborted_when_done(case, name, evidence)
+        return _match_abort_after_script(case, name, evidence)
     if parse_stacks(case.end.stack) and not any(thread["frames"] for thread in parse_stacks(case.end.stack)):
-        return _crashed_while_ending(case, name, evidence)
-    where, frames = _crash_location(case.end.stack)
+        return _match_crash_at_end(case, name, evidence)
+    where, frames = _find_crash_location(case.end.stack)
     lines = [f'  File "{file}", line {line}, in {function}' for function, file, line in frames[:20]]
     look = (f"look at {where[3:]}",) if where.startswith("at ") else ()
     stack = (f"the Python stack is in the record: rank-{case.end.rank}.stack.txt",) if case.end.stack else ()
@@ -165,7 +165,7 @@ def crash(case: Case) -> CauseMatch | None:
     return CauseMatch(summary, (*evidence, *lines), (*look, *stack, f"stoker logs --rank {case.end.rank}"))
 
 
-def _crashed_while_ending(case: Case, name: str, evidence: tuple[str, ...]) -> CauseMatch:
+def _match_crash_at_end(case: Case, name: str, evidence: tuple[str, ...]) -> CauseMatch:
     """Return the match for a crash with no Python code left to run: the script had ended, a library's threads had not.
 
     Usually these are gloo's (`terminate called without an active exception`), without a destroy_process_group().
@@ -173,7 +173,7 @@ def _crashed_while_ending(case: Case, name: str, evidence: tuple[str, ...]) -> C
     after = f" after step {case.end.steps}" if case.end.steps else ""
     return CauseMatch(
         f"{case.rank_name} died of {name} while its process was ending: its script had already ended{after}",
-        (*evidence, "no thread was running Python code", *_printed_by_terminate(case)),
+        (*evidence, "no thread was running Python code", *_find_terminate_lines(case)),
         (
             "if it should not have ended yet: look for sys.exit() or a loop that is shorter on this rank"
             " (unequal number of batches)",
@@ -183,7 +183,7 @@ def _crashed_while_ending(case: Case, name: str, evidence: tuple[str, ...]) -> C
     )
 
 
-def _aborted_when_done(case: Case, name: str, evidence: tuple[str, ...]) -> CauseMatch:
+def _match_abort_after_script(case: Case, name: str, evidence: tuple[str, ...]) -> CauseMatch:
     """Return the match for a process that a library's thread aborted after its script had ended. No rank waits for it."""
     script = case.end.script_end
     assert script is not None
@@ -196,7 +196,7 @@ def _aborted_when_done(case: Case, name: str, evidence: tuple[str, ...]) -> Caus
     complete = ("the scripts of all ranks had ended: the work is complete",) if all_done else ()
     return CauseMatch(
         f"{case.rank_name}: its script {how}{after}, then its process died of {name} while it was shutting down",
-        (*evidence, *complete, *_printed_by_terminate(case)),
+        (*evidence, *complete, *_find_terminate_lines(case)),
         (
             "call torch.distributed.destroy_process_group() at the end of the script: torch's threads that are still"
             " running then can abort the process",
@@ -206,11 +206,11 @@ def _aborted_when_done(case: Case, name: str, evidence: tuple[str, ...]) -> Caus
     )
 
 
-def _printed_by_terminate(case: Case) -> tuple[str, ...]:
+def _find_terminate_lines(case: Case) -> tuple[str, ...]:
     return tuple(f"it printed: {line}" for line in case.end.tail.splitlines() if "terminate called" in line)[-1:]
 
 
-def _crash_location(stack: str) -> tuple[str, list[list[Any]]]:
+def _find_crash_location(stack: str) -> tuple[str, list[list[Any]]]:
     """Return where the crashed thread was, and its frames, from the stacks that faulthandler wrote.
 
     The location is the script's line and the library's: at x.py:3, in work (in string_at, ctypes/__init__.py:519).
@@ -219,12 +219,12 @@ def _crash_location(stack: str) -> tuple[str, list[list[Any]]]:
     crashed: list[list[Any]] = next((thread["frames"] for thread in threads if thread["current"]), [])
     if not crashed:
         main: list[list[Any]] = next((thread["frames"] for thread in threads if thread["main"]), [])
-        where = _script_and_innermost(main)
+        where = _describe_innermost(main)
         return (f"in a thread without Python code; the main thread was {where}", main) if where else ("", [])
-    return _script_and_innermost(crashed), crashed
+    return _describe_innermost(crashed), crashed
 
 
-def _script_and_innermost(frames: list[list[Any]]) -> str:
+def _describe_innermost(frames: list[list[Any]]) -> str:
     script = next((frame for frame in frames if not is_library(frame[1])), None)
     if script is None:
         return f"in {frames[0][0]} ({frames[0][1]}:{frames[0][2]})" if frames else ""
@@ -238,7 +238,7 @@ rank.signal, again: A signal from outside ended one rank.
   unless: the launcher passed it on: launch.stopped
   fix: {LOGS}
 """)
-def signalled(case: Case) -> CauseMatch | None:
+def match_signal(case: Case) -> CauseMatch | None:
     number, name, evidence = _signal_of(case)
     return CauseMatch(f"{case.rank_name} died of {name}", evidence) if number else None
 
@@ -249,7 +249,7 @@ rank.exit, again: The script ended itself with an exit code.
   unless: an exception was reported: rank.exception
   fix: {LOGS}
 """)
-def ended(case: Case) -> CauseMatch | None:
+def match_exit(case: Case) -> CauseMatch | None:
     evidence = (f"exit code {case.end.code}, no exception", *last_lines(case.end))
     last = next((line for line in reversed(case.end.tail.splitlines()) if line.strip()), "")
     # Stoker's own recipes refuse with one line and an exit code for the kind of refusal.
