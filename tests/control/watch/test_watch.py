@@ -319,14 +319,14 @@ def test_of_two_ranks_the_one_that_left_the_usual_order(guilty: int) -> None:
 def test_of_two_ranks_that_gloo_ended_one_still_knows_its_operations() -> None:
     """Rank 0 was aborted and left its stack; rank 1, with two reductions under way, made a first one that never came next."""
     watch, _ = watched()
-    watch.failed(0, (), at(14, "metric"))
+    watch.note_failure(0, (), at(14, "metric"))
     ops = [
         {**op(103), "usual": True},
         {**op(104, sizes=[[289]]), "usual": False},
         {**op(105, sizes=[[4]]), "usual": None},
     ]
-    watch.failed(1, [group(*ops)], [["main", SCRIPT, 40]])
-    stall = watch.last_word(sizes_differ=True)
+    watch.note_failure(1, [group(*ops)], [["main", SCRIPT, 40]])
+    stall = watch.final_stall(sizes_differ=True)
     assert (
         stall is not None
         and (stall.kind, stall.rank) == ("diverged", 1)
@@ -335,10 +335,10 @@ def test_of_two_ranks_that_gloo_ended_one_still_knows_its_operations() -> None:
     )
     for one in ops:
         one["usual"] = True
-    watch.failed(1, [group(*ops)], [["main", SCRIPT, 40]])
-    stall = watch.last_word(sizes_differ=True)
+    watch.note_failure(1, [group(*ops)], [["main", SCRIPT, 40]])
+    stall = watch.final_stall(sizes_differ=True)
     assert stall is not None and stall.rank == 0
-    assert watch.last_word(sizes_differ=False) is None
+    assert watch.final_stall(sizes_differ=False) is None
 
 
 def test_a_tie_names_both_with_their_lines() -> None:
@@ -512,13 +512,13 @@ def watched(
     for n in range(1, steps + 1):
         now = n * 0.5
         for one in range(world):
-            watch.beats(one, n * 10, 10, 0.05, now)
+            watch.note_steps(one, n * 10, 10, 0.05, now)
         watch.stragglers.next_order = lambda *_: None  # type: ignore[method-assign]
     return watch, now
 
 
 def answer(watch: Watcher, action: Inspect, now: float, *ranks: dict[str, Any]) -> None:
-    watch.answered("", action.order["ask"], json.dumps({str(n): one for n, one in enumerate(ranks)}).encode(), now)
+    watch.take_answer("", action.order["ask"], json.dumps({str(n): one for n, one in enumerate(ranks)}).encode(), now)
 
 
 SLEEPING = {
@@ -543,8 +543,8 @@ def drive(
     for n in range(int(seconds * 4)):
         at_ = now + n * 0.25
         if n * 0.25 < printing:
-            watch.printed(1, at_)
-        for action in watch.look(at_):
+            watch.note_output(1, at_)
+        for action in watch.next_actions(at_):
             if isinstance(action, Inspect):
                 answer(watch, action, at_, *ranks)
             else:
@@ -606,7 +606,7 @@ def looks(watch: Watcher, now: float, seconds: float, look: Callable[[float, int
     """Drive with a rank 1 that looks different each time: `look` gets the seconds since `now` and the number of the look."""
     actions, count = [], 0
     for n in range(int(seconds * 4)):
-        for action in watch.look(now + n * 0.25):
+        for action in watch.next_actions(now + n * 0.25):
             if isinstance(action, Inspect):
                 answer(watch, action, now + n * 0.25, WAITING, look(n * 0.25, count))
                 count += 1
@@ -733,7 +733,7 @@ def test_a_rank_that_stops_working_is_a_hang_one_timeout_later() -> None:
 def test_a_rank_in_a_collective_is_not_accused_while_another_works() -> None:
     """Each has an asynchronous operation that the other has not entered; rank 1 waits in its own, and rank 0 evaluates."""
     watch, now = watched(timeout=20.0)
-    watch.groups("1=0,1;2=0,1")
+    watch.note_groups("1=0,1;2=0,1")
 
     def one(first: str, second: str, **more: Any) -> Look:
         pending = group(op(1), op(2, done=False, order=50), name=first, about="")
@@ -742,7 +742,7 @@ def test_a_rank_in_a_collective_is_not_accused_while_another_works() -> None:
     waits_ = one("2", "1", state="S", syscall="futex", samples=[[{"main": True, "frames": ALL_REDUCE}]])
     actions: list[Any] = []
     for n in range(320):
-        for action in watch.look(now + n * 0.25):
+        for action in watch.next_actions(now + n * 0.25):
             if isinstance(action, Inspect):
                 samples = [thread(12, values="a"), thread(12, values="b")]
                 answer(watch, action, now + n * 0.25, {**SPINNING, **one("1", "2", samples=samples)}, waits_)
@@ -754,7 +754,7 @@ def test_a_rank_in_a_collective_is_not_accused_while_another_works() -> None:
 def test_a_rank_that_works_is_never_stopped_without_a_limit_and_in_an_announced_phase() -> None:
     for busy_timeout, phase in ((0.0, ""), (100.0, "eval")):
         watch, now = watched(timeout=20.0, busy_timeout=busy_timeout)
-        watch.said(1, now, phase)
+        watch.note_mark(1, now, phase)
         actions = looks(watch, now, 900, WORKS["a stack that moves"])
         assert [type(action) for _, action in actions] == [Busy] and actions[0][1].stops_in is None
 
@@ -762,7 +762,7 @@ def test_a_rank_that_works_is_never_stopped_without_a_limit_and_in_an_announced_
 def test_an_announced_phase_takes_as_long_as_it_gives_signs() -> None:
     watch, now = watched(timeout=60.0)
     for one in (0, 1):
-        watch.said(one, now, "eval")
+        watch.note_mark(one, now, "eval")
     stops = [
         when for when, action in drive(watch, now, 2000, WAITING, SLEEPING, printing=1500) if isinstance(action, Stop)
     ]
@@ -772,12 +772,12 @@ def test_an_announced_phase_takes_as_long_as_it_gives_signs() -> None:
 def test_ranks_that_wait_for_a_server_are_not_suspected_while_they_say_so() -> None:
     """Rank 1 waits for the server, rank 0 for rank 1."""
     watch, now = watched(timeout=60.0)
-    watch.said(1, now, "waiting for the server")
+    watch.note_mark(1, now, "waiting for the server")
     for minute in range(10):
         assert drive(watch, now + 20 * minute, 20, WAITING, SLEEPING) == []
-        watch.said(1, now + 20 * (minute + 1), "waiting for the server")
+        watch.note_mark(1, now + 20 * (minute + 1), "waiting for the server")
     now += 200
-    watch.said(1, now, "train")
+    watch.note_mark(1, now, "train")
     assert drive(watch, now, 1, WAITING, SLEEPING) == [], "nothing was suspected: nothing is taken back"
     suspected = [action for _, action in drive(watch, now + 1, 30, WAITING, SLEEPING)]
     assert [type(action) for action in suspected] == [Suspect] and suspected[0].stall.rank == 1
@@ -785,18 +785,18 @@ def test_ranks_that_wait_for_a_server_are_not_suspected_while_they_say_so() -> N
 
 def test_a_rank_that_no_longer_says_that_it_waits_is_suspected_of_hanging() -> None:
     watch, now = watched(timeout=60.0)
-    watch.said(1, now, "waiting for the server")
+    watch.note_mark(1, now, "waiting for the server")
     when = [when for when, action in drive(watch, now, 120, WAITING, SLEEPING) if isinstance(action, Suspect)]
     assert len(when) == 1 and 60 <= when[0] <= 65
 
 
 def test_ranks_that_are_seen_right_after_a_failure_are_not_suspected_of_standing_still() -> None:
     watch, now = watched(world=3, timeout=60.0)
-    watch.ended(2, -6)
-    watch.failing()
+    watch.note_exit(2, -6)
+    watch.inspect_survivors()
     dying = {"state": "R", "main_cpu": 0.9, "cpu": 0.9, "groups": [DONE], "samples": [[{"main": True, "frames": []}]]}
     assert drive(watch, now, 1.5, WAITING, dying) == []
-    assert watch.looked and watch.stall is None
+    assert watch.survivors_inspected and watch.stall is None
 
 
 def test_nothing_seen_is_stopped_all_the_same() -> None:
@@ -809,7 +809,7 @@ def test_a_standing_suspicion_is_not_inspected_for_ever() -> None:
     watch, now = watched(timeout=3600.0)
     asked = 0
     for n in range(2400):
-        for action in watch.look(now + n * 0.25):
+        for action in watch.next_actions(now + n * 0.25):
             if isinstance(action, Inspect):
                 asked += 1
                 answer(watch, action, now + n * 0.25, WAITING, SLEEPING)
@@ -832,23 +832,23 @@ def test_what_goes_on_is_relieved() -> None:
     watch, now = watched()
     drive(watch, now, 30, WAITING, SLEEPING)
     for one in (0, 1):
-        watch.beats(one, 401, 1, 30.0, now + 31)
-    assert [type(action) for action in watch.look(now + 31)] == [Recovered]
+        watch.note_steps(one, 401, 1, 30.0, now + 31)
+    assert [type(action) for action in watch.next_actions(now + 31)] == [Recovered]
     assert watch.stall is None
 
 
 def test_who_has_ended_does_not_make_progress_again() -> None:
     watch, now = watched()
     drive(watch, now, 30, WAITING, SLEEPING)
-    watch.ended(1, 0)
-    watch.beats(0, 401, 1, 30.0, now + 31)
-    assert watch.look(now + 31) == [] and watch.stall is None
+    watch.note_exit(1, 0)
+    watch.note_steps(0, 401, 1, 30.0, now + 31)
+    assert watch.next_actions(now + 31) == [] and watch.stall is None
 
 
 def test_a_stopped_process_is_given_the_whole_timeout() -> None:
     watch, now = watched(timeout=60.0)
     for one in (0, 1):
-        watch.vitals(one, "T" if one else "S", 0.0, 0, now)
+        watch.note_vitals(one, "T" if one else "S", 0.0, 0, now)
     stopped = {"state": "T", "samples": [[{"main": True, "frames": at(12)}]]}
     actions = drive(watch, now, 90, WAITING, stopped)
     suspected, stopped_at = (
@@ -861,21 +861,21 @@ def test_a_stopped_process_is_given_the_whole_timeout() -> None:
 def test_a_phase_is_given_time_and_a_slow_training_too() -> None:
     watch, now = watched()
     for one in (0, 1):
-        watch.said(one, now, "eval")
+        watch.note_mark(one, now, "eval")
     assert drive(watch, now, 55, WAITING, SLEEPING) == []
     slow = RankProgress(0.0)
     for n in range(1, 50):
-        slow.beat(n, 8.0, n * 8.0)
-    assert slow.patience >= 40
+        slow.note_steps(n, 8.0, n * 8.0)
+    assert slow.max_silence_s >= 40
 
 
 def test_who_steps_again_is_training_again() -> None:
     """phase("eval") and no phase("train") after it."""
     watch, now = watched()
     for one in (0, 1):
-        watch.said(one, now, "eval")
+        watch.note_mark(one, now, "eval")
         for n in range(1, 5):
-            watch.beats(one, 400 + n, 1, 0.05, now + n)
+            watch.note_steps(one, 400 + n, 1, 0.05, now + n)
     actions = drive(watch, now + 4, 10, WAITING, SLEEPING)
     assert actions and isinstance(actions[0][1], Suspect)
 
@@ -883,8 +883,8 @@ def test_who_steps_again_is_training_again() -> None:
 def test_a_long_pause_now_and_then_does_not_make_it_blind() -> None:
     one = RankProgress(0.0)
     for n in range(1, 200):
-        one.beat(n, 60.0 if n == 100 else 0.05, n * 0.5)
-    assert one.patience == 3.0
+        one.note_steps(n, 60.0 if n == 100 else 0.05, n * 0.5)
+    assert one.max_silence_s == 3.0
 
 
 def test_who_never_steps_is_left_alone() -> None:
@@ -895,8 +895,8 @@ def test_who_never_steps_is_left_alone() -> None:
     busy = Watcher(2, 30.0, frozenset([""]), 0.0)
     for n in range(300):
         for one in (0, 1):
-            busy.vitals(one, "R", n * 2.0, 0, n * 2.0)
-        assert busy.look(n * 2.0) == []
+            busy.note_vitals(one, "R", n * 2.0, 0, n * 2.0)
+        assert busy.next_actions(n * 2.0) == []
 
 
 def test_a_rank_that_never_joins_is_named_before_the_first_step() -> None:
@@ -924,9 +924,9 @@ def test_a_rank_that_never_joins_is_named_before_the_first_step() -> None:
 def test_unreadable_answers_are_less_evidence_and_no_crash() -> None:
     watch, now = watched()
     for n in range(40):
-        for action in watch.look(now + n):
+        for action in watch.next_actions(now + n):
             if isinstance(action, Inspect):
-                watch.answered("", action.order["ask"], b"{not json", now + n)
+                watch.take_answer("", action.order["ask"], b"{not json", now + n)
     assert watch.stall is None
 
 

@@ -114,8 +114,8 @@ class Attempt:
         if host_is_quiet:
             return False
         if not self.unwatched:
-            self.watch.failing()
-        return now - self.first_failure >= (settle_s if self.unwatched or self.watch.looked else INSPECTION_S)
+            self.watch.inspect_survivors()
+        return now - self.first_failure >= (settle_s if self.unwatched or self.watch.survivors_inspected else INSPECTION_S)
 
     def exited_early(self, now: float, seconds: float) -> list[int]:
         """Return the ranks that ended with exit code 0 more than `seconds` ago while others still run."""
@@ -161,7 +161,7 @@ class Attempt:
             return None
         if self.stop_signal:
             return self.watch.stall
-        return self.watch.last_word(any(is_size_mismatch(end) for end in self.ends.values()))
+        return self.watch.final_stall(any(is_size_mismatch(end) for end in self.ends.values()))
 
 
 # ---- parts of the agents' reports ----

@@ -53,7 +53,7 @@ class ReportHandler:
             self._feed_watcher(self._read_output, message["rank"], payload)
             return
         if message["is"] == "inspection":
-            self._feed_watcher(self._attempt.watch.answered, host, message["ask"], payload, time.monotonic())
+            self._feed_watcher(self._attempt.watch.take_answer, host, message["ask"], payload, time.monotonic())
             return
         handler = getattr(self, "_on_" + message["is"].replace("-", "_"), None)
         if handler is not None:
@@ -91,7 +91,7 @@ class ReportHandler:
         if error is not None:
             self._attempt.errors[message["rank"]] = error
             self._record.event("exception", rank=message["rank"], type=error.type, at=f"{error.file}:{error.line}")
-            self._feed_watcher(self._attempt.watch.failed, message["rank"], error.collectives, error_frames(error))
+            self._feed_watcher(self._attempt.watch.note_failure, message["rank"], error.collectives, error_frames(error))
 
     def _on_exit(self, host: str, message: protocol.Message) -> None:
         """Collect how a rank ended. Its texts are masked here: the agent has masked error and stack, `tail` the output."""
@@ -114,11 +114,11 @@ class ReportHandler:
             around=read_exit_context(message["around"]),
             **{name: message[name] for name in ("code", "time", "ours", "steps", "oom_killed", "core")},
         )
-        self._feed_watcher(attempt.watch.ended, rank, code)
+        self._feed_watcher(attempt.watch.note_exit, rank, code)
         if error is not None or stack or (code != 0 and message["calls"]):
             collectives = error.collectives if error is not None else ()
             frames = error_frames(error) if error is not None else main_thread_frames(stack)
-            self._feed_watcher(attempt.watch.failed, rank, collectives, frames, message["calls"])
+            self._feed_watcher(attempt.watch.note_failure, rank, collectives, frames, message["calls"])
         record.event("rank-exit", rank=rank, code=end.code, steps=end.steps, ours=end.ours, attempt=attempt.number)
         if error is not None or message["elastic"]:
             report = message["error"] if isinstance(message["error"], dict) else {}
@@ -150,7 +150,7 @@ class ReportHandler:
     # ---- what ranks do ----
 
     def _read_output(self, rank: int, payload: bytes) -> None:
-        self._attempt.watch.printed(rank, time.monotonic())
+        self._attempt.watch.note_output(rank, time.monotonic())
         for bad in self._attempt.losses.read(rank, payload):
             self._handle_bad_number(bad)
 
@@ -161,7 +161,7 @@ class ReportHandler:
     def _read_beats(self, message: protocol.Message) -> None:
         attempt, now = self._attempt, time.monotonic()
         for rank, (steps, _, count, longest, _) in message["ranks"].items():
-            attempt.watch.beats(int(rank), steps, count, longest, now)
+            attempt.watch.note_steps(int(rank), steps, count, longest, now)
         losses = [(step, int(rank), float(loss)) for rank, beats in message["ranks"].items() for step, loss in beats[4]]
         for bad in attempt.losses.heard_all(losses):
             self._handle_bad_number(bad)
@@ -194,16 +194,16 @@ class ReportHandler:
 
     def _on_vitals(self, _host: str, message: protocol.Message) -> None:
         for rank, (state, cpu, moved) in message["ranks"].items():
-            self._feed_watcher(self._attempt.watch.vitals, int(rank), state, cpu, moved, time.monotonic())
+            self._feed_watcher(self._attempt.watch.note_vitals, int(rank), state, cpu, moved, time.monotonic())
 
     def _on_gauges(self, host: str, message: protocol.Message) -> None:
         self._attempt.gauges[host] = time.time(), message
 
     def _on_beatless(self, _host: str, message: protocol.Message) -> None:
-        self._feed_watcher(self._attempt.watch.beatless, message["rank"], time.monotonic())
+        self._feed_watcher(self._attempt.watch.note_unreadable_beats, message["rank"], time.monotonic())
 
     def _on_groups(self, _host: str, message: protocol.Message) -> None:
-        self._feed_watcher(self._attempt.watch.groups, message["groups"])
+        self._feed_watcher(self._attempt.watch.note_groups, message["groups"])
 
     def _on_first_step(self, _host: str, message: protocol.Message) -> None:
         self._record.event("first-step", rank=message["rank"], at=message["time"])
@@ -211,7 +211,7 @@ class ReportHandler:
     def _on_mark(self, _host: str, message: protocol.Message) -> None:
         rank, name = message["rank"], message["name"]
         self._record.event("mark", rank=rank, name=name)
-        self._feed_watcher(self._attempt.watch.said, rank, time.monotonic())
+        self._feed_watcher(self._attempt.watch.note_mark, rank, time.monotonic())
         if name == CAN_HALVE:  # no other mark is kept: a script may mark every step for weeks
             self._attempt.abilities.add(CAN_HALVE)
         if name == CHECKPOINT and rank == 0:
@@ -220,7 +220,7 @@ class ReportHandler:
 
     def _on_phase(self, _host: str, message: protocol.Message) -> None:
         self._record.event("phase", rank=message["rank"], name=message["name"])
-        self._feed_watcher(self._attempt.watch.said, message["rank"], time.monotonic(), message["name"])
+        self._feed_watcher(self._attempt.watch.note_mark, message["rank"], time.monotonic(), message["name"])
 
     def _on_listening(self, _host: str, message: protocol.Message) -> None:
         self._record.event("listening", rank=message["rank"], port=message["port"])

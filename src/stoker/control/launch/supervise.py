@@ -131,7 +131,7 @@ class Supervisor:
         while signum := self._signals.take():
             if signum == signal.SIGTSTP:
                 self._agents.suspend()
-                attempt.watch.resumed(time.monotonic())
+                attempt.watch.restart_clocks(time.monotonic())
                 continue
             now, name = time.time(), signal.Signals(signum).name
             is_second = bool(attempt.stop_signal)
@@ -248,7 +248,7 @@ class WatchReporter:
 
     def _act(self, now: float) -> None:
         attempt = self._attempt
-        for action in attempt.watch.look(now):
+        for action in attempt.watch.next_actions(now):
             if isinstance(action, Inspect):
                 self._agents.pool.say(dict(action.order))
             elif isinstance(action, Suspect):
@@ -270,7 +270,7 @@ class WatchReporter:
         attempt.suspected_s = stall.silent_s
         fields = pick_fields(stall, "rank", "ranks", "waiting", "where", "step", "silent_s", "proof", "evidence")
         record.event("suspicion", attempt=attempt.number, cause=hangs.cause_of(stall), summary=summary, **fields)
-        stacks = "\n".join(text for _, text in sorted(attempt.watch.text_of_stacks().items()))
+        stacks = "\n".join(text for _, text in sorted(attempt.watch.format_stacks().items()))
         record.save(layout.all_stacks(record.dir, attempt.number), stacks)
         if not attempt.first_failure:  # else the verdict, which knows more, follows within seconds
             self._log(f"stoker: {summary} ({self._consequence(stall, stops_in)})", color=WARNING)

@@ -131,35 +131,35 @@ class Watcher:
         # After a failure.
         self._failing = False
         self._for_failure = False  # the newest inspection began after the failure
-        self.looked = False  # the ranks that survived a failure have been inspected
+        self.survivors_inspected = False  # the ranks that survived a failure have been inspected
         self._failed: dict[int, RankInspection] = {}  # failed ranks as they were
 
     # ---- messages from the agents ----
 
-    def beats(self, rank: int, steps: int, count: int, longest: float, now: float) -> None:
-        self._ranks[rank].beat(steps, longest, now)
+    def note_steps(self, rank: int, steps: int, count: int, longest: float, now: float) -> None:
+        self._ranks[rank].note_steps(steps, longest, now)
         self._in_collective_since.pop(rank, None)
         self.stragglers.add_steps(rank, steps, count, longest, now)
 
-    def printed(self, rank: int, now: float) -> None:
-        self._ranks[rank].printed(now)
+    def note_output(self, rank: int, now: float) -> None:
+        self._ranks[rank].note_output(now)
 
-    def said(self, rank: int, now: float, phase: str | None = None) -> None:
+    def note_mark(self, rank: int, now: float, phase: str | None = None) -> None:
         """Note a mark of the script, or the phase that it enters."""
         waited = self._ranks[rank].waits_for_server(now)
-        self._ranks[rank].said(now)
+        self._ranks[rank].note_mark(now)
         if phase is not None:
-            self._ranks[rank].enter(phase)
+            self._ranks[rank].enter_phase(phase)
             if waited and not self._ranks[rank].waits_for_server(now):
-                self.resumed(now)  # the others waited for this rank: their silence starts now, too
+                self.restart_clocks(now)  # the others waited for this rank: their silence starts now, too
 
-    def beatless(self, rank: int, now: float) -> None:
-        self._ranks[rank].beatless(now)
+    def note_unreadable_beats(self, rank: int, now: float) -> None:
+        self._ranks[rank].note_unreadable_beats(now)
 
-    def vitals(self, rank: int, state: str, cpu: float, moved: int, now: float) -> None:
-        self._ranks[rank].vitals(state, cpu, moved, now)
+    def note_vitals(self, rank: int, state: str, cpu: float, moved: int, now: float) -> None:
+        self._ranks[rank].note_vitals(state, cpu, moved, now)
 
-    def groups(self, text: str) -> None:
+    def note_groups(self, text: str) -> None:
         """Note the members of process groups: "0=*;1=0,1"."""
         for item in text.split(";"):
             name, _, ranks = item.partition("=")
@@ -168,17 +168,17 @@ class Watcher:
             elif ranks:
                 self._members[name] = tuple(int(rank) for rank in ranks.split(",") if is_digits(rank))
 
-    def ended(self, rank: int, code: int) -> None:
+    def note_exit(self, rank: int, code: int) -> None:
         self._ended[rank] = code
 
-    def resumed(self, now: float) -> None:
+    def restart_clocks(self, now: float) -> None:
         """Restart the clocks of all ranks: the whole run was suspended."""
         for progress in self._ranks.values():
-            progress.said(now)
+            progress.note_mark(now)
             progress.stopped_since = 0.0
         self._forget_stall()
 
-    def failed(self, rank: int, collectives: Sequence[Any], frames: Sequence[Any], calls: Sequence[Any] = ()) -> None:
+    def note_failure(self, rank: int, collectives: Sequence[Any], frames: Sequence[Any], calls: Sequence[Any] = ()) -> None:
         """Note a failed rank's last operations, stack and calls.
 
         torch marks an operation that failed as done. It is undone here: the newest one, or all from the first unusual one on.
@@ -196,11 +196,11 @@ class Watcher:
         )
         self._failed[rank] = replace(inspection, groups=groups)
 
-    def failing(self) -> None:
+    def inspect_survivors(self) -> None:
         """Inspect the living ranks now: a rank has failed, perhaps because another one is stuck."""
         self._failing = True
 
-    def answered(self, host: str, ask: int, payload: bytes, now: float) -> None:
+    def take_answer(self, host: str, ask: int, payload: bytes, now: float) -> None:
         """Take a host's answer to inspection number `ask`. An answer that can't be parsed counts as empty."""
         if ask != self._ask or not self._asked_at:
             return
@@ -220,7 +220,7 @@ class Watcher:
 
     # ---- what to do now ----
 
-    def look(self, now: float) -> list[Action]:
+    def next_actions(self, now: float) -> list[Action]:
         """Return what the launcher is to do now. It is called a few times per second."""
         if self._asked_at:
             if self._waiting_hosts and now - self._asked_at < ANSWER_S:
@@ -250,23 +250,23 @@ class Watcher:
         """Return rank -> seconds of silence, of ranks that have been silent for longer than is usual for them."""
         alive = {rank: progress for rank, progress in self._ranks.items() if rank not in self._ended}
         overdue = {
-            rank: now - progress.heard
+            rank: now - progress.last_progress_at
             for rank, progress in alive.items()
             if progress.stopped_since and now - progress.stopped_since >= STOPPED_S
         }
         if self._waits_for_server(now):
             return overdue  # the others wait for that rank, which reports what it waits for and gives up by itself
         for rank, progress in alive.items():
-            silence = now - progress.heard
-            if progress.steps and silence > rank_progress.FLOOR_S and silence > progress.patience:
+            silence = now - progress.last_progress_at
+            if progress.steps and silence > rank_progress.FLOOR_S and silence > progress.max_silence_s:
                 overdue[rank] = silence
         # A rank without a first step is only overdue if all are idle, or if it has been idle for very long.
         starting = {rank: progress for rank, progress in alive.items() if not progress.steps}
         if starting and self._world_size > 1:
             idle = {
-                rank: now - progress.active
+                rank: now - progress.last_activity_at
                 for rank, progress in starting.items()
-                if now - progress.active > rank_progress.IDLE_S
+                if now - progress.last_activity_at > rank_progress.IDLE_S
             }
             if len(idle) == len(alive) or any(silence > rank_progress.START_S for silence in idle.values()):
                 overdue |= idle
@@ -298,9 +298,9 @@ class Watcher:
             return []
         overdue = self._overdue(now)
         self._next_look = now + self._wait
-        self.looked = self.looked or (self._for_failure and bool(answers))
+        self.survivors_inspected = self.survivors_inspected or (self._for_failure and bool(answers))
         if self._failing:
-            overdue |= {rank: now - self._ranks[rank].heard for rank in answers}
+            overdue |= {rank: now - self._ranks[rank].last_progress_at for rank in answers}
         if not overdue and not self._failing:
             return self._relieve(now)
         self._note_work(answers, now)
@@ -355,11 +355,11 @@ class Watcher:
             else:
                 doing = describe_work(before, inspection, now - inspected_at if inspected_at is not None else 0.0)
             if doing:
-                progress.works(doing, now)
-            elif not stack_frames.in_collective(inspection.main) and progress.shown > (
-                inspected_at or progress.heard + PRINTS_AFTER_S
+                progress.note_work(doing, now)
+            elif not stack_frames.in_collective(inspection.main) and progress.last_sign_at > (
+                inspected_at or progress.last_progress_at + PRINTS_AFTER_S
             ):
-                doing = progress.doing
+                doing = progress.last_work
             if doing:
                 self._busy[rank] = doing
             self._inspected[rank] = now
@@ -385,7 +385,7 @@ class Watcher:
             ranks = tuple(sorted(self._busy))
             return self._busy_stall(stall, ranks, self._busy[ranks[0]], now)
         if stall.rank is not None and stall.rank in self._ranks and self._is_busy_timeout_over(stall.rank, now):
-            return self._busy_stall(stall, stall.ranks, self._ranks[stall.rank].doing, now)
+            return self._busy_stall(stall, stall.ranks, self._ranks[stall.rank].last_work, now)
         return stall
 
     def _busy_stall(self, stall: Stall, ranks: tuple[int, ...], doing: str, now: float) -> Stall:
@@ -398,7 +398,7 @@ class Watcher:
         waits_at = stack_frames.script_frame(waiter.main) if waiter is not None else None
         if waits_at is not None:
             operation += f" ({waits_at.file.rpartition('/')[2]}:{waits_at.line})"
-        silent_s = round(now - progress.no_step_since, 1)
+        silent_s = round(now - progress.last_step_at, 1)
         return replace(
             stall, kind="busy", rank=rank, ranks=ranks, waiting=waiting, where=str(frame or ""), detail=doing,
             operation=operation, silent_s=silent_s, step=progress.steps, parties=(),
@@ -407,9 +407,9 @@ class Watcher:
     def _is_busy_timeout_over(self, rank: int, now: float) -> bool:
         """Return whether --busy-timeout is over for a rank that gave evidence of work until recently."""
         progress = self._ranks[rank]
-        if not progress.steps or not progress.training or now - progress.heard < self._busy_timeout - 0.5:
+        if not progress.steps or not progress.is_training or now - progress.last_progress_at < self._busy_timeout - 0.5:
             return False
-        return progress.shown > progress.heard and now - progress.shown < self._timeout - 0.5
+        return progress.last_sign_at > progress.last_progress_at and now - progress.last_sign_at < self._timeout - 0.5
 
     def _without_evidence(self, overdue: Mapping[int, float], now: float) -> list[Action]:
         """Stop the job if the inspection explained nothing and the timeout is over."""
@@ -450,16 +450,16 @@ class Watcher:
         progress = self._ranks[stall.rank]
         if not progress.steps:
             return max(START_STOP_S, self._timeout)
-        if not progress.training:
+        if not progress.is_training:
             return PHASE_FACTOR * self._timeout
-        return max(self._timeout, rank_progress.PATIENCE_FACTOR * progress.usual)
+        return max(self._timeout, rank_progress.PATIENCE_FACTOR * progress.usual_gap_s)
 
     def _stops_in(self, stall: Stall, now: float) -> float | None:
         if not self._timeout or stall.kind == "debugged":
             return None
         if stall.kind == "busy" and stall.rank is not None:
             progress = self._ranks[stall.rank]
-            stop_at = progress.heard + self._busy_timeout if progress.steps and progress.training else float("inf")
+            stop_at = progress.last_progress_at + self._busy_timeout if progress.steps and progress.is_training else float("inf")
             return None if stop_at == float("inf") else max(0.0, stop_at - now)
         return CONFIRM_S if stall.proof else max(0.0, self._silent_since(stall, now) + self._limit(stall) - now)
 
@@ -468,8 +468,8 @@ class Watcher:
         if not self._timeout:
             return now + self._wait
         stop_at = self._silent_since(stall, now) + self._limit(stall)
-        if stall.rank is not None and self._ranks[stall.rank].steps and self._ranks[stall.rank].training:
-            stop_at = min(stop_at, max(self._ranks[stall.rank].heard + self._busy_timeout, now))
+        if stall.rank is not None and self._ranks[stall.rank].steps and self._ranks[stall.rank].is_training:
+            stop_at = min(stop_at, max(self._ranks[stall.rank].last_progress_at + self._busy_timeout, now))
         return max(now + 0.25, stop_at - 0.5)
 
     def _silent_since(self, stall: Stall, now: float) -> float:
@@ -480,15 +480,15 @@ class Watcher:
         if stall.rank is None or stall.rank in self._ended:
             since = now - stall.silent_s
             alive = (progress for rank, progress in self._ranks.items() if rank not in self._ended)
-            worked = max((progress.worked for progress in alive), default=since)
+            worked = max((progress.last_work_at for progress in alive), default=since)
             return max(since, worked) if stall.silent_s < self._busy_timeout else since
         progress = self._ranks[stall.rank]
         if not progress.steps:
-            return max(progress.heard, progress.active)
+            return max(progress.last_progress_at, progress.last_activity_at)
         # An announced phase may take any time while it gives signs.
-        if not progress.training or now - progress.heard < self._busy_timeout - 0.5:
-            return max(progress.heard, progress.shown)
-        return progress.heard
+        if not progress.is_training or now - progress.last_progress_at < self._busy_timeout - 0.5:
+            return max(progress.last_progress_at, progress.last_sign_at)
+        return progress.last_progress_at
 
     def _stop_reason(self, stall: Stall, now: float) -> str:
         """Return why the job is to be stopped now; empty if it isn't."""
@@ -504,7 +504,7 @@ class Watcher:
 
     # ---- for the verdict, the record and the views ----
 
-    def last_word(self, sizes_differ: bool) -> Stall | None:
+    def final_stall(self, sizes_differ: bool) -> Stall | None:
         """Return what is known of a stall at the end. `sizes_differ` if gloo ended a rank for that."""
         if len(self._failed) > 1:
             inspections = {**self.inspections, **self._failed}
@@ -516,7 +516,7 @@ class Watcher:
                 return replace(stall, step=min(steps, default=0), evidence=evidence)
         return None if sizes_differ else self.stall
 
-    def standings(self, now: float) -> dict[int, RankStatus]:
+    def rank_statuses(self, now: float) -> dict[int, RankStatus]:
         """Return the status of each rank whose messages arrive here."""
         statuses = {}
         for rank, progress in self._ranks.items():
@@ -527,12 +527,12 @@ class Watcher:
                 self.stragglers.waiting.get(rank),
                 progress.phase,
                 progress.state,
-                now - progress.heard,
+                now - progress.last_progress_at,
                 now - since if since is not None else None,
             )
         return statuses
 
-    def text_of_stacks(self) -> dict[int, str]:
+    def format_stacks(self) -> dict[int, str]:
         return {rank: stack_frames.format_stacks(inspection) for rank, inspection in self.inspections.items()}
 
 
