@@ -451,7 +451,7 @@ def test_one_rank_alone_never_waits_in_a_collective() -> None:
         stall = found(rank(0, *groups, frames=BACKWARD, **COMPUTING), world=1)
         assert (stall.kind, stall.rank, stall.waiting) == ("spin", 0, ())
         line = summarize_stall(replace(stall, silent_s=12.0, step=20), "CPU0")
-        assert line == "rank 0 (CPU 0) has made no step for 12 s after step 20: it is computing (0.6 cores, always on this line) at /home/me/train.py:40, in main"  # fmt: skip
+        assert line == "rank 0 (CPU 0) has not finished a step for 12 s after step 20: it is computing (0.6 cores, always on this line) at /home/me/train.py:40, in main"  # fmt: skip
     stall = found(rank(0, frames=JOINING, syscall="poll"), world=1)
     assert (stall.kind, stall.rank) == ("io", 0) and "it is still connecting" in stall.detail
 
@@ -1100,17 +1100,17 @@ def test_one_who_keeps_up_again_is_reported_once_and_can_be_named_again() -> Non
     for _ in range(2):
         look(0.5)
         look(0.5)
-        assert [one.rank for one in stragglers.found] == [1] and not stragglers.over
-        stragglers.found.clear()
+        assert [one.rank for one in stragglers.newly_slow] == [1] and not stragglers.recovered
+        stragglers.newly_slow.clear()
         look(0.5)
-        assert not stragglers.found and not stragglers.over, "reported once"
+        assert not stragglers.newly_slow and not stragglers.recovered, "reported once"
         look(0.0)
-        assert not stragglers.over, "once may be chance"
+        assert not stragglers.recovered, "once may be chance"
         look(0.0)
-        assert stragglers.over == [1] and not stragglers.found
-        stragglers.over.clear()
+        assert stragglers.recovered == [1] and not stragglers.newly_slow
+        stragglers.recovered.clear()
         look(0.0)
-        assert not stragglers.over
+        assert not stragglers.recovered
 
 
 def test_nobody_is_late() -> None:

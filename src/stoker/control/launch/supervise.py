@@ -300,16 +300,16 @@ class WatchReporter:
 
     def _report_stragglers(self) -> None:
         attempt, stragglers = self._attempt, self._attempt.watch.stragglers
-        while stragglers.found:
-            slow = stragglers.found.pop(0)
+        while stragglers.newly_slow:
+            slow = stragglers.newly_slow.pop(0)
             cost = f"the others wait {slow.wait_s:.2g} s of each {slow.step_s:.2g} s step"
             line = f"{rank_name(slow.rank, attempt.label(slow.rank))} is slow because {slow.because}; {cost}"
             attempt.notes.append(line)
             self._log(f"stoker: {line}", color=WARNING)
             fields = pick_fields(slow, "cause", "rank", "step", "wait_s", "step_s", "where")
             self._record.event("straggler", summary=line, **fields)
-        while stragglers.over:
-            rank = stragglers.over.pop(0)
+        while stragglers.recovered:
+            rank = stragglers.recovered.pop(0)
             line = f"{rank_name(rank, attempt.label(rank))} is no longer slow"
             attempt.notes.append(line)
             self._log(f"stoker: {line}")

@@ -27,7 +27,7 @@ _FAMILIES = {
 
 def make_page() -> str:
     load_exit_rules()
-    modules_in(__package__)  # registers the causes that are not read off a rank's exit
+    modules_in(__package__)  # importing them registers the causes that are not read off a rank's exit
     families: dict[str, list[Cause]] = {}
     for cause in CATALOGUE.values():
         families.setdefault(cause.id.partition(".")[0], []).append(cause)

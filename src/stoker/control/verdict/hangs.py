@@ -1,4 +1,4 @@
-"""hang.*, rank.busy, and the gloo.* and nccl.* causes in which ranks wait for each other: ranks that live without progress."""
+"""Causes of ranks that are alive but make no progress: hang.*, rank.busy, and gloo.* and nccl.* in which ranks diverged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stoker.contract.stack_traces import is_library
 from stoker.contract.units import format_duration, format_ranks, plural, rank_name
 from stoker.control.verdict.catalogue import Family, get_cause, make_report
 
-_SILENT = "no step for longer than max(3 s, 5 × the p99 of its steps); "
+_SILENT = "no finished step for longer than max(3 s, 5 × the p99 of its steps); "
 _STACKS = "stacks of all ranks and their workers: attempt-N/stacks.txt in the run directory"
 family = Family(__name__, always=_STACKS, SILENT=_SILENT)
 family.entries("""
@@ -95,8 +95,8 @@ hang.together, again: All ranks have entered the same operation and it does not 
       run with NCCL_DEBUG=INFO; with several hosts: firewall, interface names, MTU
 """)
 family.entries("""
-rank.busy: A rank is working, and finished no step in the time it had.
-  seen: no step for longer than --busy-timeout, or than the process-group timeout of the ranks that wait for it, and evidence
+rank.busy: A rank is working, but did not finish a step in time.
+  seen: no finished step for longer than --busy-timeout, or than the process-group timeout of the ranks that wait for it, and evidence
       of work to the end: it printed, read or wrote files, touched new memory, entered other collectives, its stack or
       its local variables changed while it used CPU, or that is true of the processes and threads it waits for
   unless: none of that was seen for --hang-timeout: hang.*
@@ -121,7 +121,7 @@ _DIVERGED = """
 """
 for _backend in ("gloo", "nccl"):
     family.entries(_DIVERGED.replace("{backend}", _backend))
-# By Stall.waits_for. It replaces the cause's own advice, which has to cover every way of waiting.
+# Keyed by Stall.waits_for. This advice replaces the cause's, which has to cover every way of waiting.
 _ADVICE_BY_WAIT = {
     "lock-order": "look at {where}: threads that need the same locks must take them in the same order",
     "own-lock": "look at {where}: one thread can't take a threading.Lock twice: use threading.RLock, or take it once",
@@ -147,9 +147,9 @@ def cause_of(stall: Stall) -> str:
 
 
 def summarize_stall(stall: Stall, label: str) -> str:
-    """Return one line; `label` is the blamed rank's.
+    """Return one line about a stall. `label` is the device of the blamed rank.
 
-    rank 1 (CPU 1) has made no progress since step 20: it is sleeping at train.py:31; 3 ranks are waiting for it …
+    Example: "rank 1 (CPU 1) has made no progress since step 20: it is sleeping at train.py:31; 3 ranks are waiting for it".
     """
     after_step = f" after step {stall.step}" if stall.step else " before the first step"
     if stall.parties:
@@ -157,10 +157,10 @@ def summarize_stall(stall: Stall, label: str) -> str:
     if stall.rank is None:
         where = f" ({stall.where})" if stall.where else ""
         return f"no rank has made progress for {stall.silent_s:.0f} s: {stall.detail}{where}"
-    ranks = _name_blamed_ranks(stall, label)
+    ranks, have = _name_blamed_ranks(stall, label), "has" if len(stall.ranks) < 2 else "have"
     if stall.kind == "spin" and not stall.waiting:
         at = f" at {stall.where}" if stall.where else ""
-        return f"{ranks} has made no step for {stall.silent_s:.0f} s{after_step}: {stall.detail}{at}"
+        return f"{ranks} {have} not finished a step for {stall.silent_s:.0f} s{after_step}: {stall.detail}{at}"
     at = f" at {stall.where}" if stall.where and stall.where not in stall.detail else ""
     others = ""
     if stall.waiting:
@@ -174,7 +174,6 @@ def summarize_stall(stall: Stall, label: str) -> str:
         return f"{ranks} entered a collective alone{after_step}{inside}: {stall.operation}{at}{missing}"
     if stall.kind == "left":
         return f"{ranks} ended with exit code 0{after_step}{others}{at}"
-    have = "has" if len(stall.ranks) < 2 else "have"
     if stall.kind == "busy":
         duration = format_duration(stall.silent_s)
         return f"{ranks} {have} been busy for {duration} without finishing a step: {stall.detail}{at}{others}"
@@ -183,7 +182,10 @@ def summarize_stall(stall: Stall, label: str) -> str:
 
 
 def _summarize_parties(stall: Stall, label: str, after_step: str) -> str:
-    """Return: rank 1 (CPU 1) diverged from ranks 0, 2-3 after step 20: it entered gloo:barrier at train.py:31 …"""
+    """Return one line about ranks in different calls.
+
+    Example: "rank 1 (CPU 1) diverged from ranks 0, 2-3 after step 20: it entered gloo:barrier at train.py:31; …".
+    """
     entries = []
     for ranks, entered, where in stall.parties[:4]:
         subject, verb = "it" if ranks == (stall.rank,) else format_ranks(ranks), "entered"
@@ -199,12 +201,13 @@ def _summarize_parties(stall: Stall, label: str, after_step: str) -> str:
         return f"{all_ranks} diverged{after_step}: {calls}; which of them is wrong can't be seen from outside"
     others = format_ranks(stall.waiting)
     condition = f", inside `{stall.detail}`" if stall.detail else ""
-    what = {
+    verb = "uses" if len(stall.ranks) < 2 else "use"
+    difference = {
         "rank-only": f"entered a collective alone{after_step}{condition}",
         "unequal": f"left the training loop{after_step}, with fewer batches than {others}",
-        "shape-mismatch": f"uses another {stall.detail or 'size'} than {others}{after_step}",
+        "shape-mismatch": f"{verb} another {stall.detail or 'size'} than {others}{after_step}",
     }.get(stall.kind, f"diverged from {others}{after_step}")
-    return f"{_name_blamed_ranks(stall, label)} {what}: {calls}"
+    return f"{_name_blamed_ranks(stall, label)} {difference}: {calls}"
 
 
 def _name_blamed_ranks(stall: Stall, label: str) -> str:
@@ -217,7 +220,7 @@ _THREAD_CRASH = re.compile(
 
 
 def _find_crashed_thread(printed: str) -> str:
-    """Return what ended a thread of the rank, from the traceback that Python prints for it; empty if there is none."""
+    """Return which thread of the rank ended with which exception, from the traceback that Python printed for it, or ""."""
     crashes = list(_THREAD_CRASH.finditer(printed))
     if not crashes:
         return ""
@@ -233,7 +236,7 @@ _SAVES_SHARDS = re.compile(r"state_dict|full_tensor|save_model|save_pretrained")
 
 
 def _choose_advice(stall: Stall) -> tuple[str, ...]:
-    """Return what to do: of the cause's advice, what applies to this program."""
+    """Return the lines of advice that apply to this stall."""
     if stall.waits_for in _ADVICE_BY_WAIT:
         return (_ADVICE_BY_WAIT[stall.waits_for], _STACKS)
     advice = get_cause(cause_of(stall)).fix
@@ -254,11 +257,11 @@ def _choose_advice(stall: Stall) -> tuple[str, ...]:
 def make_stall_report(stall: Stall, label: str, why: str, printed: str = "") -> dict[str, Any]:
     """Return the report of a stall for which Stoker stops the job.
 
-    `why` it is stopped now. `printed` is the blamed rank's last output, which may hold the end of a thread or worker.
+    `why` is the reason to stop it now. `printed` is the blamed rank's last output, which may show why a thread or worker died.
     """
     fields = {"rank": stall.rank, "at_once": True, "where": stall.where, "step": stall.step}
-    lacking = "a step" if stall.kind == "busy" else "progress"
-    stopped = f"the job was stopped after {stall.silent_s:.1f} s without {lacking}: {why}"
+    missing = "a step" if stall.kind == "busy" else "progress"
+    stopped = f"the job was stopped after {stall.silent_s:.1f} s without {missing}: {why}"
     shm_errors = [line for line in printed.splitlines() if "unable to allocate shared memory(shm)" in line]
     if shm_errors and stall.kind == "worker":
         rank = rank_name(stall.rank, label)
@@ -269,7 +272,7 @@ def make_stall_report(stall: Stall, label: str, why: str, printed: str = "") -> 
         text = f"{summarize_stall(stall, label)}; before that {crashed_thread}"
         fix = [f"look at {stall.where}: it may be waiting for work of that thread"]
         return make_report(cause_of(stall), text, [stopped, *stall.evidence], fix=fix, **fields)
-    # The blamed rank's line first, then those of the others: the call that a rank skipped is where the others are.
+    # Name the lines of the other ranks, too: the call that the blamed rank skipped is where they wait.
     lines = dict.fromkeys(filter(None, (stall.where, *(where for _, _, where in stall.parties[:4]))))
     where = ", and at ".join(lines) or "the stacks"
     fix = [line.replace("{where}", where).replace("{rank}", str(stall.rank)) for line in _choose_advice(stall)]

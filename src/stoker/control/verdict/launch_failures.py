@@ -1,4 +1,4 @@
-"""launch.*: what the command or the launcher did wrong, and the verdicts that are not about one rank's exit."""
+"""Causes launch.*, role.* and others that are not read off a rank's exit, and the verdicts and reports that name them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from stoker.contract.units import format_bytes, format_duration, rank_name
 from stoker.control.verdict.catalogue import CATALOGUE, Family, make_report
 from stoker.control.verdict.exit_text import signal_name
 
-SECOND_SIGTERM_S = 2.5  # after the first: a rank that ends this late has a handler, one without ends at the first
+SECOND_SIGTERM_S = (
+    2.5  # after the first: a rank that ends this late has a handler; without a handler, the first SIGTERM ends it
+)
 family = Family(__name__)
 family.entries("""
 completed: The job is complete.
@@ -57,7 +59,7 @@ launch.runs-dir: The run directory can't be written, or is not safe from other u
   unless: a rank's own files: data.no-space, data.permission
   fix: another folder, which must be your own: --runs-dir DIR, or $STOKER_RUNS
 launch.no-space: The disk or the quota of the run directory is full.
-  seen: before the start: ENOSPC or EDQUOT when the run directory is created
+  seen: ENOSPC or EDQUOT when the run directory is created, before the start
   unless: the disk fills later: the run continues, the verdict is written into reserved space, and a rank that fails
       because of it is data.no-space
   fix: df -h and df -i on that folder; stoker clean --cache shows the size of caches
@@ -78,7 +80,7 @@ role.not-ready: A role was started and did not become ready.
   unless: it ended before: then its exit is the cause
   fix: its last lines are in the evidence; `stoker logs RUN --role NAME` has the rest
   fix: a large model takes longer to load: ready: timeout: 30m in the roles file
-role.unhealthy, again: A role that was ready no longer answers.
+role.unhealthy, again: A role that was ready has stopped responding.
   seen: its process is alive, and its ready rule (port, http) failed three times in a row
   unless: it ended: then its exit is the cause
   fix: `stoker logs RUN --role NAME`; restart: always in the roles file replaces it
@@ -120,13 +122,13 @@ unknown: The job ended for an unknown reason.
 def make_stop_verdict(
     evidence: Evidence, problem: str = "", problem_evidence: tuple[str, ...] = (), fix: tuple[str, ...] = ()
 ) -> Verdict:
-    """Return the verdict of a run that received a signal. `problem` is what was wrong before, with evidence and fix."""
+    """Return the verdict of a run that received a signal. `problem` says in one line what was wrong before the signal."""
     name = signal.Signals(evidence.stop_signal).name
     late = [] if evidence.stop_now else [end for end in evidence.ends if _ran_out_of_time(end, evidence.stopped_at)]
     if late:
         ranks = ", ".join(str(end.rank) for end in late[:8])
         how = f"; rank {ranks} did not end within the grace period and {'was' if len(late) == 1 else 'were'} killed"
-        # More time to save would not have helped a rank that had a problem before.
+        # A longer grace period would not have helped a rank that had a problem before the stop.
         fix = fix or (() if problem else ("--grace 5m gives ranks longer to save and end",))
     elif evidence.stop_now:
         how = "; the ranks were killed at once"
@@ -135,7 +137,7 @@ def make_stop_verdict(
     elif evidence.ends and all(end.code is not None and end.code < 0 for end in evidence.ends):
         how = "; the ranks have no handler for it and ended without saving"
     else:
-        how = "; the ranks ended on their own"
+        how = "; the ranks exited"
     ends = [f"rank {end.rank} {_describe_end(end.code)}" for end in evidence.ends[:8]]
     before = f". Before the stop: {problem}" if problem else ""
     return Verdict(
@@ -150,7 +152,7 @@ def make_stop_verdict(
 
 
 def terminal_advice(stop_signal: int) -> tuple[str, ...]:
-    """Return the advice for a run that was stopped because its terminal or connection was closed."""
+    """Return the advice for a run whose terminal or connection was closed, or ()."""
     if stop_signal != signal.SIGHUP:
         return ()
     return ("its terminal was closed: start with --detach, or type `stoker detach` while it runs, and it continues",)
@@ -163,7 +165,7 @@ def _describe_end(code: int | None) -> str:
 
 
 def _describe_saved(evidence: Evidence) -> str:
-    """Return which checkpoint survives the stop, as far as the launcher can see."""
+    """Return a clause about the newest checkpoint that the launcher can see."""
     newest = evidence.checkpoint
     if evidence.saved:
         return f"saved: {_short_path(newest.path)}" if newest else "a checkpoint was saved"
@@ -174,7 +176,7 @@ def _describe_saved(evidence: Evidence) -> str:
 
 
 def _short_path(path: str) -> str:
-    """Return the path from checkpoints/ on."""
+    """Return the last two components of the path: checkpoints/NAME."""
     return "/".join(path.rsplit("/", 2)[1:])
 
 
@@ -186,7 +188,7 @@ def _ran_out_of_time(end: RankExit, stopped_at: float) -> bool:
 
 
 def make_report_verdict(evidence: Evidence) -> Verdict:
-    """Return the verdict of a job that Stoker stopped itself, for the first reason it had."""
+    """Return the verdict of a job that Stoker stopped, from the first report in `evidence.trouble`."""
     report = evidence.trouble[0]
     end = next((end for end in evidence.ends if end.rank == report.get("rank")), None)
     return Verdict(
@@ -211,7 +213,10 @@ def make_unknown_verdict(evidence: Evidence) -> Verdict:
 
 
 def make_lost_verdict(run: str, saved: str = "", host: str = "") -> Verdict:
-    """Return the verdict of a run whose launcher is gone. `saved` is the newest checkpoint, or their folder on `host`."""
+    """Return the verdict of a run whose launcher was killed.
+
+    `saved` is the path of the newest checkpoint or, if `host` is given, of the folder with the checkpoints on that host.
+    """
     checkpoint = "there is no checkpoint in the run's checkpoints/"
     if host:
         checkpoint = f"the checkpoints are on host {host}, in {saved}"
@@ -223,14 +228,17 @@ def make_lost_verdict(run: str, saved: str = "", host: str = "") -> Verdict:
         "the launcher ended without a verdict: it was killed (SIGKILL), or the machine went down",
         137,
         run=run,
-        evidence=("no verdict.json, and the launcher's process is gone", checkpoint),
+        evidence=("verdict.json is missing, and the launcher's process is gone", checkpoint),
         retryable=True,
         fix=CATALOGUE["launch.killed"].fix,
     )
 
 
 def report_ram_limit(rank: int, label: str, taken: int, limit: int, workers: int, where: str) -> dict[str, Any]:
-    """Report a rank above --ram-limit. `workers` are its data-loader workers; `where` it seemed stuck, if it did."""
+    """Report a rank that used more memory than --ram-limit.
+
+    `workers` is the number of its data-loader workers, `where` the line at which it seemed stuck, or "".
+    """
     from stoker.control.verdict.rules.memory import FEWER_WORKERS
 
     seen = f"; last seen at {where}" if where else ""
@@ -242,7 +250,7 @@ def report_ram_limit(rank: int, label: str, taken: int, limit: int, workers: int
 
 
 def report_lost_agent(host: str, why: str, complaint: str) -> dict[str, Any]:
-    """Report the loss of an agent. `complaint` is what it or its connection printed."""
+    """Report that the connection to an agent was lost. `complaint` is what the agent or its connection printed."""
     where = f"host {host}" if host else "this machine"
     summary = f"the agent on {where} was lost: {why}; its ranks are stopped"
     return make_report("host.agent-lost", summary, [complaint] if complaint else [], host=host)
@@ -254,7 +262,7 @@ def report_lost_host(host: str, why: str, complaint: str) -> dict[str, Any]:
 
 
 def make_role_verdict(cause_id: str, summary: str, evidence: Sequence[str] = ()) -> Verdict:
-    """Return the verdict of a role that its job watches from outside."""
+    """Return the verdict of a role from what its job observed."""
     cause = CATALOGUE[cause_id]
     return Verdict(
         "failed", cause_id, summary, EX_SOFTWARE, evidence=tuple(evidence), retryable=cause.retryable, fix=cause.fix
@@ -277,5 +285,5 @@ def make_refusal_verdict(refusal: Refusal) -> Verdict:
 
 
 def make_failure_verdict(cause: str, line: str, code: int) -> Verdict:
-    """Return the verdict of a run in which Stoker itself could not continue after the start."""
+    """Return the verdict of a run that Stoker could not continue because of an error of its own or of the system."""
     return Verdict("failed", cause, line, code)

@@ -90,7 +90,7 @@ class StepTimes:
 class StragglerDetector:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self.asked = 0  # number of the inspection that this detector asked for; 0: none
+        self.inspection = 0  # number of the inspection that this detector asked for; 0: none
         self._asked_at = 0.0
         self._mode = ""  # what was asked for: timings, or why a rank is slow
         self._timings: dict[str, dict[int, list[list[Any]]]] = {}  # by host: clocks of different hosts are not compared
@@ -103,10 +103,12 @@ class StragglerDetector:
         self._candidate: LateRank | None = None  # late in one look: the next is a few steps later
         self._suspect: LateRank | None = None  # late in two looks: now its stack is sampled
         self._reported: dict[int, ReportedStraggler] = {}
-        self.found: list[Straggler] = []  # new stragglers, cleared by the launcher
-        self.over: list[int] = []  # ranks that have recovered, cleared by the launcher
-        self.seconds: dict[int, float] = {}  # rank -> seconds of its newest step
-        self.waiting: dict[int, float] = {}  # rank -> share of its time that it waits for others, from the newest look
+        self.newly_slow: list[Straggler] = []  # new stragglers, cleared by the launcher
+        self.recovered: list[int] = []  # ranks that have recovered, cleared by the launcher
+        self.step_seconds: dict[int, float] = {}  # rank -> seconds of its newest step
+        self.waiting_shares: dict[
+            int, float
+        ] = {}  # rank -> share of its time that it waits for others, from the newest look
 
     def add_steps(self, rank: int, steps: int, count: int, longest: float, now: float) -> None:
         """Note a beat: a rank has made `count` more steps, `steps` in all."""
@@ -117,7 +119,7 @@ class StragglerDetector:
             return
         step_times = self._step_times.setdefault(rank, StepTimes())
         seconds = longest if count == 1 else max((now - before) / count, 0.0)
-        self.seconds[rank] = seconds
+        self.step_seconds[rank] = seconds
         if step_times.usual and seconds > SLOWDOWN * step_times.usual:
             self._slow_since.setdefault(rank, steps)
         else:
@@ -157,7 +159,7 @@ class StragglerDetector:
 
     def conclude(self, inspections: InspectionSet) -> None:
         """Evaluate the answers to the newest order: the timings, or the inspections of the suspect and a peer."""
-        mode, self._mode, self.asked = self._mode, "", 0
+        mode, self._mode, self.inspection = self._mode, "", 0
         if mode == "timings":
             self._conclude_timings()
         elif mode == "why" and self._suspect is not None:
@@ -168,11 +170,11 @@ class StragglerDetector:
                 cause, because, where = explain_slow_rank(inspections[rank], peer)
                 self._reported[rank] = ReportedStraggler(suspect.step_s, suspect.when)
                 wait_s, step_s, step = round(suspect.wait_s, 3), round(suspect.step_s, 3), self._steps.get(rank, 0)
-                self.found.append(Straggler(cause, rank, wait_s, step_s, because, where, step))
+                self.newly_slow.append(Straggler(cause, rank, wait_s, step_s, because, where, step))
 
     def _conclude_timings(self) -> None:
         for timings in self._timings.values():
-            self.waiting |= compute_waiting_shares(timings)
+            self.waiting_shares |= compute_waiting_shares(timings)
             self._check_recovery(timings)
         before = self._candidate
         since, min_waits = (before.when, MIN_NEW_WAITS) if before else (0.0, MIN_WAITS)
@@ -200,7 +202,7 @@ class StragglerDetector:
             keeps_up = cost <= RECOVERED_SHARE * (end - begin)
             if keeps_up and reported.kept_up:
                 del self._reported[rank]
-                self.over.append(rank)
+                self.recovered.append(rank)
                 continue
             self._reported[rank] = ReportedStraggler(reported.step_s, end, keeps_up)
             if keeps_up:

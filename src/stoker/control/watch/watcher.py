@@ -178,7 +178,9 @@ class Watcher:
             progress.stopped_since = 0.0
         self._forget_stall()
 
-    def note_failure(self, rank: int, collectives: Sequence[Any], frames: Sequence[Any], calls: Sequence[Any] = ()) -> None:
+    def note_failure(
+        self, rank: int, collectives: Sequence[Any], frames: Sequence[Any], calls: Sequence[Any] = ()
+    ) -> None:
         """Note a failed rank's last operations, stack and calls.
 
         torch marks an operation that failed as done. It is undone here: the newest one, or all from the first unusual one on.
@@ -208,7 +210,7 @@ class Watcher:
             answer = parse_json(payload or b"{}")
         except ValueError:
             answer = {}
-        if self.stragglers.asked == ask:
+        if self.stragglers.inspection == ask:
             self.stragglers.add_timings(host, answer)
         for rank, data in answer.items():
             if is_digits(rank) and isinstance(data, dict) and "timings" not in data:
@@ -243,7 +245,7 @@ class Watcher:
         self._answers = {}
         self._waiting_hosts = set(self._hosts)
         if order:
-            self.stragglers.asked = self._ask
+            self.stragglers.inspection = self._ask
         return Inspect({"do": "inspect", "ask": self._ask, **order})
 
     def _overdue(self, now: float) -> dict[int, float]:
@@ -293,7 +295,7 @@ class Watcher:
     def _conclude(self, now: float) -> list[Action]:
         """Evaluate the answers to the newest inspection."""
         answers, self._asked_at = self._answers, 0.0
-        if self.stragglers.asked == self._ask:
+        if self.stragglers.inspection == self._ask:
             self.stragglers.conclude(answers)
             return []
         overdue = self._overdue(now)
@@ -459,7 +461,11 @@ class Watcher:
             return None
         if stall.kind == "busy" and stall.rank is not None:
             progress = self._ranks[stall.rank]
-            stop_at = progress.last_progress_at + self._busy_timeout if progress.steps and progress.is_training else float("inf")
+            stop_at = (
+                progress.last_progress_at + self._busy_timeout
+                if progress.steps and progress.is_training
+                else float("inf")
+            )
             return None if stop_at == float("inf") else max(0.0, stop_at - now)
         return CONFIRM_S if stall.proof else max(0.0, self._silent_since(stall, now) + self._limit(stall) - now)
 
@@ -523,8 +529,8 @@ class Watcher:
             since = self._in_collective_since.get(rank)
             statuses[rank] = RankStatus(
                 progress.steps,
-                self.stragglers.seconds.get(rank),
-                self.stragglers.waiting.get(rank),
+                self.stragglers.step_seconds.get(rank),
+                self.stragglers.waiting_shares.get(rank),
                 progress.phase,
                 progress.state,
                 now - progress.last_progress_at,

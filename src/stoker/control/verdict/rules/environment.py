@@ -1,4 +1,4 @@
-"""env.*: the software environment of the script."""
+"""Causes env.*: problems of the software environment in which the script runs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from stoker.control.verdict.exit_text import (
 
 ORDER = 55
 
-_RIGHT_PYTHON = "is it the right Python environment? the ranks use the one that runs Stoker"
-# Packages that training scripts import, and after which a file next to the script is often named.
+_RIGHT_PYTHON = "check the Python environment: the ranks use the one that runs Stoker"
+# Packages that training scripts import. A file next to the script with the same name hides the package.
 _PACKAGES = ("accelerate", "datasets", "deepspeed", "lightning", "numpy", "peft", "tokenizers", "torch", "torchvision", "transformers", "triton", "trl", "wandb")  # fmt: skip
 _FRAME = re.compile(r'^  File "([^"\n]+)", line (\d+), in (\S+)', re.MULTILINE)
 _KNOWN_MODULES = frozenset(sys.stdlib_module_names).union(_PACKAGES)
@@ -64,7 +64,7 @@ def match_version(case: Case, match: Match) -> CauseMatch:
 
 
 def install_advice(module: str) -> tuple[str, ...]:
-    """Return what to type for a missing module. Stoker isn't on PyPI: the package of that name is a different one."""
+    """Return the command that installs a missing module, or (). Stoker isn't on PyPI: the package of that name is a different one."""
     if module == "stoker":
         return ("pip install .   # in Stoker's clone, or the path of its wheel, with the Python that runs the ranks",)
     return (f"pip install {module}   # the package may have another name",) if module.isidentifier() else ()
@@ -74,7 +74,7 @@ def install_advice(module: str) -> tuple[str, ...]:
 env.shadowed: A file in the script's folder hides a module of the same name.
   seen: an ImportError or AttributeError about a module that Python found next to the script, while the standard library or
       an installed package has that name, too
-  unless: no other module has this name: env.import
+  unless: this is the only module of that name: env.import
   fix: rename the file (and delete its __pycache__): Python looks into the script's folder first
 """)
 def match_shadowed_module(case: Case) -> CauseMatch | None:
@@ -95,7 +95,7 @@ def match_shadowed_module(case: Case) -> CauseMatch | None:
 
 
 def _find_shadowing_file(traceback: str) -> str:
-    """Return the user's file that a library imported instead of the module of that name; empty if there is none."""
+    """Return the user's file that a library imported instead of the module of that name, or ""."""
     frames = [frame for frame in _FRAME.findall(traceback) if not frame[0].startswith("<frozen")]
     file: str
     for (importer, _, _), (file, _, function) in itertools.pairwise(frames):

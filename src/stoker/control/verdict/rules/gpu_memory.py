@@ -1,6 +1,7 @@
-"""oom.gpu*: memory of the GPU. Which process holds it decides the cause; the phase of the step decides the advice.
+"""Causes oom.gpu*: a rank ran out of GPU memory.
 
-What helps depends on the phase, which the traceback shows, if the model is sharded (FSDP).
+The cause depends on which process holds the memory. For a sharded model (FSDP) the advice depends on the phase of the
+step, which the traceback shows.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ ORDER = 25
 
 GATHER, BACKWARD, OPTIMIZER, SAVE = "gather", "backward", "optimizer", "save"
 _FRAME = re.compile(r'^ *File "([^"\n]{1,400})", line \d+, in ([^\n]{1,200})$', re.MULTILINE)
-# Files and functions of each phase. The first phase of _PHASES with one in the traceback decides: a save gathers weights, and so
-# does a backward pass.
+# The files and functions of each phase. The first phase in _PHASES with one of them in the traceback is chosen: a save and a
+# backward pass gather weights, too.
 _PHASES = (SAVE, GATHER, OPTIMIZER, BACKWARD)
 _FILES = {
     SAVE: r"torch/distributed/checkpoint/|_state_dict_utils|state_dict_utils|torch/serialization|safetensors/|"
@@ -83,7 +84,7 @@ class StepPhase:
     """The phase of a training step in which memory ran out."""
 
     name: str
-    advice: str  # empty if the model is not known to be sharded
+    advice: str  # "" if the model is not known to be sharded
 
     @property
     def text(self) -> str:
@@ -91,11 +92,11 @@ class StepPhase:
 
 
 def find_phase(end: RankExit) -> StepPhase | None:
-    """Return the phase that the traceback shows, or None: the forward pass, or unknown."""
+    """Return the phase that the traceback shows, or None if it is unknown or the forward pass."""
     frames = _FRAME.findall(end.error.traceback if end.error is not None else "")
     name = next((name for name in _PHASES if _is_in_phase(name, frames)), None)
     uses_fsdp = any(_SHARDED.search(file) for file, _ in frames)
-    if name is None or (name == GATHER and not uses_fsdp):  # without FSDP it is an all_gather of the script's own
+    if name is None or (name == GATHER and not uses_fsdp):  # without FSDP the script itself called all_gather
         return None
     by_stoker = _STOKER_SHARDED.search(end.tail) is not None
     for_stoker, for_scripts = _PHASE_ADVICE[name]
@@ -124,7 +125,7 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 @frozen
 class AllocationFailure:
-    """The numbers of torch's out-of-memory message. What the message leaves out is None."""
+    """The numbers of torch's out-of-memory message. A number that the message leaves out is None."""
 
     needed: int
     total: int | None
@@ -152,7 +153,7 @@ def parse_out_of_memory(text: str) -> AllocationFailure | None:
     unused = _find_size(text, rf"{_SIZE} is reserved by PyTorch but unallocated")
     own = _find_size(text, rf"this process has {_SIZE} memory in use")
     if own is None and allocated is not None:
-        # In a container the driver uses the host's pids, and torch takes its own process for another one.
+        # In a container the driver reports the host's pids, so torch's message lists its own process as another one.
         candidates = [process for process in others if process[1] >= allocated + (unused or 0)]
         if candidates:
             smallest = min(candidates, key=lambda process: process[1])
@@ -186,8 +187,8 @@ _WITHOUT_NUMBERS = (
     r"(?:CUDA|HIP) error: out of memory|(?:CUBLAS|CUDNN|HIPBLAS|CUFFT)_STATUS_ALLOC_FAILED|Cuda failure(?: \d+)? 'out"
     r" of memory'"
 )
-_SLACK = 2**30  # contexts and what the driver keeps for itself: too little to blame a process for
-_MIN_FRAGMENTED = 2**29  # with less than this in torch's cache the GPU is full rather than fragmented
+_SLACK = 2**30  # CUDA contexts and the driver's own memory: too little to blame a process for
+_MIN_FRAGMENTED = 2**29  # with less than this unused in torch's cache the GPU is full rather than fragmented
 _SMALLER = (
     "a chunked or fused loss, so that the logits of all tokens never exist at the same time (liger-kernel's fused linear"
     " cross-entropy)",
@@ -197,8 +198,7 @@ _SMALLER = (
     "shard parameters, gradients and optimizer over the ranks (FSDP: torch.distributed.fsdp.fully_shard)",
     "last, a shorter sequence: it changes what is learned",
 )
-# Patterns in the last output or in the traceback's files and functions, which must be there for an item of _SMALLER to be
-# advice for this program. Items without a pattern always apply.
+# An item of _SMALLER is given as advice only if its pattern is in the rank's last output or its traceback.
 _LANGUAGE_MODEL = r"(?i)logits|cross_entropy|lm_head|log_softmax|nll_loss|/transformers/|stoker/training/"
 _LAYERS = (
     r"torch/nn/modules/|torch/autograd/|_engine_run_backward|torch/utils/checkpoint|/transformers/|stoker/training/"
@@ -216,7 +216,7 @@ class GpuMemory:
     """Which processes held a GPU's memory when an allocation failed, from torch's message and the agent's list."""
 
     def __init__(self, case: Case, failure: AllocationFailure | None) -> None:
-        context = case.end.around
+        context = case.context
         rank_pids = {end.pid for end in case.evidence.ends if end.host == case.end.host}
         self.holders: list[dict[str, Any]] = [
             holder for holder in context.holders if not holder.get("ours") and holder.get("pid") not in rank_pids
@@ -225,7 +225,7 @@ class GpuMemory:
         self.failure = failure
         self.total = (failure.total if failure else None) or context.gpu_total
         own_pids = {holder.get("pid") for holder in own_holders} | rank_pids
-        # The agent's list is better than the message's: it has names.
+        # Use the processes of torch's message only if the agent found none: the agent's list also has names.
         self.unnamed: list[tuple[int, int]] = []
         if failure and not self.holders:
             self.unnamed = [process for process in failure.others if process[0] not in own_pids]
@@ -236,12 +236,12 @@ class GpuMemory:
             for end in case.evidence.ends
         )
         if failure and not self.foreign and not shares_gpu and failure.total is not None and failure.free is not None:
-            # Memory that no visible process uses is held by processes that neither the agent nor torch can see. If ranks
-            # share the GPU (--share-gpus), it may be another rank's.
+            # Processes that neither the agent nor torch can see hold the memory that no visible process uses. If ranks
+            # share the GPU (--share-gpus), it may belong to another rank, so nobody is blamed.
             siblings = sum(holder.get("memory") or 0 for holder in own_holders if holder.get("pid") != case.end.pid)
             siblings += sum(size for pid, size in failure.others if pid in own_pids)
-            rest = failure.total - failure.free - (failure.own or failure.reserved + _SLACK) - siblings
-            self.foreign = max(0, rest) if rest > _SLACK else 0
+            unexplained = failure.total - failure.free - (failure.own or failure.reserved + _SLACK) - siblings
+            self.foreign = max(0, unexplained) if unexplained > _SLACK else 0
 
     @property
     def foreign_decides(self) -> bool:
@@ -261,7 +261,7 @@ class GpuMemory:
         for holder in self.holders:
             memory = format_bytes(holder["memory"]) if holder.get("memory") else "an unknown amount"
             if not holder.get("command"):
-                lines.append(f"pid {holder.get('pid')} holds {memory}, held from outside this container")
+                lines.append(f"pid {holder.get('pid')} holds {memory}, from outside this container")
                 continue
             run = f", run {holder['run']}" if holder.get("run") else ""
             user = f", user {holder['user']}" if holder.get("user") else ""
@@ -360,7 +360,7 @@ def match_out_of_memory(case: Case) -> CauseMatch | None:
         return None
     memory, evidence = examined
     failure = memory.failure
-    # The last line of this kind that `stoker train` printed: which term of its memory plan was larger than planned.
+    # `stoker train` prints which term of its memory plan was underestimated: quote the last such line.
     plan = re.findall(r"ran out of GPU memory at [^\n]{0,400}", case.end.tail)[-1:]
     evidence = (*evidence, *plan)
     phase = find_phase(case.end)
@@ -376,8 +376,8 @@ def match_out_of_memory(case: Case) -> CauseMatch | None:
         return CauseMatch(f"{summary}; {limit}", evidence, (f"raise that limit: {limit}", *advice))
     if failure.free is not None and failure.free > failure.needed + _SLACK:
         limit = "a limit on address space (ulimit -v must print unlimited), or a slice or quota of the GPU"
-        odd = f"the driver refused although enough memory is free: {limit}"
-        return CauseMatch(summary, (*evidence, odd), (odd, *advice))
+        refusal = f"the driver refused although enough memory is free: {limit}"
+        return CauseMatch(summary, (*evidence, refusal), (refusal, *advice))
     unused = failure.unused or 0
     if unused >= _MIN_FRAGMENTED and (failure.free or 0) + unused >= failure.needed:
         advice = (f"{_EXPANDABLE}: free and unused memory together would have been enough", *advice)
@@ -388,20 +388,20 @@ def match_out_of_memory(case: Case) -> CauseMatch | None:
 
 
 def _choose_memory_advice(case: Case) -> tuple[str, ...]:
-    """Return the advice of _SMALLER that fits what the record shows of this program."""
+    """Return the items of _SMALLER that apply to this program, as far as its output and traceback show."""
     error = case.end.error
     text = f"{error.traceback if error else ''}\n{case.output}"
     patterns = (_LANGUAGE_MODEL, _LAYERS, _OPTIMIZER)
-    language, layers, optimizer = (bool(re.search(pattern, text)) for pattern in patterns)
+    has_logits, has_layers, has_optimizer = (bool(re.search(pattern, text)) for pattern in patterns)
     is_sharded = _SHARDED.search(text) is not None
-    trains = language or layers or optimizer or case.end.steps > 0
+    trains = has_logits or has_layers or has_optimizer or case.end.steps > 0
     applies = (
-        language,
-        layers,
+        has_logits,
+        has_layers,
         trains,
-        optimizer or case.end.steps > 0,
+        has_optimizer or case.end.steps > 0,
         case.evidence.world_size > 1 and not is_sharded,
-        language,
+        has_logits,
     )
     advice = tuple(line for line, fits in zip(_SMALLER, applies, strict=True) if fits)
     return advice or (f"allocate less memory{at_location(case)}, or use a GPU with more",)

@@ -1,4 +1,4 @@
-"""grpo.*: GRPO runs that ended themselves because nothing useful could be learned."""
+"""Causes grpo.*: GRPO stopped the run because nothing useful could be learned."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def match_rollout(case: Case) -> CauseMatch | None:
 
 
 @family.cause("""
-grpo.server, again: The rollout server refused, or did not answer.
-  seen: stoker's own GRPO reported the server's status and message, or that it did not answer for grpo.server_timeout, and
+grpo.server, again: The rollout server refused a request or did not respond.
+  seen: stoker's own GRPO reported the server's status and message, or that it did not respond for grpo.server_timeout, and
       ended itself after a checkpoint
   unless: an exception of the rank's own, or an exit code other than 70
   fix: if it refused, its message says what to change: the key in STOKER_API_KEY, or --weights-from, which must be a folder
@@ -103,7 +103,7 @@ def match_truncated(case: Case) -> CauseMatch | None:
 grpo.other-weights: GRPO stopped the run: the rollout server has other weights than the trainers.
   seen: the server's completions carried the digest of weights that the trainers never published, again after these were
       pushed; or its log-probabilities for a test prompt differed from the trainers'; and they ended the run after a checkpoint
-  unless: an exception, or an exit code other than 70; a server that does not answer at all
+  unless: an exception, or an exit code other than 70; a server that does not respond at all
   fix: does the server serve the model that the trainers started with, and the same tokenizer?
   fix: does it load what they publish? its log shows when it last loaded new weights: `stoker logs RUN --role NAME`
 """)
@@ -127,7 +127,7 @@ def match_broken(case: Case) -> CauseMatch | None:
 
 
 def _choose_fixes(cause_id: str, message: str) -> tuple[str, ...]:
-    """Return the cause's fixes, without those that need a checkpoint if none was saved."""
+    """Return the cause's fixes. If no checkpoint was saved, leave out those that need one."""
     fixes = get_cause(cause_id).fix
     if NONE_SAVED not in message:
         return fixes
@@ -136,7 +136,7 @@ def _choose_fixes(cause_id: str, message: str) -> tuple[str, ...]:
 
 
 def _match_failure(case: Case, message: str, cause_id: str) -> CauseMatch | None:
-    """Match a message of a function or server that failed; `cause_id` is the cause whose fixes depend on it."""
+    """Match GRPO's message that a function or server failed. `cause_id` is the cause whose fixes depend on the message, or ""."""
     match = find_in_output(case, f"GRPO stopped: ({message})") if ended_itself(case) else None
     if match is None:
         return None
@@ -144,7 +144,7 @@ def _match_failure(case: Case, message: str, cause_id: str) -> CauseMatch | None
 
 
 def _match_stop(case: Case, message: str) -> CauseMatch | None:
-    """Match a message of one of GRPO's stop rules."""
+    """Match the message of one of GRPO's stop rules."""
     match = find_in_output(case, f"GRPO stopped itself: ({message})") if ended_itself(case) else None
     return CauseMatch(match[1].strip(), last_lines(case.end)) if match else None
 

@@ -1,4 +1,4 @@
-"""host.*: the limits of a host, and the agent on it."""
+"""Causes host.*: a limit of a host was reached, or its agent or its copy of the files failed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ host.files: The limit of open files is too low for the number of ranks.
   unless: a rank reached the limit by itself: data.too-many-files
   fix: ulimit -n 65536   # in the shell that starts stoker
 host.agent: A host's agent did not start.
-  seen: before the start: it ended, or did not answer in time
+  seen: before the start: it ended, or did not respond in time
   unless: it was connected and was lost later: host.agent-lost
   fix: ssh HOST true   # must work within seconds, without a password or a question
   fix: a faulty driver can block it: run nvidia-smi on that host

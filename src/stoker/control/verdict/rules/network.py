@@ -1,4 +1,4 @@
-"""net.*, gloo.*, nccl.*: ports and connections between ranks. torch prints NCCL's errors as "NCCL error in: …"."""
+"""Causes net.*, gloo.* and nccl.*: problems with ports and with connections between ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from stoker.control.verdict.exit_text import (
 
 ORDER = 40
 
-# Ranks of either backend meet first at the store (MASTER_ADDR, MASTER_PORT).
+# Ranks of either backend connect to the store (MASTER_ADDR, MASTER_PORT) before they connect to each other.
 STORE = (
     r"The client socket has (?:timed out after [^\n]*trying to connect to|failed to connect to[^\n]*) ?\(([^)]*)\)|"
     r"Timed out after (\d+) seconds waiting for clients\. (\d+/\d+) clients joined"
 )
 _REACH = """every host must reach every other on the ephemeral ports (/proc/sys/net/ipv4/ip_local_port_range), in both
-    directions: ranks only meet at MASTER_PORT, the data uses other ports
+    directions: MASTER_PORT is only for the store, the data uses other ports
     fix: MASTER_ADDR must be an address the other hosts can reach, not 127.0.0.1 and not a name that only one of them
         knows (getent hosts NAME, on each)"""
 _WARN = "stoker run --env NCCL_DEBUG=WARN …   # NCCL then prints more before it gives up"
@@ -40,8 +40,8 @@ gloo = Family(__name__, _line_and_location, REACH=_REACH)
 net.port-in-use, again: The script asked for a port that is in use.
   seen: EADDRINUSE in the exception: the script listens on a port that it chose itself and that another process uses
   unless: the port is Stoker's own (MASTER_PORT): that one is reserved before the ranks start
-  fix: where ranks meet, use env:// (MASTER_ADDR and MASTER_PORT, which Stoker sets to a free port) instead of a port of your
-      own
+  fix: for the rendezvous of the ranks, use env:// (MASTER_ADDR and MASTER_PORT, which Stoker sets to a free port) instead of your own
+      port
   fix: for a server, choose another port, or end the process that uses this one (ss -ltnp shows it)
 """)
 def match_port_in_use(case: Case) -> CauseMatch | None:
@@ -57,7 +57,7 @@ def match_port_in_use(case: Case) -> CauseMatch | None:
 gloo.interface: gloo was told to use a network interface that this host does not have.
   perhaps: Unable to (?:find address|find interface|resolve hostname)[^\n:]*:? ?(\S*)
   seen: gloo's "Unable to find address for: eth0" or "Unable to find interface for", or a host name it can't resolve
-  unless: the interface is there and the peer does not answer: gloo.connection
+  unless: the interface exists and the peer is not responding: gloo.connection
   fix: unset GLOO_SOCKET_IFNAME, or set it to an interface of this host (ip -brief address); hosts may need
       different ones
   fix: without it gloo uses the address of the host's own name: getent hosts $(hostname) must print it
@@ -65,7 +65,7 @@ gloo.interface: gloo was told to use a network interface that this host does not
 def match_gloo_interface(case: Case, match: Match | None) -> CauseMatch | None:
     if not match or not find_in_output(case, r"gloo|GLOO|Gloo"):
         return None
-    summary = f"{case.rank_name}: gloo finds no address for {match[1] or 'this host'}"
+    summary = f"{case.rank_name}: gloo found no address for {match[1] or 'this host'}"
     return CauseMatch(summary, _line_and_location(case, line_of(match)))
 
 
@@ -100,7 +100,7 @@ def match_gloo_connection(case: Case, match: Match | None) -> CauseMatch | None:
 
 
 def _match_store_failure(case: Case) -> CauseMatch | None:
-    """Match a rank that could not reach the store, or whose peers did not."""
+    """Match a rank that could not reach the store, or that waited there for ranks that did not join."""
     match = find_in_output(case, STORE)
     if not match:
         return None
@@ -153,9 +153,9 @@ nccl.version: The ranks, or torch and the library it loads, have different versi
       list | grep nccl)
 nccl.interface: NCCL found no network interface to use.
   said: no socket interface found|is neither AF_INET
-  summary: {who}: NCCL finds no network interface (NCCL_SOCKET_IFNAME?)
+  summary: {who}: NCCL found no network interface (NCCL_SOCKET_IFNAME?)
   seen: NCCL's "Bootstrap : no socket interface found", or an address without a family
-  unless: the interface is there and the peer does not answer: nccl.connection
+  unless: the interface exists and the peer is not responding: nccl.connection
   fix: unset NCCL_SOCKET_IFNAME, or set it to an interface of this host (ip -brief address): hosts may have
       different ones, and the value is a prefix (=eth0 is exact, ^docker excludes)
   fix: is it still set in ~/.bashrc, /etc/nccl.conf or ~/.nccl.conf?
@@ -175,8 +175,8 @@ nccl.shm: NCCL could not get shared memory: /dev/shm is too small, or full.
   fix: NCCL_SHM_DISABLE=1 continues without it, slower
 """)
 def match_nccl_shm(case: Case, match: Match) -> CauseMatch:
-    shm_free = shm_evidence(case.end.around)
-    summary = f"{case.rank_name}: NCCL got no shared memory{' (' + shm_free[0] + ')' if shm_free else ''}"
+    shm_free = shm_evidence(case.context)
+    summary = f"{case.rank_name}: NCCL could not get shared memory{' (' + shm_free[0] + ')' if shm_free else ''}"
     return CauseMatch(summary, (*_nccl_evidence(case, line_of(match)), *shm_free))
 
 
@@ -251,9 +251,9 @@ nccl.timeout, again: A NCCL collective timed out, and nothing shows why.
 """)
 def match_nccl_timeout(case: Case, match: Match) -> CauseMatch:
     line = line_of(match)
-    work, ran = re.search(r"SeqNum=(\d+), OpType=(\w+)", line), re.search(r"ran for (\d+) milliseconds", line)
-    what = f"{work[2]} number {work[1]}" if work else "a collective"
-    how_long = f"after {int(ran[1]) / 1000:.0f} s" if ran else "in time"
+    work, duration = re.search(r"SeqNum=(\d+), OpType=(\w+)", line), re.search(r"ran for (\d+) milliseconds", line)
+    collective = f"{work[2]} number {work[1]}" if work else "a collective"
+    how_long = f"after {int(duration[1]) / 1000:.0f} s" if duration else "in time"
     return CauseMatch(
-        f"{case.rank_name}: {what} was not finished {how_long}, and no rank is seen to have failed", (line,)
+        f"{case.rank_name}: {collective} was not finished {how_long}, and no failed rank was found", (line,)
     )

@@ -1,4 +1,4 @@
-"""nan.*: losses and gradient norms that are not finite, explode or never change."""
+"""Causes nan.*: a loss or gradient norm is not finite, has exploded or never changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STEP_BEFORE = "look at the step before it: the last good checkpoint still has g
 _GRADIENTS = (
     "check gradients for NaN and Inf before clip_grad_norm_, not after: clipping spreads one bad value to all layers"
 )
-# In the order in which they find the reason. Token ids are not checked: isnan() of an integer is always False.
+# In the order in which to try them. Checking token ids is no advice: isnan() of an integer is always False.
 _THEN = (
     _GRADIENTS,
     "a lower learning rate or a longer warm-up; max_grad_norm 1.0; bf16 rather than fp16",
@@ -79,7 +79,7 @@ def _is_traced(end: RankExit) -> bool:
 
 
 def find_named_rank(ends: Sequence[RankExit]) -> RankExit | None:
-    """Return the rank that a traced NaN names, or None. All ranks raise the same error, so the first is not the guilty one."""
+    """Return the rank that a traced NaN names, or None. All ranks raise the same error, so the first to fail need not be guilty."""
     for end in ends:
         if not _is_traced(end) or end.error is None:
             continue
@@ -92,13 +92,13 @@ _VERBS = {"loss": "the loss is", "exploding": "the loss has exploded to", "grad-
 
 
 def summarize_bad_number(bad: BadNumber, label: str, world_size: int, lasting: bool = False) -> str:
-    """Return one line; `lasting` if the number has been bad for several steps.
+    """Return one line about a bad number; `lasting` means that it has been bad for several steps.
 
-    It does not name the rank of a loss that only one rank prints (`shared`): any rank may have it.
+    If only one rank prints losses (`bad.shared`), the line doesn't blame that rank: any rank may have the bad loss.
     """
     if bad.kind == "constant":
-        what, _, value = bad.value.rpartition(" ")
-        return f"{rank_name(bad.rank, label)}: the {what} has been {value} in every reading since the start"
+        name, _, value = bad.value.rpartition(" ")
+        return f"{rank_name(bad.rank, label)}: the {name} has been {value} in every reading since the start"
     text, at = f"{_VERBS[bad.kind]} {bad.value}", " at step"
     if lasting and bad.kind != "exploding":
         text, at = text.replace(" is ", " has been ", 1), " since step"

@@ -1,4 +1,4 @@
-"""rank.*: what one rank did by itself. These rules come last: they match whatever the others did not."""
+"""Causes rank.*: a rank raised, crashed, was killed or exited. Tried last: they match every exit that no other rule explains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stoker.control.verdict.rules.memory import describe_memory_trend
 ORDER = 99
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
-# Mistakes in the program, which another attempt would repeat.
+# These exceptions are mistakes in the program, which another attempt would repeat.
 _DETERMINISTIC = ("NameError", "UnboundLocalError", "AttributeError", "TypeError", "NotImplementedError",
                   "RecursionError")  # fmt: skip
 _LOGS = "stoker logs --rank {rank}"
@@ -84,12 +84,12 @@ def match_early_exit(case: Case) -> CauseMatch | None:
     errors = [
         f"rank {other.rank}: {other.error.type}: {first_line(other.error.message)}" for other in others if other.error
     ]
-    script, how = end.script_end, f"ended with exit code {end.code}"
+    script, exit_text = end.script_end, f"ended with exit code {end.code}"
     if script is not None:
-        how = "returned from its script" if script.how == "return" else f"called sys.exit({script.status})"
+        exit_text = "returned from its script" if script.how == "return" else f"called sys.exit({script.status})"
     where = f" at {script.place}" if script is not None and script.place else ""
     after = f" after step {end.steps}" if end.steps else ""
-    summary = f"{case.rank_name} {how}{where}{after} while the others were still working"
+    summary = f"{case.rank_name} {exit_text}{where}{after} while the others were still working"
     exit_status = f"rank {end.rank} ended with exit code {end.code}"
     if end.code:
         name = signal_name(-end.code)
@@ -103,9 +103,9 @@ def _aborted_after_script(end: RankExit) -> bool:
 
 
 def _others_needed(case: Case) -> bool:
-    """Return whether other ranks lost this one, or had steps to make when it ended.
+    """Return whether other ranks lost this one, or had fewer steps than this one when they were stopped.
 
-    Ranks that had made as many steps were shutting down.
+    Ranks with as many steps were shutting down.
     """
     end = case.end
     others = [other for other in case.evidence.ends if other.rank != end.rank and other.script_end is None]
@@ -126,16 +126,16 @@ def _signal_of(case: Case) -> tuple[int, str, tuple[str, ...]]:
 rank.killed, again: A rank was killed with SIGKILL from outside.
   seen: SIGKILL that Stoker did not send, and no out-of-memory kill in the cgroup's counter or the kernel's log
   unless: the cgroup's oom_kill counter rose, or the kernel's log names the pid: oom.host
-  fix: an administrator, a script or the OOM killer sent it; this host's log can't be read from here: see dmesg there
+  fix: an administrator, a script or the OOM killer sent it; Stoker can't read that host's kernel log: see dmesg there
 """)
 def match_killed(case: Case) -> CauseMatch | None:
     number, _, evidence = _signal_of(case)
     if number != signal.SIGKILL:
         return None
-    context = case.end.around
-    # In a container the kernel's log has the host's pids: such a line is a hint, not proof that it was this rank.
+    context = case.context
+    # In a container the kernel's log has the host's pids, so such a line is a hint and doesn't prove that it was this rank.
     hints = [f"kernel: {line}" for line in context.kernel if "emory" in line or "oom" in line][-2:]
-    no_oom = "no out-of-memory kill of this rank could be seen"
+    no_oom = "no out-of-memory kill of this rank was found"
     summary = f"{case.rank_name} was killed with SIGKILL from outside"
     return CauseMatch(summary, (*evidence, no_oom, *describe_memory_trend(context), *hints))
 
@@ -159,16 +159,17 @@ def match_crash(case: Case) -> CauseMatch | None:
         return _match_crash_at_end(case, name, evidence)
     where, frames = _find_crash_location(case.end.stack)
     lines = [f'  File "{file}", line {line}, in {function}' for function, file, line in frames[:20]]
-    look = (f"look at {where[3:]}",) if where.startswith("at ") else ()
+    look_at = (f"look at {where[3:]}",) if where.startswith("at ") else ()
     stack = (f"the Python stack is in the record: rank-{case.end.rank}.stack.txt",) if case.end.stack else ()
     summary = f"{case.rank_name} died of {name}{f' {where}' if where else ''}"
-    return CauseMatch(summary, (*evidence, *lines), (*look, *stack, f"stoker logs --rank {case.end.rank}"))
+    return CauseMatch(summary, (*evidence, *lines), (*look_at, *stack, f"stoker logs --rank {case.end.rank}"))
 
 
 def _match_crash_at_end(case: Case, name: str, evidence: tuple[str, ...]) -> CauseMatch:
-    """Return the match for a crash with no Python code left to run: the script had ended, a library's threads had not.
+    """Return the match for a crash after the script had ended, in a thread of a library.
 
-    Usually these are gloo's (`terminate called without an active exception`), without a destroy_process_group().
+    It is usually a thread of gloo that runs because destroy_process_group() was not called, and the process prints
+    `terminate called without an active exception`.
     """
     after = f" after step {case.end.steps}" if case.end.steps else ""
     return CauseMatch(
@@ -184,10 +185,10 @@ def _match_crash_at_end(case: Case, name: str, evidence: tuple[str, ...]) -> Cau
 
 
 def _match_abort_after_script(case: Case, name: str, evidence: tuple[str, ...]) -> CauseMatch:
-    """Return the match for a process that a library's thread aborted after its script had ended. No rank waits for it."""
+    """Return the match for a process that a library's thread aborted after its script had ended, while no rank needed it."""
     script = case.end.script_end
     assert script is not None
-    how = "had returned" if script.how == "return" else f"had called sys.exit({script.status}) at {script.place}"
+    ending = "had returned" if script.how == "return" else f"had called sys.exit({script.status}) at {script.place}"
     after = f" after step {case.end.steps}" if case.end.steps else ""
     ends = case.evidence.ends
     all_done = len(ends) == case.evidence.world_size and all(
@@ -195,7 +196,7 @@ def _match_abort_after_script(case: Case, name: str, evidence: tuple[str, ...]) 
     )
     complete = ("the scripts of all ranks had ended: the work is complete",) if all_done else ()
     return CauseMatch(
-        f"{case.rank_name}: its script {how}{after}, then its process died of {name} while it was shutting down",
+        f"{case.rank_name}: its script {ending}{after}, then its process died of {name} while it was shutting down",
         (*evidence, *complete, *_find_terminate_lines(case)),
         (
             "call torch.distributed.destroy_process_group() at the end of the script: torch's threads that are still"
@@ -211,9 +212,9 @@ def _find_terminate_lines(case: Case) -> tuple[str, ...]:
 
 
 def _find_crash_location(stack: str) -> tuple[str, list[list[Any]]]:
-    """Return where the crashed thread was, and its frames, from the stacks that faulthandler wrote.
+    """Return (location, frames) of the crashed thread, from the stacks that faulthandler wrote.
 
-    The location is the script's line and the library's: at x.py:3, in work (in string_at, ctypes/__init__.py:519).
+    The location names the script's line and the library's: "at x.py:3, in work (in string_at, ctypes/__init__.py:519)".
     """
     threads = parse_stacks(stack)
     crashed: list[list[Any]] = next((thread["frames"] for thread in threads if thread["current"]), [])
@@ -252,7 +253,7 @@ rank.exit, again: The script ended itself with an exit code.
 def match_exit(case: Case) -> CauseMatch | None:
     evidence = (f"exit code {case.end.code}, no exception", *last_lines(case.end))
     last = next((line for line in reversed(case.end.tail.splitlines()) if line.strip()), "")
-    # Stoker's own recipes refuse with one line and an exit code for the kind of refusal.
+    # Stoker's own recipes refuse with one line on stderr and an exit code of _REFUSALS.
     if case.end.code in _REFUSALS and last.startswith("stoker: "):
         refused = f"{case.rank_name} refused: {last.removeprefix('stoker: ')}"
         return CauseMatch(refused, evidence, retryable=False)

@@ -1,16 +1,16 @@
-"""slow.*: a rank that is persistently slower than its peers. It is reported with the reason; nothing is stopped."""
+"""Causes slow.*: a rank is persistently slower than its peers. Stoker reports it with the reason and doesn't stop the job."""
 
 from __future__ import annotations
 
 from stoker.control.verdict.catalogue import Family
 
 _SEEN = (
-    "the flight recorder's entry times: one rank comes last in nine of ten waits, in two looks in a row, by a fifth of a"
+    "the flight recorder's entry times: one rank comes last in nine of ten waits, in two checks in a row, by a fifth of a"
     " step or more; "
 )
 
 _HOST = (
-    "in the live view only: the others wait for a rank on another host than theirs, and that host's gauges, unlike those of the"
+    "in the live view only: the others wait for a rank on another host, and that host's gauges, unlike those of the"
     " other hosts, show: "
 )
 
@@ -57,8 +57,8 @@ slow.code: A rank is slow because of what it does at one line.
   seen: {SEEN}most samples of its main thread are at that line, outside of collectives
   fix: look at that line: the others wait for work that only this rank does (logging, saving, evaluation)
   fix: with equal batches, different GPUs are all as slow as the slowest one: `stoker docs balance`
-slow.unknown: A rank is slow for a reason that can't be seen from outside.
-  seen: {SEEN}no sample shows why
+slow.unknown: A rank is slow for an unknown reason.
+  seen: {SEEN}no sample shows the reason
   unless: any of the reasons above
   fix: py-spy record -p PID, with its pid
 """)
