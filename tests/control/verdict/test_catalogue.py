@@ -389,7 +389,7 @@ CASES: list[tuple[str, RankExit, bool, tuple[str, ...]]] = [
     ("oom.gpu-foreign", end(FOREIGN), True, ("60.0 GiB needed", "38.8 GiB of 139.8 GiB free", "pid 727 holds 100.5 GiB")),
     ("oom.gpu-foreign", end(FOREIGN, around=HELD), True, ("pid 727 (python serve.py, user bob, run 20260101-serve) holds 100.0 GiB",)),
     ("oom.gpu-foreign", end(UNSEEN), True, ("18.9 GiB are held by processes that can't be seen",)),
-    ("oom.gpu-foreign", end(cuda("out of memory"), around=OUTSIDE), True, ("pid 4711 holds 100.0 GiB, held from outside this container",)),
+    ("oom.gpu-foreign", end(cuda("out of memory"), around=OUTSIDE), True, ("pid 4711 holds 100.0 GiB, from outside this container",)),
     ("oom.gpu-fragmentation", end(PIECES), False, ("1.5 GiB needed", "7.8 GiB reserved and unused")),
     ("oom.host", end(code=-9, oom_killed=True, around=ExitContext(rss=((0.0, 3 * 10**9), (40.0, 58 * 10**9)), host_available=4 * 10**8, host_total=64 * 10**9)), False, ("killed by the kernel", "grew from 2.8 GiB to 54.0 GiB in 40 s")),
     ("oom.host", end(code=-9, around=ExitContext(kernel=(KILLED_LINE,))), False, ("killed by the kernel",)),

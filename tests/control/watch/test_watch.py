@@ -1060,7 +1060,7 @@ def test_the_late_one_is_named() -> None:
         and late.wait_s == pytest.approx(0.9, abs=0.01)
         and late.step_s == pytest.approx(0.95, abs=0.01)
     )
-    assert find_late_rank(times({1: 0.9}), after=late.when) is None, "no news since"
+    assert find_late_rank(times({1: 0.9}), after=late.late_at) is None, "no news since"
 
 
 def test_a_slow_member_of_a_pair_is_named_although_its_partner_is_late_for_all_others_too() -> None:

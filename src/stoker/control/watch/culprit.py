@@ -1,6 +1,6 @@
-"""Turns the inspections of all ranks into one stall: which rank is stuck, what it does, who waits for it. Pure.
+"""Turns the inspections of all ranks into one stall: which rank is stuck, what it does, who waits for it. It does no I/O.
 
-The evidence in order of weight: a stopped process; who waits for whom; the stack that differs; the state of a process.
+The evidence is tried in this order: a stopped process, the graph of waiting ranks, a stack that differs.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def find_culprit(
 ) -> Stall | None:
     """Return what blocks the ranks, or None if nothing does.
 
-    `ended` maps ranks to exit codes, `silent` overdue ranks to seconds without progress. Ranks in `busy` have given
-    evidence of work: ranks without it are blamed first.
+    `ended` maps ranks to exit codes, `silent` maps overdue ranks to seconds without progress. Ranks in `busy` have shown
+    evidence of work: other ranks are blamed first.
     """
     if not inspections:
         return None
@@ -77,23 +77,23 @@ def _find_stall(
     states = {rank: inspection.state for rank, inspection in inspections.items()}
     stopped = [rank for rank in states if states[rank] == "T"] or [rank for rank in states if states[rank] == "t"]
     if stopped:
-        return _make_stuck_stall(stopped, inspections, graph)  # no proof: whoever stopped it may continue it
-    if world_size == 1:  # it waits for no other rank, whatever its stack and flight recorder look like
+        return _make_stuck_stall(stopped, inspections, graph)  # not a proof: the user who stopped it may continue it
+    if world_size == 1:  # a single rank can't wait for another one, even if its stack is in a collective
         living = [rank for rank, state in states.items() if rank in silent and state != "Z"]
         return _make_stuck_stall(living, inspections, WaitGraph((), {}, {})) if living else None
     mismatch = find_mismatch(inspections, graph, members, world_size)
     if mismatch is not None:
         return mismatch
-    left = [rank for rank in graph.roots if ended.get(rank) == 0]
-    if left:
-        return _make_left_stall(left, tuple(sorted(graph.behind(left[0]))), ended, steps, graph, inspections)
+    exited = [rank for rank in graph.roots if ended.get(rank) == 0]
+    if exited:
+        return _make_left_stall(exited, tuple(sorted(graph.ranks_behind(exited[0]))), ended, steps, graph, inspections)
     roots = [rank for rank in graph.roots if states.get(rank, "Z") != "Z"]
     if roots:
-        most_waiting = len(graph.behind(roots[0]))
-        guilty = [rank for rank in roots if len(graph.behind(rank)) == most_waiting]
+        most_waiting = len(graph.ranks_behind(roots[0]))
+        guilty = [rank for rank in roots if len(graph.ranks_behind(rank)) == most_waiting]
         return _make_stuck_stall(_prefer_idle(guilty, busy), inspections, graph)
     if graph.roots:
-        return None  # they wait for a rank that has failed: its exit says more
+        return None  # they wait for a rank that has failed, and its exit is the cause
     if graph.edges:
         return find_circular_wait(inspections, graph, members, world_size)
     if graph.pending and len(graph.pending) == len(inspections):
@@ -114,7 +114,7 @@ def _find_awaited_operation(graph: WaitGraph, rank: int) -> tuple[str, str]:
 
 
 def _make_stuck_stall(guilty: list[int], inspections: InspectionSet, graph: WaitGraph) -> Stall:
-    """Return the stall of ranks that are stuck by themselves, described by the first of them."""
+    """Return the stall of ranks that are not waiting for another rank, with the description of the first of them."""
     rank = guilty[0]
     inspection = inspections[rank]
     kind, frame, detail = describe_stuck_rank(inspection)
@@ -122,7 +122,7 @@ def _make_stuck_stall(guilty: list[int], inspections: InspectionSet, graph: Wait
     if wait is not None:
         kind, detail, frame = wait.kind, wait.detail, wait.frame or frame
     operation, backend = _find_awaited_operation(graph, rank)
-    waiting = tuple(sorted(graph.behind(rank) - set(guilty)))
+    waiting = tuple(sorted(graph.ranks_behind(rank) - set(guilty)))
     is_alone = len(inspections) == 1 and not waiting
     if kind in ("lock", "io", "place") and stack_frames.in_rendezvous(inspection.main):
         detail = _CONNECTING.format("it") if is_alone else "it is waiting for the others to join the process group"
@@ -157,10 +157,10 @@ def _make_left_stall(
     graph: WaitGraph,
     inspections: InspectionSet,
 ) -> Stall:
-    """Return the stall of `waiting` ranks, which wait for the ranks in `left`, which ended with exit code 0.
+    """Return the stall of the `waiting` ranks, whose peers in `left` ended with exit code 0.
 
-    The first rank that left is blamed, with the line at which the first of the others waits, unless only the waiting
-    ranks make that call.
+    The first rank that left is blamed, with the line at which the first of the others waits. If only the waiting ranks
+    make that call, they are blamed instead.
     """
     rank = left[0]
     operation, backend = _find_awaited_operation(graph, rank)
@@ -189,7 +189,7 @@ def _make_left_stall(
 def _made_extra_call(
     left: list[int], waiting: tuple[int, ...], steps: Mapping[int, int], inspections: InspectionSet
 ) -> bool:
-    """Return whether the waiting ranks made one call too many: not one of a loop, and the others made as many steps."""
+    """Return whether the waiting ranks made one call too many: one outside of any loop, after as many steps as the others."""
     for rank in waiting:
         call = call_paths.find_blocking_call(inspections[rank]) if rank in inspections else None
         if call is None or any(other.where == call.where for other in inspections[rank].calls[:-1]):
@@ -199,13 +199,13 @@ def _made_extra_call(
 
 
 def _make_together_stall(inspections: InspectionSet, graph: WaitGraph) -> Stall:
-    """Return the stall of ranks that have all entered one operation that does not end: the network or a GPU is at fault."""
+    """Return the stall of ranks that have all entered one operation that does not finish, so that none of them is to blame."""
     rank, (group, op) = min(graph.pending.items())
     frame = stack_frames.script_frame(inspections[rank].main)
     waiting, backend = tuple(sorted(graph.pending)), op.name.partition(":")[0]
     detail = f"every rank has entered operation {op.seq} of group {group} and it does not finish"
     stall = Stall("together", None, (), waiting, str(frame or ""), detail, str(op), backend)
-    # The flight recorder may show one operation where the ranks called it from different lines.
+    # The flight recorder may show the same operation although the ranks called it from different lines.
     for ranks, _ in stack_frames.group_by_stack(inspections.values()):
         refined = refine_as_rank_only(stall, inspections, ranks, tuple(sorted(set(waiting) - set(ranks))))
         if refined is not stall:
@@ -221,7 +221,7 @@ def _judge_by_stacks(
     steps: Mapping[int, int],
     busy: Collection[int],
 ) -> Stall | None:
-    """Return the stall if the flight recorders say nothing: ranks in a collective wait for those that are in none."""
+    """Return the stall if the flight recorders show none: ranks in a collective wait for those that are in none."""
     waiters = {
         rank
         for rank, inspection in inspections.items()
@@ -243,7 +243,7 @@ def _judge_by_stacks(
 
 
 def _compare_stacks(inspections: InspectionSet, waiters: set[int]) -> Stall:
-    """Return the stall if all ranks are in a collective and only their stacks show which: the minority has diverged."""
+    """Return the stall of ranks that are all in a collective: those whose stack differs from that of most ranks are blamed."""
     groups = stack_frames.group_by_stack(inspections.values())
     ranks, first = groups[0]
     frame: Frame | None = stack_frames.script_frame(first.main)
@@ -269,9 +269,9 @@ def _compare_stacks(inspections: InspectionSet, waiters: set[int]) -> Stall:
     return Stall("diverged", ranks[0], ranks, tuple(sorted(waiters - set(ranks))), where, parties=parties)
 
 
-# ---- what a stuck rank is doing, from its own process alone ----
+# ---- what a stuck rank is doing, as its process shows ----
 
-BUSY_CPU = 0.5  # cores: more than this is computing, not waiting
+BUSY_CPU = 0.5  # cores: a thread that uses more is computing, not waiting
 _CONNECTING = "{} is still connecting, waiting for a name lookup, a port or another rank"
 _SLEEP_CALLS = ("nanosleep", "clock_nanosleep")
 _CHILD_CALLS = ("wait4", "waitid")
@@ -290,7 +290,7 @@ def describe_stuck_rank(inspection: RankInspection) -> tuple[str, Frame | None, 
         return "debugged", frame, "its process is held by a debugger or tracer"
     if inspection.state == "D":
         detail = f"its process is in uninterruptible sleep ({wchan or 'D state'})"
-        return "disk", frame, f"{detail}: a disk, network file system or driver does not answer"
+        return "disk", frame, f"{detail}: a disk, network file system or driver is not responding"
     worker = _find_stuck_worker(inspection)
     if worker is not None:
         worker_frame = stack_frames.script_frame(worker.frames)
@@ -306,9 +306,9 @@ def describe_stuck_rank(inspection: RankInspection) -> tuple[str, Frame | None, 
         return "lock", stack_frames.script_frame(thread.frames), detail
     if stack_frames.in_loader(inspection.main):
         return "worker", frame, "it is waiting for data that none of its data-loader workers is preparing"
-    same_line, active, gil = _measure_steadiness(inspection)
+    is_on_one_line, is_running, holds_gil = _measure_steadiness(inspection)
     waits = syscall in (*_SLEEP_CALLS, *_CHILD_CALLS, *_IO_CALLS) or "nanosleep" in wchan
-    # The rank makes no step although its GPU is busy.
+    # The rank makes no progress although its GPU is busy: the kernel on it does not finish.
     if inspection.gpu_use is not None and inspection.gpu_use >= 90 and not waits:
         return (
             "kernel",
@@ -316,10 +316,10 @@ def describe_stuck_rank(inspection: RankInspection) -> tuple[str, Frame | None, 
             f"it is waiting for a GPU kernel that does not finish (its GPU is at {inspection.gpu_use} %)",
         )
     if is_computing(inspection):
-        how = (", holding the GIL" if gil else "") + (", always on this line" if same_line else "")
+        how = (", holding the GIL" if holds_gil else "") + (", always on this line" if is_on_one_line else "")
         no_stack = "" if inspection.main else ", no Python stack seen"
         return "spin", frame, f"it is computing ({inspection.cpu:.1f} cores{how}{no_stack})"
-    if gil and not active:
+    if holds_gil and not is_running:
         inside = f" in {syscall}" if syscall else ""
         return "gil", frame, f"native code called there holds the GIL and is waiting{inside}"
     if syscall in _SLEEP_CALLS or "nanosleep" in wchan:
@@ -345,14 +345,14 @@ def _find_script_thread(inspection: RankInspection) -> Thread | None:
 
 
 def is_computing(inspection: RankInspection) -> bool:
-    """Return whether the rank uses a CPU, or is ready to: on an overloaded machine a busy loop is not waiting either."""
+    """Return whether the rank uses a CPU or is ready to run: a busy loop on an overloaded machine rarely gets a CPU."""
     if inspection.main_cpu + inspection.waiting_for_core > BUSY_CPU:
         return True
     return inspection.main_cpu == 0.0 and inspection.cpu > BUSY_CPU
 
 
 def _measure_steadiness(inspection: RankInspection) -> tuple[bool, bool, bool]:
-    """Return whether the main thread was (on one line in all samples, ever running, holding the GIL in all samples)."""
+    """Return whether the main thread was (on one line in all samples, running in any, holding the GIL in all)."""
     threads = [thread for thread in map(main_thread, inspection.samples) if thread is not None]
     lines = {thread.frames[:1] for thread in threads}
     return (
@@ -363,7 +363,7 @@ def _measure_steadiness(inspection: RankInspection) -> tuple[bool, bool, bool]:
 
 
 def _find_stuck_worker(inspection: RankInspection) -> Worker | None:
-    """Return the data-loader worker that the main thread waits for: one that is not waiting for work itself."""
+    """Return a data-loader worker that blocks the main thread: one that is stopped, or busy with an item. None if there is none."""
     if not stack_frames.in_loader(inspection.main):
         return None
     workers = [worker for worker in inspection.workers if worker.frames or worker.state in "TtD"]
@@ -373,7 +373,7 @@ def _find_stuck_worker(inspection: RankInspection) -> Worker | None:
 
 
 def _is_idle_worker(worker: Worker) -> bool:
-    """Return whether a process waits for the next index, or is no data-loader worker (multiprocessing's tracker)."""
+    """Return whether a process waits for the next index, or is not a data-loader worker (multiprocessing's tracker)."""
     functions = [frame.function for frame in worker.frames]
     return "fetch" not in functions and (
         "_worker_loop" in functions or "resource_tracker" in worker.command or not functions

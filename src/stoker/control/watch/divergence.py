@@ -1,8 +1,8 @@
-"""Ranks that wait for each other: what each entered, where, and which ranks diverged from the common path. Pure.
+"""Finds which of the ranks that wait for each other diverged, and what each rank entered. It does no I/O.
 
-The operations of all ranks are aligned up to the first that differs. The ranks that diverged are decided by what most
-ranks entered there, else by each rank's own past: training repeats itself, so the next operation is predictable. If
-neither decides it, it is a tie and no rank is blamed.
+The operations of all ranks are aligned up to the first that differs. The majority there counts as the common path. Without
+a majority, earlier steps decide: training repeats itself, so the next operation is predictable. If neither decides, it is a
+tie and no rank is blamed.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from stoker.control.watch.rank_inspection import (
 from stoker.control.watch.rank_only import refine_as_rank_only
 from stoker.control.watch.wait_graph import WaitGraph
 
-SourceLine = tuple[str, int]  # file and line of the script
+SourceLine = tuple[str, int]  # (file, line) of the script
 
 
 @frozen
 class Divergence:
     parties: tuple[Party, ...]  # those that diverged first
-    diverged: tuple[int, ...]  # ranks that diverged from the common path; empty for a tie
-    reason: str  # how that was decided
+    diverged: tuple[int, ...]  # ranks that diverged from the common path; () for a tie
+    reason: str  # why these ranks are blamed, or none
 
 
 @frozen
@@ -52,10 +52,10 @@ class PathStep:
 
 
 def find_divergence(inspections: InspectionSet, members: Members, world_size: int) -> Divergence | None:
-    """Return which ranks diverged, or None: from the call logs, else from the flight recorders.
+    """Return which ranks diverged, according to the call logs or else the flight recorders, or None.
 
-    The recorders of all ranks are compared, then those of the members of each group: programs of different groups may
-    differ by design (pipeline stages).
+    Compare the recorders of all ranks, then those of the members of each group: programs of different groups may differ by
+    design (pipeline stages).
     """
     parties = call_paths.find_first_difference(inspections)
     if parties:
@@ -82,10 +82,10 @@ def find_divergence(inspections: InspectionSet, members: Members, world_size: in
 
 
 def _find_divergence_of_ended(inspections: InspectionSet) -> Divergence | None:
-    """Return which ranks diverged if gloo ended some ranks because sizes differ, or None if that can't be seen.
+    """Return which ranks diverged if gloo ended some ranks because sizes differ, or None if that is unknown.
 
-    The flight recorders of the ended ranks are gone, and the others agree. The call log shows what the ended ranks did: the
-    same call as the others, no call (they were in DDP's backward pass too), or another call. A rank without a log
+    The flight recorders of the ended ranks are lost, and those of the others agree. The call log shows what the ended ranks
+    did: the same call as the others, no call (they were in DDP's backward pass too), or another call. A rank without a log
     counts as one that made another call.
     """
     recorded = {
@@ -133,14 +133,14 @@ def members_of(group: Group, rank: int, members: Members, world_size: int) -> tu
 
 
 def _find_first_difference(inspections: InspectionSet, members: Members, world_size: int) -> list[Party]:
-    """Return the parties of the first operation in which the flight recorders differ; empty if there is none."""
+    """Return the parties of the first operation in which the flight recorders differ, or []."""
     if len(inspections) < 2:
         return []
     names = {
         rank: _name_groups(inspection, inspections, members, world_size) for rank, inspection in inspections.items()
     }
     shared = set.intersection(*(set(own.values()) for own in names.values()))
-    # Compare only groups that all these ranks are in, aligned by an operation that all recorders still hold.
+    # Compare only groups that all these ranks are in, from an operation on that all recorders still hold.
     paths = {
         rank: [step for step in _collect_path(inspection, names[rank]) if step.key[0] in shared]
         for rank, inspection in inspections.items()
@@ -159,13 +159,13 @@ def _find_first_difference(inspections: InspectionSet, members: Members, world_s
             by_key.setdefault(step.key, []).append(rank)
         if len(by_key) > 1:
             if all(step.op.done for step in steps.values()):
-                return []  # the difference blocked no rank: the programs differ by design
+                return []  # every rank finished the operation, so the programs differ by design
             return [_make_party(steps, ranks) for ranks in by_key.values()]
     return []
 
 
 def _make_party(steps: Mapping[int, PathStep], ranks: list[int]) -> Party:
-    """Make a party, represented by a rank that still waits in the operation and whose past says whether it is usual."""
+    """Make a party with the operation of one of its ranks, preferably one that still waits in it and knows if it is usual."""
     step = max((steps[rank] for rank in ranks), key=lambda step: (not step.op.done, step.op.usual is not None))
     return Party(tuple(sorted(ranks)), step.group, step.op)
 
@@ -173,7 +173,7 @@ def _make_party(steps: Mapping[int, PathStep], ranks: list[int]) -> Party:
 def _name_groups(
     inspection: RankInspection, inspections: InspectionSet, members: Members, world_size: int
 ) -> dict[str, tuple[object, ...]]:
-    """Return a name for each of a rank's groups that means the same on every rank, such as "second group of four ranks"."""
+    """Return names for a rank's groups that are the same on every rank: (description, size, number of such a group)."""
     sizes = {group.name: len(members_of(group, inspection.rank, members, world_size)) for group in inspection.groups}
     sizes |= {name: len(ranks) for name, ranks in members.items() if inspection.rank in ranks}
     about = {group.name: group.about for other in inspections.values() for group in other.groups}
@@ -219,7 +219,7 @@ def _add_unrecorded(parties: list[Party], recorded: InspectionSet, unrecorded: I
 
 
 def decide_divergence(parties: list[Party], by_majority: bool = True) -> Divergence:
-    """Decide which parties diverged: the minority, else those whose operation never followed the same ones before."""
+    """Decide which parties diverged: the minority, else those whose operation never came next in earlier steps."""
     parties = sorted(parties, key=lambda party: (len(party.ranks), party.ranks))
     largest = parties[-1]
     if by_majority and 2 * len(largest.ranks) > sum(len(party.ranks) for party in parties):
@@ -250,7 +250,7 @@ def _ranks_of(parties: Iterable[Party]) -> tuple[int, ...]:
 
 
 def find_mismatch(inspections: InspectionSet, graph: WaitGraph, members: Members, world_size: int) -> Stall | None:
-    """Return the stall if ranks entered different operations, or sizes, under one number of a group: that is proof."""
+    """Return the stall if ranks entered different operations or sizes under one sequence number, or None. It is a proof."""
     edges = [edge for edge in graph.edges if edge.reason in ("other-op", "other-shape")]
     if not edges:
         return None
@@ -259,8 +259,8 @@ def find_mismatch(inspections: InspectionSet, graph: WaitGraph, members: Members
 
 
 def find_circular_wait(inspections: InspectionSet, graph: WaitGraph, members: Members, world_size: int) -> Stall:
-    """Return the stall of ranks that all wait for another: in another order of groups, or messages that don't pair."""
-    # An asynchronous operation need not be waited for: it is only a deadlock if every rank is inside a collective.
+    """Return the stall of ranks that wait for each other in a circle: in different groups, or in messages that don't pair."""
+    # A rank may start an asynchronous operation and continue: it is only a deadlock if every rank is blocked in a call.
     proof = all(_is_blocked(inspections[rank]) for rank in graph.pending)
     divergence = find_divergence(inspections, members, world_size)
     if divergence is not None:
@@ -275,7 +275,7 @@ def find_circular_wait(inspections: InspectionSet, graph: WaitGraph, members: Me
         op = pending[rank][1]
         parties.setdefault((group, op.name, op.usual) if messages else group, []).append(rank)
     waiting = [Party(tuple(sorted(ranks)), *pending[ranks[0]]) for ranks in parties.values()]
-    # Ranks play different parts in sending and receiving, so a majority means nothing there.
+    # Senders and receivers make different calls by design, so the majority doesn't count for messages.
     stall = _make_stall(decide_divergence(waiting, by_majority=not messages), inspections, proof, kind="diverged")
     only_messages = all(op.p2p for _, op in pending.values())
     return replace(stall, detail="messages") if only_messages and stall.rank is None else stall
@@ -291,7 +291,7 @@ def _is_blocked(inspection: RankInspection) -> bool:
 def find_divergence_of_failed(
     inspections: InspectionSet, members: Members, world_size: int, sizes_differ: bool
 ) -> Stall | None:
-    """Return the stall of ranks that failed in a collective; `sizes_differ` if gloo ended one for that."""
+    """Return the stall of ranks that failed in a collective, or None. `sizes_differ` means that gloo ended a rank for that."""
     divergence = find_divergence(inspections, members, world_size)
     if divergence is None and sizes_differ:
         divergence = _find_divergence_of_ended(inspections)
@@ -299,7 +299,7 @@ def find_divergence_of_failed(
 
 
 def _collect_parties(edges: list[Wait]) -> list[Party]:
-    """Return the parties from what each rank waits in, where the ranks' paths can't be aligned."""
+    """Group the ranks by the operation they wait in. This replaces the comparison of paths that can't be aligned."""
     entered: dict[tuple[object, ...], dict[int, Party]] = {}
     for edge in edges:
         for rank, op in ((edge.rank, edge.op), (edge.target, edge.target_op)):
@@ -311,7 +311,7 @@ def _collect_parties(edges: list[Wait]) -> list[Party]:
 
 def _make_stall(divergence: Divergence, inspections: InspectionSet, proof: bool, kind: str = "") -> Stall:
     """Describe a divergence as a stall, with the kind that its operations and stacks show."""
-    kind = kind or _stall_kind_of(divergence.parties, inspections)
+    kind = kind or _classify(divergence.parties, inspections)
     if kind == "op-mismatch":
         divergence, fewer_batches = _check_left_loop(divergence, inspections)
         kind = "unequal" if fewer_batches else kind
@@ -333,7 +333,7 @@ def _make_stall(divergence: Divergence, inspections: InspectionSet, proof: bool,
         operation=str(usual.op or ""), backend=usual.op.name.partition(":")[0] if usual.op else "gloo",
         proof=proof, evidence=(*lines, divergence.reason), parties=entered,
     )  # fmt: skip
-    # If the call of one party depends on the rank and those of the others do not, that party is to blame.
+    # A party whose call is inside a condition on the rank is to blame if the calls of the others are not.
     for party in parties:
         rest = tuple(rank for other in parties if other is not party for rank in other.ranks)
         refined = refine_as_rank_only(stall, inspections, party.ranks, rest)
@@ -344,7 +344,10 @@ def _make_stall(divergence: Divergence, inspections: InspectionSet, proof: bool,
 
 
 def _check_left_loop(divergence: Divergence, inspections: InspectionSet) -> tuple[Divergence, bool]:
-    """Return whether a party had fewer batches: it left the loop the others are in. It is blamed if nothing else decides."""
+    """Return the divergence, and whether a party left the loop that the others are in because it had fewer batches.
+
+    In a tie, that party is blamed.
+    """
     for party in divergence.parties:
         others = tuple(rank for other in divergence.parties if other is not party for rank in other.ranks)
         if divergence.diverged in ((), party.ranks) and _left_loop(inspections, party.ranks, others):
@@ -355,8 +358,11 @@ def _check_left_loop(divergence: Divergence, inspections: InspectionSet) -> tupl
     return divergence, False
 
 
-def _stall_kind_of(parties: tuple[Party, ...], inspections: InspectionSet) -> str:
-    """Tell different calls from one call with different tensors: the lines decide where both are all_reduce."""
+def _classify(parties: tuple[Party, ...], inspections: InspectionSet) -> str:
+    """Return the kind of the stall: different calls, or one call with different tensors.
+
+    If all parties are in the same operation, the lines of the calls decide.
+    """
     ops = [party.op for party in parties if party.op is not None]
     if len({operation_kind(op.name) for op in ops}) > 1:
         return "op-mismatch"
@@ -385,7 +391,7 @@ def _describe_entered(party: Party, parties: tuple[Party, ...]) -> str:
 
 
 def _is_asynchronous(op: Op) -> bool:
-    """Return whether this is a message that the script waits for elsewhere, with Work.wait()."""
+    """Return whether this is an isend or irecv, which the script waits for at another line, with Work.wait()."""
     return "isend" in op.name or "irecv" in op.name
 
 
@@ -398,10 +404,10 @@ def _call_lines(party: Party, inspections: InspectionSet) -> set[tuple[SourceLin
 
 
 def _find_party_frame(party: Party, parties: tuple[Party, ...], inspections: InspectionSet) -> Frame | None:
-    """Return the line from which a party entered its operation, or None if that is unknown.
+    """Return the line from which a party entered its operation, or None if it is unknown.
 
-    If all parties made the call from the same line of a helper function, that is the first caller's line in which they
-    differ. The present stack of a rank that has finished the operation says nothing about it.
+    If all parties made the call in the same line of a helper function, return the innermost caller's line that differs. The
+    current stack of a rank that has finished the operation doesn't show where it was called.
     """
     op = party.op
     if op is not None and _is_asynchronous(op):
@@ -434,9 +440,9 @@ def _left_loop(inspections: InspectionSet, ranks: tuple[int, ...], others: tuple
 
 
 def _is_after_loop(frames: tuple[Frame, ...], other_frames: tuple[Frame, ...]) -> bool:
-    """Return whether a stack is behind the loop that another is in, at the outermost line in which the two differ.
+    """Return whether a stack is after the loop that another stack is in, at the outermost line in which the two differ.
 
-    A stack before the loop doesn't count: that rank may still enter it.
+    A stack before the loop doesn't count, because that rank may still enter it.
     """
     for frame, other in zip(reversed(frames), reversed(other_frames), strict=False):
         if (frame.file, frame.name) != (other.file, other.name):

@@ -1,6 +1,6 @@
-"""Follows one rank's signs of progress, and decides how long it may be silent before it is inspected. Pure.
+"""Follows one rank's signs of progress, and decides how long it may be silent before it is inspected.
 
-All times are the launcher's own monotonic clock when a message arrives: clocks of other hosts are never compared.
+All times are those of the launcher's monotonic clock when a message arrives: clocks of other hosts are never compared.
 """
 
 from __future__ import annotations
@@ -9,26 +9,26 @@ from collections import deque
 
 from stoker.contract.env_vars import WAITING_PHASE
 
-FLOOR_S = 3.0  # least patience between the steps of a running training
-PATIENCE_FACTOR = 5.0  # times the p99 of the rank's own gaps between steps
-FIRST_STEPS_S = 30.0  # the first steps may compile, the second and third again
-PHASE_S = 60.0  # least patience in an announced phase (eval, save ...)
-IDLE_S = 6.0  # before the first step, if all ranks are idle
-START_S = 120.0  # before the first step, if this rank is idle while others work
-ACTIVE_CPU = 0.02  # cores: more than this, or bytes moved, is work
-ACTIVE_BYTES = 65536
+FLOOR_S = 3.0  # a rank in training is inspected after this many seconds of silence at the earliest
+PATIENCE_FACTOR = 5.0  # a rank may be silent for this many times the p99 of its gaps between steps
+FIRST_STEPS_S = 30.0  # replaces FLOOR_S in the first three steps, each of which may compile
+PHASE_S = 60.0  # replaces FLOOR_S in an announced phase (eval, save ...)
+IDLE_S = 6.0  # before the first step, ranks are inspected if all have been idle for this long
+START_S = 120.0  # before the first step, a rank is inspected if it has been idle for this long while others work
+ACTIVE_CPU = 0.02  # cores: a rank that uses more is not idle
+ACTIVE_BYTES = 65536  # between two reports: a rank that reads and writes more is not idle
 _TRAINING_PHASES = ("", "train", "training")
 
 
 class RankProgress:
     def __init__(self, now: float) -> None:
         self.steps = 0
-        self.last_progress_at = now  # newest progress: a step, a mark or a phase
+        self.last_progress_at = now  # newest step, mark or phase
         self.started_at = now
-        self.last_sign_at = now  # newest sign of life: progress, a printed line or evidence of work
-        self.last_work_at = now  # newest evidence of work other than printed lines
-        self.last_work = ""  # the newest evidence: "it is computing"
-        self.last_activity_at = now  # newest CPU time or I/O
+        self.last_sign_at = now  # newest progress, printed line or evidence of work
+        self.last_work_at = now  # newest evidence of work, without printed lines
+        self.last_work = ""  # newest evidence: "it is computing"
+        self.last_activity_at = now  # newest CPU use or I/O
         self.phase = ""
         self._phase_steps = 0  # steps made when the phase was announced
         self.state = "?"
@@ -43,7 +43,7 @@ class RankProgress:
         if steps > 3:
             self._gaps.append(longest)
         if not self.is_training and steps >= self._phase_steps + 3:
-            self.phase = ""  # it trains again, even if it did not announce that
+            self.phase = ""  # steps show that it trains again, even if it did not announce that
         self.stopped_since = 0.0
 
     def note_output(self, now: float) -> None:
@@ -65,7 +65,7 @@ class RankProgress:
         self.phase, self._phase_steps = phase, self.steps
 
     def note_unreadable_beats(self, now: float) -> None:
-        """Note that its beats can no longer be read: from now on it counts as a rank that never steps."""
+        """Note that its steps can no longer be read: from now on it counts as a rank without a first step."""
         self.steps = 0
         self._gaps.clear()
         self.note_mark(now)
@@ -73,7 +73,7 @@ class RankProgress:
     def note_vitals(self, state: str, cpu: float, moved: int, now: float) -> None:
         """Note its process state, CPU seconds and bytes read and written so far."""
         self.stopped_since = (self.stopped_since or now) if state == "T" else 0.0
-        if state == "t":  # a debugger holds it: a person is looking already
+        if state == "t":  # a person is debugging it, so don't report it as stuck
             self.note_mark(now)
         self.state = state
         if self._usage is not None:
@@ -99,7 +99,7 @@ class RankProgress:
 
     @property
     def usual_gap_s(self) -> float:
-        """Return about the p99 of the gaps between its steps, in seconds: one long pause in a hundred does not count."""
+        """Return about the p99 of the gaps between its steps, in seconds. One long pause in a hundred does not count."""
         if not self._gaps:
             return 0.0
         ordered = sorted(self._gaps)
@@ -107,7 +107,7 @@ class RankProgress:
 
     @property
     def max_silence_s(self) -> float:
-        """Return the seconds of silence after which it is inspected. Only for a rank that has made a step."""
+        """Return the seconds of silence after which the rank is inspected. Call it only for a rank that has made a step."""
         if not self.is_training:
             return max(PHASE_S, PATIENCE_FACTOR * self.usual_gap_s)
         return max(FIRST_STEPS_S if self.steps < 4 else FLOOR_S, PATIENCE_FACTOR * self.usual_gap_s)

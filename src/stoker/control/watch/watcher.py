@@ -1,7 +1,8 @@
 """Watches one attempt: takes the agents' messages and decides what to do about a rank that makes no progress.
 
-A suspicion is explained within seconds while the job keeps running. The job is stopped on proof, or when --hang-timeout
-is over; a rank with evidence of work has until --busy-timeout. The watcher only decides: the launcher acts.
+A stuck rank is inspected and reported within seconds while the job keeps running. The job is stopped on proof, or when
+--hang-timeout is over; a rank with evidence of work has until --busy-timeout. The watcher returns actions, which the
+launcher carries out.
 """
 
 from __future__ import annotations
@@ -22,39 +23,43 @@ from stoker.control.watch.rank_inspection import RankInspection
 from stoker.control.watch.rank_progress import RankProgress
 from stoker.control.watch.straggler import StragglerDetector
 
-STOPPED_S = 0.5  # a process that has been stopped for this long is inspected
+STOPPED_S = 0.5  # a process that has been in state T for this long is inspected
 CONFIRM_S = 3.0  # a proof is confirmed by a second inspection, this much later
-SECOND_LOOK_S = 1.0  # to the second inspection of a silent rank that used CPU in the first, before it is suspected
+SECOND_INSPECTION_S = 1.0  # a silent rank that used CPU is inspected again this much later, before it is suspected
 PRINTS_AFTER_S = 1.0  # a line printed this long after the last step shows that the rank continues
-IDLE_CPU = 0.0002  # cores, measured in nanoseconds: less is the inspection itself
-ANSWER_S = 12.0  # an inspection without an answer by then is given up
-PHASE_FACTOR = 6.0  # times --hang-timeout in an announced phase
-START_STOP_S = 60.0  # least time before a rank without a first step is stopped
-MAX_WAIT_S = 60.0  # between inspections of the same stall
-BUSY_REPORT_S = 60.0  # a working rank is reported after this long without a step, or after --hang-timeout
+IDLE_CPU = 0.0002  # cores: the inspection itself makes a process use this much
+ANSWER_S = 12.0  # an inspection is concluded after this time even if hosts have not answered
+PHASE_FACTOR = 6.0  # an announced phase (eval, save) has this many times --hang-timeout
+START_STOP_S = 60.0  # minimum time before the job is stopped for a rank without a first step
+MAX_WAIT_S = 60.0  # maximum time between inspections of the same stall
+BUSY_REPORT_S = (
+    60.0  # a working rank is reported after this long without a step, or after --hang-timeout if that is shorter
+)
 BUSY_TIMEOUT_S = 1800.0
-COMPUTES_S = 10.0  # silence of a rank that computes while nobody waits for it: before that it is only slow
+COMPUTES_S = 10.0  # a rank that computes while no rank waits for it is reported after this long without a step
 
 
 @frozen
 class Inspect:
-    """Send this order to the agents."""
+    """An order to inspect ranks, to be sent to all agents."""
 
     order: Mapping[str, Any]
 
 
 @frozen
 class Suspect:
+    """A rank seems to be stuck: report it."""
+
     stall: Stall
-    stops_in: float | None  # seconds until the job is stopped for it if nothing changes; None: never
+    stops_in: float | None  # seconds until the job is stopped if nothing changes; None if it won't be stopped
 
 
 @frozen
 class Busy:
-    """A rank has been working for long without finishing a step. It replaces a suspicion that was reported."""
+    """A rank has been working for a long time without finishing a step. This withdraws a reported suspicion."""
 
     stall: Stall
-    stops_in: float | None  # seconds until the job is stopped for it if no step ends; None: never
+    stops_in: float | None  # seconds until the job is stopped if no step ends; None if it won't be stopped
 
 
 @frozen
@@ -67,6 +72,8 @@ class Recovered:
 
 @frozen
 class Stop:
+    """The job is to be stopped because of a stall."""
+
     stall: Stall
     why: str
 
@@ -77,11 +84,11 @@ class RankStatus:
 
     step: int
     step_s: float | None
-    waiting: float | None  # share of its time
+    waiting: float | None  # share of its time that it waits for others
     phase: str
-    state: str  # of its process: R, S, D, T, Z; ? while it beats
+    state: str  # of its process: R, S, D, T, Z; ? until the agent reports one
     beat_age: float  # seconds since its last progress
-    collective_age: float | None  # seconds since it entered the collective it was last seen in, if no beat came since
+    collective_age: float | None  # seconds since it entered its last seen collective; None if it made progress since
 
 
 Action = Inspect | Suspect | Busy | Recovered | Stop
@@ -94,11 +101,11 @@ class Watcher:
         hang_timeout: float,
         hosts: frozenset[str],
         now: float,
-        first_ask: int = 0,
+        first_inspection: int = 0,
         ranks: range | None = None,
         busy_timeout: float = BUSY_TIMEOUT_S,
     ) -> None:
-        """`ranks` are those whose messages arrive here, None for all. With `busy_timeout` 0 a working rank is never stopped."""
+        """Watch `ranks` (None for all). With a `busy_timeout` of 0 the job is never stopped because of a working rank."""
         self._world_size = world_size
         self._timeout = hang_timeout
         self._busy_timeout = max(busy_timeout, hang_timeout) if busy_timeout else float("inf")
@@ -107,32 +114,31 @@ class Watcher:
         self._ended: dict[int, int] = {}  # rank -> exit code
         self._members: dict[str, tuple[int, ...]] = {}  # process group -> ranks
         # The inspection in progress.
-        self._ask = first_ask  # number of the newest inspection
-        self._asked_at = 0.0  # 0: none is in progress
+        self._inspection = first_inspection  # number of the newest inspection
+        self._inspected_at = 0.0  # when the inspection in progress was ordered; 0 if there is none
         self._hosts = hosts
         self._waiting_hosts: set[str] = set()  # hosts that have not answered
         self._answers: dict[int, RankInspection] = {}
         # The stall, and the inspections of it.
         self.stall: Stall | None = None
         self.inspections: dict[int, RankInspection] = {}  # the newest of each rank
-        self._next_look = 0.0
-        self._wait = CONFIRM_S  # to the next inspection
-        self._first_seen = 0.0
-        self._looks = 0  # inspections that found this stall
-        self._silent_from = 0.0
+        self._next_inspection_at = 0.0
+        self._wait = CONFIRM_S  # seconds to the next inspection
+        self._first_seen = 0.0  # when this stall was first found
+        self._confirmations = 0  # inspections that found this stall
+        self._silent_from = 0.0  # when the stalled rank made its last progress
         self._reported: tuple[Any, ...] = ()  # (rank, proof) of the reported suspicion
-        self._busy: dict[
-            int, str
-        ] = {}  # rank -> what it is doing, of ranks with evidence of work since the look before
+        # rank -> what it is doing, of ranks with evidence of work since the previous inspection
+        self._busy: dict[int, str] = {}
         self._reported_busy: int | None = None
         self._inspected: dict[int, float] = {}  # rank -> when it was last inspected in this stall
         self._in_collective_since: dict[int, float] = {}  # rank -> when it entered the collective it is in
         self.stragglers = StragglerDetector(world_size)
         # After a failure.
-        self._failing = False
-        self._for_failure = False  # the newest inspection began after the failure
+        self._has_failure = False
+        self._is_after_failure = False  # the newest inspection began after the failure
         self.survivors_inspected = False  # the ranks that survived a failure have been inspected
-        self._failed: dict[int, RankInspection] = {}  # failed ranks as they were
+        self._failed: dict[int, RankInspection] = {}  # failed rank -> its state when it failed
 
     # ---- messages from the agents ----
 
@@ -145,13 +151,13 @@ class Watcher:
         self._ranks[rank].note_output(now)
 
     def note_mark(self, rank: int, now: float, phase: str | None = None) -> None:
-        """Note a mark of the script, or the phase that it enters."""
-        waited = self._ranks[rank].waits_for_server(now)
+        """Note that the script set a mark, or entered `phase`."""
+        waited_before = self._ranks[rank].waits_for_server(now)
         self._ranks[rank].note_mark(now)
         if phase is not None:
             self._ranks[rank].enter_phase(phase)
-            if waited and not self._ranks[rank].waits_for_server(now):
-                self.restart_clocks(now)  # the others waited for this rank: their silence starts now, too
+            if waited_before and not self._ranks[rank].waits_for_server(now):
+                self.restart_clocks(now)  # the others could not progress while this rank waited for the server
 
     def note_unreadable_beats(self, rank: int, now: float) -> None:
         self._ranks[rank].note_unreadable_beats(now)
@@ -172,7 +178,7 @@ class Watcher:
         self._ended[rank] = code
 
     def restart_clocks(self, now: float) -> None:
-        """Restart the clocks of all ranks: the whole run was suspended."""
+        """Count silence from `now` on for all ranks, after a time in which none of them could make progress."""
         for progress in self._ranks.values():
             progress.note_mark(now)
             progress.stopped_since = 0.0
@@ -183,7 +189,7 @@ class Watcher:
     ) -> None:
         """Note a failed rank's last operations, stack and calls.
 
-        torch marks an operation that failed as done. It is undone here: the newest one, or all from the first unusual one on.
+        torch marks operations that failed as done. Mark them as not done: all from the first unusual one on, else the newest.
         """
         samples = [[{"main": True, "frames": frames}]]
         data = {"state": "Z", "groups": collectives, "samples": samples, "calls": calls}
@@ -199,18 +205,18 @@ class Watcher:
         self._failed[rank] = replace(inspection, groups=groups)
 
     def inspect_survivors(self) -> None:
-        """Inspect the living ranks now: a rank has failed, perhaps because another one is stuck."""
-        self._failing = True
+        """Inspect the living ranks soon: a rank has failed, perhaps because another one is stuck."""
+        self._has_failure = True
 
-    def take_answer(self, host: str, ask: int, payload: bytes, now: float) -> None:
-        """Take a host's answer to inspection number `ask`. An answer that can't be parsed counts as empty."""
-        if ask != self._ask or not self._asked_at:
+    def take_answer(self, host: str, number: int, payload: bytes, now: float) -> None:
+        """Take a host's answer to inspection `number`. An answer that can't be parsed counts as empty."""
+        if number != self._inspection or not self._inspected_at:
             return
         try:
             answer = parse_json(payload or b"{}")
         except ValueError:
             answer = {}
-        if self.stragglers.inspection == ask:
+        if self.stragglers.inspection == number:
             self.stragglers.add_timings(host, answer)
         for rank, data in answer.items():
             if is_digits(rank) and isinstance(data, dict) and "timings" not in data:
@@ -223,33 +229,33 @@ class Watcher:
     # ---- what to do now ----
 
     def next_actions(self, now: float) -> list[Action]:
-        """Return what the launcher is to do now. It is called a few times per second."""
-        if self._asked_at:
-            if self._waiting_hosts and now - self._asked_at < ANSWER_S:
+        """Return what the launcher is to do now. The launcher calls this a few times per second."""
+        if self._inspected_at:
+            if self._waiting_hosts and now - self._inspected_at < ANSWER_S:
                 return []
             return self._conclude(now)
         overdue = self._overdue(now)
-        if not overdue and not self._failing:
+        if not overdue and not self._has_failure:
             actions = self._relieve(now)
             steps = {rank: progress.steps for rank, progress in self._ranks.items() if rank not in self._ended}
             order = self.stragglers.next_order(now, steps)
             return [*actions, self._inspect(order, now)] if order else actions
-        if now < self._next_look and self._for_failure == self._failing:
+        if now < self._next_inspection_at and self._is_after_failure == self._has_failure:
             return []
         return [self._inspect({}, now)]
 
     def _inspect(self, order: dict[str, Any], now: float) -> Inspect:
-        self._ask += 1
-        self._asked_at = now
-        self._for_failure = self._failing
+        self._inspection += 1
+        self._inspected_at = now
+        self._is_after_failure = self._has_failure
         self._answers = {}
         self._waiting_hosts = set(self._hosts)
         if order:
-            self.stragglers.inspection = self._ask
-        return Inspect({"do": "inspect", "ask": self._ask, **order})
+            self.stragglers.inspection = self._inspection
+        return Inspect({"do": "inspect", "ask": self._inspection, **order})
 
     def _overdue(self, now: float) -> dict[int, float]:
-        """Return rank -> seconds of silence, of ranks that have been silent for longer than is usual for them."""
+        """Return rank -> seconds without progress, for ranks whose silence exceeds what is usual for them."""
         alive = {rank: progress for rank, progress in self._ranks.items() if rank not in self._ended}
         overdue = {
             rank: now - progress.last_progress_at
@@ -257,7 +263,7 @@ class Watcher:
             if progress.stopped_since and now - progress.stopped_since >= STOPPED_S
         }
         if self._waits_for_server(now):
-            return overdue  # the others wait for that rank, which reports what it waits for and gives up by itself
+            return overdue  # the others wait for that rank, which announced its wait and has a timeout for it
         for rank, progress in alive.items():
             silence = now - progress.last_progress_at
             if progress.steps and silence > rank_progress.FLOOR_S and silence > progress.max_silence_s:
@@ -278,7 +284,7 @@ class Watcher:
         return any(progress.waits_for_server(now) for rank, progress in self._ranks.items() if rank not in self._ended)
 
     def _relieve(self, now: float) -> list[Action]:
-        """Forget the stall; withdraw the report of it if the rank really makes progress again."""
+        """Forget the stall, and withdraw the report of it if the rank makes progress again."""
         stall, reported = self.stall, self._reported or self._reported_busy is not None
         if stall is None:
             return []
@@ -288,22 +294,22 @@ class Watcher:
         return [Recovered(stall.rank, silent_s)] if reported and is_progress else []
 
     def _forget_stall(self) -> None:
-        self.stall, self._reported, self._looks, self._silent_from, self._wait = None, (), 0, 0.0, CONFIRM_S
-        self._next_look = 0.0
+        self.stall, self._reported, self._confirmations, self._silent_from, self._wait = None, (), 0, 0.0, CONFIRM_S
+        self._next_inspection_at = 0.0
         self._busy, self._reported_busy, self._inspected = {}, None, {}
 
     def _conclude(self, now: float) -> list[Action]:
         """Evaluate the answers to the newest inspection."""
-        answers, self._asked_at = self._answers, 0.0
-        if self.stragglers.inspection == self._ask:
+        answers, self._inspected_at = self._answers, 0.0
+        if self.stragglers.inspection == self._inspection:
             self.stragglers.conclude(answers)
             return []
         overdue = self._overdue(now)
-        self._next_look = now + self._wait
-        self.survivors_inspected = self.survivors_inspected or (self._for_failure and bool(answers))
-        if self._failing:
+        self._next_inspection_at = now + self._wait
+        self.survivors_inspected = self.survivors_inspected or (self._is_after_failure and bool(answers))
+        if self._has_failure:
             overdue |= {rank: now - self._ranks[rank].last_progress_at for rank in answers}
-        if not overdue and not self._failing:
+        if not overdue and not self._has_failure:
             return self._relieve(now)
         self._note_work(answers, now)
         self.inspections.update(answers)
@@ -313,26 +319,28 @@ class Watcher:
             {**self._failed, **answers}, self._world_size, self._members, ended, overdue, steps, self._busy
         )
         if stall is not None and stall.rank is not None and stall.rank not in self._ranks:
-            stall = None  # the rank is on a machine whose own launcher watches it
+            stall = None  # the rank is on another machine, whose launcher watches it
         if stall is None or not self._is_evidence(stall):
             self._wait = min(self._wait * 2, self._max_wait)
             return self._without_evidence(overdue, now)
         stall = self._as_busy(stall, now)
         self._silent_from = now - stall.silent_s
         if self.stall is None or _identity(self.stall) != _identity(stall):
-            self._first_seen, self._looks = now, 0
-        self._looks += 1
-        if self._looks > 2 and not stall.proof:
-            self._wait = min(self._wait * 2, self._max_wait)  # nothing new, and inspections cost stacks of all ranks
+            self._first_seen, self._confirmations = now, 0
+        self._confirmations += 1
+        if self._confirmations > 2 and not stall.proof:
+            self._wait = min(
+                self._wait * 2, self._max_wait
+            )  # nothing is new, and an inspection reads the stacks of all ranks
         self.stall = stall
         actions: list[Action] = []
         if stall.kind == "busy":
             report_after = min(BUSY_REPORT_S, self._timeout or BUSY_REPORT_S)
             if self._reported_busy != stall.rank and (self._reported or stall.silent_s >= report_after):
-                self._reported_busy, self._reported = stall.rank, ()  # it withdraws the suspicion
+                self._reported_busy, self._reported = stall.rank, ()  # this withdraws the suspicion
                 actions.append(Busy(stall, self._stops_in(stall, now)))
-        elif self._looks == 1 and not self._reported and self._may_be_working(stall):
-            self._next_look = now + SECOND_LOOK_S
+        elif self._confirmations == 1 and not self._reported and self._may_be_working(stall):
+            self._next_inspection_at = now + SECOND_INSPECTION_S
             return []
         # A suspicion is reported once, and again if it gets worse.
         elif not self._reported or stall.rank != self._reported[0] or stall.proof > self._reported[1]:
@@ -341,7 +349,7 @@ class Watcher:
         reason = self._stop_reason(stall, now)
         if reason:
             actions.append(Stop(stall, reason))
-        self._next_look = min(now + self._wait, self._deadline(stall, now))
+        self._next_inspection_at = min(now + self._wait, self._deadline(stall, now))
         return actions
 
     def _note_work(self, answers: Mapping[int, RankInspection], now: float) -> None:
@@ -367,7 +375,7 @@ class Watcher:
             self._inspected[rank] = now
 
     def _may_be_working(self, stall: Stall) -> bool:
-        """Return whether the rank may be working: in its first inspection it, or a child it waits for, used some CPU."""
+        """Return whether the rank or one of its children used CPU in the inspection, so that it needs a second one."""
         inspection = self.inspections.get(stall.rank) if stall.rank is not None else None
         if inspection is None or stall.proof or stall.kind in ("spin", "kernel", "stopped", "debugged"):
             return False
@@ -375,15 +383,15 @@ class Watcher:
         return inspection.main_cpu > IDLE_CPU or changed or any(worker.cpu > IDLE_CPU for worker in inspection.workers)
 
     def _as_busy(self, stall: Stall, now: float) -> Stall:
-        """Return a stall of kind busy if the others wait for a rank that is working; else the stall unchanged."""
+        """Return the stall with kind busy if the others wait for a rank that is working, else the stall unchanged."""
         if stall.proof or stall.kind in ("stopped", "debugged"):
             return stall
         if stall.rank in self._busy:
             ranks = tuple(rank for rank in stall.ranks if rank in self._busy)
             return self._busy_stall(stall, ranks, self._busy[ranks[0]], now)
         accused = self.inspections.get(stall.rank) if stall.rank is not None else None
-        waits = stall.rank is None or (accused is not None and stack_frames.in_collective(accused.main))
-        if self._busy and waits:
+        is_waiting = stall.rank is None or (accused is not None and stack_frames.in_collective(accused.main))
+        if self._busy and is_waiting:
             ranks = tuple(sorted(self._busy))
             return self._busy_stall(stall, ranks, self._busy[ranks[0]], now)
         if stall.rank is not None and stall.rank in self._ranks and self._is_busy_timeout_over(stall.rank, now):
@@ -416,24 +424,24 @@ class Watcher:
     def _without_evidence(self, overdue: Mapping[int, float], now: float) -> list[Action]:
         """Stop the job if the inspection explained nothing and the timeout is over."""
         silent = {rank: seconds for rank, seconds in overdue.items() if self._ranks[rank].steps}
-        if not silent or self._failing:
+        if not silent or self._has_failure:
             return []
         rank = max(silent, key=lambda rank: silent[rank])
         seconds, step = round(silent[rank], 1), self._ranks[rank].steps
         stall = Stall("place", rank, (rank,), detail="what it is doing could not be seen", silent_s=seconds, step=step)
-        self._next_look = min(self._next_look, self._deadline(stall, now))
+        self._next_inspection_at = min(self._next_inspection_at, self._deadline(stall, now))
         reason = self._stop_reason(stall, now)
         return [Suspect(stall, 0.0), Stop(stall, reason)] if reason else []
 
     def _is_evidence(self, stall: Stall) -> bool:
         """Return whether a stall is worth a suspicion.
 
-        Before the first step only a rank that others wait for, or that can't continue, counts, and an interpreter that
-        is starting never does.
+        Before the first step, only a rank that others wait for or that can't continue is evidence. An interpreter that is
+        starting never is.
         """
         if not stall.where and not stall.waiting and not stall.proof and stall.kind not in ("disk", "stopped"):
             return False
-        if self._failing and not stall.proof and stall.kind != "stopped" and stall.silent_s < rank_progress.FLOOR_S:
+        if self._has_failure and not stall.proof and stall.kind != "stopped" and stall.silent_s < rank_progress.FLOOR_S:
             return False  # another rank has just failed: this one may be about to report the same
         if stall.kind == "spin" and not (stall.waiting and stall.where):  # without a line it may be shutting down
             return stall.silent_s >= min(COMPUTES_S, self._limit(stall) / 2)
@@ -470,7 +478,7 @@ class Watcher:
         return CONFIRM_S if stall.proof else max(0.0, self._silent_since(stall, now) + self._limit(stall) - now)
 
     def _deadline(self, stall: Stall, now: float) -> float:
-        """Return when to inspect again at the latest, so that the job can be stopped in time."""
+        """Return the latest time for the next inspection, so that the job can be stopped in time."""
         if not self._timeout:
             return now + self._wait
         stop_at = self._silent_since(stall, now) + self._limit(stall)
@@ -479,9 +487,9 @@ class Watcher:
         return max(now + 0.25, stop_at - 0.5)
 
     def _silent_since(self, stall: Stall, now: float) -> float:
-        """Return the time of the newest sign: a step, a line or evidence of work.
+        """Return the time of the newest sign of life: a step, a printed line or evidence of work.
 
-        Signs without a step count up to --busy-timeout.
+        Without a step, signs of life count only until --busy-timeout is over.
         """
         if stall.rank is None or stall.rank in self._ended:
             since = now - stall.silent_s
@@ -491,17 +499,17 @@ class Watcher:
         progress = self._ranks[stall.rank]
         if not progress.steps:
             return max(progress.last_progress_at, progress.last_activity_at)
-        # An announced phase may take any time while it gives signs.
+        # An announced phase may take any time while the rank shows signs of life.
         if not progress.is_training or now - progress.last_progress_at < self._busy_timeout - 0.5:
             return max(progress.last_progress_at, progress.last_sign_at)
         return progress.last_progress_at
 
     def _stop_reason(self, stall: Stall, now: float) -> str:
-        """Return why the job is to be stopped now; empty if it isn't."""
+        """Return why the job is to be stopped now, or ""."""
         if not self._timeout:
             return ""
-        if stall.proof and self._looks > 1 and now - self._first_seen >= CONFIRM_S - 0.5:
-            return "it can't continue by itself"
+        if stall.proof and self._confirmations > 1 and now - self._first_seen >= CONFIRM_S - 0.5:
+            return "it can't continue"
         if now - self._silent_since(stall, now) >= self._limit(stall) - 0.5:
             if stall.kind == "busy":
                 return f"--busy-timeout of {format_duration(self._busy_timeout)} is over"
@@ -511,7 +519,7 @@ class Watcher:
     # ---- for the verdict, the record and the views ----
 
     def final_stall(self, sizes_differ: bool) -> Stall | None:
-        """Return what is known of a stall at the end. `sizes_differ` if gloo ended a rank for that."""
+        """Return the stall at the end of the attempt, or None. `sizes_differ` means that gloo ended a rank for that."""
         if len(self._failed) > 1:
             inspections = {**self.inspections, **self._failed}
             stall = find_divergence_of_failed(inspections, self._members, self._world_size, sizes_differ)
@@ -523,7 +531,7 @@ class Watcher:
         return None if sizes_differ else self.stall
 
     def rank_statuses(self, now: float) -> dict[int, RankStatus]:
-        """Return the status of each rank whose messages arrive here."""
+        """Return rank -> its status, for each watched rank."""
         statuses = {}
         for rank, progress in self._ranks.items():
             since = self._in_collective_since.get(rank)
@@ -543,5 +551,5 @@ class Watcher:
 
 
 def _identity(stall: Stall) -> tuple[Any, ...]:
-    """Return what two inspections of the same stall have in common: of a suspicion the rank, of a proof also the operation."""
+    """Return a key that is equal for inspections of the same stall: the rank and, for a proof, the operation."""
     return (stall.rank, stall.kind, stall.operation, stall.evidence[:1]) if stall.proof else (stall.rank, False)

@@ -107,7 +107,7 @@ def match_busy_gpu(case: Case, match: Match) -> CauseMatch:
         f"pid {holder.get('pid')} ({holder.get('command') or 'outside this container'}) is on the GPU"
         for holder in holders
     ]
-    reason = in_use[0] if in_use else "no other process uses it, so check its compute mode, or the GPU is faulty"
+    reason = in_use[0] if in_use else "no other process was found on it: check its compute mode; the GPU may be faulty"
     summary = f"{case.rank_name}: its GPU is busy or unavailable (CUDA error 46); {reason}"
     return CauseMatch(summary, (*noticed_evidence(case, line_of(match)), *in_use))
 

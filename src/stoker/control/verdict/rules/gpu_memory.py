@@ -207,7 +207,7 @@ _OPTIMIZER = r"torch/optim/|bitsandbytes/optim/|stoker/training/"
 _FREE_MEMORY = (
     "stoker clean   # shows what your own dead runs still hold; --yes frees it; other processes are not touched",
     "stoker run --gpus any:N --min-free-memory SIZE --wait 10m   # picks GPUs with enough free memory, or waits for them",
-    "held from outside this container: ask the other users of the machine, or the provider",
+    "if it is held from outside this container, ask the other users of the machine, or the provider",
 )
 family = Family(__name__, EXPANDABLE=_EXPANDABLE, SMALLER=_SMALLER, FREE_MEMORY=_FREE_MEMORY)
 

@@ -84,12 +84,12 @@ def match_early_exit(case: Case) -> CauseMatch | None:
     errors = [
         f"rank {other.rank}: {other.error.type}: {first_line(other.error.message)}" for other in others if other.error
     ]
-    script, exit_text = end.script_end, f"ended with exit code {end.code}"
+    script, ending = end.script_end, f"ended with exit code {end.code}"
     if script is not None:
-        exit_text = "returned from its script" if script.how == "return" else f"called sys.exit({script.status})"
+        ending = "returned from its script" if script.how == "return" else f"called sys.exit({script.status})"
     where = f" at {script.place}" if script is not None and script.place else ""
     after = f" after step {end.steps}" if end.steps else ""
-    summary = f"{case.rank_name} {exit_text}{where}{after} while the others were still working"
+    summary = f"{case.rank_name} {ending}{where}{after} while the others were still working"
     exit_status = f"rank {end.rank} ended with exit code {end.code}"
     if end.code:
         name = signal_name(-end.code)
