@@ -12,13 +12,13 @@ _HEAD = """# Verdicts
 Generated from the code by `python -m stoker.control.verdict.cause_docs`; a test keeps it current.
 
 A run that fails ends with one cause, the guilty rank, the evidence and what to do: on the console, in `verdict.json`, and by `stoker why`.
-A cause comes before its consequences: a rank that lost the connection to a peer is not guilty if another rank failed by itself. *Retried* says
+A cause comes before its consequences: a rank that lost the connection to a peer is not guilty if another rank failed first. *Retried* says
 whether `--max-restarts` starts another attempt; the same failure at the same place twice is not retried again. If no specific cause
 fits, the verdict is the exception, the signal or the exit code (`rank.*`), or `unknown`. A refusal before the start can also carry the
 id of one of the doctor's checks ([doctor.md](doctor.md)).
 """
 _FAMILIES = {
-    "completed": "Done", "unknown": "Unknown", "launch": "The command, the launcher and its decisions", "rank": "What one rank did by itself",
+    "completed": "Done", "unknown": "Unknown", "launch": "The command, the launcher and its decisions", "rank": "How one rank ended",
     "oom": "Memory of the GPU and of the host", "gpu": "GPUs and their driver", "nccl": "NCCL", "gloo": "gloo", "net": "Ports", "hang": "Hangs",
     "slow": "Slow ranks", "nan": "Bad numbers", "grpo": "GRPO", "data": "Files and data", "env": "Software environment", "torch": "Mistakes in the use of torch", "host": "Hosts and their limits",
     **{scheduler.name: scheduler.title for scheduler in schedulers.SCHEDULERS}, "role": "Roles of a job",

@@ -35,7 +35,7 @@ hang.io, again: A rank is waiting for a file, a pipe or a socket.
   seen: {SILENT}its main thread is in read, poll, recv, connect, flock or the like. /proc shows the file, the lock or the
       peer's address, and the processes of this host that hold the lock or have the other end open
   unless: bytes move: then it is slow, not stuck
-  fix: look at {where}: what does it read from, and which process should write?
+  fix: look at {where}: which file or peer does it read from, and which process should write?
 hang.child, again: A rank is waiting for a process it started.
   seen: {SILENT}its main thread is in wait4 and one of its children is alive; or it reads a pipe that only its children
       write to. /proc shows the child and what that is waiting for
@@ -57,15 +57,15 @@ hang.worker, again: A rank is waiting for a data-loader worker that is stuck.
   fix: look at {where}, in the data set; DataLoader(timeout=60) raises an exception instead of waiting forever
 hang.disk: A rank is in uninterruptible sleep.
   seen: {SILENT}/proc reports state D in both inspections
-  unless: the state changes: then the disk is slow, not gone
-  fix: a network file system, a disk or a driver does not answer: see dmesg. Such a process can't be killed, and its GPU
-      stays in use until it is gone
+  unless: the state changes: then the disk is slow, but responding
+  fix: a network file system, a disk or a driver is not responding: see dmesg. Such a process can't be killed, and its GPU
+      stays in use until it ends
 hang.gpu-kernel, again: A GPU kernel does not finish.
   seen: {SILENT}its main thread waits for the GPU, which is at 100 %, and it is in no collective
   unless: the other ranks have not entered its collective: then they are late, and the kernel is NCCL's
   fix: look at {where}, and at the kernels launched before it (launches are asynchronous): --debug-retry makes them
       blocking
-hang.place, again: A rank makes no progress, for a reason that can't be seen from outside.
+hang.place, again: A rank makes no progress for an unknown reason.
   seen: {SILENT}none of the known ways of waiting
   unless: any of them
   fix: look at {where}
@@ -91,7 +91,7 @@ hang.together, again: All ranks have entered the same operation and it does not 
   seen: the flight recorder shows the same number, operation and shape on every rank; without one, the same stack on every
       rank. Also ranks that are all still connecting in init_process_group
   unless: one of them has not entered it
-  fix: check the connection between the ranks: `stoker doctor` (it also finds a name server that does not answer), and one
+  fix: check the connection between the ranks: `stoker doctor` (it also finds a name server that is not responding), and one
       run with NCCL_DEBUG=INFO; with several hosts: firewall, interface names, MTU
 """)
 family.entries("""
@@ -198,7 +198,7 @@ def _summarize_parties(stall: Stall, label: str, after_step: str) -> str:
         all_ranks = format_ranks(rank for ranks, _, _ in stall.parties for rank in ranks)
         if stall.detail == "messages":
             return f"{all_ranks} are waiting for each other{after_step}: {calls}"
-        return f"{all_ranks} diverged{after_step}: {calls}; which of them is wrong can't be seen from outside"
+        return f"{all_ranks} diverged{after_step}: {calls}; it is unknown which of them is wrong"
     others = format_ranks(stall.waiting)
     condition = f", inside `{stall.detail}`" if stall.detail else ""
     verb = "uses" if len(stall.ranks) < 2 else "use"

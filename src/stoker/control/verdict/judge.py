@@ -78,7 +78,7 @@ def judge(evidence: Evidence) -> Verdict:
 
 
 def _judge_stopped_by_stoker(evidence: Evidence) -> Verdict:
-    """Return Stoker's own reason for stopping the job, unless the accused rank's exit says more."""
+    """Return Stoker's own reason for stopping the job, unless the accused rank's exit is more specific."""
     verdict = launch_failures.make_report_verdict(evidence)
     reason = evidence.trouble[0]
     end = next((end for end in evidence.ends if end.rank == reason.get("rank")), None)
@@ -154,7 +154,7 @@ def _report_extra_call(evidence: Evidence) -> dict[str, Any] | None:
 
 
 def _find_guilty(evidence: Evidence) -> RankExit | None:
-    """Return the exit that caused the end: the first failure that is not a consequence of another rank's. None if there is none."""
+    """Return the exit that caused the end: the first failure that is not a consequence of another rank's, or None."""
     failures = sorted((end for end in evidence.ends if is_failure(end, evidence.stopped_at)), key=failure_time)
     causes = [end for end in failures if not is_consequence(end)]
     if causes and not (evidence.steps_reached and failure_time(causes[0]) >= evidence.stopped_at):

@@ -26,7 +26,7 @@ launch.stopped: The run was stopped.
   fix: stopped by SIGHUP, when the terminal or the connection was closed: start with --detach, or type `stoker detach`
       while it runs
 launch.refused: The request can't be carried out.
-  seen: an option, a value or a combination that is not possible; exit code 64 to 78 says of which kind
+  seen: an option, a value or a combination that is not possible; the exit code (64 to 78) shows which kind
   fix: the message says what is wrong and what is possible
 launch.script-missing: The script, module or program does not exist.
   seen: before the start: no such file, module or program
@@ -44,8 +44,8 @@ launch.hosts: Hosts of the hosts file can't be used.
   fix: ssh HOST true   # must work within seconds, without a password or a question
   fix: stoker cluster check checks all of them and compares them
 launch.regroup, again: The attempt was ended after a checkpoint so that a host that is back can join.
-  seen: --rejoin checkpoint, a host that answers again, and rank 0's stoker.mark("CHECKPOINT")
-  unless: a rank failed by itself before that
+  seen: --rejoin checkpoint, a host that responds again, and rank 0's stoker.mark("CHECKPOINT")
+  unless: a rank failed before that
 launch.port: A port for the store, or for metrics, could not be reserved.
   seen: --master-port outside 1024 to 65535, an agent that could not reserve one, or a --metrics-port that is refused
   fix: omit --master-port; --metrics-port 0 takes a free one
@@ -71,8 +71,8 @@ launch.not-started: A rank's process could not be started.
   seen: the agent's spawn failed: no such program, not executable, no processes or descriptors left
   unless: it started and ended immediately: then its exit is the cause
   fix: check that the program exists and is executable, and the limits of open files and processes (ulimit -n, -u)
-launch.killed, again: The launcher is gone and left no verdict.
-  seen: no verdict.json, and the launcher's process is gone: SIGKILL, or the machine went down
+launch.killed, again: The launcher ended without a verdict.
+  seen: verdict.json is missing and the launcher's process is gone: SIGKILL, or the machine went down
   unless: its process is on another host
   fix: the agent stopped the ranks when the launcher ended; start the same command again
 role.not-ready: A role was started and did not become ready.
@@ -85,7 +85,7 @@ role.unhealthy, again: A role that was ready has stopped responding.
   unless: it ended: then its exit is the cause
   fix: `stoker logs RUN --role NAME`; restart: always in the roles file replaces it
 role.ended: A server ended with exit code 0 while another role still needed it.
-  seen: its ready rule is a port or an HTTP path, it ended by itself, and a role that waits for it failed afterwards: it
+  seen: its ready rule is a port or an HTTP path, Stoker did not end it, and a role that waits for it failed afterwards: it
       lost its connection, or its rewards were no longer useful
   unless: its clients continued without it: they may have told it to end
   fix: its last lines are in the evidence; restart: always in the roles file starts it again
@@ -102,17 +102,17 @@ gpu.legal: The job can't run with that number of ranks.
 host.agent-lost: The connection to a host's agent was lost while its ranks ran.
   seen: end-of-file on its connection, or no sign of life for 8 s
   unless: a rank ended first: then that is the cause
-  fix: was it killed? see dmesg on that host
+  fix: dmesg on that host shows whether the agent was killed
   fix: a host that went down or a cable that was cut looks the same: ping it
 host.lost: A host of a multi-host run was lost while its ranks ran.
   seen: no sign of life of its agent for 8 s (power, cable, a frozen machine), or the end of its connection (agent or
       sshd killed)
-  unless: a rank failed by itself before that: then that is the cause. Ranks that lost their connection to it
+  unless: a rank failed before that: then that is the cause. Ranks that lost their connection to it
       failed because of it
-  fix: is it up, and is its cable plugged in? ping it; dmesg there shows whether the agent was killed
+  fix: ping it: is it up, and is its cable plugged in? its dmesg shows whether the agent was killed
   fix: --min-hosts K continues without lost hosts, from the last checkpoint, and takes them back when they return
 unknown: The job ended for an unknown reason.
-  seen: no rank failed by itself, and not all ended with exit code 0
+  seen: no failure of a rank is on record, and not all ranks ended with exit code 0
   unless: any evidence for another cause
   fix: stoker logs --rank N, for each rank
   fix: dmesg, for messages of the kernel
@@ -285,5 +285,5 @@ def make_refusal_verdict(refusal: Refusal) -> Verdict:
 
 
 def make_failure_verdict(cause: str, line: str, code: int) -> Verdict:
-    """Return the verdict of a run that Stoker could not continue because of an error of its own or of the system."""
+    """Return the verdict of a run that Stoker could not continue because of a system error or an internal error."""
     return Verdict("failed", cause, line, code)

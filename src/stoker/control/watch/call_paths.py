@@ -90,7 +90,7 @@ def _is_usual(call: Call, inspection: RankInspection) -> bool | None:
 
 
 def find_blocking_call(inspection: RankInspection) -> Call | None:
-    """Return the call that the rank is in, or the newest isend or irecv, for which it may be waiting. None if there is neither."""
+    """Return the call that the rank is in, or the newest isend or irecv, which it may be waiting for, or None."""
     newest = inspection.calls[-1] if inspection.calls else None
     if newest is None or (newest.returned and newest.name not in ("isend", "irecv")):
         return None

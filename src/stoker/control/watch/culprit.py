@@ -141,7 +141,7 @@ def _make_stuck_stall(guilty: list[int], inspections: InspectionSet, graph: Wait
         are = "is" if len(waiting) == 1 else "are"
         lines.append(f"{format_ranks(waiting)} {are} waiting in {operation}, which rank {rank} has not entered")
     if edge is not None and edge.target_op is not None:
-        last = f"rank {rank}'s last operation there is number {edge.target_op.seq}, {edge.target_op}"
+        last = f"rank {rank}'s last operation in that group is number {edge.target_op.seq}, {edge.target_op}"
         lines.append(f"{last}; the others are at number {edge.op.seq}")
     return Stall(
         kind, rank, tuple(guilty), waiting, str(frame or ""), detail, operation, backend, proof, evidence=tuple(lines),
@@ -229,10 +229,10 @@ def _judge_by_stacks(
     }
     others = [rank for rank, inspection in inspections.items() if rank not in waiters and inspection.state != "Z"]
     if waiters and not others:
-        left = [rank for rank, code in ended.items() if code == 0]
-        if left:
+        exited = [rank for rank, code in ended.items() if code == 0]
+        if exited:
             return replace(
-                _make_left_stall(left, tuple(sorted(waiters)), ended, steps, graph, inspections), proof=False
+                _make_left_stall(exited, tuple(sorted(waiters)), ended, steps, graph, inspections), proof=False
             )
         return _compare_stacks(inspections, waiters)
     guilty = [rank for rank in others if rank in silent] or (others if waiters else [])
@@ -363,7 +363,7 @@ def _measure_steadiness(inspection: RankInspection) -> tuple[bool, bool, bool]:
 
 
 def _find_stuck_worker(inspection: RankInspection) -> Worker | None:
-    """Return a data-loader worker that blocks the main thread: one that is stopped, or busy with an item. None if there is none."""
+    """Return a data-loader worker that blocks the main thread: one that is stopped or busy, or None."""
     if not stack_frames.in_loader(inspection.main):
         return None
     workers = [worker for worker in inspection.workers if worker.frames or worker.state in "TtD"]

@@ -245,7 +245,7 @@ class RankInspection:
     lanes: tuple[int | None, ...] = ()  # PCIe lanes of its GPU: current, maximum
 
     @property
-    def newest(self) -> int:
+    def newest_entry_ns(self) -> int:
         """Return when it entered its newest collective, in nanoseconds of its host's clock, or 0."""
         return max((op.order for group in self.groups for op in group.ops), default=0)
 

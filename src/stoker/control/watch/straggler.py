@@ -186,7 +186,7 @@ class StragglerDetector:
         unreported = (late for late in late_ranks if late is not None and late.rank not in self._reported)
         latest = max(unreported, key=lambda late: late.wait_s, default=None)
         if latest is None:
-            return  # nobody is late, or there are too few waits: the next look decides
+            return  # no rank is late, or there are too few waits: the next check decides
         self._candidate = None
         if before is not None and before.rank == latest.rank:
             self._suspect = latest
@@ -366,4 +366,4 @@ def explain_slow_rank(inspection: RankInspection, peer: RankInspection | None) -
         return "slow.data", "it waits for its data loader", where
     if where:
         return "slow.code", f"it spends its time at {where}", where
-    return "slow.unknown", "no reason could be seen from outside", where
+    return "slow.unknown", "no reason was found", where

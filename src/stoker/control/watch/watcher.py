@@ -32,9 +32,7 @@ ANSWER_S = 12.0  # an inspection is concluded after this time even if hosts have
 PHASE_FACTOR = 6.0  # an announced phase (eval, save) has this many times --hang-timeout
 START_STOP_S = 60.0  # minimum time before the job is stopped for a rank without a first step
 MAX_WAIT_S = 60.0  # maximum time between inspections of the same stall
-BUSY_REPORT_S = (
-    60.0  # a working rank is reported after this long without a step, or after --hang-timeout if that is shorter
-)
+BUSY_REPORT_S = 60.0  # a working rank is reported after this long without a step, or after a shorter --hang-timeout
 BUSY_TIMEOUT_S = 1800.0
 COMPUTES_S = 10.0  # a rank that computes while no rank waits for it is reported after this long without a step
 
@@ -107,11 +105,11 @@ class Watcher:
     ) -> None:
         """Watch `ranks` (None for all). With a `busy_timeout` of 0 the job is never stopped because of a working rank."""
         self._world_size = world_size
-        self._timeout = hang_timeout
+        self._hang_timeout = hang_timeout
         self._busy_timeout = max(busy_timeout, hang_timeout) if busy_timeout else float("inf")
         self._max_wait = min(MAX_WAIT_S, max(CONFIRM_S, hang_timeout / 4)) if hang_timeout else MAX_WAIT_S
         self._ranks = {rank: RankProgress(now) for rank in (range(world_size) if ranks is None else ranks)}
-        self._ended: dict[int, int] = {}  # rank -> exit code
+        self._exit_codes: dict[int, int] = {}  # rank -> exit code
         self._members: dict[str, tuple[int, ...]] = {}  # process group -> ranks
         # The inspection in progress.
         self._inspection = first_inspection  # number of the newest inspection
@@ -123,8 +121,8 @@ class Watcher:
         self.stall: Stall | None = None
         self.inspections: dict[int, RankInspection] = {}  # the newest of each rank
         self._next_inspection_at = 0.0
-        self._wait = CONFIRM_S  # seconds to the next inspection
-        self._first_seen = 0.0  # when this stall was first found
+        self._interval_s = CONFIRM_S  # seconds to the next inspection
+        self._stall_found_at = 0.0  # when this stall was first found
         self._confirmations = 0  # inspections that found this stall
         self._silent_from = 0.0  # when the stalled rank made its last progress
         self._reported: tuple[Any, ...] = ()  # (rank, proof) of the reported suspicion
@@ -175,7 +173,7 @@ class Watcher:
                 self._members[name] = tuple(int(rank) for rank in ranks.split(",") if is_digits(rank))
 
     def note_exit(self, rank: int, code: int) -> None:
-        self._ended[rank] = code
+        self._exit_codes[rank] = code
 
     def restart_clocks(self, now: float) -> None:
         """Count silence from `now` on for all ranks, after a time in which none of them could make progress."""
@@ -221,8 +219,8 @@ class Watcher:
         for rank, data in answer.items():
             if is_digits(rank) and isinstance(data, dict) and "timings" not in data:
                 inspection = self._answers[int(rank)] = rank_inspection.parse_inspection(int(rank), data)
-                if inspection.newest and any(group.pending for group in inspection.groups):
-                    age = max(0.0, time.time() - inspection.newest / 1e9)
+                if inspection.newest_entry_ns and any(group.pending for group in inspection.groups):
+                    age = max(0.0, time.time() - inspection.newest_entry_ns / 1e9)
                     self._in_collective_since[int(rank)] = now - age
         self._waiting_hosts.discard(host)
 
@@ -234,10 +232,10 @@ class Watcher:
             if self._waiting_hosts and now - self._inspected_at < ANSWER_S:
                 return []
             return self._conclude(now)
-        overdue = self._overdue(now)
+        overdue = self._find_overdue(now)
         if not overdue and not self._has_failure:
-            actions = self._relieve(now)
-            steps = {rank: progress.steps for rank, progress in self._ranks.items() if rank not in self._ended}
+            actions = self._withdraw_stall(now)
+            steps = {rank: progress.steps for rank, progress in self._ranks.items() if rank not in self._exit_codes}
             order = self.stragglers.next_order(now, steps)
             return [*actions, self._inspect(order, now)] if order else actions
         if now < self._next_inspection_at and self._is_after_failure == self._has_failure:
@@ -254,15 +252,15 @@ class Watcher:
             self.stragglers.inspection = self._inspection
         return Inspect({"do": "inspect", "ask": self._inspection, **order})
 
-    def _overdue(self, now: float) -> dict[int, float]:
+    def _find_overdue(self, now: float) -> dict[int, float]:
         """Return rank -> seconds without progress, for ranks whose silence exceeds what is usual for them."""
-        alive = {rank: progress for rank, progress in self._ranks.items() if rank not in self._ended}
+        alive = {rank: progress for rank, progress in self._ranks.items() if rank not in self._exit_codes}
         overdue = {
             rank: now - progress.last_progress_at
             for rank, progress in alive.items()
             if progress.stopped_since and now - progress.stopped_since >= STOPPED_S
         }
-        if self._waits_for_server(now):
+        if self._any_waits_for_server(now):
             return overdue  # the others wait for that rank, which announced its wait and has a timeout for it
         for rank, progress in alive.items():
             silence = now - progress.last_progress_at
@@ -280,21 +278,29 @@ class Watcher:
                 overdue |= idle
         return overdue
 
-    def _waits_for_server(self, now: float) -> bool:
-        return any(progress.waits_for_server(now) for rank, progress in self._ranks.items() if rank not in self._ended)
+    def _any_waits_for_server(self, now: float) -> bool:
+        return any(
+            progress.waits_for_server(now) for rank, progress in self._ranks.items() if rank not in self._exit_codes
+        )
 
-    def _relieve(self, now: float) -> list[Action]:
+    def _withdraw_stall(self, now: float) -> list[Action]:
         """Forget the stall, and withdraw the report of it if the rank makes progress again."""
         stall, reported = self.stall, self._reported or self._reported_busy is not None
         if stall is None:
             return []
         silent_s = now - self._silent_from if self._silent_from else 0.0
         self._forget_stall()
-        is_progress = stall.rank not in self._ended and not self._waits_for_server(now)
+        is_progress = stall.rank not in self._exit_codes and not self._any_waits_for_server(now)
         return [Recovered(stall.rank, silent_s)] if reported and is_progress else []
 
     def _forget_stall(self) -> None:
-        self.stall, self._reported, self._confirmations, self._silent_from, self._wait = None, (), 0, 0.0, CONFIRM_S
+        self.stall, self._reported, self._confirmations, self._silent_from, self._interval_s = (
+            None,
+            (),
+            0,
+            0.0,
+            CONFIRM_S,
+        )
         self._next_inspection_at = 0.0
         self._busy, self._reported_busy, self._inspected = {}, None, {}
 
@@ -304,52 +310,52 @@ class Watcher:
         if self.stragglers.inspection == self._inspection:
             self.stragglers.conclude(answers)
             return []
-        overdue = self._overdue(now)
-        self._next_inspection_at = now + self._wait
+        overdue = self._find_overdue(now)
+        self._next_inspection_at = now + self._interval_s
         self.survivors_inspected = self.survivors_inspected or (self._is_after_failure and bool(answers))
         if self._has_failure:
             overdue |= {rank: now - self._ranks[rank].last_progress_at for rank in answers}
         if not overdue and not self._has_failure:
-            return self._relieve(now)
+            return self._withdraw_stall(now)
         self._note_work(answers, now)
         self.inspections.update(answers)
         steps = {rank: progress.steps for rank, progress in self._ranks.items()}
-        ended = {rank: code for rank, code in self._ended.items() if rank not in self._failed}
+        ended = {rank: code for rank, code in self._exit_codes.items() if rank not in self._failed}
         stall = find_culprit(
             {**self._failed, **answers}, self._world_size, self._members, ended, overdue, steps, self._busy
         )
         if stall is not None and stall.rank is not None and stall.rank not in self._ranks:
             stall = None  # the rank is on another machine, whose launcher watches it
         if stall is None or not self._is_evidence(stall):
-            self._wait = min(self._wait * 2, self._max_wait)
-            return self._without_evidence(overdue, now)
-        stall = self._as_busy(stall, now)
+            self._interval_s = min(self._interval_s * 2, self._max_wait)
+            return self._stop_without_evidence(overdue, now)
+        stall = self._mark_if_busy(stall, now)
         self._silent_from = now - stall.silent_s
-        if self.stall is None or _identity(self.stall) != _identity(stall):
-            self._first_seen, self._confirmations = now, 0
+        if self.stall is None or _stall_key(self.stall) != _stall_key(stall):
+            self._stall_found_at, self._confirmations = now, 0
         self._confirmations += 1
         if self._confirmations > 2 and not stall.proof:
-            self._wait = min(
-                self._wait * 2, self._max_wait
+            self._interval_s = min(
+                self._interval_s * 2, self._max_wait
             )  # nothing is new, and an inspection reads the stacks of all ranks
         self.stall = stall
         actions: list[Action] = []
         if stall.kind == "busy":
-            report_after = min(BUSY_REPORT_S, self._timeout or BUSY_REPORT_S)
+            report_after = min(BUSY_REPORT_S, self._hang_timeout or BUSY_REPORT_S)
             if self._reported_busy != stall.rank and (self._reported or stall.silent_s >= report_after):
                 self._reported_busy, self._reported = stall.rank, ()  # this withdraws the suspicion
-                actions.append(Busy(stall, self._stops_in(stall, now)))
+                actions.append(Busy(stall, self._seconds_to_stop(stall, now)))
         elif self._confirmations == 1 and not self._reported and self._may_be_working(stall):
             self._next_inspection_at = now + SECOND_INSPECTION_S
             return []
         # A suspicion is reported once, and again if it gets worse.
         elif not self._reported or stall.rank != self._reported[0] or stall.proof > self._reported[1]:
             self._reported = stall.rank, stall.proof
-            actions.append(Suspect(stall, self._stops_in(stall, now)))
-        reason = self._stop_reason(stall, now)
+            actions.append(Suspect(stall, self._seconds_to_stop(stall, now)))
+        reason = self._find_stop_reason(stall, now)
         if reason:
             actions.append(Stop(stall, reason))
-        self._next_inspection_at = min(now + self._wait, self._deadline(stall, now))
+        self._next_inspection_at = min(now + self._interval_s, self._latest_inspection_time(stall, now))
         return actions
 
     def _note_work(self, answers: Mapping[int, RankInspection], now: float) -> None:
@@ -360,7 +366,7 @@ class Watcher:
                 continue
             progress, inspected_at = self._ranks[rank], self._inspected.get(rank)
             before = self.inspections.get(rank) if inspected_at is not None else None
-            if before is not None and inspection.newest > before.newest:
+            if before is not None and inspection.newest_entry_ns > before.newest_entry_ns:
                 doing = "it is entering one collective after another"
             else:
                 doing = describe_work(before, inspection, now - inspected_at if inspected_at is not None else 0.0)
@@ -382,23 +388,23 @@ class Watcher:
         changed = inspection.children != inspection.children_before
         return inspection.main_cpu > IDLE_CPU or changed or any(worker.cpu > IDLE_CPU for worker in inspection.workers)
 
-    def _as_busy(self, stall: Stall, now: float) -> Stall:
+    def _mark_if_busy(self, stall: Stall, now: float) -> Stall:
         """Return the stall with kind busy if the others wait for a rank that is working, else the stall unchanged."""
         if stall.proof or stall.kind in ("stopped", "debugged"):
             return stall
         if stall.rank in self._busy:
             ranks = tuple(rank for rank in stall.ranks if rank in self._busy)
-            return self._busy_stall(stall, ranks, self._busy[ranks[0]], now)
+            return self._make_busy_stall(stall, ranks, self._busy[ranks[0]], now)
         accused = self.inspections.get(stall.rank) if stall.rank is not None else None
         is_waiting = stall.rank is None or (accused is not None and stack_frames.in_collective(accused.main))
         if self._busy and is_waiting:
             ranks = tuple(sorted(self._busy))
-            return self._busy_stall(stall, ranks, self._busy[ranks[0]], now)
+            return self._make_busy_stall(stall, ranks, self._busy[ranks[0]], now)
         if stall.rank is not None and stall.rank in self._ranks and self._is_busy_timeout_over(stall.rank, now):
-            return self._busy_stall(stall, stall.ranks, self._ranks[stall.rank].last_work, now)
+            return self._make_busy_stall(stall, stall.ranks, self._ranks[stall.rank].last_work, now)
         return stall
 
-    def _busy_stall(self, stall: Stall, ranks: tuple[int, ...], doing: str, now: float) -> Stall:
+    def _make_busy_stall(self, stall: Stall, ranks: tuple[int, ...], doing: str, now: float) -> Stall:
         rank = ranks[0]
         inspection, progress = self.inspections.get(rank), self._ranks[rank]
         frame = stack_frames.script_frame(inspection.main) if inspection is not None else None
@@ -419,9 +425,11 @@ class Watcher:
         progress = self._ranks[rank]
         if not progress.steps or not progress.is_training or now - progress.last_progress_at < self._busy_timeout - 0.5:
             return False
-        return progress.last_sign_at > progress.last_progress_at and now - progress.last_sign_at < self._timeout - 0.5
+        return (
+            progress.last_sign_at > progress.last_progress_at and now - progress.last_sign_at < self._hang_timeout - 0.5
+        )
 
-    def _without_evidence(self, overdue: Mapping[int, float], now: float) -> list[Action]:
+    def _stop_without_evidence(self, overdue: Mapping[int, float], now: float) -> list[Action]:
         """Stop the job if the inspection explained nothing and the timeout is over."""
         silent = {rank: seconds for rank, seconds in overdue.items() if self._ranks[rank].steps}
         if not silent or self._has_failure:
@@ -429,8 +437,8 @@ class Watcher:
         rank = max(silent, key=lambda rank: silent[rank])
         seconds, step = round(silent[rank], 1), self._ranks[rank].steps
         stall = Stall("place", rank, (rank,), detail="what it is doing could not be seen", silent_s=seconds, step=step)
-        self._next_inspection_at = min(self._next_inspection_at, self._deadline(stall, now))
-        reason = self._stop_reason(stall, now)
+        self._next_inspection_at = min(self._next_inspection_at, self._latest_inspection_time(stall, now))
+        reason = self._find_stop_reason(stall, now)
         return [Suspect(stall, 0.0), Stop(stall, reason)] if reason else []
 
     def _is_evidence(self, stall: Stall) -> bool:
@@ -444,28 +452,28 @@ class Watcher:
         if self._has_failure and not stall.proof and stall.kind != "stopped" and stall.silent_s < rank_progress.FLOOR_S:
             return False  # another rank has just failed: this one may be about to report the same
         if stall.kind == "spin" and not (stall.waiting and stall.where):  # without a line it may be shutting down
-            return stall.silent_s >= min(COMPUTES_S, self._limit(stall) / 2)
+            return stall.silent_s >= min(COMPUTES_S, self._silence_limit_s(stall) / 2)
         if stall.rank is not None and not any(progress.steps for progress in self._ranks.values()):
             return bool(stall.waiting) or stall.proof
         return True
 
     # ---- when to stop ----
 
-    def _limit(self, stall: Stall) -> float:
+    def _silence_limit_s(self, stall: Stall) -> float:
         """Return the seconds of silence after which the job is stopped without proof."""
-        if not self._timeout:
+        if not self._hang_timeout:
             return float("inf")
         if stall.rank is None:
-            return self._timeout
+            return self._hang_timeout
         progress = self._ranks[stall.rank]
         if not progress.steps:
-            return max(START_STOP_S, self._timeout)
+            return max(START_STOP_S, self._hang_timeout)
         if not progress.is_training:
-            return PHASE_FACTOR * self._timeout
-        return max(self._timeout, rank_progress.PATIENCE_FACTOR * progress.usual_gap_s)
+            return PHASE_FACTOR * self._hang_timeout
+        return max(self._hang_timeout, rank_progress.PATIENCE_FACTOR * progress.usual_gap_s)
 
-    def _stops_in(self, stall: Stall, now: float) -> float | None:
-        if not self._timeout or stall.kind == "debugged":
+    def _seconds_to_stop(self, stall: Stall, now: float) -> float | None:
+        if not self._hang_timeout or stall.kind == "debugged":
             return None
         if stall.kind == "busy" and stall.rank is not None:
             progress = self._ranks[stall.rank]
@@ -475,25 +483,29 @@ class Watcher:
                 else float("inf")
             )
             return None if stop_at == float("inf") else max(0.0, stop_at - now)
-        return CONFIRM_S if stall.proof else max(0.0, self._silent_since(stall, now) + self._limit(stall) - now)
+        return (
+            CONFIRM_S
+            if stall.proof
+            else max(0.0, self._last_sign_of_life(stall, now) + self._silence_limit_s(stall) - now)
+        )
 
-    def _deadline(self, stall: Stall, now: float) -> float:
+    def _latest_inspection_time(self, stall: Stall, now: float) -> float:
         """Return the latest time for the next inspection, so that the job can be stopped in time."""
-        if not self._timeout:
-            return now + self._wait
-        stop_at = self._silent_since(stall, now) + self._limit(stall)
+        if not self._hang_timeout:
+            return now + self._interval_s
+        stop_at = self._last_sign_of_life(stall, now) + self._silence_limit_s(stall)
         if stall.rank is not None and self._ranks[stall.rank].steps and self._ranks[stall.rank].is_training:
             stop_at = min(stop_at, max(self._ranks[stall.rank].last_progress_at + self._busy_timeout, now))
         return max(now + 0.25, stop_at - 0.5)
 
-    def _silent_since(self, stall: Stall, now: float) -> float:
+    def _last_sign_of_life(self, stall: Stall, now: float) -> float:
         """Return the time of the newest sign of life: a step, a printed line or evidence of work.
 
         Without a step, signs of life count only until --busy-timeout is over.
         """
-        if stall.rank is None or stall.rank in self._ended:
+        if stall.rank is None or stall.rank in self._exit_codes:
             since = now - stall.silent_s
-            alive = (progress for rank, progress in self._ranks.items() if rank not in self._ended)
+            alive = (progress for rank, progress in self._ranks.items() if rank not in self._exit_codes)
             worked = max((progress.last_work_at for progress in alive), default=since)
             return max(since, worked) if stall.silent_s < self._busy_timeout else since
         progress = self._ranks[stall.rank]
@@ -504,16 +516,16 @@ class Watcher:
             return max(progress.last_progress_at, progress.last_sign_at)
         return progress.last_progress_at
 
-    def _stop_reason(self, stall: Stall, now: float) -> str:
+    def _find_stop_reason(self, stall: Stall, now: float) -> str:
         """Return why the job is to be stopped now, or ""."""
-        if not self._timeout:
+        if not self._hang_timeout:
             return ""
-        if stall.proof and self._confirmations > 1 and now - self._first_seen >= CONFIRM_S - 0.5:
+        if stall.proof and self._confirmations > 1 and now - self._stall_found_at >= CONFIRM_S - 0.5:
             return "it can't continue"
-        if now - self._silent_since(stall, now) >= self._limit(stall) - 0.5:
+        if now - self._last_sign_of_life(stall, now) >= self._silence_limit_s(stall) - 0.5:
             if stall.kind == "busy":
                 return f"--busy-timeout of {format_duration(self._busy_timeout)} is over"
-            return f"--hang-timeout of {self._timeout:g} s is over"
+            return f"--hang-timeout of {self._hang_timeout:g} s is over"
         return ""
 
     # ---- for the verdict, the record and the views ----
@@ -550,6 +562,6 @@ class Watcher:
         return {rank: stack_frames.format_stacks(inspection) for rank, inspection in self.inspections.items()}
 
 
-def _identity(stall: Stall) -> tuple[Any, ...]:
+def _stall_key(stall: Stall) -> tuple[Any, ...]:
     """Return a key that is equal for inspections of the same stall: the rank and, for a proof, the operation."""
     return (stall.rank, stall.kind, stall.operation, stall.evidence[:1]) if stall.proof else (stall.rank, False)

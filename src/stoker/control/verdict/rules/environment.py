@@ -113,7 +113,7 @@ def _module_name(file: str) -> str:
 @family.cause("""
 env.import: A module that the script imports does not exist, or lacks the imported name.
   seen: an ImportError or ModuleNotFoundError ended the rank
-  unless: the module was found and something else in it failed: then that is the exception
+  unless: the module exists and its code raised an exception: then that is the cause
   fix: {RIGHT_PYTHON}
 """)
 def match_missing_module(case: Case) -> CauseMatch | None:

@@ -237,7 +237,7 @@ class GpuMemory:
         )
         if failure and not self.foreign and not shares_gpu and failure.total is not None and failure.free is not None:
             # Processes that neither the agent nor torch can see hold the memory that no visible process uses. If ranks
-            # share the GPU (--share-gpus), it may belong to another rank, so nobody is blamed.
+            # share the GPU (--share-gpus), it may belong to another rank, so don't count it.
             siblings = sum(holder.get("memory") or 0 for holder in own_holders if holder.get("pid") != case.end.pid)
             siblings += sum(size for pid, size in failure.others if pid in own_pids)
             unexplained = failure.total - failure.free - (failure.own or failure.reserved + _SLACK) - siblings
@@ -349,7 +349,7 @@ def match_fragmentation(case: Case) -> CauseMatch | None:
 oom.gpu: The model, the batch or the optimizer is too big for the GPU.
   seen: torch.OutOfMemoryError, CUDA error 2 (out of memory), CUBLAS_STATUS_ALLOC_FAILED, and neither other processes nor
       fragmentation explain it; for `stoker train` with a loaded model, which term of its memory plan was
-      underestimated; the phase that the traceback shows (gather, backward, optimizer, save), and what helps there
+      underestimated; the phase that the traceback shows (gather, backward, optimizer, save), with advice for it
       if the model is sharded (FSDP)
   unless: others hold the memory: oom.gpu-foreign; as much as needed is reserved and unused: oom.gpu-fragmentation
   fix: {SMALLER}

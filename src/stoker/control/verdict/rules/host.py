@@ -40,7 +40,7 @@ def match_process_limit(case: Case, match: Match | None) -> CauseMatch | None:
 family.entries("""
 host.files: The limit of open files is too low for the number of ranks.
   seen: before the start: ulimit -n is less than 4 per rank plus 64
-  unless: a rank reached the limit by itself: data.too-many-files
+  unless: a rank reached the limit while it ran: data.too-many-files
   fix: ulimit -n 65536   # in the shell that starts stoker
 host.agent: A host's agent did not start.
   seen: before the start: it ended, or did not respond in time
@@ -48,7 +48,7 @@ host.agent: A host's agent did not start.
   fix: ssh HOST true   # must work within seconds, without a password or a question
   fix: a faulty driver can block it: run nvidia-smi on that host
 host.copy: The working directory or staged data could not be copied to a host.
-  seen: before the start: --sync or --stage failed there; the message says which host and why
-  fix: check free space and permissions there: df -h, ls -ld on the folder
+  seen: before the start: --sync or --stage failed; the message names the host and the reason
+  fix: check free space and permissions on that host: df -h, ls -ld on the folder
   fix: without --sync, use a shared folder, or the same files on all hosts
 """)

@@ -88,7 +88,7 @@ gloo.connection, again: A rank could not connect to its peers at the start.
       timed out connecting)
   seen: at start-up, ranks on CPU: the store can't be reached or not all ranks joined, or gloo's full mesh of
       connections could not be made
-  unless: the connection was there and broke (reset, closed by peer): a consequence of another rank's exit. A refused
+  unless: the connection was established and broke later (reset, closed by peer): a consequence of another rank's exit. A refused
       connection to something other than a peer: rank.exception
   fix: {REACH}
 """)
@@ -186,7 +186,7 @@ nccl.connection, again: A rank could not connect to its peers at the start.
       nccl)[^\n]*[Cc]all to connect[^\n]*(?:refused|No route|timed out|unreachable)[^\n]*
   seen: at start-up, ranks on GPUs: NCCL's connection to a peer was refused, had no route or timed out; or the store
       can't be reached or not all ranks joined
-  unless: the connection was there and broke (reset by peer, remote process exited): a consequence of another rank's exit
+  unless: the connection was established and broke later (reset by peer, remote process exited): a consequence of another rank's exit
   fix: {REACH}
   fix: a host with several networks: NCCL_SOCKET_IFNAME must name the one between the hosts (ip route get ADDRESS),
       not docker0 or a VPN
@@ -242,7 +242,7 @@ nccl.timeout, again: A NCCL collective timed out, and nothing shows why.
   said: Watchdog caught collective operation timeout[^\n]*|collective operation timeout: [^\n]*
   seen: NCCL's watchdog ended the process after the process group's timeout, and no rank failed, left or is seen to
       hang
-  unless: a rank that failed by itself, left early or got stuck: that is the cause, and the timeout a consequence
+  unless: a rank that failed, left early or got stuck: that is the cause, and the timeout a consequence
   fix: a rank that did not take part: unequal numbers of batches, an `if rank == 0` around a collective (saving a
       sharded model is one), other code paths
   fix: where was each rank? `stoker logs --rank N`, and attempt-N/stacks.txt in the run directory

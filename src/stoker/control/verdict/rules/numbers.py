@@ -68,7 +68,7 @@ def match_traced_nan(case: Case) -> CauseMatch | None:
         return None
     message = first_line(error.message, 500)
     injected = re.search(r"injected by nan\.inject \S+", message)
-    fix = ("nothing to fix: nan.inject put this value there as a test; train without it",) if injected else ()
+    fix = ("nothing to fix: nan.inject injected this value as a test; train without it",) if injected else ()
     evidence = f"reported by rank {case.end.rank}, and the same on all ranks: {message}"
     return CauseMatch(message, (evidence,), fix)
 

@@ -32,7 +32,7 @@ slow.swap: A rank is slow because it is swapping.
 slow.cpu: A rank is slow because it waits for a CPU.
   seen: {SEEN}its main thread is ready but not running for a quarter of the time or more (schedstat)
   unless: its peers wait for a CPU as much
-  fix: what else runs there (top)? does it have fewer CPUs than its peers (taskset -p)? fewer data-loader workers,
+  fix: check what else runs on its host (top), and whether it has fewer CPUs than its peers (taskset -p); fewer data-loader workers,
       a lower OMP_NUM_THREADS
   fix: --numa-binding node
 slow.data: A rank is slow because it waits for its data loader.
@@ -42,16 +42,16 @@ slow.data: A rank is slow because it waits for its data loader.
 slow.memory: A rank is slow because its host is short of memory.
   seen: {HOST}processes wait for memory (/proc/pressure) for {PRESSED} of the time or more
   unless: the other hosts wait as much, or the ranks are all on this host
-  fix: what uses its memory (`stoker top`)? fewer data-loader workers or ranks there, or exclude the host
+  fix: check what uses its memory (`stoker top`); fewer data-loader workers or ranks there, or exclude the host
 slow.disk: A rank is slow because its host waits for its disk.
   seen: {HOST}processes wait for the disk (/proc/pressure) for {PRESSED} of the time or more
   unless: the other hosts wait as much, or the ranks are all on this host
-  fix: copy the data to that host's own disk first (`--stage`); save checkpoints less often; what else reads or writes
-      there (iotop)?
+  fix: copy the data to that host's own disk first (`--stage`); save checkpoints less often; check what else reads or
+      writes there (iotop)
 slow.network: A rank is slow because its host's network link is full.
   seen: {HOST}it sends or receives {FULL} or more of what its link can carry
   unless: the other hosts' links are as full
-  fix: what else sends there (iftop)? copy data from a network disk to a local one first (`--stage`)
+  fix: check what else sends there (iftop); copy data from a network disk to a local one first (`--stage`)
   fix: send fewer bytes: gradient accumulation, or local SGD (`stoker docs balance`)
 slow.code: A rank is slow because of what it does at one line.
   seen: {SEEN}most samples of its main thread are at that line, outside of collectives
