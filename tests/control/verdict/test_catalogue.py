@@ -399,7 +399,7 @@ CASES: list[tuple[str, RankExit, bool, tuple[str, ...]]] = [
     ("oom.host-allocation", end(code=-6, tail="terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"), False, ("allocation failed",)),
     ("oom.host-allocation", end(err("RuntimeError", "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8589934592 bytes. Error code 12 (Cannot allocate memory)")), False, ("8.0 GiB",)),
     ("oom.host-allocation", end(err("_ArrayMemoryError", "Unable to allocate 71.1 PiB for an array with shape (10000000000000000,) and data type float64", module="numpy._core._exceptions")), False, ("71.1 PiB",)),
-    ("gpu.busy", end(cuda("CUDA-capable device(s) is/are busy or unavailable")), True, ("busy or unavailable", "error 46", "compute mode, or a faulty GPU")),
+    ("gpu.busy", end(cuda("CUDA-capable device(s) is/are busy or unavailable")), True, ("busy or unavailable", "error 46", "compute mode; the GPU may be faulty")),
     ("gpu.busy", end(cuda("CUDA-capable device(s) is/are busy or unavailable"), around=HELD), True, ("pid 727",)),
     ("gpu.ordinal", end(cuda("invalid device ordinal\nGPU device may be out of range, do you have enough GPUs?")), False, ("invalid device ordinal",)),
     ("gpu.assert", end(cuda("device-side assert triggered"), tail="/pytorch/aten/src/ATen/native/cuda/Loss.cu:245: nll_loss_forward_reduce_cuda_kernel_2d: block: [0,0,0], thread: [3,0,0] Assertion `t >= 0 && t < n_classes` failed.\n"), False, ("t < n_classes", "a label is not below")),

@@ -352,7 +352,7 @@ def test_a_tie_names_both_with_their_lines() -> None:
     )
     assert (stall.kind, stall.rank, stall.ranks, stall.step) == ("op-mismatch", None, (), 20)
     text = summarize_stall(stall, "")
-    assert f"{SCRIPT}:40" in text and f"{SCRIPT}:14" in text and "which of them is wrong can't be seen" in text
+    assert f"{SCRIPT}:40" in text and f"{SCRIPT}:14" in text and "unknown which of them is wrong" in text
 
 
 @pytest.mark.parametrize("used", [True, False], ids=["used before", "never used"])

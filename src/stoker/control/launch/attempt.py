@@ -115,7 +115,9 @@ class Attempt:
             return False
         if not self.unwatched:
             self.watch.inspect_survivors()
-        return now - self.first_failure >= (settle_s if self.unwatched or self.watch.survivors_inspected else INSPECTION_S)
+        return now - self.first_failure >= (
+            settle_s if self.unwatched or self.watch.survivors_inspected else INSPECTION_S
+        )
 
     def exited_early(self, now: float, seconds: float) -> list[int]:
         """Return the ranks that ended with exit code 0 more than `seconds` ago while others still run."""

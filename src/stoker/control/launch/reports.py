@@ -91,7 +91,9 @@ class ReportHandler:
         if error is not None:
             self._attempt.errors[message["rank"]] = error
             self._record.event("exception", rank=message["rank"], type=error.type, at=f"{error.file}:{error.line}")
-            self._feed_watcher(self._attempt.watch.note_failure, message["rank"], error.collectives, error_frames(error))
+            self._feed_watcher(
+                self._attempt.watch.note_failure, message["rank"], error.collectives, error_frames(error)
+            )
 
     def _on_exit(self, host: str, message: protocol.Message) -> None:
         """Collect how a rank ended. Its texts are masked here: the agent has masked error and stack, `tail` the output."""
