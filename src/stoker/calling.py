@@ -41,7 +41,7 @@ from stoker.control.rank.function_call import (
     make_mapping,
 )
 from stoker.control.record import run_record
-from stoker.control.verdict.launch_failures import lost
+from stoker.control.verdict.launch_failures import make_lost_verdict
 
 # Options of `stoker run` that don't apply: the program is the function, results come back through this machine's disk, and the
 # caller waits.
@@ -184,7 +184,7 @@ def _make_failure(code: int, report: str) -> LaunchFailed:
     if run is None:
         line = f"the launcher exited with {code} before the run began; its output explains why"
         return LaunchFailed(Verdict("failed", "launch.system", line, code if code > 0 else EX_SOFTWARE), "", "")
-    verdict = run.verdict or lost(run.id)
+    verdict = run.verdict or make_lost_verdict(run.id)
     error = None
     if verdict.rank is not None:
         error = run_record.read_json(layout.rank_error(run.dir, verdict.attempt, verdict.rank))

@@ -82,7 +82,7 @@ def test_each_family_has_a_case_here() -> None:
 
 
 def test_each_expected_cause_is_in_the_catalogue_and_alone_or_explained() -> None:
-    cause_docs.page()
+    cause_docs.make_page()
     assert {cause for case in CASES for cause in case.cause} - CATALOGUE.keys() == set()
     assert [case.name for case in CASES if len(case.cause) > 1 and not case.reason] == []
     assert all(case.places for case in CASES if case.line)

@@ -173,9 +173,9 @@ def test_an_echo_waits_for_the_look_at_those_that_live_however_late_it_comes() -
     attempt = Attempt(0, plan_of(2, ""))
     attempt.begin_watch(300.0, 1800.0)
     began = time.monotonic()
-    attempt.watch.beats(0, 20, 20, 0.1, began)
-    attempt.watch.beats(1, 20, 20, 0.1, began)
-    (before,) = attempt.watch.look(began + 60)
+    attempt.watch.note_steps(0, 20, 20, 0.1, began)
+    attempt.watch.note_steps(1, 20, 20, 0.1, began)
+    (before,) = attempt.watch.next_actions(began + 60)
     error = RankError(
         "RuntimeError",
         "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete",
@@ -184,11 +184,11 @@ def test_an_echo_waits_for_the_look_at_those_that_live_however_late_it_comes() -
     attempt.ends[0] = RankExit(0, "", "CPU0", 41, 1, time.time(), error=error)
     now = time.time()
     assert not attempt.must_stop(now, 1.0)
-    attempt.watch.answered("", cast(Any, before).order["ask"], b"{}", began + 61)
-    assert attempt.watch.look(began + 61) == [] and not attempt.must_stop(now + 2, 1.0), (
+    attempt.watch.take_answer("", cast(Any, before).order["ask"], b"{}", began + 61)
+    assert attempt.watch.next_actions(began + 61) == [] and not attempt.must_stop(now + 2, 1.0), (
         "that look began before the failure"
     )
-    (after,) = attempt.watch.look(began + 61.1)
+    (after,) = attempt.watch.next_actions(began + 61.1)
     assert not attempt.must_stop(now + 9, 1.0)
     seen = {
         "1": {
@@ -197,8 +197,8 @@ def test_an_echo_waits_for_the_look_at_those_that_live_however_late_it_comes() -
             "samples": [[{"main": True, "frames": [["stuck", "train.py", 9, []]]}]],
         }
     }
-    attempt.watch.answered("", cast(Any, after).order["ask"], json.dumps(seen).encode(), began + 68)
-    attempt.watch.look(began + 68)
+    attempt.watch.take_answer("", cast(Any, after).order["ask"], json.dumps(seen).encode(), began + 68)
+    attempt.watch.next_actions(began + 68)
     assert attempt.must_stop(now + 9, 1.0)
     stall = attempt.evidence().stall
     assert stall is not None and (stall.kind, stall.rank) == ("sleep", 1)

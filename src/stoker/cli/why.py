@@ -17,7 +17,7 @@ from stoker.contract.text import escape, escape_lines
 from stoker.contract.units import format_duration
 from stoker.control.record import resume_command, run_index, run_record
 from stoker.control.scheduler import runs
-from stoker.control.verdict.launch_failures import lost
+from stoker.control.verdict.launch_failures import make_lost_verdict
 
 _JOBS = " or ".join(f"{scheduler.name}:JOB" for scheduler in schedulers.SCHEDULERS)
 _MAX_CAUSES = 20  # of restarts that are listed
@@ -76,7 +76,7 @@ def explain_run(run: run_record.RunRecord) -> Verdict | None:
     verdict = run.verdict if status not in ("running", "unknown") else None
     if verdict is None and status == "lost":
         saved = resume_command.saved_state(run) if run.mine else ()
-        verdict = lost(run.id, saved[0].path if saved else "", saved[0].host if saved else "")
+        verdict = make_lost_verdict(run.id, saved[0].path if saved else "", saved[0].host if saved else "")
         if run.mine:  # "the same command" would start a run without a name from its beginning
             resume = f"{resume_command.resume_command(run)}   # {resume_command.describe_resume(run)}"
             verdict = replace(verdict, fix=(resume, *verdict.fix))

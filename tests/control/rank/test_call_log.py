@@ -12,7 +12,7 @@ import pytest
 
 from conftest import Stoker
 from stoker.control.rank import call_log
-from stoker.control.watch.call_paths import first_difference
+from stoker.control.watch.call_paths import find_first_difference
 from stoker.control.watch.rank_inspection import RankInspection, parse_inspection
 
 
@@ -163,12 +163,12 @@ STEP = ("all_reduce", 8, True)
 def test_ranks_that_differ_are_parties() -> None:
     waits, other = ("all_reduce", 8, False), ("broadcast", 8, False)
     ranks = {0: snapshot(0, STEP, waits), 1: snapshot(1, STEP, other), 2: snapshot(2, STEP, waits)}
-    assert sorted(party.ranks for party in first_difference(ranks)) == [(0, 2), (1,)]
+    assert sorted(party.ranks for party in find_first_difference(ranks)) == [(0, 2), (1,)]
 
 
 def test_a_difference_that_held_up_nobody_is_by_design() -> None:
     ranks = {0: snapshot(0, ("gather", 4, True), STEP), 1: snapshot(1, ("scatter", 4, True), STEP)}
-    assert first_difference(ranks) == []
+    assert find_first_difference(ranks) == []
 
 
 def test_an_aborted_rank_agrees_with_those_that_made_its_call() -> None:
@@ -179,7 +179,7 @@ def test_an_aborted_rank_agrees_with_those_that_made_its_call() -> None:
         2: snapshot(2, STEP, waits),
     }
     # The data type of rank 1 differs in the first call already, which returned: only the second held somebody up.
-    assert sorted(party.ranks for party in first_difference(ranks)) == [(0, 2), (1,)]
+    assert sorted(party.ranks for party in find_first_difference(ranks)) == [(0, 2), (1,)]
 
 
 # ---- end to end ----

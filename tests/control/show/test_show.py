@@ -35,7 +35,7 @@ from stoker.control.show.snapshot import RankView, RunView, Snapshot, snapshot_f
 from stoker.control.show.top.replay import Replay
 from stoker.control.verdict import judge  # noqa: F401 (fills the catalogue)
 from stoker.control.verdict.catalogue import CATALOGUE
-from stoker.control.watch.straggler import waiting_shares
+from stoker.control.watch.straggler import compute_waiting_shares
 
 MACHINES = Path(__file__).parents[2] / "machines"
 BEATS = """
@@ -502,10 +502,10 @@ def test_shares_of_waiting_from_the_times_of_entry() -> None:
     second = 10**9
     early = [["0", n, n * second, "gloo"] for n in range(11)]
     late = [["0", n, n * second + 4 * second // 10, "gloo"] for n in range(11)]
-    assert waiting_shares({0: early, 1: late}) == {0: 0.4, 1: 0.0}
+    assert compute_waiting_shares({0: early, 1: late}) == {0: 0.4, 1: 0.0}
     ahead = [["0", n, n * second // 100, "nccl"] for n in range(11)]
-    assert waiting_shares({0: ahead, 1: late}) == {0: 1.0, 1: 0.0}
-    assert waiting_shares({0: early}) == {}
+    assert compute_waiting_shares({0: ahead, 1: late}) == {0: 1.0, 1: 0.0}
+    assert compute_waiting_shares({0: early}) == {}
 
 
 def test_this_host_is_read_and_a_recorded_card_in_base_units(tmp_path: Path) -> None:

@@ -389,7 +389,7 @@ CASES: list[tuple[str, RankExit, bool, tuple[str, ...]]] = [
     ("oom.gpu-foreign", end(FOREIGN), True, ("60.0 GiB needed", "38.8 GiB of 139.8 GiB free", "pid 727 holds 100.5 GiB")),
     ("oom.gpu-foreign", end(FOREIGN, around=HELD), True, ("pid 727 (python serve.py, user bob, run 20260101-serve) holds 100.0 GiB",)),
     ("oom.gpu-foreign", end(UNSEEN), True, ("18.9 GiB are held by processes that can't be seen",)),
-    ("oom.gpu-foreign", end(cuda("out of memory"), around=OUTSIDE), True, ("pid 4711 holds 100.0 GiB, held from outside this container",)),
+    ("oom.gpu-foreign", end(cuda("out of memory"), around=OUTSIDE), True, ("pid 4711 holds 100.0 GiB, from outside this container",)),
     ("oom.gpu-fragmentation", end(PIECES), False, ("1.5 GiB needed", "7.8 GiB reserved and unused")),
     ("oom.host", end(code=-9, oom_killed=True, around=ExitContext(rss=((0.0, 3 * 10**9), (40.0, 58 * 10**9)), host_available=4 * 10**8, host_total=64 * 10**9)), False, ("killed by the kernel", "grew from 2.8 GiB to 54.0 GiB in 40 s")),
     ("oom.host", end(code=-9, around=ExitContext(kernel=(KILLED_LINE,))), False, ("killed by the kernel",)),
@@ -399,7 +399,7 @@ CASES: list[tuple[str, RankExit, bool, tuple[str, ...]]] = [
     ("oom.host-allocation", end(code=-6, tail="terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"), False, ("allocation failed",)),
     ("oom.host-allocation", end(err("RuntimeError", "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8589934592 bytes. Error code 12 (Cannot allocate memory)")), False, ("8.0 GiB",)),
     ("oom.host-allocation", end(err("_ArrayMemoryError", "Unable to allocate 71.1 PiB for an array with shape (10000000000000000,) and data type float64", module="numpy._core._exceptions")), False, ("71.1 PiB",)),
-    ("gpu.busy", end(cuda("CUDA-capable device(s) is/are busy or unavailable")), True, ("busy or unavailable", "error 46", "compute mode, or a faulty GPU")),
+    ("gpu.busy", end(cuda("CUDA-capable device(s) is/are busy or unavailable")), True, ("busy or unavailable", "error 46", "compute mode; the GPU may be faulty")),
     ("gpu.busy", end(cuda("CUDA-capable device(s) is/are busy or unavailable"), around=HELD), True, ("pid 727",)),
     ("gpu.ordinal", end(cuda("invalid device ordinal\nGPU device may be out of range, do you have enough GPUs?")), False, ("invalid device ordinal",)),
     ("gpu.assert", end(cuda("device-side assert triggered"), tail="/pytorch/aten/src/ATen/native/cuda/Loss.cu:245: nll_loss_forward_reduce_cuda_kernel_2d: block: [0,0,0], thread: [3,0,0] Assertion `t >= 0 && t < n_classes` failed.\n"), False, ("t < n_classes", "a label is not below")),
@@ -767,14 +767,14 @@ def test_ranks_that_went_different_ways_are_looked_for_at_the_places_of_both() -
 
 
 def test_every_cause_is_complete_and_has_a_case() -> None:
-    cause_docs.page()
+    cause_docs.make_page()
     assert all(one.description and one.seen and one.description.endswith(".") for one in CATALOGUE.values())
     read_off = {one.id for one in CATALOGUE.values() if one.explain is not None and not one.id.startswith("rank.")}
     assert read_off - {case[0] for case in CASES} - {cause for cause, _ in MISUSES} == set()
 
 
 def test_every_cause_that_stoker_can_name_is_in_the_catalogue() -> None:
-    cause_docs.page()
+    cause_docs.make_page()
     named = set()
     for path in (ROOT / "src" / "stoker").rglob("*.py"):
         named |= set(

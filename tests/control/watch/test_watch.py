@@ -14,13 +14,13 @@ from stoker.contract.flight_recorder import summarize_trace
 from stoker.contract.frozen import replace
 from stoker.contract.units import format_ranks
 from stoker.control.agent.stack_dump import find_conditions_around
-from stoker.control.verdict.hangs import cause_of, make_stall_report, summary
+from stoker.control.verdict.hangs import cause_of, make_stall_report, summarize_stall
 from stoker.control.verdict.rules import numbers
-from stoker.control.watch.culprit import find_culprit, reason
+from stoker.control.watch.culprit import describe_stuck_rank, find_culprit
 from stoker.control.watch.loss_monitor import LossMonitor
 from stoker.control.watch.rank_inspection import RankInspection, Thread, parse_inspection
 from stoker.control.watch.rank_progress import RankProgress
-from stoker.control.watch.straggler import StragglerDetector, who_is_late, why
+from stoker.control.watch.straggler import StragglerDetector, explain_slow_rank, find_late_rank
 from stoker.control.watch.watcher import Busy, Inspect, Recovered, Stop, Suspect, Watcher
 
 SCRIPT, TORCH = "/home/me/train.py", "/venv/lib/python3.11/site-packages/torch"
@@ -309,7 +309,7 @@ def test_of_two_ranks_the_one_that_left_the_usual_order(guilty: int) -> None:
 
     stall = found(one(0), one(1))
     assert (stall.kind, stall.rank, stall.waiting) == ("op-mismatch", guilty, (1 - guilty,))
-    text = summary(stall, "CPU0")
+    text = summarize_stall(stall, "CPU0")
     assert (
         f"it entered gloo:barrier of shape [72] at {SCRIPT}:14" in text
         and f"rank {1 - guilty} entered gloo:all_reduce of shape [72] at {SCRIPT}:40" in text
@@ -319,26 +319,26 @@ def test_of_two_ranks_the_one_that_left_the_usual_order(guilty: int) -> None:
 def test_of_two_ranks_that_gloo_ended_one_still_knows_its_operations() -> None:
     """Rank 0 was aborted and left its stack; rank 1, with two reductions under way, made a first one that never came next."""
     watch, _ = watched()
-    watch.failed(0, (), at(14, "metric"))
+    watch.note_failure(0, (), at(14, "metric"))
     ops = [
         {**op(103), "usual": True},
         {**op(104, sizes=[[289]]), "usual": False},
         {**op(105, sizes=[[4]]), "usual": None},
     ]
-    watch.failed(1, [group(*ops)], [["main", SCRIPT, 40]])
-    stall = watch.last_word(sizes_differ=True)
+    watch.note_failure(1, [group(*ops)], [["main", SCRIPT, 40]])
+    stall = watch.final_stall(sizes_differ=True)
     assert (
         stall is not None
         and (stall.kind, stall.rank) == ("diverged", 1)
-        and "all_reduce of shape [289]" in summary(stall, "CPU1")
-        and f"{SCRIPT}:14" in summary(stall, "CPU1")
+        and "all_reduce of shape [289]" in summarize_stall(stall, "CPU1")
+        and f"{SCRIPT}:14" in summarize_stall(stall, "CPU1")
     )
     for one in ops:
         one["usual"] = True
-    watch.failed(1, [group(*ops)], [["main", SCRIPT, 40]])
-    stall = watch.last_word(sizes_differ=True)
+    watch.note_failure(1, [group(*ops)], [["main", SCRIPT, 40]])
+    stall = watch.final_stall(sizes_differ=True)
     assert stall is not None and stall.rank == 0
-    assert watch.last_word(sizes_differ=False) is None
+    assert watch.final_stall(sizes_differ=False) is None
 
 
 def test_a_tie_names_both_with_their_lines() -> None:
@@ -351,8 +351,8 @@ def test_a_tie_names_both_with_their_lines() -> None:
         ),
     )
     assert (stall.kind, stall.rank, stall.ranks, stall.step) == ("op-mismatch", None, (), 20)
-    text = summary(stall, "")
-    assert f"{SCRIPT}:40" in text and f"{SCRIPT}:14" in text and "which of them is wrong can't be seen" in text
+    text = summarize_stall(stall, "")
+    assert f"{SCRIPT}:40" in text and f"{SCRIPT}:14" in text and "unknown which of them is wrong" in text
 
 
 @pytest.mark.parametrize("used", [True, False], ids=["used before", "never used"])
@@ -450,8 +450,8 @@ def test_one_rank_alone_never_waits_in_a_collective() -> None:
     for groups in ((), (pending,)):
         stall = found(rank(0, *groups, frames=BACKWARD, **COMPUTING), world=1)
         assert (stall.kind, stall.rank, stall.waiting) == ("spin", 0, ())
-        line = summary(replace(stall, silent_s=12.0, step=20), "CPU0")
-        assert line == "rank 0 (CPU 0) has made no step for 12 s after step 20: it is computing (0.6 cores, always on this line) at /home/me/train.py:40, in main"  # fmt: skip
+        line = summarize_stall(replace(stall, silent_s=12.0, step=20), "CPU0")
+        assert line == "rank 0 (CPU 0) has not finished a step for 12 s after step 20: it is computing (0.6 cores, always on this line) at /home/me/train.py:40, in main"  # fmt: skip
     stall = found(rank(0, frames=JOINING, syscall="poll"), world=1)
     assert (stall.kind, stall.rank) == ("io", 0) and "it is still connecting" in stall.detail
 
@@ -460,7 +460,7 @@ def test_ranks_that_connect_or_compute_are_not_said_to_wait_in_a_collective() ->
     """The first rank makes the store and the second connects to it: not the same innermost function."""
     stall = found(rank(0, frames=JOINING, syscall="poll"), rank(1, frames=JOINING[1:], syscall="poll"))
     assert (stall.kind, stall.rank) == ("together", None)
-    line = summary(replace(stall, silent_s=8.0), "")
+    line = summarize_stall(replace(stall, silent_s=8.0), "")
     assert line.startswith("no rank has made progress for 8 s: every rank is still connecting") and "train.py:3" in line
     stall = found(*(rank(number, frames=BACKWARD, **COMPUTING) for number in (0, 1)))
     assert (stall.kind, stall.rank, stall.detail) == ("spin", None, "every rank is computing in the backward pass")
@@ -512,13 +512,13 @@ def watched(
     for n in range(1, steps + 1):
         now = n * 0.5
         for one in range(world):
-            watch.beats(one, n * 10, 10, 0.05, now)
+            watch.note_steps(one, n * 10, 10, 0.05, now)
         watch.stragglers.next_order = lambda *_: None  # type: ignore[method-assign]
     return watch, now
 
 
 def answer(watch: Watcher, action: Inspect, now: float, *ranks: dict[str, Any]) -> None:
-    watch.answered("", action.order["ask"], json.dumps({str(n): one for n, one in enumerate(ranks)}).encode(), now)
+    watch.take_answer("", action.order["ask"], json.dumps({str(n): one for n, one in enumerate(ranks)}).encode(), now)
 
 
 SLEEPING = {
@@ -543,8 +543,8 @@ def drive(
     for n in range(int(seconds * 4)):
         at_ = now + n * 0.25
         if n * 0.25 < printing:
-            watch.printed(1, at_)
-        for action in watch.look(at_):
+            watch.note_output(1, at_)
+        for action in watch.next_actions(at_):
             if isinstance(action, Inspect):
                 answer(watch, action, at_, *ranks)
             else:
@@ -555,7 +555,9 @@ def drive(
 def test_a_rank_without_python_frames_is_on_no_line() -> None:
     """Python shuts down in native code, with the GIL held."""
     shutting_down = (Thread(main=True, active=True, gil=True, frames=()),)
-    kind, frame, detail = reason(RankInspection(1, state="R", cpu=0.9, main_cpu=0.9, samples=(shutting_down,) * 3))
+    kind, frame, detail = describe_stuck_rank(
+        RankInspection(1, state="R", cpu=0.9, main_cpu=0.9, samples=(shutting_down,) * 3)
+    )
     assert (kind, frame) == ("spin", None)
     assert "always on this line" not in detail and "no Python stack seen" in detail
 
@@ -604,7 +606,7 @@ def looks(watch: Watcher, now: float, seconds: float, look: Callable[[float, int
     """Drive with a rank 1 that looks different each time: `look` gets the seconds since `now` and the number of the look."""
     actions, count = [], 0
     for n in range(int(seconds * 4)):
-        for action in watch.look(now + n * 0.25):
+        for action in watch.next_actions(now + n * 0.25):
             if isinstance(action, Inspect):
                 answer(watch, action, now + n * 0.25, WAITING, look(n * 0.25, count))
                 count += 1
@@ -731,7 +733,7 @@ def test_a_rank_that_stops_working_is_a_hang_one_timeout_later() -> None:
 def test_a_rank_in_a_collective_is_not_accused_while_another_works() -> None:
     """Each has an asynchronous operation that the other has not entered; rank 1 waits in its own, and rank 0 evaluates."""
     watch, now = watched(timeout=20.0)
-    watch.groups("1=0,1;2=0,1")
+    watch.note_groups("1=0,1;2=0,1")
 
     def one(first: str, second: str, **more: Any) -> Look:
         pending = group(op(1), op(2, done=False, order=50), name=first, about="")
@@ -740,7 +742,7 @@ def test_a_rank_in_a_collective_is_not_accused_while_another_works() -> None:
     waits_ = one("2", "1", state="S", syscall="futex", samples=[[{"main": True, "frames": ALL_REDUCE}]])
     actions: list[Any] = []
     for n in range(320):
-        for action in watch.look(now + n * 0.25):
+        for action in watch.next_actions(now + n * 0.25):
             if isinstance(action, Inspect):
                 samples = [thread(12, values="a"), thread(12, values="b")]
                 answer(watch, action, now + n * 0.25, {**SPINNING, **one("1", "2", samples=samples)}, waits_)
@@ -752,7 +754,7 @@ def test_a_rank_in_a_collective_is_not_accused_while_another_works() -> None:
 def test_a_rank_that_works_is_never_stopped_without_a_limit_and_in_an_announced_phase() -> None:
     for busy_timeout, phase in ((0.0, ""), (100.0, "eval")):
         watch, now = watched(timeout=20.0, busy_timeout=busy_timeout)
-        watch.said(1, now, phase)
+        watch.note_mark(1, now, phase)
         actions = looks(watch, now, 900, WORKS["a stack that moves"])
         assert [type(action) for _, action in actions] == [Busy] and actions[0][1].stops_in is None
 
@@ -760,7 +762,7 @@ def test_a_rank_that_works_is_never_stopped_without_a_limit_and_in_an_announced_
 def test_an_announced_phase_takes_as_long_as_it_gives_signs() -> None:
     watch, now = watched(timeout=60.0)
     for one in (0, 1):
-        watch.said(one, now, "eval")
+        watch.note_mark(one, now, "eval")
     stops = [
         when for when, action in drive(watch, now, 2000, WAITING, SLEEPING, printing=1500) if isinstance(action, Stop)
     ]
@@ -770,12 +772,12 @@ def test_an_announced_phase_takes_as_long_as_it_gives_signs() -> None:
 def test_ranks_that_wait_for_a_server_are_not_suspected_while_they_say_so() -> None:
     """Rank 1 waits for the server, rank 0 for rank 1."""
     watch, now = watched(timeout=60.0)
-    watch.said(1, now, "waiting for the server")
+    watch.note_mark(1, now, "waiting for the server")
     for minute in range(10):
         assert drive(watch, now + 20 * minute, 20, WAITING, SLEEPING) == []
-        watch.said(1, now + 20 * (minute + 1), "waiting for the server")
+        watch.note_mark(1, now + 20 * (minute + 1), "waiting for the server")
     now += 200
-    watch.said(1, now, "train")
+    watch.note_mark(1, now, "train")
     assert drive(watch, now, 1, WAITING, SLEEPING) == [], "nothing was suspected: nothing is taken back"
     suspected = [action for _, action in drive(watch, now + 1, 30, WAITING, SLEEPING)]
     assert [type(action) for action in suspected] == [Suspect] and suspected[0].stall.rank == 1
@@ -783,18 +785,18 @@ def test_ranks_that_wait_for_a_server_are_not_suspected_while_they_say_so() -> N
 
 def test_a_rank_that_no_longer_says_that_it_waits_is_suspected_of_hanging() -> None:
     watch, now = watched(timeout=60.0)
-    watch.said(1, now, "waiting for the server")
+    watch.note_mark(1, now, "waiting for the server")
     when = [when for when, action in drive(watch, now, 120, WAITING, SLEEPING) if isinstance(action, Suspect)]
     assert len(when) == 1 and 60 <= when[0] <= 65
 
 
 def test_ranks_that_are_seen_right_after_a_failure_are_not_suspected_of_standing_still() -> None:
     watch, now = watched(world=3, timeout=60.0)
-    watch.ended(2, -6)
-    watch.failing()
+    watch.note_exit(2, -6)
+    watch.inspect_survivors()
     dying = {"state": "R", "main_cpu": 0.9, "cpu": 0.9, "groups": [DONE], "samples": [[{"main": True, "frames": []}]]}
     assert drive(watch, now, 1.5, WAITING, dying) == []
-    assert watch.looked and watch.stall is None
+    assert watch.survivors_inspected and watch.stall is None
 
 
 def test_nothing_seen_is_stopped_all_the_same() -> None:
@@ -807,7 +809,7 @@ def test_a_standing_suspicion_is_not_inspected_for_ever() -> None:
     watch, now = watched(timeout=3600.0)
     asked = 0
     for n in range(2400):
-        for action in watch.look(now + n * 0.25):
+        for action in watch.next_actions(now + n * 0.25):
             if isinstance(action, Inspect):
                 asked += 1
                 answer(watch, action, now + n * 0.25, WAITING, SLEEPING)
@@ -830,23 +832,23 @@ def test_what_goes_on_is_relieved() -> None:
     watch, now = watched()
     drive(watch, now, 30, WAITING, SLEEPING)
     for one in (0, 1):
-        watch.beats(one, 401, 1, 30.0, now + 31)
-    assert [type(action) for action in watch.look(now + 31)] == [Recovered]
+        watch.note_steps(one, 401, 1, 30.0, now + 31)
+    assert [type(action) for action in watch.next_actions(now + 31)] == [Recovered]
     assert watch.stall is None
 
 
 def test_who_has_ended_does_not_make_progress_again() -> None:
     watch, now = watched()
     drive(watch, now, 30, WAITING, SLEEPING)
-    watch.ended(1, 0)
-    watch.beats(0, 401, 1, 30.0, now + 31)
-    assert watch.look(now + 31) == [] and watch.stall is None
+    watch.note_exit(1, 0)
+    watch.note_steps(0, 401, 1, 30.0, now + 31)
+    assert watch.next_actions(now + 31) == [] and watch.stall is None
 
 
 def test_a_stopped_process_is_given_the_whole_timeout() -> None:
     watch, now = watched(timeout=60.0)
     for one in (0, 1):
-        watch.vitals(one, "T" if one else "S", 0.0, 0, now)
+        watch.note_vitals(one, "T" if one else "S", 0.0, 0, now)
     stopped = {"state": "T", "samples": [[{"main": True, "frames": at(12)}]]}
     actions = drive(watch, now, 90, WAITING, stopped)
     suspected, stopped_at = (
@@ -859,21 +861,21 @@ def test_a_stopped_process_is_given_the_whole_timeout() -> None:
 def test_a_phase_is_given_time_and_a_slow_training_too() -> None:
     watch, now = watched()
     for one in (0, 1):
-        watch.said(one, now, "eval")
+        watch.note_mark(one, now, "eval")
     assert drive(watch, now, 55, WAITING, SLEEPING) == []
     slow = RankProgress(0.0)
     for n in range(1, 50):
-        slow.beat(n, 8.0, n * 8.0)
-    assert slow.patience >= 40
+        slow.note_steps(n, 8.0, n * 8.0)
+    assert slow.max_silence_s >= 40
 
 
 def test_who_steps_again_is_training_again() -> None:
     """phase("eval") and no phase("train") after it."""
     watch, now = watched()
     for one in (0, 1):
-        watch.said(one, now, "eval")
+        watch.note_mark(one, now, "eval")
         for n in range(1, 5):
-            watch.beats(one, 400 + n, 1, 0.05, now + n)
+            watch.note_steps(one, 400 + n, 1, 0.05, now + n)
     actions = drive(watch, now + 4, 10, WAITING, SLEEPING)
     assert actions and isinstance(actions[0][1], Suspect)
 
@@ -881,8 +883,8 @@ def test_who_steps_again_is_training_again() -> None:
 def test_a_long_pause_now_and_then_does_not_make_it_blind() -> None:
     one = RankProgress(0.0)
     for n in range(1, 200):
-        one.beat(n, 60.0 if n == 100 else 0.05, n * 0.5)
-    assert one.patience == 3.0
+        one.note_steps(n, 60.0 if n == 100 else 0.05, n * 0.5)
+    assert one.max_silence_s == 3.0
 
 
 def test_who_never_steps_is_left_alone() -> None:
@@ -893,8 +895,8 @@ def test_who_never_steps_is_left_alone() -> None:
     busy = Watcher(2, 30.0, frozenset([""]), 0.0)
     for n in range(300):
         for one in (0, 1):
-            busy.vitals(one, "R", n * 2.0, 0, n * 2.0)
-        assert busy.look(n * 2.0) == []
+            busy.note_vitals(one, "R", n * 2.0, 0, n * 2.0)
+        assert busy.next_actions(n * 2.0) == []
 
 
 def test_a_rank_that_never_joins_is_named_before_the_first_step() -> None:
@@ -922,9 +924,9 @@ def test_a_rank_that_never_joins_is_named_before_the_first_step() -> None:
 def test_unreadable_answers_are_less_evidence_and_no_crash() -> None:
     watch, now = watched()
     for n in range(40):
-        for action in watch.look(now + n):
+        for action in watch.next_actions(now + n):
             if isinstance(action, Inspect):
-                watch.answered("", action.order["ask"], b"{not json", now + n)
+                watch.take_answer("", action.order["ask"], b"{not json", now + n)
     assert watch.stall is None
 
 
@@ -1051,14 +1053,14 @@ def times(late: dict[int, float], steps: int = 12, world: int = 3, jitter: float
 
 
 def test_the_late_one_is_named() -> None:
-    late = who_is_late(times({1: 0.9}))
+    late = find_late_rank(times({1: 0.9}))
     assert (
         late is not None
         and late.rank == 1
         and late.wait_s == pytest.approx(0.9, abs=0.01)
         and late.step_s == pytest.approx(0.95, abs=0.01)
     )
-    assert who_is_late(times({1: 0.9}), after=late.when) is None, "no news since"
+    assert find_late_rank(times({1: 0.9}), after=late.late_at) is None, "no news since"
 
 
 def test_a_slow_member_of_a_pair_is_named_although_its_partner_is_late_for_all_others_too() -> None:
@@ -1070,7 +1072,7 @@ def test_a_slow_member_of_a_pair_is_named_although_its_partner_is_late_for_all_o
             timings[rank].append([f"pair {pair[0]}", n, int(begun[rank] * 1e9)])
             done = max(begun[one] for one in pair) + 0.001 * rank
             timings[rank].append(["0", n, int(done * 1e9)])
-    late = who_is_late(timings)
+    late = find_late_rank(timings)
     assert late is not None and late.rank == 1 and late.wait_s == pytest.approx(0.5, abs=0.01)
 
 
@@ -1098,25 +1100,25 @@ def test_one_who_keeps_up_again_is_reported_once_and_can_be_named_again() -> Non
     for _ in range(2):
         look(0.5)
         look(0.5)
-        assert [one.rank for one in stragglers.found] == [1] and not stragglers.over
-        stragglers.found.clear()
+        assert [one.rank for one in stragglers.newly_slow] == [1] and not stragglers.recovered
+        stragglers.newly_slow.clear()
         look(0.5)
-        assert not stragglers.found and not stragglers.over, "reported once"
+        assert not stragglers.newly_slow and not stragglers.recovered, "reported once"
         look(0.0)
-        assert not stragglers.over, "once may be chance"
+        assert not stragglers.recovered, "once may be chance"
         look(0.0)
-        assert stragglers.over == [1] and not stragglers.found
-        stragglers.over.clear()
+        assert stragglers.recovered == [1] and not stragglers.newly_slow
+        stragglers.recovered.clear()
         look(0.0)
-        assert not stragglers.over
+        assert not stragglers.recovered
 
 
 def test_nobody_is_late() -> None:
-    assert who_is_late(times({})) is None
-    assert who_is_late(times({}, jitter=0.003)) is None
-    assert who_is_late(times({1: 0.9, 2: 0.9})) is None, "two equally slow ones"
-    assert who_is_late(times({1: 0.9}, steps=3)) is None, "too short to say"
-    assert who_is_late({0: [], 1: []}) is None
+    assert find_late_rank(times({})) is None
+    assert find_late_rank(times({}, jitter=0.003)) is None
+    assert find_late_rank(times({1: 0.9, 2: 0.9})) is None, "two equally slow ones"
+    assert find_late_rank(times({1: 0.9}, steps=3)) is None, "too short to say"
+    assert find_late_rank({0: [], 1: []}) is None
 
 
 @pytest.mark.parametrize(
@@ -1135,7 +1137,7 @@ def test_nobody_is_late() -> None:
     ],
 )  # fmt: skip
 def test_why_it_is_slow(late: dict[str, Any], peer: dict[str, Any], cause: str, words: str) -> None:
-    told, because, _ = why(rank(1, **{"frames": at(12), **late}), rank(0, **{"frames": BACKWARD, **peer}))
+    told, because, _ = explain_slow_rank(rank(1, **{"frames": at(12), **late}), rank(0, **{"frames": BACKWARD, **peer}))
     assert told == cause and words in because, because
 
 
@@ -1145,12 +1147,12 @@ def test_uneven_steps_are_no_straggler() -> None:
     uneven = {
         r: [["0", n, int((n + (0.5 if r == turn else 0.0)) * 1e9)] for n, turn in enumerate(turns)] for r in range(2)
     }
-    assert who_is_late(uneven) is None
+    assert find_late_rank(uneven) is None
 
 
 def test_a_wrong_clock_is_no_straggler() -> None:
     """Two seconds behind at steps of 50 ms: nobody can make the others wait longer than a step."""
-    assert who_is_late({r: [["0", n, int((n * 0.05 + 2.0 * r) * 1e9)] for n in range(20)] for r in range(2)}) is None
+    assert find_late_rank({r: [["0", n, int((n * 0.05 + 2.0 * r) * 1e9)] for n in range(20)] for r in range(2)}) is None
 
 
 def test_ranks_in_words() -> None:
@@ -1165,9 +1167,11 @@ def test_ranks_in_words() -> None:
 def test_a_step_that_was_counted_is_not_called_the_step_of_the_bad_number() -> None:
     """A line without a step arrives when some step has been counted; the value may be of a later one."""
     bad = BadNumber("loss", 0, 14, "nan", "line", "loss nan", shared=True)
-    assert numbers.summary(bad, "CPU0", 2) == "the loss is nan at step 14 (printed by rank 0, for all ranks)"
     assert (
-        numbers.summary(replace(bad, counted=True), "CPU0", 2)
+        numbers.summarize_bad_number(bad, "CPU0", 2) == "the loss is nan at step 14 (printed by rank 0, for all ranks)"
+    )
+    assert (
+        numbers.summarize_bad_number(replace(bad, counted=True), "CPU0", 2)
         == "the loss is nan, seen after step 14 (printed by rank 0, for all ranks)"
     )
 
@@ -1224,11 +1228,11 @@ def test_a_collective_inside_a_condition_on_the_rank_is_that_ranks_fault() -> No
             0,
             True,
         ) and stall.where == f"{SCRIPT}:44, in main"
-        said = summary(stall, "GPU 0")
+        said = summarize_stall(stall, "GPU 0")
         assert "rank 0 (GPU 0) entered a collective alone after step 20, inside `if rank == 0`" in said
         assert "gloo:barrier" in said and "gloo:all_gather" in said
     ended = found(entered(0, "gloo:all_gather", ALONE), world=2, ended={1: 0})
-    assert (ended.kind, ended.rank) == ("rank-only", 0) and "rank 1 did not enter it" in summary(ended, "GPU 0")
+    assert (ended.kind, ended.rank) == ("rank-only", 0) and "rank 1 did not enter it" in summarize_stall(ended, "GPU 0")
 
 
 def test_ranks_in_the_other_branch_or_on_their_way_are_judged_as_before() -> None:

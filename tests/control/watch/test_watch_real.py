@@ -326,7 +326,7 @@ def test_a_watcher_that_fails_does_not_end_the_job(stoker: Stoker, tmp_path: Pat
     broken = tmp_path / "site"
     broken.mkdir()
     (broken / "sitecustomize.py").write_text(
-        "import sys\nif 'stoker' in ' '.join(sys.orig_argv):\n    import stoker.control.watch.watcher as watcher\n    watcher.Watcher.look = lambda self, now: 1 / 0\n"
+        "import sys\nif 'stoker' in ' '.join(sys.orig_argv):\n    import stoker.control.watch.watcher as watcher\n    watcher.Watcher.next_actions = lambda self, now: 1 / 0\n"
     )
     done = stoker(
         "run",

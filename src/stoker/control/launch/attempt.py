@@ -114,8 +114,10 @@ class Attempt:
         if host_is_quiet:
             return False
         if not self.unwatched:
-            self.watch.failing()
-        return now - self.first_failure >= (settle_s if self.unwatched or self.watch.looked else INSPECTION_S)
+            self.watch.inspect_survivors()
+        return now - self.first_failure >= (
+            settle_s if self.unwatched or self.watch.survivors_inspected else INSPECTION_S
+        )
 
     def exited_early(self, now: float, seconds: float) -> list[int]:
         """Return the ranks that ended with exit code 0 more than `seconds` ago while others still run."""
@@ -125,10 +127,12 @@ class Attempt:
 
     def note_bad_numbers(self) -> None:
         """Note a last loss of NaN, which had too few before it to stop the run."""
-        from stoker.control.verdict.rules.numbers import summary
+        from stoker.control.verdict.rules.numbers import summarize_bad_number
 
         for bad in self.losses.unresolved():
-            self.notes.append(f"{summary(bad, self.label(bad.rank), self.plan.world_size)}: the last one it had")
+            self.notes.append(
+                f"{summarize_bad_number(bad, self.label(bad.rank), self.plan.world_size)}: the last one it had"
+            )
 
     def detected_s(self, verdict: Verdict) -> float | None:
         """Return how many seconds after the failure it was noticed."""
@@ -159,7 +163,7 @@ class Attempt:
             return None
         if self.stop_signal:
             return self.watch.stall
-        return self.watch.last_word(any(is_size_mismatch(end) for end in self.ends.values()))
+        return self.watch.final_stall(any(is_size_mismatch(end) for end in self.ends.values()))
 
 
 # ---- parts of the agents' reports ----

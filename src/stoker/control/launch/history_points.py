@@ -32,7 +32,7 @@ def history_point(attempt: Attempt, now: float) -> HistoryPoint:
     ranks = attempt.plan.places
     hosts = list(dict.fromkeys(rank.host for rank in ranks))
     gpus = list(dict.fromkeys((rank.host, rank.gpu.uuid) for rank in ranks if rank.gpu is not None))
-    standings = attempt.watch.standings(now)
+    standings = attempt.watch.rank_statuses(now)
     return HistoryPoint(
         round(time.time(), 3),
         attempt.number,

@@ -28,7 +28,7 @@ from stoker.control.plan.options import TORCHRUN_VARIABLES, RunOptions
 from stoker.control.plan.request import Request, python_flags, rank_command
 from stoker.control.plan.run_plan import default_name
 from stoker.control.record import run_index, run_record
-from stoker.control.verdict.launch_failures import lost
+from stoker.control.verdict.launch_failures import make_lost_verdict
 
 IMPORTS, SINGLE, ALL = "imports", "single", "all"  # parts of the ladder that can be asked for
 STEPS = 20
@@ -303,7 +303,7 @@ class Ladder:
             return None
         if run is None:
             return self._stopped() or Verdict("refused", "launch.refused", message, code)
-        return run.verdict or lost(run.id)
+        return run.verdict or make_lost_verdict(run.id)
 
     def _run_stoker(self, words: list[str], logs_output: bool, hides_gpus: bool = False) -> tuple[int, bytes, str, int]:
         """Run a `stoker run` to its end: (exit code, stdout, its last message, pid). Its messages are logged in any case."""

@@ -53,7 +53,7 @@ class ReportHandler:
             self._feed_watcher(self._read_output, message["rank"], payload)
             return
         if message["is"] == "inspection":
-            self._feed_watcher(self._attempt.watch.answered, host, message["ask"], payload, time.monotonic())
+            self._feed_watcher(self._attempt.watch.take_answer, host, message["ask"], payload, time.monotonic())
             return
         handler = getattr(self, "_on_" + message["is"].replace("-", "_"), None)
         if handler is not None:
@@ -84,14 +84,16 @@ class ReportHandler:
     def _on_unstarted(self, _host: str, message: protocol.Message) -> None:
         from stoker.control.verdict import launch_failures
 
-        self._attempt.trouble.append(launch_failures.not_started(message["rank"], escape(message["text"])))
+        self._attempt.trouble.append(launch_failures.report_unstarted_rank(message["rank"], escape(message["text"])))
 
     def _on_error(self, _host: str, message: protocol.Message) -> None:
         error = read_error(message["error"])
         if error is not None:
             self._attempt.errors[message["rank"]] = error
             self._record.event("exception", rank=message["rank"], type=error.type, at=f"{error.file}:{error.line}")
-            self._feed_watcher(self._attempt.watch.failed, message["rank"], error.collectives, error_frames(error))
+            self._feed_watcher(
+                self._attempt.watch.note_failure, message["rank"], error.collectives, error_frames(error)
+            )
 
     def _on_exit(self, host: str, message: protocol.Message) -> None:
         """Collect how a rank ended. Its texts are masked here: the agent has masked error and stack, `tail` the output."""
@@ -114,11 +116,11 @@ class ReportHandler:
             around=read_exit_context(message["around"]),
             **{name: message[name] for name in ("code", "time", "ours", "steps", "oom_killed", "core")},
         )
-        self._feed_watcher(attempt.watch.ended, rank, code)
+        self._feed_watcher(attempt.watch.note_exit, rank, code)
         if error is not None or stack or (code != 0 and message["calls"]):
             collectives = error.collectives if error is not None else ()
             frames = error_frames(error) if error is not None else main_thread_frames(stack)
-            self._feed_watcher(attempt.watch.failed, rank, collectives, frames, message["calls"])
+            self._feed_watcher(attempt.watch.note_failure, rank, collectives, frames, message["calls"])
         record.event("rank-exit", rank=rank, code=end.code, steps=end.steps, ours=end.ours, attempt=attempt.number)
         if error is not None or message["elastic"]:
             report = message["error"] if isinstance(message["error"], dict) else {}
@@ -150,7 +152,7 @@ class ReportHandler:
     # ---- what ranks do ----
 
     def _read_output(self, rank: int, payload: bytes) -> None:
-        self._attempt.watch.printed(rank, time.monotonic())
+        self._attempt.watch.note_output(rank, time.monotonic())
         for bad in self._attempt.losses.read(rank, payload):
             self._handle_bad_number(bad)
 
@@ -161,7 +163,7 @@ class ReportHandler:
     def _read_beats(self, message: protocol.Message) -> None:
         attempt, now = self._attempt, time.monotonic()
         for rank, (steps, _, count, longest, _) in message["ranks"].items():
-            attempt.watch.beats(int(rank), steps, count, longest, now)
+            attempt.watch.note_steps(int(rank), steps, count, longest, now)
         losses = [(step, int(rank), float(loss)) for rank, beats in message["ranks"].items() for step, loss in beats[4]]
         for bad in attempt.losses.heard_all(losses):
             self._handle_bad_number(bad)
@@ -173,7 +175,7 @@ class ReportHandler:
         attempt, label, world_size = self._attempt, self._attempt.label(bad.rank), self._attempt.plan.world_size
         if not bad.step:  # a printed line without a step: use that of the last beat
             bad = replace(bad, step=attempt.steps.get(bad.rank, 0), counted=True)
-        summary = numbers.summary(bad, label, world_size)
+        summary = numbers.summarize_bad_number(bad, label, world_size)
         fields = pick_fields(bad, "rank", "step", "value", "source", "firm")
         self._record.event("numbers", cause=f"nan.{bad.kind}", summary=summary, **fields)
         stops = self._options.on_nan == "stop"
@@ -194,16 +196,16 @@ class ReportHandler:
 
     def _on_vitals(self, _host: str, message: protocol.Message) -> None:
         for rank, (state, cpu, moved) in message["ranks"].items():
-            self._feed_watcher(self._attempt.watch.vitals, int(rank), state, cpu, moved, time.monotonic())
+            self._feed_watcher(self._attempt.watch.note_vitals, int(rank), state, cpu, moved, time.monotonic())
 
     def _on_gauges(self, host: str, message: protocol.Message) -> None:
         self._attempt.gauges[host] = time.time(), message
 
     def _on_beatless(self, _host: str, message: protocol.Message) -> None:
-        self._feed_watcher(self._attempt.watch.beatless, message["rank"], time.monotonic())
+        self._feed_watcher(self._attempt.watch.note_unreadable_beats, message["rank"], time.monotonic())
 
     def _on_groups(self, _host: str, message: protocol.Message) -> None:
-        self._feed_watcher(self._attempt.watch.groups, message["groups"])
+        self._feed_watcher(self._attempt.watch.note_groups, message["groups"])
 
     def _on_first_step(self, _host: str, message: protocol.Message) -> None:
         self._record.event("first-step", rank=message["rank"], at=message["time"])
@@ -211,7 +213,7 @@ class ReportHandler:
     def _on_mark(self, _host: str, message: protocol.Message) -> None:
         rank, name = message["rank"], message["name"]
         self._record.event("mark", rank=rank, name=name)
-        self._feed_watcher(self._attempt.watch.said, rank, time.monotonic())
+        self._feed_watcher(self._attempt.watch.note_mark, rank, time.monotonic())
         if name == CAN_HALVE:  # no other mark is kept: a script may mark every step for weeks
             self._attempt.abilities.add(CAN_HALVE)
         if name == CHECKPOINT and rank == 0:
@@ -220,7 +222,7 @@ class ReportHandler:
 
     def _on_phase(self, _host: str, message: protocol.Message) -> None:
         self._record.event("phase", rank=message["rank"], name=message["name"])
-        self._feed_watcher(self._attempt.watch.said, message["rank"], time.monotonic(), message["name"])
+        self._feed_watcher(self._attempt.watch.note_mark, message["rank"], time.monotonic(), message["name"])
 
     def _on_listening(self, _host: str, message: protocol.Message) -> None:
         self._record.event("listening", rank=message["rank"], port=message["port"])
@@ -233,7 +235,7 @@ class ReportHandler:
         stall = self._attempt.watch.stall
         where = stall.where if stall is not None and rank == stall.rank else ""
         used, limit, workers = message["bytes"], message["limit"], message.get("loader_workers", 0)
-        trouble = launch_failures.over_ram_limit(rank, self._attempt.label(rank), used, limit, workers, where)
+        trouble = launch_failures.report_ram_limit(rank, self._attempt.label(rank), used, limit, workers, where)
         self._attempt.trouble.append(trouble)
 
     # ---- lines of single ranks: documented, people grep for them ----

@@ -116,9 +116,9 @@ class Run:
             from stoker.control.verdict import launch_failures
 
             if isinstance(problem, Refusal):
-                verdict = replace(launch_failures.refused(problem), status="failed", run=run_dir.id)
+                verdict = replace(launch_failures.make_refusal_verdict(problem), status="failed", run=run_dir.id)
             else:
-                verdict = launch_failures.broken("launch.system", f"system error: {problem}", EX_OSERR)
+                verdict = launch_failures.make_failure_verdict("launch.system", f"system error: {problem}", EX_OSERR)
         self.session.close_record(verdict, self.request, run_dir)
         return verdict
 

@@ -124,7 +124,7 @@ class Session:
                 self._report.refused(refusal)
             from stoker.control.verdict import launch_failures
 
-            self._notify(launch_failures.refused(refusal), "refused")
+            self._notify(launch_failures.make_refusal_verdict(refusal), "refused")
             return refusal.code
         finally:
             self.console.close()

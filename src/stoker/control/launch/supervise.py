@@ -131,7 +131,7 @@ class Supervisor:
         while signum := self._signals.take():
             if signum == signal.SIGTSTP:
                 self._agents.suspend()
-                attempt.watch.resumed(time.monotonic())
+                attempt.watch.restart_clocks(time.monotonic())
                 continue
             now, name = time.time(), signal.Signals(signum).name
             is_second = bool(attempt.stop_signal)
@@ -198,7 +198,7 @@ class Supervisor:
         attempt = self._attempt
         if not attempt.stopping and not any(entry.get("host") == client.host for entry in attempt.trouble):
             is_cluster = self._membership is not None and len(self._agents.by_name) > 1
-            lost = launch_failures.host_lost if is_cluster else launch_failures.agent_lost
+            lost = launch_failures.report_lost_host if is_cluster else launch_failures.report_lost_agent
             attempt.trouble.append(lost(client.host, client.gone, client.complaint))
         attempt.stopping_hosts.add(client.host)
         ranks = [rank.rank for rank in attempt.plan.places if rank.host == client.host]
@@ -248,7 +248,7 @@ class WatchReporter:
 
     def _act(self, now: float) -> None:
         attempt = self._attempt
-        for action in attempt.watch.look(now):
+        for action in attempt.watch.next_actions(now):
             if isinstance(action, Inspect):
                 self._agents.pool.say(dict(action.order))
             elif isinstance(action, Suspect):
@@ -266,11 +266,11 @@ class WatchReporter:
 
     def _report_suspicion(self, stall: Stall, stops_in: float | None) -> None:
         attempt, record = self._attempt, self._record
-        summary = hangs.summary(stall, attempt.label(stall.rank))
+        summary = hangs.summarize_stall(stall, attempt.label(stall.rank))
         attempt.suspected_s = stall.silent_s
         fields = pick_fields(stall, "rank", "ranks", "waiting", "where", "step", "silent_s", "proof", "evidence")
         record.event("suspicion", attempt=attempt.number, cause=hangs.cause_of(stall), summary=summary, **fields)
-        stacks = "\n".join(text for _, text in sorted(attempt.watch.text_of_stacks().items()))
+        stacks = "\n".join(text for _, text in sorted(attempt.watch.format_stacks().items()))
         record.save(layout.all_stacks(record.dir, attempt.number), stacks)
         if not attempt.first_failure:  # else the verdict, which knows more, follows within seconds
             self._log(f"stoker: {summary} ({self._consequence(stall, stops_in)})", color=WARNING)
@@ -278,7 +278,7 @@ class WatchReporter:
     def _report_busy(self, stall: Stall, stops_in: float | None) -> None:
         """Report that a rank works for long without ending a step. It is no suspicion."""
         attempt = self._attempt
-        summary = hangs.summary(stall, attempt.label(stall.rank))
+        summary = hangs.summarize_stall(stall, attempt.label(stall.rank))
         fields = pick_fields(stall, "rank", "ranks", "waiting", "where", "step", "silent_s", "evidence")
         self._record.event("busy", attempt=attempt.number, cause=hangs.cause_of(stall), summary=summary, **fields)
         if not attempt.first_failure:
@@ -300,16 +300,16 @@ class WatchReporter:
 
     def _report_stragglers(self) -> None:
         attempt, stragglers = self._attempt, self._attempt.watch.stragglers
-        while stragglers.found:
-            slow = stragglers.found.pop(0)
+        while stragglers.newly_slow:
+            slow = stragglers.newly_slow.pop(0)
             cost = f"the others wait {slow.wait_s:.2g} s of each {slow.step_s:.2g} s step"
             line = f"{rank_name(slow.rank, attempt.label(slow.rank))} is slow because {slow.because}; {cost}"
             attempt.notes.append(line)
             self._log(f"stoker: {line}", color=WARNING)
             fields = pick_fields(slow, "cause", "rank", "step", "wait_s", "step_s", "where")
             self._record.event("straggler", summary=line, **fields)
-        while stragglers.over:
-            rank = stragglers.over.pop(0)
+        while stragglers.recovered:
+            rank = stragglers.recovered.pop(0)
             line = f"{rank_name(rank, attempt.label(rank))} is no longer slow"
             attempt.notes.append(line)
             self._log(f"stoker: {line}")

@@ -95,13 +95,13 @@ class Blame:
             if not is_echo(doubt.verdict):
                 return None  # its clients may have asked it to end
             line = f"it ended with exit code 0 while {doubt.role.name} still needed it"
-            return server.ended_at, launch_failures.of_role("role.ended", line, server.last_lines)
+            return server.ended_at, launch_failures.make_role_verdict("role.ended", line, server.last_lines)
         if server.failures and (not server.is_ready or doubt.time - server.failures[-1][0] < RECENT_FAILURE_S):
             return server.failures[-1]
         watch = server.ready_watch
         if watch is not None and server.state == UP and watch.problem:
             line = f"it no longer answers: {watch.problem}"
-            return watch.problem_since, launch_failures.of_role("role.unhealthy", line, server.last_lines)
+            return watch.problem_since, launch_failures.make_role_verdict("role.unhealthy", line, server.last_lines)
         return None
 
     def _decide(self, doubt: Doubt) -> Verdict:

@@ -144,7 +144,7 @@ class RoleSupervisor:
         try:
             self._record.require_unmoved()
         except Refusal as refusal:
-            self._outcome = self._outcome or replace(launch_failures.refused(refusal), status="failed")
+            self._outcome = self._outcome or replace(launch_failures.make_refusal_verdict(refusal), status="failed")
             return True
         return False
 
@@ -218,7 +218,7 @@ class RoleSupervisor:
         assert verdict is not None
         if role.stop_reason and verdict.status != "failed":  # we ended it; a failure of its own is the better verdict
             cause = "role.unhealthy" if "no longer" in role.stop_reason else "role.not-ready"
-            verdict = role.verdict = launch_failures.of_role(cause, role.stop_reason, role.last_lines)
+            verdict = role.verdict = launch_failures.make_role_verdict(cause, role.stop_reason, role.last_lines)
         fields = {"cause": verdict.cause, "status": verdict.status, "exit_code": verdict.exit_code}
         self._record.event("role-end", role=role.name, **fields, summary=verdict.summary)
         if self._is_run_dir_replaced() or self._is_ending:
@@ -313,7 +313,9 @@ class RoleSupervisor:
             host = next((slot.host for slot in role.slots if slot.host and slot.host in verdict.summary), "")
             if host:
                 summary = role.stranded or f"host {host} is lost: {verdict.summary}"
-                verdict = replace(launch_failures.of_role("host.lost", summary, (verdict.summary,)), host=host)
+                verdict = replace(
+                    launch_failures.make_role_verdict("host.lost", summary, (verdict.summary,)), host=host
+                )
         if host:
             self._placement.lose(host)
         elif verdict.status != "refused":
@@ -360,7 +362,7 @@ class RoleSupervisor:
         for role in self._required():
             if role.verdict:
                 parts.append(f"{role.name}: {role.verdict.summary.removeprefix(stopped_by).lstrip('; ')}")
-        fixes = launch_failures.outlive_terminal(self._stop_signal)
+        fixes = launch_failures.terminal_advice(self._stop_signal)
         return Verdict("stopped", "launch.stopped", "; ".join(parts), 128 + self._stop_signal, fix=fixes)
 
     def _stop_roles(self) -> None:

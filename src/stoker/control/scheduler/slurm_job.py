@@ -181,7 +181,7 @@ def explained(root: str, run: run_record.RunRecord, verdict: Verdict | None) -> 
     if job is None:
         return verdict
     if verdict is None:
-        return slurm_ends.refine_verdict(launch_failures.lost(run.id), job) if job.is_over else None
+        return slurm_ends.refine_verdict(launch_failures.make_lost_verdict(run.id), job) if job.is_over else None
     return slurm_ends.refine_verdict(verdict, job)
 
 
@@ -190,13 +190,13 @@ def verdict_of(root: str, task: str) -> Verdict:
     run = run_of(root, task)
     if run is not None:
         verdict = explained(root, run, run.verdict)
-        return verdict or replace(launch_failures.lost(run.id), summary=f"run {run.id} has no verdict yet")
+        return verdict or replace(launch_failures.make_lost_verdict(run.id), summary=f"run {run.id} has no verdict yet")
     job = job_state(root, task)
     if job is None:
         raise Refusal(f"Slurm does not know job {task}, and no run in {root} was started in it", EX_NOINPUT)
     log = job_file(root, f"{task}.out")
     output = (f"what it printed is in {log}", *_last_lines(log)) if log and os.path.exists(log) else ()
-    return slurm_ends.verdict_without_run(job, output)
+    return slurm_ends.make_verdict_without_run(job, output)
 
 
 def _last_lines(path: str) -> list[str]:

@@ -1,9 +1,9 @@
 """The catalogue of causes: every cause that a verdict can name, one entry each. docs/verdicts.md is generated from it.
 
-An entry is a text, with a function that takes a case (one rank's exit and the evidence around it) and returns a match or
-None; a cause that a pattern and a sentence can describe needs no function. A cause is added by writing an entry in a file of
-rules/, new or existing, and its case in the tests. Causes that are not read off a rank's exit (a stall, a bad number, a
-failure of Stoker itself) have neither pattern nor function.
+An entry is a text, usually with a function that takes a case (one rank's exit and the evidence of the attempt) and returns
+a match or None. A cause that a pattern and a summary describe needs no function. To add a cause, write an entry in a file of
+rules/ and a case in the tests. Causes that are not read off a rank's exit (a stall, a bad number, a failure of Stoker
+itself) have neither pattern nor function.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 from stoker.contract.discovery import import_modules
 from stoker.contract.errors import EX_SOFTWARE
-from stoker.contract.evidence import Evidence, RankExit, Verdict
+from stoker.contract.evidence import Evidence, ExitContext, RankExit, Verdict
 from stoker.contract.frozen import frozen
 from stoker.contract.units import rank_name
 from stoker.control.verdict.exit_text import (
     MAX_EVIDENCE_LINE,
     at_location,
     exit_code,
-    find,
+    find_in_output,
     first_line,
     line_of,
     location,
@@ -41,6 +41,11 @@ class Case:
         return rank_name(self.end.rank, self.end.label)
 
     @property
+    def context(self) -> ExitContext:
+        """Return what the agent measured when the rank ended."""
+        return self.end.around
+
+    @property
     def output(self) -> str:
         """Return the exception's message and the last lines the rank printed."""
         return (self.end.error.message if self.end.error else "") + "\n" + self.end.tail
@@ -58,12 +63,12 @@ class CauseMatch:
 class Cause:
     id: str
     description: str  # one sentence: what happened
-    seen: str  # the evidence for it
-    unless: str  # what would make it another cause
+    seen: str  # the evidence that proves it
+    unless: str  # the evidence that would prove another cause
     fix: tuple[str, ...]
     retryable: bool
-    summary: str  # template of a verdict's summary, if the entry has one
-    explain: Callable[..., CauseMatch | None] | None  # None: it is not read off a rank's exit
+    summary: str  # template of a verdict's summary, or ""
+    explain: Callable[..., CauseMatch | None] | None  # None if the cause is not read off a rank's exit
     module: str
 
 
@@ -76,9 +81,9 @@ CATALOGUE: dict[str, Cause] = {}
 class Family:
     """The causes of one module.
 
-    An entry is a text: the id (`, again` if another attempt may help) and what happened; then, each on its own lines, what is
-    `seen`, what would make it another cause (`unless`) and each `fix`. `texts` gives what {NAME} stands for in an entry: a
-    text, or several fixes. `always` is added to each entry as the last fix.
+    An entry is a text: the id (`, again` if another attempt may help) and what happened; then, each on its own lines, the
+    evidence (`seen`), the evidence that would prove another cause (`unless`) and each `fix`. `texts` maps NAME to the text,
+    or the fixes, that replace {NAME} in an entry. `always` is added to each entry as the last fix.
     """
 
     def __init__(
@@ -94,8 +99,8 @@ class Family:
     def entries(self, text: str) -> None:
         """Add entries without a function.
 
-        Those for a rank's exit have a pattern that its last output must match (`said`) and a `summary`; their evidence comes
-        from the family's evidence function.
+        An entry for a rank's exit has a `summary` and a pattern that the rank's last output must match (`said`). Its evidence
+        comes from the family's evidence function.
         """
         for entry in re.split(r"^(?=\S)", text.strip(), flags=re.M)[1:]:
             self._add(entry)
@@ -103,7 +108,7 @@ class Family:
     def cause(self, text: str) -> Callable[[Explanation], Explanation]:
         """Add one entry with the decorated function.
 
-        With a `said` pattern the function is only called for a match, and gets it; with `perhaps` it gets the match or None.
+        With a `said` pattern the function is only called with a match; with `perhaps` it is called with the match or None.
         """
 
         def register(function: Explanation) -> Explanation:
@@ -117,17 +122,17 @@ class Family:
             entry = entry.replace(name, text)
         head, *rest = re.split(r"^ *(seen|unless|fix|said|perhaps|summary): ", entry, flags=re.M)
         name, _, description = head.partition(": ")
-        id, _, again = name.partition(", ")
+        cause_id, _, again = name.partition(", ")
         parts = [(key, _one_line(part)) for key, part in zip(rest[::2], rest[1::2], strict=True)]
         fields = {"unless": "", "summary": "", **dict(parts)}
         if "said" in fields:
-            explain = _matching(fields["said"], explain or self._explain_by(fields["summary"]))
+            explain = _make_matcher(fields["said"], explain or self._explain_by(fields["summary"]))
         if "perhaps" in fields and explain:
-            explain = _matching(fields["perhaps"], explain, always=True)
-        assert id not in CATALOGUE, id
+            explain = _make_matcher(fields["perhaps"], explain, always=True)
+        assert cause_id not in CATALOGUE, cause_id
         fix = (*(part for key, part in parts if key == "fix"), *self._always)
-        CATALOGUE[id] = Cause(
-            id, _one_line(description), fields["seen"], fields["unless"], fix, bool(again), fields["summary"], explain,
+        CATALOGUE[cause_id] = Cause(
+            cause_id, _one_line(description), fields["seen"], fields["unless"], fix, bool(again), fields["summary"], explain,
             self._module,
         )  # fmt: skip
 
@@ -161,21 +166,21 @@ def _one_line(text: str) -> str:
     return re.sub(r"\s*\n\s*", " ", text.strip())
 
 
-def _matching(pattern: str, function: Explanation, always: bool = False) -> Explanation:
+def _make_matcher(pattern: str, function: Explanation, always: bool = False) -> Explanation:
     """Return an explanation that calls `function` for a match, or `always` with the match or None."""
 
     def explain(case: Case) -> CauseMatch | None:
-        match = find(case, pattern.replace("| ", "|"))  # a pattern may be broken into lines after a |
+        match = find_in_output(case, pattern.replace("| ", "|"))  # a pattern may be broken into lines after a |
         return function(case, match) if match or always else None
 
     return explain
 
 
-def make_report(id: str, summary: str, evidence: list[str], **fields: Any) -> dict[str, Any]:
-    """Return why Stoker stops the job itself, for launch_failures.trouble. `fields` add to the report or replace its own."""
-    cause = get_cause(id)
+def make_report(cause_id: str, summary: str, evidence: list[str], **fields: Any) -> dict[str, Any]:
+    """Report why Stoker stops the job, for launch_failures.make_report_verdict. `fields` extend or replace those of the report."""
+    cause = get_cause(cause_id)
     return {
-        "cause": id,
+        "cause": cause_id,
         "exit_code": EX_SOFTWARE,
         "summary": summary,
         "retryable": cause.retryable,
@@ -185,10 +190,10 @@ def make_report(id: str, summary: str, evidence: list[str], **fields: Any) -> di
     }
 
 
-def exit_rules() -> list[Cause]:
-    """Return the causes read off a rank's exit, by their module's ORDER, then as they are written.
+def load_exit_rules() -> list[Cause]:
+    """Return the causes read off a rank's exit, by the ORDER of their modules, then in the order of the file.
 
-    Specific reasons come before a mere exception or signal.
+    Specific causes come before a mere exception or signal.
     """
     families = sorted(import_modules("stoker.control.verdict.rules"), key=lambda module: getattr(module, "ORDER", 70))
     return [
@@ -199,25 +204,25 @@ def exit_rules() -> list[Cause]:
     ]
 
 
-def get_cause(id: str) -> Cause:
+def get_cause(cause_id: str) -> Cause:
     """Return a cause of any module, importing all of rules/ first."""
-    exit_rules()
-    return CATALOGUE[id]
+    load_exit_rules()
+    return CATALOGUE[cause_id]
 
 
-# The line that raised is not where the cause is: GPU errors are noticed later than they happen (the evidence says "noticed
-# at"), and a traced NaN is raised by the training loop that checks for it.
+# The summaries of these causes don't name the line that raised: GPU errors are noticed later than they happen (the evidence
+# has the line as "noticed at"), and a traced NaN is raised by the training loop that checks for it.
 _RAISED_ELSEWHERE = ("gpu.", "oom.gpu", "nccl.", "nan.traced")
 
 
 def _applies(advice: str, printed: str) -> bool:
-    """Return whether a fix applies: one that begins with a quoted message is only for that message."""
+    """Return whether a fix applies. A fix that begins with a quoted message applies only if the rank printed that message."""
     quoted = re.match(r'"([^"]+)"', advice)
     return quoted is None or quoted[1] in printed
 
 
-def verdict_of(cause: Cause, case: Case, match: CauseMatch) -> Verdict:
-    """Make a verdict of a match. The summary names the line that raised, unless that is not where the cause is."""
+def make_verdict(cause: Cause, case: Case, match: CauseMatch) -> Verdict:
+    """Make the verdict of a match. The summary names the line that raised, except for causes in _RAISED_ELSEWHERE."""
     end = case.end
     where = location(end)
     printed = "\n".join((match.summary, *match.evidence, end.error.message if end.error else ""))

@@ -18,7 +18,7 @@ _LOST_PEER = (
     r"Watchdog caught collective operation timeout|collective operation timeout|Some NCCL operations have failed or"
     r" timed out"
 )
-# These look the same, but are the rank's own failure: a peer's exit can't cause them.
+# These messages are similar, but report the rank's own failure: a peer's exit can't cause them.
 _OWN_FAILURE = (
     r"EADDRINUSE|(?i:address already in use)|ncclUnhandledCudaError|unhandled cuda error|Cuda failure|CUDA error|HIP"
     r" error|out of memory|ncclInvalidUsage|"
@@ -39,7 +39,7 @@ def is_consequence(end: RankExit) -> bool:
         if re.search(_OWN_FAILURE, text) or lost_loader_worker(end.error):
             return False
         return bool(re.search(_LOST_PEER, text)) or _is_torch_distributed(end.error)
-    # NCCL's watchdog and gloo's threads abort without a Python exception: their last lines are in the log.
+    # NCCL's watchdog and gloo's threads abort the process without a Python exception, so search the last lines it printed.
     return end.code == -6 and not re.search(_OWN_FAILURE, end.tail) and bool(re.search(_LOST_PEER, end.tail))
 
 
@@ -76,7 +76,7 @@ def is_size_mismatch(end: RankExit) -> bool:
 
 
 def is_failure(end: RankExit, stopped_at: float = 0.0) -> bool:
-    """Return whether the rank ended badly by itself: neither by a signal from Stoker nor in response to one."""
+    """Return whether the rank failed, and neither from a signal that Stoker sent nor in response to one."""
     if end.code == 0 or (end.code is None and end.error is None):
         return False
     is_response = end.error is None or (stopped_at > 0 and failure_time(end) >= stopped_at)
@@ -89,13 +89,13 @@ def failure_time(end: RankExit) -> float:
 
 _FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d{1,9}), in ([^\n]+)', re.M)
 _LAST = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?\Z", re.M | re.S)
-_WRAPPERS = ("ProcessRaisedException",)  # their own type says nothing: the quoted one does
+_WRAPPERS = ("ProcessRaisedException",)  # the type of the exception that they quote is more specific
 
 
 def unquote_traceback(error: RankError) -> RankError:
     """Return the error with the location and message of the traceback that it quotes from another process.
 
-    An error that is only a wrapper also takes the type from there. Without a quoted traceback it is returned unchanged.
+    If the error is only a wrapper, its type comes from the quoted traceback, too. An error without one is returned unchanged.
     """
     _, quotes, quoted = error.message.rpartition("Traceback (most recent call last):\n")
     frames = _FRAME.findall(quoted) if quotes else []
@@ -103,7 +103,7 @@ def unquote_traceback(error: RankError) -> RankError:
         return error
     file, line, function = next((frame for frame in reversed(frames) if not is_library(frame[0])), frames[-1])
     located = replace(error, file=file, line=int(line), function=function)
-    exception = _LAST.search(quoted.rstrip()[_end_of_frames(quoted) :])
+    exception = _LAST.search(quoted.rstrip()[_find_end_of_frames(quoted) :])
     if exception is None:
         return located
     kind = exception["type"].rpartition(".")[2] if error.type in _WRAPPERS else error.type
@@ -113,8 +113,8 @@ def unquote_traceback(error: RankError) -> RankError:
     return replace(located, type=kind, message=f"{first_line} (in {process})\n{error.message.strip()}")
 
 
-def _end_of_frames(quoted: str) -> int:
-    """Return where the exception's own line begins: after the last indented line."""
+def _find_end_of_frames(quoted: str) -> int:
+    """Return the offset of the line with the exception's type: it follows the last indented line."""
     lines = quoted.rstrip().splitlines(keepends=True)
     for number in range(len(lines) - 1, -1, -1):
         if lines[number].startswith("  "):

@@ -1,4 +1,4 @@
-"""Why a rank ended, in its own output: the text that causes search, and how verdicts quote it as evidence."""
+"""Extracts from a rank's output the text that causes search, and formats the lines that verdicts quote as evidence."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _DIRECT_CAUSE = "\nThe above exception was the direct cause of the following exc
 _DURING_HANDLING = "\nDuring handling of the above exception, another exception occurred:\n"
 _MAX_LINE = 2000  # characters that are searched of one line
 _MAX_TEXT = 40_000  # characters that are searched of an exception: it may quote ten megabytes of data
-_LAST_LINES = 40  # printed lines that are searched: older ones may be of an error that was caught and survived
+_LAST_LINES = 40  # printed lines that are searched: older ones may belong to an error that the script caught
 
 
-def exit_text(case: Case) -> str:
+def extract_searched_text(case: Case) -> str:
     """Return the text to search: the exception and those it was raised from, else the last lines the rank printed.
 
-    It is empty for a rank that was killed: what it printed is not why.
+    Return "" for a rank that was killed: its output doesn't show why.
     """
     end = case.end
     if end.error is not None:
@@ -32,14 +32,15 @@ def exit_text(case: Case) -> str:
         return "\n".join(line[:_MAX_LINE] for line in lines)[:_MAX_TEXT]
     if end.code is None or (end.code <= 0 and end.code != -signal.SIGABRT):
         return ""
+    # Skip C++ frames and Stoker's own messages: the script did not print them.
     lines = [
         line for line in end.tail.splitlines() if line.strip() and not line.startswith(("frame #", "stoker: could not"))
-    ]  # C++ frames and Stoker's own messages are not the script's
+    ]
     return "\n".join(line[:_MAX_LINE] for line in lines[-_LAST_LINES:])
 
 
 def _direct_causes(traceback: str) -> list[str]:
-    """Return the exceptions of `raise … from`. One that was only being handled when this one was raised is no reason."""
+    """Return the exceptions that this one was raised from. One that was only being handled at that time is left out."""
     exceptions: list[str] = []
     for part in reversed(traceback.split(_DIRECT_CAUSE)):
         _, handled, own = part.rpartition(_DURING_HANDLING)
@@ -58,8 +59,8 @@ def _without_source(message: str) -> str:
     return "\n".join(line for line in message.splitlines() if line and not line[0].isspace())
 
 
-def find(case: Case, pattern: str) -> re.Match[str] | None:
-    return re.search(pattern, exit_text(case))
+def find_in_output(case: Case, pattern: str) -> re.Match[str] | None:
+    return re.search(pattern, extract_searched_text(case))
 
 
 def line_of(match: re.Match[str]) -> str:
@@ -75,12 +76,12 @@ def location(end: RankExit) -> str:
 
 
 def at_location(case: Case) -> str:
-    """Return " at FILE:LINE, in FUNCTION"; empty without an exception that has a location."""
+    """Return " at FILE:LINE, in FUNCTION", or "" if no exception with a location was reported."""
     return f" at {location(case.end)}" if case.end.error and case.end.error.file else ""
 
 
 def last_seen_at(case: Case) -> str:
-    """Return where the watcher last saw the rank, if it was suspected of being stuck: FILE:LINE, in FUNCTION; else ""."""
+    """Return FILE:LINE, in FUNCTION, where the watcher last saw a rank that it suspected of being stuck, or ""."""
     stall = case.evidence.stall
     return stall.where if stall is not None and case.end.rank == stall.rank else ""
 
@@ -92,9 +93,11 @@ def path_in(line: str) -> str:
 
 
 def exit_code(end: RankExit) -> int:
-    """Return the rank's exit code: 128 + n for a signal, 70 where it would be 0 or was caused by Stoker."""
+    """Return the exit code of the verdict: the rank's own, 128 + n for a signal, or 70 if it is 0 or Stoker caused it."""
     if end.ours and end.code and end.code < 0 and end.error is not None and not end.error.late:
-        return 1  # Python's own code: it had reported its exception and was exiting when Stoker's signal arrived
+        return (
+            1  # Python's code for an exception: the rank had reported it and was exiting when Stoker's signal arrived
+        )
     if not end.code or (end.ours and (end.error is None or end.code < 0)):
         return EX_SOFTWARE
     return end.code if end.code > 0 else 128 - end.code
@@ -116,7 +119,7 @@ def signal_name(number: int) -> str:
 
 
 def noticed_evidence(case: Case, line: str) -> tuple[str, ...]:
-    """Return the evidence for a GPU error. These are asynchronous: the location is where it was noticed."""
+    """Return the evidence for a GPU error. GPU errors are asynchronous: the location is where it was noticed."""
     return (line, f"noticed at {location(case.end)}") if case.end.error else (line,)
 
 
@@ -134,7 +137,7 @@ def line_evidence(case: Case, line: str) -> tuple[str, ...]:
 
 
 def shm_evidence(context: ExitContext) -> tuple[str, ...]:
-    """Return how much of /dev/shm was free, if the agent saw it."""
+    """Return how much of /dev/shm was free, or () if the agent could not read it."""
     if context.shm_total is None:
         return ()
     return (f"/dev/shm: {format_bytes(context.shm_free or 0)} of {format_bytes(context.shm_total)} free",)

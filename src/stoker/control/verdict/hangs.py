@@ -1,4 +1,4 @@
-"""hang.*, rank.busy, and the gloo.* and nccl.* causes in which ranks wait for each other: ranks that live without progress."""
+"""Causes of ranks that are alive but make no progress: hang.*, rank.busy, and gloo.* and nccl.* in which ranks diverged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stoker.contract.stack_traces import is_library
 from stoker.contract.units import format_duration, format_ranks, plural, rank_name
 from stoker.control.verdict.catalogue import Family, get_cause, make_report
 
-_SILENT = "no step for longer than max(3 s, 5 × the p99 of its steps); "
+_SILENT = "no finished step for longer than max(3 s, 5 × the p99 of its steps); "
 _STACKS = "stacks of all ranks and their workers: attempt-N/stacks.txt in the run directory"
 family = Family(__name__, always=_STACKS, SILENT=_SILENT)
 family.entries("""
@@ -35,7 +35,7 @@ hang.io, again: A rank is waiting for a file, a pipe or a socket.
   seen: {SILENT}its main thread is in read, poll, recv, connect, flock or the like. /proc shows the file, the lock or the
       peer's address, and the processes of this host that hold the lock or have the other end open
   unless: bytes move: then it is slow, not stuck
-  fix: look at {where}: what does it read from, and which process should write?
+  fix: look at {where}: which file or peer does it read from, and which process should write?
 hang.child, again: A rank is waiting for a process it started.
   seen: {SILENT}its main thread is in wait4 and one of its children is alive; or it reads a pipe that only its children
       write to. /proc shows the child and what that is waiting for
@@ -57,15 +57,15 @@ hang.worker, again: A rank is waiting for a data-loader worker that is stuck.
   fix: look at {where}, in the data set; DataLoader(timeout=60) raises an exception instead of waiting forever
 hang.disk: A rank is in uninterruptible sleep.
   seen: {SILENT}/proc reports state D in both inspections
-  unless: the state changes: then the disk is slow, not gone
-  fix: a network file system, a disk or a driver does not answer: see dmesg. Such a process can't be killed, and its GPU
-      stays in use until it is gone
+  unless: the state changes: then the disk is slow, but responding
+  fix: a network file system, a disk or a driver is not responding: see dmesg. Such a process can't be killed, and its GPU
+      stays in use until it ends
 hang.gpu-kernel, again: A GPU kernel does not finish.
   seen: {SILENT}its main thread waits for the GPU, which is at 100 %, and it is in no collective
   unless: the other ranks have not entered its collective: then they are late, and the kernel is NCCL's
   fix: look at {where}, and at the kernels launched before it (launches are asynchronous): --debug-retry makes them
       blocking
-hang.place, again: A rank makes no progress, for a reason that can't be seen from outside.
+hang.place, again: A rank makes no progress for an unknown reason.
   seen: {SILENT}none of the known ways of waiting
   unless: any of them
   fix: look at {where}
@@ -91,12 +91,12 @@ hang.together, again: All ranks have entered the same operation and it does not 
   seen: the flight recorder shows the same number, operation and shape on every rank; without one, the same stack on every
       rank. Also ranks that are all still connecting in init_process_group
   unless: one of them has not entered it
-  fix: check the connection between the ranks: `stoker doctor` (it also finds a name server that does not answer), and one
+  fix: check the connection between the ranks: `stoker doctor` (it also finds a name server that is not responding), and one
       run with NCCL_DEBUG=INFO; with several hosts: firewall, interface names, MTU
 """)
 family.entries("""
-rank.busy: A rank is working, and finished no step in the time it had.
-  seen: no step for longer than --busy-timeout, or than the process-group timeout of the ranks that wait for it, and evidence
+rank.busy: A rank is working, but did not finish a step in time.
+  seen: no finished step for longer than --busy-timeout, or than the process-group timeout of the ranks that wait for it, and evidence
       of work to the end: it printed, read or wrote files, touched new memory, entered other collectives, its stack or
       its local variables changed while it used CPU, or that is true of the processes and threads it waits for
   unless: none of that was seen for --hang-timeout: hang.*
@@ -121,7 +121,7 @@ _DIVERGED = """
 """
 for _backend in ("gloo", "nccl"):
     family.entries(_DIVERGED.replace("{backend}", _backend))
-# By Stall.waits_for. It replaces the cause's own advice, which has to cover every way of waiting.
+# Keyed by Stall.waits_for. This advice replaces the cause's, which has to cover every way of waiting.
 _ADVICE_BY_WAIT = {
     "lock-order": "look at {where}: threads that need the same locks must take them in the same order",
     "own-lock": "look at {where}: one thread can't take a threading.Lock twice: use threading.RLock, or take it once",
@@ -146,10 +146,10 @@ def cause_of(stall: Stall) -> str:
     return _CAUSES_BY_KIND.get(stall.kind, f"hang.{stall.kind}")
 
 
-def summary(stall: Stall, label: str) -> str:
-    """Return one line; `label` is the blamed rank's.
+def summarize_stall(stall: Stall, label: str) -> str:
+    """Return one line about a stall. `label` is the device of the blamed rank.
 
-    rank 1 (CPU 1) has made no progress since step 20: it is sleeping at train.py:31; 3 ranks are waiting for it …
+    Example: "rank 1 (CPU 1) has made no progress since step 20: it is sleeping at train.py:31; 3 ranks are waiting for it".
     """
     after_step = f" after step {stall.step}" if stall.step else " before the first step"
     if stall.parties:
@@ -157,10 +157,10 @@ def summary(stall: Stall, label: str) -> str:
     if stall.rank is None:
         where = f" ({stall.where})" if stall.where else ""
         return f"no rank has made progress for {stall.silent_s:.0f} s: {stall.detail}{where}"
-    ranks = _blamed(stall, label)
+    ranks, have = _name_blamed_ranks(stall, label), "has" if len(stall.ranks) < 2 else "have"
     if stall.kind == "spin" and not stall.waiting:
         at = f" at {stall.where}" if stall.where else ""
-        return f"{ranks} has made no step for {stall.silent_s:.0f} s{after_step}: {stall.detail}{at}"
+        return f"{ranks} {have} not finished a step for {stall.silent_s:.0f} s{after_step}: {stall.detail}{at}"
     at = f" at {stall.where}" if stall.where and stall.where not in stall.detail else ""
     others = ""
     if stall.waiting:
@@ -174,7 +174,6 @@ def summary(stall: Stall, label: str) -> str:
         return f"{ranks} entered a collective alone{after_step}{inside}: {stall.operation}{at}{missing}"
     if stall.kind == "left":
         return f"{ranks} ended with exit code 0{after_step}{others}{at}"
-    have = "has" if len(stall.ranks) < 2 else "have"
     if stall.kind == "busy":
         duration = format_duration(stall.silent_s)
         return f"{ranks} {have} been busy for {duration} without finishing a step: {stall.detail}{at}{others}"
@@ -183,7 +182,10 @@ def summary(stall: Stall, label: str) -> str:
 
 
 def _summarize_parties(stall: Stall, label: str, after_step: str) -> str:
-    """Return: rank 1 (CPU 1) diverged from ranks 0, 2-3 after step 20: it entered gloo:barrier at train.py:31 …"""
+    """Return one line about ranks in different calls.
+
+    Example: "rank 1 (CPU 1) diverged from ranks 0, 2-3 after step 20: it entered gloo:barrier at train.py:31; …".
+    """
     entries = []
     for ranks, entered, where in stall.parties[:4]:
         subject, verb = "it" if ranks == (stall.rank,) else format_ranks(ranks), "entered"
@@ -196,18 +198,19 @@ def _summarize_parties(stall: Stall, label: str, after_step: str) -> str:
         all_ranks = format_ranks(rank for ranks, _, _ in stall.parties for rank in ranks)
         if stall.detail == "messages":
             return f"{all_ranks} are waiting for each other{after_step}: {calls}"
-        return f"{all_ranks} diverged{after_step}: {calls}; which of them is wrong can't be seen from outside"
+        return f"{all_ranks} diverged{after_step}: {calls}; it is unknown which of them is wrong"
     others = format_ranks(stall.waiting)
     condition = f", inside `{stall.detail}`" if stall.detail else ""
-    what = {
+    verb = "uses" if len(stall.ranks) < 2 else "use"
+    difference = {
         "rank-only": f"entered a collective alone{after_step}{condition}",
         "unequal": f"left the training loop{after_step}, with fewer batches than {others}",
-        "shape-mismatch": f"uses another {stall.detail or 'size'} than {others}{after_step}",
+        "shape-mismatch": f"{verb} another {stall.detail or 'size'} than {others}{after_step}",
     }.get(stall.kind, f"diverged from {others}{after_step}")
-    return f"{_blamed(stall, label)} {what}: {calls}"
+    return f"{_name_blamed_ranks(stall, label)} {difference}: {calls}"
 
 
-def _blamed(stall: Stall, label: str) -> str:
+def _name_blamed_ranks(stall: Stall, label: str) -> str:
     return rank_name(stall.rank, label) + (f" and {len(stall.ranks) - 1} more" if len(stall.ranks) > 1 else "")
 
 
@@ -217,7 +220,7 @@ _THREAD_CRASH = re.compile(
 
 
 def _find_crashed_thread(printed: str) -> str:
-    """Return what ended a thread of the rank, from the traceback that Python prints for it; empty if there is none."""
+    """Return which thread of the rank ended with which exception, from the traceback that Python printed for it, or ""."""
     crashes = list(_THREAD_CRASH.finditer(printed))
     if not crashes:
         return ""
@@ -233,7 +236,7 @@ _SAVES_SHARDS = re.compile(r"state_dict|full_tensor|save_model|save_pretrained")
 
 
 def _choose_advice(stall: Stall) -> tuple[str, ...]:
-    """Return what to do: of the cause's advice, what applies to this program."""
+    """Return the lines of advice that apply to this stall."""
     if stall.waits_for in _ADVICE_BY_WAIT:
         return (_ADVICE_BY_WAIT[stall.waits_for], _STACKS)
     advice = get_cause(cause_of(stall)).fix
@@ -254,11 +257,11 @@ def _choose_advice(stall: Stall) -> tuple[str, ...]:
 def make_stall_report(stall: Stall, label: str, why: str, printed: str = "") -> dict[str, Any]:
     """Return the report of a stall for which Stoker stops the job.
 
-    `why` it is stopped now. `printed` is the blamed rank's last output, which may hold the end of a thread or worker.
+    `why` is the reason to stop it now. `printed` is the blamed rank's last output, which may show why a thread or worker died.
     """
     fields = {"rank": stall.rank, "at_once": True, "where": stall.where, "step": stall.step}
-    lacking = "a step" if stall.kind == "busy" else "progress"
-    stopped = f"the job was stopped after {stall.silent_s:.1f} s without {lacking}: {why}"
+    missing = "a step" if stall.kind == "busy" else "progress"
+    stopped = f"the job was stopped after {stall.silent_s:.1f} s without {missing}: {why}"
     shm_errors = [line for line in printed.splitlines() if "unable to allocate shared memory(shm)" in line]
     if shm_errors and stall.kind == "worker":
         rank = rank_name(stall.rank, label)
@@ -266,12 +269,12 @@ def make_stall_report(stall: Stall, label: str, why: str, printed: str = "") -> 
         return make_report("data.shm", text, [shm_errors[0].strip()[:300], stopped, *stall.evidence], **fields)
     crashed_thread = _find_crashed_thread(printed) if stall.kind in ("lock", "place") else ""
     if crashed_thread:
-        text = f"{summary(stall, label)}; before that {crashed_thread}"
+        text = f"{summarize_stall(stall, label)}; before that {crashed_thread}"
         fix = [f"look at {stall.where}: it may be waiting for work of that thread"]
         return make_report(cause_of(stall), text, [stopped, *stall.evidence], fix=fix, **fields)
-    # The blamed rank's line first, then those of the others: the call that a rank skipped is where the others are.
+    # Name the lines of the other ranks, too: the call that the blamed rank skipped is where they wait.
     lines = dict.fromkeys(filter(None, (stall.where, *(where for _, _, where in stall.parties[:4]))))
     where = ", and at ".join(lines) or "the stacks"
     fix = [line.replace("{where}", where).replace("{rank}", str(stall.rank)) for line in _choose_advice(stall)]
     evidence = [stopped if stall.silent_s else why, *stall.evidence]
-    return make_report(cause_of(stall), summary(stall, label), evidence, fix=fix, **fields)
+    return make_report(cause_of(stall), summarize_stall(stall, label), evidence, fix=fix, **fields)

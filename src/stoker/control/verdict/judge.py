@@ -1,7 +1,7 @@
-"""The judge: turns all evidence of an attempt into one verdict. Pure.
+"""Turns all evidence of an attempt into one verdict, without I/O.
 
-A cause comes before its consequences: a rank that lost its connection to a peer, or that Stoker stopped, is never guilty if
-another rank failed by itself or left early. If there is no evidence the verdict says so.
+A rank that lost its connection to a peer, or that Stoker stopped, is never guilty if another rank failed or left early.
+Without any evidence the cause is `unknown`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from stoker.contract.evidence import Evidence, RankExit, Stall, Verdict
 from stoker.contract.frozen import replace
 from stoker.contract.units import format_duration, format_ranks, plural, rank_name
 from stoker.control.verdict import hangs, launch_failures
-from stoker.control.verdict.catalogue import Case, exit_rules, verdict_of
+from stoker.control.verdict.catalogue import Case, load_exit_rules, make_verdict
 from stoker.control.verdict.echo import (
     failure_time,
     is_collective_consequence,
@@ -24,74 +24,82 @@ from stoker.control.verdict.echo import (
 from stoker.control.verdict.exit_text import exit_code
 from stoker.control.verdict.rules import numbers
 
-CONSEQUENCE_S = 5.0  # from a rank's exit to its peers' failures: on a busy machine Python takes seconds to end
+CONSEQUENCE_S = (
+    5.0  # peers that lose a rank fail within this time of its exit: on a busy machine Python takes seconds to end
+)
 NOTICED_S = 1.0  # an agent may notice a rank's exit this long after its peers lost the connection
-LEFT_S = 10.0  # from a rank's exit to a stop of the others: longer than ranks take to end one after another
-_RULES = exit_rules()
-# A rule may meet odd numbers or shapes in what a rank printed or an agent reported: then it doesn't apply.
+LEFT_S = 10.0  # a rank that exited this long before the stop left early: ranks that are done end within seconds of each other
+_RULES = load_exit_rules()
+# A rule raises one of these if a rank printed, or an agent reported, malformed numbers. Then it doesn't apply.
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def judge(evidence: Evidence) -> Verdict:
+    """Return the verdict of an attempt: Stoker's own reason to stop it, a stall, a signal, success, or the guilty rank's exit."""
     if evidence.trouble:
         return _judge_stopped_by_stoker(evidence)
     guilty = _find_guilty(evidence)
     stall = evidence.stall
-    explained = stall is not None and (stall.rank is not None or stall.parties)
-    refuted = stall is not None and _was_not_stuck(stall, evidence)
-    if (stall is None or refuted) and not evidence.stop_signal and (report := _report_extra_call(evidence)) is not None:
-        return launch_failures.trouble(replace(evidence, trouble=(report,)))
+    is_explained = stall is not None and (stall.rank is not None or stall.parties)
+    is_refuted = stall is not None and _was_not_stuck(stall, evidence)
+    if (
+        (stall is None or is_refuted)
+        and not evidence.stop_signal
+        and (report := _report_extra_call(evidence)) is not None
+    ):
+        return launch_failures.make_report_verdict(replace(evidence, trouble=(report,)))
     only_consequences = guilty is not None and not evidence.stop_signal and _all_failures_are_consequences(evidence)
-    if stall is not None and explained and only_consequences and not refuted:
+    if stall is not None and is_explained and only_consequences and not is_refuted:
         accused = next((end for end in evidence.ends if end.rank == stall.rank), None)
         report = hangs.make_stall_report(
             stall, accused.label if accused else "", "the ranks that were waiting for it gave up"
         )
         if accused is not None and is_failure(accused, evidence.stopped_at):
             report["exit_code"] = exit_code(accused)
-        return launch_failures.trouble(replace(evidence, trouble=(report,)))
+        return launch_failures.make_report_verdict(replace(evidence, trouble=(report,)))
     if evidence.stop_signal:
         if guilty is None or failure_time(guilty) >= evidence.stopped_at:
-            return launch_failures.stopped(evidence, *_problem_before_stop(evidence))
-        return _with_later_signal(explain(guilty, evidence), evidence)
+            return launch_failures.make_stop_verdict(evidence, *_find_problem_before_stop(evidence))
+        return _add_later_signal(explain(guilty, evidence), evidence)
     all_ranks = f"all {evidence.world_size} ranks" if evidence.world_size > 1 else "the rank"
     if evidence.steps_reached and guilty is None:
         steps = plural(evidence.steps_reached, "step")
         return Verdict("completed", "completed", f"{all_ranks} made at least {steps}; stopped there as requested", 0)
-    # If a host is to join, exit code 0 means "saved and ended", not "done".
+    # If Stoker ended the ranks so that a host can join, exit code 0 means "saved and ended", not "done".
     asked_to_end = bool(evidence.regrouping) and any(end.ours for end in evidence.ends)
     all_ended = len(evidence.ends) == evidence.world_size and all(end.code == 0 for end in evidence.ends)
     if all_ended and not asked_to_end:
         return Verdict("completed", "completed", f"{all_ranks} ended with exit code 0", 0)
     if guilty is None and evidence.regrouping:
-        return launch_failures.regrouped(evidence.regrouping)
+        return launch_failures.make_regroup_verdict(evidence.regrouping)
     if guilty is None:
-        return launch_failures.unknown(evidence)
+        return launch_failures.make_unknown_verdict(evidence)
     return explain(guilty, evidence)
 
 
 def _judge_stopped_by_stoker(evidence: Evidence) -> Verdict:
-    """Return Stoker's own reason for stopping the job, unless the accused rank's exit says more."""
-    verdict = launch_failures.trouble(evidence)
+    """Return Stoker's own reason for stopping the job, unless the accused rank's exit is more specific."""
+    verdict = launch_failures.make_report_verdict(evidence)
     reason = evidence.trouble[0]
     end = next((end for end in evidence.ends if end.rank == reason.get("rank")), None)
-    raised = end is not None and end.error is not None and failure_time(end) < evidence.stopped_at
-    left = end is not None and end.script_end is not None and end.code == 0 and not end.ours
-    if end is not None and reason["cause"].startswith("hang.") and raised and not is_consequence(end):
-        verdict = explain(end, evidence)  # it had reported its own exception, and then its exit hung
-    elif end is not None and reason["cause"] == "rank.early-exit" and left:
-        exit = explain(end, evidence)  # it names the line at which the rank left
-        verdict = replace(exit, evidence=(*exit.evidence, *verdict.evidence), exit_code=verdict.exit_code)
-    return _with_later_signal(verdict, evidence) if evidence.stop_signal else verdict
+    raised_before_stop = end is not None and end.error is not None and failure_time(end) < evidence.stopped_at
+    left_early = end is not None and end.script_end is not None and end.code == 0 and not end.ours
+    if end is not None and reason["cause"].startswith("hang.") and raised_before_stop and not is_consequence(end):
+        verdict = explain(end, evidence)  # the rank had raised an exception, and then its exit hung
+    elif end is not None and reason["cause"] == "rank.early-exit" and left_early:
+        exit_verdict = explain(end, evidence)  # its summary names the line at which the rank left
+        lines = (*exit_verdict.evidence, *verdict.evidence)
+        verdict = replace(exit_verdict, evidence=lines, exit_code=verdict.exit_code)
+    return _add_later_signal(verdict, evidence) if evidence.stop_signal else verdict
 
 
-def _with_later_signal(verdict: Verdict, evidence: Evidence) -> Verdict:
+def _add_later_signal(verdict: Verdict, evidence: Evidence) -> Verdict:
     received = f"then the launcher received {signal.Signals(evidence.stop_signal).name}"
     return replace(verdict, retryable=False, evidence=(*verdict.evidence, received))
 
 
-def _problem_before_stop(evidence: Evidence) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """Return what was wrong when a person stopped the run: (one line, its evidence, what to do); empty if nothing was."""
+def _find_problem_before_stop(evidence: Evidence) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Return (summary, evidence, fixes) of what was wrong when a person stopped the run; all are empty if nothing was."""
     stall = evidence.stall
     if stall is not None:
         label = next((end.label for end in evidence.ends if end.rank == stall.rank), "")
@@ -99,11 +107,12 @@ def _problem_before_stop(evidence: Evidence) -> tuple[str, tuple[str, ...], tupl
         return report["summary"], stall.evidence, tuple(report["fix"])
     if evidence.notes:
         return evidence.notes[0], (), ()
-    left = [end for end in evidence.ends if end.code == 0 and evidence.stopped_at - end.time > LEFT_S]
-    if not left:
+    early_exits = [end for end in evidence.ends if end.code == 0 and evidence.stopped_at - end.time > LEFT_S]
+    if not early_exits:
         return "", (), ()
-    before = format_duration(evidence.stopped_at - left[0].time)
-    return f"{rank_name(left[0].rank, left[0].label)} had ended with exit code 0 {before} before", (), ()
+    first = early_exits[0]
+    elapsed = format_duration(evidence.stopped_at - first.time)
+    return f"{rank_name(first.rank, first.label)} had ended with exit code 0 {elapsed} before", (), ()
 
 
 def _all_failures_are_consequences(evidence: Evidence) -> bool:
@@ -112,7 +121,7 @@ def _all_failures_are_consequences(evidence: Evidence) -> bool:
 
 
 def _was_not_stuck(stall: Stall, evidence: Evidence) -> bool:
-    """Return whether the rank that seemed stuck ended by itself with 0 before the others failed, which then lost it."""
+    """Return whether the rank that seemed stuck exited with 0, and the others failed only because they lost it."""
     if stall.parties:
         return False
     failures = (failure_time(end) for end in evidence.ends if is_failure(end, evidence.stopped_at))
@@ -145,22 +154,26 @@ def _report_extra_call(evidence: Evidence) -> dict[str, Any] | None:
 
 
 def _find_guilty(evidence: Evidence) -> RankExit | None:
-    """Return the exit that is the cause: the first failure that is no consequence of a peer's."""
+    """Return the exit that caused the end: the first failure that is not a consequence of another rank's, or None."""
     failures = sorted((end for end in evidence.ends if is_failure(end, evidence.stopped_at)), key=failure_time)
     causes = [end for end in failures if not is_consequence(end)]
     if causes and not (evidence.steps_reached and failure_time(causes[0]) >= evidence.stopped_at):
-        return numbers.rank_named_by(causes) or causes[0]
+        return numbers.find_named_rank(causes) or causes[0]
     if not failures or evidence.steps_reached:
         return None
-    # All failures come from losing a peer: a rank that left with exit code 0 before them is what they lost. But a plain
-    # ConnectionError may come from a web server: it is a peer's only if it comes right after such a rank's exit.
+    # All failures come from losing a peer, so a rank that exited with 0 before them is the peer that they lost. A plain
+    # ConnectionError may come from a web server: it counts only right after such a rank's exit.
     first = failures[0]
-    latest = failure_time(first) + CONSEQUENCE_S
-    gone = (end for end in evidence.ends if end.code == 0 and not end.ours and end.time <= latest)
-    left = sorted(gone, key=lambda end: end.time)
-    builtin = first.error is not None and first.error.module == "builtins"
-    right_after = builtin and bool(left) and failure_time(first) - left[0].time <= CONSEQUENCE_S
-    return left[0] if left and (is_collective_consequence(first) or right_after) else first
+    latest_exit = failure_time(first) + CONSEQUENCE_S
+    early_exits = sorted(
+        (end for end in evidence.ends if end.code == 0 and not end.ours and end.time <= latest_exit),
+        key=lambda end: end.time,
+    )
+    if not early_exits:
+        return first
+    is_builtin = first.error is not None and first.error.module == "builtins"
+    is_right_after = is_builtin and failure_time(first) - early_exits[0].time <= CONSEQUENCE_S
+    return early_exits[0] if is_collective_consequence(first) or is_right_after else first
 
 
 def explain(end: RankExit, evidence: Evidence) -> Verdict:
@@ -172,5 +185,5 @@ def explain(end: RankExit, evidence: Evidence) -> Verdict:
         except _MALFORMED:
             continue
         if match is not None:
-            return verdict_of(cause, case, match)
+            return make_verdict(cause, case, match)
     raise AssertionError(f"rank {end.rank} ended with {end.code} and no rule matches")

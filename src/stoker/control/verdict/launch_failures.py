@@ -1,4 +1,4 @@
-"""launch.*: what the command or the launcher did wrong, and the verdicts that are not about one rank's exit."""
+"""Causes launch.*, role.* and others that are not read off a rank's exit, and the verdicts and reports that name them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from stoker.contract.units import format_bytes, format_duration, rank_name
 from stoker.control.verdict.catalogue import CATALOGUE, Family, make_report
 from stoker.control.verdict.exit_text import signal_name
 
-SECOND_SIGTERM_S = 2.5  # after the first: a rank that ends this late has a handler, one without ends at the first
+SECOND_SIGTERM_S = (
+    2.5  # after the first: a rank that ends this late has a handler; without a handler, the first SIGTERM ends it
+)
 family = Family(__name__)
 family.entries("""
 completed: The job is complete.
@@ -24,7 +26,7 @@ launch.stopped: The run was stopped.
   fix: stopped by SIGHUP, when the terminal or the connection was closed: start with --detach, or type `stoker detach`
       while it runs
 launch.refused: The request can't be carried out.
-  seen: an option, a value or a combination that is not possible; exit code 64 to 78 says of which kind
+  seen: an option, a value or a combination that is not possible; the exit code (64 to 78) shows which kind
   fix: the message says what is wrong and what is possible
 launch.script-missing: The script, module or program does not exist.
   seen: before the start: no such file, module or program
@@ -42,8 +44,8 @@ launch.hosts: Hosts of the hosts file can't be used.
   fix: ssh HOST true   # must work within seconds, without a password or a question
   fix: stoker cluster check checks all of them and compares them
 launch.regroup, again: The attempt was ended after a checkpoint so that a host that is back can join.
-  seen: --rejoin checkpoint, a host that answers again, and rank 0's stoker.mark("CHECKPOINT")
-  unless: a rank failed by itself before that
+  seen: --rejoin checkpoint, a host that responds again, and rank 0's stoker.mark("CHECKPOINT")
+  unless: a rank failed before that
 launch.port: A port for the store, or for metrics, could not be reserved.
   seen: --master-port outside 1024 to 65535, an agent that could not reserve one, or a --metrics-port that is refused
   fix: omit --master-port; --metrics-port 0 takes a free one
@@ -57,7 +59,7 @@ launch.runs-dir: The run directory can't be written, or is not safe from other u
   unless: a rank's own files: data.no-space, data.permission
   fix: another folder, which must be your own: --runs-dir DIR, or $STOKER_RUNS
 launch.no-space: The disk or the quota of the run directory is full.
-  seen: before the start: ENOSPC or EDQUOT when the run directory is created
+  seen: ENOSPC or EDQUOT when the run directory is created, before the start
   unless: the disk fills later: the run continues, the verdict is written into reserved space, and a rank that fails
       because of it is data.no-space
   fix: df -h and df -i on that folder; stoker clean --cache shows the size of caches
@@ -69,8 +71,8 @@ launch.not-started: A rank's process could not be started.
   seen: the agent's spawn failed: no such program, not executable, no processes or descriptors left
   unless: it started and ended immediately: then its exit is the cause
   fix: check that the program exists and is executable, and the limits of open files and processes (ulimit -n, -u)
-launch.killed, again: The launcher is gone and left no verdict.
-  seen: no verdict.json, and the launcher's process is gone: SIGKILL, or the machine went down
+launch.killed, again: The launcher ended without a verdict.
+  seen: verdict.json is missing and the launcher's process is gone: SIGKILL, or the machine went down
   unless: its process is on another host
   fix: the agent stopped the ranks when the launcher ended; start the same command again
 role.not-ready: A role was started and did not become ready.
@@ -78,12 +80,12 @@ role.not-ready: A role was started and did not become ready.
   unless: it ended before: then its exit is the cause
   fix: its last lines are in the evidence; `stoker logs RUN --role NAME` has the rest
   fix: a large model takes longer to load: ready: timeout: 30m in the roles file
-role.unhealthy, again: A role that was ready no longer answers.
+role.unhealthy, again: A role that was ready has stopped responding.
   seen: its process is alive, and its ready rule (port, http) failed three times in a row
   unless: it ended: then its exit is the cause
   fix: `stoker logs RUN --role NAME`; restart: always in the roles file replaces it
 role.ended: A server ended with exit code 0 while another role still needed it.
-  seen: its ready rule is a port or an HTTP path, it ended by itself, and a role that waits for it failed afterwards: it
+  seen: its ready rule is a port or an HTTP path, Stoker did not end it, and a role that waits for it failed afterwards: it
       lost its connection, or its rewards were no longer useful
   unless: its clients continued without it: they may have told it to end
   fix: its last lines are in the evidence; restart: always in the roles file starts it again
@@ -100,33 +102,33 @@ gpu.legal: The job can't run with that number of ranks.
 host.agent-lost: The connection to a host's agent was lost while its ranks ran.
   seen: end-of-file on its connection, or no sign of life for 8 s
   unless: a rank ended first: then that is the cause
-  fix: was it killed? see dmesg on that host
+  fix: dmesg on that host shows whether the agent was killed
   fix: a host that went down or a cable that was cut looks the same: ping it
 host.lost: A host of a multi-host run was lost while its ranks ran.
   seen: no sign of life of its agent for 8 s (power, cable, a frozen machine), or the end of its connection (agent or
       sshd killed)
-  unless: a rank failed by itself before that: then that is the cause. Ranks that lost their connection to it
+  unless: a rank failed before that: then that is the cause. Ranks that lost their connection to it
       failed because of it
-  fix: is it up, and is its cable plugged in? ping it; dmesg there shows whether the agent was killed
+  fix: ping it: is it up, and is its cable plugged in? its dmesg shows whether the agent was killed
   fix: --min-hosts K continues without lost hosts, from the last checkpoint, and takes them back when they return
 unknown: The job ended for an unknown reason.
-  seen: no rank failed by itself, and not all ended with exit code 0
+  seen: no failure of a rank is on record, and not all ranks ended with exit code 0
   unless: any evidence for another cause
   fix: stoker logs --rank N, for each rank
   fix: dmesg, for messages of the kernel
 """)
 
 
-def stopped(
+def make_stop_verdict(
     evidence: Evidence, problem: str = "", problem_evidence: tuple[str, ...] = (), fix: tuple[str, ...] = ()
 ) -> Verdict:
-    """Return the verdict of a run that received a signal. `problem` is what was wrong before, with evidence and fix."""
+    """Return the verdict of a run that received a signal. `problem` says in one line what was wrong before the signal."""
     name = signal.Signals(evidence.stop_signal).name
     late = [] if evidence.stop_now else [end for end in evidence.ends if _ran_out_of_time(end, evidence.stopped_at)]
     if late:
         ranks = ", ".join(str(end.rank) for end in late[:8])
         how = f"; rank {ranks} did not end within the grace period and {'was' if len(late) == 1 else 'were'} killed"
-        # More time to save would not have helped a rank that had a problem before.
+        # A longer grace period would not have helped a rank that had a problem before the stop.
         fix = fix or (() if problem else ("--grace 5m gives ranks longer to save and end",))
     elif evidence.stop_now:
         how = "; the ranks were killed at once"
@@ -135,7 +137,7 @@ def stopped(
     elif evidence.ends and all(end.code is not None and end.code < 0 for end in evidence.ends):
         how = "; the ranks have no handler for it and ended without saving"
     else:
-        how = "; the ranks ended on their own"
+        how = "; the ranks exited"
     ends = [f"rank {end.rank} {_describe_end(end.code)}" for end in evidence.ends[:8]]
     before = f". Before the stop: {problem}" if problem else ""
     return Verdict(
@@ -145,12 +147,12 @@ def stopped(
         128 + evidence.stop_signal,
         evidence=(f"the launcher received {name}", *ends, *problem_evidence),
         retryable=False,
-        fix=(*fix, *outlive_terminal(evidence.stop_signal)),
+        fix=(*fix, *terminal_advice(evidence.stop_signal)),
     )
 
 
-def outlive_terminal(stop_signal: int) -> tuple[str, ...]:
-    """Return the advice for a run that was stopped because its terminal or connection was closed."""
+def terminal_advice(stop_signal: int) -> tuple[str, ...]:
+    """Return the advice for a run whose terminal or connection was closed, or ()."""
     if stop_signal != signal.SIGHUP:
         return ()
     return ("its terminal was closed: start with --detach, or type `stoker detach` while it runs, and it continues",)
@@ -163,7 +165,7 @@ def _describe_end(code: int | None) -> str:
 
 
 def _describe_saved(evidence: Evidence) -> str:
-    """Return which checkpoint survives the stop, as far as the launcher can see."""
+    """Return a clause about the newest checkpoint that the launcher can see."""
     newest = evidence.checkpoint
     if evidence.saved:
         return f"saved: {_short_path(newest.path)}" if newest else "a checkpoint was saved"
@@ -174,7 +176,7 @@ def _describe_saved(evidence: Evidence) -> str:
 
 
 def _short_path(path: str) -> str:
-    """Return the path from checkpoints/ on."""
+    """Return the last two components of the path: checkpoints/NAME."""
     return "/".join(path.rsplit("/", 2)[1:])
 
 
@@ -185,8 +187,8 @@ def _ran_out_of_time(end: RankExit, stopped_at: float) -> bool:
     )
 
 
-def trouble(evidence: Evidence) -> Verdict:
-    """Return the verdict of a job that Stoker stopped itself, for the first reason it had."""
+def make_report_verdict(evidence: Evidence) -> Verdict:
+    """Return the verdict of a job that Stoker stopped, from the first report in `evidence.trouble`."""
     report = evidence.trouble[0]
     end = next((end for end in evidence.ends if end.rank == report.get("rank")), None)
     return Verdict(
@@ -203,15 +205,18 @@ def trouble(evidence: Evidence) -> Verdict:
     )
 
 
-def unknown(evidence: Evidence) -> Verdict:
+def make_unknown_verdict(evidence: Evidence) -> Verdict:
     ends = [f"rank {end.rank} {_describe_end(end.code)}" for end in evidence.ends]
     missing = evidence.world_size - len([end for end in evidence.ends if end.code is not None])
     line = f"the job ended for an unknown reason; {missing} of {evidence.world_size} ranks have no exit on record"
     return Verdict("failed", "unknown", line, EX_SOFTWARE, evidence=tuple(ends), fix=CATALOGUE["unknown"].fix)
 
 
-def lost(run: str, saved: str = "", host: str = "") -> Verdict:
-    """Return the verdict of a run whose launcher is gone. `saved` is the newest checkpoint, or their folder on `host`."""
+def make_lost_verdict(run: str, saved: str = "", host: str = "") -> Verdict:
+    """Return the verdict of a run whose launcher was killed.
+
+    `saved` is the path of the newest checkpoint or, if `host` is given, of the folder with the checkpoints on that host.
+    """
     checkpoint = "there is no checkpoint in the run's checkpoints/"
     if host:
         checkpoint = f"the checkpoints are on host {host}, in {saved}"
@@ -223,14 +228,17 @@ def lost(run: str, saved: str = "", host: str = "") -> Verdict:
         "the launcher ended without a verdict: it was killed (SIGKILL), or the machine went down",
         137,
         run=run,
-        evidence=("no verdict.json, and the launcher's process is gone", checkpoint),
+        evidence=("verdict.json is missing, and the launcher's process is gone", checkpoint),
         retryable=True,
         fix=CATALOGUE["launch.killed"].fix,
     )
 
 
-def over_ram_limit(rank: int, label: str, taken: int, limit: int, workers: int, where: str) -> dict[str, Any]:
-    """Report a rank above --ram-limit. `workers` are its data-loader workers; `where` it seemed stuck, if it did."""
+def report_ram_limit(rank: int, label: str, taken: int, limit: int, workers: int, where: str) -> dict[str, Any]:
+    """Report a rank that used more memory than --ram-limit.
+
+    `workers` is the number of its data-loader workers, `where` the line at which it seemed stuck, or "".
+    """
     from stoker.control.verdict.rules.memory import FEWER_WORKERS
 
     seen = f"; last seen at {where}" if where else ""
@@ -241,41 +249,41 @@ def over_ram_limit(rank: int, label: str, taken: int, limit: int, workers: int, 
     return make_report("oom.ram-limit", summary, evidence, rank=rank, at_once=True, fix=fix)
 
 
-def agent_lost(host: str, why: str, complaint: str) -> dict[str, Any]:
-    """Report the loss of an agent. `complaint` is what it or its connection printed."""
+def report_lost_agent(host: str, why: str, complaint: str) -> dict[str, Any]:
+    """Report that the connection to an agent was lost. `complaint` is what the agent or its connection printed."""
     where = f"host {host}" if host else "this machine"
     summary = f"the agent on {where} was lost: {why}; its ranks are stopped"
     return make_report("host.agent-lost", summary, [complaint] if complaint else [], host=host)
 
 
-def host_lost(host: str, why: str, complaint: str) -> dict[str, Any]:
+def report_lost_host(host: str, why: str, complaint: str) -> dict[str, Any]:
     summary = f"host {host} is lost: {why.removeprefix('it ended: ')}"
     return make_report("host.lost", summary, [complaint] if complaint and complaint not in why else [], host=host)
 
 
-def of_role(cause_id: str, summary: str, evidence: Sequence[str] = ()) -> Verdict:
-    """Return the verdict of a role that its job watches from outside."""
+def make_role_verdict(cause_id: str, summary: str, evidence: Sequence[str] = ()) -> Verdict:
+    """Return the verdict of a role from what its job observed."""
     cause = CATALOGUE[cause_id]
     return Verdict(
         "failed", cause_id, summary, EX_SOFTWARE, evidence=tuple(evidence), retryable=cause.retryable, fix=cause.fix
     )
 
 
-def regrouped(host: str) -> Verdict:
+def make_regroup_verdict(host: str) -> Verdict:
     line = f"ended after a checkpoint so that host {host} can join"
     return Verdict("failed", "launch.regroup", line, EX_SOFTWARE, retryable=True)
 
 
-def not_started(rank: int, why: str) -> dict[str, Any]:
+def report_unstarted_rank(rank: int, why: str) -> dict[str, Any]:
     summary = f"rank {rank} could not be started: {why}"
     return make_report("launch.not-started", summary, [], rank=rank, exit_code=EX_OSERR)
 
 
-def refused(refusal: Refusal) -> Verdict:
+def make_refusal_verdict(refusal: Refusal) -> Verdict:
     fix = (refusal.fix,) if refusal.fix else ()
     return Verdict("refused", refusal.cause, refusal.line.splitlines()[0], refusal.code, fix=fix)
 
 
-def broken(cause: str, line: str, code: int) -> Verdict:
-    """Return the verdict of a run in which Stoker itself could not continue after the start."""
+def make_failure_verdict(cause: str, line: str, code: int) -> Verdict:
+    """Return the verdict of a run that Stoker could not continue because of a system error or an internal error."""
     return Verdict("failed", cause, line, code)

@@ -1,4 +1,4 @@
-"""slurm.*: what Slurm did to a run, as `stoker why` and `stoker submit` learn from its commands."""
+"""Causes slurm.*: how Slurm ended a run, which `stoker why` and `stoker submit` learn from Slurm's commands."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from stoker.contract.frozen import replace
 from stoker.contract.slurm_job import SlurmJob
 from stoker.control.verdict.catalogue import CATALOGUE, Cause, Family
 
-# Causes that a run shows when it is ended from outside. Any other cause is the run's own and stays its verdict.
+# A run that Slurm ends shows one of these causes. Any other cause explains more than Slurm's state and stays the verdict.
 _CONSEQUENCES = {
     "launch.stopped", "launch.killed", "host.agent-lost", "host.lost", "rank.signal", "rank.killed", "unknown", "gloo.connection", "gloo.timeout",
     "nccl.connection", "nccl.timeout", "nccl.system",
 }  # fmt: skip
 
-_OWN_CAUSE = "the run had a cause of its own before: then that is the verdict, and Slurm's state is in its evidence"
+_OWN_CAUSE = "the run already had another cause: then that is the verdict, and Slurm's state is in its evidence"
 
 family = Family(__name__, OWN=_OWN_CAUSE)
 family.entries("""
 slurm.allocation: The Slurm job can't be used as it was started.
   seen: before the start: srun started Stoker once per task, or a heterogeneous job, or a job without a node list
   fix: start `stoker run` once, in the job script or in salloc's shell, without srun
-slurm.unreachable, again: Slurm's commands do not answer.
+slurm.unreachable, again: Slurm is not responding.
   seen: scontrol or sbatch fails or takes more than 20 s
   fix: scontrol ping   # does the controller answer?
 slurm.refused: sbatch refused the job.
@@ -36,7 +36,7 @@ slurm.timeout, again: The job reached its time limit.
   summary: Slurm job {id} reached its time limit{of_limit}
   seen: the job's state is TIMEOUT or DEADLINE
   unless: {OWN}
-  fix: a longer --time, or stoker submit --requeue: it saves before the end and resumes by itself
+  fix: a longer --time, or stoker submit --requeue: the job saves before its end and resumes automatically
 slurm.preempted, again: Another job took the nodes.
   summary: Slurm job {id} was preempted: another job took its nodes
   seen: the job's state is PREEMPTED
@@ -79,8 +79,8 @@ _STATES = {
 }  # fmt: skip
 
 
-def word(job: SlurmJob) -> str:
-    """Return Slurm's state of the job in one line."""
+def format_state(job: SlurmJob) -> str:
+    """Return one line with Slurm's state of the job."""
     line = f"Slurm: job {job.id} is {job.state}" + (f" ({job.reason})" if job.reason else "")
     if job.is_over:
         line += f", exit code {job.exit_code}" + (f", signal {job.signal}" if job.signal else "")
@@ -92,44 +92,44 @@ def refine_verdict(verdict: Verdict, job: SlurmJob) -> Verdict:
     """Return Slurm's verdict if Slurm ended the run, else the run's verdict with Slurm's state as evidence."""
     cause_id = cause_of(job)
     if not cause_id or verdict.status == "completed" or verdict.cause not in _CONSEQUENCES:
-        return replace(verdict, evidence=(*verdict.evidence, word(job)))
+        return replace(verdict, evidence=(*verdict.evidence, format_state(job)))
     cause = CATALOGUE[cause_id]
     return replace(
         verdict,
         status="failed" if cause_id in (_NODE_FAIL, "slurm.out-of-memory") else "stopped",
         cause=cause_id,
-        summary=_summary(cause, job),
+        summary=_format_summary(cause, job),
         rank=None,
         host=None,
         gpu=None,
         retryable=cause.retryable,
         fix=cause.fix,
-        evidence=(word(job), verdict.summary, *verdict.evidence),
+        evidence=(format_state(job), verdict.summary, *verdict.evidence),
     )
 
 
-def verdict_without_run(job: SlurmJob, evidence: tuple[str, ...] = ()) -> Verdict:
-    """Return the verdict of a job in which no run started."""
+def make_verdict_without_run(job: SlurmJob, evidence: tuple[str, ...] = ()) -> Verdict:
+    """Return the verdict of a job that ended before a run started in it."""
     cause = CATALOGUE[cause_of(job) or "slurm.no-run"]
     return Verdict(
         "stopped" if cause.id in (_CANCELLED, _NOTICE, _REQUEUED) else "failed",
         cause.id,
-        _summary(cause, job),
+        _format_summary(cause, job),
         job.code or (143 if cause.id == _CANCELLED else EX_SOFTWARE),
-        evidence=(word(job), *evidence),
+        evidence=(format_state(job), *evidence),
         retryable=cause.retryable,
         fix=cause.fix,
     )
 
 
 def cause_of(job: SlurmJob) -> str:
-    """Return the cause if Slurm ended or requeued the job, else ""."""
+    """Return the id of the cause if Slurm ended or requeued the job, or ""."""
     if job.restarts and job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD"):
         return _REQUEUED
     return _STATES.get(job.state) or (_NOTICE if job.noticed and job.is_over and job.state != "COMPLETED" else "")
 
 
-def _summary(cause: Cause, job: SlurmJob) -> str:
+def _format_summary(cause: Cause, job: SlurmJob) -> str:
     limit = job.limit if job.limit != "UNLIMITED" else ""
     return cause.summary.format(
         id=job.id,

@@ -1,1 +1,1 @@
-"""Turns the ranks' signals into evidence: progress, stalls and their culprit, stragglers, bad losses. Pure."""
+"""Turns what ranks report into evidence: progress, stalls and their culprit, stragglers, bad losses. It does no I/O."""

@@ -1,8 +1,8 @@
-"""Evidence that a rank is working although it finishes no step. Pure.
+"""Finds evidence that a rank is working although it finishes no step. It does no I/O.
 
 Evidence is something that changes: the stack or its local variables while the rank uses CPU, bytes read or written,
 memory touched for the first time, or the same in the processes and threads that the rank waits for. CPU time or a busy
-GPU alone is no evidence: an endless loop has both.
+GPU alone is not evidence: an endless loop has both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from stoker.control.watch.rank_inspection import RankInspection, Thread, Worker,
 MIN_CPU = 0.1  # cores: a loop that polls and sleeps uses less
 MIN_NATIVE_CPU = 0.25  # cores used by native threads, whose stacks can't be read
 MIN_BYTES = 65536  # between two inspections
-MIN_HELPER_RATE = 16384.0  # bytes per second: loggers and system monitors write less
+MIN_HELPER_RATE = 16384.0  # bytes per second of children or threads: loggers and system monitors write less
 MIN_FAULT_RATE = 100.0  # page faults per second
 
 COMPUTES = "it is computing"
@@ -23,10 +23,10 @@ READS_OR_WRITES = "it is reading or writing files"
 _SLEEP_CALLS = ("nanosleep", "clock_nanosleep")
 
 
-def activity(before: RankInspection | None, now: RankInspection, elapsed_s: float) -> str:
-    """Return what the rank is doing ("it is computing"), or "" without evidence of work.
+def describe_work(before: RankInspection | None, now: RankInspection, elapsed_s: float) -> str:
+    """Return what the rank is doing ("it is computing"), or "" if there is no evidence of work.
 
-    `before` is its inspection `elapsed_s` seconds ago in the same stall.
+    `before` is its inspection `elapsed_s` seconds ago in the same stall, or None.
     """
     if now.state in "TtZ" or stack_frames.in_collective(now.main) or stack_frames.in_rendezvous(now.main):
         return ""
@@ -47,7 +47,7 @@ def activity(before: RankInspection | None, now: RankInspection, elapsed_s: floa
 def _stack_changes(samples: Iterable[Thread | None]) -> bool:
     """Return whether a thread was seen in different functions, with different variables, or at three or more lines.
 
-    Two lines with the same variables are the head and body of a loop that waits: `while not done: pass`.
+    Two lines with the same variables don't count: they may be a waiting loop such as `while not done: pass`.
     """
     functions, lines = set(), set()
     for thread in samples:
@@ -60,7 +60,7 @@ def _stack_changes(samples: Iterable[Thread | None]) -> bool:
 def _touches_memory(before: RankInspection, now: RankInspection, elapsed_s: float) -> bool:
     """Return whether the main thread, or native threads that use CPU, touch memory for the first time.
 
-    This is all that can be seen of one long call into native code, or of reading a memory-mapped file.
+    Nothing else shows that one long call into native code, or reading a memory-mapped file, makes progress.
     """
     if now.main_faults - before.main_faults >= MIN_FAULT_RATE * elapsed_s:
         return True

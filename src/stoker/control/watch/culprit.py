@@ -1,6 +1,6 @@
-"""Turns the inspections of all ranks into one stall: which rank is stuck, what it does, who waits for it. Pure.
+"""Turns the inspections of all ranks into one stall: which rank is stuck, what it does, who waits for it. It does no I/O.
 
-The evidence in order of weight: a stopped process; who waits for whom; the stack that differs; the state of a process.
+The evidence is tried in this order: a stopped process, the graph of waiting ranks, a stack that differs.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def find_culprit(
 ) -> Stall | None:
     """Return what blocks the ranks, or None if nothing does.
 
-    `ended` maps ranks to exit codes, `silent` overdue ranks to seconds without progress. Ranks in `busy` have given
-    evidence of work: ranks without it are blamed first.
+    `ended` maps ranks to exit codes, `silent` maps overdue ranks to seconds without progress. Ranks in `busy` have shown
+    evidence of work: other ranks are blamed first.
     """
     if not inspections:
         return None
@@ -77,35 +77,35 @@ def _find_stall(
     states = {rank: inspection.state for rank, inspection in inspections.items()}
     stopped = [rank for rank in states if states[rank] == "T"] or [rank for rank in states if states[rank] == "t"]
     if stopped:
-        return _stuck(stopped, inspections, graph)  # no proof: whoever stopped it may continue it
-    if world_size == 1:  # it waits for no other rank, whatever its stack and flight recorder look like
+        return _make_stuck_stall(stopped, inspections, graph)  # not a proof: the user who stopped it may continue it
+    if world_size == 1:  # a single rank can't wait for another one, even if its stack is in a collective
         living = [rank for rank, state in states.items() if rank in silent and state != "Z"]
-        return _stuck(living, inspections, WaitGraph((), {}, {})) if living else None
+        return _make_stuck_stall(living, inspections, WaitGraph((), {}, {})) if living else None
     mismatch = find_mismatch(inspections, graph, members, world_size)
     if mismatch is not None:
         return mismatch
-    left = [rank for rank in graph.roots if ended.get(rank) == 0]
-    if left:
-        return _left_early(left, tuple(sorted(graph.behind(left[0]))), ended, steps, graph, inspections)
+    exited = [rank for rank in graph.roots if ended.get(rank) == 0]
+    if exited:
+        return _make_left_stall(exited, tuple(sorted(graph.ranks_behind(exited[0]))), ended, steps, graph, inspections)
     roots = [rank for rank in graph.roots if states.get(rank, "Z") != "Z"]
     if roots:
-        most_waiting = len(graph.behind(roots[0]))
-        guilty = [rank for rank in roots if len(graph.behind(rank)) == most_waiting]
-        return _stuck(_idle_if_any(guilty, busy), inspections, graph)
+        most_waiting = len(graph.ranks_behind(roots[0]))
+        guilty = [rank for rank in roots if len(graph.ranks_behind(rank)) == most_waiting]
+        return _make_stuck_stall(_prefer_idle(guilty, busy), inspections, graph)
     if graph.roots:
-        return None  # they wait for a rank that has failed: its exit says more
+        return None  # they wait for a rank that has failed, and its exit is the cause
     if graph.edges:
         return find_circular_wait(inspections, graph, members, world_size)
     if graph.pending and len(graph.pending) == len(inspections):
-        return _same_operation(inspections, graph)
-    return _by_stacks(inspections, graph, silent, ended, steps, busy)
+        return _make_together_stall(inspections, graph)
+    return _judge_by_stacks(inspections, graph, silent, ended, steps, busy)
 
 
-def _idle_if_any(ranks: list[int], busy: Collection[int]) -> list[int]:
+def _prefer_idle(ranks: list[int], busy: Collection[int]) -> list[int]:
     return [rank for rank in ranks if rank not in busy] or ranks
 
 
-def _awaited_operation(graph: WaitGraph, rank: int) -> tuple[str, str]:
+def _find_awaited_operation(graph: WaitGraph, rank: int) -> tuple[str, str]:
     """Return (the operation in which other ranks wait for this one, its backend)."""
     edge = next((edge for edge in graph.edges if edge.target == rank), None)
     if edge is None:
@@ -113,23 +113,23 @@ def _awaited_operation(graph: WaitGraph, rank: int) -> tuple[str, str]:
     return str(edge.op), edge.op.name.partition(":")[0]
 
 
-def _stuck(guilty: list[int], inspections: InspectionSet, graph: WaitGraph) -> Stall:
-    """Return the stall of ranks that are stuck by themselves, described by the first of them."""
+def _make_stuck_stall(guilty: list[int], inspections: InspectionSet, graph: WaitGraph) -> Stall:
+    """Return the stall of ranks that are not waiting for another rank, with the description of the first of them."""
     rank = guilty[0]
     inspection = inspections[rank]
-    kind, frame, detail = reason(inspection)
+    kind, frame, detail = describe_stuck_rank(inspection)
     wait = blocked_rank.explain_blocked(inspection, inspections) if kind in ("lock", "io", "child", "place") else None
     if wait is not None:
         kind, detail, frame = wait.kind, wait.detail, wait.frame or frame
-    operation, backend = _awaited_operation(graph, rank)
-    waiting = tuple(sorted(graph.behind(rank) - set(guilty)))
+    operation, backend = _find_awaited_operation(graph, rank)
+    waiting = tuple(sorted(graph.ranks_behind(rank) - set(guilty)))
     is_alone = len(inspections) == 1 and not waiting
     if kind in ("lock", "io", "place") and stack_frames.in_rendezvous(inspection.main):
         detail = _CONNECTING.format("it") if is_alone else "it is waiting for the others to join the process group"
     elif kind == "spin" and not is_alone:
         detail += " and enters no collective"
     proof = False
-    call = call_paths.blocked_in(inspection)
+    call = call_paths.find_blocking_call(inspection)
     if call is not None and call.name in call_paths.MESSAGES and not call.returned and inspection.state not in "Tt":
         kind, proof = "diverged", call.peer in waiting
         detail = f"it is waiting in {call_paths.as_op(call, inspection).name.partition(':')[2]}"
@@ -141,7 +141,7 @@ def _stuck(guilty: list[int], inspections: InspectionSet, graph: WaitGraph) -> S
         are = "is" if len(waiting) == 1 else "are"
         lines.append(f"{format_ranks(waiting)} {are} waiting in {operation}, which rank {rank} has not entered")
     if edge is not None and edge.target_op is not None:
-        last = f"rank {rank}'s last operation there is number {edge.target_op.seq}, {edge.target_op}"
+        last = f"rank {rank}'s last operation in that group is number {edge.target_op.seq}, {edge.target_op}"
         lines.append(f"{last}; the others are at number {edge.op.seq}")
     return Stall(
         kind, rank, tuple(guilty), waiting, str(frame or ""), detail, operation, backend, proof, evidence=tuple(lines),
@@ -149,7 +149,7 @@ def _stuck(guilty: list[int], inspections: InspectionSet, graph: WaitGraph) -> S
     )  # fmt: skip
 
 
-def _left_early(
+def _make_left_stall(
     left: list[int],
     waiting: tuple[int, ...],
     ended: Mapping[int, int],
@@ -157,13 +157,13 @@ def _left_early(
     graph: WaitGraph,
     inspections: InspectionSet,
 ) -> Stall:
-    """Return the stall of `waiting` ranks, which wait for the ranks in `left`, which ended with exit code 0.
+    """Return the stall of the `waiting` ranks, whose peers in `left` ended with exit code 0.
 
-    The first rank that left is blamed, with the line at which the first of the others waits, unless only the waiting
-    ranks make that call.
+    The first rank that left is blamed, with the line at which the first of the others waits. If only the waiting ranks
+    make that call, they are blamed instead.
     """
     rank = left[0]
-    operation, backend = _awaited_operation(graph, rank)
+    operation, backend = _find_awaited_operation(graph, rank)
     waiter = next((inspections[other] for other in waiting or sorted(inspections) if other in inspections), None)
     frame = stack_frames.script_frame(waiter.main) if waiter is not None else None
     where = str(frame) if frame is not None and stack_frames.is_script(frame) else ""
@@ -189,23 +189,23 @@ def _left_early(
 def _made_extra_call(
     left: list[int], waiting: tuple[int, ...], steps: Mapping[int, int], inspections: InspectionSet
 ) -> bool:
-    """Return whether the waiting ranks made one call too many: not one of a loop, and the others made as many steps."""
+    """Return whether the waiting ranks made one call too many: one outside of any loop, after as many steps as the others."""
     for rank in waiting:
-        call = call_paths.blocked_in(inspections[rank]) if rank in inspections else None
+        call = call_paths.find_blocking_call(inspections[rank]) if rank in inspections else None
         if call is None or any(other.where == call.where for other in inspections[rank].calls[:-1]):
             return False
     steps_made = [steps.get(rank, 0) for rank in waiting]
     return bool(steps_made) and min(steps_made) > 0 and all(steps.get(rank, 0) >= max(steps_made) for rank in left)
 
 
-def _same_operation(inspections: InspectionSet, graph: WaitGraph) -> Stall:
-    """Return the stall of ranks that have all entered one operation that does not end: the network or a GPU is at fault."""
+def _make_together_stall(inspections: InspectionSet, graph: WaitGraph) -> Stall:
+    """Return the stall of ranks that have all entered one operation that does not finish, so that none of them is to blame."""
     rank, (group, op) = min(graph.pending.items())
     frame = stack_frames.script_frame(inspections[rank].main)
     waiting, backend = tuple(sorted(graph.pending)), op.name.partition(":")[0]
     detail = f"every rank has entered operation {op.seq} of group {group} and it does not finish"
     stall = Stall("together", None, (), waiting, str(frame or ""), detail, str(op), backend)
-    # The flight recorder may show one operation where the ranks called it from different lines.
+    # The flight recorder may show the same operation although the ranks called it from different lines.
     for ranks, _ in stack_frames.group_by_stack(inspections.values()):
         refined = refine_as_rank_only(stall, inspections, ranks, tuple(sorted(set(waiting) - set(ranks))))
         if refined is not stall:
@@ -213,7 +213,7 @@ def _same_operation(inspections: InspectionSet, graph: WaitGraph) -> Stall:
     return stall
 
 
-def _by_stacks(
+def _judge_by_stacks(
     inspections: InspectionSet,
     graph: WaitGraph,
     silent: Mapping[int, float],
@@ -221,7 +221,7 @@ def _by_stacks(
     steps: Mapping[int, int],
     busy: Collection[int],
 ) -> Stall | None:
-    """Return the stall if the flight recorders say nothing: ranks in a collective wait for those that are in none."""
+    """Return the stall if the flight recorders show none: ranks in a collective wait for those that are in none."""
     waiters = {
         rank
         for rank, inspection in inspections.items()
@@ -229,19 +229,21 @@ def _by_stacks(
     }
     others = [rank for rank, inspection in inspections.items() if rank not in waiters and inspection.state != "Z"]
     if waiters and not others:
-        left = [rank for rank, code in ended.items() if code == 0]
-        if left:
-            return replace(_left_early(left, tuple(sorted(waiters)), ended, steps, graph, inspections), proof=False)
-        return _by_differing_stacks(inspections, waiters)
+        exited = [rank for rank, code in ended.items() if code == 0]
+        if exited:
+            return replace(
+                _make_left_stall(exited, tuple(sorted(waiters)), ended, steps, graph, inspections), proof=False
+            )
+        return _compare_stacks(inspections, waiters)
     guilty = [rank for rank in others if rank in silent] or (others if waiters else [])
     if not guilty:
         return None
-    stall = _stuck(_idle_if_any(sorted(guilty), busy), inspections, graph)
+    stall = _make_stuck_stall(_prefer_idle(sorted(guilty), busy), inspections, graph)
     return replace(stall, waiting=tuple(sorted(waiters))) if waiters else stall
 
 
-def _by_differing_stacks(inspections: InspectionSet, waiters: set[int]) -> Stall:
-    """Return the stall if all ranks are in a collective and only their stacks show which: the minority has diverged."""
+def _compare_stacks(inspections: InspectionSet, waiters: set[int]) -> Stall:
+    """Return the stall of ranks that are all in a collective: those whose stack differs from that of most ranks are blamed."""
     groups = stack_frames.group_by_stack(inspections.values())
     ranks, first = groups[0]
     frame: Frame | None = stack_frames.script_frame(first.main)
@@ -249,7 +251,7 @@ def _by_differing_stacks(inspections: InspectionSet, waiters: set[int]) -> Stall
     lines = {stack_frames.script_frame(inspection.main) for inspection in inspections.values()}
     if len(lines) == 1 and all(stack_frames.in_rendezvous(inspection.main) for inspection in inspections.values()):
         return Stall("together", None, (), waiting, where, _CONNECTING.format("every rank"))
-    if len(groups) == 1 and all(computes(inspection) for inspection in inspections.values()):
+    if len(groups) == 1 and all(is_computing(inspection) for inspection in inspections.values()):
         phase = " in the backward pass" if stack_frames.in_backward(first.main) else ""
         return Stall("spin", None, (), (), where, f"every rank is computing{phase}")
     if len(groups) == 1:
@@ -267,9 +269,9 @@ def _by_differing_stacks(inspections: InspectionSet, waiters: set[int]) -> Stall
     return Stall("diverged", ranks[0], ranks, tuple(sorted(waiters - set(ranks))), where, parties=parties)
 
 
-# ---- what a stuck rank is doing, from its own process alone ----
+# ---- what a stuck rank is doing, as its process shows ----
 
-BUSY_CPU = 0.5  # cores: more than this is computing, not waiting
+BUSY_CPU = 0.5  # cores: a thread that uses more is computing, not waiting
 _CONNECTING = "{} is still connecting, waiting for a name lookup, a port or another rank"
 _SLEEP_CALLS = ("nanosleep", "clock_nanosleep")
 _CHILD_CALLS = ("wait4", "waitid")
@@ -278,7 +280,7 @@ _IO_CALLS = ("read", "write", "poll", "ppoll", "select", "pselect6", "connect", 
 _IO_CHANNELS = ("pipe", "sk_wait", "wait_woken", "partner", "poll")
 
 
-def reason(inspection: RankInspection) -> tuple[str, Frame | None, str]:
+def describe_stuck_rank(inspection: RankInspection) -> tuple[str, Frame | None, str]:
     """Return why a rank makes no progress: (kind of the stall, frame to look at, detail)."""
     frame = stack_frames.script_frame(inspection.main)
     syscall, wchan = inspection.syscall, inspection.wchan
@@ -288,8 +290,8 @@ def reason(inspection: RankInspection) -> tuple[str, Frame | None, str]:
         return "debugged", frame, "its process is held by a debugger or tracer"
     if inspection.state == "D":
         detail = f"its process is in uninterruptible sleep ({wchan or 'D state'})"
-        return "disk", frame, f"{detail}: a disk, network file system or driver does not answer"
-    worker = _stuck_worker(inspection)
+        return "disk", frame, f"{detail}: a disk, network file system or driver is not responding"
+    worker = _find_stuck_worker(inspection)
     if worker is not None:
         worker_frame = stack_frames.script_frame(worker.frames)
         doing = "is computing" if worker.cpu > BUSY_CPU else "is stuck"
@@ -297,27 +299,27 @@ def reason(inspection: RankInspection) -> tuple[str, Frame | None, str]:
         at = f" at {worker_frame}" if worker_frame else ""
         detail = f"it is waiting for its data-loader worker {worker.pid}, which {doing}{at}"
         return "worker", worker_frame or frame, detail
-    thread = _script_thread(inspection) if stack_frames.at_shutdown(inspection.main) else None
+    thread = _find_script_thread(inspection) if stack_frames.at_shutdown(inspection.main) else None
     if thread is not None:
         name = f" {thread.name}" if thread.name else ""
         detail = f"its script has ended, and Python is waiting for its thread{name}, which is still running"
         return "lock", stack_frames.script_frame(thread.frames), detail
     if stack_frames.in_loader(inspection.main):
         return "worker", frame, "it is waiting for data that none of its data-loader workers is preparing"
-    same_line, active, gil = _steadiness(inspection)
+    is_on_one_line, is_running, holds_gil = _measure_steadiness(inspection)
     waits = syscall in (*_SLEEP_CALLS, *_CHILD_CALLS, *_IO_CALLS) or "nanosleep" in wchan
-    # The rank makes no step although its GPU is busy.
+    # The rank makes no progress although its GPU is busy: the kernel on it does not finish.
     if inspection.gpu_use is not None and inspection.gpu_use >= 90 and not waits:
         return (
             "kernel",
             frame,
             f"it is waiting for a GPU kernel that does not finish (its GPU is at {inspection.gpu_use} %)",
         )
-    if computes(inspection):
-        how = (", holding the GIL" if gil else "") + (", always on this line" if same_line else "")
+    if is_computing(inspection):
+        how = (", holding the GIL" if holds_gil else "") + (", always on this line" if is_on_one_line else "")
         no_stack = "" if inspection.main else ", no Python stack seen"
         return "spin", frame, f"it is computing ({inspection.cpu:.1f} cores{how}{no_stack})"
-    if gil and not active:
+    if holds_gil and not is_running:
         inside = f" in {syscall}" if syscall else ""
         return "gil", frame, f"native code called there holds the GIL and is waiting{inside}"
     if syscall in _SLEEP_CALLS or "nanosleep" in wchan:
@@ -334,7 +336,7 @@ def reason(inspection: RankInspection) -> tuple[str, Frame | None, str]:
     return "place", frame, f"it is in {inside}" if inside else "it runs now and then"
 
 
-def _script_thread(inspection: RankInspection) -> Thread | None:
+def _find_script_thread(inspection: RankInspection) -> Thread | None:
     """Return a thread other than the main one that is in the script's own code."""
     threads = inspection.samples[-1] if inspection.samples else ()
     return next(
@@ -342,15 +344,15 @@ def _script_thread(inspection: RankInspection) -> Thread | None:
     )
 
 
-def computes(inspection: RankInspection) -> bool:
-    """Return whether the rank uses a CPU, or is ready to: on an overloaded machine a busy loop is not waiting either."""
+def is_computing(inspection: RankInspection) -> bool:
+    """Return whether the rank uses a CPU or is ready to run: a busy loop on an overloaded machine rarely gets a CPU."""
     if inspection.main_cpu + inspection.waiting_for_core > BUSY_CPU:
         return True
     return inspection.main_cpu == 0.0 and inspection.cpu > BUSY_CPU
 
 
-def _steadiness(inspection: RankInspection) -> tuple[bool, bool, bool]:
-    """Return whether the main thread was (on one line in all samples, ever running, holding the GIL in all samples)."""
+def _measure_steadiness(inspection: RankInspection) -> tuple[bool, bool, bool]:
+    """Return whether the main thread was (on one line in all samples, running in any, holding the GIL in all)."""
     threads = [thread for thread in map(main_thread, inspection.samples) if thread is not None]
     lines = {thread.frames[:1] for thread in threads}
     return (
@@ -360,8 +362,8 @@ def _steadiness(inspection: RankInspection) -> tuple[bool, bool, bool]:
     )
 
 
-def _stuck_worker(inspection: RankInspection) -> Worker | None:
-    """Return the data-loader worker that the main thread waits for: one that is not waiting for work itself."""
+def _find_stuck_worker(inspection: RankInspection) -> Worker | None:
+    """Return a data-loader worker that blocks the main thread: one that is stopped or busy, or None."""
     if not stack_frames.in_loader(inspection.main):
         return None
     workers = [worker for worker in inspection.workers if worker.frames or worker.state in "TtD"]
@@ -371,7 +373,7 @@ def _stuck_worker(inspection: RankInspection) -> Worker | None:
 
 
 def _is_idle_worker(worker: Worker) -> bool:
-    """Return whether a process waits for the next index, or is no data-loader worker (multiprocessing's tracker)."""
+    """Return whether a process waits for the next index, or is not a data-loader worker (multiprocessing's tracker)."""
     functions = [frame.function for frame in worker.frames]
     return "fetch" not in functions and (
         "_worker_loop" in functions or "resource_tracker" in worker.command or not functions

@@ -1,8 +1,8 @@
-"""Ranks that wait for each other: what each entered, where, and which ranks diverged from the common path. Pure.
+"""Finds which of the ranks that wait for each other diverged, and what each rank entered. It does no I/O.
 
-The operations of all ranks are aligned up to the first that differs. The ranks that diverged are decided by what most
-ranks entered there, else by each rank's own past: training repeats itself, so the next operation is predictable. If
-neither decides it, it is a tie and no rank is blamed.
+The operations of all ranks are aligned up to the first that differs. The majority there counts as the common path. Without
+a majority, earlier steps decide: training repeats itself, so the next operation is predictable. If neither decides, it is a
+tie and no rank is blamed.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from stoker.control.watch.rank_inspection import (
 from stoker.control.watch.rank_only import refine_as_rank_only
 from stoker.control.watch.wait_graph import WaitGraph
 
-SourceLine = tuple[str, int]  # file and line of the script
+SourceLine = tuple[str, int]  # (file, line) of the script
 
 
 @frozen
 class Divergence:
     parties: tuple[Party, ...]  # those that diverged first
-    diverged: tuple[int, ...]  # ranks that diverged from the common path; empty for a tie
-    reason: str  # how that was decided
+    diverged: tuple[int, ...]  # ranks that diverged from the common path; () for a tie
+    reason: str  # why these ranks are blamed, or none
 
 
 @frozen
@@ -52,12 +52,12 @@ class PathStep:
 
 
 def find_divergence(inspections: InspectionSet, members: Members, world_size: int) -> Divergence | None:
-    """Return which ranks diverged, or None: from the call logs, else from the flight recorders.
+    """Return which ranks diverged, according to the call logs or else the flight recorders, or None.
 
-    The recorders of all ranks are compared, then those of the members of each group: programs of different groups may
-    differ by design (pipeline stages).
+    Compare the recorders of all ranks, then those of the members of each group: programs of different groups may differ by
+    design (pipeline stages).
     """
-    parties = call_paths.first_difference(inspections)
+    parties = call_paths.find_first_difference(inspections)
     if parties:
         return decide_divergence(parties)
     recorded = {
@@ -75,17 +75,17 @@ def find_divergence(inspections: InspectionSet, members: Members, world_size: in
         ),
     ]
     for ranks in dict.fromkeys(tuple(sorted(set(ranks) & recorded.keys())) for ranks in candidates):
-        parties = _first_difference({rank: recorded[rank] for rank in ranks}, members, world_size)
+        parties = _find_first_difference({rank: recorded[rank] for rank in ranks}, members, world_size)
         if parties:
-            return decide_divergence(_with_unrecorded(parties, recorded, unrecorded))
+            return decide_divergence(_add_unrecorded(parties, recorded, unrecorded))
     return None
 
 
-def _divergence_of_ended_ranks(inspections: InspectionSet) -> Divergence | None:
-    """Return which ranks diverged if gloo ended some ranks because sizes differ, or None if that can't be seen.
+def _find_divergence_of_ended(inspections: InspectionSet) -> Divergence | None:
+    """Return which ranks diverged if gloo ended some ranks because sizes differ, or None if that is unknown.
 
-    The flight recorders of the ended ranks are gone, and the others agree. The call log shows what the ended ranks did: the
-    same call as the others, no call (they were in DDP's backward pass too), or another call. A rank without a log
+    The flight recorders of the ended ranks are lost, and those of the others agree. The call log shows what the ended ranks
+    did: the same call as the others, no call (they were in DDP's backward pass too), or another call. A rank without a log
     counts as one that made another call.
     """
     recorded = {
@@ -132,17 +132,17 @@ def members_of(group: Group, rank: int, members: Members, world_size: int) -> tu
     return tuple(range(world_size)) if group.about == "default_pg" or group.name == "0" else (rank,)
 
 
-def _first_difference(inspections: InspectionSet, members: Members, world_size: int) -> list[Party]:
-    """Return the parties of the first operation in which the flight recorders differ; empty if there is none."""
+def _find_first_difference(inspections: InspectionSet, members: Members, world_size: int) -> list[Party]:
+    """Return the parties of the first operation in which the flight recorders differ, or []."""
     if len(inspections) < 2:
         return []
     names = {
-        rank: _group_names(inspection, inspections, members, world_size) for rank, inspection in inspections.items()
+        rank: _name_groups(inspection, inspections, members, world_size) for rank, inspection in inspections.items()
     }
     shared = set.intersection(*(set(own.values()) for own in names.values()))
-    # Compare only groups that all these ranks are in, aligned by an operation that all recorders still hold.
+    # Compare only groups that all these ranks are in, from an operation on that all recorders still hold.
     paths = {
-        rank: [step for step in _path(inspection, names[rank]) if step.key[0] in shared]
+        rank: [step for step in _collect_path(inspection, names[rank]) if step.key[0] in shared]
         for rank, inspection in inspections.items()
     }
     used = set.intersection(*({step.key[0] for step in path} for path in paths.values()))
@@ -159,21 +159,21 @@ def _first_difference(inspections: InspectionSet, members: Members, world_size: 
             by_key.setdefault(step.key, []).append(rank)
         if len(by_key) > 1:
             if all(step.op.done for step in steps.values()):
-                return []  # the difference blocked no rank: the programs differ by design
-            return [_party(steps, ranks) for ranks in by_key.values()]
+                return []  # every rank finished the operation, so the programs differ by design
+            return [_make_party(steps, ranks) for ranks in by_key.values()]
     return []
 
 
-def _party(steps: Mapping[int, PathStep], ranks: list[int]) -> Party:
-    """Make a party, represented by a rank that still waits in the operation and whose past says whether it is usual."""
+def _make_party(steps: Mapping[int, PathStep], ranks: list[int]) -> Party:
+    """Make a party with the operation of one of its ranks, preferably one that still waits in it and knows if it is usual."""
     step = max((steps[rank] for rank in ranks), key=lambda step: (not step.op.done, step.op.usual is not None))
     return Party(tuple(sorted(ranks)), step.group, step.op)
 
 
-def _group_names(
+def _name_groups(
     inspection: RankInspection, inspections: InspectionSet, members: Members, world_size: int
 ) -> dict[str, tuple[object, ...]]:
-    """Return a name for each of a rank's groups that means the same on every rank, such as "second group of four ranks"."""
+    """Return names for a rank's groups that are the same on every rank: (description, size, number of such a group)."""
     sizes = {group.name: len(members_of(group, inspection.rank, members, world_size)) for group in inspection.groups}
     sizes |= {name: len(ranks) for name, ranks in members.items() if inspection.rank in ranks}
     about = {group.name: group.about for other in inspections.values() for group in other.groups}
@@ -186,7 +186,7 @@ def _group_names(
     return names
 
 
-def _path(inspection: RankInspection, names: Mapping[str, tuple[object, ...]]) -> list[PathStep]:
+def _collect_path(inspection: RankInspection, names: Mapping[str, tuple[object, ...]]) -> list[PathStep]:
     """Return all collectives of a rank in the order in which it made them."""
     steps = [
         PathStep((names[group.name], group.backend, *operation_signature(op.name, op.sizes)), group.name, op)
@@ -207,7 +207,7 @@ def _current_line(inspection: RankInspection) -> SourceLine | None:
     return (frame.file, frame.line) if frame is not None else None
 
 
-def _with_unrecorded(parties: list[Party], recorded: InspectionSet, unrecorded: InspectionSet) -> list[Party]:
+def _add_unrecorded(parties: list[Party], recorded: InspectionSet, unrecorded: InspectionSet) -> list[Party]:
     """Add each rank without a flight recorder to the party whose ranks are at the same line."""
     ranks_of = [list(party.ranks) for party in parties]
     lines_of = [{_current_line(recorded[rank]) for rank in party.ranks} for party in parties]
@@ -219,11 +219,11 @@ def _with_unrecorded(parties: list[Party], recorded: InspectionSet, unrecorded: 
 
 
 def decide_divergence(parties: list[Party], by_majority: bool = True) -> Divergence:
-    """Decide which parties diverged: the minority, else those whose operation never followed the same ones before."""
+    """Decide which parties diverged: the minority, else those whose operation never came next in earlier steps."""
     parties = sorted(parties, key=lambda party: (len(party.ranks), party.ranks))
     largest = parties[-1]
     if by_majority and 2 * len(largest.ranks) > sum(len(party.ranks) for party in parties):
-        minority = _ranks(parties[:-1])
+        minority = _ranks_of(parties[:-1])
         reason = f"{format_ranks(largest.ranks)} did the same, {format_ranks(minority)} did not"
         return Divergence(tuple(parties), minority, reason)
     usual = [party for party in parties if party.op is not None and party.op.usual]
@@ -234,13 +234,15 @@ def decide_divergence(parties: list[Party], by_majority: bool = True) -> Diverge
         diverged = unusual
     if diverged and len(diverged) < len(parties):
         stayed = [party for party in parties if party not in diverged]
-        reason = f"the operations before it repeat, and what {format_ranks(_ranks(diverged))} entered never came next"
-        return Divergence((*diverged, *stayed), _ranks(diverged), reason)
+        reason = (
+            f"the operations before it repeat, and what {format_ranks(_ranks_of(diverged))} entered never came next"
+        )
+        return Divergence((*diverged, *stayed), _ranks_of(diverged), reason)
     parties.sort(key=lambda party: party.ranks)
     return Divergence(tuple(parties), (), "it is a tie, and no earlier operation shows which one is usual")
 
 
-def _ranks(parties: Iterable[Party]) -> tuple[int, ...]:
+def _ranks_of(parties: Iterable[Party]) -> tuple[int, ...]:
     return tuple(sorted(rank for party in parties for rank in party.ranks))
 
 
@@ -248,40 +250,40 @@ def _ranks(parties: Iterable[Party]) -> tuple[int, ...]:
 
 
 def find_mismatch(inspections: InspectionSet, graph: WaitGraph, members: Members, world_size: int) -> Stall | None:
-    """Return the stall if ranks entered different operations, or sizes, under one number of a group: that is proof."""
+    """Return the stall if ranks entered different operations or sizes under one sequence number, or None. It is a proof."""
     edges = [edge for edge in graph.edges if edge.reason in ("other-op", "other-shape")]
     if not edges:
         return None
-    divergence = find_divergence(inspections, members, world_size) or decide_divergence(_parties_of(edges))
-    return _stall(divergence, inspections, proof=True)
+    divergence = find_divergence(inspections, members, world_size) or decide_divergence(_collect_parties(edges))
+    return _make_stall(divergence, inspections, proof=True)
 
 
 def find_circular_wait(inspections: InspectionSet, graph: WaitGraph, members: Members, world_size: int) -> Stall:
-    """Return the stall of ranks that all wait for another: in another order of groups, or messages that don't pair."""
-    # An asynchronous operation need not be waited for: it is only a deadlock if every rank is inside a collective.
+    """Return the stall of ranks that wait for each other in a circle: in different groups, or in messages that don't pair."""
+    # A rank may start an asynchronous operation and continue: it is only a deadlock if every rank is blocked in a call.
     proof = all(_is_blocked(inspections[rank]) for rank in graph.pending)
     divergence = find_divergence(inspections, members, world_size)
     if divergence is not None:
-        return _stall(divergence, inspections, proof, kind="diverged")
+        return _make_stall(divergence, inspections, proof, kind="diverged")
     messages = any(op.p2p for _, op in graph.pending.values())
     parties: dict[object, list[int]] = {}
     pending = dict(graph.pending)
     for rank, (group, op) in graph.pending.items():
-        call = call_paths.blocked_in(inspections[rank])
+        call = call_paths.find_blocking_call(inspections[rank])
         if messages and call is not None:  # the flight recorder's order of operations lacks messages
             pending[rank] = group, call_paths.as_op(call, inspections[rank])
         op = pending[rank][1]
         parties.setdefault((group, op.name, op.usual) if messages else group, []).append(rank)
     waiting = [Party(tuple(sorted(ranks)), *pending[ranks[0]]) for ranks in parties.values()]
-    # Ranks play different parts in sending and receiving, so a majority means nothing there.
-    stall = _stall(decide_divergence(waiting, by_majority=not messages), inspections, proof, kind="diverged")
+    # Senders and receivers make different calls by design, so the majority doesn't count for messages.
+    stall = _make_stall(decide_divergence(waiting, by_majority=not messages), inspections, proof, kind="diverged")
     only_messages = all(op.p2p for _, op in pending.values())
     return replace(stall, detail="messages") if only_messages and stall.rank is None else stall
 
 
 def _is_blocked(inspection: RankInspection) -> bool:
     """Return whether the main thread is inside a collective, or asleep until a message has been sent or received."""
-    call = call_paths.blocked_in(inspection)
+    call = call_paths.find_blocking_call(inspection)
     waits = call is not None and call.name in call_paths.MESSAGES and inspection.main_cpu < 0.1
     return waits or stack_frames.in_collective(inspection.main)
 
@@ -289,15 +291,15 @@ def _is_blocked(inspection: RankInspection) -> bool:
 def find_divergence_of_failed(
     inspections: InspectionSet, members: Members, world_size: int, sizes_differ: bool
 ) -> Stall | None:
-    """Return the stall of ranks that failed in a collective; `sizes_differ` if gloo ended one for that."""
+    """Return the stall of ranks that failed in a collective, or None. `sizes_differ` means that gloo ended a rank for that."""
     divergence = find_divergence(inspections, members, world_size)
     if divergence is None and sizes_differ:
-        divergence = _divergence_of_ended_ranks(inspections)
-    return _stall(divergence, inspections, proof=True) if divergence is not None else None
+        divergence = _find_divergence_of_ended(inspections)
+    return _make_stall(divergence, inspections, proof=True) if divergence is not None else None
 
 
-def _parties_of(edges: list[Wait]) -> list[Party]:
-    """Return the parties from what each rank waits in, where the ranks' paths can't be aligned."""
+def _collect_parties(edges: list[Wait]) -> list[Party]:
+    """Group the ranks by the operation they wait in. This replaces the comparison of paths that can't be aligned."""
     entered: dict[tuple[object, ...], dict[int, Party]] = {}
     for edge in edges:
         for rank, op in ((edge.rank, edge.op), (edge.target, edge.target_op)):
@@ -307,9 +309,9 @@ def _parties_of(edges: list[Wait]) -> list[Party]:
     return [Party(tuple(sorted(ranks)), first.group, first.op) for ranks, first in firsts]
 
 
-def _stall(divergence: Divergence, inspections: InspectionSet, proof: bool, kind: str = "") -> Stall:
+def _make_stall(divergence: Divergence, inspections: InspectionSet, proof: bool, kind: str = "") -> Stall:
     """Describe a divergence as a stall, with the kind that its operations and stacks show."""
-    kind = kind or _kind(divergence.parties, inspections)
+    kind = kind or _classify(divergence.parties, inspections)
     if kind == "op-mismatch":
         divergence, fewer_batches = _check_left_loop(divergence, inspections)
         kind = "unequal" if fewer_batches else kind
@@ -317,21 +319,21 @@ def _stall(divergence: Divergence, inspections: InspectionSet, proof: bool, kind
     others = tuple(sorted({rank for party in parties for rank in party.ranks} - set(diverged)))
     rank = diverged[0] if diverged else None
     entered = tuple(
-        (party.ranks, _entered(party, parties), str(_party_frame(party, parties, inspections) or ""))
+        (party.ranks, _describe_entered(party, parties), str(_find_party_frame(party, parties, inspections) or ""))
         for party in parties
     )
     usual = next((party for party in reversed(parties) if party.op is not None), parties[-1])
     same_sizes = len({str(party.op.sizes) for party in parties if party.op is not None}) == 1
     guilty_party = next((party for party in parties if rank in party.ranks), None)
-    frame = _party_frame(guilty_party, parties, inspections) if guilty_party is not None else None
-    lines = [f"{format_ranks(party.ranks)} entered {_operation(party)}" for party in parties]
+    frame = _find_party_frame(guilty_party, parties, inspections) if guilty_party is not None else None
+    lines = [f"{format_ranks(party.ranks)} entered {_describe_operation(party)}" for party in parties]
     stall = Stall(
         kind, rank, diverged, others, where=str(frame or ""),
         detail="dtype" if kind == "shape-mismatch" and same_sizes else "",
         operation=str(usual.op or ""), backend=usual.op.name.partition(":")[0] if usual.op else "gloo",
         proof=proof, evidence=(*lines, divergence.reason), parties=entered,
     )  # fmt: skip
-    # If the call of one party depends on the rank and those of the others do not, that party is to blame.
+    # A party whose call is inside a condition on the rank is to blame if the calls of the others are not.
     for party in parties:
         rest = tuple(rank for other in parties if other is not party for rank in other.ranks)
         refined = refine_as_rank_only(stall, inspections, party.ranks, rest)
@@ -342,7 +344,10 @@ def _stall(divergence: Divergence, inspections: InspectionSet, proof: bool, kind
 
 
 def _check_left_loop(divergence: Divergence, inspections: InspectionSet) -> tuple[Divergence, bool]:
-    """Return whether a party had fewer batches: it left the loop the others are in. It is blamed if nothing else decides."""
+    """Return the divergence, and whether a party left the loop that the others are in because it had fewer batches.
+
+    In a tie, that party is blamed.
+    """
     for party in divergence.parties:
         others = tuple(rank for other in divergence.parties if other is not party for rank in other.ranks)
         if divergence.diverged in ((), party.ranks) and _left_loop(inspections, party.ranks, others):
@@ -353,8 +358,11 @@ def _check_left_loop(divergence: Divergence, inspections: InspectionSet) -> tupl
     return divergence, False
 
 
-def _kind(parties: tuple[Party, ...], inspections: InspectionSet) -> str:
-    """Tell different calls from one call with different tensors: the lines decide where both are all_reduce."""
+def _classify(parties: tuple[Party, ...], inspections: InspectionSet) -> str:
+    """Return the kind of the stall: different calls, or one call with different tensors.
+
+    If all parties are in the same operation, the lines of the calls decide.
+    """
     ops = [party.op for party in parties if party.op is not None]
     if len({operation_kind(op.name) for op in ops}) > 1:
         return "op-mismatch"
@@ -364,14 +372,14 @@ def _kind(parties: tuple[Party, ...], inspections: InspectionSet) -> str:
     return "diverged" if all(lines) and not set.intersection(*lines) else "shape-mismatch"
 
 
-def _operation(party: Party) -> str:
+def _describe_operation(party: Party) -> str:
     if party.op is None:
         return "an operation of another size"
     number = f"operation {party.op.seq}" if party.op.seq else "a call"
     return f"{number} of group {party.group}: {party.op}"
 
 
-def _entered(party: Party, parties: tuple[Party, ...]) -> str:
+def _describe_entered(party: Party, parties: tuple[Party, ...]) -> str:
     if party.op is None:
         return "an operation of another size"
     if len({other.group for other in parties if other.op is not None}) > 1:
@@ -383,7 +391,7 @@ def _entered(party: Party, parties: tuple[Party, ...]) -> str:
 
 
 def _is_asynchronous(op: Op) -> bool:
-    """Return whether this is a message that the script waits for elsewhere, with Work.wait()."""
+    """Return whether this is an isend or irecv, which the script waits for at another line, with Work.wait()."""
     return "isend" in op.name or "irecv" in op.name
 
 
@@ -395,11 +403,11 @@ def _call_lines(party: Party, inspections: InspectionSet) -> set[tuple[SourceLin
     return {(line,) for line in lines if line is not None}
 
 
-def _party_frame(party: Party, parties: tuple[Party, ...], inspections: InspectionSet) -> Frame | None:
-    """Return the line from which a party entered its operation, or None if that is unknown.
+def _find_party_frame(party: Party, parties: tuple[Party, ...], inspections: InspectionSet) -> Frame | None:
+    """Return the line from which a party entered its operation, or None if it is unknown.
 
-    If all parties made the call from the same line of a helper function, that is the first caller's line in which they
-    differ. The present stack of a rank that has finished the operation says nothing about it.
+    If all parties made the call in the same line of a helper function, return the innermost caller's line that differs. The
+    current stack of a rank that has finished the operation doesn't show where it was called.
     """
     op = party.op
     if op is not None and _is_asynchronous(op):
@@ -432,9 +440,9 @@ def _left_loop(inspections: InspectionSet, ranks: tuple[int, ...], others: tuple
 
 
 def _is_after_loop(frames: tuple[Frame, ...], other_frames: tuple[Frame, ...]) -> bool:
-    """Return whether a stack is behind the loop that another is in, at the outermost line in which the two differ.
+    """Return whether a stack is after the loop that another stack is in, at the outermost line in which the two differ.
 
-    A stack before the loop doesn't count: that rank may still enter it.
+    A stack before the loop doesn't count, because that rank may still enter it.
     """
     for frame, other in zip(reversed(frames), reversed(other_frames), strict=False):
         if (frame.file, frame.name) != (other.file, other.name):

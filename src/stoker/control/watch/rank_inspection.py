@@ -1,6 +1,6 @@
-"""Typed form of an agent's inspection of a rank: stacks, collectives, processes, open files.
+"""Data classes for an agent's inspection of a rank (stacks, collectives, processes, open files) and their parser.
 
-Agents send it as JSON. A field that is missing or has the wrong type keeps its default: evidence we don't have.
+Agents send inspections as JSON. A field that is missing or has the wrong type keeps its default, which means unknown.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MAX_SHAPES_LENGTH = 400  # characters: an operation may have hundreds of tensor
 
 @frozen
 class Condition:
-    """A condition in the script that depends on the rank: only some ranks run the code inside it."""
+    """A condition on the rank in the script: only some ranks run the code inside it."""
 
     line: int
     text: str  # if rank == 0
@@ -31,7 +31,7 @@ class Frame:
     file: str
     line: int
     loops: tuple[int, ...] = ()  # first lines of the loops around it, if the source could be read
-    conditions: tuple[Condition, ...] = ()  # conditions on the rank around it or before it, outermost first
+    conditions: tuple[Condition, ...] = ()  # conditions on the rank that the line depends on, outermost first
 
     as_list = True  # JSON: [name, file, line, loops, conditions]
 
@@ -40,7 +40,7 @@ class Frame:
 
     @property
     def function(self) -> str:
-        """Return the name without the class: py-spy says Loader._next_data from Python 3.11 on, faulthandler _next_data."""
+        """Return the name without the class: py-spy reports Loader._next_data from Python 3.11 on, faulthandler _next_data."""
         return self.name.rpartition(".")[2]
 
 
@@ -49,7 +49,7 @@ class LockUse:
     """A lock that a thread waits for, or that it holds according to the source around its line."""
 
     text: str  # self.lock
-    key: str  # two uses with the same key are of the same object; empty if the object is unknown
+    key: str  # identifies the lock object; "" if it is unknown
     held: bool
     name: str  # the function
     file: str
@@ -70,7 +70,7 @@ class Thread:
     gil: bool = False
     name: str = ""
     current: bool = False  # this thread crashed
-    values: str = ""  # digest of the local variables of its frames; empty if they can't be read
+    values: str = ""  # digest of the local variables of its frames; "" if they can't be read
     locks: tuple[LockUse, ...] = ()  # innermost first
 
 
@@ -84,14 +84,14 @@ class Op:
     sizes: tuple[Any, ...]
     done: bool
     order: int = 0
-    usual: bool | None = None  # it followed the same operations before (contract/flight_recorder.py); None: unknown
-    frames: tuple[Frame, ...] = ()  # the script's lines at the call; empty for what torch starts in C++ (DDP)
+    usual: bool | None = None  # whether it followed the same operations before (contract/flight_recorder.py), if known
+    frames: tuple[Frame, ...] = ()  # the script's lines at the call; () for operations that torch starts in C++ (DDP)
     dtype: str = ""
 
     def __str__(self) -> str:
         if not self.sizes:
             return self.name
-        if self.dtype:  # from the call log, which has no shapes
+        if self.dtype:  # the operation comes from the call log, which has no shapes
             return f"{self.name} of {plural(self.sizes[0][0], 'element')} ({self.dtype})"
         limit = _MAX_SHAPES_LENGTH
         shapes = ", ".join(str(size[:limit] if isinstance(size, (list, str)) else size) for size in self.sizes[:limit])
@@ -105,7 +105,7 @@ class Party:
 
     ranks: tuple[int, ...]
     group: str = ""
-    op: Op | None = None  # None: unknown, because gloo ended these ranks and their flight recorders are gone
+    op: Op | None = None  # None if gloo ended these ranks: then their flight recorders are lost
 
 
 @frozen
@@ -117,7 +117,7 @@ class Wait:
     reason: str  # absent, other-op, other-shape, peer
     group: str
     op: Op
-    target_op: Op | None = None  # what the target did instead
+    target_op: Op | None = None  # the operation that the target entered instead
 
 
 @frozen
@@ -126,13 +126,13 @@ class Group:
     ops: tuple[Op, ...]
     backend: str = ""
     about: str = ""
-    ranks: tuple[int, ...] = ()  # empty if torch does not say
+    ranks: tuple[int, ...] = ()  # () if they are unknown
 
     @property
     def pending(self) -> Op | None:
-        """Return the first operation that is not done, in which the rank waits."""
+        """Return the first operation that is not done, in which the rank waits, or None."""
         undone = [op for op in self.ops if not op.done]
-        if len(undone) > 20:  # a torch that never marks operations as done: only the newest can be the pending one
+        if len(undone) > 20:  # this version of torch never marks operations as done, so only the newest can be pending
             return undone[-1]
         return undone[0] if undone else None
 
@@ -146,7 +146,7 @@ class Call:
     name: str
     group: str
     entered_ns: int
-    left_ns: int  # 0: it has not returned; 1: it raised
+    left_ns: int  # when it returned; 0 if it has not returned, 1 if it raised
     elements: int = -1
     dtype: str = ""
     peer: int | None = None
@@ -167,8 +167,8 @@ class OtherProcess:
 
     pid: int
     command: str = ""
-    rank: int | None = None  # the rank it belongs to; None if it belongs to no rank of this run on this host
-    is_rank: bool = False  # it is the rank itself, not a child
+    rank: int | None = None  # the rank of this run that it belongs to, if any
+    is_rank: bool = False  # whether it is the rank's own process rather than a child
 
 
 @frozen
@@ -182,7 +182,7 @@ class BlockedOn:
     writes: bool = False
     state: str = ""  # of a socket: listening, connecting, not accepted, closed
     others: tuple[OtherProcess, ...] = ()
-    hidden: int = 0  # number of processes whose open files can't be read: one may have the other end open
+    hidden: int = 0  # number of processes whose open files can't be read, and which may have the other end open
 
 
 @frozen
@@ -212,7 +212,7 @@ class Worker:
 
 @frozen
 class RankInspection:
-    """The content of one inspection of a rank. The field names are the keys of the agent's JSON."""
+    """One inspection of a rank. The field names are the keys of the agent's JSON."""
 
     rank: int
     state: str = "?"
@@ -229,7 +229,7 @@ class RankInspection:
     wchan: str = ""
     syscall: str = ""
     blocked: tuple[BlockedOn, ...] = ()
-    awaited_pid: int = 0  # the child whose exit the main thread waits for; 0: any child, or none
+    awaited_pid: int = 0  # the child whose exit the main thread waits for; 0 if it waits for any child or none
     wait_unseen: str = ""  # why the system call could not be read
     samples: tuple[tuple[Thread, ...], ...] = ()
     stacks_by: str = ""
@@ -245,13 +245,13 @@ class RankInspection:
     lanes: tuple[int | None, ...] = ()  # PCIe lanes of its GPU: current, maximum
 
     @property
-    def newest(self) -> int:
-        """Return when it entered its newest collective, in nanoseconds on its host's clock."""
+    def newest_entry_ns(self) -> int:
+        """Return when it entered its newest collective, in nanoseconds of its host's clock, or 0."""
         return max((op.order for group in self.groups for op in group.ops), default=0)
 
     @property
     def main(self) -> tuple[Frame, ...]:
-        """Return the main thread's frames in the last sample that has any, innermost first."""
+        """Return the main thread's frames in the last sample that has any, innermost first, or ()."""
         for threads in reversed(self.samples):
             thread = main_thread(threads)
             if thread is not None and thread.frames:
@@ -273,14 +273,14 @@ def parse_inspection(rank: int, data: dict[str, Any]) -> RankInspection:
     gpu_fields = {"gpu_use": gpu.get("use"), "throttle": gpu.get("throttle"), "lanes": gpu.get("lanes")}
     inspection = RankInspection(**{**read_known_fields(RankInspection, {**data, **gpu_fields}), "rank": rank})
     groups = tuple(
-        replace(group, ops=tuple(replace(op, frames=_caller(op, group, inspection.calls)) for op in group.ops))
+        replace(group, ops=tuple(replace(op, frames=_find_caller(op, group, inspection.calls)) for op in group.ops))
         for group in inspection.groups
     )
     return replace(inspection, groups=groups)
 
 
-def _caller(op: Op, group: Group, calls: tuple[Call, ...]) -> tuple[Frame, ...]:
-    """Return the frames of the call that was in progress when the operation started."""
+def _find_caller(op: Op, group: Group, calls: tuple[Call, ...]) -> tuple[Frame, ...]:
+    """Return the frames of the call that was in progress when the operation started, or ()."""
     for call in reversed(calls):
         same_group = not call.group or call.group == group.name or call.name == "new_group"
         if same_group and call.entered_ns <= op.order and (not call.returned or op.order <= call.left_ns):

@@ -1,7 +1,7 @@
-"""Finds a collective that only some ranks entered because the call depends on the rank: `if rank == 0: save_model()`. Pure.
+"""Finds a collective that only some ranks entered because the call depends on the rank: `if rank == 0: save()`.
 
-The proof is in the source and the stacks together: a line of these ranks is inside a condition on the rank, and no line of
-the ranks they wait for is in any branch of it. Those are in another collective, or have ended: they will not come.
+The source and the stacks prove it: a line of these ranks is inside a condition on the rank, and the ranks they wait for are
+in no branch of it. Those are in another collective or have ended, so they will not make the call. It does no I/O.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stoker.control.watch.rank_inspection import Condition, Frame, InspectionSet
 def refine_as_rank_only(
     stall: Stall, inspections: InspectionSet, entered: tuple[int, ...], others: tuple[int, ...]
 ) -> Stall:
-    """Return the stall as one of kind rank-only if that can be proved; else return it unchanged.
+    """Return the stall with kind rank-only if that can be proved, else unchanged.
 
     `entered` are the ranks that wait in one operation, `others` the ranks they wait for.
     """
@@ -38,12 +38,12 @@ def refine_as_rank_only(
 def _find_condition(
     inspections: InspectionSet, entered: tuple[int, ...], others: tuple[int, ...]
 ) -> tuple[Frame, Condition] | None:
-    """Return the innermost line inside a condition that all of `entered` and none of `others` are in, and the condition."""
+    """Return the innermost line inside a condition that all of `entered` and none of `others` are in, with it, or None."""
     if not entered or not others or any(rank not in inspections for rank in entered):
         return None
     first = inspections[entered[0]]
-    call = call_paths.blocked_in(first)
-    if call is not None and call.name in call_paths.MESSAGES:  # only one rank is meant to make a send or receive
+    call = call_paths.find_blocking_call(first)
+    if call is not None and call.name in call_paths.MESSAGES:  # a send or receive is meant for one rank
         return None
     for frame in first.main:
         for condition in reversed(frame.conditions) if stack_frames.is_script(frame) else ():

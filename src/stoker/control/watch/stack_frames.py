@@ -1,4 +1,4 @@
-"""Reads stacks: which lines are the script's, what a thread waits for, and which ranks have the same stack. Pure."""
+"""Reads stacks: which lines are the script's, what a thread waits for, and which ranks have the same stack. It does no I/O."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from stoker.contract.stack_traces import is_library
 from stoker.contract.units import format_ranks
 from stoker.control.watch.rank_inspection import Frame, RankInspection, main_thread
 
-# Not all of torch/distributed: elastic's decorators and FSDP's forward wrap the script's own code.
+# Not all of torch/distributed is listed: elastic's decorators and FSDP's forward pass call the script's code.
 _COLLECTIVES = tuple(
     f"torch/distributed/{name}"
     for name in ("distributed_c10d.py", "_functional_collectives.py", "rendezvous.py", "nn/")
 )
 _PROCESSES = ("/subprocess.py", "/multiprocessing/", "/multiprocess/", "/concurrent/futures/", "/joblib/", "/torch/utils/data/dataloader.py")  # fmt: skip
 _THREADS = ("/threading.py", "/queue.py", "/concurrent/futures/", "/multiprocessing/pool.py", "/asyncio/")
-_LOADER = ("_try_get_data", "_get_data")  # waiting for a worker: with num_workers=0 these are not called
+_LOADER = ("_try_get_data", "_get_data")  # these wait for a worker; with num_workers=0 they are not called
 
 
 def is_script(frame: Frame) -> bool:
@@ -24,7 +24,7 @@ def is_script(frame: Frame) -> bool:
 
 
 def script_frame(frames: Iterable[Frame]) -> Frame | None:
-    """Return the innermost frame in the user's code, the innermost frame of all if there is none, or None."""
+    """Return the innermost frame in the user's code. Without one, return the innermost frame of all, or None."""
     frames = tuple(frames)
     return next((frame for frame in frames if is_script(frame)), frames[0] if frames else None)
 
@@ -42,7 +42,7 @@ def in_collective(frames: Iterable[Frame]) -> bool:
 
 
 def collective_name(frames: Iterable[Frame]) -> str:
-    """Return the function of torch.distributed that the script called, "backward" in the backward pass, else ""."""
+    """Return the function of torch.distributed that the script called, "backward" in the backward pass, or ""."""
     name = ""
     for frame in frames:
         if is_script(frame):
@@ -78,7 +78,7 @@ def in_backward(frames: Iterable[Frame]) -> bool:
 
 
 def waits_for_processes(inspection: RankInspection) -> bool:
-    """Return whether the main thread waits for processes it started: for their exit, output or results."""
+    """Return whether the main thread waits for the exit, output or results of processes that it started."""
     if inspection.syscall in ("wait4", "waitid") or inspection.wchan == "do_wait" or "pipe" in inspection.wchan:
         return True
     return _calls_into(inspection, _PROCESSES)
@@ -103,7 +103,7 @@ def _calls_into(inspection: RankInspection, files: tuple[str, ...]) -> bool:
 def group_by_stack(inspections: Iterable[RankInspection]) -> list[tuple[tuple[int, ...], RankInspection]]:
     """Return (ranks, inspection of the first) for each distinct stack, the smallest group first.
 
-    Stacks are the same if the innermost function and all lines of the script are. The smallest group is the odd one out.
+    Two stacks are the same if the innermost function and all lines of the script are. The smallest group is the suspect.
     """
     by_stack: dict[tuple[tuple[str, str, int], ...], list[RankInspection]] = {}
     for inspection in inspections:

@@ -1,8 +1,7 @@
-"""Builds the graph of which rank waits for which, from the ranks' collectives and messages. Pure.
+"""Builds the graph of which rank waits for which, from the ranks' collectives and messages. It does no I/O.
 
-A rank waits in the first operation of a group that is not done. It waits for every member of that group that has not
-entered the operation, or has entered another one under the same number. A rank that others wait for and that waits for
-nobody is the culprit.
+A rank waits in the first unfinished operation of a group, for every member of that group that has not entered it, or has
+entered another one under the same sequence number. A rank that others wait for and that waits for no rank is the culprit.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ class WaitGraph:
 
     @property
     def roots(self) -> tuple[int, ...]:
-        """Return the ranks that others wait for and that wait for nobody, most waiting ranks first."""
+        """Return the ranks that others wait for and that wait for no rank, those with most waiting ranks first."""
         waiting = {edge.rank for edge in self.edges}
         free = {edge.target for edge in self.edges} - waiting
-        return tuple(sorted(free, key=lambda rank: (-len(self.behind(rank)), rank)))
+        return tuple(sorted(free, key=lambda rank: (-len(self.ranks_behind(rank)), rank)))
 
-    def behind(self, rank: int) -> set[int]:
+    def ranks_behind(self, rank: int) -> set[int]:
         """Return all ranks that wait for this one, directly or through others."""
-        behind: set[int] = set()
+        ranks: set[int] = set()
         queue = [rank]
         while queue:
             for waiter in self.waiters.get(queue.pop(), ()):
-                if waiter not in behind and waiter != rank:
-                    behind.add(waiter)
+                if waiter not in ranks and waiter != rank:
+                    ranks.add(waiter)
                     queue.append(waiter)
-        return behind
+        return ranks
 
 
 def build_wait_graph(inspections: InspectionSet, members: Members, world_size: int) -> WaitGraph:
-    """Build the graph from inspections of living ranks, and of failed ones as they were.
+    """Build the graph from inspections of living ranks, and from the state of failed ranks when they failed.
 
     A member of a group without an inspection counts as one that will never enter the operation.
     """
@@ -55,7 +54,7 @@ def build_wait_graph(inspections: InspectionSet, members: Members, world_size: i
     edges: list[Wait] = []
     pending: dict[int, tuple[str, Op]] = {}
     for (name, _), by_rank in groups.items():
-        ranks = _members(name, by_rank, members, world_size)
+        ranks = _find_members(name, by_rank, members, world_size)
         for rank, group in by_rank.items():
             op = group.pending
             if op is None:
@@ -63,14 +62,14 @@ def build_wait_graph(inspections: InspectionSet, members: Members, world_size: i
             if rank not in pending or op.order < pending[rank][1].order:
                 pending[rank] = name, op
             if op.p2p:
-                edges += _message_edges(rank, name, op, inspections, ranks)
+                edges += _make_message_edges(rank, name, op, inspections, ranks)
                 continue
             for other in ranks:
                 if other != rank:
-                    edge = _collective_edge(rank, other, name, op, by_rank.get(other))
+                    edge = _make_collective_edge(rank, other, name, op, by_rank.get(other))
                     if edge is not None:
                         edges.append(edge)
-    for wait in call_paths.message_waits(inspections):
+    for wait in call_paths.find_message_waits(inspections):
         edges.append(wait)
         pending.setdefault(wait.rank, (wait.group, wait.op))
     waiters: dict[int, set[int]] = {}
@@ -79,7 +78,7 @@ def build_wait_graph(inspections: InspectionSet, members: Members, world_size: i
     return WaitGraph(tuple(edges), pending, waiters)
 
 
-def _members(name: str, by_rank: Mapping[int, Group], members: Members, world_size: int) -> tuple[int, ...]:
+def _find_members(name: str, by_rank: Mapping[int, Group], members: Members, world_size: int) -> tuple[int, ...]:
     if name in members:
         return members[name]
     for group in by_rank.values():
@@ -90,13 +89,13 @@ def _members(name: str, by_rank: Mapping[int, Group], members: Members, world_si
     return tuple(by_rank)
 
 
-def _collective_edge(rank: int, target: int, name: str, op: Op, group_of_target: Group | None) -> Wait | None:
+def _make_collective_edge(rank: int, target: int, name: str, op: Op, group_of_target: Group | None) -> Wait | None:
     """Return why `rank` waits for `target` in a collective, or None if `target` has entered the same one."""
     ops = [other for other in group_of_target.ops if not other.p2p] if group_of_target else []
     same_seq = next((other for other in reversed(ops) if other.seq == op.seq), None)
     if same_seq is None:
         if ops and ops[0].seq > op.seq:
-            return None  # the target is past it: its entry has been overwritten in the flight recorder
+            return None  # the target has finished it, and newer operations have overwritten it in the flight recorder
         return Wait(rank, target, "absent", name, op, ops[-1] if ops else None)
     if operation_kind(same_seq.name) != operation_kind(op.name):
         return Wait(rank, target, "other-op", name, op, same_seq)
@@ -105,18 +104,18 @@ def _collective_edge(rank: int, target: int, name: str, op: Op, group_of_target:
     return None
 
 
-def _message_edges(rank: int, name: str, op: Op, inspections: InspectionSet, ranks: tuple[int, ...]) -> list[Wait]:
-    """Return the edge from a send or receive to its peer, unless the peer is in the other half of that message.
+def _make_message_edges(rank: int, name: str, op: Op, inspections: InspectionSet, ranks: tuple[int, ...]) -> list[Wait]:
+    """Return the edge from a send or receive to its peer, or [] if the peer is in the matching receive or send.
 
-    The numbers in the operation's name ("0->1") count within the group.
+    The numbers in the operation's name ("0->1") are positions in the group.
     """
     match = _PEER.search(op.name)
     if not match or max(int(match[1]), int(match[3])) >= len(ranks):
         return []
-    ends = {ranks[int(match[1])], ranks[int(match[3])]}
-    if rank not in ends or len(ends) != 2:
+    both_ranks = {ranks[int(match[1])], ranks[int(match[3])]}
+    if rank not in both_ranks or len(both_ranks) != 2:
         return []
-    (peer,) = ends - {rank}
+    (peer,) = both_ranks - {rank}
     peer_groups = inspections[peer].groups if peer in inspections else ()
     group = next((group for group in peer_groups if group.name == name), None)
     for other in group.ops if group else ():

@@ -1,1 +1,1 @@
-"""One module per family of causes; catalogue.py imports all modules it finds here."""
+"""Holds one module per family of causes. catalogue.py imports every module in this package."""

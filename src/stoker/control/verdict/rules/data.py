@@ -1,4 +1,4 @@
-"""data.*: the files and data that the script reads and writes."""
+"""Causes data.*: problems with the files and data that the script reads and writes."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from stoker.control.verdict.catalogue import CATALOGUE, Case, CauseMatch, Family
 from stoker.control.verdict.echo import lost_loader_worker
 from stoker.control.verdict.exit_text import (
     at_location,
-    exit_text,
-    find,
+    extract_searched_text,
+    find_in_output,
     first_line,
     line_evidence,
     line_of,
     path_in,
     shm_evidence,
 )
-from stoker.control.verdict.rules.memory import memory_trend
+from stoker.control.verdict.rules.memory import describe_memory_trend
 
 ORDER = 50
 
 _SMALL_SHM = 2**30
-_ALONE = "num_workers=0 runs the data set in the rank itself: its own error is then shown, with its line"
+_ALONE = "num_workers=0 runs the data set in the rank itself: the verdict then shows its exception with its line"
 
 
 _INCOMPLETE = "the file that was being written is incomplete: resume from the one before"
-# Stoker's own messages name the folder. The operating system's error only has a path if a file could not be opened.
+# Stoker's own messages name the folder. The operating system's error has a path only if a file could not be opened.
 _FULL_PATHS = (r"not written in (/[^\n]{1,400}?): no space", r"no space left: (/[^\n]{1,400}?) needs ")
 
 family = Family(__name__, line_evidence, ALONE=_ALONE, INCOMPLETE=_INCOMPLETE)
@@ -41,7 +41,7 @@ data.too-many-files: The rank has as many open files as its limit allows.
   summary: {who}: too many open files (ulimit -n){at}
   seen: errno 24 (EMFILE), "Too many open files", or "received 0 items of ancdata" from a data loader
   fix: ulimit -n 65536   # in the shell that starts stoker; docker run --ulimit nofile=65536:65536
-  fix: torch.multiprocessing.set_sharing_strategy('file_system'): then each tensor of a worker needs no descriptor
+  fix: torch.multiprocessing.set_sharing_strategy('file_system'): then tensors of a worker need no descriptors
   fix: open files once per worker and close them; one memory-mapped file per shard adds up
 """)
 
@@ -61,10 +61,10 @@ data.shm: Shared memory is too small for what the data loader's workers send.
   fix: use less shared memory: fewer workers, prefetch_factor=1, smaller batches; or num_workers=0
   fix: torch.multiprocessing.set_sharing_strategy('file_system') if file descriptors, not bytes, run out
 """)
-def shm(case: Case, match: Match | None) -> CauseMatch | None:
-    context = case.end.around
-    bus_error = find(case, r"DataLoader worker \(pid \d+\) is killed by signal: Bus error[^\n]*")
-    # When the agent looks, the workers are gone and their memory with them: the size says more than what is free.
+def match_shm(case: Case, match: Match | None) -> CauseMatch | None:
+    context = case.context
+    bus_error = find_in_output(case, r"DataLoader worker \(pid \d+\) is killed by signal: Bus error[^\n]*")
+    # Judge by the size rather than by the free bytes: when the agent reads them, the workers have exited and freed theirs.
     is_small = context.shm_total is not None and (
         context.shm_total < _SMALL_SHM or (context.shm_free or 0) * 10 < context.shm_total
     )
@@ -95,13 +95,13 @@ data.worker-died, again: A worker process of the data loader died.
   fix: aborted or a segmentation fault: a library that can't be used after a fork (multiprocessing_context='spawn'), or a
       broken file
 """)
-def worker_died(case: Case, match: Match | None) -> CauseMatch | None:
-    # The signal is in the exception that this one was raised from.
-    match = match or find(case, r"DataLoader worker \(pid\(s\) ([\d, ]+)\) exited unexpectedly")
+def match_worker_died(case: Case, match: Match | None) -> CauseMatch | None:
+    # Search the causes of the exception, too: the one with the signal is the one that this was raised from.
+    match = match or find_in_output(case, r"DataLoader worker \(pid\(s\) ([\d, ]+)\) exited unexpectedly")
     error = case.end.error
     if not match and error is not None and lost_loader_worker(error):
         raised = f"{error.type}{': ' + first_line(error.message) if error.message.strip() else ''}"
-        evidence = (*line_evidence(case, raised), *memory_trend(case.end.around))
+        evidence = (*line_evidence(case, raised), *describe_memory_trend(case.context))
         return CauseMatch(f"a data-loader worker of {case.rank_name} died while it sent a batch ({raised})", evidence)
     if not match:
         return None
@@ -115,7 +115,7 @@ def worker_died(case: Case, match: Match | None) -> CauseMatch | None:
             how = f"ended with exit code {status[2]}"
             fix = (alone,)
     summary = f"a data-loader worker (pid {match[1]}) of {case.rank_name} {how}"
-    return CauseMatch(summary, (*line_evidence(case, line_of(match)), *memory_trend(case.end.around)), fix)
+    return CauseMatch(summary, (*line_evidence(case, line_of(match)), *describe_memory_trend(case.context)), fix)
 
 
 @family.cause(r"""
@@ -130,18 +130,18 @@ data.no-space: The disk, or a quota, is full.
   fix: keep fewer checkpoints; stoker clean --cache shows data and compile caches and their size
   fix: {INCOMPLETE}
 """)
-def no_space(case: Case, match: Match) -> CauseMatch:
-    line, text = line_of(match), exit_text(case)
+def match_no_space(case: Case, match: Match) -> CauseMatch:
+    line, text = line_of(match), extract_searched_text(case)
     path = path_in(line) or next((path[1] for pattern in _FULL_PATHS if (path := re.search(pattern, text))), "")
-    disks = case.end.around.full_disks
+    disks = case.context.full_disks
     if os.path.isabs(path):
         holding = [disk for disk in disks if os.path.commonpath([path, disk[0]]) == disk[0]]
         disks = tuple(sorted(holding, key=lambda disk: len(disk[0]))[-1:])
-    full = [f"{mount} ({format_bytes(free)} of {format_bytes(total)} free)" for mount, free, total in disks]
-    complete = _complete_outputs(case)
+    full_disks = [f"{mount} ({format_bytes(free)} of {format_bytes(total)} free)" for mount, free, total in disks]
+    complete = _find_complete_outputs(case)
     summary = f"{case.rank_name}: no space left{f' for {path}' if path else ''}{at_location(case)}"
-    if full:
-        summary += f"; full: {', '.join(full)}"
+    if full_disks:
+        summary += f"; full: {', '.join(full_disks)}"
     if complete:
         summary += f"; complete: {', '.join('/'.join(output.rsplit('/', 2)[1:]) for output in complete)}"
     usable = tuple(f"complete, and safe to use: {output}" for output in complete)
@@ -151,11 +151,11 @@ def no_space(case: Case, match: Match) -> CauseMatch:
     return CauseMatch(summary, (*line_evidence(case, line), *usable), fix)
 
 
-def _complete_outputs(case: Case) -> list[str]:
-    """Return the paths of the newest complete checkpoint and of the models that ranks report as written."""
+def _find_complete_outputs(case: Case) -> list[str]:
+    """Return the paths of the newest complete checkpoint and of the models that ranks reported as written."""
     paths = []
     checkpoint = case.evidence.checkpoint
-    # A folder is complete once it has its manifest. A file may be the one that could not be written.
+    # A folder is only a checkpoint once its manifest is written. A single file may be the one that could not be written.
     if checkpoint is not None and not os.path.splitext(checkpoint.path)[1]:
         paths.append(checkpoint.path)
     for end in case.evidence.ends:
@@ -164,7 +164,7 @@ def _complete_outputs(case: Case) -> list[str]:
 
 
 _CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
-_BINARY = (".gz", ".npy", ".npz", ".zip", ".parquet")  # a failed download may be text in any other file
+_BINARY = (".gz", ".npy", ".npz", ".zip", ".parquet")  # other files may be a git-lfs pointer or an HTML page
 
 
 @family.cause(r"""
@@ -183,17 +183,17 @@ data.corrupt: A checkpoint or a data file is damaged, or not the kind of file it
   fix: a text that begins with `version https://git-lfs` is a pointer: git lfs pull. An HTML page is a failed download
   fix: a checkpoint: resume from the one before; write to another name, then rename, so that an incomplete file is never loaded
 """)
-def corrupt(case: Case, match: Match | None) -> CauseMatch | None:
+def match_corrupt_file(case: Case, match: Match | None) -> CauseMatch | None:
     if not match and not _is_cut_off(case):
         return None
     error = case.end.error
-    what = f"{error.type}: {first_line(error.message) or 'the file ends too early'}" if error else ""
+    problem = f"{error.type}: {first_line(error.message) or 'the file ends too early'}" if error else ""
     if match:
-        what = first_line(re.sub(r"\s+", " ", match[0]))
-    line = line_of(match) if match else what
-    file = _damaged_file(case, line)
-    lfs = " (a git-lfs pointer?)" if "invalid load key, 'v'" in what or "Unsupported operand 118" in what else ""
-    summary = f"{case.rank_name}: {file or 'a file'} is damaged: {what}{lfs}{at_location(case)}"
+        problem = first_line(re.sub(r"\s+", " ", match[0]))
+    line = line_of(match) if match else problem
+    file = _find_damaged_file(case, line)
+    lfs = " (a git-lfs pointer?)" if "invalid load key, 'v'" in problem or "Unsupported operand 118" in problem else ""
+    summary = f"{case.rank_name}: {file or 'a file'} is damaged: {problem}{lfs}{at_location(case)}"
     general, pointer, checkpoint = CATALOGUE["data.corrupt"].fix
     fix = (
         general.replace("the file", shlex.quote(file), 1) if file else general,
@@ -203,8 +203,8 @@ def corrupt(case: Case, match: Match | None) -> CauseMatch | None:
     return CauseMatch(summary, line_evidence(case, line), fix)
 
 
-def _damaged_file(case: Case, line: str) -> str:
-    """Return the path in the message, else the file in the variables of the code that failed; empty if there is none."""
+def _find_damaged_file(case: Case, line: str) -> str:
+    """Return the path in the message, else the first file in the variables of the code that failed, or ""."""
     path = re.search(r"'(/[^'\n]{1,400})'", line)
     files = case.end.error.files if case.end.error is not None else ()
     return path[1] if path else next(iter(files), "")
@@ -220,8 +220,8 @@ def _is_cut_off(case: Case) -> bool:
             re.search(r"torch/serialization\.py|_weights_only_unpickler|pickle\.load\(|np\.load\(", error.traceback)
         )
     if error.type == "OSError" and "[Errno 22]" in error.message:
-        return "PyTorchFileReader(" in error.traceback  # an archive that was cut off
-    # json.loads doesn't count: it may have parsed a server's reply.
+        return "PyTorchFileReader(" in error.traceback  # torch.load() of a truncated archive
+    # json.loads() doesn't count: it may have parsed a server's reply rather than a file.
     return error.type == "JSONDecodeError" and (
         bool(error.files) or bool(re.search(r'json/__init__\.py", line \d+, in load\n', error.traceback))
     )
@@ -248,12 +248,12 @@ data.permission: The script may not read or write a file.
   seen: errno 13 (EACCES) or 30 (EROFS, read-only file system) with a path
   unless: a permission that is not about a file: rank.exception
   fix: ls -ld the file and its folders, and id: which user runs the ranks, on which host?
-  fix: another user's cache: set HF_HOME and TORCH_HOME to a folder of your own; a container's user is not the
+  fix: another user's cache: set HF_HOME and TORCH_HOME to a folder that you own; a container's user is not the
       host's
 """)
-def permission(case: Case, match: Match) -> CauseMatch:
-    why = "read-only file system" if "Errno 30" in match[0] else "permission denied"
-    return CauseMatch(f"{case.rank_name}: can't open {path_in(match[0])}: {why}", line_evidence(case, match[0]))
+def match_permission(case: Case, match: Match) -> CauseMatch:
+    reason = "read-only file system" if "Errno 30" in match[0] else "permission denied"
+    return CauseMatch(f"{case.rank_name}: can't open {path_in(match[0])}: {reason}", line_evidence(case, match[0]))
 
 
 @family.cause(r"""
@@ -267,13 +267,13 @@ data.file-missing: A file that the script needs does not exist.
       is a race: put a barrier between them
   fix: a model by its hub name: logged in (HF_TOKEN), online (HF_HUB_OFFLINE unset), spelled right?
 """)
-def file_missing(case: Case, match: Match | None) -> CauseMatch | None:
+def match_missing_file(case: Case, match: Match | None) -> CauseMatch | None:
     error = case.end.error
     if not match and not (error is not None and error.type == "FileNotFoundError" and error.message.strip()):
         return None
     if error is not None and re.search(r"subprocess\.py\", line \d+, in _execute_child", error.traceback):
         return None
-    line = line_of(match) if match else first_line(exit_text(case))
+    line = line_of(match) if match else first_line(extract_searched_text(case))
     path = path_in(line)
     missing = f"{path} does not exist" if path else first_line(line)
     return CauseMatch(f"{case.rank_name}: {missing}", line_evidence(case, line))

@@ -1,4 +1,4 @@
-"""env.*: the software environment of the script."""
+"""Causes env.*: problems of the software environment in which the script runs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from stoker.control.verdict.exit_text import (
 
 ORDER = 55
 
-_RIGHT_PYTHON = "is it the right Python environment? the ranks use the one that runs Stoker"
-# Packages that training scripts import, and after which a file next to the script is often named.
+_RIGHT_PYTHON = "check the Python environment: the ranks use the one that runs Stoker"
+# Packages that training scripts import. A file next to the script with the same name hides the package.
 _PACKAGES = ("accelerate", "datasets", "deepspeed", "lightning", "numpy", "peft", "tokenizers", "torch", "torchvision", "transformers", "triton", "trl", "wandb")  # fmt: skip
 _FRAME = re.compile(r'^  File "([^"\n]+)", line (\d+), in (\S+)', re.MULTILINE)
 _KNOWN_MODULES = frozenset(sys.stdlib_module_names).union(_PACKAGES)
@@ -58,13 +58,13 @@ env.version: Two packages have incompatible versions.
   fix: GLIBC: the wheel needs a newer system; use an older wheel or a newer image
   fix: LD_LIBRARY_PATH may point to the wrong library: unset it and try again
 """)
-def version(case: Case, match: Match) -> CauseMatch:
+def match_version(case: Case, match: Match) -> CauseMatch:
     summary = f"{case.rank_name}: incompatible versions: {first_line(line_of(match))}{at_location(case)}"
     return CauseMatch(summary, traceback_evidence(case.end) or (line_of(match),))
 
 
 def install_advice(module: str) -> tuple[str, ...]:
-    """Return what to type for a missing module. Stoker isn't on PyPI: the package of that name is a different one."""
+    """Return the command that installs a missing module, or (). Stoker isn't on PyPI: the package of that name is a different one."""
     if module == "stoker":
         return ("pip install .   # in Stoker's clone, or the path of its wheel, with the Python that runs the ranks",)
     return (f"pip install {module}   # the package may have another name",) if module.isidentifier() else ()
@@ -74,12 +74,12 @@ def install_advice(module: str) -> tuple[str, ...]:
 env.shadowed: A file in the script's folder hides a module of the same name.
   seen: an ImportError or AttributeError about a module that Python found next to the script, while the standard library or
       an installed package has that name, too
-  unless: no other module has this name: env.import
+  unless: this is the only module of that name: env.import
   fix: rename the file (and delete its __pycache__): Python looks into the script's folder first
 """)
-def shadowed(case: Case) -> CauseMatch | None:
+def match_shadowed_module(case: Case) -> CauseMatch | None:
     error = case.end.error
-    file = _imported_by_library(error.traceback) or error.module_file if error is not None else ""
+    file = _find_shadowing_file(error.traceback) or error.module_file if error is not None else ""
     if error is None or not file or is_library(file):
         return None
     name = _module_name(file)
@@ -94,8 +94,8 @@ def shadowed(case: Case) -> CauseMatch | None:
     return CauseMatch(summary, traceback_evidence(case.end), fix)
 
 
-def _imported_by_library(traceback: str) -> str:
-    """Return the user's file that a library imported instead of the module of that name; empty if there is none."""
+def _find_shadowing_file(traceback: str) -> str:
+    """Return the user's file that a library imported instead of the module of that name, or ""."""
     frames = [frame for frame in _FRAME.findall(traceback) if not frame[0].startswith("<frozen")]
     file: str
     for (importer, _, _), (file, _, function) in itertools.pairwise(frames):
@@ -113,10 +113,10 @@ def _module_name(file: str) -> str:
 @family.cause("""
 env.import: A module that the script imports does not exist, or lacks the imported name.
   seen: an ImportError or ModuleNotFoundError ended the rank
-  unless: the module was found and something else in it failed: then that is the exception
+  unless: the module exists and its code raised an exception: then that is the cause
   fix: {RIGHT_PYTHON}
 """)
-def missing_module(case: Case) -> CauseMatch | None:
+def match_missing_module(case: Case) -> CauseMatch | None:
     error = case.end.error
     if error is None or error.type not in ("ImportError", "ModuleNotFoundError"):
         return None
@@ -130,7 +130,7 @@ env.syntax: The script, or a file it imports, is not valid for this Python.
   seen: a SyntaxError, IndentationError or TabError ended the rank
   fix: fix {place}
 """)
-def syntax(case: Case) -> CauseMatch | None:
+def match_syntax_error(case: Case) -> CauseMatch | None:
     error = case.end.error
     if error is None or error.type not in ("SyntaxError", "IndentationError", "TabError"):
         return None

@@ -1,4 +1,4 @@
-"""gpu.*: GPUs that are faulty or in use, their driver, and what a program does wrong on a healthy GPU."""
+"""Causes gpu.*: GPUs that are faulty or in use, problems of the driver, and errors of a program on a healthy GPU."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import signal
 
 from stoker.contract import kernel_messages
 from stoker.control.verdict.catalogue import Case, CauseMatch, Family, Match
-from stoker.control.verdict.exit_text import find, line_of, noticed_evidence
+from stoker.control.verdict.exit_text import find_in_output, line_of, noticed_evidence
 
 ORDER = 30
 
-# The hardware errors of NVIDIA's Xid catalogue, as the doctor has them. Xids that an application causes (13, 31, 43) or
-# that the driver has repaired (63, 92) don't mean that a GPU is faulty.
+# The hardware errors of NVIDIA's Xid catalogue, the same as in the doctor. Xids that an application causes (13, 31, 43) and
+# those that the driver has repaired (63, 92) are left out: they don't mean that a GPU is faulty.
 _XIDS = {
     48: "double-bit ECC error", 62: "internal micro-controller halt", 64: "row remapping failed", 74: "NVLink error", 79: "GPU has fallen off the bus",
-    94: "contained ECC error", 95: "uncontained ECC error", 119: "GSP firmware does not answer", 120: "GSP firmware error",
+    94: "contained ECC error", 95: "uncontained ECC error", 119: "GSP firmware is not responding", 120: "GSP firmware error",
 }  # fmt: skip
-_CONTAINED = 94  # the driver took the page out of use: the mildest one, only named if there is no other
-# Retried although the GPU is faulty: the next attempt tests the GPUs first and excludes the bad one.
+_CONTAINED = 94  # the mildest Xid (the driver has retired the page): it is named only if there is no other
+# Causes with this advice are retried although the GPU is faulty: the next attempt tests the GPUs and excludes the bad one.
 _DEAD = (
     "exclude it: stoker run --exclude-bad, or --gpus with the others",
     "restart the pod and not only the container: a driver's state outlives the container",
@@ -29,33 +29,33 @@ _DEBUG = f"stoker run --debug-retry …   # runs it again with blocking launches
 family = Family(__name__, noticed_evidence, DEAD=_DEAD, DEBUG=_DEBUG)
 
 
-def _hardware_xids(case: Case) -> list[tuple[int, str]]:
+def _find_hardware_xids(case: Case) -> list[tuple[int, str]]:
     """Return (number, line) of hardware Xids in the kernel's log since the rank's start, if its exit is about its GPU."""
     if "GPU" not in case.end.label:
         return []
     code = case.end.code
     crashed = case.end.error is None and code is not None and code < 0 and code != -signal.SIGKILL
-    if not crashed and not find(case, r"(?i)\b(?:cuda|nccl|hip|nvml|cublas|cudnn)"):
+    if not crashed and not find_in_output(case, r"(?i)\b(?:cuda|nccl|hip|nvml|cublas|cudnn)"):
         return []
-    lines = ((kernel_messages.parse_xid(line), line) for line in case.end.around.kernel)
+    lines = ((kernel_messages.parse_xid(line), line) for line in case.context.kernel)
     return [(xid[1], line) for xid, line in lines if xid is not None and xid[1] in _XIDS]
 
 
 @family.cause("""
-gpu.lost, again: The GPU no longer answers its driver.
+gpu.lost, again: The GPU is no longer responding to its driver.
   perhaps: GPU is lost|(?:CUDA|HIP) error: unknown error|fallen off the bus|Unable to determine the device handle
   seen: Xid 79 in the kernel's log, "GPU is lost", "CUDA error: unknown error" (999), or NVML that can't find the GPU
       any more
-  unless: the GPU answers and a kernel failed on it: gpu.launch-failure or gpu.illegal-access
+  unless: the GPU responds and a kernel failed on it: gpu.launch-failure or gpu.illegal-access
   fix: {DEAD}
 """)
-def lost(case: Case, match: Match | None) -> CauseMatch | None:
-    off_bus = [line for number, line in _hardware_xids(case) if number == 79]
-    if not off_bus and not match:
+def match_lost_gpu(case: Case, match: Match | None) -> CauseMatch | None:
+    off_bus_lines = [line for number, line in _find_hardware_xids(case) if number == 79]
+    if not off_bus_lines and not match:
         return None
     noticed = noticed_evidence(case, line_of(match)) if match else ()
-    summary = f"{case.rank_name}: its GPU is lost{' (Xid 79: it has fallen off the bus)' if off_bus else ''}"
-    return CauseMatch(summary, (*noticed, *off_bus))
+    summary = f"{case.rank_name}: its GPU is lost{' (Xid 79: it has fallen off the bus)' if off_bus_lines else ''}"
+    return CauseMatch(summary, (*noticed, *off_bus_lines))
 
 
 @family.cause("""
@@ -65,8 +65,8 @@ gpu.ecc, again: The GPU's memory returned an error that could not be corrected.
   unless: errors that were corrected: they are counted and do no harm
   fix: {DEAD}
 """)
-def ecc(case: Case, match: Match | None) -> CauseMatch | None:
-    xids = [line for number, line in _hardware_xids(case) if number in (48, 95)]
+def match_ecc(case: Case, match: Match | None) -> CauseMatch | None:
+    xids = [line for number, line in _find_hardware_xids(case) if number in (48, 95)]
     if not xids and not match:
         return None
     summary = f"{case.rank_name}: uncorrectable memory (ECC) error on its GPU"
@@ -82,8 +82,8 @@ gpu.xid, again: The driver reported a fault of the GPU itself.
       --gpu-reset -i N, as root)
   fix: {DEAD}
 """)
-def xid(case: Case) -> CauseMatch | None:
-    xids = _hardware_xids(case)
+def match_xid(case: Case) -> CauseMatch | None:
+    xids = _find_hardware_xids(case)
     if not xids:
         return None
     number = next((number for number, _ in xids if number != _CONTAINED), _CONTAINED)
@@ -92,7 +92,7 @@ def xid(case: Case) -> CauseMatch | None:
 
 
 @family.cause("""
-gpu.busy, again: The GPU refused the process: its compute mode, its memory, or a faulty GPU.
+gpu.busy, again: The GPU refused the process because of its compute mode or its memory, or because it is faulty.
   said: is/are busy or unavailable
   seen: CUDA error 46: "CUDA-capable device(s) is/are busy or unavailable"
   unless: a GPU number that does not exist gives "invalid device ordinal": gpu.ordinal
@@ -101,14 +101,14 @@ gpu.busy, again: The GPU refused the process: its compute mode, its memory, or a
   fix: stoker doctor --only gpu.   # which process uses it, and whether a context can be created: if not, the GPU is faulty
   fix: {DEAD}
 """)
-def busy(case: Case, match: Match) -> CauseMatch:
-    holders = [holder for holder in case.end.around.holders if not holder.get("ours")]
+def match_busy_gpu(case: Case, match: Match) -> CauseMatch:
+    holders = [holder for holder in case.context.holders if not holder.get("ours")]
     in_use = [
         f"pid {holder.get('pid')} ({holder.get('command') or 'outside this container'}) is on the GPU"
         for holder in holders
     ]
-    why = in_use[0] if in_use else "no other process is seen on it: its compute mode, or a faulty GPU"
-    summary = f"{case.rank_name}: its GPU is busy or unavailable (CUDA error 46); {why}"
+    reason = in_use[0] if in_use else "no other process was found on it: check its compute mode; the GPU may be faulty"
+    summary = f"{case.rank_name}: its GPU is busy or unavailable (CUDA error 46); {reason}"
     return CauseMatch(summary, (*noticed_evidence(case, line_of(match)), *in_use))
 
 
@@ -119,9 +119,9 @@ gpu.driver: The NVIDIA driver is missing, too old, or shows no GPU.
       unsupported display driver|CUDA driver initialization failed
   summary: {who}: {line}
   seen: "CUDA driver version is insufficient", "NVIDIA driver on your system is too old", "Found no NVIDIA driver", "No
-      CUDA GPUs are available", CUDA errors 802 to 804, or a driver that does not answer before the start
+      CUDA GPUs are available", CUDA errors 802 to 804, or a driver that is not responding before the start
   unless: torch itself was built without CUDA: env.cuda-build
-  fix: nvidia-smi   # does the driver answer, and which CUDA version does it allow? torch's build must not be newer
+  fix: nvidia-smi   # does the driver respond, and which CUDA version does it allow? torch's build must not be newer
   fix: a torch build for an older CUDA (pip install torch --index-url https://download.pytorch.org/whl/cu126), or a
       newer driver on the host
   fix: in a container: was it started with --gpus all (nvidia-container-toolkit)? is CUDA_VISIBLE_DEVICES empty or
@@ -165,12 +165,12 @@ gpu.duplicate: Two ranks use the same GPU, and NCCL refuses that.
   fix: or stoker run --isolate: each rank sees its own GPU only, and `cuda:0` is right everywhere
   fix: several ranks on one GPU on purpose: gloo can do that, NCCL can't
 """)
-def duplicate(case: Case, match: Match) -> CauseMatch:
+def match_duplicate_gpu(case: Case, match: Match) -> CauseMatch:
     summary = f"rank {match[1]} and rank {match[2]} are on the same GPU: the script does not choose by LOCAL_RANK"
     return CauseMatch(summary, noticed_evidence(case, match[0]))
 
 
-# The pattern excludes "device-side assertions", which the footer of every CUDA error mentions.
+# The pattern excludes "device-side assertions", because the footer of every CUDA error mentions them.
 @family.cause("""
 gpu.assert: A kernel's own check failed on the GPU: nearly always an index out of range.
   said: device-side assert(?!ion)
@@ -181,13 +181,13 @@ gpu.assert: A kernel's own check failed on the GPU: nearly always an index out o
   fix: {DEBUG}
   fix: the same batch on the CPU names the index in a Python exception
 """)
-def device_assert(case: Case, match: Match) -> CauseMatch:
+def match_device_assert(case: Case, match: Match) -> CauseMatch:
     asserted = re.search(r"Assertion `([^`]+?)` failed|Assertion `([^']+)' failed", case.output)
     condition = (asserted[1] or asserted[2]) if asserted else ""
     meaning = next((text for piece, text in _ASSERTIONS.items() if piece in condition), "")
-    what = f": `{condition}` is false{meaning}" if condition else ", probably an index out of range"
+    failure = f": `{condition}` is false{meaning}" if condition else ", probably an index out of range"
     printed = (line_of(asserted),) if asserted else ()
-    summary = f"{case.rank_name}: device-side assert{what}"
+    summary = f"{case.rank_name}: device-side assert{failure}"
     return CauseMatch(summary, (*printed, *noticed_evidence(case, line_of(match))))
 
 
@@ -199,7 +199,7 @@ gpu.illegal-access, again: A kernel accessed memory that does not belong to it.
       (715)
   unless: an assertion failed first: gpu.assert. A hardware Xid in the kernel's log: gpu.xid
   fix: {DEBUG}
-  fix: kernels other than torch's (flash-attn, xformers, Triton, an extension of your own): are they built for this torch
+  fix: kernels other than torch's (flash-attn, xformers, Triton, your own extension): are they built for this torch
       and this GPU? does the error occur without them?
   fix: compute-sanitizer python …   # names the kernel and the address, slowly
   fix: always on the same GPU and never on another: stoker doctor, and exclude it (--gpus)
@@ -228,7 +228,7 @@ gpu.arch: This torch, or an extension, has no code for this GPU's architecture.
       torch.cuda.get_device_capability())'   # is the GPU in the list?
   fix: a torch built for it: 50-series and B200 GPUs (sm_100, sm_120) need a build with CUDA 12.8 or newer; very old
       GPUs an older torch
-  fix: an extension (flash-attn, a kernel of your own): build it with a TORCH_CUDA_ARCH_LIST that contains this GPU
+  fix: an extension (flash-attn, your own kernel): build it with a TORCH_CUDA_ARCH_LIST that contains this GPU
 """)
 
 
@@ -242,7 +242,7 @@ gpu.not-initialized: cuBLAS or cuDNN could not start on the GPU.
   fix: LD_LIBRARY_PATH must not point to another cuDNN or cuBLAS than torch's own: unset it and try again
   fix: an earlier error on the GPU (an index out of range) can end up here: {DEBUG}
 """)
-def not_initialized(case: Case, match: Match) -> CauseMatch:
+def match_not_initialized(case: Case, match: Match) -> CauseMatch:
     library = "cuBLAS" if match[1] == "CUBLAS" else "cuDNN"
     summary = f"{case.rank_name}: {library} could not start on its GPU"
     return CauseMatch(summary, noticed_evidence(case, line_of(match)))

@@ -1,6 +1,7 @@
-"""oom.gpu*: memory of the GPU. Which process holds it decides the cause; the phase of the step decides the advice.
+"""Causes oom.gpu*: a rank ran out of GPU memory.
 
-What helps depends on the phase, which the traceback shows, if the model is sharded (FSDP).
+The cause depends on which process holds the memory. For a sharded model (FSDP) the advice depends on the phase of the
+step, which the traceback shows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from stoker.contract.evidence import RankExit
 from stoker.contract.frozen import frozen
 from stoker.contract.units import format_bytes
 from stoker.control.verdict.catalogue import Case, CauseMatch, Family
-from stoker.control.verdict.exit_text import at_location, exit_text, find, last_seen_at, line_of, location
+from stoker.control.verdict.exit_text import (
+    at_location,
+    extract_searched_text,
+    find_in_output,
+    last_seen_at,
+    line_of,
+    location,
+)
 
 ORDER = 25
 
@@ -21,8 +29,8 @@ ORDER = 25
 
 GATHER, BACKWARD, OPTIMIZER, SAVE = "gather", "backward", "optimizer", "save"
 _FRAME = re.compile(r'^ *File "([^"\n]{1,400})", line \d+, in ([^\n]{1,200})$', re.MULTILINE)
-# Files and functions of each phase. The first phase of _PHASES with one in the traceback decides: a save gathers weights, and so
-# does a backward pass.
+# The files and functions of each phase. The first phase in _PHASES with one of them in the traceback is chosen: a save and a
+# backward pass gather weights, too.
 _PHASES = (SAVE, GATHER, OPTIMIZER, BACKWARD)
 _FILES = {
     SAVE: r"torch/distributed/checkpoint/|_state_dict_utils|state_dict_utils|torch/serialization|safetensors/|"
@@ -76,19 +84,19 @@ class StepPhase:
     """The phase of a training step in which memory ran out."""
 
     name: str
-    advice: str  # empty if the model is not known to be sharded
+    advice: str  # "" if the model is not known to be sharded
 
     @property
     def text(self) -> str:
         return _PHASE_TEXTS[self.name]
 
 
-def phase_of(end: RankExit) -> StepPhase | None:
-    """Return the phase that the traceback shows, or None: the forward pass, or unknown."""
+def find_phase(end: RankExit) -> StepPhase | None:
+    """Return the phase that the traceback shows, or None if it is unknown or the forward pass."""
     frames = _FRAME.findall(end.error.traceback if end.error is not None else "")
     name = next((name for name in _PHASES if _is_in_phase(name, frames)), None)
     uses_fsdp = any(_SHARDED.search(file) for file, _ in frames)
-    if name is None or (name == GATHER and not uses_fsdp):  # without FSDP it is an all_gather of the script's own
+    if name is None or (name == GATHER and not uses_fsdp):  # without FSDP the script itself called all_gather
         return None
     by_stoker = _STOKER_SHARDED.search(end.tail) is not None
     for_stoker, for_scripts = _PHASE_ADVICE[name]
@@ -117,7 +125,7 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 @frozen
 class AllocationFailure:
-    """The numbers of torch's out-of-memory message. What the message leaves out is None."""
+    """The numbers of torch's out-of-memory message. A number that the message leaves out is None."""
 
     needed: int
     total: int | None
@@ -140,19 +148,19 @@ def parse_out_of_memory(text: str) -> AllocationFailure | None:
         return None
     text = text[head.start() :]
     processes = re.findall(rf"Process (\d+) has {_SIZE} memory in use", text)
-    others = tuple((int(pid), _bytes(count, unit)) for pid, count, unit in processes)
+    others = tuple((int(pid), _to_bytes(count, unit)) for pid, count, unit in processes)
     allocated = _find_size(text, rf"Of the allocated memory {_SIZE}")
     unused = _find_size(text, rf"{_SIZE} is reserved by PyTorch but unallocated")
     own = _find_size(text, rf"this process has {_SIZE} memory in use")
     if own is None and allocated is not None:
-        # In a container the driver uses the host's pids, and torch takes its own process for another one.
+        # In a container the driver reports the host's pids, so torch's message lists its own process as another one.
         candidates = [process for process in others if process[1] >= allocated + (unused or 0)]
         if candidates:
             smallest = min(candidates, key=lambda process: process[1])
             own = smallest[1]
             others = tuple(process for process in others if process != smallest)
     return AllocationFailure(
-        _bytes(head[1], head[2]),
+        _to_bytes(head[1], head[2]),
         _find_size(text, rf"total capacity of {_SIZE}"),
         _find_size(text, rf"of which {_SIZE} is free"),
         own,
@@ -165,10 +173,10 @@ def parse_out_of_memory(text: str) -> AllocationFailure | None:
 
 def _find_size(text: str, pattern: str) -> int | None:
     match = re.search(pattern, text)
-    return _bytes(match[1], match[2]) if match else None
+    return _to_bytes(match[1], match[2]) if match else None
 
 
-def _bytes(count: str, unit: str) -> int:
+def _to_bytes(count: str, unit: str) -> int:
     return int(float(count) * _UNITS[unit])
 
 
@@ -179,8 +187,8 @@ _WITHOUT_NUMBERS = (
     r"(?:CUDA|HIP) error: out of memory|(?:CUBLAS|CUDNN|HIPBLAS|CUFFT)_STATUS_ALLOC_FAILED|Cuda failure(?: \d+)? 'out"
     r" of memory'"
 )
-_SLACK = 2**30  # contexts and what the driver keeps for itself: too little to blame a process for
-_MIN_FRAGMENTED = 2**29  # with less than this in torch's cache the GPU is full rather than fragmented
+_SLACK = 2**30  # CUDA contexts and the driver's own memory: too little to blame a process for
+_MIN_FRAGMENTED = 2**29  # with less than this unused in torch's cache the GPU is full rather than fragmented
 _SMALLER = (
     "a chunked or fused loss, so that the logits of all tokens never exist at the same time (liger-kernel's fused linear"
     " cross-entropy)",
@@ -190,8 +198,7 @@ _SMALLER = (
     "shard parameters, gradients and optimizer over the ranks (FSDP: torch.distributed.fsdp.fully_shard)",
     "last, a shorter sequence: it changes what is learned",
 )
-# Patterns in the last output or in the traceback's files and functions, which must be there for an item of _SMALLER to be
-# advice for this program. Items without a pattern always apply.
+# An item of _SMALLER is given as advice only if its pattern is in the rank's last output or its traceback.
 _LANGUAGE_MODEL = r"(?i)logits|cross_entropy|lm_head|log_softmax|nll_loss|/transformers/|stoker/training/"
 _LAYERS = (
     r"torch/nn/modules/|torch/autograd/|_engine_run_backward|torch/utils/checkpoint|/transformers/|stoker/training/"
@@ -200,7 +207,7 @@ _OPTIMIZER = r"torch/optim/|bitsandbytes/optim/|stoker/training/"
 _FREE_MEMORY = (
     "stoker clean   # shows what your own dead runs still hold; --yes frees it; other processes are not touched",
     "stoker run --gpus any:N --min-free-memory SIZE --wait 10m   # picks GPUs with enough free memory, or waits for them",
-    "held from outside this container: ask the other users of the machine, or the provider",
+    "if it is held from outside this container, ask the other users of the machine, or the provider",
 )
 family = Family(__name__, EXPANDABLE=_EXPANDABLE, SMALLER=_SMALLER, FREE_MEMORY=_FREE_MEMORY)
 
@@ -209,7 +216,7 @@ class GpuMemory:
     """Which processes held a GPU's memory when an allocation failed, from torch's message and the agent's list."""
 
     def __init__(self, case: Case, failure: AllocationFailure | None) -> None:
-        context = case.end.around
+        context = case.context
         rank_pids = {end.pid for end in case.evidence.ends if end.host == case.end.host}
         self.holders: list[dict[str, Any]] = [
             holder for holder in context.holders if not holder.get("ours") and holder.get("pid") not in rank_pids
@@ -218,7 +225,7 @@ class GpuMemory:
         self.failure = failure
         self.total = (failure.total if failure else None) or context.gpu_total
         own_pids = {holder.get("pid") for holder in own_holders} | rank_pids
-        # The agent's list is better than the message's: it has names.
+        # Use the processes of torch's message only if the agent found none: the agent's list also has names.
         self.unnamed: list[tuple[int, int]] = []
         if failure and not self.holders:
             self.unnamed = [process for process in failure.others if process[0] not in own_pids]
@@ -229,12 +236,12 @@ class GpuMemory:
             for end in case.evidence.ends
         )
         if failure and not self.foreign and not shares_gpu and failure.total is not None and failure.free is not None:
-            # Memory that no visible process uses is held by processes that neither the agent nor torch can see. If ranks
-            # share the GPU (--share-gpus), it may be another rank's.
+            # Processes that neither the agent nor torch can see hold the memory that no visible process uses. If ranks
+            # share the GPU (--share-gpus), it may belong to another rank, so don't count it.
             siblings = sum(holder.get("memory") or 0 for holder in own_holders if holder.get("pid") != case.end.pid)
             siblings += sum(size for pid, size in failure.others if pid in own_pids)
-            rest = failure.total - failure.free - (failure.own or failure.reserved + _SLACK) - siblings
-            self.foreign = max(0, rest) if rest > _SLACK else 0
+            unexplained = failure.total - failure.free - (failure.own or failure.reserved + _SLACK) - siblings
+            self.foreign = max(0, unexplained) if unexplained > _SLACK else 0
 
     @property
     def foreign_decides(self) -> bool:
@@ -254,7 +261,7 @@ class GpuMemory:
         for holder in self.holders:
             memory = format_bytes(holder["memory"]) if holder.get("memory") else "an unknown amount"
             if not holder.get("command"):
-                lines.append(f"pid {holder.get('pid')} holds {memory}, held from outside this container")
+                lines.append(f"pid {holder.get('pid')} holds {memory}, from outside this container")
                 continue
             run = f", run {holder['run']}" if holder.get("run") else ""
             user = f", user {holder['user']}" if holder.get("user") else ""
@@ -278,11 +285,11 @@ class GpuMemory:
         return ", ".join(parts)
 
 
-def _examine(case: Case) -> tuple[GpuMemory, tuple[str, ...]] | None:
+def _examine_memory(case: Case) -> tuple[GpuMemory, tuple[str, ...]] | None:
     """Return (the GPU's memory, evidence) if the rank ran out of GPU memory, else None."""
-    text = exit_text(case)
+    text = extract_searched_text(case)
     failure = parse_out_of_memory(text)
-    match = None if failure else find(case, _WITHOUT_NUMBERS)
+    match = None if failure else find_in_output(case, _WITHOUT_NUMBERS)
     if failure is None and match is None:
         return None
     memory = GpuMemory(case, failure)
@@ -301,8 +308,8 @@ oom.gpu-foreign, again: Other processes hold the GPU's memory.
       oom.gpu
   fix: {FREE_MEMORY}
 """)
-def foreign(case: Case) -> CauseMatch | None:
-    examined = _examine(case)
+def match_foreign_memory(case: Case) -> CauseMatch | None:
+    examined = _examine_memory(case)
     if examined is None or not examined[0].foreign_decides:
         return None
     memory, evidence = examined
@@ -327,8 +334,8 @@ oom.gpu-fragmentation: The GPU had enough memory, but in pieces that are too sma
   fix: shapes that vary from step to step fragment memory: pad or bucket the sequences, or pack them to one length
   fix: evaluation and saving between training steps: the same batch shape, or torch.cuda.empty_cache() once after them
 """)
-def fragmentation(case: Case) -> CauseMatch | None:
-    examined = _examine(case)
+def match_fragmentation(case: Case) -> CauseMatch | None:
+    examined = _examine_memory(case)
     if examined is None:
         return None
     memory, evidence = examined
@@ -342,24 +349,24 @@ def fragmentation(case: Case) -> CauseMatch | None:
 oom.gpu: The model, the batch or the optimizer is too big for the GPU.
   seen: torch.OutOfMemoryError, CUDA error 2 (out of memory), CUBLAS_STATUS_ALLOC_FAILED, and neither other processes nor
       fragmentation explain it; for `stoker train` with a loaded model, which term of its memory plan was
-      underestimated; the phase that the traceback shows (gather, backward, optimizer, save), and what helps there
+      underestimated; the phase that the traceback shows (gather, backward, optimizer, save), with advice for it
       if the model is sharded (FSDP)
   unless: others hold the memory: oom.gpu-foreign; as much as needed is reserved and unused: oom.gpu-fragmentation
   fix: {SMALLER}
 """)
-def too_big(case: Case) -> CauseMatch | None:
-    examined = _examine(case)
+def match_out_of_memory(case: Case) -> CauseMatch | None:
+    examined = _examine_memory(case)
     if examined is None:
         return None
     memory, evidence = examined
     failure = memory.failure
-    # The last line of this kind that `stoker train` printed: which term of its memory plan was larger than planned.
+    # `stoker train` prints which term of its memory plan was underestimated: quote the last such line.
     plan = re.findall(r"ran out of GPU memory at [^\n]{0,400}", case.end.tail)[-1:]
     evidence = (*evidence, *plan)
-    phase = phase_of(case.end)
+    phase = find_phase(case.end)
     summary = f"{case.rank_name}: out of GPU memory{f' {phase.text}' if phase else ''}"
     summary += at_location(case) or (f"; last seen at {last_seen_at(case)}" if last_seen_at(case) else "")
-    advice = (phase.advice, *_smaller(case)) if phase and phase.advice else _smaller(case)
+    advice = (phase.advice, *_choose_memory_advice(case)) if phase and phase.advice else _choose_memory_advice(case)
     if failure is None:
         return CauseMatch(summary, evidence, advice)
     summary += f": {memory.describe_failure()}"
@@ -369,8 +376,8 @@ def too_big(case: Case) -> CauseMatch | None:
         return CauseMatch(f"{summary}; {limit}", evidence, (f"raise that limit: {limit}", *advice))
     if failure.free is not None and failure.free > failure.needed + _SLACK:
         limit = "a limit on address space (ulimit -v must print unlimited), or a slice or quota of the GPU"
-        odd = f"the driver refused although enough memory is free: {limit}"
-        return CauseMatch(summary, (*evidence, odd), (odd, *advice))
+        refusal = f"the driver refused although enough memory is free: {limit}"
+        return CauseMatch(summary, (*evidence, refusal), (refusal, *advice))
     unused = failure.unused or 0
     if unused >= _MIN_FRAGMENTED and (failure.free or 0) + unused >= failure.needed:
         advice = (f"{_EXPANDABLE}: free and unused memory together would have been enough", *advice)
@@ -380,21 +387,21 @@ def too_big(case: Case) -> CauseMatch | None:
     return CauseMatch(summary, evidence, advice)
 
 
-def _smaller(case: Case) -> tuple[str, ...]:
-    """Return the advice of _SMALLER that fits what the record shows of this program."""
+def _choose_memory_advice(case: Case) -> tuple[str, ...]:
+    """Return the items of _SMALLER that apply to this program, as far as its output and traceback show."""
     error = case.end.error
     text = f"{error.traceback if error else ''}\n{case.output}"
     patterns = (_LANGUAGE_MODEL, _LAYERS, _OPTIMIZER)
-    language, layers, optimizer = (bool(re.search(pattern, text)) for pattern in patterns)
+    has_logits, has_layers, has_optimizer = (bool(re.search(pattern, text)) for pattern in patterns)
     is_sharded = _SHARDED.search(text) is not None
-    trains = language or layers or optimizer or case.end.steps > 0
+    trains = has_logits or has_layers or has_optimizer or case.end.steps > 0
     applies = (
-        language,
-        layers,
+        has_logits,
+        has_layers,
         trains,
-        optimizer or case.end.steps > 0,
+        has_optimizer or case.end.steps > 0,
         case.evidence.world_size > 1 and not is_sharded,
-        language,
+        has_logits,
     )
     advice = tuple(line for line, fits in zip(_SMALLER, applies, strict=True) if fits)
     return advice or (f"allocate less memory{at_location(case)}, or use a GPU with more",)

@@ -1,11 +1,11 @@
-"""grpo.*: GRPO runs that ended themselves because nothing useful could be learned."""
+"""Causes grpo.*: GRPO stopped the run because nothing useful could be learned."""
 
 from __future__ import annotations
 
 from stoker.contract.errors import EX_SOFTWARE
 from stoker.contract.frozen import replace
 from stoker.control.verdict.catalogue import Case, CauseMatch, Family, get_cause
-from stoker.control.verdict.exit_text import find, last_lines
+from stoker.control.verdict.exit_text import find_in_output, last_lines
 
 ORDER = 15
 _RESUME = "then start the same command with the same --name: it resumes from the checkpoint that the message names"
@@ -24,7 +24,7 @@ grpo.reward: Your reward function failed, so nothing could be learned from the s
   fix: {RESUME}
   fix: --grpo.reward_timeout 20m   # if it is only slow
 """)
-def reward(case: Case) -> CauseMatch | None:
+def match_reward(case: Case) -> CauseMatch | None:
     return _match_failure(case, "reward .+", "grpo.reward")
 
 
@@ -37,13 +37,13 @@ grpo.rollout: Your rollout function failed, so nothing could be learned from the
   fix: {RESUME}
   fix: --grpo.rollout_timeout 20m   # if it is only slow
 """)
-def rollout(case: Case) -> CauseMatch | None:
+def match_rollout(case: Case) -> CauseMatch | None:
     return _match_failure(case, "rollout .+", "grpo.rollout")
 
 
 @family.cause("""
-grpo.server, again: The rollout server refused, or did not answer.
-  seen: stoker's own GRPO reported the server's status and message, or that it did not answer for grpo.server_timeout, and
+grpo.server, again: The rollout server refused a request or did not respond.
+  seen: stoker's own GRPO reported the server's status and message, or that it did not respond for grpo.server_timeout, and
       ended itself after a checkpoint
   unless: an exception of the rank's own, or an exit code other than 70
   fix: if it refused, its message says what to change: the key in STOKER_API_KEY, or --weights-from, which must be a folder
@@ -51,7 +51,7 @@ grpo.server, again: The rollout server refused, or did not answer.
   fix: is it running? `stoker logs RUN --role NAME` shows what it printed
   fix: --grpo.server_timeout 30m   # if it is only slow, or takes long to be replaced
 """)
-def server(case: Case) -> CauseMatch | None:
+def match_server(case: Case) -> CauseMatch | None:
     return _match_failure(case, "the server at .+", "")
 
 
@@ -67,7 +67,7 @@ grpo.no-signal: GRPO stopped the run: for several steps nothing could be learned
   fix: is your own reward always 0? call it with a prompt and a completion of rollouts.jsonl; does a server or a
       file it needs still work?
 """)
-def no_signal(case: Case) -> CauseMatch | None:
+def match_no_signal(case: Case) -> CauseMatch | None:
     return _match_stop(
         case,
         "(?:the reward was exactly|all answers to a prompt had the same reward|no answer was right|.+ paid for no answer).+",
@@ -82,7 +82,7 @@ grpo.identical: GRPO stopped the run: for several steps all completions of a pro
   fix: a higher generate.temperature; a higher grpo.kl or a lower optim.learning_rate from an earlier checkpoint
   fix: stoker rollouts   # shows since which step
 """)
-def identical(case: Case) -> CauseMatch | None:
+def match_identical(case: Case) -> CauseMatch | None:
     return _match_stop(case, "all answers to a prompt were the same text.+")
 
 
@@ -95,7 +95,7 @@ grpo.cut: GRPO stopped the run: for several steps too many completions were trun
   fix: a model that ends its completions: stage sft, and its own chat template
   fix: --grpo.reward length=0.1   # or another reward for short completions
 """)
-def cut(case: Case) -> CauseMatch | None:
+def match_truncated(case: Case) -> CauseMatch | None:
     return _match_stop(case, r".+ cut at generate\.new_tokens.+")
 
 
@@ -103,11 +103,11 @@ def cut(case: Case) -> CauseMatch | None:
 grpo.other-weights: GRPO stopped the run: the rollout server has other weights than the trainers.
   seen: the server's completions carried the digest of weights that the trainers never published, again after these were
       pushed; or its log-probabilities for a test prompt differed from the trainers'; and they ended the run after a checkpoint
-  unless: an exception, or an exit code other than 70; a server that does not answer at all
+  unless: an exception, or an exit code other than 70; a server that does not respond at all
   fix: does the server serve the model that the trainers started with, and the same tokenizer?
   fix: does it load what they publish? its log shows when it last loaded new weights: `stoker logs RUN --role NAME`
 """)
-def other_weights(case: Case) -> CauseMatch | None:
+def match_other_weights(case: Case) -> CauseMatch | None:
     return _match_stop(case, "the server at .+ answers with other weights.+")
 
 
@@ -121,13 +121,13 @@ grpo.broken: GRPO's stop rules ended the run: training was damaging the model.
   fix: {FROM_CHECKPOINT}
   fix: look at prompts and completions: `stoker rollouts`, and `stoker chat` with the model it started with
 """)
-def broken(case: Case) -> CauseMatch | None:
+def match_broken(case: Case) -> CauseMatch | None:
     match = _match_stop(case, ".+")
-    return None if match is None else replace(match, fix=_fixes("grpo.broken", match.summary))
+    return None if match is None else replace(match, fix=_choose_fixes("grpo.broken", match.summary))
 
 
-def _fixes(cause_id: str, message: str) -> tuple[str, ...]:
-    """Return the cause's fixes, without those that need a checkpoint if none was saved."""
+def _choose_fixes(cause_id: str, message: str) -> tuple[str, ...]:
+    """Return the cause's fixes. If no checkpoint was saved, leave out those that need one."""
     fixes = get_cause(cause_id).fix
     if NONE_SAVED not in message:
         return fixes
@@ -136,16 +136,16 @@ def _fixes(cause_id: str, message: str) -> tuple[str, ...]:
 
 
 def _match_failure(case: Case, message: str, cause_id: str) -> CauseMatch | None:
-    """Match a message of a function or server that failed; `cause_id` is the cause whose fixes depend on it."""
-    match = find(case, f"GRPO stopped: ({message})") if ended_itself(case) else None
+    """Match GRPO's message that a function or server failed. `cause_id` is the cause whose fixes depend on the message, or ""."""
+    match = find_in_output(case, f"GRPO stopped: ({message})") if ended_itself(case) else None
     if match is None:
         return None
-    return CauseMatch(match[1].strip(), last_lines(case.end), _fixes(cause_id, match[1]) if cause_id else ())
+    return CauseMatch(match[1].strip(), last_lines(case.end), _choose_fixes(cause_id, match[1]) if cause_id else ())
 
 
 def _match_stop(case: Case, message: str) -> CauseMatch | None:
-    """Match a message of one of GRPO's stop rules."""
-    match = find(case, f"GRPO stopped itself: ({message})") if ended_itself(case) else None
+    """Match the message of one of GRPO's stop rules."""
+    match = find_in_output(case, f"GRPO stopped itself: ({message})") if ended_itself(case) else None
     return CauseMatch(match[1].strip(), last_lines(case.end)) if match else None
 
 

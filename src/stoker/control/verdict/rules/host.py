@@ -1,11 +1,11 @@
-"""host.*: the limits of a host, and the agent on it."""
+"""Causes host.*: a limit of a host was reached, or its agent or its copy of the files failed."""
 
 from __future__ import annotations
 
 import re
 
 from stoker.control.verdict.catalogue import Case, CauseMatch, Family, Match
-from stoker.control.verdict.exit_text import find, line_of, traceback_evidence
+from stoker.control.verdict.exit_text import find_in_output, line_of, traceback_evidence
 
 ORDER = 60
 
@@ -22,7 +22,7 @@ host.processes: The host allows no more processes or threads.
   fix: ulimit -u, and cat /sys/fs/cgroup/pids.max: a container's limit includes threads (docker run --pids-limit=-1)
   fix: fewer threads: OMP_NUM_THREADS (Stoker sets cores ÷ ranks unless it is set), fewer data-loader workers
 """)
-def processes(case: Case, match: Match | None) -> CauseMatch | None:
+def match_process_limit(case: Case, match: Match | None) -> CauseMatch | None:
     error = case.end.error
     if (
         not match
@@ -30,7 +30,7 @@ def processes(case: Case, match: Match | None) -> CauseMatch | None:
         and "[Errno 11]" in error.message
         and re.search(r"in _execute_child|popen_fork|os\.fork\(", error.traceback)
     ):
-        match = find(case, r"\[Errno 11\][^\n]*")
+        match = find_in_output(case, r"\[Errno 11\][^\n]*")
     if not match:
         return None
     summary = f"{case.rank_name}: no more processes or threads are allowed ({line_of(match)})"
@@ -40,15 +40,15 @@ def processes(case: Case, match: Match | None) -> CauseMatch | None:
 family.entries("""
 host.files: The limit of open files is too low for the number of ranks.
   seen: before the start: ulimit -n is less than 4 per rank plus 64
-  unless: a rank reached the limit by itself: data.too-many-files
+  unless: a rank reached the limit while it ran: data.too-many-files
   fix: ulimit -n 65536   # in the shell that starts stoker
 host.agent: A host's agent did not start.
-  seen: before the start: it ended, or did not answer in time
+  seen: before the start: it ended, or did not respond in time
   unless: it was connected and was lost later: host.agent-lost
   fix: ssh HOST true   # must work within seconds, without a password or a question
   fix: a faulty driver can block it: run nvidia-smi on that host
 host.copy: The working directory or staged data could not be copied to a host.
-  seen: before the start: --sync or --stage failed there; the message says which host and why
-  fix: check free space and permissions there: df -h, ls -ld on the folder
+  seen: before the start: --sync or --stage failed; the message names the host and the reason
+  fix: check free space and permissions on that host: df -h, ls -ld on the folder
   fix: without --sync, use a shared folder, or the same files on all hosts
 """)

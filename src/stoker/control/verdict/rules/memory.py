@@ -1,4 +1,4 @@
-"""oom.*: memory of the host, and limits on it."""
+"""Causes oom.*: a rank ran out of host memory, or reached a limit on it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from stoker.contract import kernel_messages
 from stoker.contract.evidence import ExitContext
 from stoker.contract.units import format_bytes, format_duration, plural
 from stoker.control.verdict.catalogue import CATALOGUE, Case, CauseMatch, Family, Match
-from stoker.control.verdict.exit_text import at_location, exit_text, find, first_line, last_seen_at, line_of, location
+from stoker.control.verdict.exit_text import (
+    at_location,
+    extract_searched_text,
+    find_in_output,
+    first_line,
+    last_seen_at,
+    line_of,
+    location,
+)
 
 ORDER = 20
 UNLIMITED = (
@@ -41,10 +49,10 @@ oom.host: The kernel killed a rank, or one of its workers, because the host or t
   fix: --init-slots 1 loads models one after the other; safetensors with mmap reads weights without a second copy
   fix: --ram-limit SIZE stops the job before the kernel does; a container's own limit is in /sys/fs/cgroup/memory.max
 """)
-def host(case: Case) -> CauseMatch | None:
+def match_host_kill(case: Case) -> CauseMatch | None:
     end = case.end
     ended = r"(?: exited unexpectedly| is killed by signal: Killed)"
-    worker = find(case, r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)" + ended)
+    worker = find_in_output(case, r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)" + ended)
     if end.code != -signal.SIGKILL and worker is None:
         return None
     pids = worker[1].replace(",", " ").split() if worker else [str(end.pid)]
@@ -52,14 +60,14 @@ def host(case: Case) -> CauseMatch | None:
     if not kernel and not end.oom_killed:
         return None
     process = f"a data-loader worker (pid {', '.join(pids)}) of {case.rank_name}" if worker else case.rank_name
-    how = () if worker else ("wait status: killed by SIGKILL",)
+    status = () if worker else ("wait status: killed by SIGKILL",)
     steps = (f"it had reached step {end.steps}",) if end.steps else ()
     counter = ("the cgroup's oom_kill counter went up",) if end.oom_killed else ()
-    trend = memory_trend(end.around)
-    grew = f" ({trend[0]})" if trend else ""
-    where = "" if worker else last_seen_at(case)
-    seen = f"; last seen at {where}" if where else ""
-    summary = f"{process} was killed by the kernel: out of memory{grew}{seen}"
+    trend = describe_memory_trend(end.around)
+    trend_text = f" ({trend[0]})" if trend else ""
+    line = "" if worker else last_seen_at(case)
+    last_seen = f"; last seen at {line}" if line else ""
+    summary = f"{process} was killed by the kernel: out of memory{trend_text}{last_seen}"
     loader_workers = end.around.loader_workers
     workers = (f"it had {plural(loader_workers, 'data-loader worker')}",) if loader_workers else ()
     has_workers = worker is not None or bool(workers)
@@ -68,11 +76,11 @@ def host(case: Case) -> CauseMatch | None:
         for line in CATALOGUE["oom.host"].fix
         if (has_workers or line != FEWER_WORKERS) and (case.evidence.world_size > 1 or line != FEWER_RANKS)
     )
-    return CauseMatch(summary, (*how, *steps, *counter, *kernel[-2:], *trend, *workers), tuple(fix))
+    return CauseMatch(summary, (*status, *steps, *counter, *kernel[-2:], *trend, *workers), tuple(fix))
 
 
-def memory_trend(context: ExitContext) -> tuple[str, ...]:
-    """Return how the rank's memory changed before its end, and what the host had left."""
+def describe_memory_trend(context: ExitContext) -> tuple[str, ...]:
+    """Return lines about how the rank's memory changed before its end and how much the host had available."""
     lines = []
     if len(context.rss) > 1:
         (since, first), (until, last) = context.rss[0], context.rss[-1]
@@ -99,38 +107,39 @@ oom.host-allocation: The host refused memory to the rank: too little RAM, or a l
   fix: --init-slots 1: only one rank at a time imports and loads its model
   fix: memory-map the weights and the data instead of reading them into memory
 """)
-def allocation(case: Case, match: Match | None) -> CauseMatch | None:
+def match_host_allocation(case: Case, match: Match | None) -> CauseMatch | None:
     error = case.end.error
     if match is None and not (error is not None and error.type in ("MemoryError", "_ArrayMemoryError")):
         return None
-    requested = _requested_bytes(exit_text(case))
+    requested = _parse_requested_bytes(extract_searched_text(case))
     size = format_bytes(requested) if requested else ""
-    context = case.end.around
+    context = case.context
     limit = context.address_limit
-    # The kernel refuses address space above the limit, and otherwise only what the host can't provide at all.
+    # The kernel refuses an allocation only if it is above the rank's limit, or larger than all of the host's memory.
     exceeds_host = bool(requested and context.host_total and requested > context.host_total)
     at = at_location(case)
     if limit is not None and not exceeds_host:
-        failed = line_of(match) if match else "MemoryError"
+        failure = line_of(match) if match else "MemoryError"
         summary = f"{case.rank_name}: out of address space{at}: limited to {format_bytes(limit)} (ulimit -v, RLIMIT_AS)"
-        refused = f"{failed}: an allocation{f' of {size}' if size else ''} was refused by that limit, not by the host"
-        return CauseMatch(summary, (refused, *memory_trend(context)), (UNLIMITED,))
+        refused = f"{failure}: an allocation{f' of {size}' if size else ''} was refused by that limit, not by the host"
+        return CauseMatch(summary, (refused, *describe_memory_trend(context)), (UNLIMITED,))
     fix: tuple[str, ...] = ()
-    if context.host_total is not None and limit is None:  # the agent looked, and there is no limit
+    # host_total shows that the agent read the limits: the rank had none, so don't advise to raise it.
+    if context.host_total is not None and limit is None:
         fix = tuple(line for line in CATALOGUE["oom.host-allocation"].fix if line != UNLIMITED)
     if exceeds_host and context.host_total:
         excess = f"one allocation of {size} is more than the host has ({format_bytes(context.host_total)})"
-        fix = (f"{excess}: look at the shape at {location(case.end)}",)
+        fix = (f"{excess}: check the shape at {location(case.end)}",)
     raised = (f"{error.type}: {first_line(error.message)}",) if error else ()
     if match:
         raised = (line_of(match),)
     raised_at = (f"at {location(case.end)}",) if error else ()
     summary = f"{case.rank_name}: host memory allocation failed{f': {size}' if size else ''}"
-    return CauseMatch(summary, (*raised, *raised_at, *memory_trend(context)), fix)
+    return CauseMatch(summary, (*raised, *raised_at, *describe_memory_trend(context)), fix)
 
 
-def _requested_bytes(text: str) -> int:
-    """Return the bytes that torch or numpy says it requested; 0 if they don't say."""
+def _parse_requested_bytes(text: str) -> int:
+    """Return the number of bytes that torch or numpy reports as requested, or 0."""
     if match := re.search(r"tried to (?:allocate|mmap) (\d+) bytes", text):
         return int(match[1])
     if match := re.search(r"Unable to allocate ([\d.]+) (bytes|[KMGTPE]iB) for an array with shape ", text):

@@ -1,21 +1,29 @@
-"""net.*, gloo.*, nccl.*: ports and connections between ranks. torch prints NCCL's errors as "NCCL error in: …"."""
+"""Causes net.*, gloo.* and nccl.*: problems with ports and with connections between ranks."""
 
 from __future__ import annotations
 
 import re
 
 from stoker.control.verdict.catalogue import Case, CauseMatch, Family, Match
-from stoker.control.verdict.exit_text import at_location, exit_text, find, first_line, line_of, location, shm_evidence
+from stoker.control.verdict.exit_text import (
+    at_location,
+    extract_searched_text,
+    find_in_output,
+    first_line,
+    line_of,
+    location,
+    shm_evidence,
+)
 
 ORDER = 40
 
-# Ranks of either backend meet first at the store (MASTER_ADDR, MASTER_PORT).
+# Ranks of either backend connect to the store (MASTER_ADDR, MASTER_PORT) before they connect to each other.
 STORE = (
     r"The client socket has (?:timed out after [^\n]*trying to connect to|failed to connect to[^\n]*) ?\(([^)]*)\)|"
     r"Timed out after (\d+) seconds waiting for clients\. (\d+/\d+) clients joined"
 )
 _REACH = """every host must reach every other on the ephemeral ports (/proc/sys/net/ipv4/ip_local_port_range), in both
-    directions: ranks only meet at MASTER_PORT, the data uses other ports
+    directions: MASTER_PORT is only for the store, the data uses other ports
     fix: MASTER_ADDR must be an address the other hosts can reach, not 127.0.0.1 and not a name that only one of them
         knows (getent hosts NAME, on each)"""
 _WARN = "stoker run --env NCCL_DEBUG=WARN …   # NCCL then prints more before it gives up"
@@ -32,11 +40,11 @@ gloo = Family(__name__, _line_and_location, REACH=_REACH)
 net.port-in-use, again: The script asked for a port that is in use.
   seen: EADDRINUSE in the exception: the script listens on a port that it chose itself and that another process uses
   unless: the port is Stoker's own (MASTER_PORT): that one is reserved before the ranks start
-  fix: where ranks meet, use env:// (MASTER_ADDR and MASTER_PORT, which Stoker sets to a free port) instead of a port of your
-      own
+  fix: for the rendezvous of the ranks, use env:// (MASTER_ADDR and MASTER_PORT, which Stoker sets to a free port) instead of your own
+      port
   fix: for a server, choose another port, or end the process that uses this one (ss -ltnp shows it)
 """)
-def port_in_use(case: Case) -> CauseMatch | None:
+def match_port_in_use(case: Case) -> CauseMatch | None:
     error = case.end.error
     if error is None or not ("EADDRINUSE" in error.message or "address already in use" in error.message.lower()):
         return None
@@ -49,15 +57,15 @@ def port_in_use(case: Case) -> CauseMatch | None:
 gloo.interface: gloo was told to use a network interface that this host does not have.
   perhaps: Unable to (?:find address|find interface|resolve hostname)[^\n:]*:? ?(\S*)
   seen: gloo's "Unable to find address for: eth0" or "Unable to find interface for", or a host name it can't resolve
-  unless: the interface is there and the peer does not answer: gloo.connection
+  unless: the interface exists and the peer is not responding: gloo.connection
   fix: unset GLOO_SOCKET_IFNAME, or set it to an interface of this host (ip -brief address); hosts may need
       different ones
   fix: without it gloo uses the address of the host's own name: getent hosts $(hostname) must print it
 """)
-def gloo_interface(case: Case, match: Match | None) -> CauseMatch | None:
-    if not match or not find(case, r"gloo|GLOO|Gloo"):
+def match_gloo_interface(case: Case, match: Match | None) -> CauseMatch | None:
+    if not match or not find_in_output(case, r"gloo|GLOO|Gloo"):
         return None
-    summary = f"{case.rank_name}: gloo finds no address for {match[1] or 'this host'}"
+    summary = f"{case.rank_name}: gloo found no address for {match[1] or 'this host'}"
     return CauseMatch(summary, _line_and_location(case, line_of(match)))
 
 
@@ -80,20 +88,20 @@ gloo.connection, again: A rank could not connect to its peers at the start.
       timed out connecting)
   seen: at start-up, ranks on CPU: the store can't be reached or not all ranks joined, or gloo's full mesh of
       connections could not be made
-  unless: the connection was there and broke (reset, closed by peer): a consequence of another rank's exit. A refused
+  unless: the connection was established and broke later (reset, closed by peer): a consequence of another rank's exit. A refused
       connection to something other than a peer: rank.exception
   fix: {REACH}
 """)
-def gloo_connection(case: Case, match: Match | None) -> CauseMatch | None:
+def match_gloo_connection(case: Case, match: Match | None) -> CauseMatch | None:
     if match:
         summary = f"{case.rank_name} can't connect to a peer (gloo)"
         return CauseMatch(summary, _line_and_location(case, line_of(match)))
-    return None if "GPU" in case.end.label else store(case)
+    return None if "GPU" in case.end.label else _match_store_failure(case)
 
 
-def store(case: Case) -> CauseMatch | None:
-    """Match a rank that could not reach the store, or whose peers did not."""
-    match = find(case, STORE)
+def _match_store_failure(case: Case) -> CauseMatch | None:
+    """Match a rank that could not reach the store, or that waited there for ranks that did not join."""
+    match = find_in_output(case, STORE)
     if not match:
         return None
     if match[3]:
@@ -113,7 +121,7 @@ gloo.timeout, again: A gloo collective timed out, and nothing shows why.
       or evaluation on one rank
   fix: long work on one rank between collectives: init_process_group(timeout=timedelta(hours=2))
 """)
-def gloo_timeout(case: Case, match: Match) -> CauseMatch:
+def match_gloo_timeout(case: Case, match: Match) -> CauseMatch:
     summary = f"{case.rank_name} waited {int(match[1]) / 1000:.0f} s for a peer in a {match[2]}"
     return CauseMatch(summary, _line_and_location(case, line_of(match)))
 
@@ -121,13 +129,13 @@ def gloo_timeout(case: Case, match: Match) -> CauseMatch:
 # ---- NCCL ----
 
 
-def _last_error(case: Case) -> str:
-    match = re.search(r"Last error:\s*\n(?:\[rank\d+\]: )?([^\n]+)", exit_text(case))
+def _find_nccl_error(case: Case) -> str:
+    match = re.search(r"Last error:\s*\n(?:\[rank\d+\]: )?([^\n]+)", extract_searched_text(case))
     return match[1].strip() if match else ""
 
 
 def _nccl_evidence(case: Case, line: str) -> tuple[str, ...]:
-    last = _last_error(case)
+    last = _find_nccl_error(case)
     at = (f"at {location(case.end)}",) if case.end.error else ()
     return (line, *((f"NCCL's last error: {last}",) if last and last not in line else ()), *at)
 
@@ -145,9 +153,9 @@ nccl.version: The ranks, or torch and the library it loads, have different versi
       list | grep nccl)
 nccl.interface: NCCL found no network interface to use.
   said: no socket interface found|is neither AF_INET
-  summary: {who}: NCCL finds no network interface (NCCL_SOCKET_IFNAME?)
+  summary: {who}: NCCL found no network interface (NCCL_SOCKET_IFNAME?)
   seen: NCCL's "Bootstrap : no socket interface found", or an address without a family
-  unless: the interface is there and the peer does not answer: nccl.connection
+  unless: the interface exists and the peer is not responding: nccl.connection
   fix: unset NCCL_SOCKET_IFNAME, or set it to an interface of this host (ip -brief address): hosts may have
       different ones, and the value is a prefix (=eth0 is exact, ^docker excludes)
   fix: is it still set in ~/.bashrc, /etc/nccl.conf or ~/.nccl.conf?
@@ -166,9 +174,9 @@ nccl.shm: NCCL could not get shared memory: /dev/shm is too small, or full.
   fix: stoker clean   # shows segments that dead runs left there
   fix: NCCL_SHM_DISABLE=1 continues without it, slower
 """)
-def shm(case: Case, match: Match) -> CauseMatch:
-    shm_free = shm_evidence(case.end.around)
-    summary = f"{case.rank_name}: NCCL got no shared memory{' (' + shm_free[0] + ')' if shm_free else ''}"
+def match_nccl_shm(case: Case, match: Match) -> CauseMatch:
+    shm_free = shm_evidence(case.context)
+    summary = f"{case.rank_name}: NCCL could not get shared memory{' (' + shm_free[0] + ')' if shm_free else ''}"
     return CauseMatch(summary, (*_nccl_evidence(case, line_of(match)), *shm_free))
 
 
@@ -178,18 +186,18 @@ nccl.connection, again: A rank could not connect to its peers at the start.
       nccl)[^\n]*[Cc]all to connect[^\n]*(?:refused|No route|timed out|unreachable)[^\n]*
   seen: at start-up, ranks on GPUs: NCCL's connection to a peer was refused, had no route or timed out; or the store
       can't be reached or not all ranks joined
-  unless: the connection was there and broke (reset by peer, remote process exited): a consequence of another rank's exit
+  unless: the connection was established and broke later (reset by peer, remote process exited): a consequence of another rank's exit
   fix: {REACH}
   fix: a host with several networks: NCCL_SOCKET_IFNAME must name the one between the hosts (ip route get ADDRESS),
       not docker0 or a VPN
   fix: {WARN}
 """)
-def connection(case: Case, match: Match | None) -> CauseMatch | None:
+def match_nccl_connection(case: Case, match: Match | None) -> CauseMatch | None:
     if match and "reset by peer" not in match[0]:
         peer = re.search(r"to ([\d.:a-f\[\]%\w]+<\d+>)", match[0])
         summary = f"{case.rank_name} can't connect to {peer[1] if peer else 'a peer'} (NCCL)"
         return CauseMatch(summary, _nccl_evidence(case, line_of(match)))
-    return store(case) if "GPU" in case.end.label else None
+    return _match_store_failure(case) if "GPU" in case.end.label else None
 
 
 @nccl.cause("""
@@ -205,8 +213,8 @@ nccl.cuda, again: A CUDA call inside NCCL failed.
       BIOS, a virtual machine)
   fix: {WARN}
 """)
-def cuda(case: Case, match: Match) -> CauseMatch:
-    last = _last_error(case)
+def match_nccl_cuda(case: Case, match: Match) -> CauseMatch:
+    last = _find_nccl_error(case)
     summary = f"{case.rank_name}: NCCL: unhandled cuda error{': ' + first_line(last) if last else ''}"
     return CauseMatch(summary, _nccl_evidence(case, line_of(match)))
 
@@ -221,10 +229,10 @@ nccl.system, again: A system call inside NCCL failed.
   fix: limits: ulimit -l (locked memory, unlimited for InfiniBand), ulimit -n, docker's --ulimit memlock=-1
   fix: {REACH}
 """)
-def system(case: Case, match: Match | None) -> CauseMatch | None:
-    if not match or find(case, r"(?i)reset by peer|remote process exited|Too many open files"):
+def match_nccl_system(case: Case, match: Match | None) -> CauseMatch | None:
+    if not match or find_in_output(case, r"(?i)reset by peer|remote process exited|Too many open files"):
         return None
-    last = _last_error(case)
+    last = _find_nccl_error(case)
     summary = f"{case.rank_name}: NCCL: unhandled system error{': ' + first_line(last) if last else ''}"
     return CauseMatch(summary, _nccl_evidence(case, line_of(match)))
 
@@ -234,18 +242,18 @@ nccl.timeout, again: A NCCL collective timed out, and nothing shows why.
   said: Watchdog caught collective operation timeout[^\n]*|collective operation timeout: [^\n]*
   seen: NCCL's watchdog ended the process after the process group's timeout, and no rank failed, left or is seen to
       hang
-  unless: a rank that failed by itself, left early or got stuck: that is the cause, and the timeout a consequence
+  unless: a rank that failed, left early or got stuck: that is the cause, and the timeout a consequence
   fix: a rank that did not take part: unequal numbers of batches, an `if rank == 0` around a collective (saving a
       sharded model is one), other code paths
   fix: where was each rank? `stoker logs --rank N`, and attempt-N/stacks.txt in the run directory
   fix: long work on one rank between collectives: init_process_group(timeout=timedelta(hours=1)); NCCL_IB_TIMEOUT is
       something else
 """)
-def timeout(case: Case, match: Match) -> CauseMatch:
+def match_nccl_timeout(case: Case, match: Match) -> CauseMatch:
     line = line_of(match)
-    work, ran = re.search(r"SeqNum=(\d+), OpType=(\w+)", line), re.search(r"ran for (\d+) milliseconds", line)
-    what = f"{work[2]} number {work[1]}" if work else "a collective"
-    how_long = f"after {int(ran[1]) / 1000:.0f} s" if ran else "in time"
+    work, duration = re.search(r"SeqNum=(\d+), OpType=(\w+)", line), re.search(r"ran for (\d+) milliseconds", line)
+    collective = f"{work[2]} number {work[1]}" if work else "a collective"
+    how_long = f"after {int(duration[1]) / 1000:.0f} s" if duration else "in time"
     return CauseMatch(
-        f"{case.rank_name}: {what} was not finished {how_long}, and no rank is seen to have failed", (line,)
+        f"{case.rank_name}: {collective} was not finished {how_long}, and no failed rank was found", (line,)
     )

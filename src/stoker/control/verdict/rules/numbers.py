@@ -1,4 +1,4 @@
-"""nan.*: losses and gradient norms that are not finite, explode or never change."""
+"""Causes nan.*: a loss or gradient norm is not finite, has exploded or never changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STEP_BEFORE = "look at the step before it: the last good checkpoint still has g
 _GRADIENTS = (
     "check gradients for NaN and Inf before clip_grad_norm_, not after: clipping spreads one bad value to all layers"
 )
-# In the order in which they find the reason. Token ids are not checked: isnan() of an integer is always False.
+# In the order in which to try them. Checking token ids is no advice: isnan() of an integer is always False.
 _THEN = (
     _GRADIENTS,
     "a lower learning rate or a longer warm-up; max_grad_norm 1.0; bf16 rather than fp16",
@@ -62,13 +62,13 @@ nan.traced: A step's loss or gradient is NaN or infinite, and its replay shows w
   fix: --preset stable: cautious values for all of these settings
   fix: if the replay does not reproduce it: `stoker burnin` compares the GPUs bit for bit
 """)
-def traced(case: Case) -> CauseMatch | None:
+def match_traced_nan(case: Case) -> CauseMatch | None:
     error = case.end.error
     if error is None or not _is_traced(case.end):
         return None
     message = first_line(error.message, 500)
     injected = re.search(r"injected by nan\.inject \S+", message)
-    fix = ("nothing to fix: nan.inject put this value there as a test; train without it",) if injected else ()
+    fix = ("nothing to fix: nan.inject injected this value as a test; train without it",) if injected else ()
     evidence = f"reported by rank {case.end.rank}, and the same on all ranks: {message}"
     return CauseMatch(message, (evidence,), fix)
 
@@ -78,8 +78,8 @@ def _is_traced(end: RankExit) -> bool:
     return end.error is not None and (end.error.type, end.error.module) == non_finite
 
 
-def rank_named_by(ends: Sequence[RankExit]) -> RankExit | None:
-    """Return the rank that a traced NaN names, or None. All ranks raise the same error, so the first is not the guilty one."""
+def find_named_rank(ends: Sequence[RankExit]) -> RankExit | None:
+    """Return the rank that a traced NaN names, or None. All ranks raise the same error, so the first to fail need not be guilty."""
     for end in ends:
         if not _is_traced(end) or end.error is None:
             continue
@@ -91,14 +91,14 @@ def rank_named_by(ends: Sequence[RankExit]) -> RankExit | None:
 _VERBS = {"loss": "the loss is", "exploding": "the loss has exploded to", "grad-norm": "the gradient norm is"}
 
 
-def summary(bad: BadNumber, label: str, world_size: int, lasting: bool = False) -> str:
-    """Return one line; `lasting` if the number has been bad for several steps.
+def summarize_bad_number(bad: BadNumber, label: str, world_size: int, lasting: bool = False) -> str:
+    """Return one line about a bad number; `lasting` means that it has been bad for several steps.
 
-    It does not name the rank of a loss that only one rank prints (`shared`): any rank may have it.
+    If only one rank prints losses (`bad.shared`), the line doesn't blame that rank: any rank may have the bad loss.
     """
     if bad.kind == "constant":
-        what, _, value = bad.value.rpartition(" ")
-        return f"{rank_name(bad.rank, label)}: the {what} has been {value} in every reading since the start"
+        name, _, value = bad.value.rpartition(" ")
+        return f"{rank_name(bad.rank, label)}: the {name} has been {value} in every reading since the start"
     text, at = f"{_VERBS[bad.kind]} {bad.value}", " at step"
     if lasting and bad.kind != "exploding":
         text, at = text.replace(" is ", " has been ", 1), " since step"
@@ -118,5 +118,5 @@ def make_loss_report(bad: BadNumber, label: str, world_size: int) -> dict[str, A
     if bad.source == "beat":
         source = f"reported by stoker.beat: loss {bad.value}"
     rank = None if bad.shared and world_size > 1 else bad.rank
-    text = summary(bad, label, world_size, lasting=True)
+    text = summarize_bad_number(bad, label, world_size, lasting=True)
     return make_report(cause_id, text, [source, get_cause(cause_id).seen], rank=rank, step=bad.step)

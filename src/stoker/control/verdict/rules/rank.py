@@ -1,4 +1,4 @@
-"""rank.*: what one rank did by itself. These rules come last: they match whatever the others did not."""
+"""Causes rank.*: a rank raised, crashed, was killed or exited. Tried last: they match every exit that no other rule explains."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from stoker.contract.units import plural
 from stoker.control.verdict.catalogue import Case, CauseMatch, Family
 from stoker.control.verdict.echo import is_consequence
 from stoker.control.verdict.exit_text import first_line, last_lines, location, signal_name
-from stoker.control.verdict.rules.memory import memory_trend
+from stoker.control.verdict.rules.memory import describe_memory_trend
 
 ORDER = 99
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
-# Mistakes in the program, which another attempt would repeat.
+# These exceptions are mistakes in the program, which another attempt would repeat.
 _DETERMINISTIC = ("NameError", "UnboundLocalError", "AttributeError", "TypeError", "NotImplementedError",
                   "RecursionError")  # fmt: skip
 _LOGS = "stoker logs --rank {rank}"
@@ -33,7 +33,7 @@ rank.breakpoint: A rank reached a breakpoint() and has no terminal.
   fix: remove it from {place}, or debug with one rank: stoker run --nproc-per-node 1
   fix: only rank 0 has the terminal: `if rank == 0: breakpoint()`
 """)
-def breakpoint_(case: Case) -> CauseMatch | None:
+def match_breakpoint(case: Case) -> CauseMatch | None:
     error = case.end.error
     if error is None or error.type != "BdbQuit":
         return None
@@ -48,7 +48,7 @@ rank.exception, again: The script raised an exception and did not catch it.
   fix: look at {place}
   fix: {LOGS}
 """)
-def exception(case: Case) -> CauseMatch | None:
+def match_exception(case: Case) -> CauseMatch | None:
     error = case.end.error
     if error is None:
         return None
@@ -76,7 +76,7 @@ rank.early-exit, again: A rank exited with code 0 before the others were done.
       `if rank` or a condition on data
   fix: {LOGS}
 """)
-def left_early(case: Case) -> CauseMatch | None:
+def match_early_exit(case: Case) -> CauseMatch | None:
     end = case.end
     if end.code != 0 and not (_aborted_after_script(end) and _others_needed(case)):
         return None
@@ -84,12 +84,12 @@ def left_early(case: Case) -> CauseMatch | None:
     errors = [
         f"rank {other.rank}: {other.error.type}: {first_line(other.error.message)}" for other in others if other.error
     ]
-    script, how = end.script_end, f"ended with exit code {end.code}"
+    script, ending = end.script_end, f"ended with exit code {end.code}"
     if script is not None:
-        how = "returned from its script" if script.how == "return" else f"called sys.exit({script.status})"
+        ending = "returned from its script" if script.how == "return" else f"called sys.exit({script.status})"
     where = f" at {script.place}" if script is not None and script.place else ""
     after = f" after step {end.steps}" if end.steps else ""
-    summary = f"{case.rank_name} {how}{where}{after} while the others were still working"
+    summary = f"{case.rank_name} {ending}{where}{after} while the others were still working"
     exit_status = f"rank {end.rank} ended with exit code {end.code}"
     if end.code:
         name = signal_name(-end.code)
@@ -103,9 +103,9 @@ def _aborted_after_script(end: RankExit) -> bool:
 
 
 def _others_needed(case: Case) -> bool:
-    """Return whether other ranks lost this one, or had steps to make when it ended.
+    """Return whether other ranks lost this one, or had fewer steps than this one when they were stopped.
 
-    Ranks that had made as many steps were shutting down.
+    Ranks with as many steps were shutting down.
     """
     end = case.end
     others = [other for other in case.evidence.ends if other.rank != end.rank and other.script_end is None]
@@ -126,18 +126,18 @@ def _signal_of(case: Case) -> tuple[int, str, tuple[str, ...]]:
 rank.killed, again: A rank was killed with SIGKILL from outside.
   seen: SIGKILL that Stoker did not send, and no out-of-memory kill in the cgroup's counter or the kernel's log
   unless: the cgroup's oom_kill counter rose, or the kernel's log names the pid: oom.host
-  fix: an administrator, a script or the OOM killer sent it; this host's log can't be read from here: see dmesg there
+  fix: an administrator, a script or the OOM killer sent it; Stoker can't read that host's kernel log: see dmesg there
 """)
-def killed(case: Case) -> CauseMatch | None:
+def match_killed(case: Case) -> CauseMatch | None:
     number, _, evidence = _signal_of(case)
     if number != signal.SIGKILL:
         return None
-    context = case.end.around
-    # In a container the kernel's log has the host's pids: such a line is a hint, not proof that it was this rank.
+    context = case.context
+    # In a container the kernel's log has the host's pids, so such a line is a hint and doesn't prove that it was this rank.
     hints = [f"kernel: {line}" for line in context.kernel if "emory" in line or "oom" in line][-2:]
-    no_oom = "no out-of-memory kill of this rank could be seen"
+    no_oom = "no out-of-memory kill of this rank was found"
     summary = f"{case.rank_name} was killed with SIGKILL from outside"
-    return CauseMatch(summary, (*evidence, no_oom, *memory_trend(context), *hints))
+    return CauseMatch(summary, (*evidence, no_oom, *describe_memory_trend(context), *hints))
 
 
 @family.cause("""
@@ -149,31 +149,32 @@ rank.crash, again: Native code crashed the rank.
       torch.distributed.destroy_process_group() at its end
   fix: {LOGS}
 """)
-def crash(case: Case) -> CauseMatch | None:
+def match_crash(case: Case) -> CauseMatch | None:
     number, name, evidence = _signal_of(case)
     if number not in CRASHES:
         return None
     if _aborted_after_script(case.end):
-        return _aborted_when_done(case, name, evidence)
+        return _match_abort_after_script(case, name, evidence)
     if parse_stacks(case.end.stack) and not any(thread["frames"] for thread in parse_stacks(case.end.stack)):
-        return _crashed_while_ending(case, name, evidence)
-    where, frames = _crash_location(case.end.stack)
+        return _match_crash_at_end(case, name, evidence)
+    where, frames = _find_crash_location(case.end.stack)
     lines = [f'  File "{file}", line {line}, in {function}' for function, file, line in frames[:20]]
-    look = (f"look at {where[3:]}",) if where.startswith("at ") else ()
+    look_at = (f"look at {where[3:]}",) if where.startswith("at ") else ()
     stack = (f"the Python stack is in the record: rank-{case.end.rank}.stack.txt",) if case.end.stack else ()
     summary = f"{case.rank_name} died of {name}{f' {where}' if where else ''}"
-    return CauseMatch(summary, (*evidence, *lines), (*look, *stack, f"stoker logs --rank {case.end.rank}"))
+    return CauseMatch(summary, (*evidence, *lines), (*look_at, *stack, f"stoker logs --rank {case.end.rank}"))
 
 
-def _crashed_while_ending(case: Case, name: str, evidence: tuple[str, ...]) -> CauseMatch:
-    """Return the match for a crash with no Python code left to run: the script had ended, a library's threads had not.
+def _match_crash_at_end(case: Case, name: str, evidence: tuple[str, ...]) -> CauseMatch:
+    """Return the match for a crash after the script had ended, in a thread of a library.
 
-    Usually these are gloo's (`terminate called without an active exception`), without a destroy_process_group().
+    It is usually a thread of gloo that runs because destroy_process_group() was not called, and the process prints
+    `terminate called without an active exception`.
     """
     after = f" after step {case.end.steps}" if case.end.steps else ""
     return CauseMatch(
         f"{case.rank_name} died of {name} while its process was ending: its script had already ended{after}",
-        (*evidence, "no thread was running Python code", *_printed_by_terminate(case)),
+        (*evidence, "no thread was running Python code", *_find_terminate_lines(case)),
         (
             "if it should not have ended yet: look for sys.exit() or a loop that is shorter on this rank"
             " (unequal number of batches)",
@@ -183,11 +184,11 @@ def _crashed_while_ending(case: Case, name: str, evidence: tuple[str, ...]) -> C
     )
 
 
-def _aborted_when_done(case: Case, name: str, evidence: tuple[str, ...]) -> CauseMatch:
-    """Return the match for a process that a library's thread aborted after its script had ended. No rank waits for it."""
+def _match_abort_after_script(case: Case, name: str, evidence: tuple[str, ...]) -> CauseMatch:
+    """Return the match for a process that a library's thread aborted after its script had ended, while no rank needed it."""
     script = case.end.script_end
     assert script is not None
-    how = "had returned" if script.how == "return" else f"had called sys.exit({script.status}) at {script.place}"
+    ending = "had returned" if script.how == "return" else f"had called sys.exit({script.status}) at {script.place}"
     after = f" after step {case.end.steps}" if case.end.steps else ""
     ends = case.evidence.ends
     all_done = len(ends) == case.evidence.world_size and all(
@@ -195,8 +196,8 @@ def _aborted_when_done(case: Case, name: str, evidence: tuple[str, ...]) -> Caus
     )
     complete = ("the scripts of all ranks had ended: the work is complete",) if all_done else ()
     return CauseMatch(
-        f"{case.rank_name}: its script {how}{after}, then its process died of {name} while it was shutting down",
-        (*evidence, *complete, *_printed_by_terminate(case)),
+        f"{case.rank_name}: its script {ending}{after}, then its process died of {name} while it was shutting down",
+        (*evidence, *complete, *_find_terminate_lines(case)),
         (
             "call torch.distributed.destroy_process_group() at the end of the script: torch's threads that are still"
             " running then can abort the process",
@@ -206,25 +207,25 @@ def _aborted_when_done(case: Case, name: str, evidence: tuple[str, ...]) -> Caus
     )
 
 
-def _printed_by_terminate(case: Case) -> tuple[str, ...]:
+def _find_terminate_lines(case: Case) -> tuple[str, ...]:
     return tuple(f"it printed: {line}" for line in case.end.tail.splitlines() if "terminate called" in line)[-1:]
 
 
-def _crash_location(stack: str) -> tuple[str, list[list[Any]]]:
-    """Return where the crashed thread was, and its frames, from the stacks that faulthandler wrote.
+def _find_crash_location(stack: str) -> tuple[str, list[list[Any]]]:
+    """Return (location, frames) of the crashed thread, from the stacks that faulthandler wrote.
 
-    The location is the script's line and the library's: at x.py:3, in work (in string_at, ctypes/__init__.py:519).
+    The location names the script's line and the library's: "at x.py:3, in work (in string_at, ctypes/__init__.py:519)".
     """
     threads = parse_stacks(stack)
     crashed: list[list[Any]] = next((thread["frames"] for thread in threads if thread["current"]), [])
     if not crashed:
         main: list[list[Any]] = next((thread["frames"] for thread in threads if thread["main"]), [])
-        where = _script_and_innermost(main)
+        where = _describe_innermost(main)
         return (f"in a thread without Python code; the main thread was {where}", main) if where else ("", [])
-    return _script_and_innermost(crashed), crashed
+    return _describe_innermost(crashed), crashed
 
 
-def _script_and_innermost(frames: list[list[Any]]) -> str:
+def _describe_innermost(frames: list[list[Any]]) -> str:
     script = next((frame for frame in frames if not is_library(frame[1])), None)
     if script is None:
         return f"in {frames[0][0]} ({frames[0][1]}:{frames[0][2]})" if frames else ""
@@ -238,7 +239,7 @@ rank.signal, again: A signal from outside ended one rank.
   unless: the launcher passed it on: launch.stopped
   fix: {LOGS}
 """)
-def signalled(case: Case) -> CauseMatch | None:
+def match_signal(case: Case) -> CauseMatch | None:
     number, name, evidence = _signal_of(case)
     return CauseMatch(f"{case.rank_name} died of {name}", evidence) if number else None
 
@@ -249,10 +250,10 @@ rank.exit, again: The script ended itself with an exit code.
   unless: an exception was reported: rank.exception
   fix: {LOGS}
 """)
-def ended(case: Case) -> CauseMatch | None:
+def match_exit(case: Case) -> CauseMatch | None:
     evidence = (f"exit code {case.end.code}, no exception", *last_lines(case.end))
     last = next((line for line in reversed(case.end.tail.splitlines()) if line.strip()), "")
-    # Stoker's own recipes refuse with one line and an exit code for the kind of refusal.
+    # Stoker's own recipes refuse with one line on stderr and an exit code of _REFUSALS.
     if case.end.code in _REFUSALS and last.startswith("stoker: "):
         refused = f"{case.rank_name} refused: {last.removeprefix('stoker: ')}"
         return CauseMatch(refused, evidence, retryable=False)

@@ -1,16 +1,16 @@
-"""slow.*: a rank that is persistently slower than its peers. It is reported with the reason; nothing is stopped."""
+"""Causes slow.*: a rank is persistently slower than its peers. Stoker reports it with the reason and doesn't stop the job."""
 
 from __future__ import annotations
 
 from stoker.control.verdict.catalogue import Family
 
 _SEEN = (
-    "the flight recorder's entry times: one rank comes last in nine of ten waits, in two looks in a row, by a fifth of a"
+    "the flight recorder's entry times: one rank comes last in nine of ten waits, in two checks in a row, by a fifth of a"
     " step or more; "
 )
 
 _HOST = (
-    "in the live view only: the others wait for a rank on another host than theirs, and that host's gauges, unlike those of the"
+    "in the live view only: the others wait for a rank on another host, and that host's gauges, unlike those of the"
     " other hosts, show: "
 )
 
@@ -32,7 +32,7 @@ slow.swap: A rank is slow because it is swapping.
 slow.cpu: A rank is slow because it waits for a CPU.
   seen: {SEEN}its main thread is ready but not running for a quarter of the time or more (schedstat)
   unless: its peers wait for a CPU as much
-  fix: what else runs there (top)? does it have fewer CPUs than its peers (taskset -p)? fewer data-loader workers,
+  fix: check what else runs on its host (top), and whether it has fewer CPUs than its peers (taskset -p); fewer data-loader workers,
       a lower OMP_NUM_THREADS
   fix: --numa-binding node
 slow.data: A rank is slow because it waits for its data loader.
@@ -42,23 +42,23 @@ slow.data: A rank is slow because it waits for its data loader.
 slow.memory: A rank is slow because its host is short of memory.
   seen: {HOST}processes wait for memory (/proc/pressure) for {PRESSED} of the time or more
   unless: the other hosts wait as much, or the ranks are all on this host
-  fix: what uses its memory (`stoker top`)? fewer data-loader workers or ranks there, or exclude the host
+  fix: check what uses its memory (`stoker top`); fewer data-loader workers or ranks there, or exclude the host
 slow.disk: A rank is slow because its host waits for its disk.
   seen: {HOST}processes wait for the disk (/proc/pressure) for {PRESSED} of the time or more
   unless: the other hosts wait as much, or the ranks are all on this host
-  fix: copy the data to that host's own disk first (`--stage`); save checkpoints less often; what else reads or writes
-      there (iotop)?
+  fix: copy the data to that host's own disk first (`--stage`); save checkpoints less often; check what else reads or
+      writes there (iotop)
 slow.network: A rank is slow because its host's network link is full.
   seen: {HOST}it sends or receives {FULL} or more of what its link can carry
   unless: the other hosts' links are as full
-  fix: what else sends there (iftop)? copy data from a network disk to a local one first (`--stage`)
+  fix: check what else sends there (iftop); copy data from a network disk to a local one first (`--stage`)
   fix: send fewer bytes: gradient accumulation, or local SGD (`stoker docs balance`)
 slow.code: A rank is slow because of what it does at one line.
   seen: {SEEN}most samples of its main thread are at that line, outside of collectives
   fix: look at that line: the others wait for work that only this rank does (logging, saving, evaluation)
   fix: with equal batches, different GPUs are all as slow as the slowest one: `stoker docs balance`
-slow.unknown: A rank is slow for a reason that can't be seen from outside.
-  seen: {SEEN}no sample shows why
+slow.unknown: A rank is slow for an unknown reason.
+  seen: {SEEN}no sample shows the reason
   unless: any of the reasons above
   fix: py-spy record -p PID, with its pid
 """)

@@ -1,4 +1,4 @@
-"""torch.*: mistakes in the use of tensors, modules and autograd. Another attempt would repeat them."""
+"""Causes torch.*: a script misuses tensors, modules or autograd. Another attempt would fail in the same way."""
 
 from __future__ import annotations
 
