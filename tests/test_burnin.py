@@ -228,7 +228,7 @@ def test_stopped_by_the_user(stoker: Stoker) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("--minutes", "0"), "--minutes 0: give a number above 0"), (("--minutes", "nan"), "give a number above 0"), (("--steps", "0"), "--steps 0"),
+        (("--minutes", "0"), "--minutes must be above 0, got 0"), (("--minutes", "nan"), "--minutes must be above 0"), (("--steps", "0"), "--steps must be at least 1, got 0"),
         (("--minutes", "soon"), "invalid float value: 'soon'"), (("--flip", "1"), "write RANK:STEP"), (("--json", "--show", "all"), "--show and --json"),
         (("--wait", "soon"), "'soon' is not a duration"),
     ],

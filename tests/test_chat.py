@@ -170,7 +170,7 @@ def test_an_empty_answer_is_said_to_be_empty(answer: str, told: bool, capsys: py
     def pieces(text: str) -> Iterator[str]:
         yield from answer
 
-    chat._answer(cast(Conversation, SimpleNamespace(answer=pieces)), "?")
+    chat._print_answer(cast(Conversation, SimpleNamespace(answer=pieces)), "?")
     shown = capsys.readouterr()
     assert ("(empty answer)" in shown.err) == told and shown.out == f"{answer}\n"
 
@@ -390,7 +390,7 @@ def test_the_same_seed_gives_the_same_answer_and_raw_goes_on_with_a_text(
         for more in (["--seed", "1"], ["--seed", "1"], ["--seed", "2"], ["--raw", "--seed", "1"])
     )
     assert one == two and len({one, other, raw}) == 3
-    with pytest.raises(Refusal, match="--raw has no roles"):
+    with pytest.raises(Refusal, match="--raw can't be combined with --system"):
         chat.main([*told, "--raw", "--system", "x"])
 
 

@@ -668,7 +668,7 @@ def test_exit_code_1_and_the_smallest_change_where_it_does_not_fit(stoker: Stoke
 def test_a_machine_that_was_recorded_shows_who_holds_its_cards(stoker: Stoker, folder: Path) -> None:
     machine = Path(__file__).parent / "machines" / "container-foreign-holders.json"
     done = stoker("fit", str(folder), "--machine", str(machine))
-    assert done.code == 0 and "left out: GPU 0" in done.err
+    assert done.code == 0 and "skipping GPU 0" in done.err
     assert "held: 7.9 GiB by pid 412 (root: python -m sglang.launch_server" in done.out
     done = stoker("fit", str(folder), "--machine", str(machine), "--gpus", "2")
     assert done.code == 0 and "GPU 2: NVIDIA A40" in done.out and "GPU 1" not in done.out
@@ -694,20 +694,20 @@ def test_an_epochs_time_and_cost_and_where_the_speed_comes_from(stoker: Stoker, 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--gpus", "2xQuantum9000"), "is not a known GPU"), (("--gpus", "0GB"), "too small"), (("--gpus", "0,1"), "no GPU '0' here"),
-        (("--gpus", "24GB", "--machine", "x.json"), "give one of them"), (("--machine", "x.json"), "no such file"), ((), "no GPU here"),
-        (("--gpus", "8GB", "--lora-rank", "0"), "--lora-rank 0 is out of range"), (("--gpus", "8GB", "--context", "1"), "out of range"),
-        (("--gpus", "8GB", "--recompute", "some"), "give a number of blocks"), (("--gpus", "8GB", "--price", "-1"), "--price -1"),
+        (("--gpus", "2xQuantum9000"), "is not a known GPU"), (("--gpus", "0GB"), "too small"), (("--gpus", "0,1"), "no GPU '0'"),
+        (("--gpus", "24GB", "--machine", "x.json"), "can't be combined with --machine"), (("--machine", "x.json"), "does not exist"), ((), "no usable GPU"),
+        (("--gpus", "8GB", "--lora-rank", "0"), "--lora-rank must be a whole number from 1 to 4096, got 0"), (("--gpus", "8GB", "--context", "1"), "--context-length must be a whole number from 2"),
+        (("--gpus", "8GB", "--recompute", "some"), "--recompute must be a number of blocks"), (("--gpus", "8GB", "--price", "-1"), "--price must be at least 0"),
         (("--gpus", "8GB", "--method", "lora", "--lora-targets", "q_prj"), "no linear layer of this model is called that (did you mean"),
-        (("--gpus", "8GB", "--method", "lora", "--optimizer", "muon"), "--optimizer muon is for --method full"),
-        (("--gpus", "8GB", "--probe"), "it needs --data"), (("--gpus", "8GB", "--data", "nowhere.jsonl"), "nowhere.jsonl"),
-        (("--gpus", "8GB", "--stage", "tokenizer"), "that stage has no memory plan"), (("--gpus", "8GB", "--stage", "evaluate"), "there is a plan for pretrain, midtrain, sft"),
-        (("--gpus", "8GB", "--stage", "dop"), "no such stage (did you mean dpo?)"), (("--gpus", "8GB", "--stage", ""), "no such stage"),
-        (("--gpus", "8GB", "--rows", "4"), "--rows is for --stage grpo, and this is sft"), (("--gpus", "8GB", "--stage", "grpo", "--rows", "-1"), "out of range"),
-        (("--gpus", "8GB", "--bits", "4"), "--bits is for --stage grpo"), (("--gpus", "8GB", "--stage", "grpo", "--bits", "4", "--method", "lora"), "--bits 4 is for --method qlora"),
-        (("--gpus", "8GB", "--stage", "grpo", "--new-tokens", "2048"), "leaves no tokens for a prompt"), (("--gpus", "8GB", "--stage", "grpo", "--kl", "-1"), "--kl -1"),
-        (("--gpus", "8GB", "--stage", "grpo", "--reward-model", "nowhere"), "nowhere"), (("--gpus", "8GB", "--stage", "dpo", "--no-likelihood"), "is for --stage reward"),
-        (("--gpus", "8GB", "--stage", "grpo", "--embedding", "host"), "--embedding host: stage grpo generates"),
+        (("--gpus", "8GB", "--method", "lora", "--optimizer", "muon"), "--optimizer muon needs --method full"),
+        (("--gpus", "8GB", "--probe"), "add --data"), (("--gpus", "8GB", "--data", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("--gpus", "8GB", "--stage", "tokenizer"), "--stage tokenizer has no memory plan"), (("--gpus", "8GB", "--stage", "evaluate"), "use one of pretrain, midtrain, sft"),
+        (("--gpus", "8GB", "--stage", "dop"), "is unknown (did you mean dpo?)"), (("--gpus", "8GB", "--stage", ""), "is unknown"),
+        (("--gpus", "8GB", "--rows", "4"), "--rows applies only to --stage grpo, got --stage sft"), (("--gpus", "8GB", "--stage", "grpo", "--rows", "-1"), "--rows must be a whole number"),
+        (("--gpus", "8GB", "--bits", "4"), "--bits applies only to --stage grpo"), (("--gpus", "8GB", "--stage", "grpo", "--bits", "4", "--method", "lora"), "--bits 4 needs --method qlora"),
+        (("--gpus", "8GB", "--stage", "grpo", "--new-tokens", "2048"), "leaves no tokens for a prompt"), (("--gpus", "8GB", "--stage", "grpo", "--kl", "-1"), "--kl must be at least 0"),
+        (("--gpus", "8GB", "--stage", "grpo", "--reward-model", "nowhere"), "nowhere"), (("--gpus", "8GB", "--stage", "dpo", "--no-likelihood"), "applies only to --stage reward"),
+        (("--gpus", "8GB", "--stage", "grpo", "--embedding", "host"), "stage grpo can't use --embedding host"),
         (("--method", "dora"), "invalid choice"), (("--gpu", "8GB"), "unknown option --gpu (did you mean --gpus?)"),
     ],
 )  # fmt: skip
@@ -1000,7 +1000,7 @@ def test_train_takes_the_strategy_of_several_hosts_from_what_they_say(
     with pytest.raises(Refusal, match="host b: no route to it"):
         planned({"a": 80 * GIB}, "parallel=auto")
     chosen, lines = planned({"a": 80 * GIB}, "parallel=auto", min_hosts=1)
-    assert lines[0].startswith("memory plan: without host b: no route") and lines[1].startswith("parallel auto: ")
+    assert lines[0].startswith("memory plan: skipping host b: no route") and lines[1].startswith("parallel auto: ")
     # The second host's memory and card, not the first's.
     with pytest.raises(Refusal, match=r"offload all needs .* of host memory on b, and [\d.]+ MiB are available"):
         planned(both, "parallel=fsdp", "offload=all", host={"b": 64 << 20})

@@ -458,7 +458,7 @@ def test_show_counts_reasons_takes_a_format_and_refuses_in_one_line(stoker: Stok
     ):
         done = stoker("data", "show", *words)
         assert done.code == code and says in done.err and done.err.count("\n") == 1, done.err
-    assert "no `stoker data shwo` (did you mean show" in stoker("data", "shwo").err
+    assert "unknown command `stoker data shwo` (did you mean show" in stoker("data", "shwo").err
 
 
 def test_show_colours_learned_tokens_on_a_terminal(stoker: Stoker, place: Place) -> None:

@@ -488,14 +488,14 @@ def test_a_job_that_stops_itself_is_continued_by_its_printed_command_alone(stoke
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("grpo", "--allocation", "vllm:d1+fsdp:d3"), "only stoker can serve"),
-        (("grpo", "--allocation", "fsdp:d3"), "one part must serve and one train"),
+        (("grpo", "--allocation", "vllm:d1+fsdp:d3"), "serves with stoker only"),
+        (("grpo", "--allocation", "fsdp:d3"), "must have one part that serves and one that trains"),
         (("grpo", "--allocation", "stoker:d1+fsdp:d2t2"), "write fsdp:d4"),
         (("grpo", "--allocation", "stoker:d1+fsdp:d1", "--grpo.server", "http://a:1"), "leave grpo.server out"),
         (("grpo", "--allocation", "stoker:d1+fsdp:d1", "--hosts", "h.yaml"), "stoker run --roles"),
-        (("grpo", "--allocation", "stoker:d1+fsdp:d1", "--nproc-per-node", "2"), "--nproc-per-node does not apply to a job of roles"),
-        (("grpo", "--allocation", "stoker:d1+fsdp:d1"), "no model"),
-        (("sft", "--allocation", "stoker:d1+fsdp:d1"), "stage sft has one role only"),
+        (("grpo", "--allocation", "stoker:d1+fsdp:d1", "--nproc-per-node", "2"), "--nproc-per-node does not apply to a multi-role job"),
+        (("grpo", "--allocation", "stoker:d1+fsdp:d1"), "needs a model"),
+        (("sft", "--allocation", "stoker:d1+fsdp:d1"), "stage sft has only one role"),
     ],
 )  # fmt: skip
 def test_allocations_that_cannot_be_are_refused(words: tuple[str, ...], said: str) -> None:

@@ -623,7 +623,7 @@ def test_data_of_another_tokenizer_than_the_weights_is_refused(tmp_path: Path) -
     _check_weights(ModelConfig(load=str(tmp_path / "hf")), ready("words"))
     line = refused(lambda: _check_weights(ModelConfig(load=str(tmp_path / "hf")), ready("bytes")))
     assert (
-        "the data's tokenizer is not that of" in line
+        "the data's tokenizer differs from that of" in line
         and " here; " in line
         and f"--tokenizer.path {tmp_path / 'hf'}" in line
     )

@@ -901,9 +901,9 @@ def test_gpus_and_the_file_choose_the_plan(trainer: Stoker, box: Callable[..., d
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["pretrian"], 64, "no stage 'pretrian' (did you mean pretrain?)"),
-        (["--debug", "pretrain"], 64, "name the stage first"),
-        (["pretrain"], 64, "no data: name files, a folder or a hub id with --data"),
+        (["pretrian"], 64, "unknown stage 'pretrian' (did you mean pretrain?)"),
+        (["--debug", "pretrain"], 64, "the stage must come first"),
+        (["pretrain"], 64, "the data is missing; name files, a folder or a hub id with --data"),
         (["pretrain", "--data", "none.txt"], 66, "none.txt does not exist"),
         (["pretrain", "--data", "text.txt", "--lerning_rate", "1"], 64, "did you mean --learning_rate?"),
         (["pretrain", "--data", "text.txt", "--nprc-per-node", "1"], 64, "did you mean --nproc-per-node?"),
@@ -913,18 +913,26 @@ def test_gpus_and_the_file_choose_the_plan(trainer: Stoker, box: Callable[..., d
             78,
             "run: unknown key 'max_restart' (did you mean max_restarts?)",
         ),
-        (["pretrain", "--data", "text.txt", "--config", "module.yaml"], 78, "run.module does not apply here"),
+        (
+            ["pretrain", "--data", "text.txt", "--config", "module.yaml"],
+            78,
+            "run.module does not apply to stoker train",
+        ),
         (["pretrain", "--data", "text.txt", "--config", "absent.yaml"], 66, "absent.yaml does not exist"),
         (
             ["pretrain", "--data", "text.txt", "--config", "needs.yaml"],
             69,
             "needs.yaml: needs.gpus: 4 GPUs needed, this machine has none; --needs.gpus 0",
         ),
-        (["pretrain", "--data", "text.txt", "--device", "cuda"], 69, "parallel.device is cuda and there is no GPU"),
+        (
+            ["pretrain", "--data", "text.txt", "--device", "cuda"],
+            69,
+            "parallel.device is cuda, but there is no usable GPU",
+        ),
         (
             ["pretrain", "--data", "text.txt", "--device", "cpu", "--gpu", "0"],
             64,
-            "parallel.device is cpu and --gpu asks for GPUs",
+            "parallel.device is cpu, but --gpu selects GPUs",
         ),
         (["pretrain", "--data", "text.txt", "-m"], 64, "-m"),
         (

@@ -1,4 +1,4 @@
-"""`stoker.launch`: runs a function instead of a script, from a script, a REPL or a notebook, by `stoker run` in a child process."""
+"""Implements `stoker.launch`, which runs a function on every rank by starting `stoker run` in a child process."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from stoker.control.rank.function_call import (
 from stoker.control.record import run_record
 from stoker.control.verdict.launch_failures import make_lost_verdict
 
-# Options of `stoker run` that don't apply: the program is the function, results come back through this machine's disk, and the
-# caller waits.
+# These options of `stoker run` don't apply: the program is the function, results come back through this machine's disk, and
+# the caller waits.
 _EXCLUDED_OPTIONS = ("module", "no_python", "run_path", "python", "hosts", "min_hosts", "rejoin", "sync", "stage", "ssh_option", "nnodes", "node_rank", "detach",
              "dry_run", "json", "config", "ladder", "nproc_per_node", "env")  # fmt: skip
 _LAUNCHER = (
@@ -65,14 +65,14 @@ def launch(
 ) -> dict[int, Any]:
     """Implement stoker.launch; see there."""
     if function_call.is_importing_main:
-        line = "stoker.launch runs while its ranks import this script"
-        raise RuntimeError(f"{line}: put the call below  if __name__ == '__main__':")
-    words, secrets = split_secret_options(_flags(nproc, options))
+        line = "stoker.launch was called while its ranks import this script"
+        raise RuntimeError(f"{line}; put the call below  if __name__ == '__main__':")
+    argv, secrets = split_secret_options(_make_flags(nproc, options))
     folder = tempfile.mkdtemp(prefix="stoker-launch-")  # 0700
     try:
         script = _write_call(folder, function, args)
         report = os.path.join(folder, "report.json")
-        code = _run([str(os.getpid()), report, *words, "--", script], {**os.environ, **(env or {}), **secrets})
+        code = _run_launcher([str(os.getpid()), report, *argv, "--", script], {**os.environ, **(env or {}), **secrets})
         if code == 0:
             return _read_results(folder, report)
         raise _make_failure(code, report)
@@ -80,18 +80,18 @@ def launch(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _flags(nproc: int | str | None, options: dict[str, Any]) -> list[str]:
+def _make_flags(nproc: int | str | None, options: dict[str, Any]) -> list[str]:
     """Return the options as flags of `stoker run`. Raises TypeError for an option that does not exist."""
     names = [name for name in options_of(RunOptions) if name not in _EXCLUDED_OPTIONS]
     for name in options:
         if name not in names:
             raise TypeError(f"stoker.launch has no option {name!r}{suggest(name, names)}")
-    given = {name: value for name, value in options.items() if value is not None and value is not False}
-    return flag_words({**given, **({} if nproc is None else {"nproc_per_node": nproc})})
+    set_options = {name: value for name, value in options.items() if value is not None and value is not False}
+    return flag_words({**set_options, **({} if nproc is None else {"nproc_per_node": nproc})})
 
 
 def _write_call(folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """Write the pickled call and the script of the ranks into a folder. Return the script: its name becomes the run's."""
+    """Write the pickled call and the script of the ranks into a folder. Return the script's path, which names the run."""
     from multiprocessing import spawn
 
     caller = spawn.get_preparation_data("rank")
@@ -99,7 +99,7 @@ def _write_call(folder: str, function: Callable[..., Any], args: tuple[Any, ...]
     if not os.path.exists(main.get("init_main_from_path", __file__)):  # `python - < script` calls it <stdin>
         main = {}
     data = dumps((function, args), bool(main))
-    if b"__main__" not in data:  # the call needs nothing of the caller's script: ranks don't import it
+    if b"__main__" not in data:  # the call uses nothing of the caller's script, so ranks don't import it
         main = {}
     with open(os.path.join(folder, function_call.MAIN), "w", encoding="utf-8") as file:
         json.dump({"sys_path": caller["sys_path"], "sys_argv": caller["sys_argv"], **main}, file)
@@ -112,21 +112,21 @@ def _write_call(folder: str, function: Callable[..., Any], args: tuple[Any, ...]
     return script
 
 
-def _run(words: list[str], environment: dict[str, str]) -> int:
+def _run_launcher(launcher_args: list[str], environment: dict[str, str]) -> int:
     """Run the launcher until it exits; return its exit code.
 
     Ctrl-C is passed to the run, which stops its ranks, and then raised in the caller.
     """
-    # torchrun's variables belong to a command around the caller.
+    # Drop torchrun's variables: they belong to a torchrun that started the caller.
     env = {name: value for name, value in environment.items() if name not in TORCHRUN_VARIABLES}
-    # A notebook's cell shows what is written to sys.stdout, which is not a file there.
+    # A notebook replaces sys.stdout by an object that is not a file, so relay the output to it.
     captured = sys.stdout is not sys.__stdout__ or sys.stderr is not sys.__stderr__
     stream = subprocess.PIPE if captured else None
-    argv = [sys.executable, "-c", _LAUNCHER.format(root=ROOT), *words]
+    argv = [sys.executable, "-c", _LAUNCHER.format(root=ROOT), *launcher_args]
     for output in (sys.stdout, sys.stderr):
         output.flush()  # so that what the caller has printed comes first
-    # No stdin: the caller's may be the script that Python is reading. In a session of its own, since the terminal's
-    # Ctrl-C must reach only this process.
+    # The launcher gets no stdin, since the caller's may be the script that Python is reading. It runs in a new session,
+    # since the terminal's Ctrl-C must reach only this process, which passes it on.
     child = subprocess.Popen(
         argv, env=env, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
     )
@@ -177,7 +177,7 @@ def _read_results(folder: str, report: str) -> dict[int, Any]:
 
 
 def _make_failure(code: int, report: str) -> LaunchFailed:
-    start = run_record.read_json(report) or {}  # of cli.run.launch_entry
+    start = run_record.read_json(report) or {}  # written by cli.run.launch_entry
     if start.get("refused"):
         return LaunchFailed(Verdict("refused", start["cause"], start["refused"], start["code"]), "", "")
     run = run_record.load_run(start["run_dir"]) if "run_dir" in start else None
@@ -191,23 +191,23 @@ def _make_failure(code: int, report: str) -> LaunchFailed:
     return LaunchFailed(verdict, run.dir, str((error or {}).get("traceback") or ""))
 
 
-# Pickling of functions and classes that no other process can import: those of a notebook, a REPL or `python - < script`,
-# lambdas and nested ones. Like pickle, it sends what can be imported by name. It sends the rest as code together with
-# what the code uses, and rank/function_call.py makes it again.
+# The rest of this module pickles functions and classes that no other process can import: lambdas, nested functions, and
+# those of a notebook, a REPL or `python - < script`. Like pickle, it sends importable ones by name. It sends the others
+# as code, together with the globals that the code uses, and rank/function_call.py recreates them.
 
 _GLOBAL_OPCODES = ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME", "DELETE_GLOBAL")
-_MADE_BY_PYTHON = ("__dict__", "__weakref__", "_abc_impl")
+_AUTOMATIC_ATTRIBUTES = ("__dict__", "__weakref__", "_abc_impl")
 
 
 class NotSendable(ValueError):
-    """Raised for a value that can't be made again in another process."""
+    """Raised for a value that can't be recreated in another process."""
 
 
-def dumps(value: Any, main_has_a_file: bool) -> bytes:
-    """Pickle a value for the ranks. `main_has_a_file`: they can import the caller's __main__."""
+def dumps(value: Any, main_is_importable: bool) -> bytes:
+    """Pickle a value for the ranks. `main_is_importable`: they can import the caller's __main__."""
     out = io.BytesIO()
     try:
-        _Pickler(out, main_has_a_file).dump(value)
+        _Pickler(out, main_is_importable).dump(value)
     except NotSendable:
         raise
     except Exception as problem:  # pickle raises whatever an object's own methods raise
@@ -216,15 +216,15 @@ def dumps(value: Any, main_has_a_file: bool) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, out: io.BytesIO, main_has_a_file: bool) -> None:
+    def __init__(self, out: io.BytesIO, main_is_importable: bool) -> None:
         super().__init__(out)
-        self._main_has_a_file = main_has_a_file
+        self._main_is_importable = main_is_importable
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, types.FunctionType):
-            return NotImplemented if self._importable(value) else self._function(value)
+            return NotImplemented if self._is_importable(value) else self._reduce_function(value)
         if isinstance(value, type):
-            return NotImplemented if self._importable(value) else self._class(value)
+            return NotImplemented if self._is_importable(value) else self._reduce_class(value)
         if isinstance(value, types.ModuleType):
             return importlib.import_module, (value.__name__,)
         if isinstance(value, (staticmethod, classmethod)):
@@ -239,30 +239,32 @@ class _Pickler(pickle.Pickler):
             return getattr, (dataclasses, value.name)
         return NotImplemented
 
-    def _importable(self, value: types.FunctionType | type) -> bool:
+    def _is_importable(self, value: types.FunctionType | type) -> bool:
         """Return whether pickle can send the value by name. Pickle also decides about types without one, such as NoneType."""
-        if value.__module__ == "__main__" and not self._main_has_a_file:
+        if value.__module__ == "__main__" and not self._main_is_importable:
             return False
         return not any(part.startswith("<") for part in value.__qualname__.split("."))  # <locals>, <lambda>
 
-    def _function(self, function: types.FunctionType) -> Any:
+    def _reduce_function(self, function: types.FunctionType) -> Any:
         code, cells = function.__code__, function.__closure__ or ()
-        home = function.__module__ if function.__module__ in sys.modules else "__main__"
-        has_module = home != "__main__" or self._main_has_a_file  # the ranks import its module, with the globals
-        names = () if has_module else _global_names(code)
+        module_name = function.__module__ if function.__module__ in sys.modules else "__main__"
+        has_module = (
+            module_name != "__main__" or self._main_is_importable
+        )  # the ranks import its module, and so have its globals
+        names = () if has_module else _find_global_names(code)
         used = {name: function.__globals__[name] for name in names if name in function.__globals__}
         attribute_names = ("__defaults__", "__kwdefaults__", "__annotations__", "__doc__", "__name__", "__qualname__")
         attributes = {name: getattr(function, name) for name in attribute_names}
         state = {
             "globals": used,
-            "imports": list(_submodules(code, used)),
-            "closure": [_cell_value(cell) for cell in cells],
+            "imports": list(_find_submodules(code, used)),
+            "closure": [_read_cell(cell) for cell in cells],
             "attributes": attributes,
             "dict": dict(function.__dict__),
         }
-        return make_function, (marshal.dumps(code), home, len(cells)), state, None, None, fill_function
+        return make_function, (marshal.dumps(code), module_name, len(cells)), state, None, None, fill_function
 
-    def _class(self, cls: type) -> Any:
+    def _reduce_class(self, cls: type) -> Any:
         if isinstance(cls, enum.EnumMeta):
             line = f"{cls.__name__} is an Enum that other processes can't import: put it into a .py file and import it"
             raise NotSendable(line)
@@ -271,34 +273,38 @@ class _Pickler(pickle.Pickler):
         body: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
         if "__slots__" in cls.__dict__:
             body["__slots__"] = slots
-        rest = {name: value for name, value in cls.__dict__.items() if name not in (*_MADE_BY_PYTHON, *body, *slots)}
-        return make_class, (type(cls), cls.__name__, cls.__bases__, body), rest, None, None, fill_class
+        attributes = {
+            name: value for name, value in cls.__dict__.items() if name not in (*_AUTOMATIC_ATTRIBUTES, *body, *slots)
+        }
+        return make_class, (type(cls), cls.__name__, cls.__bases__, body), attributes, None, None, fill_class
 
 
-def _cell_value(cell: types.CellType) -> Any:
+def _read_cell(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
         return NoValue
 
 
-def _nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
+def _walk_code(code: types.CodeType) -> Iterator[types.CodeType]:
     """Generate a code object and those of the functions in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _nested_code(constant)
+            yield from _walk_code(constant)
 
 
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
+def _find_global_names(code: types.CodeType) -> tuple[str, ...]:
     """Return the module variables that the code or a function in it uses, each once, in order."""
-    steps = (step for part in _nested_code(code) for step in dis.get_instructions(part))
-    return tuple(dict.fromkeys(step.argval for step in steps if step.opname in _GLOBAL_OPCODES))
+    instructions = (instruction for part in _walk_code(code) for instruction in dis.get_instructions(part))
+    return tuple(
+        dict.fromkeys(instruction.argval for instruction in instructions if instruction.opname in _GLOBAL_OPCODES)
+    )
 
 
-def _submodules(code: types.CodeType, used: dict[str, Any]) -> Iterator[str]:
+def _find_submodules(code: types.CodeType, used: dict[str, Any]) -> Iterator[str]:
     """Generate the submodules that the code uses: `import xml.dom.minidom` leaves only `xml` in the globals."""
-    names = {name for part in _nested_code(code) for name in part.co_names}
+    names = {name for part in _walk_code(code) for name in part.co_names}
     for module in used.values():
         if isinstance(module, types.ModuleType):
             prefix = module.__name__ + "."

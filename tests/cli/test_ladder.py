@@ -401,7 +401,7 @@ def test_before_a_run(stoker: Stoker) -> None:
 
 
 @pytest.mark.parametrize(("words", "code", "says"), [
-    (["--steps", "0", "t.py"], 64, "--steps 0"), (["--stepz", "2", "t.py"], 64, "did you mean --steps"), ([], 64, "no script given"),
+    (["--steps", "0", "t.py"], 64, "--steps 0"), (["--stepz", "2", "t.py"], 64, "did you mean --steps"), ([], 64, "the script is missing"),
     (["--hosts", "a,b", "t.py"], 64, "one machine"), (["--detach", "t.py"], 64, "foreground"),
 ])  # fmt: skip
 def test_refusals(stoker: Stoker, words: list[str], code: int, says: str) -> None:

@@ -94,7 +94,7 @@ def test_chat_answers_slash_words_itself(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(chat, "_answer", lambda *_, **__: pytest.fail("it went to the model"))
     assert chat._converse(talk) == 0
     said = capsys.readouterr().err
-    assert said.count("/quit or Ctrl-D exits") == 2 and "no command /what" in said and talk._turns == []
+    assert said.count("/quit or Ctrl-D exits") == 2 and "unknown command /what" in said and talk._turns == []
 
 
 @pytest.mark.parametrize(

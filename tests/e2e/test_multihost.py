@@ -185,9 +185,7 @@ def test_each_host_prepares_its_own_data_and_the_start_tells_what_it_needs(
     hosts = str(netcluster.file((1, 1)))
     words = ("--preset", "debug", "--data", "book.txt", "--tokenizer.path", "bytes", "--parallel.device", "cpu")
     small = ("--context_length", "32", "--batch.tokens", "256", "--max-steps", "2")
-    told = (
-        "each host prepares the data for itself, unless its cache has it already: it needs book.txt under the same path"
-    )
+    told = "each host prepares its copy of the data, unless cache there has it already: it needs book.txt under the same path"
     missing = stoker.torch("train", "pretrain", "--hosts", hosts, *words, *small)
     assert missing.code != 0 and f"{told} (in a shared folder, or copied with --sync or --stage PATH)" in missing.err
     done = stoker.torch("train", "pretrain", "--hosts", hosts, "--sync", *words, *small)

@@ -77,7 +77,7 @@ def refused(stoker: Stoker, *args: str, code: int, says: str, lines: int = 1, en
         (["--start-method", "nope", "ok.py"], 64, "invalid choice: 'nope' (choose from"),
         (["--event-log-handler", "nope", "ok.py"], 64, "invalid choice: 'nope' (choose from"),
         (["--prefix", "sometimes", "ok.py"], 64, "invalid choice: 'sometimes' (choose from"),
-        ([], 64, "no script given"),
+        ([], 64, "the script is missing"),
     ],
 )
 def test_bad_words(stoker: Stoker, words: list[str], code: int, says: str) -> None:

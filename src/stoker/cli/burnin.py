@@ -54,7 +54,7 @@ def build_parser() -> OptionParser:
     parser.option("--show", "WHAT", show)
     parser.runs_dir()
     parser.switch("--json", "print the result as JSON")
-    parser.add_argument("--flip", help=argparse.SUPPRESS)  # RANK:STEP flips a bit there: a test of the burn-in itself
+    parser.add_argument("--flip", help=argparse.SUPPRESS)  # RANK:STEP: flip a bit there, to test the burn-in itself
     return parser
 
 
@@ -68,36 +68,36 @@ def main(argv: list[str]) -> int:
     from stoker.control.launch.run import launch
 
     code = launch(request, link, None)
-    # The run that this process launched. Not runs/latest: another run may have been started since.
-    me = os.getpid(), os.uname().nodename
+    # Find the run that this process launched: runs/latest may be a run that was started since.
+    launcher = os.getpid(), os.uname().nodename
     runs = run_index.own_runs(layout.runs_root(args.runs_dir, os.environ))
-    own_runs = [run for run in runs if (run.launcher[0], run.launcher[2]) == me]
+    own_runs = [run for run in runs if (run.launcher[0], run.launcher[2]) == launcher]
     report = BurninReport(own_runs[-1] if own_runs else None, code)
-    print(json.dumps(report.to_json(), indent=1) if args.json else "\n".join(report.lines()))
+    print(json.dumps(report.to_json(), indent=1) if args.json else "\n".join(report.format_lines()))
     return report.exit_code
 
 
 def make_request(args: argparse.Namespace) -> Request:
-    """Make the request of the run: Stoker's own recipe, each rank isolated with its GPU."""
+    """Make the request of a run of Stoker's burn-in recipe, in which each rank sees only its GPU."""
     if args.minutes is not None and not (args.minutes > 0 and math.isfinite(args.minutes)):
-        raise Refusal(f"--minutes {args.minutes:g}: give a number above 0", EX_USAGE)
+        raise Refusal(f"--minutes must be above 0, got {args.minutes:g}", EX_USAGE)
     if args.steps is not None and args.steps < 1:
-        raise Refusal(f"--steps {args.steps}: give a number of at least 1", EX_USAGE)
+        raise Refusal(f"--steps must be at least 1, got {args.steps}", EX_USAGE)
     if args.flip is not None and not re.fullmatch(r"\d+:\d+", args.flip):
-        raise Refusal(f"--flip {args.flip}: write RANK:STEP", EX_USAGE)
+        raise Refusal(f"--flip must be RANK:STEP, got {args.flip}", EX_USAGE)
     if args.json and args.show is not None:
-        raise Refusal("--show and --json: with --json only the result goes to stdout", EX_USAGE)
+        raise Refusal("--show can't be combined with --json, which prints only the result on stdout", EX_USAGE)
     minutes = 5.0 if args.minutes is None and args.steps is None else args.minutes
     recipe_args: list[str] = []
     for flag, value in (("--minutes", minutes), ("--steps", args.steps), ("--flip", args.flip)):
         recipe_args += [flag, str(value)] if value is not None else []
-    # auto: one per GPU, or per core. The environment may say how many, as for `stoker run`.
+    # auto starts one rank per GPU, or per core without GPUs. The environment may set a number, as for `stoker run`.
     ranks = args.nproc_per_node or (None if requested_ranks(None, os.environ) else "auto")
     show = args.show or ("0" if sys.stderr.isatty() and not args.json else "none")
     options: dict[str, Any] = {name: getattr(args, name) for name in ("share_gpus", "gpus", "wait", "runs_dir")}
     options |= {"isolate": True, "quiet": True, "show": show, "nproc_per_node": ranks}
     given = {key: value for key, value in options.items() if value not in (None, False)}
-    # The recipe's path, without importing it: this process does not load torch.
+    # Name the recipe by its path: importing it would load torch, which takes seconds.
     script = os.path.join(os.path.dirname(stoker.__file__), "training", "recipes", "burnin.py")
     return Request(RunOptions(**given), script, tuple(recipe_args), frozenset(given))
 
@@ -137,14 +137,14 @@ class BurninReport:
             "status": self.status,
             "summary": verdict.summary if verdict else None,
             "exit_code": self.exit_code,
-            "replicas": [self._replica_json(replica) for replica in self.replicas],
+            "replicas": [self._replica_to_json(replica) for replica in self.replicas],
             "left_out": self.left_out,
             "links": [pick_fields(link, "ranks", "backend", "bus_gbs", "wrong") for link in self.links],
             "findings": as_json(self.judgement.findings),
         }
 
-    def _replica_json(self, replica: analysis.Replica) -> dict[str, Any]:
-        opinion = self._opinion(replica)
+    def _replica_to_json(self, replica: analysis.Replica) -> dict[str, Any]:
+        opinion = self._opinion_of(replica)
         sheet = analysis.find_data_sheet(replica.card)
         return {
             **pick_fields(replica, "rank", "label", "card", "rounds", "step_s", "start", "end"),
@@ -155,47 +155,48 @@ class BurninReport:
             "first_difference": opinion.first,
         }
 
-    def _opinion(self, replica: analysis.Replica) -> analysis.Opinion:
+    def _opinion_of(self, replica: analysis.Replica) -> analysis.Opinion:
         return next(opinion for opinion in self.judgement.opinions if opinion.rank == replica.rank)
 
-    def lines(self) -> Iterator[str]:
+    def format_lines(self) -> Iterator[str]:
         if self.replicas:
-            rows = [("rank", "device", "card", "steps", "TFLOP/s", "GB/s", "agrees"), *map(self._row, self.replicas)]
+            rows = [
+                ("rank", "device", "card", "steps", "TFLOP/s", "GB/s", "agrees"),
+                *map(self._make_row, self.replicas),
+            ]
             widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
             for row in rows:
                 yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         by_rank = {replica.rank: replica for replica in self.replicas}
         measured = [link for link in self.links if link.bus_gbs is not None]
         for start in range(0, len(measured), _LINKS_PER_LINE):
-            head = f"links ({measured[0].backend}, bus GB/s): " if not start else "  "
+            prefix = f"links ({measured[0].backend}, bus GB/s): " if not start else "  "
             links = measured[start : start + _LINKS_PER_LINE]
-            yield head + " · ".join(
+            yield prefix + " · ".join(
                 f"{analysis.link_name(link, by_rank)} {_format_number(link.bus_gbs)}" for link in links
             )
         if self.left_out:
-            yield f"not tested: {', '.join(self.left_out)} (in use, unusable or not asked for)"
+            yield f"not tested: {', '.join(self.left_out)} (in use, unusable or not selected)"
         for finding in self.judgement.findings:
             yield f"{finding.level.upper()} {finding.id}: {finding.text}"
             yield f"  {finding.fix}"
         if self.exit_code == 0:
-            yield f"✓ {self._summary()}"
+            yield f"✓ {self._summarize()}"
         elif self.exit_code not in (1, 2):
             verdict = self.run.verdict if self.run else None
             yield f"could not be checked: {verdict.summary if verdict else 'the run was not started'}"
 
-    def _summary(self) -> str:
+    def _summarize(self) -> str:
         steps = min(len(replica.steps) for replica in self.replicas)
-        alone = [replica.label for replica in self.replicas if not self._opinion(replica).twins]
-        if len(self.replicas) > 1 and not alone:
+        unmatched = [replica.label for replica in self.replicas if not self._opinion_of(replica).twins]
+        if len(self.replicas) > 1 and not unmatched:
             links = "; every all-reduce is correct" if self.links else ""
             return f"{len(self.replicas)} replicas agree bit for bit over {plural(steps, 'step')}{links}"
-        return (
-            f"{plural(steps, 'step')}; no identical GPU to compare with, only compared with itself: {', '.join(alone)}"
-        )
+        return f"{plural(steps, 'step')}; only compared with itself, since no GPU is identical: {', '.join(unmatched)}"
 
-    def _row(self, replica: analysis.Replica) -> tuple[str, ...]:
+    def _make_row(self, replica: analysis.Replica) -> tuple[str, ...]:
         opinion, speed, sheet = (
-            self._opinion(replica),
+            self._opinion_of(replica),
             analysis.hot_speed(replica),
             analysis.find_data_sheet(replica.card),
         )

@@ -44,13 +44,13 @@ def build_parser() -> OptionParser:
     parser.option("--stage", "NAME", _STAGE)
     parser.option("--prompt", "TEXT", "print one answer on stdout, and nothing else")
     parser.option("--system", "TEXT", "system message before the conversation", default="")
-    parser.switch("--raw", "no roles, no history: the model continues what you type, as base models do")
+    parser.switch("--raw", "the model continues what you type, without roles or history, as base models do")
     parser.option("--temperature", "T", "0: greedy, always the most likely token (default: 0.7)", float, default=0.7)
     parser.option("--top-p", "P", _TOP_P, float, default=1.0)
     parser.option("--max-tokens", "N", "maximum tokens of an answer (default: 256)", int, default=256)
     parser.option("--context", "N", _CONTEXT, int, default=0)
     parser.option("--seed", "N", "the same seed gives the same answers (default: a different one each time)", int)
-    device = "(default: a GPU if there is one)"
+    device = "where to run the model (default: a GPU if there is one)"
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
     parser.add_argument("--bits", choices=("auto", "16", "4"), default="auto", help=_BITS)
     parser.switch("--trust-remote-code", "run Python code that comes with the model's folder")
@@ -61,9 +61,9 @@ def build_parser() -> OptionParser:
 def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     if args.max_tokens < 1:
-        raise Refusal(f"--max-tokens {args.max_tokens} is too small: at least 1", EX_USAGE)
+        raise Refusal(f"--max-tokens must be at least 1, got {args.max_tokens}", EX_USAGE)
     if args.raw and args.system:
-        raise Refusal("--raw has no roles: leave --system out, or put its text into the prompt", EX_USAGE)
+        raise Refusal("--raw can't be combined with --system; put the text of --system into the prompt", EX_USAGE)
     from stoker.training.generate.finding import find
     from stoker.training.model import hf_config, hf_files
     from stoker.training.model.config import ModelConfig
@@ -74,13 +74,13 @@ def main(argv: list[str]) -> int:
         hf_files.check(model.folder, shape)
     conversation = _open_conversation(args, model.folder)
     if args.prompt is not None:
-        _answer(conversation, args.prompt)
+        _print_answer(conversation, args.prompt)
         return 0
     return _converse(conversation)
 
 
 def _open_conversation(args: argparse.Namespace, folder: str) -> Conversation:
-    # These import torch, which takes seconds: only once the model is known.
+    # Import these only once the model is known: they import torch, which takes seconds.
     from stoker.training.generate.bits import coded
     from stoker.training.generate.config import checked
     from stoker.training.generate.conversation import Conversation, Manner, context_of, device_of, opened
@@ -106,7 +106,7 @@ def _converse(conversation: Conversation) -> int:
     if interactive:
         import readline  # noqa: F401  gives input() line editing and history
 
-        print_status("Ctrl-C stops an answer, Ctrl-D exits; /help")
+        print_status("Ctrl-C stops an answer, Ctrl-D exits, /help lists the commands")
     while True:
         try:
             text = input("> " if interactive else "").strip()
@@ -122,7 +122,7 @@ def _converse(conversation: Conversation) -> int:
             _run_slash_command(conversation, text)
             continue
         try:
-            _answer(conversation, text, stoppable=True)
+            _print_answer(conversation, text, is_stoppable=True)
         except Refusal as refusal:
             print_status(refusal.line)
 
@@ -133,14 +133,14 @@ def _run_slash_command(conversation: Conversation, command: str) -> None:
         print_status("new conversation; the system prompt stays")
         return
     if command not in ("/help", "/?"):
-        print_status(f"no command {command}")
+        print_status(f"unknown command {command}")
     print_status(_HELP)
 
 
-def _answer(conversation: Conversation, text: str, stoppable: bool = False) -> None:
+def _print_answer(conversation: Conversation, text: str, is_stoppable: bool = False) -> None:
     """Print the answer to a text while it is generated.
 
-    If `stoppable`, the first Ctrl-C ends the answer after its next token, and the second one the program.
+    If `is_stoppable`, the first Ctrl-C ends the answer after its next token, and the second one exits the program.
     """
     stopped = False
 
@@ -150,12 +150,12 @@ def _answer(conversation: Conversation, text: str, stoppable: bool = False) -> N
             raise KeyboardInterrupt
         stopped = True
 
-    previous_handler = signal.signal(signal.SIGINT, stop) if stoppable else None
-    pieces, empty = conversation.answer(text), True
+    previous_handler = signal.signal(signal.SIGINT, stop) if is_stoppable else None
+    pieces, is_empty = conversation.answer(text), True
     try:
         for piece in pieces:
             print_completion(piece)
-            empty = empty and not piece.strip()
+            is_empty = is_empty and not piece.strip()
             if stopped:
                 break
     finally:
@@ -163,5 +163,5 @@ def _answer(conversation: Conversation, text: str, stoppable: bool = False) -> N
         if previous_handler is not None:
             signal.signal(signal.SIGINT, previous_handler)
     print(flush=True)
-    if empty and not stopped:
+    if is_empty and not stopped:
         print_status("(empty answer)")  # on stderr: stdout may be a file of answers

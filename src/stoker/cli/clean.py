@@ -29,14 +29,14 @@ _EXIT_CODES = (
     "Exit codes: 0 nothing to do, or all done; 1 found something, and --yes was not given; 2 something could not be stopped"
     " or removed; 3 could not check."
 )
-CLEAN, FOUND, SURVIVED, UNSURE = 0, 1, 2, 3
+CLEAN, FOUND, SURVIVED, UNSURE = 0, 1, 2, 3  # exit codes
 _MAX_LINES = 10  # for each kind of file: dead agents may leave hundreds of folders
 
 
 def build_parser() -> OptionParser:
     parser = OptionParser("stoker clean", _DESCRIPTION, _EXIT_CODES)
     parser.switch("--yes", "stop and remove what is shown")
-    parser.option("--grace", "TIME", "between SIGTERM and SIGKILL (default: 5s)", parse_duration, default=5.0)
+    parser.option("--grace", "TIME", "time between SIGTERM and SIGKILL (default: 5s)", parse_duration, default=5.0)
     runs_dir = "only what the runs in this folder left (default: all your runs, and files that no process uses)"
     parser.option("--runs-dir", "DIR", runs_dir)
     pid = "stop this process of yours, whatever started it; asks first"
@@ -58,10 +58,10 @@ def main(argv: list[str]) -> int:
     if args.cache and (args.pid or args.runs_dir):
         raise errors.Refusal("--cache can't be combined with --pid or --runs-dir", errors.EX_USAGE)
     if args.cache and args.yes and not has_limit:
-        line = "--cache --yes needs a limit: `--older-than 30d`, `--max-size 20GB` or both"
+        line = "--cache --yes needs a limit; add `--older-than 30d`, `--max-size 20GB` or both"
         raise errors.Refusal(line, errors.EX_USAGE)
     if args.pid and args.runs_dir:
-        raise errors.Refusal("--pid names a process, --runs-dir a folder of runs: give one of them", errors.EX_USAGE)
+        raise errors.Refusal("--pid can't be combined with --runs-dir", errors.EX_USAGE)
     if args.cache:
         return _clean_caches(args)
     return _stop_pids(args) if args.pid else _clean_leftovers(args)
@@ -71,15 +71,15 @@ def _clean_leftovers(args: argparse.Namespace) -> int:
     machine, gpu_memory = _observe_gpus()
     dead, uncertain = leftovers.find_leftovers(gpu_memory, args.runs_dir)
     others = leftovers.find_other_processes(
-        machine, {leftover.process.pid for leftover in dead}, _recorded_machine() is not None
+        machine, {leftover.process.pid for leftover in dead}, _recorded_machine_path() is not None
     )
-    locks, strange = stale_files.find_locks()
+    locks, not_locks = stale_files.find_locks()
     files = [] if args.runs_dir else stale_files.find_debris()
     if not args.json:
-        _print_processes("left behind by dead runs", dead)
+        _print_processes("processes left behind by dead runs", dead)
         _print_files(files)
-        _print_processes("of runs that may be over, not touched", uncertain)
-        _print_locks(locks, strange)
+        _print_processes("processes of runs that may have ended (not touched)", uncertain)
+        _print_locks(locks, not_locks)
         _print_others(others)
         if machine.gpu_error:
             _print_line(f"GPUs could not be checked: {machine.gpu_error}")
@@ -99,11 +99,11 @@ def _clean_leftovers(args: argparse.Namespace) -> int:
     if args.json:
         _print_json(
             dry_run=not args.yes,
-            leftovers=_processes_json(dead),
-            left_alone=_processes_json(uncertain),
+            leftovers=_processes_to_json(dead),
+            left_alone=_processes_to_json(uncertain),
             files=as_json(files),
             locks=as_json(locks),
-            not_locks=strange,
+            not_locks=not_locks,
             others=as_json(others),
             gpu_error=machine.gpu_error,
             stopped=as_json(stopped),
@@ -116,7 +116,7 @@ def _clean_leftovers(args: argparse.Namespace) -> int:
         if not dead and not files:
             print("nothing to clean")
         elif not args.yes:
-            print_text("nothing was changed: `stoker clean --yes` stops and removes what is left behind")
+            print_text("nothing was changed; `stoker clean --yes` stops and removes what is left behind")
     if (stopped and stopped.survivors) or not_removed:
         return SURVIVED
     if (dead or files) and not args.yes:
@@ -132,7 +132,7 @@ def _stop_pids(args: argparse.Namespace) -> int:
     confirmed = args.yes
     if not confirmed and not args.json:
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
-            line = "--pid asks before it stops anything, and there is no terminal to ask at: add --yes"
+            line = "--pid asks before it stops a process, and there is no terminal to ask on; add --yes"
             raise errors.Refusal(line, errors.EX_USAGE)
         question = "stop them? [y/N] " if len(processes) > 1 else "stop it? [y/N] "
         confirmed = input(question).strip().lower() in ("y", "yes")
@@ -140,7 +140,7 @@ def _stop_pids(args: argparse.Namespace) -> int:
     if args.json:
         _print_json(
             dry_run=not confirmed,
-            named=_processes_json(processes),
+            named=_processes_to_json(processes),
             gpu_error=machine.gpu_error,
             stopped=as_json(stopped),
             memory_back=as_json(freed),
@@ -154,16 +154,19 @@ def _stop_pids(args: argparse.Namespace) -> int:
     return SURVIVED if stopped.survivors else CLEAN
 
 
-def _recorded_machine() -> str | None:
+def _recorded_machine_path() -> str | None:
     return os.environ.get(env_vars.MACHINE) or None
 
 
 def _observe_gpus() -> tuple[Machine, dict[int, int]]:
-    """Return the machine, and the GPU memory of each process by pid (none for a recorded machine: its pids mean nothing here)."""
-    machine = leftovers.observe_gpus(_recorded_machine())
+    """Return the machine, and the GPU memory of each process by pid.
+
+    A recorded machine has no such processes, since its pids mean nothing here.
+    """
+    machine = leftovers.observe_gpus(_recorded_machine_path())
     if isinstance(machine, str):
         return Machine(os.uname().nodename, 0, 0, 0, gpu_error=machine), {}
-    return machine, {} if _recorded_machine() else leftovers.sum_gpu_memory(machine)
+    return machine, {} if _recorded_machine_path() else leftovers.sum_gpu_memory(machine)
 
 
 def _stop(
@@ -172,11 +175,11 @@ def _stop(
     """Stop processes and those that `find_more` returns; return the outcome, and the GPU memory that was freed."""
     targets = [leftover.process for leftover in processes]
     stopped = cleanup.stop_processes(targets, grace, lambda: [leftover.process for leftover in find_more()])
-    if _recorded_machine():
+    if _recorded_machine_path():
         return stopped, []
-    gone = {leftover.process.pid for leftover in processes if leftover.gpu_memory is not None}
-    gone -= {process.pid for process in stopped.survivors}
-    return stopped, cleanup.wait_for_memory(before, gone, lambda: leftovers.observe_gpus(None))
+    stopped_pids = {leftover.process.pid for leftover in processes if leftover.gpu_memory is not None}
+    stopped_pids -= {process.pid for process in stopped.survivors}
+    return stopped, cleanup.wait_for_memory(before, stopped_pids, lambda: leftovers.observe_gpus(None))
 
 
 def _clean_caches(args: argparse.Namespace) -> int:
@@ -196,7 +199,7 @@ def _clean_caches(args: argparse.Namespace) -> int:
         _print_removed("cache entry", "cache entries", to_prune if args.yes else [], not_pruned)
         if to_prune and not args.yes:
             entries, size = plural(len(to_prune), "entry"), format_bytes(sum(cache.size for cache in to_prune))
-            print(f"nothing was changed: with --yes {entries} of {size} would be removed")
+            print(f"nothing was changed; --yes would remove {entries} of {size}")
     if not_pruned:
         return SURVIVED
     return FOUND if to_prune and not args.yes else CLEAN
@@ -236,34 +239,34 @@ def _print_processes(title: str, processes: list[Leftover]) -> None:
 
 def _print_files(files: list[Debris]) -> None:
     if files:
-        print("files that no process uses any more:")
+        print("files that no process uses anymore:")
     for kind in dict.fromkeys(file.kind for file in files):
         of_kind = [file for file in files if file.kind == kind]
         for file in of_kind[:_MAX_LINES]:
             _print_line(f"  {file.path}  {kind}, {format_bytes(file.size)}, {format_duration(file.age)} old")
-        rest = of_kind[_MAX_LINES:]
-        if rest:
-            size = format_bytes(sum(file.size for file in rest))
-            print(f"  and {len(rest)} more ({kind}), {size}; --json lists them all")
+        unlisted = of_kind[_MAX_LINES:]
+        if unlisted:
+            size = format_bytes(sum(file.size for file in unlisted))
+            print(f"  and {len(unlisted)} more ({kind}), {size}; --json lists them all")
 
 
-def _print_locks(locks: list[Lock], strange: list[str]) -> None:
-    """Print the GPU locks. Free lock files stay for the next run; other files may be another user's and stay, too."""
+def _print_locks(locks: list[Lock], not_locks: list[str]) -> None:
+    """Print the GPU locks. Free lock files stay for the next run. Other files stay, too, since they may be another user's."""
     held = [lock for lock in locks if lock.held]
     if locks:
         free = len(locks) - len(held)
         print_text(f"GPU locks: {len(held)} held, {free} free (the files stay; a lock ends with its process)")
     for lock in held:
         _print_line(f"  {lock.gpu}  held by {lock.who}")
-    for line in strange[:_MAX_LINES]:
+    for line in not_locks[:_MAX_LINES]:
         _print_line(f"GPU locks: {line}; skipped")
-    if len(strange) > _MAX_LINES:
-        print_text(f"GPU locks: and {len(strange) - _MAX_LINES} more files that are not locks; --json lists them all")
+    if len(not_locks) > _MAX_LINES:
+        print_text(f"GPU locks: and {len(not_locks) - _MAX_LINES} more files that are not locks; --json lists them all")
 
 
 def _print_others(others: list[GpuProcess]) -> None:
     if others:
-        print("on the GPUs, not touched:")
+        print("other processes on the GPUs (not touched):")
     for process in others:
         age = f", {format_duration(process.age)} old" if process.age is not None else ""
         memory = format_bytes(process.memory) if process.memory is not None else "n/a"
@@ -280,27 +283,27 @@ def _print_stopped(stopped: StopResult | None, freed: Iterable[cleanup.FreedMemo
     if not stopped.survivors:
         print(f"stopped in {seconds}{killed}")
     for process in stopped.survivors:
-        stuck = ": it waits in the kernel for a GPU or a disk, where no signal reaches it; a reboot may be needed"
+        stuck = ": waiting in the kernel for a GPU or a disk, where signals can't reach it; a reboot may be needed"
         state = f"{process.state}{stuck if process.state == 'D' else ''}"
-        _print_line(f"pid {process.pid} ({process.name}) still runs after {seconds}, in state {state}")
+        _print_line(f"pid {process.pid} ({process.name}) is still running after {seconds}, in state {state}")
     for gpu in freed:
         took = format_duration(gpu.seconds)
-        when = f"freed after {took}" if gpu.whole else f"freed; not all of what was held, after {took}"
+        when = f"freed after {took}" if gpu.whole else f"freed after {took}, less than was held"
         print(f"{gpu.gpu}: {format_bytes(gpu.freed)} {when}")
 
 
-def _print_removed(noun: str, nouns: str, items: list[Any], kept: list[tuple[Any, str]]) -> None:
-    kept_ids = {id(item) for item, _ in kept}
+def _print_removed(noun: str, nouns: str, items: list[Any], not_removed: list[tuple[Any, str]]) -> None:
+    kept_ids = {id(item) for item, _ in not_removed}
     removed = [item for item in items if id(item) not in kept_ids]
     if removed:
         count = f"{len(removed)} {noun if len(removed) == 1 else nouns}"
         print(f"removed {count}, {format_bytes(sum(item.size for item in removed))}")
-    for item, why in kept:
-        _print_line(f"{item.path} is kept: {why}")
+    for item, why in not_removed:
+        _print_line(f"{item.path} was not removed: {why}")
 
 
 def _print_line(text: str) -> None:
-    """Print one line; names of processes and files in it may contain control codes."""
+    """Print one line without control codes, which names of processes and files may contain."""
     print(escape(text))
 
 
@@ -308,7 +311,7 @@ def _shorten(command: str) -> str:
     return command if len(command) <= 100 else command[:99] + "…"
 
 
-def _processes_json(processes: list[Leftover]) -> list[dict[str, Any]]:
+def _processes_to_json(processes: list[Leftover]) -> list[dict[str, Any]]:
     return [
         pick_fields(leftover.process, "pid", "start", "state")
         | pick_fields(leftover, "user", "rss", "gpu_memory", "command", "run", "why")

@@ -1,4 +1,4 @@
-"""`stoker cluster check` tests whether hosts can train together; `stoker cluster init` writes a hosts file by asking them."""
+"""`stoker cluster check` tests whether hosts can train together; `stoker cluster init` examines hosts and writes a hosts file."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from stoker.control.cluster.hosts import Hosts, read_hosts_file
 _USAGE = """usage: stoker cluster check --hosts cluster.yaml|a,b,c [SCRIPT] [options]
        stoker cluster init HOST ... [options]
 
-  check      check each host, then what shows only between hosts
-  init       write cluster.yaml by asking the hosts
+  check      check each host, then the links between them
+  init       examine the hosts and write cluster.yaml
 
 `stoker cluster check --help` lists the options."""
 _CHECK_EXAMPLES = """exit codes: 0 fine, 1 warnings, 2 failures, 3 something could not be checked
@@ -33,13 +33,13 @@ examples:
   stoker cluster check --hosts cluster.yaml
   stoker cluster check --hosts gpu1,gpu2 train.py
   stoker cluster check --hosts gpu1,gpu2 --parameters 7B    time to exchange a step's gradients on this network
-  stoker cluster check --hosts cluster.yaml --tune          measure transport settings, keep those that help in the file"""
+  stoker cluster check --hosts cluster.yaml --tune          measure transport settings, write those that help to the file"""
 _INIT_EXAMPLES = """examples:
   stoker cluster init gpu1 gpu2 gpu3
   stoker cluster init ann@10.0.0.1 ann@10.0.0.2 --python '~/venv/bin/python'
   stoker run --hosts cluster.yaml train.py"""
 _MARKS = {"fail": "✗", "warn": "!", "unknown": "?", "ok": "·"}
-# The file that `stoker cluster init` writes. It can run commands, so it is read only if the user names it.
+# `stoker cluster init` writes this file. It can run commands, so it is read only if the user names it.
 _HOSTS_FILE = "cluster.yaml"
 
 
@@ -52,11 +52,11 @@ def main(argv: list[str]) -> int:
     if argv[0] == "init":
         return init(argv[1:])
     near = suggest(argv[0], ("check", "init"))
-    raise Refusal(f"no `stoker cluster {argv[0]}`{near}; there are check and init", EX_USAGE)
+    raise Refusal(f"unknown command `stoker cluster {argv[0]}`{near}; use check or init", EX_USAGE)
 
 
 def build_parser() -> OptionParser:
-    """Build the parser for completion: both subcommands, and the flags of check."""
+    """Build the parser for completion, with both subcommands and the flags of check."""
     parser = OptionParser("stoker cluster")
     parser.add_argument("what", choices=("check", "init"))
     parser.take_over(build_check_parser())
@@ -78,8 +78,10 @@ def build_check_parser() -> OptionParser:
     parser.option("--parameters", "N", parameters, parse_count, default=0.0)
     port = "port of the store on the first host (default: a free one)"
     parser.option("--master-port --master_port", "PORT", port, int, default=0)
-    parser.switch("--quick", "only the quick checks that every run begins with: no import of torch, no all-reduce")
-    parser.switch("--tune", "try transport settings and keep those that measurably help in the hosts file")
+    parser.switch(
+        "--quick", "only the quick checks that every run begins with, without importing torch or an all-reduce"
+    )
+    parser.switch("--tune", "try transport settings and write those that measurably help to the hosts file")
     _add_ssh_option(parser)
     parser.switch("--json", "print everything as JSON")
     return parser
@@ -99,13 +101,13 @@ def check(argv: list[str]) -> int:
     from stoker.control.cluster.probes import open_probe_batch
     from stoker.control.doctor.check import exit_code
 
-    questions = CheckOptions(args.script, tuple(args.data), args.model, args.master_port, args.quick)
+    check_options = CheckOptions(args.script, tuple(args.data), args.model, args.master_port, args.quick)
     start = time.monotonic()
     if sys.stderr.isatty():
-        print_status(f"checking {plural(len(hosts.hosts), 'host')}; this takes some seconds")
+        print_status(f"checking {plural(len(hosts.hosts), 'host')}; this takes a few seconds")
     tuned: list[str] = []
     with open_probe_batch(hosts) as batch:
-        cluster_check = ClusterCheck(hosts, questions, batch)
+        cluster_check = ClusterCheck(hosts, check_options, batch)
         facts = cluster_check.collect()
         findings = [*check_rules.run_rules(facts), *doctor_findings(facts, hosts)]
         if args.tune:
@@ -118,7 +120,7 @@ def check(argv: list[str]) -> int:
         "exit_code": exit_code(findings),
         "seconds": round(time.monotonic() - start, 2),
         "findings": as_json(findings),
-        "price": _gradient_cost(facts, args.parameters or count_parameters(args.model) or 1.1e9),
+        "price": _estimate_gradient_cost(facts, args.parameters or count_parameters(args.model) or 1.1e9),
         "tuned": tuned,
         "facts": facts.to_json(),
     }
@@ -139,22 +141,24 @@ def _select_hosts(args: argparse.Namespace) -> Hosts:
         if nodes is not None:
             if args.tune:
                 line = f"--tune writes to a hosts file, and a {scheduler.title} job has none"
-                raise Refusal(f"{line}: give one with --hosts", EX_USAGE)
+                raise Refusal(f"{line}; give one with --hosts", EX_USAGE)
             return nodes
     if not args.hosts:
         exists = os.path.lexists(_HOSTS_FILE)
-        fix = f"--hosts {_HOSTS_FILE} uses the one here (it can run commands)" if exists else "--hosts a,b,c names them"
-        raise Refusal(f"no hosts given: {fix}; `stoker cluster init a b c` writes a hosts file", EX_USAGE)
+        fix = f"--hosts {_HOSTS_FILE} to use the one here (it can run commands)" if exists else "--hosts a,b,c"
+        raise Refusal(
+            f"--hosts is missing; give {fix}, or write a hosts file with `stoker cluster init a b c`", EX_USAGE
+        )
     hosts = read_hosts_file(args.hosts, tuple(args.ssh_option))
     if args.tune and hosts.path is None:
         line = "--tune writes to a hosts file, and --hosts a,b,c is not one"
-        raise Refusal(f"{line}: `stoker cluster init a b c` writes one", EX_USAGE)
+        raise Refusal(f"{line}; `stoker cluster init a b c` writes one", EX_USAGE)
     if args.tune and args.quick:
-        raise Refusal("--tune measures and --quick does not: give one of them", EX_USAGE)
+        raise Refusal("--tune can't be combined with --quick, which skips the measurements", EX_USAGE)
     return hosts
 
 
-def _gradient_cost(facts: Any, parameters: float) -> dict[str, Any] | None:
+def _estimate_gradient_cost(facts: Any, parameters: float) -> dict[str, Any] | None:
     """Return the cost of exchanging a step's gradients, from the slowest link measured, or None without a measurement."""
     rates = [pair.rate for pair in facts.pairs if pair.rate]
     if facts.reduce is not None and facts.reduce.bus:
@@ -184,7 +188,7 @@ def _print_report(facts: Any, findings: list[Finding], report: dict[str, Any]) -
     if facts.reduce is not None and facts.reduce.bus:
         rates = [pair.rate for pair in facts.pairs if pair.rate]
         links = [host.speed * 125_000 for host in facts.there if host.speed and host.physical]
-        details = f"; the link: {format_bandwidth(min(links))} stated" if links else ""
+        details = f"; rated link speed {format_bandwidth(min(links))}" if links else ""
         details += f"; one TCP stream reaches {format_bandwidth(min(rates))}" if rates else ""
         bandwidth = f"{format_bandwidth(facts.reduce.bus)} bus bandwidth{details}"
         print_text(f"all-reduce ({facts.reduce.backend}, one rank per host): {bandwidth}")
@@ -202,19 +206,19 @@ def _print_report(facts: Any, findings: list[Finding], report: dict[str, Any]) -
 
 
 def build_init_parser() -> OptionParser:
-    description = "Asks each host for its GPUs, a Python with torch and a route to the others, and writes a hosts file."
+    description = "Examines each host (GPUs, a Python with torch, a route to the others) and writes a hosts file."
     parser = OptionParser("stoker cluster init", description, _INIT_EXAMPLES)
     hosts = "name, address or ~/.ssh/config alias, in rank order; may be user@host"
     parser.option("hosts", "HOST", hosts, nargs="+")
     parser.option("--out", "FILE", "the file to write (default: ./cluster.yaml)", default=_HOSTS_FILE)
-    parser.switch("--force", "overwrite it")
+    parser.switch("--force", "overwrite the file")
     parser.option("--user", "NAME", "user to log in as")
     parser.option("--port", "PORT", "port of ssh", int)
     parser.option("--identity", "FILE", "a private key")
-    python = "the Python of the ranks there (default: the first with torch of ~/venv, ~/.venv and python3)"
+    python = "the ranks' Python on the hosts (default: the first with torch of ~/venv, ~/.venv and python3)"
     parser.option("--python", "PATH", python)
-    parser.option("--workdir", "DIR", "the ranks' working directory there (default: that of `stoker run`)")
-    parser.option("--ssh-config", "FILE", "instead of ~/.ssh/config")
+    parser.option("--workdir", "DIR", "the ranks' working directory on the hosts (default: that of `stoker run`)")
+    parser.option("--ssh-config", "FILE", "the ssh configuration to use (default: ~/.ssh/config)")
     _add_ssh_option(parser)
     return parser
 
@@ -223,7 +227,7 @@ def init(argv: list[str]) -> int:
     args = build_init_parser().parse_args(argv)
     from stoker.control.cluster.hosts_writer import write_hosts_file
 
-    args.identity, args.ssh_config = _absolute(args.identity), _absolute(args.ssh_config)
+    args.identity, args.ssh_config = _make_absolute(args.identity), _make_absolute(args.ssh_config)
     host_keys = {key: getattr(args, key) for key in ("user", "port", "identity", "python", "workdir")}
     defaults = {key: value for key, value in host_keys.items() if value is not None}
     ssh = {key: value for key, value in (("ssh_config", args.ssh_config), ("ssh_options", args.ssh_option)) if value}
@@ -231,6 +235,6 @@ def init(argv: list[str]) -> int:
     return 0
 
 
-def _absolute(path: str | None) -> str | None:
+def _make_absolute(path: str | None) -> str | None:
     """Make a flag's path absolute, since a path in the hosts file is relative to that file. ~ stays."""
     return os.path.abspath(path) if path and not path.startswith("~") else path

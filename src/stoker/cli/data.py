@@ -48,7 +48,7 @@ def build_show_parser() -> OptionParser:
     parser.option("--text-key", "NAME", "the field that holds plain text", default="text")
     parser.option("--context-length", "N", "tokens per sample (default: 1024)", int, default=1024)
     parser.option("--rows", "N", "read only the first N rows of each file", int, default=0)
-    parser.option("--cache", "DIR", "where to keep the rows of a hub id", default="cache")
+    parser.option("--cache", "DIR", "the folder for the rows of a hub id", default="cache")
     parser.switch("--json", "print everything as JSON")
     return parser
 
@@ -58,9 +58,8 @@ def main(argv: list[str]) -> int:
         print(build_show_parser().format_help(), end="")
         return 0 if argv else EX_USAGE
     if argv[0] not in _ACTIONS:
-        raise Refusal(
-            f"no `stoker data {argv[0]}`{suggest(argv[0], _ACTIONS)}; the only action is {_ACTIONS[0]}", EX_USAGE
-        )
+        near = suggest(argv[0], _ACTIONS)
+        raise Refusal(f"unknown command `stoker data {argv[0]}`{near}; use `stoker data {_ACTIONS[0]}`", EX_USAGE)
     args = build_show_parser().parse_args(argv[1:])
     if args.context_length < 2 or args.rows < 0:
         raise Refusal("--context-length must be at least 2, and --rows at least 0", EX_USAGE)
@@ -109,7 +108,7 @@ def _print_file(shown: Shown, tokenizer: str, context: int) -> None:
         print()
 
 
-_PREPARE_DESCRIPTION = """Turns text files, files of rows, folders, globs or a hub id into shards of tokens. `stoker train` does this, too, if it was not done before.
+_PREPARE_DESCRIPTION = """Turns text files, files of rows, folders, globs or a hub id into shards of tokens. `stoker train` does this, too, if it has not been done before.
 From a folder, and the folders in it, files ending in {forms} are read, compressed or not
 ({packed}). `stoker data show PATH` shows what training would read from a file.
 The shards are kept in cache/datasets/ and used again for data with the same content and tokenizer, whatever its name.
@@ -118,11 +117,11 @@ _PREPARE_EXAMPLES = """examples:
   stoker prepare --data book.txt --tokenizer.path bytes --data.validation 0.1
   stoker prepare --data 'web/*.jsonl' --data.text_key content
   stoker prepare --data chats.jsonl --data.kind chat --data.context_length 2048
-  stoker prepare --data 'web/*.jsonl' --preset production        # here without GPUs, for a machine that has some
+  stoker prepare --data 'web/*.jsonl' --preset production        # prepares on this machine, for one with GPUs
 """
 
 
-# `stoker data show` starts without the configuration's modules: only `prepare` imports them.
+# Only `prepare` imports the configuration's modules, so that `stoker data show` starts faster.
 
 
 def build_prepare_parser() -> OptionParser:
@@ -174,8 +173,9 @@ def _print_prepared(prepared: Prepared, seconds: float) -> None:
         speed = f"found in {seconds:.2f} s, prepared earlier in {prepared.seconds:.1f} s"
     unit = "conversation" if prepared.kind == "chat" else "document"
     print(f"{plural(tokens, 'token')} of {plural(documents, unit)}, {speed}")
-    validation = f"validation {prepared.validation_tokens:,} ({plural(prepared.validation_bytes, 'byte')})"
-    validation = validation if prepared.validation_tokens else "no validation data"
+    validation = "no validation data"
+    if prepared.validation_tokens:
+        validation = f"validation {prepared.validation_tokens:,} ({plural(prepared.validation_bytes, 'byte')})"
     density = f"; {size / max(tokens, 1):.2f} bytes/token" if prepared.kind == "stream" else ""
     print(f"  train {prepared.train_tokens:,} ({plural(prepared.train_bytes, 'byte')}), {validation}{density}")
     if prepared.kind == "chat":
@@ -186,7 +186,7 @@ def _print_prepared(prepared: Prepared, seconds: float) -> None:
 
 
 def _is_for_gpus(layers: Layers) -> bool:
-    """Return whether `stoker train` would train on GPUs here, or the config asks for cuda, on whichever machine that is."""
+    """Return whether `stoker train` would use GPUs: this machine has usable ones, or the config sets the device to cuda."""
     from stoker.cli.machines import has_usable_gpus, observe_machine
     from stoker.control.plan.options import RunOptions, from_torchrun_environment, requested_ranks
 

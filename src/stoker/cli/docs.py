@@ -11,15 +11,15 @@ from stoker.cli.main import ALIASES, COMMANDS, GROUPS, load_command
 from stoker.contract.errors import EX_NOINPUT, EX_UNAVAILABLE, Refusal
 from stoker.contract.options import OptionParser, suggest
 
-# In a checkout a link to docs/; in an installed package the pages themselves.
+# This is a link to docs/ in a checkout, and holds the pages themselves in an installed package.
 DOCS_DIR = os.path.join(os.path.dirname(os.path.dirname(__file__)), "docs")
 
 _SHELLS = """bash:  eval "$(stoker completion bash)"   # in ~/.bashrc
 zsh:   eval "$(stoker completion zsh)"   # in ~/.zshrc, after compinit
 tcsh:  stoker completion tcsh > ~/.stoker.tcsh; source ~/.stoker.tcsh   # in ~/.tcshrc"""
-# Runs by id and by name, in the default runs folder. On a shared server others may make folders there, and bash expands
-# `compgen -W`, commands included: names with characters that a shell interprets are left out. Bash itself completes file
-# names if no run matches, since it would not quote the names of this list.
+# Lists runs by id and by name, in the default runs folder. On a shared server others may create folders there, and bash
+# expands the words of `compgen -W`, including commands, so names with characters that a shell interprets are left out.
+# Bash completes file names itself if no run matches, since it does not quote the names of this list.
 _LIST_RUNS = """ls -1 "${STOKER_RUNS:-runs}" 2>/dev/null | LC_ALL=C sed -nE 's/^[0-9]{8}-[0-9]{6}-([[:alnum:]._-]+)$/\\1\\n&/p'"""
 PREAMBLE = {
     "bash": f"""_stoker_runs() {{ compgen -W "latest $({_LIST_RUNS})" -- "$1"; }}""",
@@ -44,7 +44,7 @@ def build_parser() -> OptionParser:
 def main(argv: list[str]) -> int:
     topic = build_parser().parse_args(argv).topic
     if not os.path.isdir(DOCS_DIR):
-        raise Refusal(f"no documentation at {DOCS_DIR}; install Stoker again", EX_UNAVAILABLE)
+        raise Refusal(f"the documentation is missing from {DOCS_DIR}; reinstall Stoker", EX_UNAVAILABLE)
     names = sorted(name for name in os.listdir(DOCS_DIR) if name.endswith((".md", ".yaml")))
     pages = {os.path.splitext(name)[0]: os.path.join(DOCS_DIR, name) for name in names}
     if topic is None:
@@ -54,10 +54,10 @@ def main(argv: list[str]) -> int:
                 print(f"{name:<{width}}  {file.readline().lstrip('# ').rstrip()}")
         print("\n`stoker docs TOPIC` shows a page.")
         return 0
-    if topic not in pages:  # the README and the pages link to docs/launching.md: take that, too
+    if topic not in pages:  # accept docs/launching.md, too: the README and the pages link to it
         topic = os.path.splitext(os.path.basename(topic))[0]
     if topic not in pages:
-        raise Refusal(f"no topic {topic!r}{suggest(topic, pages)}; `stoker docs` lists them", EX_NOINPUT)
+        raise Refusal(f"unknown topic {topic!r}{suggest(topic, pages)}; `stoker docs` lists them", EX_NOINPUT)
     with open(pages[topic], encoding="utf-8") as file:
         print(file.read(), end="")
     return 0

@@ -19,7 +19,7 @@ from stoker.contract.safe_io import AtomicFile, read_json, refuse_other_kind
 from stoker.contract.terminal import ERROR, SUCCESS, WARNING, print_coloured, print_json, print_text
 from stoker.contract.text import dump_json, escape
 from stoker.contract.units import format_used, parse_duration, plural
-from stoker.control.doctor import check
+from stoker.control.doctor.check import Check, choose_checks, exit_code, run_checks
 from stoker.control.machine.examination import Examination, examination_from_json
 from stoker.control.machine.examine import NOT_ASKED, PARTS, examine
 
@@ -32,7 +32,7 @@ examples:
   stoker doctor --record box.json           record this machine; --machine box.json checks the recording"""
 _MARKS = {"fail": "✗", "warn": "!", "unknown": "?"}
 _COLOURS = {"fail": ERROR, "warn": WARNING, "unknown": ""}
-_MIN_FREE = 10**9  # bytes of a GPU that a rank can use: it needs memory for its CUDA context
+_MIN_FREE = 10**9  # bytes: a GPU with less free memory has too little for a CUDA context
 
 
 def build_parser() -> OptionParser:
@@ -40,7 +40,7 @@ def build_parser() -> OptionParser:
     parser = OptionParser("stoker doctor", description, _EXAMPLES)
     repeated: dict[str, Any] = {"action": "append", "default": []}
     parser.option("--only", "ID", "only checks whose id starts with this, e.g. gpu. or host.disk", **repeated)
-    parser.option("--skip", "ID", "leave these checks out", **repeated)
+    parser.option("--skip", "ID", "skip checks whose id starts with this", **repeated)
     parser.option("--nproc-per-node --nproc_per_node", "N", "how many ranks you plan to run", int, default=0)
     parser.option("--master-port --master_port", "PORT", "a port to check", int, default=0)
     parser.switch("--no-probe", "create no CUDA context on the GPUs")
@@ -56,16 +56,17 @@ def build_parser() -> OptionParser:
 
 def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
-    checks = check.choose_checks(args.only, args.skip)
+    checks = choose_checks(args.only, args.skip)
     runs_dir = layout.runs_root(args.runs_dir, os.environ)
     if args.no_probe:
-        checks = [one for one in checks if "probes" not in one.needs]
+        checks = [check for check in checks if "probes" not in check.needs]
     if args.record:
         refuse_other_kind(args.record, b"{", "a recorded machine")
     if args.bundle:
         refuse_other_kind(args.bundle, b"\x1f\x8b", "a bundle (tar.gz)")
-    is_complete = bool(args.record or args.bundle)
-    parts = PARTS if is_complete else frozenset(part for one in checks for part in one.needs if part in PARTS)
+    needs_all_parts = bool(args.record or args.bundle)
+    needed_parts = frozenset(part for check in checks for part in check.needs if part in PARTS)
+    parts = PARTS if needs_all_parts else needed_parts
 
     def examine_or_read() -> Examination:
         if args.machine:
@@ -76,7 +77,7 @@ def main(argv: list[str]) -> int:
         return _watch(examine_or_read, checks, args.nproc_per_node, args.watch)
     with parsing(f"recorded machine {args.machine}") if args.machine else nullcontext():
         examination = examine_or_read()
-        findings = check.run_checks(checks, examination, args.nproc_per_node)
+        findings = run_checks(checks, examination, args.nproc_per_node)
     if args.record:
         _write_file(args.record, dump_json(mask_json(examination.to_json())) + "\n")
     if args.bundle:
@@ -87,10 +88,10 @@ def main(argv: list[str]) -> int:
         print_json(
             {
                 "schema": 1,
-                "exit_code": check.exit_code(findings),
-                "checks": [one.id for one in checks],
+                "exit_code": exit_code(findings),
+                "checks": [check.id for check in checks],
                 "findings": as_json(findings),
-                "advice": advice(examination, findings),
+                "advice": recommend_next_step(examination, findings),
                 "examination": examination.to_json(),
             }
         )
@@ -99,7 +100,7 @@ def main(argv: list[str]) -> int:
         for label, path in (("bundle", args.bundle), ("recorded machine", args.record)):
             if path:
                 print(f"{label}: {path}")
-    return check.exit_code(findings)
+    return exit_code(findings)
 
 
 def _print_report(examination: Examination, findings: list[Finding], count: int) -> None:
@@ -122,29 +123,29 @@ def _print_report(examination: Examination, findings: list[Finding], count: int)
             print_text(escape(f"    → {finding.fix}"))
     if not findings:
         print_coloured([(f"✓ {plural(count, 'check')}, nothing wrong", SUCCESS)])
-    print_text(advice(examination, findings))
+    print_text(recommend_next_step(examination, findings))
 
 
-def _watch(examine: Callable[[], Examination], checks: list[check.Check], ranks: int, seconds: float) -> int:
+def _watch(examine: Callable[[], Examination], checks: list[Check], ranks: int, seconds: float) -> int:
     """Print findings that appear and disappear, until Ctrl-C. Return the exit code of the last state."""
     before: dict[tuple[str, str], Finding] = {}
     findings: list[Finding] = []
     first = True
     try:
         while True:
-            findings = check.run_checks(checks, examine(), ranks)
+            findings = run_checks(checks, examine(), ranks)
             now = {(finding.id, finding.text): finding for finding in findings}
             clock = time.strftime("%H:%M:%S")
             for key in now.keys() - before.keys():
                 print_text(escape(f"{clock} {_MARKS[now[key].level]} {key[0]}: {key[1]}"))
             for key in before.keys() - now.keys():
-                print_text(escape(f"{clock} ✓ {key[0]}: no longer: {key[1]}"))
+                print_text(escape(f"{clock} ✓ {key[0]}: resolved: {key[1]}"))
             if first and not now:
                 print(f"{clock} ✓ {plural(len(checks), 'check')}, nothing wrong", flush=True)
             before, first = now, False
             time.sleep(seconds)
     except KeyboardInterrupt:
-        return check.exit_code(findings)
+        return exit_code(findings)
 
 
 def _read_recorded(path: str) -> Examination:
@@ -168,26 +169,27 @@ def _write_file(path: str, text: str) -> None:
     sys.stdout.flush()
 
 
-def advice(examination: Examination, findings: list[Finding]) -> str:
+def recommend_next_step(examination: Examination, findings: list[Finding]) -> str:
     """Return what to fix first, or which GPUs to train on and the command for it."""
     failed_checks = {finding.id for finding in findings if finding.level == "fail" and finding.gpu is None}
     for id, line in (
-        ("torch.installed", "torch does not import"),
+        ("torch.installed", "torch can't be imported"),
         ("torch.cuda-build", "this torch can't use the GPUs"),
         ("gpu.count", "CUDA_VISIBLE_DEVICES is wrong"),
     ):
         if id in failed_checks:
-            return f"{line}: fix that first"
+            return f"{line}; fix that first"
     if examination.machine.gpu_error:
-        return "the driver does not answer: `stoker run --nproc-per-node cpu train.py` runs without GPUs"
+        return "the driver is not responding; `stoker run --nproc-per-node cpu train.py` runs without GPUs"
     gpus = list(dict.fromkeys(gpu.index for gpu in examination.machine.gpus))
     if not gpus:
-        return f"no GPU: `stoker run train.py` runs one CPU rank ({examination.machine.cores} cores)"
+        return f"this machine has no GPU; `stoker run train.py` runs one CPU rank ({examination.machine.cores} cores)"
     failed_gpus = {finding.gpu for finding in findings if finding.level == "fail"}
     free = [gpu for gpu in examination.machine.gpus if gpu.memory_free is None or gpu.memory_free > _MIN_FREE]
     usable = [index for index in dict.fromkeys(gpu.index for gpu in free) if index not in failed_gpus]
     if not usable:
-        return f"none of the {plural(len(gpus), 'GPU')} can be used now: `stoker run --wait 10m train.py` waits for one"
+        problem = "the GPU can't be used now" if len(gpus) == 1 else f"none of the {len(gpus)} GPUs can be used now"
+        return f"{problem}; `stoker run --wait 10m train.py` waits for one"
     if usable == gpus:
         return f"use {'the GPU' if len(gpus) == 1 else f'all {len(gpus)} GPUs'}: `stoker run train.py`"
     return f"use {len(usable)} of {len(gpus)} GPUs: `stoker run --gpus {','.join(map(str, usable))} train.py`"

@@ -50,13 +50,13 @@ def main(argv: list[str]) -> int:
         hf_files.check(model.folder, hf_config.shape_of(model.folder))
     if args.gguf:
         if model.checkpoint:
-            line = f"{model.folder} is a checkpoint: export it to a folder first, then export that folder with --gguf"
+            line = f"{model.folder} is a checkpoint; export it to a folder first, then export that folder with --gguf"
             raise Refusal(line, EX_USAGE)
         from stoker.training.generate.gguf_file import write
 
         write(model.folder, args.out, args.dtype, args.tokenizer, print_status, args.force)
         return 0
-    # This imports torch, which takes seconds: only after all checks.
+    # Import this only after all checks: it imports torch, which takes seconds.
     from stoker.training.generate.exporting import export
 
     export(model, args.out, args.dtype, args.tokenizer, print_status, args.trust_remote_code, args.merge, args.force)

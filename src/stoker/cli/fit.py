@@ -53,11 +53,18 @@ examples:
   stoker fit ./model-14b --machine box.json --json       for a machine recorded by `stoker doctor --record`
   stoker fit ./model-14b --data chats.jsonl --probe      five real steps: planned against measured"""
 _OPTIMIZERS = (plan.AUTO, "adamw", "adamw8bit", "muon")
-_SAMPLES = 16  # of a step without --data: with data, they follow from it
+_DEFAULT_SAMPLES = 16  # samples per step without --data; with --data they follow from it
 PROBE_STEPS = 5
-_NO_MEASUREMENT = "the probe measured no GPU memory: `stoker doctor` shows whether there is a GPU"
-# Flags that only one stage has.
-_OF_STAGE = {"rows": GRPO, "bits": GRPO, "new_tokens": GRPO, "reward_model": GRPO, "kl": GRPO, "no_likelihood": REWARD}
+_NO_MEASUREMENT = "the probe measured no GPU memory; `stoker doctor` shows whether there is a GPU"
+# Flags that apply to one stage only.
+_STAGE_OF_FLAG = {
+    "rows": GRPO,
+    "bits": GRPO,
+    "new_tokens": GRPO,
+    "reward_model": GRPO,
+    "kl": GRPO,
+    "no_likelihood": REWARD,
+}
 _RANGES = {
     "context_length": (2, 1 << 24),
     "micro": (1, 1 << 16),
@@ -66,8 +73,8 @@ _RANGES = {
     "rows": (1, 1 << 16),
     "new_tokens": (1, 1 << 20),
 }
-# Flags that are keys of the configuration of `stoker train`.
-_KEYS = {
+# Flags that set a key of the configuration of `stoker train`.
+_KEY_OF_FLAG = {
     "context_length": "data.context_length",
     "micro": "batch.micro",
     "recompute": "compute.recompute",
@@ -117,7 +124,7 @@ def build_parser() -> OptionParser:
     parser.option("--lora-rank", "N", "rank of an adapter (default: 16)", int, default=16)
     parser.option("--lora-targets", "NAMES", "layers that get an adapter (default: all-linear)", default="all-linear")
     completions = StageNeeds().answers
-    samples = f"samples per step, all GPUs together (default: from the data as in `stoker train`; without --data {_SAMPLES}, for grpo {completions} completions)"
+    samples = f"samples per step, all GPUs together (default: from the data as in `stoker train`; without --data {_DEFAULT_SAMPLES}, for grpo {completions} completions)"
     parser.option("--samples", "N", samples, int, default=0)
     rows = f"grpo: completions generated in a batch (default: {StageNeeds().rows})"
     parser.option("--rows", "N", rows, int, default=0)
@@ -146,7 +153,7 @@ def main(argv: list[str]) -> int:
     gpu_flags = GpuFlags(args.gpus, args.hosts, args.machine)
     machine = select_machine(gpu_flags)
     cards = select_cards(gpu_flags, machine, contexts(runs_root), print_status)
-    # `stoker train` derives its defaults for all GPUs of a machine, and leaves out full ones only when it starts.
+    # Count all GPUs of a machine, as `stoker train` does for its defaults: it skips full ones only when it starts.
     ranks: int | None = len(cards)
     if args.hosts:
         ranks = None
@@ -164,7 +171,7 @@ def main(argv: list[str]) -> int:
     if not args.parallel:
         decision = decision.preferring(plan.DDP)  # the default of `stoker train`
     chosen = decision.plan
-    tokens, exact = _epoch_tokens(counted.amount, config)
+    tokens, exact = _count_epoch_tokens(counted.amount, config)
     models = (args.model, os.path.realpath(folder))
     rate = (pace.measured(runs_root, chosen, models) or pace.from_table(chosen)) if chosen.fits else None
     gpu = ""
@@ -172,7 +179,7 @@ def main(argv: list[str]) -> int:
         gpu = chosen.shares[0].card.label.removeprefix("GPU ")
     command = text.Command(args.model, tuple(args.data), bool(args.samples), gpu)
     if args.probe and chosen.fits:
-        return _probe(chosen, command, args.json)
+        return _run_probe(chosen, command, args.json)
     if args.json:
         print_json(text.as_dict(decision, command, rate, tokens, args.price))
         return 0 if chosen.fits else 1
@@ -186,7 +193,7 @@ def main(argv: list[str]) -> int:
         print_text(line)
     print_text(summary_line(inputs, chosen))
     if not args.data and not args.samples and args.stage != GRPO:
-        print_text(f"note: without --data a step is assumed to have {_SAMPLES} samples (--samples)")
+        print_text(f"note: without --data a step is assumed to have {_DEFAULT_SAMPLES} samples (--samples)")
     for line in text.pace_lines(rate, tokens, exact, args.price, len(chosen.shares), data=bool(args.data)):
         print_text(line)
     return 0
@@ -196,52 +203,54 @@ def _check_flags(args: argparse.Namespace) -> None:
     """Raise Refusal for values that are out of range and flags that can't be combined."""
     parser = build_parser()
     if args.stage not in STAGES:
-        available = f"there is a plan for {', '.join(STAGES)}"
-        if args.stage in TRAIN_STAGES:
-            raise Refusal(f"--stage {args.stage}: that stage has no memory plan; {available}", EX_USAGE)
-        near = suggest(args.stage, STAGES)
-        raise Refusal(f"--stage {args.stage[:80]}: no such stage{near}; {available}", EX_USAGE)
-    for name, stage in _OF_STAGE.items():
+        problem = "has no memory plan" if args.stage in TRAIN_STAGES else f"is unknown{suggest(args.stage, STAGES)}"
+        raise Refusal(f"--stage {args.stage[:80]} {problem}; use one of {', '.join(STAGES)}", EX_USAGE)
+    for name, stage in _STAGE_OF_FLAG.items():
         if args.stage != stage and getattr(args, name) != parser.get_default(name):
-            raise Refusal(f"--{name.replace('_', '-')} is for --stage {stage}, and this is {args.stage}", EX_USAGE)
+            raise Refusal(
+                f"--{name.replace('_', '-')} applies only to --stage {stage}, got --stage {args.stage}", EX_USAGE
+            )
     for name, (low, high) in _RANGES.items():
         value = getattr(args, name)
         if value != parser.get_default(name) and not low <= value <= high:
             flag = f"--{name.replace('_', '-')}"
-            raise Refusal(f"{flag} {value} is out of range: a whole number from {low} to {high}", EX_USAGE)
+            raise Refusal(f"{flag} must be a whole number from {low} to {high}, got {value}", EX_USAGE)
     if args.kl is not None and not 0 <= args.kl < 1e6:
-        raise Refusal(f"--kl {args.kl:g} is not a weight: 0 or above", EX_USAGE)
+        raise Refusal(f"--kl must be at least 0 and below 1,000,000, got {args.kl:g}", EX_USAGE)
     if not 0 <= args.price < 1e6:
-        raise Refusal(f"--price {args.price:g} is not a price of a GPU hour", EX_USAGE)
+        raise Refusal(f"--price must be at least 0 and below 1,000,000, got {args.price:g}", EX_USAGE)
     if args.recompute:
         try:
             is_planned = read_recompute(args.recompute) not in ("auto", "selective")
         except ValueError:
             is_planned = False
         if not is_planned:
-            line = f"--recompute {args.recompute}: give a number of blocks, off, mlp or full"
-            raise Refusal(f"{line} (mlp:N and N+mlp: the MLP's first product)", EX_USAGE)
+            expected = "a number of blocks, off, mlp, full, mlp:N or N+mlp"
+            raise Refusal(f"--recompute must be {expected}, got {args.recompute}", EX_USAGE)
     if args.hosts and args.machine:
-        raise Refusal("--hosts and --machine: give one of them", EX_USAGE)
+        raise Refusal("--hosts can't be combined with --machine", EX_USAGE)
     if args.parallel == plan.FSDP and args.embedding == "host":
-        raise Refusal("--embedding host: fsdp shards the embedding, too; leave it out", EX_USAGE)
+        raise Refusal(
+            "--embedding host can't be combined with --parallel fsdp, which shards the embedding; leave it out",
+            EX_USAGE,
+        )
     if args.offload not in ("auto", NOTHING) and args.parallel not in ("", plan.AUTO, plan.FSDP):
-        raise Refusal(f"--offload {args.offload} is for --parallel fsdp: it moves shards", EX_USAGE)
+        raise Refusal(f"--offload {args.offload} needs --parallel fsdp: it moves shards to host memory", EX_USAGE)
     if args.offload == EVERYTHING and args.stage == GRPO:
-        line = "--offload all: stage grpo generates with a copy of the model on the GPU; use --offload optimizer"
+        line = "stage grpo can't use --offload all, since it generates with a copy of the model on the GPU; use --offload optimizer"
         raise Refusal(line, EX_USAGE)
     if args.stage in text.DATA_FLAGS and len(args.data) > 1:
         flag = text.DATA_FLAGS[args.stage]
-        raise Refusal(f"--data: stage {args.stage} reads one file ({flag}), and {len(args.data)} were given", EX_USAGE)
+        raise Refusal(f"--data must name one file for stage {args.stage} ({flag}), got {len(args.data)}", EX_USAGE)
     if args.probe and not args.data:
-        raise Refusal("--probe trains five steps: it needs --data", EX_USAGE)
+        raise Refusal("--probe trains five steps and needs data; add --data", EX_USAGE)
 
 
 def _resolve_config(args: argparse.Namespace, model: ModelConfig) -> tuple[Config, dict[str, Origin]]:
     """Return the configuration that `stoker train STAGE` would resolve for these flags, and the keys they set."""
     stage, parser = args.stage, build_parser()
     flags = [f"--model.load={args.model}"]
-    for name, key in _KEYS.items():
+    for name, key in _KEY_OF_FLAG.items():
         value = getattr(args, name)
         if value != parser.get_default(name):
             flags.append(f"--{key}={value}")
@@ -258,7 +267,7 @@ def _resolve_config(args: argparse.Namespace, model: ModelConfig) -> tuple[Confi
     resolved = settle(gather(parse(flags), os.environ), True, TRAIN_STAGES[stage].defaults)
     config, given = resolved.config, dict(resolved.given)
     config = within_context_of_model(stage, config, given, model.longest, print_status)
-    samples = args.samples or (0 if args.data else _SAMPLES)
+    samples = args.samples or (0 if args.data else _DEFAULT_SAMPLES)
     if samples and stage != GRPO:
         values = values_of(config) | {"batch.tokens": samples * config.data.context_length}
         config = config_of(config.preset, values)
@@ -272,14 +281,17 @@ def _check_settings(args: argparse.Namespace, config: Config, model: ModelConfig
         new, context = config.generate.new_tokens, config.data.context_length
         raise Refusal(f"--new-tokens {new} leaves no tokens for a prompt in --context-length {context}", EX_USAGE)
     if args.method != plan.FULL and args.optimizer == "muon" and args.method != plan.AUTO:
-        raise Refusal("--optimizer muon is for --method full: adapters train with adamw or adamw8bit", EX_CONFIG)
+        raise Refusal("--optimizer muon needs --method full; adapters train with adamw or adamw8bit", EX_CONFIG)
     if model.engine == "transformers" and args.stage in (REWARD, GRPO):
-        line = f"--stage {args.stage}: {args.model} runs in transformers, and that stage needs a model of one of Stoker's families"
-        raise Refusal(f"{line} (`stoker docs families`)", EX_CONFIG)
+        line = f"--stage {args.stage} needs a model of one of Stoker's families, and {args.model} runs in transformers"
+        raise Refusal(f"{line}; `stoker docs families` lists them", EX_CONFIG)
     if args.embedding == "host" and args.stage == GRPO:
-        raise Refusal("--embedding host: stage grpo generates with it on the GPU; leave it out", EX_CONFIG)
+        raise Refusal(
+            "stage grpo can't use --embedding host, since it generates with the embedding on the GPU; leave it out",
+            EX_CONFIG,
+        )
     if args.bits == "4" and args.method != QLORA:
-        raise Refusal("--bits 4 is for --method qlora: only its weights are in 4 bits", EX_CONFIG)
+        raise Refusal("--bits 4 needs --method qlora: other methods keep 16-bit weights", EX_CONFIG)
 
 
 @frozen
@@ -287,11 +299,11 @@ class DataCount:
     """The size of the data as `stoker train` would count it."""
 
     amount: Amount | None = None
-    ready: Prepared | None = None  # None: the amount is estimated from the files
+    ready: Prepared | None = None  # None if the amount is estimated from the files
 
 
 def _count_data(args: argparse.Namespace, config: Config, folder: str, model: ModelConfig) -> DataCount:
-    """Count the data. Small data is tokenized in a temporary folder, exactly as by `stoker train`; other is estimated."""
+    """Count the data: tokenize small data in a temporary folder, exactly as `stoker train` does, and estimate larger data."""
     if not args.data:
         return DataCount()
     from stoker.training.config import amount
@@ -313,23 +325,23 @@ def _count_data(args: argparse.Namespace, config: Config, folder: str, model: Mo
         return DataCount(amount.of_prepared(ready, config_here), ready)
 
 
-def _epoch_tokens(amount: Amount | None, config: Config) -> tuple[int, bool]:
-    """Return the tokens of a pass over the data (0: unknown), and whether they are counted exactly."""
+def _count_epoch_tokens(amount: Amount | None, config: Config) -> tuple[int, bool]:
+    """Return the tokens of one pass over the data, or 0 if unknown, and whether they are counted exactly."""
     if amount is None or amount.unit == "prompts":
         return 0, True  # the length of completions is unknown
     if amount.unit == "pairs":
-        return amount.samples * config.data.context_length, False  # padding takes as long as tokens
+        return amount.samples * config.data.context_length, False  # padding takes as long as other tokens
     return amount.tokens, amount.exact
 
 
-def _probe(chosen: plan.Plan, command: text.Command, as_json: bool) -> int:
+def _run_probe(chosen: plan.Plan, command: text.Command, as_json: bool) -> int:
     """Train PROBE_STEPS real steps with the plan's settings in a temporary runs folder; print planned against measured."""
     import subprocess
 
     from stoker.control.launch.children import stoker_command
 
     if any(share.card.host for share in chosen.shares):
-        raise Refusal("--probe trains on this machine: leave --hosts out", EX_UNAVAILABLE)
+        raise Refusal("--probe trains on this machine; leave --hosts out", EX_UNAVAILABLE)
     words = shlex.split(text.command(chosen, command))[1:]
     words += ["--max-steps", str(PROBE_STEPS), "--eval-every", "0"]
     words += ["--checkpoint.export", "false", "--checkpoint.at_end", "false"]
@@ -342,7 +354,7 @@ def _probe(chosen: plan.Plan, command: text.Command, as_json: bool) -> int:
         train = subprocess.run(stoker_command(words), check=False, stdout=sys.stderr.fileno())
         measured = _read_measurement(runs_dir)
     if train.returncode:
-        raise Refusal(f"the probe failed with exit code {train.returncode}: see its output above", train.returncode)
+        raise Refusal(f"the probe failed with exit code {train.returncode}; see its output above", train.returncode)
     planned_bytes = chosen.shares[0].planned.total
     peak_bytes, rate = finite_number(measured, "peak_bytes"), finite_number(measured, "tokens_per_s")
     if not peak_bytes:

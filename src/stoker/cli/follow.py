@@ -19,13 +19,13 @@ from stoker.control.launch.console import LineCutter
 from stoker.control.launch.short_lines import LauncherLines, ShortLines
 from stoker.control.record import log_tail, run_index, run_record
 
-_LOOK_BACK = 1 << 16  # bytes
+_MAX_TAIL = 1 << 16  # bytes of a log that are searched for its last lines
 
 
 def build_attach_parser() -> OptionParser:
     description = (
-        "Shows a run's output as its own console does, from its newest start, until the run ends; exits with the run's exit"
-        " code. Ctrl-C leaves the run running."
+        "Shows a run's output as its console does, from its newest start until it ends, and exits with the run's exit code."
+        " Ctrl-C leaves the run running."
     )
     parser = OptionParser("stoker attach", description)
     parser.run_argument()
@@ -46,8 +46,8 @@ def _attach(run: run_record.RunRecord, lines: int) -> int:
     start = log_tail.find_newest_start(run)
     if start.number > 1:
         command = f"stoker logs {shlex.quote(run.id)} --attempt {start.first_attempt - 1}"
-        hint = f"; `{command}` shows the one before" if start.first_attempt else ""
-        print_status(f"this is start {start.number} of run {run.id}{hint}")
+        hint = f"; `{command}` shows the previous one" if start.first_attempt else ""
+        print_status(f"start {start.number} of run {run.id}{hint}")
     starts = {"": start}  # by role; "" is the run itself
     console = log_tail.LogTail(os.path.join(run.dir, layout.CONSOLE), start.console_at)
     own_lines = LauncherLines(uses_colour(), lambda: terminal_width(sys.stdout)) if on_terminal else None
@@ -55,19 +55,19 @@ def _attach(run: run_record.RunRecord, lines: int) -> int:
     first_pass = True
     try:
         while True:
-            over = run_record.is_over(run)  # before reading, so that no output is missed
-            for role, part in {"": run, **run_index.list_roles(run)}.items():
+            is_over = run_record.is_over(run)  # before reading, so that no output is missed
+            for role, role_run in {"": run, **run_index.list_roles(run)}.items():
                 if role not in starts:
-                    starts[role] = log_tail.find_newest_start(part)
+                    starts[role] = log_tail.find_newest_start(role_run)
                 logs = [
                     (attempt, rank, path)
-                    for attempt, rank, path in log_tail.list_rank_logs(part)
+                    for attempt, rank, path in log_tail.list_rank_logs(role_run)
                     if path not in tails and attempt >= starts[role].first_attempt
                 ]
-                labels = log_tail.read_rank_labels(part) if logs else {}
-                is_recipe = str(part.data.get("script")).startswith(RECIPES)
+                labels = log_tail.read_rank_labels(role_run) if logs else {}
+                is_recipe = str(role_run.data.get("script")).startswith(RECIPES)
                 for attempt, rank, path in logs:
-                    offset = _offset_of_last_lines(path, lines) if first_pass else 0
+                    offset = _find_last_lines(path, lines) if first_pass else 0
                     label = labels.get((attempt, rank), f"rank {rank}")
                     prefix = (f"[{role}] " if role else "").encode() + f"{label}:".encode()
                     shorten = ShortLines(prefix, not rank, is_recipe) if on_terminal and (is_recipe or role) else None
@@ -77,10 +77,10 @@ def _attach(run: run_record.RunRecord, lines: int) -> int:
                 while data := tail.read_new():
                     if not run.mine:
                         data = log_tail.strip_control_codes(data)
-                    if shown := cutter.feed(data):
+                    if output := cutter.feed(data):
                         terminal.clear_bar()
-                        sys.stdout.buffer.write(shown)
-            if over:
+                        sys.stdout.buffer.write(output)
+            if is_over:
                 break
             sys.stdout.buffer.flush()
             _draw_progress([run, *run_index.list_roles(run).values()])
@@ -108,17 +108,17 @@ def _draw_progress(runs: list[run_record.RunRecord]) -> None:
         terminal.draw_bar(progress.bar(terminal.bar_width()))
 
 
-def _offset_of_last_lines(path: str, lines: int) -> int:
-    """Return the offset at which the last `lines` lines of a file begin, or of its last 64 KB if those have fewer."""
+def _find_last_lines(path: str, lines: int) -> int:
+    """Return the offset at which the last `lines` lines of a file begin, or its last 64 KB if these have fewer lines."""
     try:
         descriptor = open_regular(path, follow=False)
     except OSError:
         return 0  # LogTail reports why the file can't be read
     with os.fdopen(descriptor, "rb") as file:
         size = file.seek(0, os.SEEK_END)
-        begin = max(0, size - _LOOK_BACK)
+        begin = max(0, size - _MAX_TAIL)
         file.seek(begin)
-        data = file.read(_LOOK_BACK)  # a limit, since the file may have grown
+        data = file.read(_MAX_TAIL)  # the file may have grown since the seek
     at = len(data)
     for _ in range(lines + 1):
         at = data.rfind(b"\n", 0, at)
@@ -130,7 +130,7 @@ def _offset_of_last_lines(path: str, lines: int) -> int:
 def build_logs_parser() -> OptionParser:
     parser = OptionParser("stoker logs", "Prints what a rank printed, byte for byte.")
     parser.run_argument()
-    parser.option("--role", "NAME", "the role, if the run is a job of several roles")
+    parser.option("--role", "NAME", "the role, if the run is a multi-role job")
     parser.option("--rank", "N", "the rank (default: 0)", int)
     parser.option("--attempt", "K", "the attempt (default: the last)", int)
     parser.add_argument("--follow", "-f", action="store_true", help="follow the output until the run ends")
@@ -149,7 +149,7 @@ def logs_main(argv: list[str]) -> int:
 def _print_log(run: run_record.RunRecord, args: argparse.Namespace) -> int:
     attempts = run.attempts
     if not attempts and (roles := run_index.list_roles(run)):
-        raise Refusal(f"run {run.id} is a job of several roles: --role {' or '.join(roles)}", EX_USAGE)
+        raise Refusal(f"run {run.id} is a multi-role job; choose a role with --role {' or '.join(roles)}", EX_USAGE)
     if not attempts:
         raise Refusal(f"run {run.id} has started no rank yet", EX_NOINPUT)
     attempt = attempts[-1] if args.attempt is None else args.attempt
@@ -163,19 +163,19 @@ def _print_log(run: run_record.RunRecord, args: argparse.Namespace) -> int:
         where = f" in attempt {attempt}" if len(attempts) > 1 else ""
         raise Refusal(f"run {run.id} has no rank {rank}{where}; there are 0 to {world_size - 1}", EX_NOINPUT)
     if rank not in logged and not args.follow:
-        raise Refusal(f"rank {rank} has no log in attempt {attempt}: it was not started", EX_NOINPUT)
+        raise Refusal(f"rank {rank} was not started in attempt {attempt}, so it has no log", EX_NOINPUT)
     if args.rank is None and world_size > 1:
-        print_status(f"this is rank {rank} of {world_size}; {_hint_at_others(run, rank, world_size)}")
-    tail, silent = log_tail.LogTail(layout.rank_log(run.dir, attempt, rank)), True
+        print_status(f"rank {rank} of {world_size}; {_suggest_rank(run, rank, world_size)}")
+    tail, has_output = log_tail.LogTail(layout.rank_log(run.dir, attempt, rank)), False
     while True:
-        over = run_record.is_over(run)  # before reading, so that no output is missed
+        is_over = run_record.is_over(run)  # before reading, so that no output is missed
         while data := tail.read_new():
-            silent = False
+            has_output = True
             sys.stdout.buffer.write(data if run.mine or not sys.stdout.isatty() else log_tail.strip_control_codes(data))
         sys.stdout.buffer.flush()
-        if over or not args.follow:
-            if silent:
-                print_status(f"rank {rank} {'printed nothing' if over else 'has printed nothing yet'}")
+        if is_over or not args.follow:
+            if not has_output:
+                print_status(f"rank {rank} {'printed nothing' if is_over else 'has printed nothing yet'}")
             return 0
         newest = run.attempts[-1]
         if args.attempt is None and newest != attempt:
@@ -185,8 +185,8 @@ def _print_log(run: run_record.RunRecord, args: argparse.Namespace) -> int:
         time.sleep(0.1)
 
 
-def _hint_at_others(run: run_record.RunRecord, rank: int, world_size: int) -> str:
-    """Return which other rank to look at: the one that failed, if that is known."""
+def _suggest_rank(run: run_record.RunRecord, rank: int, world_size: int) -> str:
+    """Return a hint that names another rank to read: the one that failed, if it is known."""
     failed = run.verdict.rank if run.verdict is not None else None
     if failed is not None and 0 <= failed < world_size:
         return "it is the one that failed" if failed == rank else f"rank {failed} failed: --rank {failed}"

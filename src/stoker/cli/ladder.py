@@ -1,4 +1,4 @@
-"""`stoker ladder [options] script.py [args]`: imports one by one, then 1, half and all ranks, to find what fails."""
+"""`stoker ladder [options] script.py [args]`: tries a script's imports, then 1, half and all ranks, to find what fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stoker.control.launch import ladder
 from stoker.control.plan.options import RunOptions
 from stoker.control.plan.request import Request
 
-_DESCRIPTION = "Finds where a script begins to fail: its imports one by one, then 1 rank, half, all. Takes the options of `stoker run`."
+_DESCRIPTION = "Finds where a script begins to fail: tries its imports one by one, then 1 rank, half and all. Takes the options of `stoker run`."
 _EXAMPLES = """examples:
   stoker ladder train.py --lr 3e-4                  imports, then 1 rank, half, all of them, 20 steps each
   stoker ladder --nproc-per-node 4 --steps 50 train.py
@@ -37,27 +37,27 @@ def build_parser() -> OptionParser:
 
 
 def parse(argv: list[str]) -> tuple[Request, int]:
-    """Return the request of the run to try, and the number of steps of each rung."""
+    """Return the request of the run to try and the number of steps per rung."""
     from stoker.cli import run
 
     options, script, args = run.split(argv, build_parser())
     steps = options.pop("steps")
     if not script:
-        raise Refusal("no script given: stoker ladder [options] script.py [args]", EX_USAGE)
+        raise Refusal("the script is missing; type stoker ladder [options] script.py [args]", EX_USAGE)
     if options.get("detach"):
-        raise Refusal("stoker ladder runs in the foreground only: leave --detach out", EX_USAGE)
+        raise Refusal("stoker ladder runs in the foreground only; leave --detach out", EX_USAGE)
     return run.parse(ladder.command_words(options, script, args)), steps  # run.parse adds PET_* and --config
 
 
 def main(argv: list[str]) -> int:
     request, steps = parse(argv)
-    as_data = request.options.json
-    say: Callable[[str], None] = _print_to_stderr if as_data else print_text
-    climber = ladder.Ladder(request, steps, say)
+    prints_json = request.options.json
+    print_progress: Callable[[str], None] = _print_to_stderr if prints_json else print_text
+    climber = ladder.Ladder(request, steps, print_progress)
     if request.options.dry_run:
         imports, rungs = climber.foresee()
         names = [module.name for module in imports]
-        if as_data:
+        if prints_json:
             print_json({"schema": 1, "imports": names, "rungs": rungs, "steps": steps})
         else:
             print_text(f"would import: {', '.join(names) or 'nothing but the standard library'}")
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
             print(f"would start {ranks}, one after the other, {plural(steps, 'step')} each")
         return 0
     climb = climber.climb({ladder.ALL})
-    if as_data:
+    if prints_json:
         print_json(
             {
                 "schema": 1,
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
 
 
 def before_run(request: Request, rungs: Collection[str], steps: int = ladder.STEPS) -> int:
-    """Climb the rungs that `stoker run` asks for first; return 0 or the exit code of the one that failed.
+    """Climb the rungs that a run asks for before it starts. Return 0, or the exit code of the rung that failed.
 
     Prints to stderr, since stdout belongs to the script.
     """
@@ -96,17 +96,17 @@ def format_report(climb: ladder.LadderReport) -> list[str]:
     lines: list[str] = []
     passed = [rung for rung in climb.climbed if rung.exit_code == 0]
     if passed:
-        lines.append(_align("RUNG", "RANKS", "FIRST STEP", "STEPS/S", "OF 1 RANK", "RAM/RANK", "GPU MEMORY"))
+        lines.append(_align_cells("RUNG", "RANKS", "FIRST STEP", "STEPS/S", "OF 1 RANK", "RAM/RANK", "GPU MEMORY"))
         for number, rung in enumerate(passed, 1):
             lines.append(_format_rung(number, rung, ladder.scaling((passed[0], rung), rung.ranks)))
         scaling = ladder.scaling(passed, climb.world_size)
         if scaling.efficiency is not None:
             top = passed[-1]
-            each = f"each makes {_format_rate(top)} steps/s, {scaling.efficiency:.0%} of one rank alone"
+            each = f"each runs {_format_rate(top)} steps/s, {scaling.efficiency:.0%} of one rank alone"
             lines.append(f"throughput {scaling.throughput}: with {top.ranks} ranks {each}")
         elif any(rung.steps_per_s is None for rung in passed):
-            counted = "counted are steps of a torch optimizer, and stoker.beat()"
-            lines.append(f"throughput: not measured, the script did not make two steps ({counted})")
+            definition = "a step is one of a torch optimizer, or a stoker.beat()"
+            lines.append(f"throughput: not measured, since the script ran fewer than two steps ({definition})")
         if memory := ladder.memory_line(scaling, climb.world_size):
             lines.append(memory)
     if climb.verdict is None:
@@ -117,8 +117,8 @@ def format_report(climb: ladder.LadderReport) -> list[str]:
             tried.append(f"{counts} rank{'s' if passed[-1].ranks > 1 else ''}")
         return [*lines, f"✓ ladder passed: {' and '.join(tried) or 'nothing to try'}"]
     failed = next((rung for rung in climb.climbed if rung.exit_code), None)
-    where = f"with {plural(failed.ranks, 'rank')}" if failed else "before the first rank"
-    lines.append(f"✗ ladder failed {where}: {climb.verdict.cause}, exit code {climb.exit_code}")
+    stage = f"with {plural(failed.ranks, 'rank')}" if failed else "before the first rank"
+    lines.append(f"✗ ladder failed {stage}: {climb.verdict.cause}, exit code {climb.exit_code}")
     lines.append(f"  {climb.verdict.summary}")
     lines += [f"  {fix}" for fix in climb.verdict.fix]
     if failed and failed.run:
@@ -133,10 +133,10 @@ def _format_rung(number: int, rung: ladder.RungResult, scaling: ladder.Scaling) 
         efficiency = "100%"
     gpu_memory = format_used(*rung.gpu) if rung.gpu else "n/a"
     ram = format_bytes(rung.rss) if rung.rss else "n/a"
-    return _align(number, rung.ranks, first_step, _format_rate(rung), efficiency, ram, gpu_memory)
+    return _align_cells(number, rung.ranks, first_step, _format_rate(rung), efficiency, ram, gpu_memory)
 
 
-def _align(*cells: object) -> str:
+def _align_cells(*cells: object) -> str:
     return " ".join(f"{cell!s:>{width}}" for cell, width in zip(cells, (4, 5, 11, 9, 9, 9, 16), strict=True))
 
 

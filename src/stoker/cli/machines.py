@@ -1,4 +1,4 @@
-"""The machines that a command plans for, and their GPUs: this machine, a recorded one, other hosts, or GPUs described in words."""
+"""Selects the machines and GPUs to plan for: this machine, a recorded one, other hosts, or GPUs described in words."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from stoker.control.cluster.hosts import Hosts
 
-_MAX_COMMAND = 40  # characters of the command of a process that holds GPU memory
+_MAX_COMMAND = 40  # characters shown of the command of a process that holds GPU memory
 
 
 def observe_machine() -> Machine:
     """Return this machine as `stoker train` sees it, or the recorded one of the environment.
 
-    A driver that hangs costs three seconds, and does not stop the launch.
+    If the driver hangs, this takes three seconds and reports the problem in `gpu_error`.
     """
     recorded = os.environ.get(env_vars.MACHINE)
     if recorded:
@@ -37,14 +37,14 @@ def observe_machine() -> Machine:
 
 
 def has_usable_gpus(machine: Machine, nproc_per_node: str | None) -> bool:
-    """Return whether training would use GPUs. True also if the driver does not answer: a run then reports why."""
+    """Return whether training would use GPUs. True also if the driver is not responding, since a run then reports why."""
     hidden = hides_all(os.environ.get("CUDA_VISIBLE_DEVICES"))
     return bool(machine.gpus or machine.gpu_error) and not hidden and (nproc_per_node or "").strip().lower() != "cpu"
 
 
 @frozen
 class GpuFlags:
-    """The flags of `stoker fit` that say which GPUs to plan for."""
+    """The flags of `stoker fit` that select the GPUs to plan for."""
 
     gpus: str = ""
     hosts: str = ""
@@ -52,7 +52,7 @@ class GpuFlags:
 
 
 def select_machine(flags: GpuFlags) -> Machine | None:
-    """Return this machine or the recorded one of --machine; None if the GPUs are described in words or on other hosts."""
+    """Return this machine, the recorded one of --machine, or None if --gpus describes the GPUs or they are on --hosts."""
     if flags.hosts or (flags.gpus and written(flags.gpus) is not None):
         return None
     if not flags.machine:
@@ -68,7 +68,7 @@ def _read_machine(path: str) -> Machine:
         data = read_json(path)
         return machine_from_json(data["machine"] if isinstance(data, dict) and "machine" in data else data)
     except FileNotFoundError as problem:
-        raise Refusal(f"--machine {path}: no such file", EX_NOINPUT) from problem
+        raise Refusal(f"--machine {path} does not exist", EX_NOINPUT) from problem
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
         raise Refusal(f"--machine {path} is not a recorded machine: {problem}", EX_DATAERR) from problem
 
@@ -78,64 +78,67 @@ def select_cards(
 ) -> list[Card]:
     """Return the GPUs to plan for. Raises Refusal if there are none.
 
-    `machine` comes from `select_machine`. `contexts`: measured bytes outside of tensors, by the GPU's name.
+    `machine` comes from `select_machine`. `contexts` holds the measured bytes outside of tensors, by the GPU's name.
     """
     described = written(flags.gpus) if flags.gpus else None
     if described is not None:
         if flags.hosts or flags.machine:
             other = "--hosts" if flags.hosts else "--machine"
-            raise Refusal(f"--gpus {flags.gpus} describes GPUs, and so does {other}: give one of them", EX_USAGE)
+            raise Refusal(f"--gpus {flags.gpus} can't be combined with {other}, since both describe GPUs", EX_USAGE)
         return described
     if flags.hosts:
         from stoker.control.cluster.hosts import read_hosts_file
 
         machines = observe_hosts(read_hosts_file(flags.hosts))
         cards = [
-            make_card(gpu, name, contexts, there.memory_available)
-            for name, there in machines.items()
-            for gpu in there.gpus
+            make_card(gpu, name, contexts, host_machine.memory_available)
+            for name, host_machine in machines.items()
+            for gpu in host_machine.gpus
             if not gpu.error
         ]
         if not cards:
-            raise Refusal(f"--hosts {flags.hosts}: no GPU on these hosts", EX_UNAVAILABLE)
+            raise Refusal(f"--hosts {flags.hosts}: these hosts have no usable GPU", EX_UNAVAILABLE)
         return cards
     assert machine is not None
     if machine.gpu_error:
-        line = f"the NVIDIA driver does not answer: {machine.gpu_error}; --gpus 24GB plans without it"
+        line = f"the NVIDIA driver is not responding: {machine.gpu_error}; use --gpus 24GB to plan without it"
         raise Refusal(line, EX_UNAVAILABLE)
-    gpus = _named_gpus(flags.gpus, machine.gpus) if flags.gpus else _free_gpus(machine.gpus, say)
+    gpus = _find_named_gpus(flags.gpus, machine.gpus) if flags.gpus else _select_free_gpus(machine.gpus, say)
     if not gpus:
-        raise Refusal("no GPU here: name the GPUs to plan for, e.g. --gpus 24GB or --gpus 2xH100", EX_UNAVAILABLE)
+        raise Refusal(
+            "this machine has no usable GPU; name the GPUs to plan for, e.g. --gpus 24GB or --gpus 2xH100",
+            EX_UNAVAILABLE,
+        )
     return [make_card(gpu, "", contexts, machine.memory_available) for gpu in gpus]
 
 
-def _free_gpus(gpus: tuple[Gpu, ...], say: Callable[[str], None]) -> list[Gpu]:
-    """Return the GPUs that a run would choose: without full ones, unless all are full."""
+def _select_free_gpus(gpus: tuple[Gpu, ...], say: Callable[[str], None]) -> list[Gpu]:
+    """Return the GPUs that a run would choose: those with free memory, or all working ones if all are full."""
     working = [gpu for gpu in gpus if not gpu.error]
     free = [gpu for gpu in working if gpu.memory_free is None or gpu.memory_free >= MIN_FREE]
     for gpu in working if free else ():
         if gpu not in free:
             memory = f"{format_bytes(gpu.memory_free or 0)} free of {format_bytes(gpu.memory_total or 0)}"
-            say(f"left out: GPU {gpu.label[3:]}, {memory}")
+            say(f"skipping GPU {gpu.label[3:]}: {memory}")
     return free or working
 
 
-def _named_gpus(text: str, gpus: tuple[Gpu, ...]) -> list[Gpu]:
+def _find_named_gpus(text: str, gpus: tuple[Gpu, ...]) -> list[Gpu]:
     by_label = {gpu.label.removeprefix("GPU"): gpu for gpu in gpus}
     labels = [part.strip() for part in text.split(",")]
     for label in labels:
         if label not in by_label:
             available = ", ".join(by_label) or "none"
-            raise Refusal(f"--gpus {text}: no GPU {label!r} here; there are {available}", EX_UNAVAILABLE)
+            raise Refusal(f"--gpus {text}: this machine has no GPU {label!r}; its GPUs are {available}", EX_UNAVAILABLE)
     if len(set(labels)) < len(labels):
-        raise Refusal(f"--gpus {text}: a GPU is named twice", EX_USAGE)
+        raise Refusal(f"--gpus {text}: a GPU is listed twice", EX_USAGE)
     return [by_label[label] for label in labels]
 
 
-def observe_hosts(hosts: Hosts, left_out: Callable[[str], None] | None = None) -> dict[str, Machine]:
-    """Ask every host what machine it is. A host that does not answer is left out and reported to `left_out`.
+def observe_hosts(hosts: Hosts, report_skipped: Callable[[str], None] | None = None) -> dict[str, Machine]:
+    """Examine every host and return its machine by host name.
 
-    Raises Refusal for such a host if there is no `left_out`.
+    A host that can't be examined is reported to `report_skipped`, or raises Refusal if that is None.
     """
     from stoker.control.cluster.hosts_writer import CONNECT_TIMEOUT_S
     from stoker.control.cluster.probes import open_probe_batch
@@ -149,19 +152,19 @@ def observe_hosts(hosts: Hosts, left_out: Callable[[str], None] | None = None) -
         if "error" in answer:
             why = answer["error"]
             line = why if why.startswith(f"host {name}: ") else f"host {name}: {why}"
-            if left_out is None:
+            if report_skipped is None:
                 raise Refusal(line, EX_UNAVAILABLE, cause="host.agent")
-            left_out(line)
+            report_skipped(line)
             continue
         machines[name] = examination_from_json(answer).machine
     return machines
 
 
 def make_card(gpu: Gpu, host: str, contexts: Mapping[str, int], host_free: int | None = None) -> Card:
-    """Describe a GPU for the memory planner: its memory, and which processes hold some of it."""
+    """Describe a GPU for the memory planner: its memory, and the processes that hold some of it."""
     total, name = gpu.memory_total, gpu.name or "unknown GPU"
     if total is None:
-        line = f"GPU {gpu.label[3:]} does not report how much memory it has: plan for its size, e.g. --gpus 24GB"
+        line = f"GPU {gpu.label[3:]} does not report its memory size; give the size to plan for, e.g. --gpus 24GB"
         raise Refusal(line, EX_UNAVAILABLE)
     free = gpu.memory_free if gpu.memory_free is not None else total
     held_by, accounted = list[str](), 0
@@ -170,9 +173,9 @@ def make_card(gpu: Gpu, host: str, contexts: Mapping[str, int], host_free: int |
         owner = f"({holder.user}: {holder.command[:_MAX_COMMAND]})" if holder.command else "outside this container"
         run = f", run {holder.run}" if holder.run else ""
         held_by.append(f"{format_bytes(holder.memory or 0)} by pid {holder.pid} {owner}{run}")
-    rest = total - free - accounted
-    if rest > 2 * CONTEXT:
-        held_by.append(f"{format_bytes(rest)} by the driver, or outside this container")
-    # A context of 0 means not measured: the estimate for this GPU counts, as if it were only described (--gpus 24GB).
+    unaccounted = total - free - accounted
+    if unaccounted > 2 * CONTEXT:
+        held_by.append(f"{format_bytes(unaccounted)} by the driver, or outside this container")
+    # A context of 0 was not measured: the planner then uses its estimate, as for a GPU described by --gpus 24GB.
     context = contexts.get(name, 0)
     return Card(name, total, free, f"GPU {gpu.label[3:]}", host, tuple(held_by), total - free, context, host_free)

@@ -22,20 +22,20 @@ GROUPS = {
         "detach": "keep a run going when its terminal closes",
     },
     "look": {
-        "why": "how a run ended, and why",
+        "why": "explain how a run ended, and why",
         "runs": "list the runs with step, loss and speed",
         "logs": "print the output of a rank",
-        "top": "hosts, GPUs, ranks and the loss, live in the terminal",
-        "web": "the same in a browser, or one run as an HTML file",
+        "top": "show hosts, GPUs, ranks and the loss live in the terminal",
+        "web": "show the same in a browser, or save a run as an HTML file",
         "plot": "plot the loss or another metric of one or more runs",
-        "compare": "compare two runs: settings, results, beyond noise or not",
-        "rollouts": "completions of a GRPO run: the best, the worst, what changed",
+        "compare": "compare the settings and results of two runs",
+        "rollouts": "show the best and worst completions of a GRPO run",
         "nan": "find the operation that produced the first NaN or Inf",
         "metrics": "serve runs, ranks, hosts and GPUs to Prometheus",
     },
     "train": {
         "train": "train a model: pretrain, sft, dpo, reward, grpo, evaluate",
-        "fit": "GPU memory a model takes, settings that fit; needs no GPU",
+        "fit": "plan GPU memory and find settings that fit; needs no GPU",
         "speedrun": "run the whole chain, from tokenizer to GRPO to report",
         "data": "show what training would read from a file",
         "prepare": "tokenize the data of a training run in advance",
@@ -46,8 +46,8 @@ GROUPS = {
     "machine": {
         "doctor": "find what is wrong with this machine and how to fix it",
         "clean": "free what dead runs left behind; acts only with --yes",
-        "ladder": "try imports, then 1, half and all ranks: where does it fail?",
-        "burnin": "same-seed replicas on every GPU: which one is wrong or slow?",
+        "ladder": "try imports, then 1, half and all ranks, to find what fails",
+        "burnin": "train same-seed replicas to find a wrong or slow GPU",
         "docs": "show the documentation of this version",
         "completion": "print a completion script for bash, zsh or tcsh",
     },
@@ -57,8 +57,8 @@ GROUPS = {
     },
 }
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
-# Every command is in the module of its name, with functions main and build_parser, except for these: their module has
-# functions NAME_main and build_NAME_parser.
+# Most commands have a module of their name, with the functions main and build_parser. These share the module of another
+# command, which has the functions NAME_main and build_NAME_parser.
 MODULES = {
     "attach": "follow",
     "logs": "follow",
@@ -67,9 +67,9 @@ MODULES = {
     "prepare": "data",
     "completion": "docs",
 }
-# Names that other programs use for a command.
+# Other programs use these names for a command.
 ALIASES = {"ls": "runs", "ps": "runs", "list": "runs", "status": "runs", "kill": "stop", "cancel": "stop"}
-# Words that are suggested for, but not run: they could mean more than one thing, or would need a second word.
+# These words get a suggestion, but don't run: they could mean more than one thing, or would need a second word.
 SUGGESTED = {
     "torchrun": "stoker run", "launch": "stoker run", "start": "stoker run", "srun": "stoker run", "sbatch": "stoker submit",
     "resume": "stoker run --name NAME, or stoker train STAGE --name NAME",
@@ -79,7 +79,7 @@ SUGGESTED = {
     "estimate": "stoker fit", "memory": "stoker fit",
 }  # fmt: skip
 
-# Packages of the extra `train`: the launcher works without them.
+# The launcher works without these packages of the extra `train`.
 EXTRA = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "pyarrow", "huggingface_hub", "jinja2", "uvicorn")
 
 _HELP = """Stoker trains language models on whatever GPUs there are. One command starts
@@ -120,14 +120,14 @@ def main(argv: list[str] | None = None) -> int:
         try:
             code = _run_command(sys.argv[1:] if argv is None else argv)
             if sys.stdout is not None:
-                sys.stdout.flush()  # here rather than at exit, where an error would print a traceback
+                sys.stdout.flush()  # not at exit, where an error would print a traceback
         except BrokenPipeError:
             # The reader of `stoker logs | head` has closed the pipe. Without this, Python's flush at exit complains again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         except OSError as problem:  # a full disk
             from stoker.contract.errors import EX_OSERR
 
-            print(f"stoker: standard output: {problem.strerror}", file=sys.stderr)
+            print(f"stoker: standard output can't be written: {problem.strerror}", file=sys.stderr)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return EX_OSERR
     return code
@@ -161,7 +161,9 @@ def _run_command(argv: list[str]) -> int:
     command = ALIASES.get(argv[0], argv[0])
     try:
         if command not in COMMANDS:
-            raise Refusal(f"no command {command!r}{_suggestion(command)}; `stoker --help` lists them", EX_USAGE)
+            raise Refusal(
+                f"unknown command {command!r}{_suggest_command(command)}; `stoker --help` lists the commands", EX_USAGE
+            )
         run, _ = load_command(command)
         return int(run(argv[1:]))
     except BrokenPipeError:
@@ -177,9 +179,9 @@ def _run_command(argv: list[str]) -> int:
     except OSError as problem:
         line, code = escape(str(problem)), EX_OSERR
     except RecursionError as problem:
-        line, code = f"something is nested too deeply, {_where_raised(problem)}", EX_DATAERR
+        line, code = f"a value is nested too deeply, {_locate_error(problem)}", EX_DATAERR
     except MemoryError as problem:
-        line, code = f"out of memory, {_where_raised(problem)}", EX_OSERR
+        line, code = f"out of memory, {_locate_error(problem)}", EX_OSERR
     from stoker.contract.terminal import ERROR, print_status
 
     print_status(line, ERROR)
@@ -187,9 +189,9 @@ def _run_command(argv: list[str]) -> int:
 
 
 def source_commit() -> str:
-    """Return the commit this Stoker was made from, or "" if it is not known.
+    """Return the commit of this Stoker, or "" if it is not known.
 
-    In a checkout it is the current one, with a + if files differ from it; an installed package has it in a file.
+    A checkout has its current commit, followed by + if files differ from it. An installed package has it in a file.
     """
     import subprocess
 
@@ -206,7 +208,7 @@ def source_commit() -> str:
     return git.stdout.strip() if git.returncode == 0 else ""
 
 
-def _suggestion(word: str) -> str:
+def _suggest_command(word: str) -> str:
     """Return a suggestion for an unknown command: by its meaning, else by its spelling."""
     from stoker.contract.options import suggest
     from stoker.training.stages.registry import STAGES
@@ -215,30 +217,30 @@ def _suggestion(word: str) -> str:
     return f" (did you mean `{command}`?)" if command else suggest(word, COMMANDS)
 
 
-def _where_raised(problem: BaseException) -> str:
+def _locate_error(problem: BaseException) -> str:
     """Return the innermost function of Stoker in the traceback, for a bug report."""
-    trace, where = problem.__traceback__, ""
+    trace, location = problem.__traceback__, ""
     while trace is not None:
         code = trace.tb_frame.f_code
         if f"{os.sep}stoker{os.sep}" in code.co_filename:
-            where = f"in {code.co_name} ({code.co_filename}:{trace.tb_lineno})"
+            location = f"in {code.co_name} ({code.co_filename}:{trace.tb_lineno})"
         trace = trace.tb_next
-    return where
+    return location
 
 
 def entry() -> None:
     """Run the command of sys.argv and exit with its code: the `stoker` program."""
-    for descriptor in (0, 1, 2):
+    for fd in (0, 1, 2):
         try:
-            os.fstat(descriptor)
-        except OSError:  # closed, as by `<&-`: open it, so that no pipe of ours gets the number of a standard stream
+            os.fstat(fd)
+        except OSError:  # closed, as by `<&-`: open it, so that none of our pipes becomes a standard stream
             os.open(os.devnull, os.O_RDWR)
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and stream.encoding.lower().replace("-", "") != "utf8":
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # prints ? for ✓ instead of a traceback
     from stoker.contract.terminal import clear_bar, masked_output
 
-    masked_output().__enter__()  # until the process ends: a traceback may quote text with control codes, too
+    masked_output().__enter__()  # never exited: a traceback may quote text with control codes, too
     try:
         sys.exit(main())
     except KeyboardInterrupt:

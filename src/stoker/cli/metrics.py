@@ -11,7 +11,7 @@ import time
 
 from stoker.contract import layout
 from stoker.contract.errors import EX_USAGE, Refusal
-from stoker.contract.options import OptionParser
+from stoker.contract.options import OptionParser, check_port
 from stoker.contract.terminal import print_status
 from stoker.contract.text import escape
 from stoker.contract.units import parse_duration
@@ -50,7 +50,7 @@ def build_parser() -> OptionParser:
     parser.switch("--once", "print the metrics and exit")
     parser.switch("--all", "other users' runs in the folder, too (default: only yours)")
     parser.runs_dir()
-    # Set by `stoker run --metrics-port`: its run, the socket to serve, and the process to end with.
+    # `stoker run --metrics-port` sets these: its run, the socket to serve, and the pid of the process to exit with.
     for flag, kind in (("--run", str), ("--listening", int), ("--parent", int)):
         parser.add_argument(flag, type=kind, help=argparse.SUPPRESS)
     return parser
@@ -62,10 +62,9 @@ def main(argv: list[str]) -> int:
         from stoker.control.agent.prctl import die_with_parent
 
         die_with_parent(args.parent, signal.SIGTERM)
-    if not 0 <= args.port <= 65535:
-        raise Refusal(f"--port {args.port}: a port is a number from 0 to 65535", EX_USAGE)
+    check_port(args.port)
     if args.interval < _MIN_INTERVAL_S:
-        raise Refusal(f"--interval {args.interval:g}s is too short: at least {_MIN_INTERVAL_S}s", EX_USAGE)
+        raise Refusal(f"--interval must be at least {_MIN_INTERVAL_S}s, got {args.interval:g}s", EX_USAGE)
     from stoker.control.doctor.check import count_fast_findings
     from stoker.control.show import http_server
     from stoker.control.show.collector import SnapshotCollector

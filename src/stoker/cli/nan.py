@@ -25,8 +25,8 @@ _MAX_SAMPLES = 8
 
 def build_parser() -> OptionParser:
     parser = OptionParser("stoker nan", _DESCRIPTION)
-    dump = "a folder nan_step_N or a rank's in it, or a run's id, name or path (default: the newest run)"
-    parser.option("where", "DIR", dump, nargs="?")
+    dump = "a folder nan_step_N, a rank's folder in it, or a run's id, name or path (default: the newest run)"
+    parser.option("dump", "DIR", dump, nargs="?")
     parser.option("--rank", "R", "which rank (default: the first with a bad operation)", int)
     parser.option("--tensor", "NAME", _TENSOR)
     parser.runs_dir()
@@ -36,11 +36,11 @@ def build_parser() -> OptionParser:
 
 def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
-    folder = _find_dump(args.where, layout.runs_root(args.runs_dir, os.environ))
+    folder = _find_dump(args.dump, layout.runs_root(args.runs_dir, os.environ))
     with errors.parsing(folder):
         dumps = reading.ranks(folder)
-        guilty = decide([dump.report for dump in dumps])
-        rank = args.rank if args.rank is not None else next(iter(guilty.ranks), dumps[0].report.rank)
+        culprit = decide([dump.report for dump in dumps])
+        rank = args.rank if args.rank is not None else next(iter(culprit.ranks), dumps[0].report.rank)
         dump = next((dump for dump in dumps if dump.report.rank == rank), None)
         if dump is None:
             ranks = ", ".join(str(dump.report.rank) for dump in dumps)
@@ -49,15 +49,15 @@ def main(argv: list[str]) -> int:
             _print_tensor(reading.show(dump, args.tensor), args.json)
         elif args.json:
             reports = [other.report.to_json() for other in dumps if args.rank is None or other is dump]
-            summary = pick_fields(guilty, "summary", "ranks")
+            summary = pick_fields(culprit, "summary", "ranks")
             print_json({"schema": 1, "folder": folder, **summary, "reports": reports})
         else:
-            _print_dump(dump, dumps, guilty.summary)
+            _print_dump(dump, dumps, culprit.summary)
     return 0
 
 
 def _find_dump(name: str | None, root: str) -> str:
-    """Return the folder nan_step_N, or the folder of a rank in it, that `name` means. Raises Refusal if there is none."""
+    """Return the folder nan_step_N, or the rank's folder in it, that `name` selects. Raises Refusal if there is none."""
     path = None if name is None else run_index.through_latest(name)
     if path is not None and os.path.exists(os.path.join(path, reading.REPORT)):
         return path
@@ -67,7 +67,7 @@ def _find_dump(name: str | None, root: str) -> str:
         run_dir = run_index.find_run(name, root).dir
     newest = reading.newest(run_dir)
     if newest is None:
-        raise Refusal(f"no nan_step_N in {run_dir}: there was no NaN, or nan.dump was off", EX_NOINPUT)
+        raise Refusal(f"{run_dir} has no nan_step_N: there was no NaN, or nan.dump was off", EX_NOINPUT)
     return newest
 
 
@@ -79,8 +79,8 @@ def _print_dump(dump: reading.RankDump, dumps: list[reading.RankDump], summary: 
     if samples:
         print("\nSamples:")
     for sample in samples[:_MAX_SAMPLES]:
-        place = f"micro-batch {sample.get('micro_batch')}, {sample.get('targets')} targets"
-        print(f"  {sample.get('id')} ({place}): {_quote_text(sample)}")
+        position = f"micro-batch {sample.get('micro_batch')}, {sample.get('targets')} targets"
+        print(f"  {sample.get('id')} ({position}): {_quote_text(sample)}")
     others = [other for other in dumps if other is not dump]
     if others:
         print("\nOther ranks:")
@@ -97,15 +97,15 @@ def _quote_text(sample: dict[str, Any]) -> str:
     return json.dumps(text[:MAX_TEXT], ensure_ascii=False) + ("…" if len(text) > MAX_TEXT else "")
 
 
-def _print_tensor(shown: reading.Shown, in_json: bool) -> None:
-    if in_json:
-        print_json({"schema": 1, **as_json(shown)})
+def _print_tensor(tensor: reading.Shown, prints_json: bool) -> None:
+    if prints_json:
+        print_json({"schema": 1, **as_json(tensor)})
         return
-    print("\n".join(table((shown.stats,))))
-    if shown.cut:
-        print(f"  only {shown.cut}")
-    for index, value in shown.bad:
+    print("\n".join(table((tensor.stats,))))
+    if tensor.cut:
+        print(f"  only {tensor.cut}")
+    for index, value in tensor.bad:
         print(f"  [{', '.join(map(str, index))}] = {value}")
-    if shown.stats.bad > len(shown.bad):
-        print(f"  … and {shown.stats.bad - len(shown.bad)} more")
-    print(f"file: {shown.file}")
+    if tensor.stats.bad > len(tensor.bad):
+        print(f"  … and {tensor.stats.bad - len(tensor.bad)} more")
+    print(f"file: {tensor.file}")

@@ -51,8 +51,8 @@ _COMPARE_EPILOG = (
     " the interval does not contain 0.\n\nThis is the noise of batches within the two runs. Another seed changes a run, too: only"
     " runs with several seeds show by how much."
 )
-_MAX_SETTINGS = 60  # settings that differ, printed
-_FIRST_ROWS = 3  # state, steps and time come before the values at equal steps
+_MAX_SETTINGS = 60  # differing settings that are printed
+_FIRST_ROWS = 3  # the values at equal steps are inserted after state, steps and time
 
 
 def build_parser() -> OptionParser:
@@ -64,7 +64,7 @@ def build_parser() -> OptionParser:
     )
     metric = "any name in metrics.jsonl (default: loss; for GRPO reward, with KL, entropy and the like)"
     parser.option("--metric", "NAME", metric)
-    parser.switch("--log", "a logarithmic axis for the values")
+    parser.switch("--log", "use a logarithmic axis for the values")
     smooth = "average the last N values (default: one logging interval for GRPO, else 1, no smoothing)"
     parser.option("--smooth", "N", smooth, _parse_count)
     parser.option("--width", "N", "columns (default: as wide as the terminal)", _parse_count)
@@ -77,7 +77,7 @@ def build_parser() -> OptionParser:
 
 def _parse_count(text: str) -> int:
     if not is_digits(text) or not 0 < int(text) <= 100_000:
-        raise ValueError(f"{text!r} is not a number from 1 to 100000")
+        raise ValueError(f"{text!r} is not a whole number from 1 to 100000")
     return int(text)
 
 
@@ -85,20 +85,20 @@ def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     root = layout.runs_root(args.runs_dir, os.environ)
     tails = [
-        _read_tail(run) for run in _without_repeats([run_index.find_run(name, root) for name in args.runs or [None]])
+        _read_tail(run) for run in _drop_repeated_runs([run_index.find_run(name, root) for name in args.runs or [None]])
     ]
-    metric = args.metric or _headline_metric(tails)
+    metric = args.metric or _choose_metric(tails)
     curves = [(tail.record, _require_curve(tail, metric)) for tail in tails]
     if args.json:
         runs = [{"run": run.id, "points": [list(point) for point in curve.points(1 << 40)]} for run, curve in curves]
         print_json({"schema": 1, "metric": metric, "runs": runs})
         return 0
-    lines = [Series(_title(tail.record), _smoothed_points(tail, metric, args.smooth)) for tail in tails]
+    lines = [Series(_format_title(tail.record), _read_points(tail, metric, args.smooth)) for tail in tails]
     if not any(line.points for line in lines):
-        raise Refusal(f"no finite value of {escape(metric)} to plot{_describe_non_finite(curves[0][1])}", EX_NOINPUT)
+        raise Refusal(f"{escape(metric)} has no finite value to plot{_describe_non_finite(curves[0][1])}", EX_NOINPUT)
     panels = [(metric, lines)]
     if not args.metric and metric == REWARD:
-        panels = [(RL_METRICS[REWARD], lines), *_companion_panels(tails, args.smooth)]
+        panels = [(RL_METRICS[REWARD], lines), *_make_other_panels(tails, args.smooth)]
     if args.png:
         from stoker.control.show.charts import write_png
 
@@ -113,12 +113,12 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _without_repeats(runs: list[run_record.RunRecord]) -> list[run_record.RunRecord]:
-    """Return the runs in their order, each once; report a run that was named twice."""
+def _drop_repeated_runs(runs: list[run_record.RunRecord]) -> list[run_record.RunRecord]:
+    """Return the runs in their order without repetitions, and report each run that was named twice."""
     by_path: dict[str, run_record.RunRecord] = {}
     for run in runs:
         if by_path.setdefault(os.path.realpath(run.dir), run) is not run:
-            print_status(f"run {escape(run.id, 100)} is named twice; it is plotted once")
+            print_status(f"run {escape(run.id, 100)} is named twice; plotting it once")
     return list(by_path.values())
 
 
@@ -129,21 +129,24 @@ def _read_tail(run: run_record.RunRecord) -> RunTail:
     return tail
 
 
-def _headline_metric(tails: Sequence[RunTail]) -> str:
+def _choose_metric(tails: Sequence[RunTail]) -> str:
     """Return reward if all the runs have one, else loss."""
     return REWARD if all(tail.curve(REWARD).steps for tail in tails) else LOSS
 
 
-def _smoothed_points(tail: RunTail, metric: str, smooth: int | None) -> tuple[tuple[float, float], ...]:
-    """Return the points to draw. Without --smooth, averages over a logging interval if the run has metrics of every step."""
+def _read_points(tail: RunTail, metric: str, smooth: int | None) -> tuple[tuple[float, float], ...]:
+    """Return the points to draw, averaged over --smooth values.
+
+    Without --smooth, metrics that are logged at every step are averaged over a logging interval, and others are not.
+    """
     return smooth_points(tail.curve(metric), smooth or (tail.interval if metric in AVERAGED else 1))
 
 
-def _companion_panels(tails: Sequence[RunTail], smooth: int | None) -> list[tuple[str, list[Series]]]:
-    """Return the curves of KL, entropy and the like, and of a job's servers, of all runs that have them."""
+def _make_other_panels(tails: Sequence[RunTail], smooth: int | None) -> list[tuple[str, list[Series]]]:
+    """Return the panels of KL, entropy and the other RL and server metrics, with the runs that have them."""
     panels = []
     for name, title in (RL_METRICS | SERVER_METRICS).items():
-        lines = [Series(_title(tail.record), _smoothed_points(tail, name, smooth)) for tail in tails]
+        lines = [Series(_format_title(tail.record), _read_points(tail, name, smooth)) for tail in tails]
         if name != REWARD and any(line.points for line in lines):
             panels.append((title, lines))
     return panels
@@ -164,7 +167,7 @@ def _print_sparklines(panels: Sequence[tuple[str, Sequence[Series]]]) -> None:
 
 
 def _require_curve(tail: RunTail, metric: str) -> Curve:
-    """Return the curve of a metric. Raises Refusal if the run does not have it."""
+    """Return the curve of a metric. Raises Refusal if the run has no such metric."""
     curve = tail.curve(metric)
     if curve.steps:
         return curve
@@ -174,15 +177,13 @@ def _require_curve(tail: RunTail, metric: str) -> Curve:
     if metrics.problem:
         raise Refusal(f"run {run}: {metrics.problem}", EX_NOINPUT)
     if not names:
-        line = (
-            f"run {run} has no metrics: no metrics.jsonl, and no loss that its script printed or passed to stoker.beat"
-        )
-        raise Refusal(line, EX_NOINPUT)
+        why = "it has no metrics.jsonl, and its script neither printed a loss nor passed one to stoker.beat"
+        raise Refusal(f"run {run} has no metrics: {why}", EX_NOINPUT)
     line = f"run {run} has no metric {metric!r}{suggest(metric, names)}; it has {', '.join(names)}"
     raise Refusal(escape(line), EX_USAGE)
 
 
-def _title(run: run_record.RunRecord) -> str:
+def _format_title(run: run_record.RunRecord) -> str:
     return escape(run.id if not run.name or run.name in run.id else f"{run.name} ({run.id})", 100)
 
 
@@ -203,21 +204,19 @@ def _print_chart(metric: str, lines: Sequence[Series], args: argparse.Namespace)
     for row in rows:
         print_coloured(row)
     if not rows:
-        print_text("nothing to plot: --log leaves out values that are not positive")
+        print_text("there is nothing to plot: --log skips values that are not positive")
     for number, line in enumerate(lines):
         if not line.points:
             continue
         values = [value for _, value in line.points]
         mark = LETTERS[number % len(LETTERS)] if len(lines) > 1 and not coloured else "──"
         best = f"highest {format_short(max(values))}" if metric == REWARD else f"lowest {format_short(min(values))}"
-        figures = (
-            f"last {format_short(values[-1])}, {best}, mean of the last tenth {format_short(_last_tenth_mean(values))}"
-        )
+        figures = f"last {format_short(values[-1])}, {best}, mean of the last tenth {format_short(_average_last_tenth(values))}"
         step = int(line.points[-1][0])
         print_coloured([(mark, COLORS[number % len(COLORS)]), (f" {line.name}: {figures}; step {step}", "")])
 
 
-def _last_tenth_mean(values: Sequence[float]) -> float | None:
+def _average_last_tenth(values: Sequence[float]) -> float | None:
     return mean(values[-max(len(values) // 10, 1) :]) if values else None
 
 
@@ -245,9 +244,9 @@ def compare_main(argv: list[str]) -> int:
     tails = [_read_tail(run) for run in runs]
     settings = find_differing_settings([settings_of(tail.training.record) for tail in tails])
     results = [_read_results(tail) for tail in tails]
-    metric = args.metric or _headline_metric(tails)
+    metric = args.metric or _choose_metric(tails)
     difference = measure_difference(tails[0].curve(metric), tails[1].curve(metric))
-    at_equal_steps = _values_at_equal_steps(tails, metric)
+    at_equal_steps = _read_values_at_equal_steps(tails, metric)
     if args.json:
         print_json(
             {
@@ -278,7 +277,7 @@ def compare_main(argv: list[str]) -> int:
         print("settings that differ:")
         _print_table([(f"  {name}", *values) for name, values in settings[:_MAX_SETTINGS]], columns)
         if len(settings) > _MAX_SETTINGS:
-            print(f"  and {len(settings) - _MAX_SETTINGS} more: --json has them")
+            print(f"  and {len(settings) - _MAX_SETTINGS} more; --json lists them all")
     else:
         print("settings that differ: none")
     print()
@@ -286,10 +285,10 @@ def compare_main(argv: list[str]) -> int:
     return 0
 
 
-def _values_at_equal_steps(tails: Sequence[RunTail], metric: str) -> dict[str, tuple[int, list[float]]]:
-    """Return for each metric the last step that both runs have logged and the two values there.
+def _read_values_at_equal_steps(tails: Sequence[RunTail], metric: str) -> dict[str, tuple[int, list[float]]]:
+    """Return, for each metric, the last step that both runs have logged and the two values at it.
 
-    Runs of different length are at different points at their ends: only equal steps compare them.
+    Runs of different lengths can be compared only at equal steps, since the longer one has trained more at its end.
     """
     values = {}
     for name in dict.fromkeys((metric, *RL_METRICS, LOSS, "val_loss")):
@@ -300,19 +299,19 @@ def _values_at_equal_steps(tails: Sequence[RunTail], metric: str) -> dict[str, t
 
 
 def _read_results(tail: RunTail) -> dict[str, tuple[Any, str]]:
-    """Return the results of a run by name: the number, and its text."""
+    """Return the results of a run by name, each as the number and its text."""
 
     def finite_values(metric: str) -> list[float]:
         return [value for value in tail.curve(metric).values if value - value == 0]
 
     run = tail.view(tail.record.started, watched=True)
     lowest_val_loss = min(finite_values("val_loss"), default=None)
-    tokens_per_s = _last_tenth_mean(finite_values("tokens_per_s"))
-    loss = _last_tenth_mean(finite_values("loss"))
+    tokens_per_s = _average_last_tenth(finite_values("tokens_per_s"))
+    loss = _average_last_tenth(finite_values("loss"))
     peak_bytes = max(finite_values("peak_bytes"), default=None)
-    mfu = _last_tenth_mean(finite_values("mfu"))
+    mfu = _average_last_tenth(finite_values("mfu"))
     last = {name: run.rl_metrics.get(name) for name in RL_METRICS}
-    reward = _last_tenth_mean(finite_values(REWARD))
+    reward = _average_last_tenth(finite_values(REWARD))
     return {
         "state": (run.state, run.state + (f" ({run.verdict.cause})" if run.verdict and run.state == "failed" else "")),
         "steps": (run.step, "n/a" if run.step is None else str(run.step)),
@@ -346,7 +345,7 @@ def _print_table(rows: list[tuple[str, ...]], columns: int) -> None:
 def _judge_difference(difference: Difference | None, metric: str, names: list[str]) -> tuple[str, str]:
     """Return a sentence that says whether the difference is more than noise, and its colour."""
     if difference is None:
-        return f"{metric}: too few values at equal steps to judge the difference", "yellow"
+        return f"{metric}: the runs have too few values at equal steps to judge the difference", "yellow"
     steps = f"steps {difference.first_step} to {difference.last_step}"
     means = f"{metric} over {steps}: {format_short(difference.first)} and {format_short(difference.second)}"
     if difference.low is None or difference.high is None:

@@ -1,6 +1,6 @@
-"""`stoker run --role NAME:COUNT:COMMAND ...`, `--roles FILE` or `--allocation TEXT --role NAME:COMMAND ...`: jobs of several roles.
+"""Starts multi-role jobs: `stoker run --role NAME:COUNT:COMMAND ...`, `--roles FILE` or `--allocation TEXT --role NAME:COMMAND ...`.
 
-`stoker run` imports this only for such a job.
+`stoker run` imports this module only for such a job.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from stoker.control.roles.job_plan import JobPlan, JobResources
 from stoker.control.roles.placement import GpuSlot
 from stoker.control.roles.role import RoleSpec
 
-# The options that a job of several roles takes; any other belongs to the command of a role.
+# A multi-role job takes these options; any other belongs to the command of a role.
 _JOB_OPTIONS = {
     "again", "allocation", "busy_timeout", "detach", "dry_run", "env", "gpu", "gpus", "grace", "hang_timeout", "hosts", "isolate", "json", "max_restarts", "min_free_memory", "name",
     "no_preflight", "notify", "on_hangup", "on_nan", "python", "quiet", "role", "roles", "runs_dir", "share_gpus", "show", "ssh_option", "stage", "sync", "wait",
 }  # fmt: skip
-_GPU_OPTIONS = ("gpu", "gpus", "hosts", "min_free_memory", "python", "share_gpus", "wait")  # they decide which GPUs
+_GPU_OPTIONS = ("gpu", "gpus", "hosts", "min_free_memory", "python", "share_gpus", "wait")  # options that select GPUs
 
 
 def build_parser() -> OptionParser:
-    """Build the parser of `stoker run`, with a --role that may be given several times."""
+    """Build the parser of `stoker run`, in which --role may be given several times."""
     parser = OptionParser("stoker run", usage="stoker run --role NAME:COUNT:'COMMAND' ...")
     add_flags(parser, RunOptions, without=("role",))
     role_help = options_of(RunOptions)["role"].help
@@ -49,11 +49,11 @@ def start_job(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> tuple[Request, JobPlan]:
-    """Return the request and the plan of a job; raise Refusal for what is wrong without looking at any machine."""
+    """Return the request and the plan of a job. Raises Refusal for errors that show without examining any machine."""
     options, script, _ = run.split(argv, build_parser())
     if script is not None:
         fix = "each role has a command, --role NAME:COUNT:'COMMAND'"
-        raise Refusal(f"a job of roles has no script of its own ({script}): {fix}", EX_USAGE)
+        raise Refusal(f"a multi-role job takes no script, got {script}; {fix}", EX_USAGE)
     refuse_unused_options(options)
     role_flags = options.pop("role", [])
     plan = make_plan(role_flags, options.get("roles"), options.get("allocation"))
@@ -64,37 +64,37 @@ def refuse_unused_options(options: Mapping[str, Any]) -> None:
     unused = sorted(set(options) - _JOB_OPTIONS)
     if unused:
         fix = "give it to a `stoker run` in the command of a role"
-        raise Refusal(f"--{unused[0].replace('_', '-')} does not apply to a job of roles: {fix}", EX_USAGE)
+        raise Refusal(f"--{unused[0].replace('_', '-')} does not apply to a multi-role job; {fix}", EX_USAGE)
 
 
 def make_plan(role_flags: Sequence[str], path: str | None, allocation_text: str | None) -> JobPlan:
     """Make the plan of a job from its --role flags or the file of --roles, and from --allocation."""
     if path is not None:
         if role_flags:
-            raise Refusal("--roles FILE and --role: give one of them", EX_USAGE)
+            raise Refusal("--roles FILE can't be combined with --role", EX_USAGE)
         specs = role.read_roles_file(path)
         if allocation_text is not None:
-            return by_allocation(specs, allocation_text)
+            return apply_allocation(specs, allocation_text)
         for spec in specs:
             role.check_batch(spec, spec.count)
         return JobPlan(specs)
     if allocation_text is None:
         return JobPlan(role.parse_role_flags(role_flags))
     counts = {flag.partition(":")[0]: 1 for flag in role_flags}
-    return by_allocation(role.parse_role_flags(role_flags, counts), allocation_text)
+    return apply_allocation(role.parse_role_flags(role_flags, counts), allocation_text)
 
 
-def by_allocation(specs: Sequence[RoleSpec], text: str) -> JobPlan:
-    """Give the roles the counts and GPUs of an allocation: its named parts by name, the others in order."""
+def apply_allocation(specs: Sequence[RoleSpec], text: str) -> JobPlan:
+    """Return a plan with the counts and GPUs of an allocation: named parts go to the roles of their names, others in order."""
     parts = allocation.parse_allocation(text)
     parts_by_name = {part.name: part for part in parts if part.name}
     roles = [spec.name for spec in specs]
     for name in parts_by_name:
         if name not in roles:
-            raise Refusal(f"--allocation {text}: there is no role {name!r}; the roles are {', '.join(roles)}", EX_USAGE)
+            raise Refusal(f"--allocation {text}: unknown role {name!r}; the roles are {', '.join(roles)}", EX_USAGE)
     if len(parts) != len(specs):
-        counts = f"{plural(len(parts), 'part')}, and there are {len(specs)} roles"
-        raise Refusal(f"--allocation {text} has {counts}: {', '.join(roles)}", EX_USAGE)
+        counts = f"one part per role ({', '.join(roles)}), got {plural(len(parts), 'part')}"
+        raise Refusal(f"--allocation {text} must have {counts}", EX_USAGE)
     unnamed = iter(part for part in parts if not part.name)
     chosen = {spec.name: parts_by_name.get(spec.name) or next(unnamed) for spec in specs}
     for spec in specs:
@@ -110,7 +110,7 @@ def by_allocation(specs: Sequence[RoleSpec], text: str) -> JobPlan:
 
 def make_request(options: dict[str, Any], specs: Sequence[RoleSpec], role_flags: Sequence[str]) -> Request:
     name = "-".join(spec.name for spec in specs)[:40]
-    # The commands stand for the script's arguments: another command makes another run.
+    # The commands take the place of the script's arguments, so a run with another command is another run.
     commands = tuple(f"{spec.name}:{spec.count}:{' '.join(spec.command)}" for spec in specs)
     given = frozenset((*options, *(("role",) if role_flags else ())))
     return Request(build_options(RunOptions, options), name, commands, given)
@@ -131,29 +131,29 @@ def start_plan(request: Request, plan: JobPlan) -> int:
 
 
 def _find_gpus(request: Request, specs: Sequence[RoleSpec]) -> JobResources:
-    """Return the hosts and the GPUs that can be used now: those that `stoker run --dry-run` chooses for these options."""
+    """Return the hosts and the GPUs that can be used now, as `stoker run --dry-run` chooses them for these options."""
     options = request.options
     _, hosts = resolve_hosts(request, os.environ)
-    no_gpus = all(spec.gpus == 0 for spec in specs)
-    if no_gpus and hosts is None:
+    uses_no_gpu = all(spec.gpus == 0 for spec in specs)
+    if uses_no_gpu and hosts is None:
         return JobResources((), ())
-    words = ["run", "--dry-run", "--json"]
+    argv = ["run", "--dry-run", "--json"]
     for name in _GPU_OPTIONS:
         value = getattr(options, name)
         if value:
-            words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-    words += [f"--ssh-option={option}" for option in options.ssh_option]
+            argv += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    argv += [f"--ssh-option={option}" for option in options.ssh_option]
     env = {name: value for name, value in os.environ.items() if name not in (*TORCHRUN_VARIABLES, *RANK_VARIABLES)}
-    command = stoker_command([*words, "--no-python", "true"])
+    command = stoker_command([*argv, "--no-python", "true"])
     dry_run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if dry_run.returncode:
         line = dry_run.stderr.strip().removeprefix("stoker: ")
-        raise Refusal(line or f"finding the GPUs failed with exit code {dry_run.returncode}", dry_run.returncode)
+        raise Refusal(line or f"selecting the GPUs failed with exit code {dry_run.returncode}", dry_run.returncode)
     plan = json.loads(dry_run.stdout)
     slots = tuple(
         GpuSlot(rank["gpu"]["uuid"], rank["label"], rank["gpu"]["index"], rank["host"], rank["gpu"].get("name"))
         for rank in plan["places"]
-        if rank["gpu"] and not no_gpus
+        if rank["gpu"] and not uses_no_gpu
     )
     lines = plan["lines"] if slots else ["✓ No GPU is used: the roles run on the CPU"]
     return JobResources(slots, tuple(lines), tuple(plan["hosts"]), hosts)

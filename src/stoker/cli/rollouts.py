@@ -1,4 +1,4 @@
-"""`stoker rollouts [RUN] [--most N] [--step N]`: the best and worst completions of a GRPO run, and what changed."""
+"""`stoker rollouts [RUN] [--most N] [--step N]`: shows the best and worst completions of a GRPO run, and what changed."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from stoker.control.record.rollouts_log import (
 _DESCRIPTION = (
     "Shows the best and worst completions of a GRPO run's last steps, and what changed since its first steps."
 )
-_MAX_PARTS = 20  # parts of a reward that are shown
-_MAX_TEXT = 300  # characters of a prompt or a completion
+_MAX_PARTS = 20  # shown parts of a reward
+_MAX_TEXT = 300  # shown characters of a prompt or a completion
 
 
 def build_parser() -> OptionParser:
     parser = OptionParser("stoker rollouts", _DESCRIPTION)
     parser.run_argument()
-    parser.option("--most", "N", "how many of each (default: 3)", _parse_count, default=3)
+    parser.option("--most", "N", "how many completions of each kind (default: 3)", _parse_count, default=3)
     parser.option("--step", "N", "only the completions of this step", int)
     parser.runs_dir()
-    parser.switch("--json", "print the same as JSON")
+    parser.switch("--json", "print the summary as JSON")
     return parser
 
 
 def _parse_count(text: str) -> int:
     if not is_digits(text) or not 0 < int(text) <= 10_000:
-        raise ValueError(f"{text!r} is not a number from 1 to 10000")
+        raise ValueError(f"{text!r} is not a whole number from 1 to 10000")
     return int(text)
 
 
@@ -60,14 +60,14 @@ def main(argv: list[str]) -> int:
             of_step = "" if args.step is None else f" of step {args.step}"
             raise Refusal(f"{os.path.join(folder, layout.ROLLOUTS)} has no completions{of_step} yet", EX_NOINPUT)
         if args.json:
-            print_json(_summary_json(rollouts, args.most))
+            print_json(_summary_to_json(rollouts, args.most))
         else:
             _print_summary(rollouts, args.most)
     return 0
 
 
 def _find_rollouts(name: str | None, root: str) -> str:
-    """Return the folder that holds the rollouts of a run, or of the role of a job that has them."""
+    """Return the folder that holds the rollouts of a run: the run's, or that of the role that has them."""
     path = None if name is None else run_index.through_latest(name)
     if path is not None and os.path.exists(os.path.join(path, layout.ROLLOUTS)):
         return path
@@ -76,8 +76,8 @@ def _find_rollouts(name: str | None, root: str) -> str:
     return run_dir if file is None else os.path.dirname(os.path.join(run_dir, file))
 
 
-def best(rollouts: Iterable[Rollout], limit: int, *, worst: bool = False) -> list[Rollout]:
-    """Return the rollouts with the highest reward (or the lowest), each completion of a prompt once, the newest first."""
+def select_best(rollouts: Iterable[Rollout], limit: int, *, worst: bool = False) -> list[Rollout]:
+    """Return the rollouts with the highest (or lowest) reward, with each completion of a prompt once and the newest first."""
     ordered = sorted(rollouts, key=lambda rollout: (rollout.reward if worst else -rollout.reward, -rollout.step))
     chosen: dict[tuple[int, str], Rollout] = {}
     for rollout in ordered:
@@ -87,22 +87,22 @@ def best(rollouts: Iterable[Rollout], limit: int, *, worst: bool = False) -> lis
     return list(chosen.values())
 
 
-def largest_changes(changes: tuple[PromptChange, ...], limit: int) -> list[PromptChange]:
+def select_largest_changes(changes: tuple[PromptChange, ...], limit: int) -> list[PromptChange]:
     """Return the prompts whose reward rose most, then those whose reward fell most."""
     risen = [change for change in changes if change.gain >= 0]
     fallen = [change for change in reversed(changes) if change.gain < 0]
     return [*risen[:limit], *fallen[:limit]]
 
 
-def _summary_json(rollouts: RolloutsSummary, limit: int) -> dict[str, Any]:
+def _summary_to_json(rollouts: RolloutsSummary, limit: int) -> dict[str, Any]:
     return {
         "schema": 1,
         "answers": rollouts.answers,
         "steps": [rollouts.steps[0], rollouts.steps[-1], len(rollouts.steps)],
         "reward_first": mean_reward(rollouts.first),
         "reward_last": mean_reward(rollouts.last),
-        "best": [to_json(rollout) for rollout in best(rollouts.last, limit)],
-        "worst": [to_json(rollout) for rollout in best(rollouts.last, limit, worst=True)],
+        "best": [to_json(rollout) for rollout in select_best(rollouts.last, limit)],
+        "worst": [to_json(rollout) for rollout in select_best(rollouts.last, limit, worst=True)],
         "changed": [
             {
                 "row": change.row,
@@ -110,7 +110,7 @@ def _summary_json(rollouts: RolloutsSummary, limit: int) -> dict[str, Any]:
                 "before": to_json(find_typical_rollout(change.before)),
                 "after": to_json(find_typical_rollout(change.after)),
             }
-            for change in largest_changes(rollouts.changes, limit)
+            for change in select_largest_changes(rollouts.changes, limit)
         ],
     }
 
@@ -124,26 +124,29 @@ def _print_summary(rollouts: RolloutsSummary, limit: int) -> None:
         first, last = mean_reward(rollouts.first), mean_reward(rollouts.last)
         print(f"mean reward {first:.3f} in the first {ENDS} steps, {last:.3f} in the last {ENDS}")
     if any(rollout.correct is not None for rollout in rollouts.last):
-        print_text("correct or wrong: as `stoker train evaluate` grades the answer, independent of the reward")
-    for title, chosen in (("Best", best(rollouts.last, limit)), ("Worst", best(rollouts.last, limit, worst=True))):
+        print_text("the grades correct and wrong are those of `stoker train evaluate`, independent of the reward")
+    for title, chosen in (
+        ("Best", select_best(rollouts.last, limit)),
+        ("Worst", select_best(rollouts.last, limit, worst=True)),
+    ):
         print(f"\n{title}:")
         for rollout in chosen:
-            print_text(f"  {_describe(rollout)}")
-            print_text(f"    prompt: {_one_line(rollout.prompt)}\n    completion: {_one_line(rollout.answer)}")
+            print_text(f"  {_format_rollout(rollout)}")
+            print_text(f"    prompt: {_format_text(rollout.prompt)}\n    completion: {_format_text(rollout.answer)}")
     print_text(
         "\nWhat changed for the same prompt:"
         if rollouts.changes
         else "\nNo prompt occurs in two of these steps, so there is no change to show."
     )
-    for change in largest_changes(rollouts.changes, limit):
-        print_text(f"  {change.gain:+.3f}  prompt: {_one_line(change.before[0].prompt)}")
+    for change in select_largest_changes(rollouts.changes, limit):
+        print_text(f"  {change.gain:+.3f}  prompt: {_format_text(change.before[0].prompt)}")
         for group in (change.before, change.after):
             rollout = find_typical_rollout(group)
-            print_text(f"    step {rollout.step}, mean reward {mean_reward(group):.3f}: {_one_line(rollout.answer)}")
+            print_text(f"    step {rollout.step}, mean reward {mean_reward(group):.3f}: {_format_text(rollout.answer)}")
 
 
-def _describe(rollout: Rollout) -> str:
-    """Return the reward with its parts, and step, length and grade of a rollout."""
+def _format_rollout(rollout: Rollout) -> str:
+    """Format the reward of a rollout with its parts, then its step, length and grade."""
     parts = ", ".join(f"{escape(name, 60)} {value:g}" for name, value in list(rollout.parts.items())[:_MAX_PARTS])
     notes = [f"step {rollout.step}", plural(rollout.tokens, "token")]
     if rollout.correct is not None:
@@ -153,8 +156,8 @@ def _describe(rollout: Rollout) -> str:
     return f"{rollout.reward:.3f}" + (f" ({parts})" if len(rollout.parts) > 1 else "") + f"  {', '.join(notes)}"
 
 
-def _one_line(text: Any) -> str:
-    """Return a prompt or completion as one line without control codes; of a conversation the last message."""
+def _format_text(text: Any) -> str:
+    """Format a prompt or completion, or the last message of a conversation, as one line without control codes."""
     if isinstance(text, list) and text and isinstance(text[-1], dict):
         text = text[-1].get("content")
     line = text if isinstance(text, str) else json.dumps(text)

@@ -1,4 +1,4 @@
-"""`stoker run [options] script.py [args]`, and the launcher process of `stoker.launch`."""
+"""`stoker run [options] script.py [args]`: starts a script on every rank. Also the launcher process of `stoker.launch`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stoker.control.cluster.hosts import Hosts
     from stoker.control.launch.session import OnEnd
 
-# Options of runs on several hosts; a run without any of them doesn't load the modules for hosts.
+# Options of runs on several hosts. A run without any of them doesn't import the modules for hosts, to start faster.
 _HOST_OPTIONS = {"hosts", "min_hosts", "sync", "stage", "nnodes", "node_rank"}
 
 _EXAMPLES = """examples:
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
         from stoker.control.launch.children import restore_secret_options
 
         argv = restore_secret_options(argv)
-    role_env = role_environment()
+    role_env = take_role_environment()
     options, script, args = split(argv)
     if role_env:
         options["env"] = [*role_env, *options.get("env", [])]
@@ -76,47 +76,45 @@ def parse(argv: list[str]) -> Request:
 def split(argv: list[str], parser: OptionParser | None = None) -> tuple[dict[str, Any], str | None, list[str]]:
     """Return the options, the script and its arguments.
 
-    The script is found first: argparse alone would refuse the script's own `--debug`, since two of our flags begin so.
+    The script is located first: argparse alone would refuse the script's `--debug` as a prefix of two of our flags.
     """
     parser, words = parser or build_parser(), list(argv)
-    at = _script_index(parser, words)
-    parsed, unknown = parser.parse_known_args(words[:at])
+    index = _find_script(parser, words)
+    parsed, unknown = parser.parse_known_args(words[:index])
     if unknown:
         parser.refuse_unknown(unknown)
     options = vars(parsed)
     script, script_args = options.pop("script"), options.pop("args")
-    if script is not None or script_args:  # argparse takes a flag with a space in it for the script
+    if script is not None or script_args:  # argparse mistakes a flag with a space in it for the script
         parser.refuse_unknown([script, *script_args])
-    args = words[at + 1 :]
-    if args[:1] == ["--"] and len(words) == len(
-        argv
-    ):  # like torchrun, drop one --: before the script or right after it
+    args = words[index + 1 :]
+    # Like torchrun, drop one --, either before the script (_find_script has deleted that one) or right after it.
+    if args[:1] == ["--"] and len(words) == len(argv):
         del args[0]
-    return options, words[at] if at < len(words) else None, args
+    return options, words[index] if index < len(words) else None, args
 
 
-def _script_index(parser: OptionParser, words: list[str]) -> int:
-    """Return the index of the first word that is neither a flag nor its value; delete a -- that stands before it."""
-    at = 0
-    while at < len(words):
-        word = words[at]
+def _find_script(parser: OptionParser, words: list[str]) -> int:
+    """Return the index of the first word that is neither a flag nor its value. Deletes a -- before it from `words`."""
+    index = 0
+    while index < len(words):
+        word = words[index]
         if word == "--":
-            del words[at]
-            return at
+            del words[index]
+            return index
         if not word.startswith("-") or word == "-":
-            return at
-        at += 2 if _takes_next_word(parser, word) else 1
+            return index
+        index += 2 if _takes_next_word(parser, word) else 1
     return len(words)
 
 
 def _takes_next_word(parser: OptionParser, word: str) -> bool:
-    """Return whether the value of this flag is the word after it."""
+    """Return whether this flag takes the next word as its value."""
     flags = parser._option_string_actions
     if word.startswith("--"):
         name, equals, _ = word.partition("=")
-        actions = (
-            [flags[name]] if name in flags else [action for flag, action in flags.items() if flag.startswith(name)]
-        )
+        actions = [action for flag, action in flags.items() if flag.startswith(name)]  # of an abbreviation
+        actions = [flags[name]] if name in flags else actions
         return not equals and any(action.nargs != 0 for action in actions)
     for position, letter in enumerate(word[1:], 2):
         action = flags.get(f"-{letter}")
@@ -130,7 +128,7 @@ def _make_request(options: dict[str, Any], script: str | None, args: list[str]) 
     if options.get("config"):
         layers.insert(0, _read_config(options["config"]))
     if not script:
-        raise Refusal("no script given: stoker run [options] script.py [args]", EX_USAGE)
+        raise Refusal("the script is missing; type stoker run [options] script.py [args]", EX_USAGE)
     given = frozenset(key for layer in layers for key in layer)
     return Request(how_to_run(build_options(RunOptions, *layers)), script, tuple(args), given)
 
@@ -145,14 +143,14 @@ def _read_config(path: str) -> dict[str, Any]:
     return options_from_mapping(RunOptions, load(path), f"config file {path}")
 
 
-def role_environment() -> list[str]:
-    """Return the variables (NAME=VALUE) for the ranks that a job gave this run, if this run is one of its roles.
+def take_role_environment() -> list[str]:
+    """Return the variables (NAME=VALUE) that a multi-role job sets for the ranks of this role, or [] outside a job.
 
-    Such a run also ends when the job's process does.
+    Removes the job's variables from the environment. In a role, also makes this process stop when the job's process exits.
     """
     parent = os.environ.pop(env_vars.JOB_PID, "")
     if not is_digits(parent):
-        os.environ.pop(env_vars.JOB, None)  # started by a rank of a role: a run of its own
+        os.environ.pop(env_vars.JOB, None)  # started by a rank of a role, so it is a separate run
         return []
     import signal
 
@@ -168,7 +166,7 @@ def role_environment() -> list[str]:
 
 
 def is_job(options: dict[str, Any]) -> bool:
-    """Return whether these options describe a job of several roles."""
+    """Return whether these options describe a multi-role job."""
     return "roles" in options or "allocation" in options or ":" in options.get("role", "")
 
 
@@ -185,7 +183,7 @@ def start(request: Request, on_end: OnEnd | None = None) -> int:
         code = before_run(request, rungs) if rungs and not request.options.dry_run else 0
         if code:
             return code
-    # The agent starts while the launcher is being imported: each takes 50 ms.
+    # Start the agent before importing the launcher, so that the two take 50 ms in parallel instead of 100 ms.
     from stoker.control.cluster import transport
     from stoker.control.launch import background
 
@@ -202,9 +200,9 @@ def start(request: Request, on_end: OnEnd | None = None) -> int:
 
 
 def launch_entry() -> None:
-    """Run the launcher of `stoker.launch`, in a process of its own: python -c ... CALLER REPORT [options] -- script
+    """Run the launcher of `stoker.launch` in a separate process: python -c ... CALLER REPORT [options] -- script
 
-    CALLER is the pid that waits; when it is gone, the run ends. The file REPORT gets the run directory or the refusal.
+    CALLER is the pid that waits, and the run stops when it exits. The file REPORT gets the run directory or the refusal.
     """
     import json
     import signal

@@ -24,7 +24,7 @@ from stoker.control.show.snapshot import REWARD, RL_METRICS, RunView, finite
 _STATE_COLOURS = {"running": "cyan", "completed": "green", "failed": "red", "lost": "red", "stopped": "yellow"}
 _RL_COLUMNS = {name: title.upper() for name, title in RL_METRICS.items() if name != REWARD}
 _SERVER_COLUMNS = {"SRV REQ/S": "requests_per_s", "SRV TOK/S": "tokens_per_s"}  # of a job's servers, or a single server
-# The columns that are dropped, in this order, if a line is too long for the terminal.
+# If a line is too long for the terminal, columns are dropped in this order.
 _DROP_ORDER = (
     "CAUSE", "RANKS", "TRIES", "TIME", *reversed(_RL_COLUMNS.values()), *_SERVER_COLUMNS, "TOK/S", "DATE", "USER", "LOSS", "REWARD", "STEP",
 )  # fmt: skip
@@ -41,8 +41,8 @@ _SORT_KEYS: dict[str, Callable[[RunView], Any]] = {
     "user": lambda run: run.user,
     "ranks": lambda run: run.world,
 }
-_EPILOG = f"""--filter takes a word that is part of the run's id, name, state or cause, or COLUMN=VALUE (state=failed, user=ann, loss<2.5, step>1000); several must all match.
---sort takes {", ".join(_SORT_KEYS)}; with - before it, in reverse (--sort=-loss).
+_EPILOG = f"""--filter takes a part of the run's id, name, state or cause, or COLUMN=VALUE (state=failed, user=ann, loss<2.5, step>1000). A run must match all filters.
+--sort takes {", ".join(_SORT_KEYS)}, with a - before it for the reverse order (--sort=-loss).
 
   stoker runs --filter state=running
   stoker runs --sort loss --limit 5"""
@@ -53,7 +53,7 @@ def build_parser() -> OptionParser:
     parser.runs_dir()
     parser.switch("--all", "other users' runs in this folder, too (default: only yours)")
     parser.option("--filter", "WORD", "only runs that match; may be given several times", action="append", default=[])
-    parser.option("--sort", "COLUMN", "by this column, the largest last (default: date)", default="date")
+    parser.option("--sort", "COLUMN", "sort by this column, the largest last (default: date)", default="date")
     parser.option("--limit", "N", "only the last N of them", _parse_limit)
     parser.switch("--json", "print one JSON object with all of them")
     return parser
@@ -61,7 +61,7 @@ def build_parser() -> OptionParser:
 
 def _parse_limit(text: str) -> int:
     if not is_digits(text) or not int(text):
-        raise ValueError(f"{text!r} is not a number of at least 1")
+        raise ValueError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
         print_json(
             {
                 "schema": 1,
-                "runs": [_run_json(run) for run in chosen],
+                "runs": [_run_to_json(run) for run in chosen],
                 "speedruns": [as_json(speedrun) | {"runs_dir": speedrun.runs_dir} for speedrun in speedruns],
                 "others_left_out": others,
             }
@@ -92,7 +92,11 @@ def main(argv: list[str]) -> int:
     if chosen:
         _print_table(chosen, args.all)
     elif runs or not speedruns:
-        line = f"none of {plural(len(runs), 'run')} matches" if runs else f"no runs in {escape(os.path.abspath(root))}"
+        line = (
+            f"no run matches the filter ({plural(len(runs), 'run')} in all)"
+            if runs
+            else f"no runs in {escape(os.path.abspath(root))}"
+        )
         print(line + (f"; {hint}" if hint else ""))
         return 0
     for speedrun in speedruns:
@@ -104,22 +108,24 @@ def main(argv: list[str]) -> int:
 
 def _parse_filter(text: str) -> Callable[[RunView], bool]:
     for sign in ("=", "<", ">"):
-        name, found, value = text.partition(sign)
-        if found:
+        name, separator, value = text.partition(sign)
+        if separator:
             return _parse_comparison(name.strip().lower(), sign, value.strip())
     word = text.lower()
-    return lambda run: any(word in field.lower() for field in (run.id, run.name, run.state, _cause(run) or ""))
+    return lambda run: any(word in field.lower() for field in (run.id, run.name, run.state, _cause_of(run) or ""))
 
 
 def _parse_comparison(name: str, sign: str, value: str) -> Callable[[RunView], bool]:
-    keys: dict[str, Callable[[RunView], Any]] = {**_SORT_KEYS, "cause": _cause}
+    keys: dict[str, Callable[[RunView], Any]] = {**_SORT_KEYS, "cause": _cause_of}
     comparison = f"--filter {name}{sign}{value}"
     if name not in keys:
-        raise Refusal(f"{comparison}: no column {name!r}{suggest(name, keys)}; there is {', '.join(keys)}", EX_USAGE)
+        raise Refusal(
+            f"{comparison}: unknown column {name!r}{suggest(name, keys)}; the columns are {', '.join(keys)}", EX_USAGE
+        )
     key = keys[name]
     if name in ("name", "state", "user", "cause"):
         if sign != "=":
-            raise Refusal(f"{comparison}: {name} is a text; write {name}={value}", EX_USAGE)
+            raise Refusal(f"{comparison}: {name} is text and can't be compared; write {name}={value}", EX_USAGE)
         return lambda run: value.lower() in str(key(run) or "").lower()
     try:
         number = time.mktime(time.strptime(value, "%Y-%m-%d")) if name == "date" else float(value)
@@ -139,10 +145,10 @@ def _parse_comparison(name: str, sign: str, value: str) -> Callable[[RunView], b
 
 
 def _parse_sort(text: str) -> Callable[[list[RunView]], list[RunView]]:
-    """Return the function that sorts runs as --sort asks; runs without a value come first in either direction."""
+    """Return the function that sorts runs as --sort asks. Runs without a value come first in either direction."""
     name = text.removeprefix("-").lower()
     if name not in _SORT_KEYS:
-        line = f"--sort {text}: no column {name!r}{suggest(name, _SORT_KEYS)}; there is {', '.join(_SORT_KEYS)}"
+        line = f"--sort {text}: unknown column {name!r}{suggest(name, _SORT_KEYS)}; the columns are {', '.join(_SORT_KEYS)}"
         raise Refusal(line, EX_USAGE)
     key = _SORT_KEYS[name]
 
@@ -153,22 +159,22 @@ def _parse_sort(text: str) -> Callable[[list[RunView]], list[RunView]]:
     return sort
 
 
-def _cause(run: RunView) -> str | None:
+def _cause_of(run: RunView) -> str | None:
     return run.verdict.cause if run.verdict and run.verdict.status != "completed" else None
 
 
-def _metric_cell(run: RunView, name: str) -> str:
+def _format_metric(run: RunView, name: str) -> str:
     value = run.rl_metrics.get(name)
     return "" if value is None else metric_text(name, value)
 
 
-def _server_total(run: RunView, rate: str) -> str:
+def _format_server_total(run: RunView, rate: str) -> str:
     rates = [value for server in run.servers if (value := getattr(server, rate)) is not None]
     return format_short(sum(rates)) if rates else ""
 
 
-def _cells(run: RunView) -> dict[str, str]:
-    """Return the cells of a run by column, "" for what it does not have."""
+def _make_row(run: RunView) -> dict[str, str]:
+    """Return the cells of a run by column, with "" for values that it does not have."""
     total = f"/{run.total_steps}" if run.total_steps else ""
     reward = run.rl_metrics.get(REWARD)
     return {
@@ -178,25 +184,25 @@ def _cells(run: RunView) -> dict[str, str]:
         "STATE": escape(run.state, 10),
         "STEP": f"{run.step}{total}" if run.step is not None else "",
         "REWARD": format_short(reward) if reward is not None else "",
-        **{title: _metric_cell(run, name) for name, title in _RL_COLUMNS.items()},
+        **{title: _format_metric(run, name) for name, title in _RL_COLUMNS.items()},
         "LOSS": format_short(run.loss) if run.loss is not None and reward is None else "",
         "TOK/S": format_short(run.tokens_per_s) if run.tokens_per_s is not None else "",
-        **{title: _server_total(run, rate) for title, rate in _SERVER_COLUMNS.items()},
+        **{title: _format_server_total(run, rate) for title, rate in _SERVER_COLUMNS.items()},
         "RANKS": str(run.world),
         "TRIES": str(run.attempts),
         "TIME": format_duration(run.seconds) if run.seconds is not None else "",
-        "CAUSE": escape(_cause(run) or "", 60),
+        "CAUSE": escape(_cause_of(run) or "", 60),
     }
 
 
-def _print_table(runs: list[RunView], everybody: bool) -> None:
-    """Print the runs, as wide as the terminal: columns are dropped, then the run's name is cut. A pipe gets all of it."""
-    rows = [_cells(run) for run in runs]
+def _print_table(runs: list[RunView], shows_users: bool) -> None:
+    """Print the runs. On a narrow terminal, drop columns, then shorten the run's name; a pipe gets the full table."""
+    rows = [_make_row(run) for run in runs]
     columns = shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else 0
     widths = {
         name: max(len(name), *(display_width(row[name]) for row in rows))
         for name in rows[0]
-        if any(row[name] for row in rows) and (everybody or name != "USER")
+        if any(row[name] for row in rows) and (shows_users or name != "USER")
     }
     if columns:
         for name in _DROP_ORDER:
@@ -220,7 +226,7 @@ def _print_table(runs: list[RunView], everybody: bool) -> None:
         print_coloured(pieces)
 
 
-def _run_json(run: RunView) -> dict[str, Any]:
+def _run_to_json(run: RunView) -> dict[str, Any]:
     return {
         "run": run.id,
         "status": run.state,
@@ -228,7 +234,7 @@ def _run_json(run: RunView) -> dict[str, Any]:
         "ranks": run.world,
         **pick_fields(run, "user", "started", "dir", "attempts"),
         "seconds": round(run.seconds, 3) if run.seconds is not None else None,
-        "cause": _cause(run),
+        "cause": _cause_of(run),
         "exit_code": run.verdict.exit_code if run.verdict else None,
         **pick_fields(run, "step", "total_steps", "loss"),
         "reward": run.rl_metrics.get(REWARD),

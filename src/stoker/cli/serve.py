@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from stoker.training.serve.driver import Driver
 
 PORT = 8000
-TURN = 8  # tokens of each answer per turn of the GPU without the host: a stream comes in pieces of 20 to 100 ms
-QUEUE = 512
+TURN = (
+    8  # tokens that the GPU generates per answer before the host reads them: a stream comes in pieces of 20 to 100 ms
+)
+QUEUE = 512  # requests
 GRACE_S = 30.0
-EXTRA_FILES = 512  # open files beyond one per request: connections of other clients, and the process's own files
+EXTRA_FILES = 512  # open files in addition to one per request: other connections, model files, logs
 _MODEL = (
     "a folder with weights, a run (path, id, name or latest), a speedrun's folder, or a hub id (default: the newest)"
 )
@@ -41,7 +43,7 @@ _EPILOG = f"""examples:
   stoker serve my-model --weights-from runs        loads weights that a training run publishes there
 
 Endpoints: /v1/completions, /v1/chat/completions, /v1/models, /v1/weights, /tokenize, /detokenize, /health and /metrics.
-SIGTERM lets it finish running requests; Ctrl-C ends it immediately."""
+SIGTERM lets it finish running requests; Ctrl-C stops it immediately."""
 
 
 def build_parser() -> OptionParser:
@@ -68,7 +70,7 @@ def build_parser() -> OptionParser:
     parser.option("--context", "N", context, int, default=0)
     memory = "tokens in the cache of keys and values, for all requests together (default: half of slots × context)"
     parser.option("--memory", "TOKENS", memory, int)
-    device = "(default: a GPU if there is one)"
+    device = "where to run the model (default: a GPU if there is one)"
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
     parser.runs_dir()
     return parser
@@ -78,11 +80,11 @@ def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     check_port(args.port)
     if args.slots < 1 or args.queue < 0:
-        line = f"--slots {args.slots}, --queue {args.queue} is out of range: at least 1 slot, and a queue of 0 or more"
+        line = f"--slots must be at least 1 and --queue at least 0, got {args.slots} and {args.queue}"
         raise Refusal(line, EX_USAGE)
     key = _read_key(args.api_key_file)
     if args.weights_from is not None and not os.path.isdir(args.weights_from):
-        raise Refusal(f"--weights-from {escape(args.weights_from)}: no such folder", EX_NOINPUT)
+        raise Refusal(f"--weights-from {escape(args.weights_from)} is not a folder", EX_NOINPUT)
     from stoker.training.generate.finding import find
     from stoker.training.model import hf_config, hf_files
     from stoker.training.model.config import ModelConfig
@@ -90,13 +92,13 @@ def main(argv: list[str]) -> int:
     model = find(args.model, args.stage, layout.runs_root(args.runs_dir, os.environ), print_status)
     shape = hf_config.shape_for(ModelConfig(), model.folder)
     if shape.engine == "transformers":
-        hint = "needs a model of one of Stoker's families (`stoker docs families`); `stoker chat` opens it"
-        raise Refusal(f"{model.folder}: stoker serve {hint}", EX_USAGE)
+        line = f"{model.folder}: stoker serve needs a model of one of Stoker's families (`stoker docs families`)"
+        raise Refusal(f"{line}; use `stoker chat` for this model", EX_USAGE)
     hf_files.check(model.folder, shape)
     listening = http_server.listen(args.host, args.port)
     if not http_server.is_loopback(listening) and not key:
         listening.close()
-        line = f"--host {args.host} is reachable by others and needs an API key: set {API_KEY} or give --api-key-file"
+        line = f"--host {args.host} is reachable from other machines and needs an API key; set {API_KEY} or give --api-key-file"
         raise Refusal(line, EX_USAGE)
     with listening:
         return _serve(args, model.folder, listening, key)
@@ -140,7 +142,7 @@ def _serve(args: argparse.Namespace, folder: str, listening: socket.socket, key:
         about={"shared_memory": shared_weights.shm_identity(), "device": model.device.type},
         log=lambda line: print_status(escape(line, 500)),
     )
-    _allow_open_files(driver.most + EXTRA_FILES)
+    _raise_open_file_limit(driver.most + EXTRA_FILES)
     server = HttpServer(app, listening, signals, args.grace)
     driver.died = server.wake
     driver.start()
@@ -167,8 +169,8 @@ def _serve(args: argparse.Namespace, folder: str, listening: socket.socket, key:
     return 0
 
 
-def _allow_open_files(count: int) -> None:
-    """Raise this process's limit of open files as far as the system allows: each client's connection is one."""
+def _raise_open_file_limit(count: int) -> None:
+    """Raise this process's limit of open files to `count`, or as far as the system allows: each connection needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < limit:
@@ -176,7 +178,7 @@ def _allow_open_files(count: int) -> None:
 
 
 def _load_engine(args: argparse.Namespace, folder: str) -> tuple[Served, Driver, Decoder]:
-    # These import torch, which takes seconds: only once there is a model and a port.
+    # Import these only once there is a model and a port: they import torch, which takes seconds.
     from stoker.training.generate.conversation import context_of, device_of, opened
     from stoker.training.model.adapters import weights_digest
     from stoker.training.model.decoder import Decoder
@@ -208,7 +210,7 @@ def _load_engine(args: argparse.Namespace, folder: str) -> tuple[Served, Driver,
         digest=weights_digest(folder),
     )
     name = args.name or os.path.basename(os.path.realpath(folder))
-    if name == "hf" and not args.name:  # the hf/ of a run: take the run's name
+    if name == "hf" and not args.name:  # the folder hf/ of a run: use the run's name
         name = os.path.basename(os.path.dirname(os.path.realpath(folder)))
     size = f"{parameters(model) / 1e6:,.1f} M parameters"
     slots = f"{args.slots} slots of {context} tokens, memory for {memory} tokens"

@@ -1,4 +1,4 @@
-"""`stoker speedrun [options]`: the whole chain from tokenizer to GRPO to report; resumes where it was stopped."""
+"""`stoker speedrun [options]`: runs the whole chain from tokenizer to GRPO to report; resumes where it was stopped."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from stoker.speedrun.course import Course
     from stoker.speedrun.drive import Tools
 
-_DESCRIPTION = "Trains a model through every stage and writes a report. Each stage is a run of its own with verdict, restarts and logs."
+_DESCRIPTION = "Trains a model through every stage and writes a report. Each stage is a separate run with verdict, restarts and logs."
 _EPILOG = """stages, in this order: {stages}
 
   stoker speedrun                                       as large as this machine can train, on the built-in data set
-  stoker speedrun --plan                                what it would run, and an estimate of the time
+  stoker speedrun --plan                                print what it would run, with an estimate of the time
   stoker speedrun --set sft:train.max_steps=500         runs sft and the stages that depend on it again
   stoker speedrun --preset d20 --data my-data/          real data
   stoker speedrun --only grpo-density --set grpo:grpo.kl=0.05
@@ -48,7 +48,7 @@ def build_parser() -> OptionParser:
 
 
 def main(argv: list[str], tools: Tools | None = None) -> int:
-    """Run the chain. `tools` runs the stages; tests give their own."""
+    """Run the chain. `tools` runs the stages; tests pass other tools."""
     parser = build_parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -60,7 +60,7 @@ def main(argv: list[str], tools: Tools | None = None) -> int:
 
     machine = observe_machine()
     course = settle(options, machine, has_usable_gpus(machine, options.nproc_per_node), os.environ)
-    nothing_to_do = course.finished and options.only != "report"  # the report is written again whenever it is asked for
+    nothing_to_do = course.finished and options.only != "report"  # --only report always writes the report again
     refusal = None if nothing_to_do else lacking(course, argv)
     if options.plan:
         if refusal is not None and not course.refused:
@@ -79,7 +79,7 @@ def main(argv: list[str], tools: Tools | None = None) -> int:
     from stoker.speedrun import drive, state
 
     for name in sorted(name for name in os.environ if name.startswith(drive.VARIABLES)):
-        print_text(f"{name} is not passed on to the stages: give it with --set")
+        print_text(f"{name} is not passed on to the stages; set it with --set")
     lock = state.hold(course.folder)
     try:
         with _reserve_gpus(course) as (variables, locks):
@@ -91,7 +91,7 @@ def main(argv: list[str], tools: Tools | None = None) -> int:
 
 @contextlib.contextmanager
 def _reserve_gpus(course: Course) -> Iterator[tuple[dict[str, str], tuple[int, ...]]]:
-    """Keep the GPUs locked between the stages. Yields variables that tell the stages, and the open files of the locks."""
+    """Keep the GPUs locked between the stages. Yields environment variables for the stages and the fds of the locks."""
     if not course.gpus or course.selected == ("report",):
         yield {}, ()
         return

@@ -1,4 +1,4 @@
-"""`stoker stop [RUN] [--now]` and `stoker detach [RUN]`: signals to the launcher of a run."""
+"""`stoker stop [RUN] [--now]` and `stoker detach [RUN]`: send a signal to the launcher of a run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from stoker.control.record import run_index, run_record
 def build_parser() -> OptionParser:
     parser = OptionParser("stoker stop", "Stops a run: its ranks get SIGTERM, and time to save (--grace of the run).")
     parser.run_argument(default="the newest that is running")
-    parser.switch("--now", "without time to save")
-    parser.option("--wait", "TIME", "wait at most this long for its end (default: 60s)", parse_duration, default=60.0)
+    parser.switch("--now", "stop it without time to save")
+    parser.option(
+        "--wait", "TIME", "wait at most this long for it to stop (default: 60s)", parse_duration, default=60.0
+    )
     parser.runs_dir()
     return parser
 
@@ -30,11 +32,11 @@ def build_parser() -> OptionParser:
 def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     root = layout.runs_root(args.runs_dir, os.environ)
-    run = run_index.find_run(args.run, root, exact=True) if args.run else _newest_running(root)
+    run = run_index.find_run(args.run, root, exact=True) if args.run else _find_newest_running(root)
     status = run_record.run_status(run)
     if run.mine and status not in ("running", "unknown"):
-        which = f"run {run.id} is not running" if args.run else f"no run in {root} is running; the newest, {run.id}"
-        print(escape(f"{which}: {status}"))
+        line = f"run {run.id} is not running" if args.run else f"no run in {root} is running; the newest is {run.id}"
+        print(escape(f"{line}: {status}"))
         return 0
     signal_launcher(run, STOP_NOW_SIGNAL if args.now else signal.SIGTERM)
     deadline = time.monotonic() + args.wait
@@ -47,11 +49,11 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _newest_running(root: str) -> run_record.RunRecord:
-    """Return the newest run that runs here, else the newest on another host that may be running, else the newest."""
+def _find_newest_running(root: str) -> run_record.RunRecord:
+    """Return the newest run that is running here, else the newest on another host that may be running, else the newest."""
     listing = run_index.list_runs(root)
     runs = [(run_record.run_status(run), run) for run in reversed(listing.runs)]
-    newest = next((run for wanted in ("running", "unknown") for status, run in runs if status == wanted), None)
+    newest = next((run for state in ("running", "unknown") for status, run in runs if status == state), None)
     if newest is None:
         return run_index.find_run(None, root)
     if listing.skipped:
@@ -60,11 +62,11 @@ def _newest_running(root: str) -> run_record.RunRecord:
 
 
 def stop_run(run_dir: str) -> str:
-    """Stop a run for a viewer, without waiting for its end. Return a line that says what was done."""
+    """Stop a run for a viewer, without waiting until it has stopped. Return a line that describes what was done."""
     try:
         run = run_record.read_run(run_dir)
         if run is None:
-            return "this run is gone"
+            return "this run no longer exists"
         signal_launcher(run, signal.SIGTERM)
     except (Refusal, run_record.DamagedRecord) as problem:
         return problem.line if isinstance(problem, Refusal) else escape(str(problem))

@@ -39,40 +39,40 @@ def build_parser() -> OptionParser:
 
 
 def main(argv: list[str]) -> int:
-    at = argv.index("--") if "--" in argv else len(argv)
+    separator = argv.index("--") if "--" in argv else len(argv)
     parser = build_parser()
-    args, unknown = parser.parse_known_args(argv[:at])
-    words = argv[at + 1 :]
+    args, unknown = parser.parse_known_args(argv[:separator])
+    run_argv = argv[separator + 1 :]
     if unknown:
         if not unknown[0].startswith("-"):
-            raise Refusal(f"put -- before the run: stoker submit [options] -- {' '.join(unknown)}", EX_USAGE)
+            raise Refusal(f"put -- before the script: stoker submit [options] -- {' '.join(unknown)}", EX_USAGE)
         parser.refuse_unknown(unknown)
     options = build_options(SubmitOptions, vars(args))
     root = os.path.abspath(layout.runs_root(options.runs_dir, os.environ, write=True))
     if root == layout.private_runs_root(os.environ):
         make_private(root)
     if options.follow is not None:
-        if words:
-            line = f"--follow {options.follow} takes no script: it follows a job that was submitted before"
+        if run_argv:
+            line = f"--follow {options.follow} takes no script: it follows a job that was submitted earlier"
             raise Refusal(line, EX_USAGE)
         return _follow(root, options.follow)
-    if not words:
-        raise Refusal("no script given: stoker submit [options] -- [run options] script.py [args]", EX_USAGE)
+    if not run_argv:
+        raise Refusal("the script is missing; type stoker submit [options] -- [run options] script.py [args]", EX_USAGE)
     slurm_submit.check_options(options)
     command = "run"
-    if words[0] == "train":
-        command, words = "train", words[1:]
-    default_name, shrinks = _check_training(words) if command == "train" else _check_run(words)
+    if run_argv[0] == "train":
+        command, run_argv = "train", run_argv[1:]
+    default_name, shrinks = _check_training(run_argv) if command == "train" else _check_run(run_argv)
     name = options.name or default_name
-    # This Stoker, wherever the job's shell would look for one.
+    # The job must run this Stoker, not another one on the PATH of its shell.
     program = os.path.join(os.path.dirname(sys.executable), "stoker")
     prefix = [program] if os.access(program, os.X_OK) else [sys.executable, "-P", "-m", "stoker"]
-    script = slurm_submit.make_script(options, [*prefix, command], words, name, root, os.getcwd(), shrinks)
+    script = slurm_submit.make_script(options, [*prefix, command], run_argv, name, root, os.getcwd(), shrinks)
     if options.dry_run:
         print(script.text, end="")
         return 0
     if shutil.which("sbatch") is None:
-        line = "stoker submit needs Slurm's sbatch, which is not on the PATH: submit from a login node of the cluster"
+        line = "stoker submit needs Slurm's sbatch, which is not on the PATH; submit from a login node of the cluster"
         raise Refusal(line, EX_UNAVAILABLE, cause="slurm.unreachable")
     path = slurm_submit.write_script(script, root, name)
     number = slurm_submit.submit(path, script, os.environ)
@@ -80,46 +80,48 @@ def main(argv: list[str]) -> int:
     slurm_submit.write_job_note(root, number, script, path, seeds)
     print(f"job {number} is submitted; its script: {os.path.relpath(path)}", flush=True)
     if options.no_follow:
-        print(f"  stoker submit --follow {number}   follow it\n  stoker why slurm:{number}         how it ended")
+        print(
+            f"  stoker submit --follow {number}   follows it\n  stoker why slurm:{number}         explains how it ended"
+        )
         print(f"  scancel {number}", flush=True)
         return 0
     return _follow(root, number)
 
 
-def _check_run(words: list[str]) -> tuple[str, bool]:
-    """Return the name of the run, and whether it continues without a lost node.
+def _check_run(argv: list[str]) -> tuple[str, bool]:
+    """Return the name of the run, and whether it can continue after losing a node.
 
-    Refuses now what would be refused when the job starts, hours later.
+    Raises Refusal now for errors that would otherwise show when the job starts, hours later.
     """
     from stoker.cli.run import is_job, parse, split
     from stoker.control.plan.request import rank_command
     from stoker.control.plan.run_plan import default_name
 
-    options = split(words)[0]
+    options = split(argv)[0]
     _refuse_submit_options(options)
     if is_job(options):
         from stoker.cli import roles
 
-        job, plan = roles.parse(words)
+        job, plan = roles.parse(argv)
         return default_name(job), any(spec.min_hosts for spec in plan.specs)
-    request = parse(words)
+    request = parse(argv)
     rank_command(request)
     return default_name(request), bool(request.options.min_hosts)
 
 
-def _check_training(words: list[str]) -> tuple[str, bool]:
-    """Return the same for `stoker train`, whose recipe has no arguments of its own: every flag is an option."""
-    options = {word.split("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
+def _check_training(argv: list[str]) -> tuple[str, bool]:
+    """Return the same as _check_run for `stoker train`, where every flag is an option, since recipes take no arguments."""
+    options = {word.split("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")}
     _refuse_submit_options(options)
-    return (words[0] if words and not words[0].startswith("-") else "train"), "min_hosts" in options
+    return (argv[0] if argv and not argv[0].startswith("-") else "train"), "min_hosts" in options
 
 
 def _refuse_submit_options(options: Collection[str]) -> None:
     for key in ("name", "runs_dir"):
         if key in options:
-            raise Refusal(f"--{key.replace('_', '-')} belongs before the --", EX_USAGE)
+            raise Refusal(f"--{key.replace('_', '-')} must be before the --", EX_USAGE)
     if "detach" in options:
-        raise Refusal("--detach: leave it out, a Slurm job needs no terminal", EX_USAGE)
+        raise Refusal("a Slurm job needs no terminal; leave --detach out", EX_USAGE)
 
 
 def _follow(root: str, number: str) -> int:

@@ -1,4 +1,4 @@
-"""`stoker top [RUN] [--once|--json] [--hosts FILE] [--replay RUN]`: a live view of hosts, GPUs, ranks and the loss."""
+"""`stoker top [RUN] [--once|--json] [--hosts FILE] [--replay RUN]`: shows hosts, GPUs, ranks and the loss live."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from stoker.control.show.top.sources import DemoSource, LiveSource
 from stoker.control.show.top.view import View
 
 _MIN_INTERVAL_S = 0.25
-_MAX_HOSTS_INTERVAL_S = 2.0  # another host is read at least this often: one that is silent for longer is OFFLINE
-_TEXT_COLUMNS = 120  # of --once without a terminal
+_MAX_HOSTS_INTERVAL_S = 2.0  # other hosts are read at least this often, so that a silent one soon shows as OFFLINE
+_TEXT_COLUMNS = 120  # width of --once without a terminal
 
 _EPILOG = """  stoker top                           this machine and the runs in ./runs
   stoker top --hosts cluster.yaml      the hosts of a file, by ssh; nothing has to be installed there
@@ -38,7 +38,7 @@ def build_parser() -> OptionParser:
     ssh = "an option for the ssh client, such as -oProxyJump=gate"
     parser.option("--ssh-option", "OPTION", ssh, action="append", default=[])
     parser.option("--replay", "RUN", "replay the record of this run: its id, name or path")
-    parser.switch("--demo", "a made-up cluster with a throttled GPU")
+    parser.switch("--demo", "show a made-up cluster with a throttled GPU")
     interval = "time between two updates, at least 0.25s (default: 2s)"
     parser.option("--interval", "TIME", interval, parse_duration, default=2.0)
     parser.switch("--once", "print one view as text")
@@ -51,14 +51,14 @@ def build_parser() -> OptionParser:
 def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     if args.interval < _MIN_INTERVAL_S:
-        raise Refusal(f"--interval {args.interval:g}s is too short: at least {_MIN_INTERVAL_S}s", EX_USAGE)
+        raise Refusal(f"--interval must be at least {_MIN_INTERVAL_S}s, got {args.interval:g}s", EX_USAGE)
     if sum(map(bool, (args.demo, args.replay, args.hosts))) > 1:
         raise Refusal("--demo, --replay and --hosts can't be combined", EX_USAGE)
     once = args.once or args.json
     if not once:
         streams = (sys.stdin, sys.stdout, sys.stderr)  # Textual draws on stderr
         if not all(stream is not None and stream.isatty() for stream in streams) or os.environ.get("TERM") == "dumb":
-            line = "no terminal to draw on: `stoker top --once` prints one view, --json the data"
+            line = "stoker top needs a terminal; `stoker top --once` prints one view, --json the data"
             raise Refusal(line, EX_UNAVAILABLE)
     source, view = _open_source(args)
     try:
@@ -106,7 +106,7 @@ def _run_app(source: LiveSource | DemoSource | Player, view: View) -> int:
             "stoker top needs the package textual, which is not installed; pip install textual (--once works without)"
         )
         raise Refusal(line, EX_UNAVAILABLE) from None
-    for name in ("COLUMNS", "LINES"):  # if exported, they would hide the terminal's own size and every change of it
+    for name in ("COLUMNS", "LINES"):  # if exported, these would hide the terminal's size and its changes
         os.environ.pop(name, None)
     app = TopApp(source, view, stop_run)
     app.run()

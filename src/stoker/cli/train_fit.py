@@ -1,4 +1,4 @@
-"""The memory plan of a run that is about to start: it sets what the user did not, and refuses what fits no GPU here."""
+"""Plans the memory of a run that is about to start: chooses settings that the user did not set, and refuses impossible ones."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 
 _PLANNED_OPTIMIZERS = ("adamw", "adamw8bit")  # the plan chooses one of these
 ONE = "one"  # the strategy of fit/strategy.py
-_MIN_CONTEXT = 400 << 20  # bytes: every CUDA context takes at least this. A refusal must be right
-_MIN_RANK = 100 << 20  # bytes that a process with torch takes at least
-_MIN_MOMENTS = {"adamw": 2, "adamw8bit": 0, "muon": 1}  # numbers an optimizer keeps per parameter, at least
+# A refusal must be certain, so these are lower bounds.
+_MIN_CONTEXT = 400 << 20  # bytes of a CUDA context
+_MIN_RANK = 100 << 20  # bytes of a process that has imported torch
+_MIN_MOMENTS = {"adamw": 2, "adamw8bit": 0, "muon": 1}  # numbers that an optimizer keeps per parameter
 
 
 def machines_to_plan(
@@ -44,7 +45,7 @@ def machines_to_plan(
 ) -> dict[str, Machine]:
     """Return the machines of the run by host: this one (""), or those of --hosts if the model may be sharded.
 
-    Hosts are asked only if their answer is needed.
+    Other hosts are examined only if the plan needs them; else the result is {}.
     """
     if options.hosts is None:
         return {"": machine}
@@ -52,10 +53,10 @@ def machines_to_plan(
         return {}
     from stoker.cli.machines import observe_hosts
 
-    def left_out(line: str) -> None:
-        say(f"memory plan: without {line}")
+    def report_skipped(line: str) -> None:
+        say(f"memory plan: skipping {line}")
 
-    return observe_hosts(_resolve_hosts(options), left_out if options.min_hosts else None)
+    return observe_hosts(_resolve_hosts(options), report_skipped if options.min_hosts else None)
 
 
 def _resolve_hosts(options: RunOptions) -> Hosts:
@@ -68,7 +69,7 @@ def _resolve_hosts(options: RunOptions) -> Hosts:
 
 
 def refuse_too_large(stage: str, resolved: Resolved, options: RunOptions, machines: Mapping[str, Machine]) -> None:
-    """Raise Refusal if a run can't fit even with its smallest settings, before its data is prepared for hours."""
+    """Raise Refusal if a run can't fit even with its smallest settings, since preparing its data may take hours."""
     cards = _planned_cards(stage, resolved.config, options, machines)
     if not cards:
         return
@@ -78,7 +79,7 @@ def refuse_too_large(stage: str, resolved: Resolved, options: RunOptions, machin
     plan = plan_smallest(_run_inputs(stage, resolved, None, None), cards, _excluded_strategies(resolved, options)).plan
     _refuse_impossible_shards(plan, cards)
     share = tightest(plan)
-    # Don't refuse because of an estimate, nor what is close: it may fit.
+    # Don't refuse an estimated plan (plan.about) or one that is close to fitting: it may fit.
     if not plan.fits and not plan.about and share.planned.total + _MIN_CONTEXT > share.card.free:
         model = [resolved.config.model.load] if resolved.config.model.load else []
         command = shlex.join(["stoker", "fit", *model, *([] if stage == "sft" else ["--stage", stage])])
@@ -88,29 +89,30 @@ def refuse_too_large(stage: str, resolved: Resolved, options: RunOptions, machin
 def refuse_beyond_memory(config: Config, ranks: int, memory: int, loaded: int = 0) -> None:
     """Raise Refusal if weights, gradients and optimizer state of ranks on the CPU exceed the machine's `memory` in bytes.
 
-    `loaded`: parameters of the model that is loaded.
+    `loaded` is the number of parameters of a loaded model.
     """
     from stoker.training.model.config import parameters
 
     count = loaded if config.model.load else parameters(config.model)
     width = 4 if config.compute.dtype in ("auto", "fp32") else 2
     trained = width * (2 + _MIN_MOMENTS[config.optim.kind])  # bytes per parameter: weights, gradients and moments
-    model_bytes = int(count * {LORA: 2, QLORA: 0.5}.get(config.adapter.method, trained))  # frozen: 16 or 4 bits
+    model_bytes = int(
+        count * {LORA: 2, QLORA: 0.5}.get(config.adapter.method, trained)
+    )  # frozen weights take 16 or 4 bits
     needed = ranks * _MIN_RANK + model_bytes * (1 if config.parallel.strategy == "fsdp" else ranks)
     if needed > memory:
-        what = (
-            plural(count, "parameter")
-            if model_bytes > _MIN_RANK
-            else f"{format_bytes(_MIN_RANK)} per rank for torch alone"
-        )
-        line = f"{plural(ranks, 'rank')} on the CPU with {what} need {format_bytes(needed)} of memory or more"
+        size = plural(count, "parameter")
+        if model_bytes <= _MIN_RANK:
+            size = f"{format_bytes(_MIN_RANK)} per rank for torch alone"
+        verb = "needs" if ranks == 1 else "need"
+        line = f"{plural(ranks, 'rank')} on the CPU with {size} {verb} {format_bytes(needed)} of memory or more"
         smaller = "an adapter (--lora, --qlora)" if config.model.load else "a smaller model (--model.depth)"
         line = f"this does not fit: {line}, and this machine has {format_bytes(memory)}"
         raise Refusal(f"{line}; use {smaller}, or fewer ranks (--nproc-per-node)", EX_UNAVAILABLE)
 
 
 def _refuse_impossible_shards(plan: Plan, cards: list[Card]) -> None:
-    """Raise Refusal for what is certain about shards: a gathered block larger than a GPU, shards larger than host memory."""
+    """Raise Refusal if a gathered block is larger than a GPU, or if offloaded shards are larger than host memory."""
     from stoker.training.fit.memory import GATHERED
     from stoker.training.fit.plan import FSDP
 
@@ -125,8 +127,8 @@ def _refuse_impossible_shards(plan: Plan, cards: list[Card]) -> None:
     for host, free in {card.host: card.host_free for card in cards}.items():
         needed = sum(share.host_bytes for share in plan.shares if share.card.host == host)
         if free is not None and needed > free:
-            where = f" on {host}" if host else ""
-            line = f"parallel.offload {plan.settings.offload} needs {format_bytes(needed)} of host memory{where}, and {format_bytes(free)} are available"
+            on_host = f" on {host}" if host else ""
+            line = f"parallel.offload {plan.settings.offload} needs {format_bytes(needed)} of host memory{on_host}, and {format_bytes(free)} are available"
             fix = "use fewer ranks of this host, or parallel.offload off"
             raise Refusal(f"this does not fit: {line}; {fix}", EX_UNAVAILABLE)
 
@@ -134,20 +136,20 @@ def _refuse_impossible_shards(plan: Plan, cards: list[Card]) -> None:
 def kept_defaults(
     config: Config, derived: Collection[str], make_request: Callable[[Config], Request]
 ) -> dict[str, Any]:
-    """Return the derived defaults of the run that --name continues: an earlier version may have derived others.
+    """Return the derived defaults of the run that --name continues, since an earlier version may have derived others.
 
-    Empty if they are the same, or if other settings differ, too: there will be a new run of that name. (A run named by its
-    id is only continued, or refused because of the settings that differ.)
+    Returns {} if they are the same, or if other settings differ, too: these start a new run of that name. A run named by
+    its id never starts a new one, so its defaults are returned in any case.
     """
     run = find_run_with_other_settings(make_request(config), os.environ)
-    recorded = parse_key_values(run.data.get("args")) if run is not None else {}
-    try:
-        kept = {name: KEYS[name].read(recorded[name]) for name in derived if name in recorded}
-    except ValueError:  # a record of another version
-        return {}
-    earlier = config_of(config.preset, values_of(config) | kept)
     if run is None:
         return {}
+    recorded = parse_key_values(run.data.get("args"))
+    try:
+        kept = {name: KEYS[name].read(recorded[name]) for name in derived if name in recorded}
+    except ValueError:  # another version recorded values that this one can't read
+        return {}
+    earlier = config_of(config.preset, values_of(config) | kept)
     continues = run.data.get("config_hash") == config_hash(make_request(earlier))
     return kept if continues or make_request(config).options.name == run.id else {}
 
@@ -155,7 +157,7 @@ def kept_defaults(
 def with_kept_optimizer(resolved: Resolved, request: Request) -> Resolved:
     """Use the optimizer of the checkpoint that the run resumes from, unless the user set one.
 
-    The plan may have chosen it for another GPU, and no other optimizer can continue with its moments.
+    A plan for another GPU may have chosen that optimizer, and another optimizer can't use its moments.
     """
     config = resolved.config
     if "optim.kind" in resolved.given or config.optim.kind not in _PLANNED_OPTIMIZERS:
@@ -171,7 +173,7 @@ def with_kept_optimizer(resolved: Resolved, request: Request) -> Resolved:
 
 
 def _find_resume_checkpoint(config: Config, request: Request) -> str | None:
-    """Return the checkpoint that the run will resume from (see loop/keeping.py), if that is known before the start."""
+    """Return the checkpoint that the run will resume from, or None if there is none or only the start will tell."""
     from stoker.training.loop.resume import located, newest_in
 
     cfg = config.checkpoint
@@ -197,9 +199,10 @@ def with_memory_plan(
     say: Callable[[str], None],
     amount: Amount | None = None,
 ) -> tuple[Resolved, RunOptions, Plan | None]:
-    """Return the settings with the plan's values for whatever the user did not set, where the GPUs of the run are known.
+    """Plan the memory and return the settings with the plan's values for keys that the user did not set.
 
-    The options name one GPU if parallel.strategy auto chose one. The plan is None where there is none for this run.
+    Also returns the options, which select one GPU if parallel.strategy auto chose one, and the plan, or None if the run's
+    GPUs are not known or the stage has no plan.
     """
     config = resolved.config
     cards = _planned_cards(stage, config, options, machines)
@@ -225,20 +228,20 @@ def with_memory_plan(
 
 
 def without_memory_plan(resolved: Resolved, options: RunOptions, say: Callable[[str], None]) -> Resolved:
-    """Return the settings of a run that has no plan: parallel.strategy auto becomes ddp."""
+    """Return the settings of a run without a plan, in which parallel.strategy auto becomes ddp."""
     config = resolved.config
     if config.parallel.strategy != "auto" or options.dry_run:
         return resolved
     say(
-        "parallel auto: ddp; there is no memory plan for this run (`stoker docs fit`); --parallel fsdp shards the model"
+        "parallel auto: ddp, since there is no memory plan for this run (`stoker docs fit`); --parallel fsdp shards the model"
     )
     return replace(resolved, config=config_of(config.preset, values_of(config) | {"parallel.strategy": "ddp"}))
 
 
 def _excluded_strategies(resolved: Resolved, options: RunOptions) -> set[str]:
-    """Return the strategies that the user's options rule out: one GPU, if they say how many there are."""
-    counted = options.nproc_per_node or options.gpus or options.gpu or options.hosts
-    return {ONE} if counted or "parallel.balance" in resolved.given else set()
+    """Return the strategies that the user's options exclude: one GPU, if they set the number of ranks or GPUs."""
+    sets_gpus = options.nproc_per_node or options.gpus or options.gpu or options.hosts
+    return {ONE} if sets_gpus or "parallel.balance" in resolved.given else set()
 
 
 def _run_inputs(stage: str, resolved: Resolved, ready: Prepared | None, amount: Amount | None) -> RunInputs:
@@ -260,7 +263,7 @@ def _name_card(card: Card) -> str:
 
 
 def _describe_excess(plan: Plan) -> str:
-    """Say for the fullest GPU how much a plan needs, how much is free, and what the smallest change would be."""
+    """Describe for the fullest GPU how much a plan needs, how much is free, and the smallest change that helps."""
     from stoker.training.fit.plan import again_words
     from stoker.training.fit.text import tightest
 
@@ -275,7 +278,7 @@ def _describe_excess(plan: Plan) -> str:
 
 
 def _planned_cards(stage: str, config: Config, options: RunOptions, machines: Mapping[str, Machine]) -> list[Card]:
-    """Return the GPUs that the run will get, or none if there is no plan for it or it gets none (it then reports why)."""
+    """Return the GPUs that the run will get, or [] if it has no memory plan or no GPU (the start then reports why)."""
     compute = config.compute
     has_model = bool(config.model.load) or (stage == "pretrain" and config.parallel.strategy != "ddp")
     on_gpus = config.parallel.device != "cpu" and compute.compile in ("auto", "fused")
@@ -297,7 +300,7 @@ def _planned_cards(stage: str, config: Config, options: RunOptions, machines: Ma
             cards += [make_card(gpu, host, measured, machine.memory_available) for gpu in gpus]
     except Refusal:
         return []
-    if options.wait:  # the run waits until the GPUs are free
+    if options.wait:  # the run starts when the GPUs are free
         cards = [replace(card, free=card.total) for card in cards]
     share_gpus = len({(card.host, card.label) for card in cards}) < len(cards)
     return [] if share_gpus else cards

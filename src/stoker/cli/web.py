@@ -1,4 +1,4 @@
-"""`stoker web [RUN] [--port N]` serves a live page of the runs; `stoker web --save [RUN] FILE.html` writes one run as a file."""
+"""`stoker web [RUN] [--port N]` serves a live page of the runs; `stoker web --save [RUN] FILE` writes one run as a file."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 PORT = 9910
 _MIN_INTERVAL_S = 0.25
-_MAX_HOSTS_INTERVAL_S = 2.0  # another host is read at least this often
-_MAX_ERRORS = 20  # different errors that are printed
+_MAX_HOSTS_INTERVAL_S = 2.0  # other hosts are read at least this often
+_MAX_ERRORS = 20  # different errors to print, so that a broken page does not flood the terminal
 _EXAMPLES = """examples:
   stoker web                          a page with the runs in ./runs and this machine's GPUs; prints its address
   stoker web --hosts cluster.yaml     the hosts of a file, by ssh; nothing has to be installed there
@@ -62,12 +62,12 @@ def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     check_port(args.port)
     if args.interval < _MIN_INTERVAL_S:
-        raise Refusal(f"--interval {args.interval:g}s is too short: at least {_MIN_INTERVAL_S}s", EX_USAGE)
+        raise Refusal(f"--interval must be at least {_MIN_INTERVAL_S}s, got {args.interval:g}s", EX_USAGE)
     root = os.path.abspath(layout.runs_root(args.runs_dir, os.environ))
     if args.save:
         *names, path = args.save
         if len(names) + bool(args.run) > 1:
-            raise Refusal("--save takes one run and one file: stoker web --save [RUN] FILE", EX_USAGE)
+            raise Refusal("--save takes one run and one file; type stoker web --save [RUN] FILE", EX_USAGE)
         return _save(root, names[0] if names else args.run, path)
     return _serve(args, root)
 
@@ -111,9 +111,9 @@ def _serve(args: argparse.Namespace, root: str) -> int:
 
         hosts = read_hosts_file(args.hosts, tuple(args.ssh_option))
     listening = http_server.listen(args.host, args.port)
-    if args.hosts:  # after listening: a port in use is refused before any host is reached
+    if args.hosts:  # after listening, so that a port in use is refused before hosts are contacted
         monitor = HostMonitor(hosts, min(args.interval, _MAX_HOSTS_INTERVAL_S))
-    # Without whole curves: the list needs their newest values, and a run's page fetches its curves.
+    # Don't read whole curves: the list shows only their newest values, and a run's page fetches its curves.
     snapshots = SnapshotCollector(root, everybody=args.all, machine=monitor is None, whole_curves=False)
 
     def take_snapshot(watched: tuple[str, ...]) -> Snapshot:
@@ -156,5 +156,5 @@ def _print_address(listening: socket.socket, token: str, address: str, is_local:
             "the connection is not encrypted: anyone on the network path can read the token and the page; use `ssh -L`"
         )
         print_text(line)
-    print("Ctrl-C ends it")
+    print("press Ctrl-C to stop")
     sys.stdout.flush()

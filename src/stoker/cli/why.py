@@ -1,4 +1,4 @@
-"""`stoker why [RUN | SCHEDULER:JOB]`: how a run ended, and why."""
+"""`stoker why [RUN | SCHEDULER:JOB]`: explains how a run ended, and why."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stoker.control.scheduler import runs
 from stoker.control.verdict.launch_failures import make_lost_verdict
 
 _JOBS = " or ".join(f"{scheduler.name}:JOB" for scheduler in schedulers.SCHEDULERS)
-_MAX_CAUSES = 20  # of restarts that are listed
+_MAX_CAUSES = 20  # listed causes of restarts
 _UNCOUNTED = ("host.lost", "launch.regroup")  # restarts for these causes don't count for --max-restarts
 _MAYBE_DETERMINISTIC = ("rank.exception", "rank.exit", "rank.early-exit", "rank.crash")
 
@@ -71,13 +71,13 @@ def _print_run(run: run_record.RunRecord, as_json: bool) -> int:
 
 
 def explain_run(run: run_record.RunRecord) -> Verdict | None:
-    """Return the verdict of a run, with fixes that name this run; None while it is running."""
+    """Return the verdict of a run with fixes that name this run, or None while it is running."""
     status = run_record.run_status(run)
     verdict = run.verdict if status not in ("running", "unknown") else None
     if verdict is None and status == "lost":
         saved = resume_command.saved_state(run) if run.mine else ()
         verdict = make_lost_verdict(run.id, saved[0].path if saved else "", saved[0].host if saved else "")
-        if run.mine:  # "the same command" would start a run without a name from its beginning
+        if run.mine:  # a run without a name would start again from step 0 with "the same command"
             resume = f"{resume_command.resume_command(run)}   # {resume_command.describe_resume(run)}"
             verdict = replace(verdict, fix=(resume, *verdict.fix))
     scheduler = schedulers.find_scheduler(run.data.get("environment") or {}) if run.mine else None
@@ -90,7 +90,7 @@ def explain_run(run: run_record.RunRecord) -> Verdict | None:
 
 
 def _print_verdict(verdict: Verdict, title: str, run: run_record.RunRecord | None, as_json: bool) -> int:
-    """Print a verdict. `run` is None for a scheduler's job in which no run began."""
+    """Print a verdict. `run` is None for a scheduler's job in which no run started."""
     if as_json:
         print_json(verdict.to_json())
         return 0
@@ -111,19 +111,19 @@ def _print_verdict(verdict: Verdict, title: str, run: run_record.RunRecord | Non
         when = f"detected {format_duration(verdict.detected_s)} after it happened"
         if verdict.stalled:
             when = f"first noticed after {format_duration(verdict.detected_s)} without progress"
-        again = ""
+        prospect = ""
         if not verdict.retryable:
-            again = "; another attempt would not help"
-        elif verdict.cause not in _MAYBE_DETERMINISTIC:  # an error of the script itself may or may not occur again
-            again = "; another attempt could help"
-        _print_line(f"{when}{again}")
+            prospect = "; another attempt would not help"
+        elif verdict.cause not in _MAYBE_DETERMINISTIC:  # an error of the script may or may not recur
+            prospect = "; another attempt could help"
+        _print_line(f"{when}{prospect}")
     if run is not None:
         _print_line(f"record: {os.path.abspath(run.dir)}")
     return 0
 
 
 def _with_run_named(fix: str, verdict: Verdict, run: run_record.RunRecord) -> str:
-    """Name the run in a fix: a verdict is written while its run is the newest one, and may be read later."""
+    """Name the run in a fix. A verdict is written while its run is the newest one, and may be read later."""
     in_default_root = os.path.realpath(os.path.dirname(run.dir)) == os.path.realpath(layout.runs_root(None, os.environ))
     name = shlex.quote(run.id if in_default_root else run.dir)
     fix = fix.replace("stoker logs --rank", f"stoker logs {name} --rank")
@@ -155,7 +155,7 @@ def _print_indented(text: str) -> None:
 
 
 def _read_suspicions(run: run_record.RunRecord) -> list[dict[str, Any]]:
-    """Return the events of what is suspected of a running run: the newest of each kind, without those that are over."""
+    """Return the events that report a current problem of a running run, the newest of each kind."""
     suspicions: dict[str, dict[str, Any]] = {}
     for event in run.events():
         kind = event["event"]

@@ -291,11 +291,11 @@ def test_a_hosts_file_whose_env_can_t_be_replaced_stays_as_it_is(tmp_path: Path)
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["chek"], "no `stoker cluster chek` (did you mean check?); there are check and init"),
+        (["chek"], "unknown command `stoker cluster chek` (did you mean check?); use check or init"),
         (["check", "--hosts", "a,b", "--tune"], "--tune writes to a hosts file"),
         (["check", "--hosts", "a,b", "--tune", "--quick"], "--tune writes to a hosts file"),
         (["check", "--hosts", "a,b", "--parameters", "lots"], "is not a number of parameters"),
-        (["check"], "no hosts given"),
+        (["check"], "--hosts is missing"),
     ],
 )
 def test_what_can_t_be_checked_is_refused_in_one_line(

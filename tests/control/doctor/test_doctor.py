@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from conftest import Stoker, wait_for
-from stoker.cli.doctor import advice
+from stoker.cli.doctor import recommend_next_step
 from stoker.contract.errors import Refusal
 from stoker.contract.frozen import replace
 from stoker.control.doctor import check, check_docs
@@ -38,7 +38,12 @@ def report(name: str) -> str:
         + f": {one.text}\n    -> {one.fix}"
         for one in findings
     ]
-    return "\n".join([*lines, f"advice: {advice(found, findings)}", f"exit code: {check.exit_code(findings)}"]) + "\n"
+    return (
+        "\n".join(
+            [*lines, f"advice: {recommend_next_step(found, findings)}", f"exit code: {check.exit_code(findings)}"]
+        )
+        + "\n"
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -97,9 +102,9 @@ def test_what_is_said_elsewhere_or_harms_nobody() -> None:
         environment={"CUDA_VISIBLE_DEVICES": "0,1"},
     )
     findings = check.run_checks(check.choose_checks([], []), hung)
-    assert "gpu.count" not in {finding.id for finding in findings} and "driver does not answer" in advice(
-        hung, findings
-    )
+    assert "gpu.count" not in {
+        finding.id for finding in findings
+    } and "driver is not responding" in recommend_next_step(hung, findings)
 
 
 def test_asking_for_too_much() -> None:

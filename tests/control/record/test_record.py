@@ -75,7 +75,7 @@ def test_logs_say_whose_they_are_and_that_a_rank_printed_nothing(stoker: Stoker)
     failed = stoker("run", "--nproc-per-node", "2", script)
     assert failed.verdict["rank"] == 1
     plain = stoker("logs")
-    assert (plain.out, plain.err) == ("zero\n", "stoker: this is rank 0 of 2; rank 1 failed: --rank 1\n")
+    assert (plain.out, plain.err) == ("zero\n", "stoker: rank 0 of 2; rank 1 failed: --rank 1\n")
     asked = stoker("logs", "--rank", "0")
     assert (asked.out, asked.err) == ("zero\n", ""), "who names a rank knows it"
     silent = stoker("logs", "--rank", "1")
@@ -187,11 +187,11 @@ def test_attach_shows_the_newest_start_alone(stoker: Stoker) -> None:
     )
     assert stoker("run", "--name", "twice", script).code == 1
     first = stoker("attach", "twice")
-    assert "of before" in first.out and "this is start" not in first.err
+    assert "of before" in first.out and "start 1 of" not in first.err
     assert stoker("run", "--name", "twice", script).code == 0
     seen = stoker("attach", "twice")
     assert seen.code == 0 and "CPU0:of now\n" in seen.out and "of before" not in seen.out and "failed" not in seen.out
-    named = re.search(r"^stoker: this is start 2 of run \S+-twice; `stoker (logs \S+ --attempt 0)` shows", seen.err)
+    named = re.search(r"^stoker: start 2 of run \S+-twice; `stoker (logs \S+ --attempt 0)` shows", seen.err)
     assert named is not None and "of before" in stoker(*named[1].split()).out
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from conftest import Stoker, at_length, at_length_but, gpu_json, machine_json, tagged, wait_for
 from netcluster import NetCluster, why_not
-from stoker.cli.roles import by_allocation
+from stoker.cli.roles import apply_allocation
 from stoker.contract.errors import Refusal
 from stoker.control.roles import allocation, role
 from stoker.control.roles.placement import GpuSlot, move_role, place_roles
@@ -104,7 +104,7 @@ def test_a_dead_server_is_replaced_alone_and_the_trainers_go_on(stoker: Stoker, 
     assert order == ["server", "trainer"] and "✓ role server is ready" in said
     shown = stoker("logs", "--role", "trainer", "--rank", "1")
     assert shown.code == 0 and shown.out.startswith("rank 1 of 2 asked")
-    assert "is a job of several roles: --role server or trainer" in stoker("logs").err
+    assert "is a multi-role job; choose a role with --role server or trainer" in stoker("logs").err
     assert "trainer" in stoker("why", f"{done.run_dir.name}/trainer").out
 
 
@@ -693,14 +693,14 @@ def test_allocations_in_both_spellings() -> None:
     three = allocation.parse_allocation("sglang[rollout]:d2+fsdp[actor]:d4|fsdp[critic]:d4")
     assert allocation.needed(three) == 6 and [part.group for part in three] == [0, 1, 1]
     specs = [RoleSpec(name, ("x",)) for name in ("critic", "rollout", "actor")]
-    plan = by_allocation(specs, "sglang[rollout]:d2+fsdp[actor]:d4|fsdp[critic]:d4")
+    plan = apply_allocation(specs, "sglang[rollout]:d2+fsdp[actor]:d4|fsdp[critic]:d4")
     assert plan.share == {"actor": "critic"} and [spec.count for spec in plan.specs] == [4, 2, 4]
     uneven = [RoleSpec("s", ("x",)), RoleSpec("t", ("x",), batch=12)]
-    assert by_allocation(uneven, "sglang:d5+fsdp:d2t4").specs[1].count == 8, "8 processes, 2 replicas"
+    assert apply_allocation(uneven, "sglang:d5+fsdp:d2t4").specs[1].count == 8, "8 processes, 2 replicas"
     with pytest.raises(Refusal, match=r"role t: 12 samples a step \(batch\) do not divide by 8; 6 would"):
-        by_allocation(uneven, "sglang:d1+fsdp:d8")
-    with pytest.raises(Refusal, match="there is no role 'rollout'"):
-        by_allocation([RoleSpec("a", ("x",)), RoleSpec("b", ("x",))], "sglang[rollout]:d1+fsdp:d1")
+        apply_allocation(uneven, "sglang:d1+fsdp:d8")
+    with pytest.raises(Refusal, match="unknown role 'rollout'"):
+        apply_allocation([RoleSpec("a", ("x",)), RoleSpec("b", ("x",))], "sglang[rollout]:d1+fsdp:d1")
 
 
 @pytest.mark.parametrize(
@@ -806,13 +806,13 @@ def test_files_that_describe_no_job(tmp_path: Path, text: str, said: str) -> Non
 def test_options_that_a_job_does_not_take(stoker: Stoker) -> None:
     stoker.script("uneven.yaml", "roles: {t: {command: train.py, count: 3, batch: 256}}")
     for words, said in (
-        (["--role", "a:1:x", "--nnodes", "2"], "--nnodes does not apply to a job of roles"),
-        (["--role", "a:1:x", "train.py"], "a job of roles has no script of its own (train.py)"),
+        (["--role", "a:1:x", "--nnodes", "2"], "--nnodes does not apply to a multi-role job"),
+        (["--role", "a:1:x", "train.py"], "a multi-role job takes no script, got train.py"),
         (["--roles", "none.yaml"], "no roles file none.yaml"),
         (["--roles", "uneven.yaml"], "role t: 256 samples a step (batch) do not divide by 3; 2 would"),
-        (["--roles", "none.yaml", "--role", "a:1:x"], "give one of them"),
+        (["--roles", "none.yaml", "--role", "a:1:x"], "can't be combined with --role"),
         (["--role", "a:2:stoker train grpo --nproc-per-node 2"], "a: leave --nproc-per-node out of its command"),
-        (["--allocation", "d1+d2", "--role", "a:x"], "has 2 parts, and there are 1 roles: a"),
+        (["--allocation", "d1+d2", "--role", "a:x"], "must have one part per role (a), got 2 parts"),
     ):
         done = stoker("run", *words)
         assert done.code in (64, 66, 78) and said in done.err and done.err.count("\n") == 1, done.err

@@ -154,7 +154,7 @@ def test_roles_are_spread_over_the_nodes(stoker: Stoker, slurm: SlurmCluster) ->
         assert f"rank {rank} of 3 on {node}" in done.out, done.out + done.err
     assert done.verdict["summary"] == "trainer ended with exit code 0; server stopped"
     refused = stoker("submit", "--nodes", "2", "--", "--roles", job, "train.py", env=slurm.env)
-    assert refused.code == 64 and "a job of roles has no script of its own" in refused.err
+    assert refused.code == 64 and "a multi-role job takes no script" in refused.err
 
 
 def test_the_guilty_ranks_exit_code_is_the_jobs_and_the_commands(stoker: Stoker, slurm: SlurmCluster) -> None:
@@ -471,11 +471,11 @@ def _inside(stoker: Stoker, slurm: SlurmCluster, around: list[str], *args: str) 
         (["--name", "a b;c", "--", "ok.py"], 64, "--name 'a b;c'"),
         (["--partition", "x\ny", "--", "ok.py"], 64, "--partition"),
         (["ok.py"], 64, "put -- before the run"),
-        (["--"], 64, "no script given"),
+        (["--"], 64, "the script is missing"),
         (["--", "okay.py"], 66, "no script okay.py (did you mean ok.py?)"),
         (["--", "--nproc-per-host", "2", "ok.py"], 64, "did you mean --nproc-per-node?"),
-        (["--", "--name", "x", "ok.py"], 64, "--name belongs before the --"),
-        (["--", "train", "pretrain", "--runs_dir=x"], 64, "--runs-dir belongs before the --"),
+        (["--", "--name", "x", "ok.py"], 64, "--name must be before the --"),
+        (["--", "train", "pretrain", "--runs_dir=x"], 64, "--runs-dir must be before the --"),
         (["--", "ok.py"], 69, "needs Slurm's sbatch, which is not on the PATH"),
     ],
 )

@@ -576,11 +576,11 @@ def test_runs_fit_the_width_and_are_filtered_sorted_and_limited(finished: Stoker
         (["--sort", "los"], "did you mean loss"),
         (["--filter", "loss<x"], "not a number"),
         (["--limit", "0"], "of at least 1"),
-        (["--filter", "colour=1"], "no column"),
+        (["--filter", "colour=1"], "unknown column"),
     ):
         refused = finished("runs", *args)
         assert refused.code == 64 and word in refused.err and refused.err.count("\n") == 1
-    assert finished("runs", "--filter", "nothing-like-it").out == "none of 4 runs matches\n"
+    assert finished("runs", "--filter", "nothing-like-it").out == "no run matches the filter (4 runs in all)\n"
 
 
 def test_the_list_counts_steps_made_not_the_last_line_of_the_metrics(finished: Stoker) -> None:
@@ -621,7 +621,7 @@ def test_of_grpo_the_list_has_the_reward(finished: Stoker) -> None:
     head, row = finished("runs").out.splitlines()
     assert "REWARD" in head and "LOSS" not in head and " 0.4375 " in row and "e-07" not in row
     assert json.loads(finished("runs", "--json").out)["runs"][0]["reward"] == 0.4375
-    assert finished("runs", "--filter", "reward<0.4").out == "none of 1 run matches\n"
+    assert finished("runs", "--filter", "reward<0.4").out == "no run matches the filter (1 run in all)\n"
 
 
 def rewards(run_dir: Path, count: int) -> None:
@@ -800,7 +800,7 @@ def test_a_name_of_several_runs_means_the_newest_and_says_so(finished: Stoker) -
     itself = finished("compare", "exp", newer.name)
     assert itself.code == 64 and line in itself.err and f"exp and {newer.name} are the same run" in itself.err
     once = finished("plot", "exp", "latest")
-    assert once.code == 0 and "is named twice; it is plotted once" in once.err and once.out.count("; step ") == 1
+    assert once.code == 0 and "is named twice; plotting it once" in once.err and once.out.count("; step ") == 1
     for told in (newer.name, str(newer), "latest"):
         assert "is the name of" not in finished("why", told).err
 

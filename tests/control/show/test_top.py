@@ -358,7 +358,7 @@ def test_once_json_and_demo(stoker: Stoker, box: Callable[..., dict[str, str]]) 
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [
-        (["top"], 69, "no terminal to draw on: `stoker top --once`"),
+        (["top"], 69, "stoker top needs a terminal; `stoker top --once`"),
         (["top", "--once", "--interval", "0.1"], 64, "at least 0.25s"),
         (["top", "--once", "--hosts", "nowhere.yaml"], 66, "nowhere.yaml"),
         (["top", "--once", "--replay", "nobody"], 66, "no run"),

@@ -444,7 +444,7 @@ def test_a_port_in_use_names_its_holder_and_refusals_are_one_line(stoker: Stoker
     assert refused.code == 69 and f"port {port} is in use by pid {os.getpid()}" in refused.err
     for words, code, says in (
         (["--port", "70000"], 64, "0 to 65535"),
-        (["--interval", "0.1s"], 64, "too short"),
+        (["--interval", "0.1s"], 64, "--interval must be at least 0.25s"),
         (["nosuch"], 66, "no run"),
         (["--save", "nosuch", "x.html"], 66, "no run"),
     ):
