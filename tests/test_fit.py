@@ -694,7 +694,7 @@ def test_an_epochs_time_and_cost_and_where_the_speed_comes_from(stoker: Stoker, 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--gpus", "2xQuantum9000"), "is not a known GPU"), (("--gpus", "0GB"), "too small"), (("--gpus", "0,1"), "no GPU '0' here"),
+        (("--gpus", "2xQuantum9000"), "is not a known GPU"), (("--gpus", "0GB"), "too small"), (("--gpus", "0,1"), "GPU '0' does not exist"),
         (("--gpus", "24GB", "--machine", "x.json"), "give one of them"), (("--machine", "x.json"), "no such file"), ((), "no GPU here"),
         (("--gpus", "8GB", "--lora-rank", "0"), "--lora-rank 0 is out of range"), (("--gpus", "8GB", "--context", "1"), "out of range"),
         (("--gpus", "8GB", "--recompute", "some"), "give a number of blocks"), (("--gpus", "8GB", "--price", "-1"), "--price -1"),

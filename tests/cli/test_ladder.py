@@ -20,11 +20,11 @@ from stoker.control.launch import import_check, ladder
 from stoker.control.launch.ladder import (
     LadderPlan,
     RungResult,
-    command_words,
-    rung_words,
+    make_arguments,
+    make_rung_arguments,
+    parse_ladder_variables,
     rungs,
     scaling,
-    wanted_by_environment,
 )
 from stoker.control.plan.options import RunOptions
 from stoker.control.plan.request import Request
@@ -78,14 +78,16 @@ def test_rungs(world: int, expected: tuple[int, ...]) -> None:
 
 def test_wanted_by_environment() -> None:
     assert (
-        wanted_by_environment({}) == set() == wanted_by_environment({"RUN_IMPORT_TEST": "0", "RUN_SINGLE_GPU_TEST": ""})
+        parse_ladder_variables({})
+        == set()
+        == parse_ladder_variables({"RUN_IMPORT_TEST": "0", "RUN_SINGLE_GPU_TEST": ""})
     )
-    assert wanted_by_environment({"RUN_IMPORT_TEST": "1"}) == {"imports"}
-    assert wanted_by_environment({"RUN_IMPORT_TEST": "true", "RUN_SINGLE_GPU_TEST": "1"}) == {"imports", "single"}
+    assert parse_ladder_variables({"RUN_IMPORT_TEST": "1"}) == {"imports"}
+    assert parse_ladder_variables({"RUN_IMPORT_TEST": "true", "RUN_SINGLE_GPU_TEST": "1"}) == {"imports", "single"}
 
 
 def test_imports_are_read_from_the_text() -> None:
-    found = import_check.imports_of(
+    found = import_check.parse_imports(
         "from __future__ import annotations\nimport os, json, torch, numpy as np\nfrom torch import nn\nfrom torch.optim import AdamW\nfrom torch.optim import SGD\n"
         "from . import sibling\nfrom .other import x\n"
         "try:\n    import flash_attn\nexcept ImportError:\n    import fallback\n"
@@ -124,7 +126,9 @@ def test_options_survive_being_written_as_flags() -> None:
         "-x",
     ]
     asked = parse(words)
-    again = parse(command_words({name: getattr(asked.options, name) for name in asked.given}, asked.script, asked.args))
+    again = parse(
+        make_arguments({name: getattr(asked.options, name) for name in asked.given}, asked.script, asked.args)
+    )
     assert (
         again == asked
         and again.options.grace == 90.0
@@ -145,7 +149,7 @@ def test_a_rung_is_a_short_run_of_its_own_on_the_same_cards() -> None:
         "env": ("A=1",),
     }
     request = Request(build_options(RunOptions, told), "t.py", ("--lr", "1"), frozenset(told))
-    words = rung_words(request, LadderPlan(4, ("GPU-a", "GPU-b", "GPU-c", "GPU-d"), False), 2, 20, "now")
+    words = make_rung_arguments(request, LadderPlan(4, ("GPU-a", "GPU-b", "GPU-c", "GPU-d"), False), 2, 20, "now")
     flags = set(words[: words.index("--")])
     assert words[-4:] == ["--", "t.py", "--lr", "1"]
     assert flags == {
@@ -182,7 +186,7 @@ def test_what_scales() -> None:
     foretold = scaling((one, RungResult(4, 137)), 15)
     assert (foretold.efficiency, foretold.memory, foretold.memory_needed) == (None, "does not scale", 15 * 10**9)
     assert (
-        ladder.memory_line(foretold, 15)
+        ladder.format_memory_need(foretold, 15)
         == "memory does not scale: 15 ranks will need 14.0 GiB of 14.9 GiB host memory, and 1.9 GiB of it is in use by others"
     )
     assert scaling((one, RungResult(2, 0, steps_per_s=7.9)), 2).throughput == "does not scale"

@@ -43,7 +43,7 @@ def attempt(line: int = 1, steps: int = 20, can: tuple[str, ...] = ()) -> Attemp
     made = Attempt(0, plan_with(0))
     made.ends[1] = RankExit(1, "", "CPU1", 7, 1, 0.0, error=RankError("ValueError", "x", "train.py", line), steps=steps)
     made.steps = {1: steps}
-    made.abilities.update(can)
+    made.capabilities.update(can)
     return made
 
 

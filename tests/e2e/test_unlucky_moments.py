@@ -31,7 +31,7 @@ from stoker.control.launch.agents import Agents
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.run import Endpoint, Run
 from stoker.control.launch.supervise import Supervisor
-from stoker.control.plan.targets import MeetingPoint, NodeGroup
+from stoker.control.plan.targets import NodeGroup, RendezvousConfig
 
 # ---- the agent ----
 
@@ -234,7 +234,7 @@ def test_a_rank_that_can_not_be_killed_is_named_and_not_waited_for(monkeypatch: 
         cast(Any, SimpleNamespace(settle=lambda record: None)),
         lambda line, color="": said.append(line),
     )
-    attempt.unwatched = True
+    attempt.watch_failed = True
     supervisor.follow()
     assert attempt.ends.keys() == {0, 1} and all(end.code is None and end.ours for end in attempt.ends.values())
     assert (
@@ -309,11 +309,11 @@ def test_a_copy_that_breaks_for_any_reason_is_no_copy(monkeypatch: pytest.Monkey
 
 def met(port: int, count: int, most: int = 0, last_call: float = 0.0) -> tuple[threading.Thread, list[Any]]:
     found: list[Any] = []
-    told = MeetingPoint(count, None, "127.0.0.1", port, "job", most, last_call)
+    told = RendezvousConfig(count, None, "127.0.0.1", port, "job", most, last_call)
 
     def meet() -> None:
         try:
-            found.append(rendezvous.meet(told, 1, lambda: 29999, lambda: time.sleep(0.01), lambda line: None))
+            found.append(rendezvous.join_machines(told, 1, lambda: 29999, lambda: time.sleep(0.01), lambda line: None))
         except Exception as problem:
             found.append(problem)
 

@@ -21,7 +21,7 @@ from forked_ranks import free_port
 from stoker.contract.errors import Refusal
 from stoker.control.launch import rendezvous
 from stoker.control.launch.rendezvous import Secret, find_secret
-from stoker.control.plan.targets import MeetingPoint, NodeGroup
+from stoker.control.plan.targets import NodeGroup, RendezvousConfig
 
 SECRET, OTHER = "0123456789abcdef" * 4, "another secret, as long as it must be"
 SOON = 5.0
@@ -35,7 +35,7 @@ class Machine:
         self.lines: list[str] = []
         self.outcome: NodeGroup | BaseException | None = None
         self._stop = False
-        meeting = MeetingPoint(count, None, "127.0.0.1", port, name, most)
+        meeting = RendezvousConfig(count, None, "127.0.0.1", port, name, most)
 
         def rest() -> None:
             time.sleep(0.005)
@@ -44,7 +44,7 @@ class Machine:
 
         def meet() -> None:
             try:
-                self.outcome = rendezvous.meet(meeting, ranks, lambda: 29999, rest, self.lines.append)
+                self.outcome = rendezvous.join_machines(meeting, ranks, lambda: 29999, rest, self.lines.append)
             except BaseException as problem:
                 self.outcome = problem
 

@@ -497,9 +497,9 @@ def test_a_role_with_a_ready_rule_is_a_service_unless_the_file_requires_it(tmp_p
 def test_a_program_that_is_not_there_is_refused_before_anything_starts(stoker: Stoker) -> None:
     stoker.script("bad.py", "def f(:\n")
     for command, code, line in (
-        ("trianer.py", 66, "stoker: role trainer: no script trianer.py (did you mean trainer.py?)"),
+        ("trianer.py", 66, "stoker: role trainer: script trianer.py does not exist (did you mean trainer.py?)"),
         ("nothing-like-this --x", 66, "stoker: role trainer: no program 'nothing-like-this' on the PATH"),
-        ("python -m nothing_like_this", 66, "stoker: role trainer: no module nothing_like_this"),
+        ("python -m nothing_like_this", 66, "stoker: role trainer: module nothing_like_this does not exist"),
         ("bad.py", 65, "stoker: role trainer: bad.py does not parse; nothing was started"),
         (
             "stoker train sft --max-stpes 3",
@@ -688,10 +688,13 @@ def test_allocations_that_make_no_sense(text: str, said: str) -> None:
 
 def test_allocations_in_both_spellings() -> None:
     old, new = allocation.parse_allocation("sglang.d1t1p1+d3t1p1"), allocation.parse_allocation("sglang:d1+fsdp:d3")
-    assert [(part.serves, part.world, part.replicas, part.gpus) for part in old] == [(True, 1, 1, 1), (False, 3, 3, 1)]
-    assert [part.world for part in new] == [1, 3]
+    assert [(part.is_server, part.gpu_count, part.replicas, part.gpus_per_process) for part in old] == [
+        (True, 1, 1, 1),
+        (False, 3, 3, 1),
+    ]
+    assert [part.gpu_count for part in new] == [1, 3]
     three = allocation.parse_allocation("sglang[rollout]:d2+fsdp[actor]:d4|fsdp[critic]:d4")
-    assert allocation.needed(three) == 6 and [part.group for part in three] == [0, 1, 1]
+    assert allocation.count_gpus(three) == 6 and [part.group for part in three] == [0, 1, 1]
     specs = [RoleSpec(name, ("x",)) for name in ("critic", "rollout", "actor")]
     plan = by_allocation(specs, "sglang[rollout]:d2+fsdp[actor]:d4|fsdp[critic]:d4")
     assert plan.share == {"actor": "critic"} and [spec.count for spec in plan.specs] == [4, 2, 4]
@@ -717,11 +720,11 @@ def test_allocations_in_both_spellings() -> None:
 )
 def test_an_allocation_that_does_not_fit_is_refused_with_one_that_does(text: str, gpus: int, fits: str) -> None:
     with pytest.raises(Refusal) as refused:
-        allocation.check(text, allocation.parse_allocation(text), gpus)
+        allocation.check_fit(text, allocation.parse_allocation(text), gpus)
     assert (f"; {fits}" in refused.value.line) if fits else refused.value.line.endswith("can be used")
     if fits:
         other = allocation.parse_allocation(fits.split()[0])
-        allocation.check(fits, other, gpus)
+        allocation.check_fit(fits, other, gpus)
 
 
 def test_gpus_are_dealt_once_each() -> None:

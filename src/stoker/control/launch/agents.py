@@ -17,7 +17,7 @@ from stoker.control.cluster.agent_pool import AgentClient, AgentPool, UnusableHo
 from stoker.control.launch.signals import Interrupted, SignalQueue
 from stoker.control.machine.model import Machine, machine_from_json
 from stoker.control.machine.observe import packages_dir
-from stoker.control.plan.request import port_in_use_refusal
+from stoker.control.plan.request import make_port_in_use_refusal
 from stoker.control.plan.run_dir import RunDir
 
 TYPE_CHECKING = False
@@ -85,7 +85,7 @@ class Agents:
             line = f"several hosts need the program {problem.filename or 'ssh'}, which is not on the PATH"
             raise Refusal(line, EX_UNAVAILABLE) from problem
 
-    def meet(self, run_dir: RunDir) -> None:
+    def open_run(self, run_dir: RunDir) -> None:
         """Tell every agent which run it works for, and wait until each has described its machine."""
         self._run_dir = run_dir
         for client in self.clients:
@@ -146,7 +146,7 @@ class Agents:
             raise Refusal(f"the agent did not reserve a port: {why}", EX_OSERR, cause="launch.port")
         answer = {"holder": "another program", **first.answers["port"]}
         if not answer["port"]:
-            raise port_in_use_refusal(answer)
+            raise make_port_in_use_refusal(answer)
         if answer.get("wanted"):
             holder = escape(answer["holder"])
             self._log(f"stoker: MASTER_PORT={answer['wanted']} is in use by {holder}; using port {answer['port']}")

@@ -37,7 +37,7 @@ class Attempt:
         self.plan = plan
         self.start_time = time.monotonic()
         # By rank.
-        self.up: dict[int, int] = {}  # pid of each rank that was started
+        self.pids: dict[int, int] = {}  # pid of each rank that was started
         self.errors: dict[int, RankError] = {}
         self.ends: dict[int, RankExit] = {}
         self.steps: dict[int, int] = {}  # of the newest beat
@@ -59,10 +59,10 @@ class Attempt:
         self.checkpoint_at = 0.0
         self.checkpoint_before: SavedCheckpoint | None = None  # the newest when the stop signal came
         # The watcher.
-        self.unwatched = False  # the watcher has failed
-        self.suspected_s: float | None = None  # seconds of silence after which the newest stall was explained
+        self.watch_failed = False  # the watcher has failed
+        self.stall_detected_s: float | None = None  # seconds of silence after which the newest stall was explained
         self.notes: list[str] = []  # findings that ended nothing
-        self.abilities: set[str] = set()  # what the script announced that it can do (stoker.mark)
+        self.capabilities: set[str] = set()  # what the script announced that it can do (stoker.mark)
 
     def begin_watch(self, hang_timeout: float, busy_timeout: float) -> None:
         from stoker.control.watch.loss_monitor import LossMonitor
@@ -93,7 +93,7 @@ class Attempt:
             return True
         if not self.stopping or not {rank.host for rank in self.plan.places} <= self.stopping_hosts:
             return False
-        return all(rank in self.ends for rank in self.up)  # a rank that was not started yet will not start now
+        return all(rank in self.ends for rank in self.pids)  # a rank that was not started yet will not start now
 
     def must_stop(self, now: float, settle_s: float, host_is_quiet: bool = False) -> bool:
         """Return whether a failure must stop the other ranks now.
@@ -113,11 +113,11 @@ class Attempt:
             return True
         if host_is_quiet:
             return False
-        if not self.unwatched:
+        if not self.watch_failed:
             self.watch.failing()
-        return now - self.first_failure >= (settle_s if self.unwatched or self.watch.looked else INSPECTION_S)
+        return now - self.first_failure >= (settle_s if self.watch_failed or self.watch.looked else INSPECTION_S)
 
-    def exited_early(self, now: float, seconds: float) -> list[int]:
+    def find_early_exits(self, now: float, seconds: float) -> list[int]:
         """Return the ranks that ended with exit code 0 more than `seconds` ago while others still run."""
         if len(self.ends) == self.expected:
             return []
@@ -130,10 +130,10 @@ class Attempt:
         for bad in self.losses.unresolved():
             self.notes.append(f"{summary(bad, self.label(bad.rank), self.plan.world_size)}: the last one it had")
 
-    def detected_s(self, verdict: Verdict) -> float | None:
+    def compute_detection_s(self, verdict: Verdict) -> float | None:
         """Return how many seconds after the failure it was noticed."""
-        if verdict.stalled and self.suspected_s is not None:
-            return self.suspected_s
+        if verdict.stalled and self.stall_detected_s is not None:
+            return self.stall_detected_s
         if not self.first_failure:
             return None
         ended = [end.time for end in self.ends.values() if end.rank == verdict.rank]
@@ -155,7 +155,7 @@ class Attempt:
 
     def _stall(self) -> Stall | None:
         """Return what is known of a rank that stopped; after a stop signal, what was known before it."""
-        if self.unwatched:
+        if self.watch_failed:
             return None
         if self.stop_signal:
             return self.watch.stall

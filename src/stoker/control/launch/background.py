@@ -12,7 +12,7 @@ _STARTED = b"\0started "
 _ENDED = b"\0ended "
 
 
-def usable_stdin() -> bool:
+def has_usable_stdin() -> bool:
     try:
         os.fstat(0)
     except OSError:

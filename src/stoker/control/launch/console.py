@@ -33,12 +33,12 @@ class Console:
     """Writes to stdout (stream 1) and stderr (stream 2) in a thread."""
 
     def __init__(self, out: int = 1, err: int = 2) -> None:
-        self._handles = {1: out, 2: err}
+        self._fds = {1: out, 2: err}
         self._dead: set[int] = set()
         knows_codes = os.environ.get("TERM") != "dumb"
-        self._terminal = {stream: os.isatty(handle) and knows_codes for stream, handle in self._handles.items()}
+        self._terminal = {stream: os.isatty(fd) and knows_codes for stream, fd in self._fds.items()}
         self._colours = {stream: terminal and wants_colour() for stream, terminal in self._terminal.items()}
-        self._target = {stream: _identity(handle) for stream, handle in self._handles.items()}
+        self._target = {stream: _target_of(fd) for stream, fd in self._fds.items()}
         # By target, what matters of its unfinished line: empty, text, or something that ends with or contains \r.
         self._unfinished: dict[object, bytes] = {}
         self._queue: deque[tuple[int, bytes, bool]] = deque()
@@ -46,19 +46,19 @@ class Console:
         self._skipped = {1: 0, 2: 0}
         self._skipped_total = 0
         self._ready = threading.Condition()
-        self._idle = False  # the thread waits for something to write
-        self._closing = False
+        self._is_idle = False  # the thread waits for something to write
+        self._is_closing = False
         self._thread = threading.Thread(target=self._write, name="console", daemon=True)
         self._thread.start()
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         return self._size > MAX_QUEUED
 
-    def terminal(self, stream: int) -> bool:
+    def is_terminal(self, stream: int) -> bool:
         return self._terminal[stream]
 
-    def in_colour(self, stream: int) -> bool:
+    def uses_colour(self, stream: int) -> bool:
         return self._colours[stream]
 
     def columns(self, stream: int) -> int:
@@ -66,7 +66,7 @@ class Console:
         if not self._terminal[stream]:
             return 0
         try:
-            return os.get_terminal_size(self._handles[stream]).columns
+            return os.get_terminal_size(self._fds[stream]).columns
         except OSError:
             return 0
 
@@ -85,8 +85,8 @@ class Console:
                 self._enqueue(stream, _SKIPPED % self._skipped[stream], True)
                 self._skipped[stream] = 0
             self._enqueue(stream, data, own)
-            if self._idle:
-                self._idle = False
+            if self._is_idle:
+                self._is_idle = False
                 self._ready.notify()
 
     def say(self, stream: int, text: str, colour: str = "") -> None:
@@ -113,7 +113,7 @@ class Console:
             for stream, count in self._skipped.items():
                 if count and stream not in self._dead:
                     self._enqueue(stream, _SKIPPED % count, True)
-            self._closing = True
+            self._is_closing = True
             self._ready.notify()
         size, deadline = self._size, time.monotonic() + seconds
         while self._thread.is_alive() and time.monotonic() < deadline:
@@ -135,8 +135,8 @@ class Console:
     def _write(self) -> None:
         while True:
             with self._ready:
-                while not self._queue and not self._closing:
-                    self._idle = True
+                while not self._queue and not self._is_closing:
+                    self._is_idle = True
                     self._ready.wait()
                 if not self._queue:
                     break
@@ -145,7 +145,7 @@ class Console:
             self._write_all(stream, self._join(stream, pieces))
             with self._ready:
                 self._size -= size
-                if not self._closing and self._size < MAX_WRITE:
+                if not self._is_closing and self._size < MAX_WRITE:
                     self._ready.wait(GATHER_S)
         for stream, terminal in self._terminal.items():  # a progress bar that will not be redrawn
             if terminal and b"\r" in self._unfinished.pop(self._target[stream], b""):
@@ -183,25 +183,25 @@ class Console:
         view = memoryview(data)
         while view and stream not in self._dead:
             try:
-                view = view[os.write(self._handles[stream], view[: 1 << 16]) :]
+                view = view[os.write(self._fds[stream], view[: 1 << 16]) :]
             except BlockingIOError:
                 time.sleep(0.01)  # another program made the terminal non-blocking: only this thread waits
             except OSError:
                 self._dead.add(stream)  # `| head -1`, or a closed terminal: the run continues without this stream
 
 
-def _identity(handle: int) -> object:
+def _target_of(fd: int) -> object:
     """Return what two streams have in common if they go to one terminal, file or pipe, and so share a line."""
     try:
-        status = os.fstat(handle)
+        status = os.fstat(fd)
     except OSError:  # closed by the program that started us
-        return handle
+        return fd
     return status.st_dev, status.st_ino, status.st_rdev
 
 
 # ---- lines of a rank, for the console and for its log. Pure ----
 
-LONGEST = 32 << 20  # bytes; a longer line is shown in pieces, because memory is finite
+MAX_LINE = 32 << 20  # bytes; a longer line is shown in pieces, because memory is finite
 _MAX_BAR = 1 << 20  # bytes; what is longer is no progress bar
 _RECIPE_START = b"INFO | ["  # of the lines that are shortened as a whole
 _RECORD = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
@@ -231,7 +231,7 @@ class LineCutter:
             self._rest = bytearray(data)
         else:
             self._rest += data
-            return self._take_unfinished() if len(self._rest) > LONGEST else b""
+            return self._take_unfinished() if len(self._rest) > MAX_LINE else b""
         self._in_bar = lines.endswith(b"\r")
         return self._add_prefixes(lines)
 

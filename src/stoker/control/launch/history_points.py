@@ -26,7 +26,7 @@ _INTEGERS = frozenset(("cores", "memory_used", "memory_total", "memory_available
 _MAX_PHASE = 40  # characters: a history of weeks has a phase for each rank and point
 
 
-def history_point(attempt: Attempt, now: float) -> HistoryPoint:
+def make_history_point(attempt: Attempt, now: float) -> HistoryPoint:
     """Return the attempt's state at `now`, a time of the monotonic clock."""
     this_host = os.uname().nodename
     ranks = attempt.plan.places

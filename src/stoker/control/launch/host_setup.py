@@ -33,7 +33,7 @@ class HostSetup:
         assert agents.hosts is not None
         self.copies = bool(request.options.sync or request.options.stage)
         # Hosts whose run directory is not ours: the command that copies from there.
-        self.unshared: dict[str, list[str]] = {}
+        self.copy_commands: dict[str, list[str]] = {}
         self._request = request
         self._options = request.options
         self._agents = agents
@@ -90,7 +90,7 @@ class HostSetup:
         if len(hosts) == 1:
             self._addresses, self._interfaces = {hosts[0].name: hosts[0].address or "127.0.0.1"}, {}
             return
-        known = known_addresses(hosts)
+        known = list_known_addresses(hosts)
         if len(known) + sum(host.here for host in hosts) < len(hosts):
             known = add_reached_addresses(known, self._probe_routes(known))
         routes = self._probe_routes(known)
@@ -150,7 +150,7 @@ class HostSetup:
             line = f"! the run directory {run_dir.dir} can't be created on {', '.join(unwritable)}: {effect}"
             warnings.append(line)
         unshared = [host for host, answer in answers.items() if not answer["shared"]]
-        self.unshared = {host: ssh.copy_command(self._agents.by_name[host], self._hosts) for host in unshared}
+        self.copy_commands = {host: ssh.copy_command(self._agents.by_name[host], self._hosts) for host in unshared}
         if unshared:
             effect = "checkpoints stay on the host that writes them (of `stoker train`, on rank 0's)"
             advice = "resuming needs a shared folder, or the same host for rank 0"
@@ -255,7 +255,7 @@ def _interrupt(signum: int, _frame: object) -> None:
 # wrong if hosts share a name, if the name means loopback, or if a bridge of Docker comes first.
 
 
-def known_addresses(hosts: Sequence[Host]) -> dict[str, str]:
+def list_known_addresses(hosts: Sequence[Host]) -> dict[str, str]:
     """Return the addresses that are known without a probe. The loopback of this machine is none for other hosts."""
     addresses = {host.name: host.address for host in hosts if host.address}
     for host in hosts:

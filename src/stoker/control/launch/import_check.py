@@ -77,7 +77,7 @@ class ImportResult:
 # ---- which imports ----
 
 
-def imports_of(source: bytes | str) -> tuple[ScriptImport, ...]:
+def parse_imports(source: bytes | str) -> tuple[ScriptImport, ...]:
     """Return what a script imports whenever it starts, without the standard library.
 
     Imports inside a `try` or `with` may fail. An `if` is not read, except for that of __name__.
@@ -129,7 +129,7 @@ def find_imports(request: Request, log: Callable[[str], None]) -> tuple[tuple[Sc
         path, folder = os.path.join(script, "__main__.py"), os.path.realpath(script)
     try:
         with open(path, "rb") as file:
-            return imports_of(file.read()), path, folder
+            return parse_imports(file.read()), path, folder
     except (OSError, SyntaxError, ValueError) as problem:
         log(f"imports: skipped, {path or script} is not valid Python here: {problem}")
         return (), path, folder
@@ -210,7 +210,7 @@ def _read_answers(
                 imported.append(
                     ImportResult(entry.name, answer["seconds"], answer["rss"] - rss, answer["rss"], problem)
                 )
-                log(import_line(imported[-1], entry))
+                log(format_import(imported[-1], entry))
             rss = answer["rss"]
         if has_ended and not data:
             break
@@ -219,7 +219,7 @@ def _read_answers(
     return current, False, None
 
 
-def import_line(imported: ImportResult, entry: ScriptImport) -> str:
+def format_import(imported: ImportResult, entry: ScriptImport) -> str:
     if imported.problem:
         problem = imported.problem.partition("\n")[0][:120]
         return f"  {imported.name:<32} missing, which may be intended: {entry.optional} ({problem})"

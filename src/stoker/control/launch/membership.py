@@ -91,10 +91,10 @@ class Membership:
 
     # ---- before the start ----
 
-    def meet(self, run_dir: RunDir) -> None:
+    def open_agents(self, run_dir: RunDir) -> None:
         """Wait for all agents. With --min-hosts that many are enough, and the others may come later."""
         try:
-            self._agents.meet(run_dir)
+            self._agents.open_run(run_dir)
         except UnusableHosts as missing:
             if not self.start_without(missing):
                 raise
@@ -102,11 +102,11 @@ class Membership:
     def start_without(self, missing: UnusableHosts) -> bool:
         """Leave unusable hosts out. Returns False if --min-hosts does not allow it."""
         self.lose(missing)
-        if not self._min_hosts or not self.enough:
+        if not self._min_hosts or not self.has_enough_hosts:
             return False
         self.settle()
         for host, reason in missing.hosts.items():
-            line = f"stoker: host {host} can't be used: {short_reason(reason)}; starting with {self.here}"
+            line = f"stoker: host {host} can't be used: {short_reason(reason)}; starting with {self.host_count_text}"
             self._log(line, color=WARNING)
         return True
 
@@ -118,13 +118,13 @@ class Membership:
     # ---- between attempts ----
 
     @property
-    def enough(self) -> bool:
+    def has_enough_hosts(self) -> bool:
         present = sum(not client.gone for client in self._agents.clients)
         returned = sum(host.is_ready for host in self.lost.values())
         return present + returned >= (self._min_hosts or len(self._rank_order))
 
     @property
-    def here(self) -> str:
+    def host_count_text(self) -> str:
         return f"{len(self._agents.clients)} of {len(self._rank_order)} hosts"
 
     def settle(self) -> bool:
@@ -160,22 +160,22 @@ class Membership:
             self._report_unfit(client.host, reason)
         self.joined = []
 
-    def regroup(self, verdict: Verdict, attempt: Attempt, run_dir: str) -> Restart | None:
+    def decide_regroup(self, verdict: Verdict, attempt: Attempt, run_dir: str) -> Restart | None:
         """Return a restart that costs none: a host was lost and enough are left, or a host is back to join."""
         if attempt.stop_signal:
             return None
         if verdict.cause == "launch.regroup":
             return Restart(_describe_restart(run_dir, f"host {attempt.regrouping}"))
-        if verdict.cause == "host.lost" and self.enough:
+        if verdict.cause == "host.lost" and self.has_enough_hosts:
             left = sum(not client.gone for client in self._agents.clients)
             hosts = f"{left} of {len(self._rank_order)} hosts"
             return Restart(f"{verdict.summary}; {_describe_restart(run_dir, hosts)}")
         return None
 
-    def too_few(self, verdict: Verdict) -> Verdict:
+    def make_too_few_verdict(self, verdict: Verdict) -> Verdict:
         """Return the final verdict of a run with too few hosts left."""
         rule = f"--min-hosts is {self._min_hosts}" if self._min_hosts else "without --min-hosts all are needed"
-        left = f"{self.here} left, and {rule}"
+        left = f"{self.host_count_text} left, and {rule}"
         reasons = "; ".join(f"{name}: {host.reason}" for name, host in self.lost.items())
         fixes = tuple(fix for fix in verdict.fix if not (self._min_hosts and fix.startswith("--min-hosts ")))
         verdict = replace(verdict, retryable=False, evidence=(*verdict.evidence, reasons), fix=fixes)
@@ -189,7 +189,7 @@ class Membership:
     # ---- lost hosts, while an attempt runs ----
 
     @property
-    def returned(self) -> str:
+    def returned_host(self) -> str:
         """A host that waits to join; empty if there is none."""
         return next((name for name, host in self.lost.items() if host.is_ready), "")
 

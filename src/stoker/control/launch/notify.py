@@ -29,33 +29,33 @@ _ADDRESS = re.compile(r"[^\s,;<>\"'()\\-][^\s,;<>\"'()\\]*")
 
 
 @frozen
-class Target:
+class NotifyTarget:
     """The receiver of --notify."""
 
     kind: str
     to: str  # a URL, addresses separated by commas, or the command
 
 
-def parse_target(text: str) -> Target:
+def parse_target(text: str) -> NotifyTarget:
     """Parse --notify. Raises Refusal for what looks like a service or an address and can't be one."""
     scheme, _, rest = text.partition(":")
     if text.startswith("ntfy://"):
         topic = rest.strip("/")
-        return Target(NTFY, _check_url(text, f"https://{topic if '/' in topic else f'ntfy.sh/{topic}'}"))
+        return NotifyTarget(NTFY, _check_url(text, f"https://{topic if '/' in topic else f'ntfy.sh/{topic}'}"))
     if scheme in (SLACK, DISCORD):
-        return Target(scheme, _check_url(text, rest))
+        return NotifyTarget(scheme, _check_url(text, rest))
     if scheme == "mailto":
         if not all(_ADDRESS.fullmatch(address) for address in rest.split(",")):
             raise Refusal(f"--notify {text}: no address; write mailto:me@example.org", EX_USAGE)
-        return Target(MAIL, rest)
+        return NotifyTarget(MAIL, rest)
     if text.startswith(_WEB):
-        return Target(_kind_of_url(text), _check_url(text, text))
+        return NotifyTarget(_kind_of_url(text), _check_url(text, text))
     if re.match(r"[a-z][a-z0-9+.-]*://", text):
         raise Refusal(f"--notify {scheme}://: unknown; known: {_FORMS}", EX_USAGE)
-    return Target(COMMAND, text)
+    return NotifyTarget(COMMAND, text)
 
 
-def secret_of(text: str) -> str:
+def find_secret_path(text: str) -> str:
     """Return the part of --notify that lets anybody post there: the path of a URL, or the topic."""
     try:
         target = parse_target(text)
@@ -97,7 +97,7 @@ class Notifier:
         self._log = log
         self._sendings: list[_Sending] = []
 
-    def tell(self, verdict: Verdict, what: str, run_dir: str) -> None:
+    def send(self, verdict: Verdict, what: str, run_dir: str) -> None:
         """Send that the run has `what`: ended, restarting or refused. A stop by the user is sent to a command only."""
         if verdict.cause == "launch.stopped" and not self._is_command:
             return

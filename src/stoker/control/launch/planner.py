@@ -11,7 +11,7 @@ from stoker.contract.text import escape
 from stoker.contract.units import format_duration
 from stoker.control.cluster.agent_pool import AgentClient
 from stoker.control.launch.agents import Agents
-from stoker.control.launch.rank_output import wants_split
+from stoker.control.launch.rank_output import needs_separate_pipes
 from stoker.control.machine.model import Machine
 from stoker.control.machine.run_origin import current_run, gpu_lender
 from stoker.control.plan.gpu_choice import GpusNotFree, with_gpu_errors
@@ -42,7 +42,7 @@ class Planner:
         while True:
             held = {client.host: self._held_by_others(client) for client in self._agents.clients}
             try:
-                machines, split = self._usable_machines(), wants_split(self._options)
+                machines, split = self._usable_machines(), needs_separate_pipes(self._options)
                 plan = make_plan(self._request, argv, os.environ, machines, held, split, self._agents.by_name)
                 refused = {} if self._options.dry_run or self._options.share_gpus else self._lock(plan)
                 if not refused:
@@ -105,7 +105,7 @@ class Planner:
             return {}
         clients = self._agents.clients
         for client in clients:
-            gpus = {gpu.uuid for rank in plan.places if rank.host == client.host for gpu in rank.cards}
+            gpus = {gpu.uuid for rank in plan.places if rank.host == client.host for gpu in rank.all_gpus}
             client.say({"do": "lock", "gpus": sorted(gpus - set(self._lent_to_us(client)))})
         self._agents.wait_for_all("locked")
         refused: dict[str, str] = {}

@@ -26,7 +26,7 @@ _BAD_OUTCOMES = ("dead", "hung", "wrong", "absent")
 
 def check_machine(options: RunOptions, plan: RunPlan, machine: Machine) -> list[str]:
     """Run the fast checks on what the plan uses, and return warnings. A failure that would end the job is a Refusal."""
-    uuids = {gpu.uuid for rank in plan.places for gpu in rank.cards}
+    uuids = {gpu.uuid for rank in plan.places for gpu in rank.all_gpus}
     used = replace(machine, gpus=tuple(gpu for gpu in machine.gpus if gpu.uuid in uuids))
     runs_dir = layout.runs_root(options.runs_dir, os.environ, write=True)
     environment = {name: os.environ[name] for name in KNOWN_VARIABLES if name in os.environ}

@@ -11,7 +11,7 @@ from stoker.contract import layout
 from stoker.contract.errors import EX_USAGE, Refusal
 from stoker.contract.masking import mask_text
 from stoker.control.launch.console import SMALL, Console, LineCutter, LogLines
-from stoker.control.launch.torchrun_files import TorchrunLogs, torch_report
+from stoker.control.launch.torchrun_files import TorchrunLogs, make_torch_report
 from stoker.control.plan.options import RunOptions
 from stoker.control.plan.run_plan import RankPlan, RunPlan
 from stoker.control.record.run_writer import RunWriter
@@ -41,7 +41,7 @@ def _parse_stream(text: str) -> int:
     return stream
 
 
-def wants_split(options: RunOptions) -> bool:
+def needs_separate_pipes(options: RunOptions) -> bool:
     """Return whether stdout and stderr need a pipe each. One pipe for both keeps their order exactly."""
     if options.redirects or options.tee or options.show == "errors":
         return True
@@ -54,7 +54,7 @@ def _has_two_targets() -> bool:
     return (out.st_dev, out.st_ino) != (err.st_dev, err.st_ino)
 
 
-def line_prefix(options: RunOptions, rank: RankPlan) -> bytes:
+def make_line_prefix(options: RunOptions, rank: RankPlan) -> bytes:
     if options.log_line_prefix_template:
         from string import Template
 
@@ -71,7 +71,7 @@ class RankOutput:
         """`recipe`: the script is one of Stoker's, whose lines can be shortened."""
         self._options = options
         self._console = console
-        self._recipe = recipe
+        self._is_recipe = recipe
         has_logs = options.log_dir not in (None, "", os.devnull)
         self._logs = TorchrunLogs(options.log_dir or "", options.rdzv_id or run_id) if has_logs else None
         # Only the ranks write to a stdout that is a pipe or file of its own.
@@ -104,7 +104,7 @@ class RankOutput:
         self._has_several_hosts = len({rank.host for rank in plan.places}) > 1
         self._is_alone = len(plan.places) == 1
         prefixed = plan.places if options.prefix != "never" else ()
-        self._prefixes = {rank.rank: line_prefix(options, rank) for rank in prefixed}
+        self._prefixes = {rank.rank: make_line_prefix(options, rank) for rank in prefixed}
         # A single rank's stdout that goes to a pipe or file of its own is data (`| jq`): as it is, unless prefixed.
         no_prefix = options.prefix == "never" or (
             options.prefix == "auto" and not self._tee.get(plan.ranks.start, 0) & 1
@@ -170,7 +170,7 @@ class RankOutput:
 
     def keep_error(self, record: RunWriter, rank: int, rank_error: dict[str, Any]) -> None:
         """Write a rank's exception, as the record has it, to torchrun's log folder."""
-        report = torch_report(rank_error) if self._logs is not None else None
+        report = make_torch_report(rank_error) if self._logs is not None else None
         if self._logs is not None and report is not None:
             self._logs.write_error(record, rank, report)
 
@@ -201,7 +201,7 @@ class RankOutput:
         cutter = self._cutters.get((rank, stream))
         if cutter is None:
             cutter = self._cutters[rank, stream] = self._make_cutter(rank, target)
-        if self._console.full and len(data) > SMALL:  # count lines that can't be shown instead of cutting them
+        if self._console.is_full and len(data) > SMALL:  # count lines that can't be shown instead of cutting them
             cut = data.rfind(b"\n") + 1
             if cut:
                 self._console.skip(target, data.count(b"\n"))
@@ -213,7 +213,7 @@ class RankOutput:
 
     def _make_cutter(self, rank: int, target: int) -> LineCutter:
         prefix = self._prefixes.get(rank, b"")
-        if not self._recipe or not self._console.terminal(target):
+        if not self._is_recipe or not self._console.is_terminal(target):
             return LineCutter(prefix)
         from stoker.control.launch.short_lines import ShortLines
 

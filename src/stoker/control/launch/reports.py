@@ -27,7 +27,7 @@ def stop_watching(attempt: Attempt, record: RunWriter, log: Callable[..., None],
     """Report a failure of the watcher. It must not end what it watches: the job continues."""
     import traceback
 
-    attempt.unwatched = True
+    attempt.watch_failed = True
     record.event("watch-failed", traceback="".join(traceback.format_exception(problem)))
     failure = f"watching failed ({type(problem).__name__}: {problem})"
     log(f"stoker: {failure}: the job continues without it; events.jsonl has the traceback", color=WARNING)
@@ -61,7 +61,7 @@ class ReportHandler:
 
     def _feed_watcher(self, feed: Callable[..., None], *args: Any) -> None:
         """Call a method of the watcher, and go on without one if it fails."""
-        if self._attempt.unwatched:
+        if self._attempt.watch_failed:
             return
         try:
             feed(*args)
@@ -72,12 +72,12 @@ class ReportHandler:
 
     def _on_up(self, host: str, message: protocol.Message) -> None:
         attempt, record, rank = self._attempt, self._record, message["rank"]
-        attempt.up[rank] = message["pid"]
+        attempt.pids[rank] = message["pid"]
         fields = pick_fields(attempt.plan.place(rank), "rank", "role", "label")
         record.event("rank-up", **fields, pid=message["pid"], attempt=attempt.number, on=host or None)
         # A rank that prints nothing has an empty log. It comes after the event, which has the log's label.
         record.output(layout.rank_log(record.dir, attempt.number, rank), b"")
-        if len(attempt.up) == attempt.expected:  # now there is time to look up versions and the git revision
+        if len(attempt.pids) == attempt.expected:  # now there is time to look up versions and the git revision
             description = run_json.enrich(record.dir, self._request, attempt.plan)
             record.save(os.path.join(record.dir, layout.RUN), description, durable=False)
 
@@ -91,7 +91,7 @@ class ReportHandler:
         if error is not None:
             self._attempt.errors[message["rank"]] = error
             self._record.event("exception", rank=message["rank"], type=error.type, at=f"{error.file}:{error.line}")
-            self._feed_watcher(self._attempt.watch.failed, message["rank"], error.collectives, error_frames(error))
+            self._feed_watcher(self._attempt.watch.failed, message["rank"], error.collectives, frames_of_error(error))
 
     def _on_exit(self, host: str, message: protocol.Message) -> None:
         """Collect how a rank ended. Its texts are masked here: the agent has masked error and stack, `tail` the output."""
@@ -105,7 +105,7 @@ class ReportHandler:
             rank,
             host,
             attempt.label(rank),
-            attempt.up.get(rank, 0),
+            attempt.pids.get(rank, 0),
             error=error,
             tail=output.tail(rank),
             stack=stack,
@@ -117,7 +117,7 @@ class ReportHandler:
         self._feed_watcher(attempt.watch.ended, rank, code)
         if error is not None or stack or (code != 0 and message["calls"]):
             collectives = error.collectives if error is not None else ()
-            frames = error_frames(error) if error is not None else main_thread_frames(stack)
+            frames = frames_of_error(error) if error is not None else parse_main_thread_frames(stack)
             self._feed_watcher(attempt.watch.failed, rank, collectives, frames, message["calls"])
         record.event("rank-exit", rank=rank, code=end.code, steps=end.steps, ours=end.ours, attempt=attempt.number)
         if error is not None or message["elastic"]:
@@ -213,7 +213,7 @@ class ReportHandler:
         self._record.event("mark", rank=rank, name=name)
         self._feed_watcher(self._attempt.watch.said, rank, time.monotonic())
         if name == CAN_HALVE:  # no other mark is kept: a script may mark every step for weeks
-            self._attempt.abilities.add(CAN_HALVE)
+            self._attempt.capabilities.add(CAN_HALVE)
         if name == CHECKPOINT and rank == 0:
             self._attempt.checkpoints += 1
             self._attempt.checkpoint_at = time.time()
@@ -278,12 +278,12 @@ class ReportHandler:
             self._record.say(line)
 
 
-def error_frames(error: RankError) -> list[Any]:
+def frames_of_error(error: RankError) -> list[Any]:
     """Return where an exception was raised, as the only frame of a stack."""
     return [[error.function, error.file, error.line]] if error.file else []
 
 
-def main_thread_frames(stack: str) -> list[Any]:
+def parse_main_thread_frames(stack: str) -> list[Any]:
     """Return the main thread's frames in faulthandler's report."""
     return next((thread["frames"] for thread in parse_stacks(stack) if thread["main"]), [])
 

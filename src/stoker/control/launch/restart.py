@@ -53,7 +53,7 @@ class RestartState:
         """Return the verdict with what this attempt showed, and how to go on; None if the verdict is final."""
         if verdict.status != "failed":
             return verdict, None
-        failure = failure_key(verdict, attempt)
+        failure = make_failure_key(verdict, attempt)
         is_deterministic, self._last_failure = failure == self._last_failure, failure
         worked = max(attempt.steps.values(), default=0) >= SOME_STEPS or lived_s > LIVED_S
         self._quick_failures = 0 if worked else self._quick_failures + 1
@@ -91,7 +91,11 @@ class RestartState:
 
     def _halve_micro_batch(self, verdict: Verdict, attempt: Attempt) -> Restart | None:
         """Restart a recipe that ran out of GPU memory with half the micro-batch and the same global batch."""
-        if verdict.cause not in _OUT_OF_MEMORY or CAN_HALVE not in attempt.abilities or self._halvings >= MAX_HALVINGS:
+        if (
+            verdict.cause not in _OUT_OF_MEMORY
+            or CAN_HALVE not in attempt.capabilities
+            or self._halvings >= MAX_HALVINGS
+        ):
             return None
         self._halvings += 1
         self._last_failure = ()
@@ -111,7 +115,7 @@ def _final(verdict: Verdict, reason: str) -> tuple[Verdict, None]:
     return replace(verdict, retryable=False, evidence=(*verdict.evidence, reason)), None
 
 
-def failure_key(verdict: Verdict, attempt: Attempt) -> tuple[Any, ...]:
+def make_failure_key(verdict: Verdict, attempt: Attempt) -> tuple[Any, ...]:
     """Return what makes two failures the same: cause, place and step, but not the rank."""
     if verdict.rank is None or verdict.cause in _FROM_OUTSIDE:
         return (time.monotonic_ns(),)  # equal to no other

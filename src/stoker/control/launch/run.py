@@ -28,8 +28,8 @@ from stoker.control.launch.session import OnEnd, Session
 from stoker.control.launch.signals import Interrupted
 from stoker.control.machine.model import Gpu
 from stoker.control.plan import run_json
-from stoker.control.plan.rank_spec import HostTarget, common_environment, start_message
-from stoker.control.plan.request import Request, check_ranges, is_started_by_hand, rank_command, wanted_port
+from stoker.control.plan.rank_spec import HostTarget, make_common_environment, make_start_message
+from stoker.control.plan.request import Request, check_ranges, is_started_by_hand, rank_command, read_store_port
 from stoker.control.plan.run_dir import RunDir, discard_run_dir, open_run_dir
 from stoker.control.plan.run_plan import RunPlan
 from stoker.control.record.run_writer import RunWriter
@@ -128,7 +128,7 @@ class Run:
     # ---- before anything is started ----
 
     def _plan_dry_run(self, argv: list[str], run_dir: RunDir) -> RunPlan:
-        self._meet_agents(run_dir)
+        self._open_agents(run_dir)
         while True:
             try:
                 return self.planner.plan(argv)
@@ -140,7 +140,7 @@ class Run:
         """Plan, check and reserve everything that may be refused, then open the record. Starts no rank."""
         if self.options.metrics_port is not None:
             self.session.open_metrics_port(self.options.metrics_port)
-        self._meet_agents(run_dir)
+        self._open_agents(run_dir)
         while True:
             try:
                 plan = self.planner.plan(argv)
@@ -154,8 +154,8 @@ class Run:
                 if self.membership is None or not self.membership.start_without(missing):
                     raise
         notice = self._open_record(plan, run_dir)
-        if run_dir.elsewhere:
-            self.log(run_dir.elsewhere)
+        if run_dir.location_notice:
+            self.log(run_dir.location_notice)
         if self.options.quiet is False:
             # A role's job has printed what it continues from; a role that starts from scratch prints why.
             run_notice = "" if env_vars.JOB in os.environ and run_dir.reopened else run_dir.notice
@@ -166,11 +166,11 @@ class Run:
         self.session.report_start(run_dir)
         return plan, endpoint
 
-    def _meet_agents(self, run_dir: RunDir) -> None:
+    def _open_agents(self, run_dir: RunDir) -> None:
         if self.membership is not None:
-            self.membership.meet(run_dir)
+            self.membership.open_agents(run_dir)
         else:
-            self.agents.meet(run_dir)
+            self.agents.open_run(run_dir)
 
     def _check(self, plan: RunPlan, run_dir: RunDir) -> list[str]:
         """Return the warnings of the checks before the start. Raises Refusal if a rank could not work."""
@@ -194,14 +194,14 @@ class Run:
             self.output.replan(plan)
             return plan, Endpoint(address, port, interface)
         address = self.host_setup.master if self.host_setup else self.options.master_addr or "127.0.0.1"
-        return plan, Endpoint(*self.agents.reserve(address, *wanted_port(self.request)))
+        return plan, Endpoint(*self.agents.reserve(address, *read_store_port(self.request)))
 
     def _open_record(self, plan: RunPlan, run_dir: RunDir) -> str:
         self.record = RunWriter(run_dir.dir, os.uname().nodename, run_dir.reopened)
-        unshared = self.host_setup.unshared if self.host_setup is not None else None
+        copy_commands = self.host_setup.copy_commands if self.host_setup is not None else None
         machines, start_time = self.agents.machines, self.session.start_time
         notice = self.record.begin(
-            run_json.describe(self.request, plan, run_dir, machines, start_time, unshared), run_dir.first_attempt
+            run_json.describe(self.request, plan, run_dir, machines, start_time, copy_commands), run_dir.first_attempt
         )
         self.session.record = self.record
         return notice
@@ -230,7 +230,7 @@ class Run:
             self.record.event("restart", attempt=number, **failure, wait_s=restart.wait_s, env=variables)
             self.log(f"stoker: {restart.line}", color=WARNING)
             if self.session.notifier is not None:
-                self.session.notifier.tell(verdict, "restarting", run_dir.dir)
+                self.session.notifier.send(verdict, "restarting", run_dir.dir)
             try:
                 next_attempt = self._plan_next(plan, verdict, restart)
             except Interrupted as stop:
@@ -257,14 +257,14 @@ class Run:
             host, machine = client.host, client.machine
             assert machine is not None
             by_role = {
-                role.name: common_environment(plan, role, self.options, os.environ, run_dir, machine.cores, host)
+                role.name: make_common_environment(plan, role, self.options, os.environ, run_dir, machine.cores, host)
                 for role in plan.roles
             }
             if self.host_setup is not None:
                 target = self.host_setup.target(host)
             else:
                 target = HostTarget(workdir=self._cwd, interface=endpoint.interface)
-            client.say(start_message(plan, self.options, number, target, os.environ, by_role, env))
+            client.say(make_start_message(plan, self.options, number, target, os.environ, by_role, env))
 
     def _supervise(self, attempt: Attempt) -> None:
         # Imported while the ranks start: no launch waits for it.
@@ -292,7 +292,7 @@ class Run:
         attempt.note_bad_numbers()
         verdict = judge(attempt.evidence(checkpoints.find_newest_checkpoint(run_dir.dir)))
         # Nobody noticed when a host was lost.
-        detected_s = None if verdict.cause == "host.lost" else attempt.detected_s(verdict)
+        detected_s = None if verdict.cause == "host.lost" else attempt.compute_detection_s(verdict)
         evidence = (*verdict.evidence, *attempt.notes)
         return replace(verdict, run=run_dir.id, attempt=attempt.number, detected_s=detected_s, evidence=evidence)
 
@@ -301,12 +301,12 @@ class Run:
     ) -> tuple[Verdict, Restart | None]:
         """Return the verdict with what this attempt showed, and how to go on; None if the verdict is final."""
         if self.membership is not None:
-            regroup = self.membership.regroup(verdict, attempt, run_dir.dir)
-            if regroup is not None:
-                return verdict, replace(regroup, env=restarts.env())
+            restart = self.membership.decide_regroup(verdict, attempt, run_dir.dir)
+            if restart is not None:
+                return verdict, replace(restart, env=restarts.env())
             if verdict.cause == "host.lost":
                 self.membership.settle()
-                verdict = self.membership.too_few(verdict)
+                verdict = self.membership.make_too_few_verdict(verdict)
         verdict, restart = restarts.decide(verdict, attempt, time.monotonic() - attempt.start_time)
         if self.membership is None and any(client.gone for client in self.agents.clients):
             restart = None  # the only agent is gone
@@ -352,8 +352,8 @@ class Run:
         changed = False
         while True:
             changed = membership.settle() or changed
-            if not membership.enough:
-                return membership.too_few(verdict)
+            if not membership.has_enough_hosts:
+                return membership.make_too_few_verdict(verdict)
             try:
                 if changed:
                     new_plan = self.planner.plan_again()
@@ -367,7 +367,7 @@ class Run:
                     membership.send_back(refusal.line)
                     changed = True
                     continue
-                line = f"with {membership.here}: {refusal.line}"
+                line = f"with {membership.host_count_text}: {refusal.line}"
                 return replace(verdict, retryable=False, evidence=(*verdict.evidence, line))
 
     def _adopt(self, plan: RunPlan) -> RunPlan:

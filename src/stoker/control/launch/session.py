@@ -134,9 +134,9 @@ class Session:
         variables = dict(word.split("=", 1) for word in self.options.env if "=" in word)
         learn_secrets(variables, (*self._args, self.options.notify or ""))
         if self.options.notify:
-            from stoker.control.launch.notify import secret_of
+            from stoker.control.launch.notify import find_secret_path
 
-            learn_secrets({"NOTIFY_TOKEN": secret_of(self.options.notify)})
+            learn_secrets({"NOTIFY_TOKEN": find_secret_path(self.options.notify)})
 
     def _notify(self, verdict: Verdict, what: str) -> None:
         """Notify a scheduler that reads torch's error file, and the receiver of --notify."""
@@ -146,7 +146,7 @@ class Session:
 
             write_launcher_error(verdict, run_dir, self.log)
         if self.notifier is not None:
-            self.notifier.tell(verdict, what, run_dir)
+            self.notifier.send(verdict, what, run_dir)
             self.notifier.close()
 
     # ---- what the execution uses ----
@@ -180,7 +180,7 @@ class Session:
     def print_run_dir(self, run_dir: RunDir) -> None:
         """Print where a dry run would record, and what its --name means, as a real start does."""
         if self.options.quiet is False:
-            for line in filter(None, (run_dir.elsewhere, *run_dir.notice.splitlines())):
+            for line in filter(None, (run_dir.location_notice, *run_dir.notice.splitlines())):
                 self.log(line)
 
     def print_plan(self, plan: RunPlan, run_dir: RunDir) -> None:
@@ -206,7 +206,7 @@ class Session:
         from_outside = verdict.status == "stopped" or verdict.cause == "host.lost"  # the program is not at fault
         resume = ""
         if not in_job and verdict.status != "completed":
-            resume = run_json.continue_command(request, run_dir, verdict)
+            resume = run_json.make_continue_command(request, run_dir, verdict)
             if not from_outside and not resume.startswith("stoker "):
                 resume = ""  # of a ladder, or of a program that called us: its command is not known
         run = run_record.load_run(run_dir.dir)

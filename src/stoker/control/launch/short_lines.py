@@ -32,10 +32,10 @@ class ShortLines:
 
         `recipe`: the lines are a recipe's. In other programs, such as `stoker serve`, only Stoker's own lines are known.
         """
-        self._prefix, self._steps, self._recipe = prefix, steps, recipe
+        self._prefix, self._steps, self._is_recipe = prefix, steps, recipe
 
     def __call__(self, line: bytes) -> bytes | None:
-        start = _RECIPE_LINE.match(line) if self._recipe else None
+        start = _RECIPE_LINE.match(line) if self._is_recipe else None
         if start is None:
             return self._wrap(line) if line.startswith(b"stoker: ") else line
         device = b" " if self._prefix else start[1] + start[2] + b": "
@@ -45,7 +45,7 @@ class ShortLines:
         if not self._steps:
             return None
         columns = min(shutil.get_terminal_size((MAX_COLUMNS, 24)).columns, MAX_COLUMNS) - len(self._prefix + device)
-        return device + step_line(text.decode("utf-8", "replace"), columns).encode()
+        return device + shorten_step_line(text.decode("utf-8", "replace"), columns).encode()
 
     def _wrap(self, line: bytes) -> bytes:
         columns = shutil.get_terminal_size((0, 24)).columns - len(self._prefix)
@@ -77,7 +77,7 @@ class RoleLines:
 
     def __init__(self, prefix: bytes, launcher_lines: LauncherLines, recipe: bool, hosts: Sequence[str] = ()) -> None:
         """`prefix` precedes each line and its rank's label. `hosts` are in rank order."""
-        self._prefix, self._launcher_lines, self._recipe = prefix, launcher_lines, recipe
+        self._prefix, self._launcher_lines, self._is_recipe = prefix, launcher_lines, recipe
         self._hosts = tuple(host.encode() for host in hosts)
         self._first_rank: tuple[int, int] | None = None  # host and local rank, of the ranks that have printed
 
@@ -87,12 +87,12 @@ class RoleLines:
             return self._launcher_lines(line)
         rank = self._hosts.index(label[1]) if label[1] in self._hosts else 0, int(label[2])
         self._first_rank = min(self._first_rank or rank, rank)
-        shorten = ShortLines(self._prefix + label[0], steps=rank == self._first_rank, recipe=self._recipe)
+        shorten = ShortLines(self._prefix + label[0], steps=rank == self._first_rank, recipe=self._is_recipe)
         text = shorten(line[label.end() :])
         return None if text is None else label[0] + text.replace(b"\n", b"\n" + label[0])
 
 
-def step_line(line: str, columns: int) -> str:
+def shorten_step_line(line: str, columns: int) -> str:
     """Return a step's line with as many of its fields as fit. Fields that are n/a are left out, and ETA comes last."""
     fields = [_shorten_field(text) for text in line.split(" | ") if not text.endswith(": n/a")]
     fields.sort(key=lambda field: field[0] == "ETA")

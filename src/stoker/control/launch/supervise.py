@@ -101,7 +101,7 @@ class Supervisor:
             if self._membership is not None:
                 self._membership.has_checkpoint = self._membership.has_checkpoint or attempt.checkpoints > 0
                 self._membership.update()
-                self._stop_for_returned_host(self._membership.returned)
+                self._stop_for_returned_host(self._membership.returned_host)
         self._history.close()
 
     def finish(self) -> None:
@@ -186,8 +186,8 @@ class Supervisor:
     def _abandon_unkillable_ranks(self) -> None:
         """Go on without ranks that SIGKILL does not end: one stuck in a driver or on a dead disk must not hold up the rest."""
         attempt = self._attempt
-        ranks = [rank for rank in attempt.up if rank not in attempt.ends]
-        names = ", ".join(rank_name(rank, f"{attempt.label(rank)}, pid {attempt.up[rank]}") for rank in ranks)
+        ranks = [rank for rank in attempt.pids if rank not in attempt.ends]
+        names = ", ".join(rank_name(rank, f"{attempt.label(rank)}, pid {attempt.pids[rank]}") for rank in ranks)
         if ranks:
             self._log(f"stoker: {names} can't be killed: stuck in the kernel; going on without", color=WARNING)
         attempt.stopping_hosts.update(rank.host for rank in attempt.plan.places)
@@ -208,7 +208,7 @@ class Supervisor:
         """Count ranks as stopped by us although nobody saw how they ended."""
         attempt = self._attempt
         for rank in ranks:
-            place, pid = attempt.plan.place(rank), attempt.up.setdefault(rank, 0)
+            place, pid = attempt.plan.place(rank), attempt.pids.setdefault(rank, 0)
             error = attempt.errors.get(rank)
             attempt.ends[rank] = RankExit(rank, place.host, place.label, pid, None, time.time(), ours=True, error=error)
 
@@ -236,7 +236,7 @@ class WatchReporter:
 
     def update(self) -> None:
         now = time.monotonic()
-        if self._attempt.stopping or self._attempt.unwatched or now - self._updated_at < WATCH_S:
+        if self._attempt.stopping or self._attempt.watch_failed or now - self._updated_at < WATCH_S:
             return
         self._updated_at = now
         try:
@@ -267,7 +267,7 @@ class WatchReporter:
     def _report_suspicion(self, stall: Stall, stops_in: float | None) -> None:
         attempt, record = self._attempt, self._record
         summary = hangs.summary(stall, attempt.label(stall.rank))
-        attempt.suspected_s = stall.silent_s
+        attempt.stall_detected_s = stall.silent_s
         fields = pick_fields(stall, "rank", "ranks", "waiting", "where", "step", "silent_s", "proof", "evidence")
         record.event("suspicion", attempt=attempt.number, cause=hangs.cause_of(stall), summary=summary, **fields)
         stacks = "\n".join(text for _, text in sorted(attempt.watch.text_of_stacks().items()))
@@ -291,7 +291,7 @@ class WatchReporter:
         """Return what will happen because of a stall, and when."""
         if stall.proof:
             return "it can't continue by itself" + ("; the job will be stopped" if stops_in is not None else "")
-        pid = self._attempt.up.get(stall.rank, 0) if stall.rank is not None and stall.kind == "stopped" else 0
+        pid = self._attempt.pids.get(stall.rank, 0) if stall.rank is not None and stall.kind == "stopped" else 0
         consequence = f"`kill -CONT {pid}` continues it; the job keeps running" if pid else "the job keeps running"
         if stops_in is not None:
             limit = f"--hang-timeout {format_duration(self._options.hang_timeout)}"
@@ -316,7 +316,7 @@ class WatchReporter:
             self._record.event("straggler-over", rank=rank, summary=line)
 
     def _report_early_exits(self) -> None:
-        early = self._attempt.exited_early(time.time(), EARLY_EXIT_S)
+        early = self._attempt.find_early_exits(time.time(), EARLY_EXIT_S)
         early = [rank for rank in early if rank not in self._reported_exits]
         if early:
             self._reported_exits.update(early)
@@ -347,13 +347,13 @@ class HistoryRecorder:
             self._write()
 
     def _write(self) -> None:
-        if self._attempt.unwatched or self._failed:
+        if self._attempt.watch_failed or self._failed:
             return
         self._written_at, self._has_points = time.monotonic(), True
         try:
-            from stoker.control.launch.history_points import history_point
+            from stoker.control.launch.history_points import make_history_point
 
-            self._record.moment(history_point(self._attempt, self._written_at))
+            self._record.moment(make_history_point(self._attempt, self._written_at))
         except Exception as problem:
             self._failed = True
             import traceback

@@ -31,7 +31,7 @@ from stoker.control.roles.job_plan import (
     choose_ports,
     describe_roles,
     digest_programs,
-    hosts_file,
+    make_hosts_file,
     make_run_plan,
 )
 from stoker.control.roles.placement import Placement, RankSlot, place_roles
@@ -91,7 +91,7 @@ class Job:
         except BaseException:
             discard_run_dir(run_dir)
             raise
-        for line in filter(None, (run_dir.elsewhere, run_dir.notice, notice, *resources.lines, *descriptions)):
+        for line in filter(None, (run_dir.location_notice, run_dir.notice, notice, *resources.lines, *descriptions)):
             self.log(line)
         self.session.report_start(run_dir)
         verdict = self._supervise(record, run_dir, slots, ports, environment)
@@ -132,7 +132,7 @@ class Job:
             self.options.max_restarts,
             environment,
             self._locks.handles,
-            draws_bars=console.terminal(2),
+            draws_bars=console.is_terminal(2),
         )
         return supervisor.run()
 
@@ -145,7 +145,7 @@ class Job:
             lines.append(f"{description}: {' '.join(mask_argv(role.argv))}")
             for rank in plan.places:
                 if rank.role == role.name:
-                    gpus = "; ".join(f"{gpu.name or 'GPU'} {gpu.uuid}" for gpu in rank.cards)
+                    gpus = "; ".join(f"{gpu.name or 'GPU'} {gpu.uuid}" for gpu in rank.all_gpus)
                     lines.append(f"  rank {rank.role_rank}  {rank.label}{f'  {gpus}' if gpus else ''}")
         lines.append(f"record: {os.path.relpath(run_dir.dir)}")
         self.session.console.say(1, "\n".join(map(escape, lines)))
@@ -173,7 +173,7 @@ class Job:
             return ""
         path = os.path.join(roles_dir, f"{spec.name}.hosts.json")
         os.makedirs(roles_dir, 0o700, exist_ok=True)
-        write_json(path, hosts_file(self.resources.cluster, slots))
+        write_json(path, make_hosts_file(self.resources.cluster, slots))
         return path
 
     def _lock_gpus(self, slots: Mapping[str, Sequence[RankSlot]], run_dir: RunDir) -> dict[str, str]:

@@ -17,7 +17,7 @@ from stoker.control.machine.model import Gpu
 from stoker.control.plan import request
 from stoker.control.plan.options import RunOptions
 from stoker.control.plan.request import Request
-from stoker.control.plan.run_changes import content_digests
+from stoker.control.plan.run_changes import digest_contents
 from stoker.control.plan.run_plan import RankPlan, RolePlan, RunPlan
 from stoker.control.roles.placement import GpuSlot, RankSlot, number_on_hosts
 from stoker.control.roles.role import AUTO, RoleSpec, is_stoker_train, split_command
@@ -73,7 +73,7 @@ def _check_training(spec: RoleSpec) -> None:
 def digest_programs(specs: Sequence[RoleSpec], options: RunOptions) -> tuple[tuple[str, str], ...]:
     """Return the digests of the roles' programs. A `stoker train` compares its own inputs when it starts."""
     requests = (_role_request(spec, options) for spec in specs if not is_stoker_train(spec.command))
-    return tuple(digest for role_request in requests for digest in content_digests(role_request))
+    return tuple(digest for role_request in requests for digest in digest_contents(role_request))
 
 
 def _role_request(spec: RoleSpec, options: RunOptions) -> Request:
@@ -136,7 +136,7 @@ def describe_roles(
     return lines
 
 
-def hosts_file(cluster: Hosts, slots: Sequence[RankSlot]) -> dict[str, Any]:
+def make_hosts_file(cluster: Hosts, slots: Sequence[RankSlot]) -> dict[str, Any]:
     """Return the content of a role's hosts file, with its share of the GPUs.
 
     The variables of the job's own hosts file are left out: they may hold secrets, and reach the role in another way.

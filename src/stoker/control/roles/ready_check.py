@@ -59,7 +59,7 @@ class ReadyWatch:
         self.problem_since = 0.0  # start of the first failed check in a row
         self.unhealthy = ""  # why, after it was ready
         self.checks = 0
-        self.served: tuple[ServedCounts | None, ...] = ()  # by replica, if the rule names a page of metrics
+        self.served_counts: tuple[ServedCounts | None, ...] = ()  # by replica, if the rule names a page of metrics
         self.run_dir = ""  # of the role, once it is known
         self._rule = rule
         self._addresses = addresses
@@ -73,12 +73,12 @@ class ReadyWatch:
     @property
     def max_check_s(self) -> float:
         """Longest time until a check that is asked for has ended: another may be running."""
-        return 2 * self._rule.answer if self._rule.kind == "http" else 2 * CONNECT_S
+        return 2 * self._rule.answer_timeout_s if self._rule.kind == "http" else 2 * CONNECT_S
 
     @property
     def repeats(self) -> bool:
         """Whether the checks continue after the role is ready."""
-        return self._rule.check > 0
+        return self._rule.check_interval_s > 0
 
     def read_line(self, line: bytes) -> None:
         """Look for the line of a `line` rule in the role's output."""
@@ -95,7 +95,7 @@ class ReadyWatch:
     def _watch(self) -> None:
         failed_checks = 0
         while True:
-            self._wake.wait(READY_CHECK_S if not self.ready.is_set() else self._rule.check)
+            self._wake.wait(READY_CHECK_S if not self.ready.is_set() else self._rule.check_interval_s)
             if self._closed.is_set():
                 return
             self._wake.clear()
@@ -111,13 +111,13 @@ class ReadyWatch:
                 failed_checks = 0
                 self.ready.set()
                 if self._rule.metrics:
-                    self.served = tuple(self._read_counts(host, port) for host, port in self._addresses)
+                    self.served_counts = tuple(self._read_counts(host, port) for host, port in self._addresses)
             elif self.ready.is_set():
                 failed_checks += 1
                 if failed_checks == MAX_FAILED_CHECKS:
                     self.unhealthy = problem
                     return
-            if self.ready.is_set() and not self._rule.check:
+            if self.ready.is_set() and not self._rule.check_interval_s:
                 return
 
     def _check(self) -> str:
@@ -169,7 +169,7 @@ class ReadyWatch:
     def _check_http(self, host: str, port: int) -> str:
         rule = self._rule
         url = f"{host}:{port}{rule.value}"
-        connection = http.client.HTTPConnection(host, port, timeout=rule.answer)
+        connection = http.client.HTTPConnection(host, port, timeout=rule.answer_timeout_s)
         started = time.monotonic()
         try:
             headers = {"Content-Type": "application/json"} if rule.body else {}

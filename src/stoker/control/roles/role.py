@@ -59,9 +59,9 @@ class ReadyRule:
     value: str  # path, file, text or mark
     body: str = ""  # http: JSON to post, so that the server must answer a real request
     contains: str = ""  # http: what the answer must contain
-    timeout: float = READY_S
-    check: float = CHECK_S  # seconds between health checks; 0: none
-    answer: float = ANSWER_S  # http: seconds after which an answer is too late
+    ready_timeout_s: float = READY_S
+    check_interval_s: float = CHECK_S  # seconds between health checks; 0: none
+    answer_timeout_s: float = ANSWER_S  # http: seconds after which an answer is too late
     metrics: str = ""  # path of a page that counts requests and tokens
 
     @property
@@ -105,7 +105,7 @@ class RoleSpec:
         return self.ready is not None if self.required is None else not self.required
 
     @property
-    def serves(self) -> bool:
+    def is_server(self) -> bool:
         """Whether other roles send it requests."""
         return self.ready is not None and self.ready.kind in ("port", "http")
 

@@ -54,18 +54,18 @@ class RoleProcess:
         self.child: subprocess.Popen[bytes] | None = None
         self.starts = 0
         self.started_at = 0.0
-        self.start_at = 0.0  # not earlier
+        self.earliest_start = 0.0  # not earlier
         self.ended_at = 0.0
         self.stop_signal = 0  # that we sent
         self.stop_reason = ""  # why we ended it, if the user did not ask for that
-        self.follows = ""  # a role that has moved: this one is restarted with that role's new addresses
-        self.stranded = ""  # why it can't leave a lost host
+        self.moved_dependency = ""  # a role that has moved: this one is restarted with that role's new addresses
+        self.stranded_reason = ""  # why it can't leave a lost host
         self.verdict: Verdict | None = None
         self.was_ready = False  # in this start
         self.quick_failures = 0  # in a row
         self.failures: list[tuple[float, Verdict]] = []  # time and verdict, newest last
         self.ready_watch: ReadyWatch | None = None
-        self.served: tuple[ServedCounts | None, ...] = ()  # as it was last recorded
+        self.served_counts: tuple[ServedCounts | None, ...] = ()  # as it was last recorded
         self.service_reason = ""  # why it turned out to be a service; kept when it is started again
         self._searched_bytes = 0  # size of its events when they were last searched for that
         self._placement = placement
@@ -169,7 +169,7 @@ class RoleProcess:
         if not self.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ""
         self.started_at, self.state, self.verdict = time.time(), STARTING, None
-        self.stop_signal, self.stop_reason, self.follows, self.was_ready = 0, "", "", False
+        self.stop_signal, self.stop_reason, self.moved_dependency, self.was_ready = 0, "", "", False
         self._last_lines.clear()
         run = self.find_record()
         self._former_verdict = _verdict_identity(run.dir) if run is not None else None
@@ -207,9 +207,9 @@ class RoleProcess:
     def _make_cutter(self, stream: int) -> LineCutter:
         """Return what makes console lines of its output. On a terminal they look as if the run had it to itself."""
         prefix, console = self._prefix, self._console
-        if not console.terminal(stream):
+        if not console.is_terminal(stream):
             return LineCutter(prefix)
-        launcher_lines = LauncherLines(console.in_colour(stream), lambda: console.columns(stream) - len(prefix))
+        launcher_lines = LauncherLines(console.uses_colour(stream), lambda: console.columns(stream) - len(prefix))
         hosts = list(dict.fromkeys(slot.host for slot in self.slots))
         return LineCutter(prefix, RoleLines(prefix, launcher_lines, is_stoker_train(self.spec.command), hosts))
 

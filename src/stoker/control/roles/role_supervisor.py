@@ -89,7 +89,7 @@ class RoleSupervisor:
                     return replace(self._outcome, run=self._run_id)
                 self._is_restarting = False
                 for role in self._roles.values():
-                    role.state, role.start_at = WAITING, 0.0
+                    role.state, role.earliest_start = WAITING, 0.0
             if self._is_ending:
                 self._stop_roles()
 
@@ -110,11 +110,11 @@ class RoleSupervisor:
 
     def _start_roles(self) -> None:
         """Start the roles whose turn has come: those they wait for are ready."""
-        if self._is_ending or self._blame.in_doubt:
+        if self._is_ending or self._blame.is_pending:
             return
         now = time.time()
         for role in self._roles.values():
-            if role.state != WAITING or role.start_at > now:
+            if role.state != WAITING or role.earliest_start > now:
                 continue
             if all(self._roles[name].is_ready for name in role.spec.after):
                 self._start(role)
@@ -169,14 +169,14 @@ class RoleSupervisor:
             role.state, role.was_ready = UP, True
             self._record.event("role-ready", role=role.name, seconds=round(waited, 3))
             self._log(f"✓ role {role.name} is ready after {format_duration(waited)}")
-        if watch.served != role.served and any(watch.served):
-            role.served = watch.served
-            replicas = [{"requests": one.requests, "tokens": one.tokens} if one else None for one in role.served]
+        if watch.served_counts != role.served_counts and any(watch.served_counts):
+            role.served_counts = watch.served_counts
+            replicas = [{"requests": one.requests, "tokens": one.tokens} if one else None for one in role.served_counts]
             self._record.event("role-served", role=role.name, replicas=replicas)
-        if role.state == STARTING and not role.stop_signal and waited > rule.timeout:
+        if role.state == STARTING and not role.stop_signal and waited > rule.ready_timeout_s:
             missing = rule.description.removeprefix("its ").removeprefix("an ").removeprefix("a ").removeprefix("the ")
             problem = f": {watch.problem}" if watch.problem else ""
-            role.stop_reason = f"it was not ready after {format_duration(rule.timeout)}: no {missing}{problem}"
+            role.stop_reason = f"it was not ready after {format_duration(rule.ready_timeout_s)}: no {missing}{problem}"
             role.send(signal.SIGTERM)
         if watch.unhealthy and not role.stop_signal:
             role.stop_reason = f"it no longer answers: {watch.unhealthy}"
@@ -223,10 +223,12 @@ class RoleSupervisor:
         self._record.event("role-end", role=role.name, **fields, summary=verdict.summary)
         if self._is_run_dir_replaced() or self._is_ending:
             self._update_outcome()
-        elif role.follows and (verdict.status == "stopped" or (verdict.status == "failed" and is_echo(verdict))):
-            self._log(f"stoker: role {role.name} is started again: {role.follows} has other addresses now")
+        elif role.moved_dependency and (
+            verdict.status == "stopped" or (verdict.status == "failed" and is_echo(verdict))
+        ):
+            self._log(f"stoker: role {role.name} is started again: {role.moved_dependency} has other addresses now")
             self._record.event("role-restart", role=role.name, cause="host.lost", wait_s=0.0)
-            role.state, role.start_at = WAITING, 0.0
+            role.state, role.earliest_start = WAITING, 0.0
         elif verdict.status == "completed" and role.spec.restart != ALWAYS:
             self._log(f"✓ role {role.name}: {verdict.summary}")
             self._update_outcome()
@@ -246,7 +248,7 @@ class RoleSupervisor:
         ended, self._unreported_ends = self._unreported_ends, []
         if self._is_ending:
             return
-        for server in (role for role in ended if role.spec.serves and role.state == ENDED):
+        for server in (role for role in ended if role.spec.is_server and role.state == ENDED):
             clients = [role.name for role in self._running() if server.name in role.spec.after]
             if clients:
                 line = f"role {server.name} has ended with exit code 0 while {' and '.join(clients)} may still need it"
@@ -264,7 +266,7 @@ class RoleSupervisor:
         same = 0
         if verdict.cause not in _FROM_OUTSIDE:
             same = sum(failure.cause == verdict.cause for _, failure in role.failures)
-        is_final = verdict.status == "refused" or verdict.cause.startswith(_STOP_RULES) or bool(role.stranded)
+        is_final = verdict.status == "refused" or verdict.cause.startswith(_STOP_RULES) or bool(role.stranded_reason)
         if role.spec.restart == ALWAYS:
             if not is_final and same < LOOP_FAILURES:
                 self._restart(role, verdict, now)
@@ -297,7 +299,7 @@ class RoleSupervisor:
         delay = f" in {wait:.0f} s" if wait else ""
         self._log(f"stoker: role {role.name}: {verdict.summary}; starting it again{delay}", color=WARNING)
         self._record.event("role-restart", role=role.name, cause=verdict.cause, wait_s=wait)
-        role.state, role.start_at = WAITING, now + wait
+        role.state, role.earliest_start = WAITING, now + wait
         if self._placement.is_on_lost_host(role.name):
             self._move(role, verdict)
 
@@ -312,12 +314,12 @@ class RoleSupervisor:
         if verdict.status == "refused" and role.starts > 1:
             host = next((slot.host for slot in role.slots if slot.host and slot.host in verdict.summary), "")
             if host:
-                summary = role.stranded or f"host {host} is lost: {verdict.summary}"
+                summary = role.stranded_reason or f"host {host} is lost: {verdict.summary}"
                 verdict = replace(launch_failures.of_role("host.lost", summary, (verdict.summary,)), host=host)
         if host:
             self._placement.lose(host)
         elif verdict.status != "refused":
-            role.stranded = ""
+            role.stranded_reason = ""
             self._placement.regain(role.name)
         return verdict
 
@@ -325,7 +327,7 @@ class RoleSupervisor:
         """Move a role to other hosts. If there is no place it is tried once more: an agent may die on a host that lives."""
         addresses = role.addresses
         obstacle = self._placement.move(role.spec)
-        role.stranded = f"{verdict.summary}; {obstacle}" if obstacle else ""
+        role.stranded_reason = f"{verdict.summary}; {obstacle}" if obstacle else ""
         if obstacle:
             self._log(f"stoker: role {role.name} stays where it was: {obstacle}", color=WARNING)
             return
@@ -334,7 +336,7 @@ class RoleSupervisor:
         self._log(f"stoker: role {role.name} moves: it is on {' and '.join(hosts)} now")
         for client in self._running():
             if role.name in client.spec.after and role.addresses != addresses and not client.stop_signal:
-                client.follows = role.name
+                client.moved_dependency = role.name
                 client.send(signal.SIGTERM)
 
     # ---- the end of the job ----
