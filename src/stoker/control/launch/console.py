@@ -1,7 +1,7 @@
-"""The console of a run: a thread writes, so that a slow or dead terminal never holds up the run.
+"""Writes the console of a run in a thread, so that a slow or closed terminal never holds up the run.
 
-What the console can't take in time is skipped in whole lines, which are counted and reported; the ranks' files have
-everything. The second half makes whole, prefixed console lines, and lines of the log files, from a rank's bytes.
+Whole lines that the console can't take in time are skipped, counted and reported. The ranks' files have everything.
+The second half of this module cuts a rank's output into prefixed console lines and lines of the log files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stoker.contract.text import escape_lines
 
 MAX_QUEUED = 24 << 20  # bytes
 RESERVE = 2 << 20  # bytes for small pieces, such as lines of other ranks, when a flooding rank has filled the queue
-SMALL = 16 << 10
+SMALL = 16 << 10  # bytes of a small piece
 PIECE_COST = 256  # bytes that a queued piece takes besides its own
 # What arrives within this time after a write goes out together with the next one: a thread that woke for every line of
 # 512 ranks would cost the main thread more than the lines do.
@@ -39,7 +39,7 @@ class Console:
         self._terminal = {stream: os.isatty(fd) and knows_codes for stream, fd in self._fds.items()}
         self._colours = {stream: terminal and wants_colour() for stream, terminal in self._terminal.items()}
         self._target = {stream: _target_of(fd) for stream, fd in self._fds.items()}
-        # By target, what matters of its unfinished line: empty, text, or something that ends with or contains \r.
+        # By target: the end of its unfinished line, with a \r before it if the line is a progress bar.
         self._unfinished: dict[object, bytes] = {}
         self._queue: deque[tuple[int, bytes, bool]] = deque()
         self._size = 0
@@ -62,7 +62,7 @@ class Console:
         return self._colours[stream]
 
     def columns(self, stream: int) -> int:
-        """Return the terminal's current width; 0 if there is no terminal or it does not tell."""
+        """Return the terminal's current width, or 0 if it is unknown."""
         if not self._terminal[stream]:
             return 0
         try:
@@ -90,7 +90,7 @@ class Console:
                 self._ready.notify()
 
     def say(self, stream: int, text: str, colour: str = "") -> None:
-        """Queue lines of Stoker's own. They quote foreign text: secrets are masked and control codes escaped."""
+        """Queue lines of Stoker. They may quote other programs: secrets are masked and control codes escaped."""
         text = wrap_text(escape_lines(mask_text(text)), self.columns(stream))
         self.put(stream, (colour_text(text, colour) if self._colours[stream] else text).encode() + b"\n", own=True)
 
@@ -100,7 +100,7 @@ class Console:
             self._skip(stream, lines)
 
     def settle(self, seconds: float = 2.0) -> None:
-        """Wait until everything is written, but not longer than this for a console that is stuck."""
+        """Wait until everything is written, or until `seconds` are over."""
         deadline = time.monotonic() + seconds
         while self._size and time.monotonic() < deadline:
             with self._ready:
@@ -118,7 +118,7 @@ class Console:
         size, deadline = self._size, time.monotonic() + seconds
         while self._thread.is_alive() and time.monotonic() < deadline:
             self._thread.join(0.02)
-            if self._size < size:  # it moves: a slow console gets more time than a stuck one
+            if self._size < size:  # the queue shrinks: a slow console gets more time than a stuck one
                 size, deadline = self._size, time.monotonic() + seconds
         return self._skipped_total
 
@@ -191,21 +191,21 @@ class Console:
 
 
 def _target_of(fd: int) -> object:
-    """Return what two streams have in common if they go to one terminal, file or pipe, and so share a line."""
+    """Return a key that is equal for streams to the same terminal, file or pipe: they share an unfinished line."""
     try:
         status = os.fstat(fd)
-    except OSError:  # closed by the program that started us
+    except OSError:  # the parent process closed it
         return fd
     return status.st_dev, status.st_ino, status.st_rdev
 
 
 # ---- lines of a rank, for the console and for its log. Pure ----
 
-MAX_LINE = 32 << 20  # bytes; a longer line is shown in pieces, because memory is finite
-_MAX_BAR = 1 << 20  # bytes; what is longer is no progress bar
-_RECIPE_START = b"INFO | ["  # of the lines that are shortened as a whole
+MAX_LINE = 32 << 20  # bytes; a longer line is shown in pieces, to bound the memory
+_MAX_BAR = 1 << 20  # bytes; longer text is no progress bar
+_RECIPE_START = b"INFO | ["  # begins the lines that are shortened as a whole
 _RECORD = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
-# Colours, cursor moves, titles.
+# Terminal codes for colours, cursor moves and titles.
 _CODES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
 
 
@@ -213,15 +213,15 @@ class LineCutter:
     """Makes console lines of one stream of a rank. A carriage return ends a line too (progress bars), unless \\n follows."""
 
     def __init__(self, prefix: bytes, shorten: Callable[[bytes], bytes | None] | None = None) -> None:
-        """`shorten` maps a whole line, without its end, to what is shown in its place; None if nothing is."""
+        """`shorten` maps a line without its newline to the text to show, or to None to hide it."""
         self.prefix = prefix
-        self.mid_line = False  # an unfinished line has been shown: what follows continues it
+        self.mid_line = False  # an unfinished line has been shown, and the next bytes continue it
         self._shorten = shorten
         self._rest = bytearray()
         self._in_bar = False  # the unfinished line is the next state of a progress bar
 
     def feed(self, data: bytes) -> bytes:
-        """Return the finished lines, each with its prefix. Unfinished ones wait for their end."""
+        """Return the finished lines, each with its prefix, and keep the unfinished rest."""
         cut = max(data.rfind(b"\n"), data.rfind(b"\r", 0, max(len(data) - 1, 0))) + 1  # a last \r may be half of \r\n
         if cut:
             lines = bytes(self._rest + data[:cut])
@@ -250,7 +250,7 @@ class LineCutter:
         self.mid_line = False
 
     def partial(self) -> bytes:
-        """Return the unfinished line as it is, for a rank that has the console to itself (prompts, progress)."""
+        """Return the unfinished line, for the prompts and progress of a rank that alone uses the console."""
         is_shortened = self._shorten is not None and not self.mid_line
         if is_shortened and self._rest.lstrip(b"\r").startswith(_RECIPE_START):
             return b""

@@ -79,8 +79,8 @@ def _gpu_row(attempt: Attempt, host: str, uuid: str) -> dict[str, Any]:
 def _host_row(attempt: Attempt, host: str) -> dict[str, Any]:
     if host not in attempt.gauges:
         return {}
-    heard, gauges = attempt.gauges[host]
-    return {"heard": round(heard, 3), **{name: _to_number(name, value) for name, value in gauges["host"].items()}}
+    received_at, gauges = attempt.gauges[host]
+    return {"heard": round(received_at, 3), **{name: _to_number(name, value) for name, value in gauges["host"].items()}}
 
 
 def _to_number(name: str, value: Any) -> Any:

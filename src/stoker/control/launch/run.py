@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # a run on one machine loads none of these
 
 @frozen
 class Endpoint:
-    """Where the ranks of an attempt meet: the store of rank 0."""
+    """The address of rank 0's store, at which the ranks of an attempt find each other."""
 
     address: str
     port: int
@@ -60,7 +60,7 @@ def launch(
 ) -> int:
     """Run the request to its verdict and return the exit code. `on_end` is called if the run was started.
 
-    `hosts` are those of a run on several; without them the run is on this machine, through `link`.
+    `hosts` are set for a run on several hosts. Without them the run is on this machine, whose agent `link` connects to.
     """
     session = Session(request, report, on_end)
     return session.run(lambda: Run(request, session, link, hosts))
@@ -157,7 +157,7 @@ class Run:
         if run_dir.location_notice:
             self.log(run_dir.location_notice)
         if self.options.quiet is False:
-            # A role's job has printed what it continues from; a role that starts from scratch prints why.
+            # A role that continues prints no notice, because its job has printed it.
             run_notice = "" if env_vars.JOB in os.environ and run_dir.reopened else run_dir.notice
             for line in filter(None, (*run_notice.splitlines(), notice, *plan.lines)):
                 self.log(line)
@@ -193,23 +193,23 @@ class Run:
             plan, (address, port), interface = join_nodes(self.agents, self.request, plan, self.log)
             self.output.replan(plan)
             return plan, Endpoint(address, port, interface)
-        address = self.host_setup.master if self.host_setup else self.options.master_addr or "127.0.0.1"
+        address = self.host_setup.master_address if self.host_setup else self.options.master_addr or "127.0.0.1"
         return plan, Endpoint(*self.agents.reserve(address, *read_store_port(self.request)))
 
     def _open_record(self, plan: RunPlan, run_dir: RunDir) -> str:
+        """Open the record and return its notice for the console, or ""."""
         self.record = RunWriter(run_dir.dir, os.uname().nodename, run_dir.reopened)
         copy_commands = self.host_setup.copy_commands if self.host_setup is not None else None
         machines, start_time = self.agents.machines, self.session.start_time
-        notice = self.record.begin(
-            run_json.describe(self.request, plan, run_dir, machines, start_time, copy_commands), run_dir.first_attempt
-        )
+        description = run_json.describe(self.request, plan, run_dir, machines, start_time, copy_commands)
+        notice = self.record.begin(description, run_dir.first_attempt)
         self.session.record = self.record
         return notice
 
     # ---- attempts ----
 
     def _run_attempts(self, plan: RunPlan, endpoint: Endpoint, run_dir: RunDir) -> Verdict:
-        """Make attempts until a verdict is final, and return that."""
+        """Make attempts until a verdict is final, and return it."""
         from stoker.control.launch.restart import RestartState
 
         number = run_dir.first_attempt
@@ -247,7 +247,7 @@ class Run:
         plan, number = attempt.plan, attempt.number
         self.record.attempt(number)
         self.output.begin(number)
-        # Not before: what the agents still report of the previous attempt belongs to that one.
+        # Not set earlier: until now the agents' reports belong to the previous attempt.
         self.agents.on_report = ReportHandler(attempt, self.request, self.record, self.output, self.log).handle
         store = {"master_addr": endpoint.address, "master_port": endpoint.port}
         self.record.event("attempt", attempt=number, world_size=plan.world_size, **store, hosts=list(plan.hosts))
@@ -291,7 +291,7 @@ class Run:
 
         attempt.note_bad_numbers()
         verdict = judge(attempt.evidence(checkpoints.find_newest_checkpoint(run_dir.dir)))
-        # Nobody noticed when a host was lost.
+        # The time at which a host was lost is unknown.
         detected_s = None if verdict.cause == "host.lost" else attempt.compute_detection_s(verdict)
         evidence = (*verdict.evidence, *attempt.notes)
         return replace(verdict, run=run_dir.id, attempt=attempt.number, detected_s=detected_s, evidence=evidence)
@@ -299,13 +299,13 @@ class Run:
     def _decide(
         self, verdict: Verdict, attempt: Attempt, restarts: RestartState, run_dir: RunDir
     ) -> tuple[Verdict, Restart | None]:
-        """Return the verdict with what this attempt showed, and how to go on; None if the verdict is final."""
+        """Return the verdict with the evidence of this attempt, and the restart, or None if the verdict is final."""
         if self.membership is not None:
             restart = self.membership.decide_regroup(verdict, attempt, run_dir.dir)
             if restart is not None:
                 return verdict, replace(restart, env=restarts.env())
             if verdict.cause == "host.lost":
-                self.membership.settle()
+                self.membership.update_agents()
                 verdict = self.membership.make_too_few_verdict(verdict)
         verdict, restart = restarts.decide(verdict, attempt, time.monotonic() - attempt.start_time)
         if self.membership is None and any(client.gone for client in self.agents.clients):
@@ -315,7 +315,7 @@ class Run:
     # ---- between attempts ----
 
     def _plan_next(self, plan: RunPlan, verdict: Verdict, restart: Restart) -> tuple[RunPlan, Endpoint] | Verdict:
-        """Wait, and return the next attempt's plan with a fresh port; or the final verdict if it can't be planned."""
+        """Wait, and return the next attempt's plan with a fresh port, or the final verdict if it can't be planned."""
         self.agents.pause(restart.wait_s)
         if restart.probe:
             tested = self._test_failed_gpu(plan, verdict)
@@ -348,10 +348,10 @@ class Run:
     def _plan_with_current_hosts(
         self, plan: RunPlan, verdict: Verdict, membership: Membership, host_setup: HostSetup
     ) -> tuple[RunPlan, Endpoint] | Verdict:
-        """Plan for the hosts that are there now. Returns a verdict if they are too few."""
+        """Plan for the hosts that are present now. Returns a verdict if they are too few."""
         changed = False
         while True:
-            changed = membership.settle() or changed
+            changed = membership.update_agents() or changed
             if not membership.has_enough_hosts:
                 return membership.make_too_few_verdict(verdict)
             try:
@@ -361,10 +361,10 @@ class Run:
                     plan = self._adopt(new_plan)
                 return self._reserve(plan)
             except UnusableHosts as gone:
-                membership.lose(gone)
+                membership.mark_lost(gone)
             except Refusal as refusal:
                 if membership.joined:
-                    membership.send_back(refusal.line)
+                    membership.exclude_joined(refusal.line)
                     changed = True
                     continue
                 line = f"with {membership.host_count_text}: {refusal.line}"
