@@ -55,7 +55,7 @@ def refused(stoker: Stoker, *args: str, code: int, says: str, lines: int = 1, en
         (["--wait", "soon", "ok.py"], 64, "not a duration"),
         (["--init-slots", "0", "ok.py"], 64, "from 1 up"),
         (["--show", "5", "ok.py"], 64, "ranks from 0 to 0"),
-        (["--redirects", "7", "ok.py"], 64, "names no streams"),
+        (["--redirects", "7", "ok.py"], 64, "--redirects and --tee must be"),
         (["--env", "1X=2", "ok.py"], 64, "NAME=VALUE"),
         (["--env", "NOT_SET_HERE", "ok.py"], 64, "not set here"),
         (["--name", "a/b", "ok.py"], 64, "name of a folder"),
@@ -460,6 +460,6 @@ def test_exclude_bad_leaves_a_dead_gpu_out(stoker: Stoker) -> None:
         "1,2,4,8",
         script,
         code=69,
-        says="3 ranks, and the job takes 1, 2, 4, 8; use --nproc-per-node 2",
+        says="the plan has 3 ranks, but --legal-ranks allows 1, 2, 4, 8; use --nproc-per-node 2",
         env=dead,
     )

@@ -258,7 +258,7 @@ def test_a_proof_of_another_meeting_is_worth_nothing(
     said = {"job": "job", "count": 2, "ranks": 1, "nonce": "n"}
     guest = connect(port)
     guest.sendall(json.dumps(said).encode() + b"\n")
-    proof = Secret(SECRET.encode()).proof("guest", said, read_json_line(guest)["challenge"])
+    proof = Secret(SECRET.encode()).make_proof("guest", said, read_json_line(guest)["challenge"])
     replay = connect(port)
     replay.sendall(json.dumps(said).encode() + b"\n")
     assert "challenge" in read_json_line(replay)
@@ -274,7 +274,7 @@ def test_the_other_sides_proof_can_not_be_sent_back(
     guest = connect(port)
     said = {"job": "job", "count": 2, "ranks": 1, "nonce": "n"}
     guest.sendall(json.dumps(said).encode() + b"\n")
-    proof = Secret(SECRET.encode()).proof("host", said, read_json_line(guest)["challenge"])
+    proof = Secret(SECRET.encode()).make_proof("host", said, read_json_line(guest)["challenge"])
     guest.sendall(json.dumps({"proof": proof}).encode() + b"\n")
     assert "refused" in read_json_line(guest)
 
@@ -295,9 +295,9 @@ def test_a_machine_that_does_not_know_the_secret_hands_out_no_numbers(
                 connection.sendall(b'{"challenge": "c"}\n')
                 lines.readline()
             if fake == "wrong":
-                answer["proof"] = Secret(OTHER.encode()).proof("host", {**said, **answer}, "c")
+                answer["proof"] = Secret(OTHER.encode()).make_proof("host", {**said, **answer}, "c")
             elif fake == "another answer":
-                answer["proof"] = Secret(SECRET.encode()).proof("host", {**said, **answer, "port": 30000}, "c")
+                answer["proof"] = Secret(SECRET.encode()).make_proof("host", {**said, **answer, "port": 30000}, "c")
             connection.sendall(json.dumps(answer).encode() + b"\n")
             lines.readline()
 
@@ -311,20 +311,20 @@ def test_a_machine_that_does_not_know_the_secret_hands_out_no_numbers(
 
 @pytest.mark.parametrize("proof", [None, 7, "", "x" * 64, "é" * 32, ["a"], True])
 def test_no_other_proof_fits(proof: Any) -> None:
-    assert not Secret(SECRET.encode()).fits(proof, "guest", {"a": 1}, "c")
+    assert not Secret(SECRET.encode()).verifies(proof, "guest", {"a": 1}, "c")
 
 
 def test_the_secret_may_be_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text(SECRET + "\n")
     secret = find_secret({"STOKER_RDZV_SECRET_FILE": str(file)})
-    assert secret is not None and secret.proof("guest", {}, "c") == Secret(SECRET.encode()).proof("guest", {}, "c")
+    assert secret is not None and secret.make_proof("guest", {}, "c") == Secret(SECRET.encode()).make_proof("guest", {}, "c")
     assert find_secret({}) is None
     fifo = tmp_path / "pipe"
     os.mkfifo(fifo, 0o600)
     for environment, why in (
         ({"STOKER_RDZV_SECRET_FILE": str(file), "STOKER_RDZV_SECRET": SECRET}, "both set"),
-        ({"STOKER_RDZV_SECRET": "short"}, "can be guessed"),
+        ({"STOKER_RDZV_SECRET": "short"}, "is too short"),
         ({"STOKER_RDZV_SECRET_FILE": str(tmp_path / "none")}, "can't be read"),
         ({"STOKER_RDZV_SECRET_FILE": str(fifo)}, "can't be read"),
     ):

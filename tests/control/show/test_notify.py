@@ -180,7 +180,7 @@ def test_a_service_that_never_answers_is_given_up(hook: Hook, monkeypatch: pytes
     notifier = Notifier(f"{hook.at}/topic", told.append)
     notifier.send(Verdict("failed", "rank.exception", "x", 1), "ended", "")
     notifier.close()
-    assert told == ["stoker: --notify: ntfy did not answer within 2 s"]
+    assert told == ["stoker: --notify: ntfy did not respond within 2 s"]
 
 
 def test_nobody_there_and_a_bad_target(stoker: Stoker) -> None:

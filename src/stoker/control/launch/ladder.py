@@ -1,6 +1,6 @@
-"""The ladder: a script's imports one by one, then the script on one rank, half and all of them, for a few steps each.
+"""Runs the ladder: a script's imports one by one, then the script on 1, half and all ranks for a few steps each.
 
-Each rung with ranks is a `stoker run` in a process of its own, with its own record. The first rung that fails ends the
+Each rung with ranks is a separate `stoker run` with its own record. The first rung that fails ends the
 ladder.
 """
 
@@ -30,10 +30,10 @@ from stoker.control.plan.run_plan import default_name
 from stoker.control.record import run_index, run_record
 from stoker.control.verdict.launch_failures import lost
 
-IMPORTS, SINGLE, ALL = "imports", "single", "all"  # parts of the ladder that can be asked for
+IMPORTS, SINGLE, ALL = "imports", "single", "all"  # parts of the ladder that can be requested
 STEPS = 20
-MIN_EFFICIENCY = 0.8  # of one rank's steps/s: with less, more ranks are not worth it
-# Set for the ranks of a rung. It makes a rung a run with settings of its own, so that it never resumes an older one.
+MIN_EFFICIENCY = 0.8  # of one rank's steps/s; with less the throughput does not scale
+# Set for the ranks of a rung. Its value makes the rung's settings unique, so that no older rung is resumed.
 RUN_VARIABLE = "STOKER_LADDER"
 _VARIABLES = {"RUN_IMPORT_TEST": IMPORTS, "RUN_SINGLE_GPU_TEST": SINGLE}
 # Options that a rung decides itself, or that would make it something other than a short run in the foreground.
@@ -43,7 +43,7 @@ _NOT_PASSED = {"config", "detach", "dry_run", "gpu", "gpus", "json", "ladder", "
 
 @frozen
 class RungResult:
-    """What a rung with ranks showed, from its record. None: the script did not tell."""
+    """The measurements of a rung with ranks, from its record. None means that the script did not report the value."""
 
     ranks: int
     exit_code: int
@@ -86,10 +86,10 @@ class LadderReport:
 
 @frozen
 class LadderPlan:
-    """What the whole run would use."""
+    """The ranks and GPUs that the whole run would use."""
 
     world_size: int
-    uuids: tuple[str, ...]  # of each rank's GPU; empty for CPU ranks
+    uuids: tuple[str, ...]  # of each rank's GPU, or () for CPU ranks
     hides_gpus: bool  # CPU ranks on a machine with GPUs
 
 
@@ -99,7 +99,7 @@ def list_rungs(world_size: int) -> tuple[int, ...]:
 
 
 def parse_ladder_variables(environ: Mapping[str, str]) -> set[str]:
-    """Return the parts of the ladder that variables ask for."""
+    """Return the parts of the ladder that variables request."""
     return {
         part for name, part in _VARIABLES.items() if environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
     }
@@ -123,12 +123,12 @@ def format_flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def make_arguments(options: Mapping[str, Any], script: str, args: Sequence[str]) -> list[str]:
-    """Return a command line. argparse drops the first --, which must not be the script's own."""
+    """Return the arguments of `stoker run`. argparse drops the first --, which must not be one of the script's."""
     return [*format_flags(options), "--", script, *args]
 
 
 def make_rung_arguments(request: Request, plan: LadderPlan, ranks: int, steps: int, stamp: str) -> list[str]:
-    """Return the arguments of a rung's `stoker run`. It uses GPUs of the whole run, so that rungs can be compared."""
+    """Return the arguments of a rung's `stoker run`. It uses GPUs of the whole run, so that rungs are comparable."""
     options = request.options
     values = {name: getattr(options, name) for name in request.given - _NOT_PASSED}
     name = f"{(options.name or default_name(request))[:80]}-ladder-{ranks}"
@@ -143,7 +143,7 @@ def make_rung_arguments(request: Request, plan: LadderPlan, ranks: int, steps: i
 
 
 def measure_rung(ranks: int, exit_code: int, run: run_record.RunRecord | None) -> RungResult:
-    """Return what the record of a rung shows."""
+    """Return the measurements in the record of a rung."""
     if run is None:
         return RungResult(ranks, exit_code)
     attempt_time, host_used, host_total = 0.0, None, None
@@ -211,7 +211,7 @@ def format_memory_need(result: Scaling, world_size: int) -> str:
     line = f"memory {result.memory}: {plural(world_size, 'rank')} will need {needed}"
     if result.memory == "scales":
         return line
-    return f"{line}, and {format_bytes(result.memory_others)} of it is in use by others"
+    return f"{line}, and other processes use {format_bytes(result.memory_others)}"
 
 
 # ---- climbing ----
@@ -223,7 +223,7 @@ class Ladder:
     def __init__(self, request: Request, steps: int, log: Callable[[str], None]) -> None:
         limit = request.options.stop_after_steps
         if steps < 1:
-            raise Refusal(f"--steps {steps}: give a number from 1 up", EX_USAGE)
+            raise Refusal(f"--steps must be 1 or more, got {steps}", EX_USAGE)
         if request.options.hosts is not None:
             line = "the ladder runs on one machine: leave --hosts out and start it on each of them"
             raise Refusal(line, EX_USAGE, cause="launch.nodes")
@@ -237,15 +237,15 @@ class Ladder:
         self._climbed: list[RungResult] = []
         self._plan = LadderPlan(0, (), False)
 
-    def climb(self, wanted: Collection[str]) -> LadderReport:
-        """Try the wanted parts up to the first that fails. Raises Refusal for a program that can't start at all."""
+    def climb(self, parts: Collection[str]) -> LadderReport:
+        """Try these parts up to the first that fails. Raises Refusal for a program that can't start at all."""
         rank_command(self._request)
         with handled((*STOPS, signal.SIGTSTP), self._on_signal):
             rank_counts: tuple[int, ...] = ()
-            verdict = None if {SINGLE, ALL}.isdisjoint(wanted) else self._read_plan()
+            verdict = None if {SINGLE, ALL}.isdisjoint(parts) else self._read_plan()
             if verdict is None and self._plan.world_size:
-                rank_counts = list_rungs(self._plan.world_size) if ALL in wanted else (1,)
-            if verdict is None and not {IMPORTS, ALL}.isdisjoint(wanted):
+                rank_counts = list_rungs(self._plan.world_size) if ALL in parts else (1,)
+            if verdict is None and not {IMPORTS, ALL}.isdisjoint(parts):
                 verdict = try_imports(
                     self._request, self._python_flags, self._imports, self._log, lambda: self._stop_signal
                 )
@@ -308,16 +308,16 @@ class Ladder:
         return run.verdict or lost(run.id)
 
     def _run_stoker(self, words: list[str], logs_output: bool, hides_gpus: bool = False) -> tuple[int, bytes, str, int]:
-        """Run a `stoker run` to its end: (exit code, stdout, its last message, pid). Its messages are logged in any case."""
+        """Run a `stoker run` to its end. Returns (exit code, stdout, last message, pid). Its messages are always logged."""
         public, secret = split_secret_options(words)
-        resolved = TORCHRUN_VARIABLES | set(_VARIABLES)  # these are in the options already
+        resolved = TORCHRUN_VARIABLES | set(_VARIABLES)  # the options already have their values
         env = {name: value for name, value in os.environ.items() if name not in resolved} | secret
         if hides_gpus:
             env["CUDA_VISIBLE_DEVICES"] = ""
         message = ""
         with tempfile.TemporaryFile() as out:
             argv = stoker_command(["run", *public], self._python_flags)
-            # stdin is inherited: a first rung that read it would leave nothing for the others.
+            # stdin is not inherited: a first rung that read it would leave nothing for the others.
             with start_child(argv, env, out, subprocess.PIPE, signal.SIGTERM) as child:
                 self._child = child
                 try:

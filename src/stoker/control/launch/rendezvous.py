@@ -1,6 +1,6 @@
-"""Numbers machines that are started by hand: they meet at --rdzv-endpoint. Used by `control/plan/targets.py`.
+"""Numbers machines that are started by hand, in a rendezvous at --rdzv-endpoint. Used by `control/plan/targets.py`.
 
-The machine that has the address listens, numbers the others in the order in which they come, and tells each its
+The machine that has the address listens, numbers the others in the order of their connections, and sends each its
 number. Each message is one line of JSON:
 
     guest → {"job", "count", "ranks"}     → {"rank", "first", "world", "port", "nodes"}, or {"refused": why}
@@ -32,10 +32,10 @@ from stoker.contract.text import escape, parse_json
 from stoker.contract.units import format_duration, plural
 from stoker.control.plan.targets import NodeGroup, RendezvousConfig
 
-JOIN_TIMEOUT_S = 600.0  # as torchrun
+JOIN_TIMEOUT_S = 600.0  # torchrun's default, too
 RETRY_S = 0.5
 POLL_S = 0.1
-MAX_LINE = 4096  # bytes; a message of ours has a few hundred
+MAX_LINE = 4096  # bytes; a message has a few hundred
 MIN_SECRET = 16  # characters
 GUEST, HOST = "guest", "host"  # the sides of a proof
 _HELLO = {"job": "str", "count": "int", "ranks": "Count", "nonce?": "str"}
@@ -49,7 +49,7 @@ def join_machines(
     on_wait: Callable[[], None],
     log: Callable[[str], None],
 ) -> NodeGroup:
-    """Meet the other machines and return this one's place among them.
+    """Join the other machines and return this one's number and ranks among them.
 
     `store_port` reserves rank 0's store port, on the machine that becomes number 0. `on_wait` is called often while waiting.
     """
@@ -62,14 +62,14 @@ def join_machines(
     with socket.socket(family, kind) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(address)  # works only on the machine that has the address: it is number 0
+            listener.bind(address)  # works only on the machine with the address, which is number 0
             listener.listen(1024)
         except OSError:
             return _join(config, ranks, secret, address, family, deadline, on_wait, log)
         log(f"stoker: waiting at {config.address}:{config.port} for {_describe_others(config)}")
         with _Host(config, ranks, listener, secret, log) as host:
             host.wait(deadline, on_wait)
-            return host.number(store_port())
+            return host.number_machines(store_port())
 
 
 def _refusal(config: RendezvousConfig, why: str, code: int = EX_UNAVAILABLE) -> Refusal:
@@ -80,25 +80,25 @@ def _describe_others(config: RendezvousConfig) -> str:
     if config.max_count <= config.count:
         return f"{config.count - 1} more machine(s)"
     at_least = f"{config.count - 1} to " if config.count > 1 else "up to "
-    return f"{at_least}{config.max_count - 1} more machine(s), {format_duration(config.last_call_s)} after the last that is needed"
+    return f"{at_least}{config.max_count - 1} more machine(s), {format_duration(config.last_call_s)} after the last required one"
 
 
-# ---- the machine that listens ----
+# ---- the machine at the endpoint ----
 
 
 class _Guest:
-    """A connection: any program's until it has sent a hello, and with a secret the proof."""
+    """A connection. It may be any program's until it has sent a hello, and the proof if there is a secret."""
 
     def __init__(self, connection: socket.socket, address: str) -> None:
         self.connection = connection
         self.address = address
-        self.data = b""  # received and not yet read
+        self.data = b""  # received and not parsed yet
         self.hello: dict[str, Any] = {}
         self.challenge = ""
         self.accepted = False
 
     def send(self, message: dict[str, Any]) -> bool:
-        """Send a line. It fits into any socket's buffer; False: the guest is gone."""
+        """Send a line, which fits into any socket's buffer. Returns False if the guest is gone."""
         try:
             self.connection.send(json.dumps(message).encode() + b"\n")
         except OSError:
@@ -107,7 +107,7 @@ class _Guest:
 
 
 class _Host:
-    """Numbers the machines that come."""
+    """Accepts and numbers the machines that join."""
 
     def __init__(
         self,
@@ -133,9 +133,9 @@ class _Host:
         self._selector.close()
 
     def wait(self, deadline: float, on_wait: Callable[[], None]) -> None:
-        """Wait until as many machines as may come are here, or enough of them and the last call is over."""
+        """Wait until the maximum of machines has joined, or the minimum and the last call is over."""
         config = self._config
-        last_call_ends = 0.0  # 0: there are not enough yet
+        last_call_ends = 0.0  # 0: fewer than the minimum have joined
         while len(self._accepted) < max(config.max_count, config.count) - 1:
             on_wait()
             now = time.monotonic()
@@ -146,7 +146,7 @@ class _Host:
             elif now > last_call_ends:
                 return
             if not last_call_ends and now > deadline:
-                came = f"{len(self._accepted) + 1} of {config.count} machines came to {config.address}:{config.port}"
+                came = f"{len(self._accepted) + 1} of {config.count} machines joined at {config.address}:{config.port}"
                 raise Refusal(f"{came} within {format_duration(JOIN_TIMEOUT_S)}", EX_TEMPFAIL, cause="launch.nodes")
             for key, _ in self._selector.select(POLL_S):
                 if key.data is None:
@@ -157,7 +157,7 @@ class _Host:
     def _accept_connection(self) -> None:
         try:
             connection, address = self._listener.accept()
-        except OSError:  # it is gone already
+        except OSError:  # the guest is already gone
             return
         connection.setblocking(False)
         self._selector.register(connection, selectors.EVENT_READ, _Guest(connection, str(address[0])))
@@ -170,7 +170,7 @@ class _Host:
         except OSError:
             data = b""
         guest.data += data
-        # A guest that is gone may have been stopped, and comes again when it is started again.
+        # A guest that is gone may have been stopped. It joins again when it is restarted.
         if not data or len(guest.data) > MAX_LINE:
             self._drop(guest)
             return
@@ -182,7 +182,7 @@ class _Host:
     def _answer_guest(self, guest: _Guest, message: dict[str, Any]) -> None:
         if guest.challenge:
             assert self._secret is not None
-            if self._secret.fits(message.get("proof"), GUEST, guest.hello, guest.challenge):
+            if self._secret.verifies(message.get("proof"), GUEST, guest.hello, guest.challenge):
                 self._accept(guest)
             else:
                 self._turn_away(guest, "the secrets differ (STOKER_RDZV_SECRET)")
@@ -192,19 +192,19 @@ class _Host:
         except ValueError as problem:
             if message:
                 guest.send({"refused": f"use one version of Stoker on all machines ({problem})"})
-            self._drop(guest)  # another program: nothing to report
+            self._drop(guest)  # another program, which is not reported
             return
         config, hello = self._config, guest.hello
         if hello["job"] != config.name or hello["count"] != config.count:
             job = f"{config.count} machines, --rdzv-id {config.name or 'none'}"
-            guest.send({"refused": f"another job meets there: {job}"})
+            guest.send({"refused": f"another job uses that endpoint: {job}"})
             self._drop(guest)
         elif self._secret is None and "nonce" in hello:
-            self._turn_away(guest, "it has a secret (STOKER_RDZV_SECRET) and the machine at the endpoint has none")
+            self._turn_away(guest, "only it has a secret (STOKER_RDZV_SECRET), not the machine at the endpoint")
         elif self._secret is not None and "nonce" not in hello:
-            self._turn_away(guest, "the machine at the endpoint has a secret (STOKER_RDZV_SECRET), and it has none")
+            self._turn_away(guest, "only the machine at the endpoint has a secret (STOKER_RDZV_SECRET)")
         elif self._secret is not None:
-            guest.challenge = self._secret.nonce()
+            guest.challenge = self._secret.make_nonce()
             guest.send({"challenge": guest.challenge})
         else:
             self._accept(guest)
@@ -224,15 +224,15 @@ class _Host:
         self._selector.unregister(guest.connection)
         guest.connection.close()
 
-    def number(self, port: int) -> NodeGroup:
-        """Tell all machines their numbers. The first that came has the rank numbers after ours."""
+    def number_machines(self, port: int) -> NodeGroup:
+        """Send all machines their numbers. This machine has the first ranks, then the others in the order they joined."""
         config = self._config
         world_size = self._ranks + sum(guest.hello["ranks"] for guest in self._accepted)
         first, nodes = self._ranks, 1 + len(self._accepted)
         for rank, guest in enumerate(self._accepted, 1):
             answer: dict[str, Any] = {"rank": rank, "first": first, "world": world_size, "port": port, "nodes": nodes}
             if self._secret is not None:
-                answer["proof"] = self._secret.proof(HOST, {**guest.hello, **answer}, guest.challenge)
+                answer["proof"] = self._secret.make_proof(HOST, {**guest.hello, **answer}, guest.challenge)
             if not guest.send(answer):
                 left = f"machine {guest.address} left {config.address}:{config.port} while the ranks were numbered"
                 raise Refusal(f"{left}; start all of them again", EX_TEMPFAIL, cause="launch.nodes")
@@ -240,14 +240,14 @@ class _Host:
         return NodeGroup(nodes, 0, 0, world_size, config.address, port)
 
 
-# ---- a machine that comes ----
+# ---- a machine that joins ----
 
 
 def _refuse_others(connection: socket.socket, config: RendezvousConfig) -> None:
-    """Raise Refusal if another user of this machine listens at the endpoint: their ranks would be our peers."""
+    """Raise Refusal if another user of this machine listens at the endpoint: the job would run with that user's ranks."""
     others = sorted(uid for uid in answering_users(connection) if not is_trusted(uid, os.curdir))
     if others:
-        holder = f"port {config.port} is in use by {user_name(others[0])}, whom this launch does not join"
+        holder = f"port {config.port} is in use by {user_name(others[0])}, and this launch joins only its own user's"
         raise _refusal(config, f"{holder}: choose another port")
 
 
@@ -261,10 +261,10 @@ def _join(
     on_wait: Callable[[], None],
     log: Callable[[str], None],
 ) -> NodeGroup:
-    """Connect until the machine at the endpoint has numbered us: it may not be there yet."""
+    """Connect until the machine at the endpoint, which may not listen yet, has numbered this one."""
     is_reported = False
     while True:
-        problem = "it closes the connection"
+        problem = "it closed the connection"
         with socket.socket(family, socket.SOCK_STREAM) as connection:
             connection.settimeout(2.0)
             try:
@@ -276,7 +276,7 @@ def _join(
             except OSError as error:
                 problem = error.strerror or str(error)
             except ValueError as error:
-                problem = f"what answers there is not a Stoker: {error}"
+                problem = f"another program listens there: {error}"
         if not is_reported:
             is_reported = True
             nobody = f"no answer from {config.address}:{config.port} yet ({problem})"
@@ -296,26 +296,26 @@ def _introduce(
     deadline: float,
     on_wait: Callable[[], None],
 ) -> NodeGroup | None:
-    """Say who we are and return our place; None: the other side is gone, and may come back."""
+    """Send the hello and return this machine's number and ranks, or None if the other side is gone and may come back."""
     hello: dict[str, Any] = {"job": config.name, "count": config.count, "ranks": ranks}
     if secret is not None:
-        hello["nonce"] = secret.nonce()
+        hello["nonce"] = secret.make_nonce()
     _send(connection, hello)
     message = _receive(connection, config, deadline, on_wait)
     challenge = message.get("challenge", "")
     if message and bool(challenge) != (secret is not None):
-        line = "only one of this machine and the one at the endpoint has a secret (STOKER_RDZV_SECRET)"
-        raise _refusal(config, f"{line}: give all the same, or none")
+        line = "only one of this machine and the one at the endpoint has a secret"
+        raise _refusal(config, f"{line}; set the same STOKER_RDZV_SECRET on all machines, or on none")
     if secret is not None and message:
-        _send(connection, {"proof": secret.proof(GUEST, hello, str(challenge))})
+        _send(connection, {"proof": secret.make_proof(GUEST, hello, str(challenge))})
         message = _receive(connection, config, deadline, on_wait)
     if not message:
         return None
     try:
         answer = typed_values.read_fields(_ANSWER, message)
     except ValueError as problem:
-        raise _refusal(config, f"its answer can't be used: {problem}") from None
-    if secret is not None and not secret.fits(message.get("proof"), HOST, {**hello, **answer}, str(challenge)):
+        raise _refusal(config, f"its response is not valid: {problem}") from None
+    if secret is not None and not secret.verifies(message.get("proof"), HOST, {**hello, **answer}, str(challenge)):
         raise _refusal(config, "the machine at the endpoint does not know the secret (STOKER_RDZV_SECRET)")
     return NodeGroup(answer["nodes"], answer["rank"], answer["first"], answer["world"], config.address, answer["port"])
 
@@ -327,7 +327,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 def _receive(
     connection: socket.socket, config: RendezvousConfig, deadline: float, on_wait: Callable[[], None]
 ) -> dict[str, Any]:
-    """Return the next message; empty if the other side is gone or the time is over. Raises ValueError for a foreign one.
+    """Return the next message, or {} if the other side is gone or the time is over. Raises ValueError for other text.
 
     It waits in short steps, so that signals and pings are handled in between.
     """
@@ -350,14 +350,14 @@ def _receive(
             break
     message = parse_message(data.partition(b"\n")[0])
     if not message:
-        raise ValueError(f"it says {data[:60]!a}")
+        raise ValueError(f"it sent {data[:60]!a}")
     if "refused" in message:
         raise _refusal(config, escape(str(message["refused"]), 500))
     return message
 
 
 def parse_message(line: bytes) -> dict[str, Any]:
-    """Return the message of a line; empty if it is none."""
+    """Return the message in a line, or {} if it has none."""
     try:
         message = parse_json(line)
     except ValueError:
@@ -369,29 +369,29 @@ def parse_message(line: bytes) -> dict[str, Any]:
 
 
 class Secret:
-    """A secret that all machines of a job know. It never travels itself, and a proof is valid for one meeting only."""
+    """A secret that all machines of a job know. It is never sent, and a proof is valid for one rendezvous only."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
 
-    def nonce(self) -> str:
+    def make_nonce(self) -> str:
         return secrets.token_hex(16)
 
-    def proof(self, side: str, messages: Mapping[str, Any], challenge: str) -> str:
-        """Return the proof of one side, over all messages. It can't be sent back as the other side's."""
+    def make_proof(self, side: str, messages: Mapping[str, Any], challenge: str) -> str:
+        """Return one side's proof over all messages. It differs from the other side's, so it can't be sent back."""
         text = json.dumps(["stoker-rdzv-1", side, challenge, dict(messages)], sort_keys=True, separators=(",", ":"))
         return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()
 
-    def fits(self, proof: Any, side: str, messages: Mapping[str, Any], challenge: str) -> bool:
-        expected = self.proof(side, messages, challenge)
+    def verifies(self, proof: Any, side: str, messages: Mapping[str, Any], challenge: str) -> bool:
+        expected = self.make_proof(side, messages, challenge)
         return isinstance(proof, str) and proof.isascii() and hmac.compare_digest(proof, expected)
 
 
 def find_secret(environment: Mapping[str, str]) -> Secret | None:
-    """Return the secret of the variable, or of the file that the other variable names; never from the command line."""
+    """Return the secret from STOKER_RDZV_SECRET or the file of STOKER_RDZV_SECRET_FILE, or None if neither is set."""
     value, path = environment.get(RDZV_SECRET, ""), environment.get(RDZV_SECRET_FILE, "")
     if value and path:
-        raise _bad_secret(f"{RDZV_SECRET} and {RDZV_SECRET_FILE} are both set: give one of them")
+        raise _bad_secret(f"{RDZV_SECRET} and {RDZV_SECRET_FILE} are both set; unset one of them")
     if path:
         try:
             value = read_text(os.path.expanduser(path), errors="surrogateescape")
@@ -405,7 +405,7 @@ def find_secret(environment: Mapping[str, str]) -> Secret | None:
     if len(key) < MIN_SECRET:
         better = f"give {MIN_SECRET} or more, as from `openssl rand -hex 32`"
         variable = RDZV_SECRET_FILE if path else RDZV_SECRET
-        raise _bad_secret(f"{variable}: {plural(len(key), 'character')} can be guessed; {better}")
+        raise _bad_secret(f"{variable} is too short ({plural(len(key), 'character')}); {better}")
     return Secret(key.encode("utf-8", "surrogateescape"))
 
 

@@ -124,7 +124,7 @@ class ReportHandler:
             report = message["error"] if isinstance(message["error"], dict) else {}
             report = {**report, "torchelastic": message["elastic"]}
             record.save(layout.rank_error(record.dir, attempt.number, rank), report)
-            output.keep_error(record, rank, report)
+            output.write_error(record, rank, report)
         if stack:
             record.save(layout.rank_stack(record.dir, attempt.number, rank), stack)
 
