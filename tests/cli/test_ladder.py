@@ -20,11 +20,11 @@ from stoker.control.launch import import_check, ladder
 from stoker.control.launch.ladder import (
     LadderPlan,
     RungResult,
+    compute_scaling,
+    list_rungs,
     make_arguments,
     make_rung_arguments,
     parse_ladder_variables,
-    rungs,
-    scaling,
 )
 from stoker.control.plan.options import RunOptions
 from stoker.control.plan.request import Request
@@ -73,7 +73,7 @@ def records(stoker: Stoker) -> list[str]:
     ("world", "expected"), [(1, (1,)), (2, (1, 2)), (3, (1, 3)), (4, (1, 2, 4)), (5, (1, 2, 5)), (8, (1, 4, 8))]
 )
 def test_rungs(world: int, expected: tuple[int, ...]) -> None:
-    assert rungs(world) == expected
+    assert list_rungs(world) == expected
 
 
 def test_wanted_by_environment() -> None:
@@ -167,7 +167,7 @@ def test_a_rung_is_a_short_run_of_its_own_on_the_same_cards() -> None:
 
 def test_what_scales() -> None:
     one = RungResult(1, 0, steps_per_s=10.0, rss=10**9, rss_all=10**9, host_used=3 * 10**9, host_total=16 * 10**9)
-    good = scaling(
+    good = compute_scaling(
         (
             one,
             RungResult(
@@ -183,14 +183,14 @@ def test_what_scales() -> None:
         2 * 10**9,
     )
     assert good.efficiency == pytest.approx(0.9)
-    foretold = scaling((one, RungResult(4, 137)), 15)
+    foretold = compute_scaling((one, RungResult(4, 137)), 15)
     assert (foretold.efficiency, foretold.memory, foretold.memory_needed) == (None, "does not scale", 15 * 10**9)
     assert (
         ladder.format_memory_need(foretold, 15)
         == "memory does not scale: 15 ranks will need 14.0 GiB of 14.9 GiB host memory, and other processes use 1.9 GiB"
     )
-    assert scaling((one, RungResult(2, 0, steps_per_s=7.9)), 2).throughput == "does not scale"
-    assert scaling((RungResult(1, 0),), 4) == ladder.Scaling()
+    assert compute_scaling((one, RungResult(2, 0, steps_per_s=7.9)), 2).throughput == "does not scale"
+    assert compute_scaling((RungResult(1, 0),), 4) == ladder.Scaling()
 
 
 # ---- climbing ----

@@ -79,7 +79,7 @@ def test_busy_is_waited_out_once_and_its_card_is_probed() -> None:
     again = restarts.decide(failure("gpu.busy"), attempt(), 2)[1]
     assert again is not None and again.wait_s == 10 and again.probe
     verdict, again = restarts.decide(failure("gpu.busy"), attempt(), 2)
-    assert again is None and not verdict.retryable and any("once did not help" in line for line in verdict.evidence)
+    assert again is None and not verdict.retryable and any("still busy after a wait" in line for line in verdict.evidence)
 
 
 def test_blocking_launches_once_and_never_after() -> None:

@@ -239,7 +239,7 @@ def test_a_rank_that_can_not_be_killed_is_named_and_not_waited_for(monkeypatch: 
     assert attempt.ends.keys() == {0, 1} and all(end.code is None and end.ours for end in attempt.ends.values())
     assert (
         said[-1]
-        == "stoker: rank 0 (CPU 0, pid 41), rank 1 (CPU 1, pid 42) can't be killed: stuck in the kernel; going on without"
+        == "stoker: rank 0 (CPU 0, pid 41), rank 1 (CPU 1, pid 42) can't be killed: stuck in the kernel; the run continues without waiting"
     )
 
 

@@ -1,4 +1,4 @@
-"""What agents report of their ranks, written to the attempt, the record and the console. A new kind is a new method."""
+"""Writes the agents' reports about ranks to the attempt, the record and the console, with a method for each kind."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ReportHandler:
         self._log = log
 
     def handle(self, host: str, message: protocol.Message, payload: bytes) -> None:
-        """Handle a message, whose fields have the types of its kind already."""
+        """Handle a message. The types of its fields have been checked already."""
         if message["is"] == "out":
             self._output.take(self._record, message["rank"], message["fd"], payload)
             self._feed_watcher(self._read_output, message["rank"], payload)
@@ -60,7 +60,7 @@ class ReportHandler:
             handler(host, message)
 
     def _feed_watcher(self, feed: Callable[..., None], *args: Any) -> None:
-        """Call a method of the watcher, and go on without one if it fails."""
+        """Call a method of the watcher. If it fails, the job continues without the watcher."""
         if self._attempt.watch_failed:
             return
         try:
@@ -77,7 +77,9 @@ class ReportHandler:
         record.event("rank-up", **fields, pid=message["pid"], attempt=attempt.number, on=host or None)
         # A rank that prints nothing has an empty log. It comes after the event, which has the log's label.
         record.output(layout.rank_log(record.dir, attempt.number, rank), b"")
-        if len(attempt.pids) == attempt.expected:  # now there is time to look up versions and the git revision
+        if (
+            len(attempt.pids) == attempt.expected
+        ):  # all ranks are starting, so there is time to read versions and the Git revision
             description = run_json.enrich(record.dir, self._request, attempt.plan)
             record.save(os.path.join(record.dir, layout.RUN), description, durable=False)
 
@@ -94,7 +96,7 @@ class ReportHandler:
             self._feed_watcher(self._attempt.watch.failed, message["rank"], error.collectives, frames_of_error(error))
 
     def _on_exit(self, host: str, message: protocol.Message) -> None:
-        """Collect how a rank ended. Its texts are masked here: the agent has masked error and stack, `tail` the output."""
+        """Record how a rank ended. All its texts are masked: the agent has masked error and stack, `tail` the output."""
         attempt, record, output = self._attempt, self._record, self._output
         rank, code, stack = message["rank"], message["code"], message["stack"]
         output.ended(record, rank)
@@ -212,7 +214,7 @@ class ReportHandler:
         rank, name = message["rank"], message["name"]
         self._record.event("mark", rank=rank, name=name)
         self._feed_watcher(self._attempt.watch.said, rank, time.monotonic())
-        if name == CAN_HALVE:  # no other mark is kept: a script may mark every step for weeks
+        if name == CAN_HALVE:  # other marks are not kept, because a script may mark every step for weeks
             self._attempt.capabilities.add(CAN_HALVE)
         if name == CHECKPOINT and rank == 0:
             self._attempt.checkpoints += 1
@@ -226,17 +228,17 @@ class ReportHandler:
         self._record.event("listening", rank=message["rank"], port=message["port"])
 
     def _on_ram(self, _host: str, message: protocol.Message) -> None:
-        """A rank exceeds --ram-limit: its agent is stopping it."""
+        """Note that a rank exceeds --ram-limit. Its agent is stopping it."""
         from stoker.control.verdict import launch_failures
 
         rank = message["rank"]
         stall = self._attempt.watch.stall
-        where = stall.where if stall is not None and rank == stall.rank else ""
+        location = stall.where if stall is not None and rank == stall.rank else ""
         used, limit, workers = message["bytes"], message["limit"], message.get("loader_workers", 0)
-        trouble = launch_failures.over_ram_limit(rank, self._attempt.label(rank), used, limit, workers, where)
+        trouble = launch_failures.over_ram_limit(rank, self._attempt.label(rank), used, limit, workers, location)
         self._attempt.trouble.append(trouble)
 
-    # ---- lines of single ranks: documented, people grep for them ----
+    # ---- documented lines of single ranks, which people grep for ----
 
     def _on_mem(self, _host: str, message: protocol.Message) -> None:
         rank, stage = message["rank"], message["at"]
@@ -270,7 +272,7 @@ class ReportHandler:
         self._log_for_rank(message["rank"], message["text"])
 
     def _log_for_rank(self, rank: int, line: str) -> None:
-        """Print a line of a rank if its output is shown; the record has it in any case."""
+        """Print a line of a rank if its output is shown, else write it only to the record."""
         line = escape(f"[Rank {rank}] {line}", 2000)
         if self._output.shows(rank) and not self._options.quiet:
             self._log(line)

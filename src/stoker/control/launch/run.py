@@ -303,7 +303,7 @@ class Run:
         if self.membership is not None:
             restart = self.membership.decide_regroup(verdict, attempt, run_dir.dir)
             if restart is not None:
-                return verdict, replace(restart, env=restarts.env())
+                return verdict, replace(restart, env=restarts.make_env())
             if verdict.cause == "host.lost":
                 self.membership.update_agents()
                 verdict = self.membership.make_too_few_verdict(verdict)

@@ -1,4 +1,4 @@
-"""Shortens a recipe's lines for a terminal: the prefix has the device, and a step has one line. Files keep the whole lines.
+"""Shortens a recipe's lines for a terminal: each step fits on one line. Files keep the complete lines.
 
 INFO | [GPU 0] Step [0/100] | Loss: 12.2340 | LR: 1.00e-05 | Grad Norm: 2.7565 | ETA: 5:30 | 9,120 tok/s | MFU: n/a
 Step 0/100 | Loss 12.2340 | LR 1.00e-05 | Grad 2.7565 | 9,120 tok/s | ETA 5:30
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from stoker.contract.terminal import ERROR, SUCCESS, WARNING, colour_text, wrap_text
 
 MAX_COLUMNS = 100
-_LABEL = re.compile(rb"(?:([^\s/:]+)/)?[GC]PU(\d{1,9}):")  # of a rank
+_LABEL = re.compile(rb"(?:([^\s/:]+)/)?[GC]PU(\d{1,9}):")  # begins a rank's line
 _RECIPE_LINE = re.compile(rb"INFO \| \[([GC]PU) (\d+)\] ")
 _STEP = re.compile(r"Step \[(\d+/\d+)\]")
 _DROPPED_FIRST = ("Mem", "MFU", "Cut", "Length", "Entropy", "KL", "LR", "Grad")  # in this order, if a line is too long
@@ -53,17 +53,17 @@ class ShortLines:
             return line
         text = line.decode("utf-8", "replace")
         wrapped = wrap_text(text, columns)
-        if max(map(len, wrapped.split("\n"))) > columns:  # a path, which can't be broken
+        if max(map(len, wrapped.split("\n"))) > columns:  # a path can't be wrapped, so make it relative
             with contextlib.suppress(OSError):
                 wrapped = wrap_text(text.replace(f" {os.getcwd()}/", " "), columns)
         return wrapped.encode()
 
 
 class LauncherLines:
-    """Makes lines of a launcher, from its log or pipe, look as on a terminal of its own: wrapped and in color."""
+    """Wraps and colors the lines of a launcher's log or pipe as that launcher would on a terminal."""
 
     def __init__(self, colours: bool, columns: Callable[[], int]) -> None:
-        """`columns` returns the current width for a line; 0 if it is unknown."""
+        """`columns` returns the current width for a line, or 0 if it is unknown."""
         self._colours, self._columns = colours, columns
 
     def __call__(self, line: bytes) -> bytes:
@@ -73,7 +73,7 @@ class LauncherLines:
 
 
 class RoleLines:
-    """Makes the output of a role's run, in which each rank's lines have its label, look as on a terminal of its own."""
+    """Formats the output of a role's run, whose lines begin with the ranks' labels, as on a terminal."""
 
     def __init__(self, prefix: bytes, launcher_lines: LauncherLines, recipe: bool, hosts: Sequence[str] = ()) -> None:
         """`prefix` precedes each line and its rank's label. `hosts` are in rank order."""
@@ -97,7 +97,7 @@ def shorten_step_line(line: str, columns: int) -> str:
     fields = [_shorten_field(text) for text in line.split(" | ") if not text.endswith(": n/a")]
     fields.sort(key=lambda field: field[0] == "ETA")
     unknown = [name for name, _ in reversed(fields) if name and name not in (*_KEPT, *_DROPPED_FIRST)]
-    has_reward = any(name == "Reward" for name, _ in fields)  # which says more than loss and accuracy
+    has_reward = any(name == "Reward" for name, _ in fields)  # the reward is more informative than loss and accuracy
     for dropped in (*unknown, *_DROPPED_FIRST, *(("Loss", "Right") if has_reward else ())):
         if len(_join(fields)) <= columns:
             break

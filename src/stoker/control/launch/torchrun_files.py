@@ -1,4 +1,4 @@
-"""Files in torch's own format: error files for readers of TORCHELASTIC_ERROR_FILE, and torchrun's log folder."""
+"""Writes files in torch's format: error files for readers of TORCHELASTIC_ERROR_FILE, and torchrun's log folder."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
 def make_torch_report(rank_error: Any) -> dict[str, Any] | None:
-    """Return what the record has of a rank's exception (layout.rank_error) as torch writes it, or None if there is none.
+    """Return a rank's recorded exception (layout.rank_error) in torch's format, or None if there is none.
 
-    A file that torch's own @record wrote in the script is returned as it is.
+    A report that torch's @record wrote in the script is returned unchanged.
     """
     if not isinstance(rank_error, dict):
         return None
@@ -60,7 +60,7 @@ def write_launcher_error(verdict: Verdict, run_dir: str, log: Callable[[str], No
     if not path or verdict.status == "completed":
         return
     try:
-        # In place: Kubernetes mounts /dev/termination-log as a file. A pipe without a reader is not waited for.
+        # Written in place, because Kubernetes mounts /dev/termination-log as a file. O_NONBLOCK: a pipe may have no reader.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         fd = os.open(path, flags, 0o666)
         with os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace") as file:

@@ -1,6 +1,6 @@
-"""The allocation grammar: `sglang.d1t1p1+d3t1p1`, `vllm:d2t2+fsdp:d4`, `sglang[rollout]:d2+fsdp[actor]:d4|fsdp[critic]:d4`. Pure.
+"""Parses allocations: `sglang.d1t1p1+d3t1p1`, `vllm:d2t2+fsdp:d4`, `sglang[rollout]:d2+fsdp[actor]:d4|fsdp[critic]:d4`. Pure.
 
-`+` puts parts on GPUs of their own, `|` on the same ones and binds tighter. Sizes: d replicas, t tensor, p pipeline,
+`+` puts parts on separate GPUs, `|` on the same ones; `|` binds tighter. Sizes: d replicas, t tensor, p pipeline,
 c context, e expert parallel. A part has d x t x p x c GPUs.
 """
 
@@ -30,7 +30,7 @@ _MAX_SIZE = 1 << 16
 class AllocationPart:
     """One engine of an allocation. Parts of one group share their GPUs."""
 
-    engine: str  # empty: a trainer of the user's
+    engine: str  # "" for a trainer of the user
     name: str
     sizes: tuple[tuple[str, int], ...]
     group: int
@@ -44,22 +44,22 @@ class AllocationPart:
 
     @property
     def gpu_count(self) -> int:
-        """Number of its GPUs."""
+        """The number of its GPUs."""
         return math.prod(self.size(dimension) for dimension in "dtpc")
 
     @property
     def replicas(self) -> int:
-        """Number of its processes: a server has one for all GPUs of a replica, a trainer one for each GPU."""
+        """The number of its processes: a server has one for all GPUs of a replica, a trainer one for each GPU."""
         return self.size("d") if self.is_server else self.gpu_count
 
     @property
     def gpus_per_process(self) -> int:
-        """GPUs of each process."""
+        """The number of GPUs of each process."""
         return self.gpu_count // self.replicas
 
     @property
     def gpus_per_d(self) -> int:
-        """GPUs of one replica in the sense of d."""
+        """The number of GPUs of each of the d replicas."""
         return self.gpu_count // self.size("d")
 
     @property
@@ -78,11 +78,11 @@ def parse_allocation(text: str) -> tuple[AllocationPart, ...]:
         group_parts = [_parse_part(part_text.strip(), text, group) for part_text in group_text.split("|")]
         if len({part.gpu_count for part in group_parts}) > 1:
             sizes = " and ".join(str(part.gpu_count) for part in group_parts)
-            raise _refusal(text, f"parts joined by | share their GPUs, and these have {sizes}")
+            raise _refusal(text, f"parts joined by | share their GPUs and must have equally many, got {sizes}")
         parts += group_parts
     names = [part.name for part in parts if part.name]
     if len(set(names)) < len(names):
-        raise _refusal(text, "two parts have one name")
+        raise _refusal(text, "two parts have the same name")
     if len(parts) > 2 and len(names) < len(parts):
         raise _refusal(text, "three parts or more need names, such as fsdp[actor]:d4")
     return tuple(parts)
@@ -100,7 +100,7 @@ def _parse_part(part_text: str, text: str, group: int) -> AllocationPart:
         hint = suggest(engine, ENGINES) or f"; there are {', '.join(ENGINES)}"
         raise _refusal(text, f"unknown engine {engine!r}{hint}")
     if match is not None and match["name"] is not None and not _NAME.fullmatch(name):
-        raise _refusal(text, f"{name!r} can't be a name")
+        raise _refusal(text, f"{name!r} is not a valid name")
     sizes = _SIZE.findall(sizes_text)
     if not sizes or "".join(f"{dimension}{size}" for dimension, size in sizes) != sizes_text:
         raise _refusal(text, f"{part_text!r} has no sizes such as d2t1")
@@ -109,7 +109,7 @@ def _parse_part(part_text: str, text: str, group: int) -> AllocationPart:
             known = ", ".join(f"{letter} ({meaning})" for letter, meaning in DIMENSIONS.items())
             raise _refusal(text, f"unknown dimension {dimension!r}; there are {known}")
         if len(size) > 6 or not 1 <= int(size) <= _MAX_SIZE:
-            raise _refusal(text, f"{dimension}{size[:12]}: from 1 to {_MAX_SIZE}")
+            raise _refusal(text, f"{dimension} must be from 1 to {_MAX_SIZE}, got {size[:12]}")
     if len({dimension for dimension, _ in sizes}) < len(sizes):
         raise _refusal(text, f"{part_text!r} gives a dimension twice")
     part = AllocationPart(engine, name, tuple((dimension, int(size)) for dimension, size in sizes), group)
@@ -123,7 +123,7 @@ def _refusal(text: str, problem: str) -> Refusal:
     return Refusal(f"--allocation {escape(text, 200)}: {problem}", EX_USAGE)
 
 
-# ---- does it fit? ----
+# ---- fitting an allocation to the GPUs ----
 
 
 def count_gpus(parts: Sequence[AllocationPart]) -> int:
@@ -141,8 +141,8 @@ def check_fit(text: str, parts: Sequence[AllocationPart], gpus: int) -> None:
     if smaller_parts is not None:
         advice = f"; {_format(smaller_parts)} would fit"
         if [part.resize("d", 1).sizes for part in smaller_parts] != [part.resize("d", 1).sizes for part in parts]:
-            advice += ", if the model fits so few GPUs"  # a replica has fewer GPUs than before
-    line = f"--allocation {text} needs {plural(total, 'GPU')} and {gpus} can be used{advice}"
+            advice += ", if the model fits on so few GPUs"  # a replica has fewer GPUs than before
+    line = f"--allocation {text} needs {plural(total, 'GPU')}, but {gpus} can be used{advice}"
     raise Refusal(line, EX_UNAVAILABLE, cause="gpu.too-few")
 
 
@@ -154,7 +154,7 @@ def _format(parts: Sequence[AllocationPart]) -> str:
 
 
 def shrink(parts: Sequence[AllocationPart], gpus: int) -> list[AllocationPart] | None:
-    """Return the same parts with fewer replicas, the trainers' first, so that they fit; None if nothing does.
+    """Return the same parts with fewer replicas, the trainers' first, so that they fit, or None if nothing fits.
 
     If one replica of each does not fit, the largest replicas are halved.
     """
@@ -184,7 +184,7 @@ def shrink(parts: Sequence[AllocationPart], gpus: int) -> list[AllocationPart] |
 
 
 def _halve_largest(parts: Sequence[AllocationPart]) -> list[AllocationPart] | None:
-    """Halve the GPUs of the largest replicas: pipeline stages first, then context and tensor shares. None: it can't."""
+    """Halve the GPUs of the largest replicas: pipeline stages first, then context and tensor shares. Returns None if it can't."""
     group = max(_list_groups(parts), key=lambda number: _compute_group_step(parts, number))
     halved = []
     for part in parts:

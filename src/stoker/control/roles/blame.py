@@ -1,4 +1,4 @@
-"""Decides which role's failure ended a job: a role may have failed only because a server that it asks was gone."""
+"""Decides which role's failure ended a job: a role may have failed only because its server was gone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECENT_FAILURE_S = 60.0  # a server that failed this long before its client is t
 # Rewards without a signal may be those of a dead server: a user's reward function often turns a lost connection into 0.
 _NO_SIGNAL = ("grpo.no-signal", "grpo.identical")
 HOST_GONE = ("host.lost", "host.agent-lost")
-PENDING_S = 2.0  # the end of a server may be known this much later than the failure of its clients
+PENDING_S = 2.0  # the end of a server may be noticed this much later than the failure of its clients
 
 
 def is_echo(verdict: Verdict) -> bool:
@@ -33,12 +33,12 @@ def is_echo(verdict: Verdict) -> bool:
 
 @frozen
 class PendingFailure:
-    """A failure that may be the echo of another's. It is decided when the servers have been checked."""
+    """A failure that may be the echo of a server's. It is decided when the servers have been checked."""
 
     role: RoleProcess
     verdict: Verdict
     time: float
-    checks: Mapping[str, int]  # server -> number of its health checks until then
+    checks: Mapping[str, int]  # server -> number of its health checks before the failure
 
 
 class Blame:
@@ -54,7 +54,7 @@ class Blame:
         return self._pending is not None
 
     def judge(self, role: RoleProcess, verdict: Verdict) -> Verdict | None:
-        """Return the job's verdict for a failure that ends it, or None if it is in failure: `decide` will return it."""
+        """Return the job's verdict for a failure that ends it, or None while it is pending: `decide` will return it."""
         failure = PendingFailure(role, verdict, time.time(), self._check_servers(role) if is_echo(verdict) else {})
         if failure.checks and self._pending is None:
             self._pending = failure
@@ -62,7 +62,7 @@ class Blame:
         return self._decide(failure)
 
     def decide(self) -> Verdict | None:
-        """Return the verdict of the failure in doubt once the servers of the failed role have been checked."""
+        """Return the verdict of the pending failure once the servers of the failed role have been checked, else None."""
         failure = self._pending
         if failure is None:
             return None
@@ -75,7 +75,7 @@ class Blame:
         return None
 
     def _check_servers(self, role: RoleProcess) -> dict[str, int]:
-        """Start a health check of the servers that a role asks. Returns the number of checks of each before that."""
+        """Start a health check of a role's servers. Returns the number of earlier checks of each."""
         checks = {}
         for name in role.spec.after:
             watch = self._roles[name].ready_watch
@@ -100,12 +100,12 @@ class Blame:
             return server.failures[-1]
         watch = server.ready_watch
         if watch is not None and server.state == UP and watch.problem:
-            line = f"it no longer answers: {watch.problem}"
+            line = f"it no longer responds: {watch.problem}"
             return watch.problem_since, launch_failures.of_role("role.unhealthy", line, server.last_lines)
         return None
 
     def _decide(self, failure: PendingFailure) -> Verdict:
-        """Return the verdict of the role to blame: a server that failed before the role that waits for it comes first."""
+        """Return the verdict of the role to blame: of a server that failed before the role that needs it, if there is one."""
         role, verdict = failure.role, failure.verdict
         for name in role.spec.after:
             trouble = self._find_server_failure(name, failure)
@@ -129,9 +129,9 @@ class Blame:
         fixes = (fix.replace("stoker logs", log_command) for fix in fixes)
         evidence = list(verdict.evidence)
         if verdict.cause == "net.port-in-use" and role.settings.port:
-            advice = "it was free on this machine; write a number for port"
+            advice = "it was free on this machine; set port to a number"
             if role.spec.port != AUTO:
-                advice = "port: auto takes a free one"
+                advice = "set port: auto for a free one"
             evidence.append(f"its port is {role.settings.port}; {advice}")
         evidence.append(f"the role's own record: `stoker why {self._run_id}/{name}`")
         return replace(

@@ -1,6 +1,6 @@
-"""A job of several roles from its request to its verdict.
+"""Runs a multi-role job from its request to its verdict.
 
-Each role is a run of its own below the job's run directory, with its own ranks, attempts and verdict.
+Each role is a separate run below the job's run directory, with its own ranks, attempts and verdict.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def launch_job(request: Request, plan: JobPlan, resources: JobResources, report:
 
 
 class Job:
-    """A job of several roles. It locks the GPUs and starts a `stoker run` for each role; those start the agents."""
+    """A multi-role job. It locks the GPUs and starts a `stoker run` for each role, which starts the agents."""
 
     def __init__(self, request: Request, plan: JobPlan, resources: JobResources, session: Session) -> None:
         self.request = request
@@ -70,7 +70,7 @@ class Job:
         specs, resources, here = self.plan.specs, self.resources, self.resources.cluster is None
         slots = place_roles(specs, resources.gpus, self.plan.share, resources.hosts)
         if self.options.max_restarts < 0:
-            raise Refusal(f"--max-restarts {self.options.max_restarts}: give a number from 0 up", EX_USAGE)
+            raise Refusal(f"--max-restarts must be 0 or more, got {self.options.max_restarts}", EX_USAGE)
         check_programs(specs, self.options, here)
         contents = (*(self.request.contents or ()), *digest_programs(specs, self.options))
         self.request = replace(self.request, contents=contents)
@@ -168,7 +168,7 @@ class Job:
         return RoleSettings(port, max_restarts, tuple(flags), addresses, env, file)
 
     def _write_hosts_file(self, roles_dir: str, spec: RoleSpec, slots: Sequence[RankSlot]) -> str:
-        """Write a role's hosts file and return its path; empty if the job runs on this machine."""
+        """Write a role's hosts file and return its path, or "" if the job runs on this machine."""
         if self.resources.cluster is None:
             return ""
         path = os.path.join(roles_dir, f"{spec.name}.hosts.json")
@@ -187,7 +187,7 @@ class Job:
         if not uuids or self.options.share_gpus or self.resources.cluster is not None:
             return dict(os.environ)
         self._locks.run_id = run_dir.id
-        set_name(b"stoker-job")  # shown to others as the holder
+        set_name(b"stoker-job")  # name of the holder for others who want the GPUs
         refused = self._locks.take(uuids)
         if refused:
             holders = "; ".join(f"GPU {uuid} by {holder}" for uuid, holder in refused.items())
