@@ -361,7 +361,7 @@ def test_gpus_are_those_of_the_whole_run(stoker: Stoker, box: Callable[..., dict
     cpu = climb(stoker, "--nproc-per-node", "cpu", "--dry-run", "--json", script, env=env)
     assert json.loads(cpu.out) == {"schema": 1, "imports": [], "rungs": [1, 4, 8], "steps": 20}
     few = climb(stoker, "--nproc-per-node", "9", script, env=env)
-    assert few.code == 69 and "9 ranks asked for" in few.out
+    assert few.code == 69 and "9 ranks requested" in few.out
 
 
 def test_cpu_ranks_where_there_are_gpus(stoker: Stoker, box: Callable[..., dict[str, str]]) -> None:
@@ -401,11 +401,11 @@ def test_before_a_run(stoker: Stoker) -> None:
     )
     assert "3 steps" in single.err
     missing = drive(stoker, BEFORE, "all", "--name", "x", "nothere.py")
-    assert missing.code == 66 and "no script nothere.py" in missing.err
+    assert missing.code == 66 and "script nothere.py does not exist" in missing.err
 
 
 @pytest.mark.parametrize(("words", "code", "says"), [
-    (["--steps", "0", "t.py"], 64, "--steps 0"), (["--stepz", "2", "t.py"], 64, "did you mean --steps"), ([], 64, "no script given"),
+    (["--steps", "0", "t.py"], 64, "--steps must be 1 or more, got 0"), (["--stepz", "2", "t.py"], 64, "did you mean --steps"), ([], 64, "no script given"),
     (["--hosts", "a,b", "t.py"], 64, "one machine"), (["--detach", "t.py"], 64, "foreground"),
 ])  # fmt: skip
 def test_refusals(stoker: Stoker, words: list[str], code: int, says: str) -> None:

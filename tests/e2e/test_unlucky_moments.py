@@ -164,7 +164,7 @@ def test_an_attempt_that_is_stopped_waits_for_the_word_of_every_host() -> None:
     assert not attempt.all_ended
     attempt.stopping_hosts.add("b")
     assert attempt.all_ended, "neither has"
-    attempt.up[1] = 42
+    attempt.pids[1] = 42
     assert not attempt.all_ended
 
 
@@ -218,7 +218,7 @@ def test_a_rank_that_can_not_be_killed_is_named_and_not_waited_for(monkeypatch: 
     monkeypatch.setattr(supervise, "UNKILLABLE_S", 0.3)
     attempt = Attempt(0, plan_of(2, ""))
     attempt.begin_watch(300.0, 1800.0)
-    attempt.up = {0: 41, 1: 42}
+    attempt.pids = {0: 41, 1: 42}
     said: list[str] = []
     pool = SimpleNamespace(pump=lambda seconds: time.sleep(0.01), say=lambda order: None)
     options = SimpleNamespace(
@@ -245,16 +245,16 @@ def test_a_rank_that_can_not_be_killed_is_named_and_not_waited_for(monkeypatch: 
 
 def test_a_host_that_is_back_and_can_not_be_planned_with_is_sent_away_again() -> None:
     class Members:
-        enough = True
-        here = "2 of 2 hosts"
+        has_enough_hosts = True
+        host_count_text = "2 of 2 hosts"
 
         def __init__(self) -> None:
             self.joined, self.sent = ["b"], list[str]()
 
-        def settle(self) -> bool:
+        def update_agents(self) -> bool:
             return bool(self.joined)
 
-        def send_back(self, why: str) -> None:
+        def exclude_joined(self, why: str) -> None:
             self.sent.append(why)
             self.joined = []
 

@@ -231,7 +231,7 @@ def test_with_one_secret_they_meet(port: int, machines: list[Machine], monkeypat
     others = [Machine(port, count=3, ranks=2) for _ in range(2)]
     machines += others
     assert first.end() == NodeGroup(3, 0, 0, 6, "127.0.0.1", 29999)
-    assert sorted((machine.end().rank, machine.end().first) for machine in others) == [(1, 2), (2, 4)]
+    assert sorted((machine.end().rank, machine.end().first_rank) for machine in others) == [(1, 2), (2, 4)]
 
 
 @pytest.mark.parametrize(("there", "here"), [(SECRET, ""), ("", SECRET), (SECRET, OTHER)])
@@ -318,13 +318,15 @@ def test_the_secret_may_be_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text(SECRET + "\n")
     secret = find_secret({"STOKER_RDZV_SECRET_FILE": str(file)})
-    assert secret is not None and secret.make_proof("guest", {}, "c") == Secret(SECRET.encode()).make_proof("guest", {}, "c")
+    assert secret is not None and secret.make_proof("guest", {}, "c") == Secret(SECRET.encode()).make_proof(
+        "guest", {}, "c"
+    )
     assert find_secret({}) is None
     fifo = tmp_path / "pipe"
     os.mkfifo(fifo, 0o600)
     for environment, why in (
         ({"STOKER_RDZV_SECRET_FILE": str(file), "STOKER_RDZV_SECRET": SECRET}, "both set"),
-        ({"STOKER_RDZV_SECRET": "short"}, "is too short"),
+        ({"STOKER_RDZV_SECRET": "short"}, "has only"),
         ({"STOKER_RDZV_SECRET_FILE": str(tmp_path / "none")}, "can't be read"),
         ({"STOKER_RDZV_SECRET_FILE": str(fifo)}, "can't be read"),
     ):
@@ -377,4 +379,4 @@ def test_another_users_listener_at_the_endpoint_is_not_joined(
     with socket.create_server(("127.0.0.1", port)):
         machines.append(Machine(port))
         refusal = machines[-1].end()
-    assert isinstance(refusal, Refusal) and "whom this launch does not join" in refusal.line
+    assert isinstance(refusal, Refusal) and "this launch joins only its own user" in refusal.line

@@ -498,7 +498,7 @@ def test_a_program_that_is_not_there_is_refused_before_anything_starts(stoker: S
     stoker.script("bad.py", "def f(:\n")
     for command, code, line in (
         ("trianer.py", 66, "stoker: role trainer: script trianer.py does not exist (did you mean trainer.py?)"),
-        ("nothing-like-this --x", 66, "stoker: role trainer: no program 'nothing-like-this' on the PATH"),
+        ("nothing-like-this --x", 66, "stoker: role trainer: the program 'nothing-like-this' is not on the PATH"),
         ("python -m nothing_like_this", 66, "stoker: role trainer: module nothing_like_this does not exist"),
         ("bad.py", 65, "stoker: role trainer: bad.py does not parse; nothing was started"),
         (
@@ -669,12 +669,12 @@ def test_a_server_sees_all_its_gpus_and_each_trainer_its_own(stoker: Stoker) -> 
         ("foo:d1+d2", "unknown engine 'foo'"),
         ("sglng:d1+d2", "did you mean sglang"),
         ("sglang:x1+d2", "unknown dimension 'x'"),
-        ("sglang.d0+d2", "d0: from 1 to"),
+        ("sglang.d0+d2", "d must be from 1 to 65536, got 0"),
         ("sglang.d1d2", "gives a dimension twice"),
         ("sglang.+d2", "has no sizes"),
         ("+d2", "a part is empty"),
         ("stoker:d1t2+d2", "write stoker:d2, or vllm:d1t2"),
-        ("vllm:d1+fsdp:d4|fsdp:d2", "share GPUs and must have equally many, got 4 and 2"),
+        ("vllm:d1+fsdp:d4|fsdp:d2", "must have equally many, got 4 and 2"),
         ("vllm:d1+fsdp:d2+fsdp:d2", "need names"),
         ("vllm[a]:d1+fsdp[a]:d2", "two parts have the same name"),
         ("vllm[a b]:d1+fsdp:d2", "is not a valid name"),
@@ -788,7 +788,7 @@ def test_words_that_name_no_role(words: list[str], said: str) -> None:
         ("roles: {a: {command: x, ready: {http: /a}, port: 0}}", "ready: http needs a port"),
         ("roles: {a: {command: x, ready: {file: b, timeout: soon}}}", "timeout: "),
         ("roles: {a: {command: x, ready: {port: true, answer: 3s}}}", "answer belong to http"),
-        ("roles: {a: {command: x, ready: {http: /a, answer: 0}}}", "answer: 0 s"),
+        ("roles: {a: {command: x, ready: {http: /a, answer: 0}}}", "answer must be more than 0 s"),
         ("roles: {a: {command: x, port: 70000}}", "port: 70000 is not auto"),
         ("roles: {a: {command: x, ready: {http: /a, body: {b: 2020-01-01}}}}", "body: "),
         ("roles: {a: {command: x, env: {1: b}}}", "1 is not a variable's name"),

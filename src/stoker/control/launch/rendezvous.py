@@ -405,7 +405,7 @@ def find_secret(environment: Mapping[str, str]) -> Secret | None:
     if len(key) < MIN_SECRET:
         better = f"give {MIN_SECRET} or more, as from `openssl rand -hex 32`"
         variable = RDZV_SECRET_FILE if path else RDZV_SECRET
-        raise _bad_secret(f"{variable} is too short ({plural(len(key), 'character')}); {better}")
+        raise _bad_secret(f"{variable} has only {plural(len(key), 'character')}; {better}")
     return Secret(key.encode("utf-8", "surrogateescape"))
 
 

@@ -78,7 +78,7 @@ def parse_allocation(text: str) -> tuple[AllocationPart, ...]:
         group_parts = [_parse_part(part_text.strip(), text, group) for part_text in group_text.split("|")]
         if len({part.gpu_count for part in group_parts}) > 1:
             sizes = " and ".join(str(part.gpu_count) for part in group_parts)
-            raise _refusal(text, f"parts joined by | share their GPUs and must have equally many, got {sizes}")
+            raise _refusal(text, f"parts joined by | share GPUs and must have equally many, got {sizes}")
         parts += group_parts
     names = [part.name for part in parts if part.name]
     if len(set(names)) < len(names):
