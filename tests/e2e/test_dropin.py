@@ -468,8 +468,8 @@ def test_flags_without_effect(stoker: Stoker) -> None:
     done = stoker(
         "run", "--dry-run", "--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", "127.0.0.1:29400", script
     )
-    assert "--rdzv-backend etcd is taken as c10d" in done.out + done.err, done.err
-    assert "--numa-binding exclusive is taken as node" in stoker("run", "--numa-binding", "exclusive", script).err
+    assert "--rdzv-backend etcd is treated as c10d" in done.out + done.err, done.err
+    assert "--numa-binding exclusive is treated as node" in stoker("run", "--numa-binding", "exclusive", script).err
 
 
 # ---- output ----
