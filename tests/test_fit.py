@@ -694,7 +694,7 @@ def test_an_epochs_time_and_cost_and_where_the_speed_comes_from(stoker: Stoker, 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--gpus", "2xQuantum9000"), "is not a known GPU"), (("--gpus", "0GB"), "too small"), (("--gpus", "0,1"), "no GPU '0'"),
+        (("--gpus", "2xQuantum9000"), "is not a known GPU"), (("--gpus", "0GB"), "too small"), (("--gpus", "0,1"), "GPU '0'"),
         (("--gpus", "24GB", "--machine", "x.json"), "can't be combined with --machine"), (("--machine", "x.json"), "does not exist"), ((), "no usable GPU"),
         (("--gpus", "8GB", "--lora-rank", "0"), "--lora-rank must be a whole number from 1 to 4096, got 0"), (("--gpus", "8GB", "--context", "1"), "--context-length must be a whole number from 2"),
         (("--gpus", "8GB", "--recompute", "some"), "--recompute must be a number of blocks"), (("--gpus", "8GB", "--price", "-1"), "--price must be at least 0"),

@@ -111,9 +111,9 @@ def test_more_ranks_than_cards_are_refused(real: Stoker) -> None:
     assert NVML is not None
     count = len(NVML.read_gpus())
     done = real("run", "--nproc-per-node", str(count + 1), real.script("ok.py", "print('ran')"))
-    assert done.code == 69 and f"{count + 1} ranks asked for and" in done.err and not (real.cwd / "runs").exists()
+    assert done.code == 69 and f"{count + 1} ranks requested, but" in done.err and not (real.cwd / "runs").exists()
     done = real("run", "--gpus", "99", "ok.py")
-    assert done.code == 69 and "no GPU '99'; there are 0 (" in done.err
+    assert done.code == 69 and "GPU '99' does not exist; the GPUs here are 0 (" in done.err
 
 
 def test_sharing_when_asked_for(real: Stoker) -> None:

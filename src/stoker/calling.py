@@ -29,7 +29,7 @@ from stoker.contract.frozen import options_of
 from stoker.contract.options import suggest
 from stoker.control.cluster.transport import ROOT
 from stoker.control.launch.children import split_secret_options
-from stoker.control.launch.ladder import flag_words
+from stoker.control.launch.ladder import format_flags
 from stoker.control.plan.options import TORCHRUN_VARIABLES, RunOptions
 from stoker.control.rank import function_call
 from stoker.control.rank.function_call import (
@@ -87,7 +87,7 @@ def _make_flags(nproc: int | str | None, options: dict[str, Any]) -> list[str]:
         if name not in names:
             raise TypeError(f"stoker.launch has no option {name!r}{suggest(name, names)}")
     set_options = {name: value for name, value in options.items() if value is not None and value is not False}
-    return flag_words({**set_options, **({} if nproc is None else {"nproc_per_node": nproc})})
+    return format_flags({**set_options, **({} if nproc is None else {"nproc_per_node": nproc})})
 
 
 def _write_call(folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> str:

@@ -20,11 +20,11 @@ from stoker.control.launch import import_check, ladder
 from stoker.control.launch.ladder import (
     LadderPlan,
     RungResult,
-    command_words,
-    rung_words,
-    rungs,
-    scaling,
-    wanted_by_environment,
+    compute_scaling,
+    list_rungs,
+    make_arguments,
+    make_rung_arguments,
+    parse_ladder_variables,
 )
 from stoker.control.plan.options import RunOptions
 from stoker.control.plan.request import Request
@@ -73,19 +73,21 @@ def records(stoker: Stoker) -> list[str]:
     ("world", "expected"), [(1, (1,)), (2, (1, 2)), (3, (1, 3)), (4, (1, 2, 4)), (5, (1, 2, 5)), (8, (1, 4, 8))]
 )
 def test_rungs(world: int, expected: tuple[int, ...]) -> None:
-    assert rungs(world) == expected
+    assert list_rungs(world) == expected
 
 
 def test_wanted_by_environment() -> None:
     assert (
-        wanted_by_environment({}) == set() == wanted_by_environment({"RUN_IMPORT_TEST": "0", "RUN_SINGLE_GPU_TEST": ""})
+        parse_ladder_variables({})
+        == set()
+        == parse_ladder_variables({"RUN_IMPORT_TEST": "0", "RUN_SINGLE_GPU_TEST": ""})
     )
-    assert wanted_by_environment({"RUN_IMPORT_TEST": "1"}) == {"imports"}
-    assert wanted_by_environment({"RUN_IMPORT_TEST": "true", "RUN_SINGLE_GPU_TEST": "1"}) == {"imports", "single"}
+    assert parse_ladder_variables({"RUN_IMPORT_TEST": "1"}) == {"imports"}
+    assert parse_ladder_variables({"RUN_IMPORT_TEST": "true", "RUN_SINGLE_GPU_TEST": "1"}) == {"imports", "single"}
 
 
 def test_imports_are_read_from_the_text() -> None:
-    found = import_check.imports_of(
+    found = import_check.parse_imports(
         "from __future__ import annotations\nimport os, json, torch, numpy as np\nfrom torch import nn\nfrom torch.optim import AdamW\nfrom torch.optim import SGD\n"
         "from . import sibling\nfrom .other import x\n"
         "try:\n    import flash_attn\nexcept ImportError:\n    import fallback\n"
@@ -96,7 +98,7 @@ def test_imports_are_read_from_the_text() -> None:
         ("torch", 2, ("import torch", "from torch import nn"), ""),
         ("numpy", 2, ("import numpy",), ""),
         ("torch.optim", 4, ("from torch.optim import AdamW", "from torch.optim import SGD"), ""),
-        ("flash_attn", 9, ("import flash_attn",), "the script tries it"),
+        ("flash_attn", 9, ("import flash_attn",), "it is in a try or with block"),
         ("at_last", 17, ("import at_last",), ""),
         ("behind", 19, ("import behind",), "the script changes sys.path first"),
     ]
@@ -124,7 +126,9 @@ def test_options_survive_being_written_as_flags() -> None:
         "-x",
     ]
     asked = parse(words)
-    again = parse(command_words({name: getattr(asked.options, name) for name in asked.given}, asked.script, asked.args))
+    again = parse(
+        make_arguments({name: getattr(asked.options, name) for name in asked.given}, asked.script, asked.args)
+    )
     assert (
         again == asked
         and again.options.grace == 90.0
@@ -145,7 +149,7 @@ def test_a_rung_is_a_short_run_of_its_own_on_the_same_cards() -> None:
         "env": ("A=1",),
     }
     request = Request(build_options(RunOptions, told), "t.py", ("--lr", "1"), frozenset(told))
-    words = rung_words(request, LadderPlan(4, ("GPU-a", "GPU-b", "GPU-c", "GPU-d"), False), 2, 20, "now")
+    words = make_rung_arguments(request, LadderPlan(4, ("GPU-a", "GPU-b", "GPU-c", "GPU-d"), False), 2, 20, "now")
     flags = set(words[: words.index("--")])
     assert words[-4:] == ["--", "t.py", "--lr", "1"]
     assert flags == {
@@ -163,7 +167,7 @@ def test_a_rung_is_a_short_run_of_its_own_on_the_same_cards() -> None:
 
 def test_what_scales() -> None:
     one = RungResult(1, 0, steps_per_s=10.0, rss=10**9, rss_all=10**9, host_used=3 * 10**9, host_total=16 * 10**9)
-    good = scaling(
+    good = compute_scaling(
         (
             one,
             RungResult(
@@ -179,14 +183,14 @@ def test_what_scales() -> None:
         2 * 10**9,
     )
     assert good.efficiency == pytest.approx(0.9)
-    foretold = scaling((one, RungResult(4, 137)), 15)
+    foretold = compute_scaling((one, RungResult(4, 137)), 15)
     assert (foretold.efficiency, foretold.memory, foretold.memory_needed) == (None, "does not scale", 15 * 10**9)
     assert (
-        ladder.memory_line(foretold, 15)
-        == "memory does not scale: 15 ranks will need 14.0 GiB of 14.9 GiB host memory, and 1.9 GiB of it is in use by others"
+        ladder.format_memory_need(foretold, 15)
+        == "memory does not scale: 15 ranks will need 14.0 GiB of 14.9 GiB host memory, and other processes use 1.9 GiB"
     )
-    assert scaling((one, RungResult(2, 0, steps_per_s=7.9)), 2).throughput == "does not scale"
-    assert scaling((RungResult(1, 0),), 4) == ladder.Scaling()
+    assert compute_scaling((one, RungResult(2, 0, steps_per_s=7.9)), 2).throughput == "does not scale"
+    assert compute_scaling((RungResult(1, 0),), 4) == ladder.Scaling()
 
 
 # ---- climbing ----
@@ -337,7 +341,7 @@ def test_optional_imports_and_the_scripts_own_path(stoker: Stoker) -> None:
     assert (
         done.code == 0
         and "nope_a" in done.out
-        and "the script tries it" in done.out
+        and "it is in a try or with block" in done.out
         and "the script changes sys.path first" in done.out
     )
 
@@ -357,7 +361,7 @@ def test_gpus_are_those_of_the_whole_run(stoker: Stoker, box: Callable[..., dict
     cpu = climb(stoker, "--nproc-per-node", "cpu", "--dry-run", "--json", script, env=env)
     assert json.loads(cpu.out) == {"schema": 1, "imports": [], "rungs": [1, 4, 8], "steps": 20}
     few = climb(stoker, "--nproc-per-node", "9", script, env=env)
-    assert few.code == 69 and "9 ranks asked for" in few.out
+    assert few.code == 69 and "9 ranks requested" in few.out
 
 
 def test_cpu_ranks_where_there_are_gpus(stoker: Stoker, box: Callable[..., dict[str, str]]) -> None:
@@ -397,11 +401,11 @@ def test_before_a_run(stoker: Stoker) -> None:
     )
     assert "3 steps" in single.err
     missing = drive(stoker, BEFORE, "all", "--name", "x", "nothere.py")
-    assert missing.code == 66 and "no script nothere.py" in missing.err
+    assert missing.code == 66 and "script nothere.py does not exist" in missing.err
 
 
 @pytest.mark.parametrize(("words", "code", "says"), [
-    (["--steps", "0", "t.py"], 64, "--steps 0"), (["--stepz", "2", "t.py"], 64, "did you mean --steps"), ([], 64, "the script is missing"),
+    (["--steps", "0", "t.py"], 64, "--steps must be 1 or more, got 0"), (["--stepz", "2", "t.py"], 64, "did you mean --steps"), ([], 64, "the script is missing"),
     (["--hosts", "a,b", "t.py"], 64, "one machine"), (["--detach", "t.py"], 64, "foreground"),
 ])  # fmt: skip
 def test_refusals(stoker: Stoker, words: list[str], code: int, says: str) -> None:

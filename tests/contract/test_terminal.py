@@ -15,7 +15,7 @@ from conftest import Stoker, Terminal, at_length, wait_for
 from stoker.contract import progress
 from stoker.contract.progress import BYTES, ProgressState
 from stoker.control.launch.console import LineCutter
-from stoker.control.launch.short_lines import LauncherLines, RoleLines, ShortLines, step_line
+from stoker.control.launch.short_lines import LauncherLines, RoleLines, ShortLines, shorten_step_line
 
 # A program that works for as long as it is left to, with lines in between.
 WORK = """
@@ -76,7 +76,7 @@ STEP = "Step [100/2000] | Loss: 3.2564 | LR: 1.00e-03 | Grad Norm: 1.0072 | ETA:
     ],
 )  # fmt: skip
 def test_a_step_line_fits(line: str, room: int, shown: str) -> None:
-    assert step_line(line, room) == shown
+    assert shorten_step_line(line, room) == shown
 
 
 def test_lines_of_a_recipe_name_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:

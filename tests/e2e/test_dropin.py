@@ -468,8 +468,8 @@ def test_flags_without_effect(stoker: Stoker) -> None:
     done = stoker(
         "run", "--dry-run", "--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", "127.0.0.1:29400", script
     )
-    assert "--rdzv-backend etcd is taken as c10d" in done.out + done.err, done.err
-    assert "--numa-binding exclusive is taken as node" in stoker("run", "--numa-binding", "exclusive", script).err
+    assert "--rdzv-backend etcd is treated as c10d" in done.out + done.err, done.err
+    assert "--numa-binding exclusive is treated as node" in stoker("run", "--numa-binding", "exclusive", script).err
 
 
 # ---- output ----
@@ -636,7 +636,10 @@ def test_a_refusal_and_a_good_end_in_the_error_file(stoker: Stoker) -> None:
     env = {"TORCHELASTIC_ERROR_FILE": "launcher.json"}
     assert stoker("run", stoker.script("ok.py", ""), env=env).code == 0 and not (stoker.cwd / "launcher.json").exists()
     assert stoker("run", "absent.py", env=env).code == 66
-    assert "no script absent.py" in json.loads((stoker.cwd / "launcher.json").read_text())["message"]["message"]
+    assert (
+        "script absent.py does not exist"
+        in json.loads((stoker.cwd / "launcher.json").read_text())["message"]["message"]
+    )
 
 
 def test_restarts(both: Both) -> None:
@@ -829,7 +832,7 @@ def test_an_unwritable_folder(stoker: Stoker) -> None:
     assert (
         done.returncode == 0
         and done.stdout == "ran\n"
-        and f"{closed} can't be written: the record goes to {private}" in done.stderr
+        and f"{closed} can't be written, so the record goes to {private}" in done.stderr
     ), done.stderr
     assert (home / ".local" / "state" / "stoker").stat().st_mode & 0o777 == 0o700
     assert "completed" in ask("why").stdout and len(ask("runs").stdout.splitlines()) == 2

@@ -8,7 +8,7 @@ from conftest import Stoker, machine_json
 from stoker.control.agent.spawn import InitGate
 from stoker.control.machine.model import machine_from_json
 from stoker.control.plan.gpu_choice import GpuChoice
-from stoker.control.plan.run_plan import _init_slots
+from stoker.control.plan.run_plan import _count_init_slots
 
 
 def test_slots_are_passed_on_in_order() -> None:
@@ -35,7 +35,7 @@ def test_everybody_goes_before_the_store_gives_up() -> None:
 
 def test_memory_decides_the_default() -> None:
     def slots(ranks: int, available: float, asked: str | None = None) -> int:
-        return _init_slots(
+        return _count_init_slots(
             asked, GpuChoice((), ranks, ""), machine_from_json(machine_json(0, memory_available=int(available * 10**9)))
         )
 

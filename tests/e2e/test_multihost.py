@@ -417,16 +417,16 @@ def test_a_python_below_the_home_of_a_host_is_its_venvs(stoker: Stoker, netclust
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--nnodes", "2:1", "--rdzv-endpoint", "10.0.0.1:29400"], "--nnodes 2:1: give a number of machines, or MIN:MAX"),
-        (["--nnodes", "1:2", "--rdzv-endpoint", "10.0.0.1:29400", "--rdzv-conf", "last_call_timeout=soon"], "give seconds"),
-        (["--nnodes", "2"], "--nnodes 2: say where the machines meet"),
-        (["--nnodes", "2", "--master-addr", "10.0.0.1"], "say which machine this is with --node-rank 0 to 1"),
-        (["--nnodes", "2", "--node-rank", "2", "--master-addr", "10.0.0.1"], "--node-rank 2: 2 machines have the numbers 0 to 1"),
-        (["--nnodes", "two"], "--nnodes two: give a number of machines"),
-        (["--node-rank", "1"], "--node-rank 1 with one machine"),
+        (["--nnodes", "2:1", "--rdzv-endpoint", "10.0.0.1:29400"], "--nnodes must be a number of machines or MIN:MAX, got 2:1"),
+        (["--nnodes", "1:2", "--rdzv-endpoint", "10.0.0.1:29400", "--rdzv-conf", "last_call_timeout=soon"], "must be a number of seconds"),
+        (["--nnodes", "2"], "--nnodes 2 needs the address of machine 0"),
+        (["--nnodes", "2", "--master-addr", "10.0.0.1"], "add --node-rank, from 0 to 1"),
+        (["--nnodes", "2", "--node-rank", "2", "--master-addr", "10.0.0.1"], "--node-rank must be from 0 to 1, got 2"),
+        (["--nnodes", "two"], "--nnodes must be a number of machines or MIN:MAX, got two"),
+        (["--node-rank", "1"], "--node-rank must be 0 on one machine, got 1"),
         (["--nnodes", "2", "--standalone"], "contradict each other"),
         (["--min-hosts", "2"], "name them with --hosts"),
-        (["--hosts", "127.0.0.1,10.99.0.1", "--min-hosts", "3"], "--min-hosts 3: the run has 2 hosts"),
+        (["--hosts", "127.0.0.1,10.99.0.1", "--min-hosts", "3"], "--min-hosts must be from 1 to 2"),
         (["--hosts", "127.0.0.1,10.99.0.1", "--nnodes", "2"], "leave --nnodes and --node-rank out"),
     ],
 )  # fmt: skip
@@ -512,7 +512,7 @@ def test_addresses_and_interfaces_are_found_without_names() -> None:
         Host("alias", "alias"),
         Host("told", "told", "10.0.0.4", interface="ib0"),
     ]
-    known = host_setup.known_addresses(hosts)
+    known = host_setup.list_known_addresses(hosts)
     assert known == {"10.0.0.2": "10.0.0.2", "told": "10.0.0.4"}, "a name is no address, and loopback none for others"
     known = host_setup.add_reached_addresses(known, {"alias": route(reached="10.0.0.3"), "here": route()})
     answers = {host.name: route(*((to, "eth0") for to in known.values())) for host in hosts}

@@ -31,14 +31,14 @@ def refused(stoker: Stoker, *args: str, code: int, says: str, lines: int = 1, en
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["missing.py"], 66, "no script missing.py"),
+        (["missing.py"], 66, "script missing.py does not exist"),
         (["okk.py"], 66, "did you mean ok.py?"),
         (["."], 66, ". is a folder"),
-        (["-m", "no.such.module"], 66, "no module no.such.module"),
-        (["--no-python", "no-such-program"], 66, "no program 'no-such-program'"),
+        (["-m", "no.such.module"], 66, "module no.such.module does not exist"),
+        (["--no-python", "no-such-program"], 66, "the program 'no-such-program' is not on the PATH"),
         (["--nproc-per-node", "0", "ok.py"], 64, "from 1 up"),
         (["--nproc-per-node", "-1", "ok.py"], 64, "--nproc-per-node"),
-        (["--nproc-per-node", "1e9", "ok.py"], 64, "whole number"),
+        (["--nproc-per-node", "1e9", "ok.py"], 64, "must be a number of ranks"),
         (["--nproc-per-node", "1000000000", "ok.py"], 69, "processes"),
         (["--nproc-per-node", "gpu", "ok.py"], 69, "this machine has none"),
         (["--gpus", "9", "ok.py"], 69, "this machine has none"),
@@ -46,8 +46,12 @@ def refused(stoker: Stoker, *args: str, code: int, says: str, lines: int = 1, en
         (["--master-port", "70000", "ok.py"], 64, "65535"),
         (["--master-port", "x", "ok.py"], 64, "not a whole number"),
         (["--rdzv-endpoint", "host:http", "ok.py"], 64, "HOST:PORT"),
-        (["--rdzv-endpoint", "host:99999", "ok.py"], 64, "--rdzv-endpoint host:99999: ports from 1024 to 65535"),
-        (["--max-restarts", "-2", "ok.py"], 64, "from 0 up"),
+        (
+            ["--rdzv-endpoint", "host:99999", "ok.py"],
+            64,
+            "--rdzv-endpoint host:99999: the port must be from 1024 to 65535",
+        ),
+        (["--max-restarts", "-2", "ok.py"], 64, "must be 0 or more, got -2"),
         (["--nprc-per-node", "2", "ok.py"], 64, "did you mean --nproc-per-node?"),
         (["--nnodes", "2", "ok.py"], 64, "--hosts"),
         (["--nnodes", "x", "ok.py"], 64, "number of machines"),
@@ -55,11 +59,11 @@ def refused(stoker: Stoker, *args: str, code: int, says: str, lines: int = 1, en
         (["--wait", "soon", "ok.py"], 64, "not a duration"),
         (["--init-slots", "0", "ok.py"], 64, "from 1 up"),
         (["--show", "5", "ok.py"], 64, "ranks from 0 to 0"),
-        (["--redirects", "7", "ok.py"], 64, "names no streams"),
+        (["--redirects", "7", "ok.py"], 64, "--redirects and --tee must be"),
         (["--env", "1X=2", "ok.py"], 64, "NAME=VALUE"),
         (["--env", "NOT_SET_HERE", "ok.py"], 64, "not set here"),
         (["--name", "a/b", "ok.py"], 64, "name of a folder"),
-        (["--signals-to-handle", "SIGNOPE", "ok.py"], 64, "no signal 'SIGNOPE'"),
+        (["--signals-to-handle", "SIGNOPE", "ok.py"], 64, "signal 'SIGNOPE' does not exist"),
         (["--config", "absent.yaml", "ok.py"], 66, "absent.yaml does not exist\n"),
         (
             ["--config", "gsm8k_1GPU", "ok.py"],
@@ -143,7 +147,7 @@ def test_torchrun_words_that_mean_nothing_here_are_said_so(stoker: Stoker) -> No
         "-m",
     )
     assert done.code == 0 and done.log(1) == b"['--lr', '3', '--nproc-per-node', '9', '-m']\n"
-    assert done.err.count("--nproc-per-node stands after a.py, so it is the script's: put it before") == 1
+    assert done.err.count("--nproc-per-node comes after a.py, so it is passed to the script; put it before") == 1
     for flag in ("--rdzv-backend", "--monitor-interval", "--start-method", "--node-rank"):
         assert done.err.count(f"{flag} has no effect here: ") == 1
     assert "--standalone" not in done.err
@@ -164,7 +168,7 @@ def test_a_flag_after_the_script_is_said_unless_the_script_knows_it(stoker: Stok
     }
     for words, said in after.items():
         lines = stoker("run", "--dry-run", *words).out.splitlines()
-        assert [line.split()[0] for line in lines if "stands after" in line] == said, words
+        assert [line.split()[0] for line in lines if "comes after" in line] == said, words
 
 
 def test_a_port_that_is_taken(stoker: Stoker) -> None:
@@ -235,7 +239,7 @@ def test_a_dead_nvml_library(stoker: Stoker) -> None:
         "run",
         script,
         code=69,
-        says="the NVIDIA driver does not answer: libnvidia-ml.so.1 does not load",
+        says="the NVIDIA driver is not responding (libnvidia-ml.so.1 does not load",
         env=env,
     )
     done = stoker("run", "--nproc-per-node", "cpu", script, env=env)
@@ -268,7 +272,7 @@ def test_gpus_end_to_end_on_a_recorded_machine(stoker: Stoker, box: Callable[...
     )
     assert sorted(done.out.splitlines()) == ["CPU0:''", "CPU1:''"]
     refused(
-        stoker, "run", "--nproc-per-node", "3", script, code=69, says="3 ranks asked for and 2 GPUs usable", env=box(2)
+        stoker, "run", "--nproc-per-node", "3", script, code=69, says="3 ranks requested, but 2 GPUs usable", env=box(2)
     )
 
 
@@ -440,7 +444,7 @@ def test_exclude_bad_leaves_a_dead_gpu_out(stoker: Stoker) -> None:
     script = stoker.script("ok.py", OK)
     done = stoker("run", "--exclude-bad", "--share-gpus", script, env=dead)
     assert done.code == 0 and sorted(done.out.splitlines()) == ["GPU1:ran", "GPU2:ran", "GPU3:ran"]
-    assert "using 3 GPUs: GPU 1, GPU 2, GPU 3; left out: GPU 0 does not answer: dead: error 999" in done.err
+    assert "using 3 GPUs: GPU 1, GPU 2, GPU 3; left out: GPU 0 is not responding: dead: error 999" in done.err
     refused(
         stoker,
         "run",
@@ -449,7 +453,7 @@ def test_exclude_bad_leaves_a_dead_gpu_out(stoker: Stoker) -> None:
         "4",
         script,
         code=69,
-        says="4 ranks asked for and 3 GPUs usable",
+        says="4 ranks requested, but 3 GPUs usable",
         env=dead,
     )
     refused(
@@ -460,6 +464,6 @@ def test_exclude_bad_leaves_a_dead_gpu_out(stoker: Stoker) -> None:
         "1,2,4,8",
         script,
         code=69,
-        says="3 ranks, and the job takes 1, 2, 4, 8; use --nproc-per-node 2",
+        says="the plan has 3 ranks, but --legal-ranks allows 1, 2, 4, 8; use --nproc-per-node 2",
         env=dead,
     )

@@ -43,7 +43,7 @@ def attempt(line: int = 1, steps: int = 20, can: tuple[str, ...] = ()) -> Attemp
     made = Attempt(0, plan_with(0))
     made.ends[1] = RankExit(1, "", "CPU1", 7, 1, 0.0, error=RankError("ValueError", "x", "train.py", line), steps=steps)
     made.steps = {1: steps}
-    made.abilities.update(can)
+    made.capabilities.update(can)
     return made
 
 
@@ -79,7 +79,9 @@ def test_busy_is_waited_out_once_and_its_card_is_probed() -> None:
     again = restarts.decide(failure("gpu.busy"), attempt(), 2)[1]
     assert again is not None and again.wait_s == 10 and again.probe
     verdict, again = restarts.decide(failure("gpu.busy"), attempt(), 2)
-    assert again is None and not verdict.retryable and any("once did not help" in line for line in verdict.evidence)
+    assert (
+        again is None and not verdict.retryable and any("still busy after a wait" in line for line in verdict.evidence)
+    )
 
 
 def test_blocking_launches_once_and_never_after() -> None:
@@ -87,7 +89,7 @@ def test_blocking_launches_once_and_never_after() -> None:
     again = restarts.decide(failure("gpu.assert", retryable=False), attempt(), 5)[1]
     assert again is not None and dict(again.env) == {"CUDA_LAUNCH_BLOCKING": "1"}
     verdict, last = restarts.decide(failure("gpu.assert", retryable=False), attempt(), 5)
-    assert last is None and any("true one" in line for line in verdict.evidence)
+    assert last is None and any("the error is at this line" in line for line in verdict.evidence)
     other = Policy(max_restarts=2, debug_retry=True)
     other.decide(failure("gpu.illegal-access"), attempt(), 5)
     after = other.decide(failure("rank.killed"), attempt(), 5)[1]

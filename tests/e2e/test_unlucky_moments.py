@@ -31,7 +31,7 @@ from stoker.control.launch.agents import Agents
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.run import Endpoint, Run
 from stoker.control.launch.supervise import Supervisor
-from stoker.control.plan.targets import MeetingPoint, NodeGroup
+from stoker.control.plan.targets import NodeGroup, RendezvousConfig
 
 # ---- the agent ----
 
@@ -164,7 +164,7 @@ def test_an_attempt_that_is_stopped_waits_for_the_word_of_every_host() -> None:
     assert not attempt.all_ended
     attempt.stopping_hosts.add("b")
     assert attempt.all_ended, "neither has"
-    attempt.up[1] = 42
+    attempt.pids[1] = 42
     assert not attempt.all_ended
 
 
@@ -218,7 +218,7 @@ def test_a_rank_that_can_not_be_killed_is_named_and_not_waited_for(monkeypatch: 
     monkeypatch.setattr(supervise, "UNKILLABLE_S", 0.3)
     attempt = Attempt(0, plan_of(2, ""))
     attempt.begin_watch(300.0, 1800.0)
-    attempt.up = {0: 41, 1: 42}
+    attempt.pids = {0: 41, 1: 42}
     said: list[str] = []
     pool = SimpleNamespace(pump=lambda seconds: time.sleep(0.01), say=lambda order: None)
     options = SimpleNamespace(
@@ -234,27 +234,27 @@ def test_a_rank_that_can_not_be_killed_is_named_and_not_waited_for(monkeypatch: 
         cast(Any, SimpleNamespace(settle=lambda record: None)),
         lambda line, color="": said.append(line),
     )
-    attempt.unwatched = True
+    attempt.watch_failed = True
     supervisor.follow()
     assert attempt.ends.keys() == {0, 1} and all(end.code is None and end.ours for end in attempt.ends.values())
     assert (
         said[-1]
-        == "stoker: rank 0 (CPU 0, pid 41), rank 1 (CPU 1, pid 42) can't be killed: stuck in the kernel; going on without"
+        == "stoker: rank 0 (CPU 0, pid 41), rank 1 (CPU 1, pid 42) can't be killed: stuck in the kernel; the run continues without waiting"
     )
 
 
 def test_a_host_that_is_back_and_can_not_be_planned_with_is_sent_away_again() -> None:
     class Members:
-        enough = True
-        here = "2 of 2 hosts"
+        has_enough_hosts = True
+        host_count_text = "2 of 2 hosts"
 
         def __init__(self) -> None:
             self.joined, self.sent = ["b"], list[str]()
 
-        def settle(self) -> bool:
+        def update_agents(self) -> bool:
             return bool(self.joined)
 
-        def send_back(self, why: str) -> None:
+        def exclude_joined(self, why: str) -> None:
             self.sent.append(why)
             self.joined = []
 
@@ -309,11 +309,11 @@ def test_a_copy_that_breaks_for_any_reason_is_no_copy(monkeypatch: pytest.Monkey
 
 def met(port: int, count: int, most: int = 0, last_call: float = 0.0) -> tuple[threading.Thread, list[Any]]:
     found: list[Any] = []
-    told = MeetingPoint(count, None, "127.0.0.1", port, "job", most, last_call)
+    told = RendezvousConfig(count, None, "127.0.0.1", port, "job", most, last_call)
 
     def meet() -> None:
         try:
-            found.append(rendezvous.meet(told, 1, lambda: 29999, lambda: time.sleep(0.01), lambda line: None))
+            found.append(rendezvous.join_machines(told, 1, lambda: 29999, lambda: time.sleep(0.01), lambda line: None))
         except Exception as problem:
             found.append(problem)
 

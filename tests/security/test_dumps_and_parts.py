@@ -84,8 +84,8 @@ def test_a_program_that_never_reads_its_notice_holds_nobody_up() -> None:
     verdict = Verdict("failed", "rank.exception", "x" * 300_000, 1, run="r")  # more than a pipe takes
     complaints: list[str] = []
     notifier = Notifier("sleep 0.2", complaints.append)
-    notifier.tell(verdict, "restarting", "")
-    notifier.tell(verdict, "ended", "")
+    notifier.send(verdict, "restarting", "")
+    notifier.send(verdict, "ended", "")
     notifier.close()
     assert complaints == []
 
@@ -93,7 +93,7 @@ def test_a_program_that_never_reads_its_notice_holds_nobody_up() -> None:
 def test_a_notice_arrives_whole(tmp_path: Path) -> None:
     verdict = Verdict("failed", "rank.exception", "x" * 300_000, 1, run="r")
     notifier = Notifier(f"cat > {tmp_path}/told", lambda _line: None)
-    notifier.tell(verdict, "ended", "")
+    notifier.send(verdict, "ended", "")
     notifier.close()
     assert json.loads((tmp_path / "told").read_text())["summary"] == "x" * 300_000
 

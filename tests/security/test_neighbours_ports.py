@@ -84,7 +84,7 @@ def test_a_neighbours_port_on_another_address_stops_no_role(address: str) -> Non
     """It ended the job: a role that was ready counted as gone."""
     with listening("127.0.0.1") as own:
         port = own.getsockname()[1]
-        rule = ReadyRule("port", "", check=0.05)
+        rule = ReadyRule("port", "", check_interval_s=0.05)
         watching = ReadyWatch(rule, [("127.0.0.1", port)], 0.0, 1)
         assert watching.ready.wait(10)
         with Neighbour(address, port):

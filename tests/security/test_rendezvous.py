@@ -21,7 +21,7 @@ from forked_ranks import free_port
 from stoker.contract.errors import Refusal
 from stoker.control.launch import rendezvous
 from stoker.control.launch.rendezvous import Secret, find_secret
-from stoker.control.plan.targets import MeetingPoint, NodeGroup
+from stoker.control.plan.targets import NodeGroup, RendezvousConfig
 
 SECRET, OTHER = "0123456789abcdef" * 4, "another secret, as long as it must be"
 SOON = 5.0
@@ -35,7 +35,7 @@ class Machine:
         self.lines: list[str] = []
         self.outcome: NodeGroup | BaseException | None = None
         self._stop = False
-        meeting = MeetingPoint(count, None, "127.0.0.1", port, name, most)
+        meeting = RendezvousConfig(count, None, "127.0.0.1", port, name, most)
 
         def rest() -> None:
             time.sleep(0.005)
@@ -44,7 +44,7 @@ class Machine:
 
         def meet() -> None:
             try:
-                self.outcome = rendezvous.meet(meeting, ranks, lambda: 29999, rest, self.lines.append)
+                self.outcome = rendezvous.join_machines(meeting, ranks, lambda: 29999, rest, self.lines.append)
             except BaseException as problem:
                 self.outcome = problem
 
@@ -231,7 +231,7 @@ def test_with_one_secret_they_meet(port: int, machines: list[Machine], monkeypat
     others = [Machine(port, count=3, ranks=2) for _ in range(2)]
     machines += others
     assert first.end() == NodeGroup(3, 0, 0, 6, "127.0.0.1", 29999)
-    assert sorted((machine.end().rank, machine.end().first) for machine in others) == [(1, 2), (2, 4)]
+    assert sorted((machine.end().rank, machine.end().first_rank) for machine in others) == [(1, 2), (2, 4)]
 
 
 @pytest.mark.parametrize(("there", "here"), [(SECRET, ""), ("", SECRET), (SECRET, OTHER)])
@@ -258,7 +258,7 @@ def test_a_proof_of_another_meeting_is_worth_nothing(
     said = {"job": "job", "count": 2, "ranks": 1, "nonce": "n"}
     guest = connect(port)
     guest.sendall(json.dumps(said).encode() + b"\n")
-    proof = Secret(SECRET.encode()).proof("guest", said, read_json_line(guest)["challenge"])
+    proof = Secret(SECRET.encode()).make_proof("guest", said, read_json_line(guest)["challenge"])
     replay = connect(port)
     replay.sendall(json.dumps(said).encode() + b"\n")
     assert "challenge" in read_json_line(replay)
@@ -274,7 +274,7 @@ def test_the_other_sides_proof_can_not_be_sent_back(
     guest = connect(port)
     said = {"job": "job", "count": 2, "ranks": 1, "nonce": "n"}
     guest.sendall(json.dumps(said).encode() + b"\n")
-    proof = Secret(SECRET.encode()).proof("host", said, read_json_line(guest)["challenge"])
+    proof = Secret(SECRET.encode()).make_proof("host", said, read_json_line(guest)["challenge"])
     guest.sendall(json.dumps({"proof": proof}).encode() + b"\n")
     assert "refused" in read_json_line(guest)
 
@@ -295,9 +295,9 @@ def test_a_machine_that_does_not_know_the_secret_hands_out_no_numbers(
                 connection.sendall(b'{"challenge": "c"}\n')
                 lines.readline()
             if fake == "wrong":
-                answer["proof"] = Secret(OTHER.encode()).proof("host", {**said, **answer}, "c")
+                answer["proof"] = Secret(OTHER.encode()).make_proof("host", {**said, **answer}, "c")
             elif fake == "another answer":
-                answer["proof"] = Secret(SECRET.encode()).proof("host", {**said, **answer, "port": 30000}, "c")
+                answer["proof"] = Secret(SECRET.encode()).make_proof("host", {**said, **answer, "port": 30000}, "c")
             connection.sendall(json.dumps(answer).encode() + b"\n")
             lines.readline()
 
@@ -311,20 +311,22 @@ def test_a_machine_that_does_not_know_the_secret_hands_out_no_numbers(
 
 @pytest.mark.parametrize("proof", [None, 7, "", "x" * 64, "é" * 32, ["a"], True])
 def test_no_other_proof_fits(proof: Any) -> None:
-    assert not Secret(SECRET.encode()).fits(proof, "guest", {"a": 1}, "c")
+    assert not Secret(SECRET.encode()).verifies(proof, "guest", {"a": 1}, "c")
 
 
 def test_the_secret_may_be_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text(SECRET + "\n")
     secret = find_secret({"STOKER_RDZV_SECRET_FILE": str(file)})
-    assert secret is not None and secret.proof("guest", {}, "c") == Secret(SECRET.encode()).proof("guest", {}, "c")
+    assert secret is not None and secret.make_proof("guest", {}, "c") == Secret(SECRET.encode()).make_proof(
+        "guest", {}, "c"
+    )
     assert find_secret({}) is None
     fifo = tmp_path / "pipe"
     os.mkfifo(fifo, 0o600)
     for environment, why in (
         ({"STOKER_RDZV_SECRET_FILE": str(file), "STOKER_RDZV_SECRET": SECRET}, "both set"),
-        ({"STOKER_RDZV_SECRET": "short"}, "can be guessed"),
+        ({"STOKER_RDZV_SECRET": "short"}, "has only"),
         ({"STOKER_RDZV_SECRET_FILE": str(tmp_path / "none")}, "can't be read"),
         ({"STOKER_RDZV_SECRET_FILE": str(fifo)}, "can't be read"),
     ):
@@ -377,4 +379,4 @@ def test_another_users_listener_at_the_endpoint_is_not_joined(
     with socket.create_server(("127.0.0.1", port)):
         machines.append(Machine(port))
         refusal = machines[-1].end()
-    assert isinstance(refusal, Refusal) and "whom this launch does not join" in refusal.line
+    assert isinstance(refusal, Refusal) and "this launch joins only its own user" in refusal.line

@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     from stoker.control.cluster import transport
     from stoker.control.launch import background
 
-    link = transport.start_local_agent(0 if background.usable_stdin() else -1)
+    link = transport.start_local_agent(0 if background.has_usable_stdin() else -1)
     from stoker.control.launch.run import launch
 
     code = launch(request, link, None)

@@ -46,7 +46,7 @@ def parse(argv: list[str]) -> tuple[Request, int]:
         raise Refusal("the script is missing; type stoker ladder [options] script.py [args]", EX_USAGE)
     if options.get("detach"):
         raise Refusal("stoker ladder runs in the foreground only; leave --detach out", EX_USAGE)
-    return run.parse(ladder.command_words(options, script, args)), steps  # run.parse adds PET_* and --config
+    return run.parse(ladder.make_arguments(options, script, args)), steps  # run.parse adds PET_* and --config
 
 
 def main(argv: list[str]) -> int:
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     print_progress: Callable[[str], None] = _print_to_stderr if prints_json else print_text
     climber = ladder.Ladder(request, steps, print_progress)
     if request.options.dry_run:
-        imports, rungs = climber.foresee()
+        imports, rungs = climber.preview()
         names = [module.name for module in imports]
         if prints_json:
             print_json({"schema": 1, "imports": names, "rungs": rungs, "steps": steps})
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
                 "script": request.script,
                 "status": climb.verdict.status if climb.verdict else "passed",
                 **as_json(climb),
-                "scaling": as_json(ladder.scaling(climb.climbed, climb.world_size)),
+                "scaling": as_json(ladder.compute_scaling(climb.climbed, climb.world_size)),
             }
         )
     else:
@@ -98,8 +98,8 @@ def format_report(climb: ladder.LadderReport) -> list[str]:
     if passed:
         lines.append(_align_cells("RUNG", "RANKS", "FIRST STEP", "STEPS/S", "OF 1 RANK", "RAM/RANK", "GPU MEMORY"))
         for number, rung in enumerate(passed, 1):
-            lines.append(_format_rung(number, rung, ladder.scaling((passed[0], rung), rung.ranks)))
-        scaling = ladder.scaling(passed, climb.world_size)
+            lines.append(_format_rung(number, rung, ladder.compute_scaling((passed[0], rung), rung.ranks)))
+        scaling = ladder.compute_scaling(passed, climb.world_size)
         if scaling.efficiency is not None:
             top = passed[-1]
             each = f"each runs {_format_rate(top)} steps/s, {scaling.efficiency:.0%} of one rank alone"
@@ -107,7 +107,7 @@ def format_report(climb: ladder.LadderReport) -> list[str]:
         elif any(rung.steps_per_s is None for rung in passed):
             definition = "a step is one of a torch optimizer, or a stoker.beat()"
             lines.append(f"throughput: not measured, since the script ran fewer than two steps ({definition})")
-        if memory := ladder.memory_line(scaling, climb.world_size):
+        if memory := ladder.format_memory_need(scaling, climb.world_size):
             lines.append(memory)
     if climb.verdict is None:
         imported = sum(not module.problem for module in climb.imports)

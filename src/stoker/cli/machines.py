@@ -10,7 +10,7 @@ from stoker.contract.errors import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, EX_US
 from stoker.contract.frozen import frozen
 from stoker.contract.units import format_bytes
 from stoker.control.machine.model import Gpu, Machine, machine_from_json
-from stoker.control.plan.gpu_choice import CONTEXT as MIN_FREE
+from stoker.control.plan.gpu_choice import CONTEXT_BYTES as MIN_FREE
 from stoker.control.plan.options import hides_all
 from stoker.training.fit.cards import CONTEXT, Card, written
 

@@ -99,7 +99,9 @@ def apply_allocation(specs: Sequence[RoleSpec], text: str) -> JobPlan:
     chosen = {spec.name: parts_by_name.get(spec.name) or next(unnamed) for spec in specs}
     for spec in specs:
         role.check_batch(spec, chosen[spec.name].size("d"))
-    allocated = tuple(replace(spec, count=chosen[spec.name].replicas, gpus=chosen[spec.name].gpus) for spec in specs)
+    allocated = tuple(
+        replace(spec, count=chosen[spec.name].replicas, gpus=chosen[spec.name].gpus_per_process) for spec in specs
+    )
     first_of_group: dict[int, str] = {}
     shares_gpus_of = {}
     for name, part in chosen.items():
@@ -122,7 +124,7 @@ def start_plan(request: Request, plan: JobPlan) -> int:
     inputs = _find_gpus(request, plan.specs)
     text = request.options.allocation
     if text:
-        allocation.check(text, allocation.parse_allocation(text), len(inputs.gpus) or 1 << 16)
+        allocation.check_fit(text, allocation.parse_allocation(text), len(inputs.gpus) or 1 << 16)
     report = background.start_detached() if request.options.detach and not request.options.dry_run else None
 
     from stoker.control.roles.job import launch_job

@@ -12,7 +12,7 @@ from stoker.contract.errors import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.options import OptionParser, add_flags, build_options
 from stoker.contract.text import is_digits
 from stoker.control.plan.options import RunOptions, from_torchrun_environment
-from stoker.control.plan.request import Request, how_to_run
+from stoker.control.plan.request import Request, resolve_launch_mode
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _make_request(options: dict[str, Any], script: str | None, args: list[str]) 
     if not script:
         raise Refusal("the script is missing; type stoker run [options] script.py [args]", EX_USAGE)
     given = frozenset(key for layer in layers for key in layer)
-    return Request(how_to_run(build_options(RunOptions, *layers)), script, tuple(args), given)
+    return Request(resolve_launch_mode(build_options(RunOptions, *layers)), script, tuple(args), given)
 
 
 def _read_config(path: str) -> dict[str, Any]:
@@ -177,9 +177,9 @@ def start(request: Request, on_end: OnEnd | None = None) -> int:
     """
     if request.options.ladder or any(os.environ.get(name) for name in ("RUN_IMPORT_TEST", "RUN_SINGLE_GPU_TEST")):
         from stoker.cli.ladder import before_run
-        from stoker.control.launch.ladder import wanted_by_environment
+        from stoker.control.launch.ladder import parse_ladder_variables
 
-        rungs = ({"all"} if request.options.ladder else set()) | wanted_by_environment(os.environ)
+        rungs = ({"all"} if request.options.ladder else set()) | parse_ladder_variables(os.environ)
         code = before_run(request, rungs) if rungs and not request.options.dry_run else 0
         if code:
             return code
@@ -193,7 +193,7 @@ def start(request: Request, on_end: OnEnd | None = None) -> int:
 
         request, hosts = resolve_hosts(request, os.environ)
     report = background.start_detached() if request.options.detach and not request.options.dry_run else None
-    link = transport.start_local_agent(0 if background.usable_stdin() else -1) if hosts is None else None
+    link = transport.start_local_agent(0 if background.has_usable_stdin() else -1) if hosts is None else None
     from stoker.control.launch.run import launch
 
     return launch(request, link, report, hosts, on_end)

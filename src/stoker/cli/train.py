@@ -401,10 +401,10 @@ def _refuse_early(stage: str, resolved: Resolved, options: RunOptions, machine: 
         if on_cpu(config, has_gpus) and STAGES[stage].learning is not None and not options.dry_run:
             refuse_beyond_memory(config, ranks, machine.memory_total)
     if "wandb" in check_loggers(config.train.log_to) and not remote:  # on other hosts, rank 0 checks it there
-        from stoker.control.plan.run_plan import added_environment
+        from stoker.control.plan.run_plan import read_added_environment
         from stoker.training.loop.wandb_login import check_wandb_login
 
-        check_wandb_login({**os.environ, **added_environment(options, os.environ)})
+        check_wandb_login({**os.environ, **read_added_environment(options, os.environ)})
     _check_inputs(stage, config)
 
 

@@ -73,15 +73,15 @@ def start_job(stage: str, key_flags: Sequence[Flag], layers: Layers, options: di
 def split_allocation(text: str) -> tuple[AllocationPart, AllocationPart]:
     """Return the part that serves and the part that trains. Raises Refusal unless there is exactly one of each."""
     parts = allocation.parse_allocation(text)
-    serving, training = ([part for part in parts if part.serves is serves] for serves in (True, False))
+    serving, training = ([part for part in parts if part.is_server is serves] for serves in (True, False))
     if len(serving) != 1 or len(training) != 1:
         line = f"--allocation must have one part that serves and one that trains, as in stoker:d1+fsdp:d3, got {text}"
         raise Refusal(line, EX_USAGE)
     if serving[0].engine != "stoker":
         line = f"--allocation {text}: `stoker train` serves with stoker only; for {serving[0].engine} use `stoker run --roles`"
         raise Refusal(f"{line} (`stoker docs grpo`)", EX_USAGE)
-    if training[0].engine == "megatron" or training[0].world != training[0].size("d"):
-        example = f"fsdp:d{training[0].world}"
+    if training[0].engine == "megatron" or training[0].gpu_count != training[0].size("d"):
+        example = f"fsdp:d{training[0].gpu_count}"
         line = f"--allocation {text}: the trainers must be fsdp or ddp, with one replica per GPU; write {example}"
         raise Refusal(line, EX_USAGE)
     return serving[0], training[0]
@@ -105,7 +105,7 @@ def _make_server_role(config: Config, part: AllocationPart, runs_root: str) -> R
         (*command, "--slots", str(slots), "--context", str(context)),
         port=AUTO,
         env={API_KEY: os.environ.get(API_KEY) or secrets.token_urlsafe(24)},
-        ready=ReadyRule("http", "/health", timeout=READY_TIMEOUT_S),
+        ready=ReadyRule("http", "/health", ready_timeout_s=READY_TIMEOUT_S),
         restart=ALWAYS,
         required=False,
         after=("",),

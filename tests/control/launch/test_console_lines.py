@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from stoker.control.launch.console import LONGEST, LineCutter, LogLines
+from stoker.control.launch.console import MAX_LINE, LineCutter, LogLines
 from stoker.control.launch.short_lines import LauncherLines, RoleLines, ShortLines
 from stoker.control.watch.loss_monitor import LossMonitor
 
@@ -48,9 +48,9 @@ def test_a_line_without_end_is_shown_in_pieces_however_it_begins() -> None:
     cutter = LineCutter(b"rank 1:", lambda line: line)
     shown = cutter.feed(b"INFO | [")
     piece = b"x" * (1 << 20)
-    for _ in range(LONGEST // len(piece)):
+    for _ in range(MAX_LINE // len(piece)):
         shown += cutter.feed(piece)
-    assert shown.startswith(b"rank 1:INFO | [x") and len(shown) > LONGEST
+    assert shown.startswith(b"rank 1:INFO | [x") and len(shown) > MAX_LINE
     assert cutter.feed(b"y\nz\n") == b"y\nrank 1:z\n"
 
 

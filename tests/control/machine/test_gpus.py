@@ -60,7 +60,7 @@ def indices(choice: Any) -> list[int]:
         (MIG, {}, {"CUDA_VISIBLE_DEVICES": "MIG-1"}, [0], "GPU 0.1"),
         (MIG, {"gpus": "0.0"}, {}, [0], "GPU 0.0"),
         (1, {"nproc_per_node": "2", "share_gpus": True}, {}, [0, 0], "(2 ranks)"),
-        ([gpu_json(0, error="GPU is lost"), gpu_json(1)], {}, {}, [1], "left out: GPU 0 does not answer: GPU is lost"),
+        ([gpu_json(0, error="GPU is lost"), gpu_json(1)], {}, {}, [1], "left out: GPU 0 is not responding: GPU is lost"),
     ],
 )  # fmt: skip
 def test_choice(gpus: Any, options: dict[str, Any], env: dict[str, str], want: list[int], line: str) -> None:
@@ -94,14 +94,14 @@ def test_cpu_ranks(gpus: int, options: dict[str, Any], env: dict[str, str], rank
 @pytest.mark.parametrize(
     ("gpus", "options", "env", "machine", "code", "says"),
     [
-        (2, {"nproc_per_node": "3"}, {}, {}, 69, "3 ranks asked for and 2 GPUs usable: 2 GPUs here"),
-        (2, {"gpus": "9"}, {}, {}, 69, "no GPU '9'; there are 0 (NVIDIA A40), 1 (NVIDIA A40)"),
+        (2, {"nproc_per_node": "3"}, {}, {}, 69, "3 ranks requested, but 2 GPUs usable: 2 GPUs here"),
+        (2, {"gpus": "9"}, {}, {}, 69, "GPU '9' does not exist; the GPUs here are 0 (NVIDIA A40), 1 (NVIDIA A40)"),
         (2, {"gpus": "1,1"}, {}, {}, 64, "named twice"),
-        (2, {"gpu": "1", "gpus": "0"}, {}, {}, 64, "give one of them"),
+        (2, {"gpu": "1", "gpus": "0"}, {}, {}, 64, "--gpu and --gpus contradict"),
         (2, {"gpus": "any", "gpus_per_rank": 2}, {}, {}, 64, "contradict each other"),
         (4, {"gpus": "3"}, {"CUDA_VISIBLE_DEVICES": "0,1"}, {}, 69, "in CUDA_VISIBLE_DEVICES=0,1"),
-        (2, {}, {"CUDA_VISIBLE_DEVICES": "0,7"}, {}, 69, "no GPU '7' here"),
-        (2, {}, {"CUDA_VISIBLE_DEVICES": "GPU-"}, {}, 69, "no GPU 'GPU-' here"),
+        (2, {}, {"CUDA_VISIBLE_DEVICES": "0,7"}, {}, 69, "GPU '7' does not exist"),
+        (2, {}, {"CUDA_VISIBLE_DEVICES": "GPU-"}, {}, 69, "GPU 'GPU-' does not exist"),
         ([gpu_json(0, **FULL)], {"gpus": "0"}, {}, {}, 69, "GPU 0 has 95.4 MiB free of 44.7 GiB"),
         ([gpu_json(0, **FULL)], {}, {}, {}, 69, "by pid 77 (ann: python other.py)"),
         ([gpu_json(0, memory_used=40 * 10**9)], {"min_free_memory": 20 * 10**9}, {}, {}, 69, "7.5 GiB free of 44.7 GiB, 18.6 GiB needed"),
@@ -109,14 +109,14 @@ def test_cpu_ranks(gpus: int, options: dict[str, Any], env: dict[str, str], rank
         ([gpu_json(0, compute_mode="prohibited")], {}, {}, {}, 69, "prohibited compute mode"),
         (0, {"gpus": "0"}, {}, {}, 69, "this machine has none"),
         (0, {"nproc_per_node": "gpu"}, {}, {}, 69, "this machine has none"),
-        (0, {}, {}, {"gpu_error": "NVML: driver/library mismatch"}, 69, "driver does not answer: NVML: driver/library mismatch"),
+        (0, {}, {}, {"gpu_error": "NVML: driver/library mismatch"}, 69, "driver is not responding (NVML: driver/library mismatch"),
         (2, {"nproc_per_node": "0"}, {}, {}, 64, "from 1 up"),
         (2, {"nproc_per_node": "-1"}, {}, {}, 64, "from 1 up"),
-        (2, {"nproc_per_node": "1e9"}, {}, {}, 64, "whole number"),
+        (2, {"nproc_per_node": "1e9"}, {}, {}, 64, "must be a number of ranks"),
         (0, {"nproc_per_node": "1000000000"}, {}, {}, 69, "30000 processes"),
-        (2, {}, {"NPROC_PER_NODE": "many"}, {}, 64, "NPROC_PER_NODE many"),
-        (2, {"gpus": "any:0"}, {}, {}, 64, "any:2"),
-        (2, {"gpus": "any:3"}, {}, {}, 69, "3 ranks asked for"),
+        (2, {}, {"NPROC_PER_NODE": "many"}, {}, 64, "NPROC_PER_NODE must be"),
+        (2, {"gpus": "any:0"}, {}, {}, 64, "--gpus any:0"),
+        (2, {"gpus": "any:3"}, {}, {}, 69, "3 ranks requested"),
     ],
 )  # fmt: skip
 def test_refusal(

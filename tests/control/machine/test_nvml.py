@@ -85,7 +85,7 @@ def test_a_run_uses_the_half_card_and_leaves_the_lost_one_out(half_a_card: Stoke
     )
     done = half_a_card("run", script)
     assert done.code == 0 and done.out == "ran on 0 GPU-fake-0\n", done.err
-    assert "Found 2 GPU(s), using 1 GPUs: GPU 0; left out: GPU 1 does not answer" in done.err
+    assert "Found 2 GPU(s), using 1 GPUs: GPU 0; left out: GPU 1 is not responding" in done.err
 
 
 def test_memory_that_the_driver_keeps_is_not_shown_as_used(half_a_card: Stoker) -> None:

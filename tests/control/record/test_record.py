@@ -261,7 +261,7 @@ def test_commands_in_our_lines_can_be_pasted(stoker: Stoker) -> None:
 
 def test_a_refusal_is_heard_through_detach(stoker: Stoker) -> None:
     done = stoker("run", "--detach", "missing.py")
-    assert done.code == 66 and "no script missing.py" in done.err and not (stoker.cwd / "runs").exists()
+    assert done.code == 66 and "script missing.py does not exist" in done.err and not (stoker.cwd / "runs").exists()
 
 
 def test_logs_follow_until_the_end(stoker: Stoker) -> None:

@@ -182,7 +182,7 @@ def test_zero_reward_after_the_servers_end_stops_within_ten_steps_and_names_the_
     wanted = {
         "killed": (137, "rank.killed", "role server: rank 0 (CPU 0) was killed"),
         "killed for good": (137, "rank.killed", "role server: rank 0 (CPU 0) was killed"),
-        "stopped": (70, "role.unhealthy", "role server: it no longer answers: 127.0.0.1:"),
+        "stopped": (70, "role.unhealthy", "role server: it no longer responds: 127.0.0.1:"),
         "ended with exit code 0": (
             70,
             "role.ended",
@@ -497,9 +497,9 @@ def test_a_role_with_a_ready_rule_is_a_service_unless_the_file_requires_it(tmp_p
 def test_a_program_that_is_not_there_is_refused_before_anything_starts(stoker: Stoker) -> None:
     stoker.script("bad.py", "def f(:\n")
     for command, code, line in (
-        ("trianer.py", 66, "stoker: role trainer: no script trianer.py (did you mean trainer.py?)"),
-        ("nothing-like-this --x", 66, "stoker: role trainer: no program 'nothing-like-this' on the PATH"),
-        ("python -m nothing_like_this", 66, "stoker: role trainer: no module nothing_like_this"),
+        ("trianer.py", 66, "stoker: role trainer: script trianer.py does not exist (did you mean trainer.py?)"),
+        ("nothing-like-this --x", 66, "stoker: role trainer: the program 'nothing-like-this' is not on the PATH"),
+        ("python -m nothing_like_this", 66, "stoker: role trainer: module nothing_like_this does not exist"),
         ("bad.py", 65, "stoker: role trainer: bad.py does not parse; nothing was started"),
         (
             "stoker train sft --max-stpes 3",
@@ -546,7 +546,7 @@ def test_a_role_on_a_host_that_cant_start_reports_its_own_reason(tmp_path: Path)
         "missing file": "data.file-missing",
         "missing program": "launch.refused",
     }
-    assert "its port is 28123; port: auto takes a free one" in found["port in use"]["evidence"]
+    assert "its port is 28123; set port: auto for a free one" in found["port in use"]["evidence"]
     assert "weights.bin does not exist" in found["missing file"]["summary"]
     assert "no program nothing-like-this" in found["missing program"]["summary"]
     for verdict in found.values():
@@ -642,7 +642,7 @@ def test_the_notes_allocation_on_four_cards_of_which_one_is_dead(stoker: Stoker)
     assert re.search(trainer, done.out), done.out
     dead = box(stoker, dead=(0,))
     done = stoker("run", "--dry-run", "--allocation", "sglang.d1t1p1+d3t1p1", *words, env=dead)
-    assert done.code == 69 and "needs 4 GPUs and 3 can be used; sglang:d1t1p1+fsdp:d2t1p1 would fit" in done.err
+    assert done.code == 69 and "needs 4 GPUs, but 3 can be used; sglang:d1t1p1+fsdp:d2t1p1 would fit" in done.err
     done = stoker("run", "--dry-run", "--json", "--allocation", "sglang:d1t2+fsdp:d1", *words, env=dead)
     places = json.loads(done.out)["places"]
     assert [(one["role"], one["gpu"]["index"], len(one["more"])) for one in places] == [
@@ -669,15 +669,15 @@ def test_a_server_sees_all_its_gpus_and_each_trainer_its_own(stoker: Stoker) -> 
         ("foo:d1+d2", "unknown engine 'foo'"),
         ("sglng:d1+d2", "did you mean sglang"),
         ("sglang:x1+d2", "unknown dimension 'x'"),
-        ("sglang.d0+d2", "d0: from 1 to"),
+        ("sglang.d0+d2", "d must be from 1 to 65536, got 0"),
         ("sglang.d1d2", "gives a dimension twice"),
         ("sglang.+d2", "has no sizes"),
         ("+d2", "a part is empty"),
         ("stoker:d1t2+d2", "write stoker:d2, or vllm:d1t2"),
-        ("vllm:d1+fsdp:d4|fsdp:d2", "share their GPUs, and these have 4 and 2"),
+        ("vllm:d1+fsdp:d4|fsdp:d2", "must have equally many, got 4 and 2"),
         ("vllm:d1+fsdp:d2+fsdp:d2", "need names"),
-        ("vllm[a]:d1+fsdp[a]:d2", "two parts have one name"),
-        ("vllm[a b]:d1+fsdp:d2", "can't be a name"),
+        ("vllm[a]:d1+fsdp[a]:d2", "two parts have the same name"),
+        ("vllm[a b]:d1+fsdp:d2", "is not a valid name"),
     ],
 )
 def test_allocations_that_make_no_sense(text: str, said: str) -> None:
@@ -688,16 +688,19 @@ def test_allocations_that_make_no_sense(text: str, said: str) -> None:
 
 def test_allocations_in_both_spellings() -> None:
     old, new = allocation.parse_allocation("sglang.d1t1p1+d3t1p1"), allocation.parse_allocation("sglang:d1+fsdp:d3")
-    assert [(part.serves, part.world, part.replicas, part.gpus) for part in old] == [(True, 1, 1, 1), (False, 3, 3, 1)]
-    assert [part.world for part in new] == [1, 3]
+    assert [(part.is_server, part.gpu_count, part.replicas, part.gpus_per_process) for part in old] == [
+        (True, 1, 1, 1),
+        (False, 3, 3, 1),
+    ]
+    assert [part.gpu_count for part in new] == [1, 3]
     three = allocation.parse_allocation("sglang[rollout]:d2+fsdp[actor]:d4|fsdp[critic]:d4")
-    assert allocation.needed(three) == 6 and [part.group for part in three] == [0, 1, 1]
+    assert allocation.count_gpus(three) == 6 and [part.group for part in three] == [0, 1, 1]
     specs = [RoleSpec(name, ("x",)) for name in ("critic", "rollout", "actor")]
     plan = apply_allocation(specs, "sglang[rollout]:d2+fsdp[actor]:d4|fsdp[critic]:d4")
     assert plan.share == {"actor": "critic"} and [spec.count for spec in plan.specs] == [4, 2, 4]
     uneven = [RoleSpec("s", ("x",)), RoleSpec("t", ("x",), batch=12)]
     assert apply_allocation(uneven, "sglang:d5+fsdp:d2t4").specs[1].count == 8, "8 processes, 2 replicas"
-    with pytest.raises(Refusal, match=r"role t: 12 samples a step \(batch\) do not divide by 8; 6 would"):
+    with pytest.raises(Refusal, match=r"role t: 12 samples a step \(batch\) can.t be divided among 8 replicas; use 6"):
         apply_allocation(uneven, "sglang:d1+fsdp:d8")
     with pytest.raises(Refusal, match="unknown role 'rollout'"):
         apply_allocation([RoleSpec("a", ("x",)), RoleSpec("b", ("x",))], "sglang[rollout]:d1+fsdp:d1")
@@ -708,7 +711,7 @@ def test_allocations_in_both_spellings() -> None:
     [
         ("sglang.d1t1p1+d3t1p1", 3, "sglang:d1t1p1+fsdp:d2t1p1"),
         ("vllm:d2t2+fsdp:d4", 4, "vllm:d1t2+fsdp:d2"),
-        ("vllm:d1t8+d2", 4, "vllm:d1t2+fsdp:d2 would fit, if the model fits so few GPUs"),
+        ("vllm:d1t8+d2", 4, "vllm:d1t2+fsdp:d2 would fit, if the model fits on so few GPUs"),
         ("vllm:d1t2p2+d2", 4, "vllm:d1t2p1+fsdp:d2 would fit, if"),
         ("vllm:d3t2|fsdp:d6", 5, "vllm:d2t2|fsdp:d4"),
         ("sglang[a]:d2+fsdp[b]:d4|fsdp[c]:d4", 4, "sglang[a]:d2+fsdp[b]:d2|fsdp[c]:d2"),
@@ -717,11 +720,11 @@ def test_allocations_in_both_spellings() -> None:
 )
 def test_an_allocation_that_does_not_fit_is_refused_with_one_that_does(text: str, gpus: int, fits: str) -> None:
     with pytest.raises(Refusal) as refused:
-        allocation.check(text, allocation.parse_allocation(text), gpus)
+        allocation.check_fit(text, allocation.parse_allocation(text), gpus)
     assert (f"; {fits}" in refused.value.line) if fits else refused.value.line.endswith("can be used")
     if fits:
         other = allocation.parse_allocation(fits.split()[0])
-        allocation.check(fits, other, gpus)
+        allocation.check_fit(fits, other, gpus)
 
 
 def test_gpus_are_dealt_once_each() -> None:
@@ -730,14 +733,14 @@ def test_gpus_are_dealt_once_each() -> None:
     dealt = place_roles(specs, cards)
     indices = {name: [[gpu.index for gpu in seat.gpus] for seat in seats] for name, seats in dealt.items()}
     assert indices == {"s": [[0, 1]], "t": [[2], [3]], "log": [[]]}
-    with pytest.raises(Refusal, match=r"the roles need 4 GPUs \(s 2, t 2\) and 3 can be used"):
+    with pytest.raises(Refusal, match=r"the roles need 4 GPUs \(s 2, t 2\), but 3 can be used"):
         place_roles(specs, cards[:3])
     far = [GpuSlot(f"u{n}", f"{host}/GPU{n}", n, host) for host in "ab" for n in range(3)]
     two = [RoleSpec("s", ("x",), 2, 2), RoleSpec("t", ("x",), 2)]
     dealt = place_roles(two, far, hosts=("a", "b"))
     assert [seat.host for seat in dealt["s"]] == ["a", "b"], "two GPUs of one process are on one host"
     assert [(seat.host, seat.gpus[0].index) for seat in dealt["t"]] == [("a", 2), ("b", 2)]
-    with pytest.raises(Refusal, match="those of a process on one host"):
+    with pytest.raises(Refusal, match="each process needs its GPUs on one host"):
         place_roles([RoleSpec("s", ("x",), 3, 2)], far, hosts=("a", "b"))
     assert move_role(two[0], dealt, far[3:], ("b",)) is None, "host b has one GPU that is free of s, and t has it"
     one = place_roles([RoleSpec("s", ("x",), 2)], far, hosts=("a", "b"))
@@ -772,9 +775,9 @@ def test_words_that_name_no_role(words: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("x: 1", "it has no key roles"),
-        ("roles: []", "it has no key roles"),
-        ("roles: {a: {command: x}, b: {command: y, after: [c]}}", "b waits for 'c', and there is no such role"),
+        ("x: 1", "must have the key roles:"),
+        ("roles: []", "must have the key roles:"),
+        ("roles: {a: {command: x}, b: {command: y, after: [c]}}", "b waits for 'c', but there is no such role"),
         ("roles: {a: {command: x, after: [b]}, b: {command: y, after: [a]}}", "no role can start first: a waits for b, b waits for a"),
         ("roles: {a: {comand: x}}", "unknown key 'comand' (did you mean command"),
         ("roles: {a: {command: x, count: -1}}", "count: -1 is not a whole number"),
@@ -785,14 +788,14 @@ def test_words_that_name_no_role(words: list[str], said: str) -> None:
         ("roles: {a: {command: x, ready: {http: /a}, port: 0}}", "ready: http needs a port"),
         ("roles: {a: {command: x, ready: {file: b, timeout: soon}}}", "timeout: "),
         ("roles: {a: {command: x, ready: {port: true, answer: 3s}}}", "answer belong to http"),
-        ("roles: {a: {command: x, ready: {http: /a, answer: 0}}}", "answer: 0 s"),
+        ("roles: {a: {command: x, ready: {http: /a, answer: 0}}}", "answer must be more than 0 s"),
         ("roles: {a: {command: x, port: 70000}}", "port: 70000 is not auto"),
         ("roles: {a: {command: x, ready: {http: /a, body: {b: 2020-01-01}}}}", "body: "),
         ("roles: {a: {command: x, env: {1: b}}}", "1 is not a variable's name"),
         ("roles: {a: {command: x, restart: always}}", "no role is required"),
         ("roles: {a: {}}", "command: is missing"),
         ("roles: {a: [", "not YAML"),
-        ("roles: {1: x}", "a role's name is a text"),
+        ("roles: {1: x}", "the name of a role must be a text"),
     ],
 )  # fmt: skip
 def test_files_that_describe_no_job(tmp_path: Path, text: str, said: str) -> None:
@@ -808,8 +811,8 @@ def test_options_that_a_job_does_not_take(stoker: Stoker) -> None:
     for words, said in (
         (["--role", "a:1:x", "--nnodes", "2"], "--nnodes does not apply to a multi-role job"),
         (["--role", "a:1:x", "train.py"], "a multi-role job takes no script, got train.py"),
-        (["--roles", "none.yaml"], "no roles file none.yaml"),
-        (["--roles", "uneven.yaml"], "role t: 256 samples a step (batch) do not divide by 3; 2 would"),
+        (["--roles", "none.yaml"], "roles file none.yaml does not exist"),
+        (["--roles", "uneven.yaml"], "role t: 256 samples a step (batch) can't be divided among 3 replicas; use 2"),
         (["--roles", "none.yaml", "--role", "a:1:x"], "can't be combined with --role"),
         (["--role", "a:2:stoker train grpo --nproc-per-node 2"], "a: leave --nproc-per-node out of its command"),
         (["--allocation", "d1+d2", "--role", "a:x"], "must have one part per role (a), got 2 parts"),

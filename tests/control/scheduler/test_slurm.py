@@ -472,7 +472,7 @@ def _inside(stoker: Stoker, slurm: SlurmCluster, around: list[str], *args: str) 
         (["--partition", "x\ny", "--", "ok.py"], 64, "--partition"),
         (["ok.py"], 64, "put -- before the run"),
         (["--"], 64, "the script is missing"),
-        (["--", "okay.py"], 66, "no script okay.py (did you mean ok.py?)"),
+        (["--", "okay.py"], 66, "script okay.py does not exist (did you mean ok.py?)"),
         (["--", "--nproc-per-host", "2", "ok.py"], 64, "did you mean --nproc-per-node?"),
         (["--", "--name", "x", "ok.py"], 64, "--name must be before the --"),
         (["--", "train", "pretrain", "--runs_dir=x"], 64, "--runs-dir must be before the --"),

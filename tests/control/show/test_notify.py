@@ -25,7 +25,7 @@ from stoker.contract.errors import Refusal
 from stoker.contract.evidence import Verdict
 from stoker.control.launch import notify
 from stoker.control.launch.children import module_command
-from stoker.control.launch.notify import Notifier, Target, parse_target
+from stoker.control.launch.notify import Notifier, NotifyTarget, parse_target
 
 BOOM = """import json, os
 with open(os.path.join(os.environ["STOKER_RUN_DIR"], "metrics.jsonl"), "w") as file:
@@ -81,15 +81,19 @@ def hook() -> Iterator[Hook]:
 
 
 def test_targets_are_read() -> None:
-    assert parse_target("ntfy://alerts") == Target("ntfy", "https://ntfy.sh/alerts")
-    assert parse_target("ntfy://ntfy.example.org/alerts") == Target("ntfy", "https://ntfy.example.org/alerts")
+    assert parse_target("ntfy://alerts") == NotifyTarget("ntfy", "https://ntfy.sh/alerts")
+    assert parse_target("ntfy://ntfy.example.org/alerts") == NotifyTarget("ntfy", "https://ntfy.example.org/alerts")
     assert parse_target("https://ntfy.sh/alerts").kind == "ntfy"
     assert parse_target("https://hooks.slack.com/services/T/B/x").kind == "slack"
-    assert parse_target("slack:https://chat.example.org/hooks/x") == Target("slack", "https://chat.example.org/hooks/x")
+    assert parse_target("slack:https://chat.example.org/hooks/x") == NotifyTarget(
+        "slack", "https://chat.example.org/hooks/x"
+    )
     assert parse_target("https://discord.com/api/webhooks/1/x").kind == "discord"
-    assert parse_target("mailto:me@example.org,you@example.org") == Target("mail", "me@example.org,you@example.org")
+    assert parse_target("mailto:me@example.org,you@example.org") == NotifyTarget(
+        "mail", "me@example.org,you@example.org"
+    )
     for command in ("mail -s done me", "curl -d @- https://example.org/x", "cat > told", "./tell.sh"):
-        assert parse_target(command) == Target("command", command)
+        assert parse_target(command) == NotifyTarget("command", command)
     for wrong in (
         "ntfy://",
         "slack:",
@@ -140,7 +144,7 @@ def test_slack_and_discord_get_text_and_nothing_else(hook: Hook) -> None:
     verdict = Verdict("failed", "rank.exception", "<!channel> & @everyone " + "x" * 5000, 1, run="r")
     for kind in ("slack", "discord"):
         notifier = Notifier(f"{kind}:{hook.at}/hooks/secret", pytest.fail)
-        notifier.tell(verdict, "ended", "")
+        notifier.send(verdict, "ended", "")
         notifier.close()
     slack, discord = (json.loads(body) for _, _, body in hook.got)
     assert "&lt;!channel&gt; &amp; @everyone" in slack["text"] and slack.keys() == {"text"}
@@ -174,9 +178,9 @@ def test_a_service_that_never_answers_is_given_up(hook: Hook, monkeypatch: pytes
     monkeypatch.setattr(notify, "NOTIFY_S", 1.5)
     told: list[str] = []
     notifier = Notifier(f"{hook.at}/topic", told.append)
-    notifier.tell(Verdict("failed", "rank.exception", "x", 1), "ended", "")
+    notifier.send(Verdict("failed", "rank.exception", "x", 1), "ended", "")
     notifier.close()
-    assert told == ["stoker: --notify: ntfy did not answer within 2 s"]
+    assert told == ["stoker: --notify: ntfy did not respond within 2 s"]
 
 
 def test_nobody_there_and_a_bad_target(stoker: Stoker) -> None:
@@ -190,7 +194,7 @@ def test_nobody_there_and_a_bad_target(stoker: Stoker) -> None:
 
 def test_user_and_password_of_a_url_become_a_header(hook: Hook) -> None:
     notifier = Notifier(f"{hook.at.replace('http://', 'http://me:pa%20ss@')}/topic", pytest.fail)
-    notifier.tell(Verdict("completed", "completed", "done", 0, run="r"), "ended", "")
+    notifier.send(Verdict("completed", "completed", "done", 0, run="r"), "ended", "")
     notifier.close()
     ((path, headers, body),) = hook.got
     assert (path, headers["Authorization"]) == ("/topic", "Basic " + base64.b64encode(b"me:pa ss").decode())
@@ -200,7 +204,7 @@ def test_user_and_password_of_a_url_become_a_header(hook: Hook) -> None:
 def test_a_damaged_record_costs_step_and_loss_only(hook: Hook, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{")
     notifier = Notifier(f"{hook.at}/topic", pytest.fail)
-    notifier.tell(Verdict("failed", "rank.exception", "two\nlines \x1b[31m", 1, run="r"), "ended", str(tmp_path))
+    notifier.send(Verdict("failed", "rank.exception", "two\nlines \x1b[31m", 1, run="r"), "ended", str(tmp_path))
     notifier.close()
     assert hook.got[0][2].decode().startswith("r failed; two\\nlines \\x1b[31m [rank.exception]; on ")
 
@@ -259,7 +263,7 @@ def test_mail_by_smtp_and_no_password_without_encryption(monkeypatch: pytest.Mon
             for user in ("", "me:hunter2hunter2@"):
                 monkeypatch.setenv("STOKER_SMTP", f"smtp://{user}127.0.0.1:{mail.server_address[1]}")
                 notifier = Notifier("mailto:you@example.org", told.append)
-                notifier.tell(Verdict("completed", "completed", "done", 0, run="r"), "ended", "")
+                notifier.send(Verdict("completed", "completed", "done", 0, run="r"), "ended", "")
                 notifier.close()
         finally:
             mail.shutdown()
@@ -300,7 +304,7 @@ def sent_to(target: str, **changes: Any) -> list[str]:
     lines: list[str] = []
     notifier = Notifier(target, lines.append)
     about: dict[str, Any] = {"status": "failed", "cause": "rank.exit", "summary": "it failed", "exit_code": 1}
-    notifier.tell(Verdict(**{**about, **changes}), "ended", "")
+    notifier.send(Verdict(**{**about, **changes}), "ended", "")
     notifier.close()
     return lines
 

@@ -1,1 +1,1 @@
-"""Request and machine become a plan; the live run carries it out: agents, attempts, when to stop (docs/internals.md)."""
+"""Runs a job from its request to its verdict: agents, attempts, supervision and restarts (docs/internals.md)."""

@@ -1,4 +1,4 @@
-"""The agents of a run: connects to them, waits for their answers, and passes on what they report of their ranks."""
+"""Talks to the agents of a run: sends orders, waits for the answers, and passes on reports about ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stoker.control.cluster.agent_pool import AgentClient, AgentPool, UnusableHo
 from stoker.control.launch.signals import Interrupted, SignalQueue
 from stoker.control.machine.model import Machine, machine_from_json
 from stoker.control.machine.observe import find_packages_dir
-from stoker.control.plan.request import port_in_use_refusal
+from stoker.control.plan.request import make_port_in_use_refusal
 from stoker.control.plan.run_dir import RunDir
 
 TYPE_CHECKING = False
@@ -25,12 +25,12 @@ if TYPE_CHECKING:  # a run on one machine loads neither
     from stoker.control.cluster.hosts import Host, Hosts
     from stoker.control.cluster.probes import ProbeBatch
 
+# Longest waits for the answers to orders.
 ANSWER_S = 30.0
 RESERVE_S = 10.0
 SUSPEND_S = 2.0
-_ANSWERS = frozenset(
-    ("host", "locked", "port", "refused", "suspended")
-)  # kinds that answer an order: the newest is kept
+# Kinds of messages that answer an order. Only the newest of each kind is kept.
+_ANSWERS = frozenset(("host", "locked", "port", "refused", "suspended"))
 
 OnReport = Callable[[str, protocol.Message, bytes], None]  # host, message, payload
 
@@ -41,10 +41,10 @@ class Agents:
     def __init__(
         self, link: transport.AgentLink | None, hosts: Hosts | None, signals: SignalQueue, log: Callable[..., None]
     ) -> None:
-        """`link` leads to the local agent, which is already starting; None for a run with several `hosts`."""
+        """`link` is the connection to the local agent, which is already starting, or None for a run on several `hosts`."""
         self.hosts = hosts
         self.by_name: dict[str, Host] = {host.name: host for host in hosts.hosts} if hosts else {}
-        self.on_report: OnReport | None = None  # gets what agents report of the ranks of an attempt
+        self.on_report: OnReport | None = None  # gets the reports about the ranks of an attempt
         self._signals = signals
         self._log = log
         self._run_dir: RunDir | None = None
@@ -68,7 +68,7 @@ class Agents:
 
     @property
     def unshared_hosts(self) -> Hosts:
-        """The hosts, each reached by an ssh connection of its own."""
+        """The hosts, with a separate ssh connection for each command."""
         from stoker.control.cluster.ssh import with_unshared_connections
 
         assert self.hosts is not None
@@ -77,7 +77,7 @@ class Agents:
     # ---- connecting ----
 
     def connect(self, host: Host, unshared: bool = False) -> transport.AgentLink:
-        """Start the agent of a host. `unshared`: a shared ssh connection may be as dead as the host's former agent."""
+        """Start the agent of a host. `unshared` opens a new ssh connection: a shared one may be as dead as the last agent."""
         assert self.hosts is not None
         try:
             return transport.connect(host, self.unshared_hosts if unshared else self.hosts)
@@ -85,15 +85,15 @@ class Agents:
             line = f"several hosts need the program {problem.filename or 'ssh'}, which is not on the PATH"
             raise Refusal(line, EX_UNAVAILABLE) from problem
 
-    def meet(self, run_dir: RunDir) -> None:
+    def open_run(self, run_dir: RunDir) -> None:
         """Tell every agent which run it works for, and wait until each has described its machine."""
         self._run_dir = run_dir
         for client in self.clients:
-            client.say(self.open_order(client.host))
+            client.say(self.make_open_order(client.host))
         self.wait_for_all("host")
 
-    def open_order(self, host: str, former: list[Any] | None = None) -> protocol.Message:
-        """Return the first order to an agent. `former` are its predecessors' processes: it ends them first."""
+    def make_open_order(self, host: str, former: list[Any] | None = None) -> protocol.Message:
+        """Return the first order to an agent. It first ends the processes in `former`, which earlier agents left."""
         assert self._run_dir is not None
         return {
             "do": "open",
@@ -114,7 +114,7 @@ class Agents:
         self.wait_for_all("host")
 
     def wait_for_all(self, kind: str, seconds: float = ANSWER_S) -> None:
-        """Wait until every agent has answered with this kind of message. Raises a Refusal that names all that can't."""
+        """Wait until every agent has answered with this kind of message. Raises a Refusal that names all that did not."""
         self._forget(kind)
         self._listen_until(lambda: all(_has_answered(client, kind) for client in self.clients), seconds)
         missing = [client for client in self.clients if kind not in client.answers]
@@ -124,7 +124,7 @@ class Agents:
         if len(missing) == 1 and refused:
             ((host, answer),) = refused.items()
             raise Refusal(f"host {host}: {answer['line']}" if host else answer["line"], answer["code"])
-        slow = f"does not answer within {seconds:.0f} s: a driver that hangs, or a machine without free memory"
+        slow = f"did not respond within {seconds:.0f} s; its driver may hang, or it has no free memory"
         reasons = {client.host: f"is gone: {client.gone}" if client.gone else slow for client in missing}
         reasons |= {host: answer["line"] for host, answer in refused.items()}
         raise UnusableHosts(reasons, max(len(self.by_name), 1))
@@ -132,7 +132,7 @@ class Agents:
     def reserve(self, address: str, port: int, required: bool) -> tuple[str, int]:
         """Reserve a port for the store on the first host and return its address and number.
 
-        Port 0 is any free one. A `required` port that is in use is a Refusal; else a free one is taken in its place.
+        Port 0 means any free port. If the port is in use, Refusal is raised if it is `required`, else a free one is used.
         """
         first = self.clients[0]
         for kind in ("port", "refused"):
@@ -146,7 +146,7 @@ class Agents:
             raise Refusal(f"the agent did not reserve a port: {why}", EX_OSERR, cause="launch.port")
         answer = {"holder": "another program", **first.answers["port"]}
         if not answer["port"]:
-            raise port_in_use_refusal(answer)
+            raise make_port_in_use_refusal(answer)
         if answer.get("wanted"):
             holder = escape(answer["holder"])
             self._log(f"stoker: MASTER_PORT={answer['wanted']} is in use by {holder}; using port {answer['port']}")
@@ -165,7 +165,7 @@ class Agents:
         return probes.answers(probes.ask(what, args, seconds), seconds + 1.0)
 
     def suspend(self) -> None:
-        """Stop this process and all ranks for Ctrl-Z, and continue them afterwards."""
+        """Suspend all ranks and this process for Ctrl-Z, and resume the ranks afterwards."""
         self._forget("suspended")
         self.pool.say({"do": "suspend"})
         deadline = time.monotonic() + SUSPEND_S
@@ -176,17 +176,17 @@ class Agents:
         signal.raise_signal(signal.SIGSTOP)
         now = time.monotonic()
         for client in [*self.clients, *self.pool.waiting]:
-            client.heard = now  # the time that we were stopped is not the agents' silence
+            client.heard = now  # the agents were not silent while this process was suspended
         self.pool.say({"do": "resume"})
 
     # ---- waiting ----
 
     def pause(self, seconds: float) -> None:
-        """Listen to the agents for so many seconds."""
+        """Listen to the agents for this time."""
         self._listen_until(lambda: False, seconds)
 
     def listen(self, seconds: float) -> None:
-        """Deliver the next messages, waiting for at most so many seconds. Ctrl-Z suspends, a stop signal raises Interrupted."""
+        """Deliver the next messages, waiting for at most `seconds`. Ctrl-Z suspends, a stop signal raises Interrupted."""
         self.pool.pump(seconds)
         while signum := self._signals.take():
             if signum != signal.SIGTSTP:
@@ -195,8 +195,8 @@ class Agents:
 
     def _listen_until(self, is_done: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while not is_done() and (left := deadline - time.monotonic()) > 0:
-            self.listen(min(left, 0.5))
+        while not is_done() and (remaining_s := deadline - time.monotonic()) > 0:
+            self.listen(min(remaining_s, 0.5))
 
     def _forget(self, kind: str) -> None:
         for client in self.clients:
@@ -245,7 +245,7 @@ class Agents:
             self.by_name[host] = replace(self.by_name[host], gpus=visible)
 
     def _print_error(self, client: AgentClient, line: str) -> None:
-        if client not in self.pool.waiting:  # a lost host is tried again every few seconds and would repeat itself
+        if client not in self.pool.waiting:  # a lost host is tried again every few seconds and would repeat the line
             self._log(f"{client.host + ': ' if client.host else ''}{line}")
 
 

@@ -27,7 +27,7 @@ INSPECTIONS_PER_ATTEMPT = 1_000_000
 
 
 class Attempt:
-    """What the ranks of one attempt did, and why Stoker stopped them."""
+    """The facts about one attempt: what its ranks did, and why Stoker stopped them."""
 
     watch: Watcher
     losses: LossMonitor
@@ -37,7 +37,7 @@ class Attempt:
         self.plan = plan
         self.start_time = time.monotonic()
         # By rank.
-        self.up: dict[int, int] = {}  # pid of each rank that was started
+        self.pids: dict[int, int] = {}  # pid of each rank that was started
         self.errors: dict[int, RankError] = {}
         self.ends: dict[int, RankExit] = {}
         self.steps: dict[int, int] = {}  # of the newest beat
@@ -46,23 +46,23 @@ class Attempt:
         self.stopping_hosts: set[str] = set()  # hosts that obey a stop, or are lost: they start no more ranks
         self.gauges: dict[str, tuple[float, dict[str, Any]]] = {}  # time and content of the newest gauges
         # Why and when the ranks are stopped.
-        self.trouble: list[dict[str, Any]] = []  # what Stoker stops the job for
+        self.trouble: list[dict[str, Any]] = []  # the problems for which Stoker stops the job
         self.first_failure = 0.0
         self.stopping = False
         self.stop_signal = 0
         self.stop_now = False
         self.stopped_at = 0.0
         self.steps_reached = 0  # --stop-after-steps
-        self.regrouping = ""  # the host that is to join: the ranks are ended for that
+        self.regrouping = ""  # the returned host that joins after this attempt
         # Checkpoints that rank 0 reported.
         self.checkpoints = 0
         self.checkpoint_at = 0.0
-        self.checkpoint_before: SavedCheckpoint | None = None  # the newest when the stop signal came
+        self.checkpoint_before: SavedCheckpoint | None = None  # the newest one when the stop signal arrived
         # The watcher.
-        self.unwatched = False  # the watcher has failed
-        self.suspected_s: float | None = None  # seconds of silence after which the newest stall was explained
-        self.notes: list[str] = []  # findings that ended nothing
-        self.abilities: set[str] = set()  # what the script announced that it can do (stoker.mark)
+        self.watch_failed = False  # the watcher has failed
+        self.stall_detected_s: float | None = None  # seconds of silence after which the newest stall was explained
+        self.notes: list[str] = []  # findings that did not end the job
+        self.capabilities: set[str] = set()  # features that the script announced (stoker.mark)
 
     def begin_watch(self, hang_timeout: float, busy_timeout: float) -> None:
         from stoker.control.watch.loss_monitor import LossMonitor
@@ -79,12 +79,12 @@ class Attempt:
 
     @property
     def min_steps(self) -> int:
-        """Steps of the slowest rank."""
+        """The number of steps of the slowest rank."""
         return min((self.steps.get(rank, 0) for rank in self.plan.ranks), default=0)
 
     @property
     def expected(self) -> int:
-        """Number of ranks that this launcher starts."""
+        """The number of ranks that this launcher starts."""
         return len(self.plan.places)
 
     @property
@@ -93,13 +93,13 @@ class Attempt:
             return True
         if not self.stopping or not {rank.host for rank in self.plan.places} <= self.stopping_hosts:
             return False
-        return all(rank in self.ends for rank in self.up)  # a rank that was not started yet will not start now
+        return all(rank in self.ends for rank in self.pids)  # a rank that was not started yet will not start now
 
     def must_stop(self, now: float, settle_s: float, host_is_quiet: bool = False) -> bool:
         """Return whether a failure must stop the other ranks now.
 
-        A cause stops them at once. A possible echo waits for the ranks that still live to be inspected: its cause may
-        be a failure that is not reported yet, or a stuck rank. It also waits while a quiet host may be lost.
+        A failure that is a cause stops them immediately. A possible echo waits until the other ranks are inspected: its
+        cause may be a failure that is not reported yet, or a stuck rank. It also waits while a quiet host may be lost.
         """
         failed = [end for end in self.ends.values() if is_failure(end)]
         if not failed and not self.trouble:
@@ -113,31 +113,27 @@ class Attempt:
             return True
         if host_is_quiet:
             return False
-        if not self.unwatched:
+        if not self.watch_failed:
             self.watch.inspect_survivors()
-        return now - self.first_failure >= (
-            settle_s if self.unwatched or self.watch.survivors_inspected else INSPECTION_S
-        )
+        return now - self.first_failure >= (settle_s if self.watch_failed or self.watch.survivors_inspected else INSPECTION_S)
 
-    def exited_early(self, now: float, seconds: float) -> list[int]:
+    def find_early_exits(self, now: float, seconds: float) -> list[int]:
         """Return the ranks that ended with exit code 0 more than `seconds` ago while others still run."""
         if len(self.ends) == self.expected:
             return []
         return [rank for rank, end in self.ends.items() if end.code == 0 and now - end.time > seconds]
 
     def note_bad_numbers(self) -> None:
-        """Note a last loss of NaN, which had too few before it to stop the run."""
+        """Add a note for each rank whose last losses are bad but too few to stop the run."""
         from stoker.control.verdict.rules.numbers import summarize_bad_number
 
         for bad in self.losses.unresolved():
-            self.notes.append(
-                f"{summarize_bad_number(bad, self.label(bad.rank), self.plan.world_size)}: the last one it had"
-            )
+            self.notes.append(f"{summarize_bad_number(bad, self.label(bad.rank), self.plan.world_size)}, its last loss")
 
-    def detected_s(self, verdict: Verdict) -> float | None:
+    def compute_detection_s(self, verdict: Verdict) -> float | None:
         """Return how many seconds after the failure it was noticed."""
-        if verdict.stalled and self.suspected_s is not None:
-            return self.suspected_s
+        if verdict.stalled and self.stall_detected_s is not None:
+            return self.stall_detected_s
         if not self.first_failure:
             return None
         ended = [end.time for end in self.ends.values() if end.rank == verdict.rank]
@@ -149,7 +145,7 @@ class Attempt:
         return Evidence(
             self.expected,
             tuple(self.ends[rank] for rank in sorted(self.ends)),
-            stall=self._stall(),
+            stall=self._find_stall(),
             trouble=tuple(self.trouble),
             notes=tuple(self.notes),
             checkpoint=newest,
@@ -157,9 +153,9 @@ class Attempt:
             **pick_fields(self, "stop_signal", "stop_now", "stopped_at", "steps_reached", "regrouping"),
         )
 
-    def _stall(self) -> Stall | None:
-        """Return what is known of a rank that stopped; after a stop signal, what was known before it."""
-        if self.unwatched:
+    def _find_stall(self) -> Stall | None:
+        """Return the stall, or None. After a stop signal it is what was known before the signal."""
+        if self.watch_failed:
             return None
         if self.stop_signal:
             return self.watch.stall

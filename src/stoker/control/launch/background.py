@@ -1,4 +1,4 @@
-"""--detach: the run continues in the background, and the shell that started it waits until the run has started."""
+"""Implements --detach: the run continues in the background, and the shell waits until it has started."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STARTED = b"\0started "
 _ENDED = b"\0ended "
 
 
-def usable_stdin() -> bool:
+def has_usable_stdin() -> bool:
     try:
         os.fstat(0)
     except OSError:
@@ -21,7 +21,7 @@ def usable_stdin() -> bool:
 
 
 class StartReport:
-    """Reports from the background process to the shell that waits: started, refused or ended."""
+    """Reports to the waiting shell that the run has started, was refused or has ended."""
 
     def __init__(self, pipe: int) -> None:
         self._pipe = pipe
@@ -61,7 +61,7 @@ def start_detached() -> StartReport:
         os._exit(_print_until_started(read))
     os.close(read)
     os.setsid()
-    if os.fork() > 0:  # not a session leader: opening a terminal later can't make it ours
+    if os.fork() > 0:  # the grandchild is no session leader, so a terminal that it opens can't become its own
         os._exit(0)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)

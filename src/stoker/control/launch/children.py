@@ -40,7 +40,7 @@ def split_secret_options(words: Sequence[str]) -> tuple[list[str], dict[str, str
 
 
 def restore_secret_options(words: Sequence[str]) -> list[str]:
-    """Return the command line with the options of the variable, also in sys.argv. Our own children don't get the variable."""
+    """Insert the options from the variable into the command line and sys.argv, and remove the variable."""
     secret = [str(word) for word in json.loads(os.environ.pop(PASSED_OPTIONS, "[]"))]
     begin = len(sys.argv) - len(words)
     sys.argv[begin:begin] = secret

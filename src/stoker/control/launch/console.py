@@ -1,7 +1,7 @@
-"""The console of a run: a thread writes, so that a slow or dead terminal never holds up the run.
+"""Writes the console of a run in a thread, so that a slow or closed terminal never holds up the run.
 
-What the console can't take in time is skipped in whole lines, which are counted and reported; the ranks' files have
-everything. The second half makes whole, prefixed console lines, and lines of the log files, from a rank's bytes.
+Whole lines that the console can't take in time are skipped, counted and reported. The ranks' files have everything.
+The second half of this module cuts a rank's output into prefixed console lines and lines of the log files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stoker.contract.text import escape_lines
 
 MAX_QUEUED = 24 << 20  # bytes
 RESERVE = 2 << 20  # bytes for small pieces, such as lines of other ranks, when a flooding rank has filled the queue
-SMALL = 16 << 10
+SMALL = 16 << 10  # bytes of a small piece
 PIECE_COST = 256  # bytes that a queued piece takes besides its own
 # What arrives within this time after a write goes out together with the next one: a thread that woke for every line of
 # 512 ranks would cost the main thread more than the lines do.
@@ -33,40 +33,40 @@ class Console:
     """Writes to stdout (stream 1) and stderr (stream 2) in a thread."""
 
     def __init__(self, out: int = 1, err: int = 2) -> None:
-        self._handles = {1: out, 2: err}
+        self._fds = {1: out, 2: err}
         self._dead: set[int] = set()
         knows_codes = os.environ.get("TERM") != "dumb"
-        self._terminal = {stream: os.isatty(handle) and knows_codes for stream, handle in self._handles.items()}
+        self._terminal = {stream: os.isatty(fd) and knows_codes for stream, fd in self._fds.items()}
         self._colours = {stream: terminal and wants_colour() for stream, terminal in self._terminal.items()}
-        self._target = {stream: _identity(handle) for stream, handle in self._handles.items()}
-        # By target, what matters of its unfinished line: empty, text, or something that ends with or contains \r.
+        self._target = {stream: _target_of(fd) for stream, fd in self._fds.items()}
+        # By target: the end of its unfinished line, with a \r before it if the line is a progress bar.
         self._unfinished: dict[object, bytes] = {}
         self._queue: deque[tuple[int, bytes, bool]] = deque()
         self._size = 0
         self._skipped = {1: 0, 2: 0}
         self._skipped_total = 0
         self._ready = threading.Condition()
-        self._idle = False  # the thread waits for something to write
-        self._closing = False
+        self._is_idle = False  # the thread waits for something to write
+        self._is_closing = False
         self._thread = threading.Thread(target=self._write, name="console", daemon=True)
         self._thread.start()
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         return self._size > MAX_QUEUED
 
-    def terminal(self, stream: int) -> bool:
+    def is_terminal(self, stream: int) -> bool:
         return self._terminal[stream]
 
-    def in_colour(self, stream: int) -> bool:
+    def uses_colour(self, stream: int) -> bool:
         return self._colours[stream]
 
     def columns(self, stream: int) -> int:
-        """Return the terminal's current width; 0 if there is no terminal or it does not tell."""
+        """Return the terminal's current width, or 0 if it is unknown."""
         if not self._terminal[stream]:
             return 0
         try:
-            return os.get_terminal_size(self._handles[stream]).columns
+            return os.get_terminal_size(self._fds[stream]).columns
         except OSError:
             return 0
 
@@ -85,12 +85,12 @@ class Console:
                 self._enqueue(stream, _SKIPPED % self._skipped[stream], True)
                 self._skipped[stream] = 0
             self._enqueue(stream, data, own)
-            if self._idle:
-                self._idle = False
+            if self._is_idle:
+                self._is_idle = False
                 self._ready.notify()
 
     def say(self, stream: int, text: str, colour: str = "") -> None:
-        """Queue lines of Stoker's own. They quote foreign text: secrets are masked and control codes escaped."""
+        """Queue lines of Stoker. They may quote other programs: secrets are masked and control codes escaped."""
         text = wrap_text(escape_lines(mask_text(text)), self.columns(stream))
         self.put(stream, (colour_text(text, colour) if self._colours[stream] else text).encode() + b"\n", own=True)
 
@@ -100,7 +100,7 @@ class Console:
             self._skip(stream, lines)
 
     def settle(self, seconds: float = 2.0) -> None:
-        """Wait until everything is written, but not longer than this for a console that is stuck."""
+        """Wait until everything is written, or until `seconds` are over."""
         deadline = time.monotonic() + seconds
         while self._size and time.monotonic() < deadline:
             with self._ready:
@@ -113,12 +113,12 @@ class Console:
             for stream, count in self._skipped.items():
                 if count and stream not in self._dead:
                     self._enqueue(stream, _SKIPPED % count, True)
-            self._closing = True
+            self._is_closing = True
             self._ready.notify()
         size, deadline = self._size, time.monotonic() + seconds
         while self._thread.is_alive() and time.monotonic() < deadline:
             self._thread.join(0.02)
-            if self._size < size:  # it moves: a slow console gets more time than a stuck one
+            if self._size < size:  # the queue shrinks: a slow console gets more time than a stuck one
                 size, deadline = self._size, time.monotonic() + seconds
         return self._skipped_total
 
@@ -135,8 +135,8 @@ class Console:
     def _write(self) -> None:
         while True:
             with self._ready:
-                while not self._queue and not self._closing:
-                    self._idle = True
+                while not self._queue and not self._is_closing:
+                    self._is_idle = True
                     self._ready.wait()
                 if not self._queue:
                     break
@@ -145,7 +145,7 @@ class Console:
             self._write_all(stream, self._join(stream, pieces))
             with self._ready:
                 self._size -= size
-                if not self._closing and self._size < MAX_WRITE:
+                if not self._is_closing and self._size < MAX_WRITE:
                     self._ready.wait(GATHER_S)
         for stream, terminal in self._terminal.items():  # a progress bar that will not be redrawn
             if terminal and b"\r" in self._unfinished.pop(self._target[stream], b""):
@@ -183,29 +183,29 @@ class Console:
         view = memoryview(data)
         while view and stream not in self._dead:
             try:
-                view = view[os.write(self._handles[stream], view[: 1 << 16]) :]
+                view = view[os.write(self._fds[stream], view[: 1 << 16]) :]
             except BlockingIOError:
                 time.sleep(0.01)  # another program made the terminal non-blocking: only this thread waits
             except OSError:
                 self._dead.add(stream)  # `| head -1`, or a closed terminal: the run continues without this stream
 
 
-def _identity(handle: int) -> object:
-    """Return what two streams have in common if they go to one terminal, file or pipe, and so share a line."""
+def _target_of(fd: int) -> object:
+    """Return a key that is equal for streams to the same terminal, file or pipe: they share an unfinished line."""
     try:
-        status = os.fstat(handle)
-    except OSError:  # closed by the program that started us
-        return handle
+        status = os.fstat(fd)
+    except OSError:  # the parent process closed it
+        return fd
     return status.st_dev, status.st_ino, status.st_rdev
 
 
 # ---- lines of a rank, for the console and for its log. Pure ----
 
-LONGEST = 32 << 20  # bytes; a longer line is shown in pieces, because memory is finite
-_MAX_BAR = 1 << 20  # bytes; what is longer is no progress bar
-_RECIPE_START = b"INFO | ["  # of the lines that are shortened as a whole
+MAX_LINE = 32 << 20  # bytes; a longer line is shown in pieces, to bound the memory
+_MAX_BAR = 1 << 20  # bytes; longer text is no progress bar
+_RECIPE_START = b"INFO | ["  # begins the lines that are shortened as a whole
 _RECORD = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
-# Colours, cursor moves, titles.
+# Terminal codes for colours, cursor moves and titles.
 _CODES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
 
 
@@ -213,15 +213,15 @@ class LineCutter:
     """Makes console lines of one stream of a rank. A carriage return ends a line too (progress bars), unless \\n follows."""
 
     def __init__(self, prefix: bytes, shorten: Callable[[bytes], bytes | None] | None = None) -> None:
-        """`shorten` maps a whole line, without its end, to what is shown in its place; None if nothing is."""
+        """`shorten` maps a line without its newline to the text to show, or to None to hide it."""
         self.prefix = prefix
-        self.mid_line = False  # an unfinished line has been shown: what follows continues it
+        self.mid_line = False  # an unfinished line has been shown, and the next bytes continue it
         self._shorten = shorten
         self._rest = bytearray()
         self._in_bar = False  # the unfinished line is the next state of a progress bar
 
     def feed(self, data: bytes) -> bytes:
-        """Return the finished lines, each with its prefix. Unfinished ones wait for their end."""
+        """Return the finished lines, each with its prefix, and keep the unfinished rest."""
         cut = max(data.rfind(b"\n"), data.rfind(b"\r", 0, max(len(data) - 1, 0))) + 1  # a last \r may be half of \r\n
         if cut:
             lines = bytes(self._rest + data[:cut])
@@ -231,7 +231,7 @@ class LineCutter:
             self._rest = bytearray(data)
         else:
             self._rest += data
-            return self._take_unfinished() if len(self._rest) > LONGEST else b""
+            return self._take_unfinished() if len(self._rest) > MAX_LINE else b""
         self._in_bar = lines.endswith(b"\r")
         return self._add_prefixes(lines)
 
@@ -250,7 +250,7 @@ class LineCutter:
         self.mid_line = False
 
     def partial(self) -> bytes:
-        """Return the unfinished line as it is, for a rank that has the console to itself (prompts, progress)."""
+        """Return the unfinished line, for the prompts and progress of a rank that alone uses the console."""
         is_shortened = self._shorten is not None and not self.mid_line
         if is_shortened and self._rest.lstrip(b"\r").startswith(_RECIPE_START):
             return b""

@@ -1,4 +1,4 @@
-"""--metrics-port: `stoker metrics` for one run, in a child that ends with the run.
+"""Implements --metrics-port: runs `stoker metrics` for one run in a child that ends with the run.
 
 The launcher listens before anything starts, so that a port in use is a refusal, and passes the socket to the child. The
 metrics cost the launcher neither imports nor memory.
@@ -22,14 +22,14 @@ class Exporter:
 
     def __init__(self, port: int, log: Callable[[str], None]) -> None:
         if not 0 <= port <= 65535:
-            raise Refusal(f"--metrics-port {port}: a port is a number from 0 to 65535", EX_USAGE, cause="launch.port")
+            raise Refusal(f"--metrics-port must be from 0 to 65535, got {port}", EX_USAGE, cause="launch.port")
         self._log = log
         self._socket = http_server.listen("127.0.0.1", port, "--metrics-port")
         self._child: subprocess.Popen[bytes] | None = None
         self._errors = -1
 
     def start(self, run_dir: str) -> None:
-        """Start the server. A failure costs the metrics, not the run."""
+        """Start the server. A failure is only reported: the run continues without metrics."""
         fd = self._socket.fileno()
         words = ["metrics", "--run", run_dir, "--listening", str(fd), "--parent", str(os.getpid())]
         self._errors = os.memfd_create("metrics")
@@ -40,10 +40,10 @@ class Exporter:
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
                 pass_fds=(fd,),
-                start_new_session=True,  # Ctrl-C reaches the launcher, which ends it
+                start_new_session=True,  # Ctrl-C reaches only the launcher, which then ends the server
             )
         except OSError as problem:
-            self._log(f"stoker: --metrics-port: no metrics: {problem}")
+            self._log(f"stoker: --metrics-port: the metrics server could not be started: {problem}")
             return
         self._log(f"stoker: metrics at {http_server.server_url(self._socket, '/metrics')}")
         self._socket.close()

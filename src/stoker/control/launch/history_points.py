@@ -26,7 +26,7 @@ _INTEGERS = frozenset(("cores", "memory_used", "memory_total", "memory_available
 _MAX_PHASE = 40  # characters: a history of weeks has a phase for each rank and point
 
 
-def history_point(attempt: Attempt, now: float) -> HistoryPoint:
+def make_history_point(attempt: Attempt, now: float) -> HistoryPoint:
     """Return the attempt's state at `now`, a time of the monotonic clock."""
     this_host = os.uname().nodename
     ranks = attempt.plan.places
@@ -79,8 +79,8 @@ def _gpu_row(attempt: Attempt, host: str, uuid: str) -> dict[str, Any]:
 def _host_row(attempt: Attempt, host: str) -> dict[str, Any]:
     if host not in attempt.gauges:
         return {}
-    heard, gauges = attempt.gauges[host]
-    return {"heard": round(heard, 3), **{name: _to_number(name, value) for name, value in gauges["host"].items()}}
+    received_at, gauges = attempt.gauges[host]
+    return {"heard": round(received_at, 3), **{name: _to_number(name, value) for name, value in gauges["host"].items()}}
 
 
 def _to_number(name: str, value: Any) -> Any:

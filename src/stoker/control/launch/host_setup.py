@@ -31,24 +31,24 @@ class HostSetup:
 
     def __init__(self, request: Request, agents: Agents, log: Callable[..., None]) -> None:
         assert agents.hosts is not None
-        self.copies = bool(request.options.sync or request.options.stage)
-        # Hosts whose run directory is not ours: the command that copies from there.
-        self.unshared: dict[str, list[str]] = {}
+        self.has_copies = bool(request.options.sync or request.options.stage)
+        # For each host that does not share the run directory: the command that copies files from there.
+        self.copy_commands: dict[str, list[str]] = {}
         self._request = request
         self._options = request.options
         self._agents = agents
         self._hosts: Hosts = agents.hosts
         self._log = log
-        self._loads: list[file_sync.CopyJob] = []
+        self._copy_jobs: list[file_sync.CopyJob] = []
         self._addresses: dict[str, str] = {}
         self._interfaces: dict[str, str] = {}
-        self._run_dir_probe: dict[str, Any] = {}  # what each host is asked about the run directory
+        self._run_dir_probe: dict[str, Any] = {}  # arguments of the probe of the run directory
         self._pythons: dict[str, str] = {}
-        self._package_hash = ""  # of the user's program, the same on all hosts; empty: not compared
+        self._package_hash = ""  # of the user's program, the same on all hosts, or "" if it was not compared
 
     def prepare(self, plan: RunPlan, run_dir: RunDir) -> list[str]:
         """Copy, find addresses and check all hosts. Returns warnings; a Refusal names every problem of all hosts."""
-        if self.copies:
+        if self.has_copies:
             self._copy_to_all()
         self.find_addresses()
         warnings = self._warn_of_unshared_ssh() + self._check_ready(plan, run_dir)
@@ -61,26 +61,26 @@ class HostSetup:
     # ---- --sync and --stage ----
 
     def _copy_to_all(self) -> None:
-        """Copy to all hosts. Raises UnusableHosts for those that can't take it: with --min-hosts the run starts without."""
+        """Copy to all hosts. With --min-hosts, UnusableHosts names those that failed: the run starts without them."""
         present = {client.host for client in self._agents.clients if not client.gone}
         hosts = replace(self._hosts, hosts=tuple(host for host in self._hosts.hosts if host.name in present))
         try:
-            with handled(STOPS, _interrupt):  # a signal ends the copy at once
-                if not self._loads:  # for all hosts of the file: one that is missing now may come later
+            with handled(STOPS, _interrupt):  # a signal ends the copy immediately
+                if not self._copy_jobs:  # for all hosts of the file: one that is missing now may join later
                     if self._options.sync:
-                        self._loads.append(file_sync.plan_sync(self._hosts, os.getcwd(), self._log))
+                        self._copy_jobs.append(file_sync.plan_sync(self._hosts, os.getcwd(), self._log))
                     for stage in self._options.stage:
-                        self._loads.append(file_sync.plan_stage(self._hosts, stage, self._log))
-                for load in self._loads:
-                    file_sync.copy_to_hosts(hosts, load, self._log)
+                        self._copy_jobs.append(file_sync.plan_stage(self._hosts, stage, self._log))
+                for job in self._copy_jobs:
+                    file_sync.copy_to_hosts(hosts, job, self._log)
         except file_sync.CopyFailed as failed:
             if not self._options.min_hosts:
                 raise
             raise UnusableHosts(failed.hosts, len(self._agents.by_name)) from failed
 
-    def copy_late(self, host: str) -> file_sync.LateCopy:
-        """Start copying to a host that is back, in a thread."""
-        return file_sync.LateCopy(self._agents.by_name[host], self._agents.unshared_hosts, self._loads)
+    def start_late_copy(self, host: str) -> file_sync.LateCopy:
+        """Start copying to a returned host, in a thread."""
+        return file_sync.LateCopy(self._agents.by_name[host], self._agents.unshared_hosts, self._copy_jobs)
 
     # ---- addresses ----
 
@@ -90,7 +90,7 @@ class HostSetup:
         if len(hosts) == 1:
             self._addresses, self._interfaces = {hosts[0].name: hosts[0].address or "127.0.0.1"}, {}
             return
-        known = known_addresses(hosts)
+        known = list_known_addresses(hosts)
         if len(known) + sum(host.here for host in hosts) < len(hosts):
             known = add_reached_addresses(known, self._probe_routes(known))
         routes = self._probe_routes(known)
@@ -106,12 +106,12 @@ class HostSetup:
         return answers
 
     @property
-    def master(self) -> str:
+    def master_address(self) -> str:
         """Rank 0's address, as the other hosts reach it."""
         return self._options.master_addr or self._addresses[self._agents.clients[0].host]
 
     def target(self, host: str) -> HostTarget:
-        """Return what the ranks of a host need to know about it."""
+        """Return the properties of a host that its ranks need."""
         entry = self._agents.by_name[host]
         interface = self._interfaces.get(host, "")
         return HostTarget(host, entry.here, entry.workdir or os.getcwd(), interface, self._hosts.env)
@@ -150,7 +150,7 @@ class HostSetup:
             line = f"! the run directory {run_dir.dir} can't be created on {', '.join(unwritable)}: {effect}"
             warnings.append(line)
         unshared = [host for host, answer in answers.items() if not answer["shared"]]
-        self.unshared = {host: ssh.copy_command(self._agents.by_name[host], self._hosts) for host in unshared}
+        self.copy_commands = {host: ssh.copy_command(self._agents.by_name[host], self._hosts) for host in unshared}
         if unshared:
             effect = "checkpoints stay on the host that writes them (of `stoker train`, on rank 0's)"
             advice = "resuming needs a shared folder, or the same host for rank 0"
@@ -200,25 +200,25 @@ class HostSetup:
         script = {"script": self._request.script, "module": self._options.module}
         return {"workdir": self.target(host).workdir, **script, "python": self._pythons[host]}
 
-    # ---- a host that is back ----
+    # ---- a returned host ----
 
-    def rejoin_probes(self, host: str) -> dict[str, dict[str, Any]]:
+    def make_rejoin_probes(self, host: str) -> dict[str, dict[str, Any]]:
         """Return the probes, with their arguments, that a host must pass before it may join again."""
         probes = {"ready": self._ready_args(host)}
         if self._package_hash:
             probes["files"] = self._files_args(host)
         return probes
 
-    def rejoin_problem(self, answers: dict[str, Any]) -> str:
-        """Return why a host with these answers may not join; empty if it may."""
+    def find_rejoin_problem(self, answers: dict[str, Any]) -> str:
+        """Return why a host with these answers may not join, or "" if it may."""
         errors = [str(answer["error"]) for answer in answers.values() if "error" in answer]
         if errors:
             return errors[0]
         problems = list(answers["ready"]["problems"])
         if self._package_hash and answers["files"]["package"] != self._package_hash:
             if answers["files"]["names"]:
-                hint = ": has it changed here since the run began?" if self._options.sync else ""
-                problems.append(f"{self._request.script} is not the same there as on the others{hint}")
+                hint = "; it may have changed here since the run began" if self._options.sync else ""
+                problems.append(f"{self._request.script} differs from the other hosts{hint}")
             else:
                 problems.append(f"{self._request.script} is missing there")
         return "; ".join(problems)
@@ -233,7 +233,7 @@ def _name_hosts(names: list[str]) -> str:
 
 
 def _raise_for_lost(agents: Agents) -> None:
-    """Raise UnusableHosts if a host went away: its missing answer says nothing about the program or the network."""
+    """Raise UnusableHosts if a host is lost: its missing answer says nothing about the program or the network."""
     gone = {client.host: f"is gone: {client.gone}" for client in agents.clients if client.gone}
     if gone:
         raise UnusableHosts(gone, len(agents.by_name))
@@ -255,8 +255,8 @@ def _interrupt(signum: int, _frame: object) -> None:
 # wrong if hosts share a name, if the name means loopback, or if a bridge of Docker comes first.
 
 
-def known_addresses(hosts: Sequence[Host]) -> dict[str, str]:
-    """Return the addresses that are known without a probe. The loopback of this machine is none for other hosts."""
+def list_known_addresses(hosts: Sequence[Host]) -> dict[str, str]:
+    """Return the addresses that are known without a probe. This machine's loopback address is left out: other hosts can't use it."""
     addresses = {host.name: host.address for host in hosts if host.address}
     for host in hosts:
         if host.name not in addresses and is_address(host.target) and not host.here:
@@ -265,20 +265,20 @@ def known_addresses(hosts: Sequence[Host]) -> dict[str, str]:
 
 
 def add_reached_addresses(known: Mapping[str, str], answers: Answers) -> dict[str, str]:
-    """Add the address that ssh reached, for hosts without another."""
+    """Add the address that ssh reached, for hosts without another address."""
     reached = {name: answer.get("reached_at") for name, answer in answers.items()}
     return {**known, **{name: address for name, address in reached.items() if name not in known and address}}
 
 
 def add_source_addresses(known: Mapping[str, str], hosts: Sequence[Host], routes: Answers) -> dict[str, str]:
-    """Add the source address of a host's own route to the others, for hosts without another."""
+    """Add the source address of a host's route to the others, for hosts without another address."""
     addresses = dict(known)
     for host in hosts:
         if host.name in addresses:
             continue
         sources = [route["source"] for route in routes[host.name].get("routes", {}).values() if route.get("source")]
         if not sources:
-            line = f"no address is known by which the others reach host {host.name}: add address: to the hosts file"
+            line = f"the address of host {host.name} for the other hosts is unknown; add address: to the hosts file"
             raise _refusal(line)
         addresses[host.name] = sources[0]
     return addresses

@@ -1,4 +1,4 @@
-"""The ladder's first rung: a script's imports, one by one in a process of their own."""
+"""Implements the ladder's first rung: imports a script's modules one by one in a separate process."""
 
 from __future__ import annotations
 
@@ -60,38 +60,38 @@ class ScriptImport:
     name: str
     line: int
     statements: tuple[str, ...]
-    optional: str = ""  # why a failure proves nothing; empty: the script needs it
+    optional: str = ""  # why a failure proves nothing, or "" if the script needs it
 
 
 @frozen
 class ImportResult:
-    """A module that was imported."""
+    """The time and memory of a module's import."""
 
     name: str
     seconds: float
-    grew: int  # bytes of resident memory that it added
+    grew: int  # bytes of resident memory that the import added
     rss: int
-    problem: str = ""  # why an optional one is missing
+    problem: str = ""  # why an optional module is missing
 
 
 # ---- which imports ----
 
 
-def imports_of(source: bytes | str) -> tuple[ScriptImport, ...]:
-    """Return what a script imports whenever it starts, without the standard library.
+def parse_imports(source: bytes | str) -> tuple[ScriptImport, ...]:
+    """Return the modules that a script imports at each start, without the standard library.
 
     Imports inside a `try` or `with` may fail. An `if` is not read, except for that of __name__.
     """
     imports: dict[str, ScriptImport] = {}
     for name, line, statement, optional in _find_imports(ast.parse(source).body, ""):
-        known = imports.get(name, ScriptImport(name, line, (), optional))
-        statements = tuple(dict.fromkeys((*known.statements, statement)))
-        imports[name] = ScriptImport(name, known.line, statements, known.optional and optional)
+        entry = imports.get(name, ScriptImport(name, line, (), optional))
+        statements = tuple(dict.fromkeys((*entry.statements, statement)))
+        imports[name] = ScriptImport(name, entry.line, statements, entry.optional and optional)
     return tuple(imports.values())
 
 
 def _find_imports(body: Sequence[ast.stmt], optional: str) -> Iterator[tuple[str, int, str, str]]:
-    """Yield name, line, statement, and why the import may fail."""
+    """Yield the name, line and statement of each import, and why it may fail."""
     for node in body:
         imports = []
         if isinstance(node, ast.Import):
@@ -99,7 +99,7 @@ def _find_imports(body: Sequence[ast.stmt], optional: str) -> Iterator[tuple[str
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             imports = [(node.module, ast.unparse(node))]
         elif isinstance(node, (ast.Try, ast.TryStar, ast.With)):
-            yield from _find_imports(node.body, optional or "the script tries it")
+            yield from _find_imports(node.body, optional or "it is in a try or with block")
         elif isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
             yield from _find_imports(node.body, optional)
         elif _changes_path(node):
@@ -129,7 +129,7 @@ def find_imports(request: Request, log: Callable[[str], None]) -> tuple[tuple[Sc
         path, folder = os.path.join(script, "__main__.py"), os.path.realpath(script)
     try:
         with open(path, "rb") as file:
-            return imports_of(file.read()), path, folder
+            return parse_imports(file.read()), path, folder
     except (OSError, SyntaxError, ValueError) as problem:
         log(f"imports: skipped, {path or script} is not valid Python here: {problem}")
         return (), path, folder
@@ -145,12 +145,12 @@ def try_imports(
     log: Callable[[str], None],
     stopped: Callable[[], object],
 ) -> Verdict | None:
-    """Import all of them in one child. Adds what was imported to `imported`, and returns a verdict if one fails."""
+    """Import the script's modules in one child and add them to `imported`. Returns a verdict if one fails, else None."""
     imports, path, folder = find_imports(request, log)
     if not imports:
         return None
-    log(f"imports: {len(imports)} of {path}, one by one in a process of their own")
-    # Some modules read these.
+    log(f"imports: {len(imports)} of {path}, one by one in a separate process")
+    # Some modules read these variables when they are imported.
     env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     env |= {name: value for name, equals, value in (word.partition("=") for word in request.options.env) if equals}
     answers, pipe = os.pipe()
@@ -172,14 +172,14 @@ def try_imports(
             by_name = {entry.name: entry for entry in imports}
             current, is_late, verdict = _read_answers(child, answers, by_name, path, imported, log, stopped)
         finally:
-            # With everything it left in its session. It is not reaped yet, so the pid is still its own.
+            # Kill all processes of its session. The child is not reaped yet, so no other process can have its pid.
             signal_group(child.pid, signal.SIGKILL)
             code = child.wait()
         if verdict is not None or stopped() or (code == 0 and current is None):
             return verdict
         output.seek(0)
         tail = mask_lines(output.read().decode("utf-8", "replace"))[-8:]
-    return _child_died(current, path, code, is_late, tail)
+    return _make_child_verdict(current, path, code, is_late, tail)
 
 
 def _read_answers(
@@ -191,11 +191,11 @@ def _read_answers(
     log: Callable[[str], None],
     stopped: Callable[[], object],
 ) -> tuple[ScriptImport | None, bool, Verdict | None]:
-    """Read until the child's end, a failure or the deadline: (the current import, whether it is too slow, a verdict)."""
+    """Read until the child's end, a failure or the deadline. Returns (current import, whether it is too slow, verdict)."""
     rest, rss, current = b"", 0, None
     deadline = time.monotonic() + IMPORT_S
     while not stopped():
-        # Asked before the last read.
+        # Check for the end before the read, so that the last read finds everything that the child wrote.
         has_ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
         data = os.read(answers, 65536) if select.select([answers], [], [], 0.0 if has_ended else 0.1)[0] else b""
         *lines, rest = (rest + data).split(b"\n")
@@ -206,11 +206,11 @@ def _read_answers(
                 entry = imports[answer["ended"]]
                 problem = f"{answer['type']}: {answer['message']}" if "type" in answer else ""
                 if problem and not entry.optional:
-                    return entry, False, _import_failed(entry, path, answer, problem)
+                    return entry, False, _make_import_verdict(entry, path, answer, problem)
                 imported.append(
                     ImportResult(entry.name, answer["seconds"], answer["rss"] - rss, answer["rss"], problem)
                 )
-                log(import_line(imported[-1], entry))
+                log(format_import(imported[-1], entry))
             rss = answer["rss"]
         if has_ended and not data:
             break
@@ -219,7 +219,7 @@ def _read_answers(
     return current, False, None
 
 
-def import_line(imported: ImportResult, entry: ScriptImport) -> str:
+def format_import(imported: ImportResult, entry: ScriptImport) -> str:
     if imported.problem:
         problem = imported.problem.partition("\n")[0][:120]
         return f"  {imported.name:<32} missing, which may be intended: {entry.optional} ({problem})"
@@ -230,7 +230,7 @@ def import_line(imported: ImportResult, entry: ScriptImport) -> str:
 def start_child(
     argv: list[str], env: dict[str, str], out: Any, err: Any, death_signal: int, *pass_fds: int
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own. It gets `death_signal` when we end."""
+    """Start a process in a new session. It gets `death_signal` when this process ends."""
     libc = ctypes.CDLL(None)
     return subprocess.Popen(
         argv,
@@ -247,29 +247,29 @@ def start_child(
 # ---- verdicts ----
 
 
-def _import_failed(entry: ScriptImport, path: str, answer: dict[str, Any], problem: str) -> Verdict:
+def _make_import_verdict(entry: ScriptImport, path: str, answer: dict[str, Any], problem: str) -> Verdict:
     from stoker.control.verdict.rules.environment import install_advice
 
-    advice = "is it the right Python environment? the ranks use the one that runs Stoker, or --python"
+    advice = "check the Python environment: the ranks use the one that runs Stoker, or --python"
     fixes = (*install_advice(answer["missing"].partition(".")[0]), advice)
     summary = f"import {entry.name} fails at {path}:{entry.line}: {problem.partition(chr(10))[0]}"
-    return _failed(summary, 1, mask_lines(answer["traceback"])[-6:], fixes)
+    return _make_verdict(summary, 1, mask_lines(answer["traceback"])[-6:], fixes)
 
 
-def _child_died(entry: ScriptImport | None, path: str, code: int, is_late: bool, tail: list[str]) -> Verdict:
+def _make_child_verdict(entry: ScriptImport | None, path: str, code: int, is_late: bool, tail: list[str]) -> Verdict:
     if entry is not None:
         subject = f"import {entry.name} at {path}:{entry.line}"
-        fixes: tuple[str, ...] = (f'python -X faulthandler -c "{entry.statements[0]}"   # shows it alone',)
+        fixes: tuple[str, ...] = (f'python -X faulthandler -c "{entry.statements[0]}"   # imports only this module',)
     else:
         subject, fixes = f"the process for the imports of {path}", (f"python {path}",)
     if is_late:
-        return _failed(f"{subject} has not finished after {IMPORT_S:.0f} s", EX_SOFTWARE, tail, fixes)
+        return _make_verdict(f"{subject} has not finished after {IMPORT_S:.0f} s", EX_SOFTWARE, tail, fixes)
     if code >= 0:
-        return _failed(f"{subject} ends the process with exit code {code}", code or EX_SOFTWARE, tail, fixes)
+        return _make_verdict(f"{subject} ends the process with exit code {code}", code or EX_SOFTWARE, tail, fixes)
     if -code == signal.SIGKILL:
-        fixes = ("was it the OOM killer? look at dmesg and free -h", *fixes)
-    return _failed(f"{subject} kills the process: {signal.Signals(-code).name}", 128 - code, tail, fixes)
+        fixes = ("check dmesg and free -h: it may have been the OOM killer", *fixes)
+    return _make_verdict(f"{subject} kills the process: {signal.Signals(-code).name}", 128 - code, tail, fixes)
 
 
-def _failed(summary: str, code: int, evidence: list[str], fixes: tuple[str, ...]) -> Verdict:
+def _make_verdict(summary: str, code: int, evidence: list[str], fixes: tuple[str, ...]) -> Verdict:
     return Verdict("failed", "env.import", summary, code, evidence=tuple(evidence), fix=fixes)

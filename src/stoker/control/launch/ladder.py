@@ -1,6 +1,6 @@
-"""The ladder: a script's imports one by one, then the script on one rank, half and all of them, for a few steps each.
+"""Runs the ladder: a script's imports one by one, then the script on 1, half and all ranks for a few steps each.
 
-Each rung with ranks is a `stoker run` in a process of its own, with its own record. The first rung that fails ends the
+Each rung with ranks is a separate `stoker run` with its own record. The first rung that fails ends the
 ladder.
 """
 
@@ -30,11 +30,11 @@ from stoker.control.plan.run_plan import default_name
 from stoker.control.record import run_index, run_record
 from stoker.control.verdict.launch_failures import make_lost_verdict
 
-IMPORTS, SINGLE, ALL = "imports", "single", "all"  # parts of the ladder that can be asked for
+IMPORTS, SINGLE, ALL = "imports", "single", "all"  # parts of the ladder that can be requested
 STEPS = 20
-MIN_EFFICIENCY = 0.8  # of one rank's steps/s: with less, more ranks are not worth it
-# Set for the ranks of a rung. It makes a rung a run with settings of its own, so that it never resumes an older one.
-MARK = "STOKER_LADDER"
+MIN_EFFICIENCY = 0.8  # of one rank's steps/s; with less the throughput does not scale
+# Set for the ranks of a rung. Its value makes the rung's settings unique, so that no older rung is resumed.
+RUN_VARIABLE = "STOKER_LADDER"
 _VARIABLES = {"RUN_IMPORT_TEST": IMPORTS, "RUN_SINGLE_GPU_TEST": SINGLE}
 # Options that a rung decides itself, or that would make it something other than a short run in the foreground.
 _NOT_PASSED = {"config", "detach", "dry_run", "gpu", "gpus", "json", "ladder", "max_restarts", "metrics_port", "name", "notify", "nproc_per_node", "quiet",
@@ -43,7 +43,7 @@ _NOT_PASSED = {"config", "detach", "dry_run", "gpu", "gpus", "json", "ladder", "
 
 @frozen
 class RungResult:
-    """What a rung with ranks showed, from its record. None: the script did not tell."""
+    """The measurements of a rung with ranks, from its record. None means that the script did not report the value."""
 
     ranks: int
     exit_code: int
@@ -86,20 +86,20 @@ class LadderReport:
 
 @frozen
 class LadderPlan:
-    """What the whole run would use."""
+    """The ranks and GPUs that the whole run would use."""
 
     world_size: int
-    uuids: tuple[str, ...]  # of each rank's GPU; empty for CPU ranks
+    uuids: tuple[str, ...]  # of each rank's GPU, or () for CPU ranks
     hides_gpus: bool  # CPU ranks on a machine with GPUs
 
 
-def rungs(world_size: int) -> tuple[int, ...]:
+def list_rungs(world_size: int) -> tuple[int, ...]:
     """Return the numbers of ranks to try: 1, half, all."""
     return tuple(sorted({1, max(1, world_size // 2), world_size}))
 
 
-def wanted_by_environment(environ: Mapping[str, str]) -> set[str]:
-    """Return the parts of the ladder that variables ask for."""
+def parse_ladder_variables(environ: Mapping[str, str]) -> set[str]:
+    """Return the parts of the ladder that variables request."""
     return {
         part for name, part in _VARIABLES.items() if environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
     }
@@ -108,7 +108,7 @@ def wanted_by_environment(environ: Mapping[str, str]) -> set[str]:
 # ---- command lines ----
 
 
-def flag_words(options: Mapping[str, Any]) -> list[str]:
+def format_flags(options: Mapping[str, Any]) -> list[str]:
     """Return options of `stoker run` as flags that are parsed to the same values."""
     words: list[str] = []
     for name in options_of(RunOptions):
@@ -122,28 +122,28 @@ def flag_words(options: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def command_words(options: Mapping[str, Any], script: str, args: Sequence[str]) -> list[str]:
-    """Return a command line. argparse drops the first --, which must not be the script's own."""
-    return [*flag_words(options), "--", script, *args]
+def make_arguments(options: Mapping[str, Any], script: str, args: Sequence[str]) -> list[str]:
+    """Return the arguments of `stoker run`. argparse drops the first --, which must not be one of the script's."""
+    return [*format_flags(options), "--", script, *args]
 
 
-def rung_words(request: Request, plan: LadderPlan, ranks: int, steps: int, stamp: str) -> list[str]:
-    """Return the arguments of a rung's `stoker run`. It uses GPUs of the whole run, so that rungs can be compared."""
+def make_rung_arguments(request: Request, plan: LadderPlan, ranks: int, steps: int, stamp: str) -> list[str]:
+    """Return the arguments of a rung's `stoker run`. It uses GPUs of the whole run, so that rungs are comparable."""
     options = request.options
     values = {name: getattr(options, name) for name in request.given - _NOT_PASSED}
     name = f"{(options.name or default_name(request))[:80]}-ladder-{ranks}"
     values |= {"nproc_per_node": ranks, "stop_after_steps": steps, "name": name, "show": "none", "quiet": True}
-    values["env"] = (*options.env, f"{MARK}={stamp}")
+    values["env"] = (*options.env, f"{RUN_VARIABLE}={stamp}")
     if plan.uuids:
         values["gpus"] = ",".join(dict.fromkeys(plan.uuids[:ranks]))
-    return command_words(values, request.script, request.args)
+    return make_arguments(values, request.script, request.args)
 
 
 # ---- measurements ----
 
 
-def measure(ranks: int, exit_code: int, run: run_record.RunRecord | None) -> RungResult:
-    """Return what the record of a rung shows."""
+def measure_rung(ranks: int, exit_code: int, run: run_record.RunRecord | None) -> RungResult:
+    """Return the measurements in the record of a rung."""
     if run is None:
         return RungResult(ranks, exit_code)
     attempt_time, host_used, host_total = 0.0, None, None
@@ -185,7 +185,7 @@ def measure(ranks: int, exit_code: int, run: run_record.RunRecord | None) -> Run
     )
 
 
-def scaling(climbed: Sequence[RungResult], world_size: int) -> Scaling:
+def compute_scaling(climbed: Sequence[RungResult], world_size: int) -> Scaling:
     """Return the throughput of the highest rung relative to one rank, and the host memory that all ranks will need."""
     passed = [rung for rung in climbed if rung.exit_code == 0]
     efficiency, throughput = None, ""
@@ -204,14 +204,14 @@ def scaling(climbed: Sequence[RungResult], world_size: int) -> Scaling:
     return Scaling(efficiency, throughput, needed, others, highest.host_total, memory)
 
 
-def memory_line(result: Scaling, world_size: int) -> str:
+def format_memory_need(result: Scaling, world_size: int) -> str:
     if result.memory_needed is None or result.memory_total is None:
         return ""
     needed = f"{format_bytes(result.memory_needed)} of {format_bytes(result.memory_total)} host memory"
     line = f"memory {result.memory}: {plural(world_size, 'rank')} will need {needed}"
     if result.memory == "scales":
         return line
-    return f"{line}, and {format_bytes(result.memory_others)} of it is in use by others"
+    return f"{line}, and other processes use {format_bytes(result.memory_others)}"
 
 
 # ---- climbing ----
@@ -223,7 +223,7 @@ class Ladder:
     def __init__(self, request: Request, steps: int, log: Callable[[str], None]) -> None:
         limit = request.options.stop_after_steps
         if steps < 1:
-            raise Refusal(f"--steps {steps}: give a number from 1 up", EX_USAGE)
+            raise Refusal(f"--steps must be 1 or more, got {steps}", EX_USAGE)
         if request.options.hosts is not None:
             line = "the ladder runs on one machine: leave --hosts out and start it on each of them"
             raise Refusal(line, EX_USAGE, cause="launch.nodes")
@@ -237,22 +237,24 @@ class Ladder:
         self._climbed: list[RungResult] = []
         self._plan = LadderPlan(0, (), False)
 
-    def climb(self, wanted: Collection[str]) -> LadderReport:
-        """Try the wanted parts up to the first that fails. Raises Refusal for a program that can't start at all."""
+    def climb(self, parts: Collection[str]) -> LadderReport:
+        """Try these parts up to the first that fails. Raises Refusal for a program that can't start at all."""
         rank_command(self._request)
         with handled((*STOPS, signal.SIGTSTP), self._on_signal):
             rank_counts: tuple[int, ...] = ()
-            verdict = None if {SINGLE, ALL}.isdisjoint(wanted) else self._read_plan()
+            verdict = None if {SINGLE, ALL}.isdisjoint(parts) else self._read_plan()
             if verdict is None and self._plan.world_size:
-                rank_counts = rungs(self._plan.world_size) if ALL in wanted else (1,)
-            if verdict is None and not {IMPORTS, ALL}.isdisjoint(wanted):
+                rank_counts = list_rungs(self._plan.world_size) if ALL in parts else (1,)
+            if verdict is None and not {IMPORTS, ALL}.isdisjoint(parts):
                 verdict = try_imports(
                     self._request, self._python_flags, self._imports, self._log, lambda: self._stop_signal
                 )
             for number, ranks in enumerate(rank_counts, 1):
                 if verdict is None:
-                    verdict = self._stopped() or self._try_rung(ranks, f"rung {number} of {len(rank_counts)}")
-        verdict = verdict or self._stopped()
+                    verdict = self._make_stopped_verdict() or self._try_rung(
+                        ranks, f"rung {number} of {len(rank_counts)}"
+                    )
+        verdict = verdict or self._make_stopped_verdict()
         return LadderReport(
             self._plan.world_size,
             rank_counts,
@@ -263,23 +265,23 @@ class Ladder:
             verdict.exit_code if verdict else 0,
         )
 
-    def foresee(self) -> tuple[tuple[ScriptImport, ...], tuple[int, ...]]:
+    def preview(self) -> tuple[tuple[ScriptImport, ...], tuple[int, ...]]:
         """Return the imports and the rungs, for --dry-run."""
         rank_command(self._request)
         verdict = self._read_plan()
         if verdict is not None:
             raise Refusal(verdict.summary, verdict.exit_code, cause=verdict.cause)
-        return find_imports(self._request, self._log)[0], rungs(self._plan.world_size)
+        return find_imports(self._request, self._log)[0], list_rungs(self._plan.world_size)
 
     def _read_plan(self) -> Verdict | None:
         """Read the plan that `stoker run` would make. Returns a verdict if it can't start."""
         request = self._request
         passed = request.given - {"config", "detach", "ladder", "name"}
         values = {name: getattr(request.options, name) for name in passed} | {"dry_run": True, "json": True}
-        words = command_words(values, request.script, request.args)
+        words = make_arguments(values, request.script, request.args)
         code, out, message, _ = self._run_stoker(words, logs_output=False)
         if code:
-            return self._stopped() or Verdict("refused", "launch.refused", message, code)
+            return self._make_stopped_verdict() or Verdict("refused", "launch.refused", message, code)
         plan = json.loads(out)
         uuids = tuple(rank["gpu"]["uuid"] for rank in plan["places"] if rank["gpu"])
         self._plan = LadderPlan(len(plan["places"]), uuids, not uuids and "" in plan["visible"].values())
@@ -289,33 +291,33 @@ class Ladder:
 
     def _try_rung(self, ranks: int, title: str) -> Verdict | None:
         request, plan = self._request, self._plan
-        forecast = scaling(self._climbed, ranks)
+        forecast = compute_scaling(self._climbed, ranks)
         if forecast.memory == "does not scale":
-            self._log(memory_line(forecast, ranks))
+            self._log(format_memory_need(forecast, ranks))
         self._log(f"{title}: {plural(ranks, 'rank')}, {plural(self._steps, 'step')} or the script's end")
-        words = rung_words(request, plan, ranks, self._steps, time.strftime("%Y%m%d-%H%M%S"))
+        words = make_rung_arguments(request, plan, ranks, self._steps, time.strftime("%Y%m%d-%H%M%S"))
         code, _, message, pid = self._run_stoker(words, logs_output=True, hides_gpus=plan.hides_gpus)
         runs = run_index.own_runs(layout.runs_root(request.options.runs_dir, os.environ))
         rung_runs = [run for run in runs if run.launcher[0] == pid and run.name.endswith(f"-ladder-{ranks}")]
         run = rung_runs[-1] if rung_runs else None
-        self._climbed.append(measure(ranks, code, run))
+        self._climbed.append(measure_rung(ranks, code, run))
         if code == 0:
             return None
         if run is None:
-            return self._stopped() or Verdict("refused", "launch.refused", message, code)
+            return self._make_stopped_verdict() or Verdict("refused", "launch.refused", message, code)
         return run.verdict or make_lost_verdict(run.id)
 
     def _run_stoker(self, words: list[str], logs_output: bool, hides_gpus: bool = False) -> tuple[int, bytes, str, int]:
-        """Run a `stoker run` to its end: (exit code, stdout, its last message, pid). Its messages are logged in any case."""
+        """Run a `stoker run` to its end. Returns (exit code, stdout, last message, pid). Its messages are always logged."""
         public, secret = split_secret_options(words)
-        resolved = TORCHRUN_VARIABLES | set(_VARIABLES)  # these are in the options already
+        resolved = TORCHRUN_VARIABLES | set(_VARIABLES)  # the options already have their values
         env = {name: value for name, value in os.environ.items() if name not in resolved} | secret
         if hides_gpus:
             env["CUDA_VISIBLE_DEVICES"] = ""
         message = ""
         with tempfile.TemporaryFile() as out:
             argv = stoker_command(["run", *public], self._python_flags)
-            # stdin is inherited: a first rung that read it would leave nothing for the others.
+            # stdin is not inherited: a first rung that read it would leave nothing for the others.
             with start_child(argv, env, out, subprocess.PIPE, signal.SIGTERM) as child:
                 self._child = child
                 try:
@@ -335,7 +337,7 @@ class Ladder:
 
     # ---- signals ----
 
-    def _stopped(self) -> Verdict | None:
+    def _make_stopped_verdict(self) -> Verdict | None:
         if not self._stop_signal:
             return None
         summary = f"stopped by {signal.Signals(self._stop_signal).name}"

@@ -1,7 +1,6 @@
-"""--notify: tells a service, an address or a command that a run ended or restarts.
+"""Implements --notify: sends a message to a service, an address or a command when a run ends or restarts.
 
-Each message is sent by a child process, so that a slow service holds nothing up. Its failure is reported and changes
-nothing.
+A child process sends each message, so that a slow service doesn't delay the run. A failure is only reported.
 """
 
 from __future__ import annotations
@@ -29,34 +28,34 @@ _ADDRESS = re.compile(r"[^\s,;<>\"'()\\-][^\s,;<>\"'()\\]*")
 
 
 @frozen
-class Target:
+class NotifyTarget:
     """The receiver of --notify."""
 
     kind: str
     to: str  # a URL, addresses separated by commas, or the command
 
 
-def parse_target(text: str) -> Target:
-    """Parse --notify. Raises Refusal for what looks like a service or an address and can't be one."""
+def parse_target(text: str) -> NotifyTarget:
+    """Parse --notify. Raises Refusal for a URL of an unknown service or a bad address."""
     scheme, _, rest = text.partition(":")
     if text.startswith("ntfy://"):
         topic = rest.strip("/")
-        return Target(NTFY, _check_url(text, f"https://{topic if '/' in topic else f'ntfy.sh/{topic}'}"))
+        return NotifyTarget(NTFY, _check_url(text, f"https://{topic if '/' in topic else f'ntfy.sh/{topic}'}"))
     if scheme in (SLACK, DISCORD):
-        return Target(scheme, _check_url(text, rest))
+        return NotifyTarget(scheme, _check_url(text, rest))
     if scheme == "mailto":
         if not all(_ADDRESS.fullmatch(address) for address in rest.split(",")):
-            raise Refusal(f"--notify {text}: no address; write mailto:me@example.org", EX_USAGE)
-        return Target(MAIL, rest)
+            raise Refusal(f"--notify {text} is not an email address; write mailto:me@example.org", EX_USAGE)
+        return NotifyTarget(MAIL, rest)
     if text.startswith(_WEB):
-        return Target(_kind_of_url(text), _check_url(text, text))
+        return NotifyTarget(_kind_of_url(text), _check_url(text, text))
     if re.match(r"[a-z][a-z0-9+.-]*://", text):
-        raise Refusal(f"--notify {scheme}://: unknown; known: {_FORMS}", EX_USAGE)
-    return Target(COMMAND, text)
+        raise Refusal(f"--notify {scheme}:// is not supported; use {_FORMS}", EX_USAGE)
+    return NotifyTarget(COMMAND, text)
 
 
-def secret_of(text: str) -> str:
-    """Return the part of --notify that lets anybody post there: the path of a URL, or the topic."""
+def find_secret_path(text: str) -> str:
+    """Return the secret part of --notify, the path of a URL or the topic, or "" if it has none."""
     try:
         target = parse_target(text)
     except Refusal:
@@ -75,12 +74,12 @@ def _kind_of_url(url: str) -> str:
 def _check_url(text: str, url: str) -> str:
     host, _, path = url.partition("://")[2].partition("/")
     if not url.startswith(_WEB) or not host or not path or not url.isprintable() or " " in url:
-        raise Refusal(f"--notify {text.partition(':')[0]}: needs a URL with a path; known: {_FORMS}", EX_USAGE)
+        raise Refusal(f"--notify {text.partition(':')[0]} needs a URL with a path; use {_FORMS}", EX_USAGE)
     return url
 
 
-class _Sending:
-    """A child that sends a message. `is_last`: of the run's end."""
+class _MessageProcess:
+    """A child that sends a message. `is_last` is set for the message about the run's end."""
 
     def __init__(self, child: subprocess.Popen[bytes], errors: int, is_last: bool) -> None:
         self.child = child
@@ -95,10 +94,10 @@ class Notifier:
         self._target = parse_target(text)
         self._is_command = self._target.kind == COMMAND
         self._log = log
-        self._sendings: list[_Sending] = []
+        self._sendings: list[_MessageProcess] = []
 
-    def tell(self, verdict: Verdict, what: str, run_dir: str) -> None:
-        """Send that the run has `what`: ended, restarting or refused. A stop by the user is sent to a command only."""
+    def send(self, verdict: Verdict, what: str, run_dir: str) -> None:
+        """Send the verdict. `what` is ended, restarting or refused. Only a command is told of a stop by the user."""
         if verdict.cause == "launch.stopped" and not self._is_command:
             return
         message = mask_json(verdict.to_json())
@@ -115,10 +114,10 @@ class Notifier:
         except OSError as problem:
             self._log(f"stoker: --notify failed: {problem}")
             return
-        self._sendings.append(_Sending(child, errors, what != "restarting"))
+        self._sendings.append(_MessageProcess(child, errors, what != "restarting"))
 
     def close(self) -> None:
-        """Wait for the messages that are being sent. A command told of a restart only gets the time left by the others."""
+        """Wait for the messages that are being sent. Commands that were started for a restart are not waited for."""
         deadline = time.monotonic() + NOTIFY_S
         for sending in sorted(self._sendings, key=lambda sending: not sending.is_last):
             waits = sending.is_last or not self._is_command
@@ -132,17 +131,17 @@ class Notifier:
             os.close(sending.errors)
         self._sendings.clear()
 
-    def _give_up(self, sending: _Sending) -> None:
+    def _give_up(self, sending: _MessageProcess) -> None:
         if not self._is_command:
             sending.child.kill()
             sending.child.wait()
-            self._log(f"stoker: --notify: {self._target.kind} did not answer within {NOTIFY_S:.0f} s")
+            self._log(f"stoker: --notify: {self._target.kind} did not respond within {NOTIFY_S:.0f} s")
         elif sending.is_last:
             self._log(f"stoker: --notify did not end within {NOTIFY_S:.0f} s; it is left running")
 
 
 def _read_end(errors: int) -> str:
-    """Return the end of a child's stderr, which may quote a server's answer."""
+    """Return the end of a child's stderr, which may quote a server's response."""
     start = max(0, os.fstat(errors).st_size - 4096)
     return os.pread(errors, 4096, start).decode("utf-8", "replace").strip()[-200:]
 
@@ -150,7 +149,7 @@ def _read_end(errors: int) -> str:
 def _start(argv: list[str], message: Any, env: dict[str, str]) -> tuple[subprocess.Popen[bytes], int]:
     """Start a child with the message as its stdin. Returns it with the file of its stderr."""
     errors = os.memfd_create("errors")
-    # Not a pipe, which blocks the writer until it is read, nor a file, whose disk may be full just now.
+    # A pipe would block the writer until it is read, and the disk of a file may be full.
     with os.fdopen(os.memfd_create("verdict"), "w+b") as stdin:
         stdin.write(json.dumps(message).encode())
         stdin.seek(0)

@@ -1,4 +1,4 @@
-"""The plan of a run: looks at the machines, chooses GPUs and locks them, and tries again when another launch was faster."""
+"""Plans a run: chooses GPUs of its machines and locks them, and tries again when another launch was faster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stoker.contract.text import escape
 from stoker.contract.units import format_duration
 from stoker.control.cluster.agent_pool import AgentClient
 from stoker.control.launch.agents import Agents
-from stoker.control.launch.rank_output import wants_split
+from stoker.control.launch.rank_output import needs_separate_pipes
 from stoker.control.machine.model import Machine
 from stoker.control.machine.run_origin import find_current_run, find_gpu_lender
 from stoker.control.plan.gpu_choice import GpusNotFree, with_gpu_errors
@@ -34,15 +34,15 @@ class Planner:
         self._argv: list[str] = []
 
     def plan(self, argv: list[str]) -> RunPlan:
-        """Return a plan whose GPUs are locked. Looks again after a lost race for a lock, and with --wait until GPUs are free."""
+        """Return a plan whose GPUs are locked. Tries again after a lost race for a lock, and with --wait until GPUs are free."""
         self._argv = argv
         deadline = time.monotonic() + self._options.wait
-        announced = ""
+        reported_line = ""
         lost_races = 0
         while True:
-            held = {client.host: self._held_by_others(client) for client in self._agents.clients}
+            held = {client.host: self._find_held_gpus(client) for client in self._agents.clients}
             try:
-                machines, split = self._usable_machines(), wants_split(self._options)
+                machines, split = self._usable_machines(), needs_separate_pipes(self._options)
                 plan = make_plan(self._request, argv, os.environ, machines, held, split, self._agents.by_name)
                 refused = {} if self._options.dry_run or self._options.share_gpus else self._lock(plan)
                 if not refused:
@@ -57,14 +57,14 @@ class Planner:
                 if time.monotonic() > deadline:
                     line = f"waited {format_duration(self._options.wait)}: {busy.line}"
                     raise Refusal(line, EX_TEMPFAIL, cause="gpu.busy") from busy
-                if busy.line != announced:
-                    announced = busy.line
+                if busy.line != reported_line:
+                    reported_line = busy.line
                     self._log(f"stoker: waiting for up to {format_duration(deadline - time.monotonic())}: {busy.line}")
                 self._agents.pause(1.0)
             self._agents.refresh_machines()
 
     def plan_again(self) -> RunPlan:
-        """Return a plan after a fresh look: a GPU is excluded, its holder may be gone, or the hosts have changed."""
+        """Examine the machines again and return a new plan, after a GPU was excluded or the hosts changed."""
         self._agents.refresh_machines()
         plan = self.plan(self._argv)
         if not self._options.no_preflight:
@@ -84,8 +84,8 @@ class Planner:
             return {host: with_gpu_errors(machine, self.excluded_gpus) for host, machine in machines.items()}
         return machines
 
-    def _lent_to_us(self, client: AgentClient) -> list[str]:
-        """Return the GPUs locked by this run, by the run it is a rank of or by its job: they are not locked again."""
+    def _find_lent_gpus(self, client: AgentClient) -> list[str]:
+        """Return the GPUs that this run, its parent run or its job has locked. They are not locked again."""
         runs = tuple(f"run {run} (agent pid " for run in (self._agents.run_id, find_current_run(os.environ)) if run)
         lender = find_gpu_lender(os.environ)
         held = client.answers["host"]["held"]
@@ -95,8 +95,8 @@ class Planner:
             if holder.startswith(runs) or (lender and holder.endswith(f" (agent pid {lender})"))
         ]
 
-    def _held_by_others(self, client: AgentClient) -> dict[str, str]:
-        lent = self._lent_to_us(client)
+    def _find_held_gpus(self, client: AgentClient) -> dict[str, str]:
+        lent = self._find_lent_gpus(client)
         return {uuid: holder for uuid, holder in client.answers["host"]["held"].items() if uuid not in lent}
 
     def _lock(self, plan: RunPlan) -> dict[str, str]:
@@ -105,8 +105,8 @@ class Planner:
             return {}
         clients = self._agents.clients
         for client in clients:
-            gpus = {gpu.uuid for rank in plan.places if rank.host == client.host for gpu in rank.cards}
-            client.say({"do": "lock", "gpus": sorted(gpus - set(self._lent_to_us(client)))})
+            gpus = {gpu.uuid for rank in plan.places if rank.host == client.host for gpu in rank.all_gpus}
+            client.say({"do": "lock", "gpus": sorted(gpus - set(self._find_lent_gpus(client)))})
         self._agents.wait_for_all("locked")
         refused: dict[str, str] = {}
         for client in clients:

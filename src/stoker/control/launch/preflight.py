@@ -1,4 +1,4 @@
-"""Checks before anything starts: the doctor's fast checks of what the plan will use, and tests of GPUs."""
+"""Runs the checks before a start: the doctor's fast checks of the planned machine, and tests of GPUs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _BAD_OUTCOMES = ("dead", "hung", "wrong", "absent")
 
 
 def check_machine(options: RunOptions, plan: RunPlan, machine: Machine) -> list[str]:
-    """Run the fast checks on what the plan uses, and return warnings. A failure that would end the job is a Refusal."""
-    uuids = {gpu.uuid for rank in plan.places for gpu in rank.cards}
+    """Run the fast checks on what the plan uses, and return warnings. Raises Refusal for a failure that would end the job."""
+    uuids = {gpu.uuid for rank in plan.places for gpu in rank.all_gpus}
     used = replace(machine, gpus=tuple(gpu for gpu in machine.gpus if gpu.uuid in uuids))
     runs_dir = layout.runs_root(options.runs_dir, os.environ, write=True)
     environment = {name: os.environ[name] for name in KNOWN_VARIABLES if name in os.environ}
@@ -48,12 +48,13 @@ def check_legal_ranks(options: RunOptions, plan: RunPlan) -> None:
         return
     numbers = [number.strip() for number in options.legal_ranks.split(",")]
     if not all(is_digits(number) and int(number) for number in numbers):
-        raise Refusal(f"--legal-ranks {options.legal_ranks}: write numbers like 1,2,4,8", EX_USAGE)
+        raise Refusal(f"--legal-ranks must be numbers like 1,2,4,8, got {options.legal_ranks}", EX_USAGE)
     legal = sorted(int(number) for number in numbers)
     if plan.world_size not in legal:
         smaller = [count for count in legal if count <= plan.world_size]
-        hint = f"use --nproc-per-node {smaller[-1]}" if smaller else "too few GPUs for any of them"
-        line = f"{plural(plan.world_size, 'rank')}, and the job takes {', '.join(map(str, legal))}; {hint}"
+        hint = f"use --nproc-per-node {smaller[-1]}" if smaller else "there are too few GPUs for any of them"
+        allowed = ", ".join(map(str, legal))
+        line = f"the plan has {plural(plan.world_size, 'rank')}, but --legal-ranks allows {allowed}; {hint}"
         raise Refusal(line, EX_UNAVAILABLE, cause="gpu.legal")
 
 
@@ -61,13 +62,13 @@ def check_legal_ranks(options: RunOptions, plan: RunPlan) -> None:
 
 
 def probe_gpu(machine: Machine, gpu: Gpu) -> str:
-    """Test a GPU, and return how it fails; empty if it passes."""
+    """Test a GPU, and return how it fails, or "" if it passes."""
     probe = _probe([entry for entry in machine.gpus if entry.uuid == gpu.uuid]).get(gpu.uuid)
     return _describe_failure(probe) if probe is not None else ""
 
 
 def mark_bad_gpus(machine: Machine) -> Machine:
-    """Test all GPUs, and return the machine with those that fail marked as not answering."""
+    """Test all GPUs, and return the machine with an error set on those that fail."""
     probes = _probe([gpu for gpu in machine.gpus if not gpu.error])
     failures = {uuid: _describe_failure(probe) for uuid, probe in probes.items()}
     return with_gpu_errors(machine, {uuid: failure for uuid, failure in failures.items() if failure})
@@ -78,7 +79,7 @@ def diagnose_gpu(machine: Machine, gpu: Gpu) -> list[str]:
     now = next((entry for entry in machine.gpus if entry.uuid == gpu.uuid), None)
     if now is None or now.error:
         error = f": {now.error}" if now and now.error else ""
-        return [f"{gpu.label}: NVML does not answer for it any more{error}"]
+        return [f"{gpu.label}: NVML no longer reports it{error}"]
     lines = []
     if now.compute_mode not in (None, "default"):
         fix = f"nvidia-smi -i {now.index} -c DEFAULT"
@@ -89,12 +90,12 @@ def diagnose_gpu(machine: Machine, gpu: Gpu) -> list[str]:
     if now.memory_free is not None and now.memory_total is not None:
         lines.append(f"{gpu.label} has {format_bytes(now.memory_free)} of {format_bytes(now.memory_total)} free")
     failure = probe_gpu(machine, gpu)
-    outcome = f"fails its test: {failure}" if failure else "passes its test now: it was busy for a while"
+    outcome = f"fails its test: {failure}" if failure else "passes its test now; it was busy only for a while"
     return [*lines, f"{gpu.label} {outcome}"]
 
 
 def _probe(gpus: list[Gpu]) -> Mapping[str, GpuProbe]:
-    """Return the outcome of a test of each GPU, by uuid. A recorded machine has recorded ones."""
+    """Return the outcome of a test of each GPU, by uuid. A recorded machine has recorded outcomes."""
     path = os.environ.get(env_vars.MACHINE)
     if path:
         data = read_json(path)

@@ -1,4 +1,4 @@
-"""Where a rank's output goes: always to its log in the record, to torchrun's log folder if asked, and to the console."""
+"""Writes the ranks' output to their logs in the record, to torchrun's log folder (--log-dir) and to the console."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stoker.contract import layout
 from stoker.contract.errors import EX_USAGE, Refusal
 from stoker.contract.masking import mask_text
 from stoker.control.launch.console import SMALL, Console, LineCutter, LogLines
-from stoker.control.launch.torchrun_files import TorchrunLogs, torch_report
+from stoker.control.launch.torchrun_files import TorchrunLogs, make_torch_report
 from stoker.control.plan.options import RunOptions
 from stoker.control.plan.run_plan import RankPlan, RunPlan
 from stoker.control.record.run_writer import RunWriter
@@ -31,7 +31,9 @@ def parse_streams(text: str | None, ranks: Iterable[int]) -> dict[int, int]:
         pairs = [item.split(":") for item in text.split(",")]
         return {int(rank): _parse_stream(stream) for rank, stream in pairs}
     except ValueError as problem:
-        raise Refusal(f"{text!r} names no streams: write 0, 1, 2, 3 or RANK:STREAM,...", EX_USAGE) from problem
+        raise Refusal(
+            f"--redirects and --tee must be 0, 1, 2, 3 or RANK:STREAM,..., got {text!r}", EX_USAGE
+        ) from problem
 
 
 def _parse_stream(text: str) -> int:
@@ -41,8 +43,8 @@ def _parse_stream(text: str) -> int:
     return stream
 
 
-def wants_split(options: RunOptions) -> bool:
-    """Return whether stdout and stderr need a pipe each. One pipe for both keeps their order exactly."""
+def needs_separate_pipes(options: RunOptions) -> bool:
+    """Return whether stdout and stderr need separate pipes. One pipe for both keeps their order exactly."""
     if options.redirects or options.tee or options.show == "errors":
         return True
     return not options.detach and _has_two_targets()
@@ -54,7 +56,7 @@ def _has_two_targets() -> bool:
     return (out.st_dev, out.st_ino) != (err.st_dev, err.st_ino)
 
 
-def line_prefix(options: RunOptions, rank: RankPlan) -> bytes:
+def make_line_prefix(options: RunOptions, rank: RankPlan) -> bytes:
     if options.log_line_prefix_template:
         from string import Template
 
@@ -67,14 +69,16 @@ def line_prefix(options: RunOptions, rank: RankPlan) -> bytes:
 class RankOutput:
     """The output of all ranks of a run."""
 
-    def __init__(self, options: RunOptions, plan: RunPlan, run_id: str, console: Console, recipe: bool = False) -> None:
-        """`recipe`: the script is one of Stoker's, whose lines can be shortened."""
+    def __init__(
+        self, options: RunOptions, plan: RunPlan, run_id: str, console: Console, is_recipe: bool = False
+    ) -> None:
+        """`is_recipe`: the script is one of Stoker's recipes, whose lines can be shortened."""
         self._options = options
         self._console = console
-        self._recipe = recipe
+        self._is_recipe = is_recipe
         has_logs = options.log_dir not in (None, "", os.devnull)
         self._logs = TorchrunLogs(options.log_dir or "", options.rdzv_id or run_id) if has_logs else None
-        # Only the ranks write to a stdout that is a pipe or file of its own.
+        # Only the ranks write to a stdout that is a separate pipe or file.
         self._only_ranks_on_stdout = not options.detach and not os.isatty(1) and _has_two_targets()
         self._attempt = 0
         # By rank and stream.
@@ -85,7 +89,7 @@ class RankOutput:
         self.replan(plan)
 
     def replan(self, plan: RunPlan) -> None:
-        """Use a new plan: an excluded GPU changes the labels of ranks, and a lost host takes ranks away."""
+        """Use a new plan: an excluded GPU changes the labels of ranks, and a lost host removes ranks."""
         options = self._options
         self._local_ranks = {rank.rank: rank.local_rank for rank in plan.places}
         self._redirects = self._streams_by_rank(options.redirects)
@@ -104,15 +108,15 @@ class RankOutput:
         self._has_several_hosts = len({rank.host for rank in plan.places}) > 1
         self._is_alone = len(plan.places) == 1
         prefixed = plan.places if options.prefix != "never" else ()
-        self._prefixes = {rank.rank: line_prefix(options, rank) for rank in prefixed}
-        # A single rank's stdout that goes to a pipe or file of its own is data (`| jq`): as it is, unless prefixed.
+        self._prefixes = {rank.rank: make_line_prefix(options, rank) for rank in prefixed}
+        # A single rank's stdout that goes to a separate pipe or file is data (`| jq`), so it is passed on unchanged.
         no_prefix = options.prefix == "never" or (
             options.prefix == "auto" and not self._tee.get(plan.ranks.start, 0) & 1
         )
         self._stdout_is_raw = self._is_alone and self._only_ranks_on_stdout and no_prefix
 
     def _streams_by_rank(self, text: str | None) -> dict[int, int]:
-        """Read --redirects or --tee. torchrun's own flags count local ranks, ours those of the whole job."""
+        """Read --redirects or --tee. They count local ranks, as in torchrun."""
         streams = parse_streams(text, set(self._local_ranks.values()))
         return {rank: streams.get(local_rank, 0) for rank, local_rank in self._local_ranks.items()}
 
@@ -162,20 +166,20 @@ class RankOutput:
                 self._console.put(2 if stream == 2 else 1, cutter.flush())
 
     def tail(self, rank: int) -> str:
-        """Return what a rank printed last, masked, for verdicts that quote it. A line that is cut is left out."""
+        """Return the end of a rank's output, masked, for verdicts that quote it. A line that is cut is left out."""
         tail = self._tails.get(rank, b"")
         if len(tail) == _TAIL:
             tail = tail[max(tail.find(b"\n"), tail.find(b"\r")) + 1 :]
         return mask_text(tail.decode("utf-8", "replace"))
 
-    def keep_error(self, record: RunWriter, rank: int, rank_error: dict[str, Any]) -> None:
+    def write_error(self, record: RunWriter, rank: int, rank_error: dict[str, Any]) -> None:
         """Write a rank's exception, as the record has it, to torchrun's log folder."""
-        report = torch_report(rank_error) if self._logs is not None else None
+        report = make_torch_report(rank_error) if self._logs is not None else None
         if self._logs is not None and report is not None:
             self._logs.write_error(record, rank, report)
 
     def _write_to_log(self, record: RunWriter, rank: int, stream: int, data: bytes) -> None:
-        """Write to the rank's log. Two streams are merged by lines: an unfinished one waits a moment for its end."""
+        """Write to the rank's log. Two streams are merged by lines, so an unfinished line waits a moment for its end."""
         key = rank, stream
         lines = self._log_lines.get(key)
         if lines is None:
@@ -201,7 +205,7 @@ class RankOutput:
         cutter = self._cutters.get((rank, stream))
         if cutter is None:
             cutter = self._cutters[rank, stream] = self._make_cutter(rank, target)
-        if self._console.full and len(data) > SMALL:  # count lines that can't be shown instead of cutting them
+        if self._console.is_full and len(data) > SMALL:  # skip and count whole lines
             cut = data.rfind(b"\n") + 1
             if cut:
                 self._console.skip(target, data.count(b"\n"))
@@ -213,7 +217,7 @@ class RankOutput:
 
     def _make_cutter(self, rank: int, target: int) -> LineCutter:
         prefix = self._prefixes.get(rank, b"")
-        if not self._recipe or not self._console.terminal(target):
+        if not self._is_recipe or not self._console.is_terminal(target):
             return LineCutter(prefix)
         from stoker.control.launch.short_lines import ShortLines
 

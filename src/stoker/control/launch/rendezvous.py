@@ -1,6 +1,6 @@
-"""Numbers machines that are started by hand: they meet at --rdzv-endpoint. Used by `control/plan/targets.py`.
+"""Numbers machines that are started by hand, in a rendezvous at --rdzv-endpoint. Used by `control/plan/targets.py`.
 
-The machine that has the address listens, numbers the others in the order in which they come, and tells each its
+The machine that has the address listens, numbers the others in the order of their connections, and sends each its
 number. Each message is one line of JSON:
 
     guest → {"job", "count", "ranks"}     → {"rank", "first", "world", "port", "nodes"}, or {"refused": why}
@@ -30,75 +30,75 @@ from stoker.contract.listeners import find_answering_users
 from stoker.contract.safe_io import is_trusted, read_text, user_name
 from stoker.contract.text import escape, parse_json
 from stoker.contract.units import format_duration, plural
-from stoker.control.plan.targets import MeetingPoint, NodeGroup
+from stoker.control.plan.targets import NodeGroup, RendezvousConfig
 
-PATIENCE_S = 600.0  # as torchrun
+JOIN_TIMEOUT_S = 600.0  # torchrun's default, too
 RETRY_S = 0.5
 POLL_S = 0.1
-MAX_LINE = 4096  # bytes; a message of ours has a few hundred
+MAX_LINE = 4096  # bytes; a message has a few hundred
 MIN_SECRET = 16  # characters
 GUEST, HOST = "guest", "host"  # the sides of a proof
 _HELLO = {"job": "str", "count": "int", "ranks": "Count", "nonce?": "str"}
 _ANSWER = {"rank": "int", "first": "int", "world": "int", "port": "int", "nodes": "int"}
 
 
-def meet(
-    meeting: MeetingPoint,
+def join_machines(
+    config: RendezvousConfig,
     ranks: int,
     store_port: Callable[[], int],
     on_wait: Callable[[], None],
     log: Callable[[str], None],
 ) -> NodeGroup:
-    """Meet the other machines and return this one's place among them.
+    """Join the other machines and return this one's number and ranks among them.
 
     `store_port` reserves rank 0's store port, on the machine that becomes number 0. `on_wait` is called often while waiting.
     """
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
     secret = find_secret(os.environ)
     try:
-        family, kind, _, _, address = socket.getaddrinfo(meeting.address, meeting.port, type=socket.SOCK_STREAM)[0]
+        family, kind, _, _, address = socket.getaddrinfo(config.address, config.port, type=socket.SOCK_STREAM)[0]
     except OSError as problem:
-        raise _refusal(meeting, str(problem.strerror)) from problem
+        raise _refusal(config, str(problem.strerror)) from problem
     with socket.socket(family, kind) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(address)  # works only on the machine that has the address: it is number 0
+            listener.bind(address)  # works only on the machine with the address, which is number 0
             listener.listen(1024)
         except OSError:
-            return _join(meeting, ranks, secret, address, family, deadline, on_wait, log)
-        log(f"stoker: waiting at {meeting.address}:{meeting.port} for {_others(meeting)}")
-        with _Host(meeting, ranks, listener, secret, log) as host:
+            return _join(config, ranks, secret, address, family, deadline, on_wait, log)
+        log(f"stoker: waiting at {config.address}:{config.port} for {_describe_others(config)}")
+        with _Host(config, ranks, listener, secret, log) as host:
             host.wait(deadline, on_wait)
-            return host.number(store_port())
+            return host.number_machines(store_port())
 
 
-def _refusal(meeting: MeetingPoint, why: str, code: int = EX_UNAVAILABLE) -> Refusal:
-    return Refusal(f"--rdzv-endpoint {meeting.address}:{meeting.port}: {why}", code, cause="launch.nodes")
+def _refusal(config: RendezvousConfig, why: str, code: int = EX_UNAVAILABLE) -> Refusal:
+    return Refusal(f"--rdzv-endpoint {config.address}:{config.port}: {why}", code, cause="launch.nodes")
 
 
-def _others(meeting: MeetingPoint) -> str:
-    if meeting.most <= meeting.count:
-        return f"{meeting.count - 1} more machine(s)"
-    at_least = f"{meeting.count - 1} to " if meeting.count > 1 else "up to "
-    return f"{at_least}{meeting.most - 1} more machine(s), {format_duration(meeting.last_call)} after the last that is needed"
+def _describe_others(config: RendezvousConfig) -> str:
+    if config.max_count <= config.count:
+        return f"{config.count - 1} more machine(s)"
+    at_least = f"{config.count - 1} to " if config.count > 1 else "up to "
+    return f"{at_least}{config.max_count - 1} more machine(s), {format_duration(config.last_call_s)} after the last required one"
 
 
-# ---- the machine that listens ----
+# ---- the machine at the endpoint ----
 
 
 class _Guest:
-    """A connection: any program's until it has sent a hello, and with a secret the proof."""
+    """A connection. It may be any program's until it has sent a hello, and the proof if there is a secret."""
 
     def __init__(self, connection: socket.socket, address: str) -> None:
         self.connection = connection
         self.address = address
-        self.data = b""  # received and not yet read
+        self.data = b""  # received and not parsed yet
         self.hello: dict[str, Any] = {}
         self.challenge = ""
         self.accepted = False
 
     def send(self, message: dict[str, Any]) -> bool:
-        """Send a line. It fits into any socket's buffer; False: the guest is gone."""
+        """Send a line, which fits into any socket's buffer. Returns False if the guest is gone."""
         try:
             self.connection.send(json.dumps(message).encode() + b"\n")
         except OSError:
@@ -107,17 +107,17 @@ class _Guest:
 
 
 class _Host:
-    """Numbers the machines that come."""
+    """Accepts and numbers the machines that join."""
 
     def __init__(
         self,
-        meeting: MeetingPoint,
+        config: RendezvousConfig,
         ranks: int,
         listener: socket.socket,
         secret: Secret | None,
         log: Callable[[str], None],
     ) -> None:
-        self._meeting, self._ranks, self._listener, self._secret, self._log = meeting, ranks, listener, secret, log
+        self._config, self._ranks, self._listener, self._secret, self._log = config, ranks, listener, secret, log
         self._accepted: list[_Guest] = []  # in the order of their numbers
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
@@ -133,36 +133,36 @@ class _Host:
         self._selector.close()
 
     def wait(self, deadline: float, on_wait: Callable[[], None]) -> None:
-        """Wait until as many machines as may come are here, or enough of them and the last call is over."""
-        meeting = self._meeting
-        last_call_ends = 0.0  # 0: there are not enough yet
-        while len(self._accepted) < max(meeting.most, meeting.count) - 1:
+        """Wait until the maximum of machines has joined, or the minimum and the last call is over."""
+        config = self._config
+        last_call_ends = 0.0  # 0: fewer than the minimum have joined
+        while len(self._accepted) < max(config.max_count, config.count) - 1:
             on_wait()
             now = time.monotonic()
-            if len(self._accepted) < meeting.count - 1:
+            if len(self._accepted) < config.count - 1:
                 last_call_ends = 0.0
             elif not last_call_ends:
-                last_call_ends = now + meeting.last_call
+                last_call_ends = now + config.last_call_s
             elif now > last_call_ends:
                 return
             if not last_call_ends and now > deadline:
-                came = f"{len(self._accepted) + 1} of {meeting.count} machines came to {meeting.address}:{meeting.port}"
-                raise Refusal(f"{came} within {format_duration(PATIENCE_S)}", EX_TEMPFAIL, cause="launch.nodes")
+                came = f"{len(self._accepted) + 1} of {config.count} machines joined at {config.address}:{config.port}"
+                raise Refusal(f"{came} within {format_duration(JOIN_TIMEOUT_S)}", EX_TEMPFAIL, cause="launch.nodes")
             for key, _ in self._selector.select(POLL_S):
                 if key.data is None:
                     self._accept_connection()
-                elif len(self._accepted) < max(meeting.most, meeting.count) - 1:
-                    self._read(key.data)
+                elif len(self._accepted) < max(config.max_count, config.count) - 1:
+                    self._receive_from(key.data)
 
     def _accept_connection(self) -> None:
         try:
             connection, address = self._listener.accept()
-        except OSError:  # it is gone already
+        except OSError:  # the guest is already gone
             return
         connection.setblocking(False)
         self._selector.register(connection, selectors.EVENT_READ, _Guest(connection, str(address[0])))
 
-    def _read(self, guest: _Guest) -> None:
+    def _receive_from(self, guest: _Guest) -> None:
         try:
             data = guest.connection.recv(MAX_LINE)
         except BlockingIOError:
@@ -170,19 +170,19 @@ class _Host:
         except OSError:
             data = b""
         guest.data += data
-        # A guest that is gone may have been stopped, and comes again when it is started again.
+        # A guest that is gone may have been stopped. It joins again when it is restarted.
         if not data or len(guest.data) > MAX_LINE:
             self._drop(guest)
             return
         line, end, rest = guest.data.partition(b"\n")
         if end and not guest.accepted:
             guest.data = rest
-            self._answer(guest, read_line(line))
+            self._answer_guest(guest, parse_message(line))
 
-    def _answer(self, guest: _Guest, message: dict[str, Any]) -> None:
+    def _answer_guest(self, guest: _Guest, message: dict[str, Any]) -> None:
         if guest.challenge:
             assert self._secret is not None
-            if self._secret.fits(message.get("proof"), GUEST, guest.hello, guest.challenge):
+            if self._secret.verifies(message.get("proof"), GUEST, guest.hello, guest.challenge):
                 self._accept(guest)
             else:
                 self._turn_away(guest, "the secrets differ (STOKER_RDZV_SECRET)")
@@ -192,19 +192,19 @@ class _Host:
         except ValueError as problem:
             if message:
                 guest.send({"refused": f"use one version of Stoker on all machines ({problem})"})
-            self._drop(guest)  # another program: nothing to report
+            self._drop(guest)  # another program, which is not reported
             return
-        meeting, hello = self._meeting, guest.hello
-        if hello["job"] != meeting.name or hello["count"] != meeting.count:
-            job = f"{meeting.count} machines, --rdzv-id {meeting.name or 'none'}"
-            guest.send({"refused": f"another job meets there: {job}"})
+        config, hello = self._config, guest.hello
+        if hello["job"] != config.name or hello["count"] != config.count:
+            job = f"{config.count} machines, --rdzv-id {config.name or 'none'}"
+            guest.send({"refused": f"another job uses that endpoint: {job}"})
             self._drop(guest)
         elif self._secret is None and "nonce" in hello:
-            self._turn_away(guest, "it has a secret (STOKER_RDZV_SECRET) and the machine at the endpoint has none")
+            self._turn_away(guest, "only it has a secret (STOKER_RDZV_SECRET), not the machine at the endpoint")
         elif self._secret is not None and "nonce" not in hello:
-            self._turn_away(guest, "the machine at the endpoint has a secret (STOKER_RDZV_SECRET), and it has none")
+            self._turn_away(guest, "only the machine at the endpoint has a secret (STOKER_RDZV_SECRET)")
         elif self._secret is not None:
-            guest.challenge = self._secret.nonce()
+            guest.challenge = self._secret.make_nonce()
             guest.send({"challenge": guest.challenge})
         else:
             self._accept(guest)
@@ -224,35 +224,35 @@ class _Host:
         self._selector.unregister(guest.connection)
         guest.connection.close()
 
-    def number(self, port: int) -> NodeGroup:
-        """Tell all machines their numbers. The first that came has the rank numbers after ours."""
-        meeting = self._meeting
+    def number_machines(self, port: int) -> NodeGroup:
+        """Send all machines their numbers. This machine has the first ranks, then the others in the order they joined."""
+        config = self._config
         world_size = self._ranks + sum(guest.hello["ranks"] for guest in self._accepted)
         first, nodes = self._ranks, 1 + len(self._accepted)
         for rank, guest in enumerate(self._accepted, 1):
             answer: dict[str, Any] = {"rank": rank, "first": first, "world": world_size, "port": port, "nodes": nodes}
             if self._secret is not None:
-                answer["proof"] = self._secret.proof(HOST, {**guest.hello, **answer}, guest.challenge)
+                answer["proof"] = self._secret.make_proof(HOST, {**guest.hello, **answer}, guest.challenge)
             if not guest.send(answer):
-                left = f"machine {guest.address} left {meeting.address}:{meeting.port} while the ranks were numbered"
+                left = f"machine {guest.address} left {config.address}:{config.port} while the ranks were numbered"
                 raise Refusal(f"{left}; start all of them again", EX_TEMPFAIL, cause="launch.nodes")
             first += guest.hello["ranks"]
-        return NodeGroup(nodes, 0, 0, world_size, meeting.address, port)
+        return NodeGroup(nodes, 0, 0, world_size, config.address, port)
 
 
-# ---- a machine that comes ----
+# ---- a machine that joins ----
 
 
-def _refuse_others(connection: socket.socket, meeting: MeetingPoint) -> None:
-    """Raise Refusal if another user of this machine listens at the endpoint: their ranks would be our peers."""
+def _refuse_others(connection: socket.socket, config: RendezvousConfig) -> None:
+    """Raise Refusal if another user of this machine listens at the endpoint: the job would run with that user's ranks."""
     others = sorted(uid for uid in find_answering_users(connection) if not is_trusted(uid, os.curdir))
     if others:
-        holder = f"port {meeting.port} is in use by {user_name(others[0])}, whom this launch does not join"
-        raise _refusal(meeting, f"{holder}: choose another port")
+        holder = f"port {config.port} is in use by {user_name(others[0])}, and this launch joins only its own user's"
+        raise _refusal(config, f"{holder}: choose another port")
 
 
 def _join(
-    meeting: MeetingPoint,
+    config: RendezvousConfig,
     ranks: int,
     secret: Secret | None,
     address: Any,
@@ -261,28 +261,28 @@ def _join(
     on_wait: Callable[[], None],
     log: Callable[[str], None],
 ) -> NodeGroup:
-    """Connect until the machine at the endpoint has numbered us: it may not be there yet."""
+    """Connect until the machine at the endpoint, which may not listen yet, has numbered this one."""
     is_reported = False
     while True:
-        problem = "it closes the connection"
+        problem = "it closed the connection"
         with socket.socket(family, socket.SOCK_STREAM) as connection:
             connection.settimeout(2.0)
             try:
                 connection.connect(address)
-                _refuse_others(connection, meeting)
-                nodes = _introduce(connection, meeting, ranks, secret, deadline, on_wait)
+                _refuse_others(connection, config)
+                nodes = _introduce(connection, config, ranks, secret, deadline, on_wait)
                 if nodes is not None:
                     return nodes
             except OSError as error:
                 problem = error.strerror or str(error)
             except ValueError as error:
-                problem = f"what answers there is not a Stoker: {error}"
+                problem = f"another program listens there: {error}"
         if not is_reported:
             is_reported = True
-            nobody = f"no answer from {meeting.address}:{meeting.port} yet ({problem})"
-            log(f"stoker: {nobody}; trying for up to {format_duration(PATIENCE_S)}")
+            nobody = f"no answer from {config.address}:{config.port} yet ({problem})"
+            log(f"stoker: {nobody}; trying for up to {format_duration(JOIN_TIMEOUT_S)}")
         if time.monotonic() > deadline:
-            raise _refusal(meeting, f"no answer within {format_duration(PATIENCE_S)}: {problem}", EX_TEMPFAIL)
+            raise _refusal(config, f"no answer within {format_duration(JOIN_TIMEOUT_S)}: {problem}", EX_TEMPFAIL)
         until = time.monotonic() + RETRY_S
         while time.monotonic() < until:
             on_wait()
@@ -290,34 +290,34 @@ def _join(
 
 def _introduce(
     connection: socket.socket,
-    meeting: MeetingPoint,
+    config: RendezvousConfig,
     ranks: int,
     secret: Secret | None,
     deadline: float,
     on_wait: Callable[[], None],
 ) -> NodeGroup | None:
-    """Say who we are and return our place; None: the other side is gone, and may come back."""
-    hello: dict[str, Any] = {"job": meeting.name, "count": meeting.count, "ranks": ranks}
+    """Send the hello and return this machine's number and ranks, or None if the other side is gone and may come back."""
+    hello: dict[str, Any] = {"job": config.name, "count": config.count, "ranks": ranks}
     if secret is not None:
-        hello["nonce"] = secret.nonce()
+        hello["nonce"] = secret.make_nonce()
     _send(connection, hello)
-    message = _receive(connection, meeting, deadline, on_wait)
+    message = _receive(connection, config, deadline, on_wait)
     challenge = message.get("challenge", "")
     if message and bool(challenge) != (secret is not None):
-        line = "only one of this machine and the one at the endpoint has a secret (STOKER_RDZV_SECRET)"
-        raise _refusal(meeting, f"{line}: give all the same, or none")
+        line = "only one of this machine and the one at the endpoint has a secret"
+        raise _refusal(config, f"{line}; set the same STOKER_RDZV_SECRET on all machines, or on none")
     if secret is not None and message:
-        _send(connection, {"proof": secret.proof(GUEST, hello, str(challenge))})
-        message = _receive(connection, meeting, deadline, on_wait)
+        _send(connection, {"proof": secret.make_proof(GUEST, hello, str(challenge))})
+        message = _receive(connection, config, deadline, on_wait)
     if not message:
         return None
     try:
         answer = typed_values.read_fields(_ANSWER, message)
     except ValueError as problem:
-        raise _refusal(meeting, f"its answer can't be used: {problem}") from None
-    if secret is not None and not secret.fits(message.get("proof"), HOST, {**hello, **answer}, str(challenge)):
-        raise _refusal(meeting, "the machine at the endpoint does not know the secret (STOKER_RDZV_SECRET)")
-    return NodeGroup(answer["nodes"], answer["rank"], answer["first"], answer["world"], meeting.address, answer["port"])
+        raise _refusal(config, f"its response is not valid: {problem}") from None
+    if secret is not None and not secret.verifies(message.get("proof"), HOST, {**hello, **answer}, str(challenge)):
+        raise _refusal(config, "the machine at the endpoint does not know the secret (STOKER_RDZV_SECRET)")
+    return NodeGroup(answer["nodes"], answer["rank"], answer["first"], answer["world"], config.address, answer["port"])
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
@@ -325,9 +325,9 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _receive(
-    connection: socket.socket, meeting: MeetingPoint, deadline: float, on_wait: Callable[[], None]
+    connection: socket.socket, config: RendezvousConfig, deadline: float, on_wait: Callable[[], None]
 ) -> dict[str, Any]:
-    """Return the next message; empty if the other side is gone or the time is over. Raises ValueError for a foreign one.
+    """Return the next message, or {} if the other side is gone or the time is over. Raises ValueError for other text.
 
     It waits in short steps, so that signals and pings are handled in between.
     """
@@ -348,16 +348,16 @@ def _receive(
         data += received
         if len(data) > MAX_LINE:
             break
-    message = read_line(data.partition(b"\n")[0])
+    message = parse_message(data.partition(b"\n")[0])
     if not message:
-        raise ValueError(f"it says {data[:60]!a}")
+        raise ValueError(f"it sent {data[:60]!a}")
     if "refused" in message:
-        raise _refusal(meeting, escape(str(message["refused"]), 500))
+        raise _refusal(config, escape(str(message["refused"]), 500))
     return message
 
 
-def read_line(line: bytes) -> dict[str, Any]:
-    """Return the message of a line; empty if it is none."""
+def parse_message(line: bytes) -> dict[str, Any]:
+    """Return the message in a line, or {} if it has none."""
     try:
         message = parse_json(line)
     except ValueError:
@@ -369,29 +369,29 @@ def read_line(line: bytes) -> dict[str, Any]:
 
 
 class Secret:
-    """A secret that all machines of a job know. It never travels itself, and a proof is valid for one meeting only."""
+    """A secret that all machines of a job know. It is never sent, and a proof is valid for one rendezvous only."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
 
-    def nonce(self) -> str:
+    def make_nonce(self) -> str:
         return secrets.token_hex(16)
 
-    def proof(self, side: str, messages: Mapping[str, Any], challenge: str) -> str:
-        """Return the proof of one side, over all messages. It can't be sent back as the other side's."""
+    def make_proof(self, side: str, messages: Mapping[str, Any], challenge: str) -> str:
+        """Return one side's proof over all messages. It differs from the other side's, so it can't be sent back."""
         text = json.dumps(["stoker-rdzv-1", side, challenge, dict(messages)], sort_keys=True, separators=(",", ":"))
         return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()
 
-    def fits(self, proof: Any, side: str, messages: Mapping[str, Any], challenge: str) -> bool:
-        expected = self.proof(side, messages, challenge)
+    def verifies(self, proof: Any, side: str, messages: Mapping[str, Any], challenge: str) -> bool:
+        expected = self.make_proof(side, messages, challenge)
         return isinstance(proof, str) and proof.isascii() and hmac.compare_digest(proof, expected)
 
 
 def find_secret(environment: Mapping[str, str]) -> Secret | None:
-    """Return the secret of the variable, or of the file that the other variable names; never from the command line."""
+    """Return the secret from STOKER_RDZV_SECRET or the file of STOKER_RDZV_SECRET_FILE, or None if neither is set."""
     value, path = environment.get(RDZV_SECRET, ""), environment.get(RDZV_SECRET_FILE, "")
     if value and path:
-        raise _bad_secret(f"{RDZV_SECRET} and {RDZV_SECRET_FILE} are both set: give one of them")
+        raise _bad_secret(f"{RDZV_SECRET} and {RDZV_SECRET_FILE} are both set; unset one of them")
     if path:
         try:
             value = read_text(os.path.expanduser(path), errors="surrogateescape")
@@ -405,7 +405,7 @@ def find_secret(environment: Mapping[str, str]) -> Secret | None:
     if len(key) < MIN_SECRET:
         better = f"give {MIN_SECRET} or more, as from `openssl rand -hex 32`"
         variable = RDZV_SECRET_FILE if path else RDZV_SECRET
-        raise _bad_secret(f"{variable}: {plural(len(key), 'character')} can be guessed; {better}")
+        raise _bad_secret(f"{variable} has only {plural(len(key), 'character')}; {better}")
     return Secret(key.encode("utf-8", "surrogateescape"))
 
 

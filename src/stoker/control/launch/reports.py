@@ -1,4 +1,4 @@
-"""What agents report of their ranks, written to the attempt, the record and the console. A new kind is a new method."""
+"""Writes the agents' reports about ranks to the attempt, the record and the console, with a method for each kind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def stop_watching(attempt: Attempt, record: RunWriter, log: Callable[..., None],
     """Report a failure of the watcher. It must not end what it watches: the job continues."""
     import traceback
 
-    attempt.unwatched = True
+    attempt.watch_failed = True
     record.event("watch-failed", traceback="".join(traceback.format_exception(problem)))
     failure = f"watching failed ({type(problem).__name__}: {problem})"
     log(f"stoker: {failure}: the job continues without it; events.jsonl has the traceback", color=WARNING)
@@ -47,7 +47,7 @@ class ReportHandler:
         self._log = log
 
     def handle(self, host: str, message: protocol.Message, payload: bytes) -> None:
-        """Handle a message, whose fields have the types of its kind already."""
+        """Handle a message. The types of its fields have been checked already."""
         if message["is"] == "out":
             self._output.take(self._record, message["rank"], message["fd"], payload)
             self._feed_watcher(self._read_output, message["rank"], payload)
@@ -60,8 +60,8 @@ class ReportHandler:
             handler(host, message)
 
     def _feed_watcher(self, feed: Callable[..., None], *args: Any) -> None:
-        """Call a method of the watcher, and go on without one if it fails."""
-        if self._attempt.unwatched:
+        """Call a method of the watcher. If it fails, the job continues without the watcher."""
+        if self._attempt.watch_failed:
             return
         try:
             feed(*args)
@@ -72,12 +72,14 @@ class ReportHandler:
 
     def _on_up(self, host: str, message: protocol.Message) -> None:
         attempt, record, rank = self._attempt, self._record, message["rank"]
-        attempt.up[rank] = message["pid"]
+        attempt.pids[rank] = message["pid"]
         fields = pick_fields(attempt.plan.place(rank), "rank", "role", "label")
         record.event("rank-up", **fields, pid=message["pid"], attempt=attempt.number, on=host or None)
         # A rank that prints nothing has an empty log. It comes after the event, which has the log's label.
         record.append_output(layout.rank_log(record.dir, attempt.number, rank), b"")
-        if len(attempt.up) == attempt.expected:  # now there is time to look up versions and the git revision
+        if (
+            len(attempt.pids) == attempt.expected
+        ):  # all ranks are starting, so there is time to read versions and the Git revision
             description = run_json.enrich(record.dir, self._request, attempt.plan)
             record.save(os.path.join(record.dir, layout.RUN), description, durable=False)
 
@@ -91,12 +93,10 @@ class ReportHandler:
         if error is not None:
             self._attempt.errors[message["rank"]] = error
             self._record.event("exception", rank=message["rank"], type=error.type, at=f"{error.file}:{error.line}")
-            self._feed_watcher(
-                self._attempt.watch.note_failure, message["rank"], error.collectives, error_frames(error)
-            )
+            self._feed_watcher(self._attempt.watch.note_failure, message["rank"], error.collectives, frames_of_error(error))
 
     def _on_exit(self, host: str, message: protocol.Message) -> None:
-        """Collect how a rank ended. Its texts are masked here: the agent has masked error and stack, `tail` the output."""
+        """Record how a rank ended. All its texts are masked: the agent has masked error and stack, `tail` the output."""
         attempt, record, output = self._attempt, self._record, self._output
         rank, code, stack = message["rank"], message["code"], message["stack"]
         output.ended(record, rank)
@@ -107,7 +107,7 @@ class ReportHandler:
             rank,
             host,
             attempt.label(rank),
-            attempt.up.get(rank, 0),
+            attempt.pids.get(rank, 0),
             error=error,
             tail=output.tail(rank),
             stack=stack,
@@ -119,14 +119,14 @@ class ReportHandler:
         self._feed_watcher(attempt.watch.note_exit, rank, code)
         if error is not None or stack or (code != 0 and message["calls"]):
             collectives = error.collectives if error is not None else ()
-            frames = error_frames(error) if error is not None else main_thread_frames(stack)
+            frames = frames_of_error(error) if error is not None else parse_main_thread_frames(stack)
             self._feed_watcher(attempt.watch.note_failure, rank, collectives, frames, message["calls"])
         record.event("rank-exit", rank=rank, code=end.code, steps=end.steps, ours=end.ours, attempt=attempt.number)
         if error is not None or message["elastic"]:
             report = message["error"] if isinstance(message["error"], dict) else {}
             report = {**report, "torchelastic": message["elastic"]}
             record.save(layout.rank_error(record.dir, attempt.number, rank), report)
-            output.keep_error(record, rank, report)
+            output.write_error(record, rank, report)
         if stack:
             record.save(layout.rank_stack(record.dir, attempt.number, rank), stack)
 
@@ -214,8 +214,8 @@ class ReportHandler:
         rank, name = message["rank"], message["name"]
         self._record.event("mark", rank=rank, name=name)
         self._feed_watcher(self._attempt.watch.note_mark, rank, time.monotonic())
-        if name == CAN_HALVE:  # no other mark is kept: a script may mark every step for weeks
-            self._attempt.abilities.add(CAN_HALVE)
+        if name == CAN_HALVE:  # other marks are not kept, because a script may mark every step for weeks
+            self._attempt.capabilities.add(CAN_HALVE)
         if name == CHECKPOINT and rank == 0:
             self._attempt.checkpoints += 1
             self._attempt.checkpoint_at = time.time()
@@ -228,17 +228,17 @@ class ReportHandler:
         self._record.event("listening", rank=message["rank"], port=message["port"])
 
     def _on_ram(self, _host: str, message: protocol.Message) -> None:
-        """A rank exceeds --ram-limit: its agent is stopping it."""
+        """Note that a rank exceeds --ram-limit. Its agent is stopping it."""
         from stoker.control.verdict import launch_failures
 
         rank = message["rank"]
         stall = self._attempt.watch.stall
-        where = stall.where if stall is not None and rank == stall.rank else ""
+        location = stall.where if stall is not None and rank == stall.rank else ""
         used, limit, workers = message["bytes"], message["limit"], message.get("loader_workers", 0)
-        trouble = launch_failures.report_ram_limit(rank, self._attempt.label(rank), used, limit, workers, where)
+        trouble = launch_failures.report_ram_limit(rank, self._attempt.label(rank), used, limit, workers, location)
         self._attempt.trouble.append(trouble)
 
-    # ---- lines of single ranks: documented, people grep for them ----
+    # ---- documented lines of single ranks, which people grep for ----
 
     def _on_mem(self, _host: str, message: protocol.Message) -> None:
         rank, stage = message["rank"], message["at"]
@@ -272,7 +272,7 @@ class ReportHandler:
         self._log_for_rank(message["rank"], message["text"])
 
     def _log_for_rank(self, rank: int, line: str) -> None:
-        """Print a line of a rank if its output is shown; the record has it in any case."""
+        """Print a line of a rank if its output is shown, else write it only to the record."""
         line = escape(f"[Rank {rank}] {line}", 2000)
         if self._output.shows(rank) and not self._options.quiet:
             self._log(line)
@@ -280,12 +280,12 @@ class ReportHandler:
             self._record.write_console_line(line)
 
 
-def error_frames(error: RankError) -> list[Any]:
+def frames_of_error(error: RankError) -> list[Any]:
     """Return where an exception was raised, as the only frame of a stack."""
     return [[error.function, error.file, error.line]] if error.file else []
 
 
-def main_thread_frames(stack: str) -> list[Any]:
+def parse_main_thread_frames(stack: str) -> list[Any]:
     """Return the main thread's frames in faulthandler's report."""
     return next((thread["frames"] for thread in parse_stacks(stack) if thread["main"]), [])
 

@@ -28,8 +28,8 @@ from stoker.control.launch.session import OnEnd, Session
 from stoker.control.launch.signals import Interrupted
 from stoker.control.machine.model import Gpu
 from stoker.control.plan import run_json
-from stoker.control.plan.rank_spec import HostTarget, common_environment, start_message
-from stoker.control.plan.request import Request, check_ranges, is_started_by_hand, rank_command, wanted_port
+from stoker.control.plan.rank_spec import HostTarget, make_common_environment, make_start_message
+from stoker.control.plan.request import Request, check_ranges, is_started_by_hand, rank_command, read_store_port
 from stoker.control.plan.run_dir import RunDir, discard_run_dir, open_run_dir
 from stoker.control.plan.run_plan import RunPlan
 from stoker.control.record.run_writer import RunWriter
@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # a run on one machine loads none of these
 
 @frozen
 class Endpoint:
-    """Where the ranks of an attempt meet: the store of rank 0."""
+    """The address of rank 0's store, at which the ranks of an attempt find each other."""
 
     address: str
     port: int
@@ -60,7 +60,7 @@ def launch(
 ) -> int:
     """Run the request to its verdict and return the exit code. `on_end` is called if the run was started.
 
-    `hosts` are those of a run on several; without them the run is on this machine, through `link`.
+    `hosts` are set for a run on several hosts. Without them the run is on this machine, whose agent `link` connects to.
     """
     session = Session(request, report, on_end)
     return session.run(lambda: Run(request, session, link, hosts))
@@ -128,7 +128,7 @@ class Run:
     # ---- before anything is started ----
 
     def _plan_dry_run(self, argv: list[str], run_dir: RunDir) -> RunPlan:
-        self._meet_agents(run_dir)
+        self._open_agents(run_dir)
         while True:
             try:
                 return self.planner.plan(argv)
@@ -140,7 +140,7 @@ class Run:
         """Plan, check and reserve everything that may be refused, then open the record. Starts no rank."""
         if self.options.metrics_port is not None:
             self.session.open_metrics_port(self.options.metrics_port)
-        self._meet_agents(run_dir)
+        self._open_agents(run_dir)
         while True:
             try:
                 plan = self.planner.plan(argv)
@@ -154,10 +154,10 @@ class Run:
                 if self.membership is None or not self.membership.start_without(missing):
                     raise
         notice = self._open_record(plan, run_dir)
-        if run_dir.elsewhere:
-            self.log(run_dir.elsewhere)
+        if run_dir.location_notice:
+            self.log(run_dir.location_notice)
         if self.options.quiet is False:
-            # A role's job has printed what it continues from; a role that starts from scratch prints why.
+            # A role that continues prints no notice, because its job has printed it.
             run_notice = "" if env_vars.JOB in os.environ and run_dir.reopened else run_dir.notice
             for line in filter(None, (*run_notice.splitlines(), notice, *plan.lines)):
                 self.log(line)
@@ -166,11 +166,11 @@ class Run:
         self.session.report_start(run_dir)
         return plan, endpoint
 
-    def _meet_agents(self, run_dir: RunDir) -> None:
+    def _open_agents(self, run_dir: RunDir) -> None:
         if self.membership is not None:
-            self.membership.meet(run_dir)
+            self.membership.open_agents(run_dir)
         else:
-            self.agents.meet(run_dir)
+            self.agents.open_run(run_dir)
 
     def _check(self, plan: RunPlan, run_dir: RunDir) -> list[str]:
         """Return the warnings of the checks before the start. Raises Refusal if a rank could not work."""
@@ -193,23 +193,23 @@ class Run:
             plan, (address, port), interface = join_nodes(self.agents, self.request, plan, self.log)
             self.output.replan(plan)
             return plan, Endpoint(address, port, interface)
-        address = self.host_setup.master if self.host_setup else self.options.master_addr or "127.0.0.1"
-        return plan, Endpoint(*self.agents.reserve(address, *wanted_port(self.request)))
+        address = self.host_setup.master_address if self.host_setup else self.options.master_addr or "127.0.0.1"
+        return plan, Endpoint(*self.agents.reserve(address, *read_store_port(self.request)))
 
     def _open_record(self, plan: RunPlan, run_dir: RunDir) -> str:
+        """Open the record and return its notice for the console, or ""."""
         self.record = RunWriter(run_dir.dir, os.uname().nodename, run_dir.reopened)
-        unshared = self.host_setup.unshared if self.host_setup is not None else None
+        copy_commands = self.host_setup.copy_commands if self.host_setup is not None else None
         machines, start_time = self.agents.machines, self.session.start_time
-        notice = self.record.record_start(
-            run_json.describe(self.request, plan, run_dir, machines, start_time, unshared), run_dir.first_attempt
-        )
+        description = run_json.describe(self.request, plan, run_dir, machines, start_time, copy_commands)
+        notice = self.record.record_start(description, run_dir.first_attempt)
         self.session.record = self.record
         return notice
 
     # ---- attempts ----
 
     def _run_attempts(self, plan: RunPlan, endpoint: Endpoint, run_dir: RunDir) -> Verdict:
-        """Make attempts until a verdict is final, and return that."""
+        """Make attempts until a verdict is final, and return it."""
         from stoker.control.launch.restart import RestartState
 
         number = run_dir.first_attempt
@@ -230,7 +230,7 @@ class Run:
             self.record.event("restart", attempt=number, **failure, wait_s=restart.wait_s, env=variables)
             self.log(f"stoker: {restart.line}", color=WARNING)
             if self.session.notifier is not None:
-                self.session.notifier.tell(verdict, "restarting", run_dir.dir)
+                self.session.notifier.send(verdict, "restarting", run_dir.dir)
             try:
                 next_attempt = self._plan_next(plan, verdict, restart)
             except Interrupted as stop:
@@ -247,7 +247,7 @@ class Run:
         plan, number = attempt.plan, attempt.number
         self.record.create_attempt_dir(number)
         self.output.begin(number)
-        # Not before: what the agents still report of the previous attempt belongs to that one.
+        # Not set earlier: until now the agents' reports belong to the previous attempt.
         self.agents.on_report = ReportHandler(attempt, self.request, self.record, self.output, self.log).handle
         store = {"master_addr": endpoint.address, "master_port": endpoint.port}
         self.record.event("attempt", attempt=number, world_size=plan.world_size, **store, hosts=list(plan.hosts))
@@ -257,14 +257,14 @@ class Run:
             host, machine = client.host, client.machine
             assert machine is not None
             by_role = {
-                role.name: common_environment(plan, role, self.options, os.environ, run_dir, machine.cores, host)
+                role.name: make_common_environment(plan, role, self.options, os.environ, run_dir, machine.cores, host)
                 for role in plan.roles
             }
             if self.host_setup is not None:
                 target = self.host_setup.target(host)
             else:
                 target = HostTarget(workdir=self._cwd, interface=endpoint.interface)
-            client.say(start_message(plan, self.options, number, target, os.environ, by_role, env))
+            client.say(make_start_message(plan, self.options, number, target, os.environ, by_role, env))
 
     def _supervise(self, attempt: Attempt) -> None:
         # Imported while the ranks start: no launch waits for it.
@@ -291,22 +291,22 @@ class Run:
 
         attempt.note_bad_numbers()
         verdict = judge(attempt.evidence(checkpoints.find_newest_checkpoint(run_dir.dir)))
-        # Nobody noticed when a host was lost.
-        detected_s = None if verdict.cause == "host.lost" else attempt.detected_s(verdict)
+        # The time at which a host was lost is unknown.
+        detected_s = None if verdict.cause == "host.lost" else attempt.compute_detection_s(verdict)
         evidence = (*verdict.evidence, *attempt.notes)
         return replace(verdict, run=run_dir.id, attempt=attempt.number, detected_s=detected_s, evidence=evidence)
 
     def _decide(
         self, verdict: Verdict, attempt: Attempt, restarts: RestartState, run_dir: RunDir
     ) -> tuple[Verdict, Restart | None]:
-        """Return the verdict with what this attempt showed, and how to go on; None if the verdict is final."""
+        """Return the verdict with the evidence of this attempt, and the restart, or None if the verdict is final."""
         if self.membership is not None:
-            regroup = self.membership.regroup(verdict, attempt, run_dir.dir)
-            if regroup is not None:
-                return verdict, replace(regroup, env=restarts.env())
+            restart = self.membership.decide_regroup(verdict, attempt, run_dir.dir)
+            if restart is not None:
+                return verdict, replace(restart, env=restarts.make_env())
             if verdict.cause == "host.lost":
-                self.membership.settle()
-                verdict = self.membership.too_few(verdict)
+                self.membership.update_agents()
+                verdict = self.membership.make_too_few_verdict(verdict)
         verdict, restart = restarts.decide(verdict, attempt, time.monotonic() - attempt.start_time)
         if self.membership is None and any(client.gone for client in self.agents.clients):
             restart = None  # the only agent is gone
@@ -315,7 +315,7 @@ class Run:
     # ---- between attempts ----
 
     def _plan_next(self, plan: RunPlan, verdict: Verdict, restart: Restart) -> tuple[RunPlan, Endpoint] | Verdict:
-        """Wait, and return the next attempt's plan with a fresh port; or the final verdict if it can't be planned."""
+        """Wait, and return the next attempt's plan with a fresh port, or the final verdict if it can't be planned."""
         self.agents.pause(restart.wait_s)
         if restart.probe:
             tested = self._test_failed_gpu(plan, verdict)
@@ -348,12 +348,12 @@ class Run:
     def _plan_with_current_hosts(
         self, plan: RunPlan, verdict: Verdict, membership: Membership, host_setup: HostSetup
     ) -> tuple[RunPlan, Endpoint] | Verdict:
-        """Plan for the hosts that are there now. Returns a verdict if they are too few."""
+        """Plan for the hosts that are present now. Returns a verdict if they are too few."""
         changed = False
         while True:
-            changed = membership.settle() or changed
-            if not membership.enough:
-                return membership.too_few(verdict)
+            changed = membership.update_agents() or changed
+            if not membership.has_enough_hosts:
+                return membership.make_too_few_verdict(verdict)
             try:
                 if changed:
                     new_plan = self.planner.plan_again()
@@ -361,13 +361,13 @@ class Run:
                     plan = self._adopt(new_plan)
                 return self._reserve(plan)
             except UnusableHosts as gone:
-                membership.lose(gone)
+                membership.mark_lost(gone)
             except Refusal as refusal:
                 if membership.joined:
-                    membership.send_back(refusal.line)
+                    membership.exclude_joined(refusal.line)
                     changed = True
                     continue
-                line = f"with {membership.here}: {refusal.line}"
+                line = f"with {membership.host_count_text}: {refusal.line}"
                 return replace(verdict, retryable=False, evidence=(*verdict.evidence, line))
 
     def _adopt(self, plan: RunPlan) -> RunPlan:

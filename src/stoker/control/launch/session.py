@@ -1,6 +1,6 @@
 """The session of one `stoker run`: console, signals, record, helper processes and the exit code.
 
-A `Run` (launch/run.py) or a `Job` of several roles (roles/job.py) executes inside a session.
+A `Run` (launch/run.py) or a multi-role `Job` (roles/job.py) executes inside a session.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ OnEnd = Callable[[Verdict, str, Callable[[str], None]], None]  # gets the verdic
 
 
 class Session:
-    """Everything of a `stoker run` that is the same for one run and for a job of several roles."""
+    """The parts of a `stoker run` that a single run and a multi-role job share."""
 
     def __init__(self, request: Request, report: background.StartReport | None, on_end: OnEnd | None = None) -> None:
         self.options = request.options
@@ -71,10 +71,10 @@ class Session:
         self._cwd = os.getcwd()
 
     def run(self, create: Callable[[], Execution]) -> int:
-        """Execute what `create` returns and return the exit code. Prints every failure."""
+        """Create the execution, execute it and return the exit code. Prints every failure."""
         try:
             code = self._run(create)
-        except (OSError, RuntimeError) as problem:  # no thread, no file descriptor, no working directory
+        except (OSError, RuntimeError) as problem:  # such as no free thread or file descriptor, or no working directory
             print(f"stoker: system error: {problem}", file=sys.stderr)
             code = EX_OSERR
         except Exception:
@@ -130,13 +130,13 @@ class Session:
             self.console.close()
 
     def _learn_secrets(self) -> None:
-        """Mask what --env, a config file and --notify contain; the environment and the command line are masked already."""
+        """Mask the values of --env, a config file and --notify. The environment and the command line are masked already."""
         variables = dict(word.split("=", 1) for word in self.options.env if "=" in word)
         learn_secrets(variables, (*self._args, self.options.notify or ""))
         if self.options.notify:
-            from stoker.control.launch.notify import secret_of
+            from stoker.control.launch.notify import find_secret_path
 
-            learn_secrets({"NOTIFY_TOKEN": secret_of(self.options.notify)})
+            learn_secrets({"NOTIFY_TOKEN": find_secret_path(self.options.notify)})
 
     def _notify(self, verdict: Verdict, what: str) -> None:
         """Notify a scheduler that reads torch's error file, and the receiver of --notify."""
@@ -146,10 +146,10 @@ class Session:
 
             write_launcher_error(verdict, run_dir, self.log)
         if self.notifier is not None:
-            self.notifier.tell(verdict, what, run_dir)
+            self.notifier.send(verdict, what, run_dir)
             self.notifier.close()
 
-    # ---- what the execution uses ----
+    # ---- services for the execution ----
 
     def log(self, line: str, *, color: str = "") -> None:
         """Print one line to the console and write it to the record. Control codes in quoted texts are escaped."""
@@ -170,7 +170,7 @@ class Session:
         self._exporter = Exporter(port, self.log)
 
     def report_start(self, run_dir: RunDir) -> None:
-        """Start the metrics exporter, and end the shell's wait for a detached run: it reads no lines after this."""
+        """Start the metrics exporter, and tell the waiting shell that a detached run has started. It reads no lines after that."""
         if self._exporter is not None:
             self._exporter.start(run_dir.dir)
         if self._report is not None:
@@ -180,7 +180,7 @@ class Session:
     def print_run_dir(self, run_dir: RunDir) -> None:
         """Print where a dry run would record, and what its --name means, as a real start does."""
         if self.options.quiet is False:
-            for line in filter(None, (run_dir.elsewhere, *run_dir.notice.splitlines())):
+            for line in filter(None, (run_dir.location_notice, *run_dir.notice.splitlines())):
                 self.log(line)
 
     def print_plan(self, plan: RunPlan, run_dir: RunDir) -> None:
@@ -200,22 +200,22 @@ class Session:
     # ---- the end ----
 
     def close_record(self, verdict: Verdict, request: Request, run_dir: RunDir) -> None:
-        """Write verdict.json and print how the run ended. A role of a job only writes: its job prints."""
+        """Write verdict.json and print how the run ended. For a role only the job prints."""
         assert self.record is not None
         in_job = env_vars.JOB in os.environ
         from_outside = verdict.status == "stopped" or verdict.cause == "host.lost"  # the program is not at fault
         resume = ""
         if not in_job and verdict.status != "completed":
-            resume = run_json.continue_command(request, run_dir, verdict)
+            resume = run_json.make_continue_command(request, run_dir, verdict)
             if not from_outside and not resume.startswith("stoker "):
-                resume = ""  # of a ladder, or of a program that called us: its command is not known
+                resume = ""  # a ladder or a calling program started the run, and its command is unknown
         run = run_record.load_run(run_dir.dir)
         resume_purpose = describe_resume(run) if resume else ""
         resume_fix = [f"{resume}   # {resume_purpose}"] if resume else []
         elsewhere = list_files_elsewhere(run, verdict.status == "completed") if run is not None else ()
         notes = [text for text, copy_command in elsewhere if not copy_command]
         copy_fixes = [f"{copy_command}   # {text}" for text, copy_command in elsewhere if copy_command]
-        # A cause in the program is fixed before the run is resumed.
+        # A cause in the program must be fixed before the run is resumed.
         fixes = [*resume_fix, *verdict.fix] if from_outside else [*verdict.fix, *resume_fix]
         write_failures = self._write_failures()
         evidence = (*verdict.evidence, *notes, *write_failures)

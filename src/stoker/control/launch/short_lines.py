@@ -1,4 +1,4 @@
-"""Shortens a recipe's lines for a terminal: the prefix has the device, and a step has one line. Files keep the whole lines.
+"""Shortens a recipe's lines for a terminal: each step fits on one line. Files keep the complete lines.
 
 INFO | [GPU 0] Step [0/100] | Loss: 12.2340 | LR: 1.00e-05 | Grad Norm: 2.7565 | ETA: 5:30 | 9,120 tok/s | MFU: n/a
 Step 0/100 | Loss 12.2340 | LR 1.00e-05 | Grad 2.7565 | 9,120 tok/s | ETA 5:30
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from stoker.contract.terminal import ERROR, SUCCESS, WARNING, colour_text, wrap_text
 
 MAX_COLUMNS = 100
-_LABEL = re.compile(rb"(?:([^\s/:]+)/)?[GC]PU(\d{1,9}):")  # of a rank
+_LABEL = re.compile(rb"(?:([^\s/:]+)/)?[GC]PU(\d{1,9}):")  # begins a rank's line
 _RECIPE_LINE = re.compile(rb"INFO \| \[([GC]PU) (\d+)\] ")
 _STEP = re.compile(r"Step \[(\d+/\d+)\]")
 _DROPPED_FIRST = ("Mem", "MFU", "Cut", "Length", "Entropy", "KL", "LR", "Grad")  # in this order, if a line is too long
@@ -32,10 +32,10 @@ class ShortLines:
 
         `recipe`: the lines are a recipe's. In other programs, such as `stoker serve`, only Stoker's own lines are known.
         """
-        self._prefix, self._steps, self._recipe = prefix, steps, recipe
+        self._prefix, self._steps, self._is_recipe = prefix, steps, recipe
 
     def __call__(self, line: bytes) -> bytes | None:
-        start = _RECIPE_LINE.match(line) if self._recipe else None
+        start = _RECIPE_LINE.match(line) if self._is_recipe else None
         if start is None:
             return self._wrap(line) if line.startswith(b"stoker: ") else line
         device = b" " if self._prefix else start[1] + start[2] + b": "
@@ -45,7 +45,7 @@ class ShortLines:
         if not self._steps:
             return None
         columns = min(shutil.get_terminal_size((MAX_COLUMNS, 24)).columns, MAX_COLUMNS) - len(self._prefix + device)
-        return device + step_line(text.decode("utf-8", "replace"), columns).encode()
+        return device + shorten_step_line(text.decode("utf-8", "replace"), columns).encode()
 
     def _wrap(self, line: bytes) -> bytes:
         columns = shutil.get_terminal_size((0, 24)).columns - len(self._prefix)
@@ -53,17 +53,17 @@ class ShortLines:
             return line
         text = line.decode("utf-8", "replace")
         wrapped = wrap_text(text, columns)
-        if max(map(len, wrapped.split("\n"))) > columns:  # a path, which can't be broken
+        if max(map(len, wrapped.split("\n"))) > columns:  # a path can't be wrapped, so make it relative
             with contextlib.suppress(OSError):
                 wrapped = wrap_text(text.replace(f" {os.getcwd()}/", " "), columns)
         return wrapped.encode()
 
 
 class LauncherLines:
-    """Makes lines of a launcher, from its log or pipe, look as on a terminal of its own: wrapped and in color."""
+    """Wraps and colors the lines of a launcher's log or pipe as that launcher would on a terminal."""
 
     def __init__(self, colours: bool, columns: Callable[[], int]) -> None:
-        """`columns` returns the current width for a line; 0 if it is unknown."""
+        """`columns` returns the current width for a line, or 0 if it is unknown."""
         self._colours, self._columns = colours, columns
 
     def __call__(self, line: bytes) -> bytes:
@@ -73,11 +73,11 @@ class LauncherLines:
 
 
 class RoleLines:
-    """Makes the output of a role's run, in which each rank's lines have its label, look as on a terminal of its own."""
+    """Formats the output of a role's run, whose lines begin with the ranks' labels, as on a terminal."""
 
     def __init__(self, prefix: bytes, launcher_lines: LauncherLines, recipe: bool, hosts: Sequence[str] = ()) -> None:
         """`prefix` precedes each line and its rank's label. `hosts` are in rank order."""
-        self._prefix, self._launcher_lines, self._recipe = prefix, launcher_lines, recipe
+        self._prefix, self._launcher_lines, self._is_recipe = prefix, launcher_lines, recipe
         self._hosts = tuple(host.encode() for host in hosts)
         self._first_rank: tuple[int, int] | None = None  # host and local rank, of the ranks that have printed
 
@@ -87,17 +87,17 @@ class RoleLines:
             return self._launcher_lines(line)
         rank = self._hosts.index(label[1]) if label[1] in self._hosts else 0, int(label[2])
         self._first_rank = min(self._first_rank or rank, rank)
-        shorten = ShortLines(self._prefix + label[0], steps=rank == self._first_rank, recipe=self._recipe)
+        shorten = ShortLines(self._prefix + label[0], steps=rank == self._first_rank, recipe=self._is_recipe)
         text = shorten(line[label.end() :])
         return None if text is None else label[0] + text.replace(b"\n", b"\n" + label[0])
 
 
-def step_line(line: str, columns: int) -> str:
+def shorten_step_line(line: str, columns: int) -> str:
     """Return a step's line with as many of its fields as fit. Fields that are n/a are left out, and ETA comes last."""
     fields = [_shorten_field(text) for text in line.split(" | ") if not text.endswith(": n/a")]
     fields.sort(key=lambda field: field[0] == "ETA")
     unknown = [name for name, _ in reversed(fields) if name and name not in (*_KEPT, *_DROPPED_FIRST)]
-    has_reward = any(name == "Reward" for name, _ in fields)  # which says more than loss and accuracy
+    has_reward = any(name == "Reward" for name, _ in fields)  # the reward is more informative than loss and accuracy
     for dropped in (*unknown, *_DROPPED_FIRST, *(("Loss", "Right") if has_reward else ())):
         if len(_join(fields)) <= columns:
             break

@@ -1,4 +1,4 @@
-"""Signals to the launcher of a run: caught at any time and handled when the run is ready to; and sent to another launcher."""
+"""Catches signals to the launcher of a run until the run handles them, and sends signals to another launcher."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the si
 
 @contextlib.contextmanager
 def handled(signums: Iterable[int], handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Handle these signals with `handler` inside the `with` block. Those that were ignored (nohup) stay ignored."""
+    """Handle these signals with `handler` inside the `with` block. Signals that were ignored (nohup) stay ignored."""
     handlers = {signum: signal.getsignal(signum) for signum in signums}
     former_handlers = {signum: former for signum, former in handlers.items() if former is not signal.SIG_IGN}
     for signum in former_handlers:
@@ -52,7 +52,7 @@ class SignalQueue:
         self._survives_hangup = options.on_hangup == "detach"
 
     def catch(self) -> None:
-        """Catch --signals-to-handle and the four that stop a run: uncaught, one would cost the ranks their last save."""
+        """Catch --signals-to-handle and the four that stop a run: with an uncaught one the ranks could not save."""
         for signum in dict.fromkeys((*STOPS, *_parse_signals(self._options.signals_to_handle))):
             if signum == signal.SIGHUP and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
                 continue  # nohup
@@ -88,7 +88,7 @@ def _parse_signals(text: str) -> list[signal.Signals]:
         name = item.strip().upper()
         signum = getattr(signal, name if name.startswith("SIG") else f"SIG{name}", None)
         if not isinstance(signum, signal.Signals) or signum in (signal.SIGKILL, signal.SIGSTOP):
-            raise Refusal(f"--signals-to-handle: no signal {item.strip()!r} that can be handled", EX_USAGE)
+            raise Refusal(f"--signals-to-handle: signal {item.strip()!r} does not exist or can't be handled", EX_USAGE)
         signums.append(signum)
     return signums
 

@@ -32,17 +32,16 @@ if TYPE_CHECKING:  # a run on one machine does not load it
 
 GRACE_FAILURE_S = 5.0
 GRACE_STOP_S = 30.0
-UNKILLABLE_S = 60.0  # after the grace time: a driver may take long to free the memory of eight GPUs
-SETTLE_S = 1.0  # for a cause to be reported after its echo
+UNKILLABLE_S = 60.0  # after the grace time, because a driver may take long to free the memory of eight GPUs
+SETTLE_S = 1.0  # a cause may be reported this much later than its echo
 REPEAT_S = 1.0
-# Sent twice on purpose, even within REPEAT_S: Ctrl-C, Ctrl-\ and `stoker stop --now`.
+# A second one of these counts even within REPEAT_S: Ctrl-C, Ctrl-\ and `stoker stop --now`.
 URGENT = (signal.SIGINT, signal.SIGQUIT, signal.SIGKILL)
 EARLY_EXIT_S = 10.0
 SWEEP_S = 15.0
 HISTORY_S = 2.0  # between two points of the history
-WATCH_S = (
-    0.1  # between two calls of the watcher: it goes over every rank, and 512 ranks wake us hundreds of times a second
-)
+# Seconds between two calls of the watcher. It checks every rank, and 512 ranks wake the launcher hundreds of times a second.
+WATCH_S = 0.1
 
 
 class Supervisor:
@@ -69,8 +68,8 @@ class Supervisor:
         self._log = log
         self._watch = WatchReporter(attempt, options, agents, record, output, log)
         self._history = HistoryRecorder(attempt, record, log)
-        self._checkpoints_before_return = attempt.checkpoints  # of a host that waits to join
-        self._unkillable_at = 0.0  # a rank that still lives then can't be killed; 0: none is being stopped
+        self._checkpoints_before_return = attempt.checkpoints  # reported before a lost host returned
+        self._unkillable_at = 0.0  # time after which a living rank counts as unkillable, or 0 if none is being stopped
 
     def follow(self) -> None:
         """Supervise until every rank has exited."""
@@ -83,7 +82,7 @@ class Supervisor:
             host_is_quiet = self._membership is not None and any(
                 client.quiet or client.gone for client in self._agents.clients
             )
-            if not host_is_quiet:  # ranks that wait for a host that may be lost are not suspects
+            if not host_is_quiet:  # don't judge ranks while a host may be lost: they are only waiting for it
                 self._watch.update()
             self._history.update()
             for client in self._agents.clients:
@@ -101,11 +100,11 @@ class Supervisor:
             if self._membership is not None:
                 self._membership.has_checkpoint = self._membership.has_checkpoint or attempt.checkpoints > 0
                 self._membership.update()
-                self._stop_for_returned_host(self._membership.returned)
+                self._stop_for_returned_host(self._membership.returned_host)
         self._history.close()
 
     def finish(self) -> None:
-        """Have the agents sweep what the ranks left running. After a success it first gets time to end by itself."""
+        """Have the agents sweep what the ranks left running. After a success they first get time to exit."""
         attempt = self._attempt
         success = all(end.code == 0 for end in attempt.ends.values()) and not attempt.stopping
         grace = 0.0
@@ -115,7 +114,7 @@ class Supervisor:
         deadline = time.monotonic() + grace + SWEEP_S
         while any(not client.gone and client.host not in attempt.finished for client in self._agents.clients):
             if time.monotonic() > deadline:
-                self._log("stoker: an agent did not finish sweeping in time; its guardian finishes it")
+                self._log("stoker: an agent did not finish its sweep in time; its guardian completes the sweep")
                 return
             self._agents.pool.pump(0.25)
             if signum := self._signals.take():
@@ -156,13 +155,13 @@ class Supervisor:
     def _stop_after_failure(self) -> None:
         trouble = self._attempt.trouble
         if any(entry["cause"] == "host.lost" for entry in trouble):
-            self._kill()  # the collectives are dead: nothing can be saved any more
+            self._kill()  # without the lost ranks' collectives nothing can be saved any more
             return
         at_once = [entry["rank"] for entry in trouble if entry.get("at_once") and entry["rank"] is not None]
         self._stop(signal.SIGTERM, GRACE_FAILURE_S, at_once)
 
     def _stop_for_returned_host(self, host: str) -> None:
-        """End the ranks so that a host that is back can join, as soon as they have saved another checkpoint."""
+        """Stop the ranks so that a returned host can join, as soon as they have saved another checkpoint."""
         attempt = self._attempt
         if not host:
             self._checkpoints_before_return = attempt.checkpoints
@@ -172,7 +171,7 @@ class Supervisor:
             self._stop(signal.SIGTERM, GRACE_STOP_S)
 
     def _stop(self, signum: int, default_grace: float, at_once: Sequence[int] = ()) -> None:
-        """Send a signal to all ranks and kill them after the grace time, those of `at_once` immediately."""
+        """Send a signal to all ranks and kill them after the grace time, those in `at_once` immediately."""
         options = self._options
         grace = options.grace if options.grace is not None else options.shutdown_timeout
         grace = default_grace if grace is None else grace
@@ -184,14 +183,17 @@ class Supervisor:
         self._agents.pool.say({"do": "stop", "signal": int(signal.SIGKILL), "grace": 0.0})
 
     def _abandon_unkillable_ranks(self) -> None:
-        """Go on without ranks that SIGKILL does not end: one stuck in a driver or on a dead disk must not hold up the rest."""
+        """Continue without ranks that SIGKILL does not end: one stuck in a driver must not hold up the rest."""
         attempt = self._attempt
-        ranks = [rank for rank in attempt.up if rank not in attempt.ends]
-        names = ", ".join(rank_name(rank, f"{attempt.label(rank)}, pid {attempt.up[rank]}") for rank in ranks)
+        ranks = [rank for rank in attempt.pids if rank not in attempt.ends]
+        names = ", ".join(rank_name(rank, f"{attempt.label(rank)}, pid {attempt.pids[rank]}") for rank in ranks)
         if ranks:
-            self._log(f"stoker: {names} can't be killed: stuck in the kernel; going on without", color=WARNING)
+            self._log(
+                f"stoker: {names} can't be killed: stuck in the kernel; the run continues without waiting",
+                color=WARNING,
+            )
         attempt.stopping_hosts.update(rank.host for rank in attempt.plan.places)
-        self._end_unseen(ranks)
+        self._record_unreported_ends(ranks)
 
     def _handle_lost_host(self, client: AgentClient) -> None:
         """End the ranks of a lost host: its guardian kills them. What stopped the job before remains the cause."""
@@ -202,13 +204,13 @@ class Supervisor:
             attempt.trouble.append(lost(client.host, client.gone, client.complaint))
         attempt.stopping_hosts.add(client.host)
         ranks = [rank.rank for rank in attempt.plan.places if rank.host == client.host]
-        self._end_unseen([rank for rank in ranks if rank not in attempt.ends])
+        self._record_unreported_ends([rank for rank in ranks if rank not in attempt.ends])
 
-    def _end_unseen(self, ranks: list[int]) -> None:
-        """Count ranks as stopped by us although nobody saw how they ended."""
+    def _record_unreported_ends(self, ranks: list[int]) -> None:
+        """Record ranks whose end was not reported as stopped by Stoker."""
         attempt = self._attempt
         for rank in ranks:
-            place, pid = attempt.plan.place(rank), attempt.up.setdefault(rank, 0)
+            place, pid = attempt.plan.place(rank), attempt.pids.setdefault(rank, 0)
             error = attempt.errors.get(rank)
             attempt.ends[rank] = RankExit(rank, place.host, place.label, pid, None, time.time(), ours=True, error=error)
 
@@ -236,7 +238,7 @@ class WatchReporter:
 
     def update(self) -> None:
         now = time.monotonic()
-        if self._attempt.stopping or self._attempt.unwatched or now - self._updated_at < WATCH_S:
+        if self._attempt.stopping or self._attempt.watch_failed or now - self._updated_at < WATCH_S:
             return
         self._updated_at = now
         try:
@@ -267,7 +269,7 @@ class WatchReporter:
     def _report_suspicion(self, stall: Stall, stops_in: float | None) -> None:
         attempt, record = self._attempt, self._record
         summary = hangs.summarize_stall(stall, attempt.label(stall.rank))
-        attempt.suspected_s = stall.silent_s
+        attempt.stall_detected_s = stall.silent_s
         fields = pick_fields(stall, "rank", "ranks", "waiting", "where", "step", "silent_s", "proof", "evidence")
         record.event("suspicion", attempt=attempt.number, cause=hangs.cause_of(stall), summary=summary, **fields)
         stacks = "\n".join(text for _, text in sorted(attempt.watch.format_stacks().items()))
@@ -276,7 +278,7 @@ class WatchReporter:
             self._log(f"stoker: {summary} ({self._consequence(stall, stops_in)})", color=WARNING)
 
     def _report_busy(self, stall: Stall, stops_in: float | None) -> None:
-        """Report that a rank works for long without ending a step. It is no suspicion."""
+        """Report that a rank is busy but has not finished a step for long. It is not a suspicion."""
         attempt = self._attempt
         summary = hangs.summarize_stall(stall, attempt.label(stall.rank))
         fields = pick_fields(stall, "rank", "ranks", "waiting", "where", "step", "silent_s", "evidence")
@@ -290,8 +292,8 @@ class WatchReporter:
     def _consequence(self, stall: Stall, stops_in: float | None) -> str:
         """Return what will happen because of a stall, and when."""
         if stall.proof:
-            return "it can't continue by itself" + ("; the job will be stopped" if stops_in is not None else "")
-        pid = self._attempt.up.get(stall.rank, 0) if stall.rank is not None and stall.kind == "stopped" else 0
+            return "it can't recover" + ("; the job will be stopped" if stops_in is not None else "")
+        pid = self._attempt.pids.get(stall.rank, 0) if stall.rank is not None and stall.kind == "stopped" else 0
         consequence = f"`kill -CONT {pid}` continues it; the job keeps running" if pid else "the job keeps running"
         if stops_in is not None:
             limit = f"--hang-timeout {format_duration(self._options.hang_timeout)}"
@@ -316,7 +318,7 @@ class WatchReporter:
             self._record.event("straggler-over", rank=rank, summary=line)
 
     def _report_early_exits(self) -> None:
-        early = self._attempt.exited_early(time.time(), EARLY_EXIT_S)
+        early = self._attempt.find_early_exits(time.time(), EARLY_EXIT_S)
         early = [rank for rank in early if rank not in self._reported_exits]
         if early:
             self._reported_exits.update(early)
@@ -327,7 +329,7 @@ class WatchReporter:
 
 
 class HistoryRecorder:
-    """Writes a point of the run's history every few seconds. An attempt that ends sooner has none."""
+    """Writes a point of the run's history every few seconds. An attempt that ends sooner has no history."""
 
     def __init__(self, attempt: Attempt, record: RunWriter, log: Callable[..., None]) -> None:
         self._attempt = attempt
@@ -347,17 +349,17 @@ class HistoryRecorder:
             self._write()
 
     def _write(self) -> None:
-        if self._attempt.unwatched or self._failed:
+        if self._attempt.watch_failed or self._failed:
             return
         self._written_at, self._has_points = time.monotonic(), True
         try:
-            from stoker.control.launch.history_points import history_point
+            from stoker.control.launch.history_points import make_history_point
 
-            self._record.write_history_point(history_point(self._attempt, self._written_at))
+            self._record.write_history_point(make_history_point(self._attempt, self._written_at))
         except Exception as problem:
             self._failed = True
             import traceback
 
             self._record.event("history-failed", traceback="".join(traceback.format_exception(problem)))
             failure = f"{type(problem).__name__}: {problem}"
-            self._log(f"stoker: no history of this attempt from here on ({failure}); the job continues", color=WARNING)
+            self._log(f"stoker: the history of this attempt ends here ({failure}); the job continues", color=WARNING)

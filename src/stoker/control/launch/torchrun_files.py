@@ -1,4 +1,4 @@
-"""Files in torch's own format: error files for readers of TORCHELASTIC_ERROR_FILE, and torchrun's log folder."""
+"""Writes files in torch's format: error files for readers of TORCHELASTIC_ERROR_FILE, and torchrun's log folder."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ VARIABLE = "TORCHELASTIC_ERROR_FILE"
 # ---- error files ----
 
 
-def torch_report(rank_error: Any) -> dict[str, Any] | None:
-    """Return what the record has of a rank's exception (layout.rank_error) as torch writes it, or None if there is none.
+def make_torch_report(rank_error: Any) -> dict[str, Any] | None:
+    """Return a rank's recorded exception (layout.rank_error) in torch's format, or None if there is none.
 
-    A file that torch's own @record wrote in the script is returned as it is.
+    A report that torch's @record wrote in the script is returned unchanged.
     """
     if not isinstance(rank_error, dict):
         return None
@@ -39,14 +39,14 @@ def _make_report(message: str, stack: str, timestamp: int) -> dict[str, Any]:
     return {"message": {"message": message, "extraInfo": {"py_callstack": stack, "timestamp": str(timestamp)}}}
 
 
-def launcher_report(verdict: Verdict, run_dir: str) -> dict[str, Any]:
+def make_launcher_report(verdict: Verdict, run_dir: str) -> dict[str, Any]:
     """Return the guilty rank's report with its exit code, or one of the verdict if there is none.
 
     `run_dir` is empty if no run was started.
     """
     report = None
     if run_dir and verdict.rank is not None:
-        report = torch_report(read_json(layout.rank_error(run_dir, verdict.attempt, verdict.rank)))
+        report = make_torch_report(read_json(layout.rank_error(run_dir, verdict.attempt, verdict.rank)))
     report = report or _make_report(verdict.summary, "\n".join(verdict.evidence), int(time.time()))
     if isinstance(report.get("message"), dict):
         code = verdict.exit_code
@@ -60,11 +60,11 @@ def write_launcher_error(verdict: Verdict, run_dir: str, log: Callable[[str], No
     if not path or verdict.status == "completed":
         return
     try:
-        # In place: Kubernetes mounts /dev/termination-log as a file. A pipe without a reader is not waited for.
+        # Written in place, because Kubernetes mounts /dev/termination-log as a file. O_NONBLOCK: a pipe may have no reader.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         fd = os.open(path, flags, 0o666)
         with os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
-            json.dump(mask_json(launcher_report(verdict, run_dir)), file)
+            json.dump(mask_json(make_launcher_report(verdict, run_dir)), file)
     except OSError as problem:
         log(f"stoker: {VARIABLE}={path} can't be written: {problem.strerror}")
 

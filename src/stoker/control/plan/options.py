@@ -21,7 +21,7 @@ class RunOptions:
         "ranks to start: a number, gpu, cpu or auto (default: one per usable GPU)", "N", default=None
     )
     module: bool = option("the script is a module, started as with python -m", default=False, flags=("-m",))
-    no_python: bool = option("the program is not Python: execute it as it is", default=False)
+    no_python: bool = option("execute the program directly: it is not a Python script", default=False)
     gpus_per_rank: int = option(
         "GPUs that each rank sees, as devices 0 to K-1, e.g. for a server that splits its model (default: 1)",
         "K",
@@ -40,7 +40,10 @@ class RunOptions:
         "time after which a rank loses its start-up slot, if it has not returned it (default: 2m)", 120.0
     )
     ram_limit: int = option(
-        "stop the job when a rank's resident memory passes this, e.g. 20GB", "SIZE", default=0, parse=parse_bytes
+        "stop the job when the memory of a rank and its worker processes exceeds this, e.g. 20GB",
+        "SIZE",
+        default=0,
+        parse=parse_bytes,
     )
     numa_binding: str | None = option(
         "node: bind each rank to the CPUs near its GPU (torchrun's socket, exclusive and core-complex mean the same"
@@ -52,31 +55,31 @@ class RunOptions:
 
     _gpus = section("GPUs")
     gpus: str | None = option(
-        "which GPUs: 0,3 (as nvidia-smi counts), UUIDs, or any:2 for the two with the most free memory",
+        "GPUs to use: 0,3 (as nvidia-smi counts), UUIDs, or any:2 for the two with the most free memory",
         "WHICH",
         default=None,
     )
-    gpu: str | None = option("one GPU by its number or UUID", "ID", default=None)
+    gpu: str | None = option("use one GPU, given by its number or UUID", "ID", default=None)
     min_free_memory: int = option(
-        "a GPU with less free memory than this is not used, e.g. 20GB", "SIZE", default=0, parse=parse_bytes
+        "skip GPUs with less free memory than this, e.g. 20GB", "SIZE", default=0, parse=parse_bytes
     )
     wait: float = _time("wait this long for enough free GPUs, e.g. 10m", 0.0)
-    isolate: bool = option("each rank sees its own GPU only, as device 0", default=False)
+    isolate: bool = option("let each rank see only its GPU, as device 0", default=False)
     exclude_bad: bool = option(
         "test each GPU first (a CUDA context and a matrix product in a child process) and leave the bad ones out",
         default=False,
     )
-    legal_ranks: str | None = option("the numbers of ranks the job can run with, e.g. 1,2,4,8", "N,N", default=None)
+    legal_ranks: str | None = option("numbers of ranks that the job can run with, e.g. 1,2,4,8", "N,N", default=None)
     share_gpus: bool = option("let several ranks or runs use one GPU", default=False)
 
     _out = section("output")
     show: str = option(
-        "what the console shows: all, none, errors (stderr only), or ranks like 0,2", "WHAT", default="all"
+        "output that the console shows: all, none, errors (stderr only), or ranks like 0,2", "WHAT", default="all"
     )
-    quiet: bool = option("no MEM and LOCK lines on the console", default=False, flags=("-q",))
+    quiet: bool = option("hide MEM and LOCK lines on the console", default=False, flags=("-q",))
     prefix: str = option(
         "GPU0: before every line on the console: always, never, or auto (the default: always, except on the stdout of a"
-        " single rank when stdout goes to a pipe or file of its own; `stoker train`: always)",
+        " single rank when stdout goes to a separate pipe or file; `stoker train`: always)",
         "WHEN",
         default="auto",
         choices=("auto", "always", "never"),
@@ -107,19 +110,20 @@ class RunOptions:
     max_restarts: int = option(
         "start again after a failure that another attempt can survive, at most this often (default: 0)", "N", default=0
     )
-    grace: float | None = _time("time a rank has to end after a stop signal (default: 30s, 5s after a failure)", None)
+    grace: float | None = _time("time a rank has to exit after a stop signal (default: 30s, 5s after a failure)", None)
     hang_timeout: float = _time(
-        "stop a job that has made no progress for this long (default: 5m; 0: never); in either case a stall is"
-        " explained within seconds",
+        "stop a job that has made no progress for this long (default: 5m; 0: never); a stall is reported"
+        " within seconds in any case",
         300.0,
     )
     busy_timeout: float = _time(
-        "stop a job whose ranks work, but have finished no step for this long (default: 30m, at least --hang-timeout; 0:"
-        " never): a rank works while it prints, reads or writes files, or its stack or variables change",
+        "stop a job whose ranks are busy but have not finished a step for this long (default: 30m, at least"
+        " --hang-timeout; 0: never): a rank is busy while it prints, reads or writes files, or its stack or variables"
+        " change",
         1800.0,
     )
     on_nan: str = option(
-        "a loss that stays NaN, infinite or exploded: stop the job (the default), or warn",
+        "what to do if the loss stays NaN, infinite or exploded: stop the job (the default), or warn",
         "WHAT",
         default="stop",
         choices=("stop", "warn"),
@@ -128,17 +132,19 @@ class RunOptions:
         "after an asynchronous CUDA error make one more attempt with blocking launches, which finds the true line",
         default=False,
     )
-    stop_after_steps: int = option("end the run, as complete, once every rank has made this many steps", "N", default=0)
+    stop_after_steps: int = option(
+        "end the run, as complete, once every rank has finished this many steps", "N", default=0
+    )
     detach: bool = option("run in the background, also after logout", default=False)
     on_hangup: str = option(
-        "when the terminal closes: stop (the ranks save and end, as with Ctrl-C; the default), or detach (the run"
+        "what to do when the terminal closes: stop (the ranks save and end, as with Ctrl-C; the default), or detach (the run"
         " continues in the background)",
         "WHAT",
         default="stop",
         choices=("stop", "detach"),
     )
     notify: str | None = option(
-        "whom to notify when the run ends or restarts: ntfy://TOPIC, a URL of ntfy, slack:URL, discord:URL,"
+        "where to send a message when the run ends or restarts: ntfy://TOPIC, a URL of ntfy, slack:URL, discord:URL,"
         " mailto:ADDRESS, or a shell command that gets the verdict on its stdin",
         "TARGET",
         default=None,
@@ -157,7 +163,7 @@ class RunOptions:
 
     _run = section("record")
     name: str | None = option(
-        "name of the run; given again, it continues an unfinished run of that name (or of that id)",
+        "name of the run; an unfinished run of this name or id is continued",
         default=None,
     )
     again: bool = option(
@@ -198,7 +204,7 @@ class RunOptions:
         default=0,
     )
     rejoin: str = option(
-        'when a host that is back joins: at a checkpoint (the default: when rank 0 calls stoker.mark("CHECKPOINT"), as'
+        'when a returned host joins: at a checkpoint (the default: when rank 0 calls stoker.mark("CHECKPOINT"), as'
         " recipes do) or with the next attempt; or never",
         "WHEN",
         default="checkpoint",
@@ -206,7 +212,7 @@ class RunOptions:
     )
     sync: bool = option("copy the working directory to the hosts first, without what .gitignore names", default=False)
     stage: tuple[str, ...] = option(
-        "copy this file or folder to every host's disk first, to the same path or to THERE (a file keeps its name);"
+        "copy this file or folder to every host's disk first, to the same path or to THERE (which ends with a file's own name);"
         " copied once and checked by hash",
         "PATH[=THERE]",
         default=(),
@@ -224,7 +230,7 @@ class RunOptions:
     master_addr: str | None = option(
         "address of rank 0's machine, with --nnodes started by hand on each", "ADDR", default=None
     )
-    standalone: bool = option("one machine and a free port: always so here", default=False)
+    standalone: bool = option("use one machine and a free port, which is the default here", default=False)
     nnodes: str = option(
         "number of machines, where `stoker run` is started by hand on each of them; MIN:MAX with --rdzv-endpoint",
         "N",
@@ -232,11 +238,11 @@ class RunOptions:
     )
     node_rank: int = option("number of this machine, from 0", default=0)
     rdzv_backend: str | None = option(
-        "static: --node-rank numbers the machines; c10d: they meet at --rdzv-endpoint and are numbered there",
+        "static: --node-rank numbers the machines; c10d: the rendezvous at --rdzv-endpoint numbers them",
         default=None,
     )
     rdzv_endpoint: str | None = option(
-        "HOST:PORT on one of the machines, where all meet; the same STOKER_RDZV_SECRET on all keeps strangers out",
+        "HOST:PORT of the rendezvous on one of the machines; the same STOKER_RDZV_SECRET on all keeps other users out",
         default=None,
     )
     rdzv_id: str | None = option("becomes TORCHELASTIC_RUN_ID", default=None)
@@ -245,15 +251,15 @@ class RunOptions:
         " needed",
         default=None,
     )
-    role: str = option("a name alone becomes ROLE_NAME; NAME:COUNT:'COMMAND': see roles", default="default")
+    role: str = option("NAME sets ROLE_NAME; NAME:COUNT:'COMMAND' adds a role (see roles)", default="default")
     shutdown_timeout: float | None = option("the same as --grace", "SECONDS", default=None)
     virtual_local_rank: bool = option("the same as --isolate", default=False)
-    monitor_interval: float | None = option("not needed: a rank's end is seen at once", default=None)
+    monitor_interval: float | None = option("not needed: an exited rank is noticed immediately", default=None)
     start_method: str | None = option(
         "not needed: ranks are always fresh processes", default=None, choices=("spawn", "fork", "forkserver")
     )
     run_path: bool = option("not needed: the script always runs as __main__", default=False)
-    local_addr: str | None = option("not needed: the address is that of the route to the others", default=None)
+    local_addr: str | None = option("not needed: Stoker finds the address that the other hosts can reach", default=None)
     event_log_handler: str | None = option(
         "not needed: events are in the run directory", default=None, choices=("null", "console", "dynamic_rendezvous")
     )
@@ -262,7 +268,8 @@ class RunOptions:
     duplicate_stderr_filters: str | None = option("not needed: grep the rank's log instead", default=None)
 
 
-# The variables that torchrun reads as defaults of its flags. Stoker's own flags have none: PET_NAME may mean anything.
+# torchrun reads these variables as defaults of its flags. Stoker's own flags have no such variables: PET_NAME, for
+# example, may belong to another program.
 _PET_OPTIONS = """
     nnodes nproc_per_node rdzv_backend rdzv_endpoint rdzv_id rdzv_conf standalone max_restarts monitor_interval
     start_method event_log_handler role module no_python run_path log_dir redirects tee local_ranks_filter
@@ -281,7 +288,7 @@ RANK_VARIABLES = ("NPROC_PER_NODE", "NUM_GPUS")
 
 
 def requested_ranks(flag: str | None, environment: Mapping[str, str]) -> str:
-    """Return the number of ranks that --nproc-per-node or else a variable gives; empty if neither does."""
+    """Return the number of ranks that --nproc-per-node or else a variable sets, or "" if neither does."""
     return flag or next((environment[name] for name in RANK_VARIABLES if environment.get(name)), "")
 
 

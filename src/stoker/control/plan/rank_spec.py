@@ -1,4 +1,4 @@
-"""What each rank is started with: its command, its environment, and the message that starts the ranks of a host."""
+"""Makes the command and environment of each rank, and the message that starts the ranks of a host."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 GATE_TOTAL_S = 480.0
 
 # GOMP_SPINCOUNT of CPU ranks: how often a waiting thread polls before it sleeps. libgomp's default of 300,000 polls takes
-# milliseconds, during which the thread that is waited for may have no core: on a busy machine two threads reached a seventh
-# of one thread's speed. Sleeping sooner costs a tiny model on a quiet machine about a tenth
+# milliseconds of a core that the awaited thread may need: on a busy machine two threads reached a seventh of one thread's
+# speed. Sleeping sooner costs a tiny model on a quiet machine about a tenth
 # (docs/benchmarks.md#threads-of-a-cpu-rank).
 SPINS = "1000"
 
@@ -38,16 +38,16 @@ _FORWARDED_PREFIXES = (
 _NOT_FORWARDED = ("CUDA_VISIBLE_DEVICES",)
 
 
-def common_environment(
+def make_common_environment(
     plan: RunPlan,
     role: RolePlan,
     options: RunOptions,
     environment: Mapping[str, str],
-    run: RunDir,
+    run_dir: RunDir,
     cores: int,
     host: str = "",
 ) -> dict[str, str]:
-    """Return the variables that all ranks of a role on a host share, and that are the same in every attempt."""
+    """Return the variables that all ranks of a role on a host share. They are the same in every attempt."""
     host_ranks = [rank for rank in plan.places if rank.host == host]
     has_gpus = any(rank.gpu for rank in host_ranks)
     variables = {
@@ -56,12 +56,12 @@ def common_environment(
         "ROLE_WORLD_SIZE": str(role.world),
         "ROLE_NAME": role.name,
         "TORCHELASTIC_MAX_RESTARTS": str(role.max_restarts),
-        "TORCHELASTIC_RUN_ID": options.rdzv_id or run.id,
+        "TORCHELASTIC_RUN_ID": options.rdzv_id or run_dir.id,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        env_vars.RUN_ID: run.id,
-        env_vars.RUN_DIR: run.dir,
+        env_vars.RUN_ID: run_dir.id,
+        env_vars.RUN_DIR: run_dir.dir,
     }
     if host:
         variables[env_vars.HOST] = host
@@ -78,7 +78,7 @@ def common_environment(
     return variables
 
 
-def rank_environment(rank: RankPlan, plan: RunPlan) -> dict[str, str]:
+def make_rank_environment(rank: RankPlan, plan: RunPlan) -> dict[str, str]:
     """Return the variables that only this rank gets."""
     variables = {
         "RANK": str(rank.role_rank),
@@ -92,14 +92,14 @@ def rank_environment(rank: RankPlan, plan: RunPlan) -> dict[str, str]:
         variables[env_vars.PORT] = str(plan.port_base + rank.local_rank)
     visible = plan.visible[rank.host]
     if plan.isolate and rank.gpu:
-        visible = ",".join(gpu.uuid for gpu in rank.cards)
+        visible = ",".join(gpu.uuid for gpu in rank.all_gpus)
     if visible is not None:
         variables["CUDA_VISIBLE_DEVICES"] = visible
     return variables
 
 
-def rank_argv(rank: RankPlan, plan: RunPlan) -> list[str]:
-    """Return a rank's command: ${local_rank} (torchrun's macro) and ${port} filled in, with its host's own Python."""
+def make_rank_argv(rank: RankPlan, plan: RunPlan) -> list[str]:
+    """Return a rank's command with its host's Python, and ${local_rank} (torchrun's macro) and ${port} filled in."""
     argv = [arg.replace("${local_rank}", str(rank.local_rank)) for arg in plan.role_of(rank.rank).argv]
     if plan.port_base is not None:
         argv = [arg.replace("${port}", str(plan.port_base + rank.local_rank)) for arg in argv]
@@ -117,8 +117,8 @@ class HostTarget:
     env: Mapping[str, str] = {}  # variables that the hosts file sets for all ranks
 
 
-def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the launcher's variables that ranks on other hosts get too."""
+def select_forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the launcher's variables that ranks on other hosts also get."""
     return {
         name: value
         for name, value in environment.items()
@@ -126,7 +126,7 @@ def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def start_message(
+def make_start_message(
     plan: RunPlan,
     options: RunOptions,
     attempt: int,
@@ -140,7 +140,7 @@ def start_message(
     `common` holds the host's shared variables per role, `attempt_env` those of this attempt. A variable that the user
     set in `environment` wins over the detected network interface and over the hosts file.
     """
-    forwarded = forwarded_environment(environment)
+    forwarded = select_forwarded_variables(environment)
     interface = {name: target.interface for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if target.interface}
     host_env = {**interface, **target.env}
     is_single_role = len(plan.roles) == 1
@@ -166,8 +166,8 @@ def start_message(
                 "rank": rank.rank,
                 "role": rank.role,
                 "role_rank": rank.role_rank,
-                "argv": rank_argv(rank, plan),
-                "env": {**({} if is_single_role else common[rank.role]), **rank_environment(rank, plan)},
+                "argv": make_rank_argv(rank, plan),
+                "env": {**({} if is_single_role else common[rank.role]), **make_rank_environment(rank, plan)},
                 "shim": plan.role_of(rank.rank).shim,
                 "gpu": rank.gpu.uuid if rank.gpu else None,
                 "pci": rank.gpu.pci if rank.gpu else None,

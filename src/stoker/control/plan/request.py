@@ -1,4 +1,4 @@
-"""Request: the options and program of a run, and the refusals that need nothing but them and the program's file."""
+"""Request holds the options and program of a run. What is wrong with them is refused before a machine is examined."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
-# Flags that are accepted without effect, with the reason that is printed.
+# Maps each flag that is accepted without effect to the reason, which is printed.
 _HELPS = {name: spec.help.partition("not needed: ") for name, spec in options_of(RunOptions).items()}
 _NO_EFFECT = {name: why for name, (_, not_needed, why) in _HELPS.items() if not_needed}
-_NO_EFFECT["rdzv_conf"] = "ranks meet in torch's own store"
+_NO_EFFECT["rdzv_conf"] = "ranks use torch's own store"
 # Flags that have no effect on one machine.
-_NO_EFFECT_ALONE = {"rdzv_backend": "ranks meet in torch's own store", "node_rank": "one machine has number 0"}
+_NO_EFFECT_ALONE = {"rdzv_backend": "ranks use torch's own store", "node_rank": "one machine has number 0"}
 
 
 @frozen
@@ -32,16 +32,16 @@ class Request:
     script: str
     args: tuple[str, ...]
     given: frozenset[str]  # options that the user set: as flags, in the config file or in PET_*
-    # Of a recipe, which continues on any number of ranks: the settings that make it the same run, in place of its arguments.
+    # The settings that identify a recipe's run, used in place of its arguments: a recipe continues on any number of ranks.
     identity: tuple[str, ...] | None = None
-    # The arguments of `stoker train`, with `runs/latest` resolved to the run it meant; empty: sys.argv has them.
+    # The arguments of `stoker train`, with `runs/latest` replaced by the run it pointed to, or () if sys.argv has them.
     typed: tuple[str, ...] = ()
-    # (label, SHA-256) of the files that the result depends on; None: the program's own files.
+    # (label, SHA-256) of the files that the result depends on, or None for the program's own files.
     contents: tuple[tuple[str, str], ...] | None = None
 
 
-def how_to_run(options: RunOptions) -> RunOptions:
-    """Return the options with one way to run the program; as in torchrun, --run-path overrides -m and --no-python."""
+def resolve_launch_mode(options: RunOptions) -> RunOptions:
+    """Return the options with at most one of -m and --no-python. As in torchrun, --run-path overrides both."""
     if options.run_path:
         return replace(options, no_python=False, module=False)
     if options.no_python and options.module:
@@ -58,8 +58,8 @@ def is_started_by_hand(options: RunOptions) -> bool:
     )
 
 
-def notices(request: Request) -> list[str]:
-    """Return a line for each flag that has no effect, is taken as another value, or stands where it is not Stoker's."""
+def list_notices(request: Request) -> list[str]:
+    """Return a line for each flag that has no effect, is treated as another value, or comes after the script."""
     options = request.options
     is_range, is_multi_machine = ":" in options.nnodes, is_started_by_hand(options)
     no_effect = dict(_NO_EFFECT) if is_multi_machine else {**_NO_EFFECT, **_NO_EFFECT_ALONE}
@@ -68,21 +68,21 @@ def notices(request: Request) -> list[str]:
     flags = {name.replace("_", "-"): why for name, why in no_effect.items() if name in request.given}
     lines = [f"--{flag} has no effect here: {why}" for flag, why in flags.items()]
     if is_multi_machine and options.rdzv_backend not in (None, "c10d", "static"):
-        lines.append(f"--rdzv-backend {options.rdzv_backend} is taken as c10d: the machines meet at --rdzv-endpoint")
+        lines.append(f"--rdzv-backend {options.rdzv_backend} is treated as c10d: the rendezvous is at --rdzv-endpoint")
     if is_range and not is_multi_machine:
         lines.append(f"--nnodes {options.nnodes}: there is one machine here, so the run uses one")
     if options.numa_binding not in (None, "node"):
         node = "node: each rank on the CPUs of its GPU's NUMA node"
-        lines.append(f"--numa-binding {options.numa_binding} is taken as {node}")
-    lines += _misplaced_flags(request)
+        lines.append(f"--numa-binding {options.numa_binding} is treated as {node}")
+    lines += _describe_misplaced_flags(request)
     dropped = python_flags(sys.orig_argv)[1]
     if dropped:
-        lines.append(f"python -{dropped} is not passed on to the ranks: it would switch Stoker's part in them off")
+        lines.append(f"python -{dropped} is not passed on to the ranks: it would disable Stoker's code in them")
     return lines
 
 
-def _misplaced_flags(request: Request) -> list[str]:
-    """Return a line for each flag of `stoker run` that stands after the script and that the script's text does not name.
+def _describe_misplaced_flags(request: Request) -> list[str]:
+    """Return a line for each flag of `stoker run` after the script that the script's source does not mention.
 
     As in torchrun, such a flag is passed to the script.
     """
@@ -95,17 +95,17 @@ def _misplaced_flags(request: Request) -> list[str]:
             with open(request.script, encoding="utf-8", errors="replace") as file:
                 source = file.read()
         except OSError:
-            pass  # a script of other hosts, or a folder
+            pass  # the script is on other hosts, or it is a folder
     flags = dict.fromkeys(flag for arg in request.args if (flag := arg.partition("=")[0]) in names)
     # Without the source only names with an underscore are Stoker's for sure: many programs have a --name or --config.
     misplaced = [flag for flag in flags if (names[flag] not in source if source is not None else "_" in names[flag])]
     script = os.path.basename(request.script)
     fix = f"put it before {script} if it is for stoker run"
-    return [f"{flag} stands after {script}, so it is the script's: {fix}" for flag in misplaced]
+    return [f"{flag} comes after {script}, so it is passed to the script; {fix}" for flag in misplaced]
 
 
 def python_flags(argv: list[str]) -> tuple[list[str], str]:
-    """Return (the interpreter options in sys.orig_argv that ranks get too, the letters that would switch the shim off)."""
+    """Return the interpreter options in sys.orig_argv that ranks get too, and the letters that would disable the shim."""
     flags: list[str] = []
     dropped = ""
     args = iter(argv[1:])
@@ -139,16 +139,16 @@ def rank_command(request: Request) -> list[str]:
         import shutil
 
         if not is_remote and shutil.which(script) is None:
-            raise _missing(f"--no-python: no program {script!r} on the PATH")
+            raise _missing(f"--no-python: the program {script!r} is not on the PATH")
         return [script, *request.args]
     if options.module:
         is_recipe = script.startswith(RECIPES)
         # Another Python has other modules, and recipes are part of Stoker.
         if not is_remote and not options.no_preflight and other_python is None and not is_recipe:
             if "" in script.split("."):
-                raise Refusal(f"-m {script}: not a module name", EX_USAGE, cause="launch.script-missing")
+                raise Refusal(f"-m {script} is not a module name", EX_USAGE, cause="launch.script-missing")
             if _find_module(script) is None:
-                raise _missing(f"no module {script} (looked in {os.getcwd()} and in {sys.prefix})")
+                raise _missing(f"module {script} does not exist in {os.getcwd()} or {sys.prefix}")
         # -P: a recipe must not import the json.py of a downloaded model's folder.
         safe_path = ["-P"] if is_recipe else []
         return [python, *flags, *safe_path, "-m", script, *request.args]
@@ -171,7 +171,7 @@ def _check_script(path: str, own_python: bool) -> None:
             hint = suggest_file(path, [name for name in os.listdir(folder) if name.endswith(".py")])
         except OSError:
             hint = f"; the folder {folder} does not exist either"
-        raise _missing(f"no script {path}{hint}")
+        raise _missing(f"script {path} does not exist{hint}")
     if os.path.isdir(path) or not path.endswith(".py") or not own_python:
         return
     try:
@@ -190,7 +190,7 @@ def _check_script(path: str, own_python: bool) -> None:
 
 
 def module_file(name: str) -> str | None:
-    """Return the source file that `python -m NAME` would run; None if there is no such module or no source."""
+    """Return the source file that `python -m NAME` would run, or None if there is no such module or source."""
     spec = _find_module(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = _find_module(f"{name}.__main__")
@@ -218,15 +218,15 @@ def _find_module(name: str) -> ModuleSpec | None:
 
 
 def parse_endpoint(text: str) -> tuple[str, int | None]:
-    """Return the address and port of --rdzv-endpoint; the port is None if it has none."""
+    """Return the address and the port of --rdzv-endpoint. The port is None if it is left out."""
     address, colon, port = text.rpartition(":")
     if colon and not is_digits(port):
-        raise Refusal(f"--rdzv-endpoint {text}: write HOST:PORT", EX_USAGE)
+        raise Refusal(f"--rdzv-endpoint must be HOST:PORT, got {text}", EX_USAGE)
     return (address.strip("[]"), int(port)) if colon else (port, None)
 
 
-def wanted_port(request: Request) -> tuple[int, bool]:
-    """Return (the port of rank 0's store, or 0 for a free one; whether a flag names it)."""
+def read_store_port(request: Request) -> tuple[int, bool]:
+    """Return the port of rank 0's store (0 for a free one) and whether a flag sets it."""
     options = request.options
     if options.standalone:
         return 0, False
@@ -243,20 +243,20 @@ def check_ranges(request: Request) -> None:
     """Raises Refusal for a number or port that is out of range."""
     options = request.options
     if options.max_restarts < 0:
-        raise Refusal(f"--max-restarts {options.max_restarts}: give a number from 0 up", EX_USAGE)
+        raise Refusal(f"--max-restarts must be 0 or more, got {options.max_restarts}", EX_USAGE)
     if options.gpus_per_rank < 1:
-        raise Refusal(f"--gpus-per-rank {options.gpus_per_rank}: give a number from 1 up", EX_USAGE)
+        raise Refusal(f"--gpus-per-rank must be 1 or more, got {options.gpus_per_rank}", EX_USAGE)
     if options.port_base is not None and not 1 <= options.port_base <= 65535:
-        raise Refusal(f"--port-base {options.port_base}: give a port from 1 to 65535", EX_USAGE)
-    port = wanted_port(request)[0]
+        raise Refusal(f"--port-base must be from 1 to 65535, got {options.port_base}", EX_USAGE)
+    port = read_store_port(request)[0]
     if port and not 1024 <= port <= 65535:
         endpoint = f"--rdzv-endpoint {options.rdzv_endpoint}"
         flag = f"--master-port {port}" if options.master_port is not None else endpoint
-        line = f"{flag}: ports from 1024 to 65535 can be used; 0 or no flag takes a free one"
+        line = f"{flag}: the port must be from 1024 to 65535; use 0 or leave it out for a free one"
         raise Refusal(line, EX_USAGE, cause="launch.port")
 
 
-def port_in_use_refusal(answer: dict[str, Any]) -> Refusal:
+def make_port_in_use_refusal(answer: dict[str, Any]) -> Refusal:
     """Return the refusal for an agent's answer that the port is in use."""
     line = f"port {answer['wanted']} is in use by {answer['holder']}; leave --master-port out for a free one"
     return Refusal(line, EX_UNAVAILABLE, cause="launch.port-in-use")

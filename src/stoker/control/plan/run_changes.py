@@ -1,4 +1,4 @@
-"""What changed between a recorded run and a new request for it: its settings, and the files that its result depends on."""
+"""Finds what changed between a recorded run and a new request for it: settings, and files that its result depends on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_CONFIG_BYTES = 16 << 20  # a larger file is data: reading it at each start 
 
 
 def describe_changed_settings(record: Mapping[str, Any], request: Request, ignored: frozenset[str]) -> str:
-    """Return each setting that differs from the record, with both values; empty if the record shows no difference.
+    """Return each setting that differs from the record, with both values, or "" if there is no difference.
 
     `ignored` names the options that don't make another run.
     """
@@ -65,25 +65,25 @@ def _strings(values: Any) -> list[str]:
 def _option_text(value: Any) -> str:
     if isinstance(value, list):
         return shlex.join(mask_argv(map(str, value)))
-    return "not given" if value is None else str(value)
+    return "not set" if value is None else str(value)
 
 
 def _value_text(value: str) -> str:
     return escape(value, _MAX_VALUE_CHARS) or "empty"
 
 
-def content_digests(request: Request) -> list[tuple[str, str]]:
+def digest_contents(request: Request) -> list[tuple[str, str]]:
     """Return (label, SHA-256) of the files that a run's result depends on: those the request names, else its program's.
 
     Files that are not on this machine (a script of other hosts) are left out.
     """
-    return list(_program_digests(request).items() if request.contents is None else request.contents)
+    return list(_digest_program(request).items() if request.contents is None else request.contents)
 
 
-def changed_files(record: Mapping[str, Any], request: Request) -> tuple[str, ...] | None:
-    """Return the labels whose files differ from those of a recorded run; None if its record has no digests.
+def find_changed_files(record: Mapping[str, Any], request: Request) -> tuple[str, ...] | None:
+    """Return the labels of the files that changed since a recorded run, or None if its record has no digests.
 
-    A file that only one of the two has is not compared: a script may create it.
+    A file that only one of the two has is not compared, because a script may create it.
     """
     pairs = record.get("contents")
     if not isinstance(pairs, list):
@@ -91,10 +91,10 @@ def changed_files(record: Mapping[str, Any], request: Request) -> tuple[str, ...
     recorded = {str(pair[0]): pair[1] for pair in pairs if isinstance(pair, list) and len(pair) == 2}
     if not recorded:
         return None
-    return tuple(label for label, digest in content_digests(request) if recorded.get(label, digest) != digest)
+    return tuple(label for label, digest in digest_contents(request) if recorded.get(label, digest) != digest)
 
 
-def _program_digests(request: Request) -> dict[str, str]:
+def _digest_program(request: Request) -> dict[str, str]:
     """Return the digests of a program, of the modules beside it that it imports, and of the config files it is given."""
     from stoker.contract.digests import combine_digests, digest_file  # OpenSSL takes 4 ms to load
 
@@ -104,14 +104,14 @@ def _program_digests(request: Request) -> dict[str, str]:
         file = script if os.sep in script else ""  # a program found on the PATH belongs to the system
     elif options.module:
         file = module_file(script) or ""
-        import_root = _import_root(script, file)
+        import_root = _find_import_root(script, file)
     else:
         file = os.path.join(script, "__main__.py") if os.path.isdir(script) else script
         import_root = os.path.dirname(os.path.realpath(file))
     digests: dict[str, str] = {}
     if os.path.isfile(file):
         digests[script] = digest_file(file)
-        modules = sorted(_local_imports(file, import_root)) if import_root else []
+        modules = sorted(_find_local_imports(file, import_root)) if import_root else []
         if modules:
             module_digests = ((os.path.relpath(path, import_root), digest_file(path)) for path in modules)
             digests[f"a module that {script} imports"] = combine_digests(module_digests)
@@ -122,8 +122,8 @@ def _program_digests(request: Request) -> dict[str, str]:
     return digests
 
 
-def _import_root(module: str, file: str) -> str:
-    """Return the folder that holds a module's outermost package; empty for installed ones and the standard library."""
+def _find_import_root(module: str, file: str) -> str:
+    """Return the folder of a module's outermost package, or "" for installed modules and the standard library."""
     depth = len(module.split(".")) + (os.path.basename(file) == "__main__.py")
     root = os.path.realpath(file)
     for _ in range(depth):
@@ -132,7 +132,7 @@ def _import_root(module: str, file: str) -> str:
     return "" if installed else root
 
 
-def _local_imports(file: str, root: str) -> set[str]:
+def _find_local_imports(file: str, root: str) -> set[str]:
     """Return the files below `root` that a program imports, directly or through each other.
 
     Only `import` statements are read: nothing is executed, and installed packages are left out.
@@ -142,8 +142,8 @@ def _local_imports(file: str, root: str) -> set[str]:
     seen = {os.path.realpath(file)}
     while queue:
         path = queue.pop()
-        for name in _imported_names(path, root):
-            for source in _source_files(name, root):
+        for name in _read_imported_names(path, root):
+            for source in _find_source_files(name, root):
                 real = os.path.realpath(source)
                 if real not in seen:
                     seen.add(real)
@@ -152,15 +152,15 @@ def _local_imports(file: str, root: str) -> set[str]:
     return modules
 
 
-def _imported_names(path: str, root: str) -> Iterator[str]:
-    """Yield the dotted names that a file's import statements may load; none if the file does not parse."""
+def _read_imported_names(path: str, root: str) -> Iterator[str]:
+    """Yield the dotted names that a file's import statements may load. A file that does not parse has none."""
     import ast
 
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             tree = ast.parse(file.read())
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return  # the start of the run reports it
+        return  # the launcher reports a script that does not parse
     package = os.path.relpath(os.path.dirname(os.path.realpath(path)), os.path.realpath(root)).split(os.sep)
     package = [] if package == ["."] else package
     for node in ast.walk(tree):
@@ -174,7 +174,7 @@ def _imported_names(path: str, root: str) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" if base else alias.name for alias in node.names)
 
 
-def _source_files(name: str, root: str) -> Iterator[str]:
+def _find_source_files(name: str, root: str) -> Iterator[str]:
     """Yield the files that importing a dotted name reads, from its outermost package down."""
     path = root
     for part in name.split("."):

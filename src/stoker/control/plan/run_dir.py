@@ -18,7 +18,7 @@ from stoker.contract.frozen import as_json, frozen, replace
 from stoker.contract.terminal import print_status
 from stoker.contract.text import escape
 from stoker.control.plan.request import Request
-from stoker.control.plan.run_changes import changed_files, describe_changed_settings
+from stoker.control.plan.run_changes import describe_changed_settings, find_changed_files
 from stoker.control.plan.run_plan import default_name
 from stoker.control.record import run_index, run_record
 from stoker.control.record.resume_command import host_of_files, resume_command, saved_state
@@ -39,7 +39,7 @@ _VOLATILE_OPTIONS = """
 # A recipe's run also continues on another number of ranks or other hosts.
 _VOLATILE_FOR_RECIPES = "nproc_per_node nnodes hosts isolate share_gpus"
 
-FORMER_S = 40.0  # ranks have 30 s by default to save, and then end within seconds
+PREVIOUS_RUN_END_S = 40.0  # ranks have 30 s by default to save, and then exit within seconds
 _IS_NEW = "this is a new run of that name"
 _ID = re.compile(r"[0-9]{8}-[0-9]{6}-.+")
 
@@ -50,9 +50,9 @@ class RunDir:
     id: str
     name: str
     first_attempt: int
-    reopened: bool  # it continues an unfinished run
+    reopened: bool  # the run continues an unfinished one
     notice: str = ""
-    elsewhere: str = ""  # a line to print if the record is not in the working directory
+    location_notice: str = ""  # printed if the record is not in the working directory
     created: bool = False  # by this launch
     created_root: bool = False
 
@@ -62,7 +62,7 @@ class AlreadyEnded(Exception):
 
 
 class AlreadyComplete(AlreadyEnded):
-    """The run is complete. This is no error: containers restart their command."""
+    """The run is complete, which is not an error: containers restart their command."""
 
 
 class EndedByStopRule(AlreadyEnded):
@@ -74,12 +74,12 @@ class EndedByStopRule(AlreadyEnded):
 
 
 def config_hash(request: Request) -> str:
-    """Return a digest of the settings that make a run another run."""
+    """Return a digest of the settings that distinguish one run from another."""
     import hashlib  # OpenSSL takes 4 ms to load, and only named runs need it before the start
 
     program, volatile = request.args if request.identity is None else request.identity, _volatile_options(request)
     options = {key: value for key, value in as_json(request.options).items() if key not in volatile}
-    # A job generates a new API key at each start unless its user sets one. Besides, no record may have a digest of a key.
+    # A job generates a new API key at each start unless its user sets one, and a record must not hold a digest of a key.
     options["env"] = [API_KEY if setting.startswith(f"{API_KEY}=") else setting for setting in options["env"]]
     text = json.dumps([options, request.script, list(program)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -120,8 +120,8 @@ def open_run_dir(request: Request, environment: Environment) -> RunDir:
             make_private(root)
         except OSError as problem:
             raise cannot_write(os.path.abspath("runs"), problem) from problem
-    line = f"stoker: {os.getcwd()} can't be written: the record goes to {root} (--runs-dir names another folder)"
-    return replace(_choose_run_dir(request, environment, root), elsewhere=line)
+    line = f"stoker: {os.getcwd()} can't be written, so the record goes to {root}; --runs-dir sets another folder"
+    return replace(_choose_run_dir(request, environment, root), location_notice=line)
 
 
 def _choose_run_dir(request: Request, environment: Environment, root: str) -> RunDir:
@@ -140,7 +140,7 @@ def _choose_run_dir(request: Request, environment: Environment, root: str) -> Ru
     if same_name and env_vars.JOB in environment and run_record.is_alive(same_name[-1]):
         # The role's previous launcher was killed with its job; its ranks were told to save and end.
         print_status(f"the previous run of role {escape(name)} is still saving; waiting for its end")
-        deadline = time.monotonic() + FORMER_S
+        deadline = time.monotonic() + PREVIOUS_RUN_END_S
         while run_record.is_alive(same_name[-1]) and time.monotonic() < deadline:
             time.sleep(0.1)
         same_name = [run for run in run_index.list_runs(root).runs if run.name == name]
@@ -162,21 +162,21 @@ def _find_by_id(root: str, id: str) -> RunRecord | None:
 
 
 def _continue_by_id(run: RunRecord, request: Request, environment: Environment) -> RunDir:
-    """Return the directory of exactly this run, whatever runs have its name since; a new one if it is to run again."""
+    """Return the directory of this run, also if newer runs have its name, or a new one if the run is to run again."""
     _refuse_if_running(run, run.id, environment)
     recorded_hash = run.data.get("config_hash")  # missing if the run was killed during its start
     has_same_settings = recorded_hash is None or recorded_hash == config_hash(request)
     if not _is_complete(run):
         if has_same_settings:
-            return _reopen(run, request)  # after a stop rule, too: the command that its verdict prints has the id
+            return _reopen(run, request)  # also after a stop rule: the command that its verdict prints has the id
     elif request.options.again or (has_same_settings and _is_changed_role(run, request)):
         notice = f"run {run.id} is complete: {_IS_NEW}"
         return _new_run_dir(os.path.dirname(run.dir), run.name or "run", notice, not request.options.dry_run)
     elif has_same_settings:
-        raise AlreadyComplete(_nothing_to_do(f"run {run.id}", run, request))
+        raise AlreadyComplete(_describe_complete_run(f"run {run.id}", run, request))
     state = "is complete and " if _is_complete(run) else ""
-    line = f"run {run.id} {state}was started with other settings{_differences(run, request)}"
-    line += f"; its command: {resume_command(run)}; for a new run give another --name{_weights_hint(run, request)}"
+    line = f"run {run.id} {state}was started with other settings{_describe_differences(run, request)}"
+    line += f"; use its command, {resume_command(run)}, or another --name{_weights_hint(run, request)}"
     raise Refusal(line, EX_USAGE)
 
 
@@ -208,18 +208,20 @@ def _continue_by_name(
         older = resumable[-1]
         hint = f"; an older run of that name, {older.id}, is unfinished; to continue it: {resume_command(older)}"
     if has_same_settings and not request.options.again and not _is_changed_role(newest, request):
-        raise AlreadyComplete(f"{_nothing_to_do(title, newest, request)}{hint}")
+        raise AlreadyComplete(f"{_describe_complete_run(title, newest, request)}{hint}")
     same_settings = [run for run in resumable if run.data.get("config_hash") == settings]
     if same_settings and not has_same_settings and not request.options.again:
         return _reopen(same_settings[-1], request), f"the newest {title} was started with other settings"
     if is_complete:
         return None, f"{title} is complete: {_IS_NEW}{hint}"
-    line = f"{title} is unfinished but was started with other settings{_differences(newest, request)}; {_IS_NEW}"
+    line = (
+        f"{title} is unfinished but was started with other settings{_describe_differences(newest, request)}; {_IS_NEW}"
+    )
     return None, line + _weights_hint(newest, request)
 
 
-def _differences(run: RunRecord, request: Request) -> str:
-    """Return the settings that differ from the record, in parentheses; empty if it shows none."""
+def _describe_differences(run: RunRecord, request: Request) -> str:
+    """Return the settings that differ from the record, in parentheses, or "" if none does."""
     differences = describe_changed_settings(run.data, request, _volatile_options(request))
     return f" ({differences})" if differences else ""
 
@@ -236,12 +238,12 @@ def _is_complete(run: RunRecord) -> bool:
 
 def _is_changed_role(run: RunRecord, request: Request) -> bool:
     """Return whether the files of a job's complete role changed: it then runs again, as if --again were given."""
-    return env_vars.JOB in os.environ and bool(changed_files(run.data, request))
+    return env_vars.JOB in os.environ and bool(find_changed_files(run.data, request))
 
 
-def _nothing_to_do(title: str, run: RunRecord, request: Request) -> str:
+def _describe_complete_run(title: str, run: RunRecord, request: Request) -> str:
     """Return the line for a complete run whose files are unchanged. Raises Refusal if they changed since."""
-    changed = changed_files(run.data, request)
+    changed = find_changed_files(run.data, request)
     if changed:
         fix = "give another --name for a new run, or --again to run it again"
         line = f"{title} is complete, but {_join_labels(changed)} changed since it was last started: {fix}"
@@ -279,15 +281,15 @@ def _reopen(run: RunRecord, request: Request) -> RunDir:
     """Return the directory of an unfinished run, with a notice about what it resumes from."""
     attempts = run.attempts
     first_attempt = attempts[-1] + 1 if attempts else 0
-    notice = _resume_notice(run, request.identity is not None)
-    changed = changed_files(run.data, request)
+    notice = _make_resume_notice(run, request.identity is not None)
+    changed = find_changed_files(run.data, request)
     if changed:
         files = _join_labels(changed)
         notice += f"\n{files} changed since run {run.id} was last started: it continues with the new contents"
     return RunDir(run.dir, run.id, run.name or run.id, first_attempt, True, notice)
 
 
-def _resume_notice(run: RunRecord, is_recipe: bool) -> str:
+def _make_resume_notice(run: RunRecord, is_recipe: bool) -> str:
     """Return a line that says "resuming" only if the run's own program resumes from a checkpoint."""
     checkpoints, host = saved_state(run), host_of_files(run)
     starting = f"starting run {run.id} again"
@@ -309,7 +311,7 @@ def _resume_notice(run: RunRecord, is_recipe: bool) -> str:
     path = os.path.relpath(checkpoints[0].path)
     if is_recipe:
         return f"resuming run {run.id} from {path}"
-    return f"{starting}; its newest checkpoint is {path}: stoker.resume() gives it to the script"
+    return f"{starting}; its newest checkpoint is {path}, which stoker.resume() returns to the script"
 
 
 def _join_lines(*lines: str) -> str:
@@ -317,7 +319,7 @@ def _join_lines(*lines: str) -> str:
 
 
 def _new_run_dir(root: str, name: str, notice: str, create: bool) -> RunDir:
-    """Return a new run directory, created if `create`: only mkdir makes sure that no other launch has the same id."""
+    """Return a new run directory. With `create` it is created: only mkdir ensures that no other launch has its id."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     new_root = not os.path.isdir(root)
     for n in itertools.count(1):
@@ -341,7 +343,7 @@ def _new_run_dir(root: str, name: str, notice: str, create: bool) -> RunDir:
 
 
 def discard_run_dir(run_dir: RunDir) -> None:
-    """Remove what was created for a run that did not start. A failure is reported and not raised: it must hide no error."""
+    """Remove what was created for a run that did not start. A failure is only printed, so that it can't hide an error."""
     if not run_dir.created:
         return
     try:

@@ -1,4 +1,4 @@
-"""The content of run.json: what a run is, where it runs and with what."""
+"""Makes the content of run.json: the run's request, plan, machines and versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stoker.contract.process import find_process
 from stoker.contract.safe_io import read_text
 from stoker.control.machine.model import Machine
 from stoker.control.plan.request import Request
-from stoker.control.plan.run_changes import content_digests
+from stoker.control.plan.run_changes import digest_contents
 from stoker.control.plan.run_dir import RunDir, config_hash
 from stoker.control.plan.run_plan import RunPlan
 from stoker.control.record.resume_command import command_with_name
@@ -31,11 +31,11 @@ def describe(
     run_dir: RunDir,
     machines: Mapping[str, Machine],
     started: float,
-    apart: Mapping[str, list[str]] | None = None,
+    copy_commands: Mapping[str, list[str]] | None = None,
 ) -> dict[str, Any]:
     """Return run.json as it is written before the ranks start; `enrich` adds what takes longer.
 
-    `apart` has the hosts with a run directory of their own, and the command that copies files from each.
+    `copy_commands` maps each host that does not share the run directory to the command that copies its files here.
     """
     from stoker import __version__
 
@@ -61,10 +61,10 @@ def describe(
         "hosts": {name or host: machine.to_json() for name, machine in machines.items()},
         "versions": {"stoker": __version__, "python": sys.version.split()[0]},
         "environment": allowed_environment(os.environ),
-        **({"apart": dict(apart)} if apart else {}),
+        **({"apart": dict(copy_commands)} if copy_commands else {}),
     }
-    if request.options.name:  # not left to `enrich`, whose write may fail on a full disk
-        description |= {"config_hash": config_hash(request), "contents": content_digests(request)}
+    if request.options.name:  # written before `enrich`, whose write may fail on a full disk
+        description |= {"config_hash": config_hash(request), "contents": digest_contents(request)}
     return description
 
 
@@ -75,11 +75,11 @@ def enrich(run_dir: str, request: Request, plan: RunPlan) -> dict[str, Any]:
     """
     description: dict[str, Any] = read_json(os.path.join(run_dir, layout.RUN)) or {}
     description["plan"] = _plan_json(plan)
-    description.setdefault("versions", {}).update(_package_versions())
+    description.setdefault("versions", {}).update(_read_package_versions())
     description["git"] = git_revision(os.getcwd())
     description["config_hash"] = config_hash(request)
     if "contents" not in description:
-        description["contents"] = content_digests(request)
+        description["contents"] = digest_contents(request)
     return description
 
 
@@ -101,7 +101,7 @@ def _plan_json(plan: RunPlan) -> dict[str, Any]:
     }
 
 
-def continue_command(request: Request, run_dir: RunDir, verdict: Verdict) -> str:
+def make_continue_command(request: Request, run_dir: RunDir, verdict: Verdict) -> str:
     """Return the command that continues this run, and still does when other runs have been started.
 
     It names the run by its id, or by --name if no other run has that name: a later run of the name has other settings or
@@ -113,7 +113,7 @@ def continue_command(request: Request, run_dir: RunDir, verdict: Verdict) -> str
     return command_with_name(list(request.typed) or sys.argv[1:], by_name or run_dir.id, name)
 
 
-def _package_versions() -> dict[str, str]:
+def _read_package_versions() -> dict[str, str]:
     """Return versions by the names of .dist-info folders: importing importlib.metadata takes longer than the launch."""
     versions: dict[str, str] = {}
     for folder in sys.path:
@@ -136,7 +136,7 @@ def git_revision(folder: str) -> str | None:
             return None
         folder = parent
     try:
-        if not os.path.isdir(git_dir):  # a worktree
+        if not os.path.isdir(git_dir):  # in a worktree .git is a file
             git_dir = os.path.join(folder, read_text(git_dir).partition("gitdir:")[2].strip())
         head = read_text(os.path.join(git_dir, "HEAD")).strip()
         commit = (_read_ref(git_dir, head[5:]) if head.startswith("ref: ") else head).partition(" ")[0].strip()
@@ -147,7 +147,7 @@ def git_revision(folder: str) -> str | None:
 
 
 def _read_ref(git_dir: str, ref: str) -> str:
-    """Return the line that has a ref's commit: its file, or its line in packed-refs; empty if there is none."""
+    """Return the line with a ref's commit, from the ref's file or from packed-refs, or ""."""
     common_dir = git_dir.partition(f"{os.sep}worktrees{os.sep}")[0]
     for folder in (git_dir, common_dir):
         path = os.path.join(folder, ref)

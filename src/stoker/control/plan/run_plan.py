@@ -13,7 +13,7 @@ from stoker.contract.text import is_digits
 from stoker.control.machine.model import Gpu, Machine
 from stoker.control.plan import gpu_choice
 from stoker.control.plan.options import RunOptions
-from stoker.control.plan.request import Request, notices
+from stoker.control.plan.request import Request, list_notices
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 # Host memory per rank above which all ranks may start up at the same time: torch and a CPU model stay below the first
 # number, a CUDA context and a model load usually below the second. With less, the first rank starts alone and is measured.
-AMPLE_CPU = 10**9
-AMPLE_GPU = 16 * 10**9
+AMPLE_CPU_BYTES = 10**9
+AMPLE_GPU_BYTES = 16 * 10**9
 
 
 # The names of the fields below are keys of `stoker run --dry-run --json`.
@@ -55,7 +55,7 @@ class RankPlan:
     more: tuple[Gpu, ...] = ()  # its GPUs after the first (--gpus-per-rank)
 
     @property
-    def cards(self) -> tuple[Gpu, ...]:
+    def all_gpus(self) -> tuple[Gpu, ...]:
         return (self.gpu, *self.more) if self.gpu else ()
 
 
@@ -81,14 +81,14 @@ class RunPlan:
     @property
     def ranks(self) -> range:
         """The ranks that this launcher starts."""
-        first = self.nodes.first if self.nodes else 0
+        first = self.nodes.first_rank if self.nodes else 0
         return range(first, first + len(self.places))
 
     def place(self, rank: int) -> RankPlan:
         return self.places[rank - self.ranks.start]
 
     def role_of(self, rank: int | None) -> RolePlan:
-        """Return the role of a rank; for None the first role."""
+        """Return the role of a rank, or the first role for None."""
         if rank is None or len(self.roles) == 1:
             return self.roles[0]
         name = self.place(rank).role
@@ -115,7 +115,7 @@ def make_plan(
     those of the hosts file, including lost ones.
     """
     options = request.options
-    lines = notices(request)
+    lines = list_notices(request)
     host_specs = {name: hosts[name] if hosts else None for name in machines}
     choices = {
         name: choose_gpus_on(options, environment, machine, locked[name], host_specs[name])
@@ -124,16 +124,15 @@ def make_plan(
     isolate = options.isolate or options.virtual_local_rank
     if any(gpu.mig is not None for choice in choices.values() for gpu in choice.gpus) and not isolate:
         isolate = True
-        why = "CUDA shows a process one slice only"
-        lines.append(f"MIG slices: {why}, so each rank sees its own as device 0 (--isolate)")
+        lines.append("CUDA shows a process only one MIG slice, so each rank sees its slice as device 0 (--isolate)")
     if any(len(choice.gpus) > len(set(choice.gpus)) for choice in choices.values()) and not isolate:
         isolate = True
         nccl = "NCCL refuses two ranks on one GPU, gloo works"
-        lines.append(f"several ranks share a GPU: each sees its own as device 0 (--isolate); {nccl}")
+        lines.append(f"several ranks share a GPU, so each sees its GPU as device 0 (--isolate); {nccl}")
     per_rank = options.gpus_per_rank
     isolate = isolate or per_rank > 1
     if len({bool(choice.gpus) for choice in choices.values()}) > 1:
-        line = "some hosts have GPUs and some have none; --nproc-per-node cpu runs on CPUs everywhere"
+        line = "some hosts have GPUs and some have none; use --nproc-per-node cpu to run on CPUs everywhere"
         raise Refusal(line, errors.EX_UNAVAILABLE, cause="gpu.too-few")
     ranks: list[RankPlan] = []
     init_slots: dict[str, int] = {}
@@ -150,15 +149,17 @@ def make_plan(
             ranks.append(
                 RankPlan(rank, local, choice.ranks, group_rank, name, gpu, label, options.role, rank, gpus[1:])
             )
-        init_slots[name] = _init_slots(options.init_slots, choice, machines[name])
-        visible[name] = _visible_devices(choice, machines[name], _host_environment(environment, host_specs[name]))
+        init_slots[name] = _count_init_slots(options.init_slots, choice, machines[name])
+        visible[name] = _select_visible_devices(
+            choice, machines[name], _make_host_environment(environment, host_specs[name])
+        )
     show = options.local_ranks_filter if options.show == "all" and options.local_ranks_filter else options.show
     if show not in ("all", "none", "errors"):
         for number in show.split(","):
             if not is_digits(number.strip()) or int(number) >= len(ranks):
-                line = f"--show {show}: give all, none, errors or ranks from 0 to {len(ranks) - 1}"
+                line = f"--show must be all, none, errors or ranks from 0 to {len(ranks) - 1}, got {show}"
                 raise Refusal(line, EX_USAGE)
-    env = added_environment(options, environment)
+    env = read_added_environment(options, environment)
     role = RolePlan(options.role, tuple(argv), len(ranks), not options.no_python, options.max_restarts, env)
     pythons = {}
     if hosts and not options.no_python:
@@ -180,7 +181,7 @@ def make_plan(
 def choose_gpus_on(
     options: RunOptions, environment: Mapping[str, str], machine: Machine, locked: Mapping[str, str], host: Host | None
 ) -> gpu_choice.GpuChoice:
-    """Choose the GPUs of a host of the hosts file; `host` is None for this machine without one."""
+    """Choose the GPUs of a host. `host` is its entry in the hosts file, or None for this machine without such a file."""
     if host is None:
         return gpu_choice.choose_gpus(options, environment, machine, locked)
     if host.slots is not None:
@@ -188,14 +189,14 @@ def choose_gpus_on(
     if host.gpus is not None:
         options = replace(options, gpus=None if host.no_gpus else host.gpus, gpu=None)
     try:
-        return gpu_choice.choose_gpus(options, _host_environment(environment, host), machine, locked)
+        return gpu_choice.choose_gpus(options, _make_host_environment(environment, host), machine, locked)
     except Refusal as refusal:
         line = f"host {host.name}: {refusal.line}"
         raise type(refusal)(line, refusal.code, cause=refusal.cause, fix=refusal.fix) from refusal
 
 
-def _host_environment(environment: Mapping[str, str], host: Host | None) -> Mapping[str, str]:
-    """Return the variables that apply on a host: this machine's CUDA_VISIBLE_DEVICES says nothing about another's GPUs."""
+def _make_host_environment(environment: Mapping[str, str], host: Host | None) -> Mapping[str, str]:
+    """Return the variables that apply on a host. This machine's CUDA_VISIBLE_DEVICES does not apply on other hosts."""
     if host is not None and host.no_gpus:
         return {**environment, "CUDA_VISIBLE_DEVICES": ""}
     if host is None or host.here:
@@ -203,19 +204,21 @@ def _host_environment(environment: Mapping[str, str], host: Host | None) -> Mapp
     return {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
 
 
-def _init_slots(option: str | None, choice: gpu_choice.GpuChoice, machine: Machine) -> int:
-    """Return how many ranks of a host may start up at the same time; 0: to be measured with the first rank."""
+def _count_init_slots(option: str | None, choice: gpu_choice.GpuChoice, machine: Machine) -> int:
+    """Return how many ranks of a host may start up at the same time, or 0 to measure the first rank first."""
     if option is not None and option != "auto":
         if not is_digits(option) or int(option) < 1:
-            raise Refusal(f"--init-slots {option}: give a number from 1 up, or auto", EX_USAGE)
+            raise Refusal(f"--init-slots must be a number from 1 up or auto, got {option}", EX_USAGE)
         return min(int(option), choice.ranks)
     if choice.ranks == 1:
         return 1
     memory_per_rank = machine.memory_available / choice.ranks
-    return choice.ranks if memory_per_rank >= (AMPLE_GPU if choice.gpus else AMPLE_CPU) else 0
+    return choice.ranks if memory_per_rank >= (AMPLE_GPU_BYTES if choice.gpus else AMPLE_CPU_BYTES) else 0
 
 
-def _visible_devices(choice: gpu_choice.GpuChoice, machine: Machine, environment: Mapping[str, str]) -> str | None:
+def _select_visible_devices(
+    choice: gpu_choice.GpuChoice, machine: Machine, environment: Mapping[str, str]
+) -> str | None:
     """Return CUDA_VISIBLE_DEVICES for the ranks of a host, or None to leave it unchanged because they get all GPUs.
 
     GPUs are named by UUID: an index means another GPU under CUDA's own ordering.
@@ -227,13 +230,13 @@ def _visible_devices(choice: gpu_choice.GpuChoice, machine: Machine, environment
     return ",".join(gpu.uuid for gpu in dict.fromkeys(choice.gpus))
 
 
-def added_environment(options: RunOptions, environment: Mapping[str, str]) -> dict[str, str]:
+def read_added_environment(options: RunOptions, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that --env adds for the ranks."""
     variables: dict[str, str] = {}
     for setting in options.env:
         name, equals, value = setting.partition("=")
         if not name or not (name.replace("_", "a").isalnum() and not name[0].isdigit()):
-            raise Refusal(f"--env {setting}: write NAME=VALUE or NAME", EX_USAGE)
+            raise Refusal(f"--env must be NAME=VALUE or NAME, got {setting}", EX_USAGE)
         if equals:
             variables[name] = value
         elif name in environment:
@@ -244,7 +247,7 @@ def added_environment(options: RunOptions, environment: Mapping[str, str]) -> di
 
 
 def default_name(request: Request) -> str:
-    """Return the name of a run without --name: that of its script or module."""
+    """Return the name of its script or module as the name of a run without --name."""
     name = request.script.rstrip("/")
     name = name.rsplit(".", 1)[-1] if request.options.module else os.path.splitext(os.path.basename(name))[0]
     return "".join(char if char.isalnum() or char in "-_" else "-" for char in name)[:40] or "run"

@@ -1,1 +1,1 @@
-"""Several programs as one run: each role is a run of its own, started, watched and replaced by its own rules."""
+"""Runs several programs as one job: each role is a separate run with rules for its start, health and restart."""

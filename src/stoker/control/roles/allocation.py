@@ -1,6 +1,6 @@
-"""The allocation grammar: `sglang.d1t1p1+d3t1p1`, `vllm:d2t2+fsdp:d4`, `sglang[rollout]:d2+fsdp[actor]:d4|fsdp[critic]:d4`. Pure.
+"""Parses allocations: `sglang.d1t1p1+d3t1p1`, `vllm:d2t2+fsdp:d4`, `sglang[rollout]:d2+fsdp[actor]:d4|fsdp[critic]:d4`. Pure.
 
-`+` puts parts on GPUs of their own, `|` on the same ones and binds tighter. Sizes: d replicas, t tensor, p pipeline,
+`+` puts parts on separate GPUs, `|` on the same ones; `|` binds tighter. Sizes: d replicas, t tensor, p pipeline,
 c context, e expert parallel. A part has d x t x p x c GPUs.
 """
 
@@ -30,7 +30,7 @@ _MAX_SIZE = 1 << 16
 class AllocationPart:
     """One engine of an allocation. Parts of one group share their GPUs."""
 
-    engine: str  # empty: a trainer of the user's
+    engine: str  # "" for a trainer of the user
     name: str
     sizes: tuple[tuple[str, int], ...]
     group: int
@@ -39,35 +39,35 @@ class AllocationPart:
         return dict(self.sizes).get(dimension, 1)
 
     @property
-    def serves(self) -> bool:
+    def is_server(self) -> bool:
         return self.engine in SERVING
 
     @property
-    def world(self) -> int:
-        """Number of its GPUs."""
+    def gpu_count(self) -> int:
+        """The number of its GPUs."""
         return math.prod(self.size(dimension) for dimension in "dtpc")
 
     @property
     def replicas(self) -> int:
-        """Number of its processes: a server has one for all GPUs of a replica, a trainer one for each GPU."""
-        return self.size("d") if self.serves else self.world
+        """The number of its processes: a server has one for all GPUs of a replica, a trainer one for each GPU."""
+        return self.size("d") if self.is_server else self.gpu_count
 
     @property
-    def gpus(self) -> int:
-        """GPUs of each process."""
-        return self.world // self.replicas
+    def gpus_per_process(self) -> int:
+        """The number of GPUs of each process."""
+        return self.gpu_count // self.replicas
 
     @property
     def gpus_per_d(self) -> int:
-        """GPUs of one replica in the sense of d."""
-        return self.world // self.size("d")
+        """The number of GPUs of each of the d replicas."""
+        return self.gpu_count // self.size("d")
 
     @property
     def text(self) -> str:
         name = f"[{self.name}]" if self.name else ""
         return f"{self.engine or 'fsdp'}{name}:" + "".join(f"{dimension}{size}" for dimension, size in self.sizes)
 
-    def resized(self, dimension: str, size: int) -> AllocationPart:
+    def resize(self, dimension: str, size: int) -> AllocationPart:
         sizes = tuple((other, size if other == dimension else old) for other, old in self.sizes)
         return replace(self, sizes=sizes)
 
@@ -76,13 +76,13 @@ def parse_allocation(text: str) -> tuple[AllocationPart, ...]:
     parts: list[AllocationPart] = []
     for group, group_text in enumerate(text.strip().split("+")):
         group_parts = [_parse_part(part_text.strip(), text, group) for part_text in group_text.split("|")]
-        if len({part.world for part in group_parts}) > 1:
-            sizes = " and ".join(str(part.world) for part in group_parts)
-            raise _refusal(text, f"parts joined by | share their GPUs, and these have {sizes}")
+        if len({part.gpu_count for part in group_parts}) > 1:
+            sizes = " and ".join(str(part.gpu_count) for part in group_parts)
+            raise _refusal(text, f"parts joined by | share GPUs and must have equally many, got {sizes}")
         parts += group_parts
     names = [part.name for part in parts if part.name]
     if len(set(names)) < len(names):
-        raise _refusal(text, "two parts have one name")
+        raise _refusal(text, "two parts have the same name")
     if len(parts) > 2 and len(names) < len(parts):
         raise _refusal(text, "three parts or more need names, such as fsdp[actor]:d4")
     return tuple(parts)
@@ -100,7 +100,7 @@ def _parse_part(part_text: str, text: str, group: int) -> AllocationPart:
         hint = suggest(engine, ENGINES) or f"; there are {', '.join(ENGINES)}"
         raise _refusal(text, f"unknown engine {engine!r}{hint}")
     if match is not None and match["name"] is not None and not _NAME.fullmatch(name):
-        raise _refusal(text, f"{name!r} can't be a name")
+        raise _refusal(text, f"{name!r} is not a valid name")
     sizes = _SIZE.findall(sizes_text)
     if not sizes or "".join(f"{dimension}{size}" for dimension, size in sizes) != sizes_text:
         raise _refusal(text, f"{part_text!r} has no sizes such as d2t1")
@@ -109,12 +109,12 @@ def _parse_part(part_text: str, text: str, group: int) -> AllocationPart:
             known = ", ".join(f"{letter} ({meaning})" for letter, meaning in DIMENSIONS.items())
             raise _refusal(text, f"unknown dimension {dimension!r}; there are {known}")
         if len(size) > 6 or not 1 <= int(size) <= _MAX_SIZE:
-            raise _refusal(text, f"{dimension}{size[:12]}: from 1 to {_MAX_SIZE}")
+            raise _refusal(text, f"{dimension} must be from 1 to {_MAX_SIZE}, got {size[:12]}")
     if len({dimension for dimension, _ in sizes}) < len(sizes):
         raise _refusal(text, f"{part_text!r} gives a dimension twice")
     part = AllocationPart(engine, name, tuple((dimension, int(size)) for dimension, size in sizes), group)
-    if engine == "stoker" and part.world != part.size("d"):
-        line = f"stoker serves each replica on one GPU: write stoker:d{part.world}, or vllm:{sizes_text}"
+    if engine == "stoker" and part.gpu_count != part.size("d"):
+        line = f"stoker serves each replica on one GPU: write stoker:d{part.gpu_count}, or vllm:{sizes_text}"
         raise _refusal(text, line)
     return part
 
@@ -123,26 +123,26 @@ def _refusal(text: str, problem: str) -> Refusal:
     return Refusal(f"--allocation {escape(text, 200)}: {problem}", EX_USAGE)
 
 
-# ---- does it fit? ----
+# ---- fitting an allocation to the GPUs ----
 
 
-def needed(parts: Sequence[AllocationPart]) -> int:
+def count_gpus(parts: Sequence[AllocationPart]) -> int:
     """Return the number of GPUs of all parts together."""
-    return sum({part.group: part.world for part in parts}.values())
+    return sum({part.group: part.gpu_count for part in parts}.values())
 
 
-def check(text: str, parts: Sequence[AllocationPart], gpus: int) -> None:
+def check_fit(text: str, parts: Sequence[AllocationPart], gpus: int) -> None:
     """Refuse an allocation that needs more than the usable GPUs, and name a smaller one."""
-    total = needed(parts)
+    total = count_gpus(parts)
     if total <= gpus:
         return
     advice = ""
     smaller_parts = shrink(parts, gpus)
     if smaller_parts is not None:
         advice = f"; {_format(smaller_parts)} would fit"
-        if [part.resized("d", 1).sizes for part in smaller_parts] != [part.resized("d", 1).sizes for part in parts]:
-            advice += ", if the model fits so few GPUs"  # a replica has fewer GPUs than before
-    line = f"--allocation {text} needs {plural(total, 'GPU')} and {gpus} can be used{advice}"
+        if [part.resize("d", 1).sizes for part in smaller_parts] != [part.resize("d", 1).sizes for part in parts]:
+            advice += ", if the model fits on so few GPUs"  # a replica has fewer GPUs than before
+    line = f"--allocation {text} needs {plural(total, 'GPU')}, but {gpus} can be used{advice}"
     raise Refusal(line, EX_UNAVAILABLE, cause="gpu.too-few")
 
 
@@ -154,70 +154,72 @@ def _format(parts: Sequence[AllocationPart]) -> str:
 
 
 def shrink(parts: Sequence[AllocationPart], gpus: int) -> list[AllocationPart] | None:
-    """Return the same parts with fewer replicas, the trainers' first, so that they fit; None if nothing does.
+    """Return the same parts with fewer replicas, the trainers' first, so that they fit, or None if nothing fits.
 
     If one replica of each does not fit, the largest replicas are halved.
     """
     shrunk = list(parts)
-    while sum(_group_step(shrunk, group) for group in _groups(shrunk)) > gpus:
+    while sum(_compute_group_step(shrunk, group) for group in _list_groups(shrunk)) > gpus:
         halved = _halve_largest(shrunk)
         if halved is None:
             return None
         shrunk = halved
-    while needed(shrunk) > gpus:
+    while count_gpus(shrunk) > gpus:
         groups = (
-            group for group in _groups_by_weight(shrunk) if _group_world(shrunk, group) > _group_step(shrunk, group)
+            group
+            for group in _sort_groups_by_weight(shrunk)
+            if _count_group_gpus(shrunk, group) > _compute_group_step(shrunk, group)
         )
         group = next(groups, None)
         if group is None:
             return None
-        shrunk = _grow(shrunk, group, -1)
-    for group in _groups_by_weight(shrunk):
-        while _group_world(shrunk, group) < _group_world(parts, group):
-            grown = _grow(shrunk, group, 1)
-            if needed(grown) > gpus:
+        shrunk = _resize_group(shrunk, group, -1)
+    for group in _sort_groups_by_weight(shrunk):
+        while _count_group_gpus(shrunk, group) < _count_group_gpus(parts, group):
+            grown = _resize_group(shrunk, group, 1)
+            if count_gpus(grown) > gpus:
                 break
             shrunk = grown
     return shrunk
 
 
 def _halve_largest(parts: Sequence[AllocationPart]) -> list[AllocationPart] | None:
-    """Halve the GPUs of the largest replicas: pipeline stages first, then context and tensor shares. None: it can't."""
-    group = max(_groups(parts), key=lambda number: _group_step(parts, number))
+    """Halve the GPUs of the largest replicas: pipeline stages first, then context and tensor shares. Returns None if it can't."""
+    group = max(_list_groups(parts), key=lambda number: _compute_group_step(parts, number))
     halved = []
     for part in parts:
         if part.group == group:
             dimension = next((letter for letter in "pct" if part.size(letter) % 2 == 0), "")
             if not dimension:
                 return None
-            part = part.resized(dimension, part.size(dimension) // 2)
+            part = part.resize(dimension, part.size(dimension) // 2)
         halved.append(part)
     return halved
 
 
-def _grow(parts: Sequence[AllocationPart], group: int, steps: int) -> list[AllocationPart]:
-    world = _group_world(parts, group) + steps * _group_step(parts, group)
-    return [part.resized("d", world // part.gpus_per_d) if part.group == group else part for part in parts]
+def _resize_group(parts: Sequence[AllocationPart], group: int, steps: int) -> list[AllocationPart]:
+    world = _count_group_gpus(parts, group) + steps * _compute_group_step(parts, group)
+    return [part.resize("d", world // part.gpus_per_d) if part.group == group else part for part in parts]
 
 
-def _groups(parts: Sequence[AllocationPart]) -> list[int]:
+def _list_groups(parts: Sequence[AllocationPart]) -> list[int]:
     return sorted({part.group for part in parts})
 
 
-def _groups_by_weight(parts: Sequence[AllocationPart]) -> list[int]:
+def _sort_groups_by_weight(parts: Sequence[AllocationPart]) -> list[int]:
     """Return the groups, those of trainers first and then the larger ones."""
 
     def weight(group: int) -> tuple[bool, int]:
         first = next(part for part in parts if part.group == group)
-        return not first.serves, first.world
+        return not first.is_server, first.gpu_count
 
-    return sorted(_groups(parts), key=weight, reverse=True)
-
-
-def _group_world(parts: Sequence[AllocationPart], group: int) -> int:
-    return next(part.world for part in parts if part.group == group)
+    return sorted(_list_groups(parts), key=weight, reverse=True)
 
 
-def _group_step(parts: Sequence[AllocationPart], group: int) -> int:
+def _count_group_gpus(parts: Sequence[AllocationPart], group: int) -> int:
+    return next(part.gpu_count for part in parts if part.group == group)
+
+
+def _compute_group_step(parts: Sequence[AllocationPart], group: int) -> int:
     """Return by how many GPUs a group can shrink: parts that share them keep whole replicas."""
     return math.lcm(*(part.gpus_per_d for part in parts if part.group == group))

@@ -1,4 +1,4 @@
-"""Decides which role's failure ended a job: a role may have failed only because a server that it asks was gone."""
+"""Decides which role's failure ended a job: a role may have failed only because its server was gone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECENT_FAILURE_S = 60.0  # a server that failed this long before its client is t
 # Rewards without a signal may be those of a dead server: a user's reward function often turns a lost connection into 0.
 _NO_SIGNAL = ("grpo.no-signal", "grpo.identical")
 HOST_GONE = ("host.lost", "host.agent-lost")
-DOUBT_S = 2.0  # the end of a server may be known this much later than the failure of its clients
+PENDING_S = 2.0  # the end of a server may be noticed this much later than the failure of its clients
 
 
 def is_echo(verdict: Verdict) -> bool:
@@ -32,13 +32,13 @@ def is_echo(verdict: Verdict) -> bool:
 
 
 @frozen
-class Doubt:
-    """A failure that may be the echo of another's. It is decided when the servers have been checked."""
+class PendingFailure:
+    """A failure that may be the echo of a server's. It is decided when the servers have been checked."""
 
     role: RoleProcess
     verdict: Verdict
     time: float
-    checks: Mapping[str, int]  # server -> number of its health checks until then
+    checks: Mapping[str, int]  # server -> number of its health checks before the failure
 
 
 class Blame:
@@ -47,35 +47,35 @@ class Blame:
     def __init__(self, roles: Mapping[str, RoleProcess], run_id: str) -> None:
         self._roles = roles
         self._run_id = run_id
-        self._doubt: Doubt | None = None
+        self._pending: PendingFailure | None = None
 
     @property
-    def in_doubt(self) -> bool:
-        return self._doubt is not None
+    def is_pending(self) -> bool:
+        return self._pending is not None
 
     def judge(self, role: RoleProcess, verdict: Verdict) -> Verdict | None:
-        """Return the job's verdict for a failure that ends it, or None if it is in doubt: `decide` will return it."""
-        doubt = Doubt(role, verdict, time.time(), self._check_servers(role) if is_echo(verdict) else {})
-        if doubt.checks and self._doubt is None:
-            self._doubt = doubt
+        """Return the job's verdict for a failure that ends it, or None while it is pending: `decide` will return it."""
+        failure = PendingFailure(role, verdict, time.time(), self._check_servers(role) if is_echo(verdict) else {})
+        if failure.checks and self._pending is None:
+            self._pending = failure
             return None
-        return self._decide(doubt)
+        return self._decide(failure)
 
     def decide(self) -> Verdict | None:
-        """Return the verdict of the failure in doubt once the servers of the failed role have been checked."""
-        doubt = self._doubt
-        if doubt is None:
+        """Return the verdict of the pending failure once the servers of the failed role have been checked, else None."""
+        failure = self._pending
+        if failure is None:
             return None
-        waited = time.time() - doubt.time
-        is_found = any(self._find_trouble(name, doubt) is not None for name in doubt.checks)
-        is_checked = all(self._is_checked(name, before, waited) for name, before in doubt.checks.items())
-        if is_found or (waited > DOUBT_S and is_checked):
-            self._doubt = None
-            return self._decide(doubt)
+        waited = time.time() - failure.time
+        is_found = any(self._find_server_failure(name, failure) is not None for name in failure.checks)
+        is_checked = all(self._is_checked(name, before, waited) for name, before in failure.checks.items())
+        if is_found or (waited > PENDING_S and is_checked):
+            self._pending = None
+            return self._decide(failure)
         return None
 
     def _check_servers(self, role: RoleProcess) -> dict[str, int]:
-        """Start a health check of the servers that a role asks. Returns the number of checks of each before that."""
+        """Start a health check of a role's servers. Returns the number of earlier checks of each."""
         checks = {}
         for name in role.spec.after:
             watch = self._roles[name].ready_watch
@@ -88,27 +88,27 @@ class Blame:
         watch = self._roles[name].ready_watch
         return watch is None or watch.checks > checks_before or waited > watch.max_check_s
 
-    def _find_trouble(self, name: str, doubt: Doubt) -> tuple[float, Verdict] | None:
+    def _find_server_failure(self, name: str, failure: PendingFailure) -> tuple[float, Verdict] | None:
         """Return when and how a server of the failed role failed, if it did shortly before or is failing now."""
         server = self._roles[name]
-        if server.state == ENDED and server.is_ready and server.spec.serves:
-            if not is_echo(doubt.verdict):
+        if server.state == ENDED and server.is_ready and server.spec.is_server:
+            if not is_echo(failure.verdict):
                 return None  # its clients may have asked it to end
-            line = f"it ended with exit code 0 while {doubt.role.name} still needed it"
+            line = f"it ended with exit code 0 while {failure.role.name} still needed it"
             return server.ended_at, launch_failures.make_role_verdict("role.ended", line, server.last_lines)
-        if server.failures and (not server.is_ready or doubt.time - server.failures[-1][0] < RECENT_FAILURE_S):
+        if server.failures and (not server.is_ready or failure.time - server.failures[-1][0] < RECENT_FAILURE_S):
             return server.failures[-1]
         watch = server.ready_watch
         if watch is not None and server.state == UP and watch.problem:
-            line = f"it no longer answers: {watch.problem}"
+            line = f"it no longer responds: {watch.problem}"
             return watch.problem_since, launch_failures.make_role_verdict("role.unhealthy", line, server.last_lines)
         return None
 
-    def _decide(self, doubt: Doubt) -> Verdict:
-        """Return the verdict of the role to blame: a server that failed before the role that waits for it comes first."""
-        role, verdict = doubt.role, doubt.verdict
+    def _decide(self, failure: PendingFailure) -> Verdict:
+        """Return the verdict of the role to blame: of a server that failed before the role that needs it, if there is one."""
+        role, verdict = failure.role, failure.verdict
         for name in role.spec.after:
-            trouble = self._find_trouble(name, doubt)
+            trouble = self._find_server_failure(name, failure)
             if trouble is None:
                 continue
             failed_at, cause = trouble
@@ -116,7 +116,7 @@ class Blame:
             if is_echo(verdict) and (is_down or verdict.cause not in _NO_SIGNAL):
                 echo = f"then role {role.name}: {verdict.summary}"
                 return self._describe(name, replace(cause, evidence=(*cause.evidence, echo)))
-            before = format_duration(max(doubt.time - failed_at, 0.0))
+            before = format_duration(max(failure.time - failed_at, 0.0))
             line = f"role {name} had failed {before} before: {cause.summary}"
             verdict = replace(verdict, evidence=(*verdict.evidence, line))
         return self._describe(role.name, verdict)
@@ -129,9 +129,9 @@ class Blame:
         fixes = (fix.replace("stoker logs", log_command) for fix in fixes)
         evidence = list(verdict.evidence)
         if verdict.cause == "net.port-in-use" and role.settings.port:
-            advice = "it was free on this machine; write a number for port"
+            advice = "it was free on this machine; set port to a number"
             if role.spec.port != AUTO:
-                advice = "port: auto takes a free one"
+                advice = "set port: auto for a free one"
             evidence.append(f"its port is {role.settings.port}; {advice}")
         evidence.append(f"the role's own record: `stoker why {self._run_id}/{name}`")
         return replace(

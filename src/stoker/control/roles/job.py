@@ -1,6 +1,6 @@
-"""A job of several roles from its request to its verdict.
+"""Runs a multi-role job from its request to its verdict.
 
-Each role is a run of its own below the job's run directory, with its own ranks, attempts and verdict.
+Each role is a separate run below the job's run directory, with its own ranks, attempts and verdict.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from stoker.control.roles.job_plan import (
     choose_ports,
     describe_roles,
     digest_programs,
-    hosts_file,
+    make_hosts_file,
     make_run_plan,
 )
 from stoker.control.roles.placement import Placement, RankSlot, place_roles
@@ -47,7 +47,7 @@ def launch_job(request: Request, plan: JobPlan, resources: JobResources, report:
 
 
 class Job:
-    """A job of several roles. It locks the GPUs and starts a `stoker run` for each role; those start the agents."""
+    """A multi-role job. It locks the GPUs and starts a `stoker run` for each role, which starts the agents."""
 
     def __init__(self, request: Request, plan: JobPlan, resources: JobResources, session: Session) -> None:
         self.request = request
@@ -70,7 +70,7 @@ class Job:
         specs, resources, here = self.plan.specs, self.resources, self.resources.cluster is None
         slots = place_roles(specs, resources.gpus, self.plan.share, resources.hosts)
         if self.options.max_restarts < 0:
-            raise Refusal(f"--max-restarts {self.options.max_restarts}: give a number from 0 up", EX_USAGE)
+            raise Refusal(f"--max-restarts must be 0 or more, got {self.options.max_restarts}", EX_USAGE)
         check_programs(specs, self.options, here)
         contents = (*(self.request.contents or ()), *digest_programs(specs, self.options))
         self.request = replace(self.request, contents=contents)
@@ -91,7 +91,7 @@ class Job:
         except BaseException:
             discard_run_dir(run_dir)
             raise
-        for line in filter(None, (run_dir.elsewhere, run_dir.notice, notice, *resources.lines, *descriptions)):
+        for line in filter(None, (run_dir.location_notice, run_dir.notice, notice, *resources.lines, *descriptions)):
             self.log(line)
         self.session.report_start(run_dir)
         verdict = self._supervise(record, run_dir, slots, ports, environment)
@@ -132,7 +132,7 @@ class Job:
             self.options.max_restarts,
             environment,
             self._locks.fds,
-            draws_bars=console.terminal(2),
+            draws_bars=console.is_terminal(2),
         )
         return supervisor.run()
 
@@ -145,7 +145,7 @@ class Job:
             lines.append(f"{description}: {' '.join(mask_argv(role.argv))}")
             for rank in plan.places:
                 if rank.role == role.name:
-                    gpus = "; ".join(f"{gpu.name or 'GPU'} {gpu.uuid}" for gpu in rank.cards)
+                    gpus = "; ".join(f"{gpu.name or 'GPU'} {gpu.uuid}" for gpu in rank.all_gpus)
                     lines.append(f"  rank {rank.role_rank}  {rank.label}{f'  {gpus}' if gpus else ''}")
         lines.append(f"record: {os.path.relpath(run_dir.dir)}")
         self.session.console.say(1, "\n".join(map(escape, lines)))
@@ -168,12 +168,12 @@ class Job:
         return RoleSettings(port, max_restarts, tuple(flags), addresses, env, file)
 
     def _write_hosts_file(self, roles_dir: str, spec: RoleSpec, slots: Sequence[RankSlot]) -> str:
-        """Write a role's hosts file and return its path; empty if the job runs on this machine."""
+        """Write a role's hosts file and return its path, or "" if the job runs on this machine."""
         if self.resources.cluster is None:
             return ""
         path = os.path.join(roles_dir, f"{spec.name}.hosts.json")
         os.makedirs(roles_dir, 0o700, exist_ok=True)
-        write_json(path, hosts_file(self.resources.cluster, slots))
+        write_json(path, make_hosts_file(self.resources.cluster, slots))
         return path
 
     def _lock_gpus(self, slots: Mapping[str, Sequence[RankSlot]], run_dir: RunDir) -> dict[str, str]:
@@ -187,7 +187,7 @@ class Job:
         if not uuids or self.options.share_gpus or self.resources.cluster is not None:
             return dict(os.environ)
         self._locks.run_id = run_dir.id
-        set_name(b"stoker-job")  # shown to others as the holder
+        set_name(b"stoker-job")  # name of the holder for others who want the GPUs
         refused = self._locks.take(uuids)
         if refused:
             holders = "; ".join(f"GPU {uuid} by {holder}" for uuid, holder in refused.items())

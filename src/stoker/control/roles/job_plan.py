@@ -1,4 +1,4 @@
-"""The plan of a job of several roles: its resources, ports and hosts files, and checks before anything starts."""
+"""Plans a multi-role job: its resources, ports and hosts files, and the checks before anything starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stoker.control.machine.model import Gpu
 from stoker.control.plan import request
 from stoker.control.plan.options import RunOptions
 from stoker.control.plan.request import Request
-from stoker.control.plan.run_changes import content_digests
+from stoker.control.plan.run_changes import digest_contents
 from stoker.control.plan.run_plan import RankPlan, RolePlan, RunPlan
 from stoker.control.roles.placement import GpuSlot, RankSlot, number_on_hosts
 from stoker.control.roles.role import AUTO, RoleSpec, is_stoker_train, split_command
@@ -27,7 +27,7 @@ MAX_PORT = 65535
 
 @frozen
 class JobPlan:
-    """The roles of a job. `share`: role -> another whose GPUs it uses, too."""
+    """The roles of a job. `share` maps a role to another role whose GPUs it also uses."""
 
     specs: tuple[RoleSpec, ...]
     share: Mapping[str, str] = {}
@@ -35,10 +35,10 @@ class JobPlan:
 
 @frozen
 class JobResources:
-    """What a job can run on."""
+    """The GPUs and hosts that a job can use."""
 
     gpus: tuple[GpuSlot, ...]
-    lines: tuple[str, ...]  # which describe the GPUs to the user
+    lines: tuple[str, ...]  # describe the GPUs to the user
     hosts: tuple[str, ...] = ("",)  # in rank order
     cluster: Hosts | None = None  # None: this machine
 
@@ -61,7 +61,7 @@ def check_programs(specs: Sequence[RoleSpec], options: RunOptions, here: bool) -
 
 
 def _check_training(spec: RoleSpec) -> None:
-    """Refuse wrong flags and settings of a training that waits for other roles. What is missing they may create."""
+    """Refuse wrong flags and settings of a training that waits for other roles, which may create missing files."""
     words = [*spec.command[1:], "--nproc-per-node", str(spec.count), "--dry-run"]
     done = subprocess.run(stoker_command(words), capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode in (EX_USAGE, EX_DATAERR, EX_CONFIG):
@@ -73,11 +73,11 @@ def _check_training(spec: RoleSpec) -> None:
 def digest_programs(specs: Sequence[RoleSpec], options: RunOptions) -> tuple[tuple[str, str], ...]:
     """Return the digests of the roles' programs. A `stoker train` compares its own inputs when it starts."""
     requests = (_role_request(spec, options) for spec in specs if not is_stoker_train(spec.command))
-    return tuple(digest for role_request in requests for digest in content_digests(role_request))
+    return tuple(digest for role_request in requests for digest in digest_contents(role_request))
 
 
 def _role_request(spec: RoleSpec, options: RunOptions) -> Request:
-    """Return a role's command as a request of its own. `options` are those of the job."""
+    """Return a role's command as a request. `options` are those of the job."""
     flags, words = split_command(spec.command)
     python = flags[flags.index("--python") + 1] if "--python" in flags else options.python
     role_options = replace(options, no_python="--no-python" in flags, module="--module" in flags, python=python)
@@ -136,7 +136,7 @@ def describe_roles(
     return lines
 
 
-def hosts_file(cluster: Hosts, slots: Sequence[RankSlot]) -> dict[str, Any]:
+def make_hosts_file(cluster: Hosts, slots: Sequence[RankSlot]) -> dict[str, Any]:
     """Return the content of a role's hosts file, with its share of the GPUs.
 
     The variables of the job's own hosts file are left out: they may hold secrets, and reach the role in another way.
@@ -164,7 +164,7 @@ def hosts_file(cluster: Hosts, slots: Sequence[RankSlot]) -> dict[str, Any]:
 def choose_ports(specs: Sequence[RoleSpec], here: bool = True) -> dict[str, int]:
     """Return the port of each role's first replica; its other replicas have the next ones.
 
-    The ports are free now, which is all that can be checked; on other hosts (not `here`) not even that is known.
+    The ports are free now, but may be taken before the role listens. On other hosts (not `here`) they are not checked.
     """
     ports: dict[str, int] = {}
     used: set[int] = set()
@@ -174,7 +174,10 @@ def choose_ports(specs: Sequence[RoleSpec], here: bool = True) -> dict[str, int]
         first = _find_free_ports(spec.count, used) if spec.port == AUTO else spec.port
         role_ports = range(first, first + spec.count)
         if role_ports[-1] > MAX_PORT or not used.isdisjoint(role_ports):
-            raise Refusal(f"role {spec.name}: port {first} and the {spec.count - 1} after it can't be used", EX_USAGE)
+            raise Refusal(
+                f"role {spec.name}: ports {first} to {role_ports[-1]} are above {MAX_PORT} or used by another role",
+                EX_USAGE,
+            )
         busy = next((port for port in role_ports if here and not _is_free(port)), None)
         if busy is not None:
             line = f"role {spec.name}: port {busy} is in use by another program; write port: auto for a free one"
@@ -186,7 +189,7 @@ def choose_ports(specs: Sequence[RoleSpec], here: bool = True) -> dict[str, int]
 
 def _is_free(port: int) -> bool:
     with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server may have had it until just now
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # allows a port that a server had until just now
         try:
             listener.bind(("127.0.0.1", port))
         except OSError:
@@ -203,4 +206,4 @@ def _find_free_ports(count: int, used: set[int]) -> int:
         ports = range(first, first + count)
         if ports[-1] <= MAX_PORT and used.isdisjoint(ports) and all(map(_is_free, ports)):
             return first
-    raise Refusal(f"no {count} free ports in a row", EX_UNAVAILABLE, cause="launch.port")
+    raise Refusal(f"could not find {count} free ports in a row", EX_UNAVAILABLE, cause="launch.port")

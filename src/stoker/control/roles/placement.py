@@ -1,6 +1,6 @@
-"""Where the processes of each role run: on which host and GPUs, and where else after a host is lost. Pure.
+"""Places the processes of each role on hosts and GPUs, and moves them after a host is lost. Pure.
 
-GPUs are given out in the order of the roles, each once. Processes without GPUs are spread over the hosts.
+GPUs are assigned in the order of the roles, each once. Processes without GPUs are spread over the hosts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GpuSlot:
 
 @frozen
 class RankSlot:
-    """The place of one process."""
+    """The host and GPUs of one process."""
 
     host: str
     gpus: tuple[GpuSlot, ...] = ()
@@ -39,12 +39,12 @@ def place_roles(
     share: Mapping[str, str] | None = None,
     hosts: Sequence[str] = ("",),
 ) -> dict[str, tuple[RankSlot, ...]]:
-    """Return the slots of each role. `share`: role -> another whose GPUs it uses, too. `hosts` are in rank order."""
+    """Return the slots of each role. `share` maps a role to another whose GPUs it also uses. `hosts` are in rank order."""
     share = share or {}
     wanted = {spec.name: spec.count * gpus_per_replica(spec, gpus) for spec in specs}
     for name, other in share.items():
         if wanted[name] != wanted[other]:
-            raise Refusal(f"roles {name} and {other} share GPUs and want {wanted[name]} and {wanted[other]}", EX_USAGE)
+            raise Refusal(f"roles {name} and {other} share GPUs, but need {wanted[name]} and {wanted[other]}", EX_USAGE)
     free = {host: [gpu for gpu in gpus if gpu.host == host] for host in hosts}
     slots: dict[str, tuple[RankSlot, ...]] = {}
     cpu_processes = 0
@@ -76,9 +76,7 @@ def place_roles(
     for spec in specs:
         used_hosts = len({slot.host for slot in slots[spec.name]})
         if spec.min_hosts > used_hosts:
-            line = (
-                f"role {spec.name}: min_hosts: {spec.min_hosts}, and its processes are on {plural(used_hosts, 'host')}"
-            )
+            line = f"role {spec.name}: min_hosts is {spec.min_hosts}, but its processes are on {plural(used_hosts, 'host')}"
             raise Refusal(f"{line}; raise its count, or leave min_hosts out", EX_USAGE)
     return {spec.name: slots[spec.name] for spec in specs}
 
@@ -146,7 +144,7 @@ class Placement:
         return any(slot.host not in self._hosts for slot in self.slots[role])
 
     def move(self, spec: RoleSpec) -> str:
-        """Move a role's processes from lost hosts to others. Returns why it can't, or an empty text."""
+        """Move a role's processes from lost hosts to others. Returns why it can't, or ""."""
         slots = move_role(spec, self.slots, self._usable_gpus, self._hosts)
         if slots is None:
             others = plural(len(self._hosts), "other host")
@@ -155,7 +153,7 @@ class Placement:
         return ""
 
     def move_all(self) -> str:
-        """Place all roles on the hosts that are left. Returns why it can't, or an empty text."""
+        """Place all roles on the remaining hosts. Returns why it can't, or ""."""
         if not self._hosts:
             return "there is no other host"
         try:
@@ -190,9 +188,9 @@ def number_on_hosts(slots: Sequence[RankSlot]) -> list[tuple[RankSlot, int]]:
 def _too_few(wanted: Mapping[str, int], gpus: Sequence[GpuSlot], hosts: Sequence[str]) -> Refusal:
     total = sum(wanted.values())
     parts = ", ".join(f"{name} {number}" for name, number in wanted.items() if number)
-    line = f"the roles need {plural(total, 'GPU')} ({parts}) and {len(gpus)} can be used"
+    line = f"the roles need {plural(total, 'GPU')} ({parts}), but {len(gpus)} can be used"
     if total <= len(gpus) and len(hosts) > 1:
-        line = f"the roles need {plural(total, 'GPU')} ({parts}), those of a process on one host: "
-        line += f"{len(gpus)} on {len(hosts)} hosts can't be divided so"
+        line = f"the roles need {plural(total, 'GPU')} ({parts}), and each process needs its GPUs on one host: "
+        line += f"the {len(gpus)} GPUs of the {len(hosts)} hosts can't be divided like that"
     advice = "lower a count, or set gpus: 0 in the roles file for a role that runs on the CPU"
     return Refusal(f"{line}; {advice}", EX_UNAVAILABLE, cause="gpu.too-few")

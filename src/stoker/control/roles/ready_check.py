@@ -1,4 +1,4 @@
-"""Checks whether a role is ready, and whether it stays healthy, in a thread: a server that hangs must not hold up the job."""
+"""Checks in a thread whether a role is ready and stays healthy, so that a hanging server does not hold up the job."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from stoker.contract.text import escape
 from stoker.control.record import run_record
 from stoker.control.roles.role import ReadyRule
 
-READY_CHECK_S = 0.25  # between two checks until the role is ready
+READY_CHECK_S = 0.25  # time between two checks until the role is ready
 CONNECT_S = 2.0
-MAX_FAILED_CHECKS = 3  # in a row; then the role is unhealthy
+MAX_FAILED_CHECKS = 3  # consecutive failures that make a role unhealthy
 _MAX_ANSWER = 1 << 20  # bytes
 
 # Counters of answered requests and generated tokens in Prometheus' text format: vLLM, SGLang, TGI, and servers of users.
@@ -38,7 +38,7 @@ _SAMPLE = re.compile(r"([A-Za-z_:][\w:]{0,199})(?:\{[^\n]*\})?[ \t]+(\S{1,40})(?
 
 @frozen
 class ServedCounts:
-    """How much a server has done."""
+    """The requests and tokens that a server has processed."""
 
     requests: int = 0
     tokens: int = 0
@@ -56,11 +56,11 @@ class ReadyWatch:
         """`here`: the replicas are on this machine, where another user may take a port before the role does."""
         self.ready = threading.Event()
         self.problem = ""  # found by the newest check
-        self.problem_since = 0.0  # start of the first failed check in a row
-        self.unhealthy = ""  # why, after it was ready
+        self.problem_since = 0.0  # time of the first of the consecutive failed checks
+        self.unhealthy = ""  # why a role that was ready became unhealthy
         self.checks = 0
-        self.served: tuple[ServedCounts | None, ...] = ()  # by replica, if the rule names a page of metrics
-        self.run_dir = ""  # of the role, once it is known
+        self.served_counts: tuple[ServedCounts | None, ...] = ()  # by replica, if the rule has a metrics page
+        self.run_dir = ""  # run directory of the role, once it is known
         self._rule = rule
         self._addresses = addresses
         self._start_time = start_time
@@ -72,16 +72,16 @@ class ReadyWatch:
 
     @property
     def max_check_s(self) -> float:
-        """Longest time until a check that is asked for has ended: another may be running."""
-        return 2 * self._rule.answer if self._rule.kind == "http" else 2 * CONNECT_S
+        """The longest time until a requested check has ended. Another check may run before it."""
+        return 2 * self._rule.answer_timeout_s if self._rule.kind == "http" else 2 * CONNECT_S
 
     @property
     def repeats(self) -> bool:
         """Whether the checks continue after the role is ready."""
-        return self._rule.check > 0
+        return self._rule.check_interval_s > 0
 
     def read_line(self, line: bytes) -> None:
-        """Look for the line of a `line` rule in the role's output."""
+        """Make the role ready if this line of its output satisfies a `line` rule."""
         if self._rule.kind == "line" and self._rule.value.encode() in line:
             self.ready.set()
 
@@ -95,33 +95,33 @@ class ReadyWatch:
     def _watch(self) -> None:
         failed_checks = 0
         while True:
-            self._wake.wait(READY_CHECK_S if not self.ready.is_set() else self._rule.check)
+            self._wake.wait(READY_CHECK_S if not self.ready.is_set() else self._rule.check_interval_s)
             if self._closed.is_set():
                 return
             self._wake.clear()
-            started = time.time()
+            check_time = time.time()
             try:
                 problem = self._check()
-            except Exception as error:  # nobody would see a thread's traceback
+            except Exception as error:  # a thread's traceback would not reach the user
                 problem = f"{type(error).__name__}: {escape(str(error), 200)}"
-            self.problem_since = self.problem_since if self.problem else started
+            self.problem_since = self.problem_since if self.problem else check_time
             self.problem = problem
             self.checks += 1
             if not problem:
                 failed_checks = 0
                 self.ready.set()
                 if self._rule.metrics:
-                    self.served = tuple(self._read_counts(host, port) for host, port in self._addresses)
+                    self.served_counts = tuple(self._read_counts(host, port) for host, port in self._addresses)
             elif self.ready.is_set():
                 failed_checks += 1
                 if failed_checks == MAX_FAILED_CHECKS:
                     self.unhealthy = problem
                     return
-            if self.ready.is_set() and not self._rule.check:
+            if self.ready.is_set() and not self._rule.check_interval_s:
                 return
 
     def _check(self) -> str:
-        """Return what is wrong; empty if the rule is satisfied."""
+        """Return why the rule is not satisfied, or "" if it is."""
         if self._rule.kind == "file":
             return self._check_file(self._rule.value)
         if self._rule.kind == "mark":
@@ -139,7 +139,7 @@ class ReadyWatch:
             link, status = os.lstat(path), os.stat(path)
         except OSError as problem:
             return f"{path}: {problem.strerror}"
-        for uid in (link.st_uid, status.st_uid):  # another user's link leads where that user likes
+        for uid in (link.st_uid, status.st_uid):  # another user's link may point to any file
             if not safe_io.is_trusted(uid, os.path.dirname(path)):
                 return f"{path} belongs to {safe_io.user_name(uid)}"
         return "" if status.st_mtime >= self._start_time - 1.0 else f"{path} is older than this start"
@@ -149,10 +149,14 @@ class ReadyWatch:
         for event in run_record.read_events(self.run_dir) if self.run_dir else ():
             if event["event"] == "mark" and event.get("name") == name and event["time"] >= self._start_time:
                 ranks.add(event.get("rank"))
-        return "" if len(ranks) >= self._replicas else f"{len(ranks)} of {self._replicas} ranks have called it"
+        return (
+            ""
+            if len(ranks) >= self._replicas
+            else f"{len(ranks)} of {self._replicas} ranks have called stoker.mark({name!r})"
+        )
 
     def _check_owner(self, host: str, port: int) -> str:
-        """Refuse a port on which another user of this machine listens: that user could answer in the role's place."""
+        """Return a problem if another user of this machine listens on the port: it could respond in the role's place."""
         if not self._here:
             return ""
         users = listeners.find_listening_users(host, port)
@@ -169,7 +173,7 @@ class ReadyWatch:
     def _check_http(self, host: str, port: int) -> str:
         rule = self._rule
         url = f"{host}:{port}{rule.value}"
-        connection = http.client.HTTPConnection(host, port, timeout=rule.answer)
+        connection = http.client.HTTPConnection(host, port, timeout=rule.answer_timeout_s)
         started = time.monotonic()
         try:
             headers = {"Content-Type": "application/json"} if rule.body else {}
@@ -177,7 +181,7 @@ class ReadyWatch:
             response = connection.getresponse()
             body = response.read(_MAX_ANSWER)
         except TimeoutError:
-            return f"{url}: no answer within {time.monotonic() - started:.0f} s"
+            return f"{url}: no response within {time.monotonic() - started:.0f} s"
         except (OSError, http.client.HTTPException) as problem:
             return f"{url}: {escape(str(problem), 200) or type(problem).__name__}"
         finally:
@@ -185,11 +189,11 @@ class ReadyWatch:
         if not 200 <= response.status < 300:
             return f"{url}: HTTP status {response.status}"
         if rule.contains and rule.contains.encode() not in body:
-            return f"{url}: its answer does not contain {rule.contains!r}"
+            return f"{url}: its response does not contain {rule.contains!r}"
         return ""
 
     def _read_counts(self, host: str, port: int) -> ServedCounts | None:
-        """Return what a replica has served, or None. A missing page of metrics does not make a role unhealthy."""
+        """Return what a replica has served, or None. A missing metrics page does not make a role unhealthy."""
         connection = http.client.HTTPConnection(host, port, timeout=CONNECT_S)
         try:
             connection.request("GET", self._rule.metrics)
@@ -203,7 +207,7 @@ class ReadyWatch:
 
 
 def parse_served_counts(text: str) -> ServedCounts | None:
-    """Return the counts of a page in Prometheus' text format, or None if it has neither.
+    """Return the counts of a page in Prometheus' text format, or None if it has neither count.
 
     All samples of a counter are added: it has one for each model, or for each reason why a request ended.
     """

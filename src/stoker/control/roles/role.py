@@ -1,4 +1,4 @@
-"""What a role is: its command, its replicas and GPUs, when it is ready, and what happens when it ends. Pure.
+"""Parses roles: their commands, replicas and GPUs, when they are ready, and what happens when they end. Pure.
 
 `--role NAME:COUNT:COMMAND`, or a file with all settings:
 
@@ -53,20 +53,20 @@ _SET_BY_JOB = {  # flags that a role's `stoker train` is given by its job
 
 @frozen
 class ReadyRule:
-    """When a role is ready, and afterwards healthy."""
+    """The rule that a role must satisfy to be ready, and afterwards to be healthy."""
 
     kind: str
     value: str  # path, file, text or mark
     body: str = ""  # http: JSON to post, so that the server must answer a real request
-    contains: str = ""  # http: what the answer must contain
-    timeout: float = READY_S
-    check: float = CHECK_S  # seconds between health checks; 0: none
-    answer: float = ANSWER_S  # http: seconds after which an answer is too late
+    contains: str = ""  # http: text that the response must contain
+    ready_timeout_s: float = READY_S
+    check_interval_s: float = CHECK_S  # between health checks; 0: none
+    answer_timeout_s: float = ANSWER_S  # http: longest wait for a response
     metrics: str = ""  # path of a page that counts requests and tokens
 
     @property
     def description(self) -> str:
-        """What the job waits for."""
+        """Return what the job waits for, as a phrase."""
         if self.kind == "port":
             return "its port to accept connections"
         if self.kind == "http":
@@ -90,9 +90,9 @@ class RoleSpec:
     env: Mapping[str, str] = {}
     ready: ReadyRule | None = None
     restart: str = NEVER
-    required: bool | None = None  # the job waits for its end; None: unless it is a service
+    required: bool | None = None  # whether the job waits for its end; None: if it is no service
     after: tuple[str, ...] = ()
-    min_hosts: int = 0  # its run continues with this many of its hosts; 0: it needs all
+    min_hosts: int = 0  # its run continues with at least this many of its hosts; 0: it needs all
     batch: int = 0  # samples a step, divided among its replicas; 0: unknown
 
     @property
@@ -105,7 +105,7 @@ class RoleSpec:
         return self.ready is not None if self.required is None else not self.required
 
     @property
-    def serves(self) -> bool:
+    def is_server(self) -> bool:
         """Whether other roles send it requests."""
         return self.ready is not None and self.ready.kind in ("port", "http")
 
@@ -136,7 +136,7 @@ def read_roles_file(path: str) -> tuple[RoleSpec, ...]:
     try:
         data = parse_yaml(read_text(path))
     except FileNotFoundError as problem:
-        raise Refusal(f"no roles file {path}", EX_NOINPUT) from problem
+        raise Refusal(f"roles file {path} does not exist", EX_NOINPUT) from problem
     except OSError as problem:
         raise Refusal(f"the roles file {path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
     except YamlError as problem:
@@ -146,10 +146,10 @@ def read_roles_file(path: str) -> tuple[RoleSpec, ...]:
         raise Refusal(f"the roles file {path} is not text: {problem}", EX_CONFIG) from problem
     roles = data.get("roles") if isinstance(data, dict) else None
     if not isinstance(roles, dict) or not roles:
-        _refuse(path, "it has no key roles: with a name and settings for each role")
+        _refuse(path, "a roles file must have the key roles:, with a name and settings for each role")
     for key in data:
         if key != "roles":
-            _refuse(path, f"unknown key {key!r}; a roles file has one, roles")
+            _refuse(path, f"unknown key {key!r}; the only key of a roles file is roles")
     specs = [_parse_role(name, settings, f"{path}: {name}") for name, settings in roles.items()]
     return check_roles(specs, path, EX_CONFIG)
 
@@ -158,7 +158,7 @@ def check_roles(specs: Sequence[RoleSpec], where: str, code: int) -> tuple[RoleS
     """Return the roles with the defaults of `after`. Refuses duplicate names, unknown roles and circular waits."""
     total = sum(spec.count for spec in specs)
     if total > _MAX_PROCESSES:
-        line = f"the roles have {total} processes together, and {_MAX_PROCESSES} are allowed"
+        line = f"the roles have {total} processes together, but at most {_MAX_PROCESSES} are allowed"
         raise Refusal(f"{where}: {line}", code)
     checked: list[RoleSpec] = []
     for spec in specs:
@@ -183,11 +183,11 @@ def check_roles(specs: Sequence[RoleSpec], where: str, code: int) -> tuple[RoleS
     for spec in checked:
         for name in spec.after:
             if name not in names:
-                line = f"{spec.name} waits for {name!r}, and there is no such role{suggest(name, names)}"
+                line = f"{spec.name} waits for {name!r}, but there is no such role{suggest(name, names)}"
                 raise Refusal(f"{where}: {line}", code)
     sort_by_dependency(checked, where, code)
     if all(spec.required is False for spec in checked):
-        line = "no role is required, so the job would be over at once: set required: true for one"
+        line = "no role is required, so the job would end immediately; set required: true for one"
         raise Refusal(f"{where}: {line}", code)
     return tuple(checked)
 
@@ -210,7 +210,7 @@ def check_batch(spec: RoleSpec, replicas: int) -> None:
     """Refuse a batch that can't be divided among the replicas."""
     if spec.batch % replicas:
         fits = next(number for number in range(replicas, 0, -1) if spec.batch % number == 0)
-        line = f"role {spec.name}: {spec.batch} samples a step (batch) do not divide by {replicas}; {fits} would"
+        line = f"role {spec.name}: {spec.batch} samples a step (batch) can't be divided among {replicas} replicas; use {fits}"
         raise Refusal(line, EX_CONFIG)
 
 
@@ -220,7 +220,7 @@ def check_batch(spec: RoleSpec, replicas: int) -> None:
 def _parse_role(name: Any, settings: Any, where: str) -> RoleSpec:
     where = escape(where, 200)
     if not isinstance(name, str):
-        _refuse(where, "a role's name is a text; put it in quotes")
+        _refuse(where, "the name of a role must be a text; put it in quotes")
     if isinstance(settings, str):
         settings = {"command": settings}
     if not isinstance(settings, dict):
@@ -251,7 +251,7 @@ def _parse_role(name: Any, settings: Any, where: str) -> RoleSpec:
         after = [after] if isinstance(after, str) else after
         if not isinstance(after, list) or not all(isinstance(other, str) for other in after):
             _refuse(where, "after: write a list of roles, such as [server]")
-        after = after or [""]  # an empty list is no default: it waits for no role
+        after = after or [""]  # an empty list means that it waits for no role, not the default
     return RoleSpec(
         name,
         _parse_command(command, where, EX_CONFIG),
@@ -332,7 +332,7 @@ def _parse_ready(value: Any, where: str) -> ReadyRule:
         except ValueError as problem:
             _refuse(where, f"{key}: {problem}")
     if seconds["answer"] <= 0:
-        _refuse(where, "answer: 0 s; no server is that fast")
+        _refuse(where, "answer must be more than 0 s")
     check = seconds["check"] if kind in ("port", "http") else 0.0
     contains = str(value.get("contains", ""))
     return ReadyRule(kind, expected, body, contains, seconds["timeout"], check, seconds["answer"], metrics)
@@ -360,7 +360,7 @@ def _parse_command(text: str, where: str, code: int) -> tuple[str, ...]:
 
 
 def split_command(command: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return flags of `stoker run`, and the script with its arguments. `python X` runs X as `stoker run X` does."""
+    """Split a command into flags of `stoker run` and the script with its arguments. `python X` becomes the script X."""
     words = list(command)
     if re.fullmatch(r"python(3(\.\d+)?)?", os.path.basename(words[0])) and len(words) > 1:
         flags = [] if os.path.basename(words[0]) == words[0] else ["--python", words[0]]
@@ -373,7 +373,7 @@ def split_command(command: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def is_stoker_train(command: Sequence[str]) -> bool:
-    """Return whether a role is a `stoker train STAGE ...`: that is its run, not a process inside one."""
+    """Return whether a command is `stoker train STAGE ...`, which is a run and not a process inside one."""
     return os.path.basename(command[0]) == "stoker" and command[1:2] == ("train",) and len(command) > 2
 
 

@@ -1,4 +1,4 @@
-"""One role of a job as a process: its `stoker run` is started and stopped here, and its output shown with the role's name."""
+"""Starts and stops the `stoker run` of one role of a job, and shows its output with the role's name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MAX_LINE = 1 << 16  # bytes of an unfinished line that are kept until its end c
 
 @frozen
 class RoleSettings:
-    """What the job gives a role."""
+    """The settings that the job passes to a role."""
 
     port: int  # of its first replica on each host; 0: none
     max_restarts: int  # within its own run
@@ -54,20 +54,20 @@ class RoleProcess:
         self.child: subprocess.Popen[bytes] | None = None
         self.starts = 0
         self.started_at = 0.0
-        self.start_at = 0.0  # not earlier
+        self.earliest_start = 0.0  # it is not started before this time
         self.ended_at = 0.0
-        self.stop_signal = 0  # that we sent
-        self.stop_reason = ""  # why we ended it, if the user did not ask for that
-        self.follows = ""  # a role that has moved: this one is restarted with that role's new addresses
-        self.stranded = ""  # why it can't leave a lost host
+        self.stop_signal = 0  # the signal that this job sent it
+        self.stop_reason = ""  # why the job stopped it, if the user did not
+        self.moved_dependency = ""  # role that has moved: this role is restarted with its new addresses
+        self.stranded_reason = ""  # why it can't leave a lost host
         self.verdict: Verdict | None = None
         self.was_ready = False  # in this start
         self.quick_failures = 0  # in a row
         self.failures: list[tuple[float, Verdict]] = []  # time and verdict, newest last
         self.ready_watch: ReadyWatch | None = None
-        self.served: tuple[ServedCounts | None, ...] = ()  # as it was last recorded
+        self.served_counts: tuple[ServedCounts | None, ...] = ()  # as last recorded
         self.service_reason = ""  # why it turned out to be a service; kept when it is started again
-        self._searched_bytes = 0  # size of its events when they were last searched for that
+        self._searched_bytes = 0  # size of its events file at the last search for a service
         self._placement = placement
         self._roles_dir = roles_dir
         self._console = console
@@ -117,7 +117,7 @@ class RoleProcess:
         return runs[-1] if runs else None
 
     def find_service_reason(self) -> str:
-        """Return why this role is a service although its description doesn't say so; empty if nothing shows it.
+        """Return why this role is a service although its description doesn't say so, or "".
 
         Its record shows it: a rank listens on STOKER_PORT, or called `stoker.mark("READY")`. An explicit `required` is
         never overridden.
@@ -139,7 +139,7 @@ class RoleProcess:
 
     # ---- starting ----
 
-    def arguments(self) -> list[str]:
+    def make_arguments(self) -> list[str]:
         """Return the arguments of its `stoker run` or `stoker train`."""
         spec, settings, slots = self.spec, self.settings, self.slots
         flags = ["--runs-dir", self._roles_dir, "--name", spec.name, "--role", spec.name, "--prefix", "always"]
@@ -152,7 +152,7 @@ class RoleProcess:
             flags += ["--nproc-per-node", str(spec.count)]
             flags += ["--gpus", ",".join(gpu.uuid for gpu in self.gpus)] if self.gpus else []
         if self.starts:
-            flags.append("--again")  # a service that ended with exit code 0 is complete, and started again all the same
+            flags.append("--again")  # a service that ended with exit code 0 is complete, but is started again
         if len(slots[0].gpus) > 1:
             flags += ["--gpus-per-rank", str(len(slots[0].gpus))]
         if settings.port:
@@ -169,12 +169,12 @@ class RoleProcess:
         if not self.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ""
         self.started_at, self.state, self.verdict = time.time(), STARTING, None
-        self.stop_signal, self.stop_reason, self.follows, self.was_ready = 0, "", "", False
+        self.stop_signal, self.stop_reason, self.moved_dependency, self.was_ready = 0, "", "", False
         self._last_lines.clear()
         run = self.find_record()
         self._former_verdict = _verdict_identity(run.dir) if run is not None else None
         self.child = subprocess.Popen(
-            stoker_command(self.arguments()),
+            stoker_command(self.make_arguments()),
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -205,16 +205,16 @@ class RoleProcess:
         return f"[{self.name}] ".encode()
 
     def _make_cutter(self, stream: int) -> LineCutter:
-        """Return what makes console lines of its output. On a terminal they look as if the run had it to itself."""
+        """Return the cutter that makes console lines of its output, formatted as on a terminal if there is one."""
         prefix, console = self._prefix, self._console
-        if not console.terminal(stream):
+        if not console.is_terminal(stream):
             return LineCutter(prefix)
-        launcher_lines = LauncherLines(console.in_colour(stream), lambda: console.columns(stream) - len(prefix))
+        launcher_lines = LauncherLines(console.uses_colour(stream), lambda: console.columns(stream) - len(prefix))
         hosts = list(dict.fromkeys(slot.host for slot in self.slots))
         return LineCutter(prefix, RoleLines(prefix, launcher_lines, is_stoker_train(self.spec.command), hosts))
 
     def read(self, pipe: int) -> bool:
-        """Show what it has printed. Returns False when that stream has ended."""
+        """Show the output from a pipe. Returns False when that stream has ended."""
         stream, cutter = self._cutters[pipe]
         try:
             data = os.read(pipe, 1 << 16)
@@ -246,7 +246,7 @@ class RoleProcess:
     # ---- signals and the end ----
 
     def send(self, signum: int) -> None:
-        """Signal its launcher, which is our child and not waited for yet, so that the pid is its own."""
+        """Signal its launcher. It is a child that is not reaped yet, so no other process can have its pid."""
         if self.child is not None and self.child.returncode is None:
             self.stop_signal = self.stop_signal or signum
             self.child.send_signal(signum)
@@ -255,7 +255,7 @@ class RoleProcess:
         self.send(env_vars.STOP_NOW_SIGNAL)
 
     def suspend(self) -> None:
-        """Ctrl-Z: its run stops its ranks, then itself."""
+        """Pass Ctrl-Z on: its run suspends its ranks, then itself."""
         if self.child is not None:
             self.child.send_signal(signal.SIGTSTP)
 

@@ -1,4 +1,4 @@
-"""Supervises the roles of a job: starts each when its turn comes, reacts to its end, and decides when the job is over."""
+"""Supervises the roles of a job: starts them in order, reacts to their ends, and decides when the job has ended."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ TICK_S = 0.1
 DRAW_S = 1.0  # between two progress bars: a rank writes its progress no more often
 MAX_WAIT_S = 30.0
 SERVICE_SEARCH_S = 1.0  # between two searches for roles that have become services
-REPORT_REST_S = 10.0  # after a role's end: the others may be ending, too, or be servers that do not listen yet
-LIVED_S = 60.0  # a role that lived this long was no crash loop
+REPORT_REST_S = 10.0  # after a role's end: the others may also be ending, or be servers that do not listen yet
+HEALTHY_S = 60.0  # a role that ran this long is not in a crash loop
 LOOP_FAILURES, LOOP_S = 5, 600.0  # the same failure this often within this time is a loop
 _FROM_OUTSIDE = ("rank.killed", "rank.signal", "hang.stopped")  # no sign of a loop
-_STOP_RULES = "grpo."  # a run that ended itself for a reason that stays is never started again
+_STOP_RULES = "grpo."  # a run that ended because of a stop rule is never started again
 
 
 class RoleSupervisor:
@@ -48,7 +48,7 @@ class RoleSupervisor:
         pass_fds: Sequence[int],
         draws_bars: bool = False,
     ) -> None:
-        """`max_restarts` is of the whole job. Each role is started with `environment` and `pass_fds`."""
+        """`max_restarts` applies to the whole job. Each role is started with `environment` and `pass_fds`."""
         self._roles = {role.name: role for role in roles}
         self._placement = placement
         self._record = record
@@ -64,7 +64,7 @@ class RoleSupervisor:
         self._outcome: Verdict | None = None  # once it is known, the roles that still run are stopped
         self._is_restarting = False  # all roles are stopped to be started again
         self._restarts = 0  # of all roles
-        self._stop_signal = 0  # that we received
+        self._stop_signal = 0  # the signal that this job received
         self._drawn_at = 0.0
         self._services_searched_at = 0.0
         self._unreported_ends: list[RoleProcess] = []  # completed roles, until the rest is reported
@@ -89,7 +89,7 @@ class RoleSupervisor:
                     return replace(self._outcome, run=self._run_id)
                 self._is_restarting = False
                 for role in self._roles.values():
-                    role.state, role.start_at = WAITING, 0.0
+                    role.state, role.earliest_start = WAITING, 0.0
             if self._is_ending:
                 self._stop_roles()
 
@@ -101,7 +101,7 @@ class RoleSupervisor:
         return self._outcome is not None or self._is_restarting or bool(self._stop_signal)
 
     def _draw_progress(self) -> None:
-        """Draw one bar: that of the role the job is about."""
+        """Draw one progress bar, of a role that is no service if possible."""
         if self._draws_bars and time.monotonic() - self._drawn_at >= DRAW_S:
             self._drawn_at = time.monotonic()
             any(role.draw_progress() for role in sorted(self._running(), key=lambda role: role.is_service))
@@ -109,12 +109,12 @@ class RoleSupervisor:
     # ---- starting ----
 
     def _start_roles(self) -> None:
-        """Start the roles whose turn has come: those they wait for are ready."""
-        if self._is_ending or self._blame.in_doubt:
+        """Start the waiting roles whose dependencies are ready."""
+        if self._is_ending or self._blame.is_pending:
             return
         now = time.time()
         for role in self._roles.values():
-            if role.state != WAITING or role.start_at > now:
+            if role.state != WAITING or role.earliest_start > now:
                 continue
             if all(self._roles[name].is_ready for name in role.spec.after):
                 self._start(role)
@@ -140,7 +140,7 @@ class RoleSupervisor:
             self._log(f"stoker: role {role.name} is started; waiting for {role.spec.ready.description}")
 
     def _is_run_dir_replaced(self) -> bool:
-        """Return whether another directory is in the place of the job's: then nothing there is started or believed."""
+        """Return whether another directory has replaced the job's: then nothing is started, and its files are not trusted."""
         try:
             self._record.require_unmoved()
         except Refusal as refusal:
@@ -169,21 +169,24 @@ class RoleSupervisor:
             role.state, role.was_ready = UP, True
             self._record.event("role-ready", role=role.name, seconds=round(waited, 3))
             self._log(f"✓ role {role.name} is ready after {format_duration(waited)}")
-        if watch.served != role.served and any(watch.served):
-            role.served = watch.served
-            replicas = [{"requests": one.requests, "tokens": one.tokens} if one else None for one in role.served]
+        if watch.served_counts != role.served_counts and any(watch.served_counts):
+            role.served_counts = watch.served_counts
+            replicas = [
+                {"requests": counts.requests, "tokens": counts.tokens} if counts else None
+                for counts in role.served_counts
+            ]
             self._record.event("role-served", role=role.name, replicas=replicas)
-        if role.state == STARTING and not role.stop_signal and waited > rule.timeout:
+        if role.state == STARTING and not role.stop_signal and waited > rule.ready_timeout_s:
             missing = rule.description.removeprefix("its ").removeprefix("an ").removeprefix("a ").removeprefix("the ")
             problem = f": {watch.problem}" if watch.problem else ""
-            role.stop_reason = f"it was not ready after {format_duration(rule.timeout)}: no {missing}{problem}"
+            role.stop_reason = f"it was not ready after {format_duration(rule.ready_timeout_s)}: no {missing}{problem}"
             role.send(signal.SIGTERM)
         if watch.unhealthy and not role.stop_signal:
-            role.stop_reason = f"it no longer answers: {watch.unhealthy}"
+            role.stop_reason = f"it no longer responds: {watch.unhealthy}"
             role.send(signal.SIGTERM)
 
     def _find_services(self) -> None:
-        """Look for roles that have turned out to be services: the job doesn't wait for their end."""
+        """Find roles that have become services: the job doesn't wait for their end."""
         if self._outcome is not None or self._stop_signal:
             return
         if time.monotonic() - self._services_searched_at < SERVICE_SEARCH_S:
@@ -203,7 +206,7 @@ class RoleSupervisor:
     def _warn_if_all_are_services(self) -> bool:
         if not all(role.is_service for role in self._roles.values()):
             return False
-        line = "every role is a service, so the job has no end of its own: it runs until you stop it (Ctrl-C)"
+        line = "every role is a service, so the job runs until you stop it (Ctrl-C)"
         self._log(f"stoker: {line}; set `required: true` in a roles file for a role whose end is the job's")
         return True
 
@@ -216,17 +219,19 @@ class RoleSupervisor:
     def _handle_end(self, role: RoleProcess) -> None:
         verdict = role.verdict
         assert verdict is not None
-        if role.stop_reason and verdict.status != "failed":  # we ended it; a failure of its own is the better verdict
+        if role.stop_reason and verdict.status != "failed":  # the job stopped it, unless its own failure came first
             cause = "role.unhealthy" if "no longer" in role.stop_reason else "role.not-ready"
             verdict = role.verdict = launch_failures.make_role_verdict(cause, role.stop_reason, role.last_lines)
         fields = {"cause": verdict.cause, "status": verdict.status, "exit_code": verdict.exit_code}
         self._record.event("role-end", role=role.name, **fields, summary=verdict.summary)
         if self._is_run_dir_replaced() or self._is_ending:
             self._update_outcome()
-        elif role.follows and (verdict.status == "stopped" or (verdict.status == "failed" and is_echo(verdict))):
-            self._log(f"stoker: role {role.name} is started again: {role.follows} has other addresses now")
+        elif role.moved_dependency and (
+            verdict.status == "stopped" or (verdict.status == "failed" and is_echo(verdict))
+        ):
+            self._log(f"stoker: role {role.name} is started again: {role.moved_dependency} has other addresses now")
             self._record.event("role-restart", role=role.name, cause="host.lost", wait_s=0.0)
-            role.state, role.start_at = WAITING, 0.0
+            role.state, role.earliest_start = WAITING, 0.0
         elif verdict.status == "completed" and role.spec.restart != ALWAYS:
             self._log(f"✓ role {role.name}: {verdict.summary}")
             self._update_outcome()
@@ -246,7 +251,7 @@ class RoleSupervisor:
         ended, self._unreported_ends = self._unreported_ends, []
         if self._is_ending:
             return
-        for server in (role for role in ended if role.spec.serves and role.state == ENDED):
+        for server in (role for role in ended if role.spec.is_server and role.state == ENDED):
             clients = [role.name for role in self._running() if server.name in role.spec.after]
             if clients:
                 line = f"role {server.name} has ended with exit code 0 while {' and '.join(clients)} may still need it"
@@ -264,7 +269,7 @@ class RoleSupervisor:
         same = 0
         if verdict.cause not in _FROM_OUTSIDE:
             same = sum(failure.cause == verdict.cause for _, failure in role.failures)
-        is_final = verdict.status == "refused" or verdict.cause.startswith(_STOP_RULES) or bool(role.stranded)
+        is_final = verdict.status == "refused" or verdict.cause.startswith(_STOP_RULES) or bool(role.stranded_reason)
         if role.spec.restart == ALWAYS:
             if not is_final and same < LOOP_FAILURES:
                 self._restart(role, verdict, now)
@@ -290,14 +295,14 @@ class RoleSupervisor:
         self._outcome = self._blame.judge(role, verdict)
 
     def _restart(self, role: RoleProcess, verdict: Verdict, now: float) -> None:
-        """Start one role again, at once or after 1, 2, 4 ... s if its last starts did not work."""
-        worked = role.was_ready if role.spec.ready is not None else now - role.started_at > LIVED_S
+        """Start one role again, immediately or after 1, 2, 4 ... s if its last starts did not work."""
+        worked = role.was_ready if role.spec.ready is not None else now - role.started_at > HEALTHY_S
         role.quick_failures = 0 if worked else role.quick_failures + 1
         wait = 0.0 if role.quick_failures < 2 else min(MAX_WAIT_S, 2.0 ** (role.quick_failures - 2))
         delay = f" in {wait:.0f} s" if wait else ""
         self._log(f"stoker: role {role.name}: {verdict.summary}; starting it again{delay}", color=WARNING)
         self._record.event("role-restart", role=role.name, cause=verdict.cause, wait_s=wait)
-        role.state, role.start_at = WAITING, now + wait
+        role.state, role.earliest_start = WAITING, now + wait
         if self._placement.is_on_lost_host(role.name):
             self._move(role, verdict)
 
@@ -306,28 +311,26 @@ class RoleSupervisor:
     def _note_lost_host(self, role: RoleProcess, verdict: Verdict) -> Verdict:
         """Note a host that a role has lost.
 
-        A role that could be started before, and now can't because a host does not answer, has lost that host, too.
+        A role that could be started before, and now can't because a host does not respond, has also lost that host.
         """
         host = (verdict.host or "") if verdict.cause in HOST_GONE else ""
         if verdict.status == "refused" and role.starts > 1:
             host = next((slot.host for slot in role.slots if slot.host and slot.host in verdict.summary), "")
             if host:
-                summary = role.stranded or f"host {host} is lost: {verdict.summary}"
-                verdict = replace(
-                    launch_failures.make_role_verdict("host.lost", summary, (verdict.summary,)), host=host
-                )
+                summary = role.stranded_reason or f"host {host} is lost: {verdict.summary}"
+                verdict = replace(launch_failures.make_role_verdict("host.lost", summary, (verdict.summary,)), host=host)
         if host:
             self._placement.lose(host)
         elif verdict.status != "refused":
-            role.stranded = ""
+            role.stranded_reason = ""
             self._placement.regain(role.name)
         return verdict
 
     def _move(self, role: RoleProcess, verdict: Verdict) -> None:
-        """Move a role to other hosts. If there is no place it is tried once more: an agent may die on a host that lives."""
+        """Move a role to other hosts. If none fits, the old host is tried once more: maybe only its agent died."""
         addresses = role.addresses
         obstacle = self._placement.move(role.spec)
-        role.stranded = f"{verdict.summary}; {obstacle}" if obstacle else ""
+        role.stranded_reason = f"{verdict.summary}; {obstacle}" if obstacle else ""
         if obstacle:
             self._log(f"stoker: role {role.name} stays where it was: {obstacle}", color=WARNING)
             return
@@ -336,7 +339,7 @@ class RoleSupervisor:
         self._log(f"stoker: role {role.name} moves: it is on {' and '.join(hosts)} now")
         for client in self._running():
             if role.name in client.spec.after and role.addresses != addresses and not client.stop_signal:
-                client.follows = role.name
+                client.moved_dependency = role.name
                 client.send(signal.SIGTERM)
 
     # ---- the end of the job ----
