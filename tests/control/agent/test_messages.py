@@ -186,7 +186,7 @@ AT_START = {
 @pytest.mark.parametrize("name", at_length_but(["a truncated message", "a missing field"], AT_START))
 def test_a_host_whose_agent_is_broken_is_lost_in_one_line(fake: Callable[..., Done], name: str) -> None:
     done = fake("start", AT_START[name])
-    assert done.code == 70 and "it is broken: " in done.err, done.err
+    assert done.code == 70 and "it sent an invalid message: " in done.err, done.err
 
 
 def test_an_agent_that_ends_in_the_middle_of_a_message_is_lost(fake: Callable[..., Done]) -> None:

@@ -176,7 +176,7 @@ class Agents:
         signal.raise_signal(signal.SIGSTOP)
         now = time.monotonic()
         for client in [*self.clients, *self.pool.waiting]:
-            client.heard = now  # the time that we were stopped is not the agents' silence
+            client.heard_at = now  # the time that we were stopped is not the agents' silence
         self.pool.say({"do": "resume"})
 
     # ---- waiting ----

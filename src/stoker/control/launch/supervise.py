@@ -81,7 +81,7 @@ class Supervisor:
             now = time.time()
             self._handle_signals()
             host_is_quiet = self._membership is not None and any(
-                client.quiet or client.gone for client in self._agents.clients
+                client.is_quiet or client.gone for client in self._agents.clients
             )
             if not host_is_quiet:  # ranks that wait for a host that may be lost are not suspects
                 self._watch.update()
