@@ -168,7 +168,7 @@ def test_an_mtu_hole_on_the_way_to_a_host(netcluster: NetCluster) -> None:
     """ssh itself hangs in it: without a look of our own it would be just another timeout."""
     netcluster.mtu_hole(1)
     text = check(netcluster, "--quick", "--ssh-option=-oServerAliveInterval=1").only("between.mtu")
-    assert text.startswith(f"this machine → {netcluster.hosts[1].name}: small packets pass") and text.endswith(
+    assert text.startswith(f"this machine → {netcluster.hosts[1].name}: small packets arrive") and text.endswith(
         "packets of up to 1400 bytes arrive"
     )
 

@@ -729,7 +729,7 @@ def test_the_program_is_compared_file_by_file(tmp_path: Path) -> None:
         "host h2: ../sy/q.py does not exist there; move it below /home/me/train, which --sync copies"
     ]
     assert check_rules.missing_program_fix("/home/me/train/q.py", "/home/me/train", True).startswith(
-        "name it by its path below /home/me/train"
+        "give its path relative to /home/me/train"
     )
     assert check_rules.missing_program_fix("big/q.py", "/home/me/train", True).startswith(
         "--sync does not copy it: git ignores it"

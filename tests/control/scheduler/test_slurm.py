@@ -222,7 +222,7 @@ def test_a_requeued_job_goes_on_with_the_same_run(stoker: Stoker, slurm: SlurmCl
     for rank in (0, 1):
         assert (run_dir / "attempt-0" / f"rank-{rank}.log").read_text() == "begins\nsaved\n"
         assert (run_dir / "attempt-1" / f"rank-{rank}.log").read_text() == "goes on from step 41\n"
-    assert "back to the queue" in said and "restart 1" in said and f"starting run {run_dir.name} again" in said
+    assert "requeueing it" in said and "restart 1" in said and f"starting run {run_dir.name} again" in said
     assert stoker.result().verdict["cause"] == "completed"
 
 
