@@ -434,7 +434,10 @@ def test_a_link_out_of_a_staged_folder_is_refused_by_name(tmp_path: Path, kind: 
     with pytest.raises(Refusal) as refused:
         file_list.list_staged(str(model))
     leads_to = os.path.realpath(model / link)
-    assert f"the link {model / link} leads out of the folder, to {leads_to}; stage that path separately" in refused.value.line
+    assert (
+        f"the link {model / link} leads out of the folder, to {leads_to}; stage that path separately"
+        in refused.value.line
+    )
     assert "\n" not in refused.value.line
 
 

@@ -631,7 +631,9 @@ def test_who_asks_decides_whether_the_whole_job_is_meant(
         "node": "NodeName=a NodeAddr=10.0.0.1\nNodeName=b NodeAddr=10.0.0.2\n",
         "config": "TaskPlugin = task/affinity\n",
     }
-    monkeypatch.setattr(engine, "run_slurm_command", lambda *argv: answers[next(word for word in argv if word in answers)])
+    monkeypatch.setattr(
+        engine, "run_slurm_command", lambda *argv: answers[next(word for word in argv if word in answers)]
+    )
     found = engine.find_allocation(
         {
             "SLURM_JOB_ID": "7",
@@ -655,7 +657,9 @@ def test_who_asks_decides_whether_the_whole_job_is_meant(
 
 def test_a_step_of_many_tasks_is_not_a_run_each() -> None:
     with pytest.raises(Refusal, match="once per task"):
-        engine.find_allocation({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"})
+        engine.find_allocation(
+            {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
+        )
 
 
 @pytest.mark.parametrize(
