@@ -18,9 +18,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
-import test_guide  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
+import test_guide  # noqa: E402
 from conftest import Stoker, at_length, at_length_but, wait_for  # noqa: E402
 from forked_ranks import Server, program, server  # noqa: E402
 from stoker.contract.errors import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402

@@ -21,7 +21,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file  # noqa: E402
-from test_roles import events  # noqa: E402
 
 from conftest import Stoker, Terminal, at_length, at_length_but, wait_for  # noqa: E402
 from forked_ranks import program, server  # noqa: E402
@@ -38,6 +37,7 @@ from stoker.training.rl.rollout import in_epochs, number_from, read  # noqa: E40
 from stoker.training.rl.sampler import Written  # noqa: E402
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer  # noqa: E402
 from test_grpo import SHAPE, Forks, Job, model_that_answers_with_a_digit  # noqa: E402
+from test_roles import events  # noqa: E402
 
 KEY = "a-key-for-tests"
 AGES = {"staleness", "staleness_max", "weights_version", "queue", "resampled_stale", "sampler_kl", "cap_rate"}

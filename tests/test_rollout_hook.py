@@ -17,7 +17,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import test_guide  # noqa: E402
-
 from conftest import at_length  # noqa: E402
 from forked_ranks import server  # noqa: E402
 from stoker.contract.errors import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402

@@ -232,7 +232,9 @@ def test_a_coordinator_whose_own_network_is_cut_ends_with_that_word_and_the_host
         netcluster.cut(n)
     assert wait_for(lambda: True if not any(netcluster.pids(n) for n in range(3)) else None, 15), "no half may go on"
     assert run.wait(100) == 70, console(stoker)
-    assert stoker.result().verdict["cause"] == "host.lost" and "all 3 hosts are lost at the same time" in console(stoker)
+    assert stoker.result().verdict["cause"] == "host.lost" and "all 3 hosts are lost at the same time" in console(
+        stoker
+    )
 
 
 @at_length

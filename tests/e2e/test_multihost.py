@@ -543,4 +543,4 @@ def test_one_machine_under_two_names_is_refused(stoker: Stoker, netcluster: NetC
     assert (done.code, done.out) == (
         69,
         "",
-    ) and f"{first} and gpua are one machine, {first}; name it once in the hosts file" in done.err, done.err
+    ) and f"{first} and gpua are the same machine, {first}; name it once in the hosts file" in done.err, done.err

@@ -33,7 +33,9 @@ def test_all_runs_every_fault_and_every_healthy_shape(everything: bool) -> None:
         check=False,
     )  # fmt: skip
     assert planned.returncode == 0, planned.stdout + planned.stderr
-    skipped = re.findall(r"SKIPPED \[(\d+)\] tests/[\w/]+\.py:\d+: runs with: bash test\.sh --all$", planned.stdout, re.M)
+    skipped = re.findall(
+        r"SKIPPED \[(\d+)\] tests/[\w/]+\.py:\d+: runs with: bash test\.sh --all$", planned.stdout, re.M
+    )
     others = [sum(not case.ci for case in CASES), sum(not shape.in_ci for shape in SHAPES)]
     assert list(map(int, skipped)) == ([] if everything else others), planned.stdout
     assert len(re.findall(r"tests/\S+::\S+\[", planned.stdout)) == len(CASES) + len(SHAPES) - sum(map(int, skipped))

@@ -298,7 +298,7 @@ def test_a_copy_that_breaks_for_any_reason_is_no_copy(monkeypatch: pytest.Monkey
     def broken(_self: object) -> None:
         raise MemoryError("none left")
 
-    monkeypatch.setattr(file_sync._Copy, "_talk", broken)
+    monkeypatch.setattr(file_sync._Copy, "_exchange", broken)
     one = file_sync._Copy(cast(Any, SimpleNamespace(name="a")), cast(Any, None), cast(Any, None), "/there")
     one.run()
     assert one.failure == "MemoryError: none left"

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_catalogue import FOREIGN, end, verdict
 
 from stoker.contract.evidence import ExitContext, RankError
 from stoker.control.doctor.checks import net
 from stoker.control.machine.examination import NetworkState
+from test_catalogue import FOREIGN, end, verdict
 
 pytest.importorskip("torch")
 from stoker.cli import docs

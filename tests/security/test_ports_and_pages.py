@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_metrics import get, raw, served
-from test_web import Page, finished, run_id, web
 
 from browser import browsing
 from conftest import Stoker, machine_json
 from stoker.control.show import http_server
+from test_metrics import get, raw, served
+from test_web import Page, finished, run_id, web
 
 TOKEN = "hf_" + "aBcDeFgHiJkLmNoPqRsTuVwXyZ012345678"
 PATHS = ("/", "/main.js", "/events", "/api/files", "/api/sparks", "/file?run=x&path=y", "/nothing")

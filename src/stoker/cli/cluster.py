@@ -17,7 +17,7 @@ from stoker.contract.options import OptionParser, suggest
 from stoker.contract.terminal import print_json, print_status, print_text
 from stoker.contract.text import escape
 from stoker.contract.units import plural
-from stoker.control.cluster.all_reduce import FORMULA, describe_step_costs, parse_count, step_costs
+from stoker.control.cluster.all_reduce import FORMULA, compute_step_costs, describe_step_costs, parse_count
 from stoker.control.cluster.hosts import Hosts, read_hosts_file
 
 _USAGE = """usage: stoker cluster check --hosts cluster.yaml|a,b,c [SCRIPT] [options]
@@ -135,9 +135,9 @@ def _select_hosts(args: argparse.Namespace) -> Hosts:
     """Return the hosts of --hosts or of the scheduler's job. Raises Refusal if there are none or --tune can't work."""
     scheduler = schedulers.find_scheduler(os.environ)
     if not args.hosts and scheduler is not None:  # as `stoker run` does
-        from stoker.control.scheduler import engine
+        from stoker.control.scheduler import load_engine
 
-        nodes = engine(scheduler).allocation(os.environ)
+        nodes = load_engine(scheduler).find_allocation(os.environ)
         if nodes is not None:
             if args.tune:
                 line = f"--tune writes to a hosts file, and a {scheduler.title} job has none"
@@ -167,13 +167,13 @@ def _estimate_gradient_cost(facts: Any, parameters: float) -> dict[str, Any] | N
         bandwidth, measured_by = min(rates), "one TCP stream, the slowest"
     else:
         return None
-    hosts = len(facts.there)
+    hosts = len(facts.reachable)
     return {
         "bandwidth": bandwidth,  # bytes per second
         "measured_by": measured_by,
         "hosts": hosts,
         "formula": FORMULA,
-        "prices": as_json(step_costs(parameters, hosts, bandwidth)),
+        "prices": as_json(compute_step_costs(parameters, hosts, bandwidth)),
         "sentence": describe_step_costs(parameters, hosts, bandwidth),
     }
 
@@ -182,7 +182,7 @@ def _print_report(facts: Any, findings: list[Finding], report: dict[str, Any]) -
     from stoker.control.cluster import check_table
     from stoker.control.cluster.check_facts import format_bandwidth
 
-    for line in check_table.lines(facts, max(80, shutil.get_terminal_size((160, 24)).columns)):
+    for line in check_table.format_table(facts, max(80, shutil.get_terminal_size((160, 24)).columns)):
         print(line)
     print()
     if facts.reduce is not None and facts.reduce.bus:

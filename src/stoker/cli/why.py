@@ -16,7 +16,7 @@ from stoker.contract.terminal import ERROR, SUCCESS, WARNING, print_coloured, pr
 from stoker.contract.text import escape, escape_lines
 from stoker.contract.units import format_duration
 from stoker.control.record import resume_command, run_index, run_record
-from stoker.control.scheduler import runs
+from stoker.control.scheduler import load_runs
 from stoker.control.verdict.launch_failures import make_lost_verdict
 
 _JOBS = " or ".join(f"{scheduler.name}:JOB" for scheduler in schedulers.SCHEDULERS)
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     root = layout.runs_root(args.runs_dir, os.environ)
     name, colon, job = (args.run or "").partition(":")
     if colon and (scheduler := schedulers.find_scheduler_by_name(name)) is not None:
-        jobs = runs(scheduler)
+        jobs = load_runs(scheduler)
         job_run = jobs.run_of(root, job)
         if job_run is None:
             return _print_verdict(jobs.verdict_of(root, job), args.run, None, args.json)
@@ -82,7 +82,7 @@ def explain_run(run: run_record.RunRecord) -> Verdict | None:
             verdict = replace(verdict, fix=(resume, *verdict.fix))
     scheduler = schedulers.find_scheduler(run.data.get("environment") or {}) if run.mine else None
     if scheduler is not None and status not in ("running", "completed"):
-        verdict = runs(scheduler).explained(os.path.dirname(run.dir), run, verdict)
+        verdict = load_runs(scheduler).explain_end(os.path.dirname(run.dir), run, verdict)
     if verdict is not None and run.mine:
         root = os.path.dirname(run.dir)
         verdict = replace(verdict, fix=tuple(resume_command.replace_name_by_id(fix, run, root) for fix in verdict.fix))

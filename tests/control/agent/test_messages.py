@@ -186,7 +186,7 @@ AT_START = {
 @pytest.mark.parametrize("name", at_length_but(["a truncated message", "a missing field"], AT_START))
 def test_a_host_whose_agent_is_broken_is_lost_in_one_line(fake: Callable[..., Done], name: str) -> None:
     done = fake("start", AT_START[name])
-    assert done.code == 70 and "it is broken: " in done.err, done.err
+    assert done.code == 70 and "it sent an invalid message: " in done.err, done.err
 
 
 def test_an_agent_that_ends_in_the_middle_of_a_message_is_lost(fake: Callable[..., Done]) -> None:
@@ -214,7 +214,9 @@ def test_a_host_whose_agent_is_broken_before_the_start_is_refused(
 
 def test_an_agent_of_another_version_is_refused_in_one_line(fake: Callable[..., Done]) -> None:
     done = fake("none", b"", FAKE_VERSION="99")
-    assert done.code == 69 and "use one version of Stoker on all hosts" in done.err and "\n" not in done.err.strip(), done.err
+    assert done.code == 69 and "use one version of Stoker on all hosts" in done.err and "\n" not in done.err.strip(), (
+        done.err
+    )
 
 
 def test_what_a_host_refuses_reaches_the_terminal_without_control_codes(fake: Callable[..., Done]) -> None:

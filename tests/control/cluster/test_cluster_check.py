@@ -88,7 +88,7 @@ def test_healthy_hosts_side_by_side_with_an_all_reduce_the_price_of_a_step_and_n
         [Finding(one["id"], one["level"], "") for one in report.json["findings"]]
     )
     assert {one["level"] for one in report.json["findings"] if one["id"] == "between.hostname"} == {"ok"}
-    assert "share the hostname stk-clone, which resolves nowhere" in report.findings["between.hostname"][0]
+    assert "share the hostname stk-clone, which resolves on no host" in report.findings["between.hostname"][0]
     reduce = report.json["facts"]["reduce"]
     assert reduce["backend"] == "gloo" and reduce["world"] == 3 and len(reduce["times"]) == 5 and not reduce["error"]
     assert {one["interface"] for one in report.hosts.values()} == {"eth0"} and all(
@@ -98,7 +98,7 @@ def test_healthy_hosts_side_by_side_with_an_all_reduce_the_price_of_a_step_and_n
         pair["big"] and pair["rate"] > 0 and not any(pair["ports"].values()) for pair in report.json["facts"]["pairs"]
     )
     assert "1.1 B bf16 gradients over" in report.json["price"]["sentence"]
-    assert "has nothing to choose here" in report.json["tuned"][0] and file.read_text() == before
+    assert "has no setting to try" in report.json["tuned"][0] and file.read_text() == before
     assert wait_for(lambda: True if not any(netcluster.pids(i) for i in range(3)) else None, 10)
 
 
@@ -112,7 +112,7 @@ def test_the_table_for_people(netcluster: NetCluster) -> None:
 
 
 DOWN: list[tuple[Callable[[NetCluster], None], str]] = [
-    (lambda cluster: cluster.cut(2), "no route to it: switched off, unplugged or on another network"),
+    (lambda cluster: cluster.cut(2), "no route to it: it is switched off, unplugged or on another network"),
     (lambda cluster: cluster.stop_sshd(2), "connection refused: nothing listens on its ssh port"),
     (lambda cluster: cluster.change_host_key(2), "its host key changed since it was last known"),
 ]
@@ -159,17 +159,17 @@ def test_an_mtu_hole_between_two_hosts(netcluster: NetCluster) -> None:
     netcluster.nft_rule(1, f"ip saddr {netcluster.hosts[0].address} ip length > 1400 drop")
     text = check(netcluster, "--quick", file=netcluster.file((1, 1))).only("between.mtu")
     assert text.startswith(
-        f"{netcluster.hosts[0].name} → {netcluster.hosts[1].name}: small messages pass, full-size packets (1500 bytes) vanish"
+        f"{netcluster.hosts[0].name} → {netcluster.hosts[1].name}: small messages arrive, full-size packets (1500 bytes) are lost"
     )
-    assert text.endswith("packets of up to 1400 bytes pass")
+    assert text.endswith("packets of up to 1400 bytes arrive")
 
 
 def test_an_mtu_hole_on_the_way_to_a_host(netcluster: NetCluster) -> None:
     """ssh itself hangs in it: without a look of our own it would be just another timeout."""
     netcluster.mtu_hole(1)
     text = check(netcluster, "--quick", "--ssh-option=-oServerAliveInterval=1").only("between.mtu")
-    assert text.startswith(f"this machine → {netcluster.hosts[1].name}: small packets pass") and text.endswith(
-        "packets of up to 1400 bytes pass"
+    assert text.startswith(f"this machine → {netcluster.hosts[1].name}: small packets arrive") and text.endswith(
+        "packets of up to 1400 bytes arrive"
     )
 
 

@@ -17,11 +17,11 @@ from stoker.contract.frozen import replace
 from stoker.control.cluster import check_rules, check_table
 from stoker.control.cluster.all_reduce import (
     Trial,
-    candidates,
+    compute_step_costs,
     describe_step_costs,
+    list_candidates,
     parse_count,
-    step_costs,
-    with_env,
+    replace_env,
     write_env,
 )
 from stoker.control.cluster.check_facts import AllReduceFacts, ClusterFacts, HostFacts, MtuHole, PairFacts
@@ -87,18 +87,18 @@ def test_three_equal_hosts_have_no_finding() -> None:
 NO_ANSWER = {"ports": {29500: "does not answer", 41234: "does not answer"}, "rtt": None, "big": None, "rate": None}
 CASES = [
     (facts(host(2, error="no route to it")), "between.host", "10.0.0.3: no route to it"),
-    (facts(host(1, address=None)), "between.route", "10.0.0.2: none of its interfaces leads to the other hosts"),
-    (facts(host(2, address="10.0.0.1")), "between.same-host", "10.0.0.1 and 10.0.0.3 are one machine, 10.0.0.1"),
+    (facts(host(1, address=None)), "between.route", "10.0.0.2: none of its interfaces has a route to the other hosts"),
+    (facts(host(2, address="10.0.0.1")), "between.same-host", "10.0.0.1 and 10.0.0.3 are the same machine, 10.0.0.1"),
     (facts(pairs={(0, 1): NO_ANSWER}), "between.port-blocked", "10.0.0.1 → 10.0.0.2: ports 29500 and 41234 do not answer (the other direction works): a firewall"),
     (facts(pairs={(0, 1): {"ports": {29500: "", 41234: "is refused"}}}), "between.port-blocked",
-     "10.0.0.1 → 10.0.0.2: port 41234 is refused, while port 29500 does (the other direction works): a firewall that rejects"),
+     "10.0.0.1 → 10.0.0.2: port 41234 is refused, while port 29500 is open (the other direction works): a firewall that rejects"),
     (facts(pairs={(1, n): {"ports": {}, "error": "can't listen on 10.0.0.2, port 29500: Address already in use"} for n in (0, 2)}), "between.port-blocked",
      "10.0.0.2: can't listen on 10.0.0.2, port 29500: Address already in use"),
     (facts(pairs={(a, b): NO_ANSWER for a in range(3) for b in range(3)}), "between.port-blocked", "no host reaches any other: ports 29500 and 41234 do not answer"),
     (facts(pairs={(1, 2): {"big": False, "passes": 1400}}), "between.mtu",
-     "10.0.0.2 → 10.0.0.3: small messages pass, full-size packets (1500 bytes) vanish without an error message: an MTU hole; packets of up to 1400 bytes pass"),
+     "10.0.0.2 → 10.0.0.3: small messages arrive, full-size packets (1500 bytes) are lost without an error message: an MTU black hole; packets of up to 1400 bytes arrive"),
     (facts(host(0, error="timed out", hole=MtuHole(1400))), "between.mtu",
-     "this machine → 10.0.0.1: small packets pass, full-size ones vanish without an error message: an MTU hole; packets of up to 1400 bytes pass"),
+     "this machine → 10.0.0.1: small packets arrive, full-size ones are lost without an error message: an MTU black hole; packets of up to 1400 bytes arrive"),
     (facts(host(0, mtu=9000)), "between.mtu-differs", "the interfaces have different MTUs: 10.0.0.1 9000, 10.0.0.2 1500, 10.0.0.3 1500"),
     (facts(host(2, skew=300.0)), "between.clock", "10.0.0.3: its clock is 5.0 minutes ahead of the other hosts'"),
     (facts(host(1, skew=-3.0)), "between.clock", "10.0.0.2: its clock is 3.0 s behind the other hosts'"),
@@ -108,19 +108,19 @@ CASES = [
     (replace(facts(), program=("host 10.0.0.2: train.py differs from host 10.0.0.1's; copy it with --sync",)), "between.program",
      "10.0.0.2: train.py differs from host 10.0.0.1's"),
     (facts(host(1, files={"data d": "b" * 64}), *(host(n, files={"data d": "a" * 64}) for n in (0, 2))), "between.files",
-     "10.0.0.2 has data d bbbbbbbb; 10.0.0.1 and 10.0.0.3 have aaaaaaaa: not the same bytes"),
-    (facts(host(1, files={"model m": ""}), *(host(n, files={"model m": "a" * 64}) for n in (0, 2))), "between.files", "model m is not on 10.0.0.2"),
+     "10.0.0.2 has data d bbbbbbbb; 10.0.0.1 and 10.0.0.3 have aaaaaaaa; the contents differ"),
+    (facts(host(1, files={"model m": ""}), *(host(n, files={"model m": "a" * 64}) for n in (0, 2))), "between.files", "model m does not exist on 10.0.0.2"),
     (facts(host(1, speed=100), pairs={ends: {"rate": 11e6} for ends in ((0, 1), (1, 0), (1, 2), (2, 1))}), "between.speed-differs",
-     "10.0.0.2: the interface states 100 Mbit/s, others 1000: every step waits for it"),
+     "10.0.0.2: the link speed is 100 Mbit/s, on other hosts 1000; every step waits for it"),
     (facts(pairs={ends: {"rate": 6e6} for ends in ((0, 1), (1, 0), (1, 2), (2, 1))}), "between.slow-link",
-     "10.0.0.2: all its traffic moves at 48 Mbit/s, the other pairs 944 Mbit/s or more: every step waits for it"),
-    (facts(pairs={(0, 1): {"rate": 6e6}}), "between.slow-link", "10.0.0.1 → 10.0.0.2: 48 Mbit/s, the best pair 944 Mbit/s: every step waits for it"),
-    (facts(pairs={(a, b): {"rate": 10e6} for a in range(3) for b in range(3)}), "between.slow-link", "all pairs are slow, 80 Mbit/s at worst: every step waits for that"),
-    (facts(reduce=AllReduceFacts(3, "gloo", error="10.0.0.2: did not finish within 20 s")), "between.all-reduce", "a gloo all-reduce over 3 hosts fails: 10.0.0.2: did not finish within 20 s"),
-    (facts(reduce=AllReduceFacts(3, "gloo", 1 << 20, (0.2, 0.2, 0.2))), "between.all-reduce", "the all-reduce moves 55.9 Mbit/s a link, a single connection 944 Mbit/s"),
-    (facts(host(0, hostname="box", resolves={"box": ("127.0.1.1",)})), "between.hostname", "10.0.0.1's hostname box resolves to 127.0.1.1, which is loopback: no harm to `stoker run`"),
+     "10.0.0.2: all its traffic moves at 48 Mbit/s, the other pairs 944 Mbit/s or more; every step waits for it"),
+    (facts(pairs={(0, 1): {"rate": 6e6}}), "between.slow-link", "10.0.0.1 → 10.0.0.2: 48 Mbit/s, the best pair 944 Mbit/s; every step waits for it"),
+    (facts(pairs={(a, b): {"rate": 10e6} for a in range(3) for b in range(3)}), "between.slow-link", "all pairs are slow, 80 Mbit/s at worst; every step waits for the slowest pair"),
+    (facts(reduce=AllReduceFacts(3, "gloo", error="10.0.0.2: did not finish within 20 s")), "between.all-reduce", "a gloo all-reduce over 3 hosts failed: 10.0.0.2: did not finish within 20 s"),
+    (facts(reduce=AllReduceFacts(3, "gloo", 1 << 20, (0.2, 0.2, 0.2))), "between.all-reduce", "the all-reduce moves 55.9 Mbit/s per link, a single connection reaches 944 Mbit/s"),
+    (facts(host(0, hostname="box", resolves={"box": ("127.0.1.1",)})), "between.hostname", "10.0.0.1's hostname box resolves to 127.0.1.1, which is loopback; `stoker run` passes addresses"),
     (facts(*(host(n, hostname="clone", resolves={"clone": ()}) for n in range(3))), "between.hostname",
-     "10.0.0.1, 10.0.0.2 and 10.0.0.3 share the hostname clone, which resolves nowhere"),
+     "10.0.0.1, 10.0.0.2 and 10.0.0.3 share the hostname clone, which resolves on no host"),
     (facts(*(host(n, resolves={"node0": (), "node1": ("10.0.0.2",), "node2": ("10.0.0.3",)}) for n in range(3))), "between.hostname",
      "the hostname node0 does not resolve on any host"),
 ]  # fmt: skip
@@ -168,7 +168,7 @@ def test_the_doctor_s_findings_of_several_hosts_are_said_once_with_all_names() -
 
 def test_the_table_has_hosts_as_columns_and_marks_what_differs() -> None:
     found = facts(host(2, torch=TorchBuild("2.12.0", None), skew=300.0), host(1, files={"script train.py": ""}))
-    lines = check_table.lines(found)
+    lines = check_table.format_table(found)
     assert lines[0].split() == list(NAMES)
     rows = {line[: line.index("  ")].strip(): line for line in lines[1:]}
     assert rows["torch"].endswith("≠ 2.12.0") and rows["torch"].count("≠") == 1
@@ -182,9 +182,9 @@ def test_the_table_has_hosts_as_columns_and_marks_what_differs() -> None:
 
 
 def test_a_host_that_does_not_answer_keeps_its_column_and_many_hosts_are_folded() -> None:
-    lines = check_table.lines(facts(host(1, error="no route to it")))
+    lines = check_table.format_table(facts(host(1, error="no route to it")))
     assert lines[0].split() == ["10.0.0.1", "10.0.0.2", "✗", "10.0.0.3"]
-    folded = check_table.lines(facts(), width=60)
+    folded = check_table.format_table(facts(), width=60)
     assert [line.split() for line in folded if line.strip().startswith("10.")] == [
         ["10.0.0.1"],
         ["10.0.0.2"],
@@ -193,13 +193,13 @@ def test_a_host_that_does_not_answer_keeps_its_column_and_many_hosts_are_folded(
 
 
 def test_the_price_of_a_step_is_the_ring_s() -> None:
-    full, lora = step_costs(1.1e9, 3, 117.5e6)
+    full, lora = compute_step_costs(1.1e9, 3, 117.5e6)
     assert round(full.seconds, 1) == 25.0 and round(lora.seconds, 2) == 0.05
     assert (
         describe_step_costs(1.1e9, 3, 117.5e6)
         == "1.1 B bf16 gradients over 940 Mbit/s: 25 s/step; LoRA (1.13 M, fp32): 0.051 s"
     )
-    assert step_costs(1e9, 1, 1e9)[0].seconds == 0.0
+    assert compute_step_costs(1e9, 1, 1e9)[0].seconds == 0.0
     assert [parse_count(text) for text in ("1.1B", "350M", "124000000")] == [1.1e9, 350e6, 124e6]
     with pytest.raises(ValueError, match="is not a number of parameters"):
         parse_count("many")
@@ -236,13 +236,13 @@ def test_only_interfaces_that_lead_to_other_hosts_are_tried() -> None:
         }
         for n, name in enumerate(NAMES)
     }
-    assert candidates("gloo", dict.fromkeys(NAMES, "eth0"), addresses) == [
+    assert list_candidates("gloo", dict.fromkeys(NAMES, "eth0"), addresses) == [
         {"GLOO_SOCKET_IFNAME": "eth1"},
         {"GLOO_SOCKET_IFNAME": "eth0,eth1"},
     ]
     one = {name: {"lo": ["127.0.0.1"], "eth0": [name]} for name in NAMES}
-    assert candidates("gloo", dict.fromkeys(NAMES, "eth0"), one) == []
-    assert {name for env in candidates("nccl", dict.fromkeys(NAMES, "eth0"), one) for name in env} == {
+    assert list_candidates("gloo", dict.fromkeys(NAMES, "eth0"), one) == []
+    assert {name for env in list_candidates("nccl", dict.fromkeys(NAMES, "eth0"), one) for name in env} == {
         "NCCL_SOCKET_NTHREADS",
         "NCCL_NSOCKS_PERTHREAD",
         "NCCL_ALGO",
@@ -268,19 +268,19 @@ hosts:   # in rank order
     ],
 )
 def test_the_env_block_of_a_hosts_file_is_replaced_and_the_rest_stays(text: str) -> None:
-    changed = with_env(text, {"NCCL_SOCKET_NTHREADS": "4"})
+    changed = replace_env(text, {"NCCL_SOCKET_NTHREADS": "4"})
     assert yaml.safe_load(changed) == {**yaml.safe_load(FILE), "env": {"NCCL_SOCKET_NTHREADS": "4"}}
     assert all(line in changed.splitlines() for line in FILE.splitlines()) and ("# next" in text) == (
         "# next" in changed
     )
-    assert yaml.safe_load(with_env(changed, {})) == yaml.safe_load(FILE)
-    assert with_env(changed, {"NCCL_SOCKET_NTHREADS": "4"}) == changed
+    assert yaml.safe_load(replace_env(changed, {})) == yaml.safe_load(FILE)
+    assert replace_env(changed, {"NCCL_SOCKET_NTHREADS": "4"}) == changed
 
 
 def test_a_hosts_file_whose_env_can_t_be_replaced_stays_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("{hosts: [{host: a}]}\n")
-    with pytest.raises(Refusal, match="write it yourself"):
+    with pytest.raises(Refusal, match="by hand"):
         write_env(str(path), {"NCCL_ALGO": "Ring"})
     assert path.read_text() == "{hosts: [{host: a}]}\n" and list(tmp_path.iterdir()) == [path]
     path.write_text(json.dumps({"hosts": [{"host": "a"}], "env": {"A": "1"}}))

@@ -173,7 +173,7 @@ def test_a_folder_that_became_a_link_is_copied_as_a_link_and_what_git_knows_behi
     far = hosts.parse_hosts({"hosts": [{"host": "far.example", "workdir": "/there"}]}, "cluster.yaml", written=False)
     load = file_sync.plan_sync(far, str(root), said)
     assert [(entry.path, entry.kind) for entry in load.files.entries] == [("data", "link"), ("train.py", "file")]
-    assert said == [f"data/{name}.txt is not copied: git names it, but data is a symbolic link" for name in "ab"]
+    assert said == [f"not copying data/{name}.txt: git tracks it, but data is a symbolic link" for name in "ab"]
 
 
 # ---- sync ----
@@ -197,7 +197,7 @@ def test_sync_brings_every_host_the_same_files_and_only_what_changed(
     assert "copied the working directory to" in said[-1] and all(host.name in said[-1] for host in netcluster.hosts)
     before = {host.name: (host.workdir / "train.py").stat().st_ino for host in netcluster.hosts}
     _sync(read, str(source), said)
-    assert said[-1] == "the working directory is the same on all hosts, nothing to copy"
+    assert said[-1] == "the working directory is already the same on all hosts"
     (netcluster.hosts[1].workdir / "train.py").write_text("edited there")
     _sync(read, str(source), said)
     assert said[-1].startswith(f"copied the working directory to {netcluster.hosts[1].name} (1 file, ") and said[
@@ -241,7 +241,7 @@ def test_what_another_folder_brought_to_the_same_workdir_stays(
     _sync(read, str(source), said)
     _sync(read, str(other), said)
     there = netcluster.hosts[0].workdir
-    left = f"{there} also has {len(WANTED) - 1} files that --sync copied from {os.uname().nodename}:{source}: they are kept; give each source its own workdir:"
+    left = f"{there} also has {len(WANTED) - 1} files that --sync copied from {os.uname().nodename}:{source}; to separate them, set another workdir: for each source"
     assert f"host {netcluster.hosts[0].name}: {left}" in said and not any("removed" in line for line in said)
     assert _tree(there).keys() == {*WANTED, "b.py"} and (there / "train.py").read_text() == "train.py of the other"
     (source / "run.sh").unlink()
@@ -392,7 +392,7 @@ def test_stage_brings_data_once_and_follows_links(netcluster: NetCluster, tmp_pa
         ).is_symlink()
         assert sorted(os.listdir(there)) == ["config.json", "snapshot"], "nothing of ours among the data"
     _stage(read, [remote], said)
-    assert said[-1].endswith("is the same on all hosts, nothing to copy")
+    assert said[-1].endswith("is already the same on all hosts")
     damaged = netcluster.hosts[2].home / "its models" / "7b" / "snapshot" / "weights"
     with open(damaged, "r+b") as file:
         file.seek(1 << 20)
@@ -408,8 +408,8 @@ def test_stage_of_one_file_and_of_what_is_not_there(netcluster: NetCluster, tmp_
     _stage(_read(netcluster), [f"{tmp_path}/tok.json=data/tok.json"], Said())
     assert all((host.workdir / "data" / "tok.json").read_text() == "{}" for host in netcluster.hosts)
     for told, says in (
-        (f"{tmp_path}/nope", "no file or folder"),
-        (f"{tmp_path}/tok.json=data/other.json", "a file keeps its name"),
+        (f"{tmp_path}/nope", "does not exist"),
+        (f"{tmp_path}/tok.json=data/other.json", "REMOTE must end with the name of the file, got other.json"),
     ):
         with pytest.raises(Refusal) as refused:
             _stage(_read(netcluster), [told], Said())
@@ -434,7 +434,10 @@ def test_a_link_out_of_a_staged_folder_is_refused_by_name(tmp_path: Path, kind: 
     with pytest.raises(Refusal) as refused:
         file_list.list_staged(str(model))
     leads_to = os.path.realpath(model / link)
-    assert f"the link {model / link} leads out of it, to {leads_to}; stage that by itself" in refused.value.line
+    assert (
+        f"the link {model / link} leads out of the folder, to {leads_to}; stage that path separately"
+        in refused.value.line
+    )
     assert "\n" not in refused.value.line
 
 
@@ -460,7 +463,7 @@ def test_a_link_out_of_the_hubs_entry_is_refused(tmp_path: Path) -> None:
     (tmp_path / "private").write_text("private")
     (entry / "blobs" / "0c1d").unlink()
     (entry / "blobs" / "0c1d").symlink_to(tmp_path / "private")
-    with pytest.raises(Refusal, match="leads out of it"):
+    with pytest.raises(Refusal, match="leads out of the folder"):
         file_list.list_staged(str(entry / "snapshots" / "rev"))
 
 
@@ -483,7 +486,7 @@ def test_a_link_without_an_end_is_named(tmp_path: Path) -> None:
         "b/x.bin",
     ], "twice the same is no cycle"
     for link, target, says in (
-        ("self", ".", f"leads back to {data}, which it is in"),
+        ("self", ".", f"leads back to {data}, which contains it"),
         ("b/other", "../a", f" leads back to {data}/"),
         ("loop", "loop", "/loop leads to itself"),
     ):
@@ -507,17 +510,17 @@ def test_a_host_that_comes_late_is_offered_what_the_others_got(
     (source / "train.py").write_text("edited")
     (data / "a.bin").write_text("new")
     copy = file_sync.LateCopy(read.hosts[1], read, loads)
-    assert wait_for(lambda: copy.over or None, 30)
+    assert wait_for(lambda: copy.is_over or None, 30)
     assert copy.failure == f"{data} could not be copied: {data}/a.bin has changed here since the run began"
     # The half-written file stays there until its end notices that the connection is gone.
     assert wait_for(lambda: True if _tree(late.workdir).keys() == WANTED else None, 30), _tree(late.workdir).keys()
     assert (late.workdir / "train.py").read_text() == "edited" and not _tree(first.workdir)
     (data / "a.bin").write_text("old")
     copy = file_sync.LateCopy(read.hosts[1], read, loads)
-    assert wait_for(lambda: copy.over or None, 30) and not copy.failure
+    assert wait_for(lambda: copy.is_over or None, 30) and not copy.failure
     assert (
         late.workdir / "data" / "a.bin"
-    ).read_text() == "old" and f"copied {data} to {late.name} (1 file, " in copy.brought
+    ).read_text() == "old" and f"copied {data} to {late.name} (1 file, " in copy.summary
 
 
 def test_a_remembered_hash_does_not_survive_a_change(tmp_path: Path) -> None:
@@ -643,7 +646,7 @@ def test_a_host_that_stays_silent_is_lost(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(file_sync, "SILENCE_S", 1.0)
     monkeypatch.setattr(file_sync, "GREETING_S", 2.0)
     failure = _copied(tmp_path / "source", tmp_path / "there", monkeypatch, ["sh", "-c", says])
-    assert "nothing was heard from it for" in failure and failure.isprintable(), failure
+    assert "it sent nothing for" in failure and failure.isprintable(), failure
 
 
 @pytest.mark.parametrize(
@@ -720,19 +723,19 @@ def test_the_program_is_compared_file_by_file(tmp_path: Path) -> None:
     (tmp_path / "0" / "pkg" / "net.py").unlink()
     answers["h0"] = files(str(tmp_path / "0"), "train.py")
     assert check_rules.program_differences(answers) == [
-        "host h0: train.py differs from host h1's, lacks pkg/net.py, has more.py besides; copy it with --sync"
+        "host h0: train.py differs from host h1's, does not have pkg/net.py, also has more.py; copy it with --sync"
     ]
     answers["h2"] = files(str(tmp_path / "2"), "absent.py")
     answers["h1"] = {"error": "no answer"}
     lacking = check_rules.missing_program_fix("../sy/q.py", "/home/me/train", True)
     assert check_rules.program_differences({"h2": answers["h2"]}, "../sy/q.py", lacking) == [
-        "host h2: ../sy/q.py does not exist there; it is not below /home/me/train, which --sync copies"
+        "host h2: ../sy/q.py does not exist there; move it below /home/me/train, which --sync copies"
     ]
     assert check_rules.missing_program_fix("/home/me/train/q.py", "/home/me/train", True).startswith(
-        "name it by its path below /home/me/train"
+        "give its path relative to /home/me/train"
     )
     assert check_rules.missing_program_fix("big/q.py", "/home/me/train", True).startswith(
-        "--sync leaves it out: git ignores it"
+        "--sync does not copy it: git ignores it"
     )
     assert check_rules.program_differences(answers, "train.py") == [
         "host h1: train.py could not be compared: no answer",

@@ -109,35 +109,35 @@ def test_the_test_cluster_is_not_this_machine_but_its_bridge_is(netcluster: NetC
         ("hosts: [{host: a}]\ndefaults: {host: b}", "defaults: unknown key 'host'"),
         ("hosts: [{host: a}, b, {host: a}]", "host a is listed twice"),
         ("hosts: [x@a, y@a]", "host a is listed twice"),
-        ("hosts: [localhost, 127.0.0.1]", "localhost and 127.0.0.1 are all this machine"),
-        ("hosts: []", "hosts: found []"),
-        ("defaults: {user: a}", "hosts: nothing"),
-        ("", "nothing; a hosts file has a key hosts:"),
-        ("[a, b]", "found ['a', 'b']"),
+        ("hosts: [localhost, 127.0.0.1]", "localhost and 127.0.0.1 are the same machine"),
+        ("hosts: []", "hosts: must be a list of hosts, got []"),
+        ("defaults: {user: a}", "hosts: must be a list of hosts, got nothing"),
+        ("", "must have a key hosts: with a list of hosts, got nothing"),
+        ("[a, b]", "got ['a', 'b']"),
         ("hosts: [{slots: 1}]", "host: is missing"),
-        ("hosts: [{host: 10}]", "host 1: host: found 10, not text; put it in quotes"),
-        ("hosts: [a, no]", "host 2: found False; put the name in quotes"),
+        ("hosts: [{host: 10}]", "host 1: host: must be text, got 10; put it in quotes"),
+        ("hosts: [a, no]", "host 2: must be a name or a mapping, got False; put the name in quotes"),
         ("hosts: ['192.168.1.100:22']", "host '192.168.1.100:22': write 192.168.1.100, and port: 22"),
         ("hosts: [{host: '[fe80::1]'}]", "host '[fe80::1]': write fe80::1 without brackets"),
         ("hosts: [{host: '[fe80::1]:2222'}]", "write fe80::1 without brackets, and port: 2222"),
-        ("hosts: [{host: a, python: venv/bin/python}]", "host a: python: venv/bin/python is relative; begin it with / or ~/"),
-        ("hosts: [a]\ndefaults: {venv: venv}", "host a: venv: venv is relative; begin it with / or ~/"),
-        ("hosts: [{host: a, user: no}]", "user: found False, not text; put it in quotes"),
-        ("hosts: [{host: a, user: }]", "user: has no value; leave the key out"),
-        ("hosts: [{host: a, slots: two}]", "slots: found 'two', not a whole number"),
-        ("hosts: [{host: a, slots: true}]", "slots: found True, not a whole number"),
-        ("hosts: [{host: a, slots: 0}]", "slots: 0; a host has at least one rank"),
-        ("hosts: [{host: a, port: 70000}]", "port: 70000 is not between"),
-        ("hosts: [{host: a, gpus: {}}]", "gpus: found {}"),
-        ("hosts: [{host: a, local: 1}]", "local: found 1"),
-        ("hosts: [{host: a, workdir: train}]", "workdir: train is relative"),
-        ("hosts: [{host: a, python: /p, venv: /v}]", "python and venv are both given"),
-        ("hosts: [[a]]", "host 1: found ['a']; write {host: NAME}"),
-        ("hosts: [{host: a}]\nenv: {BAD-NAME: 1}", "'BAD-NAME' is not a variable's name"),
-        ("hosts: [{host: a}]\nenv: {X: [1]}", "X: found [1]"),
-        ("hosts: [{host: a}]\nssh_options: -v", "ssh_options: found '-v'"),
-        ("hosts:\n  - {host: a, slots: 1\n  - {host: b}\n", "line 3: not YAML"),
-        ("hosts:\n  - host: a\n    slots: 1\n    slots: 2\n", "line 4: not YAML: the key slots appears twice"),
+        ("hosts: [{host: a, python: venv/bin/python}]", "host a: python: must be an absolute path, got venv/bin/python; begin it with / or ~/"),
+        ("hosts: [a]\ndefaults: {venv: venv}", "host a: venv: must be an absolute path, got venv; begin it with / or ~/"),
+        ("hosts: [{host: a, user: no}]", "user: must be text, got False; put it in quotes"),
+        ("hosts: [{host: a, user: }]", "user: must have a value;"),
+        ("hosts: [{host: a, slots: two}]", "slots: must be a whole number, got 'two'"),
+        ("hosts: [{host: a, slots: true}]", "slots: must be a whole number, got True"),
+        ("hosts: [{host: a, slots: 0}]", "slots: must be 1 or more, got 0"),
+        ("hosts: [{host: a, port: 70000}]", "port: must be between 1 and 65535, got 70000"),
+        ("hosts: [{host: a, gpus: {}}]", "gpus: must have the format of --gpus, got {}"),
+        ("hosts: [{host: a, local: 1}]", "local: must be true or false, got 1"),
+        ("hosts: [{host: a, workdir: train}]", "workdir: must be an absolute path, got train"),
+        ("hosts: [{host: a, python: /p, venv: /v}]", "python and venv can't both be set"),
+        ("hosts: [[a]]", "host 1: must be a name or a mapping, got ['a']; write {host: NAME}"),
+        ("hosts: [{host: a}]\nenv: {BAD-NAME: 1}", "'BAD-NAME' is not a valid name"),
+        ("hosts: [{host: a}]\nenv: {X: [1]}", "X: must be text, got [1]"),
+        ("hosts: [{host: a}]\nssh_options: -v", "ssh_options: must be a list, got '-v'"),
+        ("hosts:\n  - {host: a, slots: 1\n  - {host: b}\n", "line 3: not valid YAML"),
+        ("hosts:\n  - host: a\n    slots: 1\n    slots: 2\n", "line 4: not valid YAML: the key slots appears twice"),
     ],
 )  # fmt: skip
 def test_what_a_hosts_file_may_not_say(tmp_path: Path, text: str, says: str) -> None:
@@ -162,8 +162,8 @@ def test_what_is_no_name_is_refused(tmp_path: Path, user: str) -> None:
 
 @pytest.mark.parametrize(
     ("told", "says", "code"),
-    [("", "names no host", EX_USAGE), (" , ", "names no host", EX_USAGE), ("a,,b", "an empty name", EX_USAGE), ("a,b,a", "host a is listed twice", EX_USAGE), ("-oX,b", "'-oX' is not a name", EX_USAGE),
-     ("@a", "an empty user", EX_USAGE), ("a:22", "write a, and its port in a hosts file (port: 22)", EX_USAGE), ("hosts/cluster.txt", "ends in .yaml", EX_USAGE), ("nowhere/cluster.yaml", "no hosts file nowhere/cluster.yaml", EX_NOINPUT)],
+    [("", "has no host name", EX_USAGE), (" , ", "has no host name", EX_USAGE), ("a,,b", "a host name is empty", EX_USAGE), ("a,b,a", "host a is listed twice", EX_USAGE), ("-oX,b", "'-oX' is not a valid name", EX_USAGE),
+     ("@a", "user: must not be empty", EX_USAGE), ("a:22", "write a, and its port in a hosts file (port: 22)", EX_USAGE), ("hosts/cluster.txt", "must end in .yaml", EX_USAGE), ("nowhere/cluster.yaml", "the hosts file nowhere/cluster.yaml does not exist", EX_NOINPUT)],
 )  # fmt: skip
 def test_what_the_flag_may_not_say(told: str, says: str, code: int) -> None:
     with pytest.raises(Refusal) as refused:
@@ -176,13 +176,13 @@ def test_a_file_without_its_ending_is_not_taken_for_a_host(tmp_path: Path, monke
     (tmp_path / "hostfile").write_text("10.0.0.1 slots=2\n")
     with pytest.raises(Refusal) as refused:
         hosts.read_hosts_file("hostfile")
-    assert "a hosts file ends in .yaml" in refused.value.line and refused.value.code == EX_USAGE
+    assert "the name of a hosts file must end in .yaml" in refused.value.line and refused.value.code == EX_USAGE
 
 
 def test_files_it_names_must_be_there(tmp_path: Path) -> None:
     for text, says in (
-        ("ssh_config: /no/config\nhosts: [a]", "ssh_config: no file /no/config"),
-        ("hosts: [{host: a, identity: key}]", f"host a: identity: no file {tmp_path}/key"),
+        ("ssh_config: /no/config\nhosts: [a]", "ssh_config: the file /no/config does not exist"),
+        ("hosts: [{host: a, identity: key}]", f"host a: identity: the file {tmp_path}/key does not exist"),
     ):
         with pytest.raises(Refusal) as refused:
             hosts.read_hosts_file(_file(tmp_path, text))
@@ -264,7 +264,7 @@ def test_a_folder_for_connections_that_is_not_ours_alone_is_not_used(
 ) -> None:
     read = hosts.read_hosts_file(_file(tmp_path, "hosts: [{host: b}]"))
     for name, says in (
-        ("open", "belongs to another user, or is open to others"),
+        ("open", "belongs to another user or is open to others"),
         ("no/where", "can't be made (No such file or directory)"),
         ("own", ""),
     ):
@@ -316,23 +316,23 @@ def test_a_jump_host_of_the_ssh_config_leads_to_the_next(netcluster: NetCluster)
     ("said", "code", "line"),
     [
         ("ssh: connect to host b port 22: Connection refused\n", 255, "connection refused: nothing listens on its ssh port; start sshd there, or fix the port"),
-        ("ssh: connect to host b port 22: No route to host\n", 255, "no route to it: switched off"),
+        ("ssh: connect to host b port 22: No route to host\n", 255, "no route to it: it is switched off"),
         ("ssh: connect to host b port 22: Network is unreachable\n", 255, "no route to it"),
-        ("ssh: connect to host b port 22: Connection timed out\n", 255, "no answer: switched off, or a firewall"),
+        ("ssh: connect to host b port 22: Connection timed out\n", 255, "no answer: it is switched off, or a firewall"),
         ("Connection timed out during banner exchange\nConnection to 10.0.0.1 port 22 timed out\n", 255, "ssh connected, but no data came back"),
         ("ssh: Could not resolve hostname b: Name or service not known\n", 255, "unknown host (Name or service not known)"),
         ("@@@@\n@  WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!  @\n@@@\nOffending ED25519 key in /h/known_hosts:3\nHost key verification failed.\n", 255,
-         "its host key changed since it was last known (/h/known_hosts, line 3); find out why; if it was installed again: ssh-keygen -R b"),
+         "its host key changed since it was last known (/h/known_hosts, line 3); find out why; after a new installation, run ssh-keygen -R b"),
         ("Host key verification failed.\n", 255, "Host key verification failed: its key is not known here; connect once by hand (`ssh b`)"),
         ("u@b: Permission denied (publickey).\n", 255, "Permission denied (publickey): none of our keys is accepted for user u; ssh-copy-id"),
         ("@  WARNING: UNPROTECTED PRIVATE KEY FILE!  @\nPermissions 0644 for '/h/my key' are too open.\nLoad key \"/h/my key\": bad permissions\nu@b: Permission denied (publickey).\n", 255,
          "permission denied: the private key /h/my key has permissions 0644, so ssh does not use it; chmod 600 '/h/my key'"),
         ('Load key "/h/k": error in libcrypto\nu@b: Permission denied (publickey).\n', 255, "the private key /h/k can't be read (error in libcrypto)"),
-        ("Received disconnect from 10.0.0.1 port 22:2: Too many authentication failures\nDisconnected\n", 255, "too many keys were offered; name the right one with identity:"),
+        ("Received disconnect from 10.0.0.1 port 22:2: Too many authentication failures\nDisconnected\n", 255, "too many keys were offered; set identity: to the right one"),
         ("kex_exchange_identification: Connection closed by remote host\nConnection closed by 10.0.0.1 port 22\n", 255, "its sshd closed the connection"),
-        ("Bad owner or permissions on /h/.ssh/config\n", 255, "ssh does not read /h/.ssh/config"),
-        ("/h/c: line 3: Bad configuration option: foo\n/h/c: terminating, 1 bad configuration options\n", 255, "ssh's settings: /h/c: line 3: Bad configuration option: foo"),
-        ("bash: line 1: /no/such/python: No such file or directory\n", 127, "no Python: /no/such/python does not exist there; name one with python:, venv: or --python"),
+        ("Bad owner or permissions on /h/.ssh/config\n", 255, "ssh refuses to read /h/.ssh/config"),
+        ("/h/c: line 3: Bad configuration option: foo\n/h/c: terminating, 1 bad configuration options\n", 255, "ssh can't read its settings: /h/c: line 3: Bad configuration option: foo"),
+        ("bash: line 1: /no/such/python: No such file or directory\n", 127, "no Python: /no/such/python does not exist there; set python:, venv: or --python"),
         ("motd\nsh: 1: python3: not found\n", 127, "no Python: python3 does not exist there"),
         ("zsh:1: no such file or directory: /no/py\n", 127, "no Python: /no/py does not exist there"),
         ("bash: line 1: /etc: Is a directory\n", 126, "no Python: /etc can't be executed there"),
@@ -455,13 +455,13 @@ def test_init_asks_the_hosts_and_writes_a_file_that_reads_back(stoker: Stoker, n
     ].user == "root"
     text = (stoker.cwd / "cluster.yaml").read_text()
     python3_has_torch = "no torch in python3" not in text  # of the machine that the tests run on
-    assert (f"no torch on {c.name} (looked at ~/venv/bin/python, " in done.err) is not python3_has_torch, done.err
+    assert (f"no torch on {c.name} (tried ~/venv/bin/python, " in done.err) is not python3_has_torch, done.err
     assert f"no torch on {a.name}" not in done.err
-    assert "# 2 × NVIDIA A40, torch 2.9.1" in text and "# no GPU: one CPU rank, torch 2.10.0" in text
+    assert "# 2 × NVIDIA A40, torch 2.9.1" in text and "# no GPU, one CPU rank, torch 2.10.0" in text
     again = stoker("cluster", "init", a.name, *_reaching(netcluster))
     assert (
         again.code == 73
-        and "cluster.yaml is there already: --force" in again.err
+        and "cluster.yaml already exists; use --force" in again.err
         and (stoker.cwd / "cluster.yaml").read_text() == text
     )
     (stoker.cwd / "sub").mkdir()
@@ -491,8 +491,8 @@ def test_init_names_every_host_that_does_not_answer_and_writes_nothing(stoker: S
     for words, says in (
         (["a", "a"], "host a is listed twice"),
         (["-x"], ""),
-        (["a b"], "is not a name"),
-        (["a", "--out", "no/where.yaml"], "no folder"),
+        (["a b"], "is not a valid name"),
+        (["a", "--out", "no/where.yaml"], "does not exist"),
     ):
         refused = stoker("cluster", "init", *words)
         assert refused.code in (64, 73, 78) and says in refused.err and "Traceback" not in refused.err, refused.err
@@ -531,7 +531,7 @@ def test_a_folder_for_connections_that_another_user_put_there_is_not_used(
             sockets.mkdir(mode=0o700)
 
     do_as(ATTACKER, plant)
-    assert ssh.why_unshared() and ssh._shared() == ["-oControlMaster=no", "-oControlPath=none"]
+    assert ssh.why_unshared() and ssh._sharing_options() == ["-oControlMaster=no", "-oControlPath=none"]
 
 
 @pytest.mark.parametrize("text", ["x@" * 30_000, "line 1: bad\n" * 5000, "\x1b[2J\x07" * 100, "\n" * 60_000])

@@ -23,7 +23,7 @@ from stoker.contract.slurm_job import SlurmJob
 from stoker.control.machine.run_origin import RunOrigin
 from stoker.control.scheduler import slurm as engine
 from stoker.control.scheduler import slurm_job
-from stoker.control.scheduler.slurm_submit import SubmitOptions, make_script, parse_seeds, slurm_time, time_limit_s
+from stoker.control.scheduler.slurm_submit import SubmitOptions, make_script, parse_seeds, parse_time_limit, slurm_time
 from stoker.control.verdict import slurm_ends as words
 
 ALL_REDUCE = """
@@ -222,7 +222,7 @@ def test_a_requeued_job_goes_on_with_the_same_run(stoker: Stoker, slurm: SlurmCl
     for rank in (0, 1):
         assert (run_dir / "attempt-0" / f"rank-{rank}.log").read_text() == "begins\nsaved\n"
         assert (run_dir / "attempt-1" / f"rank-{rank}.log").read_text() == "goes on from step 41\n"
-    assert "back to the queue" in said and "restart 1" in said and f"starting run {run_dir.name} again" in said
+    assert "requeueing it" in said and "restart 1" in said and f"starting run {run_dir.name} again" in said
     assert stoker.result().verdict["cause"] == "completed"
 
 
@@ -309,7 +309,7 @@ def test_in_a_job_the_cluster_check_asks_its_nodes(stoker: Stoker, slurm: SlurmC
         one["examination"] and not one["error"] for one in hosts
     ), done.out
     assert [one["text"] for one in report["findings"] if one["id"] == "between.same-host"] == [
-        f"node1 and node2 are one machine, {hosts[0]['address']}"
+        f"node1 and node2 are the same machine, {hosts[0]['address']}"
     ], "as here they are"
     refused = _inside(stoker, slurm, ["salloc", "--quiet", "-N2"], "cluster", "check", "--tune")
     assert refused.code == 64 and "a Slurm job has none" in refused.err
@@ -370,7 +370,7 @@ def test_outside_its_job_a_run_is_refused_in_one_line(stoker: Stoker, slurm: Slu
     """A shell may outlive its job, and a variable a shell."""
     over = slurm.ask("sbatch", "--parsable", "--output=/dev/null", "--wrap", "true").strip()
     assert wait_for(lambda: True if slurm.state(over) == "COMPLETED" else None, 20)
-    for job, says in ((over, "that job is COMPLETED"), ("99999", "Slurm knows no such job")):
+    for job, says in ((over, "that job is COMPLETED"), ("99999", "Slurm does not know that job")):
         done = stoker(
             "run",
             stoker.script("ok.py", "print('ran')\n"),
@@ -418,7 +418,7 @@ def test_what_sbatch_refuses_is_said_in_its_words_and_leaves_no_script(stoker: S
     done = submit(stoker, slurm, "--partition", "gold", "--", stoker.script("ok.py", "print('ran')\n"), code=69)
     assert (
         done.err.count("\n") == 1
-        and "sbatch refuses the job" in done.err
+        and "sbatch refused the job" in done.err
         and "invalid partition specified: gold" in done.err
     )
     assert list((stoker.cwd / "runs" / "slurm").iterdir()) == []
@@ -443,30 +443,30 @@ def _inside(stoker: Stoker, slurm: SlurmCluster, around: list[str], *args: str) 
     ("args", "code", "says"),
     [
         (["--nodse", "2", "--", "ok.py"], 64, "unknown option --nodse (did you mean --nodes?)"),
-        (["--nodes", "0", "--", "ok.py"], 64, "--nodes 0"),
-        (["--gpus-per-node", "many", "--", "ok.py"], 64, "--gpus-per-node many"),
-        (["--time", "soon", "--", "ok.py"], 64, "--time soon: write it like 30m"),
-        (["--mem", "lots", "--", "ok.py"], 64, "--mem lots"),
+        (["--nodes", "0", "--", "ok.py"], 64, "--nodes must be 1 or more, got 0"),
+        (["--gpus-per-node", "many", "--", "ok.py"], 64, "--gpus-per-node must be a number from 1 up, or a type"),
+        (["--time", "soon", "--", "ok.py"], 64, "--time soon is not a time; write it like 30m"),
+        (["--mem", "lots", "--", "ok.py"], 64, "--mem must be a size"),
         (
             ["--time", "1m", "--signal-before", "2m", "--", "ok.py"],
             64,
-            "--signal-before 120s is not before the end of --time 1m",
+            "--signal-before 120s must be shorter than --time 1m",
         ),
         (
             ["--time", "1:00", "--requeue", "--", "ok.py"],
             64,
-            "--signal-before 60s is not before the end of --time 1:00",
+            "--signal-before 60s must be shorter than --time 1:00",
         ),
-        (["--array-seeds", "a-b", "--", "ok.py"], 64, "--array-seeds a-b"),
+        (["--array-seeds", "a-b", "--", "ok.py"], 64, "--array-seeds must be seeds like"),
         (
             ["--array-seeds", "1,3-1", "--", "ok.py"],
             64,
-            "--array-seeds 1,3-1: a range goes from the lower seed to the higher",
+            "--array-seeds: a range must go from the lower to the higher seed with a step from 1 up, got 1,3-1",
         ),
         (
             ["--array-seeds", "1-3:0", "--", "ok.py"],
             64,
-            "--array-seeds 1-3:0: a range goes from the lower seed to the higher, 1-3, by a step from 1 up",
+            "--array-seeds: a range must go from the lower to the higher seed with a step from 1 up, got 1-3:0",
         ),
         (["--name", "a b;c", "--", "ok.py"], 64, "--name 'a b;c'"),
         (["--partition", "x\ny", "--", "ok.py"], 64, "--partition"),
@@ -505,7 +505,7 @@ def test_a_job_without_slurms_programs_is_refused(stoker: Stoker) -> None:
         stoker.script("ok.py", "print('ran')\n"),
         env={"PATH": str(stoker.cwd), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b"},
     )
-    assert done.code == 69 and "no scontrol on the PATH" in done.err and done.err.count("\n") == 1
+    assert done.code == 69 and "scontrol is not on the PATH" in done.err and done.err.count("\n") == 1
 
 
 def test_a_job_script_holds_no_secret_and_quotes_what_a_shell_would_act_on(tmp_path: Path) -> None:
@@ -571,11 +571,11 @@ def test_a_requeued_job_goes_on_although_its_first_start_was_on_another_node(sto
 
 def test_the_words_slurm_uses_are_read() -> None:
     assert engine.parse_tasks_per_node("2(x3),1") == [2, 2, 2, 1]
-    assert engine.gres_lines(
+    assert engine.parse_gres_lines(
         "   JOB_GRES=gpu:3\n     Nodes=node1 CPU_IDs=0 Mem=0 GRES=gpu:2(IDX:0-1)\n     Nodes=node[2-3] CPU_IDs=0 Mem=0 GRES=\n"
     ) == [("node1", "gpu:2(IDX:0-1)"), ("node[2-3]", "")]
     assert [
-        engine.gpu_count(held)
+        engine.count_gpus(held)
         for held in ("gpu:2(IDX:0-1)", "gpu:a100:4(IDX:0-3),gpu:h100:1(IDX:4)", "gpu:8", "shard:3(IDX:0)", "")
     ] == [2, 5, 8, 0, 0]
     assert [slurm_time(text) for text in ("90m", "2d", "30s", "1-12:00:00", "15")] == [
@@ -595,7 +595,7 @@ def test_the_words_slurm_uses_are_read() -> None:
         "0": 0,
         "UNLIMITED": None,
     }
-    assert {text: time_limit_s(text) for text in spelled} == spelled
+    assert {text: parse_time_limit(text) for text in spelled} == spelled
     assert parse_seeds("0-4") == [0, 1, 2, 3, 4] and parse_seeds("1,7,10-14:2%2") == [1, 7, 10, 12, 14]
     job = slurm_job.parse_sacct("12|CANCELLED by 1000|0:15|None|node[1-2]|01:00:00")
     assert job == SlurmJob("12", "CANCELLED", "", 0, 15, 0, "node[1-2]", "01:00:00", "1000")
@@ -631,8 +631,10 @@ def test_who_asks_decides_whether_the_whole_job_is_meant(
         "node": "NodeName=a NodeAddr=10.0.0.1\nNodeName=b NodeAddr=10.0.0.2\n",
         "config": "TaskPlugin = task/affinity\n",
     }
-    monkeypatch.setattr(engine, "ask_slurm", lambda *argv: answers[next(word for word in argv if word in answers)])
-    found = engine.allocation(
+    monkeypatch.setattr(
+        engine, "run_slurm_command", lambda *argv: answers[next(word for word in argv if word in answers)]
+    )
+    found = engine.find_allocation(
         {
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NODELIST": "[a-b]",
@@ -655,7 +657,9 @@ def test_who_asks_decides_whether_the_whole_job_is_meant(
 
 def test_a_step_of_many_tasks_is_not_a_run_each() -> None:
     with pytest.raises(Refusal, match="once per task"):
-        engine.allocation({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"})
+        engine.find_allocation(
+            {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The coordinator's connections to its agents: reads and writes without blocking, and finds out when and why one is lost."""
+"""The coordinator's connections to its agents: reads and writes without blocking, and detects lost agents and why."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from stoker.contract.text import escape
 from stoker.control.cluster.transport import AgentLink
 from stoker.control.machine.model import Machine
 
-_CHUNK = 1 << 16  # the capacity of a pipe; for more, Python maps and unmaps a megabyte for every message
-GREETING_S = 20.0  # a login may be slow; an agent that has greeted sends a ping every second
-_MANY_AGENTS = 8  # above it, messages are gathered for a moment: waking up costs more than handling a message
+_CHUNK = (
+    1 << 16
+)  # bytes read at once: the capacity of a pipe. For larger buffers malloc maps and unmaps memory each time
+GREETING_S = 20.0  # limit for the greeting, since a login may be slow; afterwards an agent pings every second
+# With more agents than this, messages are gathered for 20 ms, because waking up costs more than handling a message.
+_MANY_AGENTS = 8
 _GATHER_S = 0.02
-_MAX_PREAMBLE = 1 << 16  # characters kept of what a login prints: only a few lines are ever shown
-QUIET_S = 1.5  # an agent that pings every second and has been silent this long may be lost
+_MAX_PREAMBLE = 1 << 16  # characters kept of a login's output, of which a few lines are shown at most
+QUIET_S = 1.5  # an agent pings every second; after this long without a message it may be lost
 
 
 class AgentClient:
-    """One connection to the agent of one host. A host that is lost and comes back gets a new one."""
+    """A connection to the agent of one host. A host that is lost and comes back gets a new connection."""
 
     def __init__(self, link: AgentLink) -> None:
         self.link = link
@@ -34,20 +37,20 @@ class AgentClient:
         self.decoder = protocol.Decoder(expect_sentinel=True)
         self.outbox = bytearray(link.first_bytes)
         link.first_bytes = b""
-        self.heard = time.monotonic()  # when it last sent anything
-        self.gone: str = ""  # why it is lost; empty while it is not
-        self._lock = threading.RLock()  # the ping thread writes too
+        self.heard_at = time.monotonic()  # when it last sent a message
+        self.gone: str = ""  # why it is lost, or "" if it is connected
+        self._lock = threading.RLock()  # for the outbox: the ping thread writes too
         self.complaint = ""  # the last line of its stderr
-        self.preamble = ""  # stderr before the greeting: a banner, or why there is no agent
+        self.preamble = ""  # stderr before the greeting: a banner, or why the agent did not start
         self.answers: dict[str, protocol.Message] = {}  # the newest message of each awaited kind
-        self.probed: dict[str, Any] = {}  # probe name -> answer, of a host that waits to join
-        self.machine: Machine | None = None  # as last reported
-        self.selves: list[list[int]] = []  # pid and start time of its guardian and agent
+        self.probed: dict[str, Any] = {}  # probe name -> answer, for a host that waits to join
+        self.machine: Machine | None = None  # the newest report
+        self.selves: list[list[int]] = []  # pid and start time of the guardian and of the agent
 
     @property
-    def quiet(self) -> bool:
-        """Return whether a living agent has been silent for longer than usual."""
-        return not self.gone and self.decoder.greeted and time.monotonic() - self.heard > QUIET_S
+    def is_quiet(self) -> bool:
+        """Return whether a connected agent has been silent for longer than usual."""
+        return not self.gone and self.decoder.greeted and time.monotonic() - self.heard_at > QUIET_S
 
     def say(self, message: protocol.Message) -> None:
         """Send a message, unless the agent is lost."""
@@ -57,7 +60,7 @@ class AgentClient:
                 self.flush()
 
     def flush(self) -> None:
-        """Write as much of the outbox as the pipe takes."""
+        """Write as much of the outbox as fits into the pipe."""
         with self._lock:
             try:
                 while self.outbox:
@@ -66,28 +69,28 @@ class AgentClient:
                 return
             except OSError as problem:
                 if self.decoder.greeted or self.link.local:
-                    self.lose(f"its pipe is closed ({problem.strerror})")
+                    self.mark_lost(f"its pipe is closed ({problem.strerror})")
                 else:
-                    self.outbox.clear()  # ssh did not connect: its exit will say why
+                    self.outbox.clear()  # ssh did not connect; its exit will give the reason
 
-    def lose(self, why: str) -> None:
+    def mark_lost(self, why: str) -> None:
         """Mark the agent as lost. Only the first reason counts."""
         with self._lock:
             if not self.gone:
                 self.gone = why
                 self.outbox.clear()
 
-    def retire(self) -> None:
-        """Close our end of its stdin. The lock keeps a ping from writing to a descriptor that is reused by then."""
+    def close_stdin(self) -> None:
+        """Close our end of the agent's stdin. The lock keeps a ping from writing to a reused descriptor."""
         with self._lock:
             self.flush()
-            self.lose("closed")
+            self.mark_lost("closed")
             os.close(self.link.stdin)
 
-    def cut_off(self) -> None:
-        """Close the connection to a lost agent, so that no late message arrives. It ends itself after its silence limit."""
-        self.retire()
-        if not self.link.local:  # the ssh client is our child; the guardian of this machine is left to sweep
+    def disconnect(self) -> None:
+        """Close the connection to a lost agent, so that no late message arrives. The agent ends after its silence limit."""
+        self.close_stdin()
+        if not self.link.local:  # the ssh client is our child; a local guardian must live to stop its ranks
             signal_child(self.link.pid, signal.SIGKILL)
             os.waitpid(self.link.pid, 0)
         os.close(self.link.stdout)
@@ -99,7 +102,11 @@ ComplaintHandler = Callable[[AgentClient, str], None]
 
 
 class AgentPool:
-    """All agents of a run: `all` in rank order, and `waiting`, those of hosts that are back and join the next attempt."""
+    """The agents of a run.
+
+    `all` are those of the current attempt, in rank order. `waiting` are those of hosts that came back and will join the
+    next attempt.
+    """
 
     def __init__(self, links: list[AgentLink], on_message: MessageHandler, on_complaint: ComplaintHandler) -> None:
         self.all: list[AgentClient] = []
@@ -115,7 +122,7 @@ class AgentPool:
         os.set_blocking(self._wake_write, False)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
-        # A log file on a stalled NFS blocks the main loop. Pings come from a thread, so agents don't take that for death.
+        # A log file on a stalled NFS blocks the main loop. A thread sends the pings, so that agents don't count us as dead.
         self._closing = threading.Event()
         threading.Thread(target=self._ping, name="ping", daemon=True).start()
 
@@ -127,16 +134,16 @@ class AgentPool:
 
     def drop(self, client: AgentClient) -> None:
         """Close the connection to a lost agent and forget it."""
-        for handle in (client.link.stdout, client.link.stderr, client.link.stdin):
-            if handle in self._selector.get_map():
-                self._selector.unregister(handle)
+        for fd in (client.link.stdout, client.link.stderr, client.link.stdin):
+            if fd in self._selector.get_map():
+                self._selector.unregister(fd)
         for clients in (self.all, self.waiting):
             if client in clients:
                 clients.remove(client)
-        client.cut_off()
+        client.disconnect()
 
     def join(self, ready: list[str], order: list[str]) -> list[str]:
-        """Move the waiting agents of `ready` hosts into the run, in the order of the hosts. Return the hosts that joined."""
+        """Move the waiting agents of `ready` hosts to `all`, sorted by `order`. Return the hosts that joined."""
         joined = [client for client in self.waiting if not client.gone and client.host in ready]
         self.waiting = [client for client in self.waiting if client not in joined]
         self.all = sorted([*self.all, *joined], key=lambda client: order.index(client.host))
@@ -160,23 +167,23 @@ class AgentPool:
             time.sleep(max(0.0, min(self._next_select - time.monotonic(), _GATHER_S)))
         ready = self._selector.select(min(seconds, protocol.PING_S))
         self._next_select = time.monotonic() + _GATHER_S
-        now = time.monotonic()  # before messages are handled: that time must not count as the agents' silence
+        now = time.monotonic()  # taken before messages are handled, so that the handling does not count as silence
         for key, events in ready:
             if key.data is None:
                 os.read(self._wake_read, 4096)
                 continue
-            handle, client = key.data
-            handle(client)
+            handler, client = key.data
+            handler(client)
             if events & selectors.EVENT_READ:
-                client.heard = now
+                client.heard_at = now
         for client in [*self.all, *self.waiting]:
             limit = protocol.SILENCE_S if client.decoder.greeted else GREETING_S
-            if not client.gone and now - client.heard > limit:
+            if not client.gone and now - client.heard_at > limit:
                 connected = client.decoder.greeted or client.link.local
                 self._lose(client, f"silent for {limit:.0f} s" if connected else _why_not_connected(client))
 
     def _write(self, client: AgentClient) -> None:
-        """Flush the outbox, and wait for the pipe to drain if it does not fit: the agent's files are several pipes full."""
+        """Flush the outbox. Register the pipe for writing if it is full: the agent's files are larger than a pipe."""
         if client.outbox:
             client.flush()
         registered = client.link.stdin in self._selector.get_map()
@@ -195,21 +202,21 @@ class AgentPool:
                 for message, payload in client.decoder.feed(data):
                     self._on_message(client, protocol.check_message(message), payload)
             except protocol.ProtocolError as problem:
-                self._lose(client, f"it is broken: {problem}" if client.decoder.greeted else str(problem))
+                self._lose(client, f"it sent an invalid message: {problem}" if client.decoder.greeted else str(problem))
             return
         self._read_stderr(client)
         if not client.decoder.greeted and not client.link.local:
-            # The process of a shared ssh connection writes stderr itself, perhaps after stdout is closed.
+            # With a shared ssh connection another process writes stderr, perhaps after stdout is closed.
             deadline = time.monotonic() + 0.5
             while client.link.stderr in self._selector.get_map() and time.monotonic() < deadline:
                 self._read_stderr(client)
                 time.sleep(0.002)
             self._lose(client, _why_not_connected(client))
             return
-        # What a login printed before the greeting is not why the agent ended.
+        # Text that a login prints before the greeting does not explain the end of an agent that has greeted.
         greeting = b"" if client.decoder.greeted else client.decoder.greeting
-        last = client.complaint or escape(greeting.decode("utf-8", "replace").strip().rpartition("\n")[2], 1000)
-        self._lose(client, f"it ended: {last}" if last else _why_ended(client))
+        last_line = client.complaint or escape(greeting.decode("utf-8", "replace").strip().rpartition("\n")[2], 1000)
+        self._lose(client, f"it ended: {last_line}" if last_line else _why_ended(client))
 
     def _read_stderr(self, client: AgentClient) -> None:
         if client.link.stderr not in self._selector.get_map():
@@ -231,12 +238,12 @@ class AgentPool:
                 self._on_complaint(client, escape(line, 1000))
 
     def _lose(self, client: AgentClient, why: str) -> None:
-        client.lose(why)
+        client.mark_lost(why)
         if client.link.stdout in self._selector.get_map():
             self._selector.unregister(client.link.stdout)
 
     def close(self) -> None:
-        """Tell every agent to end, and wait up to 3 s. A slow one is left to its guardian, which sees the pipe close."""
+        """Tell every agent to end, and wait up to 3 s. The guardian of a slower agent ends it when the pipe closes."""
         self._closing.set()
         clients = [*self.all, *self.waiting]
         for client in clients:
@@ -244,7 +251,7 @@ class AgentPool:
         deadline = time.monotonic() + 3.0
         ending = {client.link.pid: client.link for client in clients}
         for client in clients:
-            client.retire()
+            client.close_stdin()
         while ending and time.monotonic() < deadline:
             for pid in list(ending):
                 if os.waitpid(pid, os.WNOHANG)[0] == pid:
@@ -252,7 +259,7 @@ class AgentPool:
             if ending:
                 time.sleep(0.001)
         for pid, link in ending.items():
-            if not link.local:  # an ssh client whose other side no longer answers
+            if not link.local:  # an ssh client whose host is not responding
                 signal_child(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
         for client in clients:
@@ -262,7 +269,7 @@ class AgentPool:
 
 
 def _why_not_connected(client: AgentClient) -> str:
-    """Explain why ssh ended, or fell silent, before any agent greeted."""
+    """Return why ssh ended or fell silent before the agent greeted."""
     from stoker.control.cluster.ssh import explain_failure
 
     output = client.preamble + client.decoder.greeting.decode("utf-8", "replace")
@@ -270,17 +277,17 @@ def _why_not_connected(client: AgentClient) -> str:
 
 
 def _why_ended(client: AgentClient) -> str:
-    """Explain the end of an agent that wrote no error message. ssh exits with 255 if a connection breaks or a signal ends it."""
+    """Return why an agent ended that wrote no error message."""
     if client.link.local:
         return "it ended"
     code = _exit_code(client)
-    if code in (None, 0, 255):
+    if code in (None, 0, 255):  # 255: ssh lost the connection or was ended by a signal
         return "its agent ended, or the connection to it broke, without an error message"
     return f"its agent ended with exit code {code}"
 
 
 def _exit_code(client: AgentClient) -> int | None:
-    """Return the exit code of the local client process, without reaping it, or None if it still runs after 0.5 s."""
+    """Return the exit code of the local client process without reaping it, or None if it still runs after 0.5 s."""
     deadline = time.monotonic() + 0.5
     while (status := os.waitid(os.P_PID, client.link.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
         if time.monotonic() > deadline:
@@ -290,14 +297,14 @@ def _exit_code(client: AgentClient) -> int | None:
 
 
 class UnusableHosts(Refusal):
-    """Raised with all hosts that can't be used: host name -> why."""
+    """Raised if hosts can't be used. `hosts` maps each of them to the reason."""
 
     def __init__(self, hosts: dict[str, str], total: int, code: int = EX_UNAVAILABLE) -> None:
         self.hosts = {name: why.replace(f"is gone: host {name}: ", "is gone: ", 1) for name, why in hosts.items()}
-        (first, why), *others = self.hosts.items()
+        (first, why), *other_hosts = self.hosts.items()
         if total == 1 and not first:
             line = f"the agent on this machine {why}"
-        elif not others:
+        elif not other_hosts:
             line = f"host {first} can't be used: {short_reason(why)}"
         else:
             reasons = "; ".join(f"{name}: {short_reason(why)}" for name, why in self.hosts.items())
@@ -306,5 +313,5 @@ class UnusableHosts(Refusal):
 
 
 def short_reason(why: str) -> str:
-    """Return the reason without "is gone:" or "it ended:", for a line that already says so."""
+    """Return the reason without "is gone:" or "it ended:", for lines that already state it."""
     return why.removeprefix("is gone: ").removeprefix("it ended: ")

@@ -1,7 +1,7 @@
-"""The zip of Stoker's files that is sent to another host, and the code that unpacks it there.
+"""Packs Stoker's files into a zip for another host, and has the code that unpacks it there.
 
-It contains the agent's packages and the training plane, so a rank's `stoker` has the coordinator's version, whatever is
-installed on the host. What the training plane imports (torch, numpy, tokenizers, safetensors) must be in the host's Python.
+The zip contains the agent's packages and the training plane, so `stoker` on every rank has the coordinator's version, even
+if another one is installed there. The host's Python must have torch, numpy, tokenizers and safetensors.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from stoker.control.cluster.transport import ROOT
 
 _PACKAGES = ("contract", "control/agent", "control/machine", "control/rank", "control/record", "training")
 
-OLDEST_PYTHON = (3, 10)  # of the agent, and of every torch that is still supported
+OLDEST_PYTHON = (3, 10)  # the oldest that the agent runs on; no supported torch needs an older one
 TOO_OLD = "stoker: this Python is too old for the agent:"
 NOT_WRITTEN = "stoker: the agent's files can't be written:"
 DAMAGED = "stoker: the agent's files did not arrive whole"
 
-# Runs on the other host, on any Python 3. It reads the zip from stdin, where the protocol follows it, and unpacks it to a
-# folder named after its digest, so that the next run finds it compiled. A folder that lost files (a cleaner of caches, a
-# full disk) is replaced.
+# Runs on the other host, on any Python 3. It reads the zip from stdin, where the agent protocol follows it, and unpacks it
+# to a folder named after its digest, so that the next run finds compiled files. A folder with missing files, after a cache
+# cleaner or a full disk, is replaced.
 _UNPACK = (
     """
 import sys
@@ -77,7 +77,7 @@ boot(sys.argv[2:])
 def unpack_code(module: str = "stoker.control.agent.guardian") -> str:
     """Return Python code that unpacks the files and calls the module's `boot`.
 
-    It is in base64, without a character that a login shell would interpret (csh ends a command at a newline).
+    It is encoded in base64, which has no character that a login shell interprets. Even a newline would end a command in csh.
     """
     import base64
 
@@ -86,7 +86,7 @@ def unpack_code(module: str = "stoker.control.agent.guardian") -> str:
 
 
 def size_and_digest(packed: bytes) -> str:
-    """Return the argument that tells the unpacking code how many bytes to read, and their digest."""
+    """Return the argument of the unpacking code: the number of bytes to read, and their digest."""
     import hashlib
 
     return f"{len(packed)}:{hashlib.sha256(packed).hexdigest()}"
@@ -94,7 +94,7 @@ def size_and_digest(packed: bytes) -> str:
 
 @functools.cache
 def pack_agent() -> bytes:
-    """Return the zip. The same files give the same bytes."""
+    """Return the zip. Equal files give equal bytes, so that the digest stays the same."""
     paths = [os.path.join(ROOT, "stoker", name) for name in ("__init__.py", "balance.py", "control/__init__.py")]
     for package in _PACKAGES:
         for folder, _, names in sorted(os.walk(os.path.join(ROOT, "stoker", package))):
@@ -107,6 +107,6 @@ def pack_agent() -> bytes:
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         for path, name in files:
             with open(path, "rb") as file:
-                info = zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0))  # one date for all
+                info = zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0))  # a fixed date keeps the bytes equal
                 archive.writestr(info, file.read(), zipfile.ZIP_DEFLATED)
     return packed.getvalue()

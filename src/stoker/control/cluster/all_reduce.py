@@ -1,4 +1,4 @@
-"""An all-reduce over the hosts with their own torch, one rank per host, what a step's gradients cost at its rate, and --tune."""
+"""Measures an all-reduce between the hosts, predicts the cost of a step's gradients from it, and tunes it (--tune)."""
 
 from __future__ import annotations
 
@@ -21,51 +21,55 @@ from stoker.control.cluster.hosts import Hosts
 from stoker.control.cluster.probes import STORE, TIMES, PendingProbe, ProbeBatch, check_answer
 
 REDUCE_S = 20.0
-TARGET_S = 0.12  # of one all-reduce: long enough to measure, short enough to repeat
+TARGET_S = 0.12  # duration of one all-reduce: long enough to measure, short enough to repeat
 REPEATS = 5
-FORWARDED = ("NCCL_", "GLOO_", "TORCH_")  # prefixes of variables that a run's ranks get from here
+FORWARDED = ("NCCL_", "GLOO_", "TORCH_")  # prefixes of variables that a run passes on to its ranks
 
 Environments = Mapping[str, Mapping[str, str]]  # host -> variables
 
 
 def may_reduce(facts: ClusterFacts) -> bool:
-    """Return whether an all-reduce can finish: several hosts with the same torch, and every pair passes full packets."""
-    hosts = _able(facts)
+    """Return whether an all-reduce can finish: there are several hosts, all have the same torch, and
+    full-size packets arrive between every pair.
+    """
+    hosts = _hosts_with_torch(facts)
     same_build = len({host.torch_build for host in hosts}) == 1
-    passing = bool(facts.pairs) and all(not pair.closed and pair.big for pair in facts.pairs)
-    return len(hosts) > 1 and len(hosts) == len(facts.there) and same_build and passing
+    all_connect = bool(facts.pairs) and all(not pair.closed and pair.big for pair in facts.pairs)
+    return len(hosts) > 1 and len(hosts) == len(facts.reachable) and same_build and all_connect
 
 
-def _able(facts: ClusterFacts) -> list[HostFacts]:
-    return [host for host in facts.there if host.address and host.torch and host.torch.version]
+def _hosts_with_torch(facts: ClusterFacts) -> list[HostFacts]:
+    return [host for host in facts.reachable if host.address and host.torch and host.torch.version]
 
 
 def backend_of(facts: ClusterFacts) -> str:
-    on_gpus = all(
+    """Return "nccl" if every host has a GPU and a torch with CUDA and NCCL, else "gloo"."""
+    can_use_nccl = all(
         host.examination and host.examination.machine.gpus and host.torch and host.torch.cuda and host.torch.nccl
-        for host in facts.there
+        for host in facts.reachable
     )
-    return "nccl" if on_gpus else "gloo"
+    return "nccl" if can_use_nccl else "gloo"
 
 
 def interface_env(host: HostFacts) -> dict[str, str]:
+    """Return the variables that make NCCL and gloo use the host's interface towards the others."""
     return {name: host.interface for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if host.interface}
 
 
 def run_env(facts: ClusterFacts, hosts: Hosts) -> dict[str, dict[str, str]]:
-    """Return host -> the variables that a run's ranks would get there."""
+    """Return host -> the variables that a run would give to its ranks on that host."""
     forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-    return {host.name: {**interface_env(host), **hosts.env, **forwarded} for host in facts.there}
+    return {host.name: {**interface_env(host), **hosts.env, **forwarded} for host in facts.reachable}
 
 
 def run_all_reduce(
     batch: ProbeBatch, worker: PendingProbe, facts: ClusterFacts, env: Environments, repeats: int = REPEATS
 ) -> AllReduceFacts:
-    """Run and time all-reduces. `worker` is the running probe that holds each host's torch.
+    """Run and time all-reduces. `worker` is the running probe that has torch imported on each host.
 
-    Rank 0 opens the store on a free port, which the others are then told.
+    Rank 0 opens the store on a free port and reports it. Then the others get that port and connect.
     """
-    hosts, backend = _able(facts), backend_of(facts)
+    hosts, backend = _hosts_with_torch(facts), backend_of(facts)
     orders = {
         host.name: {
             "do": "reduce",
@@ -85,7 +89,9 @@ def run_all_reduce(
     batch.send(worker, {first: orders[first]})
     store = check_answer(STORE, _next_answer(batch, worker, first, counts[first]), "its store")
     if "port" not in store:
-        return AllReduceFacts(len(hosts), backend, error=f"{first}: {store.get('error', 'no store')}")
+        return AllReduceFacts(
+            len(hosts), backend, error=f"{first}: {store.get('error', 'torch did not open its store')}"
+        )
     counts[first] += 1
     batch.send(worker, {name: {**orders[name], "port": store["port"]} for name in others})
     answers = {
@@ -93,7 +99,7 @@ def run_all_reduce(
         for name, count in counts.items()
     }
     errors = [
-        f"{name}: {answer.get('error', 'no times')}"
+        f"{name}: {answer.get('error', 'its answer has no times')}"
         for name, answer in answers.items()
         if not answer.get("times") or min(answer["times"]) <= 0
     ]
@@ -108,11 +114,11 @@ def _next_answer(batch: ProbeBatch, worker: PendingProbe, name: str, count: int)
     if len(worker.partial[name]) > count:
         answer: dict[str, Any] = worker.partial[name][count]
         return answer
-    return worker.answers.get(name) or {"error": "no answer"}
+    return worker.answers.get(name) or {"error": "it did not answer"}
 
 
 def _gpu_env(host: HostFacts, backend: str) -> dict[str, str]:
-    """Choose the GPU with the most free memory."""
+    """Return the variables that select the GPU with the most free memory, or {} for gloo or if no GPU is healthy."""
     gpus = host.examination.machine.gpus if host.examination and backend == "nccl" else ()
     healthy = [gpu for gpu in gpus if not gpu.error]
     if not healthy:
@@ -121,33 +127,37 @@ def _gpu_env(host: HostFacts, backend: str) -> dict[str, str]:
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": freest.uuid}
 
 
-# ---- what a step's gradients cost: 2(n-1)/n of their bytes cross each link of a ring ----
+# ---- the cost of a step's gradients: 2(n-1)/n of their bytes cross each link of a ring ----
 
-LORA_SHARE = 1_126_400 / 1.1e9  # rank 8 on q and v of a 1.1 B Llama; other ranks and modules in proportion
+LORA_SHARE = 1_126_400 / 1.1e9  # trainable share of parameters with LoRA: rank 8 on q and v of a 1.1 B Llama
 FORMULA = "2(n-1)/n × bytes / bandwidth"
 
 
 @frozen
 class StepCost:
+    """The time that an all-reduce of one step's gradients takes."""
+
     what: str
     bytes: int
     seconds: float
 
 
-def step_costs(parameters: float, world: int, bandwidth: float) -> tuple[StepCost, StepCost]:
-    """Return the cost of full bf16 gradients and of LoRA's fp32 ones. `bandwidth` is in bytes per second."""
+def compute_step_costs(parameters: float, world_size: int, bandwidth: float) -> tuple[StepCost, StepCost]:
+    """Return the cost of all gradients in bf16 and of LoRA gradients in fp32. `bandwidth` is in bytes per second."""
 
-    def cost(what: str, size: float) -> StepCost:
-        return StepCost(what, int(size), 2 * (world - 1) / world * size / bandwidth if world > 1 else 0.0)
+    def make_cost(what: str, size: float) -> StepCost:
+        return StepCost(
+            what, int(size), 2 * (world_size - 1) / world_size * size / bandwidth if world_size > 1 else 0.0
+        )
 
     lora = parameters * LORA_SHARE
-    full_cost = cost(f"{format_count(parameters)} bf16 gradients", 2 * parameters)
-    return full_cost, cost(f"LoRA ({format_count(lora)}, fp32)", 4 * lora)
+    full_cost = make_cost(f"{format_count(parameters)} bf16 gradients", 2 * parameters)
+    return full_cost, make_cost(f"LoRA ({format_count(lora)}, fp32)", 4 * lora)
 
 
-def describe_step_costs(parameters: float, world: int, bandwidth: float) -> str:
+def describe_step_costs(parameters: float, world_size: int, bandwidth: float) -> str:
     """Return "1.1 B bf16 gradients over 940 Mbit/s: 25 s/step; LoRA (1.13 M, fp32): 0.051 s"."""
-    full, lora = step_costs(parameters, world, bandwidth)
+    full, lora = compute_step_costs(parameters, world_size, bandwidth)
     full_time, lora_time = format_step_time(full.seconds), format_step_time(lora.seconds)
     return f"{full.what} over {format_bandwidth(bandwidth)}: {full_time}/step; {lora.what}: {lora_time}"
 
@@ -176,12 +186,12 @@ def parse_count(text: str) -> float:
     except ValueError:
         count = 0.0
     if not 0 < count < 1e15:
-        raise ValueError(f"{text!r} is not a number of parameters: write 1.1B or 350M")
+        raise ValueError(f"{text!r} is not a number of parameters; write it like 1.1B or 350M")
     return count
 
 
 def count_parameters(folder: str) -> int:
-    """Count the parameters in the safetensors files of a folder. 0 if it has no weights that can be read."""
+    """Count the parameters in the safetensors files of a folder. Return 0 if they can't be read."""
     try:
         files = [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if name.endswith(".safetensors")]
         return sum(prod(tensor.shape) for file in files for tensor in read_header(file).tensors.values())
@@ -189,14 +199,14 @@ def count_parameters(folder: str) -> int:
         return 0
 
 
-# ---- --tune: which transport settings help on this network ----
+# ---- --tune: finds transport settings that help on this network ----
 #
-# NCCL and gloo mostly choose well. Each setting alternates with the default, and stays only if every one of its rounds
-# beats every round of the default and its median is better by more than 3 %.
+# NCCL and gloo mostly choose well. Each setting alternates with the default, and is written to the hosts file only if all
+# its rounds beat all rounds of the default and its median is better by more than 3 %.
 
 ROUNDS = 4
-TRIAL_REPEATS = 3  # all-reduces per round; their median counts
-GAIN = 0.03
+TRIAL_REPEATS = 3  # all-reduces per round, of which the median counts
+MIN_GAIN = 0.03
 TUNED_VARIABLES = (
     "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD", "NCCL_ALGO", "NCCL_PROTO",
 )  # fmt: skip
@@ -207,7 +217,7 @@ Say = Callable[[str], None]
 
 @frozen
 class Trial:
-    """A setting with the bus bandwidths of its rounds, and those of the default in the same minutes."""
+    """The bus bandwidths of a setting in several rounds, and those of the default measured in alternation with it."""
 
     env: dict[str, str]
     rates: tuple[float, ...] = ()
@@ -224,15 +234,15 @@ class Trial:
 
     @property
     def helps(self) -> bool:
-        return len(self.rates) >= ROUNDS and self.gain > GAIN and min(self.rates) > max(self.default)
+        return len(self.rates) >= ROUNDS and self.gain > MIN_GAIN and min(self.rates) > max(self.default)
 
 
-def candidates(
+def list_candidates(
     backend: str, used: Mapping[str, str | None], addresses: Mapping[str, Mapping[str, list[str]]]
 ) -> list[dict[str, str]]:
-    """Return the settings to try. `used`: host -> its interface now; `addresses`: host -> interface -> addresses.
+    """Return the settings to try. `used` maps hosts to their current interface, `addresses` to interface -> addresses.
 
-    An interface is tried if all hosts have it with an address of their own, unlike Docker's bridge.
+    An interface is tried if all hosts have it, each with a different address: Docker's bridge has the same on all.
     """
     common = set.intersection(*(set(interfaces) for interfaces in addresses.values())) if addresses else set()
     usable = []
@@ -253,41 +263,41 @@ def candidates(
 
 
 def tune(batch: ProbeBatch, worker: PendingProbe, facts: ClusterFacts, hosts: Hosts, say: Say) -> list[str]:
-    """Try settings, write the best one that helps to the hosts file, and return lines that say so."""
+    """Try settings, write the best one that helps to the hosts file, and return lines that describe the outcome."""
     if not may_reduce(facts):
-        return ["--tune: nothing was tried: no all-reduce is possible yet, see above"]
+        return ["--tune tried nothing, because an all-reduce can't work yet; fix the findings above first"]
     backend = backend_of(facts)
-    routes = batch.answers(batch.ask("route", {host.name: {"to": []} for host in facts.there}, 5.0), 6.0)
-    interfaces = {host.name: host.interface for host in facts.there}
+    routes = batch.answers(batch.ask("route", {host.name: {"to": []} for host in facts.reachable}, 5.0), 6.0)
+    interfaces = {host.name: host.interface for host in facts.reachable}
     addresses = {name: answer.get("addresses", {}) for name, answer in routes.items()}
-    settings = candidates(backend, interfaces, addresses)
+    settings = list_candidates(backend, interfaces, addresses)
     if not settings:
-        why = "has nothing to choose here: one interface leads to all hosts, and it has no other setting that matters"
-        return [_write_outcome(hosts, f"{backend} {why}", {})]
+        outcome = f"{backend} has no setting to try: only one interface has a route to all hosts"
+        return [_write_outcome(hosts, outcome, {})]
     base = {
         name: {key: value for key, value in env.items() if key not in TUNED_VARIABLES or key not in hosts.env}
         for name, env in run_env(facts, hosts).items()
     }
-    for host in facts.there:
+    for host in facts.reachable:
         base[host.name] = {**interface_env(host), **base[host.name]}
-    trials = [_try(batch, worker, facts, base, env, say) for env in settings]
+    trials = [_try_setting(batch, worker, facts, base, env, say) for env in settings]
     helping = sorted((trial for trial in trials if trial.helps), key=lambda trial: -trial.gain)
     tried = f"{len(trials)} setting{'s' if len(trials) > 1 else ''} tried"
     if not helping:
-        return [_write_outcome(hosts, f"{tried}, none helps: the default stays", {})]
+        return [_write_outcome(hosts, f"{tried}; none helps, so the default stays", {})]
     best = helping[0]
     for trial in helping[1:]:
         if not set(trial.env) & set(best.env):
-            both = _try(batch, worker, facts, base, {**best.env, **trial.env}, say)
-            best = both if both.helps and both.gain > best.gain + GAIN else best
+            combined = _try_setting(batch, worker, facts, base, {**best.env, **trial.env}, say)
+            best = combined if combined.helps and combined.gain > best.gain + MIN_GAIN else best
     rates = f"{format_bandwidth(median(best.rates))} instead of {format_bandwidth(median(best.default))}"
     return [_write_outcome(hosts, f"{tried}; {best.name} gives {rates} ({_format_gain(best.gain)})", best.env)]
 
 
-def _try(
+def _try_setting(
     batch: ProbeBatch, worker: PendingProbe, facts: ClusterFacts, base: Environments, env: dict[str, str], say: Say
 ) -> Trial:
-    """Alternate the default and the setting. A setting that is no better after two rounds gets no more."""
+    """Measure the default and the setting in alternation. Stop after two rounds if the setting is not better."""
     rates: list[float] = []
     default: list[float] = []
     trial = Trial(env)
@@ -297,7 +307,7 @@ def _try(
             reduced = run_all_reduce(batch, worker, facts, host_env, TRIAL_REPEATS)
             if reduced.bus is None:
                 trial = Trial(env, tuple(rates), tuple(default), reduced.error)
-                say(f"{trial.name if setting else 'the default'} fails: {reduced.error}")
+                say(f"{trial.name if setting else 'the default'} failed: {reduced.error}")
                 return trial
             measured.append(reduced.bus)
         trial = Trial(env, tuple(rates), tuple(default))
@@ -314,12 +324,14 @@ def _format_gain(gain: float) -> str:
 
 
 def _write_outcome(hosts: Hosts, outcome: str, best: dict[str, str]) -> str:
-    """Replace the settings of earlier --tune runs in the hosts file by `best`, and return a line about it."""
+    """Replace the settings of an earlier --tune in the hosts file with `best`, and return a line that reports it."""
     env = {**{name: value for name, value in hosts.env.items() if name not in TUNED_VARIABLES}, **best}
     if hosts.path is None or env == hosts.env:
-        return f"--tune: {outcome}" + (f" ({hosts.path} has it already)" if best else "")
+        return f"--tune: {outcome}" + (f" ({hosts.path} already has it)" if best else "")
     write_env(hosts.path, env)
-    return f"--tune: {outcome}; " + (f"kept in {hosts.path}" if best else f"removed from {hosts.path}")
+    return f"--tune: {outcome}; " + (
+        f"written to {hosts.path}" if best else f"removed the earlier setting from {hosts.path}"
+    )
 
 
 _NOTE = "measured by `stoker cluster check --tune`"
@@ -327,18 +339,18 @@ _NOTE = "measured by `stoker cluster check --tune`"
 _ENV_BLOCK = re.compile(r"^env:.*\n?(?:(?:[ \t]+.*|[ \t]*)(?:\n|\Z))*", re.MULTILINE)
 
 
-def with_env(text: str, env: dict[str, str]) -> str:
-    """Return a hosts file's text with `env` in place of its own, or without the key if `env` is empty.
+def replace_env(text: str, env: dict[str, str]) -> str:
+    """Return the text of a hosts file with its `env:` replaced, or removed if `env` is empty.
 
-    Comments outside the block stay. Raises ValueError if the block can't be replaced without changing the rest.
+    Keeps comments outside the block. Raises ValueError if the block can't be replaced without changing the rest.
     """
-    wanted = {key: value for key, value in (parse_yaml(text) or {}).items() if key != "env"}
-    wanted |= {"env": env} if env else {}
+    content = {key: value for key, value in (parse_yaml(text) or {}).items() if key != "env"}
+    content |= {"env": env} if env else {}
     try:
         parse_json(text)
-        return json.dumps(wanted, indent=1) + "\n"
+        return json.dumps(content, indent=1) + "\n"
     except ValueError:
-        pass  # it is YAML, with comments worth keeping
+        pass  # not JSON: it is YAML, whose comments must stay
     lines = "".join(f"  {name}: {json.dumps(value)}\n" for name, value in env.items())
     block = f"env:   # {_NOTE}\n{lines}" if env else ""
     match = _ENV_BLOCK.search(text)
@@ -348,25 +360,25 @@ def with_env(text: str, env: dict[str, str]) -> str:
     else:
         changed = text + ("" if text.endswith("\n") or not text else "\n") + block
     try:
-        correct = (parse_yaml(changed) or {}) == wanted
-    except YamlError:  # the whole file is in one pair of braces
-        correct = False
-    if not correct:
-        raise ValueError("its env: can't be replaced without touching the rest")
+        is_correct = (parse_yaml(changed) or {}) == content
+    except YamlError:  # such as when the whole file is in one pair of braces
+        is_correct = False
+    if not is_correct:
+        raise ValueError("its env: can't be replaced without changing the rest")
     return changed
 
 
 def write_env(path: str, env: dict[str, str]) -> None:
-    """Replace a hosts file's env in one step, keeping the file's mode. Raises Refusal."""
+    """Replace the `env:` of a hosts file atomically and keep the file's mode. Raises Refusal."""
     try:
-        changed = with_env(read_text(path), env)
+        changed = replace_env(read_text(path), env)
         mode = os.stat(path).st_mode & 0o7777
-        # The env may hold secrets: the temporary file must not be readable by others even for a moment.
+        # The env may contain secrets, so the temporary file must not be readable by others even for a moment.
         with AtomicFile(path, mode=0o600) as file:
             os.fchmod(file.fileno(), mode)
             file.write(changed.encode())
     except ValueError as problem:
         pairs = ", ".join(f"{name}: {value}" for name, value in env.items())
-        raise Refusal(f"{path}: {problem}; write it yourself: env: {{{pairs}}}", EX_CONFIG) from problem
+        raise Refusal(f"{path}: {problem}; write env: {{{pairs}}} into it by hand", EX_CONFIG) from problem
     except OSError as problem:
         raise Refusal(f"{path} can't be written: {problem.strerror}", EX_CANTCREAT) from problem

@@ -1,4 +1,4 @@
-"""Tests the network between the hosts: all listen, all connect to each other, then they stream. Also the check of every run."""
+"""Tests the network between the hosts: all listen, connect to each other, and stream. Also has the quick check of a run."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from stoker.control.machine.examination import TorchBuild, read_part
 
 NET_S = 14.0
 STREAM_S = 14.0
-MAX_ROUNDS = 4  # of streams; in round k each host streams to its k-th neighbor
-REPEAT_BELOW = 0.5  # pairs below this share of the median rate are measured again, alone
+MAX_ROUNDS = 4  # rounds of streams; in round k each host streams to its k-th neighbor
+REPEAT_BELOW = 0.5  # pairs below this share of the median rate are measured again, one at a time
 MAX_REPEATS = 6
 
 
 def try_connections(
     batch: ProbeBatch, addresses: Mapping[str, str], store_port: int = 0
 ) -> tuple[list[PairFacts], int, PendingProbe | None]:
-    """Connect every host to every other. Return (pairs, the store's port, the probe, or None for fewer than two hosts).
+    """Connect every host to every other. Return the pairs, the store's port, and the probe (None for fewer than two hosts).
 
-    The probe still runs: its listeners stay open until `close_listeners`. `store_port` must be free on the first host; with
-    0, and on the other hosts, any port of the usual range is used.
+    The probe keeps running, with its listeners open, until `close_listeners`. `store_port` must be free on the first host.
+    If it is 0, and on the other hosts, any free port of the usual range is used.
     """
     if len(addresses) < 2:
         return [], 0, None
@@ -48,22 +48,36 @@ def try_connections(
     pairs = []
     for source, answer in batch.partial_answers(probe, 2, NET_S).items():
         if source not in ports:
-            error = listening[source].get("error", "no answer")
+            error = listening[source].get("error", "it did not answer")
             pairs += [PairFacts(source, target, {}, error=error) for target in addresses if target != source]
             continue
         for target in peers[source]:
-            result = check_answer(PAIR, answer.get(target, {"error": answer.get("error") or "no answer"}), target)
-            states = result["ports"] if "ports" in result else dict.fromkeys(map(str, ports[target]), result["error"])
+            connection = check_answer(
+                PAIR, answer.get(target, {"error": answer.get("error") or "it did not answer"}), target
+            )
+            if "ports" in connection:
+                states = connection["ports"]
+            else:
+                states = dict.fromkeys(map(str, ports[target]), connection["error"])
             by_port = {port: states[str(port)] for port in ports[target] if str(port) in states}
-            packets = (result.get("rtt"), result.get("segment"), result.get("big"), result.get("passes"))
-            pairs.append(PairFacts(source, target, by_port, *packets))
+            pairs.append(
+                PairFacts(
+                    source,
+                    target,
+                    by_port,
+                    rtt=connection.get("rtt"),
+                    segment=connection.get("segment"),
+                    big=connection.get("big"),
+                    passes=connection.get("passes"),
+                )
+            )
     return pairs, next((answer[0] for answer in ports.values()), 0), probe
 
 
 def measure_bandwidth(
     batch: ProbeBatch, probe: PendingProbe, addresses: Mapping[str, str], pairs: list[PairFacts]
 ) -> list[PairFacts]:
-    """Return the pairs with their rates. All hosts stream at the same time, as in a ring; slow pairs are repeated alone."""
+    """Return the pairs with their rates. All hosts stream at the same time, as in a ring. Slow pairs are then repeated alone."""
     names = list(addresses)
     usable = {(pair.source, pair.target): pair for pair in pairs if pair.big and pair.ports and not pair.closed}
     rates: dict[tuple[str, str], float] = {}
@@ -80,7 +94,7 @@ def measure_bandwidth(
 def _stream(
     batch: ProbeBatch, probe: PendingProbe, addresses: Mapping[str, str], pairs: Iterable[PairFacts]
 ) -> dict[tuple[str, str], float]:
-    """Stream over these pairs at the same time, one per source. Return (source, target) -> bytes per second."""
+    """Stream over these pairs at the same time. No two have the same source. Return (source, target) -> bytes per second."""
     by_source = {pair.source: pair for pair in pairs}
     counts = {name: len(probe.partial[name]) for name in by_source}
     for name, pair in by_source.items():
@@ -97,20 +111,21 @@ def _stream(
 
 
 def close_listeners(batch: ProbeBatch, probe: PendingProbe) -> None:
+    """End the probe that `try_connections` left running."""
     batch.send(probe, {name: {"do": "end"} for name in probe.hosts})
     batch.answers(probe, 3.0)
 
 
-# ---- the rules that are cheap enough to check before every start ----
+# ---- the rules that are fast enough to check before every run ----
 
 _QUICK_RULES = (
     "between.port-blocked", "between.mtu", "between.hostname", "between.clock", "between.torch", "between.torch-missing", "between.python",
 )  # fmt: skip
-_SAME_HOST = "between.same-host"  # two ranks would share a GPU. A scheduler's nodes are always different hosts
+_SAME_HOST = "between.same-host"  # skipped for a scheduler's nodes, which are always different hosts
 
 
 def quick_check(batch: ProbeBatch, hosts: Hosts, addresses: Mapping[str, str], store_port: int = 0) -> list[Finding]:
-    """Check builds, ports, names and clocks. `addresses`: host -> what the run will use. A run with a "fail" can't work."""
+    """Check builds, ports, names and clocks. `addresses` maps hosts to the addresses that the run will use."""
     names = [host.name for host in hosts.hosts if host.name in addresses and not batch.agents[host.name].gone]
     pythons = {host.name: {"python": host.python or ""} for host in hosts.hosts if host.name in names}
     builds = batch.ask("builds", pythons, 20.0)

@@ -1,7 +1,7 @@
 """--sync and --stage: copy the working directory, data or weights to every host, sending only files whose hash differs.
 
-Hosts are copied to in parallel, a thread each. The receiving side is control/agent/file_receiver.py, which each thread
-starts over the host's transport (`RemoteProgram`).
+One thread per host starts control/agent/file_receiver.py there, over the host's transport (`RemoteProgram`), and sends it
+the files.
 """
 
 from __future__ import annotations
@@ -31,49 +31,52 @@ from stoker.control.cluster.ssh import explain_failure
 from stoker.control.machine.file_hash import FileHashes
 
 _CHUNK = 1 << 18
-SILENCE_S = 20.0  # either side counts as lost after this long without a message; a failing disk here may read slowly
-GREETING_S = 60.0  # a login, and the start of Python from a slow disk
-_MAX_STDERR = 1 << 16  # bytes kept of a remote program's stderr: only a few lines are ever shown
-_SLOW_TO_HASH = 2 * 10**9  # bytes that take seconds
+SILENCE_S = 20.0  # a side without a message for this long counts as lost; a failing disk here may read slowly
+GREETING_S = 60.0  # limit for the login and the start of Python, perhaps from a slow disk
+_MAX_STDERR = 1 << 16  # bytes read of a remote program's stderr, of which a few lines are shown at most
+_SLOW_TO_HASH = 2 * 10**9  # hashing this many bytes takes seconds, so it is announced
 _COUNTS = {"written": "int", "removed": "int", "others": "dict[str, int]"}
 Say = Callable[[str], None]
 
 
-# ---- what is copied, and to which folder of each host ----
+# ---- planning: the files to copy, and the target folder on each host ----
 
 
 @frozen
 class CopyJob:
-    """One folder or file to copy to the hosts. It is listed once, so a host that joins late gets the same files."""
+    """A folder or file to copy to the hosts. Its files are listed once, so a host that joins late gets the same ones."""
 
-    what: str  # for messages: "the working directory", or the path
+    name: str  # for messages: "the working directory", or the path
     files: FileList
     offer: bytes  # the list as JSON, with hashes
-    manifest: str  # where the receiver keeps its list of copied files: "inside" the folder, or "" for its cache
-    origin: str  # host:folder of the source; files that came from other origins stay
-    targets: dict[str, str]  # host -> the folder there, without the host whose own folder it is
+    manifest: str  # where the receiver stores its list of copied files: "inside" the folder, or "" for its cache
+    origin: str  # host:folder of the source; the receiver keeps files that came from other origins
+    targets: dict[str, str]  # host -> folder to copy to; the host that has the source itself is left out
 
 
 def plan_sync(hosts: Hosts, source: str, say: Say) -> CopyJob:
-    """Plan to copy `source`, without what git ignores, to each host's workdir (the same path if it has none)."""
+    """Plan to copy `source` to the workdir of each host, or to the same path if the host has no workdir."""
     source = os.path.abspath(source)
     targets = {host.name: host.workdir or source for host in hosts.hosts}
     job = _plan("the working directory", list_working_directory(source), "inside", hosts, targets, say)
     for path, why in job.files.skipped[:3]:
-        say(f"{escape(path)} is not copied: {why}")
+        say(f"not copying {escape(path)}: {why}")
     if len(job.files.skipped) > 3:
-        say(f"{len(job.files.skipped) - 3} more paths are not copied")
+        say(f"{len(job.files.skipped) - 3} more paths are not copied either")
     return job
 
 
 def plan_stage(hosts: Hosts, argument: str, say: Say) -> CopyJob:
-    """Plan a --stage argument: PATH to the same path on every host, or PATH=REMOTE. A path that contains '=' may exist."""
+    """Plan the copy for a --stage argument: PATH, which is copied to the same path, or PATH=REMOTE.
+
+    An argument that exists as a path is a PATH, even if it contains '='.
+    """
     path, equals, remote = argument.rpartition("=")
     if not equals or os.path.exists(os.path.expanduser(argument)):
         path, remote = argument, ""
     path = os.path.abspath(os.path.expanduser(path))
     if not os.path.exists(path):
-        raise Refusal(f"--stage {argument}: no file or folder {path}", EX_NOINPUT)
+        raise Refusal(f"--stage {argument}: {path} does not exist", EX_NOINPUT)
     remote = remote.rstrip("/") or path
     targets = {}
     for host in hosts.hosts:
@@ -81,20 +84,21 @@ def plan_stage(hosts: Hosts, argument: str, say: Say) -> CopyJob:
         if os.path.isfile(path):
             target, name = os.path.split(target)
             if name != os.path.basename(path):
-                line = f"--stage {argument}: a file keeps its name; end REMOTE with /{os.path.basename(path)}"
+                line = f"--stage {argument}: REMOTE must end with the name of the file, got {name}"
+                line += f"; end it with /{os.path.basename(path)}"
                 raise Refusal(line, EX_USAGE)
         targets[host.name] = target
     return _plan(path, list_staged(path), "", hosts, targets, say)
 
 
-def _plan(what: str, files: FileList, manifest: str, hosts: Hosts, targets: dict[str, str], say: Say) -> CopyJob:
-    """Hash the files and leave out the host, if any, whose target is the source itself."""
+def _plan(name: str, files: FileList, manifest: str, hosts: Hosts, targets: dict[str, str], say: Say) -> CopyJob:
+    """Hash the files. A host whose target is the source itself is left out of the job."""
     total = sum(entry.size for entry in files.entries)
     if total > _SLOW_TO_HASH:
-        say(f"hashing {what}, {format_bytes(total)}; the hashes of big files are remembered")
+        say(f"hashing {name}, {format_bytes(total)}; hashes of big files are stored for the next time")
     hashes = FileHashes()
     rows = []
-    with Progress(f"hashing {what}", total, unit=BYTES) as progress:
+    with Progress(f"hashing {name}", total, unit=BYTES) as progress:
         for entry in files.entries:
             path = os.path.join(files.root, entry.path)
             try:
@@ -106,25 +110,25 @@ def _plan(what: str, files: FileList, manifest: str, hosts: Hosts, targets: dict
     source = os.path.realpath(files.root)
     local = {host.name for host in hosts.hosts if host.here}
     targets = {
-        name: target
-        for name, target in targets.items()
-        if name not in local or os.path.realpath(os.path.expanduser(target)) != source
+        host: target
+        for host, target in targets.items()
+        if host not in local or os.path.realpath(os.path.expanduser(target)) != source
     }
     origin = f"{os.uname().nodename}:{files.root}" if manifest else ""
-    return CopyJob(what, files, json.dumps(rows).encode(), manifest, origin, targets)
+    return CopyJob(name, files, json.dumps(rows).encode(), manifest, origin, targets)
 
 
 # ---- copying ----
 
 
 def copy_to_hosts(hosts: Hosts, job: CopyJob, say: Say) -> None:
-    """Copy to these hosts in parallel. Raises CopyFailed with all hosts that failed."""
+    """Copy the job's files to the hosts in parallel. Raises CopyFailed with all hosts that failed."""
     copies = [_Copy(host, hosts, job, job.targets[host.name]) for host in hosts.hosts if host.name in job.targets]
     threads = [threading.Thread(target=copy.run, name=f"copy to {copy.host.name}", daemon=True) for copy in copies]
     for thread in threads:
         thread.start()
     started = time.monotonic()
-    progress = Progress(f"copying {job.what} to {plural(len(copies), 'host')}", 0, unit=BYTES, say=say)
+    progress = Progress(f"copying {job.name} to {plural(len(copies), 'host')}", 0, unit=BYTES, say=say)
     try:
         while running := [thread for thread in threads if thread.is_alive()]:
             running[0].join(0.1)
@@ -139,19 +143,19 @@ def copy_to_hosts(hosts: Hosts, job: CopyJob, say: Say) -> None:
         raise CopyFailed(failed)
     for copy in copies:
         for origin, count in copy.others.items():
-            files = f"{copy.target} also has {count} files that --sync copied from {origin}"
-            say(f"host {copy.host.name}: {files}: they are kept; give each source its own workdir:")
+            line = f"{copy.target} also has {plural(count, 'file')} that --sync copied from {origin}"
+            say(f"host {copy.host.name}: {line}; to separate them, set another workdir: for each source")
     changed = [copy for copy in copies if copy.summary]
     if changed:
         names = ", ".join(f"{copy.host.name} ({copy.summary})" for copy in changed)
         unchanged = f"; {len(copies) - len(changed)} already had it" if len(changed) < len(copies) else ""
-        say(f"copied {job.what} to {names} in {format_duration(time.monotonic() - started)}{unchanged}")
+        say(f"copied {job.name} to {names} in {format_duration(time.monotonic() - started)}{unchanged}")
     elif copies:
-        say(f"{job.what} is the same on all hosts, nothing to copy")
+        say(f"{job.name} is already the same on all hosts")
 
 
 class CopyFailed(Refusal):
-    """Raised with all hosts that could not be copied to: host name -> why."""
+    """Raised if copies fail. `hosts` maps each host that failed to the reason."""
 
     def __init__(self, hosts: dict[str, str]) -> None:
         self.hosts = hosts
@@ -160,15 +164,15 @@ class CopyFailed(Refusal):
 
 
 class LateCopy:
-    """Copies all jobs to a host that joins a running run, in a thread, while the other hosts' ranks continue.
+    """Copies all jobs to a host that joins during a run, in a thread, while the ranks on the other hosts continue.
 
-    Staged data that changed since the run began is refused. The working directory may change (a log may grow there); the
-    program is compared afterwards.
+    The copy fails if staged data has changed since the run began. The working directory may change, for example by a
+    growing log; the launch compares the program files afterwards.
     """
 
     def __init__(self, host: Host, hosts: Hosts, jobs: Sequence[CopyJob]) -> None:
         self._copies = [
-            _Copy(host, hosts, job, job.targets[host.name], as_offered=not job.manifest)
+            _Copy(host, hosts, job, job.targets[host.name], must_match_offer=not job.manifest)
             for job in jobs
             if host.name in job.targets
         ]
@@ -178,21 +182,21 @@ class LateCopy:
         self._thread.start()
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return not self._thread.is_alive()
 
     @property
-    def brought(self) -> str:
-        """Describe what was copied. Empty if the host had everything."""
+    def summary(self) -> str:
+        """Return a text that describes the copied files, or "" if the host had them all."""
         return "; ".join(
-            f"copied {copy.job.what} to {copy.host.name} ({copy.summary})" for copy in self._copies if copy.summary
+            f"copied {copy.job.name} to {copy.host.name} ({copy.summary})" for copy in self._copies if copy.summary
         )
 
     def _run(self) -> None:
         for copy in self._copies:
             if not self._stopped and not self.failure:
                 copy.run()
-                self.failure = f"{copy.job.what} could not be copied: {copy.failure}" if copy.failure else ""
+                self.failure = f"{copy.job.name} could not be copied: {copy.failure}" if copy.failure else ""
 
     def stop(self) -> None:
         self._stopped = True
@@ -201,31 +205,32 @@ class LateCopy:
 
 
 class _Copy:
-    """One job to one host. `as_offered`: a file that has changed since it was offered is refused."""
+    """A copy of one job to one host. With `must_match_offer` it fails if a file has changed since it was hashed."""
 
-    def __init__(self, host: Host, hosts: Hosts, job: CopyJob, target: str, as_offered: bool = False) -> None:
-        self.host, self._hosts, self.job, self.target, self._as_offered = host, hosts, job, target, as_offered
+    def __init__(self, host: Host, hosts: Hosts, job: CopyJob, target: str, must_match_offer: bool = False) -> None:
+        self.host, self._hosts, self.job, self.target = host, hosts, job, target
+        self._must_match_offer = must_match_offer
         self.needed = self.sent = 0  # bytes
         self.written = self.removed = 0  # files
-        self.others: dict[str, int] = {}  # origin of earlier copies to the same folder -> its files there
+        self.others: dict[str, int] = {}  # origin of other copies to the same folder -> number of its files there
         self.failure = ""
         self._receiver: RemoteProgram | None = None
 
     @property
     def summary(self) -> str:
-        """Describe what changed on the host. Empty if nothing did."""
+        """Return a text that describes the changes on the host, or "" if there are none."""
         parts = [f"{plural(self.written, 'file')}, {format_bytes(self.sent)}"] if self.written else []
         return ", ".join([*parts, *([f"{self.removed} removed"] if self.removed else [])])
 
     def run(self) -> None:
-        """Copy, and set `failure` if it fails."""
+        """Copy the files. Set `failure` if that fails."""
         self.failure = "the copy was interrupted"  # until it is complete
         try:
-            self._talk()
+            self._exchange()
             self.failure = ""
         except (protocol.ProtocolError, OSError) as problem:
             self.failure = self._explain(problem)
-        except Exception as problem:  # it would be lost in this thread
+        except Exception as problem:  # an exception of a thread would go unnoticed
             self.failure = f"{type(problem).__name__}: {problem}"
         finally:
             self.stop()
@@ -237,15 +242,15 @@ class _Copy:
     def _explain(self, problem: Exception) -> str:
         receiver = self._receiver
         if receiver is None:
-            return "there is no ssh client on the PATH" if isinstance(problem, FileNotFoundError) else str(problem)
+            return "ssh is not on the PATH" if isinstance(problem, FileNotFoundError) else str(problem)
         why = receiver.explain(problem)
         if not receiver.greeted or isinstance(problem, protocol.ProtocolError):
             return why
         lost = f"the connection was lost in the middle of the copy, after {format_bytes(self.sent)}"
         return f"{lost}: {why}" if why else lost
 
-    def _talk(self) -> None:
-        """Offer all files, send those that the host needs, and read what was done there."""
+    def _exchange(self) -> None:
+        """Offer all files, send those that the receiver requests, and read its counts."""
         job = self.job
         receiver = RemoteProgram(self.host, self._hosts, "stoker.control.agent.file_receiver", SILENCE_S)
         self._receiver = receiver
@@ -261,7 +266,7 @@ class _Copy:
         needed = set(protocol.read_payload("list[str]", receiver.answer()[1], "its list of missing files"))
         missing = [entry for entry in job.files.entries if entry.path in needed]
         self.needed = sum(entry.size for entry in missing)
-        offered = {path: digest for path, _, _, _, digest in json.loads(job.offer)} if self._as_offered else {}
+        offered = {path: digest for path, _, _, _, digest in json.loads(job.offer)} if self._must_match_offer else {}
         for entry in missing:
             self._send_file(receiver, entry, offered.get(entry.path))
         receiver.send(protocol.encode_message({"do": "finish"}))
@@ -273,15 +278,15 @@ class _Copy:
         self.others = {escape(origin): count for origin, count in counts["others"].items()}
 
     def _send_file(self, receiver: RemoteProgram, entry: FileEntry, offered: str | None) -> None:
-        """Send a file with the hash of what was sent, which may differ from the hash that was offered (None: any will do)."""
+        """Send a file and the hash of the sent bytes. Raises RemoteRefusal if that differs from `offered`, unless it is None."""
         path = os.path.join(self.job.files.root, entry.path)
         receiver.send(protocol.encode_message({"do": "begin", "path": entry.path, "mode": entry.mode}))
         digest = hashlib.sha256()
         try:
-            handle = open_regular(path)
+            fd = open_regular(path)
         except OSError as problem:
             raise RemoteRefusal(f"{path} can no longer be read: {problem.strerror}") from problem
-        with os.fdopen(handle, "rb", buffering=0) as file:
+        with os.fdopen(fd, "rb", buffering=0) as file:
             while data := file.read(_CHUNK):
                 digest.update(data)
                 receiver.send(protocol.encode_message({"do": "data"}, data))
@@ -291,27 +296,28 @@ class _Copy:
         receiver.send(protocol.encode_message({"do": "end", "sha256": digest.hexdigest()}))
 
 
-# ---- a program of ours on another host, without installation: the file receiver, or the gauge server ----
+# ---- running a module of Stoker on another host without installation: the file receiver or the gauge server ----
 
 
 class RemoteRefusal(protocol.ProtocolError):
-    """Raised with a line from the other side that says why it can't continue."""
+    """Raised if the copy can't continue, with a line that gives the reason, often from the remote program."""
 
 
 class RemoteProgram:
     """Runs a module's `boot` on a host and exchanges messages with it.
 
-    The program pings every second, and is lost when it falls silent. We read while we send: if its pipe filled up, both
-    sides would wait forever. Methods raise ProtocolError, or OSError if it is lost; `explain` puts either into words.
+    The program pings every second and counts as lost when it falls silent. We read while we send, because both sides would
+    wait forever if its pipe filled up. Methods raise ProtocolError, or OSError if the program is lost. `explain` returns a
+    text for either.
     """
 
     def __init__(self, host: Host, hosts: Hosts, module: str, silence_s: float, *args: str) -> None:
-        """Start the process; `start` sends it our files. `args` are for `boot`. Raises OSError without an ssh client."""
+        """Start the process, which then needs `start`. `args` are passed to `boot`. Raises OSError without an ssh client."""
         self._host = host
         self._files = agent_zip.pack_agent()
         code = ("-I", "-S", "-c", agent_zip.unpack_code(module), agent_zip.size_and_digest(self._files))
         argv = transport.transport_for(host, hosts).python(host, hosts, [*code, *args])
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  read by `explain`; a file never fills up as a pipe does
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  a pipe could fill up; `explain` reads it
         self._process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, start_new_session=True
         )
@@ -328,19 +334,21 @@ class RemoteProgram:
         return self._decoder.greeted
 
     def start(self) -> None:
+        """Send the files that the program needs."""
         self.send(self._files)
 
     def stop(self) -> None:
+        """Kill the local process. The remote program ends when its stdin closes."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
 
     def explain(self, problem: Exception) -> str:
-        """Return why the conversation ended with `problem`, or "" if the connection broke without an error message."""
+        """Return why the exchange failed with `problem`, or "" if the connection broke without an error message."""
         if isinstance(problem, (RemoteRefusal, TimeoutError)):
             return str(problem)
         if isinstance(problem, protocol.ProtocolError):
-            return f"it is broken: {problem}" if self.greeted else str(problem)
+            return f"it sent an invalid message: {problem}" if self.greeted else str(problem)
         try:
             code: int | None = self._process.wait(2.0)
         except subprocess.TimeoutExpired:
@@ -351,28 +359,29 @@ class RemoteProgram:
         return explain_failure(self._host.name, errors, code).removeprefix(f"host {self._host.name}: ")
 
     def send(self, data: bytes) -> None:
-        left = memoryview(data)
-        while left:
+        """Send bytes, and read messages meanwhile. Raises the program's refusal if it sent one before it ended."""
+        unsent = memoryview(data)
+        while unsent:
             if not self._wait(sending=True):
                 continue
             try:
-                left = left[os.write(self._stdin, left[:_CHUNK]) :]
+                unsent = unsent[os.write(self._stdin, unsent[:_CHUNK]) :]
             except BlockingIOError:
                 continue
             except BrokenPipeError:
                 deadline = time.monotonic() + self._silence_s
                 while time.monotonic() < deadline:
-                    self._wait(sending=False)  # raises the refusal that it may have sent before it ended
+                    self._wait(sending=False)  # raises a refusal that has arrived
                 raise
 
     def answer(self) -> tuple[protocol.Message, bytes]:
-        """Return its next message and payload."""
+        """Wait for the program's next message. Return it and its payload."""
         while not self._answers:
             self._wait(sending=False)
         return self._answers.popleft()
 
     def _wait(self, sending: bool) -> bool:
-        """Wait until it sends something, which is read, or until it can be written to if `sending`. Return the latter."""
+        """Wait for messages, and read them. With `sending`, also wait for space in the pipe. Return whether there is space."""
         limit = self._silence_s if self.greeted else GREETING_S
         poll = select.poll()  # select() can't take descriptors above 1023
         poll.register(self._stdout, select.POLLIN)
@@ -382,7 +391,7 @@ class RemoteProgram:
         if self._stdout in events:
             data = os.read(self._stdout, _CHUNK)
             if not data:
-                raise ConnectionResetError("the other side ended")
+                raise ConnectionResetError("the remote program ended")
             self._heard_at = time.monotonic()
             for message, payload in self._decoder.feed(data):
                 if message.get("is") == "refused":
@@ -390,5 +399,5 @@ class RemoteProgram:
                 if message.get("is") != "ping":
                     self._answers.append((message, payload))
         elif time.monotonic() - self._heard_at >= limit:
-            raise TimeoutError(f"nothing was heard from it for {limit:.0f} s")
+            raise TimeoutError(f"it sent nothing for {limit:.0f} s")
         return self._stdin in events

@@ -1,6 +1,6 @@
-"""Gauges of other hosts, read over their transports without an installation there, for `stoker top`, `web` and `metrics`.
+"""Reads the gauges of other hosts over their transports, for `stoker top`, `web` and `metrics`. They need no installation.
 
-Each host has a thread of its own, so a dead host does not delay the others.
+Each host is read by a separate thread, so a dead host does not delay the others.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from stoker.control.machine.model import OFFLINE, GpuGauges, HostGauges
 HostReading = tuple[HostGauges, tuple[GpuGauges, ...]]
 
 OFFLINE_S = 8.0  # a host without a reading for this long is shown as offline
-_RETRY_S = 2.0  # between two attempts to reach a host
+_RETRY_S = 2.0  # pause between two attempts to reach a host
 
 
 @frozen
 class _Reading:
-    """The payload of a gauge server's message."""
+    """The payload of a message from a gauge server."""
 
     host: HostGauges
     gpus: tuple[GpuGauges, ...]
@@ -50,7 +50,7 @@ class HostMonitor:
     def wait(self, seconds: float) -> None:
         """Wait until every host has answered twice (a rate needs two readings) or has failed."""
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not all(watch.settled for watch in self._watches):
+        while time.monotonic() < deadline and not all(watch.is_ready for watch in self._watches):
             time.sleep(0.05)
 
     def close(self) -> None:
@@ -73,11 +73,11 @@ class _HostWatch:
         self._closing = threading.Event()
 
     @property
-    def settled(self) -> bool:
+    def is_ready(self) -> bool:
         return self._count >= 2 or bool(self._failure)
 
     def reading(self) -> HostReading:
-        """Return the newest reading, or one that says why the host is offline."""
+        """Return the newest reading, or one with the reason why the host is offline."""
         newest, failure, silent = self._newest, self._failure, time.monotonic() - self._updated_at
         if newest is not None and not failure and silent <= max(OFFLINE_S, self._silence_s):
             return newest
@@ -95,16 +95,16 @@ class _HostWatch:
             self._program.stop()
 
     def run(self) -> None:
-        """Read until `close`; after a failure try again every 2 s."""
+        """Read until `close`. After a failure, try again every 2 s."""
         while not self._closing.is_set():
             try:
                 self._read_local() if self._host.here else self._read_remote()
-            except Exception as problem:  # it would be lost in this thread
+            except Exception as problem:  # an exception of a thread would go unnoticed
                 self._failure = escape(f"{type(problem).__name__}: {problem}", 300)
             self._closing.wait(_RETRY_S)
 
     def _update(self, host: HostGauges, gpus: tuple[GpuGauges, ...]) -> None:
-        """Store a reading under the host's name in the hosts file, which is also the one that a run's ranks have."""
+        """Store a reading under the host's name in the hosts file, because run records use that name too."""
         self._newest = replace(host, name=self.name), tuple(replace(gpu, host=self.name) for gpu in gpus)
         self._updated_at = time.monotonic()
         self._count += 1
@@ -135,7 +135,7 @@ class _HostWatch:
             if program is not None:
                 self._failure = escape(program.explain(problem), 300) or "the connection was lost"
             elif isinstance(problem, FileNotFoundError):
-                self._failure = "there is no ssh client on the PATH"
+                self._failure = "ssh is not on the PATH"
             else:
                 self._failure = escape(str(problem), 300)
         finally:
@@ -144,8 +144,8 @@ class _HostWatch:
 
 def _parse_reading(message: protocol.Message, payload: bytes) -> _Reading:
     if message.get("is") != "gauges":
-        raise protocol.ProtocolError("it sent something that is not a reading")
+        raise protocol.ProtocolError("it sent a message that is not a reading")
     try:
         return read_frozen(_Reading, parse_json(payload))
     except ValueError as problem:
-        raise protocol.ProtocolError(f"its reading can't be used: {problem}") from None
+        raise protocol.ProtocolError(f"its reading is invalid: {problem}") from None

@@ -1,4 +1,6 @@
-"""The hosts of a run, in rank order: parses a hosts file (YAML or JSON) or `a,b,user@c`, and refuses what can't work.
+"""The hosts of a run, in rank order: parses a hosts file (YAML or JSON) or `a,b,user@c`, and raises Refusal for mistakes.
+
+A hosts file looks like this:
 
 ssh_config: ~/.ssh/config        # optional
 defaults: {user: train, python: ~/venv/bin/python, workdir: ~/train}
@@ -35,18 +37,18 @@ _LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
 
 @frozen
 class Host:
-    name: str  # unique; printed, and the key of everything that is stored per host
-    target: str  # the name that ssh gets
-    address: str | None = None  # where the other hosts reach it, if the file says so
+    name: str  # unique; in messages, and the key of all that is stored per host
+    target: str  # the name that is passed to ssh
+    address: str | None = None  # where the other hosts reach it; None if the file does not set it
     user: str | None = None
     port: int | None = None
     identity: str | None = None
     python: str | None = None  # a leading ~ is expanded on the host
-    workdir: str | None = None  # None: the coordinator's own; a leading ~ is expanded on the host
-    gpus: str | None = None  # as --gpus has it, or NO_GPUS; None: all
+    workdir: str | None = None  # None: the coordinator's; a leading ~ is expanded on the host
+    gpus: str | None = None  # in the format of --gpus, or NO_GPUS; None: all GPUs
     interface: str | None = None
     slots: int | None = None
-    here: bool = False  # it is this machine, reached by a pipe instead of ssh
+    here: bool = False  # whether it is this machine, reached over a pipe instead of ssh
 
     @property
     def no_gpus(self) -> bool:
@@ -59,9 +61,9 @@ class Hosts:
     ssh_config: str | None = None
     ssh_options: tuple[str, ...] = ()
     path: str | None = None
-    env: dict[str, str] = {}  # noqa: RUF012  frozen: variables for all ranks that measurably help on this network
-    transports: dict[str, Transport] = {}  # noqa: RUF012  host -> a scheduler's transport; the others use ssh
-    scheduler: str = ""  # the name of the scheduler whose nodes these are; `transports` is filled when it is asked
+    env: dict[str, str] = {}  # noqa: RUF012  (immutable) variables for all ranks, such as --tune writes
+    transports: dict[str, Transport] = {}  # noqa: RUF012  (immutable) host -> a scheduler's transport
+    scheduler: str = ""  # the scheduler whose nodes these are; its allocation fills `transports`
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -73,56 +75,56 @@ def read_hosts_file(argument: str, ssh_options: tuple[str, ...] = ()) -> Hosts:
     if argument.endswith(_EXTENSIONS):
         return parse_hosts(_read_yaml(argument), argument, ssh_options)
     if "/" in argument or os.path.isfile(argument):
-        line = f"--hosts {argument}: a hosts file ends in .yaml, .yml or .json; host names are separated by commas"
+        line = f"--hosts {argument}: the name of a hosts file must end in .yaml, .yml or .json; separate host names with commas"
         raise Refusal(line, EX_USAGE)
     names = [name.strip() for name in argument.split(",")]
     if not any(names):
-        raise Refusal(f"--hosts {argument!r} names no host; write a,b,c or the path of a hosts file", EX_USAGE)
+        raise Refusal(f"--hosts {argument!r} has no host name; write a,b,c or the path of a hosts file", EX_USAGE)
     if not all(names):
-        raise Refusal(f"--hosts {argument}: an empty name between two commas", EX_USAGE)
+        raise Refusal(f"--hosts {argument}: a host name is empty; remove the extra comma", EX_USAGE)
     hosts = [_parse_host(_split_user(name, "--hosts"), "--hosts", "", ssh_options, None) for name in names]
     _refuse_duplicates(hosts, "--hosts")
     return Hosts(tuple(hosts), ssh_options=ssh_options)
 
 
 def parse_hosts(data: Mapping[Any, Any], path: str, ssh_options: tuple[str, ...] = (), written: bool = True) -> Hosts:
-    """Parse the content of a hosts file. `path` is named in refusals; files are looked up relative to it.
+    """Parse the content of a hosts file. File names in it are relative to the folder of `path`.
 
-    `written` is False for a file that does not exist yet.
+    `written` is False if the file at `path` does not exist yet. Raises Refusal with `path` in the message.
     """
     for key in data:
         if key not in _FILE_KEYS:
             _refuse(path, f"unknown key {key!r}{suggest(str(key), _FILE_KEYS)}")
     defaults = data.get("defaults") or {}
     if not isinstance(defaults, dict):
-        _refuse(path, f"defaults: {_show(defaults)}; write keys and values, such as {{user: train}}")
+        _refuse(path, f"defaults: must be a mapping, {_got(defaults)}; write it like {{user: train}}")
     _check_keys(defaults, f"{path}: defaults", without=("host", "address"))
     entries = data.get("hosts")
     if not isinstance(entries, list) or not entries:
-        example = "write a list with one entry a host, such as - {host: 192.168.1.100, slots: 2}"
-        _refuse(path, f"hosts: {_show(entries)}; {example}")
+        example = "write one entry per host, such as - {host: 192.168.1.100, slots: 2}"
+        _refuse(path, f"hosts: must be a list of hosts, {_got(entries)}; {example}")
     folder = os.path.dirname(os.path.abspath(path))
     ssh_config = _find_file(data.get("ssh_config"), f"{path}: ssh_config", folder)
     options = data.get("ssh_options") or []
     if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
-        _refuse(path, f"ssh_options: {_show(options)}; write a list such as [-oCompression=yes]")
-    ssh_options = (*ssh_options, *options)  # ssh uses the first value it gets: a flag wins over the file
+        _refuse(path, f"ssh_options: must be a list, {_got(options)}; write it like [-oCompression=yes]")
+    ssh_options = (*ssh_options, *options)  # ssh uses the first value, so flags override the file
     hosts = []
     for number, entry in enumerate(entries, 1):
         entry = _split_user(entry, f"{path}: host {number}")
         name = entry.get("host", number)
         location = f"{path}: host {name if isinstance(name, str) and name.isprintable() else number}"
         _check_keys(entry, location)
-        if "python" in entry or "venv" in entry:  # either one replaces both defaults
+        if "python" in entry or "venv" in entry:  # an entry's python replaces a default venv, and vice versa
             inherited = {key: value for key, value in defaults.items() if key not in ("python", "venv")}
         else:
             inherited = defaults
         hosts.append(_parse_host({**inherited, **entry}, location, folder, ssh_options, ssh_config))
     env = _parse_env(data.get("env") or {}, path)
     scheduler = data.get("scheduler", "")
-    names = [known.name for known in schedulers.SCHEDULERS]
+    names = [entry.name for entry in schedulers.SCHEDULERS]
     if scheduler not in ("", *names):
-        _refuse(path, f"scheduler: {_show(scheduler)}; write {', '.join(names)}")
+        _refuse(path, f"scheduler: must be one of {', '.join(names)}, {_got(scheduler)}")
     _refuse_duplicates(hosts, path, EX_CONFIG if written else EX_USAGE)
     return Hosts(tuple(hosts), ssh_config, ssh_options, path if written else None, env, scheduler=scheduler)
 
@@ -131,17 +133,17 @@ def _read_yaml(path: str) -> dict[Any, Any]:
     try:
         data = parse_yaml(read_text(path))  # JSON is YAML
     except FileNotFoundError as problem:
-        line = f"no hosts file {path}; `stoker cluster init HOST HOST` writes one by asking the hosts"
+        line = f"the hosts file {path} does not exist; `stoker cluster init HOST HOST` writes one"
         raise Refusal(line, EX_NOINPUT) from problem
     except OSError as problem:
         raise Refusal(f"the hosts file {path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
     except YamlError as problem:
         line_number = f", line {problem.line}" if problem.line else ""
-        raise Refusal(f"{path}{line_number}: not YAML: {problem.problem}", EX_CONFIG) from problem
+        raise Refusal(f"{path}{line_number}: not valid YAML: {problem.problem}", EX_CONFIG) from problem
     except ValueError as problem:
         raise Refusal(f"the hosts file {path} is not text: {problem}", EX_CONFIG) from problem
     if not isinstance(data, dict):
-        _refuse(path, f"{_show(data)}; a hosts file has a key hosts: with a list")
+        _refuse(path, f"must have a key hosts: with a list of hosts, {_got(data)}")
     return data
 
 
@@ -152,7 +154,7 @@ def _split_user(entry: Any, location: str) -> dict[str, Any]:
         return {"user": user, "host": host} if at else {"host": entry}
     if not isinstance(entry, dict):
         fix = "put the name in quotes" if isinstance(entry, (bool, int, float)) else "write {host: NAME}"
-        _refuse(location, f"{_show(entry)}; {fix}")
+        _refuse(location, f"must be a name or a mapping, {_got(entry)}; {fix}")
     if isinstance(entry.get("host"), str) and "@" in entry["host"] and "user" not in entry:
         user, _, host = entry["host"].rpartition("@")
         return {**entry, "user": user, "host": host}
@@ -166,19 +168,21 @@ def _check_keys(entry: Mapping[Any, Any], location: str, without: tuple[str, ...
         if key not in keys:
             _refuse(location, f"unknown key {key!r}{suggest(str(key), keys)}")
         if value is None or value == "":
-            _refuse(location, f"{key}: has no value; leave the key out instead")
+            _refuse(location, f"{key}: must have a value; add one, or remove the key")
         if key in ("host", *_TEXT_KEYS) and not isinstance(value, str):
-            _refuse(location, f"{key}: {_show(value)}, not text; put it in quotes")
+            _refuse(location, f"{key}: must be text, {_got(value)}; put it in quotes")
         if key in ("port", "slots") and (isinstance(value, bool) or not isinstance(value, int)):
-            _refuse(location, f"{key}: {_show(value)}, not a whole number")
+            _refuse(location, f"{key}: must be a whole number, {_got(value)}")
         if key == "port" and not 1 <= value <= 65535:
-            _refuse(location, f"port: {value} is not between 1 and 65535")
+            _refuse(location, f"port: must be between 1 and 65535, {_got(value)}")
         if key == "slots" and value < 1:
-            _refuse(location, f"slots: {value}; a host has at least one rank, or is left out of the file")
+            _refuse(
+                location, f"slots: must be 1 or more, {_got(value)}; to run no rank on a host, remove it from the file"
+            )
         if key == "local" and not isinstance(value, bool):
-            _refuse(location, f"local: {_show(value)}, not true or false")
+            _refuse(location, f"local: must be true or false, {_got(value)}")
     if "python" in entry and "venv" in entry:
-        _refuse(location, "python and venv are both given; a venv means its bin/python")
+        _refuse(location, "python and venv can't both be set; keep one of them")
 
 
 def _parse_host(
@@ -186,25 +190,25 @@ def _parse_host(
 ) -> Host:
     name, user, port = entry.get("host", ""), entry.get("user"), entry.get("port")
     if not name:
-        _refuse(location, "host: is missing; it is the name or address that ssh is given")
+        _refuse(location, "host: is missing; set it to the name or address to pass to ssh")
     _refuse_port_in_name(name, location)
     for key in ("host", "user", "interface", "address"):
         value = entry.get(key)
         if value == "":
-            _refuse(location, f"an empty {key}")
-        # What is certainly a typo, or what ssh would take for an option.
+            _refuse(location, f"{key}: must not be empty")
+        # Such a value is a typo, or ssh would parse it as an option.
         if value and (value.startswith("-") or not value.isprintable() or re.search(r"[\s@/,]", value)):
-            _refuse(location, f"{key} {value!r} is not a name; ssh can't be given that")
+            _refuse(location, f"{key} {value!r} is not a valid name; remove blanks and special characters")
     for key in ("identity", "python", "venv", "workdir"):
         if "\0" in (entry.get(key) or ""):
-            _refuse(location, f"{key}: contains a NUL character")
+            _refuse(location, f"{key}: must not contain a NUL character")
     python = entry.get("python") or (os.path.join(entry["venv"], "bin", "python") if entry.get("venv") else None)
     if python is not None and "/" in python and not python.startswith(("/", "~")):
         key = "venv" if entry.get("venv") else "python"
-        _refuse(location, f"{key}: {entry[key]} is relative; begin it with / or ~/")
+        _refuse(location, f"{key}: must be an absolute path, got {entry[key]}; begin it with / or ~/")
     workdir = entry.get("workdir")
     if workdir is not None and not workdir.startswith(("/", "~")):
-        _refuse(location, f"workdir: {workdir} is relative; begin it with / or ~/")
+        _refuse(location, f"workdir: must be an absolute path, got {workdir}; begin it with / or ~/")
     here = entry.get("local")
     if here is None:
         here = not port and not ssh_options and _is_this_machine(name, user, ssh_config is None)
@@ -225,7 +229,7 @@ def _parse_host(
 
 
 def _refuse_port_in_name(name: str, location: str) -> None:
-    """Refuse host:22, [fe80::1] and [fe80::1]:22, as URLs have them."""
+    """Raise Refusal for host:22, [fe80::1] and [fe80::1]:22, which are formats of URLs."""
     match = re.fullmatch(r"\[([^\[\]]*)\](?::(\d+))?|([^:\[\]]+):(\d+)", name)
     if match is None:
         return
@@ -239,7 +243,7 @@ def _refuse_port_in_name(name: str, location: str) -> None:
 
 
 def is_address(text: str) -> bool:
-    """Return whether this is an IPv4 or IPv6 address, with or without %interface, and not a name."""
+    """Return whether the text is an IPv4 or IPv6 address, which may end in %interface."""
     import socket
 
     bare, _, interface = text.partition("%")
@@ -255,7 +259,10 @@ def is_address(text: str) -> bool:
 
 
 def _is_this_machine(name: str, user: str | None, plain_ssh: bool) -> bool:
-    """Return whether it is the address of one of our interfaces, or loopback if no ssh settings may redirect that."""
+    """Return whether the host is this machine: its name is the address of an interface, or loopback.
+
+    Loopback counts only with `plain_ssh`, because an ssh_config may map such a name to another machine.
+    """
     import getpass
     import socket
 
@@ -263,7 +270,7 @@ def _is_this_machine(name: str, user: str | None, plain_ssh: bool) -> bool:
         try:
             if user != getpass.getuser():
                 return False
-        except (KeyError, OSError):  # this uid has no entry in the password database; OSError since Python 3.13
+        except (KeyError, OSError):  # our uid is not in the password database (OSError since Python 3.13)
             return False
     if _LOOPBACK.fullmatch(name):
         return plain_ssh
@@ -281,7 +288,7 @@ def _parse_gpus(value: Any, location: str) -> str | None:
     if isinstance(value, list) and all(isinstance(gpu, (int, str)) and not isinstance(gpu, bool) for gpu in value):
         value = ",".join(str(gpu) for gpu in value)
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, str)) or value == ""):
-        _refuse(location, f"gpus: {_show(value)}; write 0,3 or UUIDs or any:2, as --gpus has it, or none")
+        _refuse(location, f"gpus: must have the format of --gpus, {_got(value)}; write 0,3 or UUIDs or any:2, or none")
     return None if value is None else str(value)
 
 
@@ -290,21 +297,21 @@ def _find_file(value: Any, location: str, folder: str) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or not value:
-        _refuse(location, f"{_show(value)}, not a path")
+        _refuse(location, f"must be a path, {_got(value)}")
     path = os.path.join(folder, os.path.expanduser(value))
     if not os.path.isfile(path):
-        raise Refusal(f"{location}: no file {path}", EX_NOINPUT)
+        raise Refusal(f"{location}: the file {path} does not exist", EX_NOINPUT)
     return path
 
 
 def _parse_env(env: Any, path: str) -> dict[str, str]:
     if not isinstance(env, dict):
-        _refuse(path, f"env: {_show(env)}; write NAME: VALUE pairs")
+        _refuse(path, f"env: must be a mapping, {_got(env)}; write NAME: VALUE pairs")
     for name, value in env.items():
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            _refuse(path, f"env: {name!r} is not a variable's name")
+            _refuse(path, f"env: {name!r} is not a valid name of a variable")
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            _refuse(path, f"env: {name}: {_show(value)}; put it in quotes")
+            _refuse(path, f"env: {name}: must be text, {_got(value)}; put it in quotes")
     return {name: str(value) for name, value in env.items()}
 
 
@@ -312,14 +319,14 @@ def _refuse_duplicates(hosts: list[Host], location: str, code: int = EX_USAGE) -
     names = [host.name for host in hosts]
     for name in names:
         if names.count(name) > 1:
-            _refuse(location, f"host {name} is listed twice; list each host once and give it more slots", code)
+            _refuse(location, f"host {name} is listed twice; list it once, with more slots", code)
     local = [host.name for host in hosts if host.here]
     if len(local) > 1:
-        _refuse(location, f"{' and '.join(local)} are all this machine; name it once", code)
+        _refuse(location, f"{' and '.join(local)} are the same machine, this one; list it once", code)
 
 
-def _show(value: Any) -> str:
-    return "nothing" if value is None else f"found {value!r}"
+def _got(value: Any) -> str:
+    return "got nothing" if value is None else f"got {value!r}"
 
 
 def _refuse(location: str, why: str, code: int = EX_CONFIG) -> NoReturn:

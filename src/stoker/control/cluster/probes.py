@@ -1,4 +1,4 @@
-"""Probes: questions to several agents in one batch. Each host answers when it can, and a lost one does not delay the others."""
+"""Sends probes to several agents in one batch and checks their answers. A lost host does not delay the others."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from stoker.control.cluster.hosts import Hosts
 
 
 class PendingProbe:
-    """One probe on several hosts, filled as they answer."""
+    """A probe that runs on several hosts, with the answers received so far."""
 
     def __init__(self, id: str, what: str, hosts: list[str]) -> None:
         self.id = id
         self.what = what
         self.hosts = hosts
         self.sent_at = time.time()
-        self.partial: dict[str, list[Any]] = {host: [] for host in hosts}  # answers before the final one
-        self.answers: dict[str, Any] = {}  # the final ones
-        self.answered_at: dict[str, float] = {}  # by this machine's clock
+        self.partial: dict[str, list[Any]] = {host: [] for host in hosts}  # host -> answers before the final one
+        self.answers: dict[str, Any] = {}  # host -> final answer
+        self.answered_at: dict[str, float] = {}  # host -> time of the final answer, by this machine's clock
 
 
 @contextlib.contextmanager
 def open_probe_batch(hosts: Hosts) -> Iterator[ProbeBatch]:
-    """Start the agents of all these hosts, for probes only, and end them after the block."""
+    """Start agents on these hosts that only run probes, and end them after the block."""
     links = transport.connect_all(hosts)
     pool = AgentPool(links, lambda client, *message: batch.on_message(client.host, *message), lambda client, line: None)
     batch = ProbeBatch(pool.all, pool.pump)
@@ -41,7 +41,10 @@ def open_probe_batch(hosts: Hosts) -> Iterator[ProbeBatch]:
 
 
 class ProbeBatch:
-    """Sends probes to agents and collects the answers. `pump(seconds)` waits for messages, which go to `on_message`."""
+    """Sends probes to agents and collects the answers.
+
+    `pump(seconds)` must wait for messages and pass them to `on_message`.
+    """
 
     _numbers = itertools.count(1)
 
@@ -51,7 +54,7 @@ class ProbeBatch:
         self._pending: dict[str, PendingProbe] = {}
 
     def on_message(self, host: str, message: protocol.Message, payload: bytes) -> bool:
-        """Take in an answer. Return False if the message belongs to no probe of this batch."""
+        """Store an answer. Return False if the message belongs to no probe of this batch."""
         probe = self._pending.get(message["ask"]) if message["is"] == "probe" else None
         if probe is None:
             return False
@@ -63,7 +66,7 @@ class ProbeBatch:
         return True
 
     def ask(self, what: str, args: Mapping[str, Mapping[str, Any]], seconds: float) -> PendingProbe:
-        """Start a probe on each host of `args` (host -> arguments), which may take `seconds` there."""
+        """Start a probe on each host of `args` (host -> arguments). It may run for `seconds` there."""
         probe = PendingProbe(f"check-{next(self._numbers)}", what, list(args))
         self._pending[probe.id] = probe
         for host, host_args in args.items():
@@ -72,11 +75,12 @@ class ProbeBatch:
         return probe
 
     def send(self, probe: PendingProbe, orders: Mapping[str, Any]) -> None:
-        """Send an order (host -> order) to a probe that runs."""
+        """Send orders (host -> order) to a running probe."""
         for host, order in orders.items():
             self.agents[host].say({"do": "tell", "ask": probe.id, "word": order})
 
     def cancel(self, probe: PendingProbe) -> None:
+        """End the probe on the hosts that have not answered yet."""
         for host in probe.hosts:
             if host not in probe.answers:
                 self.agents[host].say({"do": "unprobe", "ask": probe.id})
@@ -86,30 +90,30 @@ class ProbeBatch:
         deadline = time.monotonic() + seconds
         while True:
             waiting = [host for host in hosts if not done(host)]
-            left = deadline - time.monotonic()
-            if left <= 0 or all(self.agents[host].gone for host in waiting):
+            seconds_left = deadline - time.monotonic()
+            if seconds_left <= 0 or all(self.agents[host].gone for host in waiting):
                 return waiting
-            self._pump(min(left, 0.5))
+            self._pump(min(seconds_left, 0.5))
 
     def answers(self, probe: PendingProbe, seconds: float) -> dict[str, Any]:
-        """Wait for the final answers. Return host -> answer, or {"error": ...} where there is none."""
+        """Wait for the final answers. Return host -> answer, or {"error": ...} for a host that did not answer."""
         self.wait(seconds, lambda host: host in probe.answers, probe.hosts)
         return {
-            host: probe.answers[host] if host in probe.answers else self._no_answer(host, seconds)
+            host: probe.answers[host] if host in probe.answers else self._missing_answer(host, seconds)
             for host in probe.hosts
         }
 
     def partial_answers(self, probe: PendingProbe, count: int, seconds: float) -> dict[str, Any]:
-        """Wait for the count-th partial answers. Return host -> answer; {"error": ...} if the probe ended or was too slow."""
+        """Wait for the partial answers number `count`. Return host -> answer, or {"error": ...} if the probe failed."""
         self.wait(seconds, lambda host: len(probe.partial[host]) >= count or host in probe.answers, probe.hosts)
         return {
             host: probe.partial[host][count - 1]
             if len(probe.partial[host]) >= count
-            else probe.answers.get(host) or self._no_answer(host, seconds)
+            else probe.answers.get(host) or self._missing_answer(host, seconds)
             for host in probe.hosts
         }
 
-    def _no_answer(self, host: str, seconds: float) -> dict[str, str]:
+    def _missing_answer(self, host: str, seconds: float) -> dict[str, str]:
         return {"error": self.agents[host].gone or f"no answer within {seconds:.0f} s"}
 
 
@@ -123,8 +127,7 @@ STORE = {"port": "int"}
 TIMES = {"bytes": "int", "times": "list[float]"}
 _RESOLVES = {"resolves": "dict[str, list[str]]"}
 
-# The fields of each probe's final answer. Probes with partial answers (net, torch) end with an empty one; their callers
-# check the partial ones.
+# The fields of each probe's final answer. The final answers of net and torch are empty; callers check their partial ones.
 _FINAL: dict[str, dict[str, Any]] = {
     "builds": {"hostname": "str", **_RESOLVES, "torch": TORCH},
     "clock": {"time": "float"},
@@ -138,13 +141,13 @@ _FINAL: dict[str, dict[str, Any]] = {
 
 
 def read_partial_answer(payload: bytes) -> dict[str, Any]:
-    """Return any answer of a probe, with its texts made printable. Raises ProtocolError."""
-    answer: dict[str, Any] = _printable(protocol.read_payload("dict[str, Any]", payload, "its answer"))
+    """Return an answer of any probe, with control characters in its texts escaped. Raises ProtocolError."""
+    answer: dict[str, Any] = _escape_texts(protocol.read_payload("dict[str, Any]", payload, "its answer"))
     return answer
 
 
 def read_answer(what: str, payload: bytes) -> dict[str, Any]:
-    """Return the final answer of a probe with the fields of its kind, or {"error": ...}."""
+    """Return the final answer of a probe with the fields of its type, or {"error": ...}."""
     answer = read_partial_answer(payload)
     if "error" in answer:
         return {"error": answer["error"]}
@@ -154,7 +157,7 @@ def read_answer(what: str, payload: bytes) -> dict[str, Any]:
         try:
             examination_from_json(answer)
         except ValueError as problem:
-            return _unusable(what, problem)
+            return _invalid_answer(what, problem)
         return answer
     return check_answer(_FINAL[what], answer, what) if what in _FINAL else answer
 
@@ -166,28 +169,28 @@ def check_answer(fields: Mapping[str, Any], answer: Any, what: str) -> dict[str,
     try:
         return typed_values.read_fields(fields, answer)
     except ValueError as problem:
-        return _unusable(what, problem)
+        return _invalid_answer(what, problem)
 
 
-def _unusable(what: str, problem: ValueError) -> dict[str, Any]:
+def _invalid_answer(what: str, problem: ValueError) -> dict[str, Any]:
     return {"error": f"its answer about {what} can't be used: {problem}"}
 
 
-def _printable(value: Any) -> Any:
+def _escape_texts(value: Any) -> Any:
     if isinstance(value, str):
         return escape(value)
     if isinstance(value, dict):
-        return {escape(name): _printable(item) for name, item in value.items()}
-    return [_printable(item) for item in value] if isinstance(value, list) else value
+        return {escape(name): _escape_texts(item) for name, item in value.items()}
+    return [_escape_texts(item) for item in value] if isinstance(value, list) else value
 
 
 def measure_clock_skew(batch: ProbeBatch, hosts: list[str], times: int = 3) -> dict[str, tuple[float, float]]:
-    """Return host -> (error, seconds its clock is ahead of ours), as NTP measures it, from its fastest answer.
+    """Return host -> (maximum error, seconds that its clock is ahead of ours), from its fastest answer, as NTP does.
 
-    The clock was read at some moment of the round trip, so half the round trip bounds the error.
+    The host read its clock at some moment of the round trip, so half the round trip bounds the error.
     """
     best: dict[str, tuple[float, float]] = {}
-    for _ in range(times):  # one after the other: in one batch the probes would delay each other
+    for _ in range(times):  # not in one batch, where the probes would delay each other
         probe = batch.ask("clock", {name: {} for name in hosts}, 5.0)
         for name, answer in batch.answers(probe, 3.0).items():
             if "time" in answer:

@@ -176,7 +176,7 @@ class Agents:
         signal.raise_signal(signal.SIGSTOP)
         now = time.monotonic()
         for client in [*self.clients, *self.pool.waiting]:
-            client.heard = now  # the agents were not silent while this process was suspended
+            client.heard_at = now  # the agents were not silent while this process was suspended
         self.pool.say({"do": "resume"})
 
     # ---- waiting ----

@@ -115,7 +115,9 @@ class Attempt:
             return False
         if not self.watch_failed:
             self.watch.inspect_survivors()
-        return now - self.first_failure >= (settle_s if self.watch_failed or self.watch.survivors_inspected else INSPECTION_S)
+        return now - self.first_failure >= (
+            settle_s if self.watch_failed or self.watch.survivors_inspected else INSPECTION_S
+        )
 
     def find_early_exits(self, now: float, seconds: float) -> list[int]:
         """Return the ranks that ended with exit code 0 more than `seconds` ago while others still run."""

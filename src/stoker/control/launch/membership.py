@@ -113,7 +113,7 @@ class Membership:
     def mark_lost(self, gone: UnusableHosts) -> None:
         for client in self._agents.clients:
             if client.host in gone.hosts:
-                client.lose(short_reason(gone.hosts[client.host]))
+                client.mark_lost(short_reason(gone.hosts[client.host]))
 
     # ---- between attempts ----
 
@@ -249,13 +249,13 @@ class Membership:
         """Start the copy to a returned host, and return whether it has ended, successfully or not."""
         if lost.copy is None:
             lost.copy, lost.report_copy_at = self._host_setup.start_late_copy(name), time.monotonic() + SLOW_COPY_S
-        if not lost.copy.over:
+        if not lost.copy.is_over:
             if lost.report_copy_at and time.monotonic() > lost.report_copy_at:
                 lost.report_copy_at = 0.0
                 self._log(f"stoker: host {name} is responding; copying the files of --sync and --stage to it")
             return False
-        if lost.copy.brought and not lost.is_probed:
-            self._log(f"stoker: {lost.copy.brought}")
+        if lost.copy.summary and not lost.is_probed:
+            self._log(f"stoker: {lost.copy.summary}")
         return True
 
     def _report_unfit(self, name: str, reason: str) -> None:

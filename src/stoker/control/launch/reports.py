@@ -93,7 +93,9 @@ class ReportHandler:
         if error is not None:
             self._attempt.errors[message["rank"]] = error
             self._record.event("exception", rank=message["rank"], type=error.type, at=f"{error.file}:{error.line}")
-            self._feed_watcher(self._attempt.watch.note_failure, message["rank"], error.collectives, frames_of_error(error))
+            self._feed_watcher(
+                self._attempt.watch.note_failure, message["rank"], error.collectives, frames_of_error(error)
+            )
 
     def _on_exit(self, host: str, message: protocol.Message) -> None:
         """Record how a rank ended. All its texts are masked: the agent has masked error and stack, `tail` the output."""

@@ -80,7 +80,7 @@ class Supervisor:
             now = time.time()
             self._handle_signals()
             host_is_quiet = self._membership is not None and any(
-                client.quiet or client.gone for client in self._agents.clients
+                client.is_quiet or client.gone for client in self._agents.clients
             )
             if not host_is_quiet:  # don't judge ranks while a host may be lost: they are only waiting for it
                 self._watch.update()

@@ -187,9 +187,9 @@ def resolve_hosts(request: Request, environment: Mapping[str, str]) -> tuple[Req
         hosts = _with_python(hosts, options.python)
     elif options.nnodes == "1" and (scheduler := schedulers.find_scheduler(environment)) is not None:
         # --hosts and --nnodes win over the nodes of the scheduler's job.
-        from stoker.control.scheduler import engine
+        from stoker.control.scheduler import load_engine
 
-        request, hosts = _use_allocation(request, engine(scheduler).allocation(environment), environment)
+        request, hosts = _use_allocation(request, load_engine(scheduler).find_allocation(environment), environment)
     if hosts is None and (options.min_hosts or options.sync or options.stage):
         raise Refusal("--min-hosts, --sync and --stage need several hosts; name them with --hosts", EX_USAGE)
     if hosts is not None and options.min_hosts and not 1 <= options.min_hosts <= len(hosts.hosts):
@@ -200,11 +200,11 @@ def resolve_hosts(request: Request, environment: Mapping[str, str]) -> tuple[Req
 
 def _with_scheduler_transports(hosts: Hosts, environment: Mapping[str, str]) -> Hosts:
     """Return the hosts, which are nodes of a scheduler's job, with the scheduler's transports."""
-    from stoker.control.scheduler import engine
+    from stoker.control.scheduler import load_engine
 
     scheduler = schedulers.find_scheduler_by_name(hosts.scheduler)
     assert scheduler is not None
-    allocation = engine(scheduler).allocation(environment)
+    allocation = load_engine(scheduler).find_allocation(environment)
     missing = [host.name for host in hosts.hosts if allocation is None or host.name not in allocation.transports]
     if allocation is None or missing:
         line = f"{hosts.path}: {missing[0]} is not a node of the {scheduler.title} job that this was started in"

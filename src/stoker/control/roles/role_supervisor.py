@@ -318,7 +318,9 @@ class RoleSupervisor:
             host = next((slot.host for slot in role.slots if slot.host and slot.host in verdict.summary), "")
             if host:
                 summary = role.stranded_reason or f"host {host} is lost: {verdict.summary}"
-                verdict = replace(launch_failures.make_role_verdict("host.lost", summary, (verdict.summary,)), host=host)
+                verdict = replace(
+                    launch_failures.make_role_verdict("host.lost", summary, (verdict.summary,)), host=host
+                )
         if host:
             self._placement.lose(host)
         elif verdict.status != "refused":

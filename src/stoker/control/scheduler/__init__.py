@@ -1,6 +1,6 @@
-"""Schedulers behind one protocol: `Engine` finds a job's hosts and starts their agents, `Runs` explains how a job ended.
+"""The interface to job schedulers: `Engine` finds the hosts of our job, `JobRuns` finds a job's runs and explains its end.
 
-The code of one scheduler is in the modules that contract/schedulers.py names for it.
+contract/schedulers.py names the two modules of each scheduler.
 """
 
 from __future__ import annotations
@@ -17,24 +17,30 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
-    def allocation(self, environ: Mapping[str, str]) -> Hosts | None:
-        """Return the hosts of our job, in rank order, with their transports. None: this is an ordinary local run."""
+    """The module that finds the hosts of the job that we run in."""
+
+    def find_allocation(self, environ: Mapping[str, str]) -> Hosts | None:
+        """Return the hosts of our job, in rank order, with their transports, or None for an ordinary local run."""
 
 
-class Runs(Protocol):
+class JobRuns(Protocol):
+    """The module that finds the runs of a job and explains how the job ended."""
+
     def run_of(self, root: str, job: str) -> RunRecord | None:
         """Return the newest run that was started in this job."""
 
     def verdict_of(self, root: str, job: str) -> Verdict:
-        """Return the verdict of a job that is over, whether a run began in it or not."""
+        """Return the verdict of a job that is over. The job may have ended before a run began."""
 
-    def explained(self, root: str, run: RunRecord, verdict: Verdict | None) -> Verdict | None:
-        """Return a run's verdict with what the scheduler knows about the job's end."""
+    def explain_end(self, root: str, run: RunRecord, verdict: Verdict | None) -> Verdict | None:
+        """Return the verdict of a run, refined by the scheduler's information about the end of the job."""
 
 
-def engine(scheduler: Scheduler) -> Engine:
+def load_engine(scheduler: Scheduler) -> Engine:
+    """Import the scheduler's module with the functions of `Engine`."""
     return cast("Engine", import_module(f"{__name__}.{scheduler.engine}"))
 
 
-def runs(scheduler: Scheduler) -> Runs:
-    return cast("Runs", import_module(f"{__name__}.{scheduler.runs}"))
+def load_runs(scheduler: Scheduler) -> JobRuns:
+    """Import the scheduler's module with the functions of `JobRuns`."""
+    return cast("JobRuns", import_module(f"{__name__}.{scheduler.runs}"))

@@ -1,4 +1,4 @@
-"""A submitted Slurm job and the runs in it: follows the queue and the run's output, and explains how the job ended."""
+"""Slurm jobs and the runs in them: follows a job's state and output, finds its runs, and explains how it ended."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from stoker.control.record.log_tail import LogTail
 from stoker.control.record.private_folders import own_folder
 from stoker.control.verdict import launch_failures, slurm_ends
 
-OUTPUT_INTERVAL_S = 0.25  # between two looks at the run's output
-QUERY_INTERVAL_S = 2.0  # between two queries: Slurm's controller serves everybody
-UNREACHABLE_S = 60.0  # without an answer for this long, Slurm counts as out of reach
-SETTLE_S = 10.0  # a run's last output may take this long to arrive over a shared disk
+OUTPUT_INTERVAL_S = 0.25  # time between two reads of the run's output
+QUERY_INTERVAL_S = 2.0  # time between two queries, which go to the controller that all users share
+UNREACHABLE_S = 60.0  # after this long without an answer we stop following
+SETTLE_S = 10.0  # limit for a run's verdict and last output to arrive over a shared disk
 
 Say = Callable[[str], None]
 Put = Callable[[bytes], None]
 
 
 class JobFollower:
-    """Follows one job, or the tasks of an array. `say` prints a line of ours, `put` prints the run's output."""
+    """Follows a job, or the tasks of an array. `say` prints one of our lines, `put` prints output of the run."""
 
     def __init__(self, root: str, number: str, say: Say, put: Put) -> None:
         self._root = root
@@ -44,7 +44,7 @@ class JobFollower:
         self._tasks = [f"{number}_{seed}" for seed in seeds] or [number]
         self._say = say
         self._put = put
-        self._said: dict[str, str] = {}  # task -> the state that was printed last
+        self._printed: dict[str, str] = {}  # task -> the state that was printed last
         self._jobs: dict[str, SlurmJob] = {}  # task -> Slurm's newest description
         self._logs = {}
         for task in self._tasks:
@@ -52,7 +52,7 @@ class JobFollower:
             self._logs[task] = LogTail(log_path(root, task)), LineCutter(label.encode())
 
     def follow(self) -> int:
-        """Follow the job to its end. Return the run's exit code; of several runs the first that is not 0."""
+        """Follow the job until it ends. Return the exit code of its run, or the first that is not 0 of an array's runs."""
         queried_at, answered_at = -QUERY_INTERVAL_S, time.monotonic()
         while not all(self._is_over(task) for task in self._tasks):
             now = time.monotonic()
@@ -61,10 +61,10 @@ class JobFollower:
                 if self._query():
                     answered_at = now
                 elif not self._jobs and now - answered_at > QUERY_INTERVAL_S:
-                    return self._summarize()  # Slurm never knew it or has forgotten it: our note may tell more
+                    return self._summarize()  # Slurm does not know the job (any more), but our note may
             if now - answered_at > UNREACHABLE_S:
-                retry = f"`stoker submit --follow {self.number}` tries again"
-                self._say(f"stoker: Slurm has not answered for {UNREACHABLE_S:.0f} s; {retry}")
+                retry = f"run `stoker submit --follow {self.number}` to try again"
+                self._say(f"stoker: Slurm has not responded for {UNREACHABLE_S:.0f} s; {retry}")
                 break
             self._print_output()
             time.sleep(OUTPUT_INTERVAL_S)
@@ -75,15 +75,16 @@ class JobFollower:
         return task in self._jobs and self._jobs[task].is_over
 
     def _query(self) -> bool:
-        """Ask Slurm for the state of all tasks and print changes. Return whether it answered."""
-        found = {job.id: job for job in query_tasks(self.number)}
+        """Query the state of all tasks and print changes. Return whether Slurm answered."""
+        current = {job.id: job for job in query_tasks(self.number)}
         for task in self._tasks:
-            # Tasks that still wait are listed as one, 12_[3-4]; a task that was listed before has left the controller.
-            if task not in found and (len(self._tasks) == 1 or task in self._jobs) and not self._is_over(task):
+            # Slurm lists all waiting tasks as one, such as 12_[3-4]. A task that is no longer listed has ended; sacct may
+            # still know it.
+            if task not in current and (len(self._tasks) == 1 or task in self._jobs) and not self._is_over(task):
                 job = query_job(task)
                 if job is not None:
-                    found[task] = job
-        for name, job in found.items():
+                    current[task] = job
+        for name, job in current.items():
             if name in self._logs:
                 self._jobs[name] = job
             state = job.state
@@ -93,10 +94,10 @@ class JobFollower:
                 state += f" on {job.nodes}"
             if job.restarts and not job.is_over:
                 state += f", restart {job.restarts}"
-            if state != self._said.get(name):
-                self._said[name] = state
+            if state != self._printed.get(name):
+                self._printed[name] = state
                 self._say(f"stoker: job {name}: {state}")
-        return bool(found)
+        return bool(current)
 
     def _print_output(self) -> None:
         for tail, cutter in self._logs.values():
@@ -104,23 +105,24 @@ class JobFollower:
                 self._put(cutter.feed(data))
 
     def _settle(self) -> None:
-        """Wait for verdicts that may still be on their way, print the rest of the output, and keep what Slurm said."""
+        """Wait for verdicts that are not written yet, print the remaining output, and store Slurm's description of the job."""
         deadline = time.monotonic() + SETTLE_S
         while time.monotonic() < deadline and any(_may_get_verdict(run_of(self._root, task)) for task in self._tasks):
             time.sleep(OUTPUT_INTERVAL_S)
         self._print_output()
         for _, cutter in self._logs.values():
             self._put(cutter.flush())
-        if self._note:  # Slurm forgets a job within minutes; `stoker why` may be called next week
+        if self._note:  # for `stoker why`: Slurm forgets a job within minutes
             note = {**self._note, "ended": {task: as_json(job) for task, job in self._jobs.items()}}
             write_json(os.path.join(own_folder(self._root, jobs.FOLDER), f"{self.number}.json"), note)
 
     def _summarize(self) -> int:
+        """Print the verdict of each task that failed. Return the first exit code that is not 0."""
         code = 0
         for task in self._tasks:
             verdict = verdict_of(self._root, task)
             if verdict.status != "completed":
-                self._say(f"stoker: job {task}: {verdict.summary}; `stoker why slurm:{task}` says more")
+                self._say(f"stoker: job {task}: {verdict.summary}; for details, run `stoker why slurm:{task}`")
             code = code or verdict.exit_code
         return code
 
@@ -130,7 +132,7 @@ def log_path(root: str, task: str) -> str:
 
 
 def job_file(root: str, name: str) -> str | None:
-    """Return the path of one of our files about jobs, or None if other users could replace it: then we do without."""
+    """Return the path of one of our files about jobs, or None if other users could replace it."""
     try:
         return os.path.join(own_folder(root, jobs.FOLDER), name)
     except Refusal:
@@ -138,7 +140,7 @@ def job_file(root: str, name: str) -> str | None:
 
 
 def read_job_note(root: str, task: str) -> dict[str, Any]:
-    """Return what `stoker submit` noted about a job, or {}."""
+    """Return the note that `stoker submit` wrote about a job, or {}."""
     path = job_file(root, f"{task.partition('_')[0]}.json")
     note = run_record.read_json(path) if path else None
     return note if isinstance(note, dict) else {}
@@ -153,7 +155,7 @@ def job_of(run: run_record.RunRecord) -> str:
 
 
 def run_of(root: str, task: str) -> run_record.RunRecord | None:
-    """Return the newest run of this job. Runs from before it don't count: a reinstalled cluster reuses job numbers."""
+    """Return the newest run of a job, or None. Runs older than the job are ignored: a new cluster reuses job numbers."""
     submitted = read_job_note(root, task).get("submitted")
     since = submitted - 60.0 if isinstance(submitted, (int, float)) else 0.0
     runs = [run for run in run_index.own_runs(root) if job_of(run) == task and run.started >= since]
@@ -164,20 +166,20 @@ def _may_get_verdict(run: run_record.RunRecord | None) -> bool:
     return run is not None and run.verdict is None and run_record.is_alive(run) is not False
 
 
-def job_state(root: str, task: str) -> SlurmJob | None:
-    """Return Slurm's description of a job while Slurm remembers it, else the one that was kept when it ended."""
+def find_job_state(root: str, task: str) -> SlurmJob | None:
+    """Return Slurm's description of a job, or the one stored when it ended if Slurm has forgotten it, or None."""
     job = query_job(task)
-    kept = (read_job_note(root, task).get("ended") or {}).get(task)
-    if job is None and isinstance(kept, dict):
-        job = SlurmJob(**{key: value for key, value in kept.items() if key in fields_of(SlurmJob)})
+    stored = (read_job_note(root, task).get("ended") or {}).get(task)
+    if job is None and isinstance(stored, dict):
+        job = SlurmJob(**{key: value for key, value in stored.items() if key in fields_of(SlurmJob)})
     notice = job_file(root, task + jobs.NOTICE)
     return replace(job, noticed=notice is not None and os.path.exists(notice)) if job else None
 
 
-def explained(root: str, run: run_record.RunRecord, verdict: Verdict | None) -> Verdict | None:
-    """Combine a run's verdict with Slurm's state. A run without a verdict whose job is over has lost its launcher."""
+def explain_end(root: str, run: run_record.RunRecord, verdict: Verdict | None) -> Verdict | None:
+    """Return a run's verdict, refined by the state of its job. A run without a verdict in an ended job counts as lost."""
     task = job_of(run)
-    job = job_state(root, task) if task else None
+    job = find_job_state(root, task) if task else None
     if job is None:
         return verdict
     if verdict is None:
@@ -186,29 +188,30 @@ def explained(root: str, run: run_record.RunRecord, verdict: Verdict | None) -> 
 
 
 def verdict_of(root: str, task: str) -> Verdict:
-    """Return the verdict of a job that is over, whether a run began in it or not. Raises Refusal for an unknown job."""
+    """Return the verdict of a job that is over, even if no run began in it. Raises Refusal for an unknown job."""
     run = run_of(root, task)
     if run is not None:
-        verdict = explained(root, run, run.verdict)
+        verdict = explain_end(root, run, run.verdict)
         return verdict or replace(launch_failures.make_lost_verdict(run.id), summary=f"run {run.id} has no verdict yet")
-    job = job_state(root, task)
+    job = find_job_state(root, task)
     if job is None:
         raise Refusal(f"Slurm does not know job {task}, and no run in {root} was started in it", EX_NOINPUT)
     log = job_file(root, f"{task}.out")
-    output = (f"what it printed is in {log}", *_last_lines(log)) if log and os.path.exists(log) else ()
+    output = (f"its output is in {log}", *_last_lines(log)) if log and os.path.exists(log) else ()
     return slurm_ends.make_verdict_without_run(job, output)
 
 
 def _last_lines(path: str) -> list[str]:
+    """Return the last five lines of a file, with secrets masked."""
     with open(path, "rb") as file:
         skipped = file.seek(max(0, os.path.getsize(path) - 4096))
         text = file.read().decode("utf-8", "replace")
-    if skipped:  # the first line is cut, and half a token would not be recognized and masked
+    if skipped:  # drop the first line, which is cut: half a token would not be recognized and masked
         text = text.partition("\n")[2]
     return mask_lines(text)[-5:]
 
 
-# ---- the state of a job: from `scontrol` while the controller remembers it, else from `sacct` ----
+# ---- querying the state of a job: from `scontrol` while the controller remembers it, then from `sacct` ----
 
 _EMPTY = ("(null)", "None", "N/A", "Unknown", "")
 
@@ -219,7 +222,7 @@ def query_job(job: str) -> SlurmJob | None:
 
 
 def query_tasks(job: str) -> list[SlurmJob]:
-    """Return a job, or every task of an array. Empty if the controller has forgotten it or a line is ambiguous."""
+    """Return a job, or every task of an array, or [] if the controller has forgotten it or a line is ambiguous."""
     lines = _run("scontrol", "--oneliner", "show", "job", job).split("\n")
     parsed = [parse_scontrol(line) for line in lines if line.strip()]
     tasks = [task for task in parsed if task is not None]
@@ -230,9 +233,9 @@ _SCONTROL_KEYS = ("ArrayJobId", "ArrayTaskId", "JobState", "Reason", "ExitCode",
 
 
 def parse_scontrol(line: str) -> SlurmJob | None:
-    """Parse one line of `scontrol --oneliner show job`. None if it is ambiguous.
+    """Parse one line of `scontrol --oneliner show job`. Return None if it is ambiguous.
 
-    Slurm quotes nothing, so a job's name or comment may contain ` JobState=COMPLETED`. `sacct` prints neither.
+    Slurm does not quote values, so a job's name or comment may contain ` JobState=COMPLETED`. `sacct` prints neither.
     """
     number = re.match(r"JobId=(\S+)", line)
     matches = {key: re.findall(rf"\s{key}=(\S*)", line) for key in _SCONTROL_KEYS}
@@ -252,33 +255,36 @@ def parse_scontrol(line: str) -> SlurmJob | None:
 
 
 def _query_accounting(job: str) -> SlurmJob | None:
+    """Return a job as `sacct` describes it, or None."""
     columns = "--format=JobID,State,ExitCode,Reason,NodeList,Timelimit"
     lines = _run("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", columns).splitlines()
     return parse_sacct(lines[0]) if lines else None
 
 
 def parse_sacct(line: str) -> SlurmJob | None:
-    """Parse one line of `sacct --parsable2`: 12|CANCELLED by 1000|0:15|None|node[1-2]|01:00:00"""
+    """Parse a line of `sacct --parsable2`, such as 12|CANCELLED by 1000|0:15|None|node[1-2]|01:00:00."""
     columns = line.split("|")
     if len(columns) < 6:
         return None
-    state, _, by = columns[1].partition(" by ")
+    state, _, canceller = columns[1].partition(" by ")
     reason, nodes, limit = ("" if column in _EMPTY else column for column in columns[3:6])
-    return SlurmJob(columns[0], state.strip(), reason, *_parse_exit_code(columns[2]), 0, nodes, limit, by.strip())
+    return SlurmJob(
+        columns[0], state.strip(), reason, *_parse_exit_code(columns[2]), 0, nodes, limit, canceller.strip()
+    )
 
 
 def _parse_exit_code(text: str) -> tuple[int, int]:
-    """Return the exit code and the signal of 1:15."""
+    """Return (exit code, signal) for a text such as 1:15."""
     match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def _run(*argv: str) -> str:
-    """Return a program's output. Empty if it is missing, does not answer or fails: another source may know more."""
+    """Return a program's output, or "" if it is missing, fails or times out, since another source may have the answer."""
     if shutil.which(argv[0]) is None:
         return ""
     try:
-        done = run_slurm(argv)
+        process = run_slurm(argv)
     except subprocess.TimeoutExpired:
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    return process.stdout if process.returncode == 0 else ""

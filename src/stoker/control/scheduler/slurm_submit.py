@@ -1,4 +1,4 @@
-"""`stoker submit`: its options, the job script made from them, and submitting that with sbatch."""
+"""`stoker submit`: defines its options, writes the job script, and submits it with sbatch."""
 
 from __future__ import annotations
 
@@ -29,56 +29,63 @@ _SEEDS = r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%[1-9]\d*)?"
 
 @frozen
 class SubmitOptions:
-    _job = section("what the job gets")
+    """The options of `stoker submit`."""
+
+    _job = section("resources of the job")
     nodes: int = option("nodes (default: 1)", "N", default=1, flags=("-N",))
     gpus_per_node: str | None = option(
-        "GPUs on each node: 4, or with their kind a100:4; one rank each", "[KIND:]N", default=None
+        "GPUs on each node, one rank each: 4, or with their type a100:4", "[KIND:]N", default=None
     )
     cpus_per_task: int | None = option(
-        "CPUs on each node (one task a node: Stoker starts the ranks)", "N", default=None, flags=("-c",)
+        "CPUs on each node, where Slurm starts one task and Stoker starts the ranks", "N", default=None, flags=("-c",)
     )
-    mem: str | None = option("host memory on each node: 64G; 0 for all of it", "SIZE", default=None)
+    mem: str | None = option("host memory on each node, such as 64G; 0 for all of it", "SIZE", default=None)
     time: str | None = option(
-        "time limit: 30m, 12h, 2d, or as Slurm writes it (a bare number is minutes)", default=None, flags=("-t",)
+        "time limit: 30m, 12h, 2d, or in Slurm's format (a bare number is minutes)", default=None, flags=("-t",)
     )
     partition: str | None = option("partition", "NAME", default=None, flags=("-p",))
     account: str | None = option("account", "NAME", default=None, flags=("-A",))
     sbatch_option: tuple[str, ...] = option(
-        "another option of sbatch: --sbatch-option=--exclude=node7", "OPT", default=(), many=True
+        "another option for sbatch, such as --sbatch-option=--exclude=node7", "OPT", default=(), many=True
     )
 
-    _life = section("life of the job")
+    _life = section("runs of the job")
     array_seeds: str | None = option(
-        "one run per seed, as an array of jobs: 0-4, 1,2,7 or 0-9%%2 (two at a time); each gets SEED in its"
-        " environment",
+        "one run per seed, as a job array: 0-4, 1,2,7 or 0-9%%2 (two at a time); each run has SEED in its environment",
         "SEEDS",
         default=None,
     )
-    requeue: bool = option("before its time is up: save, go back to the queue, and resume the same run", default=False)
+    requeue: bool = option("before the time limit, save, return to the queue, and resume the same run", default=False)
     signal_before: float = option(
-        "the ranks get SIGTERM this long before the time limit or a preemption, and --grace to save (default: 60s)",
+        "time before the time limit or a preemption when the ranks get SIGTERM, and --grace to save (default: 60s)",
         "TIME",
         default=60.0,
         parse=parse_duration,
     )
     name: str | None = option(
-        "name of the run and of the job; given again it resumes that run if it is unfinished", default=None
+        "name of the run and of the job; a second job of that name resumes the run if it is unfinished", default=None
     )
 
     _more = section("this command")
     runs_dir: str | None = option(
-        "folder of the run directories, which all nodes see (default: $STOKER_RUNS, else ./runs)", "DIR", default=None
+        "folder of the run directories, which all nodes must share (default: $STOKER_RUNS, else ./runs)",
+        "DIR",
+        default=None,
     )
-    no_follow: bool = option("submit and return", default=False)
+    no_follow: bool = option("submit the job and return", default=False)
     follow: str | None = option("follow a job that was submitted before", "JOB", default=None)
     dry_run: bool = option("print the job script and submit nothing", default=False)
 
 
 @frozen
 class JobScript:
+    """The text of a job script, and what is needed to submit it."""
+
     text: str
-    name: str  # of the run; {job} stands for the job's number, {seed} for the seed
-    secrets: dict[str, str]  # variables that the script refers to without containing their values
+    name: str  # name of the run; {job} stands for the job's number, {seed} for the seed
+    secrets: dict[
+        str, str
+    ]  # variables that the script reads from its environment, so that their values are not in its text
 
 
 def make_script(
@@ -115,10 +122,12 @@ def make_script(
     lines = [f"--{flag}={value}" for flag, value in flags.items() if value is not None]
     lines += ["--requeue" if options.requeue else "--no-requeue"]
     lines += [f"--signal=B:USR1@{math.ceil(options.signal_before)}", *options.sbatch_option]
-    lines += ["--no-kill"] if shrinks else []  # else Slurm ends the whole job when one of its nodes fails
+    lines += ["--no-kill"] if shrinks else []  # without it Slurm ends the whole job when a node fails
     for line in lines:
         if re.search(r"[\n\r]", line):
-            raise Refusal(f"{line.splitlines()[0]}: a line break can't be in an option of sbatch", EX_USAGE)
+            raise Refusal(
+                f"{line.splitlines()[0]}: an option of sbatch must not contain a line break; remove it", EX_USAGE
+            )
     is_train = command[-1] == "train"
     args, secrets = _hide_secrets(words)
     stage, args = (args[:1], args[1:]) if is_train else ([], args)  # the stage must stay the first argument of train
@@ -158,7 +167,7 @@ rm -f -- "$notice"
 run=$!
 
 # {seconds} s before the time limit (and before a preemption, if the site sends it) Slurm sends USR1 to this shell. The ranks then get SIGTERM, and save.
-# The file tells `stoker why`. A cancelled job needs no such step: Slurm signals all its processes.
+# The notice file is for `stoker why`. A cancelled job needs no such step, because Slurm signals all its processes.
 again=1
 trap 'again=1; : > "$notice"; kill -TERM "$run"' USR1
 trap 'again=1' TERM
@@ -172,17 +181,17 @@ done
 """
 
 _REQUEUE = """
-# 143: our SIGTERM stopped it. The next start resumes the run of this name from its last checkpoint.
+# Exit code 143 means that our SIGTERM stopped the run. The next start resumes the run of this name from its last checkpoint.
 if [ -e "$notice" ] && [ "$code" -eq 143 ]; then
-    echo "stoker: the job's time is nearly up: back to the queue, to resume run $name"
+    echo "stoker: the job's time limit is near; requeueing it, to resume run $name"
     scontrol requeue "$SLURM_JOB_ID" && exit 0
-    echo "stoker: scontrol requeue failed; submit it again to resume it" >&2
+    echo "stoker: scontrol requeue failed; submit the job again to resume the run" >&2
 fi
 """
 
 
 def _quote_option(line: str) -> str:
-    """Quote an option's value: sbatch reads its lines as a shell would, and # begins a comment."""
+    """Quote an option's value, because sbatch parses its lines like a shell, where # begins a comment."""
     flag, equals, value = line.partition("=")
     return f"{flag}={shlex.quote(value)}" if equals else line
 
@@ -195,7 +204,7 @@ def _quote_name(name: str) -> str:
 
 
 def _hide_secrets(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the words quoted for a shell, with variables in place of secrets, and those variables."""
+    """Return the arguments quoted for a shell, with variables in place of secrets, and the values of those variables."""
     quoted: list[str] = []
     secrets: dict[str, str] = {}
     for before, word, masked in zip(["", *words], words, mask_argv(words), strict=False):
@@ -217,22 +226,22 @@ def _hide_secrets(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def slurm_time(text: str | None) -> str | None:
-    """Return a time limit as Slurm writes it: unchanged if it is, else 90m, 12h or 2d in minutes, rounded up."""
+    """Return a time limit in Slurm's format: 90m, 12h or 2d become minutes, rounded up. Others stay unchanged."""
     if text is None or re.fullmatch(r"\d+(:\d\d?){0,2}|\d+-\d+(:\d\d?){0,2}|UNLIMITED|INFINITE", text, re.IGNORECASE):
         return text
     try:
         return str(max(1, math.ceil(parse_duration(text) / 60)))
     except ValueError as problem:
-        line = f"--time {text}: write it like 30m, 12h or 2d, or as Slurm does: 1-12:00:00"
+        line = f"--time {text} is not a time; write it like 30m, 12h or 2d, or in Slurm's format, 1-12:00:00"
         raise Refusal(line, EX_USAGE) from problem
 
 
-def time_limit_s(spelling: str) -> float | None:
-    """Return the seconds of a time as Slurm writes it (M, M:S, H:M:S, D-H, D-H:M or D-H:M:S). None: there is no limit."""
-    days, dash, rest = spelling.rpartition("-")
-    if not all(is_digits(part) for part in (*rest.split(":"), days or "0")):
+def parse_time_limit(text: str) -> float | None:
+    """Return the seconds of a time limit in Slurm's format (M, M:S, H:M:S, D-H, D-H:M or D-H:M:S), or None if unlimited."""
+    days, dash, clock = text.rpartition("-")
+    if not all(is_digits(part) for part in (*clock.split(":"), days or "0")):
         return None
-    parts = [int(part) for part in rest.split(":")]
+    parts = [int(part) for part in clock.split(":")]
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
     return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
@@ -246,33 +255,32 @@ def check_options(options: SubmitOptions) -> None:
 def _find_problems(options: SubmitOptions) -> Iterator[str]:
     for flag, count in (("nodes", options.nodes), ("cpus-per-task", options.cpus_per_task)):
         if count is not None and count < 1:
-            yield f"--{flag} {count}: give a number from 1 up"
-    for flag, text, pattern, fix in (
-        ("gpus-per-node", options.gpus_per_node, _GPUS, "give a number from 1 up, or a kind and a number: a100:4"),
-        ("mem", options.mem, r"\d+[KMGTkmgt]?", "write it like 64G, or 0 for all of the node's"),
-        ("array-seeds", options.array_seeds, _SEEDS, "write it like 0-4, 1,2,7 or 0-9%2"),
+            yield f"--{flag} must be 1 or more, got {count}"
+    for flag, text, pattern, expected in (
+        ("gpus-per-node", options.gpus_per_node, _GPUS, "a number from 1 up, or a type and a number, like a100:4"),
+        ("mem", options.mem, r"\d+[KMGTkmgt]?", "a size like 64G, or 0 for all memory of the node"),
+        ("array-seeds", options.array_seeds, _SEEDS, "seeds like 0-4, 1,2,7 or 0-9%2"),
     ):
         if text is not None and not re.fullmatch(pattern, text):
-            yield f"--{flag} {text}: {fix}"
+            yield f"--{flag} must be {expected}, got {text}"
     if not 1 <= options.signal_before <= 65535:
-        yield f"--signal-before {options.signal_before:g} s: Slurm takes 1 s to 65535 s"
+        yield f"--signal-before must be between 1 s and 65535 s, got {options.signal_before:g} s"
     for flag, value in (("--partition", options.partition), ("--account", options.account)):
         if value is not None and not re.fullmatch(r"[\w.,@+-]+", value):
-            yield f"{flag} {value!r}: not a name Slurm can have"
+            yield f"{flag} {value!r} is not a valid name in Slurm; use letters, digits, and . _ - + @ ,"
     for word in options.sbatch_option:
         if not word.startswith("-"):
-            yield f"--sbatch-option {word}: write it as sbatch has it, --sbatch-option=--exclude=node7"
+            yield f"--sbatch-option must begin with -, got {word}; write it like --sbatch-option=--exclude=node7"
     if options.name is not None and not re.fullmatch(r"[\w.+@=-]{1,80}", options.name):
-        yield f"--name {options.name!r} can't be the name of a run and of a job: letters, digits, and . _ - + @ ="
+        yield f"--name {options.name!r} is not a valid name; use up to 80 letters, digits, and . _ - + @ ="
     if options.array_seeds is not None and not all(
-        low <= high and step for low, high, step in _ranges(options.array_seeds)
+        low <= high and step for low, high, step in _parse_ranges(options.array_seeds)
     ):
-        fix = "a range goes from the lower seed to the higher, 1-3, by a step from 1 up"
-        yield f"--array-seeds {options.array_seeds}: {fix}"
-    limit = time_limit_s(slurm_time(options.time) or "UNLIMITED")
+        yield f"--array-seeds: a range must go from the lower to the higher seed with a step from 1 up, got {options.array_seeds}"
+    limit = parse_time_limit(slurm_time(options.time) or "UNLIMITED")
     if limit and limit <= options.signal_before:  # 0 means no limit to Slurm
-        line = f"--signal-before {options.signal_before:g}s is not before the end of --time {options.time}"
-        yield f"{line}: Slurm would give notice at once"
+        line = f"--signal-before {options.signal_before:g}s must be shorter than --time {options.time}"
+        yield f"{line}; otherwise Slurm sends the signal at the start"
 
 
 def write_script(script: JobScript, root: str, base: str) -> str:
@@ -281,25 +289,25 @@ def write_script(script: JobScript, root: str, base: str) -> str:
     try:
         os.makedirs(root, 0o700, exist_ok=True)
         os.makedirs(folder, 0o700, exist_ok=True)
-        if own_folder(root, job.FOLDER) != folder:  # another user made it first
+        if own_folder(root, job.FOLDER) != folder:  # another user created it in the meantime
             raise Refusal(f"{folder} no longer belongs to you; choose another folder with --runs-dir", EX_CANTCREAT)
         for n in range(1, 1000):
             path = os.path.join(folder, f"{time.strftime('%Y%m%d-%H%M%S')}-{base}" + (f"-{n}" if n > 1 else "") + ".sh")
             try:
-                handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o755)
+                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o755)
             except FileExistsError:
                 continue
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
+            with os.fdopen(fd, "w", encoding="utf-8") as file:
                 file.write(script.text)
             return path
     except OSError as problem:
         raise cannot_write(root, problem) from problem
-    raise Refusal(f"{folder} has a thousand job scripts of this second", EX_CANTCREAT)
+    raise Refusal(f"{folder} already has 999 job scripts of this second; try again", EX_CANTCREAT)
 
 
 def submit(path: str, script: JobScript, environ: Mapping[str, str]) -> str:
-    """Submit the script, which is at `path`, and return the job's number. A refusal quotes sbatch."""
-    # Inside a job, its request must not become the new job's, nor a rank's variables the new run's.
+    """Submit the script, which is also at `path`. Return the number of the job. Raises Refusal with sbatch's messages."""
+    # Inside a job or a rank, leave out their variables: sbatch and the new run must not use them as defaults.
     env = {
         name: value
         for name, value in environ.items()
@@ -307,8 +315,8 @@ def submit(path: str, script: JobScript, environ: Mapping[str, str]) -> str:
         or (not name.startswith(("SLURM_", "SLURMD_")) and name not in RANK_VARIABLES)
     }
     try:
-        done = subprocess.run(
-            ["sbatch", "--parsable"],  # the script on stdin: the file may have been replaced by now
+        process = subprocess.run(
+            ["sbatch", "--parsable"],  # it reads the script from stdin, since the file could have been replaced
             input=script.text,
             capture_output=True,
             text=True,
@@ -318,33 +326,33 @@ def submit(path: str, script: JobScript, environ: Mapping[str, str]) -> str:
             env={**env, **script.secrets},
         )
     except subprocess.TimeoutExpired as problem:
-        line = f"sbatch does not answer within {_SBATCH_S:.0f} s; the job script is {path}"
+        line = f"sbatch did not finish within {_SBATCH_S:.0f} s; the job script is {path}"
         raise Refusal(line, EX_UNAVAILABLE, cause="slurm.unreachable") from problem
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
+    if process.returncode:
+        lines = [line for line in process.stderr.splitlines() if line.strip()]
         errors = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in lines)
         os.unlink(path)
-        line = f"sbatch refuses the job: {errors or f'exit code {done.returncode}'}"
+        line = f"sbatch refused the job: {errors or f'exit code {process.returncode}'}"
         raise Refusal(line, EX_UNAVAILABLE, cause="slurm.refused")
-    return done.stdout.strip().splitlines()[-1].partition(";")[0]
+    return process.stdout.strip().splitlines()[-1].partition(";")[0]
 
 
-def write_job_note(root: str, number: str, script: JobScript, path: str, chosen: list[int]) -> None:
-    """Write what `stoker why slurm:JOB` needs to know about the job. `chosen`: the seeds of an array."""
-    note = {"schema": 1, "job": number, "name": script.name, "seeds": chosen, "script": path, "submitted": time.time()}
+def write_job_note(root: str, number: str, script: JobScript, path: str, seeds: list[int]) -> None:
+    """Write the note about the job that `stoker why slurm:JOB` reads. `seeds` are those of an array."""
+    note = {"schema": 1, "job": number, "name": script.name, "seeds": seeds, "script": path, "submitted": time.time()}
     write_json(os.path.join(own_folder(root, job.FOLDER), f"{number}.json"), note)
 
 
 def parse_seeds(text: str) -> list[int]:
     """Return all seeds in 0-4, 1,2,7 or 0-8:2%3."""
-    return [seed for low, high, step in _ranges(text) for seed in range(low, high + 1, step)]
+    return [seed for low, high, step in _parse_ranges(text) for seed in range(low, high + 1, step)]
 
 
-def _ranges(text: str) -> list[tuple[int, int, int]]:
-    """Return (low, high, step) of each part."""
+def _parse_ranges(text: str) -> list[tuple[int, int, int]]:
+    """Return (low, high, step) of each comma-separated part."""
     ranges = []
     for part in text.partition("%")[0].split(","):
-        low, _, rest = part.partition("-")
-        high, _, step = rest.partition(":")
+        low, _, high_and_step = part.partition("-")
+        high, _, step = high_and_step.partition(":")
         ranges.append((int(low), int(high or low), int(step or 1)))
     return ranges
