@@ -202,7 +202,8 @@ def start(request: Request, on_end: OnEnd | None = None) -> int:
 def launch_entry() -> None:
     """Run the launcher of `stoker.launch` in a separate process: python -c ... CALLER REPORT [options] -- script
 
-    CALLER is the pid that waits, and the run stops when it exits. The file REPORT gets the run directory or the refusal.
+    CALLER is the pid of the waiting process; the run stops when it exits. The run directory, or the refusal, is written
+    to the file REPORT.
     """
     import json
     import signal

@@ -68,7 +68,7 @@ def build_parser() -> OptionParser:
     parser.option("--grace", "TIME", grace, parse_duration, default=GRACE_S)
     context = "tokens of a prompt and its answer (default: what the model was trained for, up to 4096)"
     parser.option("--context", "N", context, int, default=0)
-    memory = "tokens in the cache of keys and values, for all requests together (default: half of slots × context)"
+    memory = "KV cache size in tokens, shared by all requests (default: half of slots × context)"
     parser.option("--memory", "TOKENS", memory, int)
     device = "where to run the model (default: a GPU if there is one)"
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)

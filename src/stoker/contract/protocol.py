@@ -112,7 +112,7 @@ def _read_header(line: bytes) -> Message:
         raise ProtocolError(f"it sent a line that is not a message: {line[:80]!r}")
     size = header.get("size", 0)
     if type(size) is not int or size < 0:
-        raise ProtocolError(f"it sent a message with the impossible payload size {ascii(size)[:40]}")
+        raise ProtocolError(f"it sent a message with an invalid payload size: {ascii(size)[:40]}")
     return header
 
 

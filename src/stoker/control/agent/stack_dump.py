@@ -35,7 +35,7 @@ CALLS_WITH_SOURCE = 8
 
 
 class StackDumper:
-    """Reads stacks by py-spy where it is installed and allowed, else by faulthandler."""
+    """Reads stacks with py-spy where it is installed and allowed, otherwise with faulthandler."""
 
     def __init__(self) -> None:
         import shutil

@@ -212,9 +212,9 @@ class RunOptions:
     )
     sync: bool = option("copy the working directory to the hosts first, without what .gitignore names", default=False)
     stage: tuple[str, ...] = option(
-        "copy this file or folder to every host's disk first, to the same path or to THERE (which ends with a file's own name);"
-        " copied once and checked by hash",
-        "PATH[=THERE]",
+        "copy this file or folder to every host's disk first, to the same path or to DEST (for a file, DEST includes its name);"
+        " verified by hash, and not copied again",
+        "PATH[=DEST]",
         default=(),
         many=True,
     )

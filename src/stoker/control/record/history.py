@@ -103,7 +103,7 @@ class HistoryWriter:
                 self._collect(point, *coarser)
 
     def close(self) -> None:
-        """Write the pending points, too, and close the files."""
+        """Write the pending points and close the files."""
         self._flush("minutes", "hours")
         self._flush("hours")
         for file in self._files.values():

@@ -25,10 +25,11 @@ TICK_S = 0.1
 DRAW_S = 1.0  # between two progress bars: a rank writes its progress no more often
 MAX_WAIT_S = 30.0
 SERVICE_SEARCH_S = 1.0  # between two searches for roles that have become services
-REPORT_REST_S = 10.0  # after a role's end: the others may also be ending, or be servers that do not listen yet
+# Wait this long after a role has ended before reporting which roles still run: they may be ending or starting, too.
+REPORT_DELAY_S = 10.0
 HEALTHY_S = 60.0  # a role that ran this long is not in a crash loop
 LOOP_FAILURES, LOOP_S = 5, 600.0  # the same failure this often within this time is a loop
-_FROM_OUTSIDE = ("rank.killed", "rank.signal", "hang.stopped")  # no sign of a loop
+_EXTERNAL_CAUSES = ("rank.killed", "rank.signal", "hang.stopped")  # these don't count towards a crash loop
 _STOP_RULES = "grpo."  # a run that ended because of a stop rule is never started again
 
 
@@ -207,7 +208,7 @@ class RoleSupervisor:
         if not all(role.is_service for role in self._roles.values()):
             return False
         line = "every role is a service, so the job runs until you stop it (Ctrl-C)"
-        self._log(f"stoker: {line}; set `required: true` in a roles file for a role whose end is the job's")
+        self._log(f"stoker: {line}; set `required: true` in a roles file for the role that the job should wait for")
         return True
 
     def _required(self) -> list[RoleProcess]:
@@ -236,7 +237,7 @@ class RoleSupervisor:
             self._log(f"✓ role {role.name}: {verdict.summary}")
             self._update_outcome()
             if not self._unreported_ends:
-                self._report_rest_at = time.monotonic() + REPORT_REST_S
+                self._report_rest_at = time.monotonic() + REPORT_DELAY_S
             self._unreported_ends.append(role)
         else:
             self._handle_failure(role, verdict)
@@ -267,7 +268,7 @@ class RoleSupervisor:
         verdict = self._note_lost_host(role, verdict)
         role.failures = [failure for failure in role.failures if now - failure[0] < LOOP_S] + [(now, verdict)]
         same = 0
-        if verdict.cause not in _FROM_OUTSIDE:
+        if verdict.cause not in _EXTERNAL_CAUSES:
             same = sum(failure.cause == verdict.cause for _, failure in role.failures)
         is_final = verdict.status == "refused" or verdict.cause.startswith(_STOP_RULES) or bool(role.stranded_reason)
         if role.spec.restart == ALWAYS:

@@ -112,7 +112,7 @@ def _find_problem_before_stop(evidence: Evidence) -> tuple[str, tuple[str, ...],
         return "", (), ()
     first = early_exits[0]
     elapsed = format_duration(evidence.stopped_at - first.time)
-    return f"{rank_name(first.rank, first.label)} had ended with exit code 0 {elapsed} before", (), ()
+    return f"{rank_name(first.rank, first.label)} had exited with code 0, {elapsed} earlier", (), ()
 
 
 def _all_failures_are_consequences(evidence: Evidence) -> bool:

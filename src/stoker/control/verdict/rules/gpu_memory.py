@@ -380,7 +380,7 @@ def match_out_of_memory(case: Case) -> CauseMatch | None:
         return CauseMatch(summary, (*evidence, refusal), (refusal, *advice))
     unused = failure.unused or 0
     if unused >= _MIN_FRAGMENTED and (failure.free or 0) + unused >= failure.needed:
-        advice = (f"{_EXPANDABLE}: free and unused memory together would have been enough", *advice)
+        advice = (f"{_EXPANDABLE}: free plus reserved but unallocated memory would have been enough", *advice)
     underestimated = re.search(r"underestimated: [^;]*", plan[0]) if plan else None
     if underestimated:
         summary += f"; the memory plan {underestimated[0].replace(':', '', 1)}"
