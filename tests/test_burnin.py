@@ -229,7 +229,7 @@ def test_stopped_by_the_user(stoker: Stoker) -> None:
     ("args", "says"),
     [
         (("--minutes", "0"), "--minutes must be above 0, got 0"), (("--minutes", "nan"), "--minutes must be above 0"), (("--steps", "0"), "--steps must be at least 1, got 0"),
-        (("--minutes", "soon"), "invalid float value: 'soon'"), (("--flip", "1"), "write RANK:STEP"), (("--json", "--show", "all"), "--show and --json"),
+        (("--minutes", "soon"), "invalid float value: 'soon'"), (("--flip", "1"), "must be RANK:STEP"), (("--json", "--show", "all"), "--show can't be combined with --json"),
         (("--wait", "soon"), "'soon' is not a duration"),
     ],
 )  # fmt: skip

@@ -62,7 +62,7 @@ def test_data_takes_no_more_of_a_disk_than_leaves_some(
     bytes_tokenizer().save(str(tmp_path / "tokenizer"))
     data = DataConfig(path=(str(folder),), cache=str(tmp_path / "cache"), context_length=1200, kind=kind)
     keep_all_of_the_disk(monkeypatch)
-    with pytest.raises(Refusal, match=r"left, and .* stay free; --data\.cache") as problem:
+    with pytest.raises(Refusal, match=r"free, and .* stay free; --data\.cache") as problem:
         prepare(data, TokenizerConfig(path=str(tmp_path / "tokenizer")), lambda line: None)
     assert problem.value.code == EX_CANTCREAT and not [
         *(tmp_path / "cache/datasets").glob("*.tmp"),

@@ -292,7 +292,7 @@ def test_beyond_this_machine_a_key_is_needed_and_asked_for(folder: Path, monkeyp
     monkeypatch.delenv(serve.API_KEY, raising=False)
     with pytest.raises(Refusal, match="needs an API key"):
         serve.main([str(folder), "--host", "0.0.0.0", "--port", "0"])
-    with pytest.raises(Refusal, match="at least 1 slot"):
+    with pytest.raises(Refusal, match="--slots must be at least 1"):
         serve.main([str(folder), "--slots", "0"])
 
 

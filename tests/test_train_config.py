@@ -871,7 +871,7 @@ def test_a_dry_run_shows_preset_config_and_command_and_makes_nothing(trainer: St
         (["--tokenizer.path", "/nope"], 66, "tokenizer /nope does not exist"),
         (["--checkpoint.resume", "/nope"], 66, "checkpoint.resume /nope: there is no checkpoint"),
         (["--data.validation", "nope.txt"], 66, "nope.txt does not exist"),
-        (["--nproc-per-node", "0"], 64, "--nproc-per-node 0: give a whole number"),
+        (["--nproc-per-node", "0"], 64, "--nproc-per-node must be a number of ranks"),
         (["--device_id", "3"], 69, "GPUs were requested, but this machine has none"),
     ],
 )

@@ -91,7 +91,7 @@ def test_chat_answers_slash_words_itself(monkeypatch: pytest.MonkeyPatch, capsys
     talk._turns, talk._dropped = [("user", b"hello")], True
     typed = iter(["/help", "/new", "/what", "/quit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
-    monkeypatch.setattr(chat, "_answer", lambda *_, **__: pytest.fail("it went to the model"))
+    monkeypatch.setattr(chat, "_print_answer", lambda *_, **__: pytest.fail("it went to the model"))
     assert chat._converse(talk) == 0
     said = capsys.readouterr().err
     assert said.count("/quit or Ctrl-D exits") == 2 and "unknown command /what" in said and talk._turns == []

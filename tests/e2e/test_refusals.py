@@ -74,7 +74,7 @@ def refused(stoker: Stoker, *args: str, code: int, says: str, lines: int = 1, en
         (["--config", "list.yaml", "ok.py"], 65, "holds a list"),
         (["--config", "typo.yaml", "ok.py"], 78, "unknown key 'max_restart' (did you mean max_restarts?)"),
         (["--config", "value.yaml", "ok.py"], 78, "max-restarts: 'many' is not a whole number"),
-        (["--hosts", "a,a", "ok.py"], 64, "list each host once"),
+        (["--hosts", "a,a", "ok.py"], 64, "listed twice"),
         (["--hosts", "-oProxyCommand=x", "ok.py"], 64, "expected one argument"),
         (["--no-python", "--module", "ok.py"], 64, "--no-python and --module contradict each other"),
         (["--logs-specs", "nope", "ok.py"], 64, "invalid choice: 'nope' (choose from"),
@@ -215,7 +215,7 @@ def test_a_full_disk(stoker: Stoker) -> None:
     try:
         (full / "filler").write_bytes(b"x" * 512 * 1024)
         refused(
-            stoker, "run", "--runs-dir", "full", stoker.script("ok.py", OK), code=73, says="host.disk: 0 bytes free"
+            stoker, "run", "--runs-dir", "full", stoker.script("ok.py", OK), code=73, says="has 0 bytes free"
         )
         refused(
             stoker, "run", "--no-preflight", "--runs-dir", "full", "ok.py", code=73, says="its disk or quota is full"

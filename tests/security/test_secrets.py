@@ -185,7 +185,7 @@ def test_an_agent_masks_what_only_its_host_knows(monkeypatch: pytest.MonkeyPatch
     """The coordinator can't: another host's variables are never sent to it."""
     monkeypatch.setattr(masking, "_secrets", None)
     monkeypatch.setenv("SVC_PASSWORD", "variable-of-this-host")
-    agent = Agent(heart=-1, life=-1, guardian=0, stdin_fd=-1)
+    agent = Agent(heartbeat_fd=-1, guardian_fd=-1, guardian=0, stdin_fd=-1)
     agent._specs = {0: {"env": {"HF_TOKEN": "variable-of-the-rank"}, "argv": ["t.py", "--api-key", "argument-of-it"]}}
     report = {"message": "no variable-of-this-host, variable-of-the-rank, argument-of-it"}
     assert agent._masked(report) == {"message": f"no {MASK}, {MASK}, {MASK}"}
@@ -317,7 +317,7 @@ def test_the_launcher_of_a_function_has_no_address_on_its_command_line(monkeypat
         seen.update(words=words, environment=environment)
         raise Started
 
-    monkeypatch.setattr(calling, "_run", ran)
+    monkeypatch.setattr(calling, "_run_launcher", ran)
     with pytest.raises(Started):
         calling.launch(print, (), 1, {"HF_TOKEN": "hf_env7xq"}, {"notify": NOTIFY})
     assert "7xq" not in " ".join(seen["words"])

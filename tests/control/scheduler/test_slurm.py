@@ -470,7 +470,7 @@ def _inside(stoker: Stoker, slurm: SlurmCluster, around: list[str], *args: str) 
         ),
         (["--name", "a b;c", "--", "ok.py"], 64, "--name 'a b;c'"),
         (["--partition", "x\ny", "--", "ok.py"], 64, "--partition"),
-        (["ok.py"], 64, "put -- before the run"),
+        (["ok.py"], 64, "put -- before the script"),
         (["--"], 64, "the script is missing"),
         (["--", "okay.py"], 66, "script okay.py does not exist (did you mean ok.py?)"),
         (["--", "--nproc-per-host", "2", "ok.py"], 64, "did you mean --nproc-per-node?"),

@@ -689,7 +689,7 @@ def test_a_picture_is_written_whole_or_refused_in_one_line(finished: Stoker) -> 
     refused = finished("plot", "odd", "--png", "x.png", env={"PYTHONPATH": path})
     assert (
         refused.code == 69
-        and "matplotlib can't be imported (none here)" in refused.err
+        and "(none here)" in refused.err
         and refused.err.count("\n") == 1
     )
     assert finished("plot", "odd", env={"PYTHONPATH": path}).code == 0
