@@ -221,7 +221,9 @@ def test_a_run_of_several_hosts_continues_on_one_machine_with_the_batch_it_began
     assert "4,096 tokens a step" in batch and "you set it; --batch.tokens" in batch
     other = stoker.torch(*start, "--name", stoker.latest.name, "--learning-rate", "0.002")
     assert other.code == 64, other.err
-    assert "was started with other settings (optim.learning_rate: 0.001 then, 0.002 now); use its command, " in other.err
+    assert (
+        "was started with other settings (optim.learning_rate: 0.001 then, 0.002 now); use its command, " in other.err
+    )
     metrics = (stoker.latest / "metrics.jsonl").read_text().count("\n")
     told = stopped_after(metrics + 2)
     batch = next(line for line in told.splitlines() if "tokens a step" in line)

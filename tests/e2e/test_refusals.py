@@ -214,9 +214,7 @@ def test_a_full_disk(stoker: Stoker) -> None:
         pytest.skip(f"no right to mount a small file system: {mounted.stderr.strip()}")
     try:
         (full / "filler").write_bytes(b"x" * 512 * 1024)
-        refused(
-            stoker, "run", "--runs-dir", "full", stoker.script("ok.py", OK), code=73, says="has 0 bytes free"
-        )
+        refused(stoker, "run", "--runs-dir", "full", stoker.script("ok.py", OK), code=73, says="has 0 bytes free")
         refused(
             stoker, "run", "--no-preflight", "--runs-dir", "full", "ok.py", code=73, says="its disk or quota is full"
         )

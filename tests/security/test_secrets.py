@@ -188,7 +188,7 @@ def test_an_agent_masks_what_only_its_host_knows(monkeypatch: pytest.MonkeyPatch
     agent = Agent(heartbeat_fd=-1, guardian_fd=-1, guardian=0, stdin_fd=-1)
     agent._specs = {0: {"env": {"HF_TOKEN": "variable-of-the-rank"}, "argv": ["t.py", "--api-key", "argument-of-it"]}}
     report = {"message": "no variable-of-this-host, variable-of-the-rank, argument-of-it"}
-    assert agent._masked(report) == {"message": f"no {MASK}, {MASK}, {MASK}"}
+    assert agent._mask_report(report) == {"message": f"no {MASK}, {MASK}, {MASK}"}
 
 
 def test_a_dry_run_and_a_job_script_show_no_secret(stoker: Stoker) -> None:

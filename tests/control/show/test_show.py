@@ -687,11 +687,7 @@ def test_a_picture_is_written_whole_or_refused_in_one_line(finished: Stoker) -> 
     (finished.cwd / "none" / "matplotlib.py").write_text("raise ImportError('none here')")
     path = os.pathsep.join(filter(None, (str(finished.cwd / "none"), finished.env.get("PYTHONPATH"))))
     refused = finished("plot", "odd", "--png", "x.png", env={"PYTHONPATH": path})
-    assert (
-        refused.code == 69
-        and "(none here)" in refused.err
-        and refused.err.count("\n") == 1
-    )
+    assert refused.code == 69 and "(none here)" in refused.err and refused.err.count("\n") == 1
     assert finished("plot", "odd", env={"PYTHONPATH": path}).code == 0
     pytest.importorskip("matplotlib")
     assert finished("plot", "odd", "--png", "x.png").code == 0
